@@ -1,0 +1,1 @@
+"""Off-policy reinforcement learning of language models in JAX: two BAPOs, composed."""

@@ -1,0 +1,226 @@
+"""The policy: a Qwen2 / Qwen3 / Llama decoder as pure functions over a plain tree.
+
+1. `describe(spec)` lists every parameter once: path -> shape and initialiser; shapes,
+   initial values and shardings all derive from it;
+2. `forward` runs whole rows (training, scoring): layers are scanned and rematerialised;
+3. `prefill` is the same pass that keeps its keys and values;
+4. `decode` moves every slot by one token through the same stacked weights, unrolled.
+
+Layers are stacked on a leading axis L. Norms, rope and softmax are float32, matrix
+products run in `spec.compute`.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+  """What distinguishes one decoder from another; names as in a Hugging Face config."""
+
+  vocab: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_width: int
+  ffn: int
+  rope_theta: float = 1e4
+  norm_eps: float = 1e-6
+  positions: int = 32768
+  tied: bool = True
+  qkv_bias: bool = True  # Qwen2
+  qk_norm: bool = False  # Qwen3
+  compute: str = 'float32'
+
+
+def describe(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], float | str]]:
+  """path -> (shape, initial scale); a scale is a standard deviation, 'ones' or 'zeros'."""
+  V, D, F, L = spec.vocab, spec.width, spec.ffn, spec.layers
+  H, K, C = spec.heads, spec.kv_heads, spec.head_width
+  # Depth-scaled output projections: the residual stream keeps its size at any depth.
+  inner, outer = D**-0.5, (2 * L) ** -0.5
+  tree = {
+    'embed': ((V, D), 0.02 if D > 512 else D**-0.5),
+    'final_norm': ((D,), 'ones'),
+    'layers/attn_norm': ((L, D), 'ones'),
+    'layers/q': ((L, D, H, C), inner),
+    'layers/k': ((L, D, K, C), inner),
+    'layers/v': ((L, D, K, C), inner),
+    'layers/o': ((L, H, C, D), outer * (H * C) ** -0.5),
+    'layers/mlp_norm': ((L, D), 'ones'),
+    'layers/gate': ((L, D, F), inner),
+    'layers/up': ((L, D, F), inner),
+    'layers/down': ((L, F, D), outer * F**-0.5),
+  }
+  if spec.qkv_bias:
+    tree |= {
+      'layers/q_bias': ((L, H, C), 'zeros'),
+      'layers/k_bias': ((L, K, C), 'zeros'),
+      'layers/v_bias': ((L, K, C), 'zeros'),
+    }
+  if spec.qk_norm:
+    tree |= {'layers/q_norm': ((L, C), 'ones'), 'layers/k_norm': ((L, C), 'ones')}
+  if not spec.tied:
+    tree['head'] = ((V, D), inner)
+  return tree
+
+
+def abstract(spec: ModelSpec) -> dict:
+  """The parameter tree as ShapeDtypeStructs (float32)."""
+  flat = {
+    path: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for path, (shape, _) in describe(spec).items()
+  }
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def init(spec: ModelSpec, key: jax.Array) -> dict:
+  """Random parameters, float32."""
+  flat = {}
+  for i, (path, (shape, scale)) in enumerate(sorted(describe(spec).items())):
+    if isinstance(scale, str):
+      flat[path] = {'ones': jnp.ones, 'zeros': jnp.zeros}[scale](shape, jnp.float32)
+    else:
+      flat[path] = scale * jax.random.normal(jax.random.fold_in(key, i), shape)
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def count(spec: ModelSpec) -> int:
+  """Number of parameters."""
+  return sum(math.prod(shape) for shape, _ in describe(spec).values())
+
+
+def head(params: dict) -> jax.Array:
+  """The output projection [V, D]: the embedding itself where the two are tied."""
+  return params.get('head', params['embed'])
+
+
+def rms_norm(x, scale, eps):
+  """x / rms(x) * scale over the last axis, in float32 (Zhang and Sennrich, 2019)."""
+  x32 = x.astype(jnp.float32)
+  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rope(x, position, theta):
+  """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
+
+  x [..., heads, C], position [...]; float32, since a bf16 angle is wrong by a radian
+  beyond position 256.
+  """
+  half = x.shape[-1] // 2
+  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  shape = (1,) * position.ndim + (half,)
+  angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
+  sin, cos = jnp.sin(angle)[..., None, :], jnp.cos(angle)[..., None, :]
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _qkv(w, x, position, spec):
+  """Queries [..., H, C], keys and values [..., K, C] of normalised x [..., D]."""
+  y = rms_norm(x, w['attn_norm'], spec.norm_eps)
+
+  def project(name):
+    out = jnp.einsum('...d,dhc->...hc', y, w[name].astype(y.dtype))
+    bias = w.get(f'{name}_bias')
+    if bias is not None:
+      out += bias.astype(y.dtype).reshape((1,) * (out.ndim - 2) + bias.shape)
+    norm = w.get(f'{name}_norm')
+    return out if norm is None else rms_norm(out, norm, spec.norm_eps)
+
+  q, k, v = project('q'), project('k'), project('v')
+  return rope(q, position, spec.rope_theta), rope(k, position, spec.rope_theta), v
+
+
+def _out(w, x, attended, spec):
+  """Residual add of the attention's output [..., H, C], then of the gated MLP."""
+  x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
+  y = rms_norm(x, w['mlp_norm'], spec.norm_eps)
+  # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
+  y = y.reshape(-1, y.shape[-1])
+  gate, up, down = (w[name].astype(y.dtype) for name in ('gate', 'up', 'down'))
+  y = (jax.nn.silu(y @ gate) * (y @ up)) @ down
+  return x + y.reshape(x.shape)
+
+
+def _embed(params, token, spec):
+  return params['embed'][token].astype(spec.compute)
+
+
+def _layers(params, tokens_BT, spec, keep: bool):
+  position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+
+  def layer(x_BTD, w):
+    q_BTHC, k_BTKC, v_BTKC = _qkv(w, x_BTD, position_BT, spec)
+    attended_BTHC = jax.nn.dot_product_attention(q_BTHC, k_BTKC, v_BTKC, is_causal=True)
+    x_BTD = _out(w, x_BTD, attended_BTHC, spec)
+    return x_BTD, (k_BTKC, v_BTKC) if keep else None
+
+  body = layer if keep else jax.checkpoint(layer)
+  x_BTD, kept = jax.lax.scan(body, _embed(params, tokens_BT, spec), params['layers'])
+  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), kept
+
+
+def forward(params: dict, tokens_BT, spec: ModelSpec) -> jax.Array:
+  """Final hidden states [B, T, D]; column t has seen tokens 0..t.
+
+  Rows are padded on the right: attention is causal, so padding never reaches a token
+  before it, and needs no mask.
+  """
+  return _layers(params, tokens_BT, spec, keep=False)[0]
+
+
+def empty_cache(spec: ModelSpec, slots: int, length: int) -> list:
+  """A list over layers of keys and values [S, T, K, C].
+
+  This layout with `.at[s, position].set` is written in place; [S, K, T, C] would cost a
+  hidden second cache (1094 MiB of temporaries for a 1 GiB cache, measured).
+  """
+  shape = (slots, length, spec.kv_heads, spec.head_width)
+  return [
+    (jnp.zeros(shape, spec.compute), jnp.zeros(shape, spec.compute))
+    for _ in range(spec.layers)
+  ]
+
+
+def prefill(params: dict, tokens_RT, spec: ModelSpec) -> list:
+  """Keys and values [R, T, K, C] of every layer for R prompts, in the cache's layout."""
+  _, (k_LRTKC, v_LRTKC) = _layers(params, tokens_RT, spec, keep=True)
+  return [(k_LRTKC[i], v_LRTKC[i]) for i in range(spec.layers)]
+
+
+@functools.partial(jax.named_call, name='decode')
+def decode(params: dict, token_S, position_S, cache: list, spec: ModelSpec):
+  """One token a slot: final hidden states [S, D] and the cache with that token in it.
+
+  Unrolled over the same stacked weights with static indices: scanning the layers here
+  would copy each layer's cache at each token (211 MiB of temporaries against 14 at 28
+  layers).
+  """
+  x_SD = _embed(params, token_S, spec)
+  row_S = jnp.arange(token_S.shape[0])
+  live_ST = jnp.arange(cache[0][0].shape[1])[None] <= position_S[:, None]
+  new = []
+  for i, (k_STKC, v_STKC) in enumerate(cache):
+    w = jax.tree.map(lambda p, i=i: p[i], params['layers'])
+    q_SHC, k_SKC, v_SKC = _qkv(w, x_SD, position_S, spec)
+    k_STKC = k_STKC.at[row_S, position_S].set(k_SKC)
+    v_STKC = v_STKC.at[row_S, position_S].set(v_SKC)
+    new.append((k_STKC, v_STKC))
+    attended_SHC = _attend_one(q_SHC, k_STKC, v_STKC, live_ST)
+    x_SD = _out(w, x_SD, attended_SHC, spec)
+  return rms_norm(x_SD, params['final_norm'], spec.norm_eps), new
+
+
+def _attend_one(q_SHC, k_STKC, v_STKC, live_ST):
+  """Attention of one query a slot over its live cache."""
+  return jax.nn.dot_product_attention(
+    q_SHC[:, None], k_STKC, v_STKC, mask=live_ST[:, None, None]
+  )[:, 0]

@@ -1,0 +1,1 @@
+"""Data sets of problems with verifiable answers, as tensorflow-datasets builders."""
