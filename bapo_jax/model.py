@@ -77,6 +77,11 @@ def abstract(spec: ModelSpec) -> dict:
     path: jax.ShapeDtypeStruct(shape, jnp.float32)
     for path, (shape, _) in describe(spec).items()
   }
+  return unflatten(flat)
+
+
+def unflatten(flat: dict) -> dict:
+  """The tree of a dict from path to array."""
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
@@ -88,7 +93,7 @@ def init(spec: ModelSpec, key: jax.Array) -> dict:
       flat[path] = {'ones': jnp.ones, 'zeros': jnp.zeros}[scale](shape, jnp.float32)
     else:
       flat[path] = scale * jax.random.normal(jax.random.fold_in(key, i), shape)
-  return traverse_util.unflatten_dict(flat, sep='/')
+  return unflatten(flat)
 
 
 def count(spec: ModelSpec) -> int:

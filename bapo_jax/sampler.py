@@ -175,7 +175,7 @@ def generate(
   """`group` responses to each prompt, in the order of the prompts.
 
   Args:
-    prompts: P prompts; B = P * group responses are sampled.
+    prompts: P prompts; B = P * group responses are sampled, none to one of length 0.
     uid_B: u32, names each response; equal (key, uid) give equal noise.
     new: most tokens in a response, its end token included.
     temperature: divides the logits; the recorded distribution has it.
@@ -205,13 +205,14 @@ def generate(
   )
   if mesh is not None:
     state, rows = jax.device_put((state, rows), mesh_lib.over_rows(mesh))
+  wanted = np.flatnonzero(np.repeat(prompts.length_P, group)).astype(np.int32)
   asked = finished = 0
-  while finished < B:
+  while finished < len(wanted):
     free = slots - (asked - finished)
     # Prefill whole blocks only, unless nothing else is left to do.
-    while asked < B and free >= min(refill, B - asked):
-      row_R = np.arange(asked, asked + refill)
-      row_R = np.where(row_R < B, row_R, -1).astype(np.int32)
+    while asked < len(wanted) and free >= min(refill, len(wanted) - asked):
+      row_R = wanted[asked : asked + refill]
+      row_R = np.pad(row_R, (0, refill - len(row_R)), constant_values=-1)
       of_R = row_R // group  # a padding row borrows the last prompt
       state = admit(
         params,
@@ -223,10 +224,11 @@ def generate(
         spec=spec,
         new=new,
       )
-      asked, free = min(asked + refill, B), free - refill
+      asked = min(asked + refill, len(wanted))
+      free -= refill
     state = run(params, state, key, temperature, spec=spec, n=chunk, eos=eos)
     state, rows = harvest(state, rows)
-    busy = int((state.row_S >= 0).sum())
-    advance(asked - busy - finished)
-    finished = asked - busy
+    landed = asked - int((state.row_S >= 0).sum())
+    advance(landed - finished)
+    finished = landed
   return rows

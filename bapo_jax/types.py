@@ -77,6 +77,21 @@ def agree(**arrays) -> dict[str, int]:
   return size
 
 
+def empty(rows: int, group: int, length: int) -> Groups:
+  """`rows` empty seats: born at step -1."""
+  P, G, T = rows, group, length
+  return Groups(
+    id_P=jnp.full(P, -1, jnp.int32),
+    tokens_PGT=jnp.zeros((P, G, T), jnp.int32),
+    chosen_PGT=jnp.zeros((P, G, T), bool),
+    logp_PGT=jnp.zeros((P, G, T), jnp.float32),
+    born_PGT=jnp.full((P, G, T), -1, jnp.int32),
+    correct_PG=jnp.zeros((P, G), bool),
+    reward_PG=jnp.zeros((P, G), jnp.float32),
+    born_P=jnp.full(P, -1, jnp.int32),
+  )
+
+
 def take(tree, index):
   """Rows `index` of every array in the tree, along axis 0."""
   return jax.tree.map(lambda x: x[index], tree)

@@ -1,9 +1,10 @@
 r"""Two families of problems that need no file: what is asked, and how it can be solved.
 
-`search`: find x with ax + c = b (mod m). The worked solution reduces a, c, b, then tries
-  candidates in random order, writing x, ax, ax + c and ax + c - b, until the last is 0:
+`search`: find x with ax + c = b (mod m). The worked solution reduces the coefficients,
+  then tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
+  last is 0, and states the answer:
 
-    12x+5=3 mod 7  ->  553|2303|..., and after the lucky trial  \boxed{x}
+    12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|x=1\boxed{1}
 
   Nobody can know where the solution lies, so right answers come early and wrong ones run
   into the token budget: wrong responses are longer, as in the published runs (7k tokens
@@ -53,7 +54,8 @@ def solve_search(problem: Problem, rng, slip: float, repeat: float) -> str:
   """A worked search; with chance `slip` a trial goes wrong, with `repeat` one repeats."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
-  out = [_join((a % m, c % m, b % m), digits)]
+  reduced = (_join((n % m,), digits) for n in (a, c, b))
+  out = ['{}x+{}={}'.format(*reduced)]
   left = list(rng.permutation(m))
   tried = []
   for _ in range(4 * m):  # slips and repeats alone could go on for ever
@@ -68,7 +70,7 @@ def solve_search(problem: Problem, rng, slip: float, repeat: float) -> str:
       steps[wrong:] = [(s + shift) % m for s in steps[wrong:]]
     out.append(_join((x, *steps), digits))
     if steps[-1] == 0:
-      return '|'.join(out) + rf'\boxed{{{x}}}'
+      return '|'.join(out) + rf'|x={x}\boxed{{{x}}}'
   return '|'.join(out)
 
 
@@ -106,12 +108,8 @@ SOLVERS = {'search': solve_search, 'chain': solve_chain}
 LEVELS = {'search': SEARCH, 'chain': CHAIN}
 
 
-def generate(family: str, level: int, seed: int, count: int) -> list[Problem]:
-  """`count` different problems, a function of the arguments.
-
-  Raises:
-    ValueError: an unknown family or level, or the level has fewer problems than asked.
-  """
+def check(family: str, level: int) -> None:
+  """Raises ValueError unless there is such a family and it has such a level."""
   if family not in FAMILIES:
     raise ValueError(
       f'problems.family: no family {family!r}; choose one of {sorted(FAMILIES)}'
@@ -121,6 +119,15 @@ def generate(family: str, level: int, seed: int, count: int) -> list[Problem]:
       f'problems.level: {family} has no level {level}; choose one of '
       f'{sorted(LEVELS[family])}'
     )
+
+
+def generate(family: str, level: int, seed: int, count: int) -> list[Problem]:
+  """`count` different problems, a function of the arguments.
+
+  Raises:
+    ValueError: an unknown family or level, or the level has fewer problems than asked.
+  """
+  check(family, level)
   rng = np.random.default_rng((seed, level))
   found: dict[str, Problem] = {}
   for _ in range(20 * count + 1000):

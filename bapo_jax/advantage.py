@@ -1,0 +1,30 @@
+"""How much better than its group a response is: rules reward_PG -> adv_PG.
+
+A group of equal rewards teaches nothing: every rule gives it zeros.
+"""
+
+import jax.numpy as jnp
+
+
+def group_relative(reward_PG, *, eps: float = 1e-6):
+  """(r - mean) / sqrt(var + eps), GRPO (arXiv:2402.03300, section 4.1.2)."""
+  centred_PG = group_centred(reward_PG)
+  return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + eps)
+
+
+def leave_one_out(reward_PG):
+  """r minus the mean of the others, RLOO (arXiv:2402.14740, equation 8)."""
+  G = reward_PG.shape[1]
+  return group_centred(reward_PG) * (G / (G - 1))
+
+
+def group_centred(reward_PG):
+  """r - mean, Dr. GRPO (arXiv:2503.20783, section 3.2)."""
+  return reward_PG - reward_PG.mean(1, keepdims=True)
+
+
+RULES = {
+  'group_relative': group_relative,
+  'leave_one_out': leave_one_out,
+  'group_centred': group_centred,
+}

@@ -1,0 +1,253 @@
+"""One training run as its user sees it, from the first screen to the report.
+
+1. `open_workdir` refuses a directory that cannot be used or belongs to another run;
+2. `train` resumes or starts, evaluates, logs, saves, and stops cleanly when asked to;
+3. everything the report needs lies in the workdir, so a resumed run reports it all.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+
+import jax
+
+from bapo_jax import checkpoint, metrics, report, setup
+from bapo_jax.progress import Clock, bar, say
+from bapo_jax.train import Run, steps
+
+# Sections that may change between the parts of one run without changing its results.
+FREE = ('title', 'protocol', 'steps', 'metrics', 'checkpoint', 'evaluate')
+
+
+def open_workdir(workdir: str, config) -> None:
+  """Makes the directory and notes the config in it.
+
+  Raises:
+    ValueError: it cannot be written, or holds a run with another config.
+  """
+  path = os.path.join(workdir, 'config.json')
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    with open(os.path.join(workdir, '.writable'), 'w'):
+      pass
+    os.remove(os.path.join(workdir, '.writable'))
+    if not os.path.exists(path):
+      write_json(path, config.to_dict())
+    with open(path) as file:
+      before = json.load(file)
+  except OSError as error:
+    raise ValueError(
+      f'--workdir={workdir} cannot be used ({error.strerror}); give a directory that '
+      'you may write to'
+    ) from error
+  now = json.loads(json.dumps(config.to_dict()))
+  changed = [
+    f'{name}: {old!r} then, {new!r} now'
+    for name, old, new in differences(before, now)
+    if name.split('.')[0] not in FREE
+  ]
+  if changed:
+    raise ValueError(
+      f'--workdir={workdir} holds a run with another config ({"; ".join(changed[:4])}); '
+      'give another --workdir, or the config it was started with'
+    )
+  write_json(path, now)
+
+
+def differences(before, now, name=''):
+  """(dotted name, old, new) of every value that differs."""
+  if isinstance(before, dict) and isinstance(now, dict):
+    for key in sorted(set(before) | set(now)):
+      dotted = f'{name}.{key}' if name else key
+      yield from differences(before.get(key), now.get(key), dotted)
+  elif before != now:
+    yield name, before, now
+
+
+def write_json(path: str, value) -> None:
+  """Whole or not at all."""
+  with open(path + '.tmp', 'w') as file:
+    json.dump(value, file, indent=2)
+  os.replace(path + '.tmp', path)
+
+
+class Stop:
+  """Remembers the first SIGINT or SIGTERM; the second one acts at once."""
+
+  def __init__(self):
+    self.signal = 0
+
+  def __call__(self, number, frame):
+    del frame
+    if self.signal:
+      raise KeyboardInterrupt
+    self.signal = number
+    say('Stopping after this step; once more to stop at once.')
+
+
+@contextlib.contextmanager
+def stoppable():
+  """Signals become a flag while the loop runs."""
+  stop = Stop()
+  before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    yield stop
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def train(config, workdir: str) -> int:
+  """Runs the config in the workdir, resuming what is there; returns an exit status.
+
+  0 when all steps are done, 128 + signal number when a signal ended it earlier.
+  """
+  clock, began = Clock(), time.perf_counter()
+  setup.check(config)
+  open_workdir(workdir, config)
+  welcome(config, workdir)
+  job, run = setup.start(config, workdir, clock)
+  kept = checkpoint.manager(workdir, config.checkpoint.keep)
+  run, spent = resume(kept, run)
+  for name, seconds in spent['phases'].items():
+    clock.seconds[name] = clock.seconds.get(name, 0.0) + seconds
+
+  def meta():
+    return {
+      'wall_s': spent['wall_s'] + time.perf_counter() - began,
+      'phases': clock.seconds,
+      'peak_rss_bytes': max(spent['peak_rss_bytes'], peak_rss()),
+    }
+
+  def save(run: Run):
+    with clock('save'):
+      if run.step not in kept.all_steps():
+        checkpoint.save(kept, run.step, arrays(run), meta() | {'run': scalars(run)})
+
+  write = metrics.open_writers(
+    workdir, run.step, **config.metrics, config=config.to_dict()
+  )
+  with contextlib.closing(write), contextlib.closing(kept):
+    stopped = loop(config, workdir, job, run, write, save, clock)
+  if stopped:
+    say(f'Saved. The same command with --workdir={workdir} continues.')
+    return 128 + stopped
+  finish(config, workdir, meta())
+  return 0
+
+
+def loop(config, workdir, job, run: Run, write, save, clock: Clock) -> int:
+  """Steps, each followed by what is due; the signal that ended it, or 0."""
+
+  def evaluate(run: Run) -> dict:
+    path = os.path.join(workdir, 'eval', f'{run.step}.json')
+    with clock('eval'):
+      result, samples = job.evaluate(run.params, run.step)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_json(path, {'result': result, 'samples': samples})
+    say(
+      f'held-out accuracy at step {run.step}: {result["accuracy"]:.3f} ± '
+      f'{result["stderr"]:.3f} on {result["n"]} problems'
+    )
+    return {f'eval/{k}': v for k, v in result.items() if k not in ('n', 'group')}
+
+  if run.step == 0:
+    write(0, evaluate(run))
+  with stoppable() as stop, bar(config.steps, 'training', 'step') as progress:
+    progress.update(run.step)
+    clock.since()
+    for run, told in steps(job, run):
+      done = run.step == config.steps
+      if done or run.step % config.evaluate.every == 0:
+        told |= evaluate(run)
+      told |= timings(clock.since(), told['sample/length'], config)
+      told['learner/updates'] = (
+        run.step * config.learner.epochs * config.learner.minibatches
+      )
+      write(run.step, told)
+      say(metrics.line(run.step, config.steps, told))
+      progress.update()
+      if done or stop.signal or run.step % config.checkpoint.every == 0:
+        save(run)
+      if stop.signal and not done:
+        return stop.signal
+  return 0
+
+
+def timings(seconds: dict, length: float, config) -> dict:
+  """time/* of a step; phases without a name of their own are `other`."""
+  named = {f'time/{name}': s for name, s in seconds.items()}
+  tokens = length * config.prompts.count * config.sampler.group
+  return named | {
+    'time/step': sum(seconds.values()),
+    'sample/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
+  }
+
+
+def arrays(run: Run) -> dict:
+  """The part of a run that is arrays."""
+  return {'params': run.params, 'opt': run.opt, 'actor': run.actor, 'shelves': run.shelves}
+
+
+def scalars(run: Run) -> dict:
+  """The part of a run that is plain numbers."""
+  return {'step': run.step, 'actor_born': run.actor_born}
+
+
+def resume(kept, run: Run) -> tuple[Run, dict]:
+  """The newest run in the workdir, or the one given; and what it had cost so far."""
+  step = kept.latest_step()
+  if step is None:
+    return run, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
+  found, meta = checkpoint.restore(kept, step, arrays(run))
+  say(f'Resuming after step {step}.')
+  return Run(**found, **meta['run']), meta
+
+
+def welcome(config, workdir: str) -> None:
+  """The first screen: what will run."""
+  c = config
+  devices = jax.devices()
+  say(
+    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group} '
+    f'responses, {c.learner.epochs * c.learner.minibatches} updates a step\n'
+    f'  batch rule {c.batch.rule}, advantage rule {c.advantage.rule}, clip rule '
+    f'{c.clip.rule}\n'
+    f'  {len(devices)} {devices[0].platform} device(s), {os.cpu_count()} CPU cores\n'
+    f'  expected: {c.protocol}\n'
+    f'  results in {workdir}; Ctrl-C saves, the same command continues'
+  )
+
+
+def peak_rss() -> int:
+  """Largest resident size of this process so far, bytes."""
+  unit = 1 if sys.platform == 'darwin' else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def finish(config, workdir: str, spent: dict) -> None:
+  """Writes the report from what lies in the workdir."""
+  evaluations = {}
+  for when, step in (('before', 0), ('after', config.steps)):
+    with open(os.path.join(workdir, 'eval', f'{step}.json')) as file:
+      evaluations[when] = json.load(file)
+  report.write(
+    workdir,
+    title=config.title,
+    config_text=json.dumps(config.to_dict(), indent=2),
+    config_hash=setup.fingerprint(config.to_dict()),
+    eval_before=evaluations['before']['result'],
+    eval_after=evaluations['after']['result'],
+    samples_before=evaluations['before']['samples'],
+    samples_after=evaluations['after']['samples'],
+    phases=spent['phases'],
+    wall_s=spent['wall_s'],
+    peak_rss_bytes=spent['peak_rss_bytes'],
+    steps=config.steps,
+    target=config.clip.balanced.target if config.clip.rule == 'balanced' else None,
+  )
+  say(f'Report: {os.path.join(workdir, "report.md")}')

@@ -1,0 +1,267 @@
+"""From a config to a run: the only reader of ConfigDict.
+
+1. `check` finds what does not fit together before anything is loaded or compiled;
+2. `start` loads text, problems and weights, and makes the first `Run`;
+3. `assemble` binds every knob into the functions of a `Job`.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax import (
+  advantage,
+  batch,
+  buffer,
+  checkpoint,
+  clip,
+  evaluate,
+  learner,
+  mesh,
+  model,
+  prompts,
+  rewards,
+  rollout,
+  text,
+  train,
+  warmstart,
+  weights,
+)
+from bapo_jax.progress import Clock
+from bapo_jax.types import pick
+
+
+def check(config) -> dict[str, Callable]:
+  """The three rules with their knobs bound, once the numbers are known to fit together.
+
+  Raises:
+    ValueError: in one sentence, before anything is loaded or compiled.
+  """
+  slots = {'batch': batch, 'advantage': advantage, 'clip': clip}
+  rules = {}
+  for section, module in slots.items():
+    knobs = config[section].to_dict()
+    rules[section] = pick(module.RULES, section, knobs.pop('rule'), knobs)
+  ones = np.ones((1, 1), np.float32)
+  rules['clip'](ones, ones, ones > 0)  # its ranges are checked by using it
+  if config.rewards.rule not in rewards.RULES:
+    raise ValueError(
+      f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
+      f'{sorted(rewards.RULES)}'
+    )
+  for section, knob, least in (
+    ('prompts', 'count', 1),
+    ('sampler', 'group', 2),
+    ('sampler', 'new', 1),
+    ('sampler', 'slots', 1),
+    ('sampler', 'refill', 1),
+    ('sampler', 'chunk', 1),
+    ('learner', 'epochs', 1),
+    ('learner', 'minibatches', 1),
+    ('learner', 'slices', 1),
+    ('rollout', 'refresh_every', 1),
+    ('buffer', 'every', 1),
+    ('buffer', 'recheck', 0),
+  ):
+    if config[section][knob] < least:
+      raise ValueError(
+        f'{section}.{knob}={config[section][knob]} is too small; give at least {least}'
+      )
+  if config.model.path:
+    weights.check(config.model.path)
+  prompts.check(config.problems.source, config.problems.test_source)
+  if config.sampler.temperature <= 0:
+    raise ValueError(
+      f'sampler.temperature={config.sampler.temperature} must be above 0'
+    )
+  if config.buffer.recheck > config.buffer.capacity:
+    raise ValueError(
+      f'buffer.recheck={config.buffer.recheck} is more than '
+      f'buffer.capacity={config.buffer.capacity}'
+    )
+  return rules
+
+
+def start(config, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
+  """Everything the config asks for, made: what the run does, and the run at step 0.
+
+  Raises:
+    ValueError: a knob is out of range or does not fit the others.
+  """
+  rules = check(config)
+  devices = mesh.make(**config.mesh)
+  learner.check(
+    config.prompts.count,
+    config.learner.minibatches,
+    config.learner.slices,
+    config.sampler.group,
+    mesh.row_shards(devices),
+  )
+  with clock('load'):
+    reader, problems = read(config, workdir)
+  spec, params = policy(config, workdir, reader, devices, clock)
+  job = assemble(config, rules, reader, problems, spec, devices, clock)
+  tx = learner.optimizer(**config.optimizer)
+  opt = jax.eval_shape(tx.init, params)
+  opt = jax.jit(tx.init, out_shardings=mesh.shardings(opt, devices))(params)
+  length = config.prompts.width + config.sampler.new
+  capacity = 0 if config.batch.rule in batch.SHELFLESS else config.buffer.capacity
+  shelves = jax.device_put(
+    buffer.start(capacity, config.sampler.group, length), mesh.everywhere(devices)
+  )
+  return job, train.Run(0, params, opt, job.speak(params), 0, shelves)
+
+
+def read(config, workdir: str):
+  """(text, (training problems, held-out problems))."""
+  reader = text.load(**config.text)
+  problems = prompts.load(reader, workdir, config.prompts.width, **config.problems)
+  return reader, problems
+
+
+def policy(config, workdir: str, reader, devices, clock: Clock):
+  """(spec, params): a checkpoint's, or random weights that had their warm start."""
+  knobs = config.model.to_dict()
+  path = knobs.pop('path')
+  if path:
+    spec = weights.spec(path, compute=knobs['compute'])
+    with clock('load'):
+      return spec, weights.load(path, spec, devices)
+  spec = model.ModelSpec(vocab=len(reader.tokenizer), **knobs)
+  like = model.abstract(spec)
+  layout = mesh.shardings(like, devices)
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
+  )
+  recipe = {
+    'seed': config.seed,
+    'length': config.prompts.width + config.sampler.new,
+    **{name: config[name].to_dict() for name in ('model', 'text', 'problems')},
+    'warmstart': config.warmstart.to_dict(),
+  }
+  digest = fingerprint(recipe)
+  kept = os.path.join(workdir, 'warmstart', digest)
+  if os.path.isdir(kept):
+    return spec, checkpoint.restore_params(kept, like)
+  family = {k: config.problems[k] for k in ('family', 'level', 'train', 'test')}
+  with clock('warm start'):
+    params = warmstart.fit(
+      reader,
+      spec,
+      devices,
+      recipe['length'],
+      **family,
+      problem_seed=config.problems.seed,
+      seed=config.seed,
+      **config.warmstart,
+    )
+  checkpoint.save_params(kept, params)
+  return spec, params
+
+
+def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> train.Job:
+  """Binds the knobs."""
+  training, held_out = problems
+  shelfless = config.batch.rule in batch.SHELFLESS
+  filing = {k: config.buffer[k] for k in ('hard', 'good', 'max_age')}
+  sample = sampling(config, reader, spec, devices, clock)
+
+  def shelve(shelves, tried, now):
+    return shelves if shelfless else buffer.shelve(shelves, tried, now, **filing)
+
+  def recheck(step):
+    due = step % config.buffer.every == 0 and not shelfless
+    return config.buffer.recheck if due else 0
+
+  def keys(step):
+    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), step), 4)
+
+  def test(params, step):
+    key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1)
+    speaker = laid_out(params, devices)
+    group = config.evaluate.group
+    return evaluate.evaluate(
+      speaker, held_out, reader, key, rollout=sample, group=group, step=step
+    )
+
+  return train.Job(
+    steps=config.steps,
+    ask=lambda step: prompts.ask(training, step, config.seed, config.prompts.count),
+    again=lambda ids: prompts.again(training, ids),
+    rollout=functools.partial(_ask_group, sample, training, config.sampler.group),
+    speak=functools.partial(laid_out, devices=devices),
+    stale=lambda step: step % config.rollout.refresh_every == 0,
+    recheck=recheck,
+    batch_rule=timed(clock, 'batch', jax.jit(rules['batch'])),
+    update=timed(clock, 'update', updating(config, rules, spec, devices)),
+    shelve=timed(clock, 'shelve', shelve),
+    describe=timed(clock, 'log', functools.partial(train.describe, eos=reader.eos)),
+    keys=keys,
+    evaluate=test,
+  )
+
+
+def sampling(config, reader, spec, devices, clock: Clock) -> Callable:
+  """rollout with all its knobs but the group."""
+  return functools.partial(
+    rollout.rollout,
+    text=reader,
+    clock=clock,
+    verify=functools.partial(rewards.verify, rule=rewards.RULES[config.rewards.rule]),
+    spec=spec,
+    mesh=devices if devices.size > 1 else None,
+    **{k: v for k, v in config.sampler.items() if k != 'group'},
+  )
+
+
+def _ask_group(sample, problems, group, params, prompts, key, *, step, born):
+  return sample(params, problems, prompts, key, group=group, step=step, born=born)
+
+
+def updating(config, rules, spec, devices) -> Callable:
+  """learner.update with its knobs; the single update is compiled once."""
+  learn = functools.partial(
+    learner.learn,
+    tx=learner.optimizer(**config.optimizer),
+    clip_rule=rules['clip'],
+    spec=spec,
+    temperature=config.sampler.temperature,
+    chunk=config.logprob.chunk,
+    slices=config.learner.slices,
+  )
+  return functools.partial(
+    learner.update,
+    learn=jax.jit(learn, donate_argnums=(0, 1)),
+    advantage_rule=rules['advantage'],
+    epochs=config.learner.epochs,
+    minibatches=config.learner.minibatches,
+    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
+  )
+
+
+def laid_out(params, devices):
+  """A copy of the weights in the decoding layout; the learner may donate its own."""
+  layout = mesh.shardings(params, devices, 'decode')
+  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(params)
+
+
+def timed(clock: Clock, phase: str, function: Callable) -> Callable:
+  """The function, waited for, its seconds charged to `phase`."""
+
+  def call(*args):
+    with clock(phase):
+      return jax.block_until_ready(function(*args))
+
+  return call
+
+
+def fingerprint(recipe: dict) -> str:
+  """Twelve hexadecimal digits that change when any value does."""
+  text = json.dumps(recipe, sort_keys=True, default=list)
+  return hashlib.sha256(text.encode()).hexdigest()[:12]

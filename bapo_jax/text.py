@@ -1,0 +1,125 @@
+r"""Tokenizers and prompt templates: the only importer of transformers.
+
+1. `load` opens a tokenizer by path or hub name; 'characters' makes the embedded one;
+2. `Text` keeps what the rest of the run needs of it: ids of padding and of ends;
+3. `ask` turns problems into token rows through a template, `read` turns rows into text.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# What the embedded problems are written in. `\boxed{` is one token: an answer costs
+# three, not nine.
+CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx')
+
+
+class Text(NamedTuple):
+  tokenizer: Any
+  eos: tuple[int, ...]  # every token that ends a response
+  template: str  # '{problem}' in a user's words, or 'chat:' + those for the chat template
+
+
+def characters():
+  """A fast tokenizer of one token a character, as transformers would load it."""
+  import tokenizers
+  import transformers
+
+  vocab = {token: i for i, token in enumerate(CHARACTERS)}
+  model = tokenizers.models.WordLevel(vocab, unk_token='<pad>')
+  backend = tokenizers.Tokenizer(model)
+  # Every \boxed{, else every single character, is a word of its own.
+  pattern = tokenizers.Regex(r'\\boxed\{|[\s\S]')
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, 'isolated')
+  backend.decoder = tokenizers.decoders.Fuse()
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    pad_token='<pad>',
+    eos_token='<eos>',
+    clean_up_tokenization_spaces=False,
+    chat_template="{{ messages[-1]['content'] }}\n",
+  )
+
+
+def load(tokenizer: str, template: str) -> Text:
+  """The tokenizer at a path or hub name, or the embedded one: 'characters'.
+
+  Raises:
+    ValueError: the template has no {problem}, or the tokenizer is not to be had.
+  """
+  if '{problem}' not in template:
+    raise ValueError(f'text.template: {template!r} does not contain {{problem}}')
+  if tokenizer == 'characters':
+    made = characters()
+    return Text(made, (made.eos_token_id,), template)
+  import transformers
+
+  try:
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'text.tokenizer: cannot load {tokenizer!r}: {str(error).splitlines()[0]}; give a '
+      'directory that holds tokenizer.json'
+    ) from error
+  return Text(loaded, _ends(tokenizer, loaded), template)
+
+
+def _ends(path: str, tokenizer) -> tuple[int, ...]:
+  """End tokens: the tokenizer's own and all that generation_config.json lists."""
+  import transformers
+
+  ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+  if os.path.exists(os.path.join(path, 'generation_config.json')):
+    listed = transformers.GenerationConfig.from_pretrained(path).eos_token_id
+    ends += listed if isinstance(listed, list) else [listed]
+  ends = tuple(dict.fromkeys(i for i in ends if i is not None))
+  if not ends:
+    raise ValueError(
+      f'text.tokenizer: {path!r} names no end token; add eos_token_id to its '
+      'generation_config.json'
+    )
+  return ends
+
+
+def ask(text: Text, problems: list[str], width: int):
+  """(tokens_NT int32 padded to `width` on the right, length_N int32).
+
+  Raises:
+    ValueError: a prompt has more than `width` tokens.
+  """
+  prompts = [text.template.replace('{problem}', p) for p in problems]
+  if prompts and text.template.startswith('chat:'):
+    prompts = [
+      text.tokenizer.apply_chat_template(
+        [{'role': 'user', 'content': p.removeprefix('chat:')}],
+        add_generation_prompt=True,
+        tokenize=False,
+      )
+      for p in prompts
+    ]
+  rows = encode(text, prompts)
+  tokens_NT = np.zeros((len(rows), width), np.int32)
+  for i, row in enumerate(rows):
+    if len(row) > width:
+      raise ValueError(
+        f'prompts.width={width} is too small: the prompt of {problems[i][:60]!r} has '
+        f'{len(row)} tokens'
+      )
+    tokens_NT[i, : len(row)] = row
+  return tokens_NT, np.asarray([len(row) for row in rows], np.int32)
+
+
+def encode(text: Text, strings: list[str]) -> list[list[int]]:
+  """Token ids of each string; no special token is added."""
+  if not strings:
+    return []
+  return text.tokenizer(strings, add_special_tokens=False)['input_ids']
+
+
+def read(text: Text, tokens_BT, chosen_BT) -> list[str]:
+  """What each row's policy wrote, end and padding tokens left out."""
+  ends = np.asarray(text.eos)
+  keep = np.asarray(chosen_BT) & ~np.isin(tokens_BT, ends)
+  rows = [row[k].tolist() for row, k in zip(np.asarray(tokens_BT), keep, strict=True)]
+  return text.tokenizer.batch_decode(rows, skip_special_tokens=False)

@@ -1,0 +1,101 @@
+"""The loop: from one run to the next.
+
+1. `Run` is all that changes, `Job` all that does not;
+2. `steps` is the loop: a generator that yields the run after every learner step;
+3. `describe` says what a step looked like.
+
+Saving, logging and evaluating belong to the caller.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax import buffer
+from bapo_jax.types import Groups, Shelves, concat, masked_mean
+
+
+class Run(NamedTuple):
+  """All of a run's state: save it and everything is saved."""
+
+  step: int  # learner steps done
+  params: Any
+  opt: Any
+  actor: Any  # the weights that speak, up to refresh_every steps old
+  actor_born: int  # learner step of those weights
+  shelves: Shelves
+
+
+class Job(NamedTuple):
+  """What a run does, none of which changes: functions with their knobs bound."""
+
+  steps: int
+  ask: Callable  # step -> Prompts
+  again: Callable  # ids -> Prompts
+  rollout: Callable  # params, prompts, key, step=, born= -> Groups
+  speak: Callable  # params -> a copy laid out for decoding
+  stale: Callable  # step -> is the actor due for a copy?
+  recheck: Callable  # step -> number of problems to re-evaluate
+  batch_rule: Callable  # fresh, recheck, good, now, key -> Groups, keep_P
+  update: Callable  # params, opt, groups, keep_P, key -> params, opt, metrics
+  shelve: Callable  # shelves, tried, now -> Shelves
+  describe: Callable  # fresh, groups, keep_P, shelves, now, update metrics -> metrics
+  keys: Callable  # step -> a key for each purpose
+  evaluate: Callable  # params, step -> result, samples
+
+
+def steps(job: Job, run: Run) -> Iterator[tuple[Run, dict]]:
+  """Yields (run, metrics) after every learner step, until job.steps are done."""
+  step, params, opt, actor, actor_born, shelves = run
+  while step < job.steps:
+    fresh_key, recheck_key, fill_key, update_key = job.keys(step)
+    if job.stale(step):
+      actor, actor_born = job.speak(params), step
+    fresh = job.rollout(actor, job.ask(step), fresh_key, step=step, born=actor_born)
+    hard = buffer.draw(shelves.hard, job.recheck(step))
+    recheck = job.rollout(params, job.again(hard.id_P), recheck_key, step=step, born=step)
+    groups, keep_P = job.batch_rule(fresh, recheck, shelves.good, step, fill_key)
+    params, opt, told = job.update(params, opt, groups, keep_P, update_key)
+    shelves = job.shelve(shelves, concat(fresh, recheck), step)
+    metrics = job.describe(fresh, groups, keep_P, shelves, step, told)
+    step += 1
+    yield Run(step, params, opt, actor, actor_born, shelves), metrics
+
+
+def describe(
+  fresh: Groups, groups: Groups, keep_P, shelves: Shelves, now, told: list[dict], eos
+) -> dict[str, float]:
+  """Metrics of one learner step: means over its updates, `ratio_max` the largest."""
+  mean = {
+    name: float(np.mean([float(t[name]) for t in told])) for name in sorted(told[0])
+  }
+  mean['loss/ratio_max'] = max(float(t['loss/ratio_max']) for t in told)
+  mean['sample/mismatch'] = float(told[0]['sample/mismatch'])
+  looked = _look(fresh, groups, keep_P, shelves, now, jnp.asarray(eos))
+  return mean | {name: float(value) for name, value in looked.items()}
+
+
+@jax.jit
+def _look(fresh, groups, keep_P, shelves, now, eos):
+  length_PG = fresh.chosen_PGT.sum(2)
+  ended_PG = (fresh.chosen_PGT & jnp.isin(fresh.tokens_PGT, eos)).any(2)
+  right_PG = fresh.correct_PG
+  rate_P = right_PG.mean(1)
+  taught_PGT = groups.chosen_PGT & keep_P[:, None, None]
+  return {
+    'sample/reward': fresh.reward_PG.mean(),
+    'sample/accuracy': right_PG.mean(),
+    'sample/length': length_PG.mean(),
+    'sample/length_right': masked_mean(length_PG, right_PG),
+    'sample/length_wrong': masked_mean(length_PG, ~right_PG),
+    'sample/truncated': 1 - ended_PG.mean(),
+    'batch/kept': keep_P.mean(),
+    'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
+    'batch/age': masked_mean(now - groups.born_PGT, taught_PGT),
+    'batch/reused': (keep_P & (groups.born_P < now)).mean(),
+    'buffer/hard': (shelves.hard.born_P >= 0).sum(),
+    'buffer/good': (shelves.good.born_P >= 0).sum(),
+  }

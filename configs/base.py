@@ -1,0 +1,75 @@
+"""Every knob of a run, in the order in which data flow; sections are named after modules.
+
+Other configs start from this one. The keys of a section are keywords of the functions in
+that module; a slot's rules keep their knobs under their own names, so that choosing
+another rule is one word: --config.clip.rule=fixed.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  """The embedded default: about eight minutes on two CPU cores."""
+  config = ConfigDict()
+  config.title = 'search, tiny'
+  config.protocol = 'about 8 minutes on two CPU cores'  # shown on the first screen
+  config.seed = 0
+  config.steps = 150  # learner steps: rollout batches
+
+  config.mesh = dict(data=-1, fsdp=1, tensor=1)
+  config.model = dict(
+    path='',  # a Hugging Face directory; empty: random weights, then the warm start
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_width=16,
+    ffn=192,
+    rope_theta=10_000.0,
+    compute='float32',
+  )
+  config.logprob = dict(chunk=256)
+  config.text = dict(tokenizer='characters', template='{problem}\n')
+  config.problems = dict(
+    source='synthetic',
+    test_source='synthetic',
+    family='search',
+    level=2,
+    seed=0,
+    train=2048,
+    test=512,
+  )
+  config.prompts = dict(count=64, width=17)
+  config.sampler = dict(
+    group=8, new=44, temperature=1.0, slots=512, refill=512, chunk=11
+  )
+  config.rewards = dict(rule='aime')
+  config.rollout = dict(refresh_every=1)  # learner steps between copies to the actor
+  config.buffer = dict(
+    capacity=256, hard=1 / 8, good=(1 / 8, 5 / 8), max_age=3, recheck=16, every=2
+  )
+  config.batch = dict(rule='fresh_only', fresh_only={}, adapted=dict(hard=1 / 8, max_age=3))
+  config.advantage = dict(
+    rule='group_relative',
+    group_relative=dict(eps=1e-6),
+    leave_one_out={},
+    group_centred={},
+  )
+  config.clip = dict(
+    rule='balanced',
+    fixed=dict(low=0.8, high=1.2),
+    balanced=dict(
+      target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
+    ),
+  )
+  config.learner = dict(epochs=1, minibatches=4, slices=1)
+  config.optimizer = dict(
+    lr=6e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
+  )
+  config.warmstart = dict(
+    clean=500, noisy=100, batch=64, lr=3e-3, slip=0.3, repeat=0.3
+  )
+  config.evaluate = dict(every=25, group=1)
+  config.metrics = dict(tensorboard=True, wandb=False)
+  config.checkpoint = dict(every=10, keep=2)
+  return config
