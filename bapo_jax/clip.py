@@ -24,9 +24,7 @@ def fixed(ratio_BT, adv_BT, mask_BT, *, low: float = 0.8, high: float = 1.2) -> 
   """The same bounds at every update: the identity of this slot."""
   del ratio_BT, adv_BT, mask_BT
   check('clip.fixed', (low, 1.0), (1.0, high))
-  return Bounds(
-    jnp.float32(low), jnp.float32(high), jnp.int32(0), jnp.asarray(True)
-  )
+  return Bounds(jnp.float32(low), jnp.float32(high), jnp.int32(0), jnp.asarray(True))
 
 
 def balanced(

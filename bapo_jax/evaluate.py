@@ -24,9 +24,7 @@ def evaluate(params, problems, text, key, *, rollout, group: int, step: int):
     list of problem, answer, response, correct, one for each response.
   """
   prompts = prompts_lib.again(problems, problems.id_N)
-  groups = rollout(
-    params, problems, prompts, key, group=group, step=step, born=step
-  )
+  groups = rollout(params, problems, prompts, key, group=group, step=step, born=step)
   correct_PG = np.asarray(groups.correct_PG)
   chosen_PGT, tokens_PGT = np.asarray(groups.chosen_PGT), np.asarray(groups.tokens_PGT)
   ended_PG = (chosen_PGT & np.isin(tokens_PGT, text.eos)).any(2)

@@ -190,7 +190,12 @@ def timings(seconds: dict, length: float, config) -> dict:
 
 def arrays(run: Run) -> dict:
   """The part of a run that is arrays."""
-  return {'params': run.params, 'opt': run.opt, 'actor': run.actor, 'shelves': run.shelves}
+  return {
+    'params': run.params,
+    'opt': run.opt,
+    'actor': run.actor,
+    'shelves': run.shelves,
+  }
 
 
 def scalars(run: Run) -> dict:

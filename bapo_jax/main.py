@@ -21,7 +21,14 @@ def parse(argv):
   """absl's parser, its errors cut down to the sentence that helps."""
   try:
     left = flags.FLAGS(argv)
-  except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+  except (
+    flags.Error,
+    ValueError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    OSError,
+  ) as error:
     fail(error)
   if CONFIG.value is None:
     fail('give a --config, for instance --config=configs/aime.py')

@@ -10,93 +10,39 @@ import json
 import math
 import pathlib
 import re
-from typing import NamedTuple
 
 import numpy as np
 
 from bapo_jax import metrics
 
-BLUE, ORANGE, GREEN, GREY = '#0072B2', '#D55E00', '#009E73', '#777777'  # Okabe and Ito
+BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # told apart by colour-blind eyes
 
 
-class Panel(NamedTuple):
-  title: str
-  unit: str  # of the vertical axis
-  curves: tuple  # (metric, label, colour), ...
-
-
-PANELS = (
-  Panel(
-    'Reward of the sampled responses',
-    'mean reward',
-    (('sample/reward', 'reward', BLUE),),
-  ),
-  Panel(
-    'Accuracy on held-out problems',
-    'accuracy ± standard error',
-    (('eval/accuracy', 'accuracy', BLUE),),
-  ),
-  Panel(
-    'Entropy of the policy', 'nats per token', (('loss/entropy', 'entropy', BLUE),)
-  ),
-  Panel(
-    'Positive share of the gradient',
-    'share',
-    (
-      ('clip/share_start', 'at the start bounds', ORANGE),
-      ('clip/share', 'at the bounds used', BLUE),
-    ),
-  ),
-  Panel(
-    'Clip bounds',
-    'probability ratio',
-    (('clip/high', 'upper', BLUE), ('clip/low', 'lower', ORANGE)),
-  ),
-  Panel(
+PANELS = (  # title, vertical axis, metrics
+  ('Reward of the sampled responses', 'mean reward', 'sample/reward'),
+  ('Accuracy on held-out problems', 'accuracy ± std. error', 'eval/accuracy'),
+  ('Entropy of the policy', 'nats per token', 'loss/entropy'),
+  ('Positive share', 'share of the gradient', 'clip/share clip/share_start'),
+  ('Clip bounds', 'probability ratio', 'clip/high clip/low'),
+  (
     'Tokens clipped',
     'share of tokens',
-    (
-      ('clip/fraction_positive', 'A > 0', BLUE),
-      ('clip/fraction_negative', 'A < 0', ORANGE),
-      ('clip/fraction', 'all', GREY),
-    ),
+    'clip/fraction_positive clip/fraction_negative clip/fraction',
   ),
-  Panel('Gradient norm', 'norm', (('learner/grad_norm', 'gradient norm', BLUE),)),
-  Panel(
+  ('Gradient norm', 'norm', 'learner/grad_norm'),
+  (
     'Response length',
     'tokens',
-    (
-      ('sample/length_right', 'right', BLUE),
-      ('sample/length_wrong', 'wrong', ORANGE),
-      ('sample/length', 'all', GREY),
-    ),
+    'sample/length_right sample/length_wrong sample/length',
   ),
 )
 
-MAIN = (
-  'sample/reward',
-  'sample/accuracy',
-  'sample/length',
-  'sample/length_right',
-  'sample/length_wrong',
-  'sample/truncated',
-  'sample/tokens_per_s',
-  'sample/mismatch',
-  'batch/kept',
-  'batch/learnable',
-  'batch/age',
-  'clip/share_start',
-  'clip/share',
-  'clip/low',
-  'clip/high',
-  'clip/moved',
-  'clip/met',
-  'clip/fraction',
-  'loss/entropy',
-  'loss/kl',
-  'learner/grad_norm',
-  'time/step',
-)
+MAIN = """
+  sample/reward sample/accuracy sample/length sample/length_right sample/length_wrong
+  sample/truncated sample/tokens_per_s sample/mismatch batch/kept batch/learnable
+  batch/age clip/share_start clip/share clip/low clip/high clip/moved clip/met
+  clip/fraction loss/entropy loss/kl learner/grad_norm time/step
+"""
 
 
 # 1. numbers
@@ -170,86 +116,61 @@ def _bare(ax):
   ax.tick_params(labelsize=9)
 
 
-def _curve(ax, step_N, value_N, label, colour):
-  """The raw series thin and pale, its running mean strong; dots where points are few."""
+def _curve(ax, step_N, value_N, **line):
+  """The raw series thin and pale, its running mean strong; few points are dotted."""
   width = len(value_N) // 20 | 1
-  few = dict(marker='o', markersize=4) if len(value_N) <= 20 else {}
   if width > 1:
-    ax.plot(step_N, value_N, color=colour, linewidth=0.7, alpha=0.35)
-  ax.plot(
-    step_N,
-    running_mean(value_N, width),
-    color=colour,
-    linewidth=1.8,
-    label=label,
-    **few,
-  )
+    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.35)
+  if len(value_N) <= 20:
+    line |= {'marker': 'o', 'markersize': 4}
+  ax.plot(step_N, running_mean(value_N, width), linewidth=1.8, **line)
 
 
-def _errors(ax, rows, colour):
-  """Evaluation: few points, each with its standard error where it has one."""
-  rows = [r for r in rows if math.isfinite(r.get('eval/accuracy', math.nan))]
+def _errors(ax, rows, **line):
+  """Evaluations: few points, each with its standard error where it has one."""
   step_N, value_N = series(rows, 'eval/accuracy')
-  error_N = np.asarray([r.get('eval/stderr', math.nan) for r in rows])
-  error_N = np.where(np.isfinite(error_N), error_N, 0.0)
+  error = {s: e for s, e in zip(*series(rows, 'eval/stderr'), strict=True)}
+  error_N = [error.get(s, 0.0) for s in step_N]
   ax.errorbar(
-    step_N,
-    value_N,
-    error_N,
-    color=colour,
-    linewidth=1.5,
-    marker='o',
-    markersize=4,
-    capsize=3,
+    step_N, value_N, error_N, linewidth=1.5, marker='o', ms=4, capsize=3, **line
   )
 
 
-def _panel(ax, panel: Panel, rows, target):
-  ax.set_title(panel.title, loc='left', fontsize=11, fontweight='bold')
-  drawn = False
-  for name, label, colour in panel.curves:
+def _panel(ax, rows, target, title, unit, names):
+  names = names.split()
+  ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
+  ax.spines[['top', 'right']].set_visible(False)
+  ax.tick_params(labelsize=9)
+  for name, colour in zip(names, (BLUE, ORANGE, GREY), strict=False):
     step_N, value_N = series(rows, name)
-    if len(value_N) == 0:
-      continue
-    drawn = True
-    if name == 'eval/accuracy':
-      _errors(ax, rows, colour)
-    else:
-      _curve(ax, step_N, value_N, label, colour)
-    if name == 'learner/grad_norm' and value_N.min() > 0:
-      # one spike of 100 would flatten the rest of a linear axis
-      ax.set_yscale('log' if value_N.max() > 30 * np.median(value_N) else 'linear')
-  _bare(ax)
-  if not drawn:
+    if name == 'eval/accuracy' and len(value_N):
+      _errors(ax, rows, color=colour)
+    elif len(value_N):
+      label = name.split('/')[1].replace('_', ' ')
+      _curve(ax, step_N, value_N, color=colour, label=label)
+  if not ax.has_data():
     ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
     return
-  if target is not None and panel.title.startswith('Positive share'):
+  if 'learner/grad_norm' in names and value_N.min() > 0:
+    # one spike of 100 would flatten the rest of a linear axis
+    ax.set_yscale('log' if value_N.max() > 30 * np.median(value_N) else 'linear')
+  if 'clip/share' in names and target is not None:
     ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
   ax.set_xlabel('step', fontsize=9)
-  ax.set_ylabel(panel.unit, fontsize=9)
+  ax.set_ylabel(unit, fontsize=9)
   ax.grid(color='0.9', linewidth=0.8)
-  ax.set_axisbelow(True)
   ax.xaxis.get_major_locator().set_params(integer=True)
-  n = len(ax.get_legend_handles_labels()[0])
-  if n > 1:  # above the axes, where it can hide no curve
-    ax.legend(
-      loc='lower right',
-      bbox_to_anchor=(1.0, 0.99),
-      ncols=n,
-      fontsize=8,
-      frameon=False,
-      handlelength=1.2,
-      columnspacing=1.0,
-      borderaxespad=0.2,
-    )
+  above = dict(loc='lower right', bbox_to_anchor=(1, 0.99), borderaxespad=0.2)
+  if len(names) > 1:  # above the axes, where the legend can hide no curve
+    ax.legend(**above, ncols=4, fontsize=8, frameon=False, handlelength=1.2)
 
 
 def draw_curves(path, rows, target=None):
   fig = _figure(11, 13)
   steps = [r['step'] for r in rows] or [0]
   for ax, panel in zip(fig.subplots(4, 2).flat, PANELS, strict=True):
-    _panel(ax, panel, rows, target)
+    _panel(ax, rows, target, *panel)
     if ax.get_xlabel() and max(steps) > min(steps):  # all panels over the same steps
       margin = 0.03 * (max(steps) - min(steps))
       ax.set_xlim(min(steps) - margin, max(steps) + margin)
@@ -264,13 +185,137 @@ def draw_phases(path, phases, wall_s: float):
   colours = [GREY if name == 'other' else BLUE for name in phases]
   bars = ax.barh(list(phases), percent, color=colours, height=0.7)
   text = [
-    f'{p:.1f} %  ({duration(s)})'
-    for p, s in zip(percent, phases.values(), strict=True)
+    f'{p:.1f} %  ({duration(s)})' for p, s in zip(percent, phases.values(), strict=True)
   ]
   ax.bar_label(bars, text, padding=4, fontsize=9)
   ax.set_title('Wall time by phase', loc='left', fontsize=11, fontweight='bold')
   ax.set_xlabel('percent of the wall time', fontsize=9)
   ax.set_xlim(0, max(1.0, *percent) * 1.3)  # room for the labels
   ax.invert_yaxis()
-  _bare(ax)
+  ax.spines[['top', 'right']].set_visible(False)
   fig.savefig(path)
+
+
+# 3. words
+
+
+def duration(s: float) -> str:
+  """'1 h 02 min', '3 min 05 s' or '4.2 s'."""
+  if s < 60:
+    return f'{s:.1f} s'
+  m, s = divmod(round(s), 60)
+  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'
+
+
+def summary(before, after, steps, wall_s, peak_rss_bytes) -> str:
+  """What happened, in words."""
+  change = after['accuracy'] - before['accuracy']
+  error = math.hypot(before['stderr'], after['stderr'])
+  n, m = before['n'], after['n']
+  clear = abs(change) > 2 * error
+  return (
+    f'Accuracy went from {before["accuracy"]:.3f} ± {before["stderr"]:.3f} to '
+    f'{after["accuracy"]:.3f} ± {after["stderr"]:.3f} on '
+    f'{n if n == m else f"{n} (before) and {m} (after)"} held-out problems (± is one '
+    f'standard error): a change of {change:+.3f}, which is '
+    f'{"more than" if clear else "within"} two standard errors of the difference'
+    f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
+    f'{duration(wall_s)} of wall time and, at its peak, {peak_rss_bytes / 2**30:.2f} GiB '
+    'of memory.'
+  )
+
+
+def fence(text: str, limit: int = 1500) -> str:
+  """`text` as a code block that no backticks inside it can close; the middle is cut."""
+  if len(text) > limit:
+    half = limit // 2
+    cut = f'[... {len(text) - 2 * half} characters left out ...]'
+    text = f'{text[:half]}\n{cut}\n{text[-half:]}'
+  ticks = '`' * max([3, *(len(run) + 1 for run in re.findall('`+', text))])
+  return f'{ticks}text\n{text}\n{ticks}'
+
+
+def _sample_blocks(before, after):
+  for i, pair in enumerate(itertools.zip_longest(before, after), 1):
+    yield f'### Sample {i}'
+    asked = None
+    for when, sample in zip(('Before', 'After'), pair, strict=True):
+      if sample is None:
+        continue
+      if sample['problem'] != asked:
+        asked = sample['problem']
+        yield f'Problem (answer: `{sample["answer"]}`)'
+        yield fence(asked)
+      yield f'{when}: **{"right" if sample["correct"] else "wrong"}**'
+      yield fence(sample['response'])
+
+
+def _change_table(rows):
+  first, last = fifths(rows)
+  yield '| metric | first fifth | last fifth | meaning |\n|:--|--:|--:|:--|'
+  for name in MAIN.split():
+    if len(series(rows, name)[0]):
+      meaning = metrics.GLOSSARY[name].replace('|', '\\|')  # | would end the cell
+      yield f'| `{name}` | {mean(first, name):.4g} | {mean(last, name):.4g} | {meaning} |'
+
+
+def _phase_table(phases, wall_s):
+  yield '| phase | seconds | percent of wall |\n|:--|--:|--:|'
+  for name, s in {**phases, '**wall**': wall_s}.items():
+    yield f'| {name} | {s:.1f} | {100 * s / wall_s if wall_s > 0 else 0:.1f} |'
+
+
+def write(
+  workdir,
+  *,
+  title: str,
+  config_text: str,
+  config_hash: str,
+  eval_before: dict,
+  eval_after: dict,
+  samples_before: list[dict],
+  samples_after: list[dict],
+  phases: dict[str, float],
+  wall_s: float,
+  peak_rss_bytes: int,
+  steps: int,
+  target: float | None = None,
+) -> pathlib.Path:
+  """Writes curves.png, phases.png, report.md and report.json; returns report.md's path.
+
+  Args:
+    workdir: holds metrics.jsonl.
+    eval_before, eval_after: accuracy, stderr, n.
+    samples_before, samples_after: dicts of problem, answer, response, correct.
+    phases: name -> seconds; what they leave of wall_s is shown as 'other'.
+    target: the positive share aimed at, drawn as a line.
+  """
+  workdir = pathlib.Path(workdir)
+  rows = metrics.read(workdir)
+  full = with_rest(phases, wall_s)
+  draw_curves(workdir / 'curves.png', rows, target)
+  draw_phases(workdir / 'phases.png', full, wall_s)
+  blocks = [
+    f'# {title}',
+    summary(eval_before, eval_after, steps, wall_s, peak_rss_bytes),
+    '![Curves over the training steps](curves.png)',
+    '## Where the time went',
+    '![Wall time by phase](phases.png)',
+    '\n'.join(_phase_table(full, wall_s)),
+    '## First fifth against last fifth of the steps',
+    '\n'.join(_change_table(rows)),
+    '## Responses before and after',
+    *_sample_blocks(samples_before, samples_after),
+    f'## Config `{config_hash}`',
+    fence(config_text, limit=len(config_text)),
+  ]
+  (workdir / 'report.md').write_text('\n\n'.join(blocks) + '\n', encoding='utf-8')
+  first, last = fifths(rows)
+  ratios = {'first_fifth': length_ratio(first), 'last_fifth': length_ratio(last)}
+  facts = dict(eval_before=eval_before, eval_after=eval_after, wall_s=wall_s)
+  facts |= dict(peak_rss_bytes=peak_rss_bytes, phases=phases, steps=steps)
+  facts |= dict(clip_moved_fraction=mean(rows, 'clip/moved'), length_ratio=ratios)
+  facts |= dict(config_hash=config_hash)
+  text = json.dumps(plain(facts), indent=2, allow_nan=False)
+  (workdir / 'report.json').write_text(text + '\n')
+  return workdir / 'report.md'

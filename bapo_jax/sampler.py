@@ -194,7 +194,7 @@ def generate(
   refill = min(refill, slots)
   if length > spec.positions:
     raise ValueError(
-      f'prompt {width} + response {new} tokens exceed the model\'s {spec.positions} '
+      f"prompt {width} + response {new} tokens exceed the model's {spec.positions} "
       'positions; lower sampler.new or prompts.width'
     )
   state = empty(spec, slots, length)

@@ -248,7 +248,9 @@ def updating(config, rules, spec, devices) -> Callable:
 def laid_out(params, devices):
   """A copy of the weights in the decoding layout; the learner may donate its own."""
   layout = mesh.shardings(params, devices, 'decode')
-  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(params)
+  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(
+    params
+  )
 
 
 def timed(clock: Clock, phase: str, function: Callable) -> Callable:

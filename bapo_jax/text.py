@@ -18,7 +18,9 @@ CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx')
 class Text(NamedTuple):
   tokenizer: Any
   eos: tuple[int, ...]  # every token that ends a response
-  template: str  # '{problem}' in a user's words, or 'chat:' + those for the chat template
+  template: (
+    str  # '{problem}' in a user's words, or 'chat:' + those for the chat template
+  )
 
 
 def characters():

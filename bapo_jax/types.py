@@ -11,6 +11,7 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
   C head width      F feed-forward width   L layers   R rows prefilled at once
   N problems in a data set
 """
+
 # fmt: off
 # ruff: noqa: E501
 import inspect
@@ -73,7 +74,9 @@ def agree(**arrays) -> dict[str, int]:
       )
     for letter, n in zip(letters, array.shape, strict=True):
       if size.setdefault(letter, n) != n:
-        raise ValueError(f'{name} has {letter}={n}, but {letter}={size[letter]} elsewhere')
+        raise ValueError(
+          f'{name} has {letter}={n}, but {letter}={size[letter]} elsewhere'
+        )
   return size
 
 

@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
   config.title = 'search, tiny'
   config.protocol = 'about 8 minutes on two CPU cores'  # shown on the first screen
   config.seed = 0
-  config.steps = 150  # learner steps: rollout batches
+  config.steps = 120  # learner steps: rollout batches
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(
@@ -48,7 +48,9 @@ def get_config() -> ConfigDict:
   config.buffer = dict(
     capacity=256, hard=1 / 8, good=(1 / 8, 5 / 8), max_age=3, recheck=16, every=2
   )
-  config.batch = dict(rule='fresh_only', fresh_only={}, adapted=dict(hard=1 / 8, max_age=3))
+  config.batch = dict(
+    rule='fresh_only', fresh_only={}, adapted=dict(hard=1 / 8, max_age=3)
+  )
   config.advantage = dict(
     rule='group_relative',
     group_relative=dict(eps=1e-6),
@@ -67,7 +69,7 @@ def get_config() -> ConfigDict:
     lr=6e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
   )
   config.warmstart = dict(
-    clean=500, noisy=100, batch=64, lr=3e-3, slip=0.3, repeat=0.3
+    clean=500, noisy=120, batch=64, lr=3e-3, slip=0.35, repeat=0.35
   )
   config.evaluate = dict(every=25, group=1)
   config.metrics = dict(tensorboard=True, wandb=False)

@@ -95,7 +95,9 @@ def solve_chain(problem: Problem, rng, slip: float, repeat: float) -> str:
     if rng.random() < slip:
       shift = int(rng.integers(1, m))
       values[i:] = [(v + shift) % m for v in values[i:]]
-  written = [f'{v:0{digits}}' for v in values for _ in range(1 + (rng.random() < repeat))]
+  written = [
+    f'{v:0{digits}}' for v in values for _ in range(1 + (rng.random() < repeat))
+  ]
   return '|'.join(written) + rf'\boxed{{{values[-1]}}}'
 
 

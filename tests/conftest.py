@@ -1,0 +1,33 @@
+"""Eight virtual devices and strict promotion for every test.
+
+Both must be set before JAX is imported, so they stand here and nowhere else.
+"""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+)
+
+import jax
+import pytest
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(params=['plain', 'jitted', 'sharded'])
+def variant(request):
+  """Runs a function of arrays with rows as it is, jitted, and split over 8 devices."""
+  if request.param == 'plain':
+    return lambda function, *arrays: function(*arrays)
+  if request.param == 'jitted':
+    return lambda function, *arrays: jax.jit(function)(*arrays)
+  from bapo_jax import mesh
+
+  rows = mesh.over_rows(mesh.make(data=4, fsdp=2))
+
+  def sharded(function, *arrays):
+    return jax.jit(function)(*(jax.device_put(x, rows) for x in arrays))
+
+  return sharded
