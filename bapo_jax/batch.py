@@ -1,4 +1,4 @@
-"""Which groups the learner sees: rules (fresh, recheck, good, now, key) -> (batch, keep_P).
+"""Which groups the learner sees: (fresh, recheck, good, now, key) -> (batch, keep_P).
 
 `fresh_only` takes what was just sampled (GRPO, DAPO).
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):

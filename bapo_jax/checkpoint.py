@@ -15,7 +15,7 @@ from bapo_jax.mesh import path_name
 
 
 def manager(workdir: str, keep: int) -> ocp.CheckpointManager:
-  """Keeps the newest `keep` checkpoints of a run; clears what a kill left half-written."""
+  """Keeps the newest `keep` checkpoints of a run; clears what a kill left."""
   options = ocp.CheckpointManagerOptions(
     max_to_keep=keep,
     cleanup_tmp_directories=True,

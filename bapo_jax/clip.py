@@ -1,15 +1,15 @@
 """How far the policy may move a token: rules (ratio_BT, adv_BT, mask_BT) -> Bounds.
 
 `fixed` is two numbers (PPO, GRPO; DAPO's clip-higher).
-`balanced` searches the two at every update (Balanced PO, arXiv:2510.18927, Algorithm 1):
-until the tokens with A > 0 carry their share of the policy gradient, raise the upper
-bound, and when that is at its cap, the lower one.
+`balanced` searches the two at every update (Balanced PO, arXiv:2510.18927, Algorithm
+1): until the tokens with A > 0 carry their share of the policy gradient, raise the
+upper bound, and when that is at its cap, the lower one.
 
-The share is P / (P + N), where P sums w r A over A > 0, r < high, and N sums w r |A| over
-A < 0, r > low (Eq. 5: the tokens whose gradient is not cut, w = 1). P depends on `high`
-alone and N on `low` alone, and both moves raise the share: so the first point of the path
-that meets the target is found by bisection over the integer index of the path, in 6
-evaluations where the loop needs up to 51, with identical bounds.
+The share is P / (P + N), where P sums w r A over A > 0, r < high, and N sums w r |A|
+over A < 0, r > low (Eq. 5: the tokens whose gradient is not cut, w = 1). P depends on
+`high` alone and N on `low` alone, and both moves raise the share: so the first point of
+the path that meets the target is found by bisection over the integer index of the path,
+in 6 evaluations where the loop needs up to 51, with identical bounds.
 """
 
 import math
@@ -41,7 +41,7 @@ def balanced(
   """The first bounds on Algorithm 1's path that give positive tokens their share.
 
   Args:
-    ratio_BT: pi / mu of each token. adv_BT: its advantage. mask_BT: True where it counts.
+    ratio_BT: pi / mu of each token. adv_BT: its advantage. mask_BT: does it count?
     target: rho_0 in [0, 1]. low, high: where each bound starts and where it must stop.
     low_step, high_step: delta_2 and delta_1 of Algorithm 1.
 
@@ -64,7 +64,7 @@ def balanced(
 
   def halve(_, between):
     below, reached = between  # `below` misses the target; `reached` meets it or is last
-    middle = (below + reached) // 2
+    middle = (below + reached + 1) // 2  # rounded up: -1 is no point of the path
     found = meets(middle)
     return jnp.where(found, below, middle), jnp.where(found, middle, reached)
 
@@ -76,7 +76,7 @@ def balanced(
 
 
 def share(ratio_BT, adv_BT, mask_BT, low, high):
-  """Part of the policy gradient that raises probabilities, in [0, 1]; 0 if there is none.
+  """Part of the policy gradient that raises probabilities, in [0, 1]; 0 of nothing.
 
   Eq. 5: a token's coefficient is r A, and 0 where A > 0, r >= high or A < 0, r <= low.
   """

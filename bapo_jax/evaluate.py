@@ -1,7 +1,7 @@
 """How good is the policy on problems it was never trained on?
 
-Responses come through the same rollout door as training's, and every response is kept, so
-that a number can be audited.
+Responses come through the same rollout door as training's, and every response is kept,
+so that a number can be audited.
 """
 
 import math

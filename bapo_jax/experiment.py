@@ -52,8 +52,9 @@ def open_workdir(workdir: str, config) -> None:
   ]
   if changed:
     raise ValueError(
-      f'--workdir={workdir} holds a run with another config ({"; ".join(changed[:4])}); '
-      'give another --workdir, or the config it was started with'
+      f'--workdir={workdir} holds a run with another config '
+      f'({"; ".join(changed[:4])}); give another '
+      '--workdir, or the config it was started with'
     )
   write_json(path, now)
 
@@ -140,7 +141,7 @@ def train(config, workdir: str) -> int:
   return 0
 
 
-def loop(config, workdir, job, run: Run, write, save, clock: Clock) -> int:
+def loop(config, workdir, job, first: Run, write, save, clock: Clock) -> int:
   """Steps, each followed by what is due; the signal that ended it, or 0."""
 
   def evaluate(run: Run) -> dict:
@@ -155,12 +156,12 @@ def loop(config, workdir, job, run: Run, write, save, clock: Clock) -> int:
     )
     return {f'eval/{k}': v for k, v in result.items() if k not in ('n', 'group')}
 
-  if run.step == 0:
-    write(0, evaluate(run))
+  if first.step == 0:
+    write(0, evaluate(first))
   with stoppable() as stop, bar(config.steps, 'training', 'step') as progress:
-    progress.update(run.step)
+    progress.update(first.step)
     clock.since()
-    for run, told in steps(job, run):
+    for run, told in steps(job, first):
       done = run.step == config.steps
       if done or run.step % config.evaluate.every == 0:
         told |= evaluate(run)

@@ -4,8 +4,8 @@
 2. `update` visits the batch `epochs` times, each time in `minibatches` disjoint parts;
 3. `learn` is one optimiser update, jitted: bounds, gradient, step.
 
-Staleness is epochs x minibatches: the number of updates made from one rollout batch. The
-learner is blind to the method: it is handed a clip rule and an advantage rule.
+Staleness is epochs x minibatches: the number of updates made from one rollout batch.
+The learner is blind to the method: it is handed a clip rule and an advantage rule.
 """
 
 import functools
@@ -58,8 +58,9 @@ def check(prompts: int, minibatches: int, slices: int, group: int, shards: int) 
   rows = prompts // minibatches * group
   if rows % (slices * shards):
     raise ValueError(
-      f'a minibatch has {rows} responses ({prompts} prompts x {group} / {minibatches}), '
-      f'which do not divide over learner.slices={slices} x {shards} device shards'
+      f'a minibatch has {rows} responses ({prompts} prompts x {group} / '
+      f'{minibatches}), which do not divide over learner.slices={slices} x {shards} '
+      'device shards'
     )
 
 
@@ -123,8 +124,8 @@ def learn(
 
   def bounds_of(logp_BT) -> Bounds:
     ratio_BT = loss.ratio(jax.lax.stop_gradient(logp_BT), batch)
-    # The barrier keeps a rule's arithmetic out of the loss's: where no token is clipped,
-    # every rule gives the same gradient to the last bit.
+    # The barrier keeps a rule's arithmetic out of the loss's: where no token is
+    # clipped, every rule gives the same gradient to the last bit.
     return jax.lax.optimization_barrier(clip_rule(ratio_BT, adv_BT, batch.mask_BT))
 
   def objective(params, part: Batch, bounds=None):

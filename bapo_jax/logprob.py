@@ -1,7 +1,7 @@
 """Log-probability of the chosen tokens and entropy, chunk by chunk over the tokens.
 
-The [B, T, V] logits never exist: a chunk of columns is projected, reduced to two numbers a
-token and forgotten, and projected again in the backward pass.
+The [B, T, V] logits never exist: a chunk of columns is projected, reduced to two
+numbers a token and forgotten, and projected again in the backward pass.
 """
 
 import jax

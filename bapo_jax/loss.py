@@ -17,7 +17,7 @@ def ratio(logp_BT, batch: Batch):
 
 
 def surrogate(ratio_BT, adv_BT, mask_BT, bounds: Bounds):
-  """-sum over tokens of min(r A, clip(r, low, high) A); divide by a number of tokens."""
+  """-sum over tokens of min(r A, clip(r, low, high) A); divide by a token count."""
   clipped_BT = jnp.clip(ratio_BT, bounds.low, bounds.high)
   gain_BT = jnp.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
   return -jnp.where(mask_BT, gain_BT, 0).sum()

@@ -2,9 +2,9 @@
 
 1. `make` lays the devices out as (data, fsdp, tensor);
 2. `PATHS` says what each axis of each parameter is, first match wins, no match raises;
-3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the weights
-   are split over fsdp and tensor, in decoding over tensor alone, so that a token step
-   gathers no weights.
+3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the
+   weights are split over fsdp and tensor, in decoding over tensor alone, so that a
+   token step gathers no weights.
 """
 
 import re
@@ -78,11 +78,10 @@ def spec_of(name: str, shape: tuple, mesh: Mesh, layout: str = 'train') -> P:
   An axis that its mesh axis does not divide raises, save key/value heads: with more
   tensor shards than heads those are replicated, as every implementation does.
   """
-  for pattern, logical in PATHS:
-    if re.search(pattern, name):
-      break
-  else:
+  matches = [axes for pattern, axes in PATHS if re.search(pattern, name)]
+  if not matches:
     raise ValueError(f'no line of mesh.PATHS matches parameter {name!r}; add one')
+  logical = matches[0]
   entries = []
   for axis, n in zip(logical or (), shape, strict=logical is not None):
     target = LAYOUTS[layout].get(axis)
@@ -97,7 +96,7 @@ def spec_of(name: str, shape: tuple, mesh: Mesh, layout: str = 'train') -> P:
 
 
 def shardings(tree, mesh: Mesh, layout: str = 'train'):
-  """NamedShardings for a tree of parameters (or of optimiser moments shaped like them)."""
+  """NamedShardings for a tree of parameters, or of moments shaped like them."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: NamedSharding(
       mesh, spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()

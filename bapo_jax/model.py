@@ -40,7 +40,7 @@ class ModelSpec:
 
 
 def describe(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], float | str]]:
-  """path -> (shape, initial scale); a scale is a standard deviation, 'ones' or 'zeros'."""
+  """path -> (shape, initial scale); a scale is a deviation, 'ones' or 'zeros'."""
   V, D, F, L = spec.vocab, spec.width, spec.ffn, spec.layers
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
   # Depth-scaled output projections: the residual stream keeps its size at any depth.
@@ -196,7 +196,7 @@ def empty_cache(spec: ModelSpec, slots: int, length: int) -> list:
 
 
 def prefill(params: dict, tokens_RT, spec: ModelSpec) -> list:
-  """Keys and values [R, T, K, C] of every layer for R prompts, in the cache's layout."""
+  """Keys and values [R, T, K, C] of every layer of R prompts, laid out as the cache."""
   _, (k_LRTKC, v_LRTKC) = _layers(params, tokens_RT, spec, keep=True)
   return [(k_LRTKC[i], v_LRTKC[i]) for i in range(spec.layers)]
 

@@ -48,8 +48,8 @@ def load(
   """Training and held-out problems.
 
   Args:
-    source, test_source: 'synthetic', or paths of jsonl files with the fields problem and
-      answer.
+    source, test_source: 'synthetic', or paths of jsonl files with the fields problem
+      and answer.
     family, level, seed, train, test: what to generate where source is 'synthetic'.
   """
   if source == 'synthetic':

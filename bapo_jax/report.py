@@ -220,8 +220,8 @@ def summary(before, after, steps, wall_s, peak_rss_bytes) -> str:
     f'standard error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{duration(wall_s)} of wall time and, at its peak, {peak_rss_bytes / 2**30:.2f} GiB '
-    'of memory.'
+    f'{duration(wall_s)} of wall time and, at its peak, {peak_rss_bytes / 2**30:.2f} '
+    'GiB of memory.'
   )
 
 
@@ -256,7 +256,8 @@ def _change_table(rows):
   for name in MAIN.split():
     if len(series(rows, name)[0]):
       meaning = metrics.GLOSSARY[name].replace('|', '\\|')  # | would end the cell
-      yield f'| `{name}` | {mean(first, name):.4g} | {mean(last, name):.4g} | {meaning} |'
+      values = f'{mean(first, name):.4g} | {mean(last, name):.4g}'
+      yield f'| `{name}` | {values} | {meaning} |'
 
 
 def _phase_table(phases, wall_s):

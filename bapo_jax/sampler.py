@@ -5,8 +5,8 @@
 3. `harvest` writes finished rows where they belong and frees their slots;
 4. `generate` is the host's loop around the three: the only one that looks at a value.
 
-The noise of a token is a function of (key, uid of the response, position): the text does
-not depend on the slot, on the other rows, or on how many tokens a dispatch runs.
+The noise of a token is a function of (key, uid of the response, position): the text
+does not depend on the slot, on the other rows, or on how many tokens a dispatch runs.
 """
 
 import functools
@@ -57,7 +57,7 @@ def empty(spec: model.ModelSpec, slots: int, length: int) -> Slots:
 
 @functools.partial(jax.jit, static_argnames=('spec', 'new'), donate_argnames='slots')
 def admit(params, slots: Slots, tokens_RT, length_R, row_R, uid_R, *, spec, new: int):
-  """Puts R prompts into free slots; a row with row_R = -1 is padding and goes nowhere."""
+  """Puts R prompts into free slots; a row with row_R = -1 is padding, put nowhere."""
   R, width = tokens_RT.shape
   S = slots.row_S.shape[0]
   # Free slots first; rows that are padding aim past the end and are dropped.
@@ -91,13 +91,13 @@ def admit(params, slots: Slots, tokens_RT, length_R, row_R, uid_R, *, spec, new:
   jax.jit, static_argnames=('spec', 'n', 'eos'), donate_argnames='slots'
 )
 def run(params, slots: Slots, key, temperature, *, spec, n: int, eos: tuple[int, ...]):
-  """Every busy slot gets up to n more tokens. No reduction over slots inside the loop."""
+  """Every busy slot gets up to n more tokens. No reduction over slots in the loop."""
   row_S = jnp.arange(slots.row_S.shape[0])
   ends = jnp.asarray(eos)
 
   def step(_, s: Slots) -> Slots:
-    # The newest token, read again at its own position: so a prompt's last token needs no
-    # logits at prefill, and a finished slot rewrites what is there already.
+    # The newest token, read again at its own position: so a prompt's last token needs
+    # no logits at prefill, and a finished slot rewrites what is there already.
     token_S = s.tokens_ST[row_S, s.position_S - 1]
     hidden_SD, cache = model.decode(params, token_S, s.position_S - 1, s.cache, spec)
     logits_SV = jnp.einsum(

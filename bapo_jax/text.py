@@ -61,8 +61,8 @@ def load(tokenizer: str, template: str) -> Text:
     loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f'text.tokenizer: cannot load {tokenizer!r}: {str(error).splitlines()[0]}; give a '
-      'directory that holds tokenizer.json'
+      f'text.tokenizer: cannot load {tokenizer!r}: {str(error).splitlines()[0]}; give '
+      'a directory that holds tokenizer.json'
     ) from error
   return Text(loaded, _ends(tokenizer, loaded), template)
 

@@ -1,8 +1,8 @@
 """The supervised stage: gives the embedded default a policy worth improving.
 
 1. worked solutions, some clean and some with slips and repeats, become token rows;
-2. `fit` trains on clean ones until the policy can reason, then briefly on noisy ones, so
-   that it is right sometimes and knows how to go wrong.
+2. `fit` trains on clean ones until the policy can reason, then briefly on noisy ones,
+   so that it is right sometimes and knows how to go wrong.
 """
 
 import functools

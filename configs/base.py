@@ -1,7 +1,7 @@
-"""Every knob of a run, in the order in which data flow; sections are named after modules.
+"""Every knob of a run, in the order of the flow; sections are named after modules.
 
-Other configs start from this one. The keys of a section are keywords of the functions in
-that module; a slot's rules keep their knobs under their own names, so that choosing
+Other configs start from this one. The keys of a section are keywords of the functions
+in that module; a slot's rules keep their knobs under their own names, so that choosing
 another rule is one word: --config.clip.rule=fixed.
 """
 
@@ -12,9 +12,9 @@ def get_config() -> ConfigDict:
   """The embedded default: about eight minutes on two CPU cores."""
   config = ConfigDict()
   config.title = 'search, tiny'
-  config.protocol = 'about 8 minutes on two CPU cores'  # shown on the first screen
+  config.protocol = 'about 6 minutes on two CPU cores'  # shown on the first screen
   config.seed = 0
-  config.steps = 120  # learner steps: rollout batches
+  config.steps = 100  # learner steps: rollout batches
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(
@@ -34,14 +34,14 @@ def get_config() -> ConfigDict:
     source='synthetic',
     test_source='synthetic',
     family='search',
-    level=2,
+    level=3,
     seed=0,
     train=2048,
     test=512,
   )
   config.prompts = dict(count=64, width=17)
   config.sampler = dict(
-    group=8, new=44, temperature=1.0, slots=512, refill=512, chunk=11
+    group=8, new=39, temperature=1.0, slots=512, refill=512, chunk=13
   )
   config.rewards = dict(rule='aime')
   config.rollout = dict(refresh_every=1)  # learner steps between copies to the actor
@@ -66,10 +66,10 @@ def get_config() -> ConfigDict:
   )
   config.learner = dict(epochs=1, minibatches=4, slices=1)
   config.optimizer = dict(
-    lr=6e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
+    lr=4e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
   )
   config.warmstart = dict(
-    clean=500, noisy=120, batch=64, lr=3e-3, slip=0.35, repeat=0.35
+    clean=600, noisy=100, batch=96, lr=3e-3, slip=0.4, repeat=0.15
   )
   config.evaluate = dict(every=25, group=1)
   config.metrics = dict(tensorboard=True, wandb=False)

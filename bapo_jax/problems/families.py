@@ -1,16 +1,16 @@
 r"""Two families of problems that need no file: what is asked, and how it can be solved.
 
-`search`: find x with ax + c = b (mod m). The worked solution reduces the coefficients,
-  then tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
+`search`: find x with ax + c = b (mod m). The worked solution reduces a, c and b, then
+  tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
   last is 0, and states the answer:
 
-    12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|x=1\boxed{1}
+    12x+5=10 mod 7  ->  5 5 3|2312|0052|1503|...|5220\boxed{5}
 
-  Nobody can know where the solution lies, so right answers come early and wrong ones run
-  into the token budget: wrong responses are longer, as in the published runs (7k tokens
-  against 4.7k), and no amount of training takes that away.
+  Nobody can know where the solution lies, so right answers come early and wrong ones
+  run into the token budget: wrong responses are longer, as in the published runs (7k
+  tokens against 4.7k), and no amount of training takes that away.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
-  are equally long, so the positive share is 1/2 and an adaptive bound has nothing to do.
+  are equally long, so the positive share is 1/2 and an adaptive bound has no work.
 
 Every number has a fixed width, the number of digits of m - 1. Answers are 0..999.
 """
@@ -51,11 +51,11 @@ def search(rng: np.random.Generator, level: int) -> Problem:
 
 
 def solve_search(problem: Problem, rng, slip: float, repeat: float) -> str:
-  """A worked search; with chance `slip` a trial goes wrong, with `repeat` one repeats."""
+  """A worked search; with chance `slip` a trial goes wrong, with `repeat` repeats."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   reduced = (_join((n % m,), digits) for n in (a, c, b))
-  out = ['{}x+{}={}'.format(*reduced)]
+  out = [' '.join(reduced)]
   left = list(rng.permutation(m))
   tried = []
   for _ in range(4 * m):  # slips and repeats alone could go on for ever
@@ -70,7 +70,7 @@ def solve_search(problem: Problem, rng, slip: float, repeat: float) -> str:
       steps[wrong:] = [(s + shift) % m for s in steps[wrong:]]
     out.append(_join((x, *steps), digits))
     if steps[-1] == 0:
-      return '|'.join(out) + rf'|x={x}\boxed{{{x}}}'
+      return '|'.join(out) + rf'\boxed{{{x}}}'
   return '|'.join(out)
 
 
