@@ -93,6 +93,9 @@ def moves_between(start: float, stop: float, step: float) -> int:
 
 def check(section: str, low, high, target: float = 0.0) -> None:
   """Raises ValueError, naming knob, value and range, unless the ranges make sense."""
+  for name, ends in (('low', low), ('high', high)):
+    if len(ends) != 2:
+      raise ValueError(f'{section}.{name}={ends}: a range, give (start, end)')
   if not 0 < low[0] <= low[1] <= 1:
     raise ValueError(f'{section}.low={low}: must rise, within (0, 1]')
   if not 1 <= high[0] <= high[1]:

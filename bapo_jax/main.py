@@ -3,6 +3,8 @@
 Errors of the user are one sentence and exit status 2, before anything compiles.
 """
 
+import difflib
+import re
 import sys
 
 from absl import app, flags, logging
@@ -15,26 +17,42 @@ WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
 )
 MODE = flags.DEFINE_enum('mode', 'train', ['train'], 'What to do.')
+OVERRIDE = re.compile(r'--?config\.([^=]+)')
 
 
 def parse(argv):
   """absl's parser, its errors cut down to the sentence that helps."""
+  overrides = [arg for arg in argv[1:] if OVERRIDE.match(arg)]
   try:
+    # The file first, by itself: an override can then be compared with what it knows.
+    # (ml_collections looks for overrides in sys.argv, whatever it is given to parse.)
+    sys.argv = [arg for arg in argv if arg not in overrides]
+    flags.FLAGS(sys.argv)
+    sys.argv = argv
+    if CONFIG.value is None:
+      fail('give a --config, for instance --config=configs/aime.py')
+    known = [name for name, _ in leaves(CONFIG.value.to_dict())]
+    for override in overrides:
+      name = OVERRIDE.match(override)[1]
+      if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        fail(f'no knob --config.{name}; the nearest are {", ".join(near)}')
     left = flags.FLAGS(argv)
-  except (
-    flags.Error,
-    ValueError,
-    AttributeError,
-    KeyError,
-    TypeError,
-    OSError,
-  ) as error:
-    fail(error)
-  if CONFIG.value is None:
-    fail('give a --config, for instance --config=configs/aime.py')
+  except (flags.Error, ValueError, TypeError, OSError) as error:
+    # A config file that raises comes with its traceback; its last line says why.
+    fail(str(error).strip().splitlines()[-1].removeprefix('ValueError: '))
   if len(left) > 1:
     fail(f'what is {left[1]!r}? Overrides look like --config.steps=10')
   return left
+
+
+def leaves(tree: dict, prefix: str = ''):
+  """(dotted name, value) of everything that is not a section."""
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      yield from leaves(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}', value
 
 
 def fail(error) -> None:

@@ -105,9 +105,13 @@ def shardings(tree, mesh: Mesh, layout: str = 'train'):
   )
 
 
-def over_rows(mesh: Mesh) -> NamedSharding:
-  """The sharding of arrays whose leading axis is a batch of rows."""
-  return NamedSharding(mesh, P(ROWS))
+def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
+  """The sharding of arrays whose leading axis is a batch of rows.
+
+  Given a number of rows that does not divide, every device holds them all: results may
+  have any length, only what is computed on must divide.
+  """
+  return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

@@ -22,16 +22,6 @@ class Problems(NamedTuple):
   answer: list[str]
 
 
-def check(*sources: str) -> None:
-  """Raises ValueError unless each source is 'synthetic' or a file."""
-  for source in sources:
-    if source != 'synthetic' and not os.path.isfile(source):
-      raise ValueError(
-        f'problems: no file {source!r}; put the data set there, one JSON object a line '
-        'with problem and answer, or set problems.source and problems.test_source'
-      )
-
-
 def load(
   text: text_lib.Text,
   workdir: str,

@@ -204,7 +204,8 @@ def generate(
     jnp.zeros((B, length), bool),
   )
   if mesh is not None:
-    state, rows = jax.device_put((state, rows), mesh_lib.over_rows(mesh))
+    state = jax.device_put(state, mesh_lib.over_rows(mesh))
+    rows = jax.device_put(rows, mesh_lib.over_rows(mesh, B))
   wanted = np.flatnonzero(np.repeat(prompts.length_P, group)).astype(np.int32)
   asked = finished = 0
   while finished < len(wanted):

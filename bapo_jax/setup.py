@@ -36,6 +36,28 @@ from bapo_jax import (
 from bapo_jax.progress import Clock
 from bapo_jax.types import pick
 
+# The smallest value of each count.
+LEAST = {
+  'prompts.count': 1,
+  'sampler.group': 2,
+  'sampler.new': 1,
+  'sampler.slots': 1,
+  'sampler.refill': 1,
+  'sampler.chunk': 1,
+  'logprob.chunk': 1,
+  'learner.epochs': 1,
+  'learner.minibatches': 1,
+  'learner.slices': 1,
+  'rollout.refresh_every': 1,
+  'buffer.capacity': 1,
+  'buffer.recheck': 0,
+  'buffer.every': 1,
+  'evaluate.every': 1,
+  'evaluate.group': 1,
+  'checkpoint.every': 1,
+  'checkpoint.keep': 1,
+}
+
 
 def check(config) -> dict[str, Callable]:
   """The three rules with their knobs bound, once the numbers are known to fit together.
@@ -55,27 +77,33 @@ def check(config) -> dict[str, Callable]:
       f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
       f'{sorted(rewards.RULES)}'
     )
-  for section, knob, least in (
-    ('prompts', 'count', 1),
-    ('sampler', 'group', 2),
-    ('sampler', 'new', 1),
-    ('sampler', 'slots', 1),
-    ('sampler', 'refill', 1),
-    ('sampler', 'chunk', 1),
-    ('learner', 'epochs', 1),
-    ('learner', 'minibatches', 1),
-    ('learner', 'slices', 1),
-    ('rollout', 'refresh_every', 1),
-    ('buffer', 'every', 1),
-    ('buffer', 'recheck', 0),
-  ):
+  check_numbers(config)
+  check_files(config)
+  shards = mesh.row_shards(mesh.make(**config.mesh))
+  learner.check(
+    config.prompts.count,
+    config.learner.minibatches,
+    config.learner.slices,
+    config.sampler.group,
+    shards,
+  )
+  for knob in ('slots', 'refill'):
+    if config.sampler[knob] % shards:
+      raise ValueError(
+        f'sampler.{knob}={config.sampler[knob]} rows do not divide over {shards} device '
+        'shards (mesh.data x mesh.fsdp)'
+      )
+  return rules
+
+
+def check_numbers(config) -> None:
+  """Raises ValueError where a number alone, or two of them, make no sense."""
+  for name, least in LEAST.items():
+    section, knob = name.split('.')
     if config[section][knob] < least:
       raise ValueError(
-        f'{section}.{knob}={config[section][knob]} is too small; give at least {least}'
+        f'{name}={config[section][knob]} is too small; give at least {least}'
       )
-  if config.model.path:
-    weights.check(config.model.path)
-  prompts.check(config.problems.source, config.problems.test_source)
   if config.sampler.temperature <= 0:
     raise ValueError(
       f'sampler.temperature={config.sampler.temperature} must be above 0'
@@ -85,7 +113,24 @@ def check(config) -> dict[str, Callable]:
       f'buffer.recheck={config.buffer.recheck} is more than '
       f'buffer.capacity={config.buffer.capacity}'
     )
-  return rules
+
+
+def check_files(config) -> None:
+  """Raises one ValueError that names every file the config wants and the disk lacks."""
+  lost = []
+  path = config.model.path
+  if path and (lacks := weights.missing(path)):
+    lost.append(f'--config.model.path={path} (no {", ".join(lacks)})')
+  for knob in ('source', 'test_source'):
+    file = config.problems[knob]
+    if file != 'synthetic' and not os.path.isfile(file):
+      lost.append(f'--config.problems.{knob}={file}')
+  if lost:
+    raise ValueError(
+      f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
+      '--local-dir <directory>`) and the data (jsonl, fields problem and answer), or '
+      'point these knobs to where they are'
+    )
 
 
 def start(config, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
@@ -96,13 +141,6 @@ def start(config, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
   """
   rules = check(config)
   devices = mesh.make(**config.mesh)
-  learner.check(
-    config.prompts.count,
-    config.learner.minibatches,
-    config.learner.slices,
-    config.sampler.group,
-    mesh.row_shards(devices),
-  )
   with clock('load'):
     reader, problems = read(config, workdir)
   spec, params = policy(config, workdir, reader, devices, clock)

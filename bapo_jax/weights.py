@@ -38,16 +38,13 @@ NAMES = {
 }
 
 
-def check(path: str) -> None:
-  """Raises ValueError, in one sentence, unless `path` can hold a model."""
-  for name in ('config.json', 'tokenizer.json'):
-    if not os.path.isfile(os.path.join(path, name)):
-      raise ValueError(
-        f'model.path: no {name} in {path!r}; download the model there (for instance '
-        f'`hf download <model> --local-dir {path}`) or set --config.model.path'
-      )
-  if not any(name.endswith('.safetensors') for name in os.listdir(path)):
-    raise ValueError(f'model.path: no *.safetensors file in {path!r}')
+def missing(path: str) -> list[str]:
+  """What a model directory lacks; [] where it can be loaded."""
+  names = os.listdir(path) if os.path.isdir(path) else []
+  lacks = [name for name in ('config.json', 'tokenizer.json') if name not in names]
+  if not any(name.endswith('.safetensors') for name in names):
+    lacks.append('*.safetensors')
+  return lacks
 
 
 def spec(path: str, compute: str) -> model.ModelSpec:

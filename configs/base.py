@@ -69,7 +69,7 @@ def get_config() -> ConfigDict:
     lr=4e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
   )
   config.warmstart = dict(
-    clean=600, noisy=100, batch=96, lr=3e-3, slip=0.4, repeat=0.15
+    clean=800, noisy=100, batch=96, lr=3e-3, slip=0.4, repeat=0.15
   )
   config.evaluate = dict(every=25, group=1)
   config.metrics = dict(tensorboard=True, wandb=False)
