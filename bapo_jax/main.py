@@ -64,7 +64,7 @@ def fail(error) -> None:
 def main(argv) -> None:
   del argv
   if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.WARNING)  # orbax reports every file at INFO
+    logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens
   # Imported late: a misspelt flag should not wait for JAX to load.
   from bapo_jax import experiment
 

@@ -90,8 +90,8 @@ def check(config) -> dict[str, Callable]:
   for knob in ('slots', 'refill'):
     if config.sampler[knob] % shards:
       raise ValueError(
-        f'sampler.{knob}={config.sampler[knob]} rows do not divide over {shards} device '
-        'shards (mesh.data x mesh.fsdp)'
+        f'sampler.{knob}={config.sampler[knob]} rows do not divide over {shards} '
+        'device shards (mesh.data x mesh.fsdp)'
       )
   return rules
 
@@ -171,7 +171,9 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
     spec = weights.spec(path, compute=knobs['compute'])
     with clock('load'):
       return spec, weights.load(path, spec, devices)
-  spec = model.ModelSpec(vocab=len(reader.tokenizer), **knobs)
+  # Rounded up, as published models do, so that the vocabulary divides over devices.
+  vocab = -(-len(reader.tokenizer) // 8) * 8
+  spec = model.ModelSpec(vocab=vocab, **knobs)
   like = model.abstract(spec)
   layout = mesh.shardings(like, devices)
   like = jax.tree.map(

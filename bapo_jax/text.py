@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# Only tokenizers are used: that torch is missing is nothing to be warned about.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+
 # What the embedded problems are written in. `\boxed{` is one token: an answer costs
 # three, not nine.
 CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx')
