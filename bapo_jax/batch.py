@@ -11,7 +11,7 @@ a seat that no group has earned is masked out, and the batch keeps its shape.
 import jax
 import jax.numpy as jnp
 
-from bapo_jax.types import Groups, concat, take
+from bapo_jax.types import Groups, concat, first_of, take
 
 # Rules that look at neither `recheck` nor `good`: nothing need be rechecked for them.
 SHELFLESS = frozenset({'fresh_only'})
@@ -55,8 +55,7 @@ def adapted(
   earned_N &= (source_N != 1) | (k_N > int(hard * G + 1e-6))
   earned_N &= (source_N != 2) | ((age_N >= 1) & (age_N <= max_age))
   # Earlier sources come first in `found`, so an earlier row of one problem wins.
-  same_NN = found.id_P[:, None] == found.id_P[None]
-  earned_N &= ~jnp.tril(same_NN & earned_N[None], -1).any(1)
+  earned_N = first_of(found.id_P, earned_N)
   luck_N = jnp.where(source_N == 2, jax.random.uniform(key, k_N.shape), 0)
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, 3), stable=True)[:P]
   return take(found, order_N), earned_N[order_N]

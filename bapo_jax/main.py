@@ -62,6 +62,7 @@ def fail(error) -> None:
 
 
 def main(argv) -> None:
+  """Runs what the flags say; exits with the run's status."""
   del argv
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens

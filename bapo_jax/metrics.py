@@ -91,6 +91,7 @@ def to_json(row: dict[str, float]) -> str:
 
 
 def from_json(text: str) -> dict[str, float]:
+  """The row that `to_json` wrote."""
   row = json.loads(text)
   return {k: int(v) if k == 'step' else float(v) for k, v in row.items()}
 

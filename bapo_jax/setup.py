@@ -244,6 +244,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
     describe=timed(clock, 'log', functools.partial(train.describe, eos=reader.eos)),
     keys=keys,
     evaluate=test,
+    spec=spec,
   )
 
 

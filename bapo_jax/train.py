@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import buffer
+from bapo_jax.model import ModelSpec
 from bapo_jax.types import Groups, Shelves, concat, masked_mean
 
 
@@ -45,6 +46,7 @@ class Job(NamedTuple):
   describe: Callable  # fresh, groups, keep_P, shelves, now, update metrics -> metrics
   keys: Callable  # step -> a key for each purpose
   evaluate: Callable  # params, step -> result, samples
+  spec: ModelSpec
 
 
 def steps(job: Job, run: Run) -> Iterator[tuple[Run, dict]]:

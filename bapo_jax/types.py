@@ -105,6 +105,12 @@ def concat(*trees):
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
 
 
+def first_of(id_N, valid_N):
+  """True where a row is valid and no earlier valid row has its id."""
+  same_NN = (id_N[:, None] == id_N[None]) & valid_N[None]
+  return valid_N & ~jnp.tril(same_NN, -1).any(1)
+
+
 def masked_mean(x, mask):
   """Mean of x where mask holds; 0 where it holds nowhere."""
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)

@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
   config.title = 'search, tiny'
   config.protocol = 'about 6 minutes on two CPU cores'  # shown on the first screen
   config.seed = 0
-  config.steps = 100  # learner steps: rollout batches
+  config.steps = 80  # learner steps: rollout batches
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
   )
   config.prompts = dict(count=64, width=17)
   config.sampler = dict(
-    group=8, new=39, temperature=1.0, slots=512, refill=512, chunk=13
+    group=8, new=40, temperature=1.0, slots=512, refill=512, chunk=10
   )
   config.rewards = dict(rule='aime')
   config.rollout = dict(refresh_every=1)  # learner steps between copies to the actor
@@ -64,12 +64,12 @@ def get_config() -> ConfigDict:
       target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
     ),
   )
-  config.learner = dict(epochs=1, minibatches=4, slices=1)
+  config.learner = dict(epochs=1, minibatches=8, slices=1)
   config.optimizer = dict(
-    lr=4e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
+    lr=3e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
   )
   config.warmstart = dict(
-    clean=800, noisy=100, batch=96, lr=3e-3, slip=0.4, repeat=0.15
+    clean=700, noisy=100, batch=96, lr=3e-3, slip=0.4, repeat=0.15
   )
   config.evaluate = dict(every=25, group=1)
   config.metrics = dict(tensorboard=True, wandb=False)

@@ -4,7 +4,7 @@ r"""Two families of problems that need no file: what is asked, and how it can be
   tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
   last is 0, and states the answer:
 
-    12x+5=10 mod 7  ->  5 5 3|2312|0052|1503|...|5220\boxed{5}
+    12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
   Nobody can know where the solution lies, so right answers come early and wrong ones
   run into the token budget: wrong responses are longer, as in the published runs (7k
@@ -55,7 +55,7 @@ def solve_search(problem: Problem, rng, slip: float, repeat: float) -> str:
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   reduced = (_join((n % m,), digits) for n in (a, c, b))
-  out = [' '.join(reduced)]
+  out = ['{}x+{}={}'.format(*reduced)]
   left = list(rng.permutation(m))
   tried = []
   for _ in range(4 * m):  # slips and repeats alone could go on for ever
