@@ -37,6 +37,7 @@ def characters():
   backend.decoder = tokenizers.decoders.Fuse()
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
+    unk_token='<pad>',  # what `encode` refuses to write
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
@@ -113,10 +114,23 @@ def ask(text: Text, problems: list[str], width: int):
 
 
 def encode(text: Text, strings: list[str]) -> list[list[int]]:
-  """Token ids of each string; no special token is added."""
+  """Token ids of each string; no special token is added.
+
+  Raises:
+    ValueError: the tokenizer has no token for a character.
+  """
   if not strings:
     return []
-  return text.tokenizer(strings, add_special_tokens=False)['input_ids']
+  rows = text.tokenizer(strings, add_special_tokens=False)['input_ids']
+  unknown = text.tokenizer.unk_token_id
+  for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
+    for character in string:
+      if unknown in text.tokenizer(character, add_special_tokens=False)['input_ids']:
+        raise ValueError(
+          f'text.tokenizer: no token for {character!r} of {string[:60]!r}; take it out '
+          'of the problem or choose another tokenizer'
+        )
+  return rows
 
 
 def read(text: Text, tokens_BT, chosen_BT) -> list[str]:
