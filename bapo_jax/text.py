@@ -1,6 +1,6 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
-1. `load` opens a tokenizer by path or hub name; 'characters' makes the embedded one;
+1. `load` opens the tokenizer in a directory; 'characters' makes the embedded one;
 2. `Text` keeps what the rest of the run needs of it: ids of padding and of ends;
 3. `ask` turns problems into token rows through a template, `read` turns rows into text.
 """
@@ -46,7 +46,7 @@ def characters():
 
 
 def load(tokenizer: str, template: str) -> Text:
-  """The tokenizer at a path or hub name, or the embedded one: 'characters'.
+  """The tokenizer in a directory, or the embedded one: 'characters'.
 
   Raises:
     ValueError: the template has no {problem}, or the tokenizer is not to be had.
@@ -56,14 +56,20 @@ def load(tokenizer: str, template: str) -> Text:
   if tokenizer == 'characters':
     made = characters()
     return Text(made, (made.eos_token_id,), template)
+  # transformers would ask the hub for the name: 47 s where there is no network.
+  if not os.path.isdir(tokenizer):
+    raise ValueError(
+      f'text.tokenizer: no directory {tokenizer!r}; give one that holds '
+      "tokenizer.json, or 'characters'"
+    )
   import transformers
 
   try:
     loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f'text.tokenizer: cannot load {tokenizer!r}: {str(error).splitlines()[0]}; give a '
-      'directory that holds tokenizer.json'
+      f'text.tokenizer: cannot load {tokenizer!r}; give a directory that holds '
+      f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
   return Text(loaded, _ends(tokenizer, loaded), template)
 
