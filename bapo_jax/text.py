@@ -41,7 +41,7 @@ def characters():
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
-    chat_template="{{ messages[-1]['content'] }}\n",
+    chat_template="{{ messages[-1]['content'] + '\\n' }}",  # Jinja drops a last newline
   )
 
 
