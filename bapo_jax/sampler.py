@@ -191,6 +191,10 @@ def generate(
   agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
   P, width = prompts.tokens_PT.shape
   B, length = P * group, width + new
+  if P and np.max(prompts.length_P) > width:
+    raise ValueError(
+      f'a prompt of {np.max(prompts.length_P)} tokens stands in {width} columns'
+    )
   refill = min(refill, slots)
   if length > spec.positions:
     raise ValueError(

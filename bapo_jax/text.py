@@ -1,6 +1,6 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
-1. `load` opens a tokenizer by path or hub name; 'characters' makes the embedded one;
+1. `load` opens the tokenizer in a directory; 'characters' makes the embedded one;
 2. `Text` keeps what the rest of the run needs of it: ids of padding and of ends;
 3. `ask` turns problems into token rows through a template, `read` turns rows into text.
 """
@@ -40,15 +40,16 @@ def characters():
   backend.decoder = tokenizers.decoders.Fuse()
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
+    unk_token='<pad>',  # what `encode` refuses to write
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
-    chat_template="{{ messages[-1]['content'] }}\n",
+    chat_template="{{ messages[-1]['content'] + '\\n' }}",  # Jinja drops a last newline
   )
 
 
 def load(tokenizer: str, template: str) -> Text:
-  """The tokenizer at a path or hub name, or the embedded one: 'characters'.
+  """The tokenizer in a directory, or the embedded one: 'characters'.
 
   Raises:
     ValueError: the template has no {problem}, or the tokenizer is not to be had.
@@ -58,14 +59,20 @@ def load(tokenizer: str, template: str) -> Text:
   if tokenizer == 'characters':
     made = characters()
     return Text(made, (made.eos_token_id,), template)
+  # transformers would ask the hub for the name: 47 s where there is no network.
+  if not os.path.isdir(tokenizer):
+    raise ValueError(
+      f'text.tokenizer: no directory {tokenizer!r}; give one that holds '
+      "tokenizer.json, or 'characters'"
+    )
   import transformers
 
   try:
     loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f'text.tokenizer: cannot load {tokenizer!r}: {str(error).splitlines()[0]}; give '
-      'a directory that holds tokenizer.json'
+      f'text.tokenizer: cannot load {tokenizer!r}; give a directory that holds '
+      f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
   return Text(loaded, _ends(tokenizer, loaded), template)
 
@@ -116,10 +123,23 @@ def ask(text: Text, problems: list[str], width: int):
 
 
 def encode(text: Text, strings: list[str]) -> list[list[int]]:
-  """Token ids of each string; no special token is added."""
+  """Token ids of each string; no special token is added.
+
+  Raises:
+    ValueError: the tokenizer has no token for a character.
+  """
   if not strings:
     return []
-  return text.tokenizer(strings, add_special_tokens=False)['input_ids']
+  rows = text.tokenizer(strings, add_special_tokens=False)['input_ids']
+  unknown = text.tokenizer.unk_token_id
+  for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
+    for character in string:
+      if unknown in text.tokenizer(character, add_special_tokens=False)['input_ids']:
+        raise ValueError(
+          f'text.tokenizer: no token for {character!r} of {string[:60]!r}; take it out '
+          'of the problem or choose another tokenizer'
+        )
+  return rows
 
 
 def read(text: Text, tokens_BT, chosen_BT) -> list[str]:

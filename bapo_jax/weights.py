@@ -64,6 +64,8 @@ def spec(path: str, compute: str) -> model.ModelSpec:
     raise ValueError(f'{path}: rope scaling {rope_type!r} is not supported')
   if c.get('use_sliding_window'):
     raise ValueError(f'{path}: use_sliding_window is not supported')
+  if c.get('hidden_act', 'silu') != 'silu':
+    raise ValueError(f'{path}: hidden_act {c["hidden_act"]!r} is not supported')
   return model.ModelSpec(
     vocab=c['vocab_size'],
     width=c['hidden_size'],

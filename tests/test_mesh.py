@@ -1,0 +1,123 @@
+"""Every array has a place, and what cannot be placed is named with its numbers."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import learner, mesh, model
+
+QWEN2 = model.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+LLAMA = dataclasses.replace(QWEN2, qkv_bias=False)
+UNTIED = dataclasses.replace(QWEN2, tied=False)
+SPECS = pytest.mark.parametrize(
+  'spec', [QWEN2, QWEN3, LLAMA, UNTIED], ids=['qwen2', 'qwen3', 'llama', 'untied']
+)
+
+
+def shape_of(**sizes):
+  return dict(mesh.make(**sizes).shape)
+
+
+def test_make_fills_the_devices():
+  assert shape_of() == {'data': 8, 'fsdp': 1, 'tensor': 1}
+  assert shape_of(data=2, fsdp=-1, tensor=2) == {'data': 2, 'fsdp': 2, 'tensor': 2}
+  assert shape_of(data=1, fsdp=2, tensor=4) == {'data': 1, 'fsdp': 2, 'tensor': 4}
+  assert mesh.row_shards(mesh.make(data=2, fsdp=2, tensor=2)) == 4
+
+
+@pytest.mark.parametrize(
+  'sizes', [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (-1, -1, 2), (-1, 16, 1), (-2, -2, 2)]
+)
+def test_make_says_what_does_not_fill_the_devices(sizes):
+  with pytest.raises(ValueError) as error:
+    mesh.make(*sizes)
+  data, fsdp, tensor = sizes
+  assert str(error.value) == (
+    f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill 8 devices; let the '
+    'three multiply to 8, or set one of them to -1'
+  )
+
+
+@SPECS
+@pytest.mark.parametrize('layout', ['train', 'decode'])
+def test_every_parameter_has_a_place(spec, layout):
+  devices = mesh.make(2, 2, 2)
+  tree = model.abstract(spec)
+  for path, placed in jax.tree.leaves_with_path(mesh.shardings(tree, devices, layout)):
+    name = mesh.path_name(path)
+    shape = model.describe(spec)[name][0]
+    assert len(placed.spec) == (0 if name.endswith('norm') else len(shape))
+    placed.shard_shape(shape)  # raises where an axis does not divide
+    # In training a matrix is split over both axes, each piece a quarter of the whole;
+    # in decoding over tensor alone: a token step gathers nothing.
+    split = set(placed.spec) - {None}
+    if name.endswith('bias'):
+      assert split == {'tensor'}
+    elif not name.endswith('norm'):
+      assert split == ({'fsdp', 'tensor'} if layout == 'train' else {'tensor'})
+
+
+@SPECS
+def test_adams_moments_lie_beside_their_parameters(spec):
+  devices = mesh.make(2, 2, 2)
+  params = model.abstract(spec)
+  for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
+    opt = jax.eval_shape(learner.optimizer(lr=1e-3, **knobs).init, params)
+    placed = {
+      mesh.path_name(path): x.spec
+      for path, x in jax.tree.leaves_with_path(mesh.shardings(opt, devices))
+    }
+    for path, x in jax.tree.leaves_with_path(mesh.shardings(params, devices)):
+      name = mesh.path_name(path)
+      moments = [s for p, s in placed.items() if p.endswith(f'/{name}')]
+      assert moments == [x.spec, x.spec], name
+
+
+def test_a_place_worked_by_hand():
+  devices = mesh.make(2, 2, 2)
+  assert mesh.spec_of('layers/q', (2, 16, 4, 4), devices) == P(
+    None, 'fsdp', 'tensor', None
+  )
+  assert mesh.spec_of('layers/o', (2, 4, 4, 16), devices) == P(
+    None, 'tensor', None, 'fsdp'
+  )
+  assert mesh.spec_of('0/mu/embed', (20, 16), devices) == P('tensor', 'fsdp')
+  assert mesh.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode') == P(
+    None, None, 'tensor', None
+  )
+
+
+def test_an_unmatched_path_raises():
+  for name in ('layers/qq', 'layers/gate2', 'my_embed'):
+    with pytest.raises(ValueError) as error:
+      mesh.spec_of(name, (2, 16), mesh.make(2, 2, 2))
+    assert str(error.value) == (
+      f'no line of mesh.PATHS matches parameter {name!r}; add one'
+    )
+
+
+def test_key_value_heads_that_do_not_divide_are_replicated():
+  devices = mesh.make(2, 1, 4)
+  for layout in ('train', 'decode'):
+    assert 'tensor' not in mesh.spec_of('layers/k', (2, 16, 2, 4), devices, layout)
+    assert 'tensor' not in mesh.spec_of('layers/v_bias', (2, 2, 4), devices, layout)
+    assert 'tensor' in mesh.spec_of('layers/k', (2, 16, 4, 4), devices, layout)
+
+
+@pytest.mark.parametrize(
+  ('name', 'shape', 'message'),
+  [
+    ('layers/q', (2, 16, 6, 4), 'layers/q: heads=6 does not divide over mesh.tensor=4'),
+    ('embed', (25, 16), 'embed: vocab=25 does not divide over mesh.tensor=4'),
+    ('layers/up', (2, 15, 32), 'layers/up: width=15 does not divide over mesh.fsdp=2'),
+  ],
+)
+def test_other_axes_that_do_not_divide_are_named(name, shape, message):
+  with pytest.raises(ValueError) as error:
+    mesh.spec_of(name, shape, mesh.make(1, 2, 4))
+  assert str(error.value) == message

@@ -1,0 +1,184 @@
+"""The decoder: what may see what, and that every way of running it says the same."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import mesh, model
+
+QWEN2 = model.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+LLAMA = dataclasses.replace(QWEN2, qkv_bias=False, tied=False, kv_heads=1)
+SPECS = pytest.mark.parametrize(
+  'spec', [QWEN2, QWEN3, LLAMA], ids=['qwen2', 'qwen3', 'llama']
+)
+T = 10
+
+
+forward = jax.jit(model.forward, static_argnames='spec')
+prefill = jax.jit(model.prefill, static_argnames='spec')
+decode = jax.jit(model.decode, static_argnames='spec')
+
+
+def tokens(rows: int, seed: int = 0):
+  return np.random.default_rng(seed).integers(0, QWEN2.vocab, (rows, T), np.int32)
+
+
+@SPECS
+def test_a_token_changes_nothing_before_it(spec):
+  params = oracles.noisy(spec, 0)
+  # Row t is row 0 with token t changed, for every t at once.
+  base_T = tokens(1)[0]
+  changed_TT = np.where(np.eye(T, dtype=bool), (base_T + 7) % spec.vocab, base_T)
+  hidden_TTD = np.asarray(
+    forward(params, np.concatenate([base_T[None], changed_TT]), spec)
+  )
+  moved_TT = np.abs(hidden_TTD[1:] - hidden_TTD[0]).max(-1)
+  assert (moved_TT[np.tril_indices(T, -1)] == 0).all()  # row t, columns before t
+  assert (moved_TT[np.triu_indices(T)] > 1e-4).all()  # and t reaches all that follow
+
+
+def test_padding_on_the_right_does_not_reach_a_token():
+  params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
+  short = forward(params, tokens_BT[:, :6], QWEN2)
+  for filler in (0, 13):
+    tokens_BT[:, 6:] = filler
+    whole = forward(params, tokens_BT, QWEN2)
+    np.testing.assert_allclose(whole[:, :6], short, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'prompt'), [(QWEN2, 0), (QWEN2, 4), (QWEN3, 4), (LLAMA, 4)]
+)
+def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
+  params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
+
+  @jax.jit
+  def step_by_step(params, tokens_BT):
+    cache = model.empty_cache(spec, 3, T)
+    if prompt:
+      cache = [
+        (k.at[:, :prompt].set(new_k), v.at[:, :prompt].set(new_v))
+        for (k, v), (new_k, new_v) in zip(
+          cache, model.prefill(params, tokens_BT[:, :prompt], spec), strict=True
+        )
+      ]
+    # As the sampler does it: the prompt's last token is read once more.
+    first = max(prompt - 1, 0)
+
+    def step(cache, t):
+      hidden_BD, cache = model.decode(
+        params, tokens_BT[:, t], jnp.full(3, t), cache, spec
+      )
+      return cache, hidden_BD
+
+    return jax.lax.scan(step, cache, jnp.arange(first, T))[1], first
+
+  hidden_TBD, first = step_by_step(params, tokens_BT)
+  whole_BTD = forward(params, tokens_BT, spec)
+  np.testing.assert_allclose(
+    np.moveaxis(hidden_TBD, 0, 1), whole_BTD[:, int(first) :], atol=1e-5
+  )
+
+
+def test_slots_may_stand_at_different_positions():
+  params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
+  whole_BTD = forward(params, tokens_BT, QWEN2)
+  # What stands in the cache beyond a slot's position is someone else's and not read.
+  cache = [(k * 100, v * 100) for k, v in prefill(params, tokens_BT, QWEN2)]
+  truth = prefill(params, tokens_BT, QWEN2)
+  position_S = np.asarray([3, 8, 0])
+  before = (np.arange(T)[None] < position_S[:, None])[:, :, None, None]
+  mixed = [
+    tuple(jnp.where(before, right, wrong) for right, wrong in zip(r, w, strict=True))
+    for r, w in zip(truth, cache, strict=True)
+  ]
+  hidden_SD, _ = decode(
+    params, tokens_BT[[0, 1, 2], position_S], position_S, mixed, QWEN2
+  )
+  np.testing.assert_allclose(hidden_SD, whole_BTD[[0, 1, 2], position_S], atol=1e-5)
+
+
+def test_rms_norm_by_hand():
+  # [3, 4]: rms = sqrt(25 / 2) = 3.5355, so 0.848528 and 1.131371, times 1 and 2.
+  out = model.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.0)
+  np.testing.assert_allclose(out, [0.848528, 2.262742], rtol=1e-6)
+  # Mean square 1, eps 3: divided by sqrt(1 + 3) = 2.
+  out = model.rms_norm(jnp.array([1.0, -1.0]), jnp.ones(2), 3.0)
+  np.testing.assert_allclose(out, [0.5, -0.5], rtol=1e-6)
+
+
+def test_rope_is_a_rotation_of_complex_numbers():
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)  # [B, T, heads, C]
+  position = np.asarray([[0, 1, 2, 3, 4], [7, 100, 1000, 5, 4000]])
+  z = x[..., :4].astype(complex) + 1j * x[..., 4:]
+  frequency = 1e4 ** (-np.arange(4) / 4)
+  z *= np.exp(1j * position[..., None, None] * frequency)
+  expected = np.concatenate([z.real, z.imag], -1)
+  np.testing.assert_allclose(model.rope(x, position, 1e4), expected, atol=2e-3)
+  np.testing.assert_allclose(model.rope(x, position, 1e4)[0], expected[0], atol=1e-5)
+
+
+@SPECS
+def test_count_is_what_init_makes(spec):
+  made = jax.eval_shape(lambda: model.init(spec, jax.random.key(0)))
+  assert model.count(spec) == sum(x.size for x in jax.tree.leaves(made))
+  shapes = jax.tree.map(lambda x: (x.shape, x.dtype), made)
+  assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), model.abstract(spec))
+
+
+def test_count_by_hand():
+  # Embedding 20 * 16 = 320; a layer: q 16*16 = 256, k and v 16*8 = 128 each, o 256,
+  # biases 16 + 8 + 8 = 32, gate, up and down 16*32 = 512 each, two norms 32: 2368;
+  # two layers 4736; the final norm 16.
+  assert model.count(QWEN2) == 320 + 2 * 2368 + 16 == 5072
+  assert model.count(dataclasses.replace(QWEN2, tied=False)) == 5072 + 320
+
+
+def test_the_first_logits_are_of_moderate_size():
+  # A policy that starts certain cannot explore.
+  spec = dataclasses.replace(QWEN2, layers=8)
+  params = jax.jit(model.init, static_argnums=0)(spec, jax.random.key(0))
+  logits_BTV = forward(params, tokens(4), spec) @ model.head(params).T
+  assert float(jnp.std(logits_BTV)) < 1.5
+  entropy = -(jax.nn.softmax(logits_BTV) * jax.nn.log_softmax(logits_BTV)).sum(-1)
+  assert float(entropy.mean()) > 0.75 * math.log(spec.vocab)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'layout'), [(QWEN2, 'train'), (LLAMA, 'train'), (QWEN3, 'decode')]
+)
+def test_the_mesh_changes_nothing(spec, layout):
+  devices = mesh.make(2, 2, 2)
+  params, tokens_BT = oracles.noisy(spec, 0), tokens(8)
+  whole = forward(params, tokens_BT, spec)
+  spread = forward(
+    jax.device_put(params, mesh.shardings(params, devices, layout)),
+    jax.device_put(tokens_BT, mesh.over_rows(devices)),
+    spec,
+  )
+  assert len(spread.sharding.device_set) == 8
+  np.testing.assert_allclose(spread, whole, atol=1e-5)
+
+
+def test_bfloat16_stays_close_and_stays_bfloat16():
+  params, tokens_BT = oracles.noisy(QWEN3, 0, size=0.1), tokens(3)
+  half = dataclasses.replace(QWEN3, compute='bfloat16')
+  hidden_BTD = forward(params, tokens_BT, half)
+  assert hidden_BTD.dtype == jnp.bfloat16
+  exact_BTD = forward(params, tokens_BT, QWEN3)
+  # 8 bits of mantissa: a step is 0.4 %, and a dozen roundings lie on the way.
+  error = jnp.abs(hidden_BTD.astype(jnp.float32) - exact_BTD).mean()
+  assert error < 0.03 * jnp.abs(exact_BTD).mean()
+  hidden_SD, cache = decode(
+    params, tokens_BT[:, 0], jnp.zeros(3, int), model.empty_cache(half, 3, T), half
+  )
+  assert hidden_SD.dtype == cache[0][0].dtype == jnp.bfloat16
