@@ -64,7 +64,7 @@ def balanced(
 
   def halve(_, between):
     below, reached = between  # `below` misses the target; `reached` meets it or is last
-    middle = (below + reached) // 2
+    middle = (below + reached + 1) // 2  # rounded up: point -1 is not on the path
     found = meets(middle)
     return jnp.where(found, below, middle), jnp.where(found, middle, reached)
 
