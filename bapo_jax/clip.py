@@ -55,9 +55,13 @@ def balanced(
   # The loop's guard asks for room below b- even while it is `high` that moves.
   last = high_moves + low_moves if low_moves else 0
 
+  # Computed here: a compiled low + step * i may round once where an eager one rounds twice.
+  lows = jnp.float32([low[0] + low_step * i for i in range(low_moves + 1)])
+  highs = jnp.float32([high[0] + high_step * i for i in range(high_moves + 1)])
+
   def bounds(index):
     up = jnp.minimum(index, high_moves)
-    return low[0] + low_step * (index - up), high[0] + high_step * up
+    return lows[index - up], highs[up]
 
   def meets(index):
     return share(ratio_BT, adv_BT, mask_BT, *bounds(index)) >= target
@@ -72,7 +76,7 @@ def balanced(
     0, math.ceil(math.log2(last + 1)), halve, (jnp.int32(-1), jnp.int32(last))
   )
   c_low, c_high = bounds(index)
-  return Bounds(jnp.float32(c_low), jnp.float32(c_high), index, meets(index))
+  return Bounds(c_low, c_high, index, meets(index))
 
 
 def share(ratio_BT, adv_BT, mask_BT, low, high):
