@@ -49,7 +49,7 @@ def balanced(
     Bounds; where no point meets the target, the last point of the path, `met` False.
   """
   agree(ratio_BT=ratio_BT, adv_BT=adv_BT, mask_BT=mask_BT)
-  check('clip.balanced', low, high, target)
+  check('clip.balanced', low, high, target, low_step=low_step, high_step=high_step)
   high_moves = moves_between(*high, high_step)
   low_moves = moves_between(*low, low_step)
   # The loop's guard asks for room below b- even while it is `high` that moves.
@@ -95,7 +95,7 @@ def moves_between(start: float, stop: float, step: float) -> int:
   return int((stop - start) / step + 1e-6)
 
 
-def check(section: str, low, high, target: float = 0.0) -> None:
+def check(section: str, low, high, target: float = 0.0, **steps: float) -> None:
   """Raises ValueError, naming knob, value and range, unless the ranges make sense."""
   if not 0 < low[0] <= low[1] <= 1:
     raise ValueError(f'{section}.low={low}: must rise, within (0, 1]')
@@ -103,6 +103,9 @@ def check(section: str, low, high, target: float = 0.0) -> None:
     raise ValueError(f'{section}.high={high}: must rise, from 1 up')
   if not 0 <= target <= 1:
     raise ValueError(f'{section}.target={target}: a share, must be within [0, 1]')
+  for name, step in steps.items():
+    if step <= 0:
+      raise ValueError(f'{section}.{name}={step}: must be above 0')
 
 
 RULES = {'fixed': fixed, 'balanced': balanced}
