@@ -1,0 +1,36 @@
+"""Slow and obvious versions of what the package does quickly."""
+
+import numpy as np
+
+# --- clip -------------------------------------------------------------------------------
+
+
+def share(ratio_BT, adv_BT, mask_BT, low, high):
+  """P / (P + N) of the clip module, in float64."""
+  size_BT = np.float64(ratio_BT) * np.abs(adv_BT) * mask_BT
+  positive = size_BT[(adv_BT > 0) & (ratio_BT < high)].sum()
+  negative = size_BT[(adv_BT < 0) & (ratio_BT > low)].sum()
+  return positive / (positive + negative) if positive + negative else 0.0
+
+
+def algorithm_1(
+  ratio_BT, adv_BT, mask_BT, *, target, low, high, low_step, high_step
+) -> tuple[np.float32, np.float32, int, bool]:
+  """Algorithm 1 of arXiv:2510.18927 as printed: (c_low, c_high, moves, met).
+
+  The steps are counted, not added up: sixteen times 0.02 in floats is short of 0.32.
+  """
+  lows, highs = 0, 0
+  last_low = round((low[1] - low[0]) / low_step)
+  last_high = round((high[1] - high[0]) / high_step)
+  while True:
+    c_low = np.float32(low[0] + lows * low_step)
+    c_high = np.float32(high[0] + highs * high_step)
+    reached = np.float32(share(ratio_BT, adv_BT, mask_BT, c_low, c_high))
+    met = bool(reached >= np.float32(target))
+    if met or lows + 1 > last_low:
+      return c_low, c_high, lows + highs, met
+    if highs + 1 <= last_high:
+      highs += 1
+    else:
+      lows += 1
