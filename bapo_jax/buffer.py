@@ -49,11 +49,14 @@ def shelve(
   """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
 
   Args:
-    tried: fresh and rechecked groups, no problem twice.
+    tried: fresh groups, then rechecked ones; of a problem in both, the later counts.
     hard: c1, largest share of right answers that files a problem under `hard`.
     good: (c2, c3), the band of shares that files a group under `good`.
     max_age: learner steps after which a good group leaves.
   """
+  same_PP = (tried.id_P[:, None] == tried.id_P[None]) & (tried.born_P[None] >= 0)
+  repeated_P = jnp.triu(same_PP, 1).any(1)
+  tried = tried._replace(born_P=jnp.where(repeated_P, -1, tried.born_P))
   G = tried.correct_PG.shape[1]
   k_P = tried.correct_PG.sum(1)
   # Thresholds in whole answers: a share of 1/8 is 1 of 8, whatever floats make of it.
