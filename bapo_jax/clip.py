@@ -55,7 +55,7 @@ def balanced(
   # The loop's guard asks for room below b- even while it is `high` that moves.
   last = high_moves + low_moves if low_moves else 0
 
-  # Computed here: a compiled low + step * i may round once where an eager one rounds twice.
+  # Made here: compiled, low + step * i may round once where it rounds twice eagerly.
   lows = jnp.float32([low[0] + low_step * i for i in range(low_moves + 1)])
   highs = jnp.float32([high[0] + high_step * i for i in range(high_moves + 1)])
 
