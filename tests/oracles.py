@@ -34,3 +34,28 @@ def algorithm_1(
       highs += 1
     else:
       lows += 1
+
+
+# --- buffer --------------------------------------------------------------------------
+
+
+def shelve(hard, good, tried, now, *, c1, c2, c3, G, max_age, capacity):
+  """Section 3 of arXiv:2602.20722 on lists, newest first.
+
+  Args:
+    hard: [(id, step)]. good: [(id, step, row)]. tried: [(id, right answers, row)] in
+      the order asked; of a problem asked twice the later verdict counts.
+  """
+  last = {problem: i for i, (problem, _, _) in enumerate(tried)}
+  tried = [entry for i, entry in enumerate(tried) if last[entry[0]] == i]
+  hard = [entry for entry in hard if entry[0] not in last]
+  hard = [(problem, now) for problem, k, _ in tried if k <= c1 * G] + hard
+  fits = [
+    (problem, now, row)
+    for problem, k, row in tried
+    if c2 * G <= k <= c3 * G and 0 < k < G
+  ]
+  renewed = {problem for problem, _, _ in fits}
+  good = fits + [entry for entry in good if entry[0] not in renewed]
+  young = [entry for entry in good[:capacity] if now + 1 - entry[1] <= max_age]
+  return hard[:capacity], young
