@@ -1,4 +1,4 @@
-r"""Verdicts: what counts as an answer in a box, and that no text can stall the judge."""
+r"""Verdicts: what counts as an answer in a box, and that no text stalls the judge."""
 
 import time
 
@@ -84,7 +84,7 @@ def test_aime_reads_the_last_box(answer, response, verdict):
   [(r'\frac{1}{2}', r'\frac{1}{2}'), ('', ''), (r'1\boxed{2}', r'1\boxed{2}')],
 )
 def test_boxed_keeps_what_stands_inside(inside, expected):
-  assert rewards.boxed(r'therefore \boxed{%s}, done' % inside) == expected
+  assert rewards.boxed('therefore \\boxed{' + inside + '}, done') == expected
   assert rewards.boxed('therefore, done') is None
 
 
@@ -95,7 +95,7 @@ BOMBS = {
   'open braces': '{' * 100_000 + r'\boxed{7}',
   'closing braces': '}' * 100_000 + r'\boxed{7}',
   'backslashes': '\\' * 100_000 + 'boxed{7}',
-  'many digits': r'\boxed{%s}' % ('9' * 100_000) + r'\boxed{7}',
+  'many digits': r'\boxed{' + '9' * 100_000 + r'}\boxed{7}',
 }
 
 
