@@ -28,10 +28,10 @@ def remove(shelf: Groups, id_P) -> Groups:
 
 def insert(shelf: Groups, groups: Groups, wanted_P) -> Groups:
   """The newest rows of both, one a problem, as many as the shelf holds."""
+  wanted_P = wanted_P & (groups.born_P >= 0)
   groups = groups._replace(born_P=jnp.where(wanted_P, groups.born_P, -1))
+  shelf = remove(shelf, jnp.where(wanted_P, groups.id_P, -1))
   both = concat(groups, shelf)
-  first_P = first_of(both.id_P, both.born_P >= 0)
-  both = both._replace(born_P=jnp.where(first_P, both.born_P, -1))
   newest_P = jnp.argsort(-both.born_P, stable=True)
   return take(both, newest_P[: shelf.id_P.shape[0]])
 
@@ -49,11 +49,13 @@ def shelve(
   """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
 
   Args:
-    tried: fresh and rechecked groups; the first row of a problem counts.
+    tried: fresh groups, then rechecked ones; of a problem in both, the later counts.
     hard: c1, largest share of right answers that files a problem under `hard`.
     good: (c2, c3), the band of shares that files a group under `good`.
     max_age: learner steps after which a good group leaves.
   """
+  last_P = first_of(tried.id_P[::-1], tried.born_P[::-1] >= 0)[::-1]
+  tried = tried._replace(born_P=jnp.where(last_P, tried.born_P, -1))
   G = tried.correct_PG.shape[1]
   k_P = tried.correct_PG.sum(1)
   # Thresholds in whole answers: a share of 1/8 is 1 of 8, whatever floats make of it.

@@ -49,15 +49,19 @@ def balanced(
     Bounds; where no point meets the target, the last point of the path, `met` False.
   """
   agree(ratio_BT=ratio_BT, adv_BT=adv_BT, mask_BT=mask_BT)
-  check('clip.balanced', low, high, target)
+  check('clip.balanced', low, high, target, low_step=low_step, high_step=high_step)
   high_moves = moves_between(*high, high_step)
   low_moves = moves_between(*low, low_step)
   # The loop's guard asks for room below b- even while it is `high` that moves.
   last = high_moves + low_moves if low_moves else 0
 
+  # Made here: compiled, low + step * i may round once where it rounds twice eagerly.
+  lows = jnp.float32([low[0] + low_step * i for i in range(low_moves + 1)])
+  highs = jnp.float32([high[0] + high_step * i for i in range(high_moves + 1)])
+
   def bounds(index):
     up = jnp.minimum(index, high_moves)
-    return low[0] + low_step * (index - up), high[0] + high_step * up
+    return lows[index - up], highs[up]
 
   def meets(index):
     return share(ratio_BT, adv_BT, mask_BT, *bounds(index)) >= target
@@ -72,7 +76,7 @@ def balanced(
     0, math.ceil(math.log2(last + 1)), halve, (jnp.int32(-1), jnp.int32(last))
   )
   c_low, c_high = bounds(index)
-  return Bounds(jnp.float32(c_low), jnp.float32(c_high), index, meets(index))
+  return Bounds(c_low, c_high, index, meets(index))
 
 
 def share(ratio_BT, adv_BT, mask_BT, low, high):
@@ -91,7 +95,7 @@ def moves_between(start: float, stop: float, step: float) -> int:
   return int((stop - start) / step + 1e-6)
 
 
-def check(section: str, low, high, target: float = 0.0) -> None:
+def check(section: str, low, high, target: float = 0.0, **steps: float) -> None:
   """Raises ValueError, naming knob, value and range, unless the ranges make sense."""
   for name, ends in (('low', low), ('high', high)):
     if len(ends) != 2:
@@ -102,6 +106,9 @@ def check(section: str, low, high, target: float = 0.0) -> None:
     raise ValueError(f'{section}.high={high}: must rise, from 1 up')
   if not 0 <= target <= 1:
     raise ValueError(f'{section}.target={target}: a share, must be within [0, 1]')
+  for name, step in steps.items():
+    if step <= 0:
+      raise ValueError(f'{section}.{name}={step}: must be above 0')
 
 
 RULES = {'fixed': fixed, 'balanced': balanced}

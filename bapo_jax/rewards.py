@@ -26,9 +26,9 @@ def boxed(text: str) -> str | None:
     elif text[i] == '}' and stack:
       start = stack.pop()
       if start >= 0:
-        last = text[start:i]
+        last = slice(start, i)  # cut out once, at the end: a copy each is quadratic
     i += 1
-  return last
+  return None if last is None else text[last]
 
 
 def integer(text: str | None) -> int | None:

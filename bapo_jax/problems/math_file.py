@@ -22,6 +22,8 @@ def read(path: str) -> list[dict[str, str]]:
         row = json.loads(line)
       except json.JSONDecodeError as error:
         raise ValueError(f'{path}, line {i}: not JSON ({error})') from error
+      if not isinstance(row, dict):
+        raise ValueError(f'{path}, line {i}: {line.strip()[:40]} is no JSON object')
       for field in ('problem', 'answer'):
         if field not in row:
           raise ValueError(f'{path}, line {i}: no field {field!r}, only {sorted(row)}')

@@ -1,0 +1,37 @@
+"""Small records for tests, filled with what tells them apart."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax import model
+from bapo_jax.types import Groups
+
+SPEC = model.ModelSpec(
+  vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
+)
+
+
+def groups(ids, right, born, G=8, T=3, seed=0) -> Groups:
+  """Groups of these problems, `right[i]` of G responses correct; born -1 is empty."""
+  rng = np.random.default_rng(seed)
+  P = len(ids)
+  id_P, right_P, born_P = (np.asarray(x, np.int32) for x in (ids, right, born))
+  correct_PG = np.arange(G) < right_P[:, None]
+  return Groups(
+    id_P=jnp.asarray(id_P),
+    tokens_PGT=jnp.asarray(rng.integers(1, 11, (P, G, T)), jnp.int32),
+    chosen_PGT=jnp.asarray(rng.random((P, G, T)) < 0.7),
+    logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
+    born_PGT=jnp.broadcast_to(jnp.asarray(born_P)[:, None, None], (P, G, T)),
+    correct_PG=jnp.asarray(correct_PG),
+    reward_PG=jnp.asarray(correct_PG, jnp.float32),
+    born_P=jnp.asarray(born_P),
+  )
+
+
+def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
+  """Row i of a is row j of b, to the last bit."""
+  return all(
+    np.array_equal(np.asarray(x)[i], np.asarray(y)[j])
+    for x, y in zip(a, b, strict=True)
+  )

@@ -1,0 +1,151 @@
+"""Batch rules: who gets a seat, and in whose place."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import making
+import numpy as np
+
+from bapo_jax import batch, types
+
+G, NOW = 8, 20
+
+
+def sources(fresh, recheck, good):
+  """Three Groups of [(id, right answers, born)], each row stamped with its place."""
+  made = []
+  for i, rows in enumerate((fresh, recheck, good)):
+    ids, right, born = zip(*rows, strict=True) if rows else ((), (), ())
+    made.append(making.groups(ids, right, born, G, seed=i))
+  return made
+
+
+@functools.cache
+def adapted(**knobs):
+  return jax.jit(functools.partial(batch.adapted, **knobs))
+
+
+def kept(groups, keep_P):
+  """[(id, right answers, born)] of the seats that teach."""
+  right_P = groups.correct_PG.sum(1)
+  rows = zip(groups.id_P, right_P, groups.born_P, keep_P, strict=True)
+  return [(int(i), int(k), int(b)) for i, k, b, keep in rows if keep]
+
+
+def test_fresh_only_is_the_identity():
+  fresh, recheck, good = sources(
+    [(1, 0, NOW), (2, 4, NOW), (-1, 0, -1)], [(3, 4, NOW)], [(4, 4, NOW - 1)]
+  )
+  groups, keep_P = batch.fresh_only(fresh, recheck, good, NOW, jax.random.key(0))
+  assert groups is fresh
+  assert keep_P.tolist() == [True, True, False]  # born -1 is no group at all
+
+
+def test_adapted_golden():
+  # Fresh: 1 always fails, 2 and 3 teach, 4 and 5 are solved          -> 2, 3
+  # Recheck: 6 solved, 7 at 1/8 still hard, 8 at 2/8 improved, 2 is in already -> 8
+  # Good: 3 is in already, 9 is four steps old, 10 is written this very step,
+  #   12 is an empty row; 11 is three steps old                       -> 11
+  fresh, recheck, good = sources(
+    [(1, 0, NOW), (2, 3, NOW), (3, 7, NOW), (4, 8, NOW), (5, 8, NOW)],
+    [(6, 8, NOW), (7, 1, NOW), (8, 2, NOW), (2, 4, NOW)],
+    [(3, 4, 19), (9, 4, NOW - 4), (10, 4, NOW), (11, 5, NOW - 3), (12, 4, -1)],
+  )
+  groups, keep_P = adapted()(fresh, recheck, good, NOW, jax.random.key(0))
+  assert keep_P.tolist() == [True, True, True, True, False]
+  assert kept(groups, keep_P) == [(2, 3, NOW), (3, 7, NOW), (8, 2, NOW), (11, 5, 17)]
+  assert making.same_row(groups, 0, fresh, 1)
+  assert making.same_row(groups, 2, recheck, 2)
+  assert making.same_row(groups, 3, good, 3)
+
+
+def rows(n, borns):
+  """n rows of different problems; id -1 with born -1 is an empty seat."""
+  return st.tuples(
+    st.lists(st.integers(0, 11), min_size=n, max_size=n, unique=True),
+    st.lists(st.integers(0, G), min_size=n, max_size=n),
+    st.lists(st.sampled_from(borns), min_size=n, max_size=n),
+  ).map(lambda columns: list(zip(*columns, strict=True)))
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+  fresh=rows(5, [NOW, NOW, NOW, -1]),
+  recheck=rows(4, [NOW, NOW, -1]),
+  good=rows(6, [-1, *range(NOW - 5, NOW + 1)]),
+  knobs=st.sampled_from([(1 / 8, 3), (0.0, 1), (4 / 8, 5)]),
+  seed=st.integers(0, 3),
+)
+def test_adapted_is_definition_3_1(fresh, recheck, good, knobs, seed):
+  hard, max_age = knobs
+  # The definition, row by row: what earns a seat, and earlier sources first.
+  x1 = [(i, k, b) for i, k, b in fresh if b >= 0 and 0 < k < G]
+  seen = {i for i, _, _ in x1}
+  x2 = [
+    (i, k, b) for i, k, b in recheck if b >= 0 and hard * G < k < G and i not in seen
+  ]
+  seen |= {i for i, _, _ in x2}
+  x3 = [
+    (i, k, b)
+    for i, k, b in good
+    if b >= 0 and 1 <= NOW - b <= max_age and 0 < k < G and i not in seen
+  ]
+  made = sources(fresh, recheck, good)
+  rule, key = adapted(hard=hard, max_age=max_age), jax.random.key(seed)
+  groups, keep_P = rule(*made, NOW, key)
+  found = kept(groups, keep_P)
+  seats = len(fresh)
+  assert len(keep_P) == len(groups.id_P) == seats
+  # Strict priority and maximal fill: the sure ones in order, then any of x3.
+  sure = (x1 + x2)[:seats]
+  assert found[: len(sure)] == sure
+  assert len(found) == min(seats, len(sure) + len(x3))
+  assert set(found[len(sure) :]) <= set(x3)
+  assert len({i for i, _, _ in found}) == len(found)
+  assert all(0 < k < G for _, k, _ in found)
+  # Kept seats come first, each a row of its source to the last bit.
+  assert np.asarray(keep_P).tolist() == [True] * len(found) + [False] * (
+    seats - len(found)
+  )
+  for seat, row in enumerate(found):
+    source = 0 if seat < len(x1) else 1 if seat < len(sure) else 2
+    place = (fresh, recheck, good)[source].index(row)
+    assert making.same_row(groups, seat, made[source], place)
+  # And the same key makes the same batch.
+  for a, b in zip(groups, rule(*made, NOW, key)[0], strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_reused_groups_are_drawn_evenly():
+  # One seat, four candidates: 400 draws give each 100, give or take 9.
+  made = sources([(1, 0, NOW)], [], [(i, 4, NOW - 1) for i in (2, 3, 4, 5)])
+  keys = jax.random.split(jax.random.key(0), 400)
+  groups, keep_P = jax.vmap(lambda key: adapted()(*made, NOW, key))(keys)
+  assert keep_P.all()
+  counts = np.bincount(np.asarray(groups.id_P)[:, 0], minlength=6)[2:]
+  assert counts.sum() == 400 and counts.min() > 60
+
+
+def test_empty_sources_and_no_seat_earned():
+  nothing = types.empty(0, G, 3)
+  fresh, _, good = sources([(1, 0, NOW), (2, 8, NOW)], [], [(3, 4, NOW - 1)])
+  groups, keep_P = adapted()(fresh, nothing, nothing, NOW, jax.random.key(0))
+  assert keep_P.tolist() == [False, False] and groups.tokens_PGT.shape == (2, G, 3)
+  # Without a fresh group that teaches, the other sources are still used.
+  groups, keep_P = adapted()(fresh, nothing, good, NOW, jax.random.key(0))
+  assert kept(groups, keep_P) == [(3, 4, NOW - 1)]
+
+
+def test_adapted_is_the_same_split_over_devices(variant):
+  made = sources(
+    [(i, i % 9, NOW) for i in range(16)],
+    [(i, i % 9, NOW) for i in range(8, 24)],
+    [(i, i % 9, NOW - i % 5) for i in range(16, 40)],
+  )
+  key = jax.random.key(1)
+  groups, keep_P = variant(lambda *xs: batch.adapted(*xs, NOW, key), *made)
+  expected = batch.adapted(*made, NOW, key)
+  for a, b in zip((*groups, keep_P), (*expected[0], expected[1]), strict=True):
+    np.testing.assert_array_equal(a, b)

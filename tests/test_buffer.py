@@ -1,0 +1,136 @@
+"""The shelves against lists, over random histories; drawing from them."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import buffer, types
+
+G, T, ROWS = 8, 3, 5
+KNOBS = dict(hard=1 / 8, good=(1 / 8, 5 / 8), max_age=3)
+
+
+def live(shelf):
+  """[(id, born)] of the rows that are not empty."""
+  return [
+    (int(i), int(b)) for i, b in zip(shelf.id_P, shelf.born_P, strict=True) if b >= 0
+  ]
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+  history=st.lists(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, G)), max_size=ROWS),
+    max_size=8,
+  ),
+  capacity=st.sampled_from([0, 1, 4]),
+  thresholds=st.sampled_from([(1 / 8, 1 / 8, 5 / 8), (0, 1 / 2, 1 / 2), (1, 0, 1)]),
+)
+def test_shelves_are_lists_over_random_histories(history, capacity, thresholds):
+  c1, c2, c3 = thresholds
+  shelves, hard, good = buffer.start(capacity, G, T), [], []
+  for now, asked in enumerate(history):
+    missing = ROWS - len(asked)
+    tried = making.groups(
+      [i for i, _ in asked] + [-1] * missing,
+      [k for _, k in asked] + [0] * missing,
+      [now] * len(asked) + [-1] * missing,
+      G,
+      T,
+      seed=now,
+    )
+    shelves = buffer.shelve(shelves, tried, now, hard=c1, good=(c2, c3), max_age=3)
+    entries = [(i, k, (tried, row)) for row, (i, k) in enumerate(asked)]
+    hard, good = oracles.shelve(
+      hard, good, entries, now, c1=c1, c2=c2, c3=c3, G=G, max_age=3, capacity=capacity
+    )
+    assert live(shelves.hard) == hard
+    assert live(shelves.good) == [(i, born) for i, born, _ in good]
+    kept = [row for row in range(capacity) if shelves.good.born_P[row] >= 0]
+    for row, (_, _, (written, at)) in zip(kept, good, strict=True):
+      assert making.same_row(shelves.good, row, written, at)
+
+
+def test_shelve_golden():
+  # Step 3 tried problem 0 with 0/8, 1 with 1/8, 2 with 2/8, 5 with 5/8, 6 with 6/8:
+  # c1 = 1/8 files 0 and 1 as hard, the band 1/8..5/8 files 1, 2 and 5 as good.
+  tried = making.groups([0, 1, 2, 5, 6], [0, 1, 2, 5, 6], [3] * 5)
+  shelves = buffer.shelve(buffer.start(4, G, T), tried, 3, **KNOBS)
+  assert live(shelves.hard) == [(0, 3), (1, 3)]
+  assert live(shelves.good) == [(1, 3), (2, 3), (5, 3)]
+  # Step 4: 0 improves to 3/8 and leaves `hard`; 1 fails again and is now the newest.
+  tried = making.groups([0, 1], [3, 0], [4, 4])
+  shelves = buffer.shelve(shelves, tried, 4, **KNOBS)
+  assert live(shelves.hard) == [(1, 4)]
+  # Four places on `good`: the newcomer 0 takes the last one, nobody leaves.
+  assert live(shelves.good) == [(0, 4), (1, 3), (2, 3), (5, 3)]
+  # Step 6 reuses ages up to 3, that is born 3 or later; after it, born 3 is too old.
+  nobody = types.empty(2, G, T)
+  assert len(live(buffer.shelve(shelves, nobody, 5, **KNOBS).good)) == 4
+  assert live(buffer.shelve(shelves, nobody, 6, **KNOBS).good) == [(0, 4)]
+
+
+def test_a_problem_asked_afresh_and_again_in_one_step_is_filed_once():
+  # Both verdicts are failures: two rows would be rechecked twice. The other problem's
+  # recheck, by the current weights, succeeded: it is no longer hard.
+  tried = making.groups([3, 4, 3, 4], [0, 0, 0, 4], [7] * 4)
+  shelves = buffer.shelve(buffer.start(4, G, T), tried, 7, **KNOBS)
+  assert live(shelves.hard) == [(3, 7)]
+  assert live(shelves.good) == [(4, 7)]
+  assert making.same_row(shelves.good, 0, tried, 3)
+
+
+def test_thresholds_count_answers_and_not_floats():
+  # 1/49 of 49 answers is one answer, though the floats say 0.9999999999999999.
+  tried = making.groups([0], [1], [0], G=49)
+  shelves = buffer.start(1, 49, T)
+  shelves = buffer.shelve(shelves, tried, 0, hard=1 / 49, good=(1 / 49,) * 2, max_age=3)
+  assert live(shelves.hard) == live(shelves.good) == [(0, 0)]
+
+
+def shelf(born):
+  ids = [10 + i for i in range(len(born))]
+  return making.groups(ids, [0] * len(born), born, 1, 1)
+
+
+def test_draw_gives_the_oldest_first_and_empties_last():
+  drawn = buffer.draw(shelf([5, -1, 2, 9, 2]), 5)
+  assert drawn.id_P.tolist() == [12, 14, 10, 13, -1]
+  assert drawn.born_P.tolist() == [2, 2, 5, 9, -1]
+  assert buffer.draw(shelf([5, -1, 2, 9, 2]), 2).id_P.tolist() == [12, 14]
+  assert buffer.draw(shelf([-1, -1]), 2).id_P.tolist() == [-1, -1]
+
+
+def test_draw_of_more_than_there_is_names_both_numbers():
+  message = r'buffer\.recheck=3 is more than buffer\.capacity=2'
+  with pytest.raises(ValueError, match=message):
+    buffer.draw(shelf([1, 2]), 3)
+
+
+def test_capacity_nought_is_a_buffer_that_keeps_nothing():
+  shelves = buffer.start(0, G, T)
+  shelves = buffer.shelve(shelves, making.groups([1, 2], [0, 4], [0, 0]), 0, **KNOBS)
+  assert [len(s.id_P) for s in shelves] == [0, 0]
+  assert buffer.draw(shelves.hard, 0).id_P.shape == (0,)
+
+
+def test_shelves_are_the_same_on_eight_devices(variant):
+  # Tried groups arrive split over the devices, the shelves lie on all of them.
+  tried = making.groups(range(16), [i % 9 for i in range(16)], [2] * 16)
+  step = functools.partial(buffer.shelve, now=2, **KNOBS)
+  found = variant(lambda tried: step(buffer.start(6, G, T), tried), tried)
+  for name, a, b in zip(
+    types.Groups._fields,
+    found.good,
+    step(buffer.start(6, G, T), tried).good,
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a, b, err_msg=name)
+  assert live(found.hard) == [(0, 2), (1, 2), (9, 2), (10, 2)]
+  assert jnp.all(found.good.born_P == 2)
