@@ -85,6 +85,7 @@ def unflatten(flat: dict) -> dict:
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
+@functools.partial(jax.jit, static_argnames='spec')  # eagerly: a compile a shape
 def init(spec: ModelSpec, key: jax.Array) -> dict:
   """Random parameters, float32."""
   flat = {}

@@ -33,6 +33,7 @@ from bapo_jax import (
   warmstart,
   weights,
 )
+from bapo_jax.problems import families
 from bapo_jax.progress import Clock
 from bapo_jax.types import pick
 
@@ -78,7 +79,7 @@ def check(config) -> dict[str, Callable]:
       f'{sorted(rewards.RULES)}'
     )
   check_numbers(config)
-  check_files(config)
+  check_sources(config)
   shards = mesh.row_shards(mesh.make(**config.mesh))
   learner.check(
     config.prompts.count,
@@ -115,8 +116,14 @@ def check_numbers(config) -> None:
     )
 
 
-def check_files(config) -> None:
-  """Raises one ValueError that names every file the config wants and the disk lacks."""
+def check_sources(config) -> None:
+  """Raises one ValueError that names all that is wanted and cannot be had.
+
+  Embedded problems are made, all of them: whether there are enough is then known.
+  """
+  p = config.problems
+  if p.source == 'synthetic':
+    families.generate(p.family, p.level, p.seed, p.train + p.test)
   lost = []
   path = config.model.path
   if path and (lacks := weights.missing(path)):

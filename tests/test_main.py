@@ -1,0 +1,48 @@
+"""What a user gets wrong is answered in one sentence, before anything compiles."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY = 'configs/aime.py'
+CASES = [  # flags, what the sentence must say
+  ([], 'give a --config'),
+  (['--config=configs/aime.py:8b'], "no variant '8b'"),
+  (['--config=configs/nope.py'], "No such file or directory: 'configs/nope.py'"),
+  (['--config=' + TINY, '--wrkdir=x'], 'workdir'),
+  (['--config=' + TINY, 'steps=3'], "what is 'steps=3'"),
+  (['--config=' + TINY, '--config.clip.rul=fixed'], 'the nearest are clip.rule'),
+  (['--config=' + TINY, '--config.steps=many'], 'config.steps=many'),
+  (['--config=' + TINY, '--config.clip.rule=balnced'], "no rule named 'balnced'"),
+  (['--config=' + TINY, '--config.clip.balanced.target=1.5'], 'target=1.5'),
+  (['--config=' + TINY, '--config.clip.balanced.low=(0.9,0.6)'], 'low=(0.9, 0.6)'),
+  (['--config=' + TINY, '--config.learner.minibatches=5'], 'prompts.count=64'),
+  (['--config=' + TINY, '--config.mesh.data=3'], 'does not fill'),
+  (['--config=' + TINY, '--config.sampler.group=1'], 'sampler.group=1 is too small'),
+  (['--config=' + TINY, '--config.problems.level=9'], 'no level 9'),
+  (['--config=' + TINY, '--workdir=README.md/x'], 'cannot be used'),
+  (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
+]
+
+
+@pytest.mark.parametrize(
+  'flags, says', CASES, ids=lambda v: v if type(v) is str else ''
+)
+def test_bad_input(flags, says, tmp_path):
+  if not any(flag.startswith('--workdir') for flag in flags):
+    flags = [*flags, f'--workdir={tmp_path}']
+  run = subprocess.run(
+    [sys.executable, '-m', 'bapo_jax.main', *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert run.returncode == 2, run.stderr
+  (line,) = run.stderr.strip().splitlines()
+  assert line.startswith('bapo_jax: ')
+  assert says in line
+  assert not list(tmp_path.iterdir()), 'nothing is written before the input is sound'
