@@ -11,8 +11,9 @@ import pytest
 from bapo_jax import logprob, mesh, model, sampler
 from bapo_jax.types import Prompts
 
+# One layer: each way of dispatching compiles anew, and test_model.py has two.
 SPEC = model.ModelSpec(
-  vocab=12, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
+  vocab=12, width=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
 )
 PARAMS = oracles.noisy(SPEC, 0)
 EOS = (3, 7)
