@@ -163,5 +163,11 @@ def learn(
     'learner/grad_norm': optax.global_norm(grads),
     'sample/mismatch': (jnp.where(batch.mask_BT, mismatch, 0)).sum() / tokens,
   }
-  updates, opt = tx.update(grads, opt, params)
-  return optax.apply_updates(params, updates), opt, metrics
+  updates, moments = tx.update(grads, opt, params)
+  # No seat earned, no update: moments alone would carry the weights on.
+  params, opt = jax.tree.map(
+    lambda new, old: jnp.where(batch.mask_BT.any(), new, old),
+    (optax.apply_updates(params, updates), moments),
+    (params, opt),
+  )
+  return params, opt, metrics

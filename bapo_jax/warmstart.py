@@ -36,8 +36,8 @@ def rows(text, problems, family: str, length: int, seed, slip: float, repeat: fl
     row = (prompt + answer)[:length]
     tokens_NT[i, : len(row)] = row
     weight_NT[i, len(prompt) : len(row)] = 1
-    if box[0] in row:
-      weight_NT[i, row.index(box[0]) : len(row)] = 4
+    if box[0] in row[len(prompt) :]:
+      weight_NT[i, row.index(box[0], len(prompt)) : len(row)] = 4
   return tokens_NT, weight_NT
 
 

@@ -11,6 +11,16 @@ SPEC = model.ModelSpec(
 )
 
 
+def params(spec=SPEC, seed=0) -> dict:
+  """Weights without a zero among them, made without compiling anything."""
+  rng = np.random.default_rng(seed)
+  flat = {
+    path: jnp.asarray(rng.normal(scale == 'ones', 0.3, shape), jnp.float32)
+    for path, (shape, scale) in model.describe(spec).items()
+  }
+  return model.unflatten(flat)
+
+
 def groups(ids, right, born, G=8, T=3, seed=0) -> Groups:
   """Groups of these problems, `right[i]` of G responses correct; born -1 is empty."""
   rng = np.random.default_rng(seed)

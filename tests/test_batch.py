@@ -8,7 +8,7 @@ import jax
 import making
 import numpy as np
 
-from bapo_jax import batch, types
+from bapo_jax import batch, mesh, types
 
 G, NOW = 8, 20
 
@@ -138,14 +138,13 @@ def test_empty_sources_and_no_seat_earned():
   assert kept(groups, keep_P) == [(3, 4, NOW - 1)]
 
 
-def test_adapted_is_the_same_split_over_devices(variant):
+def test_adapted_is_the_same_split_over_devices():
   made = sources(
     [(i, i % 9, NOW) for i in range(16)],
     [(i, i % 9, NOW) for i in range(8, 24)],
     [(i, i % 9, NOW - i % 5) for i in range(16, 40)],
   )
-  key = jax.random.key(1)
-  groups, keep_P = variant(lambda *xs: batch.adapted(*xs, NOW, key), *made)
-  expected = batch.adapted(*made, NOW, key)
-  for a, b in zip((*groups, keep_P), (*expected[0], expected[1]), strict=True):
+  split = jax.device_put(made, mesh.over_rows(mesh.make(data=4, fsdp=2)))
+  expected, found = (adapted()(*xs, NOW, jax.random.key(1)) for xs in (made, split))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(a, b)

@@ -70,7 +70,7 @@ def test_share_grows_with_both_bounds(seed, lows, highs):
   assert least <= share(*data, lows[1], highs[0]) <= share(*data, lows[1], highs[1])
 
 
-@pytest.mark.parametrize('knobs', range(10))
+@pytest.mark.parametrize('knobs', range(6))
 def test_balanced_is_algorithm_1_to_the_last_bit(variant, knobs):
   rng = np.random.default_rng(knobs)
   low_step, high_step = (float(rng.choice([0.01, 0.02, 0.05])) for _ in range(2))
@@ -82,7 +82,7 @@ def test_balanced_is_algorithm_1_to_the_last_bit(variant, knobs):
     low_step=low_step,
     high_step=high_step,
   )
-  minibatches = [tokens(s, negative=rng.uniform(0.4, 0.7)) for s in range(30)]
+  minibatches = [tokens(s, negative=rng.uniform(0.4, 0.7)) for s in range(50)]
   rule = jax.vmap(functools.partial(clip.balanced, **knobs), in_axes=1)
   found = variant(rule, *(np.stack(xs, 1) for xs in zip(*minibatches, strict=True)))
   expected = [oracles.algorithm_1(*data, **knobs) for data in minibatches]

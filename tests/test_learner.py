@@ -1,0 +1,246 @@
+"""Updates: what is taught, under which bounds, and that slices and devices agree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import pytest
+
+from bapo_jax import advantage, clip, learner, logprob, mesh, sampler
+from bapo_jax.types import Batch, Prompts
+
+P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+RULES = {
+  'fixed': functools.partial(clip.fixed, low=0.8, high=1.2),
+  'balanced': functools.partial(clip.balanced, target=0.4),
+  'to the caps': functools.partial(clip.balanced, target=1.0),
+}
+ADAM = learner.optimizer(lr=1e-2)
+# A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
+PLAIN = optax.sgd(0.1)
+
+
+@pytest.fixture(scope='module')
+def params():
+  return making.params()
+
+
+@functools.cache
+def learn(rule, tx=PLAIN, slices=1):
+  return jax.jit(
+    functools.partial(
+      learner.learn,
+      tx=tx,
+      clip_rule=RULES[rule],
+      spec=making.SPEC,
+      temperature=TEMPERATURE,
+      slices=slices,
+    ),
+    # Compiles in half the time; what must agree to the last bit is compiled in earnest.
+    compiler_options={'xla_backend_optimization_level': 0} if tx is PLAIN else None,
+  )
+
+
+@functools.cache
+def score():
+  return jax.jit(
+    lambda params, tokens_BT: logprob.of_rows(
+      params, tokens_BT, making.SPEC, TEMPERATURE
+    )[0]
+  )
+
+
+def rows(params, noise=0.0, seed=0):
+  """A batch that these weights wrote, save for `noise` nats a token."""
+  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
+  batch = learner.flatten(groups, jnp.ones(P, bool), advantage.group_relative)
+  off_BT = noise * jax.random.normal(jax.random.key(seed), batch.mask_BT.shape)
+  # The first three tokens are the prompt.
+  return batch._replace(
+    mask_BT=batch.mask_BT & (jnp.arange(T) >= 3)[None],
+    logp_BT=score()(params, batch.tokens_BT) + off_BT,
+  )
+
+
+def same_bits(a, b):
+  return all(
+    np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+  )
+
+
+def distance(a, b):
+  pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+  return max(np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in pairs)
+
+
+def test_flatten_golden():
+  # Group 0 has 1 of 2 right (+1, -1), group 1 has both right (0, 0) and no seat.
+  groups = making.groups([7, 8], [1, 2], [0, 0], G=2, T=3)
+  batch = learner.flatten(groups, jnp.asarray([True, False]), advantage.group_relative)
+  np.testing.assert_allclose(batch.adv_B, [1, -1, 0, 0], atol=1e-5)
+  np.testing.assert_array_equal(batch.mask_BT[:2], groups.chosen_PGT[0])
+  np.testing.assert_array_equal(batch.mask_BT[2:], False)
+  np.testing.assert_array_equal(batch.tokens_BT[3], groups.tokens_PGT[1, 1])
+  np.testing.assert_array_equal(batch.logp_BT[1], groups.logp_PGT[0, 1])
+
+
+def test_one_update_raises_what_was_right(params):
+  # Unclipped and small, a step against the loss raises the likelihood of right rows.
+  batch = rows(params)
+  after, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  gain_BT = (score()(after, batch.tokens_BT) - batch.logp_BT) * batch.mask_BT
+  assert (gain_BT * batch.adv_B[:, None]).sum() > 0
+  assert told['clip/fraction'] == 0 and told['learner/grad_norm'] > 0
+  assert told['sample/mismatch'] < 1e-5
+
+
+@pytest.mark.parametrize('slices', [2, 4])
+def test_slices_change_neither_bounds_nor_update(params, slices):
+  batch, opt = rows(params, noise=0.4), PLAIN.init(params)
+  whole, _, told = learn('balanced')(params, opt, batch)
+  sliced, _, told_sliced = learn('balanced', slices=slices)(params, opt, batch)
+  assert 0 < told['clip/fraction'] < 1 and distance(whole, params) > 1e-3
+  for name in ('clip/low', 'clip/high', 'clip/moves', 'clip/met'):
+    assert told[name] == told_sliced[name], name
+  assert distance(whole, sliced) < 1e-6
+  assert told.keys() == told_sliced.keys()
+  for name, value in told.items():
+    np.testing.assert_allclose(told_sliced[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_slices_search_over_the_whole_minibatch(params):
+  # All positive tokens in one half: a search per slice would see a share of 1, then 0.
+  batch = rows(params, noise=0.4)
+  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
+  opt = PLAIN.init(params)
+  whole, told = (learn('balanced', slices=n)(params, opt, batch)[2] for n in (1, 2))
+  assert whole['clip/moves'] > 0
+  for name in ('clip/low', 'clip/high', 'clip/moves'):
+    assert told[name] == whole[name], name
+
+
+@pytest.mark.parametrize('fresh_moments', [True, False])
+def test_without_a_kept_group_nothing_changes(params, fresh_moments):
+  # Adam's moments would carry the weights on: no seat earned means no update at all.
+  batch, opt = rows(params), ADAM.init(params)
+  if not fresh_moments:
+    params, opt, _ = learn('balanced', ADAM)(params, opt, batch)
+  nothing = batch._replace(mask_BT=jnp.zeros_like(batch.mask_BT))
+  after, opt_after, told = learn('balanced', ADAM)(params, opt, nothing)
+  assert same_bits(after, params) and same_bits(opt_after, opt)
+  assert all(np.isfinite(value) for value in told.values())
+  assert told['loss/value'] == 0 and told['learner/grad_norm'] == 0
+
+
+def assert_every_rule_agrees(params, batch):
+  opt = ADAM.init(params)
+  after, opt_after, told = learn('fixed', ADAM)(params, opt, batch)
+  assert distance(after, params) > 1e-3 and told['clip/fraction'] == 0
+  for rule in RULES:
+    found, found_opt, told = learn(rule, ADAM)(params, opt, batch)
+    assert told['clip/fraction'] == 0, rule
+    assert same_bits(found, after) and same_bits(found_opt, opt_after), rule
+  assert told['clip/moves'] == 51  # the search did run, and to its caps
+
+
+def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
+  assert_every_rule_agrees(params, rows(params))
+
+
+def test_what_was_just_sampled_is_at_ratio_one(params):
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    np.arange(P, dtype=np.int32),
+    rng.integers(2, 11, (P, 4)).astype(np.int32),
+    np.asarray([4, 3, 2, 4], np.int32),
+  )
+  sampled = sampler.generate(
+    params,
+    prompts,
+    np.arange(P * G, dtype=np.uint32),
+    jax.random.key(1),
+    spec=making.SPEC,
+    group=G,
+    new=T - 4,
+    temperature=TEMPERATURE,
+    eos=(1,),
+    slots=8,
+    refill=4,
+    chunk=4,
+  )
+  reward_PG = jnp.asarray(rng.random((P, G)) < 0.5, jnp.float32)
+  adv_B = advantage.group_relative(reward_PG).reshape(-1)
+  batch = Batch(sampled.tokens_BT, sampled.chosen_BT, sampled.logp_BT, adv_B)
+  assert_every_rule_agrees(params, batch)
+
+
+def test_eight_devices_make_the_update_of_one(params):
+  batch = rows(params, noise=0.4)
+  alone, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  devices = mesh.make(data=4, fsdp=2)
+  split = jax.device_put(params, mesh.shardings(params, devices))
+  batch = jax.device_put(batch, mesh.over_rows(devices))
+  after, _, told_split = learn('balanced')(split, PLAIN.init(split), batch)
+  assert distance(alone, after) < 1e-5
+  for name, value in told.items():
+    np.testing.assert_allclose(told_split[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_update_visits_every_group_once_an_epoch_and_whole():
+  groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
+  visits = []
+
+  def record(params, opt, batch):
+    visits.append(batch)
+    return params, opt + 1, {'n': len(visits)}
+
+  _, opt, told = learner.update(
+    None,
+    0,
+    groups,
+    jnp.ones(8, bool),
+    jax.random.key(0),
+    learn=record,
+    advantage_rule=advantage.group_relative,
+    epochs=3,
+    minibatches=4,
+  )
+  assert opt == 12 and [t['n'] for t in told] == list(range(1, 13))
+  adv_PG = np.asarray(advantage.group_relative(groups.reward_PG))
+  orders = []
+  for batch in visits:
+    assert batch.tokens_BT.shape == (2 * G, T)
+    rows_of = np.asarray(batch.tokens_BT).reshape(2, G, T)
+    for tokens_GT, adv_G in zip(rows_of, batch.adv_B.reshape(2, G), strict=True):
+      same = (np.asarray(groups.tokens_PGT) == tokens_GT).all((1, 2))
+      assert same.sum() == 1
+      orders.append(int(same.argmax()))
+      np.testing.assert_allclose(adv_G, adv_PG[orders[-1]], atol=1e-6)
+  epochs = [tuple(orders[i : i + 8]) for i in (0, 8, 16)]
+  assert all(sorted(order) == list(range(8)) for order in epochs)
+  assert len(set(epochs)) == 3
+
+
+def test_optimizer_warms_up_and_limits_the_norm():
+  # Adam's first step is lr times the gradient's sign, whatever its size; with four
+  # warm-up updates the first takes a fifth of lr, the fifth all of it.
+  weights = {'w': jnp.ones(3)}
+  tx = learner.optimizer(lr=0.5, warmup=4, b1=0.0, b2=0.0)
+  opt, sizes = tx.init(weights), []
+  for _ in range(6):
+    step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
+    sizes.append(float(jnp.abs(step['w']).max()))
+  np.testing.assert_allclose(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-4)
+
+
+def test_check_names_the_numbers():
+  learner.check(prompts=64, minibatches=4, slices=2, group=8, shards=8)
+  message = r'prompts\.count=10 .* learner\.minibatches=4 '
+  with pytest.raises(ValueError, match=message):
+    learner.check(prompts=10, minibatches=4, slices=1, group=8, shards=1)
+  message = r'24 responses \(12 prompts x 8 / 4\).* learner\.slices=2 x 8 device'
+  with pytest.raises(ValueError, match=message):
+    learner.check(prompts=12, minibatches=4, slices=2, group=8, shards=8)
