@@ -7,9 +7,10 @@ r"""Two families of problems that need no file: what is asked, and how it can be
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
   Right answers come early and wrong ones run into the token budget: wrong responses
-  are longer, as in the published runs (7k tokens against 4.7k), and stay so while
-  the policy cannot know where the solution lies. With one modulus it learns to (level 2:
-  accuracy 0.98 in 25 steps, beyond what blind search can reach); with three it does not.
+  are longer, as in the published runs (7k tokens against 4.7k), and stay so while the
+  policy cannot know where the solution lies. With one modulus it learns to know (level
+  2: accuracy 0.98 in 25 steps, more than blind search can reach), with three it does
+  not.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
   are equally long, so the positive share is 1/2 and an adaptive bound has no work.
 
