@@ -171,6 +171,9 @@ def loop(config, workdir, job, first: Run, write, save, clock: Clock) -> int:
       )
       write(run.step, told)
       say(metrics.line(run.step, config.steps, told))
+      progress.set_postfix_str(
+        f'{told["sample/tokens_per_s"]:.0f} tokens/s', refresh=False
+      )
       progress.update()
       if done or stop.signal or run.step % config.checkpoint.every == 0:
         save(run)

@@ -167,6 +167,7 @@ def _panel(ax, rows, target, title, unit, names):
 
 
 def draw_curves(path, rows, target=None):
+  """Eight panels over the steps, as one PNG."""
   fig = _figure(11, 13)
   steps = [r['step'] for r in rows] or [0]
   for ax, panel in zip(fig.subplots(4, 2).flat, PANELS, strict=True):

@@ -14,6 +14,7 @@ import numpy as np
 from bapo_jax import prompts as prompts_lib
 from bapo_jax import rewards, sampler, types
 from bapo_jax import text as text_lib
+from bapo_jax.progress import bar
 from bapo_jax.types import Groups, Prompts
 
 
@@ -46,9 +47,17 @@ def rollout(
     return types.empty(0, group, width + sampling['new'])
   uid_B = np.arange(P * group, dtype=np.uint32)
   with clock('sample'):
-    rows = sampler.generate(
-      params, prompts, uid_B, key, group=group, eos=text.eos, **sampling
-    )
+    with bar(P * group, 'sampling', 'response') as progress:
+      rows = sampler.generate(
+        params,
+        prompts,
+        uid_B,
+        key,
+        group=group,
+        eos=text.eos,
+        advance=progress.update,
+        **sampling,
+      )
     rows = jax.block_until_ready(rows)
   with clock('score'):
     texts = text_lib.read(text, np.asarray(rows.tokens_BT), np.asarray(rows.chosen_BT))

@@ -155,6 +155,21 @@ def harvest(slots: Slots, rows: Rows):
   return slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S)), rows
 
 
+def check(prompts: Prompts, spec: model.ModelSpec, new: int) -> None:
+  """Raises ValueError unless prompts fit their columns and rows the positions."""
+  agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
+  P, width = prompts.tokens_PT.shape
+  if P and np.max(prompts.length_P) > width:
+    raise ValueError(
+      f'a prompt of {np.max(prompts.length_P)} tokens stands in {width} columns'
+    )
+  if width + new > spec.positions:
+    raise ValueError(
+      f"prompt {width} + response {new} tokens exceed the model's {spec.positions} "
+      'positions; lower sampler.new or prompts.width'
+    )
+
+
 def generate(
   params,
   prompts: Prompts,
@@ -188,25 +203,12 @@ def generate(
   Raises:
     ValueError: a prompt is longer than its columns, or no room is left for positions.
   """
-  agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
+  check(prompts, spec, new)
   P, width = prompts.tokens_PT.shape
   B, length = P * group, width + new
-  if P and np.max(prompts.length_P) > width:
-    raise ValueError(
-      f'a prompt of {np.max(prompts.length_P)} tokens stands in {width} columns'
-    )
   refill = min(refill, slots)
-  if length > spec.positions:
-    raise ValueError(
-      f"prompt {width} + response {new} tokens exceed the model's {spec.positions} "
-      'positions; lower sampler.new or prompts.width'
-    )
   state = empty(spec, slots, length)
-  rows = Rows(
-    jnp.zeros((B, length), jnp.int32),
-    jnp.zeros((B, length), jnp.float32),
-    jnp.zeros((B, length), bool),
-  )
+  rows = Rows(*(jnp.zeros((B, length), kind) for kind in ('int32', 'float32', bool)))
   if mesh is not None:
     state = jax.device_put(state, mesh_lib.over_rows(mesh))
     rows = jax.device_put(rows, mesh_lib.over_rows(mesh, B))

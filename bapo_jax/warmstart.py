@@ -104,4 +104,8 @@ def fit(
           )
           value = float(value)
           progress.update()
+          tokens = (progress.format_dict['rate'] or 0) * tokens_BT.size
+          progress.set_postfix_str(
+            f'{tokens:.0f} tokens/s, {value:.3f} nats', refresh=False
+          )
   return params

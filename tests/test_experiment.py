@@ -173,13 +173,13 @@ def command(workdir, **overrides):
   }
 
 
-def start_and_wait(workdir, steps, **overrides):
-  """A run in a process of its own, once it has logged `steps` steps."""
+def start_and_wait(workdir, logged, **overrides):
+  """A run in a process of its own, once it has logged so many steps."""
   process = subprocess.Popen(
     **command(workdir, **overrides), stdout=subprocess.PIPE, text=True
   )
   deadline = time.monotonic() + 300
-  while len(metrics.read(workdir)) <= steps:
+  while len(metrics.read(workdir)) <= logged:
     assert process.poll() is None, 'the run ended before it could be interrupted'
     assert time.monotonic() < deadline
     time.sleep(0.02)

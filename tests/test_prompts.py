@@ -80,11 +80,3 @@ def test_again_asks_these_problems_and_leaves_empty_seats(problems):
   np.testing.assert_array_equal(found.tokens_PT[[0, 2]], problems.tokens_NT[[7, 2]])
   nobody = prompts.again(problems, np.zeros(0, np.int32))
   assert nobody.tokens_PT.shape == (0, WIDTH) and nobody.length_P.shape == (0,)
-
-
-def test_check_names_the_missing_file(tmp_path):
-  prompts.check('synthetic')
-  (tmp_path / 'there').touch()
-  prompts.check('synthetic', str(tmp_path / 'there'))
-  with pytest.raises(ValueError, match=r"no file '/nowhere/x\.jsonl'"):
-    prompts.check('synthetic', '/nowhere/x.jsonl')

@@ -132,10 +132,11 @@ def test_a_tensor_of_another_size_is_named(tmp_path):
     weights.load(path, dataclasses.replace(SPEC, ffn=32), mesh.make())
 
 
-def test_a_directory_without_a_model_is_said_before_it_is_read(tmp_path):
-  for name in ('config.json', 'tokenizer.json'):
-    with pytest.raises(ValueError, match=f'model.path: no {name} in'):
-      weights.check(str(tmp_path))
-    (tmp_path / name).write_text('{}')
-  with pytest.raises(ValueError, match=r'model.path: no \*.safetensors file in'):
-    weights.check(str(tmp_path))
+def test_what_a_directory_lacks_is_listed(tmp_path):
+  everything = ['config.json', 'tokenizer.json', '*.safetensors']
+  assert weights.missing(str(tmp_path / 'nowhere')) == everything
+  (tmp_path / 'config.json').write_text('{}')
+  assert weights.missing(str(tmp_path)) == everything[1:]
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  (tmp_path / 'model-00001-of-00002.safetensors').touch()
+  assert weights.missing(str(tmp_path)) == []
