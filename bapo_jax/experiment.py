@@ -130,7 +130,7 @@ def train(config, workdir: str) -> int:
         checkpoint.save(kept, run.step, arrays(run), meta() | {'run': scalars(run)})
 
   write = metrics.open_writers(
-    workdir, run.step, **config.metrics, config=config.to_dict()
+    workdir, run.step or -1, **config.metrics, config=config.to_dict()
   )
   with contextlib.closing(write), contextlib.closing(kept):
     stopped = loop(config, workdir, job, run, write, save, clock)

@@ -14,7 +14,6 @@ import os
 import pathlib
 import uuid
 
-# fmt: off
 # ruff: noqa: E501
 GLOSSARY = {
   'sample/reward': 'Mean reward of the fresh responses, as the learner sees it; [0, 1] unless shaped.',
@@ -30,18 +29,18 @@ GLOSSARY = {
   'batch/recheck': 'Share of the batch seats filled by rechecked hard problems, in [0, 1].',
   'batch/reused': 'Share of the batch seats filled from the good shelf, in [0, 1].',
   'batch/learnable': 'Share of the fresh groups with both right and wrong responses, in [0, 1].',
-  'batch/age': 'Mean learner steps since the batch\'s tokens were sampled, >= 0.',
+  'batch/age': "Mean learner steps since the batch's tokens were sampled, >= 0.",
   'buffer/hard': 'Rows held on the hard shelf.',
   'buffer/good': 'Rows held on the good shelf.',
   'advantage/positive': 'Share of the teaching tokens whose advantage is positive, in [0, 1].',
-  'clip/low': 'Ratio below which a negative token is no longer pushed down; mean over the step\'s updates.',
-  'clip/high': 'Ratio above which a positive token is no longer pushed up; mean over the step\'s updates.',
+  'clip/low': "Ratio below which a negative token is no longer pushed down; mean over the step's updates.",
+  'clip/high': "Ratio above which a positive token is no longer pushed up; mean over the step's updates.",
   'clip/moves': 'Mean steps the bound search took from its start, >= 0.',
   'clip/moved': 'Share of the updates in which the bound search moved, in [0, 1].',
   'clip/met': 'Share of the updates whose target share was met, in [0, 1].',
-  'clip/share_start': 'Positive tokens\' share of the policy gradient at the starting bounds, before the search, in [0, 1].',
-  'clip/share': 'Positive tokens\' share of the policy gradient at the bounds used, after the search, in [0, 1].',
-  'clip/surrogate_share': 'The public code\'s reading: positive tokens\' share of the clipped surrogate at the bounds used, in [0, 1].',
+  'clip/share_start': "Positive tokens' share of the policy gradient at the starting bounds, before the search, in [0, 1].",
+  'clip/share': "Positive tokens' share of the policy gradient at the bounds used, after the search, in [0, 1].",
+  'clip/surrogate_share': "The public code's reading: positive tokens' share of the clipped surrogate at the bounds used, in [0, 1].",
   'clip/fraction': 'Share of the teaching tokens whose gradient the clip sets to zero, in [0, 1].',
   'clip/fraction_positive': 'Share of the tokens with positive advantage whose gradient is zero, in [0, 1].',
   'clip/fraction_negative': 'Share of the tokens with negative advantage whose gradient is zero, in [0, 1].',
@@ -62,14 +61,13 @@ GLOSSARY = {
   'time/sample': 'Wall time of sampling, seconds.',
   'time/score': 'Wall time of verifying the responses, seconds.',
   'time/batch': 'Wall time of choosing the batch, seconds.',
-  'time/update': 'Wall time of the learner\'s updates, seconds.',
+  'time/update': "Wall time of the learner's updates, seconds.",
   'time/log': 'Wall time of computing these metrics, seconds.',
   'time/shelve': 'Wall time of filing groups on the shelves, seconds.',
   'time/eval': 'Wall time of evaluation, seconds.',
   'time/save': 'Wall time of writing checkpoints, seconds.',
   'time/other': 'Wall time of the step outside every other phase, seconds.',
 }
-# fmt: on
 
 
 def check(names):

@@ -1,8 +1,8 @@
 """One page about a run: what happened, in words, curves, tables and samples.
 
-1. `write` reads metrics.jsonl and draws curves.png and phases.png;
-2. it writes report.md for people and, last, report.json for programs: where that one
-   exists, the report is whole.
+1. numbers: means over steps, the rest of the wall time;
+2. figures: curves.png and phases.png;
+3. words: report.md for people, report.json for programs.
 """
 
 import itertools
@@ -18,34 +18,25 @@ from bapo_jax import metrics
 BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # told apart by colour-blind eyes
 
 
-PANELS = (  # title, vertical axis, metrics
-  ('Reward of the sampled responses', 'mean reward', 'sample/reward'),
-  ('Accuracy on held-out problems', 'accuracy ± std. error', 'eval/accuracy'),
-  ('Entropy of the policy', 'nats per token', 'loss/entropy'),
-  ('Positive share', 'share of the gradient', 'clip/share clip/share_start'),
-  ('Clip bounds', 'probability ratio', 'clip/high clip/low'),
-  (
-    'Tokens clipped',
-    'share of tokens',
-    'clip/fraction_positive clip/fraction_negative clip/fraction',
-  ),
-  ('Gradient norm', 'norm', 'learner/grad_norm'),
-  (
-    'Response length',
-    'tokens',
-    'sample/length_right sample/length_wrong sample/length',
-  ),
+PANELS = (  # title, vertical axis, stage, quantities
+  ('Reward of the sampled responses', 'mean reward', 'sample', 'reward'),
+  ('Accuracy on held-out problems', 'accuracy ± standard error', 'eval', 'accuracy'),
+  ('Entropy of the policy', 'nats per token', 'loss', 'entropy'),
+  ('Positive share', 'share of the gradient', 'clip', 'share share_start'),
+  ('Clip bounds', 'probability ratio', 'clip', 'high low'),
+  ('Tokens clipped', 'share', 'clip', 'fraction_positive fraction_negative fraction'),
+  ('Gradient norm', 'norm', 'learner', 'grad_norm'),
+  ('Response length', 'tokens', 'sample', 'length_right length_wrong length'),
 )
-
+LABELS = dict(share='bounds used', share_start='start bounds', fraction='all tokens')
+LABELS |= dict(fraction_positive='A > 0', fraction_negative='A < 0')
+LABELS |= dict(length='all', length_right='right', length_wrong='wrong')
 MAIN = """
   sample/reward sample/accuracy sample/length sample/length_right sample/length_wrong
   sample/truncated sample/tokens_per_s sample/mismatch batch/kept batch/learnable
   batch/age clip/share_start clip/share clip/low clip/high clip/moved clip/met
   clip/fraction loss/entropy loss/kl learner/grad_norm time/step
 """
-
-
-# 1. numbers
 
 
 def series(rows, name):
@@ -84,10 +75,9 @@ def length_ratio(rows) -> float:
 
 def with_rest(phases, wall_s: float) -> dict[str, float]:
   """The phases, longest first, and under 'other' what they leave of the wall time."""
-  rest = max(0.0, wall_s - sum(phases.values()))
   named = {k: float(v) for k, v in phases.items() if k != 'other'}
   named = dict(sorted(named.items(), key=lambda item: -item[1]))
-  return {**named, 'other': float(phases.get('other', 0.0)) + rest}
+  return {**named, 'other': max(0.0, wall_s - sum(named.values()))}
 
 
 def plain(tree):
@@ -99,19 +89,16 @@ def plain(tree):
   return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-# 2. figures
-
-
 def _figure(width: float, height: float):
-  from matplotlib import figure  # takes a second: only who wants a report pays
-  from matplotlib.backends import backend_agg
+  from matplotlib import figure  # slow to import; without pyplot a figure is Agg's
 
   fig = figure.Figure(figsize=(width, height), dpi=150, layout='constrained')
-  backend_agg.FigureCanvasAgg(fig)
+  fig.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
   return fig
 
 
-def _bare(ax):
+def _dress(ax, title):
+  ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
   ax.spines[['top', 'right']].set_visible(False)
   ax.tick_params(labelsize=9)
 
@@ -120,7 +107,7 @@ def _curve(ax, step_N, value_N, **line):
   """The raw series thin and pale, its running mean strong; few points are dotted."""
   width = len(value_N) // 20 | 1
   if width > 1:
-    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.35)
+    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
   if len(value_N) <= 20:
     line |= {'marker': 'o', 'markersize': 4}
   ax.plot(step_N, running_mean(value_N, width), linewidth=1.8, **line)
@@ -129,25 +116,23 @@ def _curve(ax, step_N, value_N, **line):
 def _errors(ax, rows, **line):
   """Evaluations: few points, each with its standard error where it has one."""
   step_N, value_N = series(rows, 'eval/accuracy')
-  error = {s: e for s, e in zip(*series(rows, 'eval/stderr'), strict=True)}
+  error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
   error_N = [error.get(s, 0.0) for s in step_N]
   ax.errorbar(
     step_N, value_N, error_N, linewidth=1.5, marker='o', ms=4, capsize=3, **line
   )
 
 
-def _panel(ax, rows, target, title, unit, names):
-  names = names.split()
-  ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
-  ax.spines[['top', 'right']].set_visible(False)
-  ax.tick_params(labelsize=9)
+def _panel(ax, rows, target, title, unit, stage, quantities):
+  names = [f'{stage}/{quantity}' for quantity in quantities.split()]
+  _dress(ax, title)
   for name, colour in zip(names, (BLUE, ORANGE, GREY), strict=False):
     step_N, value_N = series(rows, name)
     if name == 'eval/accuracy' and len(value_N):
       _errors(ax, rows, color=colour)
     elif len(value_N):
-      label = name.split('/')[1].replace('_', ' ')
-      _curve(ax, step_N, value_N, color=colour, label=label)
+      label = name.split('/')[1]
+      _curve(ax, step_N, value_N, color=colour, label=LABELS.get(label, label))
   if not ax.has_data():
     ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
@@ -170,10 +155,10 @@ def draw_curves(path, rows, target=None):
   """Eight panels over the steps, as one PNG."""
   fig = _figure(11, 13)
   steps = [r['step'] for r in rows] or [0]
+  margin = max(1, 0.03 * (max(steps) - min(steps)))
   for ax, panel in zip(fig.subplots(4, 2).flat, PANELS, strict=True):
     _panel(ax, rows, target, *panel)
-    if ax.get_xlabel() and max(steps) > min(steps):  # all panels over the same steps
-      margin = 0.03 * (max(steps) - min(steps))
+    if ax.get_xlabel():  # all panels over the same steps
       ax.set_xlim(min(steps) - margin, max(steps) + margin)
   fig.savefig(path)
 
@@ -182,22 +167,16 @@ def draw_phases(path, phases, wall_s: float):
   """Horizontal bars of the wall time; `phases` as `with_rest` gives them."""
   fig = _figure(8, 1.0 + 0.35 * len(phases))
   ax = fig.subplots()
-  percent = [100 * s / wall_s if wall_s > 0 else 0.0 for s in phases.values()]
+  percent = [100 * s / wall_s for s in phases.values()]
   colours = [GREY if name == 'other' else BLUE for name in phases]
   bars = ax.barh(list(phases), percent, color=colours, height=0.7)
-  text = [
-    f'{p:.1f} %  ({duration(s)})' for p, s in zip(percent, phases.values(), strict=True)
-  ]
+  text = [f'{100 * s / wall_s:.1f} %  ({duration(s)})' for s in phases.values()]
   ax.bar_label(bars, text, padding=4, fontsize=9)
-  ax.set_title('Wall time by phase', loc='left', fontsize=11, fontweight='bold')
+  _dress(ax, 'Wall time by phase')
   ax.set_xlabel('percent of the wall time', fontsize=9)
   ax.set_xlim(0, max(1.0, *percent) * 1.3)  # room for the labels
   ax.invert_yaxis()
-  ax.spines[['top', 'right']].set_visible(False)
   fig.savefig(path)
-
-
-# 3. words
 
 
 def duration(s: float) -> str:
@@ -211,18 +190,16 @@ def duration(s: float) -> str:
 def summary(before, after, steps, wall_s, peak_rss_bytes) -> str:
   """What happened, in words."""
   change = after['accuracy'] - before['accuracy']
-  error = math.hypot(before['stderr'], after['stderr'])
-  n, m = before['n'], after['n']
-  clear = abs(change) > 2 * error
+  clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
+  was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
+  n = ' and '.join(dict.fromkeys(str(e['n']) for e in (before, after)))
   return (
-    f'Accuracy went from {before["accuracy"]:.3f} ± {before["stderr"]:.3f} to '
-    f'{after["accuracy"]:.3f} ± {after["stderr"]:.3f} on '
-    f'{n if n == m else f"{n} (before) and {m} (after)"} held-out problems (± is one '
-    f'standard error): a change of {change:+.3f}, which is '
+    f'Accuracy went from {was} to {now} on {n} held-out problems (± is one standard '
+    f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{duration(wall_s)} of wall time and, at its peak, {peak_rss_bytes / 2**30:.2f} '
-    'GiB of memory.'
+    f'{duration(wall_s)} of wall time and {peak_rss_bytes / 2**30:.2f} GiB of memory '
+    'at its peak.'
   )
 
 
@@ -257,14 +234,14 @@ def _change_table(rows):
   for name in MAIN.split():
     if len(series(rows, name)[0]):
       meaning = metrics.GLOSSARY[name].replace('|', '\\|')  # | would end the cell
-      values = f'{mean(first, name):.4g} | {mean(last, name):.4g}'
-      yield f'| `{name}` | {values} | {meaning} |'
+      a, b = mean(first, name), mean(last, name)
+      yield f'| `{name}` | {a:.4g} | {b:.4g} | {meaning} |'
 
 
 def _phase_table(phases, wall_s):
   yield '| phase | seconds | percent of wall |\n|:--|--:|--:|'
   for name, s in {**phases, '**wall**': wall_s}.items():
-    yield f'| {name} | {s:.1f} | {100 * s / wall_s if wall_s > 0 else 0:.1f} |'
+    yield f'| {name} | {s:.1f} | {100 * s / wall_s:.1f} |'
 
 
 def write(

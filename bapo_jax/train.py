@@ -93,8 +93,9 @@ def _look(fresh, groups, keep_P, shelves, now, eos):
     'sample/reward': fresh.reward_PG.mean(),
     'sample/accuracy': right_PG.mean(),
     'sample/length': length_PG.mean(),
-    'sample/length_right': masked_mean(length_PG, right_PG),
-    'sample/length_wrong': masked_mean(length_PG, ~right_PG),
+    # nan, not 0, where there is none: a mean over steps must not be drawn down.
+    'sample/length_right': jnp.where(right_PG, length_PG, 0).sum() / right_PG.sum(),
+    'sample/length_wrong': jnp.where(right_PG, 0, length_PG).sum() / (~right_PG).sum(),
     'sample/truncated': 1 - ended_PG.mean(),
     'batch/kept': keep_P.mean(),
     'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
