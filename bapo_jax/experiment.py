@@ -22,6 +22,8 @@ from bapo_jax.train import Run, steps
 # Sections that may change between the parts of one run without changing its results.
 FREE = ('title', 'protocol', 'steps', 'metrics', 'checkpoint', 'evaluate')
 
+SHOWN = 6  # responses on the report's page; eval/ has them all
+
 
 def open_workdir(workdir: str, config) -> None:
   """Makes the directory and notes the config in it.
@@ -251,8 +253,8 @@ def finish(config, workdir: str, spent: dict) -> None:
     config_hash=setup.fingerprint(config.to_dict()),
     eval_before=evaluations['before']['result'],
     eval_after=evaluations['after']['result'],
-    samples_before=evaluations['before']['samples'],
-    samples_after=evaluations['after']['samples'],
+    samples_before=evaluations['before']['samples'][:SHOWN],
+    samples_after=evaluations['after']['samples'][:SHOWN],
     phases=spent['phases'],
     wall_s=spent['wall_s'],
     peak_rss_bytes=spent['peak_rss_bytes'],

@@ -73,6 +73,13 @@ def main(argv) -> None:
     status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:
     fail(error)
+  except KeyboardInterrupt:
+    print(
+      f'Stopped at once. The same command with --workdir={WORKDIR.value} goes on from '
+      'what is saved; a warm start is saved when it is done.',
+      file=sys.stderr,
+    )
+    status = 130
   sys.exit(status)
 
 

@@ -14,33 +14,37 @@ import statistics
 import subprocess
 import sys
 
+from bapo_jax import metrics
+
 
 def run(seed: int, workdir: str, overrides: list[str]) -> dict:
   """report.json of one seed."""
-  path = os.path.join(workdir, f'seed{seed}')
   command = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
   subprocess.run(
-    [*command, f'--workdir={path}', f'--config.seed={seed}', *overrides],
+    [*command, f'--workdir={workdir}', f'--config.seed={seed}', *overrides],
     check=True,
     stdout=subprocess.DEVNULL,
   )
-  with open(os.path.join(path, 'report.json')) as file:
+  with open(os.path.join(workdir, 'report.json')) as file:
     return json.load(file)
 
 
-def row(seed: int, report: dict) -> dict:
+def host_share(workdir: str) -> float:
+  """Part of the steps' wall time in which neither sampler nor learner ran."""
+  rows = [row for row in metrics.read(workdir) if 'time/step' in row]
+  device = sum(row['time/sample'] + row['time/update'] for row in rows)
+  return 1 - device / sum(row['time/step'] for row in rows)
+
+
+def row(seed: int, report: dict, workdir: str) -> dict:
   """The figures of one seed."""
-  device = sum(report['phases'].get(p, 0) for p in ('sample', 'update', 'warm start'))
-  host = ('score', 'batch', 'shelve', 'log', 'save')
-  busy = sum(report['phases'].get(p, 0) for p in ('sample', 'update', *host))
   return {
     'seed': seed,
     'before': report['eval_before']['accuracy'],
     'after': report['eval_after']['accuracy'],
     'n': report['eval_after']['n'],
     'wall_s': report['wall_s'],
-    'device_share': device / report['wall_s'],
-    'host_share_of_steps': sum(report['phases'].get(p, 0) for p in host) / busy,
+    'host_share': host_share(workdir),
     'peak_gib': report['peak_rss_bytes'] / 2**30,
     'clip_moved': report['clip_moved_fraction'],
     'length_ratio_last': report['length_ratio']['last_fifth'],
@@ -55,7 +59,8 @@ def main() -> None:
   known, overrides = parser.parse_known_args()
   rows = []
   for seed in range(known.seeds):
-    rows.append(row(seed, run(seed, known.workdir, overrides)))
+    path = os.path.join(known.workdir, f'seed{seed}')
+    rows.append(row(seed, run(seed, path, overrides), path))
     if not seed:
       print('  '.join(f'{name:>19}' for name in rows[0]))
     print('  '.join(f'{value:>19.4g}' for value in rows[-1].values()), flush=True)

@@ -219,6 +219,21 @@ def test_killed_and_interrupted_runs_end_where_an_unbroken_one_does(
 
 
 @pytest.mark.slow
+def test_an_interrupted_warm_start_says_so(tmp_path):
+  call = command(tmp_path, **{'warmstart.clean': 100_000})
+  process = subprocess.Popen(
+    **call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  while 'results in' not in process.stdout.readline():
+    assert process.poll() is None
+  process.send_signal(signal.SIGINT)
+  _, complaint = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert 'a warm start is saved when it is done' in complaint
+  assert 'Traceback' not in complaint
+
+
+@pytest.mark.slow
 def test_local_launch_shards_over_eight_devices(tmp_path):
   call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'warmstart.clean': 2})
   flags = call['args'][call['args'].index('--config=configs/aime.py') + 1 :]
