@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
     rule='balanced',
     fixed=dict(low=0.8, high=1.2),
     balanced=dict(
-      target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
+      target=0.42, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
     ),
   )
   config.learner = dict(epochs=1, minibatches=8, slices=1)
