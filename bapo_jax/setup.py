@@ -218,6 +218,8 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
   shelfless = config.batch.rule in batch.SHELFLESS
   filing = {k: config.buffer[k] for k in ('hard', 'good', 'max_age')}
   sample = sampling(config, reader, spec, devices, clock)
+  # A clock of its own: seconds of an evaluation are 'eval', whatever it did in them.
+  try_out = sampling(config, reader, spec, devices, Clock())
 
   def shelve(shelves, tried, now):
     return shelves if shelfless else buffer.shelve(shelves, tried, now, **filing)
@@ -234,7 +236,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
     speaker = laid_out(params, devices)
     group = config.evaluate.group
     return evaluate.evaluate(
-      speaker, held_out, reader, key, rollout=sample, group=group, step=step
+      speaker, held_out, reader, key, rollout=try_out, group=group, step=step
     )
 
   return train.Job(

@@ -33,7 +33,8 @@ def host_share(workdir: str) -> float:
   """Part of the steps' wall time in which neither sampler nor learner ran."""
   rows = [row for row in metrics.read(workdir) if 'time/step' in row]
   device = sum(row['time/sample'] + row['time/update'] for row in rows)
-  return 1 - device / sum(row['time/step'] for row in rows)
+  steps = sum(row['time/step'] - row.get('time/eval', 0) for row in rows)
+  return 1 - device / steps
 
 
 def row(seed: int, report: dict, workdir: str) -> dict:
