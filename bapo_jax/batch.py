@@ -1,4 +1,4 @@
-"""Which groups the learner sees: (fresh, recheck, good, now, key) -> (batch, keep_P).
+"""Which groups the learner sees: (fresh, recheck, good, now, key) -> (batch, source_P).
 
 `fresh_only` takes what was just sampled (GRPO, DAPO).
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
@@ -6,6 +6,8 @@
 2. rechecked problems the current policy now solves sometimes: hard < share < 1,
 3. good groups from the shelf, at most `max_age` steps old, drawn at random;
 a seat that no group has earned is masked out, and the batch keeps its shape.
+
+`source_P` is the index into types.SOURCES, -1 where the seat is empty.
 """
 
 import jax
@@ -20,7 +22,7 @@ SHELFLESS = frozenset({'fresh_only'})
 def fresh_only(fresh: Groups, recheck: Groups, good: Groups, now, key):
   """The fresh groups, all of them: the identity of this slot."""
   del recheck, good, now, key
-  return fresh, fresh.born_P >= 0
+  return fresh, jnp.where(fresh.born_P >= 0, 0, -1)
 
 
 def adapted(
@@ -40,7 +42,7 @@ def adapted(
     max_age: oldest age in learner steps of a reused group; the youngest is 1.
 
   Returns:
-    (groups, keep_P): as many seats as there are fresh groups.
+    (groups, source_P): as many seats as there are fresh groups.
   """
   P, G = fresh.correct_PG.shape
   found = concat(fresh, recheck, good)
@@ -58,7 +60,7 @@ def adapted(
   earned_N = first_of(found.id_P, earned_N)
   luck_N = jnp.where(source_N == 2, jax.random.uniform(key, k_N.shape), 0)
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, 3), stable=True)[:P]
-  return take(found, order_N), earned_N[order_N]
+  return take(found, order_N), jnp.where(earned_N, source_N, -1)[order_N]
 
 
 RULES = {'fresh_only': fresh_only, 'adapted': adapted}

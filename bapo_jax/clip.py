@@ -1,114 +1,230 @@
-"""How far the policy may move a token: rules (ratio_BT, adv_BT, mask_BT) -> Bounds.
+"""How far the policy may move a token: rules (ratio_BT, batch) -> Bounds.
 
-`fixed` is two numbers (PPO, GRPO; DAPO's clip-higher).
-`balanced` searches the two at every update (Balanced PO, arXiv:2510.18927, Algorithm
-1): until the tokens with A > 0 carry their share of the policy gradient, raise the
-upper bound, and when that is at its cap, the lower one.
+`unclipped` and `fixed` are constants (PPO, GRPO; DAPO's clip-higher; dual clip).
+`balanced` searches the two bounds at every update (Balanced PO, arXiv:2510.18927,
+Algorithm 1): until the tokens with A > 0 carry their share of the policy gradient,
+raise the upper bound, and when that is at its cap, the lower one.
+`recipe` is the same search as the paper's public code does it.
 
-The share is P / (P + N), where P sums w r A over A > 0, r < high, and N sums w r |A|
-over A < 0, r > low (Eq. 5: the tokens whose gradient is not cut, w = 1). P depends on
-`high` alone and N on `low` alone, and both moves raise the share: so the first point of
-the path that meets the target is found by bisection over the integer index of the path,
-in 6 evaluations where the loop needs up to 51, with identical bounds.
+What a token contributes to that share, and why bisection finds the bounds of the
+published loop, is said in search.py.
 """
 
 import math
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bapo_jax.types import Bounds, agree
+from bapo_jax import search
+from bapo_jax.types import SOURCES, Batch, Bounds
+
+CHOICES = {
+  'contribution': ('gradient', 'surrogate'),
+  'weight': ('one', 'behaviour'),
+  'order': ('upper', 'lower'),
+  'resolution': ('step', 'continuous'),
+}
 
 
-def fixed(ratio_BT, adv_BT, mask_BT, *, low: float = 0.8, high: float = 1.2) -> Bounds:
-  """The same bounds at every update: the identity of this slot."""
-  del ratio_BT, adv_BT, mask_BT
-  check('clip.fixed', (low, 1.0), (1.0, high))
-  return Bounds(jnp.float32(low), jnp.float32(high), jnp.int32(0), jnp.asarray(True))
+def unclipped(ratio_BT, batch: Batch) -> Bounds:
+  """No bounds at all: plain importance weights."""
+  del ratio_BT, batch
+  return _constant(0.0, math.inf, math.inf)
+
+
+def fixed(
+  ratio_BT, batch: Batch, *, low: float = 0.8, high: float = 1.2, dual: float = math.inf
+) -> Bounds:
+  """The same bounds at every update: the identity of this slot.
+
+  Args:
+    low, high: 1 - eps and 1 + eps of PPO (arXiv:1707.06347, Eq. 7); DAPO's clip-higher
+      is a larger high (arXiv:2503.14476, Eq. 10).
+    dual: c of dual-clip PPO (arXiv:1912.09729), the ratio above which a token with
+      A < 0 gives no gradient; infinity is none.
+  """
+  del ratio_BT, batch
+  if not 0 <= low <= 1 <= high:
+    raise ValueError(
+      f'clip.fixed.low={low}, clip.fixed.high={high}: must be in [0, 1] and from 1 up'
+    )
+  check_above_one('clip.fixed.dual', dual)
+  return _constant(low, high, dual)
 
 
 def balanced(
   ratio_BT,
-  adv_BT,
-  mask_BT,
+  batch: Batch,
   *,
   target: float = 0.4,
   low: tuple[float, float] = (0.6, 0.9),
   high: tuple[float, float] = (1.2, 3.0),
   low_step: float = 0.02,
   high_step: float = 0.05,
+  contribution: str = 'gradient',
+  weight: str = 'one',
+  order: str = 'upper',
+  resolution: str = 'step',
+  tolerance: float = 1e-4,
+  sources: tuple[str, ...] = SOURCES,
+  reused_high: float = math.inf,
+  dual: float = math.inf,
 ) -> Bounds:
   """The first bounds on Algorithm 1's path that give positive tokens their share.
 
   Args:
-    ratio_BT: pi / mu of each token. adv_BT: its advantage. mask_BT: does it count?
-    target: rho_0 in [0, 1]. low, high: where each bound starts and where it must stop.
-    low_step, high_step: delta_2 and delta_1 of Algorithm 1.
+    ratio_BT: pi / mu of each token. A token whose ratio is nan counts for nothing.
+    batch: its mask, advantages, sources, and log mu for weight='behaviour'.
+    target: rho_0, a share in [0, 1].
+    low, high: where each bound starts and where it must stop.
+    low_step, high_step: delta_2 and delta_1 of Algorithm 1; 0 holds a bound whose range
+      is a single point.
+    contribution: what a token contributes, see search.py.
+    weight: w, 'one' or the probability 'behaviour' gave the token (Eq. 8 as printed).
+    order: which bound moves first, all the way to its end.
+    resolution: 'step' is Algorithm 1 to the last bit; 'continuous' finds the crossing
+      itself to within `tolerance`, and needs no steps.
+    sources: rows that are searched on; the others live under what is found.
+    reused_high: the most that the upper bound may be for reused rows.
+    dual: as in `fixed`; the search does not see it.
 
   Returns:
     Bounds; where no point meets the target, the last point of the path, `met` False.
+    Without a token that counts the share is 0.
+
+  Raises:
+    ValueError: naming knob, value and range.
   """
-  agree(ratio_BT=ratio_BT, adv_BT=adv_BT, mask_BT=mask_BT)
-  check('clip.balanced', low, high, target, low_step=low_step, high_step=high_step)
-  high_moves = moves_between(*high, high_step)
-  low_moves = moves_between(*low, low_step)
-  # The loop's guard asks for room below b- even while it is `high` that moves.
-  last = high_moves + low_moves if low_moves else 0
+  knobs = dict(contribution=contribution, weight=weight, order=order)
+  check_share('clip.balanced.target', target)
+  check_choices('clip.balanced', **knobs, resolution=resolution)
+  check_sources('clip.balanced.sources', sources)
+  check_above_one('clip.balanced.dual', dual)
+  check_above_one('clip.balanced.reused_high', reused_high)
+  check_range('clip.balanced.low', low, 0.0, 1.0)
+  check_range('clip.balanced.high', high, 1.0, math.inf)
+  if resolution == 'continuous':
+    if not 0 < tolerance <= 0.1:
+      raise ValueError(f'clip.balanced.tolerance={tolerance}: must be in (0, 0.1]')
+    legs = clamped(low, tolerance), clamped(high, tolerance)
+  else:
+    check_step('clip.balanced.low_step', low_step, low)
+    check_step('clip.balanced.high_step', high_step, high)
+    legs = points(low, low_step), points(high, high_step)
+  found = search.along(ratio_BT, batch, *legs, target=target, sources=sources, **knobs)
+  return found._replace(cap=jnp.float32(reused_high), dual=jnp.float32(dual))
 
-  # Made here: compiled, low + step * i may round once where it rounds twice eagerly.
-  lows = jnp.float32([low[0] + low_step * i for i in range(low_moves + 1)])
-  highs = jnp.float32([high[0] + high_step * i for i in range(high_moves + 1)])
 
-  def bounds(index):
-    up = jnp.minimum(index, high_moves)
-    return lows[index - up], highs[up]
+def recipe(
+  ratio_BT,
+  batch: Batch,
+  *,
+  positive_to_negative: float = 0.5,
+  low: tuple[float, float] = (0.8, 0.95),
+  high: tuple[float, float] = (1.2, 2.0),
+  low_step: float = 0.05,
+  high_step: float = 0.1,
+  dual: float = 3.0,
+) -> Bounds:
+  """The search of the paper's public code: `surrogate`, lower bound first.
 
-  def meets(index):
-    return share(ratio_BT, adv_BT, mask_BT, *bounds(index)) >= target
+  A last step is cut short so that each bound can reach its end. For parity with
+  published runs; with it belong loss.clipped.limit=20 and learner.search='slice'
+  (configs/aime.py:recipe). It differs where there is nothing to bound: of a minibatch
+  without any advantage that code calls the target met.
 
-  def halve(_, between):
-    below, reached = between  # `below` misses the target; `reached` meets it or is last
-    middle = (below + reached + 1) // 2  # rounded up: -1 is no point of the path
-    found = meets(middle)
-    return jnp.where(found, below, middle), jnp.where(found, middle, reached)
-
-  _, index = jax.lax.fori_loop(
-    0, math.ceil(math.log2(last + 1)), halve, (jnp.int32(-1), jnp.int32(last))
+  Args:
+    positive_to_negative: target of P / N, t; as a share t / (1 + t).
+    dual: dual clip of the loss, which the search does not see.
+  """
+  if not positive_to_negative >= 0:
+    raise ValueError(
+      f'clip.recipe.positive_to_negative={positive_to_negative}: must be at least 0'
+    )
+  check_above_one('clip.recipe.dual', dual)
+  check_range('clip.recipe.low', low, 0.0, 1.0)
+  check_range('clip.recipe.high', high, 1.0, math.inf)
+  check_step('clip.recipe.low_step', low_step, low)
+  check_step('clip.recipe.high_step', high_step, high)
+  found = search.along(
+    ratio_BT,
+    batch,
+    clamped(low, low_step),
+    clamped(high, high_step),
+    target=positive_to_negative / (1 + positive_to_negative),
+    contribution='surrogate',
+    order='lower',
   )
-  c_low, c_high = bounds(index)
-  return Bounds(c_low, c_high, index, meets(index))
+  return found._replace(dual=jnp.float32(dual))
 
 
-def share(ratio_BT, adv_BT, mask_BT, low, high):
-  """Part of the policy gradient that raises probabilities, in [0, 1]; 0 of nothing.
-
-  Eq. 5: a token's coefficient is r A, and 0 where A > 0, r >= high or A < 0, r <= low.
-  """
-  weight_BT = jnp.where(mask_BT, ratio_BT * jnp.abs(adv_BT), 0)
-  positive = jnp.where((adv_BT > 0) & (ratio_BT < high), weight_BT, 0).sum()
-  negative = jnp.where((adv_BT < 0) & (ratio_BT > low), weight_BT, 0).sum()
-  return positive / jnp.maximum(positive + negative, jnp.finfo(jnp.float32).tiny)
+def _constant(low: float, high: float, dual: float) -> Bounds:
+  low, high, dual, cap = (jnp.float32(x) for x in (low, high, dual, math.inf))
+  return Bounds(low, high, cap, dual, low, high, jnp.int32(0), jnp.asarray(True))
 
 
-def moves_between(start: float, stop: float, step: float) -> int:
-  """Whole steps from start to stop; 15 for 0.6..0.9 by 0.02, where floats add to 14."""
-  return int((stop - start) / step + 1e-6)
+def points(ends: tuple[float, float], step: float) -> np.ndarray:
+  """start + i step, as far as whole steps go; 15 steps for 0.6..0.9 by 0.02."""
+  # Not by adding up: sixteen additions of 0.02 in floating point stop at 0.88.
+  moves = int((ends[1] - ends[0]) / step + 1e-6) if step else 0
+  return np.float32([ends[0] + step * i for i in range(moves + 1)])
 
 
-def check(section: str, low, high, target: float = 0.0, **steps: float) -> None:
-  """Raises ValueError, naming knob, value and range, unless the ranges make sense."""
-  for name, ends in (('low', low), ('high', high)):
-    if len(ends) != 2:
-      raise ValueError(f'{section}.{name}={ends}: a range, give (start, end)')
-  if not 0 < low[0] <= low[1] <= 1:
-    raise ValueError(f'{section}.low={low}: must rise, within (0, 1]')
-  if not 1 <= high[0] <= high[1]:
-    raise ValueError(f'{section}.high={high}: must rise, from 1 up')
-  if not 0 <= target <= 1:
-    raise ValueError(f'{section}.target={target}: a share, must be within [0, 1]')
-  for name, step in steps.items():
-    if step <= 0:
-      raise ValueError(f'{section}.{name}={step}: must be above 0')
+def clamped(ends: tuple[float, float], step: float) -> np.ndarray:
+  """Like `points`, and a last, shorter step to the end itself."""
+  moves = math.ceil((ends[1] - ends[0]) / step - 1e-6) if step else 0
+  return np.float32([min(ends[0] + step * i, ends[1]) for i in range(moves + 1)])
 
 
-RULES = {'fixed': fixed, 'balanced': balanced}
+def check_share(name: str, value: float) -> None:
+  """Raises ValueError unless the value is a share."""
+  if not 0 <= value <= 1:
+    raise ValueError(f'{name}={value}: a share, must be within [0, 1]')
+
+
+def check_range(name: str, ends, least: float, most: float) -> None:
+  """Raises ValueError unless two numbers rise within (0, 1] or [1, inf)."""
+  if len(ends) != 2:
+    raise ValueError(f'{name}={ends}: a range, give (start, end)')
+  if not (max(least, 1e-9) <= ends[0] <= ends[1] <= min(most, 1e9)):
+    allowed = '(0, 1]' if most == 1 else 'from 1 up'
+    raise ValueError(f'{name}={ends}: must rise and stay within {allowed}')
+
+
+def check_step(name: str, step: float, ends) -> None:
+  """Raises ValueError unless the range has room for a step."""
+  width = ends[1] - ends[0]
+  if step == width == 0:
+    return  # a bound that is held
+  if not 0 < step <= width + 1e-6:
+    raise ValueError(
+      f'{name}={step}: must be in (0, {width:.6g}], the width of the range {ends} '
+      '(0 for a range of one point, which holds that bound)'
+    )
+
+
+def check_above_one(name: str, value: float) -> None:
+  """Raises ValueError unless value > 1."""
+  if not value > 1:
+    raise ValueError(f'{name}={value}: must be above 1 (inf: none)')
+
+
+def check_choices(section: str, **knobs: str) -> None:
+  """Raises ValueError where a knob is none of its choices."""
+  for name, value in knobs.items():
+    if value not in CHOICES[name]:
+      raise ValueError(f'{section}.{name}={value!r}: choose one of {CHOICES[name]}')
+
+
+def check_sources(name: str, sources) -> None:
+  """Raises ValueError unless `sources` are some of types.SOURCES."""
+  if not sources or set(sources) - set(SOURCES):
+    raise ValueError(f'{name}={sources}: choose some of {SOURCES}')
+
+
+RULES = {
+  'unclipped': unclipped,
+  'fixed': fixed,
+  'balanced': balanced,
+  'recipe': recipe,
+}

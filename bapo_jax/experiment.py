@@ -15,7 +15,7 @@ import time
 
 import jax
 
-from bapo_jax import checkpoint, metrics, report, setup
+from bapo_jax import checkpoint, metrics, report, setup, validate
 from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
 
@@ -110,10 +110,10 @@ def train(config, workdir: str) -> int:
   0 when all steps are done, 128 + signal number when a signal ended it earlier.
   """
   clock, began = Clock(), time.perf_counter()
-  setup.check(config)
+  rules = validate.check(config)
   open_workdir(workdir, config)
   welcome(config, workdir)
-  job, run = setup.start(config, workdir, clock)
+  job, run = setup.start(config, rules, workdir, clock)
   kept = checkpoint.manager(workdir, config.checkpoint.keep)
   run, spent = resume(kept, run)
   for name, seconds in spent['phases'].items():

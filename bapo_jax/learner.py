@@ -2,10 +2,10 @@
 
 1. `flatten` gives every response its advantage and masks out what must not teach;
 2. `update` visits the batch `epochs` times, each time in `minibatches` disjoint parts;
-3. `learn` is one optimiser update, jitted: bounds, gradient, step.
+3. `learn` is one optimiser update, jitted: bounds and `gradient`, step, diagnosis.
 
 Staleness is epochs x minibatches: the number of updates made from one rollout batch.
-The learner is blind to the method: it is handed a clip rule and an advantage rule.
+The learner is blind to the method: it is handed a clip, a loss and an advantage rule.
 """
 
 import functools
@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bapo_jax import logprob, loss, model
-from bapo_jax.types import Batch, Bounds, Groups, take
+from bapo_jax import diagnostics, logprob, loss, model
+from bapo_jax.types import Batch, Groups, take
+
+# Where bounds are searched: over the minibatch, or (cheaper) over each of its slices.
+SEARCHES = ('minibatch', 'slice')
 
 
 def optimizer(
@@ -36,15 +39,23 @@ def optimizer(
   )
 
 
-def flatten(groups: Groups, keep_P, advantage_rule) -> Batch:
-  """The flat batch [P*G, T]; a seat that is not kept teaches nothing."""
+def flatten(groups: Groups, source_P, advantage_rule, prox_PGT=None) -> Batch:
+  """The flat batch [P*G, T]; a seat that is empty teaches nothing.
+
+  Args:
+    source_P: index into types.SOURCES, -1 for an empty seat.
+    prox_PGT: log-probabilities of the proximal policy; None: those of the behaviour.
+  """
   P, G, T = groups.tokens_PGT.shape
-  mask_PGT = groups.chosen_PGT & keep_P[:, None, None]
+  mask_PGT = groups.chosen_PGT & (source_P >= 0)[:, None, None]
+  prox_PGT = groups.logp_PGT if prox_PGT is None else prox_PGT
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
     mask_BT=mask_PGT.reshape(P * G, T),
     logp_BT=groups.logp_PGT.reshape(P * G, T),
+    prox_BT=prox_PGT.reshape(P * G, T),
     adv_B=advantage_rule(groups.reward_PG).reshape(P * G),
+    source_B=jnp.repeat(source_P, G),
   )
 
 
@@ -68,100 +79,140 @@ def update(
   params,
   opt,
   groups: Groups,
-  keep_P,
+  source_P,
   key,
   *,
   learn,
   advantage_rule,
   epochs: int,
   minibatches: int,
+  proximal=None,
   place=lambda batch: batch,
 ):
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
 
   Groups stay whole: a minibatch is a random set of prompts, so that what a group says
   about its own mean is never torn apart.
+
+  Args:
+    proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
+      first update, for the loss rules that ask for them; None for those that do not.
   """
   P = groups.id_P.shape[0]
+  prox_PGT = None if proximal is None else proximal(params, groups)
   metrics = []
   for epoch_key in jax.random.split(key, epochs):
     parts = np.asarray(jax.random.permutation(epoch_key, P)).reshape(minibatches, -1)
     for part in parts:
-      batch = place(_part(groups, keep_P, part, advantage_rule))
+      batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule))
       params, opt, told = learn(params, opt, batch)
       metrics.append(told)
   return params, opt, metrics
 
 
 @functools.partial(jax.jit, static_argnames='advantage_rule')
-def _part(groups, keep_P, part, advantage_rule) -> Batch:
-  return flatten(take(groups, part), keep_P[part], advantage_rule)
+def _part(groups, source_P, prox_PGT, part, advantage_rule) -> Batch:
+  groups, source_P, prox_PGT = take((groups, source_P, prox_PGT), part)
+  return flatten(groups, source_P, advantage_rule, prox_PGT)
 
 
-def learn(
+def score(params, groups: Groups, *, parts: int, spec, temperature: float, chunk: int):
+  """Log-probabilities [P, G, T] of whole groups, `parts` batches of rows one by one."""
+  P, G, T = groups.tokens_PGT.shape
+
+  def some(tokens_bT):
+    return logprob.of_rows(params, tokens_bT, spec, temperature, chunk=chunk)[0]
+
+  rows = groups.tokens_PGT.reshape(parts, P * G // parts, T)
+  return jax.lax.map(some, rows).reshape(P, G, T)
+
+
+def gradient(
   params,
-  opt,
   batch: Batch,
   *,
-  tx: optax.GradientTransformation,
   clip_rule,
+  loss_rule,
   spec: model.ModelSpec,
   temperature: float,
   chunk: int = 256,
   slices: int = 1,
+  search: str = 'minibatch',
+  aggregate: str = 'token',
+  length: int = 1,
+):
+  """The loss of one minibatch and its gradient, in `slices` that are added up.
+
+  Bounds are found once, over all tokens of the minibatch: over every device, and over
+  every slice. With one slice they come from the forward pass that the gradient needs
+  anyway. With more, a forward pass without gradient comes first, which makes the update
+  about a quarter longer; search='slice' saves it and gives every slice the bounds of
+  its own tokens, a mixture of objectives. No gradient flows through bounds.
+
+  Returns:
+    (loss, gradients, (logp_BT, entropy_BT, bounds)).
+  """
+  rated = functools.partial(
+    logprob.of_rows, spec=spec, temperature=temperature, chunk=chunk
+  )
+
+  def searched_on(part: Batch):
+    def find(ratio_BT):
+      # The barrier keeps a rule's arithmetic out of the loss's: where no token is
+      # clipped, every rule gives the same gradient to the last bit.
+      bounds = clip_rule(jax.lax.stop_gradient(ratio_BT), part)
+      return jax.lax.optimization_barrier(bounds)
+
+    return find
+
+  def objective(params, part: Batch, scale_B, bounds):
+    logp_BT, entropy_BT = rated(params, part.tokens_BT)
+    find = searched_on(part) if bounds is None else lambda _: bounds
+    gain_BT, bounds = loss_rule(logp_BT, part, find)
+    return -(gain_BT.sum(1) * scale_B).sum(), (logp_BT, entropy_BT, bounds)
+
+  differentiated = jax.value_and_grad(objective, has_aux=True)
+  scale_B = loss.row_scale(batch.mask_BT, aggregate, length)
+  if slices == 1:
+    (value, told), grads = differentiated(params, batch, scale_B, None)
+    return value, grads, told
+
+  parts = jax.tree.map(lambda x: x.reshape(slices, -1, *x.shape[1:]), (batch, scale_B))
+  bounds = None
+  if search == 'minibatch':
+    logp_SbT = jax.lax.map(lambda part: rated(params, part[0].tokens_BT)[0], parts)
+    _, bounds = loss_rule(
+      logp_SbT.reshape(batch.mask_BT.shape), batch, searched_on(batch)
+    )
+
+  def add(total, part):
+    (value, told), grads = differentiated(params, *part, bounds)
+    return jax.tree.map(jnp.add, total, (value, grads)), told
+
+  zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+  (value, grads), (logp, entropy, found) = jax.lax.scan(add, zeros, parts)
+  if bounds is None:  # one of each slice, repeated for its rows
+    rows = batch.adv_B.shape[0] // slices
+    bounds = jax.tree.map(lambda x: jnp.repeat(x, rows)[:, None], found)
+  shape = batch.mask_BT.shape
+  return value, grads, (logp.reshape(shape), entropy.reshape(shape), bounds)
+
+
+def learn(
+  params, opt, batch: Batch, *, tx: optax.GradientTransformation, loss_rule, **knobs
 ):
   """One optimiser update on one minibatch; returns (params, opt, metrics).
 
-  With one slice the bounds come from the forward pass that the gradient needs anyway.
-  With more, a forward pass without gradient comes first: the bounds are those of the
-  whole minibatch, and the slices are differentiated under them.
+  `knobs` are those of `gradient`.
   """
-  scored = functools.partial(
-    logprob.of_rows, spec=spec, temperature=temperature, chunk=chunk
+  value, grads, (logp_BT, entropy_BT, bounds) = gradient(
+    params, batch, loss_rule=loss_rule, **knobs
   )
-  adv_BT = jnp.broadcast_to(batch.adv_B[:, None], batch.mask_BT.shape)
-  tokens = jnp.maximum(batch.mask_BT.sum(), 1)
-
-  def bounds_of(logp_BT) -> Bounds:
-    ratio_BT = loss.ratio(jax.lax.stop_gradient(logp_BT), batch)
-    # The barrier keeps a rule's arithmetic out of the loss's: where no token is
-    # clipped, every rule gives the same gradient to the last bit.
-    return jax.lax.optimization_barrier(clip_rule(ratio_BT, adv_BT, batch.mask_BT))
-
-  def objective(params, part: Batch, bounds=None):
-    logp_BT, entropy_BT = scored(params, part.tokens_BT)
-    bounds = bounds_of(logp_BT) if bounds is None else bounds
-    part_adv_BT = jnp.broadcast_to(part.adv_B[:, None], part.mask_BT.shape)
-    total = loss.surrogate(loss.ratio(logp_BT, part), part_adv_BT, part.mask_BT, bounds)
-    return total / tokens, (logp_BT, entropy_BT, bounds)
-
-  gradient = jax.value_and_grad(objective, has_aux=True)
-  if slices == 1:
-    (value, (logp_BT, entropy_BT, bounds)), grads = gradient(params, batch)
-  else:
-    parts = jax.tree.map(lambda x: x.reshape(slices, -1, *x.shape[1:]), batch)
-    logp_BT, entropy_BT = jax.tree.map(
-      lambda x: x.reshape(batch.mask_BT.shape),
-      jax.lax.map(lambda tokens_BT: scored(params, tokens_BT), parts.tokens_BT),
-    )
-    bounds = bounds_of(logp_BT)
-
-    def add(total, part):
-      (value, _), grads = gradient(params, part, bounds)
-      return jax.tree.map(jnp.add, total, (value, grads)), None
-
-    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-    (value, grads), _ = jax.lax.scan(add, zeros, parts)
-
-  # Positive tokens alone meet any target: the search stays where it starts.
-  ones_BT = jnp.ones_like(adv_BT)
-  start = clip_rule(ones_BT, ones_BT, ones_BT > 0)
-  metrics = loss.diagnose(logp_BT, entropy_BT, batch, start, bounds)
-  mismatch = jnp.abs(logp_BT - batch.logp_BT)
-  metrics |= {
+  mismatch_BT = jnp.where(batch.mask_BT, jnp.abs(logp_BT - batch.logp_BT), 0)
+  metrics = diagnostics.diagnose(loss_rule, logp_BT, entropy_BT, batch, bounds) | {
     'loss/value': value,
-    'learner/grad_norm': optax.global_norm(grads),
-    'sample/mismatch': (jnp.where(batch.mask_BT, mismatch, 0)).sum() / tokens,
+    'learner/grad_norm': optax.tree.norm(grads),
+    'sample/mismatch': mismatch_BT.sum() / jnp.maximum(batch.mask_BT.sum(), 1),
   }
   updates, moments = tx.update(grads, opt, params)
   # No seat earned, no update: moments alone would carry the weights on.

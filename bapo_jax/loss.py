@@ -1,55 +1,182 @@
-"""The clipped surrogate, and what one pass over its arrays tells about it.
+"""What is minimised: loss rules (logp_BT, batch, find, **knobs) -> (gain_BT, bounds).
+
+`gain_BT` is each token's part of the objective, 0 outside the mask; its derivative by
+logp is the token's weight in the policy gradient. `find` gives the clip bounds for the
+ratios that a rule clips, whether it searches them or was told.
 
 1. `ratio` compares the policy with the one that wrote each token;
-2. `surrogate` is PPO's objective (arXiv:1707.06347, Eq. 7) under bounds it is handed;
-3. `diagnose` reports shares, clipping, ratios and entropy from the same arrays.
+2. the rules: `clipped` (PPO, GRPO, DAPO), and the corrections people compare with it;
+3. `row_scale` is how rows add up to one number.
 """
 
+import math
+
+import jax
 import jax.numpy as jnp
 
-from bapo_jax import clip
-from bapo_jax.types import Batch, Bounds, masked_mean
+from bapo_jax.types import SOURCES, Batch, Bounds
+
+AGGREGATES = ('token', 'sequence', 'constant')
+# Rules that look at Batch.prox_BT: the weights at the start of a step score its batch.
+PROXIMAL = frozenset({'decoupled'})
+# Rules that have no clip: a clip rule other than `unclipped` would work in vain.
+FREE = frozenset({'tis'})
+
+
+def log_ratio(logp_BT, old_BT, mask_BT):
+  """log pi - log old of each token, nats; 0 where none was chosen."""
+  return jnp.where(mask_BT, logp_BT - old_BT, 0)
 
 
 def ratio(logp_BT, batch: Batch):
   """pi / mu of each token; 1 where none was chosen."""
-  return jnp.exp(jnp.where(batch.mask_BT, logp_BT - batch.logp_BT, 0))
+  return jnp.exp(log_ratio(logp_BT, batch.logp_BT, batch.mask_BT))
 
 
-def surrogate(ratio_BT, adv_BT, mask_BT, bounds: Bounds):
-  """-sum over tokens of min(r A, clip(r, low, high) A); divide by a token count."""
-  clipped_BT = jnp.clip(ratio_BT, bounds.low, bounds.high)
-  gain_BT = jnp.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
-  return -jnp.where(mask_BT, gain_BT, 0).sum()
+def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
+  """min(r A, clip(r, low, high) A), r = pi / mu: PPO (arXiv:1707.06347, Eq. 7).
+
+  With Bounds.dual, and not below dual A where A < 0 (arXiv:1912.09729, dual-clip PPO).
+
+  Args:
+    limit: |log r| is clamped to this, nats, as the paper's public code does at 20.
+  """
+  if not limit > 0:
+    raise ValueError(f'loss.clipped.limit={limit}: must be above 0 (inf: none)')
+  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  if limit < math.inf:
+    log_r_BT = jnp.clip(log_r_BT, -limit, limit)
+  bounds = find(jnp.exp(log_r_BT))
+  return _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def diagnose(logp_BT, entropy_BT, batch: Batch, start: Bounds, bounds: Bounds) -> dict:
-  """Metrics of one optimiser minibatch; `start` holds the bounds before the search."""
+def decoupled(logp_BT, batch: Batch, find, *, cap: float = 2.0):
+  """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
+
+  The decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
+  (arXiv:2505.24298, section 5.2). prox is the policy at the start of the learner step.
+  The truncation is TIS in its PPO form (Yao et al., 2025, "Your Efficient RL Framework
+  Secretly Brings You Off-Policy RL Training"): the two are one when the batch was
+  sampled at the start of the step. r is 1 in a step's first update, however stale the
+  data: `balanced` then finds nothing to balance.
+
+  Args:
+    cap: the most that prox / mu may count for.
+  """
+  if not cap > 0:
+    raise ValueError(f'loss.decoupled.cap={cap}: must be above 0')
+  log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.mask_BT)
+  stale_BT = jnp.exp(log_ratio(batch.prox_BT, batch.logp_BT, batch.mask_BT))
+  bounds = find(jnp.exp(log_r_BT))
+  return jnp.minimum(stale_BT, cap) * _cut_off(log_r_BT, batch, bounds), bounds
+
+
+def sequence(logp_BT, batch: Batch, find):
+  """One ratio a response, s = (pi(y) / mu(y))^(1/|y|): GSPO.
+
+  arXiv:2507.18071, Eq. 5 and 7, written token by token with the same value and gradient
+  (Eq. 13 and 14, GSPO-token). Its mean over responses is loss.aggregate='sequence', and
+  its bounds are narrow: clip.fixed.low=0.9997, high=1.0004 in the paper.
+  """
+  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  length_B = jnp.maximum(batch.mask_BT.sum(1), 1)
+  mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
+  ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0, with log pi's gradient
+  log_s_BT = jnp.where(batch.mask_BT, mean_B[:, None] + ahead_BT, 0)
+  bounds = find(jnp.exp(log_s_BT))
+  return _cut_off(log_s_BT, batch, bounds), bounds
+
+
+def cispo(logp_BT, batch: Batch, find):
+  """clip(r, low, high) A log pi, no gradient through the clip: CISPO.
+
+  arXiv:2506.13585, Eq. 4-5: the weight is clipped, no token is cut. The paper has no
+  lower bound (clip.fixed.low=0).
+  """
+  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  bounds = find(jnp.exp(log_r_BT))
+  weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
+  return _reinforce(weight_BT, logp_BT, batch), bounds
+
+
+def tis(logp_BT, batch: Batch, find, *, cap: float = 2.0):
+  """min(r, cap) A log pi, no gradient through r: truncated importance sampling.
+
+  Ionides (2008), Eq. 2, for the policy gradient as in Yao et al. (2025), "Your
+  Efficient RL Framework Secretly Brings You Off-Policy RL Training", its REINFORCE
+  form. It clips nothing else: clip.rule must be 'unclipped'.
+  """
+  if not cap > 0:
+    raise ValueError(f'loss.tis.cap={cap}: must be above 0')
   ratio_BT = ratio(logp_BT, batch)
-  mask_BT = batch.mask_BT
-  adv_BT = jnp.broadcast_to(batch.adv_B[:, None], mask_BT.shape)
-  up_BT, down_BT = mask_BT & (adv_BT > 0), mask_BT & (adv_BT < 0)
-  cut_up_BT = up_BT & (ratio_BT >= bounds.high)
-  cut_down_BT = down_BT & (ratio_BT <= bounds.low)
-  gain_BT = jnp.where(mask_BT, jnp.abs(adv_BT), 0)
-  up = (gain_BT * jnp.where(up_BT, jnp.minimum(ratio_BT, bounds.high), 0)).sum()
-  down = (gain_BT * jnp.where(down_BT, jnp.maximum(ratio_BT, bounds.low), 0)).sum()
-  log_ratio_BT = jnp.where(mask_BT, logp_BT - batch.logp_BT, 0)
-  return {
-    'advantage/positive': up_BT.sum() / jnp.maximum((up_BT | down_BT).sum(), 1),
-    'clip/low': bounds.low,
-    'clip/high': bounds.high,
-    'clip/moves': bounds.moves,
-    'clip/moved': bounds.moves > 0,
-    'clip/met': bounds.met,
-    'clip/share_start': clip.share(ratio_BT, adv_BT, mask_BT, start.low, start.high),
-    'clip/share': clip.share(ratio_BT, adv_BT, mask_BT, bounds.low, bounds.high),
-    'clip/surrogate_share': up / jnp.maximum(up + down, jnp.finfo(jnp.float32).tiny),
-    'clip/fraction': masked_mean(cut_up_BT | cut_down_BT, mask_BT),
-    'clip/fraction_positive': masked_mean(cut_up_BT, up_BT),
-    'clip/fraction_negative': masked_mean(cut_down_BT, down_BT),
-    'loss/ratio_mean': masked_mean(ratio_BT, mask_BT),
-    'loss/ratio_max': jnp.where(mask_BT, ratio_BT, 0).max(),
-    'loss/entropy': masked_mean(entropy_BT, mask_BT),
-    'loss/kl': masked_mean(ratio_BT - 1 - log_ratio_BT, mask_BT),
-  }
+  return _reinforce(jnp.minimum(ratio_BT, cap), logp_BT, batch), find(ratio_BT)
+
+
+def _cut_off(log_r_BT, batch: Batch, bounds: Bounds):
+  """r A, and a constant where A > 0, r >= high or A < 0 and r <= low or r >= dual."""
+  adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
+  ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
+  high_BT = _high(batch, bounds)
+  floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
+  below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
+  edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
+  cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT & (adv_BT < 0))
+  # Before exp: a ratio that overflows and is cut must not give 0 * inf, which is nan.
+  live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
+  gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * adv_BT
+  return jnp.where(batch.mask_BT, gain_BT, 0)
+
+
+def _reinforce(weight_BT, logp_BT, batch: Batch):
+  gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
+  return jnp.where(batch.mask_BT, gain_BT, 0)
+
+
+def _high(batch: Batch, bounds: Bounds):
+  """The upper bound of each row [B, 1]: reused rows may have a cap of their own."""
+  reused_B1 = (batch.source_B == SOURCES.index('reused'))[:, None]
+  return jnp.where(reused_B1, jnp.minimum(bounds.high, bounds.cap), bounds.high)
+
+
+def weights(rule, logp_BT, batch: Batch, bounds: Bounds):
+  """d gain / d logp of each token: its weight in the policy gradient, 0 where cut."""
+
+  def total(logp_BT):
+    return rule(logp_BT, batch, lambda _: bounds)[0].sum()
+
+  return jax.grad(total)(logp_BT)
+
+
+def row_scale(mask_BT, aggregate: str, length: int):
+  """What each row's sum of gains is multiplied by: the objective is the sum of rows.
+
+  Made of the whole minibatch, so that slices and devices add up exactly.
+
+  Args:
+    aggregate: 'token', the mean over all tokens (DAPO, arXiv:2503.14476, Eq. 8);
+      'sequence', the mean over rows of their token means (GRPO, arXiv:2402.03300,
+      Eq. 3); 'constant', the mean over rows of sums / length (Dr. GRPO,
+      arXiv:2503.20783, section 3.2).
+    length: the constant of 'constant': the longest a response may be, tokens.
+
+  Raises:
+    ValueError: no such aggregate.
+  """
+  length_B = mask_BT.sum(1)
+  rows = jnp.maximum((length_B > 0).sum(), 1)
+  if aggregate == 'token':
+    return jnp.broadcast_to(1 / jnp.maximum(length_B.sum(), 1), length_B.shape)
+  if aggregate == 'sequence':
+    return 1 / (rows * jnp.maximum(length_B, 1))
+  if aggregate == 'constant':
+    return jnp.broadcast_to(1 / (rows * length), length_B.shape)
+  raise ValueError(f'loss.aggregate={aggregate!r}: choose one of {AGGREGATES}')
+
+
+RULES = {
+  'clipped': clipped,
+  'decoupled': decoupled,
+  'sequence': sequence,
+  'cispo': cispo,
+  'tis': tis,
+}

@@ -1,8 +1,7 @@
-"""From a config to a run: the only reader of ConfigDict.
+"""From a config to a run; with validate.py the only reader of ConfigDict.
 
-1. `check` finds what does not fit together before anything is loaded or compiled;
-2. `start` loads text, problems and weights, and makes the first `Run`;
-3. `assemble` binds every knob into the functions of a `Job`.
+1. `start` loads text, problems and weights, and makes the first `Run`;
+2. `assemble` binds every knob into the functions of a `Job`.
 """
 
 import functools
@@ -13,16 +12,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bapo_jax import (
-  advantage,
   batch,
   buffer,
   checkpoint,
-  clip,
   evaluate,
   learner,
+  loss,
   mesh,
   model,
   prompts,
@@ -33,120 +30,15 @@ from bapo_jax import (
   warmstart,
   weights,
 )
-from bapo_jax.problems import families
 from bapo_jax.progress import Clock
-from bapo_jax.types import pick
-
-# The smallest value of each count.
-LEAST = {
-  'prompts.count': 1,
-  'sampler.group': 2,
-  'sampler.new': 1,
-  'sampler.slots': 1,
-  'sampler.refill': 1,
-  'sampler.chunk': 1,
-  'logprob.chunk': 1,
-  'learner.epochs': 1,
-  'learner.minibatches': 1,
-  'learner.slices': 1,
-  'rollout.refresh_every': 1,
-  'buffer.capacity': 1,
-  'buffer.recheck': 0,
-  'buffer.every': 1,
-  'evaluate.every': 1,
-  'evaluate.group': 1,
-  'checkpoint.every': 1,
-  'checkpoint.keep': 1,
-}
 
 
-def check(config) -> dict[str, Callable]:
-  """The three rules with their knobs bound, once the numbers are known to fit together.
-
-  Raises:
-    ValueError: in one sentence, before anything is loaded or compiled.
-  """
-  slots = {'batch': batch, 'advantage': advantage, 'clip': clip}
-  rules = {}
-  for section, module in slots.items():
-    knobs = config[section].to_dict()
-    rules[section] = pick(module.RULES, section, knobs.pop('rule'), knobs)
-  ones = np.ones((1, 1), np.float32)
-  rules['clip'](ones, ones, ones > 0)  # its ranges are checked by using it
-  if config.rewards.rule not in rewards.RULES:
-    raise ValueError(
-      f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
-      f'{sorted(rewards.RULES)}'
-    )
-  check_numbers(config)
-  check_sources(config)
-  shards = mesh.row_shards(mesh.make(**config.mesh))
-  learner.check(
-    config.prompts.count,
-    config.learner.minibatches,
-    config.learner.slices,
-    config.sampler.group,
-    shards,
-  )
-  for knob in ('slots', 'refill'):
-    if config.sampler[knob] % shards:
-      raise ValueError(
-        f'sampler.{knob}={config.sampler[knob]} rows do not divide over {shards} '
-        'device shards (mesh.data x mesh.fsdp)'
-      )
-  return rules
-
-
-def check_numbers(config) -> None:
-  """Raises ValueError where a number alone, or two of them, make no sense."""
-  for name, least in LEAST.items():
-    section, knob = name.split('.')
-    if config[section][knob] < least:
-      raise ValueError(
-        f'{name}={config[section][knob]} is too small; give at least {least}'
-      )
-  if config.sampler.temperature <= 0:
-    raise ValueError(
-      f'sampler.temperature={config.sampler.temperature} must be above 0'
-    )
-  if config.buffer.recheck > config.buffer.capacity:
-    raise ValueError(
-      f'buffer.recheck={config.buffer.recheck} is more than '
-      f'buffer.capacity={config.buffer.capacity}'
-    )
-
-
-def check_sources(config) -> None:
-  """Raises one ValueError that names all that is wanted and cannot be had.
-
-  Embedded problems are made, all of them: whether there are enough is then known.
-  """
-  p = config.problems
-  if p.source == 'synthetic':
-    families.generate(p.family, p.level, p.seed, p.train + p.test)
-  lost = []
-  path = config.model.path
-  if path and (lacks := weights.missing(path)):
-    lost.append(f'--config.model.path={path} (no {", ".join(lacks)})')
-  for knob in ('source', 'test_source'):
-    file = config.problems[knob]
-    if file != 'synthetic' and not os.path.isfile(file):
-      lost.append(f'--config.problems.{knob}={file}')
-  if lost:
-    raise ValueError(
-      f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
-      '--local-dir <directory>`) and the data (jsonl, fields problem and answer), or '
-      'point these knobs to where they are'
-    )
-
-
-def start(config, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
+def start(config, rules, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
   """Everything the config asks for, made: what the run does, and the run at step 0.
 
-  Raises:
-    ValueError: a knob is out of range or does not fit the others.
+  Args:
+    rules: what `validate.check(config)` gave.
   """
-  rules = check(config)
   devices = mesh.make(**config.mesh)
   with clock('load'):
     reader, problems = read(config, workdir)
@@ -276,21 +168,29 @@ def _ask_group(sample, problems, group, params, prompts, key, *, step, born):
 
 def updating(config, rules, spec, devices) -> Callable:
   """learner.update with its knobs; the single update is compiled once."""
+  scored = dict(
+    spec=spec, temperature=config.sampler.temperature, chunk=config.logprob.chunk
+  )
   learn = functools.partial(
     learner.learn,
     tx=learner.optimizer(**config.optimizer),
     clip_rule=rules['clip'],
-    spec=spec,
-    temperature=config.sampler.temperature,
-    chunk=config.logprob.chunk,
+    loss_rule=rules['loss'],
     slices=config.learner.slices,
+    search=config.learner.search,
+    aggregate=config.loss.aggregate,
+    length=config.sampler.new,
+    **scored,
   )
+  parts = config.learner.minibatches * config.learner.slices
+  score = jax.jit(functools.partial(learner.score, parts=parts, **scored))
   return functools.partial(
     learner.update,
     learn=jax.jit(learn, donate_argnums=(0, 1)),
     advantage_rule=rules['advantage'],
     epochs=config.learner.epochs,
     minibatches=config.learner.minibatches,
+    proximal=score if config.loss.rule in loss.PROXIMAL else None,
     place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
   )
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import buffer
+from bapo_jax import buffer, diagnostics
 from bapo_jax.model import ModelSpec
-from bapo_jax.types import Groups, Shelves, concat, masked_mean
+from bapo_jax.types import SOURCES, Groups, Shelves, concat, masked_mean
 
 
 class Run(NamedTuple):
@@ -40,10 +40,10 @@ class Job(NamedTuple):
   speak: Callable  # params -> a copy laid out for decoding
   stale: Callable  # step -> is the actor due for a copy?
   recheck: Callable  # step -> number of problems to re-evaluate
-  batch_rule: Callable  # fresh, recheck, good, now, key -> Groups, keep_P
-  update: Callable  # params, opt, groups, keep_P, key -> params, opt, metrics
+  batch_rule: Callable  # fresh, recheck, good, now, key -> Groups, source_P
+  update: Callable  # params, opt, groups, source_P, key -> params, opt, metrics
   shelve: Callable  # shelves, tried, now -> Shelves
-  describe: Callable  # fresh, groups, keep_P, shelves, now, update metrics -> metrics
+  describe: Callable  # fresh, groups, source_P, shelves, now, update metrics -> metrics
   keys: Callable  # step -> a key for each purpose
   evaluate: Callable  # params, step -> result, samples
   spec: ModelSpec
@@ -61,34 +61,40 @@ def steps(job: Job, run: Run) -> Iterator[tuple[Run, dict]]:
     recheck = job.rollout(
       params, job.again(hard.id_P), recheck_key, step=step, born=step
     )
-    groups, keep_P = job.batch_rule(fresh, recheck, shelves.good, step, fill_key)
-    params, opt, told = job.update(params, opt, groups, keep_P, update_key)
+    groups, source_P = job.batch_rule(fresh, recheck, shelves.good, step, fill_key)
+    params, opt, told = job.update(params, opt, groups, source_P, update_key)
     shelves = job.shelve(shelves, concat(fresh, recheck), step)
-    metrics = job.describe(fresh, groups, keep_P, shelves, step, told)
+    metrics = job.describe(fresh, groups, source_P, shelves, step, told)
     step += 1
     yield Run(step, params, opt, actor, actor_born, shelves), metrics
 
 
 def describe(
-  fresh: Groups, groups: Groups, keep_P, shelves: Shelves, now, told: list[dict], eos
+  fresh: Groups, groups: Groups, source_P, shelves: Shelves, now, told: list[dict], eos
 ) -> dict[str, float]:
   """Metrics of one learner step: means over its updates, `ratio_max` the largest."""
-  mean = {
-    name: float(np.mean([float(t[name]) for t in told])) for name in sorted(told[0])
-  }
-  mean['loss/ratio_max'] = max(float(t['loss/ratio_max']) for t in told)
+  series = {name: np.asarray([float(t[name]) for t in told]) for name in told[0]}
+  mean = {name: float(series[name].mean()) for name in sorted(series)}
+  for name in diagnostics.OF_SOME & set(series):
+    there = series[name][~np.isnan(series[name])]
+    mean[name] = float(there.mean()) if len(there) else float('nan')
+  mean['loss/ratio_max'] = float(series['loss/ratio_max'].max())
+  entropy = series['loss/entropy']
+  # A change takes two updates to see.
+  changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
+  mean['loss/entropy_change'] = float(changes.mean())
   mean['sample/mismatch'] = float(told[0]['sample/mismatch'])
-  looked = _look(fresh, groups, keep_P, shelves, now, jnp.asarray(eos))
+  looked = _look(fresh, groups, source_P, shelves, now, jnp.asarray(eos))
   return mean | {name: float(value) for name, value in looked.items()}
 
 
 @jax.jit
-def _look(fresh, groups, keep_P, shelves, now, eos):
+def _look(fresh, groups, source_P, shelves, now, eos):
   length_PG = fresh.chosen_PGT.sum(2)
   ended_PG = (fresh.chosen_PGT & jnp.isin(fresh.tokens_PGT, eos)).any(2)
   right_PG = fresh.correct_PG
   rate_P = right_PG.mean(1)
-  taught_PGT = groups.chosen_PGT & keep_P[:, None, None]
+  taught_PGT = groups.chosen_PGT & (source_P >= 0)[:, None, None]
   return {
     'sample/reward': fresh.reward_PG.mean(),
     'sample/accuracy': right_PG.mean(),
@@ -97,10 +103,11 @@ def _look(fresh, groups, keep_P, shelves, now, eos):
     'sample/length_right': jnp.where(right_PG, length_PG, 0).sum() / right_PG.sum(),
     'sample/length_wrong': jnp.where(right_PG, 0, length_PG).sum() / (~right_PG).sum(),
     'sample/truncated': 1 - ended_PG.mean(),
-    'batch/kept': keep_P.mean(),
+    'batch/kept': (source_P >= 0).mean(),
     'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
     'batch/age': masked_mean(now - groups.born_PGT, taught_PGT),
-    'batch/reused': (keep_P & (groups.born_P < now)).mean(),
+    'batch/rechecked': (source_P == SOURCES.index('rechecked')).mean(),
+    'batch/reused': (source_P == SOURCES.index('reused')).mean(),
     'buffer/hard': (shelves.hard.born_P >= 0).sum(),
     'buffer/good': (shelves.good.born_P >= 0).sum(),
   }

@@ -48,14 +48,23 @@ class Batch(NamedTuple):
   tokens_BT: Any   # i32   prompt, response, padding
   mask_BT: Any     # bool  True where the token teaches: chosen, in a kept seat
   logp_BT: Any     # f32   log mu(token), nats
+  prox_BT: Any     # f32   log-probability under the proximal policy; log mu where no rule asks
   adv_B: Any       # f32   advantage of the response
+  source_B: Any    # i32   where the row comes from: index into SOURCES; -1 marks an empty seat
 
 
 class Bounds(NamedTuple):
   low: Any         # f32 scalar  ratio below which a negative token is no longer pushed down
   high: Any        # f32 scalar  ratio above which a positive token is no longer pushed up
+  cap: Any         # f32 scalar  the most `high` may be for a reused row; inf: no other than `high`
+  dual: Any        # f32 scalar  ratio above which a negative token is no longer pushed; inf: none
+  start_low: Any   # f32 scalar  `low` before the search
+  start_high: Any  # f32 scalar  `high` before the search
   moves: Any       # i32 scalar  steps the search took from its start; 0 where there is none
   met: Any         # bool scalar the target was met; True where there is no target
+
+
+SOURCES = ('fresh', 'rechecked', 'reused')  # what a batch rule fills its seats from
 
 
 # fmt: on

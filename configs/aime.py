@@ -6,6 +6,9 @@ r"""Off-policy RL with verifiable rewards; answers are integers in 0..999, \boxe
 Qwen2-architecture policy of 0.1 M parameters that gets a supervised warm start.
 Two CPU cores, minutes; held-out accuracy at temperature 1: see LOG.md.
 
+`:recipe` is `tiny` with the clip rule of Balanced PO's public code: lower bound first,
+surrogate contributions, target as positive to negative, dual clip in the loss.
+
 `:7b` and `:32b`: Balanced PO on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B and -32B
 (arXiv:2510.18927, section 5: lr 2e-6, temperature 0.6, no KL term; from its public
 script: 16 responses, minibatches of 64 prompts). Evaluation is avg@16 on AIME 2024
@@ -30,7 +33,7 @@ def get_config(arg: str = 'tiny'):
   Raises:
     ValueError: no such variant.
   """
-  variants = {'tiny': tiny, '7b': seven, '32b': thirty_two}
+  variants = {'tiny': tiny, 'recipe': recipe, '7b': seven, '32b': thirty_two}
   arg = arg or 'tiny'
   if arg not in variants:
     raise ValueError(
@@ -41,6 +44,16 @@ def get_config(arg: str = 'tiny'):
 
 def tiny():
   return base.get_config()
+
+
+def recipe():
+  """`tiny` with the clip, loss and search of Balanced PO's public code."""
+  config = tiny()
+  config.title = 'search, tiny, clip of the public recipe'
+  config.clip.rule = 'recipe'
+  config.loss.clipped.limit = 20.0
+  config.learner.search = 'slice'
+  return config
 
 
 def published():

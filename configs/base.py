@@ -5,6 +5,8 @@ in that module; a slot's rules keep their knobs under their own names, so that c
 another rule is one word: --config.clip.rule=fixed.
 """
 
+from math import inf
+
 from ml_collections import ConfigDict
 
 
@@ -59,12 +61,47 @@ def get_config() -> ConfigDict:
   )
   config.clip = dict(
     rule='balanced',
-    fixed=dict(low=0.8, high=1.2),
+    unclipped={},
+    fixed=dict(low=0.8, high=1.2, dual=inf),
     balanced=dict(
-      target=0.42, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
+      target=0.42,
+      low=(0.6, 0.9),
+      high=(1.2, 3.0),
+      low_step=0.02,
+      high_step=0.05,
+      contribution='gradient',  # or 'surrogate'
+      weight='one',  # or 'behaviour'
+      order='upper',  # or 'lower'
+      resolution='step',  # or 'continuous', to within `tolerance`
+      tolerance=1e-4,
+      sources=('fresh', 'rechecked', 'reused'),  # rows that are searched on
+      reused_high=inf,  # the most the upper bound may be for reused rows
+      dual=inf,  # dual clip; inf is none
+    ),
+    recipe=dict(
+      positive_to_negative=0.5,
+      low=(0.8, 0.95),
+      high=(1.2, 2.0),
+      low_step=0.05,
+      high_step=0.1,
+      dual=3.0,
     ),
   )
-  config.learner = dict(epochs=1, minibatches=8, slices=1)
+  config.loss = dict(
+    rule='clipped',
+    aggregate='token',  # or 'sequence', 'constant'
+    clipped=dict(limit=inf),
+    decoupled=dict(cap=2.0),
+    sequence={},
+    cispo={},
+    tis=dict(cap=2.0),
+  )
+  config.learner = dict(
+    epochs=1,
+    minibatches=8,
+    slices=1,
+    search='minibatch',  # or 'slice': no second forward pass, bounds of each slice
+  )
   config.optimizer = dict(
     lr=3e-4, warmup=4, b1=0.9, b2=0.95, weight_decay=0.0, max_norm=1.0
   )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import model
-from bapo_jax.types import Groups
+from bapo_jax.types import Batch, Groups
 
 SPEC = model.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
@@ -36,6 +36,21 @@ def groups(ids, right, born, G=8, T=3, seed=0) -> Groups:
     correct_PG=jnp.asarray(correct_PG),
     reward_PG=jnp.asarray(correct_PG, jnp.float32),
     born_P=jnp.asarray(born_P),
+  )
+
+
+def batch(adv_B, mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
+  """Fresh rows of these advantages; what is not given is 0, prox as the behaviour."""
+  adv_B, mask_BT = np.asarray(adv_B, np.float32), np.asarray(mask_BT, bool)
+  zeros_BT = np.zeros(mask_BT.shape, np.float32)
+  logp_BT = zeros_BT if logp_BT is None else np.asarray(logp_BT, np.float32)
+  return Batch(
+    tokens_BT=np.zeros(mask_BT.shape, np.int32),
+    mask_BT=mask_BT,
+    logp_BT=logp_BT,
+    prox_BT=logp_BT if prox_BT is None else np.asarray(prox_BT, np.float32),
+    adv_B=adv_B,
+    source_B=np.zeros(len(adv_B), np.int32) if source_B is None else np.int32(source_B),
   )
 
 

@@ -52,20 +52,44 @@ def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...
 # --- clip ----------------------------------------------------------------------------
 
 
-def share(ratio_BT, adv_BT, mask_BT, low, high):
-  """P / (P + N) of the clip module, in float64."""
-  size_BT = np.float64(ratio_BT) * np.abs(adv_BT) * mask_BT
-  positive = size_BT[(adv_BT > 0) & (ratio_BT < high)].sum()
-  negative = size_BT[(adv_BT < 0) & (ratio_BT > low)].sum()
-  return positive / (positive + negative) if positive + negative else 0.0
+def sums(ratio_BT, batch, low, high, contribution='gradient', weight='one'):
+  """(P, N) as section 1 of the paper has them, in float64."""
+  r_BT = np.where(batch.mask_BT, np.float64(ratio_BT), 0)
+  size_BT = np.float64(batch.adv_B)[:, None] * batch.mask_BT
+  if weight == 'behaviour':
+    size_BT = size_BT * np.exp(batch.logp_BT)
+  if contribution == 'surrogate':
+    gain_BT = size_BT * np.where(
+      size_BT > 0, np.minimum(r_BT, high), np.maximum(r_BT, low)
+    )
+  else:
+    gain_BT = size_BT * r_BT * np.where(size_BT > 0, r_BT < high, r_BT > low)
+  return gain_BT[gain_BT > 0].sum(), -gain_BT[gain_BT < 0].sum()
+
+
+def enough(P, N, target) -> bool:
+  """P / (P + N) >= target in float32, multiplied out."""
+  left = np.float32(P) * np.float32(1 - target)
+  return target == 0 or bool(P > 0 and left >= np.float32(N) * np.float32(target))
 
 
 def algorithm_1(
-  ratio_BT, adv_BT, mask_BT, *, target, low, high, low_step, high_step
-) -> tuple[np.float32, np.float32, int, bool]:
+  ratio_BT,
+  batch,
+  *,
+  target,
+  low,
+  high,
+  low_step,
+  high_step,
+  contribution='gradient',
+  weight='one',
+  order='upper',
+):
   """Algorithm 1 of arXiv:2510.18927 as printed: (c_low, c_high, moves, met).
 
   The steps are counted, not added up: sixteen times 0.02 in floats is short of 0.32.
+  With order='lower' the two bounds change their parts.
   """
   lows, highs = 0, 0
   last_low = round((low[1] - low[0]) / low_step)
@@ -73,14 +97,53 @@ def algorithm_1(
   while True:
     c_low = np.float32(low[0] + lows * low_step)
     c_high = np.float32(high[0] + highs * high_step)
-    reached = np.float32(share(ratio_BT, adv_BT, mask_BT, c_low, c_high))
-    met = bool(reached >= np.float32(target))
-    if met or lows + 1 > last_low:
+    sides = sums(ratio_BT, batch, c_low, c_high, contribution, weight)
+    met = enough(*sides, target)
+    room = lows + 1 <= last_low if order == 'upper' else highs + 1 <= last_high
+    if met or not room:
       return c_low, c_high, lows + highs, met
-    if highs + 1 <= last_high:
-      highs += 1
+    if order == 'upper':
+      highs, lows = (highs + 1, lows) if highs < last_high else (highs, lows + 1)
     else:
-      lows += 1
+      lows, highs = (lows + 1, highs) if lows < last_low else (lows, highs + 1)
+
+
+def public_recipe(ratio_BT, batch, *, t, low, high, low_step, high_step):
+  """What the paper's public code does, step by step: (c_low, c_high, moves, met)."""
+  moves, (c_low, c_high) = 0, (low[0], high[0])
+
+  def missed():
+    P, N = sums(
+      ratio_BT, batch, np.float32(c_low), np.float32(c_high), contribution='surrogate'
+    )
+    return not enough(P, N, t / (1 + t))
+
+  while missed() and c_low < low[1]:
+    c_low, moves = min(c_low + low_step, low[1]), moves + 1
+  while missed() and c_high < high[1]:
+    c_high, moves = min(c_high + high_step, high[1]), moves + 1
+  return np.float32(c_low), np.float32(c_high), moves, not missed()
+
+
+def crossing(ratio_BT, batch, target, low, high):
+  """Where the `gradient` share crosses the target, exactly, by sorting: (low, high).
+
+  Ratios are where sums change: as `high` rises past one, a positive token comes in; as
+  `low` reaches one, a negative token goes. (None, None) where no bounds are enough.
+  """
+  ratios = np.unique(ratio_BT[batch.mask_BT])
+  for c_high in [high[0], *(r for r in ratios if high[0] <= r < high[1])]:
+    # just above the ratio: a token at the bound itself is cut
+    above = np.nextafter(c_high, np.inf) if c_high > high[0] else c_high
+    if enough(*sums(ratio_BT, batch, low[0], above), target):
+      return low[0], c_high
+    above = np.nextafter(c_high, np.inf)
+    if enough(*sums(ratio_BT, batch, low[0], above), target):
+      return low[0], c_high
+  for c_low in [r for r in ratios if low[0] < r <= low[1]]:
+    if enough(*sums(ratio_BT, batch, c_low, high[1]), target):
+      return c_low, high[1]
+  return None, None
 
 
 # --- buffer --------------------------------------------------------------------------

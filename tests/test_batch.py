@@ -27,20 +27,20 @@ def adapted(**knobs):
   return jax.jit(functools.partial(batch.adapted, **knobs))
 
 
-def kept(groups, keep_P):
+def kept(groups, source_P):
   """[(id, right answers, born)] of the seats that teach."""
   right_P = groups.correct_PG.sum(1)
-  rows = zip(groups.id_P, right_P, groups.born_P, keep_P, strict=True)
-  return [(int(i), int(k), int(b)) for i, k, b, keep in rows if keep]
+  rows = zip(groups.id_P, right_P, groups.born_P, source_P, strict=True)
+  return [(int(i), int(k), int(b)) for i, k, b, source in rows if source >= 0]
 
 
 def test_fresh_only_is_the_identity():
   fresh, recheck, good = sources(
     [(1, 0, NOW), (2, 4, NOW), (-1, 0, -1)], [(3, 4, NOW)], [(4, 4, NOW - 1)]
   )
-  groups, keep_P = batch.fresh_only(fresh, recheck, good, NOW, jax.random.key(0))
+  groups, source_P = batch.fresh_only(fresh, recheck, good, NOW, jax.random.key(0))
   assert groups is fresh
-  assert keep_P.tolist() == [True, True, False]  # born -1 is no group at all
+  assert source_P.tolist() == [0, 0, -1]  # born -1 is no group at all
 
 
 def test_adapted_golden():
@@ -53,9 +53,9 @@ def test_adapted_golden():
     [(6, 8, NOW), (7, 1, NOW), (8, 2, NOW), (2, 4, NOW)],
     [(3, 4, 19), (9, 4, NOW - 4), (10, 4, NOW), (11, 5, NOW - 3), (12, 4, -1)],
   )
-  groups, keep_P = adapted()(fresh, recheck, good, NOW, jax.random.key(0))
-  assert keep_P.tolist() == [True, True, True, True, False]
-  assert kept(groups, keep_P) == [(2, 3, NOW), (3, 7, NOW), (8, 2, NOW), (11, 5, 17)]
+  groups, source_P = adapted()(fresh, recheck, good, NOW, jax.random.key(0))
+  assert source_P.tolist() == [0, 0, 1, 2, -1]
+  assert kept(groups, source_P) == [(2, 3, NOW), (3, 7, NOW), (8, 2, NOW), (11, 5, 17)]
   assert making.same_row(groups, 0, fresh, 1)
   assert making.same_row(groups, 2, recheck, 2)
   assert making.same_row(groups, 3, good, 3)
@@ -94,10 +94,10 @@ def test_adapted_is_definition_3_1(fresh, recheck, good, knobs, seed):
   ]
   made = sources(fresh, recheck, good)
   rule, key = adapted(hard=hard, max_age=max_age), jax.random.key(seed)
-  groups, keep_P = rule(*made, NOW, key)
-  found = kept(groups, keep_P)
+  groups, source_P = rule(*made, NOW, key)
+  found = kept(groups, source_P)
   seats = len(fresh)
-  assert len(keep_P) == len(groups.id_P) == seats
+  assert len(source_P) == len(groups.id_P) == seats
   # Strict priority and maximal fill: the sure ones in order, then any of x3.
   sure = (x1 + x2)[:seats]
   assert found[: len(sure)] == sure
@@ -106,11 +106,10 @@ def test_adapted_is_definition_3_1(fresh, recheck, good, knobs, seed):
   assert len({i for i, _, _ in found}) == len(found)
   assert all(0 < k < G for _, k, _ in found)
   # Kept seats come first, each a row of its source to the last bit.
-  assert np.asarray(keep_P).tolist() == [True] * len(found) + [False] * (
-    seats - len(found)
-  )
+  assert (source_P[len(found) :] == -1).all()
   for seat, row in enumerate(found):
     source = 0 if seat < len(x1) else 1 if seat < len(sure) else 2
+    assert source_P[seat] == source
     place = (fresh, recheck, good)[source].index(row)
     assert making.same_row(groups, seat, made[source], place)
   # And the same key makes the same batch.
@@ -122,8 +121,8 @@ def test_reused_groups_are_drawn_evenly():
   # One seat, four candidates: 400 draws give each 100, give or take 9.
   made = sources([(1, 0, NOW)], [], [(i, 4, NOW - 1) for i in (2, 3, 4, 5)])
   keys = jax.random.split(jax.random.key(0), 400)
-  groups, keep_P = jax.vmap(lambda key: adapted()(*made, NOW, key))(keys)
-  assert keep_P.all()
+  groups, source_P = jax.vmap(lambda key: adapted()(*made, NOW, key))(keys)
+  assert (source_P >= 0).all()
   counts = np.bincount(np.asarray(groups.id_P)[:, 0], minlength=6)[2:]
   assert counts.sum() == 400 and counts.min() > 60
 
@@ -131,11 +130,11 @@ def test_reused_groups_are_drawn_evenly():
 def test_empty_sources_and_no_seat_earned():
   nothing = types.empty(0, G, 3)
   fresh, _, good = sources([(1, 0, NOW), (2, 8, NOW)], [], [(3, 4, NOW - 1)])
-  groups, keep_P = adapted()(fresh, nothing, nothing, NOW, jax.random.key(0))
-  assert keep_P.tolist() == [False, False] and groups.tokens_PGT.shape == (2, G, 3)
+  groups, source_P = adapted()(fresh, nothing, nothing, NOW, jax.random.key(0))
+  assert source_P.tolist() == [-1, -1] and groups.tokens_PGT.shape == (2, G, 3)
   # Without a fresh group that teaches, the other sources are still used.
-  groups, keep_P = adapted()(fresh, nothing, good, NOW, jax.random.key(0))
-  assert kept(groups, keep_P) == [(3, 4, NOW - 1)]
+  groups, source_P = adapted()(fresh, nothing, good, NOW, jax.random.key(0))
+  assert kept(groups, source_P) == [(3, 4, NOW - 1)]
 
 
 def test_adapted_is_the_same_split_over_devices():

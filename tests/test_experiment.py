@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from bapo_jax import checkpoint, experiment, metrics, setup
+from bapo_jax import checkpoint, experiment, metrics, setup, validate
 from bapo_jax.progress import Clock
 from configs import base
 
@@ -65,7 +65,7 @@ def one_device(monkeypatch):
 
 def last_run(workdir, config):
   """(run, rows of metrics) as the workdir holds them."""
-  _, run = setup.start(config, str(workdir), Clock())
+  _, run = setup.start(config, validate.check(config), str(workdir), Clock())
   with checkpoint.manager(str(workdir), 2) as kept:
     run, _ = experiment.resume(kept, run)
   rows = [
@@ -143,7 +143,9 @@ def test_one_update_a_fresh_batch_makes_all_clip_rules_one(tmp_path, one_device)
     run, rows = last_run(tmp_path / str(i), config)
     assert max(float(row.get('clip/fraction', 0)) for row in rows) == 0
     params.append(run.params)
-  start = setup.start(tiny(), str(tmp_path / '0'), Clock())[1].params
+  config = tiny()
+  rules = validate.check(config)
+  start = setup.start(config, rules, str(tmp_path / '0'), Clock())[1].params
   assert not same(start, params[0])
   assert same(params[0], params[1])
   assert same(params[0], params[2])

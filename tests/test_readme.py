@@ -5,7 +5,7 @@ import pathlib
 import re
 import subprocess
 
-from bapo_jax import advantage, batch, clip, train
+from bapo_jax import advantage, batch, clip, loss, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -30,7 +30,7 @@ def test_every_file_has_its_line():
 
 
 def test_every_rule_is_named():
-  for rules in (batch.RULES, clip.RULES, advantage.RULES):
+  for rules in (batch.RULES, clip.RULES, advantage.RULES, loss.RULES):
     for name in rules:
       assert f'`{name}`' in README, name
 

@@ -1,0 +1,143 @@
+"""What does not fit together in a config, said before anything is loaded or compiled.
+
+1. `check` binds the rules' knobs, and everything below it is called from there;
+2. `check_update`, `check_numbers`, `check_sources` each raise one sentence.
+"""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from bapo_jax import (
+  advantage,
+  batch,
+  clip,
+  learner,
+  loss,
+  mesh,
+  rewards,
+  weights,
+)
+from bapo_jax.problems import families
+from bapo_jax.types import Batch, pick
+
+# The smallest value of each count.
+LEAST = {
+  'prompts.count': 1,
+  'sampler.group': 2,
+  'sampler.new': 1,
+  'sampler.slots': 1,
+  'sampler.refill': 1,
+  'sampler.chunk': 1,
+  'logprob.chunk': 1,
+  'learner.epochs': 1,
+  'learner.minibatches': 1,
+  'learner.slices': 1,
+  'rollout.refresh_every': 1,
+  'buffer.capacity': 1,
+  'buffer.recheck': 0,
+  'buffer.every': 1,
+  'evaluate.every': 1,
+  'evaluate.group': 1,
+  'checkpoint.every': 1,
+  'checkpoint.keep': 1,
+}
+
+
+def check(config) -> dict[str, Callable]:
+  """The four rules with their knobs bound, once the numbers are known to fit together.
+
+  Raises:
+    ValueError: in one sentence, before anything is loaded or compiled.
+  """
+  slots = {'batch': batch, 'advantage': advantage, 'clip': clip, 'loss': loss}
+  rules = {}
+  for section, module in slots.items():
+    knobs = config[section].to_dict()
+    knobs.pop('aggregate', None)
+    rules[section] = pick(module.RULES, section, knobs.pop('rule'), knobs)
+  check_update(config, rules)
+  if config.rewards.rule not in rewards.RULES:
+    raise ValueError(
+      f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
+      f'{sorted(rewards.RULES)}'
+    )
+  check_numbers(config)
+  check_sources(config)
+  shards = mesh.row_shards(mesh.make(**config.mesh))
+  learner.check(
+    config.prompts.count,
+    config.learner.minibatches,
+    config.learner.slices,
+    config.sampler.group,
+    shards,
+  )
+  for knob in ('slots', 'refill'):
+    if config.sampler[knob] % shards:
+      raise ValueError(
+        f'sampler.{knob}={config.sampler[knob]} rows do not divide over {shards} '
+        'device shards (mesh.data x mesh.fsdp)'
+      )
+  return rules
+
+
+def check_update(config, rules) -> None:
+  """Raises ValueError where clip rule, loss rule and learner do not fit together."""
+  one = np.ones((1, 1), np.float32)
+  row = Batch(one > 0, one > 0, 0 * one, 0 * one, one[0], np.zeros(1, np.int32))
+  # Ranges are checked by using them.
+  rules['loss'](0 * one, row, lambda ratio_BT: rules['clip'](ratio_BT, row))
+  loss.row_scale(row.mask_BT, config.loss.aggregate, 1)
+  if config.loss.rule in loss.FREE and config.clip.rule != 'unclipped':
+    raise ValueError(
+      f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip '
+      "that it could set; choose clip.rule='unclipped'"
+    )
+  if config.learner.search not in learner.SEARCHES:
+    raise ValueError(
+      f'learner.search={config.learner.search!r}: choose one of {learner.SEARCHES}'
+    )
+
+
+def check_numbers(config) -> None:
+  """Raises ValueError where a number alone, or two of them, make no sense."""
+  for name, least in LEAST.items():
+    section, knob = name.split('.')
+    if config[section][knob] < least:
+      raise ValueError(
+        f'{name}={config[section][knob]} is too small; give at least {least}'
+      )
+  if config.sampler.temperature <= 0:
+    raise ValueError(
+      f'sampler.temperature={config.sampler.temperature} must be above 0'
+    )
+  if config.buffer.recheck > config.buffer.capacity:
+    raise ValueError(
+      f'buffer.recheck={config.buffer.recheck} is more than '
+      f'buffer.capacity={config.buffer.capacity}'
+    )
+
+
+def check_sources(config) -> None:
+  """Raises one ValueError that names all that is wanted and cannot be had.
+
+  Embedded problems are made, all of them: whether there are enough is then known.
+  """
+  p = config.problems
+  if p.source == 'synthetic':
+    families.generate(p.family, p.level, p.seed, p.train + p.test)
+  lost = []
+  path = config.model.path
+  if path and (lacks := weights.missing(path)):
+    lost.append(f'--config.model.path={path} (no {", ".join(lacks)})')
+  for knob in ('source', 'test_source'):
+    file = config.problems[knob]
+    if file != 'synthetic' and not os.path.isfile(file):
+      lost.append(f'--config.problems.{knob}={file}')
+  if lost:
+    raise ValueError(
+      f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
+      '--local-dir <directory>`) and the data (jsonl, fields problem and answer), or '
+      'point these knobs to where they are'
+    )
