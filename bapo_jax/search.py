@@ -44,7 +44,7 @@ def along(
     lows, highs: the points of each bound, rising. They are made on the host: compiled,
       low + step * i may round once where it rounds twice eagerly.
   """
-  said = evidence(ratio_BT, batch, weight=weight, sources=sources)
+  said = evidence(ratio_BT, batch, contribution, weight, sources)
   down, up = len(lows) - 1, len(highs) - 1
   low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
 
@@ -54,7 +54,7 @@ def along(
     return low_points[i], high_points[j]
 
   def meets(index):
-    return reaches(*sums(*said, *bounds(index), contribution), target)
+    return reaches(*sums(said, *bounds(index), contribution), target)
 
   if contribution == 'gradient':
     begin, end = 0, down + up + 1
@@ -102,34 +102,43 @@ def share(
   sources: tuple[str, ...] = SOURCES,
 ):
   """Positive tokens' share P / (P + N), in [0, 1]; 0 of nothing."""
-  said = evidence(ratio_BT, batch, weight=weight, sources=sources)
-  positive, negative = sums(*said, low, high, contribution)
+  said = evidence(ratio_BT, batch, contribution, weight, sources)
+  positive, negative = sums(said, low, high, contribution)
   total = positive + negative
   return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
-def evidence(ratio_BT, batch: Batch, *, weight: str, sources: tuple[str, ...]):
-  """(ratio_BT, size_BT): w A of every token that is searched on, 0 elsewhere."""
+def evidence(ratio_BT, batch: Batch, contribution: str, weight: str, sources):
+  """(ratio_BT, plus_BT, minus_BT): what does not change from point to point.
+
+  plus_BT holds w r A of the tokens with A > 0 that are searched on, minus_BT w r |A| of
+  those with A < 0; without the r for `surrogate`. Both are 0 elsewhere.
+  """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, mask_BT=batch.mask_BT)
   counts_BT = batch.mask_BT & ~jnp.isnan(ratio_BT)
   if set(sources) != set(SOURCES):
     inside = [batch.source_B == SOURCES.index(source) for source in sources]
     counts_BT &= jnp.any(jnp.stack(inside), 0)[:, None]
-  size_BT = jnp.broadcast_to(batch.adv_B[:, None], ratio_BT.shape)
+  size_BT = jnp.broadcast_to(jnp.abs(batch.adv_B)[:, None], ratio_BT.shape)
   if weight == 'behaviour':
     size_BT = size_BT * jnp.exp(batch.logp_BT)
-  return ratio_BT, jnp.where(counts_BT, size_BT, 0)
+  # Before the product: 0 times an infinite ratio is no number.
+  counts_BT &= size_BT > 0
+  part_BT = size_BT * ratio_BT if contribution == 'gradient' else size_BT
+  up_B1 = (batch.adv_B > 0)[:, None]
+  plus_BT = jnp.where(counts_BT & up_B1, part_BT, 0)
+  return ratio_BT, plus_BT, jnp.where(counts_BT & ~up_B1, part_BT, 0)
 
 
-def sums(ratio_BT, size_BT, low, high, contribution: str):
+def sums(said, low, high, contribution: str):
   """(P, N), each at least 0."""
+  ratio_BT, plus_BT, minus_BT = said
   if contribution == 'gradient':
-    # Before the sum: where nothing counts, a ratio may be infinite.
-    plus_BT = jnp.where((size_BT > 0) & (ratio_BT < high), size_BT * ratio_BT, 0)
-    minus_BT = jnp.where((size_BT < 0) & (ratio_BT > low), -size_BT * ratio_BT, 0)
+    plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
+    minus_BT = jnp.where(ratio_BT > low, minus_BT, 0)
   else:
-    plus_BT = jnp.where(size_BT > 0, size_BT * jnp.minimum(ratio_BT, high), 0)
-    minus_BT = jnp.where(size_BT < 0, -size_BT * jnp.maximum(ratio_BT, low), 0)
+    plus_BT = jnp.where(plus_BT > 0, plus_BT * jnp.minimum(ratio_BT, high), 0)
+    minus_BT = jnp.where(minus_BT > 0, minus_BT * jnp.maximum(ratio_BT, low), 0)
   return plus_BT.sum(), minus_BT.sum()
 
 

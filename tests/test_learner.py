@@ -155,6 +155,31 @@ def test_slices_change_neither_bounds_nor_gradient(params, aggregate, loss_rule)
     np.testing.assert_allclose(sliced[0], value, atol=1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('loss_rule', loss.RULES)
+def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
+  # By its own loss, and in the direction of what was right.
+  batch = rows(params, noise=0.1)
+  rule = clip.unclipped if loss_rule in loss.FREE else clip.balanced
+  step = jax.jit(
+    functools.partial(
+      learner.learn,
+      tx=PLAIN,
+      clip_rule=rule,
+      loss_rule=loss.RULES[loss_rule],
+      spec=making.SPEC,
+      temperature=TEMPERATURE,
+      aggregate='sequence',
+    ),
+    compiler_options=FAST,
+  )
+  after, _, told = step(params, PLAIN.init(params), batch)
+  before_BT = score()(params, batch.tokens_BT)
+  gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.mask_BT
+  assert (gain_BT * batch.adv_B[:, None]).sum() > 0
+  assert np.isfinite(told['loss/value']) and told['learner/grad_norm'] > 0
+
+
 @pytest.mark.parametrize('slices', [2, 4])
 def test_slices_make_the_same_update_and_tell_the_same(params, slices):
   batch, opt = rows(params, noise=0.4), PLAIN.init(params)

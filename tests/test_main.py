@@ -19,6 +19,7 @@ CASES = [  # flags, what the sentence must say
   (['--config=' + TINY, '--config.clip.rule=balnced'], "no rule named 'balnced'"),
   (['--config=' + TINY, '--config.clip.balanced.target=1.5'], 'target=1.5'),
   (['--config=' + TINY, '--config.clip.balanced.low=(0.9,0.6)'], 'low=(0.9, 0.6)'),
+  (['--config=' + TINY, '--config.loss.rule=tis'], "choose clip.rule='unclipped'"),
   (['--config=' + TINY, '--config.learner.minibatches=5'], 'prompts.count=64'),
   (['--config=' + TINY, '--config.mesh.data=3'], 'does not fill'),
   (['--config=' + TINY, '--config.sampler.group=1'], 'sampler.group=1 is too small'),

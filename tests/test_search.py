@@ -83,10 +83,10 @@ def test_each_bound_moves_the_verdict_one_way(seed, lows, highs, target, kind):
   rng = np.random.default_rng(seed)
   ratio_BT = np.exp(rng.normal(0, 0.6, (8, 6))).astype(np.float32)
   batch = tokens(seed)[1]._replace(adv_B=rng.normal(0, 1, 8).astype(np.float32))
-  said = search.evidence(ratio_BT, batch, weight=kind[1], sources=('fresh', 'reused'))
+  said = search.evidence(ratio_BT, batch, *kind, ('fresh', 'reused'))
 
   def meets(low, high):
-    P, N = search.sums(*said, np.float32(low), np.float32(high), kind[0])
+    P, N = search.sums(said, np.float32(low), np.float32(high), kind[0])
     return bool(search.reaches(P, N, target))
 
   assert meets(lows[0], highs[0]) <= meets(lows[0], highs[1])

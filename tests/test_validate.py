@@ -1,0 +1,62 @@
+"""What does not fit together is said in one sentence; what a config offers does fit."""
+
+import pytest
+
+from bapo_jax import clip, loss, validate
+from configs import aime, base
+
+KNOBS = [  # knob, value, what the sentence must say
+  (
+    'clip.rule',
+    'balnced',
+    r"no rule named 'balnced'; choose one of \['balanced', 'fixed'",
+  ),
+  ('loss.rule', 'ppo', r"loss\.rule: no rule named 'ppo'; choose one of \['cispo'"),
+  ('loss.aggregate', 'mean', r"loss\.aggregate='mean': choose one of"),
+  ('loss.clipped.limit', -1.0, r'loss\.clipped\.limit=-1\.0'),
+  ('learner.search', 'row', r"learner\.search='row': choose one of \('minibatch', 's"),
+  ('clip.balanced.low_step', 0.5, r'clip\.balanced\.low_step=0\.5: .*\(0, 0\.3\]'),
+  ('clip.balanced.sources', ('stale',), r"clip\.balanced\.sources=\('stale',\)"),
+  ('learner.slices', 0, r'learner\.slices=0 is too small; give at least 1'),
+  ('buffer.recheck', 999, r'buffer\.recheck=999 is more than buffer\.capacity=256'),
+]
+
+
+def config(**knobs):
+  made = base.get_config()
+  with made.unlocked():
+    made.update_from_flattened_dict(knobs)
+  return made
+
+
+@pytest.mark.parametrize(('knob', 'value', 'message'), KNOBS)
+def test_errors_name_the_knob_and_its_value(knob, value, message):
+  with pytest.raises(ValueError, match=message):
+    validate.check(config(**{knob: value}))
+
+
+def test_a_knob_that_is_no_knob_of_its_rule_is_refused():
+  made = base.get_config()
+  with made.unlocked():
+    made.clip.fixed.target = 0.4  # of a rule that is not even chosen
+  with pytest.raises(
+    ValueError, match=r'clip\.fixed\.target: no such knob; fixed knows'
+  ):
+    validate.check(made)
+
+
+@pytest.mark.parametrize('variant', ['tiny', 'recipe'])
+def test_variants_that_need_no_download_are_sound(variant):
+  rules = validate.check(aime.get_config(variant))
+  assert rules.keys() == {'batch', 'advantage', 'clip', 'loss'}
+
+
+@pytest.mark.parametrize('loss_rule', loss.RULES)
+@pytest.mark.parametrize('clip_rule', clip.RULES)
+def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
+  made = config(**{'clip.rule': clip_rule, 'loss.rule': loss_rule})
+  if loss_rule == 'tis' and clip_rule != 'unclipped':
+    with pytest.raises(ValueError, match=f"clip.rule='{clip_rule}'.*'unclipped'"):
+      validate.check(made)
+  else:
+    validate.check(made)
