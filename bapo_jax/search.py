@@ -84,7 +84,7 @@ def first_of_path(meets, begin: int, end: int):
   def halve(_, between):
     start, stop = between
     middle = (start + stop) // 2
-    found = meets(middle) | (middle == stop)
+    found = meets(middle)
     return jnp.where(found, start, middle + 1), jnp.where(found, middle, stop)
 
   calls = math.ceil(math.log2(end - begin + 1))

@@ -217,10 +217,13 @@ def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weig
     knobs = dict(contribution=contribution, weight=weight, resolution=resolution)
     low, high, _, _ = balanced((ratio_BT, batch), **knobs)
     assert 0.6 <= low <= 0.9001 and 1.1999 <= high <= 3
-  # A ratio that is no number counts for nothing: as if the token were masked.
-  if np.isnan(odd):
-    masked = batch._replace(mask_BT=batch.mask_BT & ~np.isnan(ratio_BT))
-    assert balanced((ratio_BT, batch)) == balanced((ratio_BT, masked))
+    # A ratio that is no number counts for nothing, nor does a weight of 0: as if the
+    # token were masked.
+    if np.isnan(odd) or weight == 'behaviour':
+      masked = batch._replace(mask_BT=batch.mask_BT & (logp_BT > -np.inf))
+      assert balanced((ratio_BT, batch), **knobs) == balanced(
+        (ratio_BT, masked), **knobs
+      )
 
 
 def test_no_gradient_is_needed_through_bounds():

@@ -144,6 +144,9 @@ def test_slices_change_neither_bounds_nor_gradient(params, aggregate, loss_rule)
   knobs = dict(aggregate=aggregate, length=T)
   value, grads, told = gradient(loss_rule, **knobs)(params, batch)
   assert told[2].moves > 0 and norm(grads) > 1e-3
+  gain_BT, _ = loss.RULES[loss_rule](told[0], batch, lambda _: told[2])
+  scale_B = loss.row_scale(batch.mask_BT, aggregate, T)
+  np.testing.assert_allclose(value, -(gain_BT.sum(1) * scale_B).sum(), atol=1e-6)
   for slices in (2, 4, 8):
     sliced = gradient(loss_rule, slices=slices, **knobs)(params, batch)
     for name, bound in told[2]._asdict().items():
