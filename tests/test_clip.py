@@ -14,7 +14,7 @@ from test_search import KINDS, tokens
 from bapo_jax import clip
 
 PAPER = dict(target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05)
-MINIBATCHES, GROUPS = 2000, 8  # of each contribution, weight and order
+MINIBATCHES, GROUPS = 2000, 4  # of each contribution, weight and order
 
 
 @functools.cache
