@@ -15,8 +15,11 @@ FLOW = (
   'types',
   'progress',
   'mesh',
+  'frequency',
   'model',
   'logprob',
+  'tensors',
+  'config_json',
   'weights',
   'text',
   'problems.families',
@@ -49,7 +52,7 @@ ONLY = {  # package -> the modules that may import it
   'ml_collections': {'main'},
   'matplotlib': {'report'},
   'orbax': {'checkpoint'},
-  'safetensors': {'weights'},
+  'huggingface_hub': {'weights'},
 }
 
 
