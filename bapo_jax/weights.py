@@ -56,8 +56,9 @@ AXES = {
   'layers/up': ('DF', 'F D'),
   'layers/down': ('FD', 'D F'),
 }
-# Bytes read at once: large enough that a dispatch costs little beside it.
-BLOCK = 1 << 23
+# Bytes read at once. The peak over the parameters grows by nine times this (157 MiB at
+# 8 MiB, 56 at 2), the time does not fall (7.5 s and 7.9 s for 2 GB).
+BLOCK = 1 << 21
 HUB_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*')
 MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
 
@@ -253,7 +254,13 @@ def _into(shard, piece, start, whole, device) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)  # in place
 def _filled(shard, piece, start):
-  return jax.lax.dynamic_update_slice(shard, piece, start)
+  if piece.dtype.itemsize == 4:
+    return jax.lax.dynamic_update_slice(shard, piece, start)
+  # As bits: XLA's CPU backend takes a whole bfloat16 shard to float32 and back (22 ms
+  # instead of 3 for 123 MB, and that for every block).
+  bits, piece_bits = (jax.lax.bitcast_convert_type(x, 'uint16') for x in (shard, piece))
+  bits = jax.lax.dynamic_update_slice(bits, piece_bits, start)
+  return jax.lax.bitcast_convert_type(bits, piece.dtype)
 
 
 def save(
