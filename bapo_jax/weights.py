@@ -87,6 +87,12 @@ def find(name: str, knob: str, needs=MODEL_FILES) -> str:
   return path
 
 
+def tokenizer(name: str) -> str:
+  """The directory of a tokenizer on the hub; every other name is returned as it is."""
+  needs = ('tokenizer.json',)
+  return find(name, 'text.tokenizer', needs) if on_hub(name) else name
+
+
 def missing(name: str, needs=MODEL_FILES) -> list[str]:
   """What this machine lacks of a model, by directory or hub name; [] for nothing."""
   path = here(name)

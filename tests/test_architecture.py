@@ -43,6 +43,7 @@ FLOW = (
   'train',
   'setup',
   'experiment',
+  'export',
   'main',
 )
 BLIND = {'batch', 'buffer', 'advantage', 'clip'}  # siblings: they import only types

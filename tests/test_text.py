@@ -50,6 +50,15 @@ def test_it_is_a_tokenizer_like_any_other(tmp_path):
     text_lib.encode(again, ['?'])
 
 
+def test_a_tokenizer_is_what_its_file_says_whatever_the_model(tmp_path):
+  TEXT.tokenizer.save_pretrained(tmp_path)
+  for kind in ('qwen2', 'qwen3', 'llama'):
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
+    again = text_lib.load(str(tmp_path), '{problem}')
+    assert text_lib.encode(again, [' 1 + 2 ']) == text_lib.encode(TEXT, [' 1 + 2 '])
+    assert len(again.tokenizer) == len(text_lib.CHARACTERS)
+
+
 def test_the_chat_template_wraps_the_problem():
   chat = TEXT._replace(template='chat:{problem}=')
   tokens_NT, length_N = text_lib.ask(chat, ['1+2'], 6)
