@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from flax import traverse_util
 from safetensors.numpy import load_file
 from test_experiment import tiny
 
-from bapo_jax import checkpoint, experiment, export, mesh, model, text, weights
+from bapo_jax import checkpoint, experiment, export, mesh, model, setup, text, weights
+from bapo_jax.progress import Clock
 
 SOURCE = {
   'architectures': ['LlamaForCausalLM'],
@@ -56,28 +58,40 @@ def source(path) -> str:
   return str(path)
 
 
+def saved(workdir, params):
+  """A checkpoint of step 1 with these weights, laid out as a run's."""
+  opt, other = (jnp.ones(3),), jax.tree.map(lambda x: x + 1, params)
+  run = types.SimpleNamespace(params=params, opt=opt, actor=other, shelves=opt)
+  with checkpoint.manager(str(workdir), 2) as kept:
+    checkpoint.save(kept, 1, experiment.arrays(run), {})
+
+
+def trained(workdir):
+  """(config, parameters after a short warm start), saved in the workdir."""
+  config = tiny(**{'warmstart.clean': 2, 'warmstart.noisy': 1})
+  reader = text.load(**config.text)
+  experiment.open_workdir(str(workdir), config)
+  devices = mesh.make(devices=jax.devices()[:1])
+  _, params = setup.policy(config, str(workdir), reader, devices, Clock())
+  saved(workdir, params)
+  return config, params
+
+
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])
 def run(request, tmp_path_factory):
   """(config, workdir, its parameters) of a run that has a checkpoint of step 1."""
   path = tmp_path_factory.mktemp('run')
   workdir = str(path / 'work')
   if request.param == 'embedded':
-    config = tiny(**{'steps': 1, 'warmstart.clean': 2, 'warmstart.noisy': 1})
-    devices = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(jax, 'devices', lambda *_: devices)
-      assert experiment.train(config, workdir) == 0
+    config, params = trained(workdir)
   else:
-    # A policy that says nothing right learns nothing: so its checkpoint is made here.
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'text.tokenizer': name})
     experiment.open_workdir(workdir, config)
     params = oracles.noisy(weights.spec(name, 'float32'), 1)
-    devices = mesh.make(2, 2, 2)
-    params = jax.device_put(params, mesh.shardings(params, devices))
-    with checkpoint.manager(workdir, 2) as kept:
-      checkpoint.save(kept, 1, {'params': params, 'opt': (jnp.ones(3),)}, {})
-  return config, workdir, checkpoint.read_params(workdir, 1)
+    params = jax.device_put(params, mesh.shardings(params, mesh.make(2, 2, 2)))
+    saved(workdir, params)
+  return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__
 
 
 @pytest.mark.slow
@@ -172,9 +186,8 @@ def test_one_parameter_is_read_without_the_others(tmp_path):
   )
   devices = mesh.make(2, 2, 2)
   placed = jax.device_put(params, mesh.shardings(params, devices))
-  with checkpoint.manager(str(tmp_path), 2) as kept:
-    checkpoint.save(kept, 3, {'params': placed, 'opt': (jnp.ones(3),)}, {})
-  get = checkpoint.read_params(str(tmp_path), 3)
+  saved(tmp_path, placed)
+  get = checkpoint.read_params(str(tmp_path), 1)
   for path, array in traverse_util.flatten_dict(params, sep='/').items():
     found = get(path)
     assert type(found) is np.ndarray
