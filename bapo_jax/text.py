@@ -77,6 +77,11 @@ def load(tokenizer: str, template: str) -> Text:
       f'text.tokenizer: cannot load {tokenizer!r}; give a directory that holds '
       f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
+  if template.startswith('chat:') and not loaded.chat_template:
+    raise ValueError(
+      f'text.template: {template[:30]!r} asks for a chat template, and {tokenizer!r} '
+      'has none; write the whole prompt out, without chat:'
+    )
   return Text(loaded, _ends(tokenizer, loaded), template)
 
 

@@ -56,7 +56,7 @@ LLAMA3 = {
 YARN = {
   'rope_type': 'yarn',
   'rope_theta': 100.0,
-  'factor': 4.0,
+  'factor': 6.0,
   'beta_fast': 4.0,
   'original_max_position_embeddings': 16,
 }
