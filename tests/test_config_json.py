@@ -97,6 +97,7 @@ def test_the_original_context_is_found_wherever_it_stands():
     {'use_sliding_window': True, 'sliding_window': 64},  # as long as any row
     {'use_sliding_window': True, 'sliding_window': 32, 'max_window_layers': 2},
     {'use_sliding_window': True, 'sliding_window': None},
+    {'sliding_window': 32, 'max_window_layers': 0},  # not used unless it says so
     {'sliding_window': 32, 'layer_types': ['full_attention'] * 2},
     {'hidden_act': 'silu', 'mlp_bias': False, 'attention_dropout': 0.0},
     {'torch_dtype': 'bfloat16', 'rope_scaling': None},
