@@ -6,9 +6,11 @@ start leaves them, are kept the same way.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from bapo_jax.mesh import path_name
@@ -50,6 +52,33 @@ def restore(kept: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any, dic
   )
   arrays = [found['arrays'].get(path_name(path), leaf) for path, leaf in leaves]
   return treedef.unflatten(arrays), found['meta']
+
+
+def newest(workdir: str) -> int | None:
+  """The step of the newest checkpoint; nothing is made or cleared."""
+  path = os.path.join(workdir, 'checkpoints')
+  names = os.listdir(path) if os.path.isdir(path) else []
+  return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def read_params(workdir: str, step: int) -> Callable[[str], np.ndarray]:
+  """From a parameter's path to its array on the host, read when asked for."""
+  path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step), 'arrays')
+
+  def read(parameter: str) -> np.ndarray:
+    name = f'params/{parameter}'
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      found = checkpointer.restore(
+        path,
+        args=ocp.args.PyTreeRestore(
+          item={name: np.zeros(())},
+          restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+          partial_restore=True,
+        ),
+      )
+    return found[name]
+
+  return read
 
 
 def _solid(tree: Any) -> dict[str, Any]:

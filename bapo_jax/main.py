@@ -16,7 +16,16 @@ CONFIG = config_flags.DEFINE_config_file(
 WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
 )
-MODE = flags.DEFINE_enum('mode', 'train', ['train'], 'What to do.')
+MODE = flags.DEFINE_enum('mode', 'train', ['train', 'export'], 'What to do.')
+EXPORT_TO = flags.DEFINE_string(
+  'export_to', '', 'A new directory; empty: <workdir>/export/<step>.'
+)
+EXPORT_DTYPE = flags.DEFINE_enum(
+  'export_dtype', 'float32', ['float32', 'bfloat16'], 'Of the exported numbers.'
+)
+EXPORT_SHARD_GB = flags.DEFINE_float(
+  'export_shard_gb', 5.0, 'Largest exported file, 10^9 bytes.', lower_bound=1e-9
+)
 OVERRIDE = re.compile(r'--?config\.([^=]+)')
 
 
@@ -67,10 +76,19 @@ def main(argv) -> None:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens
   # Imported late: a misspelt flag should not wait for JAX to load.
-  from bapo_jax import experiment
+  from bapo_jax import experiment, export
 
   try:
-    status = experiment.train(CONFIG.value, WORKDIR.value)
+    if MODE.value == 'export':
+      status = export.export(
+        CONFIG.value,
+        WORKDIR.value,
+        EXPORT_TO.value,
+        EXPORT_DTYPE.value,
+        int(EXPORT_SHARD_GB.value * 1e9),
+      )
+    else:
+      status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:

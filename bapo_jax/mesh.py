@@ -26,6 +26,7 @@ PATHS = (
   (r'layers/o$', ('layer', 'heads', None, 'width')),
   (r'layers/(gate|up)$', ('layer', 'width', 'ffn')),
   (r'layers/down$', ('layer', 'ffn', 'width')),
+  (r'layers/o_bias$', None),
   (r'_norm$', None),  # replicated, whatever its rank
   (r'(^|/)(count|step)$', None),
 )

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from bapo_jax.frequency import table as frequency_table
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
@@ -31,10 +33,13 @@ class ModelSpec:
   head_width: int
   ffn: int
   rope_theta: float = 1e4
+  rope_type: str = 'default'  # a rule of frequency.RULES, and its knobs
+  rope_knobs: tuple[tuple[str, float], ...] = ()
   norm_eps: float = 1e-6
   positions: int = 32768
   tied: bool = True
   qkv_bias: bool = True  # Qwen2
+  o_bias: bool = False  # Llama and Qwen3 with attention_bias
   qk_norm: bool = False  # Qwen3
   compute: str = 'float32'
 
@@ -64,6 +69,8 @@ def describe(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], float | str]]:
       'layers/k_bias': ((L, K, C), 'zeros'),
       'layers/v_bias': ((L, K, C), 'zeros'),
     }
+  if spec.o_bias:
+    tree['layers/o_bias'] = ((L, D), 'zeros')
   if spec.qk_norm:
     tree |= {'layers/q_norm': ((L, C), 'ones'), 'layers/k_norm': ((L, C), 'ones')}
   if not spec.tied:
@@ -114,17 +121,19 @@ def rms_norm(x, scale, eps):
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope(x, position, theta):
+def rope(x, position, spec):
   """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
 
   x [..., heads, C], position [...]; float32, since a bf16 angle is wrong by a radian
   beyond position 256.
   """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  shape = (1,) * position.ndim + (half,)
+  frequency, factor = frequency_table(
+    spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
+  )
+  shape = (1,) * position.ndim + frequency.shape
   angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
-  sin, cos = jnp.sin(angle)[..., None, :], jnp.cos(angle)[..., None, :]
+  sin, cos = factor * jnp.sin(angle), factor * jnp.cos(angle)
+  sin, cos = sin[..., None, :], cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
@@ -142,12 +151,14 @@ def _qkv(w, x, position, spec):
     return out if norm is None else rms_norm(out, norm, spec.norm_eps)
 
   q, k, v = project('q'), project('k'), project('v')
-  return rope(q, position, spec.rope_theta), rope(k, position, spec.rope_theta), v
+  return rope(q, position, spec), rope(k, position, spec), v
 
 
 def _out(w, x, attended, spec):
   """Residual add of the attention's output [..., H, C], then of the gated MLP."""
   x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
+  if spec.o_bias:
+    x += w['o_bias'].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps)
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = y.reshape(-1, y.shape[-1])

@@ -57,22 +57,27 @@ def start(config, rules, workdir: str, clock: Clock) -> tuple[train.Job, train.R
 
 def read(config, workdir: str):
   """(text, (training problems, held-out problems))."""
-  reader = text.load(**config.text)
-  problems = prompts.load(reader, workdir, config.prompts.width, **config.problems)
-  return reader, problems
+  reader = text.load(weights.tokenizer(config.text.tokenizer), config.text.template)
+  width = config.prompts.width
+  return reader, prompts.load(reader, workdir, width, **config.problems)
+
+
+def spec_of(config, reader) -> model.ModelSpec:
+  """What the policy is, by its config.json or by the config's own knobs."""
+  knobs = config.model.to_dict()
+  if path := knobs.pop('path'):
+    return weights.spec(weights.here(path), compute=knobs['compute'])
+  # Rounded up, as published models do, so that the vocabulary divides over devices.
+  vocab = -(-len(reader.tokenizer) // 8) * 8
+  return model.ModelSpec(vocab=vocab, **knobs)
 
 
 def policy(config, workdir: str, reader, devices, clock: Clock):
   """(spec, params): a checkpoint's, or random weights that had their warm start."""
-  knobs = config.model.to_dict()
-  path = knobs.pop('path')
-  if path:
-    spec = weights.spec(path, compute=knobs['compute'])
+  spec = spec_of(config, reader)
+  if path := config.model.path:
     with clock('load'):
-      return spec, weights.load(path, spec, devices)
-  # Rounded up, as published models do, so that the vocabulary divides over devices.
-  vocab = -(-len(reader.tokenizer) // 8) * 8
-  spec = model.ModelSpec(vocab=vocab, **knobs)
+      return spec, weights.load(weights.here(path), spec, devices)
   like = model.abstract(spec)
   layout = mesh.shardings(like, devices)
   like = jax.tree.map(
@@ -84,8 +89,7 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
     **{name: config[name].to_dict() for name in ('model', 'text', 'problems')},
     'warmstart': config.warmstart.to_dict(),
   }
-  digest = fingerprint(recipe)
-  kept = os.path.join(workdir, 'warmstart', digest)
+  kept = os.path.join(workdir, 'warmstart', fingerprint(recipe))
   if os.path.isdir(kept):
     return spec, checkpoint.restore_params(kept, like)
   family = {k: config.problems[k] for k in ('family', 'level', 'train', 'test')}
@@ -215,5 +219,5 @@ def timed(clock: Clock, phase: str, function: Callable) -> Callable:
 
 def fingerprint(recipe: dict) -> str:
   """Twelve hexadecimal digits that change when any value does."""
-  text = json.dumps(recipe, sort_keys=True, default=list)
-  return hashlib.sha256(text.encode()).hexdigest()[:12]
+  written = json.dumps(recipe, sort_keys=True, default=list).encode()
+  return hashlib.sha256(written).hexdigest()[:12]

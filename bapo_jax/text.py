@@ -6,6 +6,7 @@ r"""Tokenizers and prompt templates: the only importer of transformers.
 """
 
 import os
+import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,13 +69,44 @@ def load(tokenizer: str, template: str) -> Text:
   import transformers
 
   try:
-    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    # tokenizer.json to the letter. AutoTokenizer goes by config.json: beside that of a
+    # Qwen2 it drops this file's splitting for Qwen's own, whoever's tokenizer it is.
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
   except (OSError, ValueError) as error:
     raise ValueError(
       f'text.tokenizer: cannot load {tokenizer!r}; give a directory that holds '
       f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
+  if template.startswith('chat:') and not loaded.chat_template:
+    raise ValueError(
+      f'text.template: {template[:30]!r} asks for a chat template, and {tokenizer!r} '
+      'has none; write the whole prompt out, without chat:'
+    )
   return Text(loaded, _ends(tokenizer, loaded), template)
+
+
+# What the tokenizers of different versions and families consist of.
+FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'tokenizer.model',
+  'chat_template.jinja',
+  'chat_template.json',
+)
+
+
+def save(text: Text, source: str, path: str) -> None:
+  """The tokenizer's files into the directory `path`: copied where `source` has them."""
+  if not os.path.isdir(source):
+    text.tokenizer.save_pretrained(path)
+    return
+  for name in FILES:
+    if os.path.exists(os.path.join(source, name)):
+      shutil.copyfile(os.path.join(source, name), os.path.join(path, name))
 
 
 def _ends(path: str, tokenizer) -> tuple[int, ...]:

@@ -129,15 +129,18 @@ def check_sources(config) -> None:
     families.generate(p.family, p.level, p.seed, p.train + p.test)
   lost = []
   path = config.model.path
-  if path and (lacks := weights.missing(path)):
-    lost.append(f'--config.model.path={path} (no {", ".join(lacks)})')
+  lacks = weights.missing(path) if path else []
   for knob in ('source', 'test_source'):
     file = config.problems[knob]
     if file != 'synthetic' and not os.path.isfile(file):
       lost.append(f'--config.problems.{knob}={file}')
+  if lacks and (lost or not weights.on_hub(path)):
+    lost.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
   if lost:
     raise ValueError(
       f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
       '--local-dir <directory>`) and the data (jsonl, fields problem and answer), or '
       'point these knobs to where they are'
     )
+  if lacks:  # downloaded only when nothing else is wanting
+    weights.find(path, 'model.path')

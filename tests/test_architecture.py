@@ -15,8 +15,11 @@ FLOW = (
   'types',
   'progress',
   'mesh',
+  'frequency',
   'model',
   'logprob',
+  'tensors',
+  'config_json',
   'weights',
   'text',
   'problems.families',
@@ -43,6 +46,7 @@ FLOW = (
   'validate',
   'setup',
   'experiment',
+  'export',
   'main',
 )
 BLIND = {'batch', 'buffer', 'advantage', 'clip', 'loss'}  # siblings of the slots
@@ -52,7 +56,7 @@ ONLY = {  # package -> the modules that may import it
   'ml_collections': {'main'},
   'matplotlib': {'report'},
   'orbax': {'checkpoint'},
-  'safetensors': {'weights'},
+  'huggingface_hub': {'weights'},
 }
 
 

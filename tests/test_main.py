@@ -25,6 +25,8 @@ CASES = [  # flags, what the sentence must say
   (['--config=' + TINY, '--config.sampler.group=1'], 'sampler.group=1 is too small'),
   (['--config=' + TINY, '--config.problems.level=9'], 'no level 9'),
   (['--config=' + TINY, '--workdir=README.md/x'], 'cannot be used'),
+  (['--config=' + TINY, '--mode=export'], 'holds no checkpoint; train there first'),
+  (['--config=' + TINY, '--mode=exprt'], 'should be one of'),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]
 

@@ -15,8 +15,15 @@ QWEN2 = model.ModelSpec(
 )
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
 LLAMA = dataclasses.replace(QWEN2, qkv_bias=False, tied=False, kv_heads=1)
+YARN = dataclasses.replace(
+  QWEN2,
+  head_width=8,
+  o_bias=True,
+  rope_type='yarn',
+  rope_knobs=(('factor', 4.0), ('original_max_position_embeddings', 8)),
+)
 SPECS = pytest.mark.parametrize(
-  'spec', [QWEN2, QWEN3, LLAMA], ids=['qwen2', 'qwen3', 'llama']
+  'spec', [QWEN2, QWEN3, LLAMA, YARN], ids=['qwen2', 'qwen3', 'llama', 'yarn']
 )
 T = 10
 
@@ -54,7 +61,7 @@ def test_padding_on_the_right_does_not_reach_a_token():
 
 
 @pytest.mark.parametrize(
-  ('spec', 'prompt'), [(QWEN2, 0), (QWEN2, 4), (QWEN3, 4), (LLAMA, 4)]
+  ('spec', 'prompt'), [(QWEN2, 0), (QWEN2, 4), (QWEN3, 4), (LLAMA, 4), (YARN, 4)]
 )
 def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
@@ -122,8 +129,18 @@ def test_rope_is_a_rotation_of_complex_numbers():
   frequency = 1e4 ** (-np.arange(4) / 4)
   z *= np.exp(1j * position[..., None, None] * frequency)
   expected = np.concatenate([z.real, z.imag], -1)
-  np.testing.assert_allclose(model.rope(x, position, 1e4), expected, atol=2e-3)
-  np.testing.assert_allclose(model.rope(x, position, 1e4)[0], expected[0], atol=1e-5)
+  found = model.rope(x, position, QWEN3)
+  np.testing.assert_allclose(found, expected, atol=2e-3)
+  np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+  slow = dataclasses.replace(QWEN3, rope_type='linear', rope_knobs=(('factor', 2.0),))
+  np.testing.assert_array_equal(model.rope(x, 2 * position, slow), found)
+  knobs = (
+    ('attention_factor', 1.5),
+    ('factor', 1.0),
+    ('original_max_position_embeddings', 64),
+  )
+  hot = dataclasses.replace(QWEN3, rope_type='yarn', rope_knobs=knobs)
+  np.testing.assert_allclose(model.rope(x, position, hot), 1.5 * found, atol=1e-5)
 
 
 @SPECS

@@ -50,11 +50,44 @@ def test_it_is_a_tokenizer_like_any_other(tmp_path):
     text_lib.encode(again, ['?'])
 
 
+def test_a_tokenizer_is_what_its_file_says_whatever_the_model(tmp_path):
+  TEXT.tokenizer.save_pretrained(tmp_path)
+  for kind in ('qwen2', 'qwen3', 'llama'):
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
+    again = text_lib.load(str(tmp_path), '{problem}')
+    assert text_lib.encode(again, [' 1 + 2 ']) == text_lib.encode(TEXT, [' 1 + 2 '])
+    assert len(again.tokenizer) == len(text_lib.CHARACTERS)
+
+
 def test_the_chat_template_wraps_the_problem():
   chat = TEXT._replace(template='chat:{problem}=')
   tokens_NT, length_N = text_lib.ask(chat, ['1+2'], 6)
   np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 19, 4, 0]])
   np.testing.assert_array_equal(length_N, [5])
+
+
+def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
+  TEXT.tokenizer.save_pretrained(tmp_path)
+  assert text_lib.load(str(tmp_path), 'chat:{problem}').tokenizer.chat_template
+  said = "{% for m in messages %}{{ '= ' + m['content'] }}{% endfor %}"
+  tail = "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
+  (tmp_path / 'chat_template.jinja').write_text(said + tail)
+  chat = text_lib.load(str(tmp_path), 'chat:{problem}*')
+  tokens_NT, _ = text_lib.ask(chat, ['1+2'], 7)
+  np.testing.assert_array_equal(tokens_NT, [text_lib.encode(TEXT, ['= 1+2*\n'])[0]])
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path):
+  tokenizer = text_lib.characters()
+  tokenizer.chat_template = None
+  tokenizer.save_pretrained(tmp_path)
+  assert text_lib.load(str(tmp_path), '{problem}').template == '{problem}'
+  with pytest.raises(ValueError) as error:
+    text_lib.load(str(tmp_path), 'chat:{problem}')
+  assert str(error.value) == (
+    "text.template: 'chat:{problem}' asks for a chat template, and "
+    f'{str(tmp_path)!r} has none; write the whole prompt out, without chat:'
+  )
 
 
 def test_ask_pads_on_the_right():

@@ -1,0 +1,130 @@
+"""Safetensors files, rows at a time: what is read or written is never held whole.
+
+1. `index` reads the headers of a directory: name -> `Tensor`;
+2. `read` fetches some rows of one tensor;
+3. `write` makes one file from an iterator of arrays.
+
+A file is eight bytes n, n bytes of JSON {name: {dtype, shape, data_offsets}}, and the
+data. We read it ourselves: the safetensors library maps a file or reads a tensor whole
+(256 MiB for a slice of 8, measured with 0.8.0), and it writes from whole dictionaries.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {
+  'F32': np.dtype('float32'),
+  'F16': np.dtype('float16'),
+  'BF16': jnp.dtype('bfloat16'),
+}
+NAMES = {dtype.name: code for code, dtype in DTYPES.items()}
+ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+
+
+class Tensor(NamedTuple):
+  """Where the data of one tensor lie."""
+
+  file: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  start: int  # bytes from the beginning of the file
+
+
+def files(path: str) -> list[str]:
+  """Names of the safetensors files of a model directory, whether there or not.
+
+  What the index lists; without an index model.safetensors, or else whatever there is.
+  Other files may lie beside them: some models come in their original format too.
+  """
+  names = sorted(os.listdir(path))
+  if INDEX in names:
+    with open(os.path.join(path, INDEX)) as file:
+      return sorted(set(json.load(file)['weight_map'].values()))
+  if ONE_FILE in names:
+    return [ONE_FILE]
+  return [name for name in names if name.endswith('.safetensors')]
+
+
+def index(path: str) -> dict[str, Tensor]:
+  """Every tensor of the model directory `path`, by name; only headers are read.
+
+  Raises:
+    ValueError: a file is cut short, or holds numbers of a kind that is not read.
+  """
+  return {
+    name: tensor
+    for file in files(path)
+    for name, tensor in header(os.path.join(path, file)).items()
+  }
+
+
+def header(path: str) -> dict[str, Tensor]:
+  """The tensors of one file."""
+  size = os.path.getsize(path)
+  with open(path, 'rb') as file:
+    length = int.from_bytes(file.read(8), 'little')
+    if size < 8 + length:
+      raise ValueError(f'{path} is cut short: {size} bytes; fetch it again')
+    listed = json.loads(file.read(length))
+  listed.pop('__metadata__', None)
+  found = {}
+  for name, entry in listed.items():
+    if entry['dtype'] not in DTYPES:
+      raise ValueError(
+        f'{path}: {name} is {entry["dtype"]}, and only {", ".join(DTYPES)} are read; '
+        'take the model that is not quantised'
+      )
+    dtype, (start, end) = DTYPES[entry['dtype']], entry['data_offsets']
+    if end - start != math.prod(entry['shape']) * dtype.itemsize:
+      raise ValueError(f'{path}: {name} is damaged; fetch the file again')
+    if 8 + length + end > size:
+      raise ValueError(f'{path} is cut short: {size} bytes; fetch it again')
+    found[name] = Tensor(path, dtype, tuple(entry['shape']), 8 + length + start)
+  return found
+
+
+def read(tensor: Tensor, first: int, last: int) -> np.ndarray:
+  """Rows first..last-1, flat; a row is what one index of the leading axis holds."""
+  row = math.prod(tensor.shape[1:])
+  return np.fromfile(
+    tensor.file,
+    tensor.dtype,
+    (last - first) * row,
+    offset=tensor.start + first * row * tensor.dtype.itemsize,
+  )
+
+
+def write(path: str, dtype: str, shapes: dict, arrays: Iterable[np.ndarray]) -> None:
+  """One file of tensors named and shaped as `shapes` says, in its order."""
+  entries, end = {'__metadata__': {'format': 'pt'}}, 0
+  for name, shape in shapes.items():
+    start, end = end, end + math.prod(shape) * DTYPES[NAMES[dtype]].itemsize
+    entries[name] = {
+      'dtype': NAMES[dtype],
+      'shape': shape,
+      'data_offsets': [start, end],
+    }
+  text = json.dumps(entries).encode()
+  text += b' ' * (-len(text) % 8)  # the format's alignment
+  with open(path, 'wb') as file:
+    file.write(len(text).to_bytes(8, 'little') + text)
+    for array in arrays:
+      # As bytes: the buffer protocol has no bfloat16.
+      file.write(np.ascontiguousarray(array).ravel().view(np.uint8))
+
+
+def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+  """The names in their order, cut where a file would hold more than `limit` bytes."""
+  held, total = [], 0
+  for name, size in sizes.items():
+    if held and total + size > limit:
+      yield held
+      held, total = [], 0
+    held, total = [*held, name], total + size
+  yield held

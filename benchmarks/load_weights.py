@@ -1,0 +1,148 @@
+"""What loading costs in host memory: the parameters + 1.25 x the largest tensor?
+
+  python -m benchmarks.load_weights [--gb=1] [--devices=1]
+
+Writes a random Qwen2 checkpoint of two shards to a temporary directory, in float32 and
+in bfloat16, loads each in a fresh process (on the CPU, where device buffers are host
+memory) and measures the peak resident size above that after the imports. Prints a table
+and, as the last line, one JSON object. The largest tensor is the largest single tensor
+of the files, in bytes as loaded: one layer of a stacked parameter, or the embedding.
+There is no peer to compare with; the figures are compared with the bound.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+
+from bapo_jax import config_json, model, weights
+
+CASES = (  # numbers in the file, numbers of the parameters
+  ('float32', 'float32'),
+  ('bfloat16', 'bfloat16'),
+  ('bfloat16', 'float32'),
+)
+
+
+def shape_of(numbers: int) -> model.ModelSpec:
+  """A Qwen2 with as many parameters, in the proportions of the published ones."""
+  spec = None
+  for layers in range(2, 200):
+    spec = model.ModelSpec(
+      vocab=32000,
+      width=1024,
+      layers=layers,
+      heads=16,
+      kv_heads=4,
+      head_width=64,
+      ffn=4096,
+      tied=False,
+    )
+    if model.count(spec) >= numbers:
+      break
+  return spec
+
+
+def write(path: str, spec: model.ModelSpec, kind: str) -> None:
+  """Random tensors in two files of about one size, with config.json and index."""
+  rng = np.random.default_rng(0)
+  dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
+  shapes = weights.stored(spec)
+  names = sorted(shapes)
+  for i in range(2):
+    save_file(
+      {
+        n: rng.standard_normal(shapes[n], np.float32).astype(dtype) for n in names[i::2]
+      },
+      os.path.join(path, f'model-0000{i + 1}-of-00002.safetensors'),
+    )
+  with open(os.path.join(path, 'config.json'), 'w') as file:
+    json.dump(config_json.config_of(spec), file)
+
+
+LOAD = r"""
+import re, sys, time
+import jax
+from bapo_jax import mesh, weights
+def rss():  # not getrusage: that remembers the process before exec, which was larger
+  return 1024 * int(re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])
+path, dtype = sys.argv[1:]
+spec, devices = weights.spec(path, 'float32'), mesh.make(data=1, fsdp=-1)
+jax.block_until_ready(jax.numpy.zeros(1))
+before, began = rss(), time.perf_counter()
+params = jax.block_until_ready(weights.load(path, spec, devices, dtype=dtype))
+print(rss() - before, time.perf_counter() - began)
+"""
+
+
+def measure(path: str, dtype: str, devices: int) -> tuple[int, float]:
+  """(bytes of peak resident size above that after the imports, seconds)."""
+  flag = f'--xla_force_host_platform_device_count={devices}'
+  run = subprocess.run(
+    [sys.executable, '-c', LOAD, path, dtype],
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flag},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  peak, seconds = run.stdout.split()
+  return int(peak), float(seconds)
+
+
+def row(path: str, spec, stored_as: str, dtype: str, devices: int) -> dict:
+  """The figures of one case."""
+  size = {'float32': 4, 'bfloat16': 2}[dtype]
+  peak, seconds = measure(path, dtype, devices)
+  parameters = size * model.count(spec)
+  largest = size * max(int(np.prod(s)) for s in weights.stored(spec).values())
+  return {
+    'file': stored_as,
+    'params': dtype,
+    'file_mib': sum(os.path.getsize(os.path.join(path, n)) for n in os.listdir(path))
+    / 2**20,
+    'params_mib': parameters / 2**20,
+    'largest_mib': largest / 2**20,
+    'peak_mib': peak / 2**20,
+    'over_in_largest': (peak - parameters) / largest,
+    'seconds': seconds,
+  }
+
+
+def main() -> None:
+  """Prints the table and the JSON line."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--gb', type=float, default=1.0, help='10^9 bytes of the files')
+  parser.add_argument('--devices', type=int, default=1, help='virtual devices (fsdp)')
+  known = parser.parse_args()
+  rows = []
+  for stored_as in ('float32', 'bfloat16'):
+    with tempfile.TemporaryDirectory() as path:
+      spec = shape_of(int(known.gb * 1e9) // {'float32': 4, 'bfloat16': 2}[stored_as])
+      write(path, spec, stored_as)
+      for case in CASES:
+        if case[0] != stored_as:
+          continue
+        rows.append(row(path, spec, *case, known.devices))
+        if len(rows) == 1:
+          print('  '.join(f'{name:>15}' for name in rows[0]))
+        print(
+          '  '.join(
+            f'{v:>15}' if isinstance(v, str) else f'{v:>15.4g}'
+            for v in rows[-1].values()
+          ),
+          flush=True,
+        )
+  worst = max(r['over_in_largest'] for r in rows)
+  print(
+    json.dumps({'devices': known.devices, 'worst': worst, 'bound': 1.25, 'rows': rows})
+  )
+
+
+if __name__ == '__main__':
+  main()
