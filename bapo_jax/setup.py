@@ -5,6 +5,7 @@
 3. `assemble` binds every knob into the functions of a `Job`.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,11 +13,11 @@ import os
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import (
   advantage,
+  attention,
   batch,
   buffer,
   checkpoint,
@@ -28,13 +29,14 @@ from bapo_jax import (
   prompts,
   rewards,
   rollout,
+  sampler,
   text,
   train,
   warmstart,
   weights,
 )
 from bapo_jax.problems import families
-from bapo_jax.progress import Clock
+from bapo_jax.progress import Clock, timed
 from bapo_jax.types import pick
 
 # The smallest value of each count.
@@ -60,8 +62,11 @@ LEAST = {
 }
 
 
-def check(config) -> dict[str, Callable]:
+def check(config, devices=None) -> dict[str, Callable]:
   """The three rules with their knobs bound, once the numbers are known to fit together.
+
+  Args:
+    devices: the mesh of a plan, which loads nothing; None for that of this host.
 
   Raises:
     ValueError: in one sentence, before anything is loaded or compiled.
@@ -78,9 +83,17 @@ def check(config) -> dict[str, Callable]:
       f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
       f'{sorted(rewards.RULES)}'
     )
+  if config.model.remat not in model.REMAT:
+    raise ValueError(
+      f'model.remat={config.model.remat!r} is none of {sorted(model.REMAT)}'
+    )
   check_numbers(config)
-  check_sources(config)
-  shards = mesh.row_shards(mesh.make(**config.mesh))
+  if devices is None:
+    check_sources(config)
+    devices = mesh.make(**config.mesh)
+  platform = devices.devices.flat[0].platform
+  attention.resolve(config.model.attention, platform, config.model.compute)
+  shards = mesh.row_shards(devices)
   learner.check(
     config.prompts.count,
     config.learner.minibatches,
@@ -170,17 +183,25 @@ def read(config, workdir: str):
   return reader, problems
 
 
-def policy(config, workdir: str, reader, devices, clock: Clock):
-  """(spec, params): a checkpoint's, or random weights that had their warm start."""
+def spec_of(config, reader) -> model.ModelSpec:
+  """What config.json of the model's directory says, or the knobs; needs no weights."""
   knobs = config.model.to_dict()
   path = knobs.pop('path')
   if path:
     spec = weights.spec(path, compute=knobs['compute'])
-    with clock('load'):
-      return spec, weights.load(path, spec, devices)
+    own = {name: knobs[name] for name in ('attention', 'remat')}
+    return dataclasses.replace(spec, **own)
   # Rounded up, as published models do, so that the vocabulary divides over devices.
   vocab = -(-len(reader.tokenizer) // 8) * 8
-  spec = model.ModelSpec(vocab=vocab, **knobs)
+  return model.ModelSpec(vocab=vocab, **knobs)
+
+
+def policy(config, workdir: str, reader, devices, clock: Clock):
+  """(spec, params): a checkpoint's, or random weights that had their warm start."""
+  spec, path = spec_of(config, reader), config.model.path
+  if path:
+    with clock('load'):
+      return spec, weights.load(path, spec, devices)
   like = model.abstract(spec)
   layout = mesh.shardings(like, devices)
   like = jax.tree.map(
@@ -198,7 +219,7 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
     return spec, checkpoint.restore_params(kept, like)
   family = {k: config.problems[k] for k in ('family', 'level', 'train', 'test')}
   with clock('warm start'):
-    params = warmstart.fit(
+    params = mesh.under(devices, warmstart.fit)(
       reader,
       spec,
       devices,
@@ -233,7 +254,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
 
   def test(params, step):
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1)
-    speaker = laid_out(params, devices)
+    speaker = sampler.speaker(params, spec, devices)
     group = config.evaluate.group
     return evaluate.evaluate(
       speaker, held_out, reader, key, rollout=try_out, group=group, step=step
@@ -244,7 +265,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
     ask=lambda step: prompts.ask(training, step, config.seed, config.prompts.count),
     again=lambda ids: prompts.again(training, ids),
     rollout=functools.partial(_ask_group, sample, training, config.sampler.group),
-    speak=functools.partial(laid_out, devices=devices),
+    speak=functools.partial(sampler.speaker, spec=spec, mesh=devices),
     stale=lambda step: step % config.rollout.refresh_every == 0,
     recheck=recheck,
     batch_rule=timed(clock, 'batch', jax.jit(rules['batch'])),
@@ -276,6 +297,18 @@ def _ask_group(sample, problems, group, params, prompts, key, *, step, born):
 
 def updating(config, rules, spec, devices) -> Callable:
   """learner.update with its knobs; the single update is compiled once."""
+  return functools.partial(
+    learner.update,
+    learn=mesh.under(devices, learning(config, rules, spec)),
+    advantage_rule=rules['advantage'],
+    epochs=config.learner.epochs,
+    minibatches=config.learner.minibatches,
+    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
+  )
+
+
+def learning(config, rules, spec):
+  """(params, opt, batch) -> (params, opt, metrics): one optimiser update, jitted."""
   learn = functools.partial(
     learner.learn,
     tx=learner.optimizer(**config.optimizer),
@@ -285,32 +318,7 @@ def updating(config, rules, spec, devices) -> Callable:
     chunk=config.logprob.chunk,
     slices=config.learner.slices,
   )
-  return functools.partial(
-    learner.update,
-    learn=jax.jit(learn, donate_argnums=(0, 1)),
-    advantage_rule=rules['advantage'],
-    epochs=config.learner.epochs,
-    minibatches=config.learner.minibatches,
-    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
-  )
-
-
-def laid_out(params, devices):
-  """A copy of the weights in the decoding layout; the learner may donate its own."""
-  layout = mesh.shardings(params, devices, 'decode')
-  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(
-    params
-  )
-
-
-def timed(clock: Clock, phase: str, function: Callable) -> Callable:
-  """The function, waited for, its seconds charged to `phase`."""
-
-  def call(*args):
-    with clock(phase):
-      return jax.block_until_ready(function(*args))
-
-  return call
+  return jax.jit(learn, donate_argnums=(0, 1))
 
 
 def fingerprint(recipe: dict) -> str:

@@ -15,6 +15,7 @@ FLOW = (
   'types',
   'progress',
   'mesh',
+  'attention',
   'model',
   'logprob',
   'weights',
@@ -39,6 +40,10 @@ FLOW = (
   'checkpoint',
   'train',
   'setup',
+  'roofline',
+  'programs',
+  'collectives',
+  'plan',
   'experiment',
   'main',
 )
