@@ -74,7 +74,7 @@ def compiled(program: programs.Program, grid) -> Row | float:
     except Exception as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      return asked(str(error)) + program.beside
+      return asked(str(error), program)
   m = made.memory_analysis()
   output = m.output_size_in_bytes - m.alias_size_in_bytes
   own = m.argument_size_in_bytes + output + m.temp_size_in_bytes
@@ -90,14 +90,13 @@ def compiled(program: programs.Program, grid) -> Row | float:
   )
 
 
-def asked(message: str) -> float:
-  """Bytes that a program would need, from the compiler's refusal; inf where untold."""
-  for pattern in (
-    r'Used ([\d.]+)([KMGT]) of',
-    r'\(([\d.]+)([KMGT])\) exceeds available',
-  ):
-    if found := re.search(pattern, message):
-      return float(found[1]) * UNITS[found[2]]
+def asked(message: str, program: programs.Program) -> float:
+  """Bytes a device would need, from the compiler's refusal; inf where it says none."""
+  if found := re.search(r'Used ([\d.]+)([KMGT]) of', message):
+    return float(found[1]) * UNITS[found[2]] + program.beside
+  if found := re.search(r'temporaries \(([\d.]+)([KMGT])\)', message):
+    own = float(found[1]) * UNITS[found[2]] + programs.held(program.args)
+    return own + program.beside
   return math.inf
 
 

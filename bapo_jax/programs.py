@@ -71,10 +71,10 @@ def place(tree, shardings):
 
 
 def held(tree) -> float:
-  """Bytes of the placed abstract tree on one device."""
+  """Bytes on one device of what is placed in the abstract tree."""
+  placed = (x for x in jax.tree.leaves(tree) if getattr(x, 'sharding', None))
   return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed
   )
 
 

@@ -174,6 +174,7 @@ def test_the_logits_never_exist():
   assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('B', 'T', 'chunk'), [(1, 8192, 256), (8, 1024, 32)])
 def test_memory_on_a_v5e(topology, B, T, chunk):
   V, D, gib = 152064, 3584, 2**30  # of the 7B model

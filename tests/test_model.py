@@ -173,7 +173,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
 
 def test_the_less_is_computed_again_the_more_is_kept():
   def kept(remat):
-    spec = dataclasses.replace(QWEN2, remat=remat, ffn=512, layers=8)
+    spec = dataclasses.replace(QWEN2, remat=remat, ffn=512)
     like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
 
     def total(params, tokens_BT):
