@@ -4,6 +4,8 @@ Errors of the user are one sentence and exit status 2, before anything compiles.
 """
 
 import difflib
+import importlib.util
+import os
 import re
 import sys
 
@@ -16,7 +18,7 @@ CONFIG = config_flags.DEFINE_config_file(
 WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
 )
-MODE = flags.DEFINE_enum('mode', 'train', ['train', 'export'], 'What to do.')
+MODE = flags.DEFINE_enum('mode', 'train', ['train', 'export', 'plan'], 'What to do.')
 EXPORT_TO = flags.DEFINE_string(
   'export_to', '', 'A new directory; empty: <workdir>/export/<step>.'
 )
@@ -25,6 +27,9 @@ EXPORT_DTYPE = flags.DEFINE_enum(
 )
 EXPORT_SHARD_GB = flags.DEFINE_float(
   'export_shard_gb', 5.0, 'Largest exported file, 10^9 bytes.', lower_bound=1e-9
+)
+TOPOLOGY = flags.DEFINE_string(
+  'topology', 'v5p:2x2x4', 'What --mode=plan compiles for; it need not be attached.'
 )
 OVERRIDE = re.compile(r'--?config\.([^=]+)')
 
@@ -70,15 +75,41 @@ def fail(error) -> None:
   sys.exit(2)
 
 
+# What libtpu wants on a host without a TPU; the two efforts halve the time to compile
+# and leave the memory as it is.
+PLANNING = {
+  'JAX_PLATFORMS': 'cpu',
+  'TPU_SKIP_MDS_QUERY': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+  'JAX_EXEC_TIME_OPTIMIZATION_EFFORT': '-1',
+  'JAX_MEMORY_FITTING_EFFORT': '-1',
+}
+
+
+def plan() -> int:
+  """Compiles for --topology; the exit status is 0 where all of it fits, else 1."""
+  if importlib.util.find_spec('libtpu') is None:
+    fail(
+      '--mode=plan compiles with libtpu, which is not installed; '
+      'pip install -r requirements-tpu.txt (no TPU is needed)'
+    )
+  os.environ.update(PLANNING)
+  from bapo_jax import plan
+
+  return 0 if plan.run(CONFIG.value, TOPOLOGY.value) else 1
+
+
 def main(argv) -> None:
   """Runs what the flags say; exits with the run's status."""
   del argv
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens
-  # Imported late: a misspelt flag should not wait for JAX to load.
-  from bapo_jax import experiment, export
-
   try:
+    if MODE.value == 'plan':
+      sys.exit(plan())
+    # Imported late: a misspelt flag should not wait for JAX to load.
+    from bapo_jax import experiment, export
+
     if MODE.value == 'export':
       status = export.export(
         CONFIG.value,

@@ -4,9 +4,13 @@
 2. `PATHS` says what each axis of each parameter is, first match wins, no match raises;
 3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the
    weights are split over fsdp and tensor, in decoding over tensor alone, so that a
-   token step gathers no weights.
+   token step gathers no weights;
+4. what must know the mesh while it is traced (a kernel, a constraint) asks for the
+   `ambient` one, which `current` makes so.
 """
 
+import contextlib
+import functools
 import re
 
 import jax
@@ -123,3 +127,45 @@ def everywhere(mesh: Mesh) -> NamedSharding:
 def row_shards(mesh: Mesh) -> int:
   """Into how many pieces a batch axis is cut."""
   return mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """The sharding of keys and values [S, T, K, C]: as the weights that made them."""
+  return NamedSharding(
+    mesh, P(ROWS, None, None if kv_heads % mesh.shape['tensor'] else 'tensor')
+  )
+
+
+def current(mesh: Mesh | None):
+  """The context in which this mesh is the ambient one; of one device, there is none."""
+  alone = mesh is None or mesh.size == 1
+  return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
+
+
+def under(mesh: Mesh | None, function):
+  """The function, always called with this mesh as the ambient one."""
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    with current(mesh):
+      return function(*args, **kwargs)
+
+  return call
+
+
+def ambient():
+  """The mesh around the call, or None: then XLA places everything by itself."""
+  found = jax.sharding.get_abstract_mesh()
+  return found if found.axis_names == AXES and found.size > 1 else None
+
+
+def constrain(x, *axes):
+  """x split over these axes of the ambient mesh, where there is one that divides."""
+  found = ambient()
+  if found is None:
+    return x
+  for n, axis in zip(x.shape, axes, strict=False):
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    if n % int(np.prod([found.shape[name] for name in names])):
+      return x
+  return jax.lax.with_sharding_constraint(x, P(*axes))

@@ -17,8 +17,19 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import PartitionSpec as P
 
+from bapo_jax import attention, mesh
 from bapo_jax.frequency import table as frequency_table
+
+# What the backward pass finds again: nothing, the products with weights, everything.
+REMAT = {
+  'full': jax.checkpoint,
+  'dots': functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  ),
+  'none': lambda layer: layer,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +53,8 @@ class ModelSpec:
   o_bias: bool = False  # Llama and Qwen3 with attention_bias
   qk_norm: bool = False  # Qwen3
   compute: str = 'float32'
+  attention: str = 'auto'  # or a kernel of attention.py
+  remat: str = 'full'  # a key of REMAT
 
 
 def describe(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], float | str]]:
@@ -109,6 +122,19 @@ def count(spec: ModelSpec) -> int:
   return sum(math.prod(shape) for shape, _ in describe(spec).values())
 
 
+def cast(params: dict, spec: ModelSpec) -> dict:
+  """The weights as products read them: norms float32, all else in `spec.compute`.
+
+  A model computes the same from either, to the last bit; a decoder reads half of it.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: (
+      x if mesh.path_name(path).endswith('norm') else x.astype(spec.compute)
+    ),
+    params,
+  )
+
+
 def head(params: dict) -> jax.Array:
   """The output projection [V, D]: the embedding itself where the two are tied."""
   return params.get('head', params['embed'])
@@ -171,17 +197,43 @@ def _embed(params, token, spec):
   return params['embed'][token].astype(spec.compute)
 
 
+def _embed_rows(params, tokens_BT, spec):
+  """The same of whole rows, a share of the vocabulary each device.
+
+  Left to itself XLA adds up all rows in float32 and then moves them to their devices.
+  """
+  devices, embed_VD = mesh.ambient(), params['embed']
+  if devices is None or (
+    tokens_BT.shape[0] % mesh.row_shards(devices)
+    or embed_VD.shape[0] % devices.shape['tensor']
+  ):
+    return _embed(params, tokens_BT, spec)
+
+  def look_up(embed_VD, tokens_BT):
+    at_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
+    here_BT = (at_BT >= 0) & (at_BT < embed_VD.shape[0])
+    x_BTD = embed_VD[jnp.where(here_BT, at_BT, 0)].astype(spec.compute)
+    return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), 'tensor')
+
+  rows = P(mesh.ROWS)
+  return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
+    embed_VD, tokens_BT
+  )
+
+
 def _layers(params, tokens_BT, spec, keep: bool):
   position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
 
   def layer(x_BTD, w):
     q_BTHC, k_BTKC, v_BTKC = _qkv(w, x_BTD, position_BT, spec)
-    attended_BTHC = jax.nn.dot_product_attention(q_BTHC, k_BTKC, v_BTKC, is_causal=True)
-    x_BTD = _out(w, x_BTD, attended_BTHC, spec)
+    attended_BTHC = attention.causal(q_BTHC, k_BTKC, v_BTKC, kind=spec.attention)
+    x_BTD = mesh.constrain(_out(w, x_BTD, attended_BTHC, spec), mesh.ROWS)
     return x_BTD, (k_BTKC, v_BTKC) if keep else None
 
-  body = layer if keep else jax.checkpoint(layer)
-  x_BTD, kept = jax.lax.scan(body, _embed(params, tokens_BT, spec), params['layers'])
+  body = layer if keep else REMAT[spec.remat](layer)
+  # Rows stay where they are and weights come to them, whatever XLA would prefer.
+  x_BTD = mesh.constrain(_embed_rows(params, tokens_BT, spec), mesh.ROWS)
+  x_BTD, kept = jax.lax.scan(body, x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), kept
 
 

@@ -8,7 +8,9 @@
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 
+import jax
 from tqdm import tqdm
 
 TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
@@ -75,6 +77,16 @@ class _Lines:
 
   def flush(self):
     self._stream.flush()
+
+
+def timed(clock: Clock, phase: str, function: Callable) -> Callable:
+  """The function, waited for, its seconds charged to `phase`."""
+
+  def call(*args):
+    with clock(phase):
+      return jax.block_until_ready(function(*args))
+
+  return call
 
 
 def bar(total: int, label: str, unit: str = 'it'):

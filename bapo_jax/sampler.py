@@ -55,6 +55,23 @@ def empty(spec: model.ModelSpec, slots: int, length: int) -> Slots:
   )
 
 
+def speaker(params, spec: model.ModelSpec, mesh):
+  """A copy of the weights as decoding reads them; the learner may donate its own."""
+
+  def copy(params):
+    return jax.tree.map(jnp.copy, model.cast(params, spec))
+
+  layout = mesh_lib.shardings(params, mesh, 'decode')
+  return jax.jit(copy, out_shardings=layout)(params)
+
+
+def places(like: Slots, mesh) -> Slots:
+  """Where each array of the slots lies: rows by slot, keys and values by head too."""
+  rows, caches = mesh_lib.over_rows(mesh), len(like.cache)
+  heads = mesh_lib.over_cache(mesh, like.cache[0][0].shape[2])
+  return Slots(*[rows] * (len(like) - 1), cache=[(heads, heads)] * caches)
+
+
 @functools.partial(jax.jit, static_argnames=('spec', 'new'), donate_argnames='slots')
 def admit(params, slots: Slots, tokens_RT, length_R, row_R, uid_R, *, spec, new: int):
   """Puts R prompts into free slots; a row with row_R = -1 is padding, put nowhere."""
@@ -207,10 +224,12 @@ def generate(
   P, width = prompts.tokens_PT.shape
   B, length = P * group, width + new
   refill = min(refill, slots)
-  state = empty(spec, slots, length)
+  make = functools.partial(empty, spec, slots, length)
   rows = Rows(*(jnp.zeros((B, length), kind) for kind in ('int32', 'float32', bool)))
-  if mesh is not None:
-    state = jax.device_put(state, mesh_lib.over_rows(mesh))
+  if mesh is None:
+    state = make()
+  else:  # made where it lies: no device could hold the whole cache
+    state = jax.jit(make, out_shardings=places(jax.eval_shape(make), mesh))()
     rows = jax.device_put(rows, mesh_lib.over_rows(mesh, B))
   wanted = np.flatnonzero(np.repeat(prompts.length_P, group)).astype(np.int32)
   asked = finished = 0
@@ -221,7 +240,7 @@ def generate(
       row_R = wanted[asked : asked + refill]
       row_R = np.pad(row_R, (0, refill - len(row_R)), constant_values=-1)
       of_R = row_R // group  # a padding row borrows the last prompt
-      state = admit(
+      state = mesh_lib.under(mesh, admit)(
         params,
         state,
         prompts.tokens_PT[of_R],
@@ -233,7 +252,9 @@ def generate(
       )
       asked = min(asked + refill, len(wanted))
       free -= refill
-    state = run(params, state, key, temperature, spec=spec, n=chunk, eos=eos)
+    state = mesh_lib.under(mesh, run)(
+      params, state, key, temperature, spec=spec, n=chunk, eos=eos
+    )
     state, rows = harvest(state, rows)
     landed = asked - int((state.row_S >= 0).sum())
     advance(landed - finished)

@@ -4,6 +4,7 @@
 2. `assemble` binds every knob into the functions of a `Job`.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -11,7 +12,6 @@ import os
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from bapo_jax import (
   batch,
@@ -25,12 +25,13 @@ from bapo_jax import (
   prompts,
   rewards,
   rollout,
+  sampler,
   text,
   train,
   warmstart,
   weights,
 )
-from bapo_jax.progress import Clock
+from bapo_jax.progress import Clock, timed
 
 
 def start(config, rules, workdir: str, clock: Clock) -> tuple[train.Job, train.Run]:
@@ -66,7 +67,9 @@ def spec_of(config, reader) -> model.ModelSpec:
   """What the policy is, by its config.json or by the config's own knobs."""
   knobs = config.model.to_dict()
   if path := knobs.pop('path'):
-    return weights.spec(weights.here(path), compute=knobs['compute'])
+    spec = weights.spec(weights.here(path), compute=knobs['compute'])
+    own = {name: knobs[name] for name in ('attention', 'remat')}
+    return dataclasses.replace(spec, **own)
   # Rounded up, as published models do, so that the vocabulary divides over devices.
   vocab = -(-len(reader.tokenizer) // 8) * 8
   return model.ModelSpec(vocab=vocab, **knobs)
@@ -94,7 +97,7 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
     return spec, checkpoint.restore_params(kept, like)
   family = {k: config.problems[k] for k in ('family', 'level', 'train', 'test')}
   with clock('warm start'):
-    params = warmstart.fit(
+    params = mesh.under(devices, warmstart.fit)(
       reader,
       spec,
       devices,
@@ -129,7 +132,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
 
   def test(params, step):
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1)
-    speaker = laid_out(params, devices)
+    speaker = sampler.speaker(params, spec, devices)
     group = config.evaluate.group
     return evaluate.evaluate(
       speaker, held_out, reader, key, rollout=try_out, group=group, step=step
@@ -140,7 +143,7 @@ def assemble(config, rules, reader, problems, spec, devices, clock: Clock) -> tr
     ask=lambda step: prompts.ask(training, step, config.seed, config.prompts.count),
     again=lambda ids: prompts.again(training, ids),
     rollout=functools.partial(_ask_group, sample, training, config.sampler.group),
-    speak=functools.partial(laid_out, devices=devices),
+    speak=functools.partial(sampler.speaker, spec=spec, mesh=devices),
     stale=lambda step: step % config.rollout.refresh_every == 0,
     recheck=recheck,
     batch_rule=timed(clock, 'batch', jax.jit(rules['batch'])),
@@ -172,9 +175,31 @@ def _ask_group(sample, problems, group, params, prompts, key, *, step, born):
 
 def updating(config, rules, spec, devices) -> Callable:
   """learner.update with its knobs; the single update is compiled once."""
-  scored = dict(
+  score = None
+  if config.loss.rule in loss.PROXIMAL:
+    parts = config.learner.minibatches * config.learner.slices
+    score = functools.partial(learner.score, parts=parts, **scored(config, spec))
+    score = mesh.under(devices, jax.jit(score))
+  return functools.partial(
+    learner.update,
+    learn=mesh.under(devices, learning(config, rules, spec)),
+    advantage_rule=rules['advantage'],
+    epochs=config.learner.epochs,
+    minibatches=config.learner.minibatches,
+    proximal=score,
+    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
+  )
+
+
+def scored(config, spec) -> dict:
+  """How tokens are scored: the same in an update and for the proximal policy."""
+  return dict(
     spec=spec, temperature=config.sampler.temperature, chunk=config.logprob.chunk
   )
+
+
+def learning(config, rules, spec):
+  """(params, opt, batch) -> (params, opt, metrics): one optimiser update, jitted."""
   learn = functools.partial(
     learner.learn,
     tx=learner.optimizer(**config.optimizer),
@@ -184,37 +209,9 @@ def updating(config, rules, spec, devices) -> Callable:
     search=config.learner.search,
     aggregate=config.loss.aggregate,
     length=config.sampler.new,
-    **scored,
+    **scored(config, spec),
   )
-  parts = config.learner.minibatches * config.learner.slices
-  score = jax.jit(functools.partial(learner.score, parts=parts, **scored))
-  return functools.partial(
-    learner.update,
-    learn=jax.jit(learn, donate_argnums=(0, 1)),
-    advantage_rule=rules['advantage'],
-    epochs=config.learner.epochs,
-    minibatches=config.learner.minibatches,
-    proximal=score if config.loss.rule in loss.PROXIMAL else None,
-    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
-  )
-
-
-def laid_out(params, devices):
-  """A copy of the weights in the decoding layout; the learner may donate its own."""
-  layout = mesh.shardings(params, devices, 'decode')
-  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(
-    params
-  )
-
-
-def timed(clock: Clock, phase: str, function: Callable) -> Callable:
-  """The function, waited for, its seconds charged to `phase`."""
-
-  def call(*args):
-    with clock(phase):
-      return jax.block_until_ready(function(*args))
-
-  return call
+  return jax.jit(learn, donate_argnums=(0, 1))
 
 
 def fingerprint(recipe: dict) -> str:

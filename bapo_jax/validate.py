@@ -11,11 +11,13 @@ import numpy as np
 
 from bapo_jax import (
   advantage,
+  attention,
   batch,
   clip,
   learner,
   loss,
   mesh,
+  model,
   rewards,
   weights,
 )
@@ -45,8 +47,11 @@ LEAST = {
 }
 
 
-def check(config) -> dict[str, Callable]:
+def check(config, devices=None) -> dict[str, Callable]:
   """The four rules with their knobs bound, once the numbers are known to fit together.
+
+  Args:
+    devices: the mesh of a plan, which loads nothing; None for that of this host.
 
   Raises:
     ValueError: in one sentence, before anything is loaded or compiled.
@@ -63,9 +68,17 @@ def check(config) -> dict[str, Callable]:
       f'rewards.rule: no rule named {config.rewards.rule!r}; choose one of '
       f'{sorted(rewards.RULES)}'
     )
+  if config.model.remat not in model.REMAT:
+    raise ValueError(
+      f'model.remat={config.model.remat!r} is none of {sorted(model.REMAT)}'
+    )
   check_numbers(config)
-  check_sources(config)
-  shards = mesh.row_shards(mesh.make(**config.mesh))
+  if devices is None:
+    check_sources(config)
+    devices = mesh.make(**config.mesh)
+  platform = devices.devices.flat[0].platform
+  attention.resolve(config.model.attention, platform, config.model.compute)
+  shards = mesh.row_shards(devices)
   learner.check(
     config.prompts.count,
     config.learner.minibatches,

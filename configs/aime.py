@@ -85,7 +85,7 @@ def seven():
   config.title = 'AIME, DeepSeek-R1-Distill-Qwen-7B'
   config.model.path = 'models/DeepSeek-R1-Distill-Qwen-7B'
   config.text.tokenizer = config.model.path
-  config.mesh.update(fsdp=16, tensor=4)
+  config.mesh.update(data=1, fsdp=-1, tensor=4)
   return config
 
 
@@ -94,5 +94,5 @@ def thirty_two():
   config.title = 'AIME, DeepSeek-R1-Distill-Qwen-32B'
   config.model.path = 'models/DeepSeek-R1-Distill-Qwen-32B'
   config.text.tokenizer = config.model.path
-  config.mesh.update(fsdp=32, tensor=8)
+  config.mesh.update(data=1, fsdp=-1, tensor=8)
   return config

@@ -29,6 +29,8 @@ def get_config() -> ConfigDict:
     ffn=192,
     rope_theta=10_000.0,
     compute='float32',
+    attention='auto',  # or plain, cudnn, splash
+    remat='full',  # what the backward pass computes again: full, dots, none
   )
   config.logprob = dict(chunk=256)
   config.text = dict(tokenizer='characters', template='{problem}\n')

@@ -31,3 +31,13 @@ def variant(request):
     return jax.jit(function)(*(jax.device_put(x, rows) for x in arrays))
 
   return sharded
+
+
+@pytest.fixture
+def topology():
+  """Devices of a TPU that is not attached, to compile for; skips without libtpu."""
+  pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
+  from bapo_jax import main, plan
+
+  os.environ.update({k: v for k, v in main.PLANNING.items() if 'EFFORT' not in k})
+  return lambda name: plan.attach(name)[1]

@@ -9,10 +9,12 @@ import numpy as np
 import oracles
 import pytest
 
-from bapo_jax import logprob, model
+from bapo_jax import collectives, logprob, mesh, model
 
 B, T, D, V = 8, 7, 16, 20
-CHUNKS = pytest.mark.parametrize('chunk', [1, 3, T, T + 5])
+CHUNKS = pytest.mark.parametrize(
+  ('chunk', 'block'), [(1, 4096), (3, 5), (T, 7), (T + 5, 10)]
+)
 
 
 def example(seed: int = 0):
@@ -26,11 +28,13 @@ def example(seed: int = 0):
 
 @CHUNKS
 @pytest.mark.parametrize('temperature', [0.6, 1.0])
-def test_values_equal_the_oracle(variant, chunk, temperature):
+def test_values_equal_the_oracle(variant, chunk, block, temperature):
   hidden_BTD, head_VD, token_BT = example()
 
   def score(hidden_BTD, token_BT):
-    return logprob.chosen(hidden_BTD, head_VD, token_BT, temperature, chunk=chunk)
+    return logprob.chosen(
+      hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
+    )
 
   found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
   expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, temperature)
@@ -40,7 +44,7 @@ def test_values_equal_the_oracle(variant, chunk, temperature):
 
 
 @CHUNKS
-def test_gradients_equal_the_oracle(chunk):
+def test_gradients_equal_the_oracle(chunk, block):
   hidden_BTD, head_VD, token_BT = example()
   weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
 
@@ -48,7 +52,7 @@ def test_gradients_equal_the_oracle(chunk):
     scored = score(hidden_BTD, head_VD, token_BT, 0.8)
     return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True))
 
-  score = functools.partial(logprob.chosen, chunk=chunk)
+  score = functools.partial(logprob.chosen, chunk=chunk, block=block)
   found = jax.jit(jax.grad(functools.partial(total, score), argnums=(0, 1)))
   expected = jax.grad(functools.partial(total, oracles.logprob_oracle), argnums=(0, 1))
   for a, b in zip(
@@ -91,6 +95,71 @@ def test_rows_score_each_token_given_those_before_it():
     np.testing.assert_allclose(entropy_BT[:, t], entropy_B1[:, 0], atol=1e-5)
 
 
+def test_blocks_are_equal_and_no_larger_than_asked():
+  # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
+  assert logprob._blocks(152064, 4096) == 44
+  assert logprob._blocks(20, 4096) == 1
+  assert logprob._blocks(20, 10) == 2
+  assert logprob._blocks(20, 7) == 4
+  assert logprob._blocks(151, 10) == 1  # a prime falls into crumbs only
+
+
+def sharded_gradient(devices, chunk=2, block=5):
+  """(jitted value and gradient of an example, its arguments on the mesh)."""
+  hidden_BTD, head_VD, token_BT = example()
+  weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
+
+  def total(hidden_BTD, head_VD, token_BT):
+    scored = logprob.chosen(
+      hidden_BTD, head_VD, token_BT, 0.8, chunk=chunk, block=block
+    )
+    return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True)), scored
+
+  args = hidden_BTD, head_VD, token_BT
+  if devices:
+    place = mesh.shardings({'head': head_VD}, devices)['head']
+    rows = mesh.over_rows(devices)
+    args = jax.device_put(args, (rows, place, rows))
+  return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True)), args
+
+
+@pytest.mark.parametrize('sizes', [(2, 2, 2), (1, 1, 4), (8, 1, 1), (1, 4, 2)])
+def test_the_mesh_changes_neither_values_nor_gradients(sizes):
+  gradient, args = sharded_gradient(None)
+  alone = gradient(*args)
+  devices = mesh.make(*sizes, devices=jax.devices()[: math.prod(sizes)])
+  gradient, args = sharded_gradient(devices)
+  with mesh.current(devices):
+    spread = gradient(*args)
+  for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(alone), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tile_waits_for_another_device():
+  devices = mesh.make(2, 2, 2)
+  gradient, args = sharded_gradient(devices)
+  with mesh.current(devices):
+    text = gradient.lower(*args).compile().as_text()
+  assert collectives.in_loops(text) == []
+  # The head [20/2, 16/2] becomes [10, 16] once forward and once backward.
+  gathers = [line for line in text.splitlines() if ' all-gather(' in line]
+  assert len(gathers) in (1, 2) and all('f32[10,16]' in line for line in gathers)
+
+
+def test_a_bfloat16_head_gets_the_sum_that_float32_would_give():
+  # 512 equal contributions: added up in bfloat16 they would stop growing at 256.
+  hidden_BTD, head_VD = jnp.ones((1, 512, 1), jnp.bfloat16), jnp.zeros((2, 1))
+  token_BT = jnp.zeros((1, 512), jnp.int32)
+
+  def total(head_VD):
+    return logprob.chosen(hidden_BTD, head_VD, token_BT, 1.0, chunk=1)[0].sum()
+
+  # d logp / d z = 1 - 1/2 of the chosen, -1/2 of the other, 512 times.
+  by_head_VD = jax.jit(jax.grad(total))(head_VD.astype(jnp.bfloat16))
+  assert by_head_VD.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(by_head_VD.astype(jnp.float32), [[256], [-256]])
+
+
 def test_the_logits_never_exist():
   # 2 x 512 x 1000 logits are 4 MB; a chunk of 16 columns 128 kB, forward and backward.
   like = jax.ShapeDtypeStruct
@@ -103,3 +172,23 @@ def test_the_logits_never_exist():
   gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
   compiled = gradient.lower(hidden, head, like((2, 512), jnp.int32)).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('B', 'T', 'chunk'), [(1, 8192, 256), (8, 1024, 32)])
+def test_memory_on_a_v5e(topology, B, T, chunk):
+  V, D, gib = 152064, 3584, 2**30  # of the 7B model
+  one = jax.sharding.SingleDeviceSharding(topology('v5e:2x2')[0])
+
+  def temporaries(head_kind):
+    def total(hidden_BTD, head_VD, token_BT):
+      return logprob.chosen(hidden_BTD, head_VD, token_BT, 0.6, chunk=chunk)[0].sum()
+
+    like = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+    args = like((B, T, D), 'bfloat16'), like((V, D), head_kind), like((B, T), 'int32')
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporaries('bfloat16') < 0.3 * gib
+  # Of a float32 head XLA makes one copy in bfloat16, before the loops.
+  assert temporaries('float32') < 0.3 * gib + 2 * V * D

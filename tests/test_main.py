@@ -27,6 +27,8 @@ CASES = [  # flags, what the sentence must say
   (['--config=' + TINY, '--workdir=README.md/x'], 'cannot be used'),
   (['--config=' + TINY, '--mode=export'], 'holds no checkpoint; train there first'),
   (['--config=' + TINY, '--mode=exprt'], 'should be one of'),
+  (['--config=' + TINY, '--config.model.remat=half'], "model.remat='half' is none"),
+  (['--config=' + TINY, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]
 
@@ -49,3 +51,23 @@ def test_bad_input(flags, says, tmp_path):
   assert line.startswith('bapo_jax: ')
   assert says in line
   assert not list(tmp_path.iterdir()), 'nothing is written before the input is sound'
+
+
+def test_a_plan_without_libtpu_says_what_to_install():
+  # None in sys.modules: as if it were not installed, whether it is or not.
+  hide = "import runpy, sys; sys.modules['libtpu'] = None; "
+  run = subprocess.run(
+    [
+      sys.executable,
+      '-c',
+      f"{hide}runpy.run_module('bapo_jax.main', run_name='__main__')",
+    ]
+    + [f'--config={TINY}', '--mode=plan', '--topology=v5e:2x2'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert run.returncode == 2
+  (line,) = run.stderr.strip().splitlines()
+  assert line.startswith('bapo_jax: --mode=plan') and 'requirements-tpu.txt' in line

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -90,6 +91,26 @@ def test_a_place_worked_by_hand():
   assert mesh.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode') == P(
     None, None, 'tensor', None
   )
+
+
+def test_a_mesh_is_ambient_where_it_is_made_so():
+  devices, x = mesh.make(2, 2, 2), jnp.ones((8, 4))
+  assert mesh.ambient() is None
+  with mesh.current(None), mesh.current(mesh.make(1, 1, 1, jax.devices()[:1])):
+    assert mesh.ambient() is None
+  assert mesh.under(devices, mesh.ambient)().shape == dict(devices.shape)
+  spread = mesh.under(devices, jax.jit(lambda x: mesh.constrain(x, mesh.ROWS)))(x)
+  assert spread.sharding.shard_shape(x.shape) == (2, 4)
+  # What does not divide, and what has no mesh, stays as it is.
+  for x, axes in ((jnp.ones((6, 4)), (mesh.ROWS,)), (jnp.ones((6, 3)), (None, 'fsdp'))):
+    assert mesh.under(devices, mesh.constrain)(x, *axes) is x
+  assert mesh.constrain(x, mesh.ROWS) is x
+
+
+def test_keys_and_values_lie_with_the_weights_that_made_them():
+  devices = mesh.make(2, 2, 2)
+  assert mesh.over_cache(devices, 2).spec == P(mesh.ROWS, None, 'tensor')
+  assert mesh.over_cache(devices, 3).spec == P(mesh.ROWS, None, None)
 
 
 def test_an_unmatched_path_raises():

@@ -175,6 +175,46 @@ def test_the_mesh_changes_nothing(spec, layout):
   np.testing.assert_allclose(spread, whole, atol=1e-5)
 
 
+@pytest.mark.parametrize('remat', ['dots', 'none'])
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
+  def total(params, spec):
+    return jnp.sin(model.forward(params, tokens(2), spec)).sum()
+
+  gradient = jax.jit(jax.grad(total), static_argnames='spec')
+  params = oracles.noisy(QWEN2, 0)
+  full = gradient(params, QWEN2)
+  other = gradient(params, dataclasses.replace(QWEN2, remat=remat))
+  for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(full), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_less_is_computed_again_the_more_is_kept():
+  def kept(remat):
+    spec = dataclasses.replace(QWEN2, remat=remat, ffn=512, layers=6)
+    like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
+
+    def total(params, tokens_BT):
+      return model.forward(params, tokens_BT, spec).sum()
+
+    lowered = jax.jit(jax.grad(total)).lower(model.abstract(spec), like)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  full, dots, none = (kept(remat) for remat in ('full', 'dots', 'none'))
+  assert 1.5 * full < dots and 1.1 * dots < none
+
+
+@SPECS
+def test_a_speakers_weights_say_what_the_learners_say(spec):
+  spec = dataclasses.replace(spec, compute='bfloat16')
+  params = oracles.noisy(spec, 0)
+  cast = model.cast(params, spec)
+  kinds = {mesh.path_name(p): x.dtype for p, x in jax.tree.leaves_with_path(cast)}
+  for name, kind in kinds.items():
+    assert kind == (jnp.float32 if name.endswith('norm') else jnp.bfloat16), name
+  whole, spoken = (forward(tree, tokens(3), spec) for tree in (params, cast))
+  assert np.array_equal(whole, spoken)
+
+
 def test_bfloat16_stays_close_and_stays_bfloat16():
   params, tokens_BT = oracles.noisy(QWEN3, 0, size=0.1), tokens(3)
   half = dataclasses.replace(QWEN3, compute='bfloat16')

@@ -1,0 +1,121 @@
+"""Which collectives a compiled program runs in its loops, read from its HLO text.
+
+1. `computations` cuts the text into computations and their instructions;
+2. `in_loops` walks from the entry into loop bodies and what those call, multiplying
+   trip counts on the way.
+
+XLA's own cost analysis counts a loop's body once, so it is of no use here.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
+KINDS = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'collective-permute',
+  'ragged-all-to-all',
+  'collective-broadcast',
+)
+# `-done` ends what `-start` began and is not counted again.
+COLLECTIVE = re.compile(rf' = (.+?) ({"|".join(KINDS)})(-start)?\(')
+ARRAY = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*|c\d+)\[([\d,]*)\]')
+CALLED = re.compile(
+  r'(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)'
+)
+BRANCHES = re.compile(r'(?:branch|called)_computations=\{([^}]*)\}')
+LOOP = re.compile(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+BOUND = re.compile(r' constant\((\d+)\)')
+
+
+class Collective(NamedTuple):
+  """One kind and size of collective inside a loop."""
+
+  kind: str
+  bytes: int  # of the whole array on one device: what is gathered, summed or sent
+  sites: int  # instructions of this kind and size
+  times: int  # how often they run, together, each time the program runs
+
+  @property
+  def received(self) -> int:
+    """Bytes that come to a device in a run of the program; a sum goes round twice."""
+    return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+  """(name -> instructions, name of the entry)."""
+  found, entry, lines = {}, '', []
+  for line in text.splitlines():
+    if header := HEADER.match(line):
+      lines = found[header[2]] = []
+      entry = header[2] if header[1] else entry
+    elif line.startswith('  '):
+      lines.append(line)
+  return found, entry
+
+
+def in_loops(text: str) -> list[Collective]:
+  """The collectives that run inside loops, the most bytes first."""
+  bodies, entry = computations(text)
+  sites, times = {}, {}
+
+  def walk(name: str, repeats: int, looped: bool):
+    for line in bodies.get(name, ()):
+      if looped and (found := COLLECTIVE.search(line)):
+        key = found[2], size(found[1], found[2], bool(found[3]), line)
+        sites.setdefault(key, set()).add((name, line))
+        times[key] = times.get(key, 0) + repeats
+      if loop := LOOP.search(line):
+        walk(loop[2], repeats * trips(line, bodies.get(loop[1], ())), True)
+      inner = CALLED.findall(line)
+      for group in BRANCHES.findall(line):
+        inner += [part.strip().lstrip('%') for part in group.split(',')]
+      for called in inner:
+        walk(called, repeats, looped)
+
+  walk(entry, 1, False)
+  found = [Collective(*key, len(sites[key]), times[key]) for key in sites]
+  return sorted(found, key=lambda c: -c.received)
+
+
+def trips(line: str, condition) -> int:
+  """How often a loop runs: what XLA says, else the bound that its condition compares
+  with. One where neither is there."""
+  if known := TRIPS.search(line):
+    return int(known[1])
+  bounds = [int(n) for text in condition for n in BOUND.findall(text)]
+  return max(bounds, default=1)
+
+
+def size(shape: str, kind: str, started: bool, line: str) -> int:
+  """Bytes of the whole array: the result, or for a scatter what was scattered."""
+  arrays = [
+    math.prod(int(n) for n in dims.split(',') if n) * width(kind_of)
+    for kind_of, dims in ARRAY.findall(shape)
+  ]
+  # A started gather or permute names its operand beside its result.
+  paired = started and kind in ('all-gather', 'collective-permute')
+  total = max(arrays, default=0) if paired else sum(arrays)
+  return total * members(line) if kind == 'reduce-scatter' else total
+
+
+def members(line: str) -> int:
+  """Devices in a group of the collective."""
+  if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', line):
+    return listed[1].count(',') + 1
+  if tiled := re.search(r'replica_groups=\[\d+,(\d+)\]', line):
+    return int(tiled[1])
+  return 1
+
+
+def width(kind: str) -> int:
+  """Bytes of one number."""
+  if kind == 'pred':
+    return 1
+  digits = re.match(r'[a-z]+(\d+)', kind)
+  return max(int(digits[1]) // 8, 1)

@@ -1,0 +1,159 @@
+"""Tokens a second of a train step, beside the same step in transformers and torch.
+
+  python -m benchmarks.train_step [--layers=4] [--rows=4] [--length=256] [--steps=3]
+
+A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 parameters and
+AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:
+autocast). Both get every core and run one after the other, each in a process of its
+own; the first step compiles and is not counted. Needs torch
+(`pip install -r requirements-parity.txt`). The last line is one JSON object.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+SIZES = {
+  'vocab_size': 151936,
+  'hidden_size': 896,
+  'num_attention_heads': 14,
+  'num_key_value_heads': 2,
+  'intermediate_size': 4864,
+}
+KINDS = ('float32', 'bfloat16')
+LR, LOW, HIGH = 1e-6, 0.8, 1.2
+
+
+def example(rows: int, length: int):
+  """(tokens_BT, advantage_B); every token but the first teaches."""
+  rng = np.random.default_rng(0)
+  tokens_BT = rng.integers(0, SIZES['vocab_size'], (rows, length), np.int32)
+  return tokens_BT, rng.standard_normal(rows).astype(np.float32)
+
+
+def ours(kind: str, layers: int, rows: int, length: int):
+  """A function that makes one update and waits for it."""
+  import jax
+
+  from bapo_jax import clip, learner, loss, model
+  from bapo_jax.types import Batch
+
+  spec = model.ModelSpec(
+    vocab=SIZES['vocab_size'],
+    width=SIZES['hidden_size'],
+    layers=layers,
+    heads=SIZES['num_attention_heads'],
+    kv_heads=SIZES['num_key_value_heads'],
+    head_width=64,
+    ffn=SIZES['intermediate_size'],
+    compute=kind,
+  )
+  tx = learner.optimizer(lr=LR)
+  rule = functools.partial(clip.fixed, low=LOW, high=HIGH)
+  learn = functools.partial(
+    learner.learn,
+    tx=tx,
+    clip_rule=rule,
+    loss_rule=loss.clipped,
+    spec=spec,
+    temperature=1.0,
+  )
+  learn = jax.jit(learn, donate_argnums=(0, 1))
+  params = model.init(spec, jax.random.key(0))
+  state = [params, jax.jit(tx.init)(params)]
+  tokens_BT, adv_B = example(rows, length)
+  mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
+  # Near what random weights say: ratios close to one.
+  logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
+  batch = Batch(tokens_BT, mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32))
+
+  def step():
+    state[0], state[1], told = learn(*state, batch)
+    return float(told['loss/value'])
+
+  return step
+
+
+def theirs(kind: str, layers: int, rows: int, length: int):
+  """The same in torch."""
+  import torch
+  import transformers
+
+  torch.manual_seed(0)
+  net = transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(
+      **SIZES, num_hidden_layers=layers, tie_word_embeddings=True, dtype='float32'
+    )
+  )
+  net.train()
+  tx = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
+  tokens_BT, adv_B = (torch.from_numpy(x) for x in example(rows, length))
+  tokens_BT = tokens_BT.long()
+  old = -float(np.log(SIZES['vocab_size']))
+
+  def step():
+    with torch.autocast('cpu', torch.bfloat16, enabled=kind == 'bfloat16'):
+      logits_BTV = net(tokens_BT, use_cache=False).logits[:, :-1]
+    logits_BTV = logits_BTV.float()
+    said_BT1 = logits_BTV.gather(-1, tokens_BT[:, 1:, None])
+    logp_BT = said_BT1[..., 0] - logits_BTV.logsumexp(-1)
+    ratio_BT = torch.exp(logp_BT - old)
+    adv_B1 = adv_B[:, None]
+    clipped_BT = ratio_BT.clamp(LOW, HIGH) * adv_B1
+    loss = -torch.minimum(ratio_BT * adv_B1, clipped_BT).mean()
+    tx.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    tx.step()
+    return loss.item()
+
+  return step
+
+
+def measure(make, kind: str, args) -> dict:
+  """Tokens a second: the median step, and all of them."""
+  step = make(kind, args.layers, args.rows, args.length)
+  step()
+  seconds = []
+  for _ in range(args.steps):
+    begun = time.perf_counter()
+    step()
+    seconds.append(time.perf_counter() - begun)
+  tokens = args.rows * args.length
+  return {'tps': tokens / statistics.median(seconds), 'seconds': seconds}
+
+
+def main() -> None:
+  """Prints the table and the JSON line."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  for name, value in {'layers': 4, 'rows': 4, 'length': 256, 'steps': 3}.items():
+    parser.add_argument(f'--{name}', type=int, default=value)
+  parser.add_argument('--only', help='ours or theirs, with a dtype: ours:float32')
+  args = parser.parse_args()
+  if args.only:
+    who, kind = args.only.split(':')
+    print(json.dumps(measure({'ours': ours, 'theirs': theirs}[who], kind, args)))
+    return
+  result = {'ours_tps': {}, 'torch_tps': {}}
+  print(f'{"":10}{"":8}{"tokens/s":>10}  seconds a step')
+  for kind in KINDS:
+    for who, key in (('ours', 'ours_tps'), ('theirs', 'torch_tps')):
+      command = [sys.executable, '-m', 'benchmarks.train_step', *sys.argv[1:]]
+      run = subprocess.run(
+        [*command, f'--only={who}:{kind}'], check=True, stdout=subprocess.PIPE
+      )
+      told = json.loads(run.stdout.splitlines()[-1])
+      result[key][kind] = round(told['tps'], 1)
+      took = ' '.join(f'{s:.2f}' for s in told['seconds'])
+      print(f'{kind:10}{who:8}{told["tps"]:10.1f}  {took}', flush=True)
+  print(json.dumps(result | {k: v for k, v in vars(args).items() if k != 'only'}))
+
+
+if __name__ == '__main__':
+  main()
