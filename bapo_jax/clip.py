@@ -101,15 +101,13 @@ def balanced(
   check_sources('clip.balanced.sources', sources)
   check_above_one('clip.balanced.dual', dual)
   check_above_one('clip.balanced.reused_high', reused_high)
-  check_range('clip.balanced.low', low, 0.0, 1.0)
-  check_range('clip.balanced.high', high, 1.0, math.inf)
+  check_ranges('clip.balanced', low, high)
   if resolution == 'continuous':
     if not 0 < tolerance <= 0.1:
       raise ValueError(f'clip.balanced.tolerance={tolerance}: must be in (0, 0.1]')
     legs = clamped(low, tolerance), clamped(high, tolerance)
   else:
-    check_step('clip.balanced.low_step', low_step, low)
-    check_step('clip.balanced.high_step', high_step, high)
+    check_steps('clip.balanced', low, high, low_step, high_step)
     legs = points(low, low_step), points(high, high_step)
   found = search.along(ratio_BT, batch, *legs, target=target, sources=sources, **knobs)
   return found._replace(cap=jnp.float32(reused_high), dual=jnp.float32(dual))
@@ -142,10 +140,8 @@ def recipe(
       f'clip.recipe.positive_to_negative={positive_to_negative}: must be at least 0'
     )
   check_above_one('clip.recipe.dual', dual)
-  check_range('clip.recipe.low', low, 0.0, 1.0)
-  check_range('clip.recipe.high', high, 1.0, math.inf)
-  check_step('clip.recipe.low_step', low_step, low)
-  check_step('clip.recipe.high_step', high_step, high)
+  check_ranges('clip.recipe', low, high)
+  check_steps('clip.recipe', low, high, low_step, high_step)
   found = search.along(
     ratio_BT,
     batch,
@@ -182,25 +178,25 @@ def check_share(name: str, value: float) -> None:
     raise ValueError(f'{name}={value}: a share, must be within [0, 1]')
 
 
-def check_range(name: str, ends, least: float, most: float) -> None:
-  """Raises ValueError unless two numbers rise within (0, 1] or [1, inf)."""
-  if len(ends) != 2:
-    raise ValueError(f'{name}={ends}: a range, give (start, end)')
-  if not (max(least, 1e-9) <= ends[0] <= ends[1] <= min(most, 1e9)):
-    allowed = '(0, 1]' if most == 1 else 'from 1 up'
-    raise ValueError(f'{name}={ends}: must rise and stay within {allowed}')
+def check_ranges(section: str, low, high) -> None:
+  """Raises ValueError unless `low` rises within (0, 1] and `high` from 1 up."""
+  for name, ends in (('low', low), ('high', high)):
+    if len(ends) != 2:
+      raise ValueError(f'{section}.{name}={ends}: a range, give (start, end)')
+    least, most, allowed = (0, 1, '(0, 1]') if name == 'low' else (1, 1e9, 'from 1 up')
+    if not (least <= ends[0] <= ends[1] <= most and ends[0] > 0):
+      raise ValueError(f'{section}.{name}={ends}: must rise and stay within {allowed}')
 
 
-def check_step(name: str, step: float, ends) -> None:
-  """Raises ValueError unless the range has room for a step."""
-  width = ends[1] - ends[0]
-  if step == width == 0:
-    return  # a bound that is held
-  if not 0 < step <= width + 1e-6:
-    raise ValueError(
-      f'{name}={step}: must be in (0, {width:.6g}], the width of the range {ends} '
-      '(0 for a range of one point, which holds that bound)'
-    )
+def check_steps(section: str, low, high, low_step: float, high_step: float) -> None:
+  """Raises ValueError unless each range has room for a step."""
+  for name, ends, step in (('low', low, low_step), ('high', high, high_step)):
+    width = ends[1] - ends[0]
+    if not 0 < step <= width + 1e-6 and not step == width == 0:  # held
+      raise ValueError(
+        f'{section}.{name}_step={step}: must be in (0, {width:.6g}], the width of the '
+        f'range {ends} (0 for a range of one point, which holds that bound)'
+      )
 
 
 def check_above_one(name: str, value: float) -> None:

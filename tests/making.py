@@ -10,6 +10,16 @@ SPEC = model.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
+# Of a tiny model, as a config.json spells them.
+SIZES = {
+  'vocab_size': 20,
+  'hidden_size': 16,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'intermediate_size': 24,
+}
+
 
 def params(spec=SPEC, seed=0) -> dict:
   """Weights without a zero among them, made without compiling anything."""

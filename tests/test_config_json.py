@@ -3,18 +3,14 @@
 import dataclasses
 import json
 
+import making
 import pytest
 
 from bapo_jax import config_json, model
 
 CONFIG = {
+  **making.SIZES,
   'model_type': 'llama',
-  'vocab_size': 20,
-  'hidden_size': 16,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'intermediate_size': 24,
   'max_position_embeddings': 64,
   'rms_norm_eps': 1e-6,
 }

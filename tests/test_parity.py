@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import pytest
 import transformers
@@ -33,12 +34,7 @@ torch = pytest.importorskip(
 )
 
 SIZES = {
-  'vocab_size': 20,
-  'hidden_size': 16,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'intermediate_size': 24,
+  **making.SIZES,
   'max_position_embeddings': 96,
   'bos_token_id': None,
   'pad_token_id': 0,

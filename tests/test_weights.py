@@ -9,6 +9,7 @@ import socket
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import oracles
 import pytest
@@ -22,13 +23,8 @@ SPEC = model.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
 )
 CONFIG = {
+  **making.SIZES,
   'model_type': 'qwen2',
-  'vocab_size': 20,
-  'hidden_size': 16,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'intermediate_size': 24,
   'max_position_embeddings': 64,
   'rms_norm_eps': 1e-6,
   'rope_theta': 1e4,
