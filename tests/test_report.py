@@ -50,13 +50,13 @@ def test_numbers_by_hand(tmp_path):
   assert facts['phases'] == {'score': 10.0, 'sample': 60.0}
   assert sorted(facts) == [
     'clip_moved_fraction',
-    'responses',
     'config_hash',
     'eval_after',
     'eval_before',
     'length_ratio',
     'peak_rss_bytes',
     'phases',
+    'responses',
     'steps',
     'wall_s',
   ]
