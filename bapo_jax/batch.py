@@ -116,7 +116,7 @@ def _luck(key, source_N):
 
 def _seated(found: Groups, earned_N, source_N, luck_N, seats: int):
   """(groups, source_P): those who earned it in order of source, then of luck."""
-  none = len(SOURCES)
+  none = len(SOURCES) + 1  # 2 + luck may round to 3
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, none), stable=True)
   # Fewer candidates than seats: the last one is repeated, and masked out.
   order_P = jnp.pad(order_N, (0, max(seats - len(order_N), 0)), mode='edge')[:seats]

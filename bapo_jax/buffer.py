@@ -205,11 +205,12 @@ def _newest(groups: Groups, shelf: Groups, wanted_P) -> tuple[Groups, jax.Array]
 def _file_good(shelves: Shelves, tried: Groups, k_P, now, max_age, max_reuse):
   band = shelves.band
   in_band_P = (k_P >= band.first) & (k_P <= band.last)
-  both, kept = _newest(tried, shelves.good, in_band_P)
-  used = jnp.concatenate([jnp.zeros_like(k_P), shelves.used_P])[kept]
-  good = take(both, kept)
-  stays_P = (now + 1 - good.born_P <= max_age) & (used < max_reuse)
-  return good._replace(born_P=jnp.where(stays_P, good.born_P, -1)), used
+  held, used_P = shelves.good, shelves.used_P
+  # Before places are given away: what leaves in any case shall not crowd out another.
+  stays_P = (now + 1 - held.born_P <= max_age) & (used_P < max_reuse)
+  held = held._replace(born_P=jnp.where(stays_P, held.born_P, -1))
+  both, kept = _newest(tried, held, in_band_P)
+  return take(both, kept), jnp.concatenate([jnp.zeros_like(k_P), used_P])[kept]
 
 
 def _file_hard(shelves: Shelves, tried: Groups, k_P, fresh: int):

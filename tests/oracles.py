@@ -1,9 +1,11 @@
 """Slow, obvious versions of what the package does quickly, to compare it with."""
 
+import collections
 import functools
 import itertools
 import math
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,29 +150,123 @@ def crossing(ratio_BT, batch, target, low, high):
   return None, None
 
 
-# --- buffer --------------------------------------------------------------------------
+# --- buffer and batch ----------------------------------------------------------------
 
 
-def shelve(hard, good, tried, now, *, c1, c2, c3, G, max_age, capacity):
-  """Section 3 of arXiv:2602.20722 on lists, newest first.
+class Tried(NamedTuple):
+  """A group: a problem and how many of its responses were right."""
+
+  problem: int
+  k: int
+  born: int  # the step at which it was completed
+  row: Any  # (Groups, place): where its responses are
+
+
+class Lists(NamedTuple):
+  """The shelves, newest first."""
+
+  hard: list  # (problem, step of the last try)
+  good: list  # (Tried, how often it was learned from again)
+  right: int  # answers, of all fresh ones
+  answers: int
+  band: tuple  # (hard, good): sets of numbers of right answers
+
+
+def bands(G: int, rate: Fraction, rule: str, hard=0, low=0, high=0) -> tuple:
+  """(hard, good): how many of G answers are right where a group is so (Eq. 8).
 
   Args:
-    hard: [(id, step)]. good: [(id, step, row)]. tried: [(id, right answers, row)] in
-      the order asked; of a problem asked twice the later verdict counts.
+    rate: mean verdict.
+    hard, low, high: c1, c2, c3: Fractions, or pairs of where they start and end.
   """
-  last = {problem: i for i, (problem, _, _) in enumerate(tried)}
-  tried = [entry for i, entry in enumerate(tried) if last[entry[0]] == i]
-  hard = [entry for entry in hard if entry[0] not in last]
-  hard = [(problem, now) for problem, k, _ in tried if k <= c1 * G] + hard
-  fits = [
-    (problem, now, row)
-    for problem, k, row in tried
-    if c2 * G <= k <= c3 * G and 0 < k < G
+  if rule == 'everything':
+    return set(), set(range(G + 1))
+  if rule == 'threshold_free':
+    return {0}, {G // 2}
+  pairs = (
+    share if isinstance(share, tuple) else (share,) * 2 for share in (hard, low, high)
+  )
+  c1, c2, c3 = (rate * (end - start) + start for start, end in pairs)
+  share = {k: Fraction(k, G) for k in range(G + 1)}
+  good = {k for k in range(1, G) if c2 <= share[k] <= c3}
+  return {k for k in share if share[k] <= c1}, good
+
+
+def empty_lists(G: int, band) -> Lists:
+  """`band`: rate -> (hard, good)."""
+  return Lists([], [], 0, 0, band(Fraction(0)))
+
+
+def draw(lists: Lists, rows: int) -> list[int]:
+  """The problems tried longest ago."""
+  return [problem for problem, _ in sorted(lists.hard, key=lambda held: held[1])[:rows]]
+
+
+def fill(fresh, recheck, lists: Lists, now: int, G: int, max_age: int, max_reuse: int):
+  """Definition 3.1 of arXiv:2602.20722: (X1, X2, X3), each in the order it came.
+
+  Args:
+    fresh, recheck: [Tried].
+  """
+  hard_k, good_k = lists.band
+  seen, tiers = set(), []
+  for tier in (
+    [t for t in fresh if 0 < t.k < G],
+    [t for t in recheck if 0 < t.k < G and t.k not in hard_k],
+    [
+      t
+      for t, used in lists.good
+      if t.k in good_k and 0 < t.k < G and used < max_reuse
+      if 1 <= now - t.born <= max_age
+    ],
+  ):
+    tiers.append([])
+    for t in tier:
+      if t.problem not in seen:
+        tiers[-1].append(t)
+        seen.add(t.problem)
+  return tiers
+
+
+def shelve(
+  lists: Lists, fresh, recheck, reused, now, *, band, G, capacity, max_age, max_reuse
+) -> tuple[Lists, dict]:
+  """(lists, counts) after step `now`, which learned again from the problems `reused`.
+
+  Of a problem tried twice the later verdict counts. What could not be used at the next
+  step does not stay.
+  """
+  hard_k, good_k = lists.band
+  last = {t.problem: t for t in fresh + recheck}
+  tried = [t for t in fresh + recheck if last[t.problem] is t]
+  known = {problem for problem, _ in lists.hard}
+  counts = collections.Counter()
+  for t in tried:
+    asked_again = any(t is other for other in recheck)
+    if t.k in hard_k:
+      counts['entered'] += t.problem not in known
+    elif t.problem in known:
+      solved = 'graduated' if t.k == G else 'promoted'
+      counts[solved if asked_again else 'progressed'] += 1
+  hard = [(t.problem, now) for t in tried if t.k in hard_k]
+  hard += [held for held in lists.hard if held[0] not in last]
+  counts['evicted'] = len(hard[capacity:])
+
+  held = [(t, used + (t.problem in reused)) for t, used in lists.good]
+  held = [
+    (t, used) for t, used in held if now + 1 - t.born <= max_age and used < max_reuse
   ]
-  renewed = {problem for problem, _, _ in fits}
-  good = fits + [entry for entry in good if entry[0] not in renewed]
-  young = [entry for entry in good[:capacity] if now + 1 - entry[1] <= max_age]
-  return hard[:capacity], young
+  fits = [t for t in tried if t.k in good_k]
+  renewed = {t.problem for t in fits}
+  good = [(t, 0) for t in fits] + [h for h in held if h[0].problem not in renewed]
+
+  right = lists.right + sum(t.k for t in fresh)
+  answers = lists.answers + G * len(fresh)
+  rate = Fraction(right, max(answers, 1))
+  return Lists(hard[:capacity], good[:capacity], right, answers, band(rate)), counts
+
+
+# --- answers -------------------------------------------------------------------------
 
 
 def boxed(text):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
+import pytest
 
 from bapo_jax import batch, buffer, mesh, types
 
@@ -52,6 +53,67 @@ def test_fresh_only_is_the_identity():
   )
   assert groups is fresh
   assert source_P.tolist() == [0, 0, -1]  # born -1 is no group at all
+
+
+# Right answers of fresh groups; problem 2 was asked twice, 7 is an empty row.
+FRESH = [(1, 0, NOW), (2, 4, NOW), (2, 5, NOW), (3, 8, NOW)]
+FRESH += [(4, 1, NOW), (7, 4, -1), (5, 7, NOW), (6, 3, NOW)]
+
+
+@pytest.mark.parametrize('seats', [1, 3, 4, 6, 12])
+def test_learnable_only_golden(seats):
+  # 1 and 3 teach nothing; 2, 4, 5 and 6 stand in line, without a seat they are dropped.
+  fresh, recheck, good = sources(FRESH, [(8, 4, NOW)], [(9, 4, NOW - 1)])
+  shelves = buffer.start(1, G, 3)._replace(good=good)
+  groups, source_P = jax.jit(batch.learnable_only, static_argnums=5)(
+    fresh, recheck, shelves, NOW, jax.random.key(0), seats
+  )
+  line = [(2, 4, NOW), (4, 1, NOW), (5, 7, NOW), (6, 3, NOW)][:seats]
+  assert len(groups.id_P) == len(source_P) == seats
+  assert source_P.tolist() == [0] * len(line) + [-1] * (seats - len(line))
+  assert kept(groups, source_P) == line
+  for seat, row in enumerate(line):
+    assert making.same_row(groups, seat, fresh, FRESH.index(row))
+
+
+def replay(fresh, good, key, older):
+  shelves = buffer.start(len(good.id_P), G, 3)._replace(good=good)
+  nobody = types.empty(0, G, 3)
+  seats = len(fresh.id_P) * (1 + older)
+  return batch.replay(fresh, nobody, shelves, NOW, key, seats, older=older)
+
+
+@pytest.mark.parametrize('older', [1, 2])
+@pytest.mark.parametrize('held', [0, 2, 9])
+def test_replay_takes_all_that_is_fresh_and_as_many_older_ones(older, held):
+  # Groups of one verdict, too: nothing is chosen. 5 is on the shelf since this very
+  # step, 6 is an empty row. 1 is fresh and, older, on the shelf: both may come.
+  rows = [(1, 0, NOW), (2, 8, NOW), (3, 4, NOW), (-1, 0, -1)]
+  shelved = [(1, 3, NOW - 1), *((10 + i, i, NOW - 2) for i in range(8))][:held]
+  fresh, _, good = sources(rows, [], [*shelved, (5, 4, NOW), (6, 4, -1)])
+  groups, source_P = replay(fresh, good, jax.random.key(0), older)
+  seats = batch.seats('replay', len(rows), {'replay': {'older': older}})
+  assert len(source_P) == len(groups.id_P) == seats == 4 * (1 + older)
+  replayed = min(held, seats - 3)
+  expected = [0] * 3 + [2] * replayed
+  assert source_P.tolist() == expected + [-1] * (seats - len(expected))
+  assert kept(groups, source_P)[:3] == rows[:3]
+  found = kept(groups, source_P)[3:]
+  assert set(found) <= set(shelved) and len(set(found)) == replayed
+  for seat, row in enumerate(found, 3):
+    assert making.same_row(groups, seat, good, shelved.index(row))
+
+
+def test_replay_draws_evenly():
+  # One seat for six old groups, the newest of them no likelier: 600 draws, 100 each.
+  fresh, _, good = sources(
+    [(1, 4, NOW)], [], [(i, i % 9, NOW - 1 - i % 3) for i in range(2, 8)]
+  )
+  keys = jax.random.split(jax.random.key(0), 600)
+  groups, source_P = jax.vmap(lambda key: replay(fresh, good, key, 1))(keys)
+  assert (source_P[:, 0] == 0).all() and (source_P[:, 1] == 2).all()
+  counts = np.bincount(np.asarray(groups.id_P)[:, 1], minlength=8)[2:]
+  assert counts.sum() == 600 and counts.min() > 60
 
 
 def test_adapted_golden():

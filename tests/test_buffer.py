@@ -1,19 +1,14 @@
-"""The shelves against lists, over random histories; drawing from them."""
+"""Shelves by hand: what is filed, what leaves, drawing; histories: test_history.py."""
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import making
-import numpy as np
-import oracles
 import pytest
 
-from bapo_jax import buffer, mesh, types
+from bapo_jax import buffer, types
 
-G, T, ROWS = 8, 3, 5
+G, T = 8, 3
 
 
 def shelve(shelves, fresh, now, recheck=None, band=buffer.fixed, max_reuse=9):
@@ -46,40 +41,6 @@ def live(shelf):
   ]
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(
-  history=st.lists(
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, G)), max_size=ROWS),
-    max_size=8,
-  ),
-  capacity=st.sampled_from([0, 1, 4]),
-  thresholds=st.sampled_from([(1 / 8, 1 / 8, 5 / 8), (0, 1 / 2, 1 / 2), (0.9, 0.3, 1)]),
-)
-def test_shelves_are_lists_over_random_histories(history, capacity, thresholds):
-  c1, c2, c3 = thresholds
-  shelves, hard, good = buffer.start(capacity, G, T, band(c1, c2, c3)), [], []
-  for now, asked in enumerate(history):
-    missing = ROWS - len(asked)
-    tried = making.groups(
-      [i for i, _ in asked] + [-1] * missing,
-      [k for _, k in asked] + [0] * missing,
-      [now] * len(asked) + [-1] * missing,
-      G,
-      T,
-      seed=now,
-    )
-    shelves, _ = shelve(shelves, tried, now, band=band(c1, c2, c3))
-    entries = [(i, k, (tried, row)) for row, (i, k) in enumerate(asked)]
-    hard, good = oracles.shelve(
-      hard, good, entries, now, c1=c1, c2=c2, c3=c3, G=G, max_age=3, capacity=capacity
-    )
-    assert live(shelves.hard) == hard
-    assert live(shelves.good) == [(i, born) for i, born, _ in good]
-    kept = [row for row in range(capacity) if shelves.good.born_P[row] >= 0]
-    for row, (_, _, (written, at)) in zip(kept, good, strict=True):
-      assert making.same_row(shelves.good, row, written, at)
-
-
 def test_shelve_golden():
   # Step 3 tried problem 0 with 0/8, 1 with 1/8, 2 with 2/8, 5 with 5/8, 6 with 6/8:
   # c1 = 1/8 files 0 and 1 as hard, the band 1/8..5/8 files 1, 2 and 5 as good.
@@ -97,6 +58,28 @@ def test_shelve_golden():
   nobody = types.empty(2, G, T)
   assert len(live(shelve(shelves, nobody, 5)[0].good)) == 4
   assert live(shelve(shelves, nobody, 6)[0].good) == [(0, 4)]
+
+
+def test_what_is_worn_out_or_too_old_crowds_nobody_out():
+  # Two places: 1 (step 4) is learned from for the last time, 2 (step 3) stays, and the
+  # newcomer 3 takes the place of 1, not that of 2, though 2 is older.
+  shelves = buffer.start(2, G, T)
+  shelves, _ = shelve(shelves, making.groups([2], [4], [3]), 3)
+  shelves, _ = shelve(shelves, making.groups([1], [4], [4]), 4)
+  assert live(shelves.good) == [(1, 4), (2, 3)]
+  fresh, nobody = making.groups([3], [4], [5]), types.empty(0, G, T)
+  shelves, _ = buffer.shelve(
+    shelves,
+    fresh,
+    nobody,
+    types.concat(fresh, types.take(shelves.good, jnp.asarray([0]))),
+    jnp.asarray([0, 2]),
+    5,
+    max_age=3,
+    max_reuse=1,
+  )
+  assert live(shelves.good) == [(3, 5), (2, 3)]
+  assert shelves.used_P.tolist() == [0, 0]
 
 
 def test_a_problem_asked_afresh_and_again_in_one_step_is_filed_once():
@@ -141,14 +124,3 @@ def test_capacity_nought_is_a_buffer_that_keeps_nothing():
   shelves, _ = shelve(shelves, making.groups([1, 2], [0, 4], [0, 0]), 0)
   assert [len(s.id_P) for s in shelves[:2]] == [0, 0]
   assert buffer.draw(shelves.hard, 0).id_P.shape == (0,)
-
-
-def test_shelves_are_the_same_on_eight_devices():
-  # Tried groups arrive split over the devices, the shelves lie on all of them.
-  tried = making.groups(range(16), [i % 9 for i in range(16)], [2] * 16)
-  split = jax.device_put(tried, mesh.over_rows(mesh.make(data=4, fsdp=2)))
-  expected, _ = shelve(buffer.start(6, G, T), tried, 2)
-  found, _ = shelve(buffer.start(6, G, T), split, 2)
-  assert live(found.hard) == [(0, 2), (1, 2), (9, 2), (10, 2)]
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_array_equal(a, b)

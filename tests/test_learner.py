@@ -101,6 +101,17 @@ def test_flatten_golden():
   assert batch.source_B.tolist() == [2, 2, -1, -1]
 
 
+def test_weights_multiply_the_advantages_of_their_source():
+  # Four groups with one of two right (+1, -1), from every source and from none.
+  groups = making.groups(range(4), [1] * 4, [0] * 4, G=2, T=3)
+  source_P = jnp.asarray([0, 1, 2, -1])
+  batch = learner.flatten(
+    groups, source_P, advantage.group_relative, weights=(1.0, 0.5, 0.0)
+  )
+  np.testing.assert_allclose(batch.adv_B[:6], [1, -1, 0.5, -0.5, 0, 0], atol=1e-5)
+  assert batch.mask_BT[:6].any() and not batch.mask_BT[6:].any()
+
+
 def test_one_update_raises_what_was_right(params):
   # Unclipped and small, a step against the loss raises the likelihood of right rows.
   batch = rows(params)
@@ -276,6 +287,29 @@ def test_without_a_kept_group_nothing_changes(params, fresh_moments):
   lost = {name for name, value in told.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME
   assert told['loss/value'] == 0 and told['learner/grad_norm'] == 0
+
+
+@pytest.mark.parametrize('field', ['adv_B', 'logp_BT'])
+def test_an_update_that_is_not_finite_is_skipped_and_told(params, field):
+  # One number is enough to spoil all weights; nothing of it may stay in the moments.
+  batch, opt = rows(params), ADAM.init(params)
+  params, opt, told = learn('balanced', ADAM)(params, opt, batch)
+  assert not told['learner/skipped']
+  # Infinite advantage; or an importance ratio that overflows.
+  bad = {'adv_B': jnp.inf, 'logp_BT': -1e4}[field]
+  spoilt = getattr(batch, field)
+  where = (0,) if field == 'adv_B' else (0, int(batch.mask_BT[0].argmax()))
+  broken = batch._replace(**{field: spoilt.at[where].set(bad)})
+  if field == 'logp_BT':  # clipping saves a positive token, nothing a negative one
+    broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
+  after, opt_after, told = learn('balanced', ADAM)(params, opt, broken)
+  assert told['learner/skipped']
+  assert same_bits(after, params) and same_bits(opt_after, opt)
+  # And the next one is made as if nothing had been.
+  after, _, told = learn('balanced', ADAM)(after, opt_after, batch)
+  expected, _, _ = learn('balanced', ADAM)(params, opt, batch)
+  assert not told['learner/skipped'] and same_bits(after, expected)
+  assert distance(after, params) > 0
 
 
 def assert_every_rule_agrees(params, batch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bapo_jax import clip, loss, validate
+from bapo_jax import buffer, clip, loss, validate
 from configs import aime, base
 
 KNOBS = [  # knob, value, what the sentence must say
@@ -44,6 +44,44 @@ KNOBS = [  # knob, value, what the sentence must say
   ),
   ('problems.test_source', 'tfds:', r'problems\.test_source=tfds:: write hub:owner'),
   ('buffer.recheck', 999, r'buffer\.recheck=999 is more than buffer\.capacity=256'),
+  ('buffer.capacity', 0, r'buffer\.capacity=0 is too small; give at least 1'),
+  ('buffer.max_reuse', 0, r'buffer\.max_reuse=0 is too small; give at least 1'),
+  ('buffer.band.rule', 'free', r"buffer\.band\.rule: no rule named 'free'; choose one"),
+  (
+    'buffer.band.fixed.hard',
+    1.2,
+    r'hard runs from 1\.2 to 1\.2; shares lie in \[0, 1\]',
+  ),
+  ('buffer.band.fixed.hard', 1.0, r'hard=1 files solved problems as hard; give less'),
+  ('buffer.band.fixed.good', (0.7, 0.2), r'good begins at 0\.7 and ends at 0\.2; turn'),
+  ('batch.refills', -1, r'batch\.refills=-1 is too small; give at least 0'),
+  ('batch.weights.reused', -0.5, r'batch\.weights\.reused=-0\.5: must be 0 or more'),
+  ('batch.weights.fresh', float('inf'), r'batch\.weights\.fresh=inf: .* finite'),
+  ('batch.weights.fresh', float('nan'), r'batch\.weights\.fresh=nan: .* finite'),
+  ('learner.give_up', 0, r'learner\.give_up=0 is too small; give at least 1'),
+]
+TOGETHER = [  # knobs that are wrong beside each other, what the sentence must say
+  (
+    {'buffer.band.rule': 'threshold_free', 'sampler.group': 7},
+    r"rule='threshold_free' keeps .* half right, and sampler\.group=7 is odd",
+  ),
+  (
+    {'buffer.band.rule': 'moving', 'buffer.band.moving.low': (0.1, 0.9)},
+    r'good begins at 0\.9 and ends at 0\.875; turn them',
+  ),
+  (
+    {'buffer.band.rule': 'moving', 'buffer.band.moving.high': (0.5, -0.1)},
+    r'high runs from 0\.5 to -0\.1; shares lie in \[0, 1\]',
+  ),
+  ({'batch.rule': 'replay', 'batch.replay.older': 0}, r'replay\.older=0: replay what'),
+  (
+    {'batch.rule': 'replay', 'batch.replay.older': 2, 'buffer.capacity': 127},
+    r'capacity=127 holds fewer .*=64 x batch\.replay\.older=2 = 128; give that much',
+  ),
+  (
+    {'batch.rule': 'replay', 'learner.minibatches': 48},
+    r'count=64 and 64 replayed groups do not divide into learner\.minibatches=48',
+  ),
 ]
 
 
@@ -58,6 +96,27 @@ def config(**knobs):
 def test_errors_name_the_knob_and_its_value(knob, value, message):
   with pytest.raises(ValueError, match=message):
     validate.check(config(**{knob: value}))
+
+
+@pytest.mark.parametrize(('knobs', 'message'), TOGETHER)
+def test_errors_name_knobs_that_do_not_fit_together(knobs, message):
+  with pytest.raises(ValueError, match=message):
+    validate.check(config(**knobs))
+
+
+def test_a_weight_of_no_source_is_refused():
+  made = base.get_config()
+  with made.unlocked():
+    made.batch.weights.stale = 1.0
+  with pytest.raises(
+    ValueError, match=r"weights\.stale: the sources are \('fresh', 'r"
+  ):
+    validate.check(made)
+
+
+def test_every_band_fits_the_embedded_default():
+  for rule in buffer.BANDS:
+    validate.check(config(**{'buffer.band.rule': rule, 'batch.rule': 'adapted'}))
 
 
 def test_a_knob_that_is_no_knob_of_its_rule_is_refused():
