@@ -36,7 +36,9 @@ def empty_shelves(config, band=buffer.fixed):
 
 
 def filing(config, rules) -> Callable:
-  """buffer.shelve with its knobs."""
+  """buffer.shelve with its knobs; nothing is filed where no rule would look."""
+  if config.batch.rule in batch.SHELFLESS:
+    return lambda shelves, *_: (shelves, {})
   knobs = {k: config.buffer[k] for k in ('max_age', 'max_reuse')}
 
   def shelve(*args):
