@@ -76,6 +76,16 @@ def test_learnable_only_golden(seats):
     assert making.same_row(groups, seat, fresh, FRESH.index(row))
 
 
+def test_seats_beyond_the_last_candidate_are_empty():
+  # Both of two groups teach, and there are four seats: nobody sits twice.
+  fresh, nobody, _ = sources([(1, 4, NOW), (2, 4, NOW)], [], [])
+  groups, source_P = batch.learnable_only(
+    fresh, nobody, buffer.start(1, G, 3), NOW, jax.random.key(0), 4
+  )
+  assert source_P.tolist() == [0, 0, -1, -1] and len(groups.id_P) == 4
+  assert kept(groups, source_P) == [(1, 4, NOW), (2, 4, NOW)]
+
+
 def replay(fresh, good, key, older):
   shelves = buffer.start(len(good.id_P), G, 3)._replace(good=good)
   nobody = types.empty(0, G, 3)

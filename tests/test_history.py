@@ -507,7 +507,7 @@ def test_a_step_whose_fresh_groups_teach_nothing_uses_the_others():
 
 
 def test_plain_it_is_the_same_history():
-  scene, pool = SCENES['published'], MANY._replace(steps=3)
+  scene, pool = SCENES['up'], MANY._replace(steps=3)
   plain = batch.adapted, buffer.shelve.__wrapped__
   assert_equal(play(scene, pool), play(scene, pool, rules=plain))
 

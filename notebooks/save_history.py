@@ -1,0 +1,67 @@
+"""Writes notebooks/3_history.npz: who was asked, seated and shelved in a real run.
+
+  python -m notebooks.save_history
+
+A short run of the batch rule `adapted` on 96 embedded problems, each of which comes up
+again every third step. The policy is random at first and had a brief warm start.
+"""
+
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+
+from bapo_jax import setup, train, validate
+from bapo_jax.progress import Clock
+from configs import base
+
+FILE = pathlib.Path(__file__).with_name('3_history.npz')
+STEPS = 40
+COUNTS = ('entered', 'promoted', 'graduated', 'progressed', 'evicted')
+
+
+def get_config():
+  """The embedded default, smaller, with little room on the shelves."""
+  config = base.get_config()
+  config.steps = STEPS
+  config.problems.update(level=3, train=96, test=64)
+  config.prompts.count = 32
+  config.warmstart.update(clean=250, noisy=0, batch=64)
+  config.batch.rule = 'adapted'
+  config.rollout.refresh_every = 2
+  config.buffer.update(capacity=12, recheck=6, every=4)
+  return config
+
+
+def main() -> None:
+  """Writes the file."""
+  config, noted = get_config(), []
+  with tempfile.TemporaryDirectory() as workdir:
+    job, run = setup.start(config, validate.check(config), workdir, Clock())
+
+    def note(fresh, recheck, groups, source_P, shelves, now, told):
+      nobody = config.buffer.recheck - len(recheck.id_P)
+      row = {'source': source_P, 'learned_born': groups.born_P}
+      for name, tried in (('fresh', fresh), ('recheck', recheck), ('learned', groups)):
+        right_P = np.where(tried.born_P < 0, -1, tried.correct_PG.sum(1))
+        missing = nobody if name == 'recheck' else 0
+        for kind, x in (('id', tried.id_P), ('right', right_P)):
+          row[f'{name}_{kind}'] = np.pad(x, (0, missing), constant_values=-1)
+      for name in ('hard', 'good'):
+        shelf = getattr(shelves, name)
+        row[name] = np.where(shelf.born_P < 0, -1, shelf.id_P)
+      noted.append(jax.device_get(row))
+      return job.describe(fresh, recheck, groups, source_P, shelves, now, told)
+
+    for _, told in train.steps(job._replace(describe=note), run):
+      noted[-1] |= {name: told[f'buffer/{name}'] for name in COUNTS}
+      print(len(noted), {name: noted[-1][name] for name in COUNTS}, told['batch/kept'])
+  columns = {name: np.asarray([row[name] for row in noted]) for name in noted[0]}
+  columns = {name: x.astype(np.int16) for name, x in columns.items()}
+  np.savez_compressed(FILE, **columns, group=config.sampler.group)
+  print(f'{FILE}: {FILE.stat().st_size} bytes, {len(noted)} steps')
+
+
+if __name__ == '__main__':
+  main()
