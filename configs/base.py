@@ -44,7 +44,8 @@ def get_config() -> ConfigDict:
     seed=0,
     train=2048,
     test=512,
-    countdown=dict(numbers=(3, 4), largest=99, target=999),
+    # wording: 'short' is what the embedded policy can read
+    countdown=dict(numbers=(3, 4), largest=99, target=999, wording='sentence'),
     duplicates='drop',  # or 'keep'; told either way
     overlap='keep',  # held-out problems among the training problems; or 'drop' them
     changed='refuse',  # or 'accept': resume with other problems, on empty shelves
