@@ -22,7 +22,15 @@ from bapo_jax.train import Run, steps
 from bapo_jax.types import Shelves
 
 # Sections that may change between the parts of one run without changing its results.
-FREE = ('title', 'protocol', 'steps', 'metrics', 'checkpoint', 'evaluate')
+FREE = (
+  'title',
+  'protocol',
+  'steps',
+  'responses',
+  'metrics',
+  'checkpoint',
+  'evaluate',
+)
 # And this knob; where it accepts other problems, what names them as well.
 CHANGED = 'problems.changed'
 
@@ -146,18 +154,19 @@ def train(config, workdir: str) -> int:
     workdir, run.step or -1, **config.metrics, config=config.to_dict()
   )
   with contextlib.closing(write), contextlib.closing(kept), contextlib.closing(judge):
-    stopped = loop(config, workdir, job, run, write, save, clock, judge)
+    run, stopped = loop(config, workdir, job, run, write, save, clock, judge)
   if stopped:
     say(f'Saved. The same command with --workdir={workdir} continues.')
     return 128 + stopped
-  finish(config, workdir, meta())
+  finish(config, workdir, run.step, meta())
   return 0
 
 
 def loop(
   config, workdir, job, first: Run, write, save, clock: Clock, judge: rewards.Judge
-) -> int:
-  """Steps, each followed by what is due; the signal that ended it, or 0."""
+) -> tuple[Run, int]:
+  """Steps, each followed by what is due; the last run, and the signal or 0."""
+  run = first
 
   def evaluate(run: Run) -> dict:
     path = os.path.join(workdir, 'eval', f'{run.step}.json')
@@ -177,13 +186,11 @@ def loop(
     progress.update(first.step)
     clock.since()
     for run, told in steps(job, first):
-      done = run.step == config.steps
+      done = job.done(run)
       told['sample/undecided'] = judge.undecided()
       if done or run.step % config.evaluate.every == 0:
         told |= evaluate(run)
-      told |= timings(
-        clock.since(), told['sample/length'], told['sample/seats'], config
-      )
+      told |= timings(clock.since(), told['sample/tokens'])
       told['learner/updates'] = (
         run.step * config.learner.epochs * config.learner.minibatches
       )
@@ -196,14 +203,13 @@ def loop(
       if done or stop.signal or run.step % config.checkpoint.every == 0:
         save(run)
       if stop.signal and not done:
-        return stop.signal
-  return 0
+        return run, stop.signal
+  return run, 0
 
 
-def timings(seconds: dict, length: float, seats: float, config) -> dict:
+def timings(seconds: dict, tokens: float) -> dict:
   """time/* of a step; phases without a name of their own are `other`."""
   named = {f'time/{name}': s for name, s in seconds.items()}
-  tokens = length * seats * config.prompts.count * config.sampler.group
   return named | {
     'time/step': sum(seconds.values()),
     'sample/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
@@ -223,7 +229,8 @@ def arrays(run: Run) -> dict:
 
 def scalars(run: Run) -> dict:
   """The part of a run that is plain numbers."""
-  return {'step': run.step, 'actor_born': run.actor_born}
+  names = ('step', 'actor_born', 'asked', 'responses')
+  return {name: getattr(run, name) for name in names}
 
 
 def resume(kept, run: Run, same: bool = True) -> tuple[Run, dict]:
@@ -295,10 +302,10 @@ def peak_rss() -> int:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def finish(config, workdir: str, spent: dict) -> None:
-  """Writes the report from what lies in the workdir."""
+def finish(config, workdir: str, last: int, spent: dict) -> None:
+  """Writes the report of a run that ended at step `last`, from its workdir."""
   evaluations = {}
-  for when, step in (('before', 0), ('after', config.steps)):
+  for when, step in (('before', 0), ('after', last)):
     with open(os.path.join(workdir, 'eval', f'{step}.json')) as file:
       evaluations[when] = json.load(file)
   report.write(
@@ -313,7 +320,7 @@ def finish(config, workdir: str, spent: dict) -> None:
     phases=spent['phases'],
     wall_s=spent['wall_s'],
     peak_rss_bytes=spent['peak_rss_bytes'],
-    steps=config.steps,
+    steps=last,
     target=config.clip.balanced.target if config.clip.rule == 'balanced' else None,
   )
   say(f'Report: {os.path.join(workdir, "report.md")}')

@@ -26,6 +26,8 @@ GLOSSARY = {
   'sample/seats': 'Share of the seats for fresh groups that finished groups fill, in [0, 1]; below 1 only while responses stay in flight.',
   'sample/age': 'Mean age of the tokens of fresh responses, learner steps.',
   'sample/age_max': 'Age of their oldest token, learner steps; at most rollout.max_age + rollout.refresh_every - 1.',
+  'sample/responses': 'Responses sampled so far in the run, refills and those to rechecked problems counted; not those of evaluations.',
+  'sample/tokens': "Response tokens of the step's fresh and rechecked groups.",
   'sample/tokens_per_s': 'Response tokens sampled per second of sampling.',
   'sample/mismatch': 'Mean |trainer logp - sampler logp| on the first minibatch, nats, >= 0; large means the two disagree about one policy.',
   'batch/kept': 'Share of the batch seats that are filled, in [0, 1].',

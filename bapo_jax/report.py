@@ -294,7 +294,8 @@ def write(
   facts = dict(eval_before=eval_before, eval_after=eval_after, wall_s=wall_s)
   facts |= dict(peak_rss_bytes=peak_rss_bytes, phases=phases, steps=steps)
   facts |= dict(clip_moved_fraction=mean(rows, 'clip/moved'), length_ratio=ratios)
-  facts |= dict(config_hash=config_hash)
+  last_row = rows[-1] if rows else {}
+  facts |= dict(config_hash=config_hash, responses=last_row.get('sample/responses'))
   text = json.dumps(plain(facts), indent=2, allow_nan=False)
   (workdir / 'report.json').write_text(text + '\n')
   return workdir / 'report.md'

@@ -71,7 +71,7 @@ def start(
   with clock('compile'):
     flight.warm_up(actor, job.keys(0)[0], refreshed=config.rollout.max_age > 0)
   kept = flight if config.rollout.max_age else None
-  return job, train.Run(0, params, opt, actor, 0, shelves, kept)
+  return job, train.Run(0, params, opt, actor, 0, shelves, flight=kept)
 
 
 def read(config, workdir: str):
@@ -159,8 +159,8 @@ def assemble(
     return fresh, *jax.random.split(jax.random.fold_in(root, step), 3)
 
   return train.Job(
-    steps=config.steps,
-    ask=lambda step: prompts.ask(training, step, config.seed, config.prompts.count),
+    done=lambda run: run.step >= config.steps or run.responses >= config.responses,
+    ask=lambda asked: prompts.ask(training, asked, config.seed, config.prompts.count),
     again=lambda ids: prompts.again(training, ids),
     rollout=functools.partial(
       _ask_group, sample, training, config.sampler.group, carried
@@ -231,10 +231,10 @@ def evaluating(config, reader, held_out, spec, devices, judge) -> Callable:
 
 
 def _ask_group(
-  sample, problems, group, carried, params, prompts, key, *, flight=None, **when
+  sample, problems, group, carried, params, prompts, key, *, asked, flight=None, **when
 ):
   # The same numbers whether or not rollouts are partial, and so the same texts.
-  first = when['step'] * len(prompts.id_P) * group
+  first = asked * len(prompts.id_P) * group
   knobs = when if flight is None else when | carried | {'flight': flight}
   return sample(params, problems, prompts, key, group=group, first=first, **knobs)
 

@@ -29,53 +29,84 @@ class Run(NamedTuple):
   actor: Any  # the weights that speak, up to refresh_every steps old
   actor_born: int  # learner step of those weights
   shelves: Shelves
+  asked: int = 0  # rounds of prompts asked so far
+  responses: int = 0  # sampled so far, those to rechecked problems among them
   flight: Flight | None = None  # responses in flight, where rollouts are partial
 
 
 class Job(NamedTuple):
   """What a run does, none of which changes: functions with their knobs bound."""
 
-  steps: int
-  ask: Callable  # step -> Prompts
+  done: Callable  # run -> is this all?
+  ask: Callable  # round -> Prompts
   again: Callable  # ids -> Prompts
-  rollout: Callable  # params, prompts, key, step=, born=, flight= -> Groups
+  rollout: Callable  # params, prompts, key, asked=, step=, born=, flight= -> Groups
   speak: Callable  # params -> a copy laid out for decoding
   stale: Callable  # step -> is the actor due for a copy?
   recheck: Callable  # step -> number of problems to re-evaluate
   batch_rule: Callable  # fresh, recheck, good, now, key -> Groups, source_P
   update: Callable  # params, opt, groups, source_P, key -> params, opt, metrics
   shelve: Callable  # shelves, tried, now -> Shelves
-  describe: Callable  # fresh, groups, source_P, shelves, now, update metrics -> metrics
+  describe: Callable  # fresh, recheck, groups, source_P, shelves, now, told -> metrics
   keys: Callable  # step -> a key for each purpose
   evaluate: Callable  # params, step -> result, samples
   spec: ModelSpec
 
 
 def steps(job: Job, run: Run) -> Iterator[tuple[Run, dict]]:
-  """Yields (run, metrics) after every learner step, until job.steps are done."""
-  step, params, opt, actor, actor_born, shelves, flight = run
-  while step < job.steps:
+  """Yields (run, metrics) after every learner step, until the job is done."""
+  while not job.done(run):
+    step, params, opt, actor, actor_born, shelves, asked, responses, flight = run
     fresh_key, recheck_key, fill_key, update_key = job.keys(step)
     if job.stale(step):
       actor, actor_born = job.speak(params), step
     fresh = job.rollout(
-      actor, job.ask(step), fresh_key, step=step, born=actor_born, flight=flight
+      actor,
+      job.ask(asked),
+      fresh_key,
+      asked=asked,
+      step=step,
+      born=actor_born,
+      flight=flight,
     )
     hard = buffer.draw(shelves.hard, job.recheck(step))
     current = actor if actor_born == step else job.speak(params)
     recheck = job.rollout(
-      current, job.again(hard.id_P), recheck_key, step=step, born=step
+      current, job.again(hard.id_P), recheck_key, asked=asked, step=step, born=step
     )
     groups, source_P = job.batch_rule(fresh, recheck, shelves.good, step, fill_key)
     params, opt, told = job.update(params, opt, groups, source_P, update_key)
     shelves = job.shelve(shelves, concat(fresh, recheck), step)
-    metrics = job.describe(fresh, groups, source_P, shelves, step, told)
-    step += 1
-    yield Run(step, params, opt, actor, actor_born, shelves, flight), metrics
+    responses += count(fresh) + count(recheck)
+    metrics = job.describe(fresh, recheck, groups, source_P, shelves, step, told)
+    run = Run(
+      step + 1,
+      params,
+      opt,
+      actor,
+      actor_born,
+      shelves,
+      asked + 1,
+      responses,
+      flight,
+    )
+    yield run, metrics | {'sample/responses': float(responses)}
+
+
+def count(groups: Groups) -> int:
+  """Responses in the groups that are not empty."""
+  return int((groups.born_P >= 0).sum()) * groups.correct_PG.shape[1]
 
 
 def describe(
-  fresh: Groups, groups: Groups, source_P, shelves: Shelves, now, told: list[dict], eos
+  fresh: Groups,
+  recheck: Groups,
+  groups: Groups,
+  source_P,
+  shelves: Shelves,
+  now,
+  told: list[dict],
+  eos,
 ) -> dict[str, float]:
   """Metrics of one learner step: means over its updates, `ratio_max` the largest."""
   series = {name: np.asarray([float(t[name]) for t in told]) for name in told[0]}
@@ -89,6 +120,7 @@ def describe(
   changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
   mean['loss/entropy_change'] = float(changes.mean())
   mean['sample/mismatch'] = float(told[0]['sample/mismatch'])
+  mean['sample/tokens'] = float(fresh.chosen_PGT.sum() + recheck.chosen_PGT.sum())
   looked = _look(fresh, groups, source_P, shelves, now, jnp.asarray(eos))
   return mean | {name: float(value) for name, value in looked.items()}
 

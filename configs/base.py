@@ -17,6 +17,7 @@ def get_config() -> ConfigDict:
   config.protocol = 'about 6 minutes on two CPU cores'  # shown on the first screen
   config.seed = 0
   config.steps = 80  # learner steps: rollout batches
+  config.responses = inf  # sampled in training; the run ends once it has so many
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(

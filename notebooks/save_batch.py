@@ -32,8 +32,10 @@ def main() -> None:
   with checkpoint.manager(workdir, 2) as kept:
     run, _ = experiment.resume(kept, run)
   fresh_key, _, _, update_key = job.keys(run.step)
-  prompts = job.ask(run.step)
-  groups = job.rollout(run.actor, prompts, fresh_key, step=run.step, born=run.step)
+  prompts = job.ask(run.asked)
+  groups = job.rollout(
+    run.actor, prompts, fresh_key, asked=run.asked, step=run.step, born=run.step
+  )
   source_P = jnp.zeros(len(prompts.id_P), jnp.int32)
   params, opt = run.params, run.opt
   for i in range(4):  # staleness is the number of updates from one rollout batch

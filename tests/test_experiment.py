@@ -126,6 +126,7 @@ def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
     'length_ratio',
     'steps',
     'config_hash',
+    'responses',
   }
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']

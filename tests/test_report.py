@@ -56,6 +56,7 @@ def test_numbers_by_hand(tmp_path):
     'length_ratio',
     'peak_rss_bytes',
     'phases',
+    'responses',
     'steps',
     'wall_s',
   ]
