@@ -27,6 +27,7 @@ FREE = (
   'protocol',
   'steps',
   'responses',
+  'cells',
   'metrics',
   'checkpoint',
   'evaluate',

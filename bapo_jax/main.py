@@ -19,7 +19,10 @@ WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
 )
 MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'eval', 'export', 'plan', 'show'], 'What to do.'
+  'mode',
+  'train',
+  ['train', 'eval', 'export', 'plan', 'show', 'table'],
+  'What to do; table: of the seeds of a grid, in the folders of --workdir.',
 )
 EVAL_TO = flags.DEFINE_string(
   'eval_to', '', 'Files <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
@@ -125,7 +128,7 @@ def main(argv) -> None:
         show.show(CONFIG.value, WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value)
       )
     # Imported late: a misspelt flag should not wait for JAX to load.
-    from bapo_jax import examine, experiment, export
+    from bapo_jax import examine, experiment, export, grid
 
     if MODE.value == 'export':
       status = export.export(
@@ -137,6 +140,10 @@ def main(argv) -> None:
       )
     elif MODE.value == 'eval':
       status = examine.examine(CONFIG.value, WORKDIR.value, EVAL_TO.value)
+    elif MODE.value == 'table':
+      status = grid.table(WORKDIR.value)
+    elif CONFIG.value.cells:
+      status = grid.run(CONFIG.value, WORKDIR.value)
     else:
       status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:

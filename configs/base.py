@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
   config.seed = 0
   config.steps = 80  # learner steps: rollout batches
   config.responses = inf  # sampled in training; the run ends once it has so many
+  config.cells = ()  # of a grid, each (name, batch rule, clip rule); (): a single run
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(

@@ -63,6 +63,7 @@ FLOW = (
   'plan',
   'experiment',
   'export',
+  'grid',
   'examine',
   'recorded',
   'show',
