@@ -14,12 +14,10 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 
 from bapo_jax import checkpoint, metrics, prompts, report, rewards, setup, validate
 from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
-from bapo_jax.types import Shelves
 
 # Sections that may change between the parts of one run without changing its results.
 FREE = (
@@ -34,6 +32,8 @@ FREE = (
 )
 # And this knob; where it accepts other problems, what names them as well.
 CHANGED = 'problems.changed'
+
+DIVERGED = 3  # exit status
 
 SHOWN = 6  # responses on the report's page; eval/ has them all
 
@@ -121,7 +121,8 @@ def stoppable():
 def train(config, workdir: str) -> int:
   """Runs the config in the workdir, resuming what is there; returns an exit status.
 
-  0 when all steps are done, 128 + signal number when a signal ended it earlier.
+  0 when all steps are done, 128 + signal number when a signal ended it earlier,
+  DIVERGED when too many updates in a row were not finite.
   """
   clock, began = Clock(), time.perf_counter()
   rules = validate.check(config)
@@ -155,10 +156,10 @@ def train(config, workdir: str) -> int:
     workdir, run.step or -1, **config.metrics, config=config.to_dict()
   )
   with contextlib.closing(write), contextlib.closing(kept), contextlib.closing(judge):
-    run, stopped = loop(config, workdir, job, run, write, save, clock, judge)
-  if stopped:
+    run, status = loop(config, workdir, job, run, write, save, clock, judge)
+  if status:
     say(f'Saved. The same command with --workdir={workdir} continues.')
-    return 128 + stopped
+    return status
   finish(config, workdir, run.step, meta())
   return 0
 
@@ -166,7 +167,7 @@ def train(config, workdir: str) -> int:
 def loop(
   config, workdir, job, first: Run, write, save, clock: Clock, judge: rewards.Judge
 ) -> tuple[Run, int]:
-  """Steps, each followed by what is due; the last run, and the signal or 0."""
+  """Steps, each followed by what is due; the last run, and the exit status."""
   run = first
 
   def evaluate(run: Run) -> dict:
@@ -201,10 +202,18 @@ def loop(
         f'{told["sample/tokens_per_s"]:.0f} tokens/s', refresh=False
       )
       progress.update()
-      if done or stop.signal or run.step % config.checkpoint.every == 0:
+      lost = run.skipped >= config.learner.give_up
+      if done or lost or stop.signal or run.step % config.checkpoint.every == 0:
         save(run)
+      if lost:
+        say(
+          f'{run.skipped} updates in a row were skipped: loss or gradient not finite '
+          f'(learner.give_up={config.learner.give_up}). The weights are those before '
+          'them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+        )
+        return run, DIVERGED
       if stop.signal and not done:
-        return run, stop.signal
+        return run, 128 + stop.signal
   return run, 0
 
 
@@ -230,7 +239,7 @@ def arrays(run: Run) -> dict:
 
 def scalars(run: Run) -> dict:
   """The part of a run that is plain numbers."""
-  names = ('step', 'actor_born', 'asked', 'responses')
+  names = ('step', 'actor_born', 'asked', 'responses', 'skipped')
   return {name: getattr(run, name) for name in names}
 
 
@@ -243,7 +252,7 @@ def resume(kept, run: Run, same: bool = True) -> tuple[Run, dict]:
   say(f'Resuming after step {step}.')
   flight = found.pop('flight', None)
   if not same:  # their ids would name other problems
-    found['shelves'] = emptied(found['shelves'])
+    found['shelves'] = run.shelves
   elif flight:
     run.flight.restore(flight)
   return Run(**found, **meta['run'], flight=run.flight), meta
@@ -275,11 +284,6 @@ def recognise(kept, asked: list[str], changed: str) -> bool:
     f'Other problems than at step {step} ({told}): accepted, the shelves are emptied.'
   )
   return False
-
-
-def emptied(shelves: Shelves) -> Shelves:
-  """No row is left: the ids of the shelved groups are those of other problems."""
-  return Shelves(*(s._replace(born_P=jnp.full_like(s.born_P, -1)) for s in shelves))
 
 
 def welcome(config, workdir: str) -> None:
