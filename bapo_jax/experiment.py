@@ -20,16 +20,7 @@ from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
 
 # Sections that may change between the parts of one run without changing its results.
-FREE = (
-  'title',
-  'protocol',
-  'steps',
-  'responses',
-  'cells',
-  'metrics',
-  'checkpoint',
-  'evaluate',
-)
+FREE = 'title protocol steps responses cells metrics checkpoint evaluate'.split()
 # And this knob; where it accepts other problems, what names them as well.
 CHANGED = 'problems.changed'
 
