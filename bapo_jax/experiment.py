@@ -20,7 +20,8 @@ from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
 
 # Sections that may change between the parts of one run without changing its results.
-FREE = 'title protocol steps responses cells metrics checkpoint evaluate'.split()
+FREE = ('title', 'protocol', 'steps', 'responses', 'cells')
+FREE += ('metrics', 'checkpoint', 'evaluate')
 # And this knob; where it accepts other problems, what names them as well.
 CHANGED = 'problems.changed'
 
