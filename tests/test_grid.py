@@ -198,14 +198,14 @@ def command(workdir):
 @pytest.mark.slow
 def test_a_grid_stopped_in_its_second_cell_goes_on_there(tmp_path):
   call = command(tmp_path)
-  process = subprocess.Popen(**call, stdout=subprocess.PIPE)
-  deadline = time.monotonic() + 300
-  while len(metrics.read(tmp_path / 'both')) < 4:
-    assert process.poll() is None, 'the grid ended before it could be interrupted'
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-  process.send_signal(signal.SIGINT)
-  told = process.communicate()[0]
+  with subprocess.Popen(**call, stdout=subprocess.PIPE) as process:
+    deadline = time.monotonic() + 1200  # of a busy machine: it compiles two cells
+    while len(metrics.read(tmp_path / 'both')) < 4 and process.poll() is None:
+      if time.monotonic() > deadline:
+        process.kill()
+      time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate()[0]
   assert process.returncode == 128 + signal.SIGINT
   assert 'Cell 1 of 2, grpo' in told and 'the same command' in told
   assert not (tmp_path / 'grid.json').exists()
