@@ -36,7 +36,9 @@ def empty_shelves(config, band=buffer.fixed):
 
 
 def filing(config, rules) -> Callable:
-  """buffer.shelve with its knobs."""
+  """buffer.shelve with its knobs; nothing is filed where no rule would look."""
+  if config.batch.rule in batch.SHELFLESS:
+    return lambda shelves, *_: (shelves, {})
   knobs = {k: config.buffer[k] for k in ('max_age', 'max_reuse')}
 
   def shelve(*args):
@@ -89,6 +91,7 @@ def learning(config, rules, spec):
     slices=config.learner.slices,
     search=config.learner.search,
     aggregate=config.loss.aggregate,
+    kl=config.loss.kl,
     length=config.sampler.new,
     **scored(config, spec),
   )
