@@ -227,3 +227,20 @@ def test_a_grid_stopped_in_its_second_cell_goes_on_there(tmp_path):
   phases = json.loads((tmp_path / 'both' / 'report.json').read_text())['phases']
   assert 'warm start' not in phases, 'the warm start is made once'
   assert '| both |' in (tmp_path / 'grid.md').read_text()
+
+
+def test_the_launcher_runs_each_seed_in_its_folder_and_then_the_table():
+  told = subprocess.run(
+    ['bash', 'launch/grid.sh', '--config.steps=3'],
+    cwd=ROOT,
+    env=os.environ | {'PYTHON': 'echo', 'SEEDS': '0 4', 'RUNS': '/r'},
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
+  main = '-m bapo_jax.main --config=configs/countdown.py'
+  assert told.splitlines() == [
+    f'{main} --workdir=/r/seed0 --config.seed=0 --config.steps=3',
+    f'{main} --workdir=/r/seed4 --config.seed=4 --config.steps=3',
+    f'{main} --mode=table --workdir=/r',
+  ]
