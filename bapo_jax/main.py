@@ -21,6 +21,9 @@ WORKDIR = flags.DEFINE_string(
 MODE = flags.DEFINE_enum(
   'mode', 'train', ['train', 'eval', 'export', 'plan', 'show'], 'What to do.'
 )
+CHECKPOINT = flags.DEFINE_string(
+  'checkpoint', 'newest', 'Which to eval, export or show: newest, best or a step.'
+)
 EVAL_TO = flags.DEFINE_string(
   'eval_to', '', 'Files <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
 )
@@ -114,7 +117,8 @@ def main(argv) -> None:
   """Runs what the flags say; exits with the run's status."""
   del argv
   if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens
+    # orbax reports every file it opens, and an error with its traceback before raising.
+    logging.set_verbosity(logging.FATAL)
   try:
     if MODE.value == 'plan':
       sys.exit(plan())
@@ -122,7 +126,13 @@ def main(argv) -> None:
       from bapo_jax import show
 
       sys.exit(
-        show.show(CONFIG.value, WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value)
+        show.show(
+          CONFIG.value,
+          WORKDIR.value,
+          SHOW_GROUP.value,
+          SHOW_WITH.value,
+          which=CHECKPOINT.value,
+        )
       )
     # Imported late: a misspelt flag should not wait for JAX to load.
     from bapo_jax import examine, experiment, export
@@ -134,9 +144,17 @@ def main(argv) -> None:
         EXPORT_TO.value,
         EXPORT_DTYPE.value,
         int(EXPORT_SHARD_GB.value * 1e9),
+        CHECKPOINT.value,
       )
     elif MODE.value == 'eval':
-      status = examine.examine(CONFIG.value, WORKDIR.value, EVAL_TO.value)
+      status = examine.examine(
+        CONFIG.value, WORKDIR.value, EVAL_TO.value, CHECKPOINT.value
+      )
+    elif CHECKPOINT.value != 'newest':
+      fail(
+        f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
+        'always goes on from the newest'
+      )
     else:
       status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:
@@ -147,7 +165,9 @@ def main(argv) -> None:
       'what is saved; a warm start is saved when it is done.',
       file=sys.stderr,
     )
-    status = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)  # sys.exit waits for a checkpoint that is being written
   sys.exit(status)
 
 

@@ -53,6 +53,7 @@ LEAST = {
   'rewards.recycle': 1,
   'checkpoint.every': 1,
   'checkpoint.keep': 1,
+  'checkpoint.best': 0,
 }
 
 

@@ -14,6 +14,7 @@ PACKAGE = ROOT / 'bapo_jax'
 FLOW = (
   'types',
   'progress',
+  'files',
   'mesh',
   'frequency',
   'attention',
@@ -57,6 +58,7 @@ FLOW = (
   'train',
   'validate',
   'setup',
+  'workspace',
   'roofline',
   'programs',
   'collectives',
