@@ -113,12 +113,19 @@ def plan() -> int:
   return 0 if plan.run(CONFIG.value, TOPOLOGY.value) else 1
 
 
+def quiet(unraisable) -> None:
+  """A write that was refused is told once; tensorstore reports its other parts here."""
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(unraisable)
+
+
 def main(argv) -> None:
   """Runs what the flags say; exits with the run's status."""
   del argv
   if not flags.FLAGS['verbosity'].present:
     # orbax reports every file it opens, and an error with its traceback before raising.
     logging.set_verbosity(logging.FATAL)
+  sys.unraisablehook = quiet
   try:
     if MODE.value == 'plan':
       sys.exit(plan())
