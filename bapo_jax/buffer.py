@@ -1,8 +1,9 @@
 """Shelves of groups that outlive their step: pure functions on Groups.
 
-1. `shelve` files what was just tried: failures on `hard`, groups of both verdicts on
-   `good`; a problem that was tried leaves its old place first;
-2. `draw` gives back the problems of a shelf that were tried longest ago.
+1. a band rule says, in whole right answers, what is hard and what is good;
+2. `draw` gives the problems of `hard` that were tried longest ago;
+3. `shelve` files what was tried: failures on `hard`, groups of both verdicts on `good`,
+   and counts who came and who left.
 
 A row is empty when born_P is -1, and "oldest first" then means "empty first".
 """
@@ -12,65 +13,113 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from bapo_jax.types import Groups, Shelves, concat, empty, first_of, take
+from bapo_jax.types import SOURCES, Band, Groups, Shelves, concat, empty, first_of, take
+
+REUSED = SOURCES.index('reused')
 
 
-def start(capacity: int, group: int, length: int) -> Shelves:
-  """Empty shelves. `hard` keeps no responses, so its rows are one token long."""
-  return Shelves(hard=empty(capacity, 1, 1), good=empty(capacity, group, length))
-
-
-def remove(shelf: Groups, id_P) -> Groups:
-  """The shelf with the rows of these problems emptied (and -1 matches nothing)."""
-  gone_P = ((shelf.id_P[:, None] == id_P[None]) & (id_P[None] >= 0)).any(1)
-  return shelf._replace(born_P=jnp.where(gone_P, -1, shelf.born_P))
-
-
-def insert(shelf: Groups, groups: Groups, wanted_P) -> Groups:
-  """The newest rows of both, one a problem, as many as the shelf holds."""
-  wanted_P = wanted_P & (groups.born_P >= 0)
-  groups = groups._replace(born_P=jnp.where(wanted_P, groups.born_P, -1))
-  shelf = remove(shelf, jnp.where(wanted_P, groups.id_P, -1))
-  both = concat(groups, shelf)
-  newest_P = jnp.argsort(-both.born_P, stable=True)
-  return take(both, newest_P[: shelf.id_P.shape[0]])
-
-
-@functools.partial(jax.jit, static_argnames=('hard', 'good', 'max_age'))
-def shelve(
-  shelves: Shelves,
-  tried: Groups,
-  now,
-  *,
-  hard: float,
-  good: tuple[float, float],
-  max_age: int,
-) -> Shelves:
-  """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
+def fixed(
+  rate, G: int, *, hard: float = 1 / 8, good: tuple[float, float] = (1 / 8, 5 / 8)
+) -> Band:
+  """The same thresholds at every step (Batch Adaptation PO, section 3).
 
   Args:
-    tried: fresh groups, then rechecked ones; of a problem in both, the later counts.
     hard: c1, largest share of right answers that files a problem under `hard`.
-    good: (c2, c3), the band of shares that files a group under `good`.
-    max_age: learner steps after which a good group leaves.
+    good: (c2, c3), smallest and largest share that files a group under `good`.
   """
-  last_P = first_of(tried.id_P[::-1], tried.born_P[::-1] >= 0)[::-1]
-  tried = tried._replace(born_P=jnp.where(last_P, tried.born_P, -1))
-  G = tried.correct_PG.shape[1]
-  k_P = tried.correct_PG.sum(1)
-  # Thresholds in whole answers: a share of 1/8 is 1 of 8, whatever floats make of it.
-  most, first, last = (int(share * G + 1e-6) for share in (hard, *good))
-  prompts = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
-  prompts = prompts._replace(
-    correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
+  return moving(rate, G, hard=(hard, hard), low=(good[0],) * 2, high=(good[1],) * 2)
+
+
+def moving(
+  rate,
+  G: int,
+  *,
+  hard: tuple[float, float] = (1 / 8, 3 / 8),
+  low: tuple[float, float] = (1 / 8, 3 / 8),
+  high: tuple[float, float] = (5 / 8, 7 / 8),
+) -> Band:
+  """Thresholds that follow the policy: c = rate (end - start) + start (Eq. 8).
+
+  Args:
+    rate: r_tot, the mean verdict of all fresh responses so far.
+    G: responses a group.
+    hard, low, high: (start, end) of c1, c2 and c3. The paper does not print its
+      endpoints; these defaults are ours.
+
+  Raises:
+    ValueError: a share outside [0, 1], c1 of 1, or c2 above c3.
+  """
+  for name, (start, end) in (('hard', hard), ('low', low), ('high', high)):
+    if not (0 <= start <= 1 and 0 <= end <= 1):
+      raise ValueError(
+        f'buffer.band: {name} runs from {start} to {end}; shares lie in [0, 1]'
+      )
+  if max(hard) == 1:
+    raise ValueError('buffer.band: hard=1 files solved problems as hard; give less')
+  for c2, c3 in zip(low, high, strict=True):
+    if c2 > c3:
+      raise ValueError(f'buffer.band: good begins at {c2} and ends at {c3}; turn them')
+  c1, c2, c3 = (rate * (end - start) + start for start, end in (hard, low, high))
+  return Band(
+    hard=_most(c1, G),
+    first=jnp.maximum(_least(c2, G), 1),  # groups of one verdict teach nothing
+    last=jnp.minimum(_most(c3, G), G - 1),
   )
-  in_band_P = (k_P >= max(first, 1)) & (k_P <= min(last, G - 1))
-  kept = insert(shelves.good, tried, in_band_P)
+
+
+def threshold_free(rate, G: int) -> Band:
+  """Hard is never solved, good is solved half the time: nothing to set (section 3).
+
+  Raises:
+    ValueError: G is odd, so that no group is half right.
+  """
+  if G % 2:
+    raise ValueError(
+      f"buffer.band.rule='threshold_free' keeps groups that are half right, and "
+      f'sampler.group={G} is odd; give an even group, or another band'
+    )
+  del rate
+  return Band(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
+
+
+def everything(rate, G: int) -> Band:
+  """Every group is good and no problem is hard: what plain replay keeps."""
+  del rate
+  return Band(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
+
+
+BANDS = {
+  'fixed': fixed,
+  'moving': moving,
+  'threshold_free': threshold_free,
+  'everything': everything,
+}
+
+# A share of 1/8 is 1 of 8, whatever floats make of it.
+SLACK = 1e-4
+
+
+def _most(share, G: int):
+  return jnp.floor(share * G + SLACK).astype(jnp.int32)
+
+
+def _least(share, G: int):
+  return jnp.ceil(share * G - SLACK).astype(jnp.int32)
+
+
+def start(capacity: int, group: int, length: int, band=fixed) -> Shelves:
+  """Empty shelves. `hard` keeps no responses, so its rows are one token long.
+
+  Args:
+    band: a rule of BANDS, its knobs bound.
+  """
   return Shelves(
-    hard=insert(remove(shelves.hard, tried.id_P), prompts, k_P <= most),
-    good=kept._replace(
-      born_P=jnp.where(now + 1 - kept.born_P > max_age, -1, kept.born_P)
-    ),
+    hard=empty(capacity, 1, 1),
+    good=empty(capacity, group, length),
+    used_P=jnp.zeros(capacity, jnp.int32),
+    right=jnp.int32(0),
+    tried=jnp.int32(0),
+    band=band(jnp.float32(0), group),
   )
 
 
@@ -88,3 +137,103 @@ def draw(shelf: Groups, rows: int) -> Groups:
   oldest_P = jnp.argsort(jnp.where(shelf.born_P < 0, never, shelf.born_P), stable=True)
   drawn = take(shelf, oldest_P[:rows])
   return drawn._replace(id_P=jnp.where(drawn.born_P < 0, -1, drawn.id_P))
+
+
+@functools.partial(jax.jit, static_argnames=('band', 'max_age', 'max_reuse'))
+def shelve(
+  shelves: Shelves,
+  fresh: Groups,
+  recheck: Groups,
+  groups: Groups,
+  source_P,
+  now,
+  *,
+  band=fixed,
+  max_age: int,
+  max_reuse: int,
+) -> tuple[Shelves, dict]:
+  """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
+
+  Today's band decides, tomorrow's is made of today's verdicts too. A good group leaves
+  once it would be older than `max_age` steps, or was learned from `max_reuse` times.
+
+  Args:
+    fresh, recheck: what was tried; of a problem in both, the recheck counts.
+    groups, source_P: the batch that was learned from.
+    band: a rule of BANDS, its knobs bound.
+
+  Returns:
+    (shelves, counts): who entered `hard`, and who left it and why: rechecked and always
+    solved (graduated) or sometimes (promoted), solved when asked afresh (progressed),
+    or crowded out (evicted).
+  """
+  tried = concat(fresh, recheck)
+  last_P = first_of(tried.id_P[::-1], tried.born_P[::-1] >= 0)[::-1]
+  tried = tried._replace(born_P=jnp.where(last_P, tried.born_P, -1))
+  k_P = tried.correct_PG.sum(1)
+  used_P = shelves.used_P + _among(
+    shelves.good.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
+  )
+  good, used_P = _file_good(
+    shelves._replace(used_P=used_P), tried, k_P, now, max_age, max_reuse
+  )
+  hard, counts = _file_hard(shelves, tried, k_P, len(fresh.id_P))
+  there_P = fresh.born_P >= 0
+  right = shelves.right + jnp.where(there_P, fresh.correct_PG.sum(1), 0).sum()
+  answers = shelves.tried + there_P.sum() * fresh.correct_PG.shape[1]
+  rate = right / jnp.maximum(answers, 1)
+  bands = band(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
+  return Shelves(hard, good, used_P, right, answers, bands), counts
+
+
+def _among(id_P, others):
+  """bool: which of these problems are among the others (-1 is nobody)."""
+  return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
+
+
+def _newest(groups: Groups, shelf: Groups, wanted_P) -> tuple[Groups, jax.Array]:
+  """Both, and the rows of both that the shelf shall hold: the newest, one a problem."""
+  wanted_P = wanted_P & (groups.born_P >= 0)
+  old_P = _among(shelf.id_P, jnp.where(wanted_P, groups.id_P, -1))
+  both = concat(
+    groups._replace(born_P=jnp.where(wanted_P, groups.born_P, -1)),
+    shelf._replace(born_P=jnp.where(old_P, -1, shelf.born_P)),
+  )
+  return both, jnp.argsort(-both.born_P, stable=True)[: shelf.id_P.shape[0]]
+
+
+def _file_good(shelves: Shelves, tried: Groups, k_P, now, max_age, max_reuse):
+  band = shelves.band
+  in_band_P = (k_P >= band.first) & (k_P <= band.last)
+  both, kept = _newest(tried, shelves.good, in_band_P)
+  used = jnp.concatenate([jnp.zeros_like(k_P), shelves.used_P])[kept]
+  good = take(both, kept)
+  stays_P = (now + 1 - good.born_P <= max_age) & (used < max_reuse)
+  return good._replace(born_P=jnp.where(stays_P, good.born_P, -1)), used
+
+
+def _file_hard(shelves: Shelves, tried: Groups, k_P, fresh: int):
+  there_P = tried.born_P >= 0
+  hard_P = there_P & (k_P <= shelves.band.hard)
+  before_P = jnp.where(shelves.hard.born_P >= 0, shelves.hard.id_P, -1)
+  known_P = there_P & _among(tried.id_P, before_P)
+  asked_again_P = jnp.arange(len(k_P)) >= fresh
+  solved_P = k_P == tried.correct_PG.shape[1]
+  left_P = known_P & ~hard_P
+  prompts = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
+  prompts = prompts._replace(
+    correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
+  )
+  gone_P = _among(shelves.hard.id_P, jnp.where(there_P, tried.id_P, -1))
+  rest = shelves.hard._replace(born_P=jnp.where(gone_P, -1, shelves.hard.born_P))
+  both, kept = _newest(prompts, rest, hard_P)
+  hard = take(both, kept)
+  counts = {
+    'buffer/entered': hard_P & ~known_P,
+    'buffer/graduated': left_P & asked_again_P & solved_P,
+    'buffer/promoted': left_P & asked_again_P & ~solved_P,
+    'buffer/progressed': left_P & ~asked_again_P,
+  }
+  counts = {name: is_P.sum() for name, is_P in counts.items()}
+  room = (before_P >= 0).sum() + counts['buffer/entered'] - left_P.sum()
+  return hard, counts | {'buffer/evicted': room - (hard.born_P >= 0).sum()}

@@ -7,12 +7,21 @@ gradient needed, and which token was cut is read off the loss itself (`loss.weig
 import jax.numpy as jnp
 
 from bapo_jax import loss, search
-from bapo_jax.types import SOURCES, Batch, Bounds, masked_mean
+from bapo_jax.types import SOURCES, Batch, Bounds, Groups, masked_mean
+
+OF_SOURCE = (
+  'clip/fraction',
+  'loss/ratio_mean',
+  'loss/ratio_max',
+  'loss/tv',
+  'loss/gain',
+)
 
 # nan where no token is of the kind they are about: a mean over updates leaves nan out.
 OF_SOME = frozenset(
   {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
-  | {'clip/fraction_positive', *(f'clip/fraction_{source}' for source in SOURCES)}
+  | {'clip/fraction_positive'}
+  | {f'{name}_{source}' for name in OF_SOURCE for source in SOURCES}
 )
 
 
@@ -38,7 +47,8 @@ def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
   }
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   told |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
-  return told | _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  told |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  return told | _by_source(ratio_BT, weight_BT, batch)
 
 
 def entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT):
@@ -91,10 +101,45 @@ def _cuts(weight_BT, batch: Batch) -> dict:
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
     cuts[f'clip/fraction_{name}'] = _mean_or_nan(cut_BT, kind_BT)
     cuts[f'clip/probability_{name}'] = _mean_or_nan(mu_BT, kind_BT & cut_BT)
+  return cuts
+
+
+def _by_source(ratio_BT, weight_BT, batch: Batch) -> dict:
+  """Metrics of OF_SOURCE for the rows of each source: how stale, how far, what for.
+
+  The total variation between the policy and the one that wrote the rows is estimated
+  as half the mean of |r - 1| (arXiv:2602.20722, Theorem 3.2), token by token.
+  """
+  up_BT, down_BT = _signs(batch)
+  cut_BT = (up_BT | down_BT) & (weight_BT == 0)
+  told = {}
   for i, source in enumerate(SOURCES):
     mine_BT = batch.mask_BT & (batch.source_B == i)[:, None]
-    cuts[f'clip/fraction_{source}'] = _mean_or_nan(cut_BT, mine_BT)
-  return cuts
+    largest = jnp.where(mine_BT, ratio_BT, -jnp.inf).max()
+    of_mine = {
+      'clip/fraction': _mean_or_nan(cut_BT, mine_BT),
+      'loss/ratio_mean': _mean_or_nan(ratio_BT, mine_BT),
+      'loss/ratio_max': jnp.where(mine_BT.any(), largest, jnp.nan),
+      'loss/tv': _mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
+      'loss/gain': _mean_or_nan(ratio_BT * batch.adv_B[:, None], mine_BT),
+    }
+    told |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
+  return told
+
+
+def spread(groups: Groups, source_P) -> dict:
+  """Source -> K = mean of (1 - sigma) / sigma over its groups; nan without any.
+
+  sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
+  Groups of one verdict, whose advantages are all 0, are left out.
+  """
+  rate_P = groups.correct_PG.mean(1)
+  sigma_P = jnp.sqrt(rate_P * (1 - rate_P))
+  k_P = (1 - sigma_P) / jnp.where(sigma_P > 0, sigma_P, 1)
+  return {
+    source: float(_mean_or_nan(k_P, (source_P == i) & (sigma_P > 0)))
+    for i, source in enumerate(SOURCES)
+  }
 
 
 def _mean_or_nan(x, mask):

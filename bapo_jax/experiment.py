@@ -13,7 +13,6 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 
 from bapo_jax import (
   checkpoint,
@@ -28,8 +27,9 @@ from bapo_jax import (
 )
 from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
-from bapo_jax.types import Shelves
 from bapo_jax.workspace import open_workdir, tell_mesh, writable
+
+DIVERGED = 3  # exit status
 
 SHOWN = 6  # responses on the report's page; eval/ has them all
 
@@ -63,7 +63,8 @@ def stoppable():
 def train(config, workdir: str) -> int:
   """Runs the config in the workdir, resuming what is there; returns an exit status.
 
-  0 when all steps are done, 128 + signal number when a signal ended it earlier.
+  0 when all steps are done, 128 + signal number when a signal ended it earlier,
+  DIVERGED when too many updates in a row were not finite.
 
   A step is saved when it is due, when it was evaluated (where checkpoint.best asks for
   the best of these), and when it is the last one.
@@ -115,10 +116,10 @@ def go(config, workdir: str, rules: dict, clock: Clock, began: float) -> int:
     workdir, run.step or -1, **config.metrics, config=config.to_dict()
   )
   with contextlib.closing(write), checkpoint.closing(kept), contextlib.closing(judge):
-    run, stopped = loop(config, workdir, job, run, write, save, clock, judge)
-  if stopped:
+    run, status = loop(config, workdir, job, run, write, save, clock, judge)
+  if status:
     say(f'Saved. The same command with --workdir={workdir} continues.')
-    return 128 + stopped
+    return status
   with files.naming(os.path.join(workdir, 'report.md')):
     finish(config, workdir, run.step, meta())
   return 0
@@ -127,7 +128,7 @@ def go(config, workdir: str, rules: dict, clock: Clock, began: float) -> int:
 def loop(
   config, workdir, job, first: Run, write, save, clock: Clock, judge: rewards.Judge
 ) -> tuple[Run, int]:
-  """Steps, each followed by what is due; the last run, and the signal or 0."""
+  """Steps, each followed by what is due; the last run, and the exit status."""
   run = first
 
   def evaluate(run: Run) -> dict:
@@ -163,12 +164,20 @@ def loop(
         f'{told["sample/tokens_per_s"]:.0f} tokens/s', refresh=False
       )
       progress.update()
-      last = done or bool(stop.signal)
+      lost = run.skipped >= config.learner.give_up
+      last = done or lost or bool(stop.signal)
       ranked = scored and config.checkpoint.best > 0
       if last or ranked or run.step % config.checkpoint.every == 0:
         save(run, told.get('eval/accuracy'), last)
+      if lost:
+        say(
+          f'{run.skipped} updates in a row were skipped: loss or gradient not finite '
+          f'(learner.give_up={config.learner.give_up}). The weights are those before '
+          'them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+        )
+        return run, DIVERGED
       if stop.signal and not done:
-        return run, stop.signal
+        return run, 128 + stop.signal
   return run, 0
 
 
@@ -194,7 +203,7 @@ def arrays(run: Run) -> dict:
 
 def scalars(run: Run) -> dict:
   """The part of a run that is plain numbers."""
-  names = ('step', 'actor_born', 'asked', 'responses')
+  names = ('step', 'actor_born', 'asked', 'responses', 'skipped')
   return {name: getattr(run, name) for name in names}
 
 
@@ -207,7 +216,7 @@ def resume(kept, run: Run, same: bool = True) -> tuple[Run, dict]:
   say(f'Resuming after step {step}.')
   flight = found.pop('flight', None)
   if not same:  # their ids would name other problems
-    found['shelves'] = emptied(found['shelves'])
+    found['shelves'] = run.shelves
   elif flight:
     run.flight.restore(flight)
   # A count that a checkpoint of an earlier version lacks begins anew.
@@ -240,11 +249,6 @@ def recognise(kept, asked: list[str], changed: str) -> bool:
     f'Other problems than at step {step} ({told}): accepted, the shelves are emptied.'
   )
   return False
-
-
-def emptied(shelves: Shelves) -> Shelves:
-  """No row is left: the ids of the shelved groups are those of other problems."""
-  return Shelves(*(s._replace(born_P=jnp.full_like(s.born_P, -1)) for s in shelves))
 
 
 def welcome(config, workdir: str) -> None:

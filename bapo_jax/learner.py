@@ -75,37 +75,50 @@ def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
-def flatten(groups: Groups, source_P, advantage_rule, prox_PGT=None) -> Batch:
+def flatten(
+  groups: Groups, source_P, advantage_rule, prox_PGT=None, weights=(1.0, 1.0, 1.0)
+) -> Batch:
   """The flat batch [P*G, T]; a seat that is empty teaches nothing.
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
     prox_PGT: log-probabilities of the proximal policy; None: those of the behaviour.
+    weights: what a row of each of types.SOURCES counts for; it multiplies the
+      advantage, so that clip rules see it too.
   """
   P, G, T = groups.tokens_PGT.shape
   mask_PGT = groups.chosen_PGT & (source_P >= 0)[:, None, None]
   prox_PGT = groups.logp_PGT if prox_PGT is None else prox_PGT
+  weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
     mask_BT=mask_PGT.reshape(P * G, T),
     logp_BT=groups.logp_PGT.reshape(P * G, T),
     prox_BT=prox_PGT.reshape(P * G, T),
-    adv_B=advantage_rule(groups.reward_PG).reshape(P * G),
+    adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
     source_B=jnp.repeat(source_P, G),
   )
 
 
-def check(prompts: int, minibatches: int, slices: int, group: int, shards: int) -> None:
-  """Raises ValueError, with the numbers, unless a batch divides evenly."""
-  if prompts % minibatches:
+def check(
+  prompts: int, minibatches: int, slices: int, group: int, shards: int, replayed=0
+) -> None:
+  """Raises ValueError, with the numbers, unless a batch divides evenly.
+
+  Args:
+    replayed: groups in a batch beside those of the step's prompts.
+  """
+  seats = prompts + replayed
+  beside = f' and {replayed} replayed' if replayed else ''
+  if seats % minibatches:
     raise ValueError(
-      f'prompts.count={prompts} groups do not divide into '
+      f'prompts.count={prompts}{beside} groups do not divide into '
       f'learner.minibatches={minibatches} parts of whole groups'
     )
-  rows = prompts // minibatches * group
+  rows = seats // minibatches * group
   if rows % (slices * shards):
     raise ValueError(
-      f'a minibatch has {rows} responses ({prompts} prompts x {group} / '
+      f'a minibatch has {rows} responses ({prompts}{beside} prompts x {group} / '
       f'{minibatches}), which do not divide over learner.slices={slices} x {shards} '
       'device shards'
     )
@@ -123,6 +136,7 @@ def update(
   epochs: int,
   minibatches: int,
   proximal=None,
+  weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place=lambda batch: batch,
 ):
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
@@ -131,6 +145,7 @@ def update(
   about its own mean is never torn apart.
 
   Args:
+    weights: of the sources, see `flatten`.
     proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
       first update, for the loss rules that ask for them; None for those that do not.
   """
@@ -140,16 +155,16 @@ def update(
   for epoch_key in jax.random.split(key, epochs):
     parts = np.asarray(jax.random.permutation(epoch_key, P)).reshape(minibatches, -1)
     for part in parts:
-      batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule))
+      batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule, weights))
       params, opt, told = learn(params, opt, batch)
       metrics.append(told)
   return params, opt, metrics
 
 
-@functools.partial(jax.jit, static_argnames='advantage_rule')
-def _part(groups, source_P, prox_PGT, part, advantage_rule) -> Batch:
+@functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
+def _part(groups, source_P, prox_PGT, part, advantage_rule, weights) -> Batch:
   groups, source_P, prox_PGT = take((groups, source_P, prox_PGT), part)
-  return flatten(groups, source_P, advantage_rule, prox_PGT)
+  return flatten(groups, source_P, advantage_rule, prox_PGT, weights)
 
 
 def score(params, groups: Groups, *, parts: int, spec, temperature: float, chunk: int):
@@ -241,21 +256,27 @@ def learn(
 ):
   """One optimiser update on one minibatch; returns (params, opt, metrics).
 
+  It is skipped, and told as learner/skipped, where loss or gradient is not finite.
+
   `knobs` are those of `gradient`.
   """
   value, grads, (logp_BT, entropy_BT, bounds) = gradient(
     params, batch, loss_rule=loss_rule, **knobs
   )
   mismatch_BT = jnp.where(batch.mask_BT, jnp.abs(logp_BT - batch.logp_BT), 0)
+  norm = optax.tree.norm(grads)
+  finite = jnp.isfinite(value) & jnp.isfinite(norm)
   metrics = diagnostics.diagnose(loss_rule, logp_BT, entropy_BT, batch, bounds) | {
     'loss/value': value,
-    'learner/grad_norm': optax.tree.norm(grads),
+    'learner/grad_norm': norm,
+    'learner/skipped': ~finite,
     'sample/mismatch': mismatch_BT.sum() / jnp.maximum(batch.mask_BT.sum(), 1),
   }
   updates, moments = tx.update(grads, opt, params)
-  # No seat earned, no update: moments alone would carry the weights on.
+  # No seat earned, no update: moments alone would carry the weights on. And one number
+  # that is not finite would spoil moments and weights for good.
   params, opt = jax.tree.map(
-    lambda new, old: jnp.where(batch.mask_BT.any(), new, old),
+    lambda new, old: jnp.where(batch.mask_BT.any() & finite, new, old),
     (optax.apply_updates(params, updates), moments),
     (params, opt),
   )

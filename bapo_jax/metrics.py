@@ -16,6 +16,7 @@ import time
 import uuid
 
 from bapo_jax import files
+from bapo_jax.types import SOURCES
 
 # ruff: noqa: E501
 GLOSSARY = {
@@ -30,16 +31,30 @@ GLOSSARY = {
   'sample/age': 'Mean age of the tokens of fresh responses, learner steps.',
   'sample/age_max': 'Age of their oldest token, learner steps; at most rollout.max_age + rollout.refresh_every - 1.',
   'sample/responses': 'Responses sampled so far in the run, refills and those to rechecked problems counted; not those of evaluations.',
+  'sample/rounds': 'Rounds of prompts asked in the step: 1, and the refills.',
   'sample/tokens': "Response tokens of the step's fresh and rechecked groups.",
   'sample/tokens_per_s': 'Response tokens sampled per second of sampling.',
   'sample/mismatch': 'Mean |trainer logp - sampler logp| on the first minibatch, nats, >= 0; large means the two disagree about one policy.',
   'batch/kept': 'Share of the batch seats that are filled, in [0, 1].',
+  'batch/fresh': 'Share of the batch seats filled with groups just sampled, in [0, 1].',
   'batch/rechecked': 'Share of the batch seats filled with rechecked problems, in [0, 1].',
   'batch/reused': 'Share of the batch seats filled from the good shelf, in [0, 1].',
   'batch/learnable': 'Share of the fresh groups with both right and wrong responses, in [0, 1].',
   'batch/age': "Mean learner steps since the batch's tokens were sampled, >= 0.",
+  **{
+    f'batch/age_{s}': f"Mean learner steps since the tokens of the batch's {s} groups were sampled; nan without any."
+    for s in SOURCES
+  },
   'buffer/hard': 'Rows held on the hard shelf.',
   'buffer/good': 'Rows held on the good shelf.',
+  'buffer/hard_most': 'Most right answers of a group whose problem is hard, in the band of the next step.',
+  'buffer/good_least': 'Fewest right answers of a good group, in the band of the next step.',
+  'buffer/good_most': 'Most right answers of a good group, in the band of the next step.',
+  'buffer/entered': 'Problems that came onto the hard shelf in this step.',
+  'buffer/promoted': 'Problems that left the hard shelf: rechecked, and now solved sometimes.',
+  'buffer/graduated': 'Problems that left the hard shelf: rechecked, and now solved always.',
+  'buffer/progressed': 'Problems that left the hard shelf: asked afresh, and no longer hard.',
+  'buffer/evicted': 'Problems that left the hard shelf: no room, tried longest ago.',
   'advantage/positive': 'Share of the teaching tokens whose advantage is positive, in [0, 1].',
   'clip/low': "Ratio below which a negative token is no longer pushed down; mean over the step's updates.",
   'clip/high': "Ratio above which a positive token is no longer pushed up; mean over the step's updates.",
@@ -61,6 +76,22 @@ GLOSSARY = {
   'loss/value': 'The loss that is minimised; its sign and size mean little by themselves.',
   'loss/ratio_mean': 'Mean probability ratio of the current to the behaviour policy; 1 where they agree.',
   'loss/ratio_max': 'Largest probability ratio of the current to the behaviour policy, > 0.',
+  **{
+    f'loss/ratio_mean_{s}': f'loss/ratio_mean over the {s} rows; nan without any.'
+    for s in SOURCES
+  },
+  **{
+    f'loss/ratio_max_{s}': f'loss/ratio_max over the {s} rows; nan without any.'
+    for s in SOURCES
+  },
+  **{
+    f'loss/tv_{s}': f'Estimated total variation between the policy and the one that wrote the {s} rows: half the mean of |r - 1| over tokens; nan without any.'
+    for s in SOURCES
+  },
+  **{
+    f'loss/gain_{s}': f'Unclipped surrogate, mean of r A over the tokens of {s} rows; nan without any.'
+    for s in SOURCES
+  },
   'loss/ratio_nan': 'Share of the teaching tokens whose probability ratio is not a number, in [0, 1]; above 0 is an error of the run.',
   'loss/effective': 'Effective sample size of the ratios as a share of the teaching tokens, (sum r)^2 / (n sum r^2), in [0, 1].',
   'loss/entropy': 'Mean entropy of the policy at the teaching tokens, nats per token, >= 0.',
@@ -70,6 +101,20 @@ GLOSSARY = {
   'loss/kl_plain': 'k1 estimate of the same divergence, mean of -log r, nats per token; noisier, may be negative.',
   'learner/grad_norm': 'Global norm of the gradient before it is clipped, >= 0.',
   'learner/updates': 'Optimiser updates done so far.',
+  'learner/skipped': 'Updates of the step that were skipped since loss or gradient was not finite.',
+  **{
+    f'theory/gain_{s}': f'First term of Theorem 3.2 for {s} groups: the surrogate, mean over updates; nan without any.'
+    for s in SOURCES
+  },
+  **{
+    f'theory/moved_{s}': f'Second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha): the policy against the one that wrote them; nan without any.'
+    for s in SOURCES
+  },
+  **{
+    f'theory/stale_{s}': f"Third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha), from the step's first update; nan without any."
+    for s in SOURCES
+  },
+  'theory/bound': 'Lower bound of the gain by Theorem 3.2, summed over the sources in the batch: an estimate over tokens, to be compared with itself.',
   'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1].',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
   'eval/length': 'Mean length of the responses to the held-out problems, tokens.',

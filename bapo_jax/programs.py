@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from bapo_jax import (
   attention,
-  batch,
-  buffer,
+  binding,
   logprob,
   mesh,
   model,
@@ -80,7 +79,7 @@ def held(tree) -> float:
 def learner_state(config, spec, grid):
   """(params, opt) where the learner keeps them."""
   params = model.abstract(spec)
-  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  opt = jax.eval_shape(binding.optimizer(config).init, params)
   return place((params, opt), mesh.shardings((params, opt), grid))
 
 
@@ -92,18 +91,15 @@ def actor(spec, grid):
   return place(params, mesh.shardings(params, grid, 'decode'))
 
 
-def shelves(config, spec, grid):
+def shelves(config, grid):
   """The replay buffer, whole on every device."""
-  capacity = 0 if config.batch.rule in batch.SHELFLESS else config.buffer.capacity
-  length = config.prompts.width + config.sampler.new
-  make = functools.partial(buffer.start, capacity, config.sampler.group, length)
-  made = jax.eval_shape(make)
+  made = jax.eval_shape(functools.partial(binding.empty_shelves, config))
   return place(made, jax.tree.map(lambda _: mesh.everywhere(grid), made))
 
 
 def rows_of(config) -> tuple[int, int]:
   """(rows of a minibatch, tokens in a row)."""
-  rows = config.prompts.count // config.learner.minibatches * config.sampler.group
+  rows = binding.seats(config) // config.learner.minibatches * config.sampler.group
   return rows, config.prompts.width + config.sampler.new
 
 
@@ -119,13 +115,13 @@ def train_step(config, rules, spec, grid) -> Program:
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=mesh.over_rows(grid)))
   params, opt = learner_state(config, spec, grid)
   return Program(
-    setup.learning(config, rules, spec),
+    binding.learning(config, rules, spec),
     (params, opt, types.Batch(*fields)),
     {},
     functools.partial(
       roofline.train, spec, dict(grid.shape), B, T, config.learner.slices
     ),
-    held((actor(spec, grid), shelves(config, spec, grid))),
+    held((actor(spec, grid), shelves(config, grid))),
   )
 
 
@@ -147,7 +143,7 @@ def score(config, rules, spec, grid) -> Program:
     (params, tokens_BT),
     {},
     functools.partial(roofline.score, spec, dict(grid.shape), B, T),
-    held((opt, actor(spec, grid), shelves(config, spec, grid))),
+    held((opt, actor(spec, grid), shelves(config, grid))),
   )
 
 
@@ -173,7 +169,7 @@ def prefill(config, rules, spec, grid) -> Program:
     (actor(spec, grid), slots, *prompts, *names),
     {'spec': spec},
     functools.partial(roofline.prefill, spec, dict(grid.shape), R, width),
-    held((learner_state(config, spec, grid), shelves(config, spec, grid))),
+    held((learner_state(config, spec, grid), shelves(config, grid))),
     cache,
   )
 
@@ -190,7 +186,7 @@ def decode(config, rules, spec, grid) -> Program:
     (actor(spec, grid), slots, key, config.sampler.temperature, n, 0),
     {'spec': spec, 'eos': (0,), 'live': len(slots.cache[0])},
     lambda linked: roofline.decode(spec, shape, S, T, cache, linked),
-    held((learner_state(config, spec, grid), shelves(config, spec, grid))),
+    held((learner_state(config, spec, grid), shelves(config, grid))),
     cache,
     n,
   )

@@ -22,6 +22,7 @@ import numpy as np
 from bapo_jax import (
   advantage,
   batch,
+  binding,
   checkpoint,
   export,
   logprob,
@@ -158,7 +159,7 @@ def ratios(
   spec = setup.spec_of(config, text_lib.load(tokenizer, config.text.template))
   array = checkpoint.read_params(workdir, checkpoint.choose(workdir, which))
   params = model.unflatten({n: jnp.asarray(array(n)) for n in model.describe(spec)})
-  score = jax.jit(functools.partial(logprob.of_rows, **setup.scored(config, spec)))
+  score = jax.jit(functools.partial(logprob.of_rows, **binding.scored(config, spec)))
 
   def of_group(group: Recorded) -> list[np.ndarray]:
     tokens_GT, chosen_GT, logp_GT = (x[0] for x in group.arrays[1:4])

@@ -1,4 +1,4 @@
-"""From a config to a run; with validate.py the only reader of ConfigDict.
+"""From a config to a run; with validate.py and binding.py the only ConfigDict reader.
 
 1. `start` loads text, problems and weights, and makes the first `Run`;
 2. `assemble` binds every knob into the functions of a `Job`.
@@ -15,11 +15,9 @@ import jax
 
 from bapo_jax import (
   batch,
-  buffer,
+  binding,
   checkpoint,
   evaluate,
-  learner,
-  loss,
   mesh,
   model,
   prompts,
@@ -58,13 +56,11 @@ def start(
     say(note)
   judge = judge or judging(config)
   job = assemble(config, rules, reader, problems, spec, devices, clock, judge)
-  tx = optimizer(config)
+  tx = binding.optimizer(config)
   opt = jax.eval_shape(tx.init, params)
   opt = jax.jit(tx.init, out_shardings=mesh.shardings(opt, devices))(params)
-  length = config.prompts.width + config.sampler.new
-  capacity = 0 if config.batch.rule in batch.SHELFLESS else config.buffer.capacity
   shelves = jax.device_put(
-    buffer.start(capacity, config.sampler.group, length), mesh.everywhere(devices)
+    binding.empty_shelves(config, rules['band']), mesh.everywhere(devices)
   )
   actor, flight = job.speak(params), in_flight(config, reader, spec, devices)
   with clock('compile'):
@@ -89,8 +85,7 @@ def spec_of(config, reader) -> model.ModelSpec:
     own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
     return dataclasses.replace(spec, **own)
   # Rounded up, as published models do, so that the vocabulary divides over devices.
-  vocab = -(-len(reader.tokenizer) // 8) * 8
-  return model.ModelSpec(vocab=vocab, **knobs)
+  return model.ModelSpec(vocab=-(-len(reader.tokenizer) // 8) * 8, **knobs)
 
 
 def policy(config, workdir: str, reader, devices, clock: Clock):
@@ -137,18 +132,13 @@ def assemble(
 ) -> train.Job:
   """Binds the knobs."""
   training, held_out = problems
-  shelfless = config.batch.rule in batch.SHELFLESS
   carried = {k: config.rollout[k] for k in ('budget', 'max_age', 'cache')}
-  filing = {k: config.buffer[k] for k in ('hard', 'good', 'max_age')}
   sample = functools.partial(
     sampling(config, reader, spec, devices, clock, judge), shape=shaping(config, reader)
   )
 
-  def shelve(shelves, tried, now):
-    return shelves if shelfless else buffer.shelve(shelves, tried, now, **filing)
-
   def recheck(step):
-    due = step % config.buffer.every == 0 and not shelfless
+    due = step % config.buffer.every == 0 and config.batch.rule in batch.RECHECKED
     return config.buffer.recheck if due else 0
 
   def keys(step):
@@ -167,9 +157,10 @@ def assemble(
     speak=functools.partial(sampler.speaker, spec=spec, mesh=devices),
     stale=lambda step: step % config.rollout.refresh_every == 0,
     recheck=recheck,
-    batch_rule=timed(clock, 'batch', jax.jit(rules['batch'])),
-    update=timed(clock, 'update', updating(config, rules, spec, devices)),
-    shelve=timed(clock, 'shelve', shelve),
+    refills=binding.refills(config),
+    batch_rule=timed(clock, 'batch', binding.choosing(config, rules)),
+    update=timed(clock, 'update', binding.updating(config, rules, spec, devices)),
+    shelve=timed(clock, 'shelve', binding.filing(config, rules)),
     describe=timed(clock, 'log', functools.partial(train.describe, eos=reader.eos)),
     keys=keys,
     evaluate=evaluating(config, reader, held_out, spec, devices, judge),
@@ -240,62 +231,15 @@ def _ask_group(
 
 def in_flight(config, reader, spec, devices) -> Flight:
   """Room for the responses of a learner step, and for those it leaves unfinished."""
+  unfinished = config.rollout.max_age * (binding.refills(config) + 1)
   return Flight(
     spec,
-    places=config.prompts.count * (config.rollout.max_age + 1),
+    places=config.prompts.count * (unfinished + 1),
     width=config.prompts.width,
     eos=reader.eos,
     mesh=devices if devices.size > 1 else None,
     **config.sampler,
   )
-
-
-def optimizer(config):
-  """With float32 weights of its own where the parameters are less."""
-  return learner.optimizer(
-    master=config.model.dtype != 'float32', **config.optimizer.to_dict()
-  )
-
-
-def updating(config, rules, spec, devices) -> Callable:
-  """learner.update with its knobs; the single update is compiled once."""
-  score = None
-  if config.loss.rule in loss.PROXIMAL:
-    parts = config.learner.minibatches * config.learner.slices
-    score = functools.partial(learner.score, parts=parts, **scored(config, spec))
-    score = mesh.under(devices, jax.jit(score))
-  return functools.partial(
-    learner.update,
-    learn=mesh.under(devices, learning(config, rules, spec)),
-    advantage_rule=rules['advantage'],
-    epochs=config.learner.epochs,
-    minibatches=config.learner.minibatches,
-    proximal=score,
-    place=lambda batch: jax.device_put(batch, mesh.over_rows(devices)),
-  )
-
-
-def scored(config, spec) -> dict:
-  """How tokens are scored: the same in an update and for the proximal policy."""
-  return dict(
-    spec=spec, temperature=config.sampler.temperature, chunk=config.logprob.chunk
-  )
-
-
-def learning(config, rules, spec):
-  """(params, opt, batch) -> (params, opt, metrics): one optimiser update, jitted."""
-  learn = functools.partial(
-    learner.learn,
-    tx=optimizer(config),
-    clip_rule=rules['clip'],
-    loss_rule=rules['loss'],
-    slices=config.learner.slices,
-    search=config.learner.search,
-    aggregate=config.loss.aggregate,
-    length=config.sampler.new,
-    **scored(config, spec),
-  )
-  return jax.jit(learn, donate_argnums=(0, 1))
 
 
 def fingerprint(recipe: dict) -> str:

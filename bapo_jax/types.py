@@ -39,9 +39,19 @@ class Groups(NamedTuple):
   born_P: Any      # i32   learner step at which the group was completed; -1 marks an empty row
 
 
+class Band(NamedTuple):
+  hard: Any        # i32 scalar  most right answers of a group whose problem is hard
+  first: Any       # i32 scalar  fewest right answers of a good group
+  last: Any        # i32 scalar  most right answers of a good group
+
+
 class Shelves(NamedTuple):
   hard: Groups     # problems the policy (almost) always fails; born_P: last tried
   good: Groups     # groups with verdicts of both kinds, whole, as they were written
+  used_P: Any      # i32   how often each good group was learned from again
+  right: Any       # i32 scalar  right answers among all fresh ones so far
+  tried: Any       # i32 scalar  all fresh answers so far
+  band: Band       # what is hard and what is good, as it stands
 
 
 class Batch(NamedTuple):

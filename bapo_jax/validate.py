@@ -13,6 +13,7 @@ from bapo_jax import (
   advantage,
   attention,
   batch,
+  buffer,
   clip,
   columns,
   evaluate,
@@ -25,7 +26,7 @@ from bapo_jax import (
   weights,
 )
 from bapo_jax.problems import sources
-from bapo_jax.types import Batch, pick
+from bapo_jax.types import SOURCES, Batch, pick
 
 # The smallest value of each count.
 LEAST = {
@@ -41,9 +42,13 @@ LEAST = {
   'learner.epochs': 1,
   'learner.minibatches': 1,
   'learner.slices': 1,
+  'learner.give_up': 1,
+  'batch.refills': 0,
   'rollout.refresh_every': 1,
   'rollout.max_age': 0,
   'buffer.capacity': 1,
+  'buffer.max_age': 1,
+  'buffer.max_reuse': 1,
   'buffer.recheck': 0,
   'buffer.every': 1,
   'evaluate.every': 1,
@@ -57,8 +62,12 @@ LEAST = {
 }
 
 
+# Knobs of a slot's section that are not a rule's own.
+BESIDE_RULES = ('aggregate', 'refills', 'weights')
+
+
 def check(config, devices=None) -> dict[str, Callable]:
-  """The four rules with their knobs bound, once the numbers are known to fit together.
+  """The rules with their knobs bound, once the numbers are known to fit together.
 
   Args:
     devices: the mesh of a plan, which loads nothing; None for that of this host.
@@ -70,8 +79,10 @@ def check(config, devices=None) -> dict[str, Callable]:
   rules = {}
   for section, module in slots.items():
     knobs = config[section].to_dict()
-    knobs.pop('aggregate', None)
+    for knob in BESIDE_RULES:
+      knobs.pop(knob, None)
     rules[section] = pick(module.RULES, section, knobs.pop('rule'), knobs)
+  rules['band'] = check_band(config)
   check_update(config, rules)
   rewards.check(config.rewards.rule, config.rewards.shaping, config.sampler.new)
   evaluate.check(config.evaluate.group, config.evaluate.k, **config.evaluate.sampling)
@@ -101,6 +112,8 @@ def check(config, devices=None) -> dict[str, Callable]:
     config.learner.slices,
     config.sampler.group,
     shards,
+    batch.seats(config.batch.rule, config.prompts.count, config.batch)
+    - config.prompts.count,
   )
   for knob in ('slots', 'refill'):
     if config.sampler[knob] % shards:
@@ -127,6 +140,33 @@ def check_update(config, rules) -> None:
     raise ValueError(
       f'learner.search={config.learner.search!r}: choose one of {learner.SEARCHES}'
     )
+
+
+def check_band(config) -> Callable:
+  """The band rule with its knobs bound; ValueError where shelves make no sense."""
+  knobs = config.buffer.band.to_dict()
+  band = pick(buffer.BANDS, 'buffer.band', knobs.pop('rule'), knobs)
+  for rate in (0.0, 1.0):  # ranges are checked by using them
+    band(rate, config.sampler.group)
+  for source, weight in config.batch.weights.items():
+    if source not in SOURCES:
+      raise ValueError(f'batch.weights.{source}: the sources are {SOURCES}')
+    if not 0 <= weight < math.inf:
+      raise ValueError(
+        f'batch.weights.{source}={weight}: must be 0 or more, and finite'
+      )
+  if config.batch.rule == 'replay':
+    older = config.batch.replay.get('older', 1)
+    need = older * config.prompts.count
+    if older < 1:
+      raise ValueError(f'batch.replay.older={older}: replay what? give 1 or more')
+    if config.buffer.capacity < need:
+      raise ValueError(
+        f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
+        f'replays, prompts.count={config.prompts.count} x batch.replay.older={older} '
+        f'= {need}; give that much'
+      )
+  return band
 
 
 def check_numbers(config) -> None:

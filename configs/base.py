@@ -83,10 +83,27 @@ def get_config() -> ConfigDict:
     cache='refresh',  # of responses in flight under new weights; or 'keep'
   )
   config.buffer = dict(
-    capacity=256, hard=1 / 8, good=(1 / 8, 5 / 8), max_age=3, recheck=16, every=2
+    capacity=256,  # groups on each shelf
+    max_age=3,  # learner steps after which a good group is not learned from
+    max_reuse=3,  # times that it is
+    recheck=16,  # hard problems that are asked again
+    every=2,  # learner steps between rechecks
+    band=dict(  # what is hard (up to c1) and good (c2 to c3), shares of right answers
+      rule='fixed',
+      fixed=dict(hard=1 / 8, good=(1 / 8, 5 / 8)),
+      moving=dict(hard=(1 / 8, 3 / 8), low=(1 / 8, 3 / 8), high=(5 / 8, 7 / 8)),
+      threshold_free={},
+      everything={},
+    ),
   )
   config.batch = dict(
-    rule='fresh_only', fresh_only={}, adapted=dict(hard=1 / 8, max_age=3)
+    rule='fresh_only',
+    refills=2,  # rounds of prompts more that learnable_only may ask in a step
+    weights=dict(fresh=1.0, rechecked=1.0, reused=1.0),  # of a row, by its source
+    fresh_only={},
+    learnable_only={},
+    replay=dict(older=1),  # replayed groups a fresh one
+    adapted={},
   )
   config.advantage = dict(
     rule='group_relative',
@@ -135,6 +152,7 @@ def get_config() -> ConfigDict:
     epochs=1,
     minibatches=8,
     slices=1,
+    give_up=64,  # updates in a row that are not finite, after which the run stops
     search='minibatch',  # or 'slice': no second forward pass, bounds of each slice
   )
   config.optimizer = dict(

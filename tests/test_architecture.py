@@ -57,6 +57,7 @@ FLOW = (
   'checkpoint',
   'train',
   'validate',
+  'binding',
   'setup',
   'workspace',
   'roofline',
@@ -176,7 +177,7 @@ def test_public_functions_have_docstrings():
   ]
   # A record explains itself field by field.
   records = {'Slots', 'Rows', 'Problems', 'Problem', 'Text', 'Prompts', 'Groups'}
-  records |= {'Shelves', 'Batch', 'Bounds'}
+  records |= {'Band', 'Shelves', 'Batch', 'Bounds'}
   assert not [b for b in bare if b.split('.')[-1] not in records]
 
 
@@ -184,10 +185,14 @@ def test_what_a_step_reports_is_in_the_glossary():
   from test_diagnostics import diagnose, golden
 
   from bapo_jax import metrics
+  from bapo_jax.types import SOURCES
 
   found = set(diagnose(*golden()))
-  for name in ('learner', 'train', 'experiment'):
-    found |= set(re.findall(r"'((?:[a-z]+)/(?:[a-z_]+))'", MODULES[name].read_text()))
+  for name in ('learner', 'train', 'experiment', 'buffer'):
+    text = MODULES[name].read_text()
+    found |= set(re.findall(r"'((?:[a-z]+)/(?:[a-z_]+))'", text))
+    for stem in re.findall(r"f'([a-z]+/[a-z_]*)\{source\}'", text):
+      found |= {stem + source for source in SOURCES}
   assert not found - set(metrics.GLOSSARY)
   # eval/* and time/* are named after what evaluate returns and the clock's phases.
   meant = {n for n in metrics.GLOSSARY if not n.startswith(('eval/', 'time/'))}

@@ -5,10 +5,11 @@ import functools
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import making
 import numpy as np
 
-from bapo_jax import batch, mesh, types
+from bapo_jax import batch, buffer, mesh, types
 
 G, NOW = 8, 20
 
@@ -22,9 +23,16 @@ def sources(fresh, recheck, good):
   return made
 
 
-@functools.cache
-def adapted(**knobs):
-  return jax.jit(functools.partial(batch.adapted, **knobs))
+@functools.partial(jax.jit, static_argnames='seats')
+def rule(fresh, recheck, good, now, key, band, seats):
+  shelves = buffer.start(len(good.id_P), G, 3)._replace(good=good, band=band)
+  return batch.adapted(fresh, recheck, shelves, now, key, seats)
+
+
+def adapted(fresh, recheck, good, now, key, hard=1, seats=None):
+  """The rule as it is called by the loop; c1 in whole answers, any group is good."""
+  band = types.Band(*map(jnp.int32, (hard, 1, G - 1)))
+  return rule(fresh, recheck, good, now, key, band, seats or len(fresh.id_P))
 
 
 def kept(groups, source_P):
@@ -35,10 +43,13 @@ def kept(groups, source_P):
 
 
 def test_fresh_only_is_the_identity():
-  fresh, recheck, good = sources(
+  fresh, recheck, _ = sources(
     [(1, 0, NOW), (2, 4, NOW), (-1, 0, -1)], [(3, 4, NOW)], [(4, 4, NOW - 1)]
   )
-  groups, source_P = batch.fresh_only(fresh, recheck, good, NOW, jax.random.key(0))
+  shelves = buffer.start(1, G, 3)
+  groups, source_P = batch.fresh_only(
+    fresh, recheck, shelves, NOW, jax.random.key(0), 3
+  )
   assert groups is fresh
   assert source_P.tolist() == [0, 0, -1]  # born -1 is no group at all
 
@@ -46,19 +57,18 @@ def test_fresh_only_is_the_identity():
 def test_adapted_golden():
   # Fresh: 1 always fails, 2 and 3 teach, 4 and 5 are solved          -> 2, 3
   # Recheck: 6 solved, 7 at 1/8 still hard, 8 at 2/8 improved, 2 is in already -> 8
-  # Good: 3 is in already, 9 is four steps old, 10 is written this very step,
-  #   12 is an empty row; 11 is three steps old                       -> 11
+  # Good: 3 is in already, 10 is written this very step, 12 is an empty row -> 11
   fresh, recheck, good = sources(
     [(1, 0, NOW), (2, 3, NOW), (3, 7, NOW), (4, 8, NOW), (5, 8, NOW)],
     [(6, 8, NOW), (7, 1, NOW), (8, 2, NOW), (2, 4, NOW)],
-    [(3, 4, 19), (9, 4, NOW - 4), (10, 4, NOW), (11, 5, NOW - 3), (12, 4, -1)],
+    [(3, 4, 19), (10, 4, NOW), (11, 5, NOW - 3), (12, 4, -1)],
   )
-  groups, source_P = adapted()(fresh, recheck, good, NOW, jax.random.key(0))
+  groups, source_P = adapted(fresh, recheck, good, NOW, jax.random.key(0))
   assert source_P.tolist() == [0, 0, 1, 2, -1]
   assert kept(groups, source_P) == [(2, 3, NOW), (3, 7, NOW), (8, 2, NOW), (11, 5, 17)]
   assert making.same_row(groups, 0, fresh, 1)
   assert making.same_row(groups, 2, recheck, 2)
-  assert making.same_row(groups, 3, good, 3)
+  assert making.same_row(groups, 3, good, 2)
 
 
 def rows(n, borns):
@@ -75,26 +85,23 @@ def rows(n, borns):
   fresh=rows(5, [NOW, NOW, NOW, -1]),
   recheck=rows(4, [NOW, NOW, -1]),
   good=rows(6, [-1, *range(NOW - 5, NOW + 1)]),
-  knobs=st.sampled_from([(1 / 8, 3), (0.0, 1), (4 / 8, 5)]),
+  hard=st.sampled_from([1, 0, 4]),
   seed=st.integers(0, 3),
 )
-def test_adapted_is_definition_3_1(fresh, recheck, good, knobs, seed):
-  hard, max_age = knobs
+def test_adapted_is_definition_3_1(fresh, recheck, good, hard, seed):
   # The definition, row by row: what earns a seat, and earlier sources first.
   x1 = [(i, k, b) for i, k, b in fresh if b >= 0 and 0 < k < G]
   seen = {i for i, _, _ in x1}
-  x2 = [
-    (i, k, b) for i, k, b in recheck if b >= 0 and hard * G < k < G and i not in seen
-  ]
+  x2 = [(i, k, b) for i, k, b in recheck if b >= 0 and hard < k < G and i not in seen]
   seen |= {i for i, _, _ in x2}
   x3 = [
     (i, k, b)
     for i, k, b in good
-    if b >= 0 and 1 <= NOW - b <= max_age and 0 < k < G and i not in seen
+    if b >= 0 and NOW - b >= 1 and 0 < k < G and i not in seen
   ]
   made = sources(fresh, recheck, good)
-  rule, key = adapted(hard=hard, max_age=max_age), jax.random.key(seed)
-  groups, source_P = rule(*made, NOW, key)
+  key = jax.random.key(seed)
+  groups, source_P = adapted(*made, NOW, key, hard)
   found = kept(groups, source_P)
   seats = len(fresh)
   assert len(source_P) == len(groups.id_P) == seats
@@ -113,7 +120,7 @@ def test_adapted_is_definition_3_1(fresh, recheck, good, knobs, seed):
     place = (fresh, recheck, good)[source].index(row)
     assert making.same_row(groups, seat, made[source], place)
   # And the same key makes the same batch.
-  for a, b in zip(groups, rule(*made, NOW, key)[0], strict=True):
+  for a, b in zip(groups, adapted(*made, NOW, key, hard)[0], strict=True):
     np.testing.assert_array_equal(a, b)
 
 
@@ -121,7 +128,7 @@ def test_reused_groups_are_drawn_evenly():
   # One seat, four candidates: 400 draws give each 100, give or take 9.
   made = sources([(1, 0, NOW)], [], [(i, 4, NOW - 1) for i in (2, 3, 4, 5)])
   keys = jax.random.split(jax.random.key(0), 400)
-  groups, source_P = jax.vmap(lambda key: adapted()(*made, NOW, key))(keys)
+  groups, source_P = jax.vmap(lambda key: adapted(*made, NOW, key))(keys)
   assert (source_P >= 0).all()
   counts = np.bincount(np.asarray(groups.id_P)[:, 0], minlength=6)[2:]
   assert counts.sum() == 400 and counts.min() > 60
@@ -130,10 +137,10 @@ def test_reused_groups_are_drawn_evenly():
 def test_empty_sources_and_no_seat_earned():
   nothing = types.empty(0, G, 3)
   fresh, _, good = sources([(1, 0, NOW), (2, 8, NOW)], [], [(3, 4, NOW - 1)])
-  groups, source_P = adapted()(fresh, nothing, nothing, NOW, jax.random.key(0))
+  groups, source_P = adapted(fresh, nothing, nothing, NOW, jax.random.key(0))
   assert source_P.tolist() == [-1, -1] and groups.tokens_PGT.shape == (2, G, 3)
   # Without a fresh group that teaches, the other sources are still used.
-  groups, source_P = adapted()(fresh, nothing, good, NOW, jax.random.key(0))
+  groups, source_P = adapted(fresh, nothing, good, NOW, jax.random.key(0))
   assert kept(groups, source_P) == [(3, 4, NOW - 1)]
 
 
@@ -144,6 +151,6 @@ def test_adapted_is_the_same_split_over_devices():
     [(i, i % 9, NOW - i % 5) for i in range(16, 40)],
   )
   split = jax.device_put(made, mesh.over_rows(mesh.make(data=4, fsdp=2)))
-  expected, found = (adapted()(*xs, NOW, jax.random.key(1)) for xs in (made, split))
+  expected, found = (adapted(*xs, NOW, jax.random.key(1)) for xs in (made, split))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(a, b)

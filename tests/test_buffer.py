@@ -1,8 +1,11 @@
 """The shelves against lists, over random histories; drawing from them."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import making
 import numpy as np
 import oracles
@@ -11,7 +14,29 @@ import pytest
 from bapo_jax import buffer, mesh, types
 
 G, T, ROWS = 8, 3, 5
-KNOBS = dict(hard=1 / 8, good=(1 / 8, 5 / 8), max_age=3)
+
+
+def shelve(shelves, fresh, now, recheck=None, band=buffer.fixed, max_reuse=9):
+  """(shelves, counts) after a step whose batch was the fresh groups."""
+  length, group = fresh.tokens_PGT.shape[2], fresh.correct_PG.shape[1]
+  recheck = types.empty(0, group, length) if recheck is None else recheck
+  source_P = jnp.zeros(len(fresh.id_P), jnp.int32)
+  return buffer.shelve(
+    shelves,
+    fresh,
+    recheck,
+    fresh,
+    source_P,
+    now,
+    band=band,
+    max_age=3,
+    max_reuse=max_reuse,
+  )
+
+
+@functools.cache
+def band(c1, c2, c3):
+  return functools.partial(buffer.fixed, hard=c1, good=(c2, c3))
 
 
 def live(shelf):
@@ -28,11 +53,11 @@ def live(shelf):
     max_size=8,
   ),
   capacity=st.sampled_from([0, 1, 4]),
-  thresholds=st.sampled_from([(1 / 8, 1 / 8, 5 / 8), (0, 1 / 2, 1 / 2), (1, 0, 1)]),
+  thresholds=st.sampled_from([(1 / 8, 1 / 8, 5 / 8), (0, 1 / 2, 1 / 2), (0.9, 0.3, 1)]),
 )
 def test_shelves_are_lists_over_random_histories(history, capacity, thresholds):
   c1, c2, c3 = thresholds
-  shelves, hard, good = buffer.start(capacity, G, T), [], []
+  shelves, hard, good = buffer.start(capacity, G, T, band(c1, c2, c3)), [], []
   for now, asked in enumerate(history):
     missing = ROWS - len(asked)
     tried = making.groups(
@@ -43,7 +68,7 @@ def test_shelves_are_lists_over_random_histories(history, capacity, thresholds):
       T,
       seed=now,
     )
-    shelves = buffer.shelve(shelves, tried, now, hard=c1, good=(c2, c3), max_age=3)
+    shelves, _ = shelve(shelves, tried, now, band=band(c1, c2, c3))
     entries = [(i, k, (tried, row)) for row, (i, k) in enumerate(asked)]
     hard, good = oracles.shelve(
       hard, good, entries, now, c1=c1, c2=c2, c3=c3, G=G, max_age=3, capacity=capacity
@@ -59,36 +84,36 @@ def test_shelve_golden():
   # Step 3 tried problem 0 with 0/8, 1 with 1/8, 2 with 2/8, 5 with 5/8, 6 with 6/8:
   # c1 = 1/8 files 0 and 1 as hard, the band 1/8..5/8 files 1, 2 and 5 as good.
   tried = making.groups([0, 1, 2, 5, 6], [0, 1, 2, 5, 6], [3] * 5)
-  shelves = buffer.shelve(buffer.start(4, G, T), tried, 3, **KNOBS)
+  shelves, _ = shelve(buffer.start(4, G, T), tried, 3)
   assert live(shelves.hard) == [(0, 3), (1, 3)]
   assert live(shelves.good) == [(1, 3), (2, 3), (5, 3)]
   # Step 4: 0 improves to 3/8 and leaves `hard`; 1 fails again and is now the newest.
   tried = making.groups([0, 1], [3, 0], [4, 4])
-  shelves = buffer.shelve(shelves, tried, 4, **KNOBS)
+  shelves, _ = shelve(shelves, tried, 4)
   assert live(shelves.hard) == [(1, 4)]
   # Four places on `good`: the newcomer 0 takes the last one, nobody leaves.
   assert live(shelves.good) == [(0, 4), (1, 3), (2, 3), (5, 3)]
   # Step 6 reuses ages up to 3, that is born 3 or later; after it, born 3 is too old.
   nobody = types.empty(2, G, T)
-  assert len(live(buffer.shelve(shelves, nobody, 5, **KNOBS).good)) == 4
-  assert live(buffer.shelve(shelves, nobody, 6, **KNOBS).good) == [(0, 4)]
+  assert len(live(shelve(shelves, nobody, 5)[0].good)) == 4
+  assert live(shelve(shelves, nobody, 6)[0].good) == [(0, 4)]
 
 
 def test_a_problem_asked_afresh_and_again_in_one_step_is_filed_once():
   # Both verdicts are failures: two rows would be rechecked twice. The other problem's
   # recheck, by the current weights, succeeded: it is no longer hard.
-  tried = making.groups([3, 4, 3, 4], [0, 0, 0, 4], [7] * 4)
-  shelves = buffer.shelve(buffer.start(4, G, T), tried, 7, **KNOBS)
+  fresh, recheck = (making.groups([3, 4], k, [7] * 2) for k in ([0, 0], [0, 4]))
+  shelves, _ = shelve(buffer.start(4, G, T), fresh, 7, recheck)
   assert live(shelves.hard) == [(3, 7)]
   assert live(shelves.good) == [(4, 7)]
-  assert making.same_row(shelves.good, 0, tried, 3)
+  assert making.same_row(shelves.good, 0, recheck, 1)
 
 
 def test_thresholds_count_answers_and_not_floats():
   # 1/49 of 49 answers is one answer, though the floats say 0.9999999999999999.
   tried = making.groups([0], [1], [0], G=49)
-  shelves = buffer.start(1, 49, T)
-  shelves = buffer.shelve(shelves, tried, 0, hard=1 / 49, good=(1 / 49,) * 2, max_age=3)
+  narrow = band(1 / 49, 1 / 49, 1 / 49)
+  shelves, _ = shelve(buffer.start(1, 49, T, narrow), tried, 0, band=narrow)
   assert live(shelves.hard) == live(shelves.good) == [(0, 0)]
 
 
@@ -113,8 +138,8 @@ def test_draw_of_more_than_there_is_names_both_numbers():
 
 def test_capacity_nought_is_a_buffer_that_keeps_nothing():
   shelves = buffer.start(0, G, T)
-  shelves = buffer.shelve(shelves, making.groups([1, 2], [0, 4], [0, 0]), 0, **KNOBS)
-  assert [len(s.id_P) for s in shelves] == [0, 0]
+  shelves, _ = shelve(shelves, making.groups([1, 2], [0, 4], [0, 0]), 0)
+  assert [len(s.id_P) for s in shelves[:2]] == [0, 0]
   assert buffer.draw(shelves.hard, 0).id_P.shape == (0,)
 
 
@@ -122,8 +147,8 @@ def test_shelves_are_the_same_on_eight_devices():
   # Tried groups arrive split over the devices, the shelves lie on all of them.
   tried = making.groups(range(16), [i % 9 for i in range(16)], [2] * 16)
   split = jax.device_put(tried, mesh.over_rows(mesh.make(data=4, fsdp=2)))
-  expected = buffer.shelve(buffer.start(6, G, T), tried, 2, **KNOBS)
-  found = buffer.shelve(buffer.start(6, G, T), split, 2, **KNOBS)
+  expected, _ = shelve(buffer.start(6, G, T), tried, 2)
+  found, _ = shelve(buffer.start(6, G, T), split, 2)
   assert live(found.hard) == [(0, 2), (1, 2), (9, 2), (10, 2)]
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(a, b)

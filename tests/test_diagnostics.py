@@ -31,6 +31,16 @@ def golden():
   return np.log(ratio_BT) - 3, entropy_BT, batch
 
 
+def test_spread_golden():
+  # K = (1 - sigma) / sigma: half right sigma 1/2, K 1; one of eight sigma sqrt(7)/8.
+  groups = making.groups([0, 1, 2, 3, 4], [4, 1, 0, 8, 4], [0] * 5)
+  one_in_eight = (1 - math.sqrt(7) / 8) / (math.sqrt(7) / 8)
+  found = diagnostics.spread(groups, jnp.asarray([0, 0, 0, 2, -1]))
+  assert found['fresh'] == pytest.approx((1 + one_in_eight) / 2)
+  # Groups of one verdict have no spread, and an empty seat has no source.
+  assert math.isnan(found['reused']) and math.isnan(found['rechecked'])
+
+
 def test_diagnose_golden():
   ln2, mu = np.log(2), np.exp(-3)
   expected = {
@@ -59,6 +69,17 @@ def test_diagnose_golden():
     'loss/ratio_mean': 6.5 / 5,
     'loss/ratio_max': 2,
     'loss/ratio_nan': 0,
+    'loss/ratio_mean_fresh': 3 / 2,
+    'loss/ratio_max_fresh': 2,
+    'loss/tv_fresh': (1 + 0) / 2 / 2,
+    'loss/gain_fresh': (2 + 1) / 2,
+    'loss/ratio_mean_reused': 3.5 / 3,
+    'loss/ratio_max_reused': 2,
+    'loss/tv_reused': (0.5 + 0 + 1) / 3 / 2,
+    'loss/gain_reused': -(0.5 + 1 + 2) / 3,
+    **dict.fromkeys(
+      (f'loss/{x}_rechecked' for x in ('ratio_mean', 'ratio_max', 'tv', 'gain')), np.nan
+    ),
     # (2 + 1 + 1/2 + 1 + 2)^2 / (5 (4 + 1 + 1/4 + 1 + 4))
     'loss/effective': 6.5**2 / (5 * 10.25),
     'loss/entropy': 3,

@@ -10,9 +10,8 @@ import pytest
 from making import groups, params
 from rich.console import Console
 
-from bapo_jax import advantage, checkpoint, model, recorded, setup, show
+from bapo_jax import advantage, buffer, checkpoint, model, recorded, setup, show
 from bapo_jax import text as text_lib
-from bapo_jax.types import Shelves, empty
 from configs import base
 
 TEXT = text_lib.load('characters', '{problem}\n')
@@ -136,7 +135,8 @@ def shelved(tmp_path):
   )
   spec = setup.spec_of(config, TEXT)
   with checkpoint.manager(str(tmp_path), 2) as kept:
-    arrays = {'shelves': Shelves(empty(1, 1, 1), good), 'params': params(spec)}
+    shelves = buffer.start(1, 4, 1)._replace(good=good)
+    arrays = {'shelves': shelves, 'params': params(spec)}
     checkpoint.save(kept, 3, arrays, {})
   return config, str(tmp_path)
 

@@ -73,7 +73,7 @@ def test_a_knob_that_is_no_knob_of_its_rule_is_refused():
 @pytest.mark.parametrize('variant', ['tiny', 'recipe'])
 def test_variants_that_need_no_download_are_sound(variant):
   rules = validate.check(aime.get_config(variant))
-  assert rules.keys() == {'batch', 'advantage', 'clip', 'loss'}
+  assert rules.keys() == {'batch', 'band', 'advantage', 'clip', 'loss'}
 
 
 @pytest.mark.parametrize('loss_rule', loss.RULES)
