@@ -91,6 +91,7 @@ def learning(config, rules, spec):
     slices=config.learner.slices,
     search=config.learner.search,
     aggregate=config.loss.aggregate,
+    kl=config.loss.kl,
     length=config.sampler.new,
     **scored(config, spec),
   )

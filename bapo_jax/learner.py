@@ -191,6 +191,7 @@ def gradient(
   search: str = 'minibatch',
   aggregate: str = 'token',
   length: int = 1,
+  kl: float = 0.0,
 ):
   """The loss of one minibatch and its gradient, in `slices` that are added up.
 
@@ -199,6 +200,9 @@ def gradient(
   anyway. With more, a forward pass without gradient comes first, which makes the update
   22 % longer (LOG.md); search='slice' saves it and gives every slice the bounds of
   its own tokens, a mixture of objectives. No gradient flows through bounds.
+
+  Args:
+    kl: what a nat of divergence from the policy that wrote the batch costs.
 
   Returns:
     (loss, gradients, (logp_BT, entropy_BT, bounds)).
@@ -220,6 +224,8 @@ def gradient(
     logp_BT, entropy_BT = rated(params, part.tokens_BT)
     find = searched_on(part) if bounds is None else lambda _: bounds
     gain_BT, bounds = loss_rule(logp_BT, part, find)
+    if kl:
+      gain_BT -= kl * loss.divergence(logp_BT, part)
     return -(gain_BT.sum(1) * scale_B).sum(), (logp_BT, entropy_BT, bounds)
 
   differentiated = jax.value_and_grad(objective, has_aux=True)

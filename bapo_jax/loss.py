@@ -112,6 +112,16 @@ def tis(logp_BT, batch: Batch, find, *, cap: float = 2.0):
   return _reinforce(jnp.minimum(ratio_BT, cap), logp_BT, batch), find(ratio_BT)
 
 
+def divergence(logp_BT, batch: Batch):
+  """KL(mu || pi) of each token, nats: r - 1 - log r, 0 where none was chosen.
+
+  Unbiased in value and gradient for tokens that mu chose, and never negative (k3 of
+  Schulman, 2020, "Approximating KL Divergence").
+  """
+  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  return jnp.expm1(log_r_BT) - log_r_BT
+
+
 def _cut_off(log_r_BT, batch: Batch, bounds: Bounds):
   """r A, and a constant where A > 0, r >= high or A < 0 and r <= low or r >= dual."""
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)

@@ -63,7 +63,7 @@ LEAST = {
 
 
 # Knobs of a slot's section that are not a rule's own.
-BESIDE_RULES = ('aggregate', 'refills', 'weights')
+BESIDE_RULES = ('aggregate', 'kl', 'refills', 'weights')
 
 
 def check(config, devices=None) -> dict[str, Callable]:
@@ -131,6 +131,8 @@ def check_update(config, rules) -> None:
   # Ranges are checked by using them.
   rules['loss'](0 * one, row, lambda ratio_BT: rules['clip'](ratio_BT, row))
   loss.row_scale(row.mask_BT, config.loss.aggregate, 1)
+  if not 0 <= config.loss.kl < math.inf:
+    raise ValueError(f'loss.kl={config.loss.kl}: must be 0 or more, and finite')
   if config.loss.rule in loss.FREE and config.clip.rule != 'unclipped':
     raise ValueError(
       f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip '

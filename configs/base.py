@@ -142,6 +142,7 @@ def get_config() -> ConfigDict:
   config.loss = dict(
     rule='clipped',
     aggregate='token',  # or 'sequence', 'constant'
+    kl=0.0,  # cost of a nat of divergence from the policy that wrote the batch
     clipped=dict(limit=inf),
     decoupled=dict(cap=2.0),
     sequence={},

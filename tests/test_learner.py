@@ -111,6 +111,23 @@ def test_one_update_raises_what_was_right(params):
   assert told['sample/mismatch'] < 1e-5
 
 
+def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
+  # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
+  batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(P * G))
+
+  def far(params):
+    log_r_BT = score()(params, batch.tokens_BT) - batch.logp_BT
+    k3_BT = jnp.exp(log_r_BT) - 1 - log_r_BT
+    return jnp.where(batch.mask_BT, k3_BT, 0).sum() / batch.mask_BT.sum()
+
+  value, grads, _ = gradient('clipped', kl=0.5)(params, batch)
+  expected, expected_grads = jax.value_and_grad(far)(params)
+  np.testing.assert_allclose(value, 0.5 * expected, rtol=1e-5)
+  for found, wanted in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
+    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-4, atol=1e-7)
+  assert far(params) > 0
+
+
 @functools.cache
 def gradient(loss_rule, **knobs):
   return jax.jit(

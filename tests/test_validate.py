@@ -13,6 +13,7 @@ KNOBS = [  # knob, value, what the sentence must say
   ),
   ('loss.rule', 'ppo', r"loss\.rule: no rule named 'ppo'; choose one of \['cispo'"),
   ('loss.aggregate', 'mean', r"loss\.aggregate='mean': choose one of"),
+  ('loss.kl', -0.1, r'loss\.kl=-0\.1: must be 0 or more'),
   ('loss.clipped.limit', -1.0, r'loss\.clipped\.limit=-1\.0'),
   ('learner.search', 'row', r"learner\.search='row': choose one of \('minibatch', 's"),
   ('clip.balanced.low_step', 0.5, r'clip\.balanced\.low_step=0\.5: .*\(0, 0\.3\]'),
