@@ -129,6 +129,8 @@ class Limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
+# The other parts of a refused write report to a loop that has ended.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_a_refused_write_is_an_oserror_that_names_the_checkpoint(tmp_path, capfd):
   noise = np.random.default_rng(0).normal(size=(2, 100_000))
   small, large = {'x': jnp.arange(3.0)}, {'x': noise[0], 'y': noise[1]}
