@@ -18,7 +18,16 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from bapo_jax import evaluate, experiment, metrics, report, setup, validate
+from bapo_jax import (
+  evaluate,
+  experiment,
+  files,
+  metrics,
+  report,
+  setup,
+  validate,
+  workspace,
+)
 from bapo_jax.progress import say
 
 # What is averaged over seeds: name -> (heading, format of a mean).
@@ -66,7 +75,7 @@ def run(config, workdir: str) -> int:
     validate.check(made)
   for i, (name, made) in enumerate(cells.items(), 1):
     folder = os.path.join(workdir, name)
-    experiment.open_workdir(folder, made)
+    workspace.open_workdir(folder, made)
     if finished(folder, made):
       say(f'Cell {i} of {len(cells)}, {name}: finished before, left alone.')
       continue
@@ -77,7 +86,7 @@ def run(config, workdir: str) -> int:
     jax.clear_caches()  # the next cell compiles functions of its own
   found = {name: facts(os.path.join(workdir, name)) for name in cells}
   anonymous = config.to_dict() | {'seed': None}
-  experiment.write_json(
+  files.write_json(
     os.path.join(workdir, 'grid.json'),
     {
       'seed': config.seed,
@@ -223,7 +232,7 @@ def table(workdir: str) -> int:
     raise ValueError(f'--workdir={workdir} holds a seed twice: {seeds}; remove one')
   listed = ', '.join(str(seed) for seed in seeds)
   compared = over_seeds(grids)
-  experiment.write_json(
+  files.write_json(
     os.path.join(workdir, 'table.json'),
     {'seeds': seeds, 'cells': {k: _json(v) for k, v in compared.items()}},
   )
@@ -268,8 +277,6 @@ def _publish(workdir: str, title: str, cells: dict, name: str = 'grid.md') -> in
   """The table on the screen and in a file."""
   path = os.path.join(workdir, name)
   text = f'{title}\n\n{markdown(cells)}\n\n{LEGEND}\n'
-  with open(path + '.tmp', 'w', encoding='utf-8') as file:
-    file.write(text)
-  os.replace(path + '.tmp', path)
+  files.write(path, text)
   say(f'{text}\nTable: {path}')
   return 0

@@ -58,6 +58,7 @@ LEAST = {
   'rewards.recycle': 1,
   'checkpoint.every': 1,
   'checkpoint.keep': 1,
+  'checkpoint.best': 0,
 }
 
 

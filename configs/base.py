@@ -171,5 +171,6 @@ def get_config() -> ConfigDict:
     sampling=dict(temperature=1.0, top_k=0, top_p=1.0),  # temperature 0: the likeliest
   )
   config.metrics = dict(tensorboard=True, wandb=False)
-  config.checkpoint = dict(every=10, keep=2)
+  # The newest `keep`, and the `best` ones by accuracy of the evaluated steps.
+  config.checkpoint = dict(every=10, keep=2, best=1)
   return config

@@ -14,6 +14,7 @@ PACKAGE = ROOT / 'bapo_jax'
 FLOW = (
   'types',
   'progress',
+  'files',
   'mesh',
   'frequency',
   'attention',
@@ -58,6 +59,7 @@ FLOW = (
   'validate',
   'binding',
   'setup',
+  'workspace',
   'roofline',
   'programs',
   'collectives',

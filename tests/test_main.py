@@ -36,6 +36,7 @@ CASES = [  # flags, what the sentence must say
     "'requirements.txt' ends in none of .jsonl",
   ),
   (['--config=' + TINY, '--mode=exprt'], 'should be one of'),
+  (['--config=' + TINY, '--checkpoint=best'], 'always goes on from the newest'),
   (['--config=' + TINY, '--config.rewards.rule=amie'], "no rule named 'amie'"),
   (['--config=' + TINY, '--config.evaluate.k=(1,8)'], 'evaluate.group=1'),
   (['--config=' + TINY, '--config.model.remat=half'], "model.remat='half' is none"),
