@@ -1,6 +1,6 @@
 """--mode=eval: a checkpoint, or a model as it was published, on any problem set.
 
-1. whose weights: the newest checkpoint of the workdir; where it holds none, model.path;
+1. whose weights: a checkpoint of the workdir; where it holds none, those of model.path;
 2. its answers to problems.test_source, through the rollout door of training;
 3. a table (.md) and one JSON line a response (.jsonl) that says all an audit needs.
 """
@@ -13,18 +13,19 @@ import os
 import jax
 from flax import traverse_util
 
-from bapo_jax import checkpoint, evaluate, export, mesh, model, setup, validate
+from bapo_jax import checkpoint, evaluate, export, files, mesh, model, setup, validate
 from bapo_jax.progress import Clock, say
 
 # What decides which responses come and how they are judged.
 ASKED = ('seed', 'text', 'problems', 'prompts', 'sampler', 'rewards', 'evaluate')
 
 
-def examine(config, workdir: str, to: str) -> int:
+def examine(config, workdir: str, to: str, which: str = 'newest') -> int:
   """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
 
   Args:
     to: '' stands for <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+    which: of the checkpoints; see checkpoint.choose.
 
   Returns:
     The exit status, 0.
@@ -35,7 +36,7 @@ def examine(config, workdir: str, to: str) -> int:
   config = copy.deepcopy(config)
   # The training problems are of no use here, and need not be at hand.
   config.problems.source = config.problems.test_source
-  step = checkpoint.newest(workdir)
+  step = checkpoint.choose(workdir, which)
   if step is not None:
     export.check_config(config, workdir)
   elif not config.model.path:
@@ -52,9 +53,9 @@ def examine(config, workdir: str, to: str) -> int:
   settings |= {'model': source}
   os.makedirs(os.path.dirname(to) or '.', exist_ok=True)
   table = evaluate.table(result, f'{source} on {config.problems.test_source}')
-  _write(f'{to}.md', table)
+  files.write(f'{to}.md', table)
   lines = (json.dumps(sample | {'settings': settings}) for sample in samples)
-  _write(f'{to}.jsonl', ''.join(f'{line}\n' for line in lines))
+  files.write(f'{to}.jsonl', ''.join(f'{line}\n' for line in lines))
   say(f'{table}\nEvery response: {to}.jsonl')
   return 0
 
@@ -83,9 +84,3 @@ def restored(workdir: str, step: int, spec: model.ModelSpec, devices):
   read = checkpoint.read_params(workdir, step)
   flat = {path: jax.device_put(read(path), layout[path]) for path in layout}
   return traverse_util.unflatten_dict(flat, sep='/')
-
-
-def _write(path: str, text: str) -> None:
-  with open(path + '.tmp', 'w', encoding='utf-8') as file:
-    file.write(text)
-  os.replace(path + '.tmp', path)

@@ -1,8 +1,7 @@
 """One training run as its user sees it, from the first screen to the report.
 
-1. `open_workdir` refuses a directory that cannot be used or belongs to another run;
-2. `train` resumes or starts, evaluates, logs, saves, and stops cleanly when asked to;
-3. everything the report needs lies in the workdir, so a resumed run reports it all.
+1. `train` resumes or starts, evaluates, logs, saves, and stops cleanly when asked to;
+2. everything the report needs lies in the workdir, so a resumed run reports it all.
 """
 
 import contextlib
@@ -15,80 +14,24 @@ import time
 
 import jax
 
-from bapo_jax import checkpoint, metrics, prompts, report, rewards, setup, validate
+from bapo_jax import (
+  checkpoint,
+  files,
+  mesh,
+  metrics,
+  prompts,
+  report,
+  rewards,
+  setup,
+  validate,
+)
 from bapo_jax.progress import Clock, bar, say
 from bapo_jax.train import Run, steps
-
-# Sections that may change between the parts of one run without changing its results.
-FREE = (
-  'title',
-  'protocol',
-  'steps',
-  'responses',
-  'metrics',
-  'checkpoint',
-  'evaluate',
-)
-# And this knob; where it accepts other problems, what names them as well.
-CHANGED = 'problems.changed'
+from bapo_jax.workspace import open_workdir, tell_mesh, writable
 
 DIVERGED = 3  # exit status
 
 SHOWN = 6  # responses on the report's page; eval/ has them all
-
-
-def open_workdir(workdir: str, config) -> None:
-  """Makes the directory and notes the config in it.
-
-  Raises:
-    ValueError: it cannot be written, or holds a run with another config.
-  """
-  path = os.path.join(workdir, 'config.json')
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    with open(os.path.join(workdir, '.writable'), 'w'):
-      pass
-    os.remove(os.path.join(workdir, '.writable'))
-    if not os.path.exists(path):
-      write_json(path, config.to_dict())
-    with open(path) as file:
-      before = json.load(file)
-  except OSError as error:
-    raise ValueError(
-      f'--workdir={workdir} cannot be used ({error.strerror}); give a directory that '
-      'you may write to'
-    ) from error
-  now = json.loads(json.dumps(config.to_dict()))
-  free = (*FREE, *(('problems',) if config.problems.changed == 'accept' else ()))
-  changed = [
-    f'{name}: {old!r} then, {new!r} now'
-    for name, old, new in differences(before, now)
-    if name.split('.')[0] not in free and name != CHANGED
-  ]
-  if changed:
-    raise ValueError(
-      f'--workdir={workdir} holds a run with another config '
-      f'({"; ".join(changed[:4])}); give another '
-      '--workdir, or the config it was started with'
-    )
-  write_json(path, now)
-
-
-def differences(before, now, name=''):
-  """(dotted name, old, new) of every value that differs."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    for key in sorted(set(before) | set(now)):
-      dotted = f'{name}.{key}' if name else key
-      yield from differences(before.get(key), now.get(key), dotted)
-  elif before != now:
-    yield name, before, now
-
-
-def write_json(path: str, value) -> None:
-  """Whole or not at all."""
-  with open(path + '.tmp', 'w') as file:
-    json.dump(value, file, indent=2)
-  os.replace(path + '.tmp', path)
 
 
 class Stop:
@@ -122,19 +65,33 @@ def train(config, workdir: str) -> int:
 
   0 when all steps are done, 128 + signal number when a signal ended it earlier,
   DIVERGED when too many updates in a row were not finite.
+
+  A step is saved when it is due, when it was evaluated (where checkpoint.best asks for
+  the best of these), and when it is the last one.
+
+  Raises:
+    ValueError: in one sentence; also where the workdir can be written no more.
   """
   clock, began = Clock(), time.perf_counter()
   rules = validate.check(config)
   open_workdir(workdir, config)
   welcome(config, workdir)
+  with writable(workdir):
+    return go(config, workdir, rules, clock, began)
+
+
+def go(config, workdir: str, rules: dict, clock: Clock, began: float) -> int:
+  """From the problems to the report; OSErrors name the file that was refused."""
   with clock('load'):
     material = setup.read(config, workdir)
   asked = [prompts.fingerprint(problems) for problems in material[1]]
   judge = setup.judging(config)
-  kept = checkpoint.manager(workdir, config.checkpoint.keep)
+  kept = checkpoint.manager(workdir, config.checkpoint.keep, config.checkpoint.best)
   same = recognise(kept, asked, config.problems.changed)
   job, run = setup.start(config, rules, workdir, clock, judge, material)
   run, spent = resume(kept, run, same)
+  devices = dict(mesh.make(**config.mesh).shape)
+  tell_mesh(spent.get('mesh'), devices)
   for name, seconds in spent['phases'].items():
     clock.seconds[name] = clock.seconds.get(name, 0.0) + seconds
 
@@ -144,22 +101,27 @@ def train(config, workdir: str) -> int:
       'phases': clock.seconds,
       'problems': asked,
       'peak_rss_bytes': max(spent['peak_rss_bytes'], peak_rss()),
+      'mesh': devices,
     }
 
-  def save(run: Run):
+  def save(run: Run, accuracy: float | None, last: bool):
     with clock('save'):
       if run.step not in kept.all_steps():
-        checkpoint.save(kept, run.step, arrays(run), meta() | {'run': scalars(run)})
+        told = meta() | {'run': scalars(run)}
+        checkpoint.save(kept, run.step, arrays(run), told, accuracy)
+      if last:
+        checkpoint.wait(kept)
 
   write = metrics.open_writers(
     workdir, run.step or -1, **config.metrics, config=config.to_dict()
   )
-  with contextlib.closing(write), contextlib.closing(kept), contextlib.closing(judge):
+  with contextlib.closing(write), checkpoint.closing(kept), contextlib.closing(judge):
     run, status = loop(config, workdir, job, run, write, save, clock, judge)
   if status:
     say(f'Saved. The same command with --workdir={workdir} continues.')
     return status
-  finish(config, workdir, run.step, meta())
+  with files.naming(os.path.join(workdir, 'report.md')):
+    finish(config, workdir, run.step, meta())
   return 0
 
 
@@ -174,7 +136,7 @@ def loop(
     with clock('eval'):
       result, samples = job.evaluate(run.params, run.step)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    write_json(path, {'result': result, 'samples': samples})
+    files.write_json(path, {'result': result, 'samples': samples})
     say(
       f'held-out accuracy at step {run.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
@@ -189,7 +151,8 @@ def loop(
     for run, told in steps(job, first):
       done = job.done(run)
       told['sample/undecided'] = judge.undecided()
-      if done or run.step % config.evaluate.every == 0:
+      scored = done or run.step % config.evaluate.every == 0
+      if scored:
         told |= evaluate(run)
       told |= timings(clock.since(), told['sample/tokens'])
       told['learner/updates'] = (
@@ -202,8 +165,10 @@ def loop(
       )
       progress.update()
       lost = run.skipped >= config.learner.give_up
-      if done or lost or stop.signal or run.step % config.checkpoint.every == 0:
-        save(run)
+      last = done or lost or bool(stop.signal)
+      ranked = scored and config.checkpoint.best > 0
+      if last or ranked or run.step % config.checkpoint.every == 0:
+        save(run, told.get('eval/accuracy'), last)
       if lost:
         say(
           f'{run.skipped} updates in a row were skipped: loss or gradient not finite '
@@ -254,7 +219,8 @@ def resume(kept, run: Run, same: bool = True) -> tuple[Run, dict]:
     found['shelves'] = run.shelves
   elif flight:
     run.flight.restore(flight)
-  return Run(**found, **meta['run'], flight=run.flight), meta
+  # A count that a checkpoint of an earlier version lacks begins anew.
+  return run._replace(**found, **meta['run']), meta
 
 
 def recognise(kept, asked: list[str], changed: str) -> bool:

@@ -1,6 +1,6 @@
 """A checkpoint of a run becomes a directory that transformers and vLLM load.
 
-1. the newest checkpoint of the workdir, which must be of this very model;
+1. a checkpoint of the workdir, which must be of this very model;
 2. tensors are read and written parameter by parameter: no device, no second copy;
 3. beside them config.json, generation_config.json and the tokenizer's files;
 4. the directory appears whole, under its name, or not at all.
@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 
-from bapo_jax import checkpoint, config_json, experiment, setup, text, weights
+from bapo_jax import checkpoint, config_json, setup, text, weights, workspace
 from bapo_jax.progress import say
 
 
-def export(config, workdir: str, to: str, dtype: str, shard_bytes: int) -> int:
-  """Writes the newest checkpoint of `workdir` to the new directory `to`.
+def export(
+  config, workdir: str, to: str, dtype: str, shard_bytes: int, which: str = 'newest'
+) -> int:
+  """Writes a checkpoint of `workdir` to the new directory `to`.
 
   Args:
+    which: of them; see checkpoint.choose.
     to: '' stands for <workdir>/export/<step>.
     dtype: 'float32' is what was trained, to the last bit; 'bfloat16' half as large.
 
@@ -27,7 +30,7 @@ def export(config, workdir: str, to: str, dtype: str, shard_bytes: int) -> int:
   Raises:
     ValueError: there is no such checkpoint, or no room for a new directory.
   """
-  step = checkpoint.newest(workdir)
+  step = checkpoint.choose(workdir, which)
   if step is None:
     raise ValueError(
       f'--workdir={workdir} holds no checkpoint; train there first (the same command '
@@ -61,7 +64,7 @@ def check_config(config, workdir: str) -> None:
     before = json.load(file)
   now = json.loads(json.dumps(config.to_dict()))
   for section in ('model', 'text'):
-    for name, old, new in experiment.differences(before[section], now[section]):
+    for name, old, new in workspace.differences(before[section], now[section]):
       raise ValueError(
         f'--workdir={workdir} was trained with {section}.{name}={old!r}, not {new!r}; '
         'give the config it was trained with'

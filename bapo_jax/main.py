@@ -19,7 +19,13 @@ WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
 )
 MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'eval', 'export', 'plan', 'show'], 'What to do.'
+  'mode',
+  'train',
+  ['train', 'eval', 'export', 'plan', 'show', 'table'],
+  'What to do; table: of the seeds of a grid, in the folders of --workdir.',
+)
+CHECKPOINT = flags.DEFINE_string(
+  'checkpoint', 'newest', 'Which to eval, export or show: newest, best or a step.'
 )
 EVAL_TO = flags.DEFINE_string(
   'eval_to', '', 'Files <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
@@ -110,11 +116,19 @@ def plan() -> int:
   return 0 if plan.run(CONFIG.value, TOPOLOGY.value) else 1
 
 
+def quiet(unraisable) -> None:
+  """A write that was refused is told once; tensorstore reports its other parts here."""
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(unraisable)
+
+
 def main(argv) -> None:
   """Runs what the flags say; exits with the run's status."""
   del argv
   if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.ERROR)  # orbax reports every file it opens
+    # orbax reports every file it opens, and an error with its traceback before raising.
+    logging.set_verbosity(logging.FATAL)
+  sys.unraisablehook = quiet
   try:
     if MODE.value == 'plan':
       sys.exit(plan())
@@ -122,10 +136,16 @@ def main(argv) -> None:
       from bapo_jax import show
 
       sys.exit(
-        show.show(CONFIG.value, WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value)
+        show.show(
+          CONFIG.value,
+          WORKDIR.value,
+          SHOW_GROUP.value,
+          SHOW_WITH.value,
+          which=CHECKPOINT.value,
+        )
       )
     # Imported late: a misspelt flag should not wait for JAX to load.
-    from bapo_jax import examine, experiment, export
+    from bapo_jax import examine, experiment, export, grid
 
     if MODE.value == 'export':
       status = export.export(
@@ -134,9 +154,21 @@ def main(argv) -> None:
         EXPORT_TO.value,
         EXPORT_DTYPE.value,
         int(EXPORT_SHARD_GB.value * 1e9),
+        CHECKPOINT.value,
       )
     elif MODE.value == 'eval':
-      status = examine.examine(CONFIG.value, WORKDIR.value, EVAL_TO.value)
+      status = examine.examine(
+        CONFIG.value, WORKDIR.value, EVAL_TO.value, CHECKPOINT.value
+      )
+    elif CHECKPOINT.value != 'newest':
+      fail(
+        f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
+        'always goes on from the newest'
+      )
+    elif MODE.value == 'table':
+      status = grid.table(WORKDIR.value)
+    elif CONFIG.value.cells:
+      status = grid.run(CONFIG.value, WORKDIR.value)
     else:
       status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:
@@ -147,7 +179,9 @@ def main(argv) -> None:
       'what is saved; a warm start is saved when it is done.',
       file=sys.stderr,
     )
-    status = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)  # sys.exit waits for a checkpoint that is being written
   sys.exit(status)
 
 

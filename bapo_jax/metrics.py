@@ -12,8 +12,10 @@ import json
 import math
 import os
 import pathlib
+import time
 import uuid
 
+from bapo_jax import files
 from bapo_jax.types import SOURCES
 
 # ruff: noqa: E501
@@ -195,33 +197,49 @@ def _jsonl(workdir: pathlib.Path, step: int):
   path = workdir / 'metrics.jsonl'
   kept = [row for row in read(workdir) if row['step'] <= step]
   new = workdir / 'metrics.jsonl.tmp'
-  with open(new, 'w', encoding='utf-8') as file:
-    file.writelines(to_json(row) + '\n' for row in kept)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(new, path)  # a kill at any moment leaves the old rows or the new ones
-  file = open(path, 'a', encoding='utf-8')  # noqa: SIM115 (open as long as the run)
+  with files.naming(path):
+    with open(new, 'w', encoding='utf-8') as file:
+      file.writelines(to_json(row) + '\n' for row in kept)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(new, path)  # a kill at any moment leaves the old rows or the new ones
+    # Unbuffered: what a full disk refuses is not tried again when the file is closed.
+    file = open(path, 'ab', buffering=0)  # noqa: SIM115 (open as long as the run)
 
   def write(step, row):
-    file.write(to_json({'step': step, **row}) + '\n')
-    file.flush()
+    left = (to_json({'step': step, **row}) + '\n').encode()
+    with files.naming(path):
+      while left:  # an almost full disk takes a part; the rest then says why
+        left = left[file.write(left) :]
 
   return write, file.close
 
 
 def _tensorboard(workdir: pathlib.Path, step: int, config):
-  lib = _need('tensorboardX', 'metrics.tensorboard')
-  # TensorBoard hides what earlier event files hold at purge_step and after
-  board = lib.SummaryWriter(
-    str(workdir / 'tensorboard'), purge_step=step + 1, flush_secs=10
-  )
-  if config is not None:
-    board.add_text('config', f'```\n{config}\n```', max(step, 0))
+  # Not its SummaryWriter: that writes in a thread, which a full disk ends, and the next
+  # row would wait for it for ever.
+  summary = _need('tensorboardX.summary', 'metrics.tensorboard')
+  proto = importlib.import_module('tensorboardX.proto.event_pb2')
+  lib = importlib.import_module('tensorboardX.event_file_writer')
+  path = workdir / 'tensorboard'
+  with files.naming(path):
+    path.mkdir(exist_ok=True)
+    board = lib.EventsWriter(str(path / 'events'))
+
+  def tell(step, **what):
+    board.write_event(proto.Event(step=step, wall_time=time.time(), **what))
 
   def write(step, row):
-    for name, value in row.items():
-      board.add_scalar(name, value, step)
+    with files.naming(path):
+      for name, value in row.items():
+        tell(step, summary=summary.scalar(name, value))
+      board.flush()
 
+  # TensorBoard hides what earlier event files hold at this step and after.
+  start = proto.SessionLog(status=proto.SessionLog.START)
+  tell(step + 1, session_log=start)
+  if config is not None:
+    tell(max(step, 0), summary=summary.text('config', f'```\n{config}\n```'))
   return write, board.close
 
 

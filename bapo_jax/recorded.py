@@ -1,7 +1,7 @@
 """Groups of responses that a run has kept, read back from its workdir.
 
-1. the good shelf of the newest checkpoint, with every token's log-probability,
-2. then the responses of the newest evaluation, which are text;
+1. the good shelf of a checkpoint, with every token's log-probability,
+2. then the responses of the newest evaluation by then, which are text;
 3. `ratios` asks the checkpoint's policy what it makes of the tokens today.
 """
 
@@ -9,6 +9,7 @@ import functools
 import glob
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -54,8 +55,17 @@ class Recorded(NamedTuple):
   arrays: types.Groups | None  # of this group alone; None: not kept
 
 
-def read(workdir: str) -> list[Recorded]:
+def last(workdir: str, which: str) -> float:
+  """The last step that may be shown beside this checkpoint; any beside the newest."""
+  newest = which == 'newest'
+  return math.inf if newest else checkpoint.choose(workdir, which) or math.inf
+
+
+def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   """All groups that a run has kept; those with probabilities first.
+
+  Args:
+    which: of the checkpoints; see checkpoint.choose.
 
   Raises:
     ValueError: there are none.
@@ -67,7 +77,8 @@ def read(workdir: str) -> list[Recorded]:
     config = json.load(file)
   rules = dict(config['advantage'])
   rule = types.pick(advantage.RULES, 'advantage', rules.pop('rule'), rules)
-  found = [*_shelved(workdir, config, rule), *_evaluated(workdir, rule)]
+  step, until = checkpoint.choose(workdir, which), last(workdir, which)
+  found = [*_shelved(workdir, step, config, rule), *_evaluated(workdir, until, rule)]
   if not found:
     raise ValueError(
       f'--workdir={workdir} has no group recorded yet: the first evaluation records '
@@ -76,9 +87,8 @@ def read(workdir: str) -> list[Recorded]:
   return found
 
 
-def _shelved(workdir: str, config: dict, rule) -> Iterator[Recorded]:
-  """The good shelf of the newest checkpoint, newest group first."""
-  step = checkpoint.newest(workdir)
+def _shelved(workdir: str, step: int | None, config, rule) -> Iterator[Recorded]:
+  """The good shelf of the checkpoint `step`, newest group first."""
   if step is None or config['batch']['rule'] in batch.SHELFLESS:
     return
   array = checkpoint.read_params(workdir, step, part='shelves/good')
@@ -111,10 +121,11 @@ def _of_arrays(reader, group: types.Groups, rule, where: str) -> Recorded:
   return Recorded(f'problem {group.id_P[0]}, {where}', prompt, '', responses, group)
 
 
-def _evaluated(workdir: str, rule) -> Iterator[Recorded]:
-  """The newest evaluation's responses, those to one problem together."""
+def _evaluated(workdir: str, until: float, rule) -> Iterator[Recorded]:
+  """The responses of the newest evaluation up to a step, by problem."""
   files = glob.glob(os.path.join(workdir, 'eval', '*.json'))
-  steps = {int(m[1]): f for f in files if (m := re.search(r'(\d+)\.json$', f))}
+  found = ((int(m[1]), f) for f in files if (m := re.search(r'(\d+)\.json$', f)))
+  steps = {step: file for step, file in found if step <= until}
   if not steps:
     return
   with open(steps[max(steps)]) as file:
@@ -132,10 +143,12 @@ def _evaluated(workdir: str, rule) -> Iterator[Recorded]:
     yield Recorded(where, problem, of_one[0]['answer'], responses, None)
 
 
-def ratios(config, workdir: str) -> Callable[[Recorded], list[np.ndarray]]:
+def ratios(
+  config, workdir: str, which: str = 'newest'
+) -> Callable[[Recorded], list[np.ndarray]]:
   """From a group to pi / mu of every chosen token, an array a response.
 
-  pi is the policy of the newest checkpoint, mu the policy that chose the token. The
+  pi is the policy of the checkpoint, mu the policy that chose the token. The
   weights are read now and the first group compiles.
 
   Raises:
@@ -144,7 +157,7 @@ def ratios(config, workdir: str) -> Callable[[Recorded], list[np.ndarray]]:
   export.check_config(config, workdir)
   tokenizer = weights.tokenizer(config.text.tokenizer)
   spec = setup.spec_of(config, text_lib.load(tokenizer, config.text.template))
-  array = checkpoint.read_params(workdir, checkpoint.newest(workdir))
+  array = checkpoint.read_params(workdir, checkpoint.choose(workdir, which))
   params = model.unflatten({n: jnp.asarray(array(n)) for n in model.describe(spec)})
   score = jax.jit(functools.partial(logprob.of_rows, **binding.scored(config, spec)))
 

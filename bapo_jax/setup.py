@@ -30,6 +30,7 @@ from bapo_jax import (
   weights,
 )
 from bapo_jax.flight import Flight
+from bapo_jax.problems import sources
 from bapo_jax.progress import Clock, say, timed
 
 
@@ -101,11 +102,12 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
   like = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
   )
-  family = {k: config.problems[k] for k in ('family', 'level', 'train', 'test')}
+  asked = config.problems.to_dict()
+  kind = ('countdown',) if asked['source'] == 'countdown' else ('family', 'level')
   recipe = {
     'seed': config.seed,
     'length': config.prompts.width + config.sampler.new,
-    'problems': family | {'seed': config.problems.seed},
+    'problems': {k: asked[k] for k in (*kind, 'train', 'test', 'seed')},
     **{name: config[name].to_dict() for name in ('model', 'text', 'warmstart')},
   }
   kept = os.path.join(workdir, 'warmstart', fingerprint(recipe))
@@ -118,8 +120,7 @@ def policy(config, workdir: str, reader, devices, clock: Clock):
       spec,
       devices,
       recipe['length'],
-      **family,
-      problem_seed=config.problems.seed,
+      *sources.worked(asked),
       seed=config.seed,
       **config.warmstart,
     )

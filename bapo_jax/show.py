@@ -127,6 +127,7 @@ def show(
   views: str,
   console: Console | None = None,
   keys: Iterable[str] | None = None,
+  which: str = 'newest',
 ) -> int:
   """Shows recorded groups; returns the exit status, 0.
 
@@ -136,22 +137,24 @@ def show(
       terminal, else the first.
     views: letters of VIEWS that are on at the start.
     console, keys: what to draw on and what is pressed; the terminal's by default.
+    which: of the checkpoints; see checkpoint.choose.
 
   Raises:
     ValueError: nothing is recorded, or there is no such group or view.
   """
   if wrong := set(views) - set(VIEWS):
     raise ValueError(f'--show_with={views}: no {sorted(wrong)}; letters of {VIEWS}')
-  groups = recorded.read(workdir)
+  groups = recorded.read(workdir, which)
   if number is not None and not 1 <= number <= len(groups):
     raise ValueError(f'--show_group={number}: give 1 to {len(groups)}')
-  rows = [row for row in metrics.read(workdir) if 'clip/low' in row]
+  last = recorded.last(workdir, which)
+  rows = [r for r in metrics.read(workdir) if 'clip/low' in r and r['step'] <= last]
   bounds = rows[-1] if rows else {}
   policy: list[Callable] = []  # its weights are read when it is first asked
 
   def ratios(group: Recorded):
     if not policy:
-      policy.append(recorded.ratios(config, workdir))
+      policy.append(recorded.ratios(config, workdir, which))
     return policy[0](group)
 
   console = console or Console()

@@ -17,7 +17,7 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # What the embedded problems are written in. `\boxed{` is one token: an answer costs
 # three, not nine.
-CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx')
+CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()')
 
 
 class Text(NamedTuple):

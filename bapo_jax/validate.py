@@ -58,6 +58,7 @@ LEAST = {
   'rewards.recycle': 1,
   'checkpoint.every': 1,
   'checkpoint.keep': 1,
+  'checkpoint.best': 0,
 }
 
 
@@ -237,6 +238,8 @@ def check_sources(config) -> None:
       '--local-dir <directory>`) and the data (jsonl or parquet), or point these knobs '
       'to where they are'
     )
+  if not path:
+    sources.worked(problems)
   for knob, source in wanted.items():
     sources.find(knob, source)
   if lacks:  # downloaded only when nothing else is wanting

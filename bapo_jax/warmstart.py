@@ -6,6 +6,7 @@
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,21 @@ import optax
 
 from bapo_jax import learner, logprob, mesh, model
 from bapo_jax import text as text_lib
-from bapo_jax.problems import families
 from bapo_jax.progress import bar
 
 
-def rows(text, problems, family: str, length: int, seed, slip: float, repeat: float):
+def rows(
+  text, problems, solve: Callable, length: int, seed, slip: float, repeat: float
+):
   """(tokens_NT, weight_NT): prompts with worked solutions, cut at `length` tokens.
 
   The answer weighs four times a token of the work: it is one token in twenty, and a
   policy that cannot end is worth nothing.
+
+  Args:
+    solve: (problem, rng, slip, repeat) -> its worked solution.
   """
   rng = np.random.default_rng(seed)
-  solve = families.SOLVERS[family]
   solved = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
   asked = [text.template.replace('{problem}', p.text) for p in problems]
   prompts, answers = text_lib.encode(text, asked), text_lib.encode(text, solved)
@@ -61,12 +65,9 @@ def fit(
   spec: model.ModelSpec,
   device_mesh,
   length: int,
+  problems: list,
+  solve: Callable,
   *,
-  family: str,
-  level: int,
-  problem_seed: int,
-  train: int,
-  test: int,
   seed: int,
   clean: int,
   noisy: int,
@@ -75,8 +76,11 @@ def fit(
   slip: float,
   repeat: float,
 ) -> dict:
-  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each."""
-  problems = families.generate(family, level, problem_seed, train + test)[:train]
+  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each.
+
+  Args:
+    problems, solve: what `problems.sources.worked` gives.
+  """
   tx = learner.optimizer(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = model.init(spec, jax.random.key(seed))
   params = jax.device_put(params, mesh.shardings(params, device_mesh))
@@ -91,8 +95,8 @@ def fit(
       # A step sees new solutions; several thousand at a time keep the tokenizer quick.
       for start in range(0, steps, 50):
         count = min(50, steps - start)
-        picked = [problems[i] for i in rng.integers(train, size=count * batch)]
-        drawn = rows(text, picked, family, length, (seed, start, len(name)), *chances)
+        picked = [problems[i] for i in rng.integers(len(problems), size=count * batch)]
+        drawn = rows(text, picked, solve, length, (seed, start, len(name)), *chances)
         for tokens_BT, weight_BT in zip(
           *(x.reshape(count, batch, -1) for x in drawn), strict=True
         ):

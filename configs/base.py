@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
   config.seed = 0
   config.steps = 80  # learner steps: rollout batches
   config.responses = inf  # sampled in training; the run ends once it has so many
+  config.cells = ()  # of a grid, each (name, batch rule, clip rule); (): a single run
 
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.model = dict(
@@ -45,7 +46,8 @@ def get_config() -> ConfigDict:
     seed=0,
     train=2048,
     test=512,
-    countdown=dict(numbers=(3, 4), largest=99, target=999),
+    # wording: 'short' is what the embedded policy can read
+    countdown=dict(numbers=(3, 4), largest=99, target=999, wording='sentence'),
     duplicates='drop',  # or 'keep'; told either way
     overlap='keep',  # held-out problems among the training problems; or 'drop' them
     changed='refuse',  # or 'accept': resume with other problems, on empty shelves
@@ -169,5 +171,6 @@ def get_config() -> ConfigDict:
     sampling=dict(temperature=1.0, top_k=0, top_p=1.0),  # temperature 0: the likeliest
   )
   config.metrics = dict(tensorboard=True, wandb=False)
-  config.checkpoint = dict(every=10, keep=2)
+  # The newest `keep`, and the `best` ones by accuracy of the evaluated steps.
+  config.checkpoint = dict(every=10, keep=2, best=1)
   return config

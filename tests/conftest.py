@@ -1,19 +1,31 @@
-"""Eight virtual devices and strict promotion for every test.
+"""Eight virtual devices, strict promotion and one cache of programs for every test.
 
-Both must be set before JAX is imported, so they stand here and nowhere else.
+All must be set before JAX is imported, so they stand here and nowhere else.
 """
 
 import os
+import shutil
+import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
   os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 )
+# Whole runs compile the same tiny programs: most of their time. Fresh for every test
+# session, so that no program of other code is met; processes of their own inherit it.
+COMPILED = tempfile.mkdtemp(prefix='compiled-')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = COMPILED
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
 import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def pytest_unconfigure():
+  shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(params=['plain', 'jitted', 'sharded'])

@@ -1,8 +1,12 @@
 """Whole runs, tiny: the grid, the report, exact resume, signals, kills."""
 
+import glob
+import itertools
 import json
 import os
 import pathlib
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from bapo_jax import checkpoint, experiment, metrics, setup, validate
+from bapo_jax import checkpoint, experiment, files, metrics, setup, validate, workspace
 from bapo_jax.progress import Clock
 from configs import base
 
@@ -77,13 +81,7 @@ def same(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('batch', 'clip', 'partial'),
-  [
-    ('fresh_only', 'fixed', False),
-    ('fresh_only', 'balanced', False),
-    ('adapted', 'fixed', False),
-    ('adapted', 'balanced', False),
-    ('adapted', 'balanced', True),
-  ],
+  list(itertools.product(('fresh_only', 'adapted'), ('fixed', 'balanced'), (0, 1))),
 )
 def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
   batch, clip, partial, tmp_path, one_device
@@ -159,10 +157,11 @@ def test_one_update_a_fresh_batch_makes_all_clip_rules_one(tmp_path, one_device)
 
 
 def test_another_config_is_refused_with_the_difference(tmp_path):
-  experiment.open_workdir(str(tmp_path), tiny())
-  experiment.open_workdir(str(tmp_path), tiny(steps=9))  # a longer run is the same run
+  workspace.open_workdir(str(tmp_path), tiny())
+  # A longer run is the same run, and so is one on another mesh.
+  workspace.open_workdir(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
   with pytest.raises(ValueError, match=r'sampler\.group: 4 then, 8 now'):
-    experiment.open_workdir(str(tmp_path), tiny(**{'sampler.group': 8}))
+    workspace.open_workdir(str(tmp_path), tiny(**{'sampler.group': 8}))
 
 
 @pytest.mark.slow
@@ -210,7 +209,36 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
 def test_a_workdir_that_cannot_be_used_is_refused(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(ValueError, match='cannot be used'):
-    experiment.open_workdir(str(tmp_path / 'file' / 'run'), tiny())
+    workspace.open_workdir(str(tmp_path / 'file' / 'run'), tiny())
+
+
+def test_another_mesh_is_told(capsys):
+  workspace.tell_mesh({'data': 1, 'tensor': 1}, {'data': 1, 'tensor': 1})
+  workspace.tell_mesh(None, {'data': 1})  # a checkpoint from before it was noted
+  assert not capsys.readouterr().out
+  workspace.tell_mesh({'data': 1, 'tensor': 1}, {'data': 4, 'tensor': 2})
+  told = capsys.readouterr().out
+  assert 'data 1 x tensor 1 then, data 4 x tensor 2 now' in told
+  assert 'rounded differently' in told
+
+
+@pytest.mark.parametrize('name', ['inside', 'elsewhere'])
+def test_what_cannot_be_written_is_one_sentence(name, tmp_path):
+  # No file may grow beyond 100 bytes: the system refuses as a full disk does.
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  (tmp_path / 'run' / 'checkpoints' / '12').mkdir(parents=True)
+  path = str(tmp_path / ('run' if name == 'inside' else '') / 'eval.json')
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+  try:
+    with pytest.raises(ValueError) as told, workspace.writable(str(tmp_path / 'run')):
+      files.write(path, 'x' * 1000)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  for part in (path, 'File too large', 'step 12', f'--workdir={tmp_path}/run goes on'):
+    assert part in str(told.value)
+  # What is not about writing, and not in the workdir, is somebody else's error.
+  with pytest.raises(FileNotFoundError), workspace.writable(str(tmp_path / 'run')):
+    open(tmp_path / 'run2')  # noqa: SIM115
 
 
 def command(workdir, **overrides):
@@ -267,6 +295,112 @@ def test_killed_and_interrupted_runs_end_where_an_unbroken_one_does(
   assert whole.step == pieces.step == 30
   assert same(whole, pieces)
   assert rows == rows_in_pieces
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(tmp_path):
+  # Two hundred epochs: seconds in which a step can be interrupted.
+  call = command(tmp_path, **{'learner.epochs': 200})
+  with open(tmp_path / 'log', 'w') as log:
+    process = subprocess.Popen(**call, stdout=log, stderr=subprocess.PIPE, text=True)
+  wait_for(process, lambda: checkpoint.newest(str(tmp_path)))
+  process.send_signal(signal.SIGTERM)
+  wait_for(process, lambda: 'once more' in (tmp_path / 'log').read_text())
+  process.send_signal(signal.SIGTERM)
+  _, complaint = process.communicate(timeout=120)
+  assert process.returncode == 130  # 143 where the step was finished
+  assert 'Stopped at once' in complaint and 'Traceback' not in complaint
+  step = checkpoint.newest(str(tmp_path))
+  with checkpoint.manager(str(tmp_path), 2) as kept:
+    assert checkpoint.read_meta(kept, step)['run']['step'] == step
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_run_that_then_goes_on(tmp_path, one_device):
+  knobs = {'batch.rule': 'adapted', 'evaluate.every': 4}
+  subprocess.run(**command(tmp_path / 'whole', **knobs), check=True)
+  full = tmp_path / 'full'
+  subprocess.run(**command(full, **knobs | {'steps': 1}), check=True)
+  call = command(full, **knobs) | {'capture_output': True, 'text': True}
+  # No file above 20 KiB, which is less than a checkpoint needs.
+  limited = ['bash', '-c', 'ulimit -f 20; exec "$@"', 'bash', *call['args']]
+  refused = subprocess.run(**call | {'args': limited})
+  assert refused.returncode == 2, refused.stderr
+  told = refused.stderr.strip().splitlines()[-1]
+  assert told.startswith(f'bapo_jax: {full}/checkpoints/2 cannot be written (File too')
+  assert 'the checkpoint of step 1 is complete' in told
+  assert 'Traceback' not in refused.stderr
+  assert os.listdir(full / 'checkpoints') == ['1']
+  done = subprocess.run(**call, check=True)
+  assert 'Resuming after step 1.' in done.stdout
+  config = tiny(**knobs)
+  whole, rows = last_run(tmp_path / 'whole', config)
+  pieces, rows_in_pieces = last_run(full, config)
+  assert same(whole, pieces)
+  # Step 1 was evaluated as the last of the first part.
+  assert [r for r in rows if r['step'] != '1'] == [
+    r for r in rows_in_pieces if r['step'] != '1'
+  ]
+
+
+SEED, KILLS, STEPS = 7, 30, 120
+
+
+@pytest.mark.slow
+def test_thirty_kills_end_where_an_unbroken_run_does(tmp_path, one_device):
+  knobs = {'steps': STEPS, 'batch.rule': 'adapted', 'evaluate.every': STEPS}
+  knobs |= {'clip.rule': 'fixed', 'rollout.max_age': 1, 'rollout.budget': 6.0}
+  subprocess.run(**command(tmp_path / 'whole', **knobs), check=True)
+
+  broken, log = tmp_path / 'broken', tmp_path / 'log'
+  random_, inside, until_saving = random.Random(SEED), 0, 5.0
+  for kill in range(KILLS):
+    where = f'seed {SEED}, kill {kill}'
+    before = checkpoint.newest(str(broken)) or 0
+    with open(log, 'w') as file:
+      process = subprocess.Popen(**command(broken, **knobs), stdout=file)
+    began = time.monotonic()
+    if kill % 3:  # a few milliseconds after the second save has begun, or the third
+
+      def saving(last=before):
+        return (checkpoint.newest(str(broken)) or 0) > last and half_written(broken)
+
+      wait_for(process, saving, where)
+      until_saving = time.monotonic() - began
+      time.sleep(random_.uniform(0, 0.06))
+    else:  # anywhere: loading, compiling, resuming, between two saves
+      time.sleep(random_.uniform(0, 1.1 * until_saving))
+    assert process.poll() is None, f'the run is over, {where}'
+    process.kill()
+    process.wait()
+    inside += bool(kill % 3 and half_written(broken))
+    if before and 'Resuming' in log.read_text():
+      assert f'Resuming after step {before}.' in log.read_text(), where
+  assert inside >= KILLS / 3, f'only {inside} kills fell into a save'
+
+  subprocess.run(**command(broken, **knobs), check=True)
+  config = tiny(**knobs)
+  whole, rows = last_run(tmp_path / 'whole', config)
+  pieces, rows_in_pieces = last_run(broken, config)
+  assert whole.step == pieces.step == STEPS
+  assert same(whole._replace(flight=None), pieces._replace(flight=None)), SEED
+  assert same(whole.flight.state(), pieces.flight.state()), SEED
+  assert rows == rows_in_pieces, SEED
+  assert not half_written(broken)
+
+
+def half_written(workdir):
+  """Directories of checkpoints that are not whole."""
+  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.HALF}')
+
+
+def wait_for(process, happened, where=''):
+  """Returns once it has happened, while the process is running."""
+  deadline = time.monotonic() + 300
+  while not happened():
+    assert process.poll() is None, f'the run ended before it was stopped {where}'
+    assert time.monotonic() < deadline, where
+    time.sleep(0.001)
 
 
 @pytest.mark.slow

@@ -14,7 +14,17 @@ from flax import traverse_util
 from safetensors.numpy import load_file
 from test_experiment import tiny
 
-from bapo_jax import checkpoint, experiment, export, mesh, model, setup, text, weights
+from bapo_jax import (
+  checkpoint,
+  experiment,
+  export,
+  mesh,
+  model,
+  setup,
+  text,
+  weights,
+  workspace,
+)
 from bapo_jax.progress import Clock
 
 SOURCE = {
@@ -72,7 +82,7 @@ def trained(workdir):
   """(config, parameters after a short warm start), saved in the workdir."""
   config = tiny(**{'warmstart.clean': 2, 'warmstart.noisy': 1})
   reader = text.load(**config.text)
-  experiment.open_workdir(str(workdir), config)
+  workspace.open_workdir(str(workdir), config)
   devices = mesh.make(devices=jax.devices()[:1])
   _, params = setup.policy(config, str(workdir), reader, devices, Clock())
   saved(workdir, params)
@@ -89,7 +99,7 @@ def run(request, tmp_path_factory):
   else:
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'text.tokenizer': name})
-    experiment.open_workdir(workdir, config)
+    workspace.open_workdir(workdir, config)
     params = oracles.noisy(weights.spec(name, 'float32'), 1)
     params = jax.device_put(params, mesh.shardings(params, mesh.make(2, 2, 2)))
     saved(workdir, params)

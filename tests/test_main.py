@@ -36,10 +36,19 @@ CASES = [  # flags, what the sentence must say
     "'requirements.txt' ends in none of .jsonl",
   ),
   (['--config=' + TINY, '--mode=exprt'], 'should be one of'),
+  (['--config=' + TINY, '--checkpoint=best'], 'always goes on from the newest'),
   (['--config=' + TINY, '--config.rewards.rule=amie'], "no rule named 'amie'"),
   (['--config=' + TINY, '--config.evaluate.k=(1,8)'], 'evaluate.group=1'),
   (['--config=' + TINY, '--config.model.remat=half'], "model.remat='half' is none"),
   (['--config=' + TINY, '--config.model.attention=splash'], 'splash needs a tpu'),
+  (['--config=configs/countdown.py:dapo'], "no cell 'dapo'"),
+  (['--config=configs/countdown.py', '--mode=table'], 'no folder with a finished grid'),
+  (['--config=configs/countdown.py', "--config.cells=('grpo',)"], "cells: 'grpo' is"),
+  (
+    ['--config=' + TINY, '--config.problems.source=countdown']
+    + ['--config.problems.test_source=countdown'],
+    "give wording='short'",
+  ),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 
 import numpy as np
@@ -159,6 +160,34 @@ def test_the_good_shelf_is_read_with_probabilities(shelved):
   assert '5⟨.50⟩67⟨.25⟩' in drawn and 'mean probability 0.57' in drawn
   assert '567' in printed(workdir, 1) and '⟨' not in printed(workdir, 1)
   assert 'No step has reported clip bounds yet' in printed(workdir, 1, 'c')
+
+
+def test_another_checkpoint_is_shown_with_what_was_known_by_then(shelved, monkeypatch):
+  config, workdir = shelved
+  with checkpoint.manager(workdir, 2) as kept:
+    shelves = buffer.start(2, 4, 6)
+    shelves = shelves._replace(good=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
+    arrays = {'shelves': shelves, 'params': params(setup.spec_of(config, TEXT), 1)}
+    checkpoint.save(kept, 5, arrays, {}, accuracy=0.5)
+  monkeypatch.setattr(text_lib, 'read', lambda reader, tokens_GT, *_: ['?'] * 4)
+
+  def shelf(which):
+    return [group.where for group in recorded.read(workdir, which)]
+
+  assert shelf('newest') == shelf('best') == ['problem 9, step 4, good shelf of step 5']
+  assert shelf('3') == [
+    'problem 8, step 2, good shelf of step 3',
+    'problem 5, step 1, good shelf of step 3',
+  ]
+  with pytest.raises(ValueError, match=r'checkpoint=4: .* \[3, 5\]'):
+    shelf('4')
+  assert recorded.last(workdir, '3') == 3
+  assert recorded.last(workdir, 'newest') == math.inf
+  read = checkpoint.read_params(workdir, 3), checkpoint.read_params(workdir, 5)
+  assert not np.array_equal(*(r('embed') for r in read))
+  (group,) = recorded.read(workdir, '3')[:1]
+  ratios = [recorded.ratios(config, workdir, w)(group)[0] for w in ('3', 'best')]
+  assert not np.allclose(*ratios)
 
 
 def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(shelved):

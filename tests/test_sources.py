@@ -68,3 +68,20 @@ def test_what_is_not_there_is_listed_and_what_is_wrong_raised(tmp_path):
   small = dict(numbers=(2,), largest=10, target=10)
   with pytest.raises(ValueError, match=r'fewer than train \+ test = 510'):
     sources.check('source', 'countdown', problems(countdown=small, train=500))
+
+
+def test_the_warm_start_imitates_what_is_trained_on():
+  small = {'numbers': (3,), 'largest': 9, 'target': 30, 'wording': 'short'}
+  made, solve = sources.worked(problems(source='countdown', countdown=small))
+  texts = [
+    countdown.row(*each, 'short')['problem']
+    for each in countdown.generate(0, 30, **small)
+  ]
+  assert [p.text for p in made] == texts[:20]
+  assert solve.func is countdown.solve and solve.keywords == {'largest': 30}
+  for source in ('synthetic', 'own.jsonl'):
+    made, solve = sources.worked(problems(source=source, family='chain', level=2))
+    assert made == families.generate('chain', 2, 0, 30)[:20]
+    assert solve is families.solve_chain
+  with pytest.raises(ValueError, match=r"give wording='short', or a model\.path"):
+    sources.worked(problems(source='countdown'))

@@ -25,6 +25,7 @@ KNOBS = [  # knob, value, what the sentence must say
   ('rewards.shaping.truncated', 'cut', r"truncated='cut': choose one of \('judged'"),
   ('rewards.shaping.overlong_cache', 41, r'overlong_cache=41 tokens: .*new=40'),
   ('evaluate.k', (1, 4), r'evaluate\.k=\(1, 4\): pass@4 needs at least 4 responses'),
+  ('checkpoint.best', -1, r'checkpoint\.best=-1 is too small; give at least 0'),
   ('learner.slices', 0, r'learner\.slices=0 is too small; give at least 1'),
   (
     'prompts.overlong',

@@ -27,7 +27,9 @@ def reader():
 
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
   problems = families.generate('search', 2, 0, count)
-  made = warmstart.rows(reader, problems, 'search', length, 0, slip, repeat)
+  made = warmstart.rows(
+    reader, problems, families.solve_search, length, 0, slip, repeat
+  )
   return problems, *made
 
 
@@ -81,11 +83,8 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
       SPEC,
       mesh.make(devices=jax.devices()[:1]),
       LENGTH,
-      family='search',
-      level=2,
-      problem_seed=0,
-      train=64,
-      test=8,
+      families.generate('search', 2, 0, 64),
+      families.solve_search,
       seed=0,
       clean=clean,
       noisy=noisy,

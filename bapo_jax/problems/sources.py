@@ -8,7 +8,9 @@
 The builders are imported when asked for: tensorflow-datasets takes a second.
 """
 
+import functools
 import os
+from collections.abc import Callable
 
 from bapo_jax.problems import clean, families
 from bapo_jax.progress import say
@@ -46,6 +48,28 @@ def check(knob: str, source: str, problems: dict) -> list[str]:
     for path in paths:
       math_file.read(path)
   return []
+
+
+def worked(problems: dict) -> tuple[list[families.Problem], Callable]:
+  """What the warm start imitates: the training problems, and who works them out.
+
+  They are those of problems.source='countdown', and for any other source those of
+  problems.family. The second is (problem, rng, slip, repeat) -> solution.
+
+  Raises:
+    ValueError: they cannot be made, or the embedded policy cannot read them.
+  """
+  p, train = problems, problems['train']
+  count = train + p['test']
+  if p['source'] != 'countdown':
+    found = families.generate(p['family'], p['level'], p['seed'], count)
+    return found[:train], families.SOLVERS[p['family']]
+  from bapo_jax.problems import countdown
+
+  kinds = p['countdown']
+  found = countdown.generate(p['seed'], count, **kinds)[:train]
+  solve = functools.partial(countdown.solve, largest=kinds['target'])
+  return countdown.embedded(found, kinds['wording']), solve
 
 
 def find(knob: str, source: str) -> None:
