@@ -12,7 +12,7 @@ r"""Countdown, the four cells of the grid at equal rollouts, on the embedded pol
 Every cell starts from one warm start and ends once it has sampled `config.responses`
 responses, re-evaluations counted: a cell that re-evaluates takes fewer steps.
 
-The problems: two to four numbers of 1..7 and a target up to 20, asked as `5 6 3=13`.
+The problems: two or three numbers of 1..9 and a target up to 30, asked as `5 6 3=13`.
 The warm start shows the policy of 0.1 M parameters how to try random chains; it then
 reaches the target sometimes, and of a good part of the problems never in eight tries.
 
@@ -58,21 +58,21 @@ def embedded():
   config = base.get_config()
   config.title = 'countdown, tiny'
   config.protocol = 'a few minutes a cell on two CPU cores'
-  config.steps = 75
-  config.responses = 38_400.0
+  config.steps = 60
+  config.responses = 30_720.0
   config.problems.update(
-    source='countdown', test_source='countdown', train=1024, test=256
+    source='countdown', test_source='countdown', train=1280, test=256
   )
   config.problems.countdown.update(
-    numbers=(2, 3, 4), largest=7, target=20, wording='short'
+    numbers=(2, 3), largest=9, target=30, wording='short'
   )
   config.model.remat = 'none'  # there is memory enough
-  config.prompts.width = 11
+  config.prompts.width = 10
   config.sampler.new = 48
   config.rewards.rule = 'countdown'
   config.rollout.refresh_every = 2
   config.buffer.update(capacity=256, recheck=32, every=2)
   config.warmstart.update(clean=800, noisy=0)  # what is not learned well slips enough
-  config.evaluate.update(every=25, group=8)
+  config.evaluate.update(every=20, group=8)
   config.metrics.tensorboard = False
   return config

@@ -106,7 +106,10 @@ def generate(
       # In whatever order the numbers stand, it is one problem.
       found.setdefault((*sorted(drawn), -made), (drawn, made))
     if len(found) == count:
-      return list(found.values())
+      # Kinds of which there are few are found early: unshuffled, the held-out problems,
+      # which are the last, would be the hard ones.
+      made = list(found.values())
+      return [made[i] for i in rng.permutation(count)]
   raise ValueError(
     f'problems: countdown with numbers up to {largest} has about {len(found)} '
     f'different problems, fewer than train + test = {count}; ask for fewer or raise '
