@@ -70,6 +70,8 @@ def embedded():
   config.prompts.width = 10
   config.sampler.new = 48
   config.rewards.rule = 'countdown'
+  # The own share of these problems; at 0.42 the bounds sat at their caps (LOG.md).
+  config.clip.balanced.target = 0.39
   config.rollout.refresh_every = 2
   config.buffer.update(capacity=256, recheck=32, every=2)
   config.warmstart.update(clean=800, noisy=0)  # what is not learned well slips enough
