@@ -61,7 +61,7 @@ def moving(
       raise ValueError(f'buffer.band: good begins at {c2} and ends at {c3}; turn them')
   c1, c2, c3 = (rate * (end - start) + start for start, end in (hard, low, high))
   return Band(
-    hard=_most(c1, G),
+    hard=jnp.minimum(_most(c1, G), G - 1),  # whatever rounding says, solved is not hard
     first=jnp.maximum(_least(c2, G), 1),  # groups of one verdict teach nothing
     last=jnp.minimum(_most(c3, G), G - 1),
   )

@@ -73,6 +73,11 @@ def run(config, workdir: str) -> int:
   cells = {name: cell(config, name, *rules) for name, *rules in config.cells}
   for made in cells.values():
     validate.check(made)
+  with workspace.writable(workdir):
+    return _train(config, cells, workdir)
+
+
+def _train(config, cells: dict, workdir: str) -> int:
   for i, (name, made) in enumerate(cells.items(), 1):
     folder = os.path.join(workdir, name)
     workspace.open_workdir(folder, made)

@@ -83,6 +83,7 @@ def check(config, devices=None) -> dict[str, Callable]:
       knobs.pop(knob, None)
     rules[section] = pick(module.RULES, section, knobs.pop('rule'), knobs)
   rules['band'] = check_band(config)
+  check_batch(config)
   check_update(config, rules)
   rewards.check(config.rewards.rule, config.rewards.shaping, config.sampler.new)
   evaluate.check(config.evaluate.group, config.evaluate.k, **config.evaluate.sampling)
@@ -145,11 +146,16 @@ def check_update(config, rules) -> None:
 
 
 def check_band(config) -> Callable:
-  """The band rule with its knobs bound; ValueError where shelves make no sense."""
+  """The band rule with its knobs bound; ValueError where it makes none."""
   knobs = config.buffer.band.to_dict()
   band = pick(buffer.BANDS, 'buffer.band', knobs.pop('rule'), knobs)
   for rate in (0.0, 1.0):  # ranges are checked by using them
     band(rate, config.sampler.group)
+  return band
+
+
+def check_batch(config) -> None:
+  """Raises ValueError where weights, or what is replayed, make no sense."""
   for source, weight in config.batch.weights.items():
     if source not in SOURCES:
       raise ValueError(f'batch.weights.{source}: the sources are {SOURCES}')
@@ -168,7 +174,6 @@ def check_band(config) -> Callable:
         f'replays, prompts.count={config.prompts.count} x batch.replay.older={older} '
         f'= {need}; give that much'
       )
-  return band
 
 
 def check_numbers(config) -> None:
