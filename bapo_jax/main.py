@@ -111,7 +111,7 @@ def plan() -> int:
       'pip install -r requirements-tpu.txt (no TPU is needed)'
     )
   os.environ.update(PLANNING)
-  from bapo_jax import plan
+  from bapo_jax.tools.plan import plan
 
   return 0 if plan.run(CONFIG.value, TOPOLOGY.value) else 1
 
@@ -133,10 +133,10 @@ def main(argv) -> None:
     if MODE.value == 'plan':
       sys.exit(plan())
     if MODE.value == 'show':
-      from bapo_jax import show
+      from bapo_jax.tools import viewer
 
       sys.exit(
-        show.show(
+        viewer.show(
           CONFIG.value,
           WORKDIR.value,
           SHOW_GROUP.value,
@@ -145,7 +145,8 @@ def main(argv) -> None:
         )
       )
     # Imported late: a misspelt flag should not wait for JAX to load.
-    from bapo_jax import examine, experiment, export, grid
+    from bapo_jax.tools import eval_checkpoint, export, sweep
+    from bapo_jax.training import experiment
 
     if MODE.value == 'export':
       status = export.export(
@@ -157,7 +158,7 @@ def main(argv) -> None:
         CHECKPOINT.value,
       )
     elif MODE.value == 'eval':
-      status = examine.examine(
+      status = eval_checkpoint.eval_checkpoint(
         CONFIG.value, WORKDIR.value, EVAL_TO.value, CHECKPOINT.value
       )
     elif CHECKPOINT.value != 'newest':
@@ -166,9 +167,9 @@ def main(argv) -> None:
         'always goes on from the newest'
       )
     elif MODE.value == 'table':
-      status = grid.table(WORKDIR.value)
+      status = sweep.table(WORKDIR.value)
     elif CONFIG.value.cells:
-      status = grid.run(CONFIG.value, WORKDIR.value)
+      status = sweep.run(CONFIG.value, WORKDIR.value)
     else:
       status = experiment.train(CONFIG.value, WORKDIR.value)
   except ValueError as error:

@@ -39,19 +39,19 @@ class Groups(NamedTuple):
   born_P: Any      # i32   learner step at which the group was completed; -1 marks an empty row
 
 
-class Band(NamedTuple):
+class PassRateThresholds(NamedTuple):
   hard: Any        # i32 scalar  most right answers of a group whose problem is hard
   first: Any       # i32 scalar  fewest right answers of a good group
   last: Any        # i32 scalar  most right answers of a good group
 
 
-class Shelves(NamedTuple):
+class ReplayBuffer(NamedTuple):
   hard: Groups     # problems the policy (almost) always fails; born_P: last tried
   good: Groups     # groups with verdicts of both kinds, whole, as they were written
   used_P: Any      # i32   how often each good group was learned from again
   right: Any       # i32 scalar  right answers among all fresh ones so far
   tried: Any       # i32 scalar  all fresh answers so far
-  band: Band       # what is hard and what is good, as it stands
+  band: PassRateThresholds       # what is hard and what is good, as it stands
 
 
 class Batch(NamedTuple):
@@ -99,7 +99,7 @@ def agree(**arrays) -> dict[str, int]:
   return size
 
 
-def empty(rows: int, group: int, length: int) -> Groups:
+def empty_groups(rows: int, group: int, length: int) -> Groups:
   """`rows` empty seats: born at step -1."""
   P, G, T = rows, group, length
   return Groups(
@@ -135,7 +135,9 @@ def masked_mean(x, mask):
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-def pick(rules: dict[str, Callable], section: str, name: str, knobs: dict) -> Callable:
+def bind_rule(
+  rules: dict[str, Callable], section: str, name: str, knobs: dict
+) -> Callable:
   """The rule `name` with its knobs bound; `section` names it in errors.
 
   `knobs` maps every rule's name to that rule's keywords. All are checked, so that a knob

@@ -28,7 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import clip, learner, loss, model, search
+from bapo_jax.algorithms import bound_search, clip, loss
+from bapo_jax.models import transformer
+from bapo_jax.training import learner
 from bapo_jax.types import SOURCES, Batch
 from configs import base
 
@@ -59,8 +61,10 @@ def path(index: int) -> tuple[float, float]:
 
 def meets(ratio_BT, batch, low, high):
   """Is the target met between these bounds?"""
-  said = search.evidence(ratio_BT, batch, 'gradient', 'one', SOURCES)
-  return search.reaches(*search.sums(said, low, high, 'gradient'), KNOBS['target'])
+  said = bound_search.evidence(ratio_BT, batch, 'gradient', 'one', SOURCES)
+  return bound_search.reaches(
+    *bound_search.sums(said, low, high, 'gradient'), KNOBS['target']
+  )
 
 
 def host_loop(ratio_BT, batch, meets=meets) -> int:
@@ -118,8 +122,8 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   """One update of the embedded default's policy on `rows` rows, a slice each if few."""
   config = base.get_config()
   knobs = {k: v for k, v in config.model.items() if k != 'path'}
-  spec = model.ModelSpec(vocab=40, **knobs)
-  params = model.init(spec, jax.random.key(0))
+  spec = transformer.ModelSpec(vocab=40, **knobs)
+  params = transformer.init(spec, jax.random.key(0))
   tx = learner.optimizer(**config.optimizer)
   B = batch.adv_B.shape[0]
   step = jax.jit(

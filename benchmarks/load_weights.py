@@ -21,7 +21,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from bapo_jax import config_json, model, weights
+from bapo_jax.models import hf_config, hf_weights, transformer
 
 CASES = (  # numbers in the file, numbers of the parameters
   ('float32', 'float32'),
@@ -30,11 +30,11 @@ CASES = (  # numbers in the file, numbers of the parameters
 )
 
 
-def shape_of(numbers: int) -> model.ModelSpec:
+def shape_of(numbers: int) -> transformer.ModelSpec:
   """A Qwen2 with as many parameters, in the proportions of the published ones."""
   spec = None
   for layers in range(2, 200):
-    spec = model.ModelSpec(
+    spec = transformer.ModelSpec(
       vocab=32000,
       width=1024,
       layers=layers,
@@ -44,16 +44,16 @@ def shape_of(numbers: int) -> model.ModelSpec:
       ffn=4096,
       tied=False,
     )
-    if model.count(spec) >= numbers:
+    if transformer.count(spec) >= numbers:
       break
   return spec
 
 
-def write(path: str, spec: model.ModelSpec, kind: str) -> None:
+def write(path: str, spec: transformer.ModelSpec, kind: str) -> None:
   """Random tensors in two files of about one size, with config.json and index."""
   rng = np.random.default_rng(0)
   dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
-  shapes = weights.stored(spec)
+  shapes = hf_weights.stored(spec)
   names = sorted(shapes)
   for i in range(2):
     save_file(
@@ -63,7 +63,7 @@ def write(path: str, spec: model.ModelSpec, kind: str) -> None:
       os.path.join(path, f'model-0000{i + 1}-of-00002.safetensors'),
     )
   with open(os.path.join(path, 'config.json'), 'w') as file:
-    json.dump(config_json.config_of(spec), file)
+    json.dump(hf_config.config_of(spec), file)
 
 
 LOAD = r"""
@@ -100,8 +100,8 @@ def row(path: str, spec, stored_as: str, dtype: str, devices: int) -> dict:
   """The figures of one case."""
   size = {'float32': 4, 'bfloat16': 2}[dtype]
   peak, seconds = measure(path, dtype, devices)
-  parameters = size * model.count(spec)
-  largest = size * max(int(np.prod(s)) for s in weights.stored(spec).values())
+  parameters = size * transformer.count(spec)
+  largest = size * max(int(np.prod(s)) for s in hf_weights.stored(spec).values())
   return {
     'file': stored_as,
     'params': dtype,

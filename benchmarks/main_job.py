@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 
-from bapo_jax import metrics
+from bapo_jax.runtime import metrics
 
 
 def run(seed: int, workdir: str, overrides: list[str]) -> dict:

@@ -29,10 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import config_json, flight, model, sampler
+from bapo_jax.models import hf_config, transformer
+from bapo_jax.rollout import decode, engine
 from bapo_jax.types import Prompts
 
-SMALL = model.ModelSpec(
+SMALL = transformer.ModelSpec(
   vocab=32000,
   width=384,
   layers=8,
@@ -42,7 +43,7 @@ SMALL = model.ModelSpec(
   ffn=1024,
   positions=512,
 )
-LARGE = model.ModelSpec(
+LARGE = transformer.ModelSpec(
   vocab=151936,
   width=1536,
   layers=28,
@@ -64,7 +65,7 @@ def lengths(rows: int, seed: int) -> np.ndarray:
   return np.minimum(rng.geometric(1 / (NEW / 4 * 1.02), rows), NEW).astype(np.int32)
 
 
-def asked(prompts: int, spec: model.ModelSpec) -> Prompts:
+def asked(prompts: int, spec: transformer.ModelSpec) -> Prompts:
   """Random prompts of PROMPT tokens."""
   tokens_PT = np.random.default_rng(1).integers(1, spec.vocab, (prompts, PROMPT))
   length_P = np.full(prompts, PROMPT, np.int32)
@@ -87,9 +88,9 @@ class Timed:
     return out
 
 
-def make(spec, slots: int, places: int, knobs: dict) -> flight.Flight:
+def make(spec, slots: int, places: int, knobs: dict) -> engine.RolloutEngine:
   """A flight with room for all."""
-  return flight.Flight(
+  return engine.RolloutEngine(
     spec,
     places=places,
     width=PROMPT,
@@ -135,13 +136,13 @@ def in_torch(params, spec):
   import torch
   import transformers
 
-  from bapo_jax import weights
+  from bapo_jax.models import hf_weights
 
   with tempfile.TemporaryDirectory() as path:
-    flat = model.flatten(jax.tree.map(np.asarray, params))
-    weights.save(path, flat.__getitem__, spec, 'float32')
+    flat = transformer.flatten(jax.tree.map(np.asarray, params))
+    hf_weights.save(path, flat.__getitem__, spec, 'float32')
     with open(f'{path}/config.json', 'w') as file:
-      json.dump(config_json.config_of(spec), file)
+      json.dump(hf_config.config_of(spec), file)
     net = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
   net.eval()
   torch.manual_seed(0)
@@ -170,7 +171,7 @@ def in_torch(params, spec):
 
 def small(args) -> dict:
   """All three, side by side."""
-  params = model.init(SMALL, jax.random.key(0))
+  params = transformer.init(SMALL, jax.random.key(0))
   theirs = None if args.alone else in_torch(params, SMALL)
   told = {k: {} for k in ('ours_tps', 'static_tps', 'transformers_tps')}
   told['outside_run_fraction'] = {}
@@ -225,9 +226,9 @@ def copied() -> float:
 def on_device(args) -> dict:
   """Decode bandwidth of a 1.5B-shaped model beside the card's own."""
   spec, S, n = LARGE, 64, 64
-  params = model.cast(model.init(spec, jax.random.key(0)), spec.compute)
+  params = transformer.cast(transformer.init(spec, jax.random.key(0)), spec.compute)
   length = PROMPT + 1024
-  slots = sampler.empty(spec, S, length, args.segments)
+  slots = decode.empty(spec, S, length, args.segments)
   slots = slots._replace(
     row_S=jnp.arange(S),
     position_S=jnp.full(S, length // 2),
@@ -239,7 +240,7 @@ def on_device(args) -> dict:
   for _ in range(5):
     jax.block_until_ready(slots)
     begun = time.perf_counter()
-    slots, told_S = sampler.run(
+    slots, told_S = decode.run(
       params, slots, key, 1.0, n, 0, spec=spec, eos=(END,), live=live
     )
     jax.block_until_ready(told_S)

@@ -41,10 +41,12 @@ def ours(kind: str, layers: int, rows: int, length: int):
   """A function that makes one update and waits for it."""
   import jax
 
-  from bapo_jax import clip, learner, loss, model
+  from bapo_jax.algorithms import clip, loss
+  from bapo_jax.models import transformer
+  from bapo_jax.training import learner
   from bapo_jax.types import Batch
 
-  spec = model.ModelSpec(
+  spec = transformer.ModelSpec(
     vocab=SIZES['vocab_size'],
     width=SIZES['hidden_size'],
     layers=layers,
@@ -65,7 +67,7 @@ def ours(kind: str, layers: int, rows: int, length: int):
     temperature=1.0,
   )
   learn = jax.jit(learn, donate_argnums=(0, 1))
-  params = model.init(spec, jax.random.key(0))
+  params = transformer.init(spec, jax.random.key(0))
   state = [params, jax.jit(tx.init)(params)]
   tokens_BT, adv_B = example(rows, length)
   mask_BT = np.arange(length)[None] > np.zeros((rows, 1))

@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 
-from bapo_jax import rewards
+from bapo_jax.rewards import rewards
 
 WORK = r'We have $x_{1} + y^{2} = \frac{a}{b}$ and 12, 34, so it follows that '
 ASKED = '{"numbers": [2, 2, 3, 8], "target": 24}'
@@ -38,7 +38,7 @@ def responses(right: str, wrong: str, count: int, characters: int) -> list[str]:
   ]
 
 
-def rate(judge: rewards.Judge, answer: str, texts: list[str]) -> float:
+def rate(judge: rewards.Verifier, answer: str, texts: list[str]) -> float:
   """Answers a second; fails unless every other verdict is right."""
   best = float('inf')
   for _ in range(3):
@@ -67,7 +67,7 @@ def main() -> None:
   for name, (rule, count, characters) in cases.items():
     answer, right, wrong = ANSWERS[rule]
     texts = responses(right, wrong, count, characters)
-    judge = rewards.Judge(rule.partition('_')[0], workers=known.workers, **knobs)
+    judge = rewards.Verifier(rule.partition('_')[0], workers=known.workers, **knobs)
     judge([answer] * 20, texts[:20])  # warm
     found[name] = rate(judge, answer, texts)
     judge.close()

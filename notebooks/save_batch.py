@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import checkpoint, experiment, learner, model, setup, validate
-from bapo_jax.advantage import group_relative
-from bapo_jax.progress import Clock
+from bapo_jax.algorithms.advantage import group_relative
+from bapo_jax.models import transformer
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import checkpoint, experiment, learner, setup, validate
 from bapo_jax.types import take
 from configs import base
 
@@ -28,7 +29,7 @@ def main() -> None:
   parser.add_argument('--workdir', required=True)
   workdir = parser.parse_args().workdir
   config = base.get_config()
-  job, run = setup.start(config, validate.check(config), workdir, Clock())
+  job, run = setup.start(config, validate.check(config), workdir, PhaseTimer())
   with checkpoint.manager(workdir, 2) as kept:
     run, _ = experiment.resume(kept, run)
   fresh_key, _, _, update_key = job.keys(run.step)
@@ -45,8 +46,8 @@ def main() -> None:
   rate_P = np.asarray(groups.correct_PG).mean(1)
   teaching = np.flatnonzero((rate_P > 0) & (rate_P < 1))[:8]
   batch = learner.flatten(take(groups, teaching), source_P[teaching], group_relative)
-  hidden_BTD = model.forward(params, batch.tokens_BT, job.spec)
-  logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], model.head(params))
+  hidden_BTD = transformer.forward(params, batch.tokens_BT, job.spec)
+  logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], transformer.head(params))
   logp_BTV = np.asarray(jax.nn.log_softmax(logits_BTV / config.sampler.temperature))
   used = int(np.flatnonzero(np.asarray(batch.mask_BT).any(0))[-1]) + 1
   np.savez_compressed(

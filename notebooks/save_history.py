@@ -12,8 +12,8 @@ import tempfile
 import jax
 import numpy as np
 
-from bapo_jax import setup, train, validate
-from bapo_jax.progress import Clock
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import setup, trainer, validate
 from configs import base
 
 FILE = pathlib.Path(__file__).with_name('3_history.npz')
@@ -38,7 +38,7 @@ def main() -> None:
   """Writes the file."""
   config, noted = get_config(), []
   with tempfile.TemporaryDirectory() as workdir:
-    job, run = setup.start(config, validate.check(config), workdir, Clock())
+    job, run = setup.start(config, validate.check(config), workdir, PhaseTimer())
 
     def note(fresh, recheck, groups, source_P, shelves, now, told):
       nobody = config.buffer.recheck - len(recheck.id_P)
@@ -54,7 +54,7 @@ def main() -> None:
       noted.append(jax.device_get(row))
       return job.describe(fresh, recheck, groups, source_P, shelves, now, told)
 
-    for _, told in train.steps(job._replace(describe=note), run):
+    for _, told in trainer.train_loop(job._replace(describe=note), run):
       noted[-1] |= {name: told[f'buffer/{name}'] for name in COUNTS}
       print(len(noted), {name: noted[-1][name] for name in COUNTS}, told['batch/kept'])
   columns = {name: np.asarray([row[name] for row in noted]) for name in noted[0]}

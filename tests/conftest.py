@@ -35,9 +35,9 @@ def variant(request):
     return lambda function, *arrays: function(*arrays)
   if request.param == 'jitted':
     return lambda function, *arrays: jax.jit(function)(*arrays)
-  from bapo_jax import mesh
+  from bapo_jax import sharding
 
-  rows = mesh.over_rows(mesh.make(data=4, fsdp=2))
+  rows = sharding.over_rows(sharding.make(data=4, fsdp=2))
 
   def sharded(function, *arrays):
     return jax.jit(function)(*(jax.device_put(x, rows) for x in arrays))
@@ -49,7 +49,8 @@ def variant(request):
 def topology():
   """Devices of a TPU that is not attached, to compile for; skips without libtpu."""
   pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
-  from bapo_jax import main, plan
+  from bapo_jax import main
+  from bapo_jax.tools.plan import plan
 
   os.environ.update({k: v for k, v in main.PLANNING.items() if 'EFFORT' not in k})
   return lambda name: plan.attach(name)[1]

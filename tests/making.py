@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import flight, model
+from bapo_jax.models import transformer
+from bapo_jax.rollout import engine
 from bapo_jax.types import Batch, Groups
 
-SPEC = model.ModelSpec(
+SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
@@ -26,9 +27,9 @@ def params(spec=SPEC, seed=0) -> dict:
   rng = np.random.default_rng(seed)
   flat = {
     path: jnp.asarray(rng.normal(scale == 'ones', 0.3, shape), jnp.float32)
-    for path, (shape, scale) in model.describe(spec).items()
+    for path, (shape, scale) in transformer.describe(spec).items()
   }
-  return model.unflatten(flat)
+  return transformer.unflatten(flat)
 
 
 def groups(ids, right, born, G=8, T=3, seed=0) -> Groups:
@@ -75,7 +76,7 @@ def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
 def generate(params, prompts, uid_B, key, *, spec, tell=lambda rows: None, **knobs):
   """All G responses to each of P prompts, [P * G, T], in the order of the prompts."""
   P, width = prompts.tokens_PT.shape
-  flying = flight.Flight(spec, places=P, width=width, **knobs)
+  flying = engine.RolloutEngine(spec, places=P, width=width, **knobs)
   flying.ask(prompts, uid_B)
   flying.advance(params, key, tell=tell)
   return flying.rows

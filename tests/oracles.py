@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax import model
+from bapo_jax.models import transformer
 
 # ---------------------------------------------------------------- policy and sampler
 
 
-def noisy(spec: model.ModelSpec, seed: int, size: float = 0.3) -> dict:
+def noisy(spec: transformer.ModelSpec, seed: int, size: float = 0.3) -> dict:
   """Parameters with no zero bias and no unit scale left: each of them matters."""
   rng = np.random.default_rng(seed)
   flat = {}
-  for path, (shape, scale) in model.describe(spec).items():
+  for path, (shape, scale) in transformer.describe(spec).items():
     noise, start = rng.standard_normal(shape, np.float32), float(scale == 'ones')
     scale = size if isinstance(scale, str) else math.hypot(scale, size)
     flat[path] = start + np.float32(scale) * noise
-  return model.unflatten(jax.tree.map(jnp.asarray, flat))
+  return transformer.unflatten(jax.tree.map(jnp.asarray, flat))
 
 
 def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):
@@ -38,8 +38,8 @@ def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):
 
 @functools.partial(jax.jit, static_argnames='spec')
 def _best_next(params, tokens_T, n, spec):
-  hidden_D = model.forward(params, tokens_T[None], spec)[0, n - 1]
-  return jnp.argmax(model.head(params) @ hidden_D)
+  hidden_D = transformer.forward(params, tokens_T[None], spec)[0, n - 1]
+  return jnp.argmax(transformer.head(params) @ hidden_D)
 
 
 def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...]):

@@ -185,7 +185,7 @@ def test_public_functions_have_docstrings():
 def test_what_a_step_reports_is_in_the_glossary():
   from test_diagnostics import diagnose, golden
 
-  from bapo_jax import metrics
+  from bapo_jax.runtime import metrics
   from bapo_jax.types import SOURCES
 
   found = set(diagnose(*golden()))

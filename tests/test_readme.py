@@ -5,14 +5,15 @@ import pathlib
 import re
 import subprocess
 
-from bapo_jax import advantage, batch, clip, loss, train
+from bapo_jax.algorithms import advantage, batch_rules, clip, loss
+from bapo_jax.training import trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 
 
 def test_the_loop_is_the_loop():
-  assert inspect.getsource(train.steps).rstrip() in README
+  assert inspect.getsource(trainer.train_loop).rstrip() in README
 
 
 def test_every_file_has_its_line():
@@ -30,7 +31,7 @@ def test_every_file_has_its_line():
 
 
 def test_every_rule_is_named():
-  for rules in (batch.RULES, clip.RULES, advantage.RULES, loss.RULES):
+  for rules in (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES):
     for name in rules:
       assert f'`{name}`' in README, name
 

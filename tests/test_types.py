@@ -41,7 +41,7 @@ def test_agree_says_which_array_breaks_which_promise(arrays, message):
 
 
 def test_empty_rows_are_empty_in_every_field():
-  groups = types.empty(rows=3, group=2, length=5)
+  groups = types.empty_groups(rows=3, group=2, length=5)
   size = types.agree(**groups._asdict())
   assert size == {'P': 3, 'G': 2, 'T': 5}
   for field in ('id_P', 'born_P', 'born_PGT'):
@@ -62,7 +62,7 @@ def test_empty_rows_are_empty_in_every_field():
 
 
 def test_take_and_concat_move_whole_rows():
-  groups = types.empty(4, 2, 3)._replace(
+  groups = types.empty_groups(4, 2, 3)._replace(
     id_P=jnp.arange(4), reward_PG=jnp.arange(8.0).reshape(4, 2)
   )
   moved = types.concat(
@@ -101,9 +101,9 @@ RULES = {'plain': plain, 'shifted': shifted}
 
 def test_pick_binds_the_knobs_of_the_rule_chosen():
   knobs = {'plain': {'scale': 3.0}, 'shifted': {'by': 5.0, 'twice': True}}
-  assert types.pick(RULES, 'clip', 'plain', knobs)(2.0) == 6
-  assert types.pick(RULES, 'clip', 'shifted', knobs)(2.0) == 12
-  assert types.pick(RULES, 'clip', 'plain', {})(2.0) == 2
+  assert types.bind_rule(RULES, 'clip', 'plain', knobs)(2.0) == 6
+  assert types.bind_rule(RULES, 'clip', 'shifted', knobs)(2.0) == 12
+  assert types.bind_rule(RULES, 'clip', 'plain', {})(2.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_pick_binds_the_knobs_of_the_rule_chosen():
 )
 def test_pick_names_what_is_misspelt(name, knobs, message):
   with pytest.raises(ValueError) as error:
-    types.pick(RULES, 'clip', name, knobs)
+    types.bind_rule(RULES, 'clip', name, knobs)
   assert str(error.value) == message

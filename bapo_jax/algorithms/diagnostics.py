@@ -1,0 +1,168 @@
+"""What one optimiser minibatch looked like, from the arrays its loss was made of.
+
+Nothing is computed twice: log-probabilities and entropies come from the pass that the
+gradient needed, and which token was cut is read off the loss itself (`loss.weights`).
+"""
+
+import jax.numpy as jnp
+
+from bapo_jax.algorithms import bound_search, loss
+from bapo_jax.types import SOURCES, Batch, Bounds, Groups, masked_mean
+
+OF_SOURCE = (
+  'clip/fraction',
+  'loss/ratio_mean',
+  'loss/ratio_max',
+  'loss/tv',
+  'loss/gain',
+)
+
+# nan where no token is of the kind they are about: a mean over updates leaves nan out.
+OF_SOME = frozenset(
+  {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
+  | {'clip/fraction_positive'}
+  | {f'{name}_{source}' for name in OF_SOURCE for source in SOURCES}
+)
+
+
+def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
+  """Metrics of one optimiser minibatch; each is explained in metrics.GLOSSARY.
+
+  Args:
+    rule: the loss rule, its knobs bound.
+    logp_BT, entropy_BT: of the policy that the gradient was taken at, nats.
+    bounds: scalars, or [B, 1] where slices of the rows had bounds of their own.
+  """
+  mask_BT = batch.mask_BT
+  weight_BT = loss.weights(rule, logp_BT, batch, bounds)
+  ratio_BT = loss.ratio(logp_BT, batch)
+  told = {
+    'clip/low': bounds.low.mean(),
+    'clip/high': bounds.high.mean(),
+    'clip/moves': bounds.moves.mean(),
+    'clip/moved': (bounds.moves > 0).mean(),
+    'clip/met': bounds.met.mean(),
+    'loss/entropy': masked_mean(entropy_BT, mask_BT),
+    'loss/entropy_slope': entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT),
+  }
+  start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+  told |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
+  told |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  return told | _by_source(ratio_BT, weight_BT, batch)
+
+
+def entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT):
+  """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
+
+  dH = -eta Cov_{y ~ pi}[log pi(y), pi(y) A(y) X(y)] for a softmax policy whose logits
+  move by eta pi A X, X = 0 where a token is cut (arXiv:2510.18927, Eq. 7, with the
+  factor pi that its Proposition 2 drops). The covariance is taken state by state,
+  where E[log pi] = -H is known, so one sampled token of each state gives it unbiased:
+  its weight w A X in the gradient holds the importance ratio already.
+  """
+  likely_BT = jnp.where(mask_BT, logp_BT + entropy_BT, 0)
+  step_BT = jnp.exp(jnp.where(mask_BT, logp_BT, 0)) * weight_BT
+  return -masked_mean(likely_BT * step_BT, mask_BT)
+
+
+def _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds) -> dict:
+  """The positive share before and after the search, in both readings."""
+  start_weight_BT = loss.weights(rule, logp_BT, batch, start)
+  up_BT, down_BT = _signs(batch)
+  shares = {
+    'advantage/positive': up_BT.sum() / jnp.maximum((up_BT | down_BT).sum(), 1),
+    'clip/share_start': _positive_part(start_weight_BT),
+    'clip/share': _positive_part(weight_BT),
+  }
+  for name, b in (('_start', start), ('', bounds)):
+    shares[f'clip/surrogate_share{name}'] = bound_search.share(
+      ratio_BT, batch, b.low, b.high, contribution='surrogate'
+    )
+  return shares
+
+
+def _positive_part(weight_BT):
+  positive, total = jnp.maximum(weight_BT, 0).sum(), jnp.abs(weight_BT).sum()
+  return positive / jnp.where(total > 0, total, 1)
+
+
+def _signs(batch: Batch):
+  """(up_BT, down_BT): the teaching tokens with A > 0 and with A < 0."""
+  adv_B1 = batch.adv_B[:, None]
+  return batch.mask_BT & (adv_B1 > 0), batch.mask_BT & (adv_B1 < 0)
+
+
+def _cuts(weight_BT, batch: Batch) -> dict:
+  """Which tokens lost their gradient, by sign and source, and how likely they were."""
+  up_BT, down_BT = _signs(batch)
+  cut_BT = (up_BT | down_BT) & (weight_BT == 0)
+  cuts = {'clip/fraction': masked_mean(cut_BT, batch.mask_BT)}
+  mu_BT = jnp.exp(jnp.where(batch.mask_BT, batch.logp_BT, 0))
+  for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
+    cuts[f'clip/fraction_{name}'] = _mean_or_nan(cut_BT, kind_BT)
+    cuts[f'clip/probability_{name}'] = _mean_or_nan(mu_BT, kind_BT & cut_BT)
+  return cuts
+
+
+def _by_source(ratio_BT, weight_BT, batch: Batch) -> dict:
+  """Metrics of OF_SOURCE for the rows of each source: how stale, how far, what for.
+
+  The total variation between the policy and the one that wrote the rows is estimated
+  as half the mean of |r - 1| (arXiv:2602.20722, Theorem 3.2), token by token.
+  """
+  up_BT, down_BT = _signs(batch)
+  cut_BT = (up_BT | down_BT) & (weight_BT == 0)
+  told = {}
+  for i, source in enumerate(SOURCES):
+    mine_BT = batch.mask_BT & (batch.source_B == i)[:, None]
+    largest = jnp.where(mine_BT, ratio_BT, -jnp.inf).max()
+    of_mine = {
+      'clip/fraction': _mean_or_nan(cut_BT, mine_BT),
+      'loss/ratio_mean': _mean_or_nan(ratio_BT, mine_BT),
+      'loss/ratio_max': jnp.where(mine_BT.any(), largest, jnp.nan),
+      'loss/tv': _mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
+      'loss/gain': _mean_or_nan(ratio_BT * batch.adv_B[:, None], mine_BT),
+    }
+    told |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
+  return told
+
+
+def spread(groups: Groups, source_P) -> dict:
+  """Source -> K = mean of (1 - sigma) / sigma over its groups; nan without any.
+
+  sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
+  Groups of one verdict, whose advantages are all 0, are left out.
+  """
+  rate_P = groups.correct_PG.mean(1)
+  sigma_P = jnp.sqrt(rate_P * (1 - rate_P))
+  k_P = (1 - sigma_P) / jnp.where(sigma_P > 0, sigma_P, 1)
+  return {
+    source: float(_mean_or_nan(k_P, (source_P == i) & (sigma_P > 0)))
+    for i, source in enumerate(SOURCES)
+  }
+
+
+def _mean_or_nan(x, mask):
+  return jnp.where(mask, x, 0).sum() / mask.sum()
+
+
+def _ratios(ratio_BT, logp_BT, batch: Batch) -> dict:
+  """How far the policy is from the one that wrote the batch.
+
+  A ratio that is nan stays nan here: it is an error of the run, and is shown as one.
+  """
+  mask_BT = batch.mask_BT
+  log_r_BT = loss.log_ratio(logp_BT, batch.logp_BT, mask_BT)
+  live_BT = jnp.where(mask_BT, ratio_BT, 0)
+  # Scaled by the largest: the squares of large ratios would overflow.
+  scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)
+  square = ((live_BT / scale) ** 2).sum()
+  effective = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)
+  return {
+    'loss/ratio_mean': masked_mean(ratio_BT, mask_BT),
+    'loss/ratio_max': live_BT.max(),
+    'loss/ratio_nan': masked_mean(jnp.isnan(ratio_BT), mask_BT),
+    'loss/effective': effective / jnp.maximum(mask_BT.sum(), 1),
+    'loss/kl': masked_mean(ratio_BT - 1 - log_r_BT, mask_BT),
+    'loss/kl_plain': -masked_mean(log_r_BT, mask_BT),
+  }

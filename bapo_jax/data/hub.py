@@ -1,0 +1,136 @@
+"""Problems by name: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
+
+1. `hub` finds the files of a split in the local cache, else downloads them;
+2. `library` has tensorflow-datasets download and write its own, as array_record.
+
+What cannot be had is one sentence: what is missing, why, and how to get it.
+"""
+
+import importlib
+import logging
+import os
+import pathlib
+import re
+import socket
+import urllib.request
+
+import tensorflow_datasets as tfds
+
+from bapo_jax.data import builder, local_files, schemas
+
+SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
+
+
+def hub(name: str, split: str, knob: str) -> tuple[str, ...]:
+  """Local paths of the files of a split of the data set owner/name, in their order.
+
+  Args:
+    split: how the files' names begin: `train`, or `main/train` with their folder.
+
+  Raises:
+    ValueError: there is no such data set, split or network.
+  """
+  why = ''
+  for local in (True, False):
+    try:
+      folder = _snapshot(name, split, local)
+    except (OSError, ValueError) as error:
+      # Its own words say what failed, and then in a second line what to import.
+      why = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+      continue
+    if found := _of_split(folder, split, knob):
+      return found
+  raise ValueError(
+    f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl there, nor in '
+    f'the local cache of the hub{why}; fetch it where there is a network, `hf download '
+    f'{name} --repo-type dataset --local-dir <directory>`, and give the file'
+  )
+
+
+def _snapshot(name: str, split: str, local: bool) -> str:
+  import huggingface_hub
+
+  return huggingface_hub.snapshot_download(
+    name,
+    repo_type='dataset',
+    allow_patterns=[f'*{split}*{suffix}' for suffix in local_files.SUFFIXES],
+    local_files_only=local,
+  )
+
+
+def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
+  """The split's files, () where there is none or a part is missing."""
+  pattern = re.compile(rf'(?:.*/)?{re.escape(split)}(?:[-.].*)?\.(?:{SUFFIX})')
+  names = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
+  names = [name for name in names if pattern.fullmatch(name)]
+  folders = sorted({os.path.dirname(name) for name in names})
+  if len(folders) > 1:
+    raise ValueError(
+      f'--config.{knob}: files of {split} stand in {folders}; give the folder with the '
+      f'split, such as {folders[0]}/{split}'
+    )
+  # train-00000-of-00002.parquet: a download that was cut short lacks a part.
+  parts = [re.search(r'-of-(\d+)', name) for name in names]
+  if any(part and int(part[1]) != len(names) for part in parts):
+    return ()
+  return tuple(os.path.join(folder, name) for name in names)
+
+
+def library(name: str, split: str, knob: str) -> list[dict[str, str]]:
+  """Rows of a data set that tensorflow-datasets knows, from ~/tensorflow_datasets.
+
+  Raises:
+    ValueError: there is no such data set, split or network, or it is of no layout.
+  """
+  made = _builder(name, knob)
+  # Without a network the library retries for minutes before it says so.
+  if not made.info.splits and not _network():
+    raise ValueError(
+      f'--config.{knob}=tfds:{name}: not in {made.data_dir}, and there is no network '
+      'to download it; copy that directory from a machine that has it, or give a file'
+    )
+  try:
+    builder.write(made)
+  except Exception as error:  # of its own kinds, of requests and of each data set
+    raise ValueError(
+      f'--config.{knob}=tfds:{name} cannot be prepared ({str(error).splitlines()[0]}); '
+      'give another data set or a file'
+    ) from error
+  if split not in made.info.splits:
+    raise ValueError(
+      f'--config.{knob}=tfds:{name}:{split}: no split {split!r}; choose one of '
+      f'{sorted(made.info.splits)}'
+    )
+  found = builder.rows(made, split)
+  rows = []
+  for i, row in enumerate(found, 1):
+    try:
+      rows.append(schemas.take(row, schemas.recognise(found[0])))
+    except ValueError as error:
+      raise ValueError(f'tfds:{name}:{split}, row {i}: {error}') from error
+  return rows
+
+
+def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
+  package = pathlib.Path(tfds.__file__).parent
+  for path in package.glob(f'*/{name}/{name}.py') if name.isidentifier() else ():
+    # Registered by its import, which the library leaves out without TensorFlow.
+    module = path.relative_to(package.parent).with_suffix('')
+    importlib.import_module('.'.join(module.parts))
+  try:
+    return tfds.builder(name, file_format='array_record')
+  except (tfds.core.DatasetNotFoundError, ValueError, ImportError) as error:
+    logging.debug('%s', error)
+    raise ValueError(
+      f'--config.{knob}=tfds:{name}: tensorflow-datasets has no data set {name!r} that '
+      'it can make without TensorFlow; give a file or a hub name'
+    ) from error
+
+
+def _network() -> bool:
+  """Whether a name can be looked up; behind a proxy that is the proxy's business."""
+  try:
+    socket.getaddrinfo('github.com', 443)
+  except OSError:
+    return bool(urllib.request.getproxies())
+  return True

@@ -1,0 +1,212 @@
+r"""How published data sets lay out a problem and its answer.
+
+1. `recognise` picks the layout by the fields of a file's first row;
+2. `take` reads a row by it: problem, answer, and the verifier that the row asks for.
+
+A field's name may be spelled in any case, with or without underscores: `final_answer`,
+`Final Answer`. A list of messages is a problem where it is one user turn: its content,
+to which the template (text.template) is applied later, once.
+"""
+
+import contextlib
+import json
+import math
+import re
+from typing import Any, NamedTuple
+
+from bapo_jax.data import countdown
+
+
+class Schema(NamedTuple):
+  """Fields as the first row spells them; `a.b` is field b of the object in field a."""
+
+  name: str
+  problem: str
+  answer: str
+  source: str  # the field that names the data set a row is from; '' for none
+  reading: str  # how the answer stands in its field: plain, hashes, boxed
+
+  @property
+  def fields(self) -> list[str]:
+    """The columns that hold all this."""
+    paths = (*self.problem.split(' and '), self.answer, self.source)
+    return list(dict.fromkeys(path.split('.')[0] for path in paths if path))
+
+
+# Name, and the spellings of the fields of problem, answer and source, the first that is
+# there counts. Read from the top: a verl row may have an answer of its own as well.
+SCHEMAS = (
+  ('verl', ('prompt',), ('reward_model.ground_truth',), ('data_source',)),
+  ('open-instruct', ('messages',), ('ground_truth',), ('dataset',)),
+  ('slime', ('prompt',), ('label',), ()),
+  (
+    'problem and answer',
+    ('problem', 'question'),
+    ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution'),
+    ('data_source',),
+  ),
+)
+# What stands in the name of a data set -> the verifier that its answers ask for.
+VERIFIERS = (
+  ('gsm8k', 'gsm8k'),
+  ('countdown', 'countdown'),
+  ('aime', 'aime'),
+  ('math|numina|olympiad|amc', 'math'),
+)
+
+
+def recognise(row: dict) -> Schema:
+  """The layout of a file whose first row this is.
+
+  Raises:
+    ValueError: no layout has these fields.
+  """
+  spelled = {_plain(name): name for name in row}
+  if 'target' in spelled and ('nums' in spelled or 'numbers' in spelled):
+    numbers = spelled.get('nums') or spelled['numbers']
+    both = f'{numbers} and {spelled["target"]}'
+    return Schema('countdown', both, spelled['target'], '', 'countdown')
+  for name, *spellings in SCHEMAS:
+    problem, answer, source = (_first(spelled, row, each) for each in spellings)
+    if problem and answer:
+      return Schema(name, problem, answer, source, _reading(row, answer))
+  raise ValueError(
+    f'its fields {sorted(row)} are of no layout known here; name them problem and '
+    'answer (or as verl, open-instruct, slime or GSM8K do)'
+  )
+
+
+def _plain(name: str) -> str:
+  return re.sub(r'[\s_-]', '', str(name)).lower()
+
+
+def _first(spelled: dict, row: dict, names) -> str:
+  """The first of these names that the row has, as the row spells it; '' for none."""
+  for name in names:
+    outer, _, inner = name.partition('.')
+    found = spelled.get(_plain(outer), '')
+    if found and (not inner or isinstance(row[found], dict)):
+      return f'{found}.{inner}' if inner else found
+  return ''
+
+
+def _reading(row: dict, answer: str) -> str:
+  if _plain(answer) == 'solution':
+    return 'boxed'
+  found = row.get(answer)
+  return 'hashes' if isinstance(found, str) and '####' in found else 'plain'
+
+
+def take(row: dict, layout: Schema) -> dict[str, str]:
+  """problem, answer and verifier of a row; verifier '' leaves it to rewards.rule.
+
+  Raises:
+    ValueError: the row lacks a field, or something else stands in it; says what.
+  """
+  if layout.reading == 'countdown':
+    numbers, target = (get(row, name) for name in layout.problem.split(' and '))
+    return countdown.row(numbers, target)
+  problem = _problem(get(row, layout.problem), layout.problem)
+  found = get(row, layout.answer)
+  if layout.reading == 'hashes':
+    answer = _after_hashes(found, layout.answer)
+  elif layout.reading == 'boxed':
+    answer = _in_box(found, layout.answer)
+  else:
+    answer = _answer(found, layout.answer)
+  verifier = 'gsm8k' if layout.reading == 'hashes' else ''
+  if layout.source:
+    verifier = _verifier(get(row, layout.source), layout.source) or verifier
+  return {'problem': problem, 'answer': answer, 'verifier': verifier}
+
+
+def get(row: dict, path: str) -> Any:
+  """What stands in a field, or in a field of the object in it."""
+  for name in path.split('.'):
+    if not isinstance(row, dict):
+      raise ValueError(f'field {path!r}: {_shown(row)} is no object')
+    if name not in row:
+      raise ValueError(f'no field {name!r}, only {sorted(row)}')
+    row = row[name]
+  return row
+
+
+def _problem(found: Any, field: str) -> str:
+  if isinstance(found, list):
+    for turn in found:
+      if not isinstance(turn, dict) or not {'role', 'content'} <= turn.keys():
+        raise ValueError(f'field {field!r}: {_shown(turn)} is no message of a chat')
+    roles = [turn['role'] for turn in found]
+    # A system message would be lost, or said twice: the template is its place.
+    if roles != ['user']:
+      raise ValueError(
+        f'field {field!r} holds messages by {roles}, not one by the user; put what the '
+        'system says into text.template, and an exchange into one message'
+      )
+    found = found[0]['content']
+  if not isinstance(found, str) or not found.strip():
+    raise ValueError(f'field {field!r} holds {_shown(found)}, which is no problem')
+  return found
+
+
+def _answer(found: Any, field: str) -> str:
+  if isinstance(found, str) and found.lstrip().startswith('["'):  # Skywork-OR1
+    with contextlib.suppress(json.JSONDecodeError):  # then it is text
+      found = json.loads(found)
+  if isinstance(found, list):
+    if len(found) != 1:
+      raise ValueError(f'field {field!r} holds {len(found)} answers, not one')
+    found = found[0]
+  if isinstance(found, dict) and found.keys() >= {'numbers', 'target'}:
+    return countdown.row(found['numbers'], found['target'])['answer']
+  if isinstance(found, float) and math.isfinite(found):
+    found = int(found) if found.is_integer() else found  # 204.0 of a table is 204
+  elif not isinstance(found, str | int) or isinstance(found, bool):
+    raise ValueError(f'field {field!r} holds {_shown(found)}, which is no answer')
+  if not (answer := str(found).strip()):
+    raise ValueError(f'field {field!r} is empty')
+  return answer
+
+
+def _after_hashes(found: Any, field: str) -> str:
+  if not isinstance(found, str) or '####' not in found:
+    raise ValueError(f'field {field!r}: {_shown(found)} has no #### before an answer')
+  return _answer(found.rpartition('####')[2], field)
+
+
+def _in_box(found: Any, field: str) -> str:
+  opener = r'\boxed{'
+  if not isinstance(found, str) or opener not in found:
+    raise ValueError(
+      rf'field {field!r}: {_shown(found)} has no \boxed{{}}, and there is no field '
+      'answer'
+    )
+  start = found.rindex(opener) + len(opener)
+  depth = 1
+  for i in range(start, len(found)):
+    # \{ and \} are signs of the answer, and need not come in pairs.
+    if found[i] in '{}' and found[i - 1] != '\\':
+      depth += 1 if found[i] == '{' else -1
+    if not depth:
+      return _answer(found[start:i], field)
+  raise ValueError(rf'field {field!r}: its last \boxed{{ is never closed')
+
+
+def _verifier(found: Any, field: str) -> str:
+  """The verifier of answers from a data set of this name; '' for a name unknown."""
+  names = found if isinstance(found, list) else [found]
+  if not names or not all(isinstance(name, str) for name in names):
+    raise ValueError(f'field {field!r} holds {_shown(found)}, which is no name')
+  name = names[0].lower()
+  if 'code' in name:
+    raise ValueError(
+      f'field {field!r} says {names[0]!r}: answers to code problems cannot be verified '
+      'here; take these rows out'
+    )
+  return next((v for pattern, v in VERIFIERS if re.search(pattern, name)), '')
+
+
+def _shown(found: Any) -> str:
+  """A value in a sentence: short, and on one line."""
+  shown = ' '.join(repr(found).split())
+  return shown if len(shown) <= 60 else shown[:57] + '...'

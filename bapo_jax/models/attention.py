@@ -1,0 +1,200 @@
+"""Causal attention over whole rows, behind one function, by whichever kernel is there.
+
+1. `resolve` says what a knob means on a platform, or why it cannot be had;
+2. `causal` is the attention: XLA's own on a CPU, cuDNN's on a GPU, splash on a TPU;
+3. `one` is that of decoding: one query a slot over the live part of its cache.
+
+The two kernels never hold the [T, T] scores; XLA's does.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+
+AUTO = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}  # elsewhere plain
+NEEDS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
+KINDS = ('auto', 'plain', 'cudnn', 'splash')
+LANES = 128  # of a TPU's vector unit: head width and row length are padded to them
+
+
+def resolve(kind: str, platform: str, compute) -> str:
+  """The kernel that `model.attention` means on this platform, for this dtype.
+
+  Raises:
+    ValueError: no such kind, or the platform or the dtype has no such kernel.
+  """
+  if kind not in KINDS:
+    raise ValueError(f'model.attention: no kind {kind!r}; choose one of {KINDS}')
+  half = jnp.dtype(compute).itemsize == 2
+  if kind == 'auto':
+    kind = AUTO.get(platform, 'plain')
+    return 'plain' if kind == 'cudnn' and not half else kind
+  if platform not in NEEDS.get(kind, (platform,)):
+    raise ValueError(
+      f'model.attention={kind} needs a {NEEDS[kind][0]}, this is a {platform}; '
+      'give auto or plain'
+    )
+  if kind == 'cudnn' and not half:
+    raise ValueError(
+      f'model.attention=cudnn needs model.compute=bfloat16, not {jnp.dtype(compute)}; '
+      'give auto or plain'
+    )
+  return kind
+
+
+def causal(q_BTHC, k_BTKC, v_BTKC, *, kind: str = 'auto', segment_BT=None):
+  """Each query sees the keys up to its own column, [B, T, H, C].
+
+  Args:
+    q_BTHC, k_BTKC, v_BTKC: H a multiple of K.
+    kind: 'auto', or a kernel's name, taken at its word.
+    segment_BT: where rows are packed, which text a column belongs to: a query then
+      sees its own text only.
+  """
+  if kind == 'auto':
+    kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
+  if kind == 'splash':
+    return splash(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  mask = None
+  if segment_BT is not None:
+    mask = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
+  return jax.nn.dot_product_attention(
+    q_BTHC,
+    k_BTKC,
+    v_BTKC,
+    mask=mask,
+    is_causal=True,
+    implementation={'plain': 'xla', 'cudnn': 'cudnn'}[kind],
+  )
+
+
+def one(q_SHC, segments, position_S, *, kind: str = 'auto'):
+  """A query a slot sees the cached columns up to its own position, [S, H, C].
+
+  Args:
+    segments: keys and values [S, columns, K, C], one after the other.
+    kind: as for `causal`; only what 'plain' means on a CPU has a form of its own.
+  """
+  on_cpu = jax.default_backend() == 'cpu' and kind in ('auto', 'plain')
+  score, mix = (_score_wide, _mix_wide) if on_cpu else (_score, _mix)
+  S, H, C = q_SHC.shape
+  q_SKGC = q_SHC.reshape(S, segments[0][0].shape[2], -1, C)
+  scores_SKGT = jnp.concatenate([score(q_SKGC, k) for k, _ in segments], -1) * C**-0.5
+  live_ST = jnp.arange(scores_SKGT.shape[-1])[None] <= position_S[:, None]
+  scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT, -jnp.inf)
+  share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
+  parts, start = [], 0
+  for _, v_StKC in segments:
+    columns = v_StKC.shape[1]
+    share_SKGt = jax.lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
+    parts.append(mix(share_SKGt, v_StKC))
+    start += columns
+  return sum(parts).reshape(S, H, C).astype(q_SHC.dtype)
+
+
+def _score(q_SKGC, k_StKC):
+  return jnp.einsum(
+    'skgc,stkc->skgt', q_SKGC, k_StKC, preferred_element_type=jnp.float32
+  )
+
+
+def _mix(share_SKGt, v_StKC):
+  return jnp.einsum(
+    'skgt,stkc->skgc', share_SKGt, v_StKC, preferred_element_type=jnp.float32
+  )
+
+
+def _score_wide(q_SKGC, k_StKC):
+  """The same with every query as wide as all key heads, zeros but at its own.
+
+  K times the products, but the cache is read as it lies: XLA's CPU backend else
+  transposes it for every token, 3.5 times slower in all.
+  """
+  S, K, G, C = q_SKGC.shape
+  own_KJ = jnp.eye(K, dtype=q_SKGC.dtype)
+  wide_SKGJC = q_SKGC[:, :, :, None] * own_KJ[None, :, None, :, None]
+  scores_SXt = jnp.einsum(
+    'sxd,std->sxt',
+    wide_SKGJC.reshape(S, K * G, K * C),
+    k_StKC.reshape(S, -1, K * C),
+    preferred_element_type=jnp.float32,
+  )
+  return scores_SXt.reshape(S, K, G, -1)
+
+
+def _mix_wide(share_SKGt, v_StKC):
+  S, K, G, t = share_SKGt.shape
+  mixed_SXD = jnp.einsum(
+    'sxt,std->sxd',
+    share_SKGt.reshape(S, K * G, t),
+    v_StKC.reshape(S, t, -1),
+    preferred_element_type=jnp.float32,
+  )
+  mixed_SKGJC = mixed_SXD.reshape(S, K, G, K, -1)
+  own_K = jnp.arange(K)
+  return mixed_SKGJC[:, own_K, :, own_K].swapaxes(0, 1)
+
+
+def splash(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, *, interpret: bool = False):
+  """The TPU's kernel, a shard of rows and heads each device.
+
+  XLA cannot split a kernel over devices by itself, so under a mesh this does.
+  """
+  run = functools.partial(_splash, interpret=interpret)
+  devices = sharding.ambient()
+  if devices is None:
+    return run(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  B, _, H, _ = q_BTHC.shape
+  K, shards = k_BTKC.shape[2], devices.shape['tensor']
+  rows = None if B % sharding.row_shards(devices) else sharding.ROWS
+  heads = None if H % shards else 'tensor'
+  if heads and K % shards:
+    # Fewer key/value heads than shards: each shard gets a copy of the one it reads.
+    copies = (shards if shards % K == 0 else H) // K
+    k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
+  by_head = P(rows, None, heads)
+  return jax.shard_map(
+    run,
+    in_specs=(by_head, by_head, by_head, P(rows)),
+    out_specs=by_head,
+    check_vma=False,
+  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+
+
+def _splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, interpret):
+  from jax.experimental.pallas.ops.tpu import splash_attention as lib
+
+  _, T, H, C = q_BTHC.shape
+  pad, wide = -T % LANES, -C % LANES
+  # Padded columns come last and the mask is causal: no real query sees them.
+  q, k, v = (
+    jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
+    for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
+  )
+  length = T + pad
+  n = next(size for size in (512, 256, LANES) if length % size == 0)
+  sizes = lib.splash_attention_kernel.BlockSizes(
+    block_q=n,
+    block_kv=n,
+    block_q_dkv=n,
+    block_kv_dkv=n,
+    use_fused_bwd_kernel=True,
+  )
+  mask = lib.splash_attention_mask.CausalMask((length, length))
+  kernel = lib.make_splash_mha(
+    lib.splash_attention_mask.MultiHeadMask([mask] * H),
+    head_shards=1,
+    q_seq_shards=1,
+    block_sizes=sizes,
+    interpret=interpret,
+  )
+  ids = None
+  if segment_BT is not None:
+    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-1)
+    ids = lib.splash_attention_kernel.SegmentIds(segment_BT, segment_BT)
+  out_BHTC = jax.vmap(kernel)(q, k, v, ids)
+  return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]

@@ -1,1 +1,0 @@
-"""Data sets of problems with verifiable answers, as tensorflow-datasets builders."""

@@ -1,0 +1,118 @@
+"""Where the wall time goes, and how far along the run is.
+
+1. `Clock` charges every second to the innermost phase that is open;
+2. `bar` shows a rate and the time left, on a terminal often, in a log seldom;
+3. `say` prints a line without tearing the bar.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+from tqdm import tqdm
+
+TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
+
+
+class PhaseTimer:
+  """Seconds by phase; phases never overlap, so they sum to at most the wall time.
+
+  >>> with clock('sample'):
+  ...   with clock('score'): ...  # these seconds are not counted in 'sample'
+
+  JAX returns before the device is done: a phase that does not wait for its result hands
+  its seconds to the phase that does. For one thread.
+  """
+
+  def __init__(self, now=time.perf_counter):
+    self.seconds: dict[str, float] = {}
+    self._now = now
+    self._open: list[str] = []
+    self._mark = self._asked = now()
+    self._told: dict[str, float] = {}
+
+  def _charge(self) -> float:
+    now = self._now()
+    if self._open:
+      name = self._open[-1]
+      self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+    self._mark = now
+    return now
+
+  @contextlib.contextmanager
+  def __call__(self, name: str):
+    self._charge()
+    self._open.append(name)
+    try:
+      yield
+    finally:
+      self._charge()
+      self._open.pop()
+
+  def since(self) -> dict[str, float]:
+    """Seconds of each phase that ran since the last call, and 'other': the rest.
+
+    The values sum to the wall time since the last call (at first, since the clock was
+    made). A phase still open is charged up to now.
+    """
+    now = self._charge()
+    ran = {name: s - self._told.get(name, 0.0) for name, s in self.seconds.items()}
+    ran = {name: s for name, s in ran.items() if s > 0}
+    rest = now - self._asked - sum(ran.values())
+    self._told, self._asked = dict(self.seconds), now
+    return {**ran, 'other': max(rest, 0.0)}
+
+
+class _Lines:
+  """A stream for logs: each drawing of the bar is a line, not a carriage return."""
+
+  def __init__(self, stream):
+    self._stream = stream
+
+  def write(self, text: str):
+    if text.strip():
+      self._stream.write(text.strip('\r\n ') + '\n')
+
+  def flush(self):
+    self._stream.flush()
+
+
+def timed(clock: PhaseTimer, phase: str, function: Callable) -> Callable:
+  """The function, waited for, its seconds charged to `phase`."""
+
+  def call(*args):
+    with clock(phase):
+      return jax.block_until_ready(function(*args))
+
+  return call
+
+
+def progress_bar(total: int, label: str, unit: str = 'it'):
+  """A progress bar on stderr: `with bar(400, 'train', 'step') as b: b.update(1)`.
+
+  In a log it draws a line every LOG_S seconds, and none at all if it ends sooner. A bar
+  opened inside another leaves no trace when it closes.
+  """
+  terminal = sys.stderr.isatty()
+  every = TERMINAL_S if terminal else LOG_S
+  return tqdm(
+    total=total,
+    desc=label,
+    unit=unit,
+    file=sys.stderr if terminal else _Lines(sys.stderr),
+    mininterval=every,
+    miniters=0,  # look at the time on every update: steps differ in length
+    delay=0 if terminal else every,
+    ncols=None if terminal else 80,
+    dynamic_ncols=terminal,
+    smoothing=0.1,
+    leave=None,
+  )
+
+
+def log(text: str):
+  """Prints a line to stdout; a bar on the same terminal is lifted out of its way."""
+  tqdm.write(text, file=sys.stdout)
+  sys.stdout.flush()  # a log followed from outside sees the line now

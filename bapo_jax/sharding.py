@@ -1,0 +1,182 @@
+"""Where arrays live: one table from parameter path to logical axes to mesh axes.
+
+1. `make` lays the devices out as (data, fsdp, tensor);
+2. `PATHS` says what each axis of each parameter is, first match wins, no match raises;
+3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the
+   weights are split over fsdp and tensor, in decoding over tensor alone, so that a
+   token step gathers no weights;
+4. what must know the mesh while it is traced (a kernel, a constraint) asks for the
+   `ambient` one, which `current` makes so.
+"""
+
+import contextlib
+import functools
+import re
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ('data', 'fsdp', 'tensor')
+ROWS = ('data', 'fsdp')  # every batch-like axis is split over both
+
+PATHS = (
+  (r'(^|/)(embed|head)$', ('vocab', 'width')),
+  (r'layers/q$', ('layer', 'width', 'heads', None)),
+  (r'layers/[kv]$', ('layer', 'width', 'kv_heads', None)),
+  (r'layers/q_bias$', ('layer', 'heads', None)),
+  (r'layers/[kv]_bias$', ('layer', 'kv_heads', None)),
+  (r'layers/o$', ('layer', 'heads', None, 'width')),
+  (r'layers/(gate|up)$', ('layer', 'width', 'ffn')),
+  (r'layers/down$', ('layer', 'ffn', 'width')),
+  (r'layers/o_bias$', None),
+  (r'_norm$', None),  # replicated, whatever its rank
+  (r'(^|/)(count|step)$', None),
+)
+
+LAYOUTS = {
+  'train': {
+    'vocab': 'tensor',
+    'width': 'fsdp',
+    'heads': 'tensor',
+    'kv_heads': 'tensor',
+    'ffn': 'tensor',
+  },
+  'decode': {
+    'vocab': 'tensor',
+    'heads': 'tensor',
+    'kv_heads': 'tensor',
+    'ffn': 'tensor',
+  },
+}
+
+
+def make(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
+  """A (data, fsdp, tensor) mesh; one of the sizes may be -1: whatever is left.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  shape = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+  free = [axis for axis, n in shape.items() if n == -1]
+  known = int(np.prod([n for n in shape.values() if n != -1]))
+  if len(free) == 1 and known > 0 and len(devices) % known == 0:
+    shape[free[0]] = len(devices) // known
+  if min(shape.values()) < 1 or np.prod(list(shape.values())) != len(devices):
+    raise ValueError(
+      f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {len(devices)} '
+      f'devices; let the three multiply to {len(devices)}, or set one of them to -1'
+    )
+  return Mesh(np.asarray(devices).reshape(tuple(shape.values())), AXES)
+
+
+def path_name(path) -> str:
+  """'layers/q' for the path of a leaf."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def spec_of(name: str, shape: tuple, mesh: Mesh, layout: str = 'train') -> P:
+  """The PartitionSpec of the parameter at path `name`.
+
+  An axis that its mesh axis does not divide raises, save key/value heads: with more
+  tensor shards than heads those are replicated, as every implementation does.
+  """
+  matches = [axes for pattern, axes in PATHS if re.search(pattern, name)]
+  if not matches:
+    raise ValueError(f'no line of mesh.PATHS matches parameter {name!r}; add one')
+  logical = matches[0]
+  entries = []
+  for axis, n in zip(logical or (), shape, strict=logical is not None):
+    target = LAYOUTS[layout].get(axis)
+    if target and n % mesh.shape[target]:
+      if axis != 'kv_heads':
+        raise ValueError(
+          f'{name}: {axis}={n} does not divide over mesh.{target}={mesh.shape[target]}'
+        )
+      target = None
+    entries.append(target)
+  return P(*entries)
+
+
+def shardings(tree, mesh: Mesh, layout: str = 'train'):
+  """NamedShardings for a tree of parameters, or of moments shaped like them."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: NamedSharding(
+      mesh, spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
+    ),
+    tree,
+  )
+
+
+def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
+  """The sharding of arrays whose leading axis is a batch of rows.
+
+  Given a number of rows that does not divide, every device holds them all: results may
+  have any length, only what is computed on must divide.
+  """
+  return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """The sharding of small arrays that every device holds whole."""
+  return NamedSharding(mesh, P())
+
+
+def row_shards(mesh: Mesh) -> int:
+  """Into how many pieces a batch axis is cut."""
+  return mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """The sharding of keys and values [S, T, K, C]: as the weights that made them."""
+  return NamedSharding(
+    mesh, P(ROWS, None, None if kv_heads % mesh.shape['tensor'] else 'tensor')
+  )
+
+
+def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
+  """What there is to say of key/value heads that the mesh cannot split; else ''."""
+  tensor = mesh.shape['tensor']
+  if kv_heads % tensor == 0:
+    return ''
+  return (
+    f'{kv_heads} key/value heads do not divide over mesh.tensor={tensor}: every device '
+    'holds them all, weights and cache'
+  )
+
+
+def current(mesh: Mesh | None):
+  """The context in which this mesh is the ambient one; of one device, there is none."""
+  alone = mesh is None or mesh.size == 1
+  return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
+
+
+def under(mesh: Mesh | None, function):
+  """The function, always called with this mesh as the ambient one."""
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    with current(mesh):
+      return function(*args, **kwargs)
+
+  return call
+
+
+def ambient():
+  """The mesh around the call, or None: then XLA places everything by itself."""
+  found = jax.sharding.get_abstract_mesh()
+  return found if found.axis_names == AXES and found.size > 1 else None
+
+
+def constrain(x, *axes):
+  """x split over these axes of the ambient mesh, where there is one that divides."""
+  found = ambient()
+  if found is None:
+    return x
+  for n, axis in zip(x.shape, axes, strict=False):
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    if n % int(np.prod([found.shape[name] for name in names])):
+      return x
+  return jax.lax.with_sharding_constraint(x, P(*axes))

@@ -1,0 +1,107 @@
+"""A checkpoint of a run becomes a directory that transformers and vLLM load.
+
+1. a checkpoint of the workdir, which must be of this very model;
+2. tensors are read and written parameter by parameter: no device, no second copy;
+3. beside them config.json, generation_config.json and the tokenizer's files;
+4. the directory appears whole, under its name, or not at all.
+"""
+
+import json
+import os
+import shutil
+
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models import hf_config, hf_weights
+from bapo_jax.runtime import workdir as workdir_lib
+from bapo_jax.runtime.progress import log
+from bapo_jax.training import checkpoint, setup
+
+
+def export(
+  config, workdir: str, to: str, dtype: str, shard_bytes: int, which: str = 'newest'
+) -> int:
+  """Writes a checkpoint of `workdir` to the new directory `to`.
+
+  Args:
+    which: of them; see checkpoint.choose.
+    to: '' stands for <workdir>/export/<step>.
+    dtype: 'float32' is what was trained, to the last bit; 'bfloat16' half as large.
+
+  Returns:
+    The exit status, 0.
+
+  Raises:
+    ValueError: there is no such checkpoint, or no room for a new directory.
+  """
+  step = checkpoint.choose(workdir, which)
+  if step is None:
+    raise ValueError(
+      f'--workdir={workdir} holds no checkpoint; train there first (the same command '
+      'without --mode=export)'
+    )
+  check_config(config, workdir)
+  to = to or os.path.join(workdir, 'export', str(step))
+  if os.path.isdir(to) and os.listdir(to):
+    raise ValueError(f'--export_to={to} is not empty; give a new directory')
+  tokenizer = hf_weights.tokenizer(config.text.tokenizer)
+  reader = tokenizer_lib.load(tokenizer, config.text.template)
+  spec = setup.spec_of(config, reader)
+  part = to.rstrip('/') + '.part'
+  shutil.rmtree(part, ignore_errors=True)  # what a kill left
+  os.makedirs(part)
+  # The optimiser's own weights, where the parameters are those rounded.
+  kept = 'params' if config.model.dtype == 'float32' else 'opt/master'
+  params = checkpoint.read_params(workdir, step, kept)
+  hf_weights.save(part, params, spec, dtype, shard_bytes)
+  tokenizer_lib.save(reader, tokenizer, part)
+  write_configs(part, config, spec, reader, dtype)
+  os.replace(part, to)
+  log(f'Step {step} exported to {to}')
+  return 0
+
+
+def check_config(config, workdir: str) -> None:
+  """Raises ValueError where the run in the workdir is of another model."""
+  path = os.path.join(workdir, 'config.json')
+  with open(path) as file:
+    before = json.load(file)
+  now = json.loads(json.dumps(config.to_dict()))
+  for section in ('model', 'text'):
+    for name, old, new in workdir_lib.differences(before[section], now[section]):
+      raise ValueError(
+        f'--workdir={workdir} was trained with {section}.{name}={old!r}, not {new!r}; '
+        'give the config it was trained with'
+      )
+
+
+def write_configs(path: str, config, spec, reader, dtype: str) -> None:
+  """config.json and generation_config.json: the source model's, where there is one."""
+  source = hf_weights.here(config.model.path) if config.model.path else ''
+  described = _read(source, 'config.json') or hf_config.config_of(spec)
+  # One spelling only, and the one that versions 4 and 5 both read.
+  described.pop('dtype', None)
+  ends = {
+    'eos_token_id': list(reader.eos),
+    'pad_token_id': reader.tokenizer.pad_token_id,
+  }
+  if not source:
+    described |= ends | {'bos_token_id': reader.tokenizer.bos_token_id}
+  generation = _read(source, 'generation_config.json') or (
+    ends | {'do_sample': True, 'temperature': config.sampler.temperature}
+  )
+  files = {
+    'config.json': described | {'torch_dtype': dtype},
+    'generation_config.json': generation,
+  }
+  for name, value in files.items():
+    with open(os.path.join(path, name), 'w') as file:
+      json.dump(value, file, indent=2)
+
+
+def _read(directory: str, name: str) -> dict:
+  """The contents of a JSON file; {} where there is none."""
+  path = os.path.join(directory, name)
+  if not directory or not os.path.exists(path):
+    return {}
+  with open(path) as file:
+    return json.load(file)

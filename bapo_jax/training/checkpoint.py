@@ -1,0 +1,255 @@
+"""Saves and restores one run, atomically; half a checkpoint is never seen.
+
+1. a checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and beside
+   them what the report needs to go on counting (seconds by phase);
+2. it is written in the background and appears under its name when it is whole; what
+   the system refuses to write is an OSError, at the next save or at the end;
+3. kept are the newest, from which a run goes on, and the best by evaluation;
+4. restored arrays lie as the new mesh wants them, whatever mesh saved them.
+
+Weights alone, as the warm start leaves them, are kept the same way.
+"""
+
+import contextlib
+import glob
+import json
+import operator
+import os
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from bapo_jax.sharding import path_name
+
+HALF = '.orbax-checkpoint-tmp'  # ends the name of what is not whole
+
+
+def manager(workdir: str, keep: int, best: int = 0) -> ocp.CheckpointManager:
+  """Keeps the newest `keep` checkpoints and the `best` ones; clears what a kill left.
+
+  The best are those saved with the highest accuracy, the newest of equals first; those
+  saved without one are not among them.
+  """
+  policies = ocp.checkpoint_managers
+  ranked = policies.BestN(
+    get_metric_fn=operator.itemgetter('accuracy'),
+    n=best,
+    keep_checkpoints_without_metrics=False,
+  )
+  options = ocp.CheckpointManagerOptions(
+    preservation_policy=policies.AnyPreservationPolicy(
+      [policies.LatestN(keep), ranked]
+    ),
+    best_fn=operator.itemgetter('accuracy'),  # or the accuracies are not written
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=True,
+    create=True,
+  )
+  path = os.path.join(os.path.abspath(workdir), 'checkpoints')
+  return ocp.CheckpointManager(path, options=options)
+
+
+def save(
+  kept: ocp.CheckpointManager,
+  step: int,
+  arrays: Any,
+  meta: dict,
+  accuracy: float | None = None,
+) -> None:
+  """Begins to write the checkpoint of `step`; `wait` returns once it is whole.
+
+  What is written is what the arrays hold now: they may be donated, and `meta` changed,
+  as soon as this returns. A write that is still going on is waited for first.
+
+  Args:
+    accuracy: on the held-out problems, where they were asked at this step.
+
+  Raises:
+    OSError: the system refused to write this checkpoint, or the one before.
+  """
+  wait(kept)
+  # JAX holds what the background reads: a donated buffer is then copied, not reused.
+  # The meta would be turned into text in the background too.
+  meta = json.loads(json.dumps(meta))
+  with _refusing(kept, step):
+    kept.save(
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
+      ),
+      metrics=None if accuracy is None else {'accuracy': accuracy},
+      force=True,
+    )
+
+
+def wait(kept: ocp.CheckpointManager) -> None:
+  """Returns once nothing is being written.
+
+  Raises:
+    OSError: the system refused to write the last checkpoint.
+  """
+  step = kept.latest_step()  # the one being written counts
+  with _refusing(kept, step):
+    kept.wait_until_finished()
+
+
+@contextlib.contextmanager
+def closing(kept: ocp.CheckpointManager):
+  """Waits for the last write, but not when interrupted: that means at once.
+
+  What is half written then is cleared at the next start.
+  """
+  try:
+    yield
+  except KeyboardInterrupt:
+    raise
+  except BaseException:
+    with contextlib.suppress(OSError):  # the first error is the one to tell
+      wait(kept)
+    kept.close()
+    raise
+  wait(kept)
+  kept.close()
+
+
+@contextlib.contextmanager
+def _refusing(kept: ocp.CheckpointManager, step: int | None):
+  """Turns the system's refusal into an OSError and gives its space back."""
+  path = os.path.join(kept.directory, str(step))
+  try:
+    with _as_oserror(path):
+      yield
+  except OSError:
+    for half in glob.glob(glob.escape(str(kept.directory)) + f'/*{HALF}'):
+      shutil.rmtree(half, ignore_errors=True)
+    raise
+
+
+@contextlib.contextmanager
+def _as_oserror(path: str):
+  """Tensorstore raises a ValueError; the system's number stands in its text."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(error.errno, error.strerror or str(error), path) from error
+  except ValueError as error:
+    if number := re.search(r"os_error_code='(\d+)'", str(error)):
+      raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
+    raise
+
+
+def restore(kept: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any, dict]:
+  """(arrays, meta) of `step`, laid out as the arrays of `like` are."""
+  leaves, treedef = jax.tree.flatten_with_path(like)
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _solid(like))
+  found = kept.restore(
+    step,
+    args=ocp.args.Composite(
+      arrays=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
+    ),
+  )
+  arrays = [found['arrays'].get(path_name(path), leaf) for path, leaf in leaves]
+  return treedef.unflatten(arrays), found['meta']
+
+
+def read_meta(kept: ocp.CheckpointManager, step: int) -> dict:
+  """What was saved beside the arrays of `step`."""
+  meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
+  return kept.restore(step, args=meta)['meta']
+
+
+def newest(workdir: str) -> int | None:
+  """The step of the newest checkpoint; nothing is made or cleared."""
+  return max(_steps(workdir), default=None)
+
+
+def choose(workdir: str, which: str = 'newest') -> int | None:
+  """The step of a checkpoint, None where there is none at all; nothing is made.
+
+  Args:
+    which: 'newest'; 'best' by accuracy on the held-out problems, the newest of equals;
+      or a step.
+
+  Raises:
+    ValueError: there are checkpoints, but not this one.
+  """
+  steps = _steps(workdir)
+  scored = {step: accuracy for step, accuracy in steps.items() if accuracy is not None}
+  if not steps or which == 'newest':
+    return max(steps, default=None)
+  if which == 'best' and scored:
+    return max(scored, key=lambda step: (scored[step], step))
+  if which.isdecimal() and int(which) in steps:
+    return int(which)
+  raise ValueError(
+    f'--checkpoint={which}: {workdir} has the checkpoints {sorted(steps)}, '
+    f'{sorted(scored) or "none"} of them evaluated; give newest, best or a step'
+  )
+
+
+def _steps(workdir: str) -> dict[int, float | None]:
+  """step -> accuracy, None where it was not evaluated, of every whole checkpoint."""
+  path = os.path.join(workdir, 'checkpoints')
+  names = os.listdir(path) if os.path.isdir(path) else []
+  found = {}
+  for step in sorted(int(name) for name in names if name.isdecimal()):
+    try:
+      with open(os.path.join(path, str(step), 'metrics', 'metrics')) as file:
+        found[step] = json.load(file)['accuracy']
+    except FileNotFoundError:
+      found[step] = None
+  return found
+
+
+def read_params(
+  workdir: str, step: int, part: str = 'params'
+) -> Callable[[str], np.ndarray]:
+  """From a parameter's path to its array on the host, read when asked for.
+
+  Args:
+    part: of the run, such as 'shelves/good'.
+  """
+  path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step), 'arrays')
+
+  def read(parameter: str) -> np.ndarray:
+    name = f'{part}/{parameter}'
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      found = checkpointer.restore(
+        path,
+        args=ocp.args.PyTreeRestore(
+          item={name: np.zeros(())},
+          restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+          partial_restore=True,
+        ),
+      )
+    return found[name]
+
+  return read
+
+
+def _solid(tree: Any) -> dict[str, Any]:
+  """path -> leaf, without arrays of no elements: orbax refuses to save those."""
+  leaves = jax.tree.leaves_with_path(tree)
+  return {path_name(path): leaf for path, leaf in leaves if leaf.size}
+
+
+def save_params(path: str, params: Any) -> None:
+  """Writes weights to the directory `path`, whole or not at all.
+
+  Raises:
+    OSError: the system refused.
+  """
+  with _as_oserror(path), ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(os.path.abspath(path), params, force=True)
+
+
+def restore_params(path: str, like: Any) -> Any:
+  """The weights at `path`, laid out as `like` is."""
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+  with ocp.StandardCheckpointer() as checkpointer:
+    return checkpointer.restore(os.path.abspath(path), target)

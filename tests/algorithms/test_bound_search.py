@@ -1,0 +1,190 @@
+"""The share, its premise, and the search: counted, on a mesh, at its edges."""
+
+import functools
+import math
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import bound_search, clip
+
+KINDS = [(c, w) for c in ('gradient', 'surrogate') for w in ('one', 'behaviour')]
+
+
+def tokens(seed, B=8, T=6, negative=0.5):
+  """Random (ratio_BT, batch) on a grid so coarse that every float32 sum is exact."""
+  rng = np.random.default_rng(seed)
+  ratio_BT = np.round(64 * np.exp(rng.normal(0, 0.5, (B, T)))).astype(np.float32) / 64
+  sign_B = np.where(rng.random(B) < negative, -1, 1)
+  return ratio_BT, making.batch(
+    sign_B * rng.integers(0, 9, B) / 4,
+    rng.random((B, T)) < 0.9,
+    logp_BT=np.log(np.float32(0.5) ** rng.integers(0, 5, (B, T))),
+    source_B=rng.integers(0, 3, B),
+  )
+
+
+def test_share_golden(variant):
+  # A = +2: ratios 0.5, 1.0, 1.5 (cut: not below 1.25)      P = 2 * (0.5 + 1.0) = 3
+  # A = -1: ratios 0.75 (cut: not above 0.75), 1.0, 2.0     N = 1.0 + 2.0 = 3
+  # a masked token and a row of A = 0 count for nothing     3 / (3 + 3) = 1/2
+  ratio_BT = np.ones((8, 4), np.float32)
+  ratio_BT[:2] = [[0.5, 1.0, 1.5, 9.0], [0.75, 1.0, 2.0, 9.0]]
+  mask_BT = np.arange(4) < [[3]] * 8
+  batch = making.batch([2, -1, 0, 0, 0, 0, 0, 0], mask_BT)
+
+  def share(low, high, **knobs):
+    return variant(
+      lambda *xs: bound_search.share(*xs, low, high, **knobs), ratio_BT, batch
+    )
+
+  assert share(0.75, 1.25) == 0.5
+  # Cutting nothing: 6 / (6 + 3.75); cutting every positive token: 0.
+  assert share(0.5, 2.0) == np.float32(6 / 9.75)
+  assert share(0.75, 0.5) == 0
+  # Surrogate: P = 2 (0.5 + 1 + 1.25) = 5.5, N = 0.75 + 1 + 2 = 3.75.
+  assert share(0.75, 1.25, contribution='surrogate') == np.float32(5.5 / 9.25)
+
+
+def test_share_weighs_by_what_the_behaviour_said():
+  # mu = 1/2 for the positive token, 1 for the negative: 0.5 / (0.5 + 1).
+  batch = making.batch([1, -1], [[1], [1]], logp_BT=np.log([[0.5], [1.0]]))
+  share = bound_search.share(np.ones((2, 1)), batch, 0.5, 2.0, weight='behaviour')
+  np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
+
+
+def test_share_looks_at_its_sources_only():
+  # Fresh +1, rechecked -1, reused -2.
+  batch = making.batch([1, -1, -2], np.ones((3, 1)), source_B=[0, 1, 2])
+  for sources, share in (
+    (('fresh',), 1),
+    (('fresh', 'rechecked'), 1 / 2),
+    (('fresh', 'rechecked', 'reused'), 1 / 4),
+    (('reused',), 0),
+  ):
+    assert (
+      bound_search.share(np.ones((3, 1)), batch, 0.5, 2.0, sources=sources) == share
+    )
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+  seed=st.integers(0, 10**6),
+  lows=st.tuples(st.floats(0.3, 1), st.floats(0.3, 1)).map(sorted),
+  highs=st.tuples(st.floats(1, 4), st.floats(1, 4)).map(sorted),
+  target=st.floats(0, 1),
+  kind=st.sampled_from(KINDS),
+)
+def test_each_bound_moves_the_verdict_one_way(seed, lows, highs, target, kind):
+  # Without this, bisection means nothing; on numbers whose sums are not exact.
+  rng = np.random.default_rng(seed)
+  ratio_BT = np.exp(rng.normal(0, 0.6, (8, 6))).astype(np.float32)
+  batch = tokens(seed)[1]._replace(adv_B=rng.normal(0, 1, 8).astype(np.float32))
+  said = bound_search.evidence(ratio_BT, batch, *kind, ('fresh', 'reused'))
+
+  def meets(low, high):
+    P, N = bound_search.sums(said, np.float32(low), np.float32(high), kind[0])
+    return bool(bound_search.reaches(P, N, target))
+
+  assert meets(lows[0], highs[0]) <= meets(lows[0], highs[1])
+  ends = meets(lows[0], highs[0]), meets(lows[1], highs[0])
+  assert ends == tuple(sorted(ends, reverse=kind[0] == 'surrogate'))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(begin=st.integers(0, 60), n=st.integers(0, 60), data=st.data())
+def test_first_of_path_is_the_first(begin, n, data):
+  first = data.draw(st.integers(begin, begin + n))
+  asked = []
+
+  def meets(i):
+    jax.debug.callback(lambda i: asked.append(int(i)), i)
+    return i >= first
+
+  found = bound_search.first_of_path(meets, begin, begin + n)
+  jax.effects_barrier()
+  assert found == first
+  assert len(asked) == math.ceil(math.log2(n + 1))
+
+
+@pytest.mark.parametrize('order', ['upper', 'lower'])
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+@pytest.mark.parametrize('target', [0.05, 0.45, 1.0])
+def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
+  # The paper's path has 52 points and 51 moves.
+  calls, sums = [], bound_search.sums
+
+  def counted(*args):
+    jax.debug.callback(lambda: calls.append(1))
+    return sums(*args)
+
+  monkeypatch.setattr(bound_search, 'sums', counted)
+  rule = functools.partial(
+    clip.balanced, target=target, contribution=contribution, order=order
+  )
+  for seed in range(3):
+    calls.clear()
+    jax.block_until_ready(jax.jit(rule)(*tokens(seed)))
+    jax.effects_barrier()
+    # One more where the start is asked by itself; and never fewer than the loop may.
+    assert len(calls) == (7 if (contribution, order) == ('surrogate', 'lower') else 6)
+
+
+@pytest.mark.parametrize('resolution', ['step', 'continuous'])
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):
+  rule = functools.partial(
+    clip.balanced, contribution=contribution, resolution=resolution, weight='behaviour'
+  )
+  rows = sharding.over_rows(sharding.make(data=4, fsdp=2))
+  data = jax.device_put(tokens(0, B=64, T=128), rows)
+  text = jax.jit(rule).lower(*data).compile().as_text()
+  exchanged = re.findall(
+    r'= (\S.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)'
+    r'(?:-start)?\(',
+    text,
+  )
+  assert exchanged and {kind for _, kind in exchanged} == {'all-reduce'}
+  for shape, _ in exchanged:
+    sizes = re.findall(r'\[([\d,]*)\]', shape)
+    assert sizes and all(size in ('', '1', '2') for size in sizes), shape
+
+
+def test_the_path_has_whole_steps_or_a_last_short_one():
+  points = clip.points((0.6, 0.9), 0.02)
+  assert len(points) == 16 and points[-1] == np.float32(0.9)
+  np.testing.assert_array_equal(
+    clip.points((0.6, 0.7), 0.03), np.float32([0.6, 0.63, 0.66, 0.69])
+  )
+  np.testing.assert_array_equal(
+    clip.clamped((0.6, 0.7), 0.03), np.float32([0.6, 0.63, 0.66, 0.69, 0.7])
+  )
+  assert (
+    clip.points((0.7, 0.7), 0.0) == clip.clamped((0.7, 0.7), 0.0) == [np.float32(0.7)]
+  )
+
+
+def test_arrays_that_disagree_are_refused():
+  ratio_BT, batch = tokens(0)
+  with pytest.raises(ValueError, match='adv_B has B=7, but B=8 elsewhere'):
+    bound_search.share(
+      ratio_BT, batch._replace(adv_B=jnp.asarray(batch.adv_B[:7])), 0.8, 1.2
+    )
+
+
+def test_the_oracle_knows_the_share():
+  ratio_BT, batch = tokens(3)
+  for contribution, weight in KINDS:
+    P, N = oracles.sums(ratio_BT, batch, 0.75, 1.25, contribution, weight)
+    share = bound_search.share(
+      ratio_BT, batch, 0.75, 1.25, contribution=contribution, weight=weight
+    )
+    np.testing.assert_allclose(share, P / (P + N), rtol=1e-6)

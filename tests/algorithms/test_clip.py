@@ -1,0 +1,284 @@
+"""Clip rules: Algorithm 1 as printed, the public recipe, edges, and what is refused."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+from test_bound_search import KINDS, tokens
+
+from bapo_jax.algorithms import clip
+
+PAPER = dict(target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05)
+MINIBATCHES, GROUPS = 2000, 4  # of each contribution, weight and order
+
+
+@functools.cache
+def compiled(**changed):
+  return jax.jit(functools.partial(clip.balanced, **PAPER | changed))
+
+
+def outcome(bounds):
+  return (
+    np.float32(bounds.low),
+    np.float32(bounds.high),
+    int(bounds.moves),
+    bool(bounds.met),
+  )
+
+
+def balanced(data, **changed):
+  """(low, high, moves, met) under the paper's knobs, some of them changed."""
+  return outcome(compiled(**changed)(*data))
+
+
+def pair(positive, negative, **fields):
+  """One token with A = 1 and one with A = -1, of these ratios."""
+  ratio_BT = np.asarray([[positive], [negative]], np.float32)
+  return ratio_BT, making.batch([1, -1], np.ones((2, 1)), **fields)
+
+
+def random_knobs(rng, exact: bool):
+  """Ranges and a target; `exact`: of sixteenths, so that clipped sums are exact too."""
+  steps = [1 / 32, 1 / 16] if exact else [0.01, 0.02, 0.05]
+  low_step, high_step = float(rng.choice(steps)), float(rng.choice(steps))
+  low = float(rng.choice([0.25, 0.375, 0.5] if exact else [0.3, 0.4, 0.5]))
+  high = float(rng.choice([1.0, 1.25, 1.5] if exact else [1.0, 1.2, 1.5]))
+  return dict(
+    target=float(rng.choice([0.3, 0.4, 0.45, 0.5, 0.6])),
+    low=(low, low + int(rng.integers(1, 9)) * low_step),
+    high=(high, high + int(rng.integers(1, 30)) * high_step),
+    low_step=low_step,
+    high_step=high_step,
+  )
+
+
+@functools.cache
+def expected(contribution, weight, order):
+  """[(knobs, minibatches stacked on axis 1, what the loop found)], made once."""
+  rng, cases = np.random.default_rng(0), []
+  for group in range(GROUPS):
+    knobs = random_knobs(rng, exact=contribution == 'surrogate')
+    knobs |= dict(contribution=contribution, weight=weight, order=order)
+    some = [
+      tokens(1000 * group + i, negative=rng.uniform(0.4, 0.7))
+      for i in range(MINIBATCHES // GROUPS)
+    ]
+    loop = [oracles.algorithm_1(*data, **knobs) for data in some]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs, 1), *some)
+    cases.append((knobs, stacked, loop))
+  return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('order', ['upper', 'lower'])
+@pytest.mark.parametrize(('contribution', 'weight'), KINDS)
+def test_balanced_is_algorithm_1_to_the_last_bit(variant, contribution, weight, order):
+  seen = set()
+  for knobs, stacked, loop in expected(contribution, weight, order):
+    rule = jax.vmap(functools.partial(clip.balanced, **knobs), in_axes=1)
+    found = variant(rule, *stacked)
+    fields = (found.low, found.high, found.moves, found.met)
+    assert list(zip(*map(np.asarray, fields), strict=True)) == loop
+    seen |= {(moves > 0, met) for _, _, moves, met in loop}
+  # The minibatches were worth asking: idle, moved and met, exhausted.
+  assert seen == {(False, True), (True, True), (True, False)}
+
+
+def test_recipe_is_the_public_loop(variant):
+  knobs = dict(low=(0.8, 0.95), high=(1.2, 2.0), low_step=0.04, high_step=0.15)
+  for t in (0.5, 0.8, 1.0):
+    some = [tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
+    some = [(r, b) for r, b in some if (b.adv_B != 0).any()]
+    loop = [oracles.public_recipe(*data, t=t, **knobs) for data in some]
+    rule = functools.partial(clip.recipe, positive_to_negative=t, **knobs)
+    stacked = jax.tree.map(lambda *xs: np.stack(xs, 1), *some)
+    found = variant(jax.vmap(rule, in_axes=1), *stacked)
+    fields = (found.low, found.high, found.moves, found.met)
+    assert list(zip(*map(np.asarray, fields), strict=True)) == loop
+    assert (found.dual == 3).all() and len({moves for _, _, moves, _ in loop}) > 3
+
+
+def test_balanced_moves_the_upper_bound_first_and_only_as_far_as_needed():
+  # At the start the positive token (r = 1.32) is cut: share 0. Moves to 1.25, 1.3, 1.35
+  # bring it back: 1.32 / (1.32 + 1) > 0.4 with the lower bound untouched.
+  low, high, moves, met = balanced(pair(1.32, 1.0))
+  assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.35), 3, True)
+  # A share of 1 needs the negative token cut: 36 moves up do nothing, 2 below reach it.
+  low, high, moves, met = balanced(pair(1.0, 0.63), target=1.0)
+  assert (low, high, moves, met) == (np.float32(0.64), np.float32(3.0), 38, True)
+  # The other way round the lower bound alone does it.
+  found = balanced(pair(1.0, 0.63), target=1.0, order='lower')
+  assert found == (np.float32(0.64), np.float32(1.2), 2, True)
+
+
+def test_surrogate_falls_with_the_lower_bound():
+  # P = min(1.5, high), N = max(0.5, low): 1.2 / 1.8 at the start; a target of 0.69 is
+  # met at high = 1.35. Out of reach, at 0.75, Algorithm 1 raises `low` to its end.
+  data = pair(1.5, 0.5)
+  found = balanced(data, target=0.69, contribution='surrogate')
+  assert found == (np.float32(0.6), np.float32(1.35), 3, True)
+  found = balanced(data, target=0.75, contribution='surrogate')
+  assert found == (np.float32(0.9), np.float32(3.0), 51, False)
+
+
+def test_target_already_met_moves_nothing():
+  low, high, moves, met = balanced(pair(1.0, 1.0))
+  assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.2), 0, True)
+
+
+def test_unreachable_target_ends_at_the_caps_and_says_so():
+  # 16 floating-point additions of 0.02 would have stopped at 0.88.
+  low, high, moves, met = balanced(pair(4.0, 2.0))
+  assert (low, high, moves, met) == (np.float32(0.9), np.float32(3.0), 36 + 15, False)
+
+
+def test_a_bound_without_range_or_step_is_held():
+  held = dict(low=(0.7, 0.7), low_step=0.0)
+  assert balanced(pair(1.32, 1.0), **held)[:3] == (np.float32(0.7), np.float32(1.35), 3)
+  held = dict(high=(1.2, 1.2), high_step=0.0, target=1.0)
+  assert balanced(pair(1.0, 0.63), **held)[:3] == (np.float32(0.64), np.float32(1.2), 2)
+
+
+def test_ratio_one_everywhere_idles_or_runs_to_the_caps():
+  # Nothing is cut at r = 1, so the share is 1/2 wherever the bounds are.
+  data = pair(1.0, 1.0)
+  assert balanced(data, target=0.5)[2:] == (0, True)
+  assert balanced(data, target=0.6)[2:] == (51, False)
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_continuous_is_the_crossing_found_by_sorting(seed, variant):
+  rng = np.random.default_rng(seed)
+  ratio_BT = np.exp(rng.normal(0, 0.6, (16, 8))).astype(np.float32)
+  ratio_BT[::2] *= 1.2
+  batch = making.batch(rng.normal(-0.2, 1, 16), rng.random((16, 8)) < 0.9)
+  knobs = dict(target=0.42 + 0.004 * seed, low=(0.5, 0.95), high=(1.1, 3.0))
+  low, high = oracles.crossing(ratio_BT, batch, **knobs)
+  rule = functools.partial(clip.balanced, resolution='continuous', **knobs)
+  found = variant(rule, ratio_BT, batch)
+  assert bool(found.met) == (low is not None)
+  expected = (low, high) if found.met else (0.95, 3.0)
+  np.testing.assert_allclose((found.low, found.high), expected, atol=1e-4)
+
+
+def test_continuous_goes_both_legs_and_never_past_the_ends():
+  # A positive token at 1.5, a negative at 0.7: a share of 1 needs low = 0.7.
+  found = balanced(pair(1.5, 0.7), resolution='continuous', target=1.0)
+  np.testing.assert_allclose(found[:2], (0.7, 3.0), atol=1e-4)
+  found = balanced(pair(1.5, 1.5), resolution='continuous', target=1.0)
+  assert found[:2] == (np.float32(0.9), np.float32(3.0)) and not found[3]
+
+
+def test_the_search_may_leave_reused_rows_out():
+  # With the reused row (A = -1) the share is 1/2; without it there is nothing negative.
+  data = pair(1.0, 1.0, source_B=[0, 2])
+  assert balanced(data, target=0.6)[2:] == (51, False)
+  some = dict(sources=('fresh', 'rechecked'), reused_high=1.1)
+  bounds = compiled(target=0.6, **some)(*data)
+  assert outcome(bounds)[2:] == (0, True)
+  assert bounds.cap == np.float32(1.1) and bounds.high == np.float32(1.2)
+
+
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+@pytest.mark.parametrize('resolution', ['step', 'continuous'])
+@pytest.mark.parametrize('adv', [(1, 1), (-1, -1), (0, 0)])
+@pytest.mark.parametrize('counted', [True, False])
+def test_one_sided_and_empty_minibatches_have_bounds(
+  adv, counted, contribution, resolution
+):
+  ratio_BT, batch = pair(1.0, 0.95)
+  batch = batch._replace(adv_B=np.float32(adv), mask_BT=batch.mask_BT & counted)
+  low, high, moves, met = balanced(
+    (ratio_BT, batch), contribution=contribution, resolution=resolution
+  )
+  # Positive tokens alone meet any target; without any, none is met.
+  if counted and adv == (1, 1):
+    assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.2), 0, True)
+  else:
+    assert (low, high, met) == (np.float32(0.9), np.float32(3.0), False)
+
+
+@pytest.mark.parametrize('weight', ['one', 'behaviour'])
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+@pytest.mark.parametrize('odd', [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize('where', [0, 1])
+def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weight):
+  ratio_BT = np.ones((4, 2), np.float32)
+  ratio_BT[where, 0] = odd
+  logp_BT = np.full((4, 2), -2.0)
+  logp_BT[where, 0] = -np.inf  # mu = 0: with r = inf a product that is not a number
+  batch = making.batch([1, -1, 1, -1], np.ones((4, 2)), logp_BT=logp_BT)
+  for resolution in ('step', 'continuous'):
+    knobs = dict(contribution=contribution, weight=weight, resolution=resolution)
+    low, high, _, _ = balanced((ratio_BT, batch), **knobs)
+    assert 0.6 <= low <= 0.9001 and 1.1999 <= high <= 3
+    # A ratio that is no number counts for nothing, nor does a weight of 0: as if the
+    # token were masked.
+    if np.isnan(odd) or weight == 'behaviour':
+      masked = batch._replace(mask_BT=batch.mask_BT & (logp_BT > -np.inf))
+      assert balanced((ratio_BT, batch), **knobs) == balanced(
+        (ratio_BT, masked), **knobs
+      )
+
+
+def test_no_gradient_is_needed_through_bounds():
+  # Bounds are found by comparisons: their derivative is 0 and never nan.
+  ratio_BT, batch = tokens(0)
+  slope_BT = jax.grad(lambda r: clip.balanced(r, batch, **PAPER).high)(
+    jnp.asarray(ratio_BT)
+  )
+  np.testing.assert_array_equal(slope_BT, 0)
+
+
+def test_constant_rules_are_what_they_are_given():
+  bounds = clip.fixed(*pair(4.0, 2.0), low=0.8, high=1.28, dual=3.0)
+  assert outcome(bounds) == (np.float32(0.8), np.float32(1.28), 0, True)
+  assert bounds.dual == 3 and bounds.cap == math.inf
+  bounds = clip.unclipped(*pair(4.0, 2.0))
+  assert outcome(bounds) == (0, math.inf, 0, True)
+
+
+REFUSED = [  # rule, knobs, what the sentence must say
+  ('balanced', {'target': 1.5}, r'clip\.balanced\.target=1\.5: .* \[0, 1\]'),
+  ('balanced', {'target': -0.1}, r'clip\.balanced\.target=-0\.1'),
+  ('balanced', {'target': math.nan}, r'clip\.balanced\.target=nan'),
+  ('balanced', {'low': (0.9, 0.6)}, r'clip\.balanced\.low=\(0\.9, 0\.6\): must rise'),
+  ('balanced', {'low': (0.0, 0.6)}, r'clip\.balanced\.low=\(0\.0, 0\.6\).*\(0, 1\]'),
+  ('balanced', {'low': (-0.1, 0.6)}, r'clip\.balanced\.low=\(-0\.1, 0\.6\)'),
+  ('balanced', {'low': (0.6, 1.1)}, r'clip\.balanced\.low'),
+  ('balanced', {'low': (0.6,)}, r'clip\.balanced\.low=\(0\.6,\): a range'),
+  ('balanced', {'high': (3.0, 1.2)}, r'clip\.balanced\.high=\(3\.0, 1\.2\): must'),
+  ('balanced', {'high': (0.9, 1.2)}, r'clip\.balanced\.high'),
+  ('balanced', {'high': (1.2, math.inf)}, r'clip\.balanced\.high=\(1\.2, inf\)'),
+  ('balanced', {'low_step': 0.0}, r'clip\.balanced\.low_step=0\.0.*\(0, 0\.3\]'),
+  ('balanced', {'low_step': 0.4}, r'low_step=0\.4: must be in \(0, 0\.3\]'),
+  ('balanced', {'low': (0.6, 0.6)}, r'low_step=0\.02.* holds that bound'),
+  ('balanced', {'high_step': -0.05}, r'clip\.balanced\.high_step=-0\.05'),
+  ('balanced', {'high_step': 2.0}, r'high_step=2\.0: must be in \(0, 1\.8\]'),
+  ('balanced', {'contribution': 'loss'}, r"contribution='loss': choose one of"),
+  ('balanced', {'weight': 'mu'}, r"clip\.balanced\.weight='mu': .*'behaviour'"),
+  ('balanced', {'order': 'up'}, r"clip\.balanced\.order='up': .*'upper'"),
+  ('balanced', {'resolution': 'fine'}, r"resolution='fine': .*'continuous'"),
+  ('balanced', {'resolution': 'continuous', 'tolerance': 0.0}, r'tolerance=0\.0'),
+  ('balanced', {'sources': ('old',)}, r"sources=\('old',\): .*'reused'"),
+  ('balanced', {'sources': ()}, r'clip\.balanced\.sources=\(\)'),
+  ('balanced', {'reused_high': 1.0}, r'clip\.balanced\.reused_high=1\.0'),
+  ('balanced', {'dual': 0.5}, r'clip\.balanced\.dual=0\.5: must be above 1'),
+  ('recipe', {'positive_to_negative': -1.0}, r'positive_to_negative=-1\.0'),
+  ('recipe', {'low_step': 0.5}, r'clip\.recipe\.low_step=0\.5'),
+  ('recipe', {'high': (2.0, 1.2)}, r'clip\.recipe\.high=\(2\.0, 1\.2\)'),
+  ('fixed', {'low': -0.1}, r'clip\.fixed\.low=-0\.1'),
+  ('fixed', {'high': 0.9}, r'clip\.fixed\.high=0\.9'),
+  ('fixed', {'dual': 1.0}, r'clip\.fixed\.dual=1\.0'),
+]
+
+
+@pytest.mark.parametrize(('rule', 'knobs', 'message'), REFUSED)
+def test_errors_name_the_knob_and_its_value(rule, knobs, message):
+  with pytest.raises(ValueError, match=message):
+    clip.RULES[rule](*pair(1.0, 1.0), **knobs)

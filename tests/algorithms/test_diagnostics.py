@@ -1,0 +1,248 @@
+"""The diagnosis of a minibatch: goldens, the loss's own gradient, the entropy rule."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+from test_loss import example
+
+from bapo_jax.algorithms import diagnostics, loss
+from bapo_jax.types import Bounds
+
+BOUNDS = Bounds(*map(jnp.float32, (0.75, 1.5, 9, math.inf, 0.5, 1.25)), 2, True)
+BOUNDS = BOUNDS._replace(moves=jnp.int32(2), met=jnp.asarray(True))
+
+
+def diagnose(logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.clipped):
+  return diagnostics.diagnose(rule, jnp.asarray(logp_BT), entropy_BT, batch, bounds)
+
+
+def golden():
+  # Row 0, A = +1, fresh: r = 2 (cut at 1.5), 1, and a token outside the mask.
+  # Row 1, A = -1, reused: r = 1/2 (cut at 0.75), 1, 2.
+  ratio_BT = np.asarray([[2, 1, 4], [0.5, 1, 2]], np.float32)
+  batch = making.batch(
+    [1, -1], [[1, 1, 0], [1, 1, 1]], logp_BT=np.full((2, 3), -3), source_B=[0, 2]
+  )
+  entropy_BT = np.asarray([[1, 2, 100], [3, 4, 5]], np.float32)
+  return np.log(ratio_BT) - 3, entropy_BT, batch
+
+
+def test_spread_golden():
+  # K = (1 - sigma) / sigma: half right sigma 1/2, K 1; one of eight sigma sqrt(7)/8.
+  groups = making.groups([0, 1, 2, 3, 4], [4, 1, 0, 8, 4], [0] * 5)
+  one_in_eight = (1 - math.sqrt(7) / 8) / (math.sqrt(7) / 8)
+  found = diagnostics.spread(groups, jnp.asarray([0, 0, 0, 2, -1]))
+  assert found['fresh'] == pytest.approx((1 + one_in_eight) / 2)
+  # Groups of one verdict have no spread, and an empty seat has no source.
+  assert math.isnan(found['reused']) and math.isnan(found['rechecked'])
+
+
+def test_diagnose_golden():
+  ln2, mu = np.log(2), np.exp(-3)
+  expected = {
+    'advantage/positive': 2 / 5,
+    'clip/low': 0.75,
+    'clip/high': 1.5,
+    'clip/moves': 2,
+    'clip/moved': 1,
+    'clip/met': 1,
+    # Between 0.75 and 1.5: P = 1, N = 1 + 2. At the start (0.5, 1.25) the same tokens
+    # are cut, r = 1/2 being not above 1/2.
+    'clip/share': 1 / 4,
+    'clip/share_start': 1 / 4,
+    # Clamped instead of cut: P = 1.5 + 1, N = 0.75 + 1 + 2; at the start P = 1.25 + 1,
+    # N = 0.5 + 1 + 2.
+    'clip/surrogate_share': 2.5 / 6.25,
+    'clip/surrogate_share_start': 2.25 / 5.75,
+    'clip/fraction': 2 / 5,
+    'clip/fraction_positive': 1 / 2,
+    'clip/fraction_negative': 1 / 3,
+    'clip/fraction_fresh': 1 / 2,
+    'clip/fraction_rechecked': np.nan,
+    'clip/fraction_reused': 1 / 3,
+    'clip/probability_positive': mu,
+    'clip/probability_negative': mu,
+    'loss/ratio_mean': 6.5 / 5,
+    'loss/ratio_max': 2,
+    'loss/ratio_nan': 0,
+    'loss/ratio_mean_fresh': 3 / 2,
+    'loss/ratio_max_fresh': 2,
+    'loss/tv_fresh': (1 + 0) / 2 / 2,
+    'loss/gain_fresh': (2 + 1) / 2,
+    'loss/ratio_mean_reused': 3.5 / 3,
+    'loss/ratio_max_reused': 2,
+    'loss/tv_reused': (0.5 + 0 + 1) / 3 / 2,
+    'loss/gain_reused': -(0.5 + 1 + 2) / 3,
+    **dict.fromkeys(
+      (f'loss/{x}_rechecked' for x in ('ratio_mean', 'ratio_max', 'tv', 'gain')), np.nan
+    ),
+    # (2 + 1 + 1/2 + 1 + 2)^2 / (5 (4 + 1 + 1/4 + 1 + 4))
+    'loss/effective': 6.5**2 / (5 * 10.25),
+    'loss/entropy': 3,
+    # -(log pi + H) pi w: cut tokens give 0. Row 0, r = 1: (-3 + 2) mu 1. Row 1, r = 1:
+    # (-3 + 4) mu (-1); r = 2: (ln 2 - 3 + 5) 2 mu (-2).
+    'loss/entropy_slope': -(-mu - mu - 4 * mu * (2 + ln2)) / 5,
+    # k3 = r - 1 - ln r: 1 - ln 2 twice (r = 2), ln 2 - 1/2 (r = 1/2), 0 at r = 1.
+    'loss/kl': (2 * (1 - ln2) + ln2 - 0.5) / 5,
+    'loss/kl_plain': -ln2 / 5,
+  }
+  told = diagnose(*golden())
+  assert told.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(told[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_bounds_of_their_own_for_some_rows():
+  # Row 0 under (0.75, 1.5), row 1 under (0.25, 1.25): nothing of it is cut.
+  column = [[0.75], [0.25]], [[1.5], [1.25]], [[9]] * 2, [[math.inf]] * 2
+  start = [[0.5], [0.25]], [[1.25]] * 2
+  bounds = Bounds(*map(jnp.float32, (*column, *start)), jnp.int32([[2], [0]]), None)
+  bounds = bounds._replace(met=jnp.asarray([[True], [False]]))
+  told = diagnose(*golden(), bounds)
+  np.testing.assert_allclose(told['clip/low'], 0.5)
+  np.testing.assert_allclose(told['clip/moved'], 0.5)
+  np.testing.assert_allclose(told['clip/met'], 0.5)
+  np.testing.assert_allclose(told['clip/fraction_negative'], 0)
+  # P = 1, N = 1/2 + 1 + 2
+  np.testing.assert_allclose(told['clip/share'], 1 / 4.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize('rule', loss.RULES)
+def test_cut_is_where_the_gradient_is_zero(rule):
+  logp_BT, batch = example(seed=1)
+  narrow = BOUNDS._replace(low=jnp.float32(0.95), high=jnp.float32(1.05))
+  told = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
+  weight_BT = loss.weights(loss.RULES[rule], jnp.asarray(logp_BT), batch, narrow)
+  weight_BT = np.asarray(weight_BT)
+  teaches_BT = batch.mask_BT & (batch.adv_B != 0)[:, None]
+  cut = (teaches_BT & (weight_BT == 0)).sum() / batch.mask_BT.sum()
+  np.testing.assert_allclose(told['clip/fraction'], cut, rtol=1e-6)
+  assert (cut == 0) == (rule in ('cispo', 'tis'))
+  positive = weight_BT[weight_BT > 0].sum() / np.abs(weight_BT).sum()
+  np.testing.assert_allclose(told['clip/share'], positive, rtol=1e-5)
+
+
+def test_of_nothing_only_means_over_some_are_nan():
+  logp_BT, batch = example()
+  nothing = batch._replace(mask_BT=np.zeros_like(batch.mask_BT))
+  told = diagnose(logp_BT, -logp_BT, nothing)
+  lost = {name for name, value in told.items() if not np.isfinite(value)}
+  assert lost == diagnostics.OF_SOME
+  for name in ('clip/share', 'clip/fraction', 'loss/entropy', 'loss/effective'):
+    assert told[name] == 0, name
+
+
+def test_a_ratio_that_is_no_number_is_shown():
+  logp_BT, entropy_BT, batch = golden()
+  logp_BT[0, 1] = np.nan
+  told = diagnose(logp_BT, entropy_BT, batch)
+  np.testing.assert_allclose(told['loss/ratio_nan'], 1 / 5)
+  assert np.isnan(told['loss/ratio_mean']) and np.isnan(told['loss/ratio_max'])
+  assert np.isnan(told['loss/kl'])
+
+
+def test_large_ratios_do_not_spoil_the_effective_sample_size():
+  # r = e^60 squared is beyond float32; one token of 5 then carries everything.
+  logp_BT, entropy_BT, batch = golden()
+  logp_BT[1, 2] = 57
+  np.testing.assert_allclose(
+    diagnose(logp_BT, entropy_BT, batch)['loss/effective'], 1 / 5, rtol=1e-5
+  )
+
+
+# ------------------------------------------------------- the Entropy-Clip Rule (Eq. 7)
+
+
+def entropy(z_V):
+  p_V = np.exp(z_V - z_V.max())
+  p_V /= p_V.sum()
+  return -(p_V * np.log(p_V)).sum()
+
+
+def predicted(logp_V, weight_V):
+  """Per unit of eta: the rule's batch form, with every word of one state a token."""
+  H = -(np.exp(logp_V) * logp_V).sum()
+  pi_V = np.exp(logp_V)
+  mean = diagnostics.entropy_slope(
+    np.float32(logp_V[None]),
+    np.full((1, len(logp_V)), H, np.float32),
+    # All words stand in one row here, so each is weighed by its probability.
+    np.float32((weight_V * pi_V)[None]),
+    np.ones((1, len(logp_V)), bool),
+  )
+  return float(mean) * len(logp_V)
+
+
+@pytest.mark.parametrize('clipped', [False, True])
+def test_the_entropy_rule_holds_to_first_order(clipped):
+  told, true = [], []
+  for seed in range(200):
+    rng = np.random.default_rng(seed)
+    z_V = rng.normal(0, rng.uniform(0.3, 2), rng.integers(3, 40))
+    logp_V = z_V - np.log(np.exp(z_V).sum())
+    adv_V = rng.normal(0, 1, len(z_V))
+    uncut_V = rng.random(len(z_V)) < 0.6 if clipped else np.ones(len(z_V))
+    eta = 1e-3
+    step_V = eta * np.exp(logp_V) * adv_V * uncut_V
+    true.append((entropy(z_V + step_V) - entropy(z_V)) / eta)
+    told.append(predicted(logp_V, adv_V * uncut_V))
+    # dH = -eta Cov_pi[log pi, pi A X], written out.
+    pi_V = np.exp(logp_V)
+    x_V = pi_V * adv_V * uncut_V
+    covariance = (pi_V * logp_V * x_V).sum() - (pi_V * logp_V).sum() * (
+      pi_V * x_V
+    ).sum()
+    np.testing.assert_allclose(told[-1], -covariance, rtol=1e-3, atol=1e-6)
+  slope = np.dot(told, true) / np.dot(told, told)
+  print(f'slope of the true on the predicted change of entropy: {slope:.5f}')
+  assert 0.95 < slope < 1.05
+  assert np.corrcoef(told, true)[0, 1] > 0.999
+  assert np.std(true) > 0.01
+
+
+@pytest.mark.parametrize(
+  ('probability', 'adv', 'sign'),
+  [(0.6, 1, -1), (0.6, -1, 1), (0.02, 1, 1), (0.02, -1, -1)],
+)
+def test_the_sign_table(probability, adv, sign):
+  # Entropy falls with likely positives and unlikely negatives, and rises with the rest.
+  V = 10
+  pi_V = np.full(V, (1 - probability) / (V - 1))
+  pi_V[0] = probability
+  adv_V = np.zeros(V)
+  adv_V[0] = adv
+  z_V = np.log(pi_V)
+  true = entropy(z_V + 1e-3 * pi_V * adv_V) - entropy(z_V)
+  assert np.sign(true) == sign == np.sign(predicted(np.log(pi_V), adv_V))
+  # And a token that is cut changes nothing.
+  assert predicted(np.log(pi_V), 0 * adv_V) == 0
+
+
+def test_one_sampled_token_a_state_is_unbiased():
+  # Sampled from another policy: the importance ratio in the weight makes up for it.
+  rng = np.random.default_rng(0)
+  V, n = 6, 200_000
+  logp_V, logmu_V = (np.log(rng.dirichlet(np.ones(V) * 2)) for _ in range(2))
+  adv_V = rng.normal(0, 1, V)
+  y_n = rng.choice(V, n, p=np.exp(logmu_V))
+  H = -(np.exp(logp_V) * logp_V).sum()
+  weight_n = np.exp(logp_V - logmu_V)[y_n] * adv_V[y_n]
+  found = diagnostics.entropy_slope(
+    jnp.float32(logp_V[y_n])[None],
+    jnp.full((1, n), H),
+    jnp.float32(weight_n)[None],
+    jnp.ones((1, n), bool),
+  )
+  np.testing.assert_allclose(found, predicted(logp_V, adv_V), rtol=0.03)
+
+
+def test_diagnosis_is_the_same_on_a_mesh(variant):
+  logp_BT, batch = example()
+  told = variant(lambda *xs: diagnose(*xs), jnp.asarray(logp_BT), -logp_BT, batch)
+  for name, value in diagnose(logp_BT, -logp_BT, batch).items():
+    np.testing.assert_allclose(told[name], value, rtol=1e-5, err_msg=name)
+  assert set(jax.tree.map(jnp.shape, told).values()) == {()}

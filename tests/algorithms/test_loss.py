@@ -1,0 +1,261 @@
+"""Loss rules: goldens by hand, gradients token by token, and sums that add up."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.types import Bounds
+
+
+def bounds(low=0.75, high=1.5, cap=math.inf, dual=math.inf) -> Bounds:
+  values = (jnp.float32(x) for x in (low, high, cap, dual, low, high))
+  return Bounds(*values, jnp.int32(0), jnp.asarray(True))
+
+
+def example(B=8, T=5, seed=0):
+  """(logp_BT, batch): every combination of sign, side and mask is likely in it."""
+  rng = np.random.default_rng(seed)
+  logp_BT, old_BT, prox_BT = (
+    -rng.random((B, T)).astype(np.float32) * 2 for _ in range(3)
+  )
+  adv_B = np.asarray([1, -1, 2, -2, 0, 0.5, -0.5, 1])[:B]
+  mask_BT = rng.random((B, T)) < 0.8
+  return logp_BT, making.batch(adv_B, mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4))
+
+
+def one(ratio, adv, **fields):
+  """(logp_BT, batch) of a single token."""
+  batch = making.batch([adv], [[True]], logp_BT=[[-2.0]], **fields)
+  return jnp.log(jnp.float32([[ratio]])) - 2, batch
+
+
+def gain_and_slope(rule, logp_BT, batch, given):
+  """The token's gain, and its derivative by the ratio pi / mu, at r = exp(logp + 2)."""
+
+  def total(logp_BT):
+    return rule(logp_BT, batch, lambda _: given)[0].sum()
+
+  value, slope_BT = jax.value_and_grad(total)(logp_BT)
+  return float(value), float(slope_BT[0, 0] / jnp.exp(logp_BT[0, 0] + 2))
+
+
+@pytest.mark.parametrize(
+  ('ratio', 'adv', 'gain', 'slope'),
+  [
+    # A > 0: the gain stops growing at 1.5; below 0.75 it is not clipped.
+    (2.0, 1.0, 1.5, 0.0),
+    (0.5, 1.0, 0.5, 1.0),
+    # A < 0: the loss stops falling at 0.75; above 1.5 it is not clipped.
+    (0.5, -1.0, -0.75, 0.0),
+    (2.0, -1.0, -2.0, -1.0),
+    # Between the bounds, r A for either sign.
+    (1.25, 2.0, 2.5, 2.0),
+    (1.25, -2.0, -2.5, -2.0),
+    # Dual clip at 3: a negative token is worth -3 at most, and no gradient beyond.
+    (4.0, -1.0, -3.0, 0.0),
+    (4.0, 1.0, 1.5, 0.0),
+    (1.0, 0.0, 0.0, 0.0),
+  ],
+)
+def test_clipped_golden(ratio, adv, gain, slope):
+  found = gain_and_slope(loss.clipped, *one(ratio, adv), bounds(dual=3.0))
+  np.testing.assert_allclose(found, (gain, slope), rtol=1e-6)
+
+
+@pytest.mark.parametrize(('ratio', 'adv'), [(1.5, 1.0), (0.75, -1.0), (3.0, -1.0)])
+def test_a_token_at_its_bound_is_cut(ratio, adv):
+  # As the search counts it: r >= high, r <= low. Half a gradient would be neither.
+  logp_BT, batch = one(1.0, adv)
+  batch = batch._replace(logp_BT=np.zeros((1, 1), np.float32))
+  logp_BT = jnp.log(jnp.float32([[ratio]]))
+  ratio = loss.ratio(logp_BT, batch)[0, 0]  # exp(log x) may miss x by a bit
+  if adv > 0:
+    given = bounds(high=ratio)
+  else:
+    given = bounds(low=ratio) if ratio < 1 else bounds(dual=ratio)
+  slope_BT = loss.weights(loss.clipped, logp_BT, batch, given)
+  assert slope_BT[0, 0] == 0
+
+
+def test_log_ratio_limit():
+  # exp(20) at most, and no gradient beyond; without it the ratio overflows.
+  logp_BT, batch = one(1.0, -1.0)
+  far_BT = logp_BT + 200
+  rule = functools.partial(loss.clipped, limit=20.0)
+  gain_BT, _ = rule(far_BT, batch, lambda _: bounds())
+  np.testing.assert_allclose(gain_BT, -np.exp(20), rtol=1e-5)
+  assert loss.weights(rule, far_BT, batch, bounds())[0, 0] == 0
+  assert loss.clipped(far_BT, batch, lambda _: bounds())[0][0, 0] == -np.inf
+
+
+def test_a_ratio_that_overflows_and_is_cut_gives_no_gradient():
+  for adv, given in ((1.0, bounds()), (-1.0, bounds(dual=3.0))):
+    logp_BT, batch = one(1.0, adv)
+    gain_BT, _ = loss.clipped(logp_BT + 200, batch, lambda _, given=given: given)
+    assert np.isfinite(gain_BT).all()
+    np.testing.assert_array_equal(
+      loss.weights(loss.clipped, logp_BT + 200, batch, given), 0
+    )
+
+
+def test_nan_is_not_hidden():
+  logp_BT, batch = one(1.0, 1.0)
+  for rule in loss.RULES.values():
+    gain_BT, _ = rule(logp_BT * np.nan, batch, lambda _: bounds())
+    assert np.isnan(gain_BT).all()
+
+
+def test_reused_rows_may_have_a_cap_of_their_own():
+  ratios = {}
+  for source in range(3):
+    data = one(1.4, 1.0, source_B=[source])
+    ratios[source] = gain_and_slope(loss.clipped, *data, bounds(cap=1.1))
+  np.testing.assert_allclose(ratios[0], (1.4, 1.0), rtol=1e-6)
+  assert ratios[1] == ratios[0]
+  np.testing.assert_allclose(ratios[2], (1.1, 0.0), rtol=1e-6)
+  # The cap lowers a bound and never raises it.
+  found = gain_and_slope(loss.clipped, *one(2.0, 1.0, source_B=[2]), bounds(cap=9.0))
+  assert found == (1.5, 0.0)
+
+
+def test_decoupled_golden():
+  # mu = e^-2; prox = 1.6 mu, pi = 2 mu: r = pi / prox = 1.25, not cut: 1.6 * 1.25 A.
+  prox = np.log([[1.6]]) - 2
+  data = one(2.0, 1.0, prox_BT=prox)
+  found = gain_and_slope(loss.decoupled, *data, bounds())
+  np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
+  # Truncated at 1.2: 1.2 * 1.25; pi = 4 mu is cut at 1.5: 1.2 * 1.5.
+  rule = functools.partial(loss.decoupled, cap=1.2)
+  found = gain_and_slope(rule, *data, bounds())
+  np.testing.assert_allclose(found, (1.5, 0.75), rtol=1e-6)
+  found = gain_and_slope(rule, *one(4.0, 1.0, prox_BT=prox), bounds())
+  np.testing.assert_allclose(found, (1.8, 0.0), rtol=1e-6)
+
+
+def test_sequence_golden():
+  # Two tokens at ratios 4 and 1, geometric mean 2: s = 2 for both, cut at 1.5 where
+  # A > 0; for A < 0 each token's gradient is s A. A masked third token does not count.
+  logp_BT = np.log([[4.0, 1.0, 7.0]] * 2).astype(np.float32)
+  batch = making.batch([1, -1], [[1, 1, 0]] * 2)
+  gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
+  np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=1e-6)
+  slope_BT = loss.weights(loss.sequence, jnp.asarray(logp_BT), batch, bounds())
+  np.testing.assert_allclose(slope_BT, [[0, 0, 0], [-2, -2, 0]], rtol=1e-6)
+  seen = []
+  loss.sequence(logp_BT, batch, lambda r: seen.append(r) or bounds())
+  np.testing.assert_allclose(seen[0], [[2, 2, 1]] * 2, rtol=1e-6)
+
+
+def test_sequence_is_the_gradient_of_the_papers_objective():
+  # Eq. 5: mean over responses of min(s A, clip(s) A), s the geometric mean.
+  logp_BT, batch = example()
+
+  def paper(logp_BT):
+    n_B = batch.mask_BT.sum(1)
+    log_s_B = jnp.where(batch.mask_BT, logp_BT - batch.logp_BT, 0).sum(1) / n_B
+    s_B = jnp.exp(log_s_B)
+    gain_B = jnp.minimum(s_B * batch.adv_B, jnp.clip(s_B, 0.75, 1.5) * batch.adv_B)
+    return gain_B.mean()
+
+  def ours(logp_BT):
+    gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
+    return (gain_BT.sum(1) * loss.row_scale(batch.mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  np.testing.assert_allclose(ours(logp_BT), paper(logp_BT), rtol=1e-5)
+  np.testing.assert_allclose(
+    jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), rtol=1e-4, atol=1e-7
+  )
+
+
+def test_cispo_weighs_and_never_cuts():
+  # logp = ln 2 - 2: weights 1.5 (clipped from 2), 0.75 (from 0.5), gradient weight * A.
+  for ratio, weight in ((2.0, 1.5), (0.5, 0.75), (1.25, 1.25)):
+    for adv in (1.0, -2.0):
+      logp_BT, batch = one(ratio, adv)
+      gain_BT, _ = loss.cispo(logp_BT, batch, lambda _: bounds())
+      np.testing.assert_allclose(gain_BT, weight * adv * logp_BT, rtol=1e-6)
+      slope_BT = loss.weights(loss.cispo, logp_BT, batch, bounds())
+      np.testing.assert_allclose(slope_BT, [[weight * adv]], rtol=1e-6)
+
+
+def test_tis_truncates_above_only():
+  for ratio, weight in ((3.0, 2.0), (0.5, 0.5)):
+    logp_BT, batch = one(ratio, -1.0)
+    slope_BT = loss.weights(loss.tis, logp_BT, batch, clip.unclipped(None, batch))
+    np.testing.assert_allclose(slope_BT, [[-weight]], rtol=1e-6)
+
+
+def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
+  _, batch = example()
+  batch = batch._replace(prox_BT=batch.logp_BT)
+  expected_BT = np.where(batch.mask_BT, batch.adv_B[:, None], 0)
+  for name, rule in loss.RULES.items():
+    weights_BT = loss.weights(rule, jnp.asarray(batch.logp_BT), batch, bounds())
+    np.testing.assert_allclose(weights_BT, expected_BT, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
+  logp_BT, batch = example(seed=seed)
+  weights_BT = variant(
+    lambda *xs: loss.weights(loss.clipped, *xs, bounds()), jnp.asarray(logp_BT), batch
+  )
+  r_BT = np.exp(logp_BT - batch.logp_BT)
+  adv_BT = np.broadcast_to(batch.adv_B[:, None], r_BT.shape)
+  live_BT = batch.mask_BT & np.where(adv_BT > 0, r_BT < 1.5, r_BT > 0.75)
+  assert 0 < live_BT.sum() < batch.mask_BT.sum()
+  np.testing.assert_allclose(weights_BT, r_BT * adv_BT * live_BT, rtol=1e-5)
+
+
+@pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize('rule', loss.RULES)
+def test_what_is_outside_the_mask_does_not_matter(rule, junk):
+  logp_BT, batch = example()
+  junk_BT = np.where(batch.mask_BT, logp_BT, np.float32(junk))
+  for name in ('logp_BT', 'prox_BT'):
+    old_BT = np.where(batch.mask_BT, getattr(batch, name), np.float32(junk))
+    batch = batch._replace(**{name: old_BT})
+  given = bounds()
+  gain_BT, _ = loss.RULES[rule](junk_BT, batch, lambda _: given)
+  weights_BT = loss.weights(loss.RULES[rule], jnp.asarray(junk_BT), batch, given)
+  for found_BT in (gain_BT, weights_BT):
+    assert np.isfinite(found_BT).all()
+    np.testing.assert_array_equal(np.asarray(found_BT)[~batch.mask_BT], 0)
+  np.testing.assert_array_equal(loss.ratio(junk_BT, batch)[~batch.mask_BT], 1)
+
+
+def test_row_scale_golden(variant):
+  # Rows of 2, 1 and 0 tokens (and five more of 0). Token: 1/3 for each token. Sequence:
+  # two rows, 1/2 * 1/2 and 1/2. Constant, length 4: 1 / (2 * 4).
+  mask_BT = np.zeros((8, 3), bool)
+  mask_BT[0, :2] = mask_BT[1, 0] = True
+  for how, first, second in (
+    ('token', 1 / 3, 1 / 3),
+    ('sequence', 1 / 4, 1 / 2),
+    ('constant', 1 / 8, 1 / 8),
+  ):
+    scale_B = variant(lambda m, how=how: loss.row_scale(m, how, 4), mask_BT)
+    np.testing.assert_allclose(scale_B[:2], [first, second], rtol=1e-6, err_msg=how)
+    assert np.isfinite(loss.row_scale(np.zeros((2, 3), bool), how, 4)).all()
+
+
+@pytest.mark.parametrize(
+  ('rule', 'message'),
+  [
+    (functools.partial(loss.clipped, limit=0.0), r'loss\.clipped\.limit=0\.0'),
+    (functools.partial(loss.decoupled, cap=-1.0), r'loss\.decoupled\.cap=-1\.0'),
+    (functools.partial(loss.tis, cap=0.0), r'loss\.tis\.cap=0\.0: must be above 0'),
+  ],
+)
+def test_errors_name_the_knob_and_its_value(rule, message):
+  with pytest.raises(ValueError, match=message):
+    rule(*example(), lambda _: bounds())
+  with pytest.raises(ValueError, match=r"loss\.aggregate='mean': choose one of"):
+    loss.row_scale(np.ones((1, 1), bool), 'mean', 1)

@@ -1,0 +1,157 @@
+"""Users' files: real ones, each format, and everything that can be wrong with one."""
+
+import json
+import pathlib
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bapo_jax.data import local_files
+
+SHARED = pathlib.Path(__file__).parents[3] / 'shared/data'
+REAL = [  # file, problems, the first answer, verifier
+  ('aime24.jsonl', 30, '204', ''),
+  ('gsm8k_test_300.jsonl', 300, '18', 'gsm8k'),
+  ('math500_200.jsonl', 200, r'\left( 3, \frac{\pi}{2} \right)', ''),
+]
+GOOD = '{"problem": "1+1", "answer": "2"}'
+VERL = [
+  {
+    'data_source': 'math_dapo',
+    'prompt': [{'role': 'user', 'content': f'{i}+1'}],
+    'reward_model': {'ground_truth': str(i + 1), 'style': 'rule'},
+    'extra_info': {'index': i},
+  }
+  for i in range(3)
+]
+
+
+def file_with(tmp_path, *lines, name='problems.jsonl'):
+  path = tmp_path / name
+  path.write_text('\n'.join(lines))
+  return str(path)
+
+
+def parquet(tmp_path, rows, name='problems.parquet'):
+  path = str(tmp_path / name)
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  return path
+
+
+@pytest.mark.parametrize(('file', 'count', 'answer', 'verifier'), REAL)
+def test_real_files_have_as_many_problems_as_they_should(file, count, answer, verifier):
+  if not (SHARED / file).exists():
+    pytest.skip(f'no {SHARED / file} here')
+  rows = local_files.read(str(SHARED / file))
+  assert len(rows) == count == len({row['problem'] for row in rows})
+  assert rows[0]['answer'] == answer
+  assert {row['verifier'] for row in rows} == {verifier}
+
+
+def test_a_file_of_problems_is_read_in_order(tmp_path):
+  path = file_with(
+    tmp_path,
+    '{"problem": "1+1", "answer": 2, "source": "mine"}',
+    '{"answer": "3", "problem": "1+2"}',
+  )
+  assert local_files.read(path) == [
+    {'problem': '1+1', 'answer': '2', 'verifier': ''},
+    {'problem': '1+2', 'answer': '3', 'verifier': ''},
+  ]
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+  path = file_with(tmp_path, GOOD)
+  assert len(local_files.read(path)) == 1
+  file_with(tmp_path, GOOD, GOOD)
+  assert len(local_files.read(path)) == 2
+  local_files.read(path).clear()  # what one reader does with it is nobody else's
+  assert len(local_files.read(path)) == 2
+
+
+def test_jsonl_a_json_list_and_parquet_say_the_same(tmp_path):
+  paths = [
+    file_with(tmp_path, *map(json.dumps, VERL)),
+    file_with(tmp_path, json.dumps(VERL, indent=1), name='list.json'),
+    file_with(tmp_path, '\ufeff' + json.dumps(VERL[0]), *map(json.dumps, VERL[1:])),
+    parquet(tmp_path, VERL),
+  ]
+  found = [local_files.read(path) for path in paths]
+  assert found[0] == [
+    {'problem': f'{i}+1', 'answer': str(i + 1), 'verifier': 'math'} for i in range(3)
+  ]
+  assert all(rows == found[0] for rows in found)
+
+
+def test_a_row_that_comes_again_is_held_once(tmp_path):
+  rows = local_files.read(parquet(tmp_path, VERL * 100))
+  assert len(rows) == 300 and len({id(row) for row in rows}) == 3
+
+
+@pytest.mark.parametrize(
+  ('line', 'message'),
+  [
+    ('{"problem": "1+2"}', r"line 2: no field 'answer', only \['problem'\]"),
+    ('{"answer": "3"}', r"line 2: no field 'problem', only \['answer'\]"),
+    ('{"problem": "1+2", "answer": null}', "line 2: field 'answer' holds None"),
+    ('{"problem": "1+2", "answer": NaN}', "line 2: field 'answer' holds nan"),
+    ('{"problem": "1+2", ', r'line 2: not JSON'),
+    ('', r'line 2: not JSON'),
+    ('[' * 100_000, r'line 2: not JSON'),
+    ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', r'line 2: not JSON'),
+    ('3', r'line 2: 3 is no JSON object'),
+    ('["problem", "answer"]', r'line 2: \["problem", "answer"\] is no JSON object'),
+    ('null', r'line 2: null is no JSON object'),
+  ],
+)
+def test_a_bad_row_is_named_by_file_line_and_field(tmp_path, line, message):
+  path = file_with(tmp_path, GOOD, line, GOOD)
+  with pytest.raises(ValueError, match=re.escape(path) + ', ' + message):
+    local_files.read(path)
+
+
+def test_a_bad_row_of_a_table_is_named_by_file_row_and_field(tmp_path):
+  rows = [*VERL, VERL[0] | {'reward_model': {'ground_truth': None, 'style': 'rule'}}]
+  path = parquet(tmp_path, rows)
+  says = r", row 4: field 'reward_model\.ground_truth' holds None, which is no answer"
+  with pytest.raises(ValueError, match=re.escape(path) + says):
+    local_files.read(path)
+
+
+def test_no_file_and_files_that_are_none_are_named(tmp_path):
+  with pytest.raises(ValueError, match=r"no file '/nowhere/x\.jsonl'"):
+    local_files.read('/nowhere/x.jsonl')
+  for path in (file_with(tmp_path), parquet(tmp_path, VERL[:0])):
+    with pytest.raises(ValueError, match=re.escape(path) + ' holds no problem'):
+      local_files.read(path)
+  path = file_with(tmp_path, GOOD, name='problems.csv')
+  with pytest.raises(ValueError, match=r'ends in none of \.jsonl, \.json, \.parquet'):
+    local_files.read(path)
+  path = file_with(tmp_path, GOOD, name='cut.parquet')
+  with pytest.raises(ValueError, match=re.escape(path) + ' is no whole parquet file'):
+    local_files.read(path)
+  path = file_with(tmp_path, '{"question": "1+1", "solutions": []}')
+  says = r", line 1: its fields \['question', 'solutions'\] are of no layout"
+  with pytest.raises(ValueError, match=re.escape(path) + says):
+    local_files.read(path)
+  (tmp_path / 'latin.jsonl').write_bytes(GOOD.encode() + b'\n\xe9')
+  with pytest.raises(ValueError, match=r'latin\.jsonl is not UTF-8'):
+    local_files.read(str(tmp_path / 'latin.jsonl'))
+
+
+def test_the_builder_keeps_rows_order_and_a_copy(tmp_path):
+  rows = [
+    {'problem': f'{i}+é', 'answer': str(i), 'verifier': 'math' * (i % 2)}
+    for i in range(40)
+  ]
+  data = str(tmp_path / 'data')
+  found = local_files.keep(data, '../a b.jsonl', rows)
+  assert found == [{'id': i, **row} for i, row in enumerate(rows)]
+  folder = local_files.prepare(data, '../a b.jsonl', rows).data_path
+  assert folder.parent.parent.name == 'math_file'
+  # One row less is another data set; the first one stays.
+  assert len(local_files.keep(data, '../a b.jsonl', rows[1:])) == 39
+  other = local_files.prepare(data, '../a b.jsonl', rows[1:]).data_path
+  assert other != folder and folder.exists()

@@ -1,0 +1,225 @@
+"""What is asked when: a pure function of (seed, step)."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_jax.data import prompts, tokenizer
+from configs import base
+
+N, WIDTH = 10, 4
+
+
+@pytest.fixture
+def problems():
+  """Problem i is the row i+1, i+1, ... of length 1 + i % WIDTH."""
+  return made()
+
+
+def made():
+  length_N = 1 + np.arange(N, dtype=np.int32) % WIDTH
+  tokens_NT = np.where(
+    np.arange(WIDTH) < length_N[:, None], np.arange(1, N + 1)[:, None], 0
+  ).astype(np.int32)
+  names = [str(i) for i in range(N)]
+  return prompts.Problems(
+    np.arange(N, dtype=np.int32), tokens_NT, length_N, names, names
+  )
+
+
+def asked(problems, steps, seed=0, count=3):
+  return [prompts.next_prompts(problems, s, seed, count).id_P.tolist() for s in steps]
+
+
+def epoch(problems, steps, seed=0, count=3):
+  return [i for step in asked(problems, steps, seed, count) for i in step]
+
+
+def test_ask_is_a_function_of_step_and_seed(problems):
+  forwards = asked(problems, range(8))
+  backwards = asked(problems, reversed(range(8)))[::-1]
+  assert forwards == backwards
+
+
+def test_an_epoch_asks_each_problem_once(problems):
+  # 10 problems by 5: steps 0 and 1 are one epoch, 2 and 3 the next, in another order.
+  first, second = epoch(problems, [0, 1], count=5), epoch(problems, [2, 3], count=5)
+  assert sorted(first) == sorted(second) == list(range(N))
+  assert first != second
+
+
+def test_no_problem_comes_twice_in_a_step_nor_an_epoch(problems):
+  # 10 by 3 leaves one problem over, another one each epoch; it is skipped.
+  left = set()
+  for start in range(0, 60, 3):
+    ids = epoch(problems, range(start, start + 3))
+    assert len(set(ids)) == 9
+    left |= set(range(N)) - set(ids)
+  assert len(left) > 3
+
+
+def test_another_seed_is_another_order(problems):
+  orders = {tuple(epoch(problems, range(3), seed)) for seed in range(5)}
+  assert len(orders) == 5
+
+
+def test_a_prompt_is_its_problem(problems):
+  for step in range(4):
+    found = prompts.next_prompts(problems, step, 0, 3)
+    np.testing.assert_array_equal(found.tokens_PT, problems.tokens_NT[found.id_P])
+    np.testing.assert_array_equal(found.length_P, problems.length_N[found.id_P])
+
+
+def test_all_problems_in_one_step(problems):
+  assert sorted(asked(problems, [5], count=N)[0]) == list(range(N))
+
+
+def test_too_many_prompts_names_both_numbers(problems):
+  with pytest.raises(ValueError, match=r'prompts\.count=11 .* only 10 problems'):
+    prompts.next_prompts(problems, 0, 0, 11)
+
+
+def test_again_asks_these_problems_and_leaves_empty_seats(problems):
+  found = prompts.prompts_by_id(problems, np.asarray([7, -1, 2, -1]))
+  assert found.id_P.tolist() == [7, -1, 2, -1]
+  assert found.length_P.tolist() == [4, 0, 3, 0]
+  np.testing.assert_array_equal(found.tokens_PT[[0, 2]], problems.tokens_NT[[7, 2]])
+  nobody = prompts.prompts_by_id(problems, np.zeros(0, np.int32))
+  assert nobody.tokens_PT.shape == (0, WIDTH) and nobody.length_P.shape == (0,)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  seed=st.integers(0, 9),
+  start=st.integers(0, 30),
+  processes=st.sampled_from([1, 2, 4]),
+  count=st.sampled_from([4, 8]),
+)
+def test_processes_ask_together_what_one_asks_and_resume_anywhere(
+  seed, start, processes, count
+):
+  problems = made()
+  whole = [
+    prompts.next_prompts(problems, step, seed, count) for step in range(start + 5)
+  ]
+  # Another run, begun at `start`, that never saw the steps before.
+  for step in range(start, start + 5):
+    parts = [
+      prompts.next_prompts(problems, step, seed, count, process, processes)
+      for process in range(processes)
+    ]
+    assert {len(part.id_P) for part in parts} == {count // processes}
+    for field in whole[step]._fields:
+      joined = np.concatenate([getattr(part, field) for part in parts])
+      np.testing.assert_array_equal(joined, getattr(whole[step], field))
+
+
+@pytest.mark.parametrize(('process', 'processes'), [(0, 4), (3, 3), (-1, 3)])
+def test_prompts_that_do_not_divide_over_processes_are_refused(
+  problems, process, processes
+):
+  says = (
+    rf'prompts\.count=6 prompts do not divide over {processes} processes, of which '
+  )
+  with pytest.raises(ValueError, match=says):
+    prompts.next_prompts(problems, 0, 0, 6, process, processes)
+
+
+def test_the_fingerprint_changes_with_anything_that_is_asked(problems):
+  N = len(problems.text)
+  now = prompts.fingerprint(problems)
+  assert len(now) == 16 and now == prompts.fingerprint(made())
+  swapped = [*problems.text[:-2], problems.text[-1], problems.text[-2]]
+  others = [
+    problems._replace(id_N=problems.id_N[::-1]),
+    problems._replace(text=swapped),
+    problems._replace(answer=swapped),
+    problems._replace(verifier=['math', *[''] * (N - 1)]),
+    problems._replace(  # what moves from one column to the next
+      text=['00', *problems.text[1:]], answer=['', *problems.answer[1:]]
+    ),
+    problems._replace(
+      id_N=problems.id_N[1:], text=problems.text[1:], answer=problems.answer[1:]
+    ),
+  ]
+  assert len({now, *map(prompts.fingerprint, others)}) == 7
+  # To ask for no verifier is to leave all of them to rewards.rule.
+  assert now == prompts.fingerprint(problems._replace(verifier=[''] * N))
+
+
+TEXT = tokenizer.load('characters', '{problem}\n')
+TRAIN = [('1+1', 2), ('2+2', 4), ('1+1', 2), ('3+3', 6), ('10+100+1000', 1110)]
+TEST = [('2+2', 4), ('5+5', 10), ('5+5', 11)]
+
+
+@pytest.fixture
+def load(tmp_path, capsys):
+  """prompts.load of TRAIN and TEST with these knobs: problems, and what was told."""
+
+  def call(train=TRAIN, test=TEST, **knobs):
+    config = base.get_config()
+    asked = config.prompts.to_dict() | config.problems.to_dict()
+    asked.pop('changed')
+    for knob, rows in (('source', train), ('test_source', test)):
+      path = tmp_path / f'{knob}.jsonl'
+      lines = (json.dumps({'problem': p, 'answer': a}) for p, a in rows)
+      path.write_text('\n'.join(lines))
+      asked[knob] = str(path)
+    asked |= {'count': 1, 'width': 6} | knobs
+    found = prompts.load(TEXT, str(tmp_path), **asked)
+    return *found, capsys.readouterr().out.splitlines()
+
+  return call
+
+
+def test_what_is_left_out_is_told(load):
+  training, held_out, told = load()
+  assert training.text == ['1+1', '2+2', '3+3']
+  assert training.answer == ['2', '4', '6'] and training.verifier == [''] * 3
+  assert held_out.text == ['2+2', '5+5'] and held_out.answer == ['4', '10']
+  for found in (training, held_out):
+    assert found.id_N.tolist() == list(range(len(found.text)))
+    assert found.length_N.tolist() == [4] * len(found.text)
+    assert found.tokens_NT.shape == (len(found.text), 6)
+  repeats, conflict, both, long = told
+  assert repeats.endswith(
+    'source.jsonl: 5 rows hold 4 different problems; the first of each counts'
+  )
+  assert "as '5+5' with '10' and '11'; the first of each counts" in conflict
+  assert both == (
+    "1 of 2 held-out problems are training problems too, as '2+2'; "
+    'problems.overlap=keep'
+  )
+  assert long == (
+    'prompts.width=6: 1 of 4 training prompts are longer, up to 12 tokens, and left out'
+  )
+
+
+def test_every_choice_can_be_made_otherwise(load):
+  training, held_out, told = load(duplicates='keep', overlap='drop')
+  assert training.text == ['1+1', '1+1', '3+3'] and held_out.text[1:] == ['5+5', '5+5']
+  assert told[0].endswith('problems.duplicates=keep')
+  assert told[2].endswith("as '2+2'; they are not trained on")
+  with pytest.raises(ValueError, match=r"width=6 is too small: .* '10.*has 12"):
+    load(overlong='refuse')
+  assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
+
+
+def test_no_held_out_problem_is_dropped_for_its_length(load):
+  with pytest.raises(ValueError, match=r"width=6 is too small: .* '10.*has 12"):
+    load(test=TRAIN)
+
+
+def test_too_few_problems_left_is_said_when_they_are_loaded(load):
+  assert len(load(count=3)[0].text) == 3
+  with pytest.raises(ValueError, match=r'prompts\.count=4 .* only 3 problems'):
+    load(count=4)
+  with pytest.raises(ValueError, match=r'prompts\.count=1 .* only 0 problems'):
+    load(train=TRAIN[-1:])
+
+
+def test_nothing_to_tell_is_not_told(load):
+  assert load(train=TRAIN[:1], test=TEST[:1])[2] == []

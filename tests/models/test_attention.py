@@ -1,0 +1,110 @@
+"""One function, several kernels: each sees what the obvious version sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import attention
+
+B, T, H, K, C = 4, 40, 4, 2, 8
+
+
+def example(kv_heads: int = K, seed: int = 0):
+  rng = np.random.default_rng(seed)
+  return tuple(
+    jnp.asarray(rng.standard_normal((B, T, heads, C), np.float32))
+    for heads in (H, kv_heads, kv_heads)
+  )
+
+
+def segments():
+  """Rows of texts of several lengths, one after the other."""
+  ends = np.asarray([[40, 40, 40], [1, 2, 40], [13, 14, 40], [20, 39, 40]])
+  return jnp.asarray((np.arange(T)[None, :, None] >= ends[:, None]).sum(-1), jnp.int32)
+
+
+def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None):
+  """Row by row, head by head, query by query, in float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q_BTHC, k_BTKC, v_BTKC))
+  out = np.zeros_like(q)
+  for b in range(B):
+    for h in range(H):
+      own = h * k.shape[2] // H
+      for t in range(T):
+        seen = np.arange(t + 1)
+        if segment_BT is not None:
+          seen = seen[np.asarray(segment_BT[b, : t + 1] == segment_BT[b, t])]
+        score = k[b, seen, own] @ q[b, t, h] / np.sqrt(C)
+        share = np.exp(score - score.max())
+        out[b, t, h] = share @ v[b, seen, own] / share.sum()
+  return out
+
+
+def plain(q_BTHC, k_BTKC, v_BTKC, segment_BT=None):
+  return attention.causal(q_BTHC, k_BTKC, v_BTKC, kind='plain', segment_BT=segment_BT)
+
+
+def splash(*args):
+  return attention.splash(*args, interpret=True)
+
+
+@pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.parametrize('kernel', [plain, splash])
+def test_a_kernel_equals_the_oracle(kernel, packed):
+  args = (*example(), segments()) if packed else example()
+  found = jax.jit(kernel)(*args)
+  np.testing.assert_allclose(found, oracle(*args), atol=1e-5)
+
+
+def test_splash_has_the_gradient_of_plain():
+  weight = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, H, C)))
+
+  def total(kernel):
+    return jax.jit(
+      jax.grad(lambda *args: (kernel(*args, segments()) * weight).sum(), (0, 1, 2))
+    )
+
+  for a, b in zip(total(splash)(*example()), total(plain)(*example()), strict=True):
+    assert np.abs(b).max() > 0.1
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize('kv_heads', [1, 2, 4])
+def test_splash_is_split_over_rows_and_heads(kv_heads):
+  # One head for four shards is copied; four are shared out.
+  args, devices = example(kv_heads), sharding.make(data=2, fsdp=1, tensor=4)
+  with sharding.current(devices):
+    spread = jax.jit(splash)(*jax.device_put(args, sharding.over_rows(devices)))
+  assert spread.sharding.shard_shape(spread.shape) == (B // 2, T, H // 4, C)
+  np.testing.assert_allclose(spread, plain(*args), atol=1e-5)
+
+
+def test_auto_is_what_the_platform_has():
+  wanted = {
+    ('cpu', 'bfloat16'): 'plain',
+    ('tpu', 'bfloat16'): 'splash',
+    ('tpu', 'float32'): 'splash',
+    ('gpu', 'bfloat16'): 'cudnn',
+    ('gpu', 'float32'): 'plain',
+  }
+  for (platform, compute), kind in wanted.items():
+    assert attention.resolve('auto', platform, compute) == kind
+    assert attention.resolve(kind, platform, compute) == kind
+    assert attention.resolve('plain', platform, compute) == 'plain'
+
+
+@pytest.mark.parametrize(
+  ('asked', 'message'),
+  [
+    (('flash', 'cpu', 'float32'), "no kind 'flash'"),
+    (('splash', 'cpu', 'float32'), 'splash needs a tpu, this is a cpu'),
+    (('cudnn', 'tpu', 'bfloat16'), 'cudnn needs a gpu, this is a tpu'),
+    (('cudnn', 'gpu', 'float32'), 'needs model.compute=bfloat16, not float32'),
+  ],
+)
+def test_what_cannot_be_had_is_refused(asked, message):
+  with pytest.raises(ValueError) as error:
+    attention.resolve(*asked)
+  assert str(error.value).startswith('model.attention') and message in str(error.value)

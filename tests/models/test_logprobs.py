@@ -1,0 +1,203 @@
+"""Log-probabilities in chunks equal those by way of all the logits, gradients too."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import logprobs, transformer
+from bapo_jax.tools.plan import hlo
+
+B, T, D, V = 8, 7, 16, 20
+CHUNKS = pytest.mark.parametrize(
+  ('chunk', 'block'), [(1, 4096), (3, 5), (T, 7), (T + 5, 10)]
+)
+
+
+def example(seed: int = 0):
+  rng = np.random.default_rng(seed)
+  return (
+    rng.standard_normal((B, T, D), np.float32),
+    rng.standard_normal((V, D), np.float32),
+    rng.integers(0, V, (B, T), np.int32),
+  )
+
+
+@CHUNKS
+@pytest.mark.parametrize('temperature', [0.6, 1.0])
+def test_values_equal_the_oracle(variant, chunk, block, temperature):
+  hidden_BTD, head_VD, token_BT = example()
+
+  def score(hidden_BTD, token_BT):
+    return logprobs.token_logprobs(
+      hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
+    )
+
+  found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
+  expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, temperature)
+  for a, b in zip(found, expected, strict=True):
+    assert a.shape == (B, T) and a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@CHUNKS
+def test_gradients_equal_the_oracle(chunk, block):
+  hidden_BTD, head_VD, token_BT = example()
+  weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
+
+  def total(score, hidden_BTD, head_VD):
+    scored = score(hidden_BTD, head_VD, token_BT, 0.8)
+    return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True))
+
+  score = functools.partial(logprobs.token_logprobs, chunk=chunk, block=block)
+  found = jax.jit(jax.grad(functools.partial(total, score), argnums=(0, 1)))
+  expected = jax.grad(functools.partial(total, oracles.logprob_oracle), argnums=(0, 1))
+  for a, b in zip(
+    found(hidden_BTD, head_VD), expected(hidden_BTD, head_VD), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_temperature_by_hand():
+  # Logits 0 and ln 3: 1/4 and 3/4; at temperature 1/2 they double: 1/10 and 9/10.
+  hidden_BTD, head_VD = jnp.ones((1, 2, 1)), jnp.array([[0.0], [math.log(3)]])
+  token_BT = jnp.array([[0, 1]])
+  for temperature, p in ((1.0, (1 / 4, 3 / 4)), (0.5, (1 / 10, 9 / 10))):
+    logp_BT, entropy_BT = logprobs.token_logprobs(
+      hidden_BTD, head_VD, token_BT, temperature
+    )
+    np.testing.assert_allclose(jnp.exp(logp_BT[0]), p, rtol=1e-6)
+    entropy = -sum(q * math.log(q) for q in p)
+    np.testing.assert_allclose(entropy_BT[0], [entropy, entropy], rtol=1e-6)
+
+
+def test_a_uniform_policy_has_entropy_log_v():
+  hidden_BTD, _, token_BT = example()
+  logp_BT, entropy_BT = logprobs.token_logprobs(
+    hidden_BTD, jnp.zeros((V, D)), token_BT, 1.0
+  )
+  np.testing.assert_allclose(entropy_BT, math.log(V), rtol=1e-6)  # 2.9957 nats
+  np.testing.assert_allclose(logp_BT, -math.log(V), rtol=1e-6)
+
+
+def test_rows_score_each_token_given_those_before_it():
+  spec = transformer.ModelSpec(
+    vocab=V, width=D, layers=1, heads=2, kv_heads=1, head_width=8, ffn=24, tied=False
+  )
+  params, (_, _, tokens_BT) = oracles.noisy(spec, 0), example()
+  logp_BT, entropy_BT = logprobs.sequence_logprobs(
+    params, tokens_BT, spec, 0.7, chunk=4
+  )
+  assert not logp_BT[:, 0].any() and not entropy_BT[:, 0].any()
+  for t in (1, T - 1):  # the row ends before t: nothing but what came before is seen
+    hidden_B1D = transformer.forward(params, tokens_BT[:, :t], spec)[:, -1:]
+    logp_B1, entropy_B1 = oracles.logprob_oracle(
+      hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
+    )
+    np.testing.assert_allclose(logp_BT[:, t], logp_B1[:, 0], atol=1e-5)
+    np.testing.assert_allclose(entropy_BT[:, t], entropy_B1[:, 0], atol=1e-5)
+
+
+def test_blocks_are_equal_and_no_larger_than_asked():
+  # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
+  assert logprobs._blocks(152064, 4096) == 44
+  assert logprobs._blocks(20, 4096) == 1
+  assert logprobs._blocks(20, 10) == 2
+  assert logprobs._blocks(20, 7) == 4
+  assert logprobs._blocks(151, 10) == 1  # a prime falls into crumbs only
+
+
+def sharded_gradient(devices, chunk=2, block=5):
+  """(jitted value and gradient of an example, its arguments on the mesh)."""
+  hidden_BTD, head_VD, token_BT = example()
+  weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
+
+  def total(hidden_BTD, head_VD, token_BT):
+    scored = logprobs.token_logprobs(
+      hidden_BTD, head_VD, token_BT, 0.8, chunk=chunk, block=block
+    )
+    return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True)), scored
+
+  args = hidden_BTD, head_VD, token_BT
+  if devices:
+    place = sharding.shardings({'head': head_VD}, devices)['head']
+    rows = sharding.over_rows(devices)
+    args = jax.device_put(args, (rows, place, rows))
+  return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True)), args
+
+
+@pytest.mark.parametrize('sizes', [(2, 2, 2), (1, 1, 4), (8, 1, 1), (1, 4, 2)])
+def test_the_mesh_changes_neither_values_nor_gradients(sizes):
+  gradient, args = sharded_gradient(None)
+  alone = gradient(*args)
+  devices = sharding.make(*sizes, devices=jax.devices()[: math.prod(sizes)])
+  gradient, args = sharded_gradient(devices)
+  with sharding.current(devices):
+    spread = gradient(*args)
+  for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(alone), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tile_waits_for_another_device():
+  devices = sharding.make(2, 2, 2)
+  gradient, args = sharded_gradient(devices)
+  with sharding.current(devices):
+    text = gradient.lower(*args).compile().as_text()
+  assert hlo.in_loops(text) == []
+  # The head [20/2, 16/2] becomes [10, 16] once forward and once backward.
+  gathers = [line for line in text.splitlines() if ' all-gather(' in line]
+  assert len(gathers) in (1, 2) and all('f32[10,16]' in line for line in gathers)
+
+
+def test_a_bfloat16_head_gets_the_sum_that_float32_would_give():
+  # 512 equal contributions: added up in bfloat16 they would stop growing at 256.
+  hidden_BTD, head_VD = jnp.ones((1, 512, 1), jnp.bfloat16), jnp.zeros((2, 1))
+  token_BT = jnp.zeros((1, 512), jnp.int32)
+
+  def total(head_VD):
+    return logprobs.token_logprobs(hidden_BTD, head_VD, token_BT, 1.0, chunk=1)[0].sum()
+
+  # d logp / d z = 1 - 1/2 of the chosen, -1/2 of the other, 512 times.
+  by_head_VD = jax.jit(jax.grad(total))(head_VD.astype(jnp.bfloat16))
+  assert by_head_VD.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(by_head_VD.astype(jnp.float32), [[256], [-256]])
+
+
+def test_the_logits_never_exist():
+  # 2 x 512 x 1000 logits are 4 MB; a chunk of 16 columns 128 kB, forward and backward.
+  like = jax.ShapeDtypeStruct
+  hidden, head = like((2, 512, 8), jnp.float32), like((1000, 8), jnp.float32)
+
+  def loss(hidden_BTD, head_VD, token_BT):
+    logp_BT, _ = logprobs.token_logprobs(hidden_BTD, head_VD, token_BT, 1.0, chunk=16)
+    return logp_BT.sum()
+
+  gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+  compiled = gradient.lower(hidden, head, like((2, 512), jnp.int32)).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('B', 'T', 'chunk'), [(1, 8192, 256), (8, 1024, 32)])
+def test_memory_on_a_v5e(topology, B, T, chunk):
+  V, D, gib = 152064, 3584, 2**30  # of the 7B model
+  one = jax.sharding.SingleDeviceSharding(topology('v5e:2x2')[0])
+
+  def temporaries(head_kind):
+    def total(hidden_BTD, head_VD, token_BT):
+      return logprobs.token_logprobs(hidden_BTD, head_VD, token_BT, 0.6, chunk=chunk)[
+        0
+      ].sum()
+
+    like = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+    args = like((B, T, D), 'bfloat16'), like((V, D), head_kind), like((B, T), 'int32')
+    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporaries('bfloat16') < 0.3 * gib
+  assert temporaries('float32') < 0.3 * gib

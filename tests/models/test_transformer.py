@@ -1,0 +1,245 @@
+"""The decoder: what may see what, and that every way of running it says the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import transformer
+from bapo_jax.rollout import decode as decode_lib
+
+QWEN2 = transformer.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+LLAMA = dataclasses.replace(QWEN2, qkv_bias=False, tied=False, kv_heads=1)
+YARN = dataclasses.replace(
+  QWEN2,
+  head_width=8,
+  o_bias=True,
+  rope_type='yarn',
+  rope_knobs=(('factor', 4.0), ('original_max_position_embeddings', 8)),
+)
+SPECS = pytest.mark.parametrize(
+  'spec', [QWEN2, QWEN3, LLAMA, YARN], ids=['qwen2', 'qwen3', 'llama', 'yarn']
+)
+T = 10
+
+
+forward = jax.jit(transformer.forward, static_argnames='spec')
+prefill = jax.jit(transformer.prefill, static_argnames='spec')
+decode = jax.jit(transformer.decode, static_argnames='spec')
+
+
+def tokens(rows: int, seed: int = 0):
+  return np.random.default_rng(seed).integers(0, QWEN2.vocab, (rows, T), np.int32)
+
+
+@SPECS
+def test_a_token_changes_nothing_before_it(spec):
+  params = oracles.noisy(spec, 0)
+  # Row t is row 0 with token t changed, for every t at once.
+  base_T = tokens(1)[0]
+  changed_TT = np.where(np.eye(T, dtype=bool), (base_T + 7) % spec.vocab, base_T)
+  hidden_TTD = np.asarray(
+    forward(params, np.concatenate([base_T[None], changed_TT]), spec)
+  )
+  moved_TT = np.abs(hidden_TTD[1:] - hidden_TTD[0]).max(-1)
+  assert (moved_TT[np.tril_indices(T, -1)] == 0).all()  # row t, columns before t
+  assert (moved_TT[np.triu_indices(T)] > 1e-4).all()  # and t reaches all that follow
+
+
+def test_padding_on_the_right_does_not_reach_a_token():
+  params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
+  short = forward(params, tokens_BT[:, :6], QWEN2)
+  for filler in (0, 13):
+    tokens_BT[:, 6:] = filler
+    whole = forward(params, tokens_BT, QWEN2)
+    np.testing.assert_allclose(whole[:, :6], short, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'prompt'), [(QWEN2, 0), (QWEN2, 4), (QWEN3, 4), (LLAMA, 4), (YARN, 4)]
+)
+def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
+  params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
+
+  @jax.jit
+  def step_by_step(params, tokens_BT):
+    cache = transformer.empty_cache(spec, 3, [5, T - 5])
+    if prompt:
+      kept = transformer.prefill(params, tokens_BT[:, :prompt], spec)
+      each = jnp.arange(3)
+      cache = decode_lib._store(cache, kept, each, each)
+    # As the sampler does it: the prompt's last token is read once more.
+    first = max(prompt - 1, 0)
+
+    def step(cache, t):
+      hidden_BD, cache = transformer.decode(
+        params, tokens_BT[:, t], jnp.full(3, t), cache, spec
+      )
+      return cache, hidden_BD
+
+    return jax.lax.scan(step, cache, jnp.arange(first, T))[1], first
+
+  hidden_TBD, first = step_by_step(params, tokens_BT)
+  whole_BTD = forward(params, tokens_BT, spec)
+  np.testing.assert_allclose(
+    np.moveaxis(hidden_TBD, 0, 1), whole_BTD[:, int(first) :], atol=1e-5
+  )
+
+
+def test_slots_may_stand_at_different_positions():
+  params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
+  whole_BTD = forward(params, tokens_BT, QWEN2)
+  # What stands in the cache beyond a slot's position is someone else's and not read.
+  cache = [(k * 100, v * 100) for k, v in prefill(params, tokens_BT, QWEN2)]
+  truth = prefill(params, tokens_BT, QWEN2)
+  position_S = np.asarray([3, 8, 0])
+  before = (np.arange(T)[None] < position_S[:, None])[:, :, None, None]
+  mixed = [
+    [tuple(jnp.where(before, right, wrong) for right, wrong in zip(r, w, strict=True))]
+    for r, w in zip(truth, cache, strict=True)
+  ]
+  hidden_SD, _ = decode(
+    params, tokens_BT[[0, 1, 2], position_S], position_S, mixed, QWEN2
+  )
+  np.testing.assert_allclose(hidden_SD, whole_BTD[[0, 1, 2], position_S], atol=1e-5)
+
+
+def test_rms_norm_by_hand():
+  # [3, 4]: rms = sqrt(25 / 2) = 3.5355, so 0.848528 and 1.131371, times 1 and 2.
+  out = transformer.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.0)
+  np.testing.assert_allclose(out, [0.848528, 2.262742], rtol=1e-6)
+  # Mean square 1, eps 3: divided by sqrt(1 + 3) = 2.
+  out = transformer.rms_norm(jnp.array([1.0, -1.0]), jnp.ones(2), 3.0)
+  np.testing.assert_allclose(out, [0.5, -0.5], rtol=1e-6)
+
+
+def test_rope_is_a_rotation_of_complex_numbers():
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)  # [B, T, heads, C]
+  position = np.asarray([[0, 1, 2, 3, 4], [7, 100, 1000, 5, 4000]])
+  z = x[..., :4].astype(complex) + 1j * x[..., 4:]
+  frequency = 1e4 ** (-np.arange(4) / 4)
+  z *= np.exp(1j * position[..., None, None] * frequency)
+  expected = np.concatenate([z.real, z.imag], -1)
+  found = transformer.rope(x, position, QWEN3)
+  np.testing.assert_allclose(found, expected, atol=2e-3)
+  np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+  slow = dataclasses.replace(QWEN3, rope_type='linear', rope_knobs=(('factor', 2.0),))
+  np.testing.assert_array_equal(transformer.rope(x, 2 * position, slow), found)
+  knobs = (
+    ('attention_factor', 1.5),
+    ('factor', 1.0),
+    ('original_max_position_embeddings', 64),
+  )
+  hot = dataclasses.replace(QWEN3, rope_type='yarn', rope_knobs=knobs)
+  np.testing.assert_allclose(transformer.rope(x, position, hot), 1.5 * found, atol=1e-5)
+
+
+@SPECS
+def test_count_is_what_init_makes(spec):
+  made = jax.eval_shape(lambda: transformer.init(spec, jax.random.key(0)))
+  assert transformer.count(spec) == sum(x.size for x in jax.tree.leaves(made))
+  shapes = jax.tree.map(lambda x: (x.shape, x.dtype), made)
+  assert shapes == jax.tree.map(
+    lambda x: (x.shape, x.dtype), transformer.abstract(spec)
+  )
+
+
+def test_count_by_hand():
+  # Embedding 20 * 16 = 320; a layer: q 16*16 = 256, k and v 16*8 = 128 each, o 256,
+  # biases 16 + 8 + 8 = 32, gate, up and down 16*32 = 512 each, two norms 32: 2368;
+  # two layers 4736; the final norm 16.
+  assert transformer.count(QWEN2) == 320 + 2 * 2368 + 16 == 5072
+  assert transformer.count(dataclasses.replace(QWEN2, tied=False)) == 5072 + 320
+
+
+def test_a_token_goes_to_its_segment_and_nowhere_else():
+  shape = (3, 4, 1, 2)
+  segments = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(3)]
+  one = jnp.ones((3, 1, 2))
+  new = transformer._extend(segments, one, 2 * one, jnp.asarray([3, 4, 11]))
+  k_StKC, v_StKC = (jnp.concatenate(x, 1) for x in zip(*new, strict=True))
+  assert np.argwhere(k_StKC[..., 0, 0]).tolist() == [[0, 3], [1, 4], [2, 11]]
+  np.testing.assert_array_equal(v_StKC, 2 * k_StKC)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'layout'), [(QWEN2, 'train'), (LLAMA, 'train'), (QWEN3, 'decode')]
+)
+def test_the_mesh_changes_nothing(spec, layout):
+  devices = sharding.make(2, 2, 2)
+  params, tokens_BT = oracles.noisy(spec, 0), tokens(8)
+  whole = forward(params, tokens_BT, spec)
+  spread = forward(
+    jax.device_put(params, sharding.shardings(params, devices, layout)),
+    jax.device_put(tokens_BT, sharding.over_rows(devices)),
+    spec,
+  )
+  assert len(spread.sharding.device_set) == 8
+  np.testing.assert_allclose(spread, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize('remat', ['dots', 'none'])
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
+  def total(params, spec):
+    return jnp.sin(transformer.forward(params, tokens(2), spec)).sum()
+
+  gradient = jax.jit(jax.grad(total), static_argnames='spec')
+  params = oracles.noisy(QWEN2, 0)
+  full = gradient(params, QWEN2)
+  other = gradient(params, dataclasses.replace(QWEN2, remat=remat))
+  for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(full), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_less_is_computed_again_the_more_is_kept():
+  def kept(remat):
+    spec = dataclasses.replace(QWEN2, remat=remat, ffn=512, layers=6)
+    like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
+
+    def total(params, tokens_BT):
+      return transformer.forward(params, tokens_BT, spec).sum()
+
+    lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), like)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  full, dots, none = (kept(remat) for remat in ('full', 'dots', 'none'))
+  assert 1.5 * full < dots and 1.1 * dots < none
+
+
+@SPECS
+def test_a_speakers_weights_say_what_the_learners_say(spec):
+  spec = dataclasses.replace(spec, compute='bfloat16')
+  params = oracles.noisy(spec, 0)
+  cast = transformer.cast(params, spec.compute)
+  kinds = {sharding.path_name(p): x.dtype for p, x in jax.tree.leaves_with_path(cast)}
+  for name, kind in kinds.items():
+    assert kind == (jnp.float32 if name.endswith('norm') else jnp.bfloat16), name
+  whole, spoken = (forward(tree, tokens(3), spec) for tree in (params, cast))
+  assert np.array_equal(whole, spoken)
+
+
+def test_bfloat16_stays_close_and_stays_bfloat16():
+  params, tokens_BT = oracles.noisy(QWEN3, 0, size=0.1), tokens(3)
+  half = dataclasses.replace(QWEN3, compute='bfloat16')
+  hidden_BTD = forward(params, tokens_BT, half)
+  assert hidden_BTD.dtype == jnp.bfloat16
+  exact_BTD = forward(params, tokens_BT, QWEN3)
+  # 8 bits of mantissa: a step is 0.4 %, and a dozen roundings lie on the way.
+  error = jnp.abs(hidden_BTD.astype(jnp.float32) - exact_BTD).mean()
+  assert error < 0.03 * jnp.abs(exact_BTD).mean()
+  hidden_SD, cache = decode(
+    params,
+    tokens_BT[:, 0],
+    jnp.zeros(3, int),
+    transformer.empty_cache(half, 3, [T]),
+    half,
+  )
+  assert hidden_SD.dtype == cache[0][0][0].dtype == jnp.bfloat16

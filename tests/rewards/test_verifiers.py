@@ -1,0 +1,236 @@
+r"""Verdicts: what counts as an answer, and that no text stalls or fools the judge."""
+
+import builtins
+import functools
+import itertools
+import json
+import logging
+import pathlib
+import resource
+import time
+
+import hypothesis
+import oracles
+import pytest
+from hypothesis import strategies as st
+from verifier_cases import BOMBS, CASES, FOUR, MATH
+
+from bapo_jax.rewards import answer_extraction, verifiers
+from bapo_jax.rewards.verifier_pool import VerifierPool
+
+DEADLINE = 2.0
+REAL = pathlib.Path(__file__).parents[3] / 'shared/data'
+
+
+@pytest.fixture(scope='module')
+def pool():
+  with VerifierPool(2, deadline=DEADLINE) as made:
+    yield made
+
+
+def judge(pool, rule, answer, response):
+  """By the way that a run takes: in a worker process where the rule needs one."""
+  if rule in verifiers.POOLED:
+    return pool.submit([rule], [answer], [response]).result()[0]
+  return verifiers.RULES[rule](answer, response)
+
+
+def test_the_table_is_as_long_as_it_should_be():
+  assert len(CASES) >= 150
+  assert {rule for rule, *_ in CASES} == set(verifiers.RULES)
+
+
+@pytest.mark.parametrize(
+  ('rule', 'answer', 'response', 'right'),
+  CASES,
+  ids=[str(i) for i in range(len(CASES))],
+)
+def test_the_verdict_is_a_readers(pool, rule, answer, response, right):
+  found = judge(pool, rule, answer, response)
+  assert found.right is right, found
+  assert found.reason
+
+
+@pytest.mark.parametrize(
+  ('rule', 'answer', 'response'), BOMBS, ids=[str(i) for i in range(len(BOMBS))]
+)
+def test_no_bomb_takes_longer_than_its_deadline(pool, rule, answer, response):
+  began = time.monotonic()
+  assert judge(pool, rule, answer, response).right is not True
+  assert time.monotonic() - began < DEADLINE + 1
+  # The pool serves the next request.
+  assert judge(pool, 'math', '1/2', r'\boxed{0.5}').right
+
+
+def test_the_fast_rules_need_little_memory():
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  for rule, answer, response in BOMBS:
+    if rule not in verifiers.POOLED:
+      verifiers.RULES[rule](answer, response)
+  grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+  assert grown < 200 * 2**10  # KiB
+
+
+@pytest.mark.parametrize('of', [r'\boxed{', '}', '{', '-', '1,', '\n', 'answer'])
+@pytest.mark.parametrize('rule', sorted(set(verifiers.RULES) - {'math'}))
+def test_fast_rules_take_linear_time(rule, of):
+  # Eight times the text, eight times the time; anything quadratic takes 64 times.
+  answer = FOUR if rule == 'countdown' else '7'
+
+  def seconds(n):
+    best = float('inf')
+    for _ in range(3):
+      began = time.process_time()
+      verifiers.RULES[rule](answer, r'\boxed{' * 5 + of * n + '7' + '}' * n)
+      best = min(best, time.process_time() - began)
+    return best
+
+  assert seconds(80_000) < 30 * seconds(10_000) + 0.02
+
+
+@pytest.mark.parametrize(
+  ('inside', 'expected'),
+  [(r'\frac{1}{2}', r'\frac{1}{2}'), ('', ''), (r'1\boxed{2}', r'1\boxed{2}')],
+)
+def test_boxed_keeps_what_stands_inside(inside, expected):
+  assert answer_extraction.boxed('therefore \\boxed{' + inside + '}, done') == expected
+  assert answer_extraction.boxed('therefore, done') is None
+
+
+@hypothesis.given(st.lists(st.sampled_from([r'\boxed{', '{', '}', '1', '\\', 'x'])))
+def test_boxed_is_the_slow_one(parts):
+  text = ''.join(parts)
+  assert answer_extraction.boxed(text) == oracles.boxed(text)
+
+
+@hypothesis.given(
+  st.sampled_from(sorted(set(verifiers.RULES) - {'math'})),
+  st.text() | st.text('0123456789+-*/()=.,{}\\$#% boxedanswer<>:\n', max_size=80),
+)
+def test_a_rule_always_has_a_verdict(rule, text):
+  answer = FOUR if rule == 'countdown' else '7'
+  for response in (text, r'\boxed{' + text + '}', f'<answer>{text}</answer>'):
+    found = verifiers.RULES[rule](answer, response)
+    assert found.right in (True, False)
+    assert verifiers.RULES[rule](text, response).right in (True, False, None)
+
+
+@hypothesis.given(
+  st.recursive(
+    st.integers(0, 99).map(str),
+    lambda part: st.tuples(part, st.sampled_from('+-*'), part).map(
+      lambda found: '({}{}{})'.format(*found)
+    ),
+    max_leaves=8,
+  )
+)
+def test_calculate_agrees_with_python(expression):
+  # Written by this test, so eval may read it; the module's own text never is.
+  value, used = verifiers.calculate(expression)
+  assert value == eval(expression)
+  assert sum(used.values()) == sum(c in '+-*' for c in expression) + 1
+
+
+def test_text_is_never_evaluated(monkeypatch):
+  logging.getLogger('math_verify').setLevel(logging.ERROR)
+  verifiers.equivalent('1', '0.5')  # loads sympy, which evals while it loads
+  heard = []
+
+  def spy(real, source, *scopes):
+    heard.append(source if isinstance(source, str) else '')  # '': a module's code
+    return real(source, *scopes)
+
+  for name in ('eval', 'exec'):
+    real = getattr(builtins, name)
+    monkeypatch.setattr(builtins, name, functools.partial(spy, real))
+  said = [
+    r'\boxed{print(1)}',
+    r'\boxed{(lambda: 1)()}',
+    r'\boxed{7+1}',
+    r'\boxed{97.5}',
+  ]
+  for answer, response in [*((a, r) for a, r, _ in MATH), *(('2', r) for r in said)]:
+    verifiers.math(answer, response)
+    for rule, right in (('aime', '2'), ('gsm8k', '2'), ('countdown', FOUR)):
+      verifiers.RULES[rule](right, response)
+  # What is left is sympy's own, templates for the arithmetic of polynomials.
+  assert [source for source in heard if source and 'def monomial_' not in source] == []
+
+
+def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
+  def fail(answer, said):
+    raise TypeError('a matrix is not a number')
+
+  monkeypatch.setattr(verifiers, 'equivalent', fail)
+  found = verifiers.math('x', r'\boxed{y}')
+  assert found == (None, 'math-verify failed: TypeError', 'y')
+  # What is the same to the letter needs no library.
+  assert verifiers.math('x', r'\boxed{ x }').right
+
+
+def test_integers_need_no_library(monkeypatch):
+  pairs = [('7', '007'), ('7', '-7'), ('-12', '- 12'), ('0', '-0'), ('41', '42')]
+  expected = [verifiers.equivalent(a, b) for a, b in pairs]
+  assert expected == [True, False, True, True, False]
+  monkeypatch.setattr(verifiers, 'equivalent', None)
+  found = [verifiers.math(a, f'\\boxed{{{b}}}').right for a, b in pairs]
+  assert found == expected
+
+
+def test_votes_are_counted_by_what_was_said():
+  def said(rule, answer, text):
+    return verifiers.RULES[rule](answer, text).said
+
+  assert said('aime', '7', r'\boxed{007}') == said('aime', '7', 'Answer: 7') == '7'
+  assert said('gsm8k', '7', r'\boxed{1,000.0}') == '1000'
+  assert said('gsm8k', '7', '#### $0.50') == '0.5'
+  assert said('countdown', FOUR, r'<answer> 8 * 3*2/2 = 24</answer>') == '8*3*2/2'
+  assert said('aime', '7', 'seven') is None
+
+
+def rows(name):
+  """The answers in a real file; skips where there is none."""
+  path = REAL / name
+  if not path.exists():
+    pytest.skip(f'no {path.name} beside the checkout')
+  return [json.loads(line)['answer'] for line in path.read_text().splitlines()]
+
+
+def shifted(answers):
+  """(answer, the next problem's) where the two differ."""
+  pairs = itertools.pairwise([*answers, answers[0]])
+  return [(a, b) for a, b in pairs if a != b]
+
+
+@pytest.mark.parametrize(
+  ('rule', 'name', 'count'),
+  [('aime', 'aime24.jsonl', 30), ('gsm8k', 'gsm8k_test_300.jsonl', 300)],
+)
+def test_real_integer_answers(rule, name, count):
+  answers = rows(name)
+  bare = [answer.rpartition('####')[2].strip() for answer in answers]
+  assert len(answers) == count
+  decide = verifiers.RULES[rule]
+  for answer, own in zip(answers, bare, strict=True):
+    assert decide(answer, f'So it is \\boxed{{{own}}}.').right
+  if rule == 'gsm8k':
+    assert all(decide(answer, answer).right for answer in answers)
+  others = shifted(bare)
+  assert len(others) > 0.9 * count
+  for answer, other in others:
+    assert decide(answer, f'\\boxed{{{other}}}').right is False
+
+
+def test_real_latex_answers(pool):
+  answers = rows('math500_200.jsonl')
+  boxes = [f'So it is \\boxed{{{answer}}}.' for answer in answers]
+  judged = pool.submit(['math'] * len(answers), answers, boxes).result()
+  assert all(verdict.right for verdict in judged)
+  # And math-verify itself, that equal spelling spares: for 98 % of the 200 at least.
+  assert sum(verifiers.equivalent(answer, answer) for answer in answers) >= 196
+  others = shifted(answers)
+  assert len(others) > 190
+  texts = [f'\\boxed{{{other}}}' for _, other in others]
+  judged = pool.submit(['math'] * len(texts), [a for a, _ in others], texts).result()
+  right = [o for o, v in zip(others, judged, strict=True) if v.right is not False]
+  assert right == [('5', 'x=5')]  # neighbours in the file, and they do mean the same

@@ -1,0 +1,94 @@
+"""Tokens follow the distribution that is recorded."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bapo_jax.rollout import decode
+
+KEY = jax.random.key(5)
+
+
+@pytest.mark.parametrize('temperature', [0.6, 1.0])
+@pytest.mark.parametrize('by', ['uid', 'position'])
+def test_draws_follow_the_softmax(temperature, by):
+  n, logits_V = 20_000, jnp.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0])
+  count_S, same_S = jnp.arange(n), jnp.zeros(n, int)
+  uid_S, position_S = (count_S, same_S) if by == 'uid' else (same_S, count_S)
+  token_S, logp_S = jax.jit(decode.draw)(
+    KEY, uid_S, position_S, jnp.tile(logits_V, (n, 1)), temperature
+  )
+  p_V = np.exp(np.asarray(logits_V, float) / temperature)
+  p_V /= p_V.sum()
+  np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
+  # Bretagnolle-Huber-Carol: P(TV >= e) <= 2^V exp(-2 n e^2), so e = 0.025 is crossed
+  # with probability 64 exp(-25) < 1e-9; between 0.6 and 1.0 the distance is 0.20.
+  found_V = np.bincount(token_S, minlength=len(p_V)) / n
+  assert 0.5 * np.abs(found_V - p_V).sum() < 0.025
+  # And neighbours are independent: pairs follow the product, 2^36 exp(-2 n/2 e^2).
+  pair_VV = np.zeros((6, 6))
+  np.add.at(pair_VV, (token_S[::2], token_S[1::2]), 2 / n)
+  bound = math.sqrt((36 * math.log(2) - math.log(1e-9)) / n)  # 0.0479
+  assert 0.5 * np.abs(pair_VV - np.outer(p_V, p_V)).sum() < bound
+
+
+# Vocabularies of one block a token, of two tokens a block, of few blocks of many.
+@pytest.mark.parametrize('V', [25, 50, 48, 512])
+@pytest.mark.parametrize('temperature', [0.6, 1.0])
+def test_chi_square(V, temperature):
+  n = 40_000
+  logits_V = 1.5 * jax.random.normal(jax.random.key(V), (V,))
+  token_S, logp_S = jax.jit(decode.draw)(
+    KEY, jnp.arange(n), jnp.full(n, 9), jnp.tile(logits_V, (n, 1)), temperature
+  )
+  p_V = np.exp(np.asarray(logits_V, float) / temperature)
+  p_V /= p_V.sum()
+  np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
+  # Cells below five expected draws are taken together.
+  expected_V, found_V = n * p_V, np.bincount(token_S, minlength=V)
+  rare_V = expected_V < 5
+  expected = np.append(expected_V[~rare_V], expected_V[rare_V].sum() + 1e-9)
+  found = np.append(found_V[~rare_V], found_V[rare_V].sum())
+  assert (found - expected)[-1] ** 2 <= 40 * (expected[-1] + 1)
+  chi = ((found - expected)[:-1] ** 2 / expected[:-1]).sum()
+  # Laurent and Massart: P(chi >= k + 2 sqrt(k x) + 2 x) <= exp(-x), x = 20.
+  k = (~rare_V).sum()
+  assert chi < k + 2 * math.sqrt(20 * k) + 40
+
+
+def test_greedy_is_the_likeliest_and_certain():
+  logits_SV = jax.random.normal(KEY, (3, 8))
+  token_S, logp_S = decode.draw(
+    KEY,
+    jnp.arange(3),
+    jnp.arange(3),
+    logits_SV,
+    1.0,
+    decode.SamplingParams(greedy=True),
+  )
+  np.testing.assert_array_equal(token_S, logits_SV.argmax(-1))
+  assert not logp_S.any()
+
+
+@pytest.mark.parametrize(
+  ('pick', 'kept'),
+  [
+    (decode.SamplingParams(top_k=2), [0.4, 0.3]),
+    (decode.SamplingParams(top_p=0.69), [0.4, 0.3]),
+    (decode.SamplingParams(top_p=0.71), [0.4, 0.3, 0.2]),
+    (decode.SamplingParams(top_p=0.01), [0.4]),
+    (decode.SamplingParams(top_k=3, top_p=0.5), [0.4, 0.3]),
+  ],
+)
+def test_truncation_keeps_the_likeliest_and_records_what_was_drawn_from(pick, kept):
+  p_V, n = np.asarray([0.1, 0.3, 0.2, 0.4]), 4000
+  logits_SV = jnp.tile(jnp.log(jnp.asarray(p_V, jnp.float32)), (n, 1))
+  token_S, logp_S = jax.jit(decode.draw, static_argnums=5)(
+    KEY, jnp.arange(n), jnp.zeros(n, int), logits_SV, 1.0, pick
+  )
+  kept = np.asarray(kept)
+  np.testing.assert_allclose(np.exp(logp_S), p_V[token_S] / kept.sum(), rtol=1e-5)
+  assert sorted(p_V[np.unique(token_S)], reverse=True) == kept.tolist()

@@ -1,0 +1,135 @@
+"""Rows of metrics survive kills and resumes, and every number has a meaning."""
+
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from bapo_jax.runtime import metrics
+
+
+def open_plain(workdir, step):
+  return metrics.open_writers(workdir, step, tensorboard=False)
+
+
+def test_every_metric_has_one_sentence():
+  for name, text in metrics.GLOSSARY.items():
+    stage, quantity = name.split('/')
+    assert stage and quantity
+    assert text[0].isalnum() and text.endswith('.') and '\n' not in text
+
+
+def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
+  with open_plain(tmp_path, -1) as write:
+    write(1, {'loss/kl': float('nan'), 'loss/ratio_max': np.float32(np.inf)})
+    write(2, {'loss/value': -math.inf, 'sample/accuracy': np.float32(0.25)})
+    # flushed line by line: a reader sees both before the writer closes
+    one, two = metrics.read(tmp_path)
+  assert one['step'] == 1 and math.isnan(one['loss/kl'])
+  assert one['loss/ratio_max'] == math.inf
+  assert two == {'step': 2, 'loss/value': -math.inf, 'sample/accuracy': 0.25}
+
+  def refuse(constant):  # what Python reads but JSON does not know
+    raise AssertionError(constant)
+
+  for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
+    json.loads(line, parse_constant=refuse)
+
+
+def test_resume_drops_what_will_be_written_again(tmp_path):
+  with open_plain(tmp_path, -1) as write:
+    for step in range(5):
+      write(step, {'loss/value': step})
+  with open_plain(tmp_path, 2) as write:
+    write(3, {'loss/value': 30})
+  values = [(row['step'], row['loss/value']) for row in metrics.read(tmp_path)]
+  assert values == [(0, 0), (1, 1), (2, 2), (3, 30)]
+  open_plain(tmp_path, -1).close()  # a fresh start keeps nothing
+  assert metrics.read(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+  'tail, steps',
+  [
+    ('{"step": 2, "loss/va', [1, 9]),  # killed inside the line
+    ('{"step": 2, "loss/value": 2.0}', [1, 2, 9]),  # killed before its end of line
+  ],
+)
+def test_a_torn_last_line_is_dropped(tmp_path, tail, steps):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss/value": 1.0}\n' + tail)
+  assert [row['step'] for row in metrics.read(tmp_path)] == steps[:-1]
+  with open_plain(tmp_path, 8) as write:
+    write(9, {'loss/value': 9})  # must not be glued to the tail
+  assert [row['step'] for row in metrics.read(tmp_path)] == steps
+
+
+def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "lo\n{"step": 2}\n')
+  with pytest.raises(ValueError, match='line 1 of 2'):
+    metrics.read(tmp_path)
+
+
+def test_an_unknown_name_is_refused_and_the_nearest_named(tmp_path):
+  write = open_plain(tmp_path, -1)
+  with pytest.raises(ValueError, match='clip/share_start'):
+    write(1, {'loss/value': 1.0, 'clip/shares': 0.4})
+  write.close()
+  assert metrics.read(tmp_path) == []
+
+
+def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path):
+  event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
+
+  with metrics.open_writers(tmp_path, 6, config={'seed': 0}) as write:
+    write(7, {'clip/share': 0.5})
+  (file,) = (tmp_path / 'tensorboard').iterdir()
+  data, events, i = file.read_bytes(), [], 0
+  while i < len(data):  # a record: length, its checksum, the event, its checksum
+    n = int.from_bytes(data[i : i + 8], 'little')
+    events.append(event_pb2.Event.FromString(data[i + 12 : i + 12 + n]))
+    i += n + 16
+  # START at 7 tells TensorBoard to hide older events of step 7 and after
+  assert [e.step for e in events if e.HasField('session_log')] == [7]
+  scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+  assert (7, 'clip/share', 0.5) in scalars
+
+
+def test_wandb_is_asked_for_or_left_alone(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'wandb', None)  # import wandb now fails
+  with open_plain(tmp_path, -1) as write:
+    write(1, {'loss/value': 1.0})
+  with pytest.raises(
+    ValueError, match=r'pip install wandb, or set metrics\.wandb=False'
+  ):
+    metrics.open_writers(tmp_path, -1, wandb=True, tensorboard=False)
+  assert len(metrics.read(tmp_path)) == 1  # refused before a row was dropped
+
+  logged, ids = [], []
+  run = types.SimpleNamespace(
+    log=lambda row, step: logged.append((step, row)), finish=lambda: None
+  )
+  fake = types.SimpleNamespace(init=lambda **kw: ids.append(kw['id']) or run)
+  monkeypatch.setitem(sys.modules, 'wandb', fake)
+  for step in (1, 2):
+    with metrics.open_writers(tmp_path, step, wandb=True, tensorboard=False) as write:
+      write(step, {'loss/value': 1.0})
+  assert logged == [(1, {'loss/value': 1.0}), (2, {'loss/value': 1.0})]
+  assert ids[0] == ids[1]  # a resumed run is the same run
+
+
+def test_lines_stand_under_each_other():
+  full = {name: 0.5 for name in metrics.GLOSSARY}
+  lines = [
+    metrics.line(1, 400, full),
+    metrics.line(399, 400, {}),
+    metrics.line(
+      400, 400, {**full, 'learner/grad_norm': 123456.0, 'clip/low': math.nan}
+    ),
+  ]
+  assert lines[0].startswith('  1/400  acc 0.500')
+  assert 'bounds 0.500 .. 0.500' in lines[0]
+  assert len({len(line) for line in lines}) == 1
+  assert len({line.index('grad') for line in lines}) == 1

@@ -1,0 +1,169 @@
+"""Every array has a place, and what cannot be placed is named with its numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.models import transformer
+from bapo_jax.training import learner
+
+QWEN2 = transformer.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+LLAMA = dataclasses.replace(QWEN2, qkv_bias=False)
+UNTIED = dataclasses.replace(QWEN2, tied=False)
+SPECS = pytest.mark.parametrize(
+  'spec', [QWEN2, QWEN3, LLAMA, UNTIED], ids=['qwen2', 'qwen3', 'llama', 'untied']
+)
+
+
+def shape_of(**sizes):
+  return dict(sharding.make(**sizes).shape)
+
+
+def test_make_fills_the_devices():
+  assert shape_of() == {'data': 8, 'fsdp': 1, 'tensor': 1}
+  assert shape_of(data=2, fsdp=-1, tensor=2) == {'data': 2, 'fsdp': 2, 'tensor': 2}
+  assert shape_of(data=1, fsdp=2, tensor=4) == {'data': 1, 'fsdp': 2, 'tensor': 4}
+  assert sharding.row_shards(sharding.make(data=2, fsdp=2, tensor=2)) == 4
+
+
+@pytest.mark.parametrize(
+  'sizes', [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (-1, -1, 2), (-1, 16, 1), (-2, -2, 2)]
+)
+def test_make_says_what_does_not_fill_the_devices(sizes):
+  with pytest.raises(ValueError) as error:
+    sharding.make(*sizes)
+  data, fsdp, tensor = sizes
+  assert str(error.value) == (
+    f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill 8 devices; let the '
+    'three multiply to 8, or set one of them to -1'
+  )
+
+
+@SPECS
+@pytest.mark.parametrize('layout', ['train', 'decode'])
+def test_every_parameter_has_a_place(spec, layout):
+  devices = sharding.make(2, 2, 2)
+  tree = transformer.abstract(spec)
+  for path, placed in jax.tree.leaves_with_path(
+    sharding.shardings(tree, devices, layout)
+  ):
+    name = sharding.path_name(path)
+    shape = transformer.describe(spec)[name][0]
+    assert len(placed.spec) == (0 if name.endswith('norm') else len(shape))
+    placed.shard_shape(shape)  # raises where an axis does not divide
+    # In training a matrix is split over both axes, each piece a quarter of the whole;
+    # in decoding over tensor alone: a token step gathers nothing.
+    split = set(placed.spec) - {None}
+    if name.endswith('bias'):
+      assert split == {'tensor'}
+    elif not name.endswith('norm'):
+      assert split == ({'fsdp', 'tensor'} if layout == 'train' else {'tensor'})
+
+
+@SPECS
+def test_adams_moments_lie_beside_their_parameters(spec):
+  devices = sharding.make(2, 2, 2)
+  params = transformer.abstract(spec)
+  for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
+    opt = jax.eval_shape(learner.optimizer(lr=1e-3, **knobs).init, params)
+    placed = {
+      sharding.path_name(path): x.spec
+      for path, x in jax.tree.leaves_with_path(sharding.shardings(opt, devices))
+    }
+    for path, x in jax.tree.leaves_with_path(sharding.shardings(params, devices)):
+      name = sharding.path_name(path)
+      moments = [s for p, s in placed.items() if p.endswith(f'/{name}')]
+      assert moments == [x.spec, x.spec], name
+
+
+def test_a_place_worked_by_hand():
+  devices = sharding.make(2, 2, 2)
+  assert sharding.spec_of('layers/q', (2, 16, 4, 4), devices) == P(
+    None, 'fsdp', 'tensor', None
+  )
+  assert sharding.spec_of('layers/o', (2, 4, 4, 16), devices) == P(
+    None, 'tensor', None, 'fsdp'
+  )
+  assert sharding.spec_of('0/mu/embed', (20, 16), devices) == P('tensor', 'fsdp')
+  assert sharding.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode') == P(
+    None, None, 'tensor', None
+  )
+
+
+def test_a_mesh_is_ambient_where_it_is_made_so():
+  devices, x = sharding.make(2, 2, 2), jnp.ones((8, 4))
+  assert sharding.ambient() is None
+  with (
+    sharding.current(None),
+    sharding.current(sharding.make(1, 1, 1, jax.devices()[:1])),
+  ):
+    assert sharding.ambient() is None
+  assert sharding.under(devices, sharding.ambient)().shape == dict(devices.shape)
+  spread = sharding.under(
+    devices, jax.jit(lambda x: sharding.constrain(x, sharding.ROWS))
+  )(x)
+  assert spread.sharding.shard_shape(x.shape) == (2, 4)
+  # What does not divide, and what has no mesh, stays as it is.
+  for x, axes in (
+    (jnp.ones((6, 4)), (sharding.ROWS,)),
+    (jnp.ones((6, 3)), (None, 'fsdp')),
+  ):
+    assert sharding.under(devices, sharding.constrain)(x, *axes) is x
+  assert sharding.constrain(x, sharding.ROWS) is x
+
+
+def test_keys_and_values_lie_with_the_weights_that_made_them():
+  devices = sharding.make(2, 2, 2)
+  assert sharding.over_cache(devices, 2).spec == P(sharding.ROWS, None, 'tensor')
+  assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS, None, None)
+
+
+def test_an_unmatched_path_raises():
+  for name in ('layers/qq', 'layers/gate2', 'my_embed'):
+    with pytest.raises(ValueError) as error:
+      sharding.spec_of(name, (2, 16), sharding.make(2, 2, 2))
+    assert str(error.value) == (
+      f'no line of mesh.PATHS matches parameter {name!r}; add one'
+    )
+
+
+def test_key_value_heads_that_do_not_divide_are_replicated():
+  devices = sharding.make(2, 1, 4)
+  for layout in ('train', 'decode'):
+    assert 'tensor' not in sharding.spec_of('layers/k', (2, 16, 2, 4), devices, layout)
+    assert 'tensor' not in sharding.spec_of('layers/v_bias', (2, 2, 4), devices, layout)
+    assert 'tensor' in sharding.spec_of('layers/k', (2, 16, 4, 4), devices, layout)
+
+
+@pytest.mark.parametrize(
+  ('name', 'shape', 'message'),
+  [
+    ('layers/q', (2, 16, 6, 4), 'layers/q: heads=6 does not divide over mesh.tensor=4'),
+    ('embed', (25, 16), 'embed: vocab=25 does not divide over mesh.tensor=4'),
+    ('layers/up', (2, 15, 32), 'layers/up: width=15 does not divide over mesh.fsdp=2'),
+  ],
+)
+def test_other_axes_that_do_not_divide_are_named(name, shape, message):
+  with pytest.raises(ValueError) as error:
+    sharding.spec_of(name, shape, sharding.make(1, 2, 4))
+  assert str(error.value) == message
+
+
+def test_heads_that_do_not_divide_are_told():
+  devices = sharding.make(data=2, fsdp=1, tensor=4)
+  assert (
+    sharding.kv_replication_warning(devices, 8)
+    == sharding.kv_replication_warning(devices, 4)
+    == ''
+  )
+  assert sharding.kv_replication_warning(devices, 2) == (
+    '2 key/value heads do not divide over mesh.tensor=4: every device holds them all, '
+    'weights and cache'
+  )

@@ -1,0 +1,113 @@
+"""--mode=eval, whole: what training measured is measured again, from files alone."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_experiment import tiny
+from test_export import source
+
+from bapo_jax.runtime import metrics
+from bapo_jax.tools import eval_checkpoint
+from bapo_jax.training import experiment
+
+GROUP = 3
+
+
+def rows(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """(workdir, knobs) of a run of two steps."""
+  devices, patch = jax.devices()[:1], pytest.MonkeyPatch()
+  patch.setattr(jax, 'devices', lambda *_: devices)
+  workdir = tmp_path_factory.mktemp('run')
+  knobs = {'steps': 2, 'evaluate.group': GROUP, 'evaluate.k': (1, GROUP)}
+  assert experiment.train(tiny(**knobs), str(workdir)) == 0
+  patch.undo()
+  return workdir, knobs
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_as_training_did(trained, one_device, capsys):
+  workdir, knobs = trained
+  assert eval_checkpoint.eval_checkpoint(tiny(**knobs), str(workdir), '') == 0
+  (file,) = (workdir / 'eval').glob('2-*.jsonl')
+  found = rows(file)
+  before = json.loads((workdir / 'eval' / '2.json').read_text())
+  assert len(found) == 16 * GROUP
+  for now, then in zip(found, before['samples'], strict=True):
+    settings = now.pop('settings')
+    assert now == then  # the same door, the same weights, the same noise
+  assert settings['model'] == f'{workdir}/checkpoints/2'
+  assert settings['seed'] == 0
+  assert settings['sampler']['temperature'] == 1.0
+  assert found[0].keys() >= {'id', 'uid', 'said', 'verdict', 'reason', 'logp', 'tokens'}
+  told = capsys.readouterr().out
+  assert file.with_suffix('.md').read_text() in told
+  assert f'avg@{GROUP}' in told and f'maj@{GROUP}' in told
+  accuracy = np.mean([row['correct'] for row in found])
+  assert accuracy == pytest.approx(before['result']['accuracy'])
+  assert f'{accuracy:.4f}' in told
+  # Nothing of the run has changed.
+  assert experiment.train(tiny(**knobs), str(workdir)) == 0
+
+
+@pytest.mark.slow
+def test_other_settings_go_into_another_file(trained, one_device, tmp_path):
+  workdir, knobs = trained
+  for temperature in (1.0, 0.5):
+    config = tiny(**knobs, **{'sampler.temperature': temperature})
+    eval_checkpoint.eval_checkpoint(config, str(workdir), '')
+  assert len(list((workdir / 'eval').glob('2-*.md'))) == 2
+  eval_checkpoint.eval_checkpoint(tiny(**knobs), str(workdir), str(tmp_path / 'here'))
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['here.jsonl', 'here.md']
+
+
+@pytest.mark.slow
+def test_another_problem_set_is_asked(trained, one_device, tmp_path):
+  workdir, knobs = trained
+  asked = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
+  (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in asked))
+  config = tiny(**knobs, **{'problems.test_source': str(tmp_path / 'set.jsonl')})
+  eval_checkpoint.eval_checkpoint(config, str(workdir), str(tmp_path / 'out'))
+  found = rows(tmp_path / 'out.jsonl')
+  assert [row['problem'] for row in found] == ['3+1 mod 10'] * 3 + ['4+1 mod 10'] * 3
+  assert [row['answer'] for row in found] == ['4'] * 3 + ['5'] * 3
+
+
+@pytest.mark.slow
+def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
+  path = source(tmp_path / 'model')
+  knobs = {'model.path': path, 'text.tokenizer': path, 'evaluate.group': 2}
+  config = tiny(**knobs, **{'rewards.rule': 'math'})
+  assert eval_checkpoint.eval_checkpoint(config, str(tmp_path / 'run'), '') == 0
+  (file,) = (tmp_path / 'run' / 'eval').glob('model-*.jsonl')
+  assert {row['settings']['model'] for row in rows(file)} == {path}
+
+
+def test_without_weights_it_says_what_to_do(tmp_path):
+  with pytest.raises(ValueError, match=r'holds no checkpoint and --config\.model'):
+    eval_checkpoint.eval_checkpoint(tiny(), str(tmp_path), '')
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_another_model_is_refused(trained):
+  workdir, knobs = trained
+  with pytest.raises(ValueError, match=r'trained with model\.width=16, not 8'):
+    eval_checkpoint.eval_checkpoint(
+      tiny(**knobs, **{'model.width': 8}), str(workdir), ''
+    )
+
+
+@pytest.mark.slow
+def test_a_run_logs_what_was_undecided(trained):
+  workdir, _ = trained
+  told = [row for row in metrics.read(workdir) if 'sample/undecided' in row]
+  assert len(told) == 2 and all(row['sample/undecided'] == 0 for row in told)
+  assert all(
+    row['eval/undecided'] == 0 for row in metrics.read(workdir) if row['step'] == 0
+  )

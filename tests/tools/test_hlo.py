@@ -1,0 +1,79 @@
+"""What runs in a loop is counted as often as it runs."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.tools.plan import hlo
+
+# Twelve times the outer loop: a gather of [8, 4] bf16, a fusion that sums 16 floats and
+# a gather of [2, 8] bytes in two halves; in it five times a scatter of 4 x [4] floats.
+TEXT = """\
+HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%fused (p: f32[16]) -> f32[16] {
+  ROOT %r = f32[16]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+
+%inner_cond (t: (s32[], f32[4])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %bound), direction=LT
+}
+
+%inner (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %q = f32[4]{0:T(128)} reduce-scatter(%x), replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+%outer_cond (t: (s32[])) -> pred[] {
+  ROOT %lt.2 = pred[] compare(%i, %n), direction=LT
+}
+
+%outer (t: (s32[])) -> (s32[]) {
+  %g = bf16[8,4]{1,0:T(8,128)(2,1)} all-gather(%y), dimensions={0}
+  %f = f32[16]{0} fusion(%z), kind=kLoop, calls=%fused
+  %gs = (u8[8]{0}, u8[2,8]{1,0}) all-gather-start(%v), dimensions={0}
+  %gd = u8[2,8]{1,0} all-gather-done(%gs)
+  %w = (s32[], f32[4]) while(%t), condition=%inner_cond, body=%inner
+}
+
+ENTRY %main (p0: f32[4]) -> f32[4] {
+  %once = f32[99]{0} all-gather(%p0), dimensions={0}
+  %w2 = (s32[]) while(%t0), condition=%outer_cond, body=%outer, \
+backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+
+
+def test_a_text_counted_by_hand():
+  found = {c.kind + str(c.bytes): c for c in hlo.in_loops(TEXT)}
+  assert {key: (c.sites, c.times) for key, c in found.items()} == {
+    'all-gather64': (1, 12),  # 8 * 4 * 2 bytes
+    'all-gather16': (1, 12),  # the result of the started one, its operand not
+    'all-reduce64': (1, 12),
+    'reduce-scatter64': (1, 60),  # 4 floats each of 4 devices
+  }
+  assert found['all-reduce64'].received == 2 * 12 * 64  # a sum goes round twice
+  assert found['reduce-scatter64'].received == 60 * 64
+
+
+def test_what_a_program_really_does():
+  devices = sharding.make(2, 2, 2)
+
+  def five_sums(x):
+    def body(x, _):
+      return jax.lax.psum(jnp.sin(x), 'tensor'), None
+
+    return jax.lax.psum(jax.lax.scan(body, x, length=5)[0], 'fsdp')
+
+  with sharding.current(devices):
+    spread = jax.jit(
+      jax.shard_map(five_sums, in_specs=P('data'), out_specs=P('data'), check_vma=False)
+    )
+    text = spread.lower(jnp.ones((4, 8))).compile().as_text()
+  (found,) = hlo.in_loops(text)
+  assert (found.kind, found.bytes, found.times) == ('all-reduce', 2 * 8 * 4, 5)

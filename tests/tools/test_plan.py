@@ -1,0 +1,182 @@
+"""A plan says what fits, what does not, by how much, and what would."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.tools.plan import plan, programs, roofline
+from bapo_jax.training import validate
+from configs import aime
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = {  # Qwen2.5-1.5B in all but depth
+  'model_type': 'qwen2',
+  'vocab_size': 151936,
+  'hidden_size': 1536,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 12,
+  'num_key_value_heads': 2,
+  'intermediate_size': 8960,
+  'rope_theta': 1e6,
+  'rms_norm_eps': 1e-6,
+  'max_position_embeddings': 32768,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+  """The 7B config, its model's directory with a small config.json and nothing else."""
+  (tmp_path / 'config.json').write_text(json.dumps(SMALL))
+  config = aime.seven()
+  config.model.path = str(tmp_path)
+  config.mesh.update(data=1, fsdp=4, tensor=2)
+  config.prompts.update(count=32, width=128)
+  config.sampler.update(new=1920, slots=64, refill=8)
+  return config
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_small_config(topology, tmp_path):
+  # 131072 slots of 57 columns are 7 GiB of cache a device, twice as many are too much.
+  flags = ['--mode=plan', '--topology=v5e:2x2', f'--workdir={tmp_path / "run"}']
+  knobs = {
+    'model.layers': 1,
+    'prompts.count': 16,
+    'learner.minibatches': 1,
+    'sampler.refill': 8,
+    'sampler.slots': 262144,
+  }
+  run = subprocess.run(
+    [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py', *flags]
+    + [f'--config.{name}={value}' for name, value in knobs.items()],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert run.returncode == 1, run.stderr
+  for name in ('train step', 'log-prob pass', 'prefill'):
+    assert re.search(rf'^{name} .* fits, 1\d\.\d left$', run.stdout, re.M), run.stdout
+  (line,) = re.findall(r'^decode .*$', run.stdout, re.M)[:1]
+  assert 'GiB too much; --config.sampler.slots=131072 fits' in line
+  assert not (tmp_path / 'run').exists()  # a plan writes nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
+def test_decoding_needs_little_beside_its_cache(topology, config, name):
+  config.sampler.new = 3968
+  grid = sharding.make(**config.mesh, devices=topology(name))
+  rules, spec = validate.check(config, grid), programs.described(config)
+  for make in (programs.decode, programs.prefill):
+    program = make(config, rules, spec, grid)
+    row = plan.compiled(program, grid)
+    # 64 rows over 4 and one of 2 heads: 2 layers, keys and values, 128 wide, bfloat16.
+    assert row.cache == 64 / 4 * 4096 * 2 * 2 * 128 * 2
+    assert row.output < 2**20, 'the slots are not donated'
+    if make is programs.decode:
+      # One layer's scores, a few copies of them, are under half of one layer's cache:
+      # 2 % of the cache of 28 layers, and 10 % of that of five.
+      assert row.temporaries < 0.5 * row.cache / 2
+      # Two sums of [16, 1536] a layer and the embedding's, and two of the 1187 blocks
+      # of the vocabulary in float32: no weight and no cache.
+      assert max(c.bytes for c in row.loops) <= max(16 * 1536 * 2, 16 * 1187 * 4)
+
+
+def test_the_programs_are_those_of_the_run(config):
+  grid = sharding.make(**config.mesh, devices=jax.devices())
+  spec = programs.described(config)
+  assert spec.attention == 'splash' and spec.layers == 2 and spec.tied is False
+  program = programs.train_step(config, validate.check(config, grid), spec, grid)
+  params, opt, batch = program.args
+  assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
+  assert batch.mask_BT.dtype == bool and batch.adv_B.shape == (128,)
+  assert batch.tokens_BT.sharding.spec == P(sharding.ROWS)
+  # Parameters and two moments in float32 over 8 devices; vectors are held whole.
+  vectors = sum(x.size for x in jax.tree.leaves(params) if x.sharding.spec == P())
+  matrices = sum(x.size for x in jax.tree.leaves(params)) - vectors
+  biases = 2 * (12 + 2 + 2) * 128 * (1 / 2 - 1 / 8)  # over tensor alone
+  own = 12 * (matrices / 8 + biases + vectors)
+  assert programs.held((params, opt)) == pytest.approx(own, rel=1e-6)
+
+
+def test_a_plan_needs_a_config_json(config, tmp_path):
+  (tmp_path / 'config.json').unlink()
+  with pytest.raises(ValueError, match='a plan needs no other file'):
+    programs.described(config)
+
+
+@pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
+def test_what_is_no_topology_is_refused(name):
+  with pytest.raises(ValueError) as error:
+    plan.attach(name)
+  assert f'--topology={name!r} is no topology' in str(error.value)
+  assert 'v5p:2x2x4' in str(error.value)
+
+
+def test_a_shape_that_cannot_be_is_refused(topology):
+  with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
+    plan.attach('v5e:3x5')
+
+
+def test_the_compilers_refusal_is_read(config):
+  grid = sharding.make(**config.mesh, devices=jax.devices())
+  spec = programs.described(config)
+  program = programs.decode(config, None, spec, grid)._replace(beside=2**30)
+  own = programs.held(program.args)
+  assert own > program.cache > 0
+  for message, asked in {
+    'Used 28.9G of 15.75G hbm. Exceeded hbm capacity by 13.1G': 29.9 * 2**30,
+    'memory required for HLO temporaries (32.00M) exceeds available HBM (15.75G)': (
+      2**30 + 2**25 + own
+    ),
+    'RESOURCE_EXHAUSTED: something else': float('inf'),
+  }.items():
+    assert plan.asked(message, program) == pytest.approx(asked)
+
+
+@pytest.mark.parametrize(
+  ('name', 'remat', 'fits', 'answer'),
+  [
+    # 8 prompts x 16 / 4 shards: 32 rows a shard, 16 slices are 2 rows each.
+    ('train step', 'full', {'learner.slices': 32}, '--config.learner.slices=32 fits'),
+    ('train step', 'dots', {'model.remat': 'full'}, '--config.model.remat=full fits'),
+    (
+      'train step',
+      'dots',
+      {'learner.slices': 32},
+      '--config.model.remat=full --config.learner.slices=32 fits',
+    ),
+    ('train step', 'full', {'learner.slices': 64}, 'not even with'),
+    ('decode', 'full', {'sampler.slots': 16}, '--config.sampler.slots=16 fits'),
+    ('prefill', 'full', {'sampler.refill': 4}, '--config.sampler.refill=4 fits'),
+    ('prefill', 'full', {'sampler.refill': 2}, 'not even with'),
+  ],
+)
+def test_the_largest_batch_that_fits_is_found(
+  monkeypatch, config, name, remat, fits, answer
+):
+  grid = sharding.make(**config.mesh, devices=jax.devices())
+  config.model.remat = remat
+  config.learner.slices = 16
+  (knob, value), gib = next(iter(fits.items())), 2**30
+  section, key = knob.split('.')
+
+  def compiled(changed, grid):
+    enough = changed[section][key] == value
+    total = 10 * gib if enough else 20 * gib
+    return plan.Row(0, 0, total, 0, 0, total, [], 0.0)
+
+  monkeypatch.setattr(plan, 'compiled', compiled)
+  monkeypatch.setitem(programs.PROGRAMS, name, lambda changed, *_: changed)
+  found = plan.remedy(name, config, None, grid, roofline.CHIPS['v5e'], lambda _: None)
+  assert found.startswith(answer)
+  if 'fits' in answer:
+    assert found.endswith('5.8 GiB left')

@@ -1,0 +1,76 @@
+"""FLOPs and bytes, counted on paper."""
+
+import dataclasses
+
+import pytest
+
+from bapo_jax.models import transformer
+from bapo_jax.tools.plan import roofline
+
+SPEC = transformer.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
+
+
+def test_a_token_by_hand():
+  # A layer: q and o 16 x 16, k and v 16 x 8, three of 16 x 32: 2304 weights.
+  assert roofline.matrices(SPEC) == 2 * 2304
+  # Two a weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 a layer.
+  once = roofline.forward(SPEC, context=5)
+  assert once == (2 * 4608, 2 * 320, 2 * 20 * 16)
+
+
+def test_an_update_by_hand():
+  once = roofline.forward(SPEC, 4)  # half of 8: attention is causal
+  tokens = 3 * 8
+  for remat, slices, again in (
+    ('none', 1, once.head),
+    ('dots', 1, once.head + once.attention),
+    ('full', 1, once.all),
+    ('full', 2, 2 * once.all),
+  ):
+    spec = dataclasses.replace(SPEC, remat=remat)
+    cost = roofline.train(spec, ALONE, 3, 8, slices, linked=7.0)
+    assert cost.model_flops == 3 * once.all * tokens
+    assert cost.flops == (3 * once.all + again) * tokens
+    assert cost.linked == 7.0
+
+
+def test_devices_share_the_products_but_rows_alone_do_not_share_weights():
+  spread = {'data': 2, 'fsdp': 2, 'tensor': 2}
+  for make in (
+    lambda shape: roofline.train(SPEC, shape, 8, 8, 1, 0.0),
+    lambda shape: roofline.prefill(SPEC, shape, 8, 8, 0.0),
+    lambda shape: roofline.score(SPEC, shape, 8, 8, 0.0),
+  ):
+    assert make(spread).flops == make(ALONE).flops / 8
+  rows = roofline.decode(SPEC, {**ALONE, 'data': 8}, 8, 8, 0.0, 0.0)
+  assert rows.bytes == roofline.decode(SPEC, ALONE, 8, 8, 0.0, 0.0).bytes
+
+
+def test_decoding_reads_the_weights_and_the_cache_once():
+  spec = dataclasses.replace(SPEC, compute='bfloat16')
+  cost = roofline.decode(spec, {**ALONE, 'tensor': 2}, 4, 8, cache=1000.0, linked=0.0)
+  assert cost.bytes == 2 * (4608 + 320) / 2 + 1000  # bfloat16, the head among them
+
+
+def test_the_slowest_of_three_is_the_bound():
+  chip = roofline.Chip(hbm=1, flops=10.0, memory=5.0, links=2.0)
+  cost = roofline.Cost(model_flops=10, flops=20, bytes=20, linked=10)
+  assert cost.seconds(chip) == {'products': 2.0, 'memory': 4.0, 'links': 5.0}
+
+
+def test_seven_billion():
+  # 2 FLOPs a weight: 7.6 B less the embedding's 0.5 B are 14 GFLOP a token.
+  spec = transformer.ModelSpec(
+    vocab=152064,
+    width=3584,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_width=128,
+    ffn=18944,
+    tied=False,
+  )
+  assert roofline.forward(spec, 0).all == pytest.approx(14.1e9, rel=0.01)

@@ -1,0 +1,486 @@
+"""Updates: what is taught, under which bounds, and that slices and devices agree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import advantage, clip, diagnostics, loss
+from bapo_jax.models import logprobs
+from bapo_jax.training import learner
+from bapo_jax.types import Batch, Prompts
+
+P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+RULES = {
+  'fixed': functools.partial(clip.fixed, low=0.8, high=1.2),
+  'balanced': functools.partial(clip.balanced, target=0.4),
+  'to the caps': functools.partial(clip.balanced, target=1.0),
+}
+# The mean over a response hardly leaves 1: what GSPO clips is narrow.
+NARROW = functools.partial(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
+ADAM = learner.optimizer(lr=1e-2)
+# A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
+PLAIN = optax.sgd(0.1)
+FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
+
+
+@pytest.fixture(scope='module')
+def params():
+  return making.params()
+
+
+@functools.cache
+def learn(rule, tx=PLAIN, **knobs):
+  return jax.jit(
+    functools.partial(
+      learner.learn,
+      tx=tx,
+      clip_rule=RULES[rule],
+      loss_rule=loss.clipped,
+      spec=making.SPEC,
+      temperature=TEMPERATURE,
+      **knobs,
+    ),
+    # What must agree to the last bit is compiled in earnest.
+    compiler_options=FAST if tx is PLAIN else None,
+  )
+
+
+@functools.cache
+def score():
+  return jax.jit(
+    lambda params, tokens_BT: logprobs.sequence_logprobs(
+      params, tokens_BT, making.SPEC, TEMPERATURE
+    )[0]
+  )
+
+
+def rows(params, noise=0.0, seed=0):
+  """A batch that these weights wrote, save for `noise` nats a token."""
+  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
+  batch = learner.flatten(groups, jnp.arange(P) % 3, advantage.group_relative)
+  off_BT = noise * jax.random.normal(jax.random.key(seed), batch.mask_BT.shape)
+  # The first three tokens are the prompt.
+  return batch._replace(
+    mask_BT=batch.mask_BT & (jnp.arange(T) >= 3)[None],
+    logp_BT=score()(params, batch.tokens_BT) + off_BT,
+  )
+
+
+def same_bits(a, b):
+  return all(
+    np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+  )
+
+
+def distance(a, b):
+  pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+  return max(np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in pairs)
+
+
+def test_flatten_golden():
+  # Group 0 has 1 of 2 right (+1, -1), group 1 has both right (0, 0) and no seat.
+  groups = making.groups([7, 8], [1, 2], [0, 0], G=2, T=3)
+  batch = learner.flatten(groups, jnp.asarray([2, -1]), advantage.group_relative)
+  np.testing.assert_allclose(batch.adv_B, [1, -1, 0, 0], atol=1e-5)
+  np.testing.assert_array_equal(batch.mask_BT[:2], groups.chosen_PGT[0])
+  np.testing.assert_array_equal(batch.mask_BT[2:], False)
+  np.testing.assert_array_equal(batch.tokens_BT[3], groups.tokens_PGT[1, 1])
+  np.testing.assert_array_equal(batch.logp_BT[1], groups.logp_PGT[0, 1])
+  np.testing.assert_array_equal(batch.prox_BT, batch.logp_BT)
+  assert batch.source_B.tolist() == [2, 2, -1, -1]
+
+
+def test_weights_multiply_the_advantages_of_their_source():
+  # Four groups with one of two right (+1, -1), from every source and from none.
+  groups = making.groups(range(4), [1] * 4, [0] * 4, G=2, T=3)
+  source_P = jnp.asarray([0, 1, 2, -1])
+  batch = learner.flatten(
+    groups, source_P, advantage.group_relative, weights=(1.0, 0.5, 0.0)
+  )
+  np.testing.assert_allclose(batch.adv_B[:6], [1, -1, 0.5, -0.5, 0, 0], atol=1e-5)
+  assert batch.mask_BT[:6].any() and not batch.mask_BT[6:].any()
+
+
+def test_one_update_raises_what_was_right(params):
+  # Unclipped and small, a step against the loss raises the likelihood of right rows.
+  batch = rows(params)
+  after, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  gain_BT = (score()(after, batch.tokens_BT) - batch.logp_BT) * batch.mask_BT
+  assert (gain_BT * batch.adv_B[:, None]).sum() > 0
+  assert told['clip/fraction'] == 0 and told['learner/grad_norm'] > 0
+  assert told['sample/mismatch'] < 1e-5
+
+
+def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
+  # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
+  batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(P * G))
+
+  def far(params):
+    log_r_BT = score()(params, batch.tokens_BT) - batch.logp_BT
+    k3_BT = jnp.exp(log_r_BT) - 1 - log_r_BT
+    return jnp.where(batch.mask_BT, k3_BT, 0).sum() / batch.mask_BT.sum()
+
+  value, grads, _ = gradient('clipped', kl=0.5)(params, batch)
+  expected, expected_grads = jax.value_and_grad(far)(params)
+  np.testing.assert_allclose(value, 0.5 * expected, rtol=1e-5)
+  for found, wanted in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
+    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-4, atol=1e-7)
+  assert far(params) > 0
+
+
+@functools.cache
+def gradient(loss_rule, **knobs):
+  return jax.jit(
+    functools.partial(
+      learner.gradient,
+      clip_rule=NARROW if loss_rule == 'sequence' else RULES['balanced'],
+      loss_rule=loss.RULES[loss_rule],
+      spec=making.SPEC,
+      temperature=TEMPERATURE,
+      **knobs,
+    ),
+    compiler_options=FAST,
+  )
+
+
+def norm(tree):
+  return np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('loss_rule', 'aggregate'),
+  [*(('clipped', how) for how in loss.AGGREGATES), ('sequence', 'sequence')],
+)
+def test_slices_change_neither_bounds_nor_gradient(params, aggregate, loss_rule):
+  # Rows of all lengths, one without a token: sums and counts travel, means do not.
+  batch = rows(params, noise=0.4)
+  short_BT = jnp.arange(T)[None] < jnp.arange(3, 3 + P * G)[:, None]
+  batch = batch._replace(mask_BT=batch.mask_BT & short_BT)
+  knobs = dict(aggregate=aggregate, length=T)
+  value, grads, told = gradient(loss_rule, **knobs)(params, batch)
+  assert told[2].moves > 0 and norm(grads) > 1e-3
+  gain_BT, _ = loss.RULES[loss_rule](told[0], batch, lambda _: told[2])
+  scale_B = loss.row_scale(batch.mask_BT, aggregate, T)
+  np.testing.assert_allclose(value, -(gain_BT.sum(1) * scale_B).sum(), atol=1e-6)
+  for slices in (2, 4, 8):
+    sliced = gradient(loss_rule, slices=slices, **knobs)(params, batch)
+    for name, bound in told[2]._asdict().items():
+      assert getattr(sliced[2][2], name) == bound, name
+    error = norm(jax.tree.map(jnp.subtract, sliced[1], grads)) / norm(grads)
+    print(f'{slices} slices: relative error of the gradient {error:.2g}')
+    assert error < 1e-6
+    # Of terms around 1 that cancel.
+    np.testing.assert_allclose(sliced[0], value, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('loss_rule', loss.RULES)
+def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
+  # By its own loss, and in the direction of what was right.
+  batch = rows(params, noise=0.1)
+  rule = clip.unclipped if loss_rule in loss.FREE else clip.balanced
+  step = jax.jit(
+    functools.partial(
+      learner.learn,
+      tx=PLAIN,
+      clip_rule=rule,
+      loss_rule=loss.RULES[loss_rule],
+      spec=making.SPEC,
+      temperature=TEMPERATURE,
+      aggregate='sequence',
+    ),
+    compiler_options=FAST,
+  )
+  after, _, told = step(params, PLAIN.init(params), batch)
+  before_BT = score()(params, batch.tokens_BT)
+  gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.mask_BT
+  assert (gain_BT * batch.adv_B[:, None]).sum() > 0
+  assert np.isfinite(told['loss/value']) and told['learner/grad_norm'] > 0
+
+
+@pytest.mark.parametrize('slices', [2, 4])
+def test_slices_make_the_same_update_and_tell_the_same(params, slices):
+  batch, opt = rows(params, noise=0.4), PLAIN.init(params)
+  whole, _, told = learn('balanced')(params, opt, batch)
+  sliced, _, told_sliced = learn('balanced', slices=slices)(params, opt, batch)
+  assert 0 < told['clip/fraction'] < 1 and distance(whole, params) > 1e-3
+  assert distance(whole, sliced) < 1e-6
+  assert told.keys() == told_sliced.keys()
+  for name, value in told.items():
+    np.testing.assert_allclose(told_sliced[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_slices_search_over_the_whole_minibatch(params):
+  # All positive tokens in one half: a search per slice would see a share of 1, then 0.
+  batch = rows(params, noise=0.4)
+  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
+  opt = PLAIN.init(params)
+  whole, told = (learn('balanced', slices=n)(params, opt, batch)[2] for n in (1, 2))
+  assert whole['clip/moves'] > 0
+  for name in ('clip/low', 'clip/high', 'clip/moves'):
+    assert told[name] == whole[name], name
+
+
+def test_slices_may_search_by_themselves(params):
+  # The first half has no negative token and idles; the second has nothing else.
+  batch = rows(params, noise=0.4)
+  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
+  knobs = dict(slices=2, search='slice')
+  _, grads, (_, _, bounds) = gradient('clipped', **knobs)(params, batch)
+  assert bounds.low.shape == (P * G, 1)
+  np.testing.assert_array_equal(bounds.moves[:, 0], [0] * 8 + [51] * 8)
+  # The gradient is the sum of the halves', each under the bounds it found.
+  halves = []
+  for half, moves in ((slice(0, 8), 0), (slice(8, 16), 51)):
+    mask_BT = batch.mask_BT & jnp.zeros((P * G, 1), bool).at[half].set(True)
+    part = batch._replace(mask_BT=mask_BT)
+    _, found, told = gradient('clipped')(params, part)
+    assert told[2].moves == moves
+    share = mask_BT.sum() / batch.mask_BT.sum()
+    halves.append(jax.tree.map(lambda g, share=share: g * share, found))
+  expected = jax.tree.map(jnp.add, *halves)
+  assert norm(jax.tree.map(jnp.subtract, grads, expected)) < 1e-5 * norm(expected)
+
+
+def test_no_second_forward_pass_with_one_slice_or_bounds_of_each(params):
+  batch = rows(params)
+
+  def passes(**knobs):
+    text = gradient('clipped', **knobs).lower(params, batch).as_text()
+    return text.count('stablehlo.while')
+
+  assert passes() < passes(slices=2)
+  assert passes(slices=2, search='slice') < passes(slices=2)
+
+
+def test_proximal_is_asked_once_and_reaches_every_minibatch(params):
+  groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
+  asked, seen = [], []
+
+  def proximal(params, groups):
+    asked.append(params)
+    scored = learner.score(
+      params, groups, parts=4, spec=making.SPEC, temperature=TEMPERATURE, chunk=256
+    )
+    return scored
+
+  def record(params, opt, batch):
+    seen.append(batch)
+    return None, opt, {}
+
+  knobs = dict(advantage_rule=advantage.group_relative, epochs=2, minibatches=4)
+  source_P, key = jnp.zeros(8, jnp.int32), jax.random.key(0)
+  learner.update(
+    params, 0, groups, source_P, key, learn=record, proximal=proximal, **knobs
+  )
+  assert asked == [params] and len(seen) == 8
+  for batch in seen:
+    np.testing.assert_allclose(
+      batch.prox_BT, score()(params, batch.tokens_BT), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize('fresh_moments', [True, False])
+def test_without_a_kept_group_nothing_changes(params, fresh_moments):
+  # Adam's moments would carry the weights on: no seat earned means no update at all.
+  batch, opt = rows(params), ADAM.init(params)
+  if not fresh_moments:
+    params, opt, _ = learn('balanced', ADAM)(params, opt, batch)
+  nothing = batch._replace(mask_BT=jnp.zeros_like(batch.mask_BT))
+  after, opt_after, told = learn('balanced', ADAM)(params, opt, nothing)
+  assert same_bits(after, params) and same_bits(opt_after, opt)
+  lost = {name for name, value in told.items() if not np.isfinite(value)}
+  assert lost == diagnostics.OF_SOME
+  assert told['loss/value'] == 0 and told['learner/grad_norm'] == 0
+
+
+@pytest.mark.parametrize('field', ['adv_B', 'logp_BT'])
+def test_an_update_that_is_not_finite_is_skipped_and_told(params, field):
+  # One number is enough to spoil all weights; nothing of it may stay in the moments.
+  batch, opt = rows(params), ADAM.init(params)
+  params, opt, told = learn('balanced', ADAM)(params, opt, batch)
+  assert not told['learner/skipped']
+  # Infinite advantage; or an importance ratio that overflows.
+  bad = {'adv_B': jnp.inf, 'logp_BT': -1e4}[field]
+  spoilt = getattr(batch, field)
+  where = (0,) if field == 'adv_B' else (0, int(batch.mask_BT[0].argmax()))
+  broken = batch._replace(**{field: spoilt.at[where].set(bad)})
+  if field == 'logp_BT':  # clipping saves a positive token, nothing a negative one
+    broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
+  after, opt_after, told = learn('balanced', ADAM)(params, opt, broken)
+  assert told['learner/skipped']
+  assert same_bits(after, params) and same_bits(opt_after, opt)
+  # And the next one is made as if nothing had been.
+  after, _, told = learn('balanced', ADAM)(after, opt_after, batch)
+  expected, _, _ = learn('balanced', ADAM)(params, opt, batch)
+  assert not told['learner/skipped'] and same_bits(after, expected)
+  assert distance(after, params) > 0
+
+
+def assert_every_rule_agrees(params, batch):
+  opt = ADAM.init(params)
+  after, opt_after, told = learn('fixed', ADAM)(params, opt, batch)
+  assert distance(after, params) > 1e-3 and told['clip/fraction'] == 0
+  for rule in RULES:
+    found, found_opt, told = learn(rule, ADAM)(params, opt, batch)
+    assert told['clip/fraction'] == 0, rule
+    assert same_bits(found, after) and same_bits(found_opt, opt_after), rule
+  assert told['clip/moves'] == 51  # the search did run, and to its caps
+
+
+def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
+  assert_every_rule_agrees(params, rows(params))
+
+
+def test_what_was_just_sampled_is_at_ratio_one(params):
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    np.arange(P, dtype=np.int32),
+    rng.integers(2, 11, (P, 4)).astype(np.int32),
+    np.asarray([4, 3, 2, 4], np.int32),
+  )
+  sampled = making.generate(
+    params,
+    prompts,
+    np.arange(P * G, dtype=np.uint32),
+    jax.random.key(1),
+    spec=making.SPEC,
+    group=G,
+    new=T - 4,
+    temperature=TEMPERATURE,
+    eos=(1,),
+    slots=8,
+    refill=4,
+    chunk=4,
+  )
+  reward_PG = jnp.asarray(rng.random((P, G)) < 0.5, jnp.float32)
+  adv_B = advantage.group_relative(reward_PG).reshape(-1)
+  batch = Batch(
+    sampled.tokens_BT,
+    sampled.chosen_BT,
+    sampled.logp_BT,
+    sampled.logp_BT,
+    adv_B,
+    jnp.zeros(P * G, jnp.int32),
+  )
+  assert_every_rule_agrees(params, batch)
+
+
+def test_eight_devices_make_the_update_of_one(params):
+  batch = rows(params, noise=0.4)
+  alone, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  devices = sharding.make(data=4, fsdp=2)
+  split = jax.device_put(params, sharding.shardings(params, devices))
+  batch = jax.device_put(batch, sharding.over_rows(devices))
+  after, _, told_split = learn('balanced')(split, PLAIN.init(split), batch)
+  assert distance(alone, after) < 1e-5
+  for name, value in told.items():
+    np.testing.assert_allclose(told_split[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_update_visits_every_group_once_an_epoch_and_whole():
+  groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
+  visits = []
+
+  def record(params, opt, batch):
+    visits.append(batch)
+    return params, opt + 1, {'n': len(visits)}
+
+  _, opt, told = learner.update(
+    None,
+    0,
+    groups,
+    jnp.zeros(8, jnp.int32),
+    jax.random.key(0),
+    learn=record,
+    advantage_rule=advantage.group_relative,
+    epochs=3,
+    minibatches=4,
+  )
+  assert opt == 12 and [t['n'] for t in told] == list(range(1, 13))
+  adv_PG = np.asarray(advantage.group_relative(groups.reward_PG))
+  orders = []
+  for batch in visits:
+    assert batch.tokens_BT.shape == (2 * G, T)
+    rows_of = np.asarray(batch.tokens_BT).reshape(2, G, T)
+    for tokens_GT, adv_G in zip(rows_of, batch.adv_B.reshape(2, G), strict=True):
+      same = (np.asarray(groups.tokens_PGT) == tokens_GT).all((1, 2))
+      assert same.sum() == 1
+      orders.append(int(same.argmax()))
+      np.testing.assert_allclose(adv_G, adv_PG[orders[-1]], atol=1e-6)
+  epochs = [tuple(orders[i : i + 8]) for i in (0, 8, 16)]
+  assert all(sorted(order) == list(range(8)) for order in epochs)
+  assert len(set(epochs)) == 3
+
+
+def test_optimizer_warms_up_and_limits_the_norm():
+  # Adam's first step is lr times the gradient's sign, whatever its size; with four
+  # warm-up updates the first takes a fifth of lr, the fifth all of it.
+  weights = {'w': jnp.ones(3)}
+  tx = learner.optimizer(lr=0.5, warmup=4, b1=0.0, b2=0.0)
+  opt, sizes = tx.init(weights), []
+  for _ in range(6):
+    step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
+    sizes.append(float(jnp.abs(step['w']).max()))
+  np.testing.assert_allclose(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-4)
+
+
+def test_check_names_the_numbers():
+  learner.check(prompts=64, minibatches=4, slices=2, group=8, shards=8)
+  message = r'prompts\.count=10 .* learner\.minibatches=4 '
+  with pytest.raises(ValueError, match=message):
+    learner.check(prompts=10, minibatches=4, slices=1, group=8, shards=1)
+  message = r'24 responses \(12 prompts x 8 / 4\).* learner\.slices=2 x 8 device'
+  with pytest.raises(ValueError, match=message):
+    learner.check(prompts=12, minibatches=4, slices=2, group=8, shards=8)
+
+
+def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
+  rng = np.random.default_rng(0)
+  kinds = {'embed': jnp.bfloat16, 'final_norm': jnp.float32}
+  params = {n: jnp.asarray(rng.standard_normal(50), kind) for n, kind in kinds.items()}
+  knobs = {'lr': 1e-3, 'warmup': 3, 'weight_decay': 0.1}
+  ours, plain = learner.optimizer(master=True, **knobs), learner.optimizer(**knobs)
+  state = ours.init(params)
+  exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+  moments, first = plain.init(exact), params
+
+  @jax.jit
+  def step(params, state, grads):
+    moves, state = ours.update(grads, state, params)
+    return optax.apply_updates(params, moves), state
+
+  for _ in range(20):
+    grads = {n: jnp.asarray(rng.uniform(1, 2, 50), k) for n, k in kinds.items()}
+    params, state = step(params, state, grads)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+    moves, moments = plain.update(wide, moments, exact)
+    exact = optax.apply_updates(exact, moves)
+  for name, kind in kinds.items():
+    np.testing.assert_allclose(state.master[name], exact[name], rtol=1e-6)
+    assert params[name].dtype == kind and state.master[name].dtype == jnp.float32
+    np.testing.assert_array_equal(params[name], state.master[name].astype(kind))
+  # From 1 on half of bfloat16's spacing is 0.0039, four steps: together they arrive.
+  large = jnp.abs(first['embed']) >= 1
+  assert large.sum() > 5
+  assert (params['embed'] != first['embed'])[large].all()
+
+
+def test_slices_of_bfloat16_parameters_are_summed_in_float32(params):
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  knobs = {'clip_rule': RULES['fixed'], 'loss_rule': loss.clipped, 'slices': 2}
+  grads = jax.eval_shape(
+    lambda params, batch: learner.gradient(
+      params, batch, spec=making.SPEC, temperature=TEMPERATURE, **knobs
+    )[1],
+    half,
+    rows(params),
+  )
+  assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}

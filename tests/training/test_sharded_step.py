@@ -1,0 +1,74 @@
+"""One update on eight devices is the update of one, to the last few bits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import advantage, clip, loss
+from bapo_jax.models import logprobs, transformer
+from bapo_jax.training import learner
+
+SPEC = transformer.ModelSpec(
+  vocab=24,
+  width=16,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_width=8,
+  ffn=32,
+  tied=False,
+)
+P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+PLAIN = optax.sgd(1.0)  # the weights move by the gradient itself
+
+
+def batch(params):
+  """A batch off-policy by half a nat a token, so that some of it is clipped."""
+  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
+  rows = learner.flatten(groups, jnp.zeros(P, int), advantage.group_relative)
+  logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, SPEC, TEMPERATURE)[0]
+  noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
+  mask_BT = rows.mask_BT & (jnp.arange(T) >= 3)[None]
+  return rows._replace(mask_BT=mask_BT, logp_BT=logp_BT + noise_BT)
+
+
+@pytest.mark.parametrize(('tied', 'slices'), [(False, 1), (True, 2)])
+def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, slices):
+  spec = dataclasses.replace(SPEC, tied=tied)
+  params = making.params(spec)
+  learn = functools.partial(
+    learner.learn,
+    tx=PLAIN,
+    clip_rule=functools.partial(clip.balanced, target=0.4),
+    loss_rule=loss.clipped,
+    spec=spec,
+    temperature=TEMPERATURE,
+    chunk=4,
+    slices=slices,
+  )
+  rows, opt = batch(making.params(SPEC)), PLAIN.init(params)
+  after, _, told = jax.jit(learn)(params, opt, rows)
+  devices = sharding.make(2, 2, 2)
+  spread = jax.device_put(params, sharding.shardings(params, devices))
+  step = sharding.under(devices, jax.jit(learn))
+  rows = jax.device_put(rows, sharding.over_rows(devices))
+  after_spread, _, told_spread = step(spread, opt, rows)
+  assert 0 < told['clip/fraction'] < 1
+  np.testing.assert_allclose(told_spread['loss/value'], told['loss/value'], rtol=1e-5)
+  moved, moved_spread = (
+    jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, params)
+    for tree in (after, after_spread)
+  )
+  for path, gradient in jax.tree.leaves_with_path(moved):
+    found = dict(jax.tree.leaves_with_path(moved_spread))[path]
+    size = np.abs(gradient).max()
+    assert size > 0
+    name = sharding.path_name(path)
+    np.testing.assert_allclose(found, gradient, atol=1e-5 * size, err_msg=name)
