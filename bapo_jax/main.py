@@ -12,6 +12,8 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from bapo_jax.training.config import parse as parse_config
+
 CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'A file of configs/, with `:variant` where it has some.'
 )
@@ -22,7 +24,7 @@ MODE = flags.DEFINE_enum(
   'mode',
   'train',
   ['train', 'eval', 'export', 'plan', 'show', 'table'],
-  'What to do; table: of the seeds of a grid, in the folders of --workdir.',
+  'What to do; table: of the seeds of a sweep, in the folders of --workdir.',
 )
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', 'newest', 'Which to eval, export or show: newest, best or a step.'
@@ -103,7 +105,7 @@ PLANNING = {
 }
 
 
-def plan() -> int:
+def plan(config) -> int:
   """Compiles for --topology; the exit status is 0 where all of it fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
     fail(
@@ -113,13 +115,59 @@ def plan() -> int:
   os.environ.update(PLANNING)
   from bapo_jax.tools.plan import plan
 
-  return 0 if plan.run(CONFIG.value, TOPOLOGY.value) else 1
+  return 0 if plan.run(config, TOPOLOGY.value) else 1
 
 
 def quiet(unraisable) -> None:
-  """A write that was refused is told once; tensorstore reports its other parts here."""
+  """Suppresses duplicate tensorstore errors: a refused write is raised as well."""
   if str(unraisable.exc_value) != 'Event loop is closed':
     sys.__unraisablehook__(unraisable)
+
+
+def run(config) -> int:
+  """Runs what --mode says; returns the exit status."""
+  # Imported late: a misspelt flag should not wait for JAX to load.
+  mode, workdir = MODE.value, WORKDIR.value
+  if mode == 'plan':
+    return plan(config)
+  if mode == 'show':
+    from bapo_jax.tools import viewer
+
+    return viewer.show(
+      config, workdir, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value
+    )
+  if mode == 'export':
+    from bapo_jax.tools import export
+
+    shard_bytes = int(EXPORT_SHARD_GB.value * 1e9)
+    return export.export(
+      config,
+      workdir,
+      EXPORT_TO.value,
+      EXPORT_DTYPE.value,
+      shard_bytes,
+      CHECKPOINT.value,
+    )
+  if mode == 'eval':
+    from bapo_jax.tools import eval_checkpoint
+
+    return eval_checkpoint.eval_checkpoint(
+      config, workdir, EVAL_TO.value, CHECKPOINT.value
+    )
+  if CHECKPOINT.value != 'newest':
+    fail(
+      f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
+      'always goes on from the newest'
+    )
+  from bapo_jax.tools import sweep
+
+  if mode == 'table':
+    return sweep.table(workdir)
+  if config.cells:
+    return sweep.run(config, workdir)
+  from bapo_jax.training import experiment
+
+  return experiment.train(config, workdir)
 
 
 def main(argv) -> None:
@@ -130,48 +178,7 @@ def main(argv) -> None:
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = quiet
   try:
-    if MODE.value == 'plan':
-      sys.exit(plan())
-    if MODE.value == 'show':
-      from bapo_jax.tools import viewer
-
-      sys.exit(
-        viewer.show(
-          CONFIG.value,
-          WORKDIR.value,
-          SHOW_GROUP.value,
-          SHOW_WITH.value,
-          which=CHECKPOINT.value,
-        )
-      )
-    # Imported late: a misspelt flag should not wait for JAX to load.
-    from bapo_jax.tools import eval_checkpoint, export, sweep
-    from bapo_jax.training import experiment
-
-    if MODE.value == 'export':
-      status = export.export(
-        CONFIG.value,
-        WORKDIR.value,
-        EXPORT_TO.value,
-        EXPORT_DTYPE.value,
-        int(EXPORT_SHARD_GB.value * 1e9),
-        CHECKPOINT.value,
-      )
-    elif MODE.value == 'eval':
-      status = eval_checkpoint.eval_checkpoint(
-        CONFIG.value, WORKDIR.value, EVAL_TO.value, CHECKPOINT.value
-      )
-    elif CHECKPOINT.value != 'newest':
-      fail(
-        f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
-        'always goes on from the newest'
-      )
-    elif MODE.value == 'table':
-      status = sweep.table(WORKDIR.value)
-    elif CONFIG.value.cells:
-      status = sweep.run(CONFIG.value, WORKDIR.value)
-    else:
-      status = experiment.train(CONFIG.value, WORKDIR.value)
+    status = run(parse_config(CONFIG.value.to_dict()))
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:

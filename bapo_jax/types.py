@@ -1,8 +1,8 @@
 """The records that flow through a training step, and the letters that name their axes.
 
-1. `Prompts` are asked, `Groups` come back: G scored responses to each of P prompts;
-2. `Shelves` hold groups between steps: a replay buffer is a Groups with a capacity;
-3. `Batch` is the learner's flat view, one row a response.
+1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
+2. `ReplayBuffer` holds groups between steps: it is a Groups with a capacity;
+3. `Batch` is the learner's flat view, one row per response.
 
 Every array's name ends in the letters of its axes, and `agree` checks them:
 
@@ -14,71 +14,76 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
 
 # fmt: off
 # ruff: noqa: E501
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float32, Int32
+
+Tree = Any  # a pytree of arrays, as JAX has them
+AnyTree = TypeVar('AnyTree')
 
 
 class Prompts(NamedTuple):
-  id_P: Any        # i32   which problem
-  tokens_PT: Any   # i32   the prompt from column 0, then padding
-  length_P: Any    # i32   tokens in the prompt
+  id_P: Int32[np.ndarray, ' P']        # problem id; -1 marks an empty row
+  tokens_PT: Int32[np.ndarray, 'P T']  # the prompt from column 0, then padding
+  length_P: Int32[np.ndarray, ' P']    # tokens in the prompt
 
 
 class Groups(NamedTuple):
-  id_P: Any        # i32   which problem
-  tokens_PGT: Any  # i32   prompt, response, padding, from column 0
-  chosen_PGT: Any  # bool  True where the policy chose the token
-  logp_PGT: Any    # f32   log mu(token), nats, under the distribution sampled; 0 elsewhere
-  born_PGT: Any    # i32   learner step of the weights that chose each token; -1 where none
-  correct_PG: Any  # bool  the verifier's verdict
-  reward_PG: Any   # f32   what the learner sees (the verdict, shaped or not)
-  born_P: Any      # i32   learner step at which the group was completed; -1 marks an empty row
+  id_P: Int32[Array, ' P']                     # problem id; -1 marks an empty row
+  tokens_PGT: Int32[Array, 'P G T']            # prompt, response, padding, from column 0
+  response_mask_PGT: Bool[Array, 'P G T']      # True where the policy sampled the token
+  behavior_logp_PGT: Float32[Array, 'P G T']   # log mu(token), nats, under the distribution sampled from; 0 elsewhere
+  policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token; -1 elsewhere
+  correct_PG: Bool[Array, 'P G']               # the verifier's verdict
+  reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
+  completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
 
 
 class PassRateThresholds(NamedTuple):
-  hard: Any        # i32 scalar  most right answers of a group whose problem is hard
-  first: Any       # i32 scalar  fewest right answers of a good group
-  last: Any        # i32 scalar  most right answers of a good group
+  hard_max: Int32[Array, '']      # largest number of correct responses of a hard group
+  reusable_min: Int32[Array, '']  # smallest number of correct responses of a reusable group
+  reusable_max: Int32[Array, '']  # largest number of correct responses of a reusable group
 
 
 class ReplayBuffer(NamedTuple):
-  hard: Groups     # problems the policy (almost) always fails; born_P: last tried
-  good: Groups     # groups with verdicts of both kinds, whole, as they were written
-  used_P: Any      # i32   how often each good group was learned from again
-  right: Any       # i32 scalar  right answers among all fresh ones so far
-  tried: Any       # i32 scalar  all fresh answers so far
-  band: PassRateThresholds       # what is hard and what is good, as it stands
+  hard: Groups                       # problems that the policy (almost) always fails; completed_step_P: last attempt
+  reusable: Groups                   # groups with right and wrong responses, whole, as they were sampled
+  usage_count_P: Int32[Array, ' P']  # how often each reusable group was trained on again
+  num_correct: Int32[Array, '']      # correct fresh responses so far
+  num_responses: Int32[Array, '']    # fresh responses so far
+  thresholds: PassRateThresholds     # the thresholds in force
 
 
 class Batch(NamedTuple):
-  tokens_BT: Any   # i32   prompt, response, padding
-  mask_BT: Any     # bool  True where the token teaches: chosen, in a kept seat
-  logp_BT: Any     # f32   log mu(token), nats
-  prox_BT: Any     # f32   log-probability under the proximal policy; log mu where no rule asks
-  adv_B: Any       # f32   advantage of the response
-  source_B: Any    # i32   where the row comes from: index into SOURCES; -1 marks an empty seat
+  tokens_BT: Int32[Array, 'B T']           # prompt, response, padding
+  loss_mask_BT: Bool[Array, 'B T']         # True where the token is trained on: sampled, in a filled seat
+  behavior_logp_BT: Float32[Array, 'B T']  # log mu(token), nats
+  prox_BT: Float32[Array, 'B T']           # log-probability under the proximal policy; log mu where no rule asks for it
+  adv_B: Float32[Array, ' B']              # advantage of the response
+  source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
 
 
 class Bounds(NamedTuple):
-  low: Any         # f32 scalar  ratio below which a negative token is no longer pushed down
-  high: Any        # f32 scalar  ratio above which a positive token is no longer pushed up
-  cap: Any         # f32 scalar  the most `high` may be for a reused row; inf: no other than `high`
-  dual: Any        # f32 scalar  ratio above which a negative token is no longer pushed; inf: none
-  start_low: Any   # f32 scalar  `low` before the search
-  start_high: Any  # f32 scalar  `high` before the search
-  moves: Any       # i32 scalar  steps the search took from its start; 0 where there is none
-  met: Any         # bool scalar the target was met; True where there is no target
+  low: Float32[Array, '']         # ratio below which a negative token is no longer pushed down
+  high: Float32[Array, '']        # ratio above which a positive token is no longer pushed up
+  cap: Float32[Array, '']         # upper limit of `high` for reused rows; inf: none
+  dual: Float32[Array, '']        # ratio above which a negative token is no longer pushed; inf: none
+  start_low: Float32[Array, '']   # `low` before the search
+  start_high: Float32[Array, '']  # `high` before the search
+  search_steps: Int32[Array, '']  # steps of the search from its start; 0 without a search
+  target_met: Bool[Array, '']     # the target share is met; True without a target
 
 
-SOURCES = ('fresh', 'rechecked', 'reused')  # what a batch rule fills its seats from
+SOURCES = ('fresh', 'reevaluated', 'reused')  # where a batch rule takes groups from
 
 
 # fmt: on
-def agree(**arrays) -> dict[str, int]:
+def agree(**arrays: Any) -> dict[str, int]:
   """Checks that axes of one letter have one size; returns letter -> size.
 
   >>> agree(logp_BT=logp_BT, adv_B=adv_B)
@@ -100,69 +105,99 @@ def agree(**arrays) -> dict[str, int]:
 
 
 def empty_groups(rows: int, group: int, length: int) -> Groups:
-  """`rows` empty seats: born at step -1."""
+  """`rows` empty rows, marked by id -1 and completed_step -1."""
   P, G, T = rows, group, length
   return Groups(
     id_P=jnp.full(P, -1, jnp.int32),
     tokens_PGT=jnp.zeros((P, G, T), jnp.int32),
-    chosen_PGT=jnp.zeros((P, G, T), bool),
-    logp_PGT=jnp.zeros((P, G, T), jnp.float32),
-    born_PGT=jnp.full((P, G, T), -1, jnp.int32),
+    response_mask_PGT=jnp.zeros((P, G, T), bool),
+    behavior_logp_PGT=jnp.zeros((P, G, T), jnp.float32),
+    policy_version_PGT=jnp.full((P, G, T), -1, jnp.int32),
     correct_PG=jnp.zeros((P, G), bool),
     reward_PG=jnp.zeros((P, G), jnp.float32),
-    born_P=jnp.full(P, -1, jnp.int32),
+    completed_step_P=jnp.full(P, -1, jnp.int32),
   )
 
 
-def take(tree, index):
+def take(tree: AnyTree, index: Any) -> AnyTree:
   """Rows `index` of every array in the tree, along axis 0."""
   return jax.tree.map(lambda x: x[index], tree)
 
 
-def concat(*trees):
+def concat(*trees: AnyTree) -> AnyTree:
   """The rows of several trees of one type, in order."""
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
 
 
-def first_of(id_N, valid_N):
+def first_of(id_N: Array, valid_N: Array) -> Array:
   """True where a row is valid and no earlier valid row has its id."""
   same_NN = (id_N[:, None] == id_N[None]) & valid_N[None]
   return valid_N & ~jnp.tril(same_NN, -1).any(1)
 
 
-def masked_mean(x, mask):
+def masked_mean(x: Array, mask: Array) -> Array:
   """Mean of x where mask holds; 0 where it holds nowhere."""
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-def bind_rule(
-  rules: dict[str, Callable], section: str, name: str, knobs: dict
-) -> Callable:
-  """The rule `name` with its knobs bound; `section` names it in errors.
+class ClipRule(Protocol):
+  """How far the policy may move a token."""
 
-  `knobs` maps every rule's name to that rule's keywords. All are checked, so that a knob
-  misspelt under a rule that is not chosen today does not lie in wait for tomorrow.
+  def __call__(self, ratio_BT: Array, batch: Batch) -> Bounds:
+    """The bounds for these ratios pi / mu."""
 
-  Raises:
-    ValueError: no such rule, or a rule has no such knob.
-  """
-  if name not in rules:
-    raise ValueError(
-      f'{section}.rule: no rule named {name!r}; choose one of {sorted(rules)}'
-    )
-  for rule, own in knobs.items():
-    if rule not in rules:
-      raise ValueError(f'{section}.{rule}: no such rule; the rules are {sorted(rules)}')
-    known = [
-      p.name
-      for p in inspect.signature(rules[rule]).parameters.values()
-      if p.kind is p.KEYWORD_ONLY
-    ]
-    for knob in set(own) - set(known):
-      raise ValueError(f'{section}.{rule}.{knob}: no such knob; {rule} knows {known}')
-  chosen = dict(knobs.get(name, {}))
 
-  def bound(*args):
-    return rules[name](*args, **chosen)
+class FindBounds(Protocol):
+  """The bounds that a loss rule clips with: searched, or given."""
 
-  return bound
+  def __call__(self, ratio_BT: Array) -> Bounds:
+    """The bounds for the ratios that the loss rule clips."""
+
+
+class LossRule(Protocol):
+  """What is maximised, token by token."""
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    """(gain_BT, bounds); gain is 0 outside the loss mask."""
+
+
+class AdvantageRule(Protocol):
+  """How rewards become advantages."""
+
+  def __call__(self, reward_PG: Array) -> Array:
+    """adv_PG."""
+
+
+class ThresholdRule(Protocol):
+  """Which pass rates are hard and which reusable."""
+
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    """The thresholds at a mean verdict of `rate`, for groups of G responses."""
+
+
+class BatchRule(Protocol):
+  """Which groups the learner sees."""
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    """(groups, source_P): `seats` groups, and the index into SOURCES of each or -1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """The rule of every slot, its knobs bound; chosen once for a run."""
+
+  batch: BatchRule
+  advantage: AdvantageRule
+  clip: ClipRule
+  loss: LossRule
+  thresholds: ThresholdRule

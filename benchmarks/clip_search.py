@@ -45,9 +45,9 @@ def minibatch(B: int, T: int):
   logp_BT = old_BT + rng.normal(0, 0.5, (B, T)).astype(np.float32)
   adv_B = rng.normal(-0.14, 1, B).astype(np.float32)
   lengths_B = rng.integers(T // 4, T + 1, B)
-  mask_BT = np.arange(T) < lengths_B[:, None]
+  loss_mask_BT = np.arange(T) < lengths_B[:, None]
   tokens_BT = rng.integers(0, 40, (B, T)).astype(np.int32)
-  batch = Batch(tokens_BT, mask_BT, old_BT, old_BT, adv_B, np.zeros(B, np.int32))
+  batch = Batch(tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, np.zeros(B, np.int32))
   return jnp.asarray(logp_BT), jax.tree.map(jnp.asarray, batch)
 
 
@@ -102,7 +102,7 @@ def loss_alone(logp_BT, batch):
 
   def total(logp_BT):
     gain_BT, _ = loss.clipped(logp_BT, batch, lambda _: bounds)
-    return (gain_BT.sum(1) * loss.row_scale(batch.mask_BT, 'token', 1)).sum()
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'token', 1)).sum()
 
   return jax.value_and_grad(total)(logp_BT)
 
@@ -134,7 +134,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
       loss_rule=loss.clipped,
       spec=spec,
       temperature=1.0,
-      chunk=config.logprob.chunk,
+      chunk=config.logprobs.chunk,
       slices=1 if rows == B else rows,
     )
   )

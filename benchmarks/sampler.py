@@ -35,7 +35,7 @@ from bapo_jax.types import Prompts
 
 SMALL = transformer.ModelSpec(
   vocab=32000,
-  width=384,
+  max_prompt_tokens=384,
   layers=8,
   heads=6,
   kv_heads=2,
@@ -45,7 +45,7 @@ SMALL = transformer.ModelSpec(
 )
 LARGE = transformer.ModelSpec(
   vocab=151936,
-  width=1536,
+  max_prompt_tokens=1536,
   layers=28,
   heads=12,
   kv_heads=2,
@@ -88,17 +88,17 @@ class Timed:
     return out
 
 
-def make(spec, slots: int, places: int, knobs: dict) -> engine.RolloutEngine:
+def make(spec, max_num_seqs: int, places: int, knobs: dict) -> engine.RolloutEngine:
   """A flight with room for all."""
   return engine.RolloutEngine(
     spec,
     places=places,
-    width=PROMPT,
-    group=GROUP,
-    new=NEW,
+    max_prompt_tokens=PROMPT,
+    group_size=GROUP,
+    max_new_tokens=NEW,
     temperature=1.0,
     eos=(END,),
-    slots=slots,
+    max_num_seqs=slots,
     **knobs,
   )
 
@@ -121,7 +121,7 @@ def fly(params, spec, prompts, wanted_B, slots, knobs, *, static=False, timed=Fa
     flying.advance(params, key)
     places = flying.finished()
     rows = jax.block_until_ready(flying.read(places, len(places)))
-    tokens += int((rows.born_BT >= 0).sum())
+    tokens += int((rows.policy_version_BT >= 0).sum())
     flying.free(places)
   seconds = time.perf_counter() - begun
   if run:
@@ -176,7 +176,7 @@ def small(args) -> dict:
   told = {k: {} for k in ('ours_tps', 'static_tps', 'transformers_tps')}
   told['outside_run_fraction'] = {}
   knobs = dict(
-    refill=args.refill, chunk=args.chunk, segments=args.segments, late=args.late
+    prefill_batch_size=args.refill, tokens_per_dispatch=args.chunk, cache_segments=args.segments, done_check_lag=args.late
   )
   print(
     f'{"batch":>6}{"ours":>10}{"static":>10}{"torch":>10}{"outside run":>13}  tokens/s'
@@ -190,8 +190,8 @@ def small(args) -> dict:
     for _ in range(args.rounds):
       seconds, _, tokens = fly_(knobs)
       seen['ours'].append(tokens / seconds)
-      seen['outside'].append(fly_(knobs | {'late': 0}, timed=True)[1])
-      whole = knobs | {'refill': batch}
+      seen['outside'].append(fly_(knobs | {'done_check_lag': 0}, timed=True)[1])
+      whole = knobs | {'prefill_batch_size': batch}
       seconds, _, tokens = fly_(whole, static=True)
       seen['static'].append(tokens / seconds)
       if theirs:
@@ -261,7 +261,7 @@ def main() -> None:
   """Prints the table and the JSON line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--batch', default='32,64', help='slots, with commas')
-  sizes = {'rounds': 1, 'waves': 4, 'refill': 8, 'chunk': 8, 'segments': 5, 'late': 0}
+  sizes = {'rounds': 1, 'waves': 4, 'prefill_batch_size': 8, 'tokens_per_dispatch': 8, 'cache_segments': 5, 'done_check_lag': 0}
   for name, value in sizes.items():
     parser.add_argument(f'--{name}', type=int, default=value)
   parser.add_argument('--alone', action='store_true', help='without transformers')

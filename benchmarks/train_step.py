@@ -48,7 +48,7 @@ def ours(kind: str, layers: int, rows: int, length: int):
 
   spec = transformer.ModelSpec(
     vocab=SIZES['vocab_size'],
-    width=SIZES['hidden_size'],
+    max_prompt_tokens=SIZES['hidden_size'],
     layers=layers,
     heads=SIZES['num_attention_heads'],
     kv_heads=SIZES['num_key_value_heads'],
@@ -70,10 +70,12 @@ def ours(kind: str, layers: int, rows: int, length: int):
   params = transformer.init(spec, jax.random.key(0))
   state = [params, jax.jit(tx.init)(params)]
   tokens_BT, adv_B = example(rows, length)
-  mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
+  loss_mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
   # Near what random weights say: ratios close to one.
   logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
-  batch = Batch(tokens_BT, mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32))
+  batch = Batch(
+    tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32)
+  )
 
   def step():
     state[0], state[1], told = learn(*state, batch)

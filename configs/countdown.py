@@ -1,7 +1,7 @@
-r"""Countdown, the four cells of the grid at equal rollouts, on the embedded policy.
+r"""Countdown, four cells at equal rollouts, on the embedded policy.
 
   python -m bapo_jax.main --config=configs/countdown.py --workdir=runs/countdown
-  SEEDS="0 1 2" launch/grid.sh                            (the same over seeds, a table)
+  SEEDS="0 1 2" launch/sweep.sh                            (the same over seeds, a table)
   python -m bapo_jax.main --config=configs/countdown.py:both ...            (one cell)
 
 |                     | batch `fresh_only` | batch `adapted` |
@@ -34,7 +34,7 @@ CELLS = (  # name, batch rule, clip rule
 
 
 def get_config(arg: str = ''):
-  """The grid, or one of its cells.
+  """The sweep, or one of its cells.
 
   Raises:
     ValueError: no such cell.
@@ -57,7 +57,6 @@ def embedded():
   """What the cells have in common."""
   config = base.get_config()
   config.title = 'countdown, tiny'
-  config.protocol = '2 to 3 minutes a cell on two CPU cores, the warm start aside'
   config.steps = 60
   config.responses = 30_720.0
   config.problems.update(
@@ -67,14 +66,14 @@ def embedded():
     numbers=(2, 3), largest=9, target=30, wording='short'
   )
   config.model.remat = 'none'  # there is memory enough
-  config.prompts.width = 10
-  config.sampler.new = 48
+  config.prompts.max_prompt_tokens = 10
+  config.sampler.max_new_tokens = 48
   config.rewards.rule = 'countdown'
   # The own share of these problems; at 0.42 the bounds sat at their caps (LOG.md).
   config.clip.balanced.target = 0.39
-  config.rollout.refresh_every = 2
-  config.buffer.update(capacity=256, recheck=32, every=2)
-  config.warmstart.update(clean=800, noisy=0)  # what is not learned well slips enough
+  config.rollout.weight_sync_interval = 2
+  config.buffer.update(capacity=256, reevaluated=32, every=2)
+  config.sft.update(clean=800, noisy=0)  # what is not learned well slips enough
   config.evaluate.update(every=20, group=8)
   config.metrics.tensorboard = False
   return config

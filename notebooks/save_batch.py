@@ -35,7 +35,12 @@ def main() -> None:
   fresh_key, _, _, update_key = job.keys(run.step)
   prompts = job.ask(run.asked)
   groups = job.rollout(
-    run.actor, prompts, fresh_key, asked=run.asked, step=run.step, born=run.step
+    run.actor,
+    prompts,
+    fresh_key,
+    asked=run.asked,
+    step=run.step,
+    policy_version=run.step,
   )
   source_P = jnp.zeros(len(prompts.id_P), jnp.int32)
   params, opt = run.params, run.opt
@@ -49,15 +54,15 @@ def main() -> None:
   hidden_BTD = transformer.forward(params, batch.tokens_BT, job.spec)
   logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], transformer.head(params))
   logp_BTV = np.asarray(jax.nn.log_softmax(logits_BTV / config.sampler.temperature))
-  used = int(np.flatnonzero(np.asarray(batch.mask_BT).any(0))[-1]) + 1
+  used = int(np.flatnonzero(np.asarray(batch.loss_mask_BT).any(0))[-1]) + 1
   np.savez_compressed(
     FILE,
     tokens_BT=np.asarray(batch.tokens_BT[:, :used], np.int16),
-    mask_BT=np.asarray(batch.mask_BT[:, :used]),
-    logmu_BT=np.asarray(batch.logp_BT[:, :used]),
+    loss_mask_BT=np.asarray(batch.loss_mask_BT[:, :used]),
+    logmu_BT=np.asarray(batch.behavior_logp_BT[:, :used]),
     adv_B=np.asarray(batch.adv_B),
     # Of the tokens that teach, in order of rows: the others' words say nothing here.
-    logp_NV=logp_BTV[np.asarray(batch.mask_BT[:, 1:])].astype(np.float16),
+    logp_NV=logp_BTV[np.asarray(batch.loss_mask_BT[:, 1:])].astype(np.float16),
     step=run.step,
   )
   print(

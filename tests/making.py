@@ -8,7 +8,7 @@ from bapo_jax.rollout import engine
 from bapo_jax.types import Batch, Groups
 
 SPEC = transformer.ModelSpec(
-  vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
+  vocab=11, max_prompt_tokens=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
 # Of a tiny model, as a config.json spells them.
@@ -32,32 +32,36 @@ def params(spec=SPEC, seed=0) -> dict:
   return transformer.unflatten(flat)
 
 
-def groups(ids, right, born, G=8, T=3, seed=0) -> Groups:
+def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
   """Groups of these problems, `right[i]` of G responses correct; born -1 is empty."""
   rng = np.random.default_rng(seed)
   P = len(ids)
-  id_P, right_P, born_P = (np.asarray(x, np.int32) for x in (ids, right, born))
+  id_P, right_P, completed_step_P = (
+    np.asarray(x, np.int32) for x in (ids, right, policy_version)
+  )
   correct_PG = np.arange(G) < right_P[:, None]
   return Groups(
     id_P=jnp.asarray(id_P),
     tokens_PGT=jnp.asarray(rng.integers(1, 11, (P, G, T)), jnp.int32),
-    chosen_PGT=jnp.asarray(rng.random((P, G, T)) < 0.7),
-    logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
-    born_PGT=jnp.broadcast_to(jnp.asarray(born_P)[:, None, None], (P, G, T)),
+    response_mask_PGT=jnp.asarray(rng.random((P, G, T)) < 0.7),
+    behavior_logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
+    policy_version_PGT=jnp.broadcast_to(
+      jnp.asarray(completed_step_P)[:, None, None], (P, G, T)
+    ),
     correct_PG=jnp.asarray(correct_PG),
     reward_PG=jnp.asarray(correct_PG, jnp.float32),
-    born_P=jnp.asarray(born_P),
+    completed_step_P=jnp.asarray(completed_step_P),
   )
 
 
-def batch(adv_B, mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
+def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
   """Fresh rows of these advantages; what is not given is 0, prox as the behaviour."""
-  adv_B, mask_BT = np.asarray(adv_B, np.float32), np.asarray(mask_BT, bool)
-  zeros_BT = np.zeros(mask_BT.shape, np.float32)
+  adv_B, loss_mask_BT = np.asarray(adv_B, np.float32), np.asarray(loss_mask_BT, bool)
+  zeros_BT = np.zeros(loss_mask_BT.shape, np.float32)
   logp_BT = zeros_BT if logp_BT is None else np.asarray(logp_BT, np.float32)
   return Batch(
-    tokens_BT=np.zeros(mask_BT.shape, np.int32),
-    mask_BT=mask_BT,
+    tokens_BT=np.zeros(loss_mask_BT.shape, np.int32),
+    loss_mask_BT=loss_mask_BT,
     logp_BT=logp_BT,
     prox_BT=logp_BT if prox_BT is None else np.asarray(prox_BT, np.float32),
     adv_B=adv_B,
@@ -76,7 +80,7 @@ def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
 def generate(params, prompts, uid_B, key, *, spec, tell=lambda rows: None, **knobs):
   """All G responses to each of P prompts, [P * G, T], in the order of the prompts."""
   P, width = prompts.tokens_PT.shape
-  flying = engine.RolloutEngine(spec, places=P, width=width, **knobs)
+  flying = engine.RolloutEngine(spec, places=P, max_prompt_tokens=width, **knobs)
   flying.ask(prompts, uid_B)
   flying.advance(params, key, tell=tell)
   return flying.rows

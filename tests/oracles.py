@@ -58,10 +58,10 @@ def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...
 
 def sums(ratio_BT, batch, low, high, contribution='gradient', weight='one'):
   """(P, N) as section 1 of the paper has them, in float64."""
-  r_BT = np.where(batch.mask_BT, np.float64(ratio_BT), 0)
-  size_BT = np.float64(batch.adv_B)[:, None] * batch.mask_BT
+  r_BT = np.where(batch.loss_mask_BT, np.float64(ratio_BT), 0)
+  size_BT = np.float64(batch.adv_B)[:, None] * batch.loss_mask_BT
   if weight == 'behaviour':
-    size_BT = size_BT * np.exp(batch.logp_BT)
+    size_BT = size_BT * np.exp(batch.behavior_logp_BT)
   if contribution == 'surrogate':
     gain_BT = size_BT * np.where(
       size_BT > 0, np.minimum(r_BT, high), np.maximum(r_BT, low)
@@ -135,7 +135,7 @@ def crossing(ratio_BT, batch, target, low, high):
   Ratios are where sums change: as `high` rises past one, a positive token comes in; as
   `low` reaches one, a negative token goes. (None, None) where no bounds are enough.
   """
-  ratios = np.unique(ratio_BT[batch.mask_BT])
+  ratios = np.unique(ratio_BT[batch.loss_mask_BT])
   for c_high in [high[0], *(r for r in ratios if high[0] <= r < high[1])]:
     # just above the ratio: a token at the bound itself is cut
     above = np.nextafter(c_high, np.inf) if c_high > high[0] else c_high
@@ -158,12 +158,12 @@ class Tried(NamedTuple):
 
   problem: int
   k: int
-  born: int  # the step at which it was completed
+  policy_version: int  # the step at which it was completed
   row: Any  # (Groups, place): where its responses are
 
 
 class Lists(NamedTuple):
-  """The shelves, newest first."""
+  """The buffer, newest first."""
 
   hard: list  # (problem, step of the last try)
   good: list  # (Tried, how often it was learned from again)
@@ -202,11 +202,13 @@ def draw(lists: Lists, rows: int) -> list[int]:
   return [problem for problem, _ in sorted(lists.hard, key=lambda held: held[1])[:rows]]
 
 
-def fill(fresh, recheck, lists: Lists, now: int, G: int, max_age: int, max_reuse: int):
+def fill(
+  fresh, reevaluated, lists: Lists, now: int, G: int, max_age: int, max_reuse: int
+):
   """Definition 3.1 of arXiv:2602.20722: (X1, X2, X3), each in the order it came.
 
   Args:
-    fresh, recheck: [Tried].
+    fresh, reevaluated: [Tried].
   """
   hard_k, good_k = lists.band
   seen, tiers = set(), []
@@ -229,7 +231,17 @@ def fill(fresh, recheck, lists: Lists, now: int, G: int, max_age: int, max_reuse
 
 
 def shelve(
-  lists: Lists, fresh, recheck, reused, now, *, band, G, capacity, max_age, max_reuse
+  lists: Lists,
+  fresh,
+  reevaluated,
+  reused,
+  now,
+  *,
+  band,
+  G,
+  capacity,
+  max_age,
+  max_reuse,
 ) -> tuple[Lists, dict]:
   """(lists, counts) after step `now`, which learned again from the problems `reused`.
 
@@ -242,7 +254,7 @@ def shelve(
   known = {problem for problem, _ in lists.hard}
   counts = collections.Counter()
   for t in tried:
-    asked_again = any(t is other for other in recheck)
+    asked_again = any(t is other for other in reevaluated)
     if t.k in hard_k:
       counts['entered'] += t.problem not in known
     elif t.problem in known:

@@ -28,8 +28,8 @@ def test_agree_returns_the_size_of_every_letter():
     # One letter twice in one name is one size as well.
     ({'cov_DD': np.zeros((2, 3))}, 'cov_DD has D=3, but D=2 elsewhere'),
     (
-      {'mask_BT': np.zeros((4, 3, 1))},
-      'mask_BT promises axes BT, but its shape is (4, 3, 1)',
+      {'loss_mask_BT': np.zeros((4, 3, 1))},
+      'loss_mask_BT promises axes BT, but its shape is (4, 3, 1)',
     ),
     ({'adv_B': np.zeros(())}, 'adv_B promises axes B, but its shape is ()'),
   ],
@@ -44,20 +44,26 @@ def test_empty_rows_are_empty_in_every_field():
   groups = types.empty_groups(rows=3, group=2, length=5)
   size = types.agree(**groups._asdict())
   assert size == {'P': 3, 'G': 2, 'T': 5}
-  for field in ('id_P', 'born_P', 'born_PGT'):
+  for field in ('id_P', 'completed_step_P', 'policy_version_PGT'):
     assert (getattr(groups, field) == -1).all()
-  for field in ('tokens_PGT', 'chosen_PGT', 'logp_PGT', 'correct_PG', 'reward_PG'):
+  for field in (
+    'tokens_PGT',
+    'response_mask_PGT',
+    'behavior_logp_PGT',
+    'correct_PG',
+    'reward_PG',
+  ):
     assert not getattr(groups, field).any()
   kinds = {name: x.dtype.name for name, x in groups._asdict().items()}
   assert kinds == {
     'id_P': 'int32',
     'tokens_PGT': 'int32',
-    'chosen_PGT': 'bool',
-    'logp_PGT': 'float32',
-    'born_PGT': 'int32',
+    'response_mask_PGT': 'bool',
+    'behavior_logp_PGT': 'float32',
+    'policy_version_PGT': 'int32',
     'correct_PG': 'bool',
     'reward_PG': 'float32',
-    'born_P': 'int32',
+    'completed_step_P': 'int32',
   }
 
 

@@ -1,6 +1,6 @@
 """Which groups the learner sees.
 
-A rule is (fresh, recheck, shelves, now, key, seats) -> (batch, source_P).
+A rule is (fresh, reevaluated, buffer, now, key, seats) -> (batch, source_P).
 
 `fresh_only` takes what was just sampled (GRPO).
 `learnable_only` takes the fresh groups that disagree with themselves; while seats stay
@@ -8,7 +8,7 @@ empty the loop asks for more (DAPO's dynamic sampling).
 `replay` takes the fresh groups and as many older ones again, whatever they are.
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
 1. fresh groups that disagree with themselves (some right, some wrong),
-2. rechecked problems the current policy now solves sometimes: hard < share < 1,
+2. reevaluated problems the current policy now solves sometimes: hard < share < 1,
 3. good groups from the shelf, drawn at random.
 
 There are `seats` seats whatever happens: one that no group has earned is masked out.
@@ -20,89 +20,84 @@ import jax.numpy as jnp
 
 from bapo_jax.types import SOURCES, Groups, ReplayBuffer, concat, first_of, take
 
-# Rules that look at neither `recheck` nor the shelves: nothing need be kept for them.
-WITHOUT_BUFFER = frozenset({'fresh_only', 'learnable_only'})
-# Rules whose problems are rechecked.
-REEVALUATING = frozenset({'adapted'})
-# Rules for which more is asked while seats are empty.
-WITH_EXTRA_ROUNDS = frozenset({'learnable_only'})
-
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
 
 
 def fresh_only(
-  fresh: Groups, recheck: Groups, shelves: ReplayBuffer, now, key, seats: int
+  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
 ):
   """The fresh groups, all of them: the identity of this slot."""
-  del recheck, shelves, now, key
-  return fresh, jnp.where(fresh.born_P >= 0, FRESH, -1)
+  del reevaluated, buffer, now, key
+  return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
 
 def learnable_only(
-  fresh: Groups, recheck: Groups, shelves: ReplayBuffer, now, key, seats: int
+  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
 ):
   """The first fresh groups with both verdicts, one a problem: arXiv:2503.14476, Eq. 11.
 
   What is learnable and finds no seat is dropped, as in DAPO.
   """
-  del recheck, shelves, now, key
+  del reevaluated, buffer, now, key
   earned_N = first_of(fresh.id_P, _learnable(fresh))
   return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
 
 
 def replay(
   fresh: Groups,
-  recheck: Groups,
-  shelves: ReplayBuffer,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
   now,
   key,
   seats: int,
   *,
-  older: int = 1,
+  replay_ratio: int = 1,
 ):
-  """The fresh groups, and `older` times as many of the last steps', drawn at random.
+  """The fresh groups, and `replay_ratio` times as many of the last steps', drawn at random.
 
   Plain experience replay, the baseline that `adapted` is to beat. What the shelf keeps
-  is the business of buffer.band; with 'everything' nothing is chosen.
+  is the business of buffer.thresholds; with 'everything' nothing is chosen.
 
   Args:
-    older: 1 or more; there are (1 + older) times as many seats as fresh groups.
+    replay_ratio: 1 or more; there are (1 + replay_ratio) times as many seats as fresh groups.
   """
-  del recheck
-  assert seats == len(fresh.id_P) * (1 + older)
-  good = shelves.good
-  found = concat(fresh, good)
+  del reevaluated
+  assert seats == len(fresh.id_P) * (1 + replay_ratio)
+  reusable = buffer.reusable
+  found = concat(fresh, reusable)
   source_N = jnp.repeat(
     jnp.asarray([FRESH, REUSED]),
-    jnp.asarray([len(fresh.id_P), len(good.id_P)]),
+    jnp.asarray([len(fresh.id_P), len(reusable.id_P)]),
     total_repeat_length=len(found.id_P),
   )
-  there_N = (found.born_P >= 0) & ((source_N == FRESH) | (found.born_P < now))
+  there_N = (found.completed_step_P >= 0) & (
+    (source_N == FRESH) | (found.completed_step_P < now)
+  )
   return _seated(found, there_N, source_N, _luck(key, source_N), seats)
 
 
 def adapted(
-  fresh: Groups, recheck: Groups, shelves: ReplayBuffer, now, key, seats: int
+  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
 ):
   """Definition 3.1 of arXiv:2602.20722: X1, then X2 not in X1, then X3 in neither.
 
-  What is hard and what is good is said by `shelves.band`, how old a good group may be
+  What is hard and what is good is said by `buffer.thresholds`, how old a good group may be
   and how often it may be used by the shelf, which no longer holds it then.
 
   Returns:
     (groups, source_P): groups of both verdicts, no problem twice.
   """
-  found = concat(fresh, recheck, shelves.good)
+  found = concat(fresh, reevaluated, buffer.reusable)
   source_N = jnp.repeat(
     jnp.arange(len(SOURCES)),
-    jnp.asarray([len(g.id_P) for g in (fresh, recheck, shelves.good)]),
+    jnp.asarray([len(g.id_P) for g in (fresh, reevaluated, buffer.reusable)]),
     total_repeat_length=len(found.id_P),
   )
-  k_N, band = found.correct_PG.sum(1), shelves.band
-  in_band_N = (k_N >= band.first) & (k_N <= band.last)
+  k_N, thresholds = found.correct_PG.sum(1), buffer.thresholds
+  reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
   earned_N = _learnable(found)
-  earned_N &= (source_N != REEVALUATED) | (k_N > band.hard)
-  earned_N &= (source_N != REUSED) | (in_band_N & (found.born_P < now))
+  earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
+  earned_N &= (source_N != REUSED) | (reusable_N & (found.completed_step_P < now))
   # Earlier sources come first in `found`, so an earlier row of one problem wins.
   earned_N = first_of(found.id_P, earned_N)
   return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
@@ -110,7 +105,7 @@ def adapted(
 
 def _learnable(groups: Groups):
   k_P = groups.correct_PG.sum(1)
-  return (k_P > 0) & (k_P < groups.correct_PG.shape[1]) & (groups.born_P >= 0)
+  return (k_P > 0) & (k_P < groups.correct_PG.shape[1]) & (groups.completed_step_P >= 0)
 
 
 def _luck(key, source_N):
@@ -126,17 +121,6 @@ def _seated(found: Groups, earned_N, source_N, luck_N, seats: int):
   order_P = jnp.pad(order_N, (0, max(seats - len(order_N), 0)), mode='edge')[:seats]
   source_P = jnp.where(earned_N, source_N, -1)[order_P]
   return take(found, order_P), jnp.where(jnp.arange(seats) < len(order_N), source_P, -1)
-
-
-def seats(rule: str, prompts: int, knobs: dict) -> int:
-  """How many groups a batch of this rule has, made of so many prompts a step.
-
-  Args:
-    knobs: of all rules, by their names.
-  """
-  return (
-    prompts * (1 + knobs['replay'].get('older', 1)) if rule == 'replay' else prompts
-  )
 
 
 RULES = {

@@ -114,14 +114,14 @@ def evidence(ratio_BT, batch: Batch, contribution: str, weight: str, sources):
   plus_BT holds w r A of the tokens with A > 0 that are searched on, minus_BT w r |A| of
   those with A < 0; without the r for `surrogate`. Both are 0 elsewhere.
   """
-  agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, mask_BT=batch.mask_BT)
-  counts_BT = batch.mask_BT & ~jnp.isnan(ratio_BT)
+  agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
+  counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT)
   if set(sources) != set(SOURCES):
     inside = [batch.source_B == SOURCES.index(source) for source in sources]
     counts_BT &= jnp.any(jnp.stack(inside), 0)[:, None]
   size_BT = jnp.broadcast_to(jnp.abs(batch.adv_B)[:, None], ratio_BT.shape)
   if weight == 'behaviour':
-    size_BT = size_BT * jnp.exp(batch.logp_BT)
+    size_BT = size_BT * jnp.exp(batch.behavior_logp_BT)
   # Before the product: 0 times an infinite ratio is no number.
   counts_BT &= size_BT > 0
   part_BT = size_BT * ratio_BT if contribution == 'gradient' else size_BT

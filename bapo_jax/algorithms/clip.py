@@ -129,7 +129,7 @@ def recipe(
   """The search of the paper's public code: `surrogate`, lower bound first.
 
   A last step is cut short so that each bound can reach its end. For parity with
-  published runs; with it belong loss.clipped.limit=20 and learner.search='slice'
+  published runs; with it belong loss.clipped.limit=20 and learner.bounds_scope='slice'
   (configs/aime.py:recipe). It differs where there is nothing to bound: of a minibatch
   without any advantage that code calls the target met.
 

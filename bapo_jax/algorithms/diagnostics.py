@@ -33,17 +33,17 @@ def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
     logp_BT, entropy_BT: of the policy that the gradient was taken at, nats.
     bounds: scalars, or [B, 1] where slices of the rows had bounds of their own.
   """
-  mask_BT = batch.mask_BT
+  loss_mask_BT = batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
   told = {
     'clip/low': bounds.low.mean(),
     'clip/high': bounds.high.mean(),
-    'clip/moves': bounds.moves.mean(),
-    'clip/moved': (bounds.moves > 0).mean(),
-    'clip/met': bounds.met.mean(),
-    'loss/entropy': masked_mean(entropy_BT, mask_BT),
-    'loss/entropy_slope': entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT),
+    'clip/search_steps': bounds.search_steps.mean(),
+    'clip/moved': (bounds.search_steps > 0).mean(),
+    'clip/target_met': bounds.target_met.mean(),
+    'loss/entropy': masked_mean(entropy_BT, loss_mask_BT),
+    'loss/entropy_slope': entropy_slope(logp_BT, entropy_BT, weight_BT, loss_mask_BT),
   }
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   told |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
@@ -51,7 +51,7 @@ def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
   return told | _by_source(ratio_BT, weight_BT, batch)
 
 
-def entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT):
+def entropy_slope(logp_BT, entropy_BT, weight_BT, loss_mask_BT):
   """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
 
   dH = -eta Cov_{y ~ pi}[log pi(y), pi(y) A(y) X(y)] for a softmax policy whose logits
@@ -60,9 +60,9 @@ def entropy_slope(logp_BT, entropy_BT, weight_BT, mask_BT):
   where E[log pi] = -H is known, so one sampled token of each state gives it unbiased:
   its weight w A X in the gradient holds the importance ratio already.
   """
-  likely_BT = jnp.where(mask_BT, logp_BT + entropy_BT, 0)
-  step_BT = jnp.exp(jnp.where(mask_BT, logp_BT, 0)) * weight_BT
-  return -masked_mean(likely_BT * step_BT, mask_BT)
+  likely_BT = jnp.where(loss_mask_BT, logp_BT + entropy_BT, 0)
+  step_BT = jnp.exp(jnp.where(loss_mask_BT, logp_BT, 0)) * weight_BT
+  return -masked_mean(likely_BT * step_BT, loss_mask_BT)
 
 
 def _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds) -> dict:
@@ -89,15 +89,15 @@ def _positive_part(weight_BT):
 def _signs(batch: Batch):
   """(up_BT, down_BT): the teaching tokens with A > 0 and with A < 0."""
   adv_B1 = batch.adv_B[:, None]
-  return batch.mask_BT & (adv_B1 > 0), batch.mask_BT & (adv_B1 < 0)
+  return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
 
 def _cuts(weight_BT, batch: Batch) -> dict:
   """Which tokens lost their gradient, by sign and source, and how likely they were."""
   up_BT, down_BT = _signs(batch)
   cut_BT = (up_BT | down_BT) & (weight_BT == 0)
-  cuts = {'clip/fraction': masked_mean(cut_BT, batch.mask_BT)}
-  mu_BT = jnp.exp(jnp.where(batch.mask_BT, batch.logp_BT, 0))
+  cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
+  mu_BT = jnp.exp(jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0))
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
     cuts[f'clip/fraction_{name}'] = _mean_or_nan(cut_BT, kind_BT)
     cuts[f'clip/probability_{name}'] = _mean_or_nan(mu_BT, kind_BT & cut_BT)
@@ -114,7 +114,7 @@ def _by_source(ratio_BT, weight_BT, batch: Batch) -> dict:
   cut_BT = (up_BT | down_BT) & (weight_BT == 0)
   told = {}
   for i, source in enumerate(SOURCES):
-    mine_BT = batch.mask_BT & (batch.source_B == i)[:, None]
+    mine_BT = batch.loss_mask_BT & (batch.source_B == i)[:, None]
     largest = jnp.where(mine_BT, ratio_BT, -jnp.inf).max()
     of_mine = {
       'clip/fraction': _mean_or_nan(cut_BT, mine_BT),
@@ -151,18 +151,18 @@ def _ratios(ratio_BT, logp_BT, batch: Batch) -> dict:
 
   A ratio that is nan stays nan here: it is an error of the run, and is shown as one.
   """
-  mask_BT = batch.mask_BT
-  log_r_BT = loss.log_ratio(logp_BT, batch.logp_BT, mask_BT)
-  live_BT = jnp.where(mask_BT, ratio_BT, 0)
+  loss_mask_BT = batch.loss_mask_BT
+  log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, loss_mask_BT)
+  live_BT = jnp.where(loss_mask_BT, ratio_BT, 0)
   # Scaled by the largest: the squares of large ratios would overflow.
   scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)
   square = ((live_BT / scale) ** 2).sum()
   effective = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)
   return {
-    'loss/ratio_mean': masked_mean(ratio_BT, mask_BT),
+    'loss/ratio_mean': masked_mean(ratio_BT, loss_mask_BT),
     'loss/ratio_max': live_BT.max(),
-    'loss/ratio_nan': masked_mean(jnp.isnan(ratio_BT), mask_BT),
-    'loss/effective': effective / jnp.maximum(mask_BT.sum(), 1),
-    'loss/kl': masked_mean(ratio_BT - 1 - log_r_BT, mask_BT),
-    'loss/kl_plain': -masked_mean(log_r_BT, mask_BT),
+    'loss/ratio_nan': masked_mean(jnp.isnan(ratio_BT), loss_mask_BT),
+    'loss/ess': effective / jnp.maximum(loss_mask_BT.sum(), 1),
+    'loss/kl': masked_mean(ratio_BT - 1 - log_r_BT, loss_mask_BT),
+    'loss/kl_plain': -masked_mean(log_r_BT, loss_mask_BT),
   }

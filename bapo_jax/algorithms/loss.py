@@ -23,14 +23,14 @@ PROXIMAL = frozenset({'decoupled'})
 FREE = frozenset({'tis'})
 
 
-def log_ratio(logp_BT, old_BT, mask_BT):
+def log_ratio(logp_BT, old_BT, loss_mask_BT):
   """log pi - log old of each token, nats; 0 where none was chosen."""
-  return jnp.where(mask_BT, logp_BT - old_BT, 0)
+  return jnp.where(loss_mask_BT, logp_BT - old_BT, 0)
 
 
 def ratio(logp_BT, batch: Batch):
   """pi / mu of each token; 1 where none was chosen."""
-  return jnp.exp(log_ratio(logp_BT, batch.logp_BT, batch.mask_BT))
+  return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
 
 
 def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
@@ -43,7 +43,7 @@ def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
   """
   if not limit > 0:
     raise ValueError(f'loss.clipped.limit={limit}: must be above 0 (inf: none)')
-  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if limit < math.inf:
     log_r_BT = jnp.clip(log_r_BT, -limit, limit)
   bounds = find(jnp.exp(log_r_BT))
@@ -65,8 +65,10 @@ def decoupled(logp_BT, batch: Batch, find, *, cap: float = 2.0):
   """
   if not cap > 0:
     raise ValueError(f'loss.decoupled.cap={cap}: must be above 0')
-  log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.mask_BT)
-  stale_BT = jnp.exp(log_ratio(batch.prox_BT, batch.logp_BT, batch.mask_BT))
+  log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
+  stale_BT = jnp.exp(
+    log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  )
   bounds = find(jnp.exp(log_r_BT))
   return jnp.minimum(stale_BT, cap) * _cut_off(log_r_BT, batch, bounds), bounds
 
@@ -78,11 +80,11 @@ def sequence(logp_BT, batch: Batch, find):
   (Eq. 13 and 14, GSPO-token). Its mean over responses is loss.aggregate='sequence', and
   its bounds are narrow: clip.fixed.low=0.9997, high=1.0004 in the paper.
   """
-  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
-  length_B = jnp.maximum(batch.mask_BT.sum(1), 1)
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
   mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
   ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0, with log pi's gradient
-  log_s_BT = jnp.where(batch.mask_BT, mean_B[:, None] + ahead_BT, 0)
+  log_s_BT = jnp.where(batch.loss_mask_BT, mean_B[:, None] + ahead_BT, 0)
   bounds = find(jnp.exp(log_s_BT))
   return _cut_off(log_s_BT, batch, bounds), bounds
 
@@ -93,7 +95,7 @@ def cispo(logp_BT, batch: Batch, find):
   arXiv:2506.13585, Eq. 4-5: the weight is clipped, no token is cut. The paper has no
   lower bound (clip.fixed.low=0).
   """
-  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   bounds = find(jnp.exp(log_r_BT))
   weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
   return _reinforce(weight_BT, logp_BT, batch), bounds
@@ -118,7 +120,7 @@ def divergence(logp_BT, batch: Batch):
   Unbiased in value and gradient for tokens that mu chose, and never negative (k3 of
   Schulman, 2020, "Approximating KL Divergence").
   """
-  log_r_BT = log_ratio(logp_BT, batch.logp_BT, batch.mask_BT)
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   return jnp.expm1(log_r_BT) - log_r_BT
 
 
@@ -134,12 +136,12 @@ def _cut_off(log_r_BT, batch: Batch, bounds: Bounds):
   # Before exp: a ratio that overflows and is cut must not give 0 * inf, which is nan.
   live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
   gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * adv_BT
-  return jnp.where(batch.mask_BT, gain_BT, 0)
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _reinforce(weight_BT, logp_BT, batch: Batch):
   gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
-  return jnp.where(batch.mask_BT, gain_BT, 0)
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _high(batch: Batch, bounds: Bounds):
@@ -157,7 +159,7 @@ def weights(rule, logp_BT, batch: Batch, bounds: Bounds):
   return jax.grad(total)(logp_BT)
 
 
-def row_scale(mask_BT, aggregate: str, length: int):
+def row_scale(loss_mask_BT, aggregate: str, length: int):
   """What each row's sum of gains is multiplied by: the objective is the sum of rows.
 
   Made of the whole minibatch, so that slices and devices add up exactly.
@@ -172,7 +174,7 @@ def row_scale(mask_BT, aggregate: str, length: int):
   Raises:
     ValueError: no such aggregate.
   """
-  length_B = mask_BT.sum(1)
+  length_B = loss_mask_BT.sum(1)
   rows = jnp.maximum((length_B > 0).sum(), 1)
   if aggregate == 'token':
     return jnp.broadcast_to(1 / jnp.maximum(length_B.sum(), 1), length_B.shape)

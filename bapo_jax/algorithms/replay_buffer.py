@@ -5,7 +5,7 @@
 3. `shelve` files what was tried: failures on `hard`, groups of both verdicts on `good`,
    and counts who came and who left.
 
-A row is empty when born_P is -1, and "oldest first" then means "empty first".
+A row is empty when completed_step_P is -1, and "oldest first" then means "empty first".
 """
 
 import functools
@@ -18,6 +18,7 @@ from bapo_jax.types import (
   Groups,
   PassRateThresholds,
   ReplayBuffer,
+  ThresholdRule,
   concat,
   empty_groups,
   first_of,
@@ -28,7 +29,7 @@ REUSED = SOURCES.index('reused')
 
 
 def fixed(
-  rate, G: int, *, hard: float = 1 / 8, good: tuple[float, float] = (1 / 8, 5 / 8)
+  rate, G: int, *, hard: float = 1 / 8, reusable: tuple[float, float] = (1 / 8, 5 / 8)
 ) -> PassRateThresholds:
   """The same thresholds at every step (Batch Adaptation PO, section 3).
 
@@ -36,7 +37,9 @@ def fixed(
     hard: c1, largest share of right answers that files a problem under `hard`.
     good: (c2, c3), smallest and largest share that files a group under `good`.
   """
-  return moving(rate, G, hard=(hard, hard), low=(good[0],) * 2, high=(good[1],) * 2)
+  return moving(
+    rate, G, hard=(hard, hard), low=(reusable[0],) * 2, high=(reusable[1],) * 2
+  )
 
 
 def moving(
@@ -58,21 +61,13 @@ def moving(
   Raises:
     ValueError: a share outside [0, 1], c1 of 1, or c2 above c3.
   """
-  for name, (start, end) in (('hard', hard), ('low', low), ('high', high)):
-    if not (0 <= start <= 1 and 0 <= end <= 1):
-      raise ValueError(
-        f'buffer.band: {name} runs from {start} to {end}; shares lie in [0, 1]'
-      )
-  if max(hard) == 1:
-    raise ValueError('buffer.band: hard=1 files solved problems as hard; give less')
-  for c2, c3 in zip(low, high, strict=True):
-    if c2 > c3:
-      raise ValueError(f'buffer.band: good begins at {c2} and ends at {c3}; turn them')
   c1, c2, c3 = (rate * (end - start) + start for start, end in (hard, low, high))
   return PassRateThresholds(
-    hard=jnp.minimum(_most(c1, G), G - 1),  # whatever rounding says, solved is not hard
-    first=jnp.maximum(_least(c2, G), 1),  # groups of one verdict teach nothing
-    last=jnp.minimum(_most(c3, G), G - 1),
+    hard_max=jnp.minimum(
+      _most(c1, G), G - 1
+    ),  # whatever rounding says, solved is not hard
+    reusable_min=jnp.maximum(_least(c2, G), 1),  # groups of one verdict teach nothing
+    reusable_max=jnp.minimum(_most(c3, G), G - 1),
   )
 
 
@@ -82,11 +77,6 @@ def threshold_free(rate, G: int) -> PassRateThresholds:
   Raises:
     ValueError: G is odd, so that no group is half right.
   """
-  if G % 2:
-    raise ValueError(
-      f"buffer.band.rule='threshold_free' keeps groups that are half right, and "
-      f'sampler.group={G} is odd; give an even group, or another band'
-    )
   del rate
   return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
@@ -116,83 +106,90 @@ def _least(share, G: int):
   return jnp.ceil(share * G - SLACK).astype(jnp.int32)
 
 
-def init(capacity: int, group: int, length: int, band=fixed) -> ReplayBuffer:
-  """Empty shelves. `hard` keeps no responses, so its rows are one token long.
+def init(
+  capacity: int, group: int, length: int, thresholds: ThresholdRule = fixed
+) -> ReplayBuffer:
+  """Empty buffer. `hard` keeps no responses, so its rows are one token long.
 
   Args:
     band: a rule of BANDS, its knobs bound.
   """
   return ReplayBuffer(
     hard=empty_groups(capacity, 1, 1),
-    good=empty_groups(capacity, group, length),
-    used_P=jnp.zeros(capacity, jnp.int32),
-    right=jnp.int32(0),
-    tried=jnp.int32(0),
-    band=band(jnp.float32(0), group),
+    reusable=empty_groups(capacity, group, length),
+    usage_count_P=jnp.zeros(capacity, jnp.int32),
+    num_correct=jnp.int32(0),
+    num_responses=jnp.int32(0),
+    thresholds=thresholds(jnp.float32(0), group),
   )
 
 
-def draw(shelf: Groups, rows: int) -> Groups:
+def draw(held: Groups, rows: int) -> Groups:
   """`rows` rows, tried longest ago first; empty ones come last.
 
   Raises:
-    ValueError: the shelf has fewer rows than that.
+    ValueError: the held has fewer rows than that.
   """
-  if rows > shelf.id_P.shape[0]:
-    raise ValueError(
-      f'buffer.recheck={rows} is more than buffer.capacity={shelf.id_P.shape[0]}'
-    )
   never = jnp.iinfo(jnp.int32).max
-  oldest_P = jnp.argsort(jnp.where(shelf.born_P < 0, never, shelf.born_P), stable=True)
-  drawn = take(shelf, oldest_P[:rows])
-  return drawn._replace(id_P=jnp.where(drawn.born_P < 0, -1, drawn.id_P))
+  oldest_P = jnp.argsort(
+    jnp.where(held.completed_step_P < 0, never, held.completed_step_P), stable=True
+  )
+  drawn = take(held, oldest_P[:rows])
+  return drawn._replace(id_P=jnp.where(drawn.completed_step_P < 0, -1, drawn.id_P))
 
 
-@functools.partial(jax.jit, static_argnames=('band', 'max_age', 'max_reuse'))
+@functools.partial(
+  jax.jit, static_argnames=('thresholds', 'max_off_policy_steps', 'max_reuse')
+)
 def insert(
-  shelves: ReplayBuffer,
+  buffer: ReplayBuffer,
   fresh: Groups,
-  recheck: Groups,
+  reevaluated: Groups,
   groups: Groups,
   source_P,
   now,
   *,
-  band=fixed,
-  max_age: int,
+  thresholds: ThresholdRule = fixed,
+  max_off_policy_steps: int,
   max_reuse: int,
 ) -> tuple[ReplayBuffer, dict]:
   """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
 
   Today's band decides, tomorrow's is made of today's verdicts too. A good group leaves
-  once it would be older than `max_age` steps, or was learned from `max_reuse` times.
+  once it would be older than `max_off_policy_steps` steps, or was learned from `max_reuse` times.
 
   Args:
-    fresh, recheck: what was tried; of a problem in both, the recheck counts.
+    fresh, reevaluated: what was tried; of a problem in both, the recheck counts.
     groups, source_P: the batch that was learned from.
     band: a rule of BANDS, its knobs bound.
 
   Returns:
-    (shelves, counts): who entered `hard`, and who left it and why: rechecked and always
+    (buffer, counts): who entered `hard`, and who left it and why: reevaluated and always
     solved (graduated) or sometimes (promoted), solved when asked afresh (progressed),
     or crowded out (evicted).
   """
-  tried = concat(fresh, recheck)
-  last_P = first_of(tried.id_P[::-1], tried.born_P[::-1] >= 0)[::-1]
-  tried = tried._replace(born_P=jnp.where(last_P, tried.born_P, -1))
+  tried = concat(fresh, reevaluated)
+  last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
+  tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
   k_P = tried.correct_PG.sum(1)
-  used_P = shelves.used_P + _among(
-    shelves.good.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
+  usage_count_P = buffer.usage_count_P + _among(
+    buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
-  good, used_P = _insert_reusable(
-    shelves._replace(used_P=used_P), tried, k_P, now, max_age, max_reuse
+  good, usage_count_P = _insert_reusable(
+    buffer._replace(usage_count_P=usage_count_P),
+    tried,
+    k_P,
+    now,
+    max_off_policy_steps,
+    max_reuse,
   )
-  hard, counts = _insert_hard(shelves, tried, k_P, len(fresh.id_P))
-  there_P = fresh.born_P >= 0
-  right = shelves.right + jnp.where(there_P, fresh.correct_PG.sum(1), 0).sum()
-  answers = shelves.tried + there_P.sum() * fresh.correct_PG.shape[1]
+  hard, counts = _insert_hard(buffer, tried, k_P, len(fresh.id_P))
+  there_P = fresh.completed_step_P >= 0
+  right = buffer.num_correct + jnp.where(there_P, fresh.correct_PG.sum(1), 0).sum()
+  answers = buffer.num_responses + there_P.sum() * fresh.correct_PG.shape[1]
   rate = right / jnp.maximum(answers, 1)
-  bands = band(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  return ReplayBuffer(hard, good, used_P, right, answers, bands), counts
+  bounds = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
+  return ReplayBuffer(hard, good, usage_count_P, right, answers, bounds), counts
 
 
 def _among(id_P, others):
@@ -200,52 +197,56 @@ def _among(id_P, others):
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
-def _newest(groups: Groups, shelf: Groups, wanted_P) -> tuple[Groups, jax.Array]:
-  """Both, and the rows of both that the shelf shall hold: the newest, one a problem."""
-  wanted_P = wanted_P & (groups.born_P >= 0)
-  old_P = _among(shelf.id_P, jnp.where(wanted_P, groups.id_P, -1))
+def _newest(groups: Groups, held: Groups, wanted_P) -> tuple[Groups, jax.Array]:
+  """Both, and the rows of both that the held shall hold: the newest, one a problem."""
+  wanted_P = wanted_P & (groups.completed_step_P >= 0)
+  old_P = _among(held.id_P, jnp.where(wanted_P, groups.id_P, -1))
   both = concat(
-    groups._replace(born_P=jnp.where(wanted_P, groups.born_P, -1)),
-    shelf._replace(born_P=jnp.where(old_P, -1, shelf.born_P)),
+    groups._replace(completed_step_P=jnp.where(wanted_P, groups.completed_step_P, -1)),
+    held._replace(completed_step_P=jnp.where(old_P, -1, held.completed_step_P)),
   )
-  return both, jnp.argsort(-both.born_P, stable=True)[: shelf.id_P.shape[0]]
+  return both, jnp.argsort(-both.completed_step_P, stable=True)[: held.id_P.shape[0]]
 
 
 def _insert_reusable(
-  shelves: ReplayBuffer, tried: Groups, k_P, now, max_age, max_reuse
+  buffer: ReplayBuffer, tried: Groups, k_P, now, max_off_policy_steps, max_reuse
 ):
-  band = shelves.band
-  in_band_P = (k_P >= band.first) & (k_P <= band.last)
-  held, used_P = shelves.good, shelves.used_P
+  thresholds = buffer.thresholds
+  reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
+  held, usage_count_P = buffer.reusable, buffer.usage_count_P
   # Before places are given away: what leaves in any case shall not crowd out another.
-  stays_P = (now + 1 - held.born_P <= max_age) & (used_P < max_reuse)
-  held = held._replace(born_P=jnp.where(stays_P, held.born_P, -1))
-  both, kept = _newest(tried, held, in_band_P)
-  return take(both, kept), jnp.concatenate([jnp.zeros_like(k_P), used_P])[kept]
+  stays_P = (now + 1 - held.completed_step_P <= max_off_policy_steps) & (
+    usage_count_P < max_reuse
+  )
+  held = held._replace(completed_step_P=jnp.where(stays_P, held.completed_step_P, -1))
+  both, kept = _newest(tried, held, reusable_P)
+  return take(both, kept), jnp.concatenate([jnp.zeros_like(k_P), usage_count_P])[kept]
 
 
-def _insert_hard(shelves: ReplayBuffer, tried: Groups, k_P, fresh: int):
-  there_P = tried.born_P >= 0
-  hard_P = there_P & (k_P <= shelves.band.hard)
-  before_P = jnp.where(shelves.hard.born_P >= 0, shelves.hard.id_P, -1)
+def _insert_hard(buffer: ReplayBuffer, tried: Groups, k_P, fresh: int):
+  there_P = tried.completed_step_P >= 0
+  hard_P = there_P & (k_P <= buffer.thresholds.hard_max)
+  before_P = jnp.where(buffer.hard.completed_step_P >= 0, buffer.hard.id_P, -1)
   known_P = there_P & _among(tried.id_P, before_P)
-  asked_again_P = jnp.arange(len(k_P)) >= fresh
+  reevaluated_P = jnp.arange(len(k_P)) >= fresh
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
   prompts = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
   prompts = prompts._replace(
     correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
   )
-  gone_P = _among(shelves.hard.id_P, jnp.where(there_P, tried.id_P, -1))
-  rest = shelves.hard._replace(born_P=jnp.where(gone_P, -1, shelves.hard.born_P))
+  gone_P = _among(buffer.hard.id_P, jnp.where(there_P, tried.id_P, -1))
+  rest = buffer.hard._replace(
+    completed_step_P=jnp.where(gone_P, -1, buffer.hard.completed_step_P)
+  )
   both, kept = _newest(prompts, rest, hard_P)
   hard = take(both, kept)
   counts = {
     'buffer/entered': hard_P & ~known_P,
-    'buffer/graduated': left_P & asked_again_P & solved_P,
-    'buffer/promoted': left_P & asked_again_P & ~solved_P,
-    'buffer/progressed': left_P & ~asked_again_P,
+    'buffer/graduated': left_P & reevaluated_P & solved_P,
+    'buffer/promoted': left_P & reevaluated_P & ~solved_P,
+    'buffer/progressed': left_P & ~reevaluated_P,
   }
   counts = {name: is_P.sum() for name, is_P in counts.items()}
   room = (before_P >= 0).sum() + counts['buffer/entered'] - left_P.sum()
-  return hard, counts | {'buffer/evicted': room - (hard.born_P >= 0).sum()}
+  return hard, counts | {'buffer/evicted': room - (hard.completed_step_P >= 0).sum()}

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_jax.data import dedup, sources, tokenizer
+from bapo_jax.data import dedup, sources
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.runtime.progress import log
 from bapo_jax.types import Prompts
 
@@ -22,7 +24,6 @@ CHOICES = {  # knob -> what it may be, the first is the default
   'prompts.overlong': ('drop', 'refuse'),
   'problems.duplicates': ('drop', 'keep'),
   'problems.overlap': ('keep', 'drop'),
-  'problems.changed': ('refuse', 'accept'),
 }
 
 
@@ -36,18 +37,18 @@ class Problems(NamedTuple):
 
 
 def load(
-  text: tokenizer.Tokenizer,
+  tokenizer: Tokenizer,
   workdir: str,
   *,
   count: int,
-  width: int,
+  max_prompt_tokens: int,
   overlong: str,
   **problems,
 ) -> tuple[Problems, Problems]:
   """Training and held-out problems.
 
   Args:
-    count: prompts a step; width: the most tokens a prompt may have.
+    count: prompts a step; max_prompt_tokens: the most tokens a prompt may have.
     overlong: what becomes of a training prompt with more: 'drop', 'refuse'. Of the
       held-out problems none is dropped: the score would be one of another set.
     problems: the config's section of that name.
@@ -65,27 +66,27 @@ def load(
     log(told + ('; they are not trained on' if drop else '; problems.overlap=keep'))
     training = [row for i, row in enumerate(training) if not (drop and i in both)]
   found = (
-    _tokenize(text, training, width, overlong == 'drop'),
-    _tokenize(text, held_out, width, False),
+    _tokenize(tokenizer, training, max_prompt_tokens, overlong == 'drop'),
+    _tokenize(tokenizer, held_out, max_prompt_tokens, False),
   )
   check_count(found[0], count)
   return found
 
 
-def _tokenize(text, rows, width, drop: bool) -> Problems:
-  encoded = tokenizer.encode_prompts(text, [row['problem'] for row in rows])
+def _tokenize(tokenizer: Tokenizer, rows, max_prompt_tokens, drop: bool) -> Problems:
+  encoded = tokenizer_lib.encode_prompts(tokenizer, [row['problem'] for row in rows])
   if drop:
-    fits = [i for i, row in enumerate(encoded) if len(row) <= width]
+    fits = [i for i, row in enumerate(encoded) if len(row) <= max_prompt_tokens]
     if len(fits) < len(rows):
       log(
-        f'prompts.width={width}: {len(rows) - len(fits)} of {len(rows)} training '
+        f'prompts.max_prompt_tokens={max_prompt_tokens}: {len(rows) - len(fits)} of {len(rows)} training '
         f'prompts are longer, up to {max(map(len, encoded))} tokens, and left out'
       )
     rows, encoded = ([x[i] for i in fits] for x in (rows, encoded))
   problem, answer, verifier = (
     [row[name] for row in rows] for name in ('problem', 'answer', 'verifier')
   )
-  tokens_NT, length_N = tokenizer.pad(encoded, problem, width)
+  tokens_NT, length_N = tokenizer_lib.pad(encoded, problem, max_prompt_tokens)
   id_N = np.arange(len(rows), dtype=np.int32)
   return Problems(id_N, tokens_NT, length_N, problem, answer, verifier)
 

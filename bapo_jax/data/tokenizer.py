@@ -21,7 +21,7 @@ CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()')
 
 
 class Tokenizer(NamedTuple):
-  tokenizer: Any
+  backend: Any  # of transformers
   eos: tuple[int, ...]  # every token that ends a response
   template: (
     str  # '{problem}' in a user's words, or 'chat:' + those for the chat template
@@ -57,14 +57,14 @@ def load(tokenizer: str, template: str) -> Tokenizer:
     ValueError: the template has no {problem}, or the tokenizer is not to be had.
   """
   if '{problem}' not in template:
-    raise ValueError(f'text.template: {template!r} does not contain {{problem}}')
+    raise ValueError(f'tokenizer.template: {template!r} does not contain {{problem}}')
   if tokenizer == 'characters':
     made = characters()
     return Tokenizer(made, (made.eos_token_id,), template)
   # transformers would ask the hub for the name: 47 s where there is no network.
   if not os.path.isdir(tokenizer):
     raise ValueError(
-      f'text.tokenizer: no directory {tokenizer!r}; give one that holds '
+      f'tokenizer.path: no directory {tokenizer!r}; give one that holds '
       "tokenizer.json, or 'characters'"
     )
   import transformers
@@ -75,12 +75,12 @@ def load(tokenizer: str, template: str) -> Tokenizer:
     loaded = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f'text.tokenizer: cannot load {tokenizer!r}; give a directory that holds '
+      f'tokenizer.path: cannot load {tokenizer!r}; give a directory that holds '
       f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
   if template.startswith('chat:') and not loaded.chat_template:
     raise ValueError(
-      f'text.template: {template[:30]!r} asks for a chat template, and {tokenizer!r} '
+      f'tokenizer.template: {template[:30]!r} asks for a chat template, and {tokenizer!r} '
       'has none; write the whole prompt out, without chat:'
     )
   return Tokenizer(loaded, _ends(tokenizer, loaded), template)
@@ -100,10 +100,10 @@ FILES = (
 )
 
 
-def save(text: Tokenizer, source: str, path: str) -> None:
+def save(tokenizer: Tokenizer, source: str, path: str) -> None:
   """The tokenizer's files into the directory `path`: copied where `source` has them."""
   if not os.path.isdir(source):
-    text.tokenizer.save_pretrained(path)
+    tokenizer.backend.save_pretrained(path)
     return
   for name in FILES:
     if os.path.exists(os.path.join(source, name)):
@@ -121,34 +121,34 @@ def _ends(path: str, tokenizer) -> tuple[int, ...]:
   ends = tuple(dict.fromkeys(i for i in ends if i is not None))
   if not ends:
     raise ValueError(
-      f'text.tokenizer: {path!r} names no end token; add eos_token_id to its '
+      f'tokenizer.path: {path!r} names no end token; add eos_token_id to its '
       'generation_config.json'
     )
   return ends
 
 
-def tokenize_prompts(text: Tokenizer, problems: list[str], width: int):
+def tokenize_prompts(tokenizer: Tokenizer, problems: list[str], width: int):
   """(tokens_NT int32 padded to `width` on the right, length_N int32).
 
   Raises:
     ValueError: a prompt has more than `width` tokens.
   """
-  return pad(encode_prompts(text, problems), problems, width)
+  return pad(encode_prompts(tokenizer, problems), problems, width)
 
 
-def encode_prompts(text: Tokenizer, problems: list[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, problems: list[str]) -> list[list[int]]:
   """Token ids of each problem in its template, however many."""
-  prompts = [text.template.replace('{problem}', p) for p in problems]
-  if prompts and text.template.startswith('chat:'):
+  prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
+  if prompts and tokenizer.template.startswith('chat:'):
     prompts = [
-      text.tokenizer.apply_chat_template(
+      tokenizer.backend.apply_chat_template(
         [{'role': 'user', 'content': p.removeprefix('chat:')}],
         add_generation_prompt=True,
         tokenize=False,
       )
       for p in prompts
     ]
-  return encode(text, prompts)
+  return encode(tokenizer, prompts)
 
 
 def pad(rows: list[list[int]], problems: list[str], width: int):
@@ -157,14 +157,14 @@ def pad(rows: list[list[int]], problems: list[str], width: int):
   for i, row in enumerate(rows):
     if len(row) > width:
       raise ValueError(
-        f'prompts.width={width} is too small: the prompt of {problems[i][:60]!r} has '
+        f'prompts.max_prompt_tokens={width} is too small: the prompt of {problems[i][:60]!r} has '
         f'{len(row)} tokens'
       )
     tokens_NT[i, : len(row)] = row
   return tokens_NT, np.asarray([len(row) for row in rows], np.int32)
 
 
-def encode(text: Tokenizer, strings: list[str]) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
   """Token ids of each string; no special token is added.
 
   Raises:
@@ -172,21 +172,21 @@ def encode(text: Tokenizer, strings: list[str]) -> list[list[int]]:
   """
   if not strings:
     return []
-  rows = text.tokenizer(strings, add_special_tokens=False)['input_ids']
-  unknown = text.tokenizer.unk_token_id
+  rows = tokenizer.backend(strings, add_special_tokens=False)['input_ids']
+  unknown = tokenizer.backend.unk_token_id
   for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
     for character in string:
-      if unknown in text.tokenizer(character, add_special_tokens=False)['input_ids']:
+      if unknown in tokenizer.backend(character, add_special_tokens=False)['input_ids']:
         raise ValueError(
-          f'text.tokenizer: no token for {character!r} of {string[:60]!r}; take it out '
+          f'tokenizer.path: no token for {character!r} of {string[:60]!r}; take it out '
           'of the problem or choose another tokenizer'
         )
   return rows
 
 
-def decode_responses(text: Tokenizer, tokens_BT, chosen_BT) -> list[str]:
+def decode_responses(tokenizer: Tokenizer, tokens_BT, response_mask_BT) -> list[str]:
   """What each row's policy wrote, end and padding tokens left out."""
-  ends = np.asarray(text.eos)
-  keep = np.asarray(chosen_BT) & ~np.isin(tokens_BT, ends)
+  ends = np.asarray(tokenizer.eos)
+  keep = np.asarray(response_mask_BT) & ~np.isin(tokens_BT, ends)
   rows = [row[k].tolist() for row, k in zip(np.asarray(tokens_BT), keep, strict=True)]
-  return text.tokenizer.batch_decode(rows, skip_special_tokens=False)
+  return tokenizer.backend.batch_decode(rows, skip_special_tokens=False)

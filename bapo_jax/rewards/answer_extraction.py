@@ -39,8 +39,8 @@ def answer_line(text: str) -> str | None:
 
 def box_or_line(text: str) -> str | None:
   """The last balanced box; where there is none, the last line `Answer: ...`."""
-  said = boxed(text)
-  return answer_line(text) if said is None else said
+  found = boxed(text)
+  return answer_line(text) if found is None else found
 
 
 def integer(text: str | None) -> int | None:
@@ -66,17 +66,17 @@ def numbers(text: str) -> list[str]:
 
 def hashes_or_box(text: str) -> str | None:
   """The last balanced box; where there is none, what follows the last ####."""
-  said = boxed(text)
-  if said is None and '####' in text:
+  found = boxed(text)
+  if found is None and '####' in text:
     return text.rpartition('####')[2].strip().partition('\n')[0]
-  return said
+  return found
 
 
 def tagged(text: str) -> str | None:
   """The last balanced box; where there is none, the last <answer>...</answer>."""
-  said = boxed(text)
-  if said is None and '</answer>' in text:
+  found = boxed(text)
+  if found is None and '</answer>' in text:
     before = text.rpartition('</answer>')[0]
     opened = before.rfind('<answer>')
     return None if opened < 0 else before[opened + len('<answer>') :]
-  return said
+  return found

@@ -6,7 +6,7 @@
 An undecided response earns what a wrong one earns, and is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,101 +23,72 @@ TRUNCATED = ('judged', 'wrong', 'masked')
 class PendingVerdicts(NamedTuple):
   """Verdicts that are being made."""
 
-  found: list[Verdict | None]  # None: a worker process is at it
+  found: list[Verdict | None]  # None: a worker process has it
   waiting: list[int]  # which those are
   texts: Sequence[str]
   rules: Sequence[str]
   ticket: verifier_pool.Ticket
 
   def result(self) -> list[Verdict]:
-    """All of them, in the order asked for; waits."""
+    """All of them, in the order of submission; waits."""
     for i, verdict in zip(self.waiting, self.ticket.result(), strict=True):
-      if verdict.right is None and verdict.said is None:  # its worker is gone
-        said = verifiers.READERS[self.rules[i]](self.texts[i])
-        verdict = verdict._replace(said=said and ''.join(said.split()))
+      if verdict.right is None and verdict.answer is None:  # its worker is gone
+        answer = verifiers.READERS[self.rules[i]](self.texts[i])
+        verdict = verdict._replace(answer=answer and ''.join(answer.split()))
       self.found[i] = verdict
-    return self.found
+    return [verdict for verdict in self.found if verdict is not None]
 
 
 class Verifier:
-  """verify(answers, texts) by a rule's name; counts what it could not decide.
+  """Verdicts by a rule's name: right, wrong or undecided, and why.
 
   Args:
     rule: a key of verifiers.RULES.
-    pool: keywords of pool.Pool. It is started at once where the rule needs it, so that
-      it is warm when the first responses come.
+    pool: keywords of VerifierPool. It is started at once where the rule needs it, so
+      that it is warm when the first responses come.
   """
 
   def __init__(self, rule: str, **pool):
-    self._rule, self._knobs, self._pools = rule, pool, []
-    self._judged = self._undecided = 0
+    self._rule, self._knobs = rule, pool
+    self._pool: verifier_pool.VerifierPool | None = None
     if rule in verifiers.POOLED:
-      self._pool()
+      self._start_pool()
 
-  def _pool(self) -> verifier_pool.VerifierPool:
-    if not self._pools:
-      self._pools.append(verifier_pool.VerifierPool(**self._knobs))
-    return self._pools[0]
+  def _start_pool(self) -> verifier_pool.VerifierPool:
+    if self._pool is None:
+      self._pool = verifier_pool.VerifierPool(**self._knobs)
+    return self._pool
 
   def submit(
-    self, answers: Sequence[str], texts: Sequence[str], rules=None
+    self, answers: Sequence[str], texts: Sequence[str], rules: Sequence[str] = ()
   ) -> PendingVerdicts:
-    """Starts judging texts[i] against answers[i]; `result()` gives the verdicts.
+    """Starts judging texts[i] against answers[i]; `result()` waits for the verdicts.
 
     Args:
-      rules: a rule's name for each text; '' or none at all stand for the judge's own.
+      rules: a rule's name per text; '', or none at all, for the verifier's own.
     """
-    rules = [rule or self._rule for rule in rules or [''] * len(texts)]
+    names = [rule or self._rule for rule in rules or [''] * len(texts)]
     found, waiting = [], []
-    for i, (rule, answer, text) in enumerate(zip(rules, answers, texts, strict=True)):
+    for i, (rule, answer, text) in enumerate(zip(names, answers, texts, strict=True)):
       slow = rule in verifiers.POOLED
       found.append(None if slow else verifiers.RULES[rule](answer, text))
       if slow:
         waiting.append(i)
     ticket = verifier_pool.Ticket([])
     if waiting:
-      asked = ([x[i] for i in waiting] for x in (rules, answers, texts))
-      ticket = self._pool().submit(*asked)
-    return PendingVerdicts(found, waiting, texts, rules, ticket)
+      columns = ([x[i] for i in waiting] for x in (names, answers, texts))
+      ticket = self._start_pool().submit(*columns)
+    return PendingVerdicts(found, waiting, texts, names, ticket)
 
-  def __call__(
-    self, answers: Sequence[str], texts: Sequence[str], rules=None
-  ) -> np.ndarray:
-    """bool: texts[i] is right. Waits, and counts."""
-    return self.settle(self.submit(answers, texts, rules).result())
-
-  def settle(self, verdicts: Sequence[Verdict]) -> np.ndarray:
-    """bool: they are right. Counts."""
-    self._judged += len(verdicts)
-    self._undecided += sum(verdict.right is None for verdict in verdicts)
-    return right(verdicts)
-
-  def slow(self, rules: Sequence[str]) -> bool:
-    """Does any of these rules take long enough to be asked early?"""
+  def slow(self, rules: Iterable[str]) -> bool:
+    """Whether any of these rules takes so long that it is submitted early."""
     return not verifiers.POOLED.isdisjoint(rule or self._rule for rule in rules)
 
-  def undecided(self) -> float:
-    """Share of the responses called for since it was last asked; 0 without any."""
-    share = self._undecided / max(self._judged, 1)
-    self._judged = self._undecided = 0
-    return share
-
   def close(self) -> None:
-    """Ends the worker processes; the judge may be asked again."""
-    while self._pools:
-      self._pools.pop().close()
-
-
-def right(verdicts: Sequence[Verdict]) -> np.ndarray:
-  """bool; undecided is not right."""
-  return np.asarray([verdict.right is True for verdict in verdicts], bool)
-
-
-def verify(answers: Sequence[str], texts: Sequence[str], rule='aime') -> np.ndarray:
-  """One verdict (bool) a text, found here and now; for rules that cannot hang."""
-  judge = verifiers.RULES[rule]
-  pairs = zip(answers, texts, strict=True)
-  return right([judge(answer, text) for answer, text in pairs])
+    """Ends the worker processes; the verifier may be used again."""
+    if self._pool is not None:
+      self._pool.close()
+      self._pool = None
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:
@@ -173,23 +144,23 @@ def shaped(groups: Groups, texts: Sequence[str], *, eos, rule: str, **knobs) -> 
     return plain(groups, texts)
   reader = verifiers.READERS[rule]
   formatted_B = np.asarray([reader(text) is not None for text in texts], bool)
-  chosen_PGT = groups.chosen_PGT
+  response_mask_PGT = groups.response_mask_PGT
   reward_PG, teaches_PG = shape(
     groups.correct_PG,
-    chosen_PGT.sum(2),
-    ~(chosen_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
+    response_mask_PGT.sum(2),
+    ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **knobs,
   )
-  here_P = groups.born_P >= 0  # an empty seat earns nothing
+  here_P = groups.completed_step_P >= 0  # an empty seat earns nothing
   groups = groups._replace(reward_PG=jnp.where(here_P[:, None], reward_PG, 0))
   if knobs['truncated'] != 'masked':
     return groups
-  chosen_PGT &= teaches_PG[..., None]
+  response_mask_PGT &= teaches_PG[..., None]
   return groups._replace(
-    chosen_PGT=chosen_PGT,
-    born_PGT=jnp.where(chosen_PGT, groups.born_PGT, -1),
-    logp_PGT=jnp.where(chosen_PGT, groups.logp_PGT, 0),
+    response_mask_PGT=response_mask_PGT,
+    policy_version_PGT=jnp.where(response_mask_PGT, groups.policy_version_PGT, -1),
+    behavior_logp_PGT=jnp.where(response_mask_PGT, groups.behavior_logp_PGT, 0),
   )
 
 
@@ -209,5 +180,5 @@ def check(rule: str, shaping: dict, longest: int) -> None:
   cache = shaping['overlong_cache']
   if not 1 <= cache <= longest:
     raise ValueError(
-      f'rewards.shaping.overlong_cache={cache} tokens: give 1 to sampler.new={longest}'
+      f'rewards.shaping.overlong_cache={cache} tokens: give 1 to sampler.max_new_tokens={longest}'
     )

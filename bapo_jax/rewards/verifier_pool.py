@@ -180,7 +180,12 @@ class VerifierPool:
     path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
     with theirs:
       process = subprocess.Popen(
-        [sys.executable, '-m', 'bapo_jax.rewards.verifier_pool', *map(str, self._limits)],
+        [
+          sys.executable,
+          '-m',
+          'bapo_jax.rewards.verifier_pool',
+          *map(str, self._limits),
+        ],
         stdin=theirs,
         stdout=subprocess.DEVNULL,
         env=os.environ | {'PYTHONPATH': path},

@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
 
   right: bool | None  # None: undecided, which earns what wrong earns and is counted
   reason: str  # in a few words
-  said: str | None  # the answer found, spelled as votes are counted; None: none found
+  answer: str | None  # the answer found, spelled as votes are counted; None: none found
 
 
 EQUAL, OTHER = 'equal', 'another answer'
@@ -53,10 +53,10 @@ def aime(answer: str, text: str) -> Verdict:
   found = box_or_line(text)
   if found is None:
     return Verdict(False, 'no box and no answer line', None)
-  said = integer(found)
-  if said is None:
+  given = integer(found)
+  if given is None:
     return Verdict(False, 'not an integer 0..999', None)
-  return Verdict(said == right, EQUAL if said == right else OTHER, str(said))
+  return Verdict(given == right, EQUAL if given == right else OTHER, str(given))
 
 
 def gsm8k(answer: str, text: str) -> Verdict:
@@ -69,13 +69,13 @@ def gsm8k(answer: str, text: str) -> Verdict:
   if len(right) != 1 or len(right[0]) > DIGITS:
     return _gold(answer, 'one number')
   found = hashes_or_box(text)
-  said = numbers(text)[-1:] if found is None else numbers(found)
-  if len(said) != 1:
-    return Verdict(False, 'no number' if not said else 'several numbers', None)
-  if len(said[0]) > DIGITS:
+  given = numbers(text)[-1:] if found is None else numbers(found)
+  if len(given) != 1:
+    return Verdict(False, 'no number' if not given else 'several numbers', None)
+  if len(given[0]) > DIGITS:
     return Verdict(False, f'more than {DIGITS} digits', None)
-  equal = Decimal(said[0]) == Decimal(right[0])
-  spelled = f'{Decimal(said[0]).normalize():f}'
+  equal = Decimal(given[0]) == Decimal(right[0])
+  spelled = f'{Decimal(given[0]).normalize():f}'
   return Verdict(equal, EQUAL if equal else OTHER, spelled)
 
 
@@ -155,18 +155,18 @@ def countdown(answer: str, text: str) -> Verdict:
   for spelling, ours in SPELLINGS.items():
     found = found.replace(spelling, ours)
   found, equals, claimed = found.partition('=')
-  said = ''.join(found.split())
+  given = ''.join(found.split())
   if equals and claimed.strip() != str(target):
-    return Verdict(False, 'claims another number', said)
+    return Verdict(False, 'claims another number', given)
   try:
     value, used = calculate(found.strip())
   except ZeroDivisionError:
-    return Verdict(False, 'divides by zero', said)
+    return Verdict(False, 'divides by zero', given)
   except ValueError:
-    return Verdict(False, 'not an expression of integers and + - * /', said)
+    return Verdict(False, 'not an expression of integers and + - * /', given)
   if used != given:
-    return Verdict(False, 'not each number once', said)
-  return Verdict(value == target, EQUAL if value == target else OTHER, said)
+    return Verdict(False, 'not each number once', given)
+  return Verdict(value == target, EQUAL if value == target else OTHER, given)
 
 
 def exact(answer: str, text: str) -> Verdict:
@@ -174,10 +174,10 @@ def exact(answer: str, text: str) -> Verdict:
 
   Character by character, but for blanks around it.
   """
-  said = box_or_line(text)
-  said = (text if said is None else said).strip()
-  equal = said == answer.strip()
-  return Verdict(equal, EQUAL if equal else OTHER, said)
+  given = box_or_line(text)
+  given = (text if given is None else given).strip()
+  equal = given == answer.strip()
+  return Verdict(equal, EQUAL if equal else OTHER, given)
 
 
 WHOLE = re.compile(r'-?[0-9]{1,30}')
@@ -213,7 +213,7 @@ def _math_verify():
   return math_verify
 
 
-def equivalent(answer: str, said: str) -> bool:
+def equivalent(answer: str, given: str) -> bool:
   """Do two pieces of LaTeX mean the same? math-verify decides; it may take for ever.
 
   Only its LaTeX grammar is used: its reader of plain expressions is an eval.
@@ -222,7 +222,7 @@ def equivalent(answer: str, said: str) -> bool:
   grammar = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
   gold, found = (
     math_verify.parse(BOX + x + '}', grammar, parsing_timeout=None, raise_on_error=True)
-    for x in (answer, said)
+    for x in (answer, given)
   )
   return math_verify.verify(gold, found, timeout_seconds=None, raise_on_error=True)
 
@@ -236,23 +236,23 @@ def math(answer: str, text: str) -> Verdict:
   found = box_or_line(text)
   if found is None:
     return Verdict(False, 'no box and no answer line', None)
-  said, gold = ''.join(found.split()), ''.join(answer.split())
-  if not said:
+  given, gold = ''.join(found.split()), ''.join(answer.split())
+  if not given:
     return Verdict(False, 'an empty box', None)
-  if said == gold:
-    return Verdict(True, 'equal to the letter', said)
-  if WHOLE.fullmatch(said) and WHOLE.fullmatch(gold):  # most answers; no parser needed
-    equal = int(said) == int(gold)
-    return Verdict(equal, EQUAL if equal else OTHER, said)
+  if given == gold:
+    return Verdict(True, 'equal to the letter', given)
+  if WHOLE.fullmatch(given) and WHOLE.fullmatch(gold):  # most answers; no parser needed
+    equal = int(given) == int(gold)
+    return Verdict(equal, EQUAL if equal else OTHER, given)
   if len(found) > max(LATEX, 2 * len(answer)):
-    return Verdict(False, f'more than {LATEX} characters', said)
+    return Verdict(False, f'more than {LATEX} characters', given)
   try:
     equal = equivalent(answer, found)
   except MemoryError:
     raise  # the process that judges has to be replaced
   except Exception as error:  # whatever sympy trips over
-    return Verdict(None, f'math-verify failed: {type(error).__name__}', said)
-  return Verdict(equal, EQUAL if equal else OTHER, said)
+    return Verdict(None, f'math-verify failed: {type(error).__name__}', given)
+  return Verdict(equal, EQUAL if equal else OTHER, given)
 
 
 RULES: dict[str, Callable[[str, str], Verdict]] = {

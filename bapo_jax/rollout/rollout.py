@@ -1,181 +1,220 @@
-"""rollout = score . sample: the only door by which a response enters the run.
+"""rollout = decode + verify: the only door by which a response enters the run.
+
+1. prompts are submitted and decoded; verdicts that take long are requested meanwhile;
+2. the oldest finished groups are read and verified;
+3. they become `Groups`, with the rewards that the learner sees.
 
 Training, re-evaluation and evaluation all come through here, so what is recorded cannot
 differ between them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from bapo_jax import types
-from bapo_jax.data import prompts as prompts_lib
-from bapo_jax.data import tokenizer
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
+from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
+from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.runtime.progress import progress_bar
-from bapo_jax.types import Groups, Prompts
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.progress import PhaseTimer, progress_bar
+from bapo_jax.types import Groups, Prompts, Tree
+
+EMPTY_SEAT = Verdict(False, 'an empty seat', None)
+
+
+class Rollout(NamedTuple):
+  """Groups, and what was read in their responses: P * G of each, row by row."""
+
+  groups: Groups
+  texts: list[str]
+  verdicts: list[Verdict]
 
 
 def rollout(
-  params,
-  problems: prompts_lib.Problems,
+  rollouts: PartialRollouts,
+  params: Tree,
   prompts: Prompts,
-  key,
+  key: Array,
   *,
+  problems: Problems,
+  tokenizer: Tokenizer,
+  verifier: Verifier,
+  timer: PhaseTimer,
   step: int,
-  born: int,
-  text: tokenizer.Tokenizer,
-  group: int,
-  clock,
-  verify: Callable = rewards.verify,
-  shape: Callable = rewards.plain,
-  first: int = 0,
-  flight: RolloutEngine | None = None,
-  budget: float = math.inf,
-  max_age: int = 0,
+  policy_version: int,
+  first_uid: int = 0,
+  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain,
+  max_tokens_per_step: float = math.inf,
+  max_off_policy_steps: int = 0,
   cache: str = 'refresh',
-  **sampling,
-) -> Groups:
-  """G scored responses to each of P prompts, or to prompts of earlier steps.
+) -> Rollout:
+  """G verified responses to each of P prompts, or to prompts of earlier steps.
 
-  Without a flight all are written before this returns, in the order of the prompts.
-  With one, writing stops when the budget is spent (partial rollout; Balanced PO,
-  section 5): the oldest finished groups come back, at most P, and the rest stays in
-  flight for the next step's weights. A group that was asked `max_age` steps ago is
-  written to its end whatever the budget: nothing that is learned from is older.
+  With a token budget decoding stops when it is spent (partial rollouts; Balanced PO,
+  section 5): the oldest finished groups are returned, at most P, and the rest is
+  continued by the next step's weights. A group that was submitted
+  `max_off_policy_steps` ago is completed whatever the budget.
 
   Args:
-    params: the weights that speak; `born` is the learner step that made them.
+    rollouts: places for P groups at least, and what earlier steps left unfinished; it
+      changes in place.
+    params: the weights that decode; `policy_version` is the learner step that made them.
+    prompts: rows with id -1 are empty seats: nothing is sampled for them.
+    key: with the uid of a response it keys its noise; uids count from `first_uid`.
+    verifier: judges each response by the rule of its problem.
+    timer: charges the phases 'sample' and 'verify'.
     step: the learner step at which the groups are completed.
-    prompts: rows with id -1 are empty seats: nothing is sampled, born_P is -1.
-    key: with the number of a response it makes its noise; numbers count from `first`.
-    clock: times the phases 'sample' and 'score'.
-    verify: (answers, texts, rules) -> bool, one for each response; the rule is that
-      of its problem, '' where the problem names none.
-    shape: (groups, texts) -> groups with other rewards; as it stands, none.
-    flight: responses in flight, made for P * (max_age + 1) groups; it is advanced.
-    budget: tokens a slot in this step.
-    cache: 'refresh': responses in flight get the cache of these weights first, and
+    shape: (groups, texts) -> groups with shaped rewards.
+    max_tokens_per_step: token budget per slot.
+    cache: 'refresh': unfinished responses get the cache of these weights first, and
       their tokens' recorded log-probabilities are these weights'; 'keep': they go on
-      with what the older weights computed.
-    sampling: keywords of `flight.Flight`.
+      with the keys and values of the older weights.
   """
-  P, width = prompts.tokens_PT.shape
-  if not P:
-    return types.empty_groups(0, group, width + sampling['new'])
-  uid_B = (first + np.arange(P * group)).astype(np.uint32)
-  with clock('sample'):
-    if flight is None:
-      flight = RolloutEngine(
-        places=P, width=width, group=group, eos=text.eos, **sampling
-      )
-      budget, max_age = math.inf, 0
-    elif cache == 'refresh' or flight.cold:
-      flight.refresh(params)
-    flight.ask(prompts, uid_B, step)
-    marks = PendingVerifications(verify, problems, text, flight)
-    with progress_bar(flight.unfinished, 'sampling', 'response') as progress:
-      flight.advance(
+  P, group_size = len(prompts.id_P), rollouts.engine.group_size
+  with timer('sample'):
+    if cache == 'refresh' or rollouts.cache_lost:
+      rollouts.refresh(params)
+    uid_B = (first_uid + np.arange(P * group_size)).astype(np.uint32)
+    rollouts.submit(prompts, uid_B, step)
+    verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
+    with progress_bar(rollouts.unfinished, 'sampling', 'response') as progress:
+
+      def on_finished(rows: list[int]) -> None:
+        _show_rate(progress, rollouts, rows)
+        verifications.request_early(rows)
+
+      rollouts.decode(
         params,
         key,
-        born=born,
-        budget=budget,
-        due_W=(flight.asked_W >= 0) & (flight.asked_W <= step - max_age),
-        tell=lambda rows: (_show_rate(progress, flight, rows), marks.land(rows)),
+        policy_version=policy_version,
+        max_tokens=max_tokens_per_step,
+        due_W=_due(rollouts, step - max_off_policy_steps),
+        on_finished=on_finished,
       )
-    places = flight.finished()[:P]
-    rows = jax.block_until_ready(flight.read(places, P))
-  with clock('score'):
-    id_P = np.pad(flight.id_W[places], (0, P - len(places)), constant_values=-1)
-    said = _read(text, rows.tokens_BT, rows.chosen_BT)
-    correct_B = marks.of(places, id_P, said)
-  groups = shape(_fold(rows, id_P, correct_B, step), said)
-  flight.free(places)
-  return groups
+    places = rollouts.finished()[:P]
+    rows = jax.block_until_ready(rollouts.read(places, P))
+  with timer('verify'):
+    id_P = np.pad(rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
+    texts = _read(tokenizer, rows.tokens_BT, rows.response_mask_BT)
+    verdicts = verifications.of(places, id_P, texts)
+  correct_B = np.asarray([verdict.right is True for verdict in verdicts], bool)
+  groups = shape(_fold(rows, id_P, correct_B, step), texts)
+  rollouts.free(places)
+  return Rollout(groups, texts, verdicts)
+
+
+def nothing(engine: RolloutEngine) -> Rollout:
+  """A rollout of no prompts."""
+  return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
+
+
+def _due(rollouts: PartialRollouts, step: int) -> np.ndarray:
+  """Places whose groups were submitted at this step or before."""
+  return (rollouts.submitted_W >= 0) & (rollouts.submitted_W <= step)
 
 
 class PendingVerifications:
-  """Verdicts; those that take long are asked for while other responses are written.
+  """Verdicts of a rollout; slow ones are requested while other responses are decoded."""
 
-  Args:
-    verify: (answers, texts, rules) -> bool each; a `rewards.Judge` may be asked early.
-  """
+  def __init__(
+    self,
+    verifier: Verifier,
+    problems: Problems,
+    tokenizer: Tokenizer,
+    rollouts: PartialRollouts,
+  ):
+    self._verifier, self._problems = verifier, problems
+    self._tokenizer, self._rollouts = tokenizer, rollouts
+    self._rules = problems.verifier or [''] * len(problems.answer)
+    ids = rollouts.id_W[rollouts.submitted_W >= 0]
+    self._early = verifier.slow({self._rules[i] for i in ids if i >= 0})
+    self._requested: dict[int, tuple[PendingVerdicts, int]] = {}  # row -> its verdict
 
-  def __init__(self, verify: Callable, problems, text, flight: RolloutEngine):
-    self.verify, self.problems, self.text, self.flight = verify, problems, text, flight
-    self.own = problems.verifier or [''] * len(problems.answer)
-    slow = getattr(verify, 'slow', lambda rules: False)
-    self.early = slow({self.own[i] for i in flight.id_W if i >= 0})
-    self.asked: dict[int, tuple] = {}  # row -> verdicts, place among them
+  def request_early(self, rows: list[int]) -> None:
+    """Submits rows that have just ended, where verdicts take long."""
+    if self._early:
+      self._request(rows)
 
-  def _about(self, ids) -> tuple[list[str], list[str]]:
-    return [self.problems.answer[i] for i in ids], [self.own[i] for i in ids]
+  def _submit(self, ids, texts: list[str]) -> PendingVerdicts:
+    answers = [self._problems.answer[i] for i in ids]
+    return self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
 
-  def land(self, rows: list[int]) -> None:
-    """Rows have just been finished: where verdicts take long, asks for them now."""
-    if self.early:
-      self._ask(rows)
-
-  def _ask(self, rows: list[int]) -> None:
-    step, flight = len(self.flight.row_S), self.flight
+  def _request(self, rows: list[int]) -> None:
+    step, group_size = len(self._rollouts.row_S), self._rollouts.engine.group_size
     for first in range(0, len(rows), step):  # one shape, one compile
       part = rows[first : first + step]
-      found = decode.take_rows(flight.rows, np.pad(part, (0, step - len(part))))
-      said = _read(self.text, found.tokens_BT, found.chosen_BT)[: len(part)]
-      about = self._about(flight.id_W[np.asarray(part) // flight.group])
-      verdicts = self.verify.submit(about[0], said, about[1])
-      self.asked |= {row: (verdicts, i) for i, row in enumerate(part)}
+      padded = np.pad(part, (0, step - len(part)))
+      found = decode.take_rows(self._rollouts.rows, padded)
+      texts = _read(self._tokenizer, found.tokens_BT, found.response_mask_BT)
+      ids = self._rollouts.id_W[np.asarray(part) // group_size]
+      pending = self._submit(ids, texts[: len(part)])
+      self._requested |= {row: (pending, i) for i, row in enumerate(part)}
 
-  def of(self, places, id_P, texts: list[str]) -> np.ndarray:
-    """bool: the responses of these places, and of empty seats after them, are right."""
-    G = self.flight.group
-    if not self.early:
-      answers, rules = self._about(np.repeat(id_P, G))
-      return self.verify(answers, texts, rules)
-    rows = (places[:, None] * G + np.arange(G)).ravel().tolist()
-    self._ask([row for row in rows if row not in self.asked])
-    made = {id(v): v.result() for v, _ in (self.asked[row] for row in rows)}
-    found = [made[id(v)][i] for v, i in (self.asked[row] for row in rows)]
-    return np.pad(self.verify.settle(found), (0, len(texts) - len(found)))
+  def of(self, places: np.ndarray, id_P: np.ndarray, texts: list[str]) -> list[Verdict]:
+    """A verdict per response of these places, then of empty seats; waits."""
+    group_size = self._rollouts.engine.group_size
+    id_B = np.repeat(id_P, group_size)
+    filled = np.flatnonzero(id_B >= 0)
+    verdicts = [EMPTY_SEAT] * len(texts)
+    if not self._early:
+      found = self._submit(id_B[filled], [texts[i] for i in filled]).result()
+    else:
+      row_B = (places[:, None] * group_size + np.arange(group_size)).ravel()
+      rows = row_B[filled].tolist()
+      self._request([row for row in rows if row not in self._requested])
+      found = [
+        self._requested[row][0].result()[self._requested[row][1]] for row in rows
+      ]
+    for i, verdict in zip(filled, found, strict=True):
+      verdicts[i] = verdict
+    return verdicts
 
 
-def _show_rate(progress, flight: RolloutEngine, rows: list[int]) -> None:
-  rate = flight.tokens / max(progress.format_dict['elapsed'], 1e-9)
-  told = f'{rate:.0f} tokens/s, {flight.busy} slots busy'
-  progress.set_postfix_str(told, refresh=False)
+def _show_rate(progress, rollouts: PartialRollouts, rows: list[int]) -> None:
+  rate = rollouts.tokens / max(progress.format_dict['elapsed'], 1e-9)
+  progress.set_postfix_str(
+    f'{rate:.0f} tokens/s, {rollouts.busy} slots busy', refresh=False
+  )
   progress.update(len(rows))
 
 
 @jax.jit
-def _fold(rows, id_P, correct_B, step) -> Groups:
-  # Nobody answered an empty seat, whatever the verifier makes of no text.
-  correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2]) & (id_P >= 0)[:, None]
+def _fold(rows: decode.Rows, id_P, correct_B, step) -> Groups:
+  correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,
-    chosen_PGT=rows.chosen_BT,
-    logp_PGT=rows.logp_BT,
-    born_PGT=rows.born_BT,
+    response_mask_PGT=rows.response_mask_BT,
+    behavior_logp_PGT=rows.logp_BT,
+    policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
     reward_PG=correct_PG.astype(jnp.float32),
-    born_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
+    completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
   )
 
 
-def texts(text: tokenizer.Tokenizer, groups: Groups) -> list[list[str]]:
-  """The responses as text, a list a group."""
+def texts(tokenizer: Tokenizer, groups: Groups) -> list[list[str]]:
+  """The responses as text, a list per group."""
   P, G, _ = groups.tokens_PGT.shape
-  flat = _read(text, groups.tokens_PGT, groups.chosen_PGT)
+  flat = _read(tokenizer, groups.tokens_PGT, groups.response_mask_PGT)
   return [flat[i * G : (i + 1) * G] for i in range(P)]
 
 
-def _read(text, tokens_PGT, chosen_PGT) -> list[str]:
+def _read(tokenizer: Tokenizer, tokens_PGT, response_mask_PGT) -> list[str]:
   T = tokens_PGT.shape[-1]
-  return tokenizer.decode_responses(
-    text, np.asarray(tokens_PGT).reshape(-1, T), np.asarray(chosen_PGT).reshape(-1, T)
+  return tokenizer_lib.decode_responses(
+    tokenizer,
+    np.asarray(tokens_PGT).reshape(-1, T),
+    np.asarray(response_mask_PGT).reshape(-1, T),
   )

@@ -89,7 +89,7 @@ def timed(clock: PhaseTimer, phase: str, function: Callable) -> Callable:
   return call
 
 
-def progress_bar(total: int, label: str, unit: str = 'it'):
+def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
   """A progress bar on stderr: `with bar(400, 'train', 'step') as b: b.update(1)`.
 
   In a log it draws a line every LOG_S seconds, and none at all if it ends sooner. A bar
@@ -99,6 +99,7 @@ def progress_bar(total: int, label: str, unit: str = 'it'):
   every = TERMINAL_S if terminal else LOG_S
   return tqdm(
     total=total,
+    initial=initial,
     desc=label,
     unit=unit,
     file=sys.stderr if terminal else _Lines(sys.stderr),

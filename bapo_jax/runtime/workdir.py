@@ -8,33 +8,21 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Sequence
 
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import checkpoint
-
-# Sections that may change between the parts of one run without changing its results,
-# but for the mesh, on which sums round differently.
-FREE = (
-  'title',
-  'protocol',
-  'steps',
-  'responses',
-  'cells',
-  'metrics',
-  'checkpoint',
-  'evaluate',
-  'mesh',
-)
-# And this knob; where it accepts other problems, what names them as well.
-CHANGED = 'problems.changed'
 
 # Whatever the file, the system says these of writing only.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-def open_workdir(workdir: str, config) -> None:
-  """Makes the directory and notes the config in it.
+def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
+  """Makes the directory and writes the config into it.
+
+  Args:
+    values: the config. free: sections and knobs that may differ from those of the run
+      that is there.
 
   Raises:
     ValueError: it cannot be written, or holds a run with another config.
@@ -46,7 +34,7 @@ def open_workdir(workdir: str, config) -> None:
       pass
     os.remove(os.path.join(workdir, '.writable'))
     if not os.path.exists(path):
-      files.write_json(path, config.to_dict())
+      files.write_json(path, values)
     with open(path) as file:
       before = json.load(file)
   except OSError as error:
@@ -54,12 +42,11 @@ def open_workdir(workdir: str, config) -> None:
       f'--workdir={workdir} cannot be used ({error.strerror}); give a directory that '
       'you may write to'
     ) from error
-  now = json.loads(json.dumps(config.to_dict()))
-  free = (*FREE, *(('problems',) if config.problems.changed == 'accept' else ()))
+  now = json.loads(json.dumps(values))
   changed = [
     f'{name}: {old!r} then, {new!r} now'
     for name, old, new in differences(before, now)
-    if name.split('.')[0] not in free and name != CHANGED
+    if name.split('.')[0] not in free and name not in free
   ]
   if changed:
     raise ValueError(
@@ -95,7 +82,7 @@ def writable(workdir: str):
     inside = error.filename and os.path.commonpath([path, home]) == home
     if not inside and error.errno not in REFUSALS:
       raise
-    step = checkpoint.newest(workdir)
+    step = max(checkpoint_steps(workdir), default=None)
     safe = 'no checkpoint' if step is None else f'the checkpoint of step {step}'
     raise ValueError(
       f'{error.filename or workdir} cannot be written ({error.strerror or error}); '
@@ -112,3 +99,10 @@ def log_mesh_change(before: dict | None, now: dict) -> None:
       f'Another mesh ({then} then, {today} now): sums are rounded differently from here'
       ' on, so this run will not equal an unbroken one to the last bit.'
     )
+
+
+def checkpoint_steps(workdir: str) -> list[int]:
+  """Steps of the complete checkpoints, ascending; nothing is made or cleared."""
+  path = os.path.join(workdir, 'checkpoints')
+  names = os.listdir(path) if os.path.isdir(path) else []
+  return sorted(int(name) for name in names if name.isdecimal())

@@ -6,25 +6,39 @@
 """
 
 import contextlib
-import copy
 import json
 import os
 
 import jax
 from flax import traverse_util
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, setup, validate
+from bapo_jax.training import checkpoint, evaluate, experiment, setup
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
+from bapo_jax.types import Tree
 
 # What decides which responses come and how they are judged.
-ASKED = ('seed', 'text', 'problems', 'prompts', 'sampler', 'rewards', 'evaluate')
+SETTINGS = (
+  'seed',
+  'tokenizer',
+  'problems',
+  'prompts',
+  'sampler',
+  'rewards',
+  'evaluate',
+)
 
 
-def eval_checkpoint(config, workdir: str, to: str, which: str = 'newest') -> int:
+def eval_checkpoint(
+  config: Config, workdir: str, to: str, which: str = 'newest'
+) -> int:
   """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
 
   Args:
@@ -37,9 +51,8 @@ def eval_checkpoint(config, workdir: str, to: str, which: str = 'newest') -> int
   Raises:
     ValueError: there are no weights, or those of the workdir are another model's.
   """
-  config = copy.deepcopy(config)
   # The training problems are of no use here, and need not be at hand.
-  config.problems.source = config.problems.test_source
+  config = config.with_values(problems={'source': config.problems.test_source})
   step = checkpoint.choose(workdir, which)
   if step is not None:
     export.check_config(config, workdir)
@@ -48,12 +61,12 @@ def eval_checkpoint(config, workdir: str, to: str, which: str = 'newest') -> int
       f'--workdir={workdir} holds no checkpoint and --config.model.path names no '
       'model; train there first (the same command without --mode=eval), or give one'
     )
-  validate.check(config)
-  settings = {name: config.to_dict()[name] for name in ASKED}
-  name = f'{"model" if step is None else step}-{setup.fingerprint(settings)}'
+  setup.check_available(config)
+  values = config_lib.plain(config)
+  settings = {name: values[name] for name in SETTINGS}
+  name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   to = to or os.path.join(workdir, 'eval', name)
-  with contextlib.closing(setup.judging(config)) as judge:
-    source, result, samples = run(config, workdir, step, judge)
+  source, result, samples = _run(config, workdir, step)
   settings |= {'model': source}
   os.makedirs(os.path.dirname(to) or '.', exist_ok=True)
   table = evaluate.table(result, f'{source} on {config.problems.test_source}')
@@ -64,27 +77,27 @@ def eval_checkpoint(config, workdir: str, to: str, which: str = 'newest') -> int
   return 0
 
 
-def run(config, workdir: str, step: int | None, judge):
+def _run(config: Config, workdir: str, step: int | None):
   """(whose weights, result, samples) of the checkpoint `step` or of model.path."""
-  devices = sharding.make(**config.mesh)
-  asked = copy.deepcopy(config)
-  asked.prompts.count = 1  # nothing is trained on: a set of any size will do
-  reader, (_, held_out) = setup.read(asked, workdir)
+  mesh, timer = setup.make_mesh(config), PhaseTimer()
+  # Nothing is trained on: a set of any size will do.
+  material = setup.read(config.with_values(prompts={'count': 1}), workdir)
   if step is None:
     source = config.model.path
-    spec, params = setup.policy(config, workdir, reader, devices, PhaseTimer())
+    spec, params = setup.policy(config, workdir, material.tokenizer, mesh, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
-    spec = setup.spec_of(config, reader)
-    params = restored(workdir, step, spec, devices)
-  test = setup.evaluating(config, reader, held_out, spec, devices, judge)
-  return source, *test(params, step or 0)
+    spec = setup.spec_of(config, material.tokenizer)
+    params = restored(workdir, step, spec, mesh)
+  with contextlib.closing(setup.make_verifier(config)) as verifier:
+    t = setup.make_trainer(config, material, spec, mesh, verifier, timer)
+    return source, *experiment.evaluation(t, params, step or 0)
 
 
-def restored(workdir: str, step: int, spec: transformer.ModelSpec, devices):
+def restored(workdir: str, step: int, spec: ModelSpec, mesh: Mesh) -> Tree:
   """A checkpoint's weights laid out over the mesh, one parameter at a time."""
   like = transformer.abstract(spec)
-  layout = traverse_util.flatten_dict(sharding.shardings(like, devices), sep='/')
+  layout = traverse_util.flatten_dict(sharding.shardings(like, mesh), sep='/')
   read = checkpoint.read_params(workdir, step)
   flat = {path: jax.device_put(read(path), layout[path]) for path in layout}
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -11,14 +11,23 @@ import os
 import shutil
 
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import hf_config, hf_weights
-from bapo_jax.runtime import workdir as workdir_lib
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
+from bapo_jax.runtime.workdir import differences
 from bapo_jax.training import checkpoint, setup
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
 
 
 def export(
-  config, workdir: str, to: str, dtype: str, shard_bytes: int, which: str = 'newest'
+  config: Config,
+  workdir: str,
+  to: str,
+  dtype: str,
+  shard_bytes: int,
+  which: str = 'newest',
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`.
 
@@ -43,49 +52,50 @@ def export(
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
-  tokenizer = hf_weights.tokenizer(config.text.tokenizer)
-  reader = tokenizer_lib.load(tokenizer, config.text.template)
-  spec = setup.spec_of(config, reader)
+  tokenizer = setup.load_tokenizer(config)
+  spec = setup.spec_of(config, tokenizer)
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)
   # The optimiser's own weights, where the parameters are those rounded.
-  kept = 'params' if config.model.dtype == 'float32' else 'opt/master'
-  params = checkpoint.read_params(workdir, step, kept)
+  part_of_state = 'params' if config.model.dtype == 'float32' else 'opt/master'
+  params = checkpoint.read_params(workdir, step, part_of_state)
   hf_weights.save(part, params, spec, dtype, shard_bytes)
-  tokenizer_lib.save(reader, tokenizer, part)
-  write_configs(part, config, spec, reader, dtype)
+  tokenizer_lib.save(tokenizer, hf_weights.tokenizer(config.tokenizer.path), part)
+  write_configs(part, config, spec, tokenizer, dtype)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0
 
 
-def check_config(config, workdir: str) -> None:
+def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError where the run in the workdir is of another model."""
   path = os.path.join(workdir, 'config.json')
   with open(path) as file:
     before = json.load(file)
-  now = json.loads(json.dumps(config.to_dict()))
-  for section in ('model', 'text'):
-    for name, old, new in workdir_lib.differences(before[section], now[section]):
+  now = json.loads(json.dumps(config_lib.plain(config)))
+  for section in ('model', 'tokenizer'):
+    for name, old, new in differences(before[section], now[section]):
       raise ValueError(
         f'--workdir={workdir} was trained with {section}.{name}={old!r}, not {new!r}; '
         'give the config it was trained with'
       )
 
 
-def write_configs(path: str, config, spec, reader, dtype: str) -> None:
+def write_configs(
+  path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
+) -> None:
   """config.json and generation_config.json: the source model's, where there is one."""
   source = hf_weights.here(config.model.path) if config.model.path else ''
   described = _read(source, 'config.json') or hf_config.config_of(spec)
   # One spelling only, and the one that versions 4 and 5 both read.
   described.pop('dtype', None)
   ends = {
-    'eos_token_id': list(reader.eos),
-    'pad_token_id': reader.tokenizer.pad_token_id,
+    'eos_token_id': list(tokenizer.eos),
+    'pad_token_id': tokenizer.backend.pad_token_id,
   }
   if not source:
-    described |= ends | {'bos_token_id': reader.tokenizer.bos_token_id}
+    described |= ends | {'bos_token_id': tokenizer.backend.bos_token_id}
   generation = _read(source, 'generation_config.json') or (
     ends | {'do_sample': True, 'temperature': config.sampler.temperature}
   )

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import types
-from bapo_jax.algorithms import advantage, batch_rules
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_weights, logprobs, transformer
+from bapo_jax.models import logprobs, transformer
 from bapo_jax.tools import export
-from bapo_jax.training import binding, checkpoint, setup
+from bapo_jax.training import checkpoint, rules, setup
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
+from bapo_jax.types import AdvantageRule
 
 
 class Response(NamedTuple):
@@ -67,11 +69,10 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   if not os.path.exists(path):
     raise ValueError(f'--workdir={workdir} holds no run; train there first')
   with open(path) as file:
-    config = json.load(file)
-  rules = dict(config['advantage'])
-  rule = types.bind_rule(advantage.RULES, 'advantage', rules.pop('rule'), rules)
+    config = config_lib.from_json(json.load(file))
+  rule = rules.bind(config).advantage
   step, until = checkpoint.choose(workdir, which), last(workdir, which)
-  found = [*_shelved(workdir, step, config, rule), *_evaluated(workdir, until, rule)]
+  found = [*_buffered(workdir, step, config, rule), *_evaluated(workdir, until, rule)]
   if not found:
     raise ValueError(
       f'--workdir={workdir} has no group recorded yet: the first evaluation records '
@@ -80,37 +81,40 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   return found
 
 
-def _shelved(workdir: str, step: int | None, config, rule) -> Iterator[RecordedGroup]:
+def _buffered(
+  workdir: str, step: int | None, config: Config, rule: AdvantageRule
+) -> Iterator[RecordedGroup]:
   """The good shelf of the checkpoint `step`, newest group first."""
-  if step is None or config['batch']['rule'] in batch_rules.WITHOUT_BUFFER:
+  if step is None or not config.batch.uses_buffer:
     return
-  array = checkpoint.read_params(workdir, step, part='shelves/good')
+  array = checkpoint.read_params(workdir, step, part='buffer/reusable')
   groups = types.Groups(*map(array, types.Groups._fields))
-  tokenizer = hf_weights.tokenizer(config['text']['tokenizer'])
-  reader = tokenizer_lib.load(tokenizer, config['text']['template'])
-  for p in np.argsort(-groups.born_P, kind='stable'):
-    if groups.born_P[p] >= 0:
-      where = f'step {groups.born_P[p]}, good shelf of step {step}'
-      yield _of_arrays(reader, types.take(groups, [p]), rule, where)
+  tokenizer = setup.load_tokenizer(config)
+  for p in np.argsort(-groups.completed_step_P, kind='stable'):
+    if groups.completed_step_P[p] >= 0:
+      where = f'step {groups.completed_step_P[p]}, good shelf of step {step}'
+      yield _of_arrays(tokenizer, types.take(groups, [p]), rule, where)
 
 
-def _of_arrays(reader, group: types.Groups, rule, where: str) -> RecordedGroup:
-  tokens_GT, chosen_GT, logp_GT = (x[0] for x in group[1:4])
+def _of_arrays(tokenizer, group: types.Groups, rule, where: str) -> RecordedGroup:
+  tokens_GT, response_mask_GT, logp_GT = (x[0] for x in group[1:4])
   adv_G = np.asarray(rule(group.reward_PG))[0]
-  (prompt,) = reader.tokenizer.batch_decode([tokens_GT[0, : chosen_GT[0].argmax()]])
+  (prompt,) = tokenizer.backend.batch_decode(
+    [tokens_GT[0, : response_mask_GT[0].argmax()]]
+  )
   responses = []
   for g, text in enumerate(
-    tokenizer_lib.decode_responses(reader, tokens_GT, chosen_GT)
+    tokenizer_lib.decode_responses(tokenizer, tokens_GT, response_mask_GT)
   ):
-    ids = tokens_GT[g, chosen_GT[g]]
+    ids = tokens_GT[g, response_mask_GT[g]]
     responses.append(
       Response(
         text,
         bool(group.correct_PG[0, g]),
         float(group.reward_PG[0, g]),
         float(adv_G[g]),
-        reader.tokenizer.batch_decode([[i] for i in ids]),
-        logp_GT[g, chosen_GT[g]],
+        tokenizer.backend.batch_decode([[i] for i in ids]),
+        logp_GT[g, response_mask_GT[g]],
       )
     )
   return RecordedGroup(
@@ -152,19 +156,22 @@ def ratios(
     ValueError: the config is of another model than the run's.
   """
   export.check_config(config, workdir)
-  tokenizer = hf_weights.tokenizer(config.text.tokenizer)
-  spec = setup.spec_of(config, tokenizer_lib.load(tokenizer, config.text.template))
+  spec = setup.spec_of(config, setup.load_tokenizer(config))
   array = checkpoint.read_params(workdir, checkpoint.choose(workdir, which))
-  params = transformer.unflatten(
-    {n: jnp.asarray(array(n)) for n in transformer.describe(spec)}
-  )
+  names = transformer.describe(spec)
+  params = transformer.unflatten({name: jnp.asarray(array(name)) for name in names})
   score = jax.jit(
-    functools.partial(logprobs.sequence_logprobs, **binding.scored(config, spec))
+    functools.partial(
+      logprobs.sequence_logprobs,
+      spec=spec,
+      temperature=config.sampler.temperature,
+      chunk=config.logprobs.chunk,
+    )
   )
 
   def of_group(group: RecordedGroup) -> list[np.ndarray]:
-    tokens_GT, chosen_GT, logp_GT = (x[0] for x in group.arrays[1:4])
+    tokens_GT, response_mask_GT, logp_GT = (x[0] for x in group.arrays[1:4])
     ratio_GT = np.exp(np.asarray(score(params, jnp.asarray(tokens_GT))[0]) - logp_GT)
-    return [row[mask] for row, mask in zip(ratio_GT, chosen_GT, strict=True)]
+    return [row[mask] for row, mask in zip(ratio_GT, response_mask_GT, strict=True)]
 
   return of_group

@@ -3,7 +3,7 @@
 1. `run` trains the cells of `config.cells` one after another in <workdir>/<cell>, from
    one warm start; a finished cell is left alone, so the same command resumes;
 2. `facts` reads what the table needs off a finished cell;
-3. `over_seeds` puts the grids of several seeds side by side: means, standard errors,
+3. `over_seeds` puts the sweeps of several seeds side by side: means, standard errors,
    and differences to the first cell, seed by seed.
 
 Cells are compared at equal `config.responses`: re-evaluations count as any other.
@@ -19,9 +19,11 @@ import jax
 import numpy as np
 
 from bapo_jax.runtime import files, metrics
-from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import evaluate, experiment, report, setup, validate
+from bapo_jax.runtime.workdir import writable
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import evaluate, experiment, report, setup
+from bapo_jax.training.config import Config
 
 # What is averaged over seeds: name -> (heading, format of a mean).
 COLUMNS = {
@@ -44,17 +46,14 @@ LEGEND = (
 )
 
 
-def cell(config, name: str, batch: str, clip: str):
+def cell(config: Config, name: str, batch: str, clip: str) -> Config:
   """The config of one cell: a single run with these two rules."""
-  made = config.copy_and_resolve_references()
-  made.cells = ()
-  made.title = f'{config.title}: {name}'
-  made.batch.rule, made.clip.rule = batch, clip
-  return made
+  made = config.with_values(batch={'rule': batch}, clip={'rule': clip})
+  return made.model_copy(update={'cells': (), 'title': f'{config.title}: {name}'})
 
 
-def run(config, workdir: str) -> int:
-  """Trains the cells that are not finished and writes grid.md and grid.json.
+def run(config: Config, workdir: str) -> int:
+  """Trains the cells that are not finished and writes sweep.md and sweep.json.
 
   Returns:
     0 when all are finished, else the exit status of the cell that was stopped.
@@ -62,18 +61,17 @@ def run(config, workdir: str) -> int:
   Raises:
     ValueError: a cell's config does not fit together; before any cell is trained.
   """
-  check(config.cells)
   cells = {name: cell(config, name, *rules) for name, *rules in config.cells}
-  for made in cells.values():
-    validate.check(made)
-  with workdir_lib.writable(workdir):
+  setup.check_available(config)
+  setup.make_mesh(config)
+  with writable(workdir):
     return _train(config, cells, workdir)
 
 
-def _train(config, cells: dict, workdir: str) -> int:
+def _train(config: Config, cells: dict[str, Config], workdir: str) -> int:
   for i, (name, made) in enumerate(cells.items(), 1):
     folder = os.path.join(workdir, name)
-    workdir_lib.open_workdir(folder, made)
+    experiment.claim(folder, made)
     if finished(folder, made):
       log(f'Cell {i} of {len(cells)}, {name}: finished before, left alone.')
       continue
@@ -83,39 +81,27 @@ def _train(config, cells: dict, workdir: str) -> int:
       return status
     jax.clear_caches()  # the next cell compiles functions of its own
   found = {name: facts(os.path.join(workdir, name)) for name in cells}
-  anonymous = config.to_dict() | {'seed': None}
+  anonymous = config_lib.plain(config) | {'seed': None}
   files.write_json(
-    os.path.join(workdir, 'grid.json'),
+    os.path.join(workdir, 'sweep.json'),
     {
       'seed': config.seed,
-      'config': setup.fingerprint(anonymous),
+      'config': config_lib.fingerprint(anonymous),
       'cells': report.plain(found),
     },
   )
   return _publish(workdir, f'{config.title}, seed {config.seed}', of_one(found))
 
 
-def check(cells) -> None:
-  """Raises ValueError where cells are not (name, batch rule, clip rule), named once."""
-  for each in cells:
-    words = isinstance(each, tuple) and all(isinstance(word, str) for word in each)
-    if not words or len(each) != 3 or not each[0].isidentifier():
-      raise ValueError(
-        f'cells: {each!r} is not (name, batch rule, clip rule); write for instance '
-        "cells=(('grpo','fresh_only','fixed'),)"
-      )
-  names = [each[0] for each in cells]
-  if len(set(names)) < len(names):
-    raise ValueError(f'cells: a name comes twice in {names}; each has its own folder')
-
-
-def finished(folder: str, config) -> bool:
+def finished(folder: str, config: Config) -> bool:
   """Has this very config run to its end there?"""
   path = os.path.join(folder, 'report.json')
   if not os.path.exists(path):
     return False
   with open(path) as file:
-    return json.load(file)['config_hash'] == setup.fingerprint(config.to_dict())
+    return json.load(file)['config_hash'] == config_lib.fingerprint(
+      config_lib.plain(config)
+    )
 
 
 def share_warm_start(workdir: str, name: str, cells: Sequence[str]) -> None:
@@ -139,7 +125,7 @@ def facts(folder: str) -> dict[str, float]:
     with open(os.path.join(folder, 'eval', f'{step}.json')) as file:
       done = json.load(file)
     verdicts = [sample['correct'] for sample in done['samples']]
-    correct.append(np.asarray(verdicts).reshape(-1, done['result']['group']))
+    correct.append(np.asarray(verdicts).reshape(-1, done['result']['group_size']))
   before_PG, after_PG = correct
   failed_PG = after_PG[~before_PG.any(1)]
   some = len(failed_PG) > 0
@@ -168,19 +154,19 @@ def of_one(found: dict[str, dict]) -> dict[str, dict]:
   }
 
 
-def over_seeds(grids: Sequence[dict]) -> dict[str, dict]:
+def over_seeds(sweeps: Sequence[dict]) -> dict[str, dict]:
   """Cell -> column -> (mean, standard error), both over seeds.
 
   Under 'minus <column>' the differences to the first cell of the same seed: what seeds
   have in common (warm start, prompts asked) cancels. With one seed errors are nan.
 
   Args:
-    grids: what `run` wrote to grid.json, one a seed.
+    sweeps: what `run` wrote to sweep.json, one a seed.
   """
-  first = next(iter(grids[0]['cells']))
+  first = next(iter(sweeps[0]['cells']))
 
   def column(name, c):
-    value = (grid['cells'][name][c] for grid in grids)
+    value = (sweep['cells'][name][c] for sweep in sweeps)
     return np.asarray([math.nan if v is None else v for v in value], float)
 
   return {
@@ -190,7 +176,7 @@ def over_seeds(grids: Sequence[dict]) -> dict[str, dict]:
       for c in COMPARED
       if name != first
     }
-    for name in grids[0]['cells']
+    for name in sweeps[0]['cells']
   }
 
 
@@ -202,34 +188,34 @@ def mean_and_error(value_S) -> tuple[float, float]:
 
 
 def table(workdir: str) -> int:
-  """Writes table.md and table.json of the grids in the folders of `workdir`.
+  """Writes table.md and table.json of the sweeps in the folders of `workdir`.
 
   Raises:
-    ValueError: there is no finished grid, or two that cannot be compared.
+    ValueError: there is no finished sweep, or two that cannot be compared.
   """
   folders = sorted(os.listdir(workdir)) if os.path.isdir(workdir) else []
-  paths = [os.path.join(workdir, name, 'grid.json') for name in folders]
+  paths = [os.path.join(workdir, name, 'sweep.json') for name in folders]
   paths = [path for path in paths if os.path.exists(path)]
   if not paths:
     raise ValueError(
-      f'--workdir={workdir} holds no folder with a finished grid (grid.json); run '
-      'launch/grid.sh, or give the folder above those of the seeds'
+      f'--workdir={workdir} holds no folder with a finished sweep (sweep.json); run '
+      'launch/sweep.sh, or give the folder above those of the seeds'
     )
-  grids = []
+  sweeps = []
   for path in paths:
     with open(path) as file:
-      grids.append(json.load(file))
-  for path, grid in zip(paths, grids, strict=True):
-    if grid['config'] != grids[0]['config']:
+      sweeps.append(json.load(file))
+  for path, sweep in zip(paths, sweeps, strict=True):
+    if sweep['config'] != sweeps[0]['config']:
       raise ValueError(
         f'{path} is of another config than {paths[0]}, and not of another seed only; '
         'keep them in different folders'
       )
-  seeds = [grid['seed'] for grid in grids]
+  seeds = [sweep['seed'] for sweep in sweeps]
   if len(set(seeds)) < len(seeds):
     raise ValueError(f'--workdir={workdir} holds a seed twice: {seeds}; remove one')
   listed = ', '.join(str(seed) for seed in seeds)
-  compared = over_seeds(grids)
+  compared = over_seeds(sweeps)
   files.write_json(
     os.path.join(workdir, 'table.json'),
     {'seeds': seeds, 'cells': {k: _json(v) for k, v in compared.items()}},
@@ -271,7 +257,7 @@ def _cell(column: str, mean: float, error: float) -> str:
   return shown if math.isnan(error) else f'{shown} ± {error:{form}}'
 
 
-def _publish(workdir: str, title: str, cells: dict, name: str = 'grid.md') -> int:
+def _publish(workdir: str, title: str, cells: dict, name: str = 'sweep.md') -> int:
   """The table on the screen and in a file."""
   path = os.path.join(workdir, name)
   text = f'{title}\n\n{markdown(cells)}\n\n{LEGEND}\n'

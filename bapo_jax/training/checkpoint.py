@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
 
 HALF = '.orbax-checkpoint-tmp'  # ends the name of what is not whole
@@ -163,11 +164,6 @@ def read_meta(kept: ocp.CheckpointManager, step: int) -> dict:
   return kept.restore(step, args=meta)['meta']
 
 
-def newest(workdir: str) -> int | None:
-  """The step of the newest checkpoint; nothing is made or cleared."""
-  return max(_steps(workdir), default=None)
-
-
 def choose(workdir: str, which: str = 'newest') -> int | None:
   """The step of a checkpoint, None where there is none at all; nothing is made.
 
@@ -195,9 +191,8 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
 def _steps(workdir: str) -> dict[int, float | None]:
   """step -> accuracy, None where it was not evaluated, of every whole checkpoint."""
   path = os.path.join(workdir, 'checkpoints')
-  names = os.listdir(path) if os.path.isdir(path) else []
   found = {}
-  for step in sorted(int(name) for name in names if name.isdecimal()):
+  for step in checkpoint_steps(workdir):
     try:
       with open(os.path.join(path, str(step), 'metrics', 'metrics')) as file:
         found[step] = json.load(file)['accuracy']
@@ -212,7 +207,7 @@ def read_params(
   """From a parameter's path to its array on the host, read when asked for.
 
   Args:
-    part: of the run, such as 'shelves/good'.
+    part: of the run, such as 'buffer/reusable'.
   """
   path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step), 'arrays')
 

@@ -7,102 +7,103 @@
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from jax import Array
 
-from bapo_jax.data import prompts as prompts_lib
-from bapo_jax.rewards import rewards
-from bapo_jax.rollout import rollout as rollout_lib
+from bapo_jax.data import prompts
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.types import Tree
 
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
 
 
-def check(
-  group: int, ks: Sequence[int], temperature: float, top_k: int, top_p: float
-) -> None:
-  """Raises ValueError where there are too few responses, or no way to draw a token."""
-  if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-    raise ValueError(
-      f'evaluate.sampling: temperature={temperature}, top_k={top_k}, top_p={top_p}; '
-      'give temperature >= 0, top_k >= 0 (0: of all tokens) and 0 < top_p <= 1'
-    )
-  for k in ks:
-    if not 1 <= k <= group:
-      raise ValueError(
-        f'evaluate.k={tuple(ks)}: pass@{k} needs at least {max(k, 1)} responses a '
-        f'problem; evaluate.group={group}'
-      )
-
-
 def evaluate(
-  params,
-  problems,
-  text,
-  key,
+  params: Tree,
+  problems: Problems,
+  tokenizer: Tokenizer,
+  key: Array,
   *,
-  rollout,
-  judge: rewards.Verifier,
-  group: int,
+  engine: RolloutEngine,
+  verifier: Verifier,
   step: int,
   ks: Sequence[int] = (1,),
-):
-  """`group` responses to every problem, judged.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """`engine.group_size` responses to every problem, judged.
 
   Args:
-    rollout: (params, problems, prompts, key, group=, step=, born=, verify=) -> Groups.
-    ks: of pass@k and maj@k, none above `group`.
+    params: the weights as decoding reads them; `step` is their learner step.
+    ks: of pass@k and maj@k, none above the group size.
 
   Returns:
-    (result, samples): result has accuracy (avg@group), stderr, n problems, group,
-    length (mean tokens), truncated (share without an end token), undecided (share), and
-    under pass and maj for each k the mean and its stderr. samples is a list of dicts,
-    one for each response: id and text of the problem, answer, response, correct,
-    verdict, reason, said (the answer found), tokens, truncated, logp (its sum, nats)
-    and uid, the number that with the key names the noise.
+    (result, samples): result has accuracy (avg@group_size), stderr, n problems,
+    group_size, length (mean tokens), truncated (share without an end token), undecided
+    (share), and under pass and maj for each k the mean and its stderr. samples is a list
+    of dicts, one per response: id and text of the problem, answer, response, correct,
+    verdict, reason, extracted (the answer found), tokens, truncated, logp (its sum,
+    nats) and uid, the number that with the key names the noise.
   """
-  heard = {}
-
-  def verify(answers, texts, *rules):
-    verdicts = judge.submit(answers, texts, *rules).result()
-    heard.update(zip(zip(answers, texts, strict=True), verdicts, strict=True))
-    return rewards.right(verdicts)
-
-  prompts = prompts_lib.prompts_by_id(problems, problems.id_N)
-  groups = rollout(
+  done = rollout(
+    PartialRollouts(engine, len(problems.id_N)),
     params,
-    problems,
-    prompts,
+    prompts.prompts_by_id(problems, problems.id_N),
     key,
-    group=group,
+    problems=problems,
+    tokenizer=tokenizer,
+    verifier=verifier,
+    # A timer of its own: the seconds of an evaluation are the caller's.
+    timer=PhaseTimer(),
     step=step,
-    born=step,
-    verify=verify,
+    policy_version=step,
   )
-  chosen_PGT, tokens_PGT = np.asarray(groups.chosen_PGT), np.asarray(groups.tokens_PGT)
-  logp_PG = np.where(chosen_PGT, np.asarray(groups.logp_PGT, float), 0).sum(2)
-  ended_PG = (chosen_PGT & np.isin(tokens_PGT, text.eos)).any(2)
-  samples = []
-  for p, responses in enumerate(rollout_lib.texts(text, groups)):
-    for g, response in enumerate(responses):
-      verdict = heard[problems.answer[p], response]
-      samples.append(
-        {
-          'id': int(problems.id_N[p]),
-          'uid': p * group + g,
-          'problem': problems.text[p],
-          'answer': problems.answer[p],
-          'response': response,
-          'said': verdict.said,
-          'verdict': WORDS[verdict.right],
-          'reason': verdict.reason,
-          'correct': verdict.right is True,
-          'tokens': int(chosen_PGT[p, g].sum()),
-          'truncated': not ended_PG[p, g],
-          'logp': float(logp_PG[p, g]),
-        }
-      )
-  return summarize(samples, group, ks), samples
+  samples = [
+    _sample(uid, problems, engine.group_size, text, verdict)
+    for uid, (text, verdict) in enumerate(zip(done.texts, done.verdicts, strict=True))
+  ]
+  for sample, numbers in zip(samples, _numbers(done, tokenizer.eos), strict=True):
+    sample |= numbers
+  return summarize(samples, engine.group_size, ks), samples
+
+
+def _sample(
+  uid: int, problems: Problems, group_size: int, text: str, verdict: Verdict
+) -> dict[str, Any]:
+  p = uid // group_size
+  return {
+    'id': int(problems.id_N[p]),
+    'uid': uid,
+    'problem': problems.text[p],
+    'answer': problems.answer[p],
+    'response': text,
+    'extracted': verdict.answer,
+    'verdict': WORDS[verdict.right],
+    'reason': verdict.reason,
+    'correct': verdict.right is True,
+  }
+
+
+def _numbers(done: Rollout, eos: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+  """What the arrays say of each response, in the order of the texts."""
+  groups = done.groups
+  mask_PGT = np.asarray(groups.response_mask_PGT)
+  logp_PGT = np.asarray(groups.behavior_logp_PGT, float)
+  ended_PGT = mask_PGT & np.isin(np.asarray(groups.tokens_PGT), eos)
+  for tokens, ended, logp in zip(
+    mask_PGT.sum(2).ravel(),
+    ended_PGT.any(2).ravel(),
+    np.where(mask_PGT, logp_PGT, 0).sum(2).ravel(),
+    strict=True,
+  ):
+    yield {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
 
 
 def summarize(samples: list[dict], group: int, ks: Sequence[int]) -> dict:
@@ -115,14 +116,16 @@ def summarize(samples: list[dict], group: int, ks: Sequence[int]) -> dict:
   rows = [samples[i : i + group] for i in range(0, len(samples), group)]
   passed = {k: [pass_at(group, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {
-    k: [majority([s['said'] for s in r], [s['correct'] for s in r], k) for r in rows]
+    k: [
+      majority([s['extracted'] for s in r], [s['correct'] for s in r], k) for r in rows
+    ]
     for k in ks
   }
   return {
     'accuracy': float(correct_PG.mean()),
     'stderr': stderr(correct_PG),
     'n': len(rows),
-    'group': group,
+    'group_size': group,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
     'undecided': float((column('verdict') == 'undecided').mean()),
@@ -147,7 +150,7 @@ def pass_at(n: int, c: int, k: int) -> float:
   return (ways - math.comb(n - c, k)) / ways
 
 
-def majority(said: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
+def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
   """Share of maj@k that is right, over the n // k whole blocks of k responses.
 
   Equal answers vote together; a response without an answer does not vote. Of answers
@@ -155,9 +158,9 @@ def majority(said: Sequence[str | None], correct: Sequence[bool], k: int) -> flo
   all is wrong. Answers that mean the same and are spelled differently vote apart.
   """
   shares = []
-  for i in range(0, len(said) - k + 1, k):
-    votes = collections.Counter(s for s in said[i : i + k] if s is not None)
-    right = {s for s, c in zip(said, correct, strict=True) if c}
+  for i in range(0, len(answers) - k + 1, k):
+    votes = collections.Counter(s for s in answers[i : i + k] if s is not None)
+    right = {s for s, c in zip(answers, correct, strict=True) if c}
     most = max(votes.values(), default=0)
     first = [s for s, n in votes.items() if n == most]
     shares.append(sum(s in right for s in first) / max(len(first), 1))
@@ -174,13 +177,13 @@ def stderr(correct_PG) -> float:
 
 def table(result: dict, title: str) -> str:
   """The result as a Markdown table, which reads well on a terminal too."""
-  rows = [(f'avg@{result["group"]}', result['accuracy'], result['stderr'])]
+  rows = [(f'avg@{result["group_size"]}', result['accuracy'], result['stderr'])]
   for name in ('pass', 'maj'):
     rows += [(f'{name}@{k}', v['mean'], v['stderr']) for k, v in result[name].items()]
   lines = [f'{n:<12} | {mean:>9.4f} | {error:>9.4f}' for n, mean, error in rows]
   counts = (('tokens', 'length'), ('truncated', 'truncated'), ('undecided',) * 2)
   lines += [f'{n:<12} | {result[name]:>9.4g} | {"":>9}' for n, name in counts]
   head = [f'{"measure":<12} | {"mean":>9} | {"std. err.":>9}', ':--|--:|--:']
-  asked = f'{result["n"]} problems x {result["group"]} responses'
+  asked = f'{result["n"]} problems x {result["group_size"]} responses'
   table = '\n'.join(f'| {line} |' for line in head + lines)
   return f'{title}: {asked}\n\n{table}\n'

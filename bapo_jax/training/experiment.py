@@ -5,27 +5,40 @@
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
-from bapo_jax import sharding
 from bapo_jax.data import prompts
-from bapo_jax.rewards import rewards
+from bapo_jax.models import transformer
+from bapo_jax.rollout import decode
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
-from bapo_jax.runtime.workdir import log_mesh_change, open_workdir, writable
-from bapo_jax.training import checkpoint, report, setup, validate
-from bapo_jax.training.trainer import TrainState, train_loop
+from bapo_jax.runtime.workdir import (
+  log_mesh_change,
+  open_workdir,
+  writable,
+)
+from bapo_jax.training import checkpoint, evaluate, report, setup
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
+from bapo_jax.training.setup import Material
+from bapo_jax.training.trainer import Metrics, Trainer, TrainState, finished, train_loop
 
 DIVERGED = 3  # exit status
 
 SHOWN = 6  # responses on the report's page; eval/ has them all
+
+Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
 
 
 class Stop:
@@ -34,7 +47,7 @@ class Stop:
   def __init__(self):
     self.signal = 0
 
-  def __call__(self, number, frame):
+  def __call__(self, number: int, frame: object) -> None:
     del frame
     if self.signal:
       raise KeyboardInterrupt
@@ -43,7 +56,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stoppable():
+def stoppable() -> Iterator[Stop]:
   """Signals become a flag while the loop runs."""
   stop = Stop()
   before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -54,216 +67,297 @@ def stoppable():
       signal.signal(number, handler)
 
 
-def train(config, workdir: str) -> int:
+def train(config: Config, workdir: str) -> int:
   """Runs the config in the workdir, resuming what is there; returns an exit status.
 
   0 when all steps are done, 128 + signal number when a signal ended it earlier,
   DIVERGED when too many updates in a row were not finite.
 
-  A step is saved when it is due, when it was evaluated (where checkpoint.best asks for
-  the best of these), and when it is the last one.
+  Raises:
+    ValueError: in one sentence; also where the workdir can no longer be written.
+  """
+  timer, began = PhaseTimer(), time.perf_counter()
+  setup.check_available(config)
+  setup.make_mesh(config)
+  claim(workdir, config)
+  with writable(workdir):
+    return _run(config, workdir, timer, began)
+
+
+def claim(workdir: str, config: Config) -> None:
+  """Opens the workdir for this config.
+
+  Sections that leave the results as they are may change between the parts of one run,
+  and so may the mesh, on which sums round differently; where other problems are
+  accepted, what names them may change as well.
 
   Raises:
-    ValueError: in one sentence; also where the workdir can be written no more.
+    ValueError: it cannot be written, or holds a run with another config.
   """
-  clock, began = PhaseTimer(), time.perf_counter()
-  rules = validate.check(config)
-  open_workdir(workdir, config)
-  welcome(config, workdir)
-  with writable(workdir):
-    return go(config, workdir, rules, clock, began)
+  free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
+  accepted = ('problems',) if config.problems.changed == 'accept' else ()
+  free = (*free, 'mesh', 'problems.changed', *accepted)
+  open_workdir(workdir, config_lib.plain(config), free)
 
 
-def go(config, workdir: str, rules: dict, clock: PhaseTimer, began: float) -> int:
+def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   """From the problems to the report; OSErrors name the file that was refused."""
-  with clock('load'):
+  with timer('load'):
     material = setup.read(config, workdir)
-  asked = [prompts.fingerprint(problems) for problems in material[1]]
-  judge = setup.judging(config)
-  kept = checkpoint.manager(workdir, config.checkpoint.keep, config.checkpoint.best)
-  same = recognise(kept, asked, config.problems.changed)
-  job, run = setup.start(config, rules, workdir, clock, judge, material)
-  run, spent = resume(kept, run, same)
-  devices = dict(sharding.make(**config.mesh).shape)
-  log_mesh_change(spent.get('mesh'), devices)
+  identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
+  welcome(config, workdir, material)
+  verifier = setup.make_verifier(config)
+  checkpoints = checkpoint.manager(
+    workdir, config.checkpoint.keep, config.checkpoint.best
+  )
+  same = same_problems(checkpoints, identity, config.problems.changed)
+  t, s = setup.start(config, workdir, timer, verifier, material)
+  s, spent = resume(checkpoints, s, same)
+  log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
   for name, seconds in spent['phases'].items():
-    clock.seconds[name] = clock.seconds.get(name, 0.0) + seconds
+    timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
+  t = compiled(t, s)
 
-  def meta():
+  def cost() -> Spent:
     return {
       'wall_s': spent['wall_s'] + time.perf_counter() - began,
-      'phases': clock.seconds,
-      'problems': asked,
+      'phases': timer.seconds,
+      'problems': identity,
       'peak_rss_bytes': max(spent['peak_rss_bytes'], peak_rss()),
-      'mesh': devices,
+      'mesh': dict(t.mesh.shape),
     }
 
-  def save(run: TrainState, accuracy: float | None, last: bool):
-    with clock('save'):
-      if run.step not in kept.all_steps():
-        told = meta() | {'run': scalars(run)}
-        checkpoint.save(kept, run.step, arrays(run), told, accuracy)
-      if last:
-        checkpoint.wait(kept)
-
   write = metrics.open_writers(
-    workdir, run.step or -1, **config.metrics, config=config.to_dict()
+    workdir,
+    s.step or -1,
+    **config.metrics.model_dump(),
+    config=config_lib.plain(config),
   )
-  with contextlib.closing(write), checkpoint.closing(kept), contextlib.closing(judge):
-    run, status = loop(config, workdir, job, run, write, save, clock, judge)
+  run = Run(t, workdir, checkpoints, write, cost)
+  with contextlib.closing(write), checkpoint.closing(checkpoints):
+    with contextlib.closing(verifier):
+      s, status = run.loop(s)
   if status:
     log(f'Saved. The same command with --workdir={workdir} continues.')
     return status
   with files.naming(os.path.join(workdir, 'report.md')):
-    finish(config, workdir, run.step, meta())
+    finish(config, workdir, s.step, cost())
   return 0
 
 
-def loop(
-  config,
-  workdir,
-  job,
-  first: TrainState,
-  write,
-  save,
-  clock: PhaseTimer,
-  judge: rewards.Verifier,
-) -> tuple[TrainState, int]:
-  """Steps, each followed by what is due; the last run, and the exit status."""
-  run = first
+def compiled(t: Trainer, s: TrainState) -> Trainer:
+  """The trainer, its sampler and its train step compiled."""
+  log('Compiling the sampler and the train step.')
+  began = time.perf_counter()
+  with t.timer('compile'):
+    places = t.config.places if s.partial else t.config.prompts.count
+    key = jax.random.key(t.config.seed)
+    t.engine.warm_up(s.actor, key, places=places, refreshed=s.partial is not None)
+    train_step = setup.compile_train_step(t, s)
+  log(f'Compiled in {time.perf_counter() - began:.0f} s.')
+  return dataclasses.replace(t, train_step=train_step)
 
-  def evaluate(run: TrainState) -> dict:
-    path = os.path.join(workdir, 'eval', f'{run.step}.json')
-    with clock('eval'):
-      result, samples = job.evaluate(run.params, run.step)
+
+class Run:
+  """The caller of the loop: evaluates, writes, logs and saves what is due."""
+
+  def __init__(self, t: Trainer, workdir: str, checkpoints, write, cost):
+    self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
+    self.write, self.cost = write, cost
+
+  def loop(self, first: TrainState) -> tuple[TrainState, int]:
+    """Steps, each followed by what is due; the last state, and the exit status."""
+    config, s = self.t.config, first
+    if first.step == 0:
+      row, message = self.evaluate(first)
+      self.write(0, row)
+      log(message)
+    self.log_columns()
+    with (
+      stoppable() as stop,
+      progress_bar(config.steps, 'training', 'step', initial=first.step) as progress,
+    ):
+      self.t.timer.since()
+      for s, row in train_loop(self.t, first):
+        self.report_step(s, row)
+        progress.set_postfix_str(
+          f'{row["rollout/tokens_per_s"]:.0f} tokens/s', refresh=False
+        )
+        progress.update()
+        diverged = s.consecutive_skips >= config.learner.max_consecutive_skips
+        done = finished(config, s)
+        self.save_if_due(s, row, last=done or diverged or bool(stop.signal))
+        if diverged:
+          self.log_divergence(s)
+          return s, DIVERGED
+        if stop.signal and not done:
+          return s, 128 + stop.signal
+    return s, 0
+
+  def report_step(self, s: TrainState, row: Metrics) -> None:
+    """Evaluates where it is due, writes the row, logs its line."""
+    config, message = self.t.config, ''
+    if finished(config, s) or s.step % config.evaluate.every == 0:
+      results, message = self.evaluate(s)
+      row |= results
+    row |= timings(self.t.timer.since(), row['rollout/tokens'])
+    row['learner/updates'] = float(s.step * config.updates_per_step)
+    self.write(s.step, row)
+    log(metrics.line(s.step, config.steps, row))
+    if message:
+      log(message)
+
+  def log_columns(self) -> None:
+    """Explains the metric line, once."""
+    log(metrics.legend())
+
+  def log_divergence(self, s: TrainState) -> None:
+    """Why the run ends."""
+    limit = self.t.config.learner.max_consecutive_skips
+    log(
+      f'{s.consecutive_skips} updates in a row were skipped: loss or gradient not finite '
+      f'(learner.max_consecutive_skips={limit}). The weights are those before them; see '
+      'loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+    )
+
+  def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
+    """(metrics, message) of an evaluation, which is kept in eval/<step>.json."""
+    path = os.path.join(self.workdir, 'eval', f'{s.step}.json')
+    with self.t.timer('eval'):
+      result, samples = evaluation(self.t, s.params, s.step)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     files.write_json(path, {'result': result, 'samples': samples})
-    log(
-      f'held-out accuracy at step {run.step}: {result["accuracy"]:.3f} ± '
+    row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
+    return row, (
+      f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
     )
-    return {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
 
-  if first.step == 0:
-    write(0, evaluate(first))
-  with stoppable() as stop, progress_bar(config.steps, 'training', 'step') as progress:
-    progress.update(first.step)
-    clock.since()
-    for run, told in train_loop(job, first):
-      done = job.done(run)
-      told['sample/undecided'] = judge.undecided()
-      scored = done or run.step % config.evaluate.every == 0
-      if scored:
-        told |= evaluate(run)
-      told |= timings(clock.since(), told['sample/tokens'])
-      told['learner/updates'] = (
-        run.step * config.learner.epochs * config.learner.minibatches
-      )
-      write(run.step, told)
-      log(metrics.line(run.step, config.steps, told))
-      progress.set_postfix_str(
-        f'{told["sample/tokens_per_s"]:.0f} tokens/s', refresh=False
-      )
-      progress.update()
-      lost = run.skipped >= config.learner.give_up
-      last = done or lost or bool(stop.signal)
-      ranked = scored and config.checkpoint.best > 0
-      if last or ranked or run.step % config.checkpoint.every == 0:
-        save(run, told.get('eval/accuracy'), last)
-      if lost:
-        log(
-          f'{run.skipped} updates in a row were skipped: loss or gradient not finite '
-          f'(learner.give_up={config.learner.give_up}). The weights are those before '
-          'them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
-        )
-        return run, DIVERGED
-      if stop.signal and not done:
-        return run, 128 + stop.signal
-  return run, 0
+  def save_if_due(self, s: TrainState, row: Metrics, *, last: bool) -> None:
+    """Saves at its interval, after an evaluation that may rank, and at the end."""
+    config = self.t.config.checkpoint
+    ranked = 'eval/accuracy' in row and config.best > 0
+    if not (last or ranked or s.step % config.every == 0):
+      return
+    with self.t.timer('save'):
+      if s.step not in self.checkpoints.all_steps():
+        meta = self.cost() | {'run': scalars(s)}
+        accuracy = row.get('eval/accuracy')
+        checkpoint.save(self.checkpoints, s.step, arrays(s), meta, accuracy)
+      if last:
+        checkpoint.wait(self.checkpoints)
 
 
-def timings(seconds: dict, tokens: float) -> dict:
+def evaluation(t: Trainer, params, step: int) -> tuple[dict, list[dict]]:
+  """(result, samples) on the held-out problems, through the door of training."""
+  knobs = t.config.evaluate
+  return evaluate.evaluate(
+    decode.sync_actor(params, t.spec, t.mesh),
+    t.held_out,
+    t.tokenizer,
+    jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1),
+    engine=dataclasses.replace(
+      t.engine, group_size=knobs.group_size, **knobs.sampling.model_dump()
+    ),
+    verifier=t.verifier,
+    step=step,
+    ks=knobs.k,
+  )
+
+
+def timings(seconds: dict[str, float], tokens: float) -> Metrics:
   """time/* of a step; phases without a name of their own are `other`."""
   named = {f'time/{name}': s for name, s in seconds.items()}
   return named | {
     'time/step': sum(seconds.values()),
-    'sample/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
+    'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
   }
 
 
-def arrays(run: TrainState) -> dict:
-  """The part of a run that is arrays."""
-  kept = {
-    'params': run.params,
-    'opt': run.opt,
-    'actor': run.actor,
-    'shelves': run.shelves,
-  }
-  return kept if run.flight is None else kept | {'flight': run.flight.state()}
+SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'consecutive_skips')
 
 
-def scalars(run: TrainState) -> dict:
-  """The part of a run that is plain numbers."""
-  names = ('step', 'actor_born', 'asked', 'responses', 'skipped')
-  return {name: getattr(run, name) for name in names}
+def arrays(s: TrainState) -> dict[str, Any]:
+  """The part of a state that is arrays."""
+  found = {'params': s.params, 'opt': s.opt, 'actor': s.actor, 'buffer': s.buffer}
+  return found if s.partial is None else found | {'partial': s.partial.state()}
 
 
-def resume(kept, run: TrainState, same: bool = True) -> tuple[TrainState, dict]:
-  """The newest run in the workdir, or the one given; and what it had cost so far."""
-  step = kept.latest_step()
-  if step is None:
-    return run, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  found, meta = checkpoint.restore(kept, step, arrays(run))
-  log(f'Resuming after step {step}.')
-  flight = found.pop('flight', None)
-  if not same:  # their ids would name other problems
-    found['shelves'] = run.shelves
-  elif flight:
-    run.flight.restore(flight)
-  # A count that a checkpoint of an earlier version lacks begins anew.
-  return run._replace(**found, **meta['run']), meta
+def scalars(s: TrainState) -> dict[str, int]:
+  """The part of a state that is plain numbers."""
+  return {name: getattr(s, name) for name in SCALARS}
 
 
-def recognise(kept, asked: list[str], changed: str) -> bool:
-  """Whether the newest checkpoint is of these problems, or there is none.
+def resume(
+  checkpoints: ocp.CheckpointManager, s: TrainState, same: bool = True
+) -> tuple[TrainState, Spent]:
+  """Latest checkpoint (or the state given), and what the run has cost so far.
 
   Args:
-    asked: fingerprints of the training and the held-out problems.
+    same: the checkpoint is of the same problems; else its buffer and its partial
+      rollouts name other ones, and are left out.
+  """
+  step = checkpoints.latest_step()
+  if step is None:
+    return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
+  found, meta = checkpoint.restore(checkpoints, step, arrays(s))
+  log(f'Resuming after step {step}.')
+  partial = found.pop('partial', None)
+  if not same:
+    found['buffer'] = s.buffer
+  elif partial and s.partial is not None:
+    s.partial.restore(partial)
+  return s.replace(**found, **meta['run']), meta
+
+
+def same_problems(
+  checkpoints: ocp.CheckpointManager, identity: list[str], changed: str
+) -> bool:
+  """Whether the latest checkpoint is of these problems, or there is none.
+
+  Args:
+    identity: fingerprints of the training and the held-out problems.
     changed: what to do where they are others: 'refuse' or 'accept' them.
 
   Raises:
     ValueError: they are others, and not accepted.
   """
-  step = kept.latest_step()
-  before = asked if step is None else checkpoint.read_meta(kept, step)['problems']
-  if before == asked:
+  step = checkpoints.latest_step()
+  if step is None:
+    return True
+  before = checkpoint.read_meta(checkpoints, step)['problems']
+  if before == identity:
     return True
   names = ('training', 'held-out')
-  others = zip(names, before, asked, strict=True)
-  told = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
+  others = zip(names, before, identity, strict=True)
+  message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':
     raise ValueError(
-      f'the problems are not those of step {step} (fingerprints, {told}); bring those '
-      'back, start in another --workdir, or go on with --config.problems.changed=accept'
+      f'the problems are not those of step {step} (fingerprints, {message}); bring '
+      'those back, start in another --workdir, or go on with '
+      '--config.problems.changed=accept'
     )
-  log(
-    f'Other problems than at step {step} ({told}): accepted, the shelves are emptied.'
-  )
+  log(f'Other problems than at step {step} ({message}): accepted, the buffer is empty.')
   return False
 
 
-def welcome(config, workdir: str) -> None:
+def welcome(config: Config, workdir: str, material: Material) -> None:
   """The first screen: what will run."""
-  c = config
+  c, spec = config, setup.spec_of(config, material.tokenizer)
   devices = jax.devices()
+  model = c.model.path or 'embedded policy'
   log(
-    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group} '
-    f'responses, {c.learner.epochs * c.learner.minibatches} updates a step\n'
-    f'  batch rule {c.batch.rule}, advantage rule {c.advantage.rule}, clip rule '
-    f'{c.clip.rule}\n'
-    f'  {len(devices)} {devices[0].platform} device(s), {os.cpu_count()} CPU cores\n'
-    f'  expected: {c.protocol}\n'
-    f'  results in {workdir}; Ctrl-C saves, the same command continues'
+    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
+    f'responses, {c.updates_per_step} updates per step\n'
+    f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})\n'
+    f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens\n'
+    f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
+    f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
+    f'  verifier   {c.rewards.rule}\n'
+    f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
+    f'{c.clip.rule}, loss {c.loss.rule}\n'
+    f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores\n'
+    f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
 
 
@@ -273,17 +367,18 @@ def peak_rss() -> int:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def finish(config, workdir: str, last: int, spent: dict) -> None:
+def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:
   """Writes the report of a run that ended at step `last`, from its workdir."""
   evaluations = {}
   for when, step in (('before', 0), ('after', last)):
     with open(os.path.join(workdir, 'eval', f'{step}.json')) as file:
       evaluations[when] = json.load(file)
+  values = config_lib.plain(config)
   report.write(
     workdir,
     title=config.title,
-    config_text=json.dumps(config.to_dict(), indent=2),
-    config_hash=setup.fingerprint(config.to_dict()),
+    config_text=json.dumps(values, indent=2),
+    config_hash=config_lib.fingerprint(values),
     eval_before=evaluations['before']['result'],
     eval_after=evaluations['after']['result'],
     samples_before=evaluations['before']['samples'][:SHOWN],

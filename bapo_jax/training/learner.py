@@ -8,20 +8,40 @@ Staleness is epochs x minibatches: the number of updates made from one rollout b
 The learner is blind to the method: it is handed a clip, a loss and an advantage rule.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from bapo_jax.algorithms import diagnostics, loss
-from bapo_jax.models import logprobs, transformer
-from bapo_jax.types import Batch, Groups, take
+from bapo_jax.models import logprobs
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.types import (
+  AdvantageRule,
+  Batch,
+  Bounds,
+  ClipRule,
+  FindBounds,
+  Groups,
+  LossRule,
+  Tree,
+  take,
+)
 
-# Where bounds are searched: over the minibatch, or (cheaper) over each of its slices.
-BOUNDS_SCOPES = ('minibatch', 'slice')
+
+class TrainStep(Protocol):
+  """One optimiser update, jitted."""
+
+  def __call__(
+    self, params: Tree, opt: Tree, batch: Batch
+  ) -> tuple[Tree, Tree, dict[str, Array]]:
+    """(params, opt, metrics); params and opt are donated."""
 
 
 def optimizer(
@@ -77,7 +97,11 @@ def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 
 def flatten(
-  groups: Groups, source_P, advantage_rule, prox_PGT=None, weights=(1.0, 1.0, 1.0)
+  groups: Groups,
+  source_P: Array,
+  advantage_rule: AdvantageRule,
+  prox_PGT: Array | None = None,
+  weights: tuple[float, ...] = (1.0, 1.0, 1.0),
 ) -> Batch:
   """The flat batch [P*G, T]; a seat that is empty teaches nothing.
 
@@ -88,58 +112,34 @@ def flatten(
       advantage, so that clip rules see it too.
   """
   P, G, T = groups.tokens_PGT.shape
-  mask_PGT = groups.chosen_PGT & (source_P >= 0)[:, None, None]
-  prox_PGT = groups.logp_PGT if prox_PGT is None else prox_PGT
+  loss_mask_PGT = groups.response_mask_PGT & (source_P >= 0)[:, None, None]
+  prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
-    mask_BT=mask_PGT.reshape(P * G, T),
-    logp_BT=groups.logp_PGT.reshape(P * G, T),
+    loss_mask_BT=loss_mask_PGT.reshape(P * G, T),
+    behavior_logp_BT=groups.behavior_logp_PGT.reshape(P * G, T),
     prox_BT=prox_PGT.reshape(P * G, T),
     adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
     source_B=jnp.repeat(source_P, G),
   )
 
 
-def check(
-  prompts: int, minibatches: int, slices: int, group: int, shards: int, replayed=0
-) -> None:
-  """Raises ValueError, with the numbers, unless a batch divides evenly.
-
-  Args:
-    replayed: groups in a batch beside those of the step's prompts.
-  """
-  seats = prompts + replayed
-  beside = f' and {replayed} replayed' if replayed else ''
-  if seats % minibatches:
-    raise ValueError(
-      f'prompts.count={prompts}{beside} groups do not divide into '
-      f'learner.minibatches={minibatches} parts of whole groups'
-    )
-  rows = seats // minibatches * group
-  if rows % (slices * shards):
-    raise ValueError(
-      f'a minibatch has {rows} responses ({prompts}{beside} prompts x {group} / '
-      f'{minibatches}), which do not divide over learner.slices={slices} x {shards} '
-      'device shards'
-    )
-
-
 def update(
-  params,
-  opt,
+  params: Tree,
+  opt: Tree,
   groups: Groups,
-  source_P,
-  key,
+  source_P: Array,
+  key: Array,
   *,
-  learn,
-  advantage_rule,
+  train_step: TrainStep,
+  advantage_rule: AdvantageRule,
   epochs: int,
   minibatches: int,
-  proximal=None,
+  proximal: Callable[[Tree, Groups], Array] | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
-  place=lambda batch: batch,
-):
+  place: Callable[[Batch], Batch] = lambda batch: batch,
+) -> tuple[Tree, Tree, list[dict[str, Array]]]:
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
 
   Groups stay whole: a minibatch is a random set of prompts, so that what a group says
@@ -149,6 +149,7 @@ def update(
     weights: of the sources, see `flatten`.
     proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
       first update, for the loss rules that ask for them; None for those that do not.
+    place: puts a batch onto the mesh.
   """
   P = groups.id_P.shape[0]
   prox_PGT = None if proximal is None else proximal(params, groups)
@@ -157,8 +158,8 @@ def update(
     parts = np.asarray(jax.random.permutation(epoch_key, P)).reshape(minibatches, -1)
     for part in parts:
       batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule, weights))
-      params, opt, told = learn(params, opt, batch)
-      metrics.append(told)
+      params, opt, found = train_step(params, opt, batch)
+      metrics.append(found)
   return params, opt, metrics
 
 
@@ -168,124 +169,153 @@ def _part(groups, source_P, prox_PGT, part, advantage_rule, weights) -> Batch:
   return flatten(groups, source_P, advantage_rule, prox_PGT, weights)
 
 
-def score(params, groups: Groups, *, parts: int, spec, temperature: float, chunk: int):
+def score(
+  params: Tree,
+  groups: Groups,
+  *,
+  parts: int,
+  spec: ModelSpec,
+  temperature: float,
+  chunk: int,
+) -> Array:
   """Log-probabilities [P, G, T] of whole groups, `parts` batches of rows one by one."""
   P, G, T = groups.tokens_PGT.shape
 
-  def some(tokens_bT):
+  def of_part(tokens_bT):
     return logprobs.sequence_logprobs(
       params, tokens_bT, spec, temperature, chunk=chunk
     )[0]
 
   rows = groups.tokens_PGT.reshape(parts, P * G // parts, T)
-  return jax.lax.map(some, rows).reshape(P, G, T)
+  return jax.lax.map(of_part, rows).reshape(P, G, T)
 
 
-def gradient(
-  params,
-  batch: Batch,
-  *,
-  clip_rule,
-  loss_rule,
-  spec: transformer.ModelSpec,
-  temperature: float,
-  chunk: int = 256,
-  slices: int = 1,
-  search: str = 'minibatch',
-  aggregate: str = 'token',
-  length: int = 1,
-  kl: float = 0.0,
-):
-  """The loss of one minibatch and its gradient, in `slices` that are added up.
-
-  Bounds are found once, over all tokens of the minibatch: over every device, and over
-  every slice. With one slice they come from the forward pass that the gradient needs
-  anyway. With more, a forward pass without gradient comes first, which makes the update
-  22 % longer (LOG.md); search='slice' saves it and gives every slice the bounds of
-  its own tokens, a mixture of objectives. No gradient flows through bounds.
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """What an update maximises, and how it is computed.
 
   Args:
-    kl: what a nat of divergence from the policy that wrote the batch costs.
-
-  Returns:
-    (loss, gradients, (logp_BT, entropy_BT, bounds)).
+    temperature: of sampling: the policy is the distribution that was sampled from.
+    chunk: see `logprobs.token_logprobs`.
+    grad_accum_steps: micro-batches of a minibatch, their gradients summed.
+    bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
+    aggregate, length: see `loss.row_scale`.
+    kl: cost per nat of divergence from the policy that wrote the batch.
   """
-  rated = functools.partial(
-    logprobs.sequence_logprobs, spec=spec, temperature=temperature, chunk=chunk
-  )
 
-  def searched_on(part: Batch):
-    def find(ratio_BT):
+  clip_rule: ClipRule
+  loss_rule: LossRule
+  spec: ModelSpec
+  temperature: float
+  chunk: int = 256
+  grad_accum_steps: int = 1
+  bounds_scope: str = 'minibatch'
+  aggregate: str = 'token'
+  length: int = 1
+  kl: float = 0.0
+
+  def logprobs(self, params: Tree, tokens_BT: Array) -> tuple[Array, Array]:
+    """(logp_BT, entropy_BT)."""
+    return logprobs.sequence_logprobs(
+      params, tokens_BT, self.spec, self.temperature, chunk=self.chunk
+    )
+
+  def search(self, batch: Batch) -> FindBounds:
+    """The bound search over the tokens of this batch; no gradient flows through it."""
+
+    def find(ratio_BT: Array) -> Bounds:
       # The barrier keeps a rule's arithmetic out of the loss's: where no token is
       # clipped, every rule gives the same gradient to the last bit.
-      bounds = clip_rule(jax.lax.stop_gradient(ratio_BT), part)
+      bounds = self.clip_rule(jax.lax.stop_gradient(ratio_BT), batch)
       return jax.lax.optimization_barrier(bounds)
 
     return find
 
-  def objective(params, part: Batch, scale_B, bounds):
-    logp_BT, entropy_BT = rated(params, part.tokens_BT)
-    find = searched_on(part) if bounds is None else lambda _: bounds
-    gain_BT, bounds = loss_rule(logp_BT, part, find)
-    if kl:
-      gain_BT -= kl * loss.divergence(logp_BT, part)
+  def loss(self, params: Tree, part: Batch, scale_B: Array, bounds: Bounds | None):
+    """(loss, (logp_BT, entropy_BT, bounds)); searches bounds where none are given."""
+    logp_BT, entropy_BT = self.logprobs(params, part.tokens_BT)
+    find = self.search(part) if bounds is None else lambda _: bounds
+    gain_BT, bounds = self.loss_rule(logp_BT, part, find)
+    if self.kl:
+      gain_BT -= self.kl * loss.divergence(logp_BT, part)
     return -(gain_BT.sum(1) * scale_B).sum(), (logp_BT, entropy_BT, bounds)
 
-  differentiated = jax.value_and_grad(objective, has_aux=True)
-  scale_B = loss.row_scale(batch.mask_BT, aggregate, length)
-  if slices == 1:
-    (value, told), grads = differentiated(params, batch, scale_B, None)
-    return value, grads, told
 
-  parts = jax.tree.map(lambda x: x.reshape(slices, -1, *x.shape[1:]), (batch, scale_B))
+def gradient(params: Tree, batch: Batch, objective: Objective):
+  """The loss of one minibatch and its gradient.
+
+  Bounds are found once, over all tokens of the minibatch: over every device, and over
+  every micro-batch. With one micro-batch they come from the forward pass that the
+  gradient needs anyway. With more, a forward pass without gradient comes first, which
+  makes the update 22 % longer (LOG.md); bounds_scope='micro_batch' saves it and gives
+  every micro-batch the bounds of its own tokens, a mixture of objectives.
+
+  Returns:
+    (loss, gradients, (logp_BT, entropy_BT, bounds)).
+  """
+  o = objective
+  scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
+  value_and_grad = jax.value_and_grad(o.loss, has_aux=True)
+  if o.grad_accum_steps == 1:
+    (value, seen), grads = value_and_grad(params, batch, scale_B, None)
+    return value, grads, seen
+  parts = jax.tree.map(
+    lambda x: x.reshape(o.grad_accum_steps, -1, *x.shape[1:]), (batch, scale_B)
+  )
   bounds = None
-  if search == 'minibatch':
-    logp_SbT = jax.lax.map(lambda part: rated(params, part[0].tokens_BT)[0], parts)
-    _, bounds = loss_rule(
-      logp_SbT.reshape(batch.mask_BT.shape), batch, searched_on(batch)
-    )
+  if o.bounds_scope == 'minibatch':
+    logp = jax.lax.map(lambda part: o.logprobs(params, part[0].tokens_BT)[0], parts)
+    logp_BT = logp.reshape(batch.loss_mask_BT.shape)
+    _, bounds = o.loss_rule(logp_BT, batch, o.search(batch))
 
   def add(total, part):
-    (value, told), grads = differentiated(params, *part, bounds)
-    return jax.tree.map(jnp.add, total, (value, grads)), told
+    (value, seen), grads = value_and_grad(params, *part, bounds)
+    return jax.tree.map(jnp.add, total, (value, grads)), seen
 
   # Sums of bfloat16 gradients lose what is small: float32, whatever the parameters are.
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-  zeros = (jnp.float32(0), zeros)
-  (value, grads), (logp, entropy, found) = jax.lax.scan(add, zeros, parts)
-  if bounds is None:  # one of each slice, repeated for its rows
-    rows = batch.adv_B.shape[0] // slices
+  (value, grads), seen = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
+  return value, grads, _as_minibatch(*seen, bounds, batch)
+
+
+def _as_minibatch(logp, entropy, found: Bounds, bounds: Bounds | None, batch: Batch):
+  """What the micro-batches saw, as one minibatch saw it."""
+  if bounds is None:  # one of each micro-batch, repeated for its rows
+    rows = batch.adv_B.shape[0] // logp.shape[0]
     bounds = jax.tree.map(lambda x: jnp.repeat(x, rows)[:, None], found)
-  shape = batch.mask_BT.shape
-  return value, grads, (logp.reshape(shape), entropy.reshape(shape), bounds)
+  shape = batch.loss_mask_BT.shape
+  return logp.reshape(shape), entropy.reshape(shape), bounds
 
 
 def learn(
-  params, opt, batch: Batch, *, tx: optax.GradientTransformation, loss_rule, **knobs
-):
+  params: Tree,
+  opt: Tree,
+  batch: Batch,
+  *,
+  tx: optax.GradientTransformation,
+  objective: Objective,
+) -> tuple[Tree, Tree, dict[str, Array]]:
   """One optimiser update on one minibatch; returns (params, opt, metrics).
 
-  It is skipped, and told as learner/skipped, where loss or gradient is not finite.
-
-  `knobs` are those of `gradient`.
+  It is skipped, and counted in learner/skipped, where loss or gradient is not finite.
   """
-  value, grads, (logp_BT, entropy_BT, bounds) = gradient(
-    params, batch, loss_rule=loss_rule, **knobs
-  )
-  mismatch_BT = jnp.where(batch.mask_BT, jnp.abs(logp_BT - batch.logp_BT), 0)
+  value, grads, (logp_BT, entropy_BT, bounds) = gradient(params, batch, objective)
+  diff_BT = jnp.where(batch.loss_mask_BT, jnp.abs(logp_BT - batch.behavior_logp_BT), 0)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(value) & jnp.isfinite(norm)
-  metrics = diagnostics.diagnose(loss_rule, logp_BT, entropy_BT, batch, bounds) | {
+  metrics = diagnostics.diagnose(
+    objective.loss_rule, logp_BT, entropy_BT, batch, bounds
+  ) | {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
-    'sample/mismatch': mismatch_BT.sum() / jnp.maximum(batch.mask_BT.sum(), 1),
+    'rollout/logp_diff': diff_BT.sum() / jnp.maximum(batch.loss_mask_BT.sum(), 1),
   }
   updates, moments = tx.update(grads, opt, params)
   # No seat earned, no update: moments alone would carry the weights on. And one number
   # that is not finite would spoil moments and weights for good.
   params, opt = jax.tree.map(
-    lambda new, old: jnp.where(batch.mask_BT.any() & finite, new, old),
+    lambda new, old: jnp.where(batch.loss_mask_BT.any() & finite, new, old),
     (optax.apply_updates(params, updates), moments),
     (params, opt),
   )

@@ -19,22 +19,22 @@ BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # told apart by colour-bli
 
 
 PANELS = (  # title, vertical axis, stage, quantities
-  ('Reward of the sampled responses', 'mean reward', 'sample', 'reward'),
+  ('Reward of the sampled responses', 'mean reward', 'rollout', 'reward'),
   ('Accuracy on held-out problems', 'accuracy ± standard error', 'eval', 'accuracy'),
   ('Entropy of the policy', 'nats per token', 'loss', 'entropy'),
   ('Positive share', 'share of the gradient', 'clip', 'share share_start'),
   ('Clip bounds', 'probability ratio', 'clip', 'high low'),
   ('Tokens clipped', 'share', 'clip', 'fraction_positive fraction_negative fraction'),
   ('Gradient norm', 'norm', 'learner', 'grad_norm'),
-  ('Response length', 'tokens', 'sample', 'length_right length_wrong length'),
+  ('Response length', 'tokens', 'rollout', 'length_right length_wrong length'),
 )
 LABELS = dict(share='bounds used', share_start='start bounds', fraction='all tokens')
 LABELS |= dict(fraction_positive='A > 0', fraction_negative='A < 0')
 LABELS |= dict(length='all', length_right='right', length_wrong='wrong')
 MAIN = """
-  sample/reward sample/accuracy sample/length sample/length_right sample/length_wrong
-  sample/truncated sample/tokens_per_s sample/mismatch batch/kept batch/learnable
-  batch/age clip/share_start clip/share clip/low clip/high clip/moved clip/met
+  rollout/reward rollout/accuracy rollout/length rollout/length_right rollout/length_wrong
+  rollout/truncated rollout/tokens_per_s rollout/logp_diff batch/filled batch/learnable
+  batch/age clip/share_start clip/share clip/low clip/high clip/moved clip/target_met
   clip/fraction loss/entropy loss/kl learner/grad_norm time/step
 """
 
@@ -54,7 +54,7 @@ def mean(rows, name) -> float:
 
 def fifths(rows):
   """The first and the last fifth of the training steps, one step at least."""
-  rows = [r for r in rows if any(name.startswith('sample/') for name in r)]
+  rows = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(rows) // 5)
   return rows[:n], rows[-n:]
 
@@ -69,8 +69,8 @@ def running_mean(value_N, width: int):
 
 def length_ratio(rows) -> float:
   """Mean wrong length over mean right length; nan where either is missing."""
-  right = mean(rows, 'sample/length_right')
-  return mean(rows, 'sample/length_wrong') / right if right else math.nan
+  right = mean(rows, 'rollout/length_right')
+  return mean(rows, 'rollout/length_wrong') / right if right else math.nan
 
 
 def with_rest(phases, wall_s: float) -> dict[str, float]:
@@ -295,7 +295,7 @@ def write(
   facts |= dict(peak_rss_bytes=peak_rss_bytes, phases=phases, steps=steps)
   facts |= dict(clip_moved_fraction=mean(rows, 'clip/moved'), length_ratio=ratios)
   last_row = rows[-1] if rows else {}
-  facts |= dict(config_hash=config_hash, responses=last_row.get('sample/responses'))
+  facts |= dict(config_hash=config_hash, responses=last_row.get('rollout/responses'))
   text = json.dumps(plain(facts), indent=2, allow_nan=False)
   (workdir / 'report.json').write_text(text + '\n')
   return workdir / 'report.md'

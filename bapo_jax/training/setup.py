@@ -1,246 +1,316 @@
-"""From a config to a run; with validate.py and binding.py the only ConfigDict reader.
+"""From a config to a trainer and its state at step 0.
 
-1. `start` loads text, problems and weights, and makes the first `Run`;
-2. `assemble` binds every knob into the functions of a `Job`.
+1. `read` opens the tokenizer and the problems, `policy` loads or trains the weights;
+2. `make_trainer` puts everything that is fixed into one value;
+3. `initial_state` makes what changes; `warm_up` compiles the sampler.
 """
 
 import dataclasses
 import functools
-import hashlib
-import json
 import os
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import batch_rules
-from bapo_jax.data import prompts, sources, tokenizer
-from bapo_jax.models import hf_weights, transformer
-from bapo_jax.rewards import rewards
-from bapo_jax.rollout import decode, rollout
+from bapo_jax.algorithms import replay_buffer
+from bapo_jax.data import prompts, sources
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models import attention, hf_weights, transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.runtime.progress import PhaseTimer, log, timed
-from bapo_jax.training import binding, checkpoint, evaluate, sft, trainer
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.training import checkpoint, learner, rules, sft
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
+from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.trainer import Trainer, TrainState
+from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
 
 
-def start(
-  config,
-  rules,
-  workdir: str,
-  clock: PhaseTimer,
-  judge: rewards.Verifier | None = None,
-  material=None,
-) -> tuple[trainer.Trainer, trainer.TrainState]:
-  """Everything the config asks for, made: what the run does, and the run at step 0.
+class Material(NamedTuple):
+  """What a run reads before it makes anything."""
+
+  tokenizer: Tokenizer
+  problems: Problems
+  held_out: Problems
+
+
+def check_available(config: Config) -> None:
+  """Raises one ValueError that names all that is wanted and not to be had.
+
+  Problems are made and files are read, all of them: what is wrong is then known.
+  """
+  problems = config.problems.model_dump()
+  wanted = {knob: problems[knob] for knob in sources.SPLITS}
+  path = config.model.path
+  lacks = hf_weights.missing(path) if path else []
+  lost = [x for item in wanted.items() for x in sources.check(*item, problems)]
+  if lacks and (lost or not hf_weights.on_hub(path)):
+    lost.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
+  if lost:
+    raise ValueError(
+      f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
+      '--local-dir <directory>`) and the data (jsonl or parquet), or point these knobs '
+      'to where they are'
+    )
+  if not path:
+    sources.worked(problems)
+  for knob, source in wanted.items():
+    sources.find(knob, source)
+  if lacks:  # downloaded only when nothing else is wanting
+    hf_weights.find(path, 'model.path')
+  if path:
+    spec = hf_weights.spec(hf_weights.here(path), compute=config.model.compute)
+    config_lib.check_positions(config, spec.positions)
+
+
+def make_mesh(config: Config, devices=None) -> Mesh:
+  """The device mesh.
+
+  Raises:
+    ValueError: devices, kernel or rows do not fit.
+  """
+  mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
+  platform = mesh.devices.flat[0].platform
+  attention.resolve(config.model.attention, platform, config.model.compute)
+  config_lib.check_shards(config, sharding.row_shards(mesh))
+  return mesh
+
+
+def read(config: Config, workdir: str) -> Material:
+  """Tokenizer, training problems and held-out problems.
+
+  Raises:
+    ValueError: one of them is not to be had.
+  """
+  tokenizer = load_tokenizer(config)
+  knobs = config.prompts.model_dump() | config.problems.model_dump()
+  knobs.pop('changed')  # what experiment.py does about it
+  return Material(tokenizer, *prompts.load(tokenizer, workdir, **knobs))
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+  """The tokenizer with its template."""
+  path = hf_weights.tokenizer(config.tokenizer.path)
+  return tokenizer_lib.load(path, config.tokenizer.template)
+
+
+def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
+  """What the policy is: by its config.json, or by the config's own knobs.
 
   Args:
-    rules: what `validate.check(config)` gave.
-    judge: what `judging(config)` gave; None for one that nobody else asks.
-    material: what `read(config, workdir)` gave; None to read it now.
+    tokenizer: gives the vocabulary of the embedded policy; not read for another.
   """
-  devices = sharding.make(**config.mesh)
-  with clock('load'):
-    reader, problems = material or read(config, workdir)
-  spec, params = policy(config, workdir, reader, devices, clock)
-  if note := sharding.kv_replication_warning(devices, spec.kv_heads):
-    log(note)
-  judge = judge or judging(config)
-  job = assemble(config, rules, reader, problems, spec, devices, clock, judge)
-  tx = binding.optimizer(config)
-  opt = jax.eval_shape(tx.init, params)
-  opt = jax.jit(tx.init, out_shardings=sharding.shardings(opt, devices))(params)
-  shelves = jax.device_put(
-    binding.empty_shelves(config, rules['band']), sharding.replicated(devices)
-  )
-  actor, flight = job.speak(params), in_flight(config, reader, spec, devices)
-  with clock('compile'):
-    flight.warm_up(actor, job.keys(0)[0], refreshed=config.rollout.max_age > 0)
-  kept = flight if config.rollout.max_age else None
-  return job, trainer.TrainState(0, params, opt, actor, 0, shelves, flight=kept)
-
-
-def read(config, workdir: str):
-  """(text, (training problems, held-out problems))."""
-  reader = tokenizer.load(
-    hf_weights.tokenizer(config.text.tokenizer), config.text.template
-  )
-  asked = config.prompts.to_dict() | config.problems.to_dict()
-  asked.pop('changed')  # what experiment.py does about it
-  return reader, prompts.load(reader, workdir, **asked)
-
-
-def spec_of(config, reader) -> transformer.ModelSpec:
-  """What the policy is, by its config.json or by the config's own knobs."""
-  knobs = config.model.to_dict()
+  knobs = config.model.model_dump()
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_weights.here(path), compute=knobs['compute'])
     own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
     return dataclasses.replace(spec, **own)
+  assert tokenizer is not None
   # Rounded up, as published models do, so that the vocabulary divides over devices.
-  return transformer.ModelSpec(vocab=-(-len(reader.tokenizer) // 8) * 8, **knobs)
+  return ModelSpec(vocab=-(-len(tokenizer.backend) // 8) * 8, **knobs)
 
 
-def policy(config, workdir: str, reader, devices, clock: PhaseTimer):
-  """(spec, params): a checkpoint's, or random weights that had their warm start."""
-  spec = spec_of(config, reader)
+def policy(
+  config: Config, workdir: str, tokenizer: Tokenizer, mesh: Mesh, timer: PhaseTimer
+) -> tuple[ModelSpec, Tree]:
+  """(spec, params): a published model's, or random weights after their warm start."""
+  spec = spec_of(config, tokenizer)
   if path := config.model.path:
-    with clock('load'):
-      return spec, hf_weights.load(hf_weights.here(path), spec, devices)
+    with timer('load'):
+      return spec, hf_weights.load(hf_weights.here(path), spec, mesh)
   # The warm start is float32 in any case: it has no master copy.
-  spec, wanted = dataclasses.replace(spec, dtype='float32'), spec
-  like = transformer.abstract(spec)
-  layout = sharding.shardings(like, devices)
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
+  dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
+  params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)
+  cast = jax.jit(functools.partial(transformer.cast, dtype=dtype))
+  return dataclasses.replace(spec, dtype=dtype), cast(params)
+
+
+def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
+  """The embedded policy after its warm start, from the workdir where it is kept."""
+  problems = config.problems.model_dump()
+  kind = (
+    ('countdown',) if config.problems.source == 'countdown' else ('family', 'level')
   )
-  asked = config.problems.to_dict()
-  kind = ('countdown',) if asked['source'] == 'countdown' else ('family', 'level')
   recipe = {
     'seed': config.seed,
-    'length': config.prompts.width + config.sampler.new,
-    'problems': {k: asked[k] for k in (*kind, 'train', 'test', 'seed')},
-    **{name: config[name].to_dict() for name in ('model', 'text', 'warmstart')},
+    'length': config.row_length,
+    'problems': {k: problems[k] for k in (*kind, 'train', 'test', 'seed')},
+    **{
+      name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
+    },
   }
-  kept = os.path.join(workdir, 'warmstart', fingerprint(recipe))
-  settle = jax.jit(functools.partial(transformer.cast, dtype=wanted.dtype))
-  if os.path.isdir(kept):
-    return wanted, settle(checkpoint.restore_params(kept, like))
-  with clock('warm start'):
-    params = sharding.under(devices, sft.fit)(
-      reader,
+  path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
+  if os.path.isdir(path):
+    like = transformer.abstract(spec)
+    layout = sharding.shardings(like, mesh)
+    like = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
+    )
+    return checkpoint.restore_params(path, like)
+  with timer('warm start'):
+    params = sharding.under(mesh, sft.fit)(
+      tokenizer,
       spec,
-      devices,
-      recipe['length'],
-      *sources.worked(asked),
+      mesh,
+      config.row_length,
+      *sources.worked(problems),
       seed=config.seed,
-      **config.warmstart,
+      **config.sft.model_dump(),
     )
-  checkpoint.save_params(kept, params)
-  return wanted, settle(params)
+  checkpoint.save_params(path, params)
+  return params
 
 
-def assemble(
-  config, rules, reader, problems, spec, devices, clock: PhaseTimer, judge
-) -> trainer.Trainer:
-  """Binds the knobs."""
-  training, held_out = problems
-  carried = {k: config.rollout[k] for k in ('budget', 'max_age', 'cache')}
-  sample = functools.partial(
-    sampling(config, reader, spec, devices, clock, judge), shape=shaping(config, reader)
-  )
-
-  def recheck(step):
-    due = (
-      step % config.buffer.every == 0 and config.batch.rule in batch_rules.REEVALUATING
-    )
-    return config.buffer.recheck if due else 0
-
-  def keys(step):
-    root = jax.random.key(config.seed)
-    # Fresh responses are numbered through the run: theirs is one key for all steps.
-    fresh = jax.random.fold_in(root, 2**31 - 2)
-    return fresh, *jax.random.split(jax.random.fold_in(root, step), 3)
-
-  return trainer.Trainer(
-    done=lambda run: run.step >= config.steps or run.responses >= config.responses,
-    ask=lambda asked: prompts.next_prompts(
-      training, asked, config.seed, config.prompts.count
-    ),
-    again=lambda ids: prompts.prompts_by_id(training, ids),
-    rollout=functools.partial(
-      _ask_group, sample, training, config.sampler.group, carried
-    ),
-    speak=functools.partial(decode.sync_actor, spec=spec, mesh=devices),
-    stale=lambda step: step % config.rollout.refresh_every == 0,
-    recheck=recheck,
-    refills=binding.refills(config),
-    batch_rule=timed(clock, 'batch', binding.choosing(config, rules)),
-    update=timed(clock, 'update', binding.updating(config, rules, spec, devices)),
-    shelve=timed(clock, 'shelve', binding.filing(config, rules)),
-    describe=timed(clock, 'log', functools.partial(trainer.describe, eos=reader.eos)),
-    keys=keys,
-    evaluate=evaluating(config, reader, held_out, spec, devices, judge),
-    spec=spec,
-  )
+def make_verifier(config: Config) -> Verifier:
+  """Builds the verifier; worker processes start here, where the rule needs any."""
+  return Verifier(**config.rewards.model_dump(exclude={'shaping'}))
 
 
-def judging(config) -> rewards.Verifier:
-  """Who says what is right; worker processes start here, where the rule needs any."""
-  return rewards.Verifier(**{k: v for k, v in config.rewards.items() if k != 'shaping'})
-
-
-def sampling(config, reader, spec, devices, clock: PhaseTimer, judge) -> Callable:
-  """rollout with all its knobs but the group and the shape of rewards."""
-  return functools.partial(
-    rollout.rollout,
-    text=reader,
-    clock=clock,
-    verify=judge,
-    spec=spec,
-    mesh=devices if devices.size > 1 else None,
-    **{k: v for k, v in config.sampler.items() if k != 'group'},
-  )
-
-
-def shaping(config, reader) -> Callable:
-  """(groups, texts) -> groups with the rewards that the learner sees."""
-  return functools.partial(
-    rewards.shaped,
-    eos=reader.eos,
-    rule=config.rewards.rule,
-    longest=config.sampler.new,
-    **config.rewards.shaping,
-  )
-
-
-def evaluating(config, reader, held_out, spec, devices, judge) -> Callable:
-  """(params, step) -> (result, samples), through the door that training uses."""
-  # A clock of its own: seconds of an evaluation are 'eval', whatever it did in them.
-  try_out = functools.partial(
-    sampling(config, reader, spec, devices, PhaseTimer(), judge),
-    **config.evaluate.sampling,
-  )
-
-  def test(params, step):
-    return evaluate.evaluate(
-      decode.sync_actor(params, spec, devices),
-      held_out,
-      reader,
-      jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1),
-      rollout=try_out,
-      judge=judge,
-      group=config.evaluate.group,
-      ks=config.evaluate.k,
-      step=step,
-    )
-
-  return test
-
-
-def _ask_group(
-  sample, problems, group, carried, params, prompts, key, *, asked, flight=None, **when
-):
-  # The same numbers whether or not rollouts are partial, and so the same texts.
-  first = asked * len(prompts.id_P) * group
-  knobs = when if flight is None else when | carried | {'flight': flight}
-  return sample(params, problems, prompts, key, group=group, first=first, **knobs)
-
-
-def in_flight(config, reader, spec, devices) -> RolloutEngine:
-  """Room for the responses of a learner step, and for those it leaves unfinished."""
-  unfinished = config.rollout.max_age * (binding.refills(config) + 1)
+def make_engine(
+  config: Config, spec: ModelSpec, tokenizer: Tokenizer, mesh: Mesh
+) -> RolloutEngine:
+  """The engine of training."""
   return RolloutEngine(
     spec,
-    places=config.prompts.count * (unfinished + 1),
-    width=config.prompts.width,
-    eos=reader.eos,
-    mesh=devices if devices.size > 1 else None,
-    **config.sampler,
+    max_prompt_tokens=config.prompts.max_prompt_tokens,
+    eos=tokenizer.eos,
+    mesh=mesh if mesh.size > 1 else None,
+    **config.sampler.model_dump(),
   )
 
 
-def fingerprint(recipe: dict) -> str:
-  """Twelve hexadecimal digits that change when any value does."""
-  written = json.dumps(recipe, sort_keys=True, default=list).encode()
-  return hashlib.sha256(written).hexdigest()[:12]
+def optimizer(config: Config) -> optax.GradientTransformation:
+  """AdamW, with float32 weights of its own where the parameters are less."""
+  master = config.model.dtype != 'float32'
+  return learner.optimizer(master=master, **config.optimizer.model_dump())
+
+
+def make_train_step(config: Config, rules: Rules, spec: ModelSpec) -> TrainStep:
+  """One optimiser update, jitted; parameters and optimiser state are donated."""
+  objective = learner.Objective(
+    clip_rule=rules.clip,
+    loss_rule=rules.loss,
+    spec=spec,
+    temperature=config.sampler.temperature,
+    chunk=config.logprobs.chunk,
+    grad_accum_steps=config.learner.grad_accum_steps,
+    bounds_scope=config.learner.bounds_scope,
+    aggregate=config.loss.aggregate,
+    length=config.sampler.max_new_tokens,
+    kl=config.loss.kl,
+  )
+  step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+  """A minibatch of the run as shapes, placed on the mesh."""
+  size = {'B': config.minibatch_rows, 'T': config.row_length}
+  kinds = {'tokens': jnp.int32, 'loss_mask': jnp.bool_, 'source': jnp.int32}
+  fields = []
+  for field in Batch._fields:  # the name says the axes
+    name, _, axes = field.rpartition('_')
+    shape = tuple(size[axis] for axis in axes)
+    kind = kinds.get(name, jnp.float32)
+    rows = sharding.over_rows(mesh)
+    fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
+  return Batch(*fields)
+
+
+def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
+  """The train step, compiled for the state's arrays."""
+  step = make_train_step(t.config, t.rules, t.spec)
+  with sharding.current(t.mesh):
+    batch = abstract_batch(t.config, t.mesh)
+    return step.lower(s.params, s.opt, batch).compile()
+
+
+def _proximal(config: Config, spec: ModelSpec, mesh: Mesh):
+  """Scores a batch by the weights of the step's start, where the loss rule asks."""
+  if not config.loss.needs_proximal:
+    return None
+  score = functools.partial(
+    learner.score,
+    parts=config.learner.minibatches * config.learner.grad_accum_steps,
+    spec=spec,
+    temperature=config.sampler.temperature,
+    chunk=config.logprobs.chunk,
+  )
+  return sharding.under(mesh, jax.jit(score))
+
+
+def make_trainer(
+  config: Config,
+  material: Material,
+  spec: ModelSpec,
+  mesh: Mesh,
+  verifier: Verifier,
+  timer: PhaseTimer,
+) -> Trainer:
+  """Everything that is fixed for a run."""
+  bound = rules.bind(config)
+  return Trainer(
+    config=config,
+    rules=bound,
+    spec=spec,
+    mesh=mesh,
+    tokenizer=material.tokenizer,
+    problems=material.problems,
+    held_out=material.held_out,
+    engine=make_engine(config, spec, material.tokenizer, mesh),
+    verifier=verifier,
+    train_step=sharding.under(mesh, make_train_step(config, bound, spec)),
+    proximal=_proximal(config, spec, mesh),
+    timer=timer,
+  )
+
+
+def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
+  """The replay buffer before the first step; without rows where no rule looks at it."""
+  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
+  G = config.sampler.group_size
+  return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
+
+
+def initial_state(t: Trainer, params: Tree) -> TrainState:
+  """The state at step 0."""
+  tx = optimizer(t.config)
+  layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
+  buffer = empty_buffer(t.config, t.rules)
+  partial = t.config.rollout.max_off_policy_steps > 0
+  return TrainState(
+    params=params,
+    opt=jax.jit(tx.init, out_shardings=layout)(params),
+    actor=decode.sync_actor(params, t.spec, t.mesh),
+    buffer=jax.device_put(buffer, sharding.replicated(t.mesh)),
+    partial=PartialRollouts(t.engine, t.config.places) if partial else None,
+  )
+
+
+def start(
+  config: Config,
+  workdir: str,
+  timer: PhaseTimer,
+  verifier: Verifier | None = None,
+  material: Material | None = None,
+) -> tuple[Trainer, TrainState]:
+  """Trainer and state at step 0; reads and builds what is not given."""
+  mesh = make_mesh(config)
+  with timer('load'):
+    material = material or read(config, workdir)
+  spec, params = policy(config, workdir, material.tokenizer, mesh, timer)
+  if warning := sharding.kv_replication_warning(mesh, spec.kv_heads):
+    log(warning)
+  verifier = verifier or make_verifier(config)
+  t = make_trainer(config, material, spec, mesh, verifier, timer)
+  return t, initial_state(t, params)

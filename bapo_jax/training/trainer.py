@@ -1,193 +1,295 @@
-"""The loop: from one run to the next.
+"""The loop: from one state to the next.
 
-1. `Run` is all that changes, `Job` all that does not;
-2. `steps` is the loop: a generator that yields the run after every learner step;
-3. `describe` says what a step looked like.
+1. `Trainer` is fixed for a run, `TrainState` is all that changes;
+2. `train_loop` yields the state and the metrics of every learner step;
+3. the functions below it are its lines, in their order.
 
 Saving, logging and evaluating belong to the caller.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh
 
-from bapo_jax.algorithms import diagnostics, replay_buffer
+from bapo_jax import sharding
+from bapo_jax.algorithms import replay_buffer
+from bapo_jax.data import prompts
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards import rewards
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.types import SOURCES, Groups, ReplayBuffer, concat, masked_mean
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.rollout import Rollout, nothing, rollout
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import learner, step_metrics
+from bapo_jax.training.config import Config
+from bapo_jax.training.learner import TrainStep
+from bapo_jax.types import (
+  SOURCES,
+  Groups,
+  Prompts,
+  ReplayBuffer,
+  Rules,
+  Tree,
+  concat,
+)
+
+Metrics = dict[str, float]
 
 
-class TrainState(NamedTuple):
-  """All of a run's state: save it and everything is saved."""
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """Everything that is fixed for a run."""
 
-  step: int  # learner steps done
-  params: Any
-  opt: Any
-  actor: Any  # the weights that speak, up to refresh_every steps old
-  actor_born: int  # learner step of those weights
-  shelves: ReplayBuffer
-  asked: int = 0  # rounds of prompts asked: one a step, and the refills
-  responses: int = 0  # sampled so far, those to rechecked problems among them
-  skipped: int = 0  # the last updates, one after the other, that were not finite
-  flight: RolloutEngine | None = None  # responses in flight, where rollouts are partial
-
-
-class Trainer(NamedTuple):
-  """What a run does, none of which changes: functions with their knobs bound."""
-
-  done: Callable  # run -> is this all?
-  ask: Callable  # round -> Prompts
-  again: Callable  # ids -> Prompts
-  rollout: Callable  # params, prompts, key, asked=, step=, born=, flight= -> Groups
-  speak: Callable  # params -> a copy laid out for decoding
-  stale: Callable  # step -> is the actor due for a copy?
-  recheck: Callable  # step -> number of problems to re-evaluate
-  refills: int  # rounds more that a step may ask while seats are empty
-  batch_rule: Callable  # fresh, recheck, shelves, now, key -> Groups, source_P
-  update: Callable  # params, opt, groups, source_P, key -> params, opt, metrics
-  shelve: Callable  # shelves, fresh, recheck, groups, source_P, now -> Shelves, counts
-  describe: Callable  # fresh, recheck, groups, source_P, shelves, now, told -> metrics
-  keys: Callable  # step -> a key for each purpose
-  evaluate: Callable  # params, step -> result, samples
+  config: Config
+  rules: Rules
   spec: ModelSpec
+  mesh: Mesh
+  tokenizer: Tokenizer
+  problems: Problems
+  held_out: Problems
+  engine: RolloutEngine
+  verifier: Verifier
+  train_step: TrainStep  # jitted once
+  proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
+  timer: PhaseTimer
 
 
-def train_loop(job: Trainer, run: TrainState) -> Iterator[tuple[TrainState, dict]]:
-  """Yields (run, metrics) after every learner step, until the job is done."""
-  while not job.done(run):
-    step, params, shelves = run.step, run.params, run.shelves
-    fresh_key, recheck_key, fill_key, update_key = job.keys(step)
-    actor, born = run.actor, run.actor_born
-    if job.stale(step):
-      actor, born = job.speak(params), step
-    current = actor if born == step else job.speak(params)
+@struct.dataclass
+class TrainState:
+  """Everything that changes in a run: save it and everything is saved."""
 
-    hard = job.again(replay_buffer.draw(shelves.hard, job.recheck(step)).id_P)
-    recheck = job.rollout(
-      current, hard, recheck_key, asked=run.asked, step=step, born=step
+  params: Tree
+  opt: Tree
+  actor: Tree  # the weights that decode, up to weight_sync_interval steps old
+  buffer: ReplayBuffer
+  step: int = struct.field(pytree_node=False, default=0)  # learner steps done
+  actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
+  prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
+  responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
+  consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
+  partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
+
+
+class StepKeys(NamedTuple):
+  """A key for each purpose; functions of seed and step, so none is stored."""
+
+  fresh: Array
+  reevaluate: Array
+  batch: Array
+  update: Array
+
+
+def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
+  """Yields (state, metrics) after every learner step, until the run is finished."""
+  while not finished(t.config, s):
+    keys = step_keys(t.config.seed, s.step)
+    s = sync_actor_if_due(t, s)
+    reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
+    s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
+    s, updates = update(t, s, batch, source_P, keys.update)
+    s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
+    metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
+    s = s.replace(step=s.step + 1)
+    yield s, metrics | moves
+
+
+def finished(config: Config, s: TrainState) -> bool:
+  """Whether all steps are done, or all responses are sampled."""
+  return s.step >= config.steps or s.responses >= config.responses
+
+
+def step_keys(seed: int, step: int) -> StepKeys:
+  """The keys of a learner step."""
+  root = jax.random.key(seed)
+  # Fresh responses are numbered through the run: theirs is one key for all steps.
+  fresh = jax.random.fold_in(root, 2**31 - 2)
+  return StepKeys(fresh, *jax.random.split(jax.random.fold_in(root, step), 3))
+
+
+def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
+  """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
+  if s.step % t.config.rollout.weight_sync_interval:
+    return s
+  actor = decode.sync_actor(s.params, t.spec, t.mesh)
+  return s.replace(actor=actor, actor_version=s.step)
+
+
+def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
+  """The hard problems to re-evaluate in this step, longest not tried first."""
+  due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
+  rows = t.config.buffer.reevaluate if due else 0
+  return prompts.prompts_by_id(t.problems, replay_buffer.draw(s.buffer.hard, rows).id_P)
+
+
+def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
+  """Groups of the hard problems, sampled by the current weights."""
+  if not len(hard.id_P):
+    return nothing(t.engine)
+  actor = s.actor
+  if s.actor_version != s.step:
+    actor = decode.sync_actor(s.params, t.spec, t.mesh)
+  return rollout(
+    PartialRollouts(t.engine, len(hard.id_P)),
+    actor,
+    hard,
+    key,
+    policy_version=s.step,
+    **_rollout_knobs(t, s, s.prompt_round, hard),
+  )
+
+
+def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
+  """Groups of the next prompts, sampled by the actor; partial where a budget says so."""
+  now = prompts.next_prompts(
+    t.problems, prompt_round, t.config.seed, t.config.prompts.count
+  )
+  knobs = t.config.rollout
+  return rollout(
+    s.partial or PartialRollouts(t.engine, len(now.id_P)),
+    s.actor,
+    now,
+    key,
+    policy_version=s.actor_version,
+    max_tokens_per_step=knobs.max_tokens_per_step,
+    max_off_policy_steps=knobs.max_off_policy_steps,
+    cache=knobs.cache,
+    **_rollout_knobs(t, s, prompt_round, now),
+  )
+
+
+def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -> dict:
+  """What fresh and re-evaluated rollouts have in common."""
+  return dict(
+    problems=t.problems,
+    tokenizer=t.tokenizer,
+    verifier=t.verifier,
+    timer=t.timer,
+    step=s.step,
+    first_uid=prompt_round * len(now.id_P) * t.engine.group_size,
+    shape=lambda groups, texts: rewards.shaped(
+      groups,
+      texts,
+      eos=t.tokenizer.eos,
+      rule=t.config.rewards.rule,
+      longest=t.config.sampler.max_new_tokens,
+      **t.config.rewards.shaping.model_dump(),
+    ),
+  )
+
+
+def fill_batch(
+  t: Trainer, s: TrainState, reevaluated: Groups, keys: StepKeys
+) -> tuple[TrainState, list[Rollout], Groups, Array]:
+  """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full."""
+  config, rounds = t.config, []
+  for prompt_round in range(
+    s.prompt_round, s.prompt_round + 1 + config.batch.extra_rounds
+  ):
+    rounds.append(sample_fresh(t, s, prompt_round, keys.fresh))
+    with t.timer('batch'):
+      fresh = concat(*(each.groups for each in rounds))
+      batch, source_P = jax.block_until_ready(
+        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, config.seats)
+      )
+    if (source_P >= 0).all():
+      break
+  return s.replace(prompt_round=prompt_round + 1), rounds, batch, source_P
+
+
+def update(
+  t: Trainer, s: TrainState, batch: Groups, source_P: Array, key: Array
+) -> tuple[TrainState, list[dict]]:
+  """All optimiser updates of the step; the metrics of each."""
+  weights = t.config.batch.weights
+  with t.timer('update'):
+    params, opt, updates = jax.block_until_ready(
+      learner.update(
+        s.params,
+        s.opt,
+        batch,
+        source_P,
+        key,
+        train_step=t.train_step,
+        advantage_rule=t.rules.advantage,
+        epochs=t.config.learner.epochs,
+        minibatches=t.config.learner.minibatches,
+        proximal=t.proximal,
+        weights=tuple(getattr(weights, source) for source in SOURCES),
+        place=lambda batch: jax.device_put(batch, sharding.over_rows(t.mesh)),
+      )
     )
-    rounds, when = [], {'step': step, 'born': born, 'flight': run.flight}
-    for asked in range(run.asked, run.asked + 1 + job.refills):
-      prompts = job.ask(asked)
-      rounds.append(job.rollout(actor, prompts, fresh_key, asked=asked, **when))
-      fresh = concat(*rounds)
-      groups, source_P = job.batch_rule(fresh, recheck, shelves, step, fill_key)
-      if (source_P >= 0).all():
-        break
-
-    params, opt, told = job.update(params, run.opt, groups, source_P, update_key)
-    shelves, moved = job.shelve(shelves, fresh, recheck, groups, source_P, step)
-    skipped = consecutive_skips(run.skipped, told)
-    responses = run.responses + count(fresh) + count(recheck)
-    metrics = job.describe(fresh, recheck, groups, source_P, shelves, step, told)
-    metrics |= moved | {'sample/responses': responses, 'sample/rounds': len(rounds)}
-    kept = shelves, asked + 1, responses, skipped, run.flight
-    run = TrainState(step + 1, params, opt, actor, born, *kept)
-    yield run, metrics
+  skips = step_metrics.consecutive_skips(s.consecutive_skips, updates)
+  return s.replace(params=params, opt=opt, consecutive_skips=skips), updates
 
 
-def count(groups: Groups) -> int:
+def insert(
+  t: Trainer,
+  s: TrainState,
+  fresh: list[Rollout],
+  reevaluated: Rollout,
+  batch: Groups,
+  source_P: Array,
+) -> tuple[TrainState, Metrics]:
+  """Files the step's groups in the replay buffer; counts of what moved."""
+  groups = concat(*(each.groups for each in fresh))
+  responses = s.responses + _count(groups) + _count(reevaluated.groups)
+  s = s.replace(responses=responses)
+  metrics = {'rollout/responses': float(responses), 'rollout/rounds': float(len(fresh))}
+  if not t.config.batch.uses_buffer:
+    return s, metrics
+  with t.timer('insert'):
+    buffer, moves = jax.block_until_ready(
+      replay_buffer.insert(
+        s.buffer,
+        groups,
+        reevaluated.groups,
+        batch,
+        source_P,
+        s.step,
+        thresholds=t.rules.thresholds,
+        max_off_policy_steps=t.config.buffer.max_off_policy_steps,
+        max_reuse=t.config.buffer.max_reuse,
+      )
+    )
+  return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}
+
+
+def _count(groups: Groups) -> int:
   """Responses in the groups that are not empty."""
-  return int((groups.born_P >= 0).sum()) * groups.correct_PG.shape[1]
-
-
-def consecutive_skips(before: int, told: list[dict]) -> int:
-  """Updates skipped one after the other, up to the last of these; `before` them."""
-  for one in told:
-    before = before + 1 if one['learner/skipped'] else 0
-  return before
+  return int((groups.completed_step_P >= 0).sum()) * groups.correct_PG.shape[1]
 
 
 def describe(
-  fresh: Groups,
-  recheck: Groups,
-  groups: Groups,
-  source_P,
-  shelves: ReplayBuffer,
-  now,
-  told: list[dict],
-  eos,
-) -> dict[str, float]:
-  """Metrics of one learner step: means over its updates, of a largest the largest."""
-  series = {name: np.asarray([float(t[name]) for t in told]) for name in told[0]}
-  mean = {name: float(series[name].mean()) for name in sorted(series)}
-  for name in diagnostics.OF_SOME & set(series):
-    there = series[name][~np.isnan(series[name])]
-    mean[name] = float(there.mean()) if len(there) else float('nan')
-  for name in series:
-    if name.startswith('loss/ratio_max'):
-      mean[name] = float(np.fmax.reduce(series[name]))  # nan only where all are
-  mean['loss/ratio_max'] = float(series['loss/ratio_max'].max())
-  entropy = series['loss/entropy']
-  # A change takes two updates to see.
-  changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
-  mean['loss/entropy_change'] = float(changes.mean())
-  mean['learner/skipped'] = float(series['learner/skipped'].sum())
-  mean['sample/mismatch'] = float(told[0]['sample/mismatch'])
-  mean['sample/tokens'] = float(fresh.chosen_PGT.sum() + recheck.chosen_PGT.sum())
-  looked = _step_metrics(fresh, groups, source_P, shelves, now, jnp.asarray(eos))
-  mean |= {name: float(value) for name, value in looked.items()}
-  return mean | theory(mean, told[0], diagnostics.spread(groups, source_P))
-
-
-def theory(mean: dict, first: dict, spread: dict) -> dict[str, float]:
-  """The terms of Theorem 3.2 (arXiv:2602.20722), source by source, and their sum.
-
-  gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), each an estimate over sampled tokens:
-  pi_t is the policy before the step's first update, so its distance is the one that the
-  first minibatch sees; gain and TV(pi, alpha) are means over the step's updates.
-
-  Args:
-    mean: the step's metrics; first: those of its first update.
-    spread: source -> K, the mean of (1 - sigma) / sigma over its groups.
-  """
-  told, bound = {}, 0.0
-  for source in SOURCES:
-    gain = mean[f'loss/gain_{source}']
-    moved = 2 * spread[source] * mean[f'loss/tv_{source}']
-    stale = 2 * float(first[f'loss/tv_{source}'])
-    told[f'theory/gain_{source}'] = gain
-    told[f'theory/moved_{source}'] = moved
-    told[f'theory/stale_{source}'] = stale
-    bound += float(np.nan_to_num(gain - moved - stale))
-  return told | {'theory/bound': bound}
-
-
-@jax.jit
-def _step_metrics(fresh, groups, source_P, shelves, now, eos):
-  length_PG = fresh.chosen_PGT.sum(2)
-  ended_PG = (fresh.chosen_PGT & jnp.isin(fresh.tokens_PGT, eos)).any(2)
-  right_PG = fresh.correct_PG
-  there_PG = jnp.broadcast_to(fresh.born_P[:, None] >= 0, right_PG.shape)
-  wrong_PG = there_PG & ~right_PG
-  age_PGT = jnp.where(fresh.chosen_PGT, now - fresh.born_PGT, 0)
-  rate_P = right_PG.mean(1)
-  taught_PGT = groups.chosen_PGT & (source_P >= 0)[:, None, None]
-  told = {
-    'sample/seats': (fresh.born_P >= 0).mean(),
-    'sample/reward': masked_mean(fresh.reward_PG, there_PG),
-    'sample/accuracy': masked_mean(right_PG, there_PG),
-    'sample/length': masked_mean(length_PG, there_PG),
-    # nan, not 0, where there is none: a mean over steps must not be drawn down.
-    'sample/length_right': jnp.where(right_PG, length_PG, 0).sum() / right_PG.sum(),
-    'sample/length_wrong': jnp.where(wrong_PG, length_PG, 0).sum() / wrong_PG.sum(),
-    'sample/truncated': masked_mean(~ended_PG, there_PG),
-    'sample/age': masked_mean(age_PGT, fresh.chosen_PGT),
-    'sample/age_max': age_PGT.max(),
-    'batch/kept': (source_P >= 0).mean(),
-    'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
-    'batch/age': masked_mean(now - groups.born_PGT, taught_PGT),
-    'buffer/hard': (shelves.hard.born_P >= 0).sum(),
-    'buffer/good': (shelves.good.born_P >= 0).sum(),
-    'buffer/hard_most': shelves.band.hard,
-    'buffer/good_least': shelves.band.first,
-    'buffer/good_most': shelves.band.last,
-  }
-  for i, source in enumerate(SOURCES):
-    mine_PGT = taught_PGT & (source_P == i)[:, None, None]
-    age = jnp.where(mine_PGT, now - groups.born_PGT, 0).sum() / mine_PGT.sum()
-    told |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
-  return told
+  t: Trainer,
+  s: TrainState,
+  fresh: list[Rollout],
+  reevaluated: Rollout,
+  batch: Groups,
+  source_P: Array,
+  updates: list[dict[str, Any]],
+) -> Metrics:
+  """The metrics of the step."""
+  verdicts = [v for each in (*fresh, reevaluated) for v in each.verdicts]
+  with t.timer('log'):
+    metrics = step_metrics.describe(
+      concat(*(each.groups for each in fresh)),
+      reevaluated.groups,
+      batch,
+      source_P,
+      s.buffer,
+      s.step,
+      updates,
+      np.asarray(t.tokenizer.eos),
+    )
+  undecided = sum(verdict.right is None for verdict in verdicts)
+  return metrics | {'rollout/undecided': undecided / max(len(verdicts), 1)}

@@ -16,41 +16,41 @@ from bapo_jax.algorithms import batch_rules, replay_buffer
 G, NOW = 8, 20
 
 
-def sources(fresh, recheck, good):
-  """Three Groups of [(id, right answers, born)], each row stamped with its place."""
+def sources(fresh, reevaluated, good):
+  """Three Groups of [(id, right answers, policy_version)], each row stamped with its place."""
   made = []
-  for i, rows in enumerate((fresh, recheck, good)):
-    ids, right, born = zip(*rows, strict=True) if rows else ((), (), ())
-    made.append(making.groups(ids, right, born, G, seed=i))
+  for i, rows in enumerate((fresh, reevaluated, good)):
+    ids, right, policy_version = zip(*rows, strict=True) if rows else ((), (), ())
+    made.append(making.groups(ids, right, policy_version, G, seed=i))
   return made
 
 
 @functools.partial(jax.jit, static_argnames='seats')
-def rule(fresh, recheck, good, now, key, band, seats):
-  shelves = replay_buffer.init(len(good.id_P), G, 3)._replace(good=good, band=band)
-  return batch_rules.adapted(fresh, recheck, shelves, now, key, seats)
+def rule(fresh, reevaluated, good, now, key, band, seats):
+  buffer = replay_buffer.init(len(good.id_P), G, 3)._replace(good=good, band=band)
+  return batch_rules.adapted(fresh, reevaluated, buffer, now, key, seats)
 
 
-def adapted(fresh, recheck, good, now, key, hard=1, seats=None):
+def adapted(fresh, reevaluated, good, now, key, hard=1, seats=None):
   """The rule as it is called by the loop; c1 in whole answers, any group is good."""
   band = types.PassRateThresholds(*map(jnp.int32, (hard, 1, G - 1)))
-  return rule(fresh, recheck, good, now, key, band, seats or len(fresh.id_P))
+  return rule(fresh, reevaluated, good, now, key, band, seats or len(fresh.id_P))
 
 
 def kept(groups, source_P):
-  """[(id, right answers, born)] of the seats that teach."""
+  """[(id, right answers, policy_version)] of the seats that teach."""
   right_P = groups.correct_PG.sum(1)
-  rows = zip(groups.id_P, right_P, groups.born_P, source_P, strict=True)
+  rows = zip(groups.id_P, right_P, groups.completed_step_P, source_P, strict=True)
   return [(int(i), int(k), int(b)) for i, k, b, source in rows if source >= 0]
 
 
 def test_fresh_only_is_the_identity():
-  fresh, recheck, _ = sources(
+  fresh, reevaluated, _ = sources(
     [(1, 0, NOW), (2, 4, NOW), (-1, 0, -1)], [(3, 4, NOW)], [(4, 4, NOW - 1)]
   )
-  shelves = replay_buffer.init(1, G, 3)
+  buffer = replay_buffer.init(1, G, 3)
   groups, source_P = batch_rules.fresh_only(
-    fresh, recheck, shelves, NOW, jax.random.key(0), 3
+    fresh, reevaluated, buffer, NOW, jax.random.key(0), 3
   )
   assert groups is fresh
   assert source_P.tolist() == [0, 0, -1]  # born -1 is no group at all
@@ -64,10 +64,10 @@ FRESH += [(4, 1, NOW), (7, 4, -1), (5, 7, NOW), (6, 3, NOW)]
 @pytest.mark.parametrize('seats', [1, 3, 4, 6, 12])
 def test_learnable_only_golden(seats):
   # 1 and 3 teach nothing; 2, 4, 5 and 6 stand in line, without a seat they are dropped.
-  fresh, recheck, good = sources(FRESH, [(8, 4, NOW)], [(9, 4, NOW - 1)])
-  shelves = replay_buffer.init(1, G, 3)._replace(good=good)
+  fresh, reevaluated, good = sources(FRESH, [(8, 4, NOW)], [(9, 4, NOW - 1)])
+  buffer = replay_buffer.init(1, G, 3)._replace(good=good)
   groups, source_P = jax.jit(batch_rules.learnable_only, static_argnums=5)(
-    fresh, recheck, shelves, NOW, jax.random.key(0), seats
+    fresh, reevaluated, buffer, NOW, jax.random.key(0), seats
   )
   line = [(2, 4, NOW), (4, 1, NOW), (5, 7, NOW), (6, 3, NOW)][:seats]
   assert len(groups.id_P) == len(source_P) == seats
@@ -88,10 +88,10 @@ def test_seats_beyond_the_last_candidate_are_empty():
 
 
 def replay(fresh, good, key, older):
-  shelves = replay_buffer.init(len(good.id_P), G, 3)._replace(good=good)
+  buffer = replay_buffer.init(len(good.id_P), G, 3)._replace(good=good)
   nobody = types.empty_groups(0, G, 3)
   seats = len(fresh.id_P) * (1 + older)
-  return batch_rules.replay(fresh, nobody, shelves, NOW, key, seats, older=older)
+  return batch_rules.replay(fresh, nobody, buffer, NOW, key, seats, older=older)
 
 
 @pytest.mark.parametrize('older', [1, 2])
@@ -131,16 +131,16 @@ def test_adapted_golden():
   # Fresh: 1 always fails, 2 and 3 teach, 4 and 5 are solved          -> 2, 3
   # Recheck: 6 solved, 7 at 1/8 still hard, 8 at 2/8 improved, 2 is in already -> 8
   # Good: 3 is in already, 10 is written this very step, 12 is an empty row -> 11
-  fresh, recheck, good = sources(
+  fresh, reevaluated, good = sources(
     [(1, 0, NOW), (2, 3, NOW), (3, 7, NOW), (4, 8, NOW), (5, 8, NOW)],
     [(6, 8, NOW), (7, 1, NOW), (8, 2, NOW), (2, 4, NOW)],
     [(3, 4, 19), (10, 4, NOW), (11, 5, NOW - 3), (12, 4, -1)],
   )
-  groups, source_P = adapted(fresh, recheck, good, NOW, jax.random.key(0))
+  groups, source_P = adapted(fresh, reevaluated, good, NOW, jax.random.key(0))
   assert source_P.tolist() == [0, 0, 1, 2, -1]
   assert kept(groups, source_P) == [(2, 3, NOW), (3, 7, NOW), (8, 2, NOW), (11, 5, 17)]
   assert making.same_row(groups, 0, fresh, 1)
-  assert making.same_row(groups, 2, recheck, 2)
+  assert making.same_row(groups, 2, reevaluated, 2)
   assert making.same_row(groups, 3, good, 2)
 
 
@@ -156,12 +156,12 @@ def rows(n, borns):
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(
   fresh=rows(5, [NOW, NOW, NOW, -1]),
-  recheck=rows(4, [NOW, NOW, -1]),
+  reevaluated=rows(4, [NOW, NOW, -1]),
   good=rows(6, [-1, *range(NOW - 5, NOW + 1)]),
   hard=st.sampled_from([1, 0, 4]),
   seed=st.integers(0, 3),
 )
-def test_adapted_is_definition_3_1(fresh, recheck, good, hard, seed):
+def test_adapted_is_definition_3_1(fresh, reevaluated, good, hard, seed):
   # The definition, row by row: what earns a seat, and earlier sources first.
   x1 = [(i, k, b) for i, k, b in fresh if b >= 0 and 0 < k < G]
   seen = {i for i, _, _ in x1}
@@ -172,7 +172,7 @@ def test_adapted_is_definition_3_1(fresh, recheck, good, hard, seed):
     for i, k, b in good
     if b >= 0 and NOW - b >= 1 and 0 < k < G and i not in seen
   ]
-  made = sources(fresh, recheck, good)
+  made = sources(fresh, reevaluated, good)
   key = jax.random.key(seed)
   groups, source_P = adapted(*made, NOW, key, hard)
   found = kept(groups, source_P)
@@ -190,7 +190,7 @@ def test_adapted_is_definition_3_1(fresh, recheck, good, hard, seed):
   for seat, row in enumerate(found):
     source = 0 if seat < len(x1) else 1 if seat < len(sure) else 2
     assert source_P[seat] == source
-    place = (fresh, recheck, good)[source].index(row)
+    place = (fresh, reevaluated, good)[source].index(row)
     assert making.same_row(groups, seat, made[source], place)
   # And the same key makes the same batch.
   for a, b in zip(groups, adapted(*made, NOW, key, hard)[0], strict=True):

@@ -38,8 +38,8 @@ def test_share_golden(variant):
   # a masked token and a row of A = 0 count for nothing     3 / (3 + 3) = 1/2
   ratio_BT = np.ones((8, 4), np.float32)
   ratio_BT[:2] = [[0.5, 1.0, 1.5, 9.0], [0.75, 1.0, 2.0, 9.0]]
-  mask_BT = np.arange(4) < [[3]] * 8
-  batch = making.batch([2, -1, 0, 0, 0, 0, 0, 0], mask_BT)
+  loss_mask_BT = np.arange(4) < [[3]] * 8
+  batch = making.batch([2, -1, 0, 0, 0, 0, 0, 0], loss_mask_BT)
 
   def share(low, high, **knobs):
     return variant(
@@ -62,12 +62,12 @@ def test_share_weighs_by_what_the_behaviour_said():
 
 
 def test_share_looks_at_its_sources_only():
-  # Fresh +1, rechecked -1, reused -2.
+  # Fresh +1, reevaluated -1, reused -2.
   batch = making.batch([1, -1, -2], np.ones((3, 1)), source_B=[0, 1, 2])
   for sources, share in (
     (('fresh',), 1),
-    (('fresh', 'rechecked'), 1 / 2),
-    (('fresh', 'rechecked', 'reused'), 1 / 4),
+    (('fresh', 'reevaluated'), 1 / 2),
+    (('fresh', 'reevaluated', 'reused'), 1 / 4),
     (('reused',), 0),
   ):
     assert (

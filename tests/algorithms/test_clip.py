@@ -178,7 +178,7 @@ def test_the_search_may_leave_reused_rows_out():
   # With the reused row (A = -1) the share is 1/2; without it there is nothing negative.
   data = pair(1.0, 1.0, source_B=[0, 2])
   assert balanced(data, target=0.6)[2:] == (51, False)
-  some = dict(sources=('fresh', 'rechecked'), reused_high=1.1)
+  some = dict(sources=('fresh', 'reevaluated'), reused_high=1.1)
   bounds = compiled(target=0.6, **some)(*data)
   assert outcome(bounds)[2:] == (0, True)
   assert bounds.cap == np.float32(1.1) and bounds.high == np.float32(1.2)
@@ -192,7 +192,9 @@ def test_one_sided_and_empty_minibatches_have_bounds(
   adv, counted, contribution, resolution
 ):
   ratio_BT, batch = pair(1.0, 0.95)
-  batch = batch._replace(adv_B=np.float32(adv), mask_BT=batch.mask_BT & counted)
+  batch = batch._replace(
+    adv_B=np.float32(adv), loss_mask_BT=batch.loss_mask_BT & counted
+  )
   low, high, moves, met = balanced(
     (ratio_BT, batch), contribution=contribution, resolution=resolution
   )
@@ -220,7 +222,7 @@ def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weig
     # A ratio that is no number counts for nothing, nor does a weight of 0: as if the
     # token were masked.
     if np.isnan(odd) or weight == 'behaviour':
-      masked = batch._replace(mask_BT=batch.mask_BT & (logp_BT > -np.inf))
+      masked = batch._replace(loss_mask_BT=batch.loss_mask_BT & (logp_BT > -np.inf))
       assert balanced((ratio_BT, batch), **knobs) == balanced(
         (ratio_BT, masked), **knobs
       )

@@ -38,7 +38,7 @@ def test_spread_golden():
   found = diagnostics.spread(groups, jnp.asarray([0, 0, 0, 2, -1]))
   assert found['fresh'] == pytest.approx((1 + one_in_eight) / 2)
   # Groups of one verdict have no spread, and an empty seat has no source.
-  assert math.isnan(found['reused']) and math.isnan(found['rechecked'])
+  assert math.isnan(found['reused']) and math.isnan(found['reevaluated'])
 
 
 def test_diagnose_golden():
@@ -47,9 +47,9 @@ def test_diagnose_golden():
     'advantage/positive': 2 / 5,
     'clip/low': 0.75,
     'clip/high': 1.5,
-    'clip/moves': 2,
+    'clip/search_steps': 2,
     'clip/moved': 1,
-    'clip/met': 1,
+    'clip/target_met': 1,
     # Between 0.75 and 1.5: P = 1, N = 1 + 2. At the start (0.5, 1.25) the same tokens
     # are cut, r = 1/2 being not above 1/2.
     'clip/share': 1 / 4,
@@ -62,7 +62,7 @@ def test_diagnose_golden():
     'clip/fraction_positive': 1 / 2,
     'clip/fraction_negative': 1 / 3,
     'clip/fraction_fresh': 1 / 2,
-    'clip/fraction_rechecked': np.nan,
+    'clip/fraction_reevaluated': np.nan,
     'clip/fraction_reused': 1 / 3,
     'clip/probability_positive': mu,
     'clip/probability_negative': mu,
@@ -81,7 +81,7 @@ def test_diagnose_golden():
       (f'loss/{x}_rechecked' for x in ('ratio_mean', 'ratio_max', 'tv', 'gain')), np.nan
     ),
     # (2 + 1 + 1/2 + 1 + 2)^2 / (5 (4 + 1 + 1/4 + 1 + 4))
-    'loss/effective': 6.5**2 / (5 * 10.25),
+    'loss/ess': 6.5**2 / (5 * 10.25),
     'loss/entropy': 3,
     # -(log pi + H) pi w: cut tokens give 0. Row 0, r = 1: (-3 + 2) mu 1. Row 1, r = 1:
     # (-3 + 4) mu (-1); r = 2: (ln 2 - 3 + 5) 2 mu (-2).
@@ -105,7 +105,7 @@ def test_bounds_of_their_own_for_some_rows():
   told = diagnose(*golden(), bounds)
   np.testing.assert_allclose(told['clip/low'], 0.5)
   np.testing.assert_allclose(told['clip/moved'], 0.5)
-  np.testing.assert_allclose(told['clip/met'], 0.5)
+  np.testing.assert_allclose(told['clip/target_met'], 0.5)
   np.testing.assert_allclose(told['clip/fraction_negative'], 0)
   # P = 1, N = 1/2 + 1 + 2
   np.testing.assert_allclose(told['clip/share'], 1 / 4.5, rtol=1e-6)
@@ -118,8 +118,8 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   told = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
   weight_BT = loss.weights(loss.RULES[rule], jnp.asarray(logp_BT), batch, narrow)
   weight_BT = np.asarray(weight_BT)
-  teaches_BT = batch.mask_BT & (batch.adv_B != 0)[:, None]
-  cut = (teaches_BT & (weight_BT == 0)).sum() / batch.mask_BT.sum()
+  teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  cut = (teaches_BT & (weight_BT == 0)).sum() / batch.loss_mask_BT.sum()
   np.testing.assert_allclose(told['clip/fraction'], cut, rtol=1e-6)
   assert (cut == 0) == (rule in ('cispo', 'tis'))
   positive = weight_BT[weight_BT > 0].sum() / np.abs(weight_BT).sum()
@@ -128,11 +128,11 @@ def test_cut_is_where_the_gradient_is_zero(rule):
 
 def test_of_nothing_only_means_over_some_are_nan():
   logp_BT, batch = example()
-  nothing = batch._replace(mask_BT=np.zeros_like(batch.mask_BT))
+  nothing = batch._replace(loss_mask_BT=np.zeros_like(batch.loss_mask_BT))
   told = diagnose(logp_BT, -logp_BT, nothing)
   lost = {name for name, value in told.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME
-  for name in ('clip/share', 'clip/fraction', 'loss/entropy', 'loss/effective'):
+  for name in ('clip/share', 'clip/fraction', 'loss/entropy', 'loss/ess'):
     assert told[name] == 0, name
 
 
@@ -150,7 +150,7 @@ def test_large_ratios_do_not_spoil_the_effective_sample_size():
   logp_BT, entropy_BT, batch = golden()
   logp_BT[1, 2] = 57
   np.testing.assert_allclose(
-    diagnose(logp_BT, entropy_BT, batch)['loss/effective'], 1 / 5, rtol=1e-5
+    diagnose(logp_BT, entropy_BT, batch)['loss/ess'], 1 / 5, rtol=1e-5
   )
 
 

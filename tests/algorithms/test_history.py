@@ -1,24 +1,24 @@
-"""The batch rule and the shelves over whole histories, against Python lists.
+"""The batch rule and the buffer over whole histories, against Python lists.
 
 A history is the cycle of train.steps without a model: a pool of problems, solved better
-or worse as time goes on, is asked, rechecked, seated and filed, step after step;
+or worse as time goes on, is asked, reevaluated, seated and filed, step after step;
 `oracles.py` does the same with lists. `PROPERTIES` must hold after every step:
 
 - the batch has its seats; groups are whole, as their source has them
 - problems and groups are unique in a batch
 - only groups of both verdicts teach
-- rechecked groups were hard, and are of this step and its weights
+- reevaluated groups were hard, and are of this step and its weights
 - reused groups are what was stored, and what was written
 - reused groups are in band, 1 to max_age steps old, reused max_reuse times at most
 - no token is older than max_age + v - 1 steps
 - a source is used when every candidate of those before it is in
 - no seat is empty that a candidate could have
 - the batch is one that the lists allow
-- shelves are the lists, and within their capacity
+- buffer are the lists, and within their capacity
 - the band is what the fractions say
 - counts are the lists', and nobody is lost: in = out + resident
 
-Beside these: the same seed gives the same history, shelves saved and loaded at any step
+Beside these: the same seed gives the same history, buffer saved and loaded at any step
 change nothing, without room nothing but filtered GRPO is left, and a step whose fresh
 groups teach nothing still learns from the others.
 """
@@ -57,7 +57,7 @@ class Scene(NamedTuple):
   max_reuse: int = 3
   v: int = 1  # steps between copies to the actor
   m: int = 1  # steps between rechecks
-  again: int = 3  # problems rechecked
+  again: int = 3  # problems reevaluated
 
   def ours(self):
     """The band rule as a run has it."""
@@ -106,7 +106,7 @@ class Step(NamedTuple):
 
   now: int
   fresh: types.Groups
-  recheck: types.Groups
+  reevaluated: types.Groups
   groups: types.Groups
   source_P: np.ndarray
   before: types.ReplayBuffer
@@ -138,20 +138,24 @@ draw = jit(replay_buffer.draw, static_argnums=1)
 shelve = jit(replay_buffer.insert, static_argnames=('band', 'max_age', 'max_reuse'))
 
 
-def asked(scene, rng, ability_N, ids, now, born):
+def asked(scene, rng, ability_N, ids, now, policy_version):
   """Groups of these problems, -1 nobody; their tokens are of the weights of `born`."""
   ids = np.asarray(ids, np.int32)
   right = rng.binomial(scene.G, ability_N[ids]) * (ids >= 0)
   borns = np.where(ids < 0, -1, now)
   groups = making.groups(ids, right, borns, scene.G, T, seed=rng.integers(2**31))
-  chosen_PGT = np.asarray(groups.chosen_PGT) & (ids >= 0)[:, None, None]
-  born_PGT = np.where(chosen_PGT, np.int32(born), np.int32(-1))
-  return groups._replace(chosen_PGT=chosen_PGT, born_PGT=born_PGT)
+  response_mask_PGT = np.asarray(groups.response_mask_PGT) & (ids >= 0)[:, None, None]
+  policy_version_PGT = np.where(
+    response_mask_PGT, np.int32(policy_version), np.int32(-1)
+  )
+  return groups._replace(
+    response_mask_PGT=response_mask_PGT, policy_version_PGT=policy_version_PGT
+  )
 
 
 def entries(groups):
   """The groups that are there, as the oracle has them."""
-  columns = groups.id_P, groups.correct_PG.sum(1), groups.born_P
+  columns = groups.id_P, groups.correct_PG.sum(1), groups.completed_step_P
   rows = zip(*(column.tolist() for column in columns), strict=True)
   return [oracles.Tried(*row, (groups, p)) for p, row in enumerate(rows) if row[2] >= 0]
 
@@ -160,40 +164,40 @@ def play(
   scene,
   pool,
   place=lambda groups: groups,
-  between=lambda now, shelves: shelves,
+  between=lambda now, buffer: buffer,
   rules=(adapted, shelve),
 ):
   """[Step] of a history.
 
   Args:
     place: of the fresh groups, before the rule sees them.
-    between: (step, shelves) -> shelves, done to them before each step.
+    between: (step, buffer) -> buffer, done to them before each step.
     rules: batch.adapted and buffer.shelve, compiled or not.
   """
   rng = np.random.default_rng(pool.seed)
   ability_N = np.asarray(pool.ability_N, float)
-  shelves = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
+  buffer = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
   lists = oracles.empty_lists(scene.G, scene.lists())
   knobs = {'max_age': scene.max_age, 'max_reuse': scene.max_reuse}
   history = []
   for now in range(pool.steps):
-    shelves = between(now, shelves)
+    buffer = between(now, buffer)
     due = scene.again if now % scene.m == 0 else 0
-    drawn = [int(i) for i in draw(shelves.hard, due).id_P]
+    drawn = [int(i) for i in draw(buffer.hard, due).id_P]
     expected = oracles.draw(lists, due)
     assert drawn == expected + [-1] * (due - len(expected)), 'tried longest ago first'
     actor = now - now % scene.v
-    recheck = asked(scene, rng, ability_N, drawn, now, now)
+    reevaluated = asked(scene, rng, ability_N, drawn, now, now)
     fresh = asked(scene, rng, ability_N, some(rng, len(ability_N)), now, actor)
     ability_N = np.clip(ability_N + pool.drift * rng.normal(size=len(ability_N)), 0, 1)
 
     key = jax.random.fold_in(jax.random.key(pool.seed), now)
     placed = place(fresh)
-    groups, source_P = rules[0](placed, recheck, shelves, now, key, P)
+    groups, source_P = rules[0](placed, reevaluated, buffer, now, key, P)
     after, counts = rules[1](
-      shelves, placed, recheck, groups, source_P, now, band=scene.ours(), **knobs
+      buffer, placed, reevaluated, groups, source_P, now, band=scene.ours(), **knobs
     )
-    host = jax.device_get((fresh, recheck, groups, source_P, shelves, after, counts))
+    host = jax.device_get((fresh, reevaluated, groups, source_P, buffer, after, counts))
     tried = [entries(groups) for groups in host[:2]]
     tiers = oracles.fill(*tried, lists, now, scene.G, **knobs)
     reused = {int(i) for i in host[2].id_P[host[3] == REUSED]}
@@ -208,7 +212,7 @@ def play(
       **knobs,
     )
     history.append(Step(now, *host, tiers, lists, expected))
-    shelves = after
+    buffer = after
   return history
 
 
@@ -234,7 +238,7 @@ def groups_are_whole(scene, history):
   for step in history:
     types.agree(**step.groups._asdict(), source_P=step.source_P)
     assert step.groups.tokens_PGT.shape == (P, scene.G, T)
-    found = (step.fresh, step.recheck, step.before.good)
+    found = (step.fresh, step.reevaluated, step.before.reusable)
     for seat in step.seats():
       rows = found[step.source_P[seat]]
       assert any(
@@ -246,7 +250,7 @@ def problems_and_groups_are_unique(scene, history):
   for step in history:
     ids = step.groups.id_P[step.seats()].tolist()
     assert len(set(ids)) == len(ids)
-    payloads = [step.groups.logp_PGT[seat].tobytes() for seat in step.seats()]
+    payloads = [step.groups.behavior_logp_PGT[seat].tobytes() for seat in step.seats()]
     assert len(set(payloads)) == len(payloads)
 
 
@@ -258,26 +262,32 @@ def only_groups_of_both_verdicts_teach(scene, history):
 
 def rechecked_groups_were_hard_and_are_of_this_step(scene, history):
   for step in history:
-    hard = set(step.before.hard.id_P[step.before.hard.born_P >= 0].tolist())
+    hard = set(step.before.hard.id_P[step.before.hard.completed_step_P >= 0].tolist())
     hard_k, _ = history[step.now - 1].lists.band if step.now else (set(), 0)
     for seat in step.seats(RECHECKED):
       assert int(step.groups.id_P[seat]) in hard
       assert int(step.groups.correct_PG[seat].sum()) not in hard_k
-      written = step.groups.born_PGT[seat][step.groups.chosen_PGT[seat]]
-      assert step.groups.born_P[seat] == step.now and (written == step.now).all()
+      written = step.groups.policy_version_PGT[seat][
+        step.groups.response_mask_PGT[seat]
+      ]
+      assert (
+        step.groups.completed_step_P[seat] == step.now and (written == step.now).all()
+      )
 
 
 def reused_groups_are_what_was_stored_and_written(scene, history):
   for step in history:
     for seat in step.seats(REUSED):
-      i, born = step.groups.id_P[seat], step.groups.born_P[seat]
-      good = step.before.good
-      (stored,) = np.flatnonzero((good.id_P == i) & (good.born_P == born))
+      i, policy_version = step.groups.id_P[seat], step.groups.completed_step_P[seat]
+      good = step.before.reusable
+      (stored,) = np.flatnonzero(
+        (good.id_P == i) & (good.completed_step_P == policy_version)
+      )
       assert making.same_row(step.groups, seat, good, stored)
       then = history[born]
       assert any(
         making.same_row(step.groups, seat, rows, row)
-        for rows in (then.fresh, then.recheck)
+        for rows in (then.fresh, then.reevaluated)
         for row in np.flatnonzero(rows.id_P == i)
       )
 
@@ -287,7 +297,10 @@ def reused_groups_are_in_band_and_neither_old_nor_worn(scene, history):
   for step in history:
     for seat in step.seats(REUSED):
       _, good_k = history[step.now - 1].lists.band
-      i, born = int(step.groups.id_P[seat]), int(step.groups.born_P[seat])
+      i, policy_version = (
+        int(step.groups.id_P[seat]),
+        int(step.groups.completed_step_P[seat]),
+      )
       assert int(step.groups.correct_PG[seat].sum()) in good_k
       assert 1 <= step.now - born <= scene.max_age
       used[i, born] += 1
@@ -296,8 +309,8 @@ def reused_groups_are_in_band_and_neither_old_nor_worn(scene, history):
 
 def no_token_is_older_than_max_age_and_the_actors_lag(scene, history):
   for step in history:
-    teach_PGT = step.groups.chosen_PGT & (step.source_P >= 0)[:, None, None]
-    lag_n = step.now - step.groups.born_PGT[teach_PGT]
+    teach_PGT = step.groups.response_mask_PGT & (step.source_P >= 0)[:, None, None]
+    lag_n = step.now - step.groups.policy_version_PGT[teach_PGT]
     assert (lag_n >= 0).all() and (lag_n <= scene.max_age + scene.v - 1).all()
 
 
@@ -331,13 +344,13 @@ def the_batch_is_allowed(scene, history):
 
 def shelves_are_the_lists(scene, history):
   for step in history:
-    hard, good = step.after.hard, step.after.good
+    hard, good = step.after.hard, step.after.reusable
     assert hard.id_P.shape == good.id_P.shape == (scene.capacity,)
-    live = np.flatnonzero(hard.born_P >= 0)
-    held = [(int(hard.id_P[row]), int(hard.born_P[row])) for row in live]
+    live = np.flatnonzero(hard.completed_step_P >= 0)
+    held = [(int(hard.id_P[row]), int(hard.completed_step_P[row])) for row in live]
     assert held == step.lists.hard and len(held) <= scene.capacity
-    rows = np.flatnonzero(good.born_P >= 0)
-    used = [int(step.after.used_P[row]) for row in rows]
+    rows = np.flatnonzero(good.completed_step_P >= 0)
+    used = [int(step.after.usage_count_P[row]) for row in rows]
     assert used == [used for _, used in step.lists.good]
     for row, (t, _) in zip(rows, step.lists.good, strict=True):
       assert making.same_row(good, row, *t.row)
@@ -346,10 +359,10 @@ def shelves_are_the_lists(scene, history):
 def the_band_is_what_the_fractions_say(scene, history):
   for step in history:
     hard_k, good_k = step.lists.band
-    hard, first, last = map(int, step.after.band)
+    hard, first, last = map(int, step.after.thresholds)
     assert hard_k == set(range(hard + 1)) and good_k == set(range(first, last + 1))
-    assert step.after.right == step.lists.right
-    assert step.after.tried == step.lists.answers
+    assert step.after.num_correct == step.lists.right
+    assert step.after.num_responses == step.lists.answers
 
 
 def counts_are_the_lists_and_nobody_is_lost(scene, history):
@@ -359,7 +372,7 @@ def counts_are_the_lists_and_nobody_is_lost(scene, history):
       assert step.counts[f'buffer/{name}'] == step.expected[name], name
       total[name] += int(step.counts[f'buffer/{name}'])
     left = sum(n for name, n in total.items() if name != 'entered')
-    assert total['entered'] == left + (step.after.hard.born_P >= 0).sum()
+    assert total['entered'] == left + (step.after.hard.completed_step_P >= 0).sum()
 
 
 PROPERTIES = (
@@ -415,7 +428,9 @@ def test_the_histories_are_worth_it():
       seen['X1 full'] += first >= P
       seen['no X1, others'] += first == 0 and len(step.seats()) > 0
       seen['X3 drawn from more'] += 0 < len(step.seats(REUSED)) < len(step.tiers[2])
-      seen['band moved'] += tuple(step.before.band) != tuple(step.after.band)
+      seen['band moved'] += tuple(step.before.thresholds) != tuple(
+        step.after.thresholds
+      )
   for name in ('entered', 'graduated', 'promoted', 'progressed', 'evicted'):
     assert seen[f'buffer/{name}'], name
   for name in [('seats', s) for s in (-1, 0, 1, 2)]:
@@ -424,10 +439,10 @@ def test_the_histories_are_worth_it():
     assert seen[name], name
 
 
-def reloaded(shelves):
+def reloaded(buffer):
   """Through bytes, as numpy writes them."""
   file = io.BytesIO()
-  leaves, treedef = jax.tree.flatten(shelves)
+  leaves, treedef = jax.tree.flatten(buffer)
   np.savez(file, *map(np.asarray, leaves))
   file.seek(0)
   with np.load(file) as found:
@@ -443,7 +458,7 @@ def test_same_seed_same_history_also_through_save_and_load(pool, at):
   again = play(
     scene,
     pool,
-    between=lambda now, shelves: reloaded(shelves) if now == at else shelves,
+    between=lambda now, buffer: reloaded(buffer) if now == at else buffer,
   )
   for a, b in zip(history, again, strict=True):
     assert same((a.groups, a.source_P, a.after), (b.groups, b.source_P, b.after)), at
@@ -452,16 +467,16 @@ def test_same_seed_same_history_also_through_save_and_load(pool, at):
 def test_a_checkpoint_of_the_shelves_changes_nothing(tmp_path):
   scene = SCENES['up']
 
-  def through_a_checkpoint(now, shelves):
+  def through_a_checkpoint(now, buffer):
     if now == 5:
       with checkpoint.manager(str(tmp_path), 1) as kept:
-        checkpoint.save(kept, now, {'shelves': shelves}, {})
+        checkpoint.save(kept, now, {'buffer': buffer}, {})
         like = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
-        return checkpoint.restore(kept, now, {'shelves': like})[0]['shelves']
-    return shelves
+        return checkpoint.restore(kept, now, {'buffer': like})[0]['buffer']
+    return buffer
 
   history, again = play(scene, MANY), play(scene, MANY, between=through_a_checkpoint)
-  assert (history[4].after.good.born_P >= 0).any()
+  assert (history[4].after.reusable.completed_step_P >= 0).any()
   assert all(same(a.groups, b.groups) for a, b in zip(history, again, strict=True))
   assert same(history[-1].after, again[-1].after)
 
@@ -470,10 +485,10 @@ def test_another_seed_draws_others():
   drawn = []
   for seed in range(12):
     tried = making.groups(range(12), [4] * 12, [0] * 12, 8, T)
-    shelves = replay_buffer.init(12, 8, T)._replace(good=tried)
+    buffer = replay_buffer.init(12, 8, T)._replace(good=tried)
     nothing = types.empty_groups(0, 8, T)
     groups, _ = adapted(
-      types.empty_groups(P, 8, T), nothing, shelves, 1, jax.random.key(seed), P
+      types.empty_groups(P, 8, T), nothing, buffer, 1, jax.random.key(seed), P
     )
     drawn.append(tuple(groups.id_P.tolist()))
   assert len(set(drawn)) == 12
@@ -497,15 +512,15 @@ def test_a_step_whose_fresh_groups_teach_nothing_uses_the_others():
   knobs = {'band': scene.ours(), 'max_age': 3, 'max_reuse': 3}
   nobody = types.empty_groups(0, 8, T)
   first = making.groups([0, 1, 2, -1] * 2, [0, 1, 4, 0] * 2, [0, 0, 0, -1] * 2, 8, T)
-  shelves = replay_buffer.init(5, 8, T, scene.ours())
-  groups, source_P = adapted(first, nobody, shelves, 0, key, P)
-  shelves, _ = shelve(shelves, first, nobody, groups, source_P, 0, **knobs)
+  buffer = replay_buffer.init(5, 8, T, scene.ours())
+  groups, source_P = adapted(first, nobody, buffer, 0, key, P)
+  buffer, _ = shelve(buffer, first, nobody, groups, source_P, 0, **knobs)
   fresh = making.groups(range(3, 11), [0, 8] * 4, [1] * P, 8, T)
-  recheck = making.groups(
-    replay_buffer.draw(shelves.hard, 2).id_P, [3, 8], [1, 1], 8, T
+  reevaluated = making.groups(
+    replay_buffer.draw(buffer.hard, 2).id_P, [3, 8], [1, 1], 8, T
   )
-  groups, source_P = adapted(fresh, recheck, shelves, 1, key, P)
-  # 1 was in band as well, but 0 was rechecked and 1 (on `good` from step 0) is reused.
+  groups, source_P = adapted(fresh, reevaluated, buffer, 1, key, P)
+  # 1 was in band as well, but 0 was reevaluated and 1 (on `good` from step 0) is reused.
   assert source_P.tolist() == [RECHECKED, REUSED, REUSED] + [-1] * 5
   assert groups.id_P[0] == 0 and set(groups.id_P[1:3].tolist()) == {1, 2}
 
@@ -517,14 +532,14 @@ def test_plain_it_is_the_same_history():
 
 
 def test_on_eight_devices_it_is_the_same_history():
-  # Fresh groups arrive split over the devices, the shelves lie on all of them.
+  # Fresh groups arrive split over the devices, the buffer lie on all of them.
   scene, pool = SCENES['up'], MANY._replace(steps=5)
   devices = sharding.make(data=4, fsdp=2)
   split = play(
     scene,
     pool,
     place=lambda groups: jax.device_put(groups, sharding.over_rows(devices)),
-    between=lambda now, shelves: jax.device_put(shelves, sharding.replicated(devices)),
+    between=lambda now, buffer: jax.device_put(buffer, sharding.replicated(devices)),
   )
   assert_equal(play(scene, pool), split)
 

@@ -25,8 +25,10 @@ def example(B=8, T=5, seed=0):
     -rng.random((B, T)).astype(np.float32) * 2 for _ in range(3)
   )
   adv_B = np.asarray([1, -1, 2, -2, 0, 0.5, -0.5, 1])[:B]
-  mask_BT = rng.random((B, T)) < 0.8
-  return logp_BT, making.batch(adv_B, mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4))
+  loss_mask_BT = rng.random((B, T)) < 0.8
+  return logp_BT, making.batch(
+    adv_B, loss_mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4)
+  )
 
 
 def one(ratio, adv, **fields):
@@ -157,15 +159,17 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
   logp_BT, batch = example()
 
   def paper(logp_BT):
-    n_B = batch.mask_BT.sum(1)
-    log_s_B = jnp.where(batch.mask_BT, logp_BT - batch.logp_BT, 0).sum(1) / n_B
+    n_B = batch.loss_mask_BT.sum(1)
+    log_s_B = (
+      jnp.where(batch.loss_mask_BT, logp_BT - batch.behavior_logp_BT, 0).sum(1) / n_B
+    )
     s_B = jnp.exp(log_s_B)
     gain_B = jnp.minimum(s_B * batch.adv_B, jnp.clip(s_B, 0.75, 1.5) * batch.adv_B)
     return gain_B.mean()
 
   def ours(logp_BT):
     gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
-    return (gain_BT.sum(1) * loss.row_scale(batch.mask_BT, 'sequence', 1)).sum()
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
 
   logp_BT = jnp.asarray(logp_BT)
   np.testing.assert_allclose(ours(logp_BT), paper(logp_BT), rtol=1e-5)
@@ -194,10 +198,12 @@ def test_tis_truncates_above_only():
 
 def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
   _, batch = example()
-  batch = batch._replace(prox_BT=batch.logp_BT)
-  expected_BT = np.where(batch.mask_BT, batch.adv_B[:, None], 0)
+  batch = batch._replace(prox_BT=batch.behavior_logp_BT)
+  expected_BT = np.where(batch.loss_mask_BT, batch.adv_B[:, None], 0)
   for name, rule in loss.RULES.items():
-    weights_BT = loss.weights(rule, jnp.asarray(batch.logp_BT), batch, bounds())
+    weights_BT = loss.weights(
+      rule, jnp.asarray(batch.behavior_logp_BT), batch, bounds()
+    )
     np.testing.assert_allclose(weights_BT, expected_BT, rtol=1e-6, err_msg=name)
 
 
@@ -207,10 +213,10 @@ def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
   weights_BT = variant(
     lambda *xs: loss.weights(loss.clipped, *xs, bounds()), jnp.asarray(logp_BT), batch
   )
-  r_BT = np.exp(logp_BT - batch.logp_BT)
+  r_BT = np.exp(logp_BT - batch.behavior_logp_BT)
   adv_BT = np.broadcast_to(batch.adv_B[:, None], r_BT.shape)
-  live_BT = batch.mask_BT & np.where(adv_BT > 0, r_BT < 1.5, r_BT > 0.75)
-  assert 0 < live_BT.sum() < batch.mask_BT.sum()
+  live_BT = batch.loss_mask_BT & np.where(adv_BT > 0, r_BT < 1.5, r_BT > 0.75)
+  assert 0 < live_BT.sum() < batch.loss_mask_BT.sum()
   np.testing.assert_allclose(weights_BT, r_BT * adv_BT * live_BT, rtol=1e-5)
 
 
@@ -218,30 +224,30 @@ def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_what_is_outside_the_mask_does_not_matter(rule, junk):
   logp_BT, batch = example()
-  junk_BT = np.where(batch.mask_BT, logp_BT, np.float32(junk))
+  junk_BT = np.where(batch.loss_mask_BT, logp_BT, np.float32(junk))
   for name in ('logp_BT', 'prox_BT'):
-    old_BT = np.where(batch.mask_BT, getattr(batch, name), np.float32(junk))
+    old_BT = np.where(batch.loss_mask_BT, getattr(batch, name), np.float32(junk))
     batch = batch._replace(**{name: old_BT})
   given = bounds()
   gain_BT, _ = loss.RULES[rule](junk_BT, batch, lambda _: given)
   weights_BT = loss.weights(loss.RULES[rule], jnp.asarray(junk_BT), batch, given)
   for found_BT in (gain_BT, weights_BT):
     assert np.isfinite(found_BT).all()
-    np.testing.assert_array_equal(np.asarray(found_BT)[~batch.mask_BT], 0)
-  np.testing.assert_array_equal(loss.ratio(junk_BT, batch)[~batch.mask_BT], 1)
+    np.testing.assert_array_equal(np.asarray(found_BT)[~batch.loss_mask_BT], 0)
+  np.testing.assert_array_equal(loss.ratio(junk_BT, batch)[~batch.loss_mask_BT], 1)
 
 
 def test_row_scale_golden(variant):
   # Rows of 2, 1 and 0 tokens (and five more of 0). Token: 1/3 for each token. Sequence:
   # two rows, 1/2 * 1/2 and 1/2. Constant, length 4: 1 / (2 * 4).
-  mask_BT = np.zeros((8, 3), bool)
-  mask_BT[0, :2] = mask_BT[1, 0] = True
+  loss_mask_BT = np.zeros((8, 3), bool)
+  loss_mask_BT[0, :2] = loss_mask_BT[1, 0] = True
   for how, first, second in (
     ('token', 1 / 3, 1 / 3),
     ('sequence', 1 / 4, 1 / 2),
     ('constant', 1 / 8, 1 / 8),
   ):
-    scale_B = variant(lambda m, how=how: loss.row_scale(m, how, 4), mask_BT)
+    scale_B = variant(lambda m, how=how: loss.row_scale(m, how, 4), loss_mask_BT)
     np.testing.assert_allclose(scale_B[:2], [first, second], rtol=1e-6, err_msg=how)
     assert np.isfinite(loss.row_scale(np.zeros((2, 3), bool), how, 4)).all()
 

@@ -194,7 +194,7 @@ def test_what_is_left_out_is_told(load):
     'problems.overlap=keep'
   )
   assert long == (
-    'prompts.width=6: 1 of 4 training prompts are longer, up to 12 tokens, and left out'
+    'prompts.max_prompt_tokens=6: 1 of 4 training prompts are longer, up to 12 tokens, and left out'
   )
 
 

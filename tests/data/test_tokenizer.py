@@ -112,23 +112,23 @@ def test_ask_says_which_problem_is_too_long():
   with pytest.raises(ValueError) as error:
     tokenizer_lib.tokenize_prompts(TEXT, ['1', '1+2'], 3)
   assert str(error.value) == (
-    "prompts.width=3 is too small: the prompt of '1+2' has 4 tokens"
+    "prompts.max_prompt_tokens=3 is too small: the prompt of '1+2' has 4 tokens"
   )
 
 
 def test_read_leaves_out_what_was_not_chosen_and_the_end():
   # Row 0: prompt 1+, response 23 and its end. Row 1: cut, no end. Row 2: an empty seat.
   tokens_BT = np.asarray([[7, 16, 8, 9, 1, 0], [7, 16, 8, 9, 9, 9], [0] * 6])
-  chosen_BT = np.asarray([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0] * 6], bool)
-  assert tokenizer_lib.decode_responses(TEXT, tokens_BT, chosen_BT) == [
+  response_mask_BT = np.asarray([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0] * 6], bool)
+  assert tokenizer_lib.decode_responses(TEXT, tokens_BT, response_mask_BT) == [
     '23',
     '2333',
     '',
   ]
   # A padding token that the policy chose itself is part of what it said.
-  assert tokenizer_lib.decode_responses(TEXT, tokens_BT[:1] * 0, chosen_BT[:1]) == [
-    '<pad>' * 3
-  ]
+  assert tokenizer_lib.decode_responses(
+    TEXT, tokens_BT[:1] * 0, response_mask_BT[:1]
+  ) == ['<pad>' * 3]
 
 
 @pytest.mark.parametrize(

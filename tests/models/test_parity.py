@@ -269,17 +269,17 @@ def test_the_likeliest_text(pair, slots):
       np.arange(4, dtype=np.uint32),
       jax.random.key(0),
       spec=spec,
-      group=1,
-      new=NEW,
+      group_size=1,
+      max_new_tokens=NEW,
       temperature=0,
       eos=(3, 7),
-      slots=slots,
-      refill=1,
-      chunk=3,
+      max_num_seqs=slots,
+      prefill_batch_size=1,
+      tokens_per_dispatch=3,
     ),
   )
-  for tokens_T, chosen_T, prompt_T, n in zip(
-    rows.tokens_BT, rows.chosen_BT, tokens_PT, LENGTH_P, strict=True
+  for tokens_T, response_mask_T, prompt_T, n in zip(
+    rows.tokens_BT, rows.response_mask_BT, tokens_PT, LENGTH_P, strict=True
   ):
     prompt = torch.tensor(prompt_T[None, :n], dtype=torch.long)
     said = theirs.generate(
@@ -288,4 +288,4 @@ def test_the_likeliest_text(pair, slots):
       do_sample=False,
       max_new_tokens=NEW,
     )
-    assert tokens_T[chosen_T].tolist() == said[0, n:].tolist()
+    assert tokens_T[response_mask_T].tolist() == said[0, n:].tolist()

@@ -139,10 +139,10 @@ def test_groups_get_their_rewards():
   old, new = groups(), reshaped(format_bonus=0.25, overlong_penalty=1.0)
   for p in range(2):
     for g in range(8):
-      chosen_T = np.asarray(old.chosen_PGT[p, g])
+      response_mask_T = np.asarray(old.response_mask_PGT[p, g])
       bonus = 0.25 if (p * 8 + g) % 3 else 0
       # A cache of one token: the penalty falls on the longest alone.
-      penalty = float(chosen_T.sum() == 5)
+      penalty = float(response_mask_T.sum() == 5)
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
   assert not np.asarray(new.reward_PG[2]).any()  # nobody sits there
@@ -152,14 +152,21 @@ def test_groups_get_their_rewards():
 
 def test_a_masked_response_teaches_nothing_and_keeps_its_reward():
   old, new = groups(), reshaped(truncated='masked')
-  chosen_PGT, tokens_PGT = np.asarray(old.chosen_PGT), np.asarray(old.tokens_PGT)
-  ended_PG = (chosen_PGT & (tokens_PGT == 10)).any(2)
+  response_mask_PGT, tokens_PGT = (
+    np.asarray(old.response_mask_PGT),
+    np.asarray(old.tokens_PGT),
+  )
+  ended_PG = (response_mask_PGT & (tokens_PGT == 10)).any(2)
   assert 0 < ended_PG[:2].sum() < 16
-  np.testing.assert_array_equal(new.chosen_PGT, chosen_PGT & ended_PG[..., None])
-  np.testing.assert_array_equal(new.born_PGT == -1, ~np.asarray(new.chosen_PGT))
+  np.testing.assert_array_equal(
+    new.response_mask_PGT, response_mask_PGT & ended_PG[..., None]
+  )
+  np.testing.assert_array_equal(
+    new.policy_version_PGT == -1, ~np.asarray(new.response_mask_PGT)
+  )
   np.testing.assert_array_equal(new.reward_PG, old.reward_PG)
   np.testing.assert_array_equal(new.correct_PG, old.correct_PG)
-  assert not np.asarray(new.logp_PGT)[~np.asarray(new.chosen_PGT)].any()
+  assert not np.asarray(new.behavior_logp_PGT)[~np.asarray(new.response_mask_PGT)].any()
 
 
 GOOD = dict(format_bonus=0.0, overlong_penalty=0.0, overlong_cache=1, truncated='wrong')
@@ -167,7 +174,11 @@ BAD = [
   ('amie', {}, "rewards.rule: no rule named 'amie'"),
   ('aime', {'truncated': 'mask'}, "truncated='mask': choose one of"),
   ('aime', {'format_bonus': -1.0}, 'format_bonus=-1.0: give 0 or more'),
-  ('aime', {'overlong_cache': 0}, 'overlong_cache=0 tokens: give 1 to sampler.new=9'),
+  (
+    'aime',
+    {'overlong_cache': 0},
+    'overlong_cache=0 tokens: give 1 to sampler.max_new_tokens=9',
+  ),
   ('aime', {'overlong_cache': 10}, 'overlong_cache=10 tokens'),
 ]
 

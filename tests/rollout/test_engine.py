@@ -20,7 +20,7 @@ from bapo_jax.types import Prompts
 
 # One layer: each way of dispatching compiles anew, and test_model.py has two.
 SPEC = transformer.ModelSpec(
-  vocab=12, width=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
+  vocab=12, max_prompt_tokens=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
 )
 PARAMS = oracles.noisy(SPEC, 0)
 EOS = (3, 7)
@@ -40,8 +40,8 @@ def prompts(seed: int = 0) -> Prompts:
 
 
 def generate(asked=None, uid_B=UID_B, params=PARAMS, **changes):
-  knobs = {'group': GROUP, 'new': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
-  knobs |= {'slots': 4, 'refill': 2, 'chunk': 4, 'spec': SPEC}
+  knobs = {'group_size': GROUP, 'max_new_tokens': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
+  knobs |= {'max_num_seqs': 4, 'prefill_batch_size': 2, 'tokens_per_dispatch': 4, 'spec': SPEC}
   asked = prompts() if asked is None else asked
   return making.generate(params, asked, uid_B, KEY, **knobs | changes)
 
@@ -53,15 +53,15 @@ def rows():
 
 def test_the_rows_are_prompt_response_and_nothing(rows):
   column_T = np.arange(WIDTH + NEW)
-  lengths, ends = rows.chosen_BT.sum(1), 0
+  lengths, ends = rows.response_mask_BT.sum(1), 0
   for b, n in enumerate(OF_B):
     if not n:  # an empty seat stays empty
-      assert not rows.chosen_BT[b].any() and not rows.tokens_BT[b].any()
+      assert not rows.response_mask_BT[b].any() and not rows.tokens_BT[b].any()
       continue
     row, k = rows.tokens_BT[b], lengths[b]
     np.testing.assert_array_equal(row[:n], prompts().tokens_PT[b // GROUP, :n])
     np.testing.assert_array_equal(
-      rows.chosen_BT[b], (column_T >= n) & (column_T < n + k)
+      rows.response_mask_BT[b], (column_T >= n) & (column_T < n + k)
     )
     said = row[n : n + k]
     # The end token is the last and is chosen; without one the row is cut at NEW.
@@ -75,10 +75,12 @@ def test_the_rows_are_prompt_response_and_nothing(rows):
 
 def test_recorded_logp_is_the_learners(rows):
   logp_BT, _ = logprobs.sequence_logprobs(PARAMS, rows.tokens_BT, SPEC, TEMPERATURE)
-  found_BT, chosen_BT = rows.logp_BT, rows.chosen_BT
-  np.testing.assert_allclose(found_BT[chosen_BT], logp_BT[chosen_BT], atol=1e-5)
-  assert not found_BT[~chosen_BT].any()
-  assert (found_BT[chosen_BT] < 0).all()
+  found_BT, response_mask_BT = rows.logp_BT, rows.response_mask_BT
+  np.testing.assert_allclose(
+    found_BT[response_mask_BT], logp_BT[response_mask_BT], atol=1e-5
+  )
+  assert not found_BT[~response_mask_BT].any()
+  assert (found_BT[response_mask_BT] < 0).all()
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,10 @@ def test_recorded_logp_is_the_learners(rows):
 def test_the_text_does_not_depend_on_how_it_is_dispatched(rows, slots, refill, chunk):
   told = []
   again = generate(
-    slots=slots, refill=refill, chunk=chunk, tell=lambda rows: told.append(len(rows))
+    max_num_seqs=slots, prefill_batch_size=refill, tokens_per_dispatch=chunk, tell=lambda rows: told.append(len(rows))
   )
   np.testing.assert_array_equal(again.tokens_BT, rows.tokens_BT)
-  np.testing.assert_array_equal(again.chosen_BT, rows.chosen_BT)
+  np.testing.assert_array_equal(again.response_mask_BT, rows.response_mask_BT)
   np.testing.assert_allclose(again.logp_BT, rows.logp_BT, atol=1e-5)
   assert sum(told) == np.count_nonzero(OF_B) and min(told) >= 0
 
@@ -119,42 +121,42 @@ def test_a_cold_policy_says_the_likeliest():
   for b in np.flatnonzero(OF_B):
     prompt = asked.tokens_PT[b // GROUP, : OF_B[b]].tolist()
     expected = oracles.decode_oracle(PARAMS, prompt, SPEC, NEW, EOS)
-    assert cold.tokens_BT[b][cold.chosen_BT[b]].tolist() == expected
+    assert cold.tokens_BT[b][cold.response_mask_BT[b]].tolist() == expected
   assert not np.asarray(cold.logp_BT).any()
 
 
 @pytest.mark.parametrize(
   'knobs',
   [
-    {'segments': 3, 'chunk': 3},
-    {'late': 1, 'chunk': 2},
-    {'late': 2, 'chunk': 2, 'slots': 3, 'refill': 1, 'segments': 2},
-    {'refill': 4},  # more than one prompt is prefilled at once
+    {'cache_segments': 3, 'tokens_per_dispatch': 3},
+    {'done_check_lag': 1, 'tokens_per_dispatch': 2},
+    {'done_check_lag': 2, 'tokens_per_dispatch': 2, 'max_num_seqs': 3, 'prefill_batch_size': 1, 'cache_segments': 2},
+    {'prefill_batch_size': 4},  # more than one prompt is prefilled at once
   ],
   ids=str,
 )
 def test_nor_on_how_the_cache_is_cut_or_when_it_is_looked_at(rows, knobs):
   again = generate(**knobs)
   np.testing.assert_array_equal(again.tokens_BT, rows.tokens_BT)
-  np.testing.assert_array_equal(again.born_BT, rows.born_BT)
+  np.testing.assert_array_equal(again.policy_version_BT, rows.policy_version_BT)
   np.testing.assert_allclose(again.logp_BT, rows.logp_BT, atol=1e-5)
 
 
 def in_flight(places=P, **changes) -> engine.RolloutEngine:
-  knobs = {'group': GROUP, 'new': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
-  knobs |= {'slots': 4, 'refill': 2, 'chunk': 4}
-  return engine.RolloutEngine(SPEC, places=places, width=WIDTH, **knobs | changes)
+  knobs = {'group_size': GROUP, 'max_new_tokens': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
+  knobs |= {'max_num_seqs': 4, 'prefill_batch_size': 2, 'tokens_per_dispatch': 4}
+  return engine.RolloutEngine(SPEC, places=places, max_prompt_tokens=WIDTH, **knobs | changes)
 
 
 def test_pauses_leave_every_bit_as_it_is(rows):
   # A quarter of the longest response in each step, the weights and the cache kept.
-  paused, steps = in_flight(slots=16, refill=16), 0
+  paused, steps = in_flight(max_num_seqs=16, prefill_batch_size=16), 0
   paused.ask(prompts(), UID_B)
   while paused.unfinished:
-    paused.advance(PARAMS, KEY, budget=-(-NEW // 4))
+    paused.advance(PARAMS, KEY, max_tokens_per_step=-(-NEW // 4))
     steps += 1
   assert steps == 3  # the longest one here has 8 tokens or 9
-  whole = generate(slots=16, refill=16)
+  whole = generate(max_num_seqs=16, prefill_batch_size=16)
   for found, expected in zip(paused.rows, whole, strict=True):
     np.testing.assert_array_equal(found, expected)
   np.testing.assert_array_equal(whole.tokens_BT, rows.tokens_BT)
@@ -164,7 +166,7 @@ def test_pauses_leave_every_bit_as_it_is(rows):
 def test_what_is_saved_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
   before = in_flight()
   before.ask(prompts(), UID_B)
-  before.advance(PARAMS, KEY, budget=5)
+  before.advance(PARAMS, KEY, max_tokens_per_step=5)
   assert 0 < before.unfinished < np.count_nonzero(OF_B)
   state = jax.tree.map(np.asarray, before.state())
   after = in_flight()
@@ -183,39 +185,42 @@ def test_what_is_saved_without_its_cache_goes_on_to_the_same_text(rows, refreshe
 
 def test_tokens_are_dated_by_the_weights_that_chose_them():
   other = oracles.noisy(SPEC, 1)
-  carried = in_flight(slots=16, refill=16)
+  carried = in_flight(max_num_seqs=16, prefill_batch_size=16)
   carried.ask(prompts(), UID_B)
-  carried.advance(PARAMS, KEY, born=3, budget=4)
+  carried.advance(PARAMS, KEY, policy_version=3, max_tokens_per_step=4)
   carried.refresh(other)
-  carried.advance(other, KEY, born=5)
-  born_BT, chosen_BT = np.asarray(carried.rows.born_BT), carried.rows.chosen_BT
+  carried.advance(other, KEY, policy_version=5)
+  policy_version_BT, response_mask_BT = (
+    np.asarray(carried.rows.policy_version_BT),
+    carried.rows.response_mask_BT,
+  )
   logp_BT = {
-    born: logprobs.sequence_logprobs(params, carried.rows.tokens_BT, SPEC, TEMPERATURE)[
-      0
-    ]
-    for born, params in ((3, PARAMS), (5, other))
+    policy_version: logprobs.sequence_logprobs(
+      params, carried.rows.tokens_BT, SPEC, TEMPERATURE
+    )[0]
+    for policy_version, params in ((3, PARAMS), (5, other))
   }
   for b in np.flatnonzero(OF_B):
-    dates = born_BT[b][chosen_BT[b]].tolist()
+    dates = policy_version_BT[b][response_mask_BT[b]].tolist()
     assert dates == ([3] * 4 + [5] * NEW)[: len(dates)]
-  assert (born_BT == 5).any()
+  assert (policy_version_BT == 5).any()
   # Each under the weights of its date, the prefix read by those same weights.
-  for born, logp in logp_BT.items():
-    of = born_BT == born
+  for policy_version, logp in logp_BT.items():
+    of = policy_version_BT == born
     np.testing.assert_allclose(carried.rows.logp_BT[of], logp[of], atol=1e-5)
 
 
 def test_what_is_due_is_written_to_its_end_whatever_the_budget():
-  carried = in_flight(places=2 * P, slots=2, refill=1)
+  carried = in_flight(places=2 * P, max_num_seqs=2, prefill_batch_size=1)
   carried.ask(prompts(), UID_B, step=0)
   carried.ask(prompts(1), UID_B + np.uint32(B), step=1)
-  carried.advance(PARAMS, KEY, budget=1, due_W=carried.asked_W == 0)
+  carried.advance(PARAMS, KEY, max_tokens_per_step=1, due_W=carried.asked_W == 0)
   assert carried.finished()[:P].tolist() == list(range(P))
   assert carried.unfinished and carried.busy
 
 
 def test_the_oldest_finished_groups_come_first_and_free_their_places():
-  carried = in_flight(places=2 * P, slots=16, refill=16)
+  carried = in_flight(places=2 * P, max_num_seqs=16, prefill_batch_size=16)
   carried.ask(prompts(), UID_B, step=4)
   carried.advance(PARAMS, KEY)
   carried.free([1, 2])
@@ -232,7 +237,7 @@ def test_the_oldest_finished_groups_come_first_and_free_their_places():
   np.testing.assert_array_equal(
     read.tokens_BT[:2].reshape(4, -1), carried.rows.tokens_BT[2:6]
   )
-  assert not read.tokens_BT[2:].any() and (read.born_BT[2:] == -1).all()
+  assert not read.tokens_BT[2:].any() and (read.policy_version_BT[2:] == -1).all()
 
 
 def test_a_failing_listener_or_harvest_loses_nothing(rows, monkeypatch):
@@ -272,17 +277,17 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
 
   monkeypatch.setattr(transformer, 'prefill', count)
   jax.clear_caches()
-  generate(slots=12, refill=12)
+  generate(max_num_seqs=12, prefill_batch_size=12)
   assert seen == [(7, WIDTH)]  # six groups of two, and one that a block may cut
 
 
 def test_nothing_compiles_after_the_warm_up():
   jitted = (decode.run, decode.admit, decode.harvest, decode.refresh)
   # Prompts of 3 and of 70 tokens: two buckets; a cache of four segments.
-  knobs = {'group': 1, 'new': 26, 'temperature': 1.0, 'eos': (3,), 'segments': 4}
+  knobs = {'group_size': 1, 'max_new_tokens': 26, 'temperature': 1.0, 'eos': (3,), 'cache_segments': 4}
   spec = dataclasses.replace(SPEC, positions=128)
   warm = engine.RolloutEngine(
-    spec, places=4, width=70, slots=2, refill=1, chunk=8, **knobs
+    spec, places=4, max_prompt_tokens=70, max_num_seqs=2, prefill_batch_size=1, tokens_per_dispatch=8, **knobs
   )
   warm.warm_up(PARAMS, KEY)
   warm.rows = jax.tree.map(jnp.copy, warm.rows)
@@ -291,7 +296,7 @@ def test_nothing_compiles_after_the_warm_up():
   lengths = np.asarray([3, 70, 20, 64], np.int32)
   warm.ask(Prompts(np.arange(4, dtype=np.int32), tokens_PT, lengths), np.arange(4))
   while warm.unfinished:
-    warm.advance(PARAMS, KEY, budget=9)
+    warm.advance(PARAMS, KEY, max_tokens_per_step=9)
     warm.refresh(PARAMS)
   after = [f._cache_size() for f in jitted]
   assert after[2] - before[2] <= 1  # harvest is not in the warm-up: it costs nothing
@@ -313,11 +318,11 @@ params = jax.device_put(
 )
 flying = t.in_flight(mesh=devices)
 flying.ask(t.prompts(), t.UID_B)
-flying.advance(params, t.KEY, budget=5)
+flying.advance(params, t.KEY, max_tokens_per_step=5)
 flying.refresh(params)
 flying.advance(params, t.KEY)
 rows = flying.read(flying.finished(), t.P)
-np.savez(sys.argv[3], tokens=np.asarray(rows.tokens_BT), born=np.asarray(rows.born_BT))
+np.savez(sys.argv[3], tokens=np.asarray(rows.tokens_BT), policy_version=np.asarray(rows.policy_version_BT))
 """
 
 
@@ -345,20 +350,20 @@ def test_two_processes_write_what_one_writes(rows, tmp_path):
     found = np.load(tmp_path / f'{i}.npz')
     shape = rows.tokens_BT.shape
     np.testing.assert_array_equal(found['tokens'].reshape(shape), rows.tokens_BT)
-    np.testing.assert_array_equal(found['born'].reshape(shape), rows.born_BT)
+    np.testing.assert_array_equal(found['born'].reshape(shape), rows.policy_version_BT)
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
     (
-      {'new': 27},
+      {'max_new_tokens': 27},
       "prompt 6 + response 27 tokens exceed the model's 32 positions; lower "
-      'sampler.new or prompts.width',
+      'sampler.max_new_tokens or prompts.max_prompt_tokens',
     ),
     (
-      {'new': 0},
-      'sampler.new=0 leaves no room for a response; give 1 or more',
+      {'max_new_tokens': 0},
+      'sampler.max_new_tokens=0 leaves no room for a response; give 1 or more',
     ),
     (
       {'eos': ()},
@@ -370,7 +375,7 @@ def test_two_processes_write_what_one_writes(rows, tmp_path):
     ),
     (
       {'asked': prompts()._replace(length_P=LENGTH_P + 1)},
-      'row 1: a prompt of 7 tokens stands in 6 columns; raise prompts.width',
+      'row 1: a prompt of 7 tokens stands in 6 columns; raise prompts.max_prompt_tokens',
     ),
   ],
 )
@@ -388,4 +393,4 @@ def test_lengths_that_do_not_belong_to_the_prompts():
 def test_nobody_asked():
   nothing = generate(prompts()._replace(length_P=0 * LENGTH_P))
   assert not np.asarray(nothing.tokens_BT).any()
-  assert (np.asarray(nothing.born_BT) == -1).all()
+  assert (np.asarray(nothing.policy_version_BT) == -1).all()

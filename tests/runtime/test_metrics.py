@@ -25,12 +25,12 @@ def test_every_metric_has_one_sentence():
 def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
   with open_plain(tmp_path, -1) as write:
     write(1, {'loss/kl': float('nan'), 'loss/ratio_max': np.float32(np.inf)})
-    write(2, {'loss/value': -math.inf, 'sample/accuracy': np.float32(0.25)})
+    write(2, {'loss/value': -math.inf, 'rollout/accuracy': np.float32(0.25)})
     # flushed line by line: a reader sees both before the writer closes
     one, two = metrics.read(tmp_path)
   assert one['step'] == 1 and math.isnan(one['loss/kl'])
   assert one['loss/ratio_max'] == math.inf
-  assert two == {'step': 2, 'loss/value': -math.inf, 'sample/accuracy': 0.25}
+  assert two == {'step': 2, 'loss/value': -math.inf, 'rollout/accuracy': 0.25}
 
   def refuse(constant):  # what Python reads but JSON does not know
     raise AssertionError(constant)

@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
   devices, patch = jax.devices()[:1], pytest.MonkeyPatch()
   patch.setattr(jax, 'devices', lambda *_: devices)
   workdir = tmp_path_factory.mktemp('run')
-  knobs = {'steps': 2, 'evaluate.group': GROUP, 'evaluate.k': (1, GROUP)}
+  knobs = {'steps': 2, 'evaluate.group_size': GROUP, 'evaluate.k': (1, GROUP)}
   assert experiment.train(tiny(**knobs), str(workdir)) == 0
   patch.undo()
   return workdir, knobs
@@ -82,7 +82,7 @@ def test_another_problem_set_is_asked(trained, one_device, tmp_path):
 @pytest.mark.slow
 def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   path = source(tmp_path / 'model')
-  knobs = {'model.path': path, 'text.tokenizer': path, 'evaluate.group': 2}
+  knobs = {'model.path': path, 'text.tokenizer': path, 'evaluate.group_size': 2}
   config = tiny(**knobs, **{'rewards.rule': 'math'})
   assert eval_checkpoint.eval_checkpoint(config, str(tmp_path / 'run'), '') == 0
   (file,) = (tmp_path / 'run' / 'eval').glob('model-*.jsonl')
@@ -106,8 +106,8 @@ def test_the_checkpoint_of_another_model_is_refused(trained):
 @pytest.mark.slow
 def test_a_run_logs_what_was_undecided(trained):
   workdir, _ = trained
-  told = [row for row in metrics.read(workdir) if 'sample/undecided' in row]
-  assert len(told) == 2 and all(row['sample/undecided'] == 0 for row in told)
+  told = [row for row in metrics.read(workdir) if 'rollout/undecided' in row]
+  assert len(told) == 2 and all(row['rollout/undecided'] == 0 for row in told)
   assert all(
     row['eval/undecided'] == 0 for row in metrics.read(workdir) if row['step'] == 0
   )

@@ -67,7 +67,7 @@ def saved(workdir, params):
   """A checkpoint of step 1 with these weights, laid out as a run's."""
   opt, other = (jnp.ones(3),), jax.tree.map(lambda x: x + 1, params)
   run = types.SimpleNamespace(
-    params=params, opt=opt, actor=other, shelves=opt, flight=None
+    params=params, opt=opt, actor=other, buffer=opt, flight=None
   )
   with checkpoint.manager(str(workdir), 2) as kept:
     checkpoint.save(kept, 1, experiment.arrays(run), {})
@@ -75,7 +75,7 @@ def saved(workdir, params):
 
 def trained(workdir):
   """(config, parameters after a short warm start), saved in the workdir."""
-  config = tiny(**{'warmstart.clean': 2, 'warmstart.noisy': 1})
+  config = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
   reader = tokenizer_lib.load(**config.text)
   workdir_lib.open_workdir(str(workdir), config)
   devices = sharding.make(devices=jax.devices()[:1])
@@ -191,7 +191,7 @@ def test_the_newest_checkpoint_is_by_number(tmp_path):
 def test_one_parameter_is_read_without_the_others(tmp_path):
   params = oracles.noisy(
     transformer.ModelSpec(
-      vocab=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2, ffn=4
+      vocab=8, max_prompt_tokens=4, layers=2, heads=2, kv_heads=1, head_width=2, ffn=4
     ),
     0,
   )

@@ -50,8 +50,8 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
     'model.layers': 1,
     'prompts.count': 16,
     'learner.minibatches': 1,
-    'sampler.refill': 8,
-    'sampler.slots': 262144,
+    'sampler.prefill_batch_size': 8,
+    'sampler.max_num_seqs': 262144,
   }
   run = subprocess.run(
     [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py', *flags]
@@ -65,14 +65,14 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
   for name in ('train step', 'log-prob pass', 'prefill'):
     assert re.search(rf'^{name} .* fits, 1\d\.\d left$', run.stdout, re.M), run.stdout
   (line,) = re.findall(r'^decode .*$', run.stdout, re.M)[:1]
-  assert 'GiB too much; --config.sampler.slots=131072 fits' in line
+  assert 'GiB too much; --config.sampler.max_num_seqs=131072 fits' in line
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
 def test_decoding_needs_little_beside_its_cache(topology, config, name):
-  config.sampler.new = 3968
+  config.sampler.max_new_tokens = 3968
   grid = sharding.make(**config.mesh, devices=topology(name))
   rules, spec = validate.check(config, grid), programs.described(config)
   for make in (programs.decode, programs.prefill):
@@ -97,7 +97,7 @@ def test_the_programs_are_those_of_the_run(config):
   program = programs.train_step(config, validate.check(config, grid), spec, grid)
   params, opt, batch = program.args
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
-  assert batch.mask_BT.dtype == bool and batch.adv_B.shape == (128,)
+  assert batch.loss_mask_BT.dtype == bool and batch.adv_B.shape == (128,)
   assert batch.tokens_BT.sharding.spec == P(sharding.ROWS)
   # Parameters and two moments in float32 over 8 devices; vectors are held whole.
   vectors = sum(x.size for x in jax.tree.leaves(params) if x.sharding.spec == P())
@@ -146,18 +146,33 @@ def test_the_compilers_refusal_is_read(config):
   ('name', 'remat', 'fits', 'answer'),
   [
     # 8 prompts x 16 / 4 shards: 32 rows a shard, 16 slices are 2 rows each.
-    ('train step', 'full', {'learner.slices': 32}, '--config.learner.slices=32 fits'),
+    (
+      'train step',
+      'full',
+      {'learner.grad_accum_steps': 32},
+      '--config.learner.grad_accum_steps=32 fits',
+    ),
     ('train step', 'dots', {'model.remat': 'full'}, '--config.model.remat=full fits'),
     (
       'train step',
       'dots',
-      {'learner.slices': 32},
-      '--config.model.remat=full --config.learner.slices=32 fits',
+      {'learner.grad_accum_steps': 32},
+      '--config.model.remat=full --config.learner.grad_accum_steps=32 fits',
     ),
-    ('train step', 'full', {'learner.slices': 64}, 'not even with'),
-    ('decode', 'full', {'sampler.slots': 16}, '--config.sampler.slots=16 fits'),
-    ('prefill', 'full', {'sampler.refill': 4}, '--config.sampler.refill=4 fits'),
-    ('prefill', 'full', {'sampler.refill': 2}, 'not even with'),
+    ('train step', 'full', {'learner.grad_accum_steps': 64}, 'not even with'),
+    (
+      'decode',
+      'full',
+      {'sampler.max_num_seqs': 16},
+      '--config.sampler.max_num_seqs=16 fits',
+    ),
+    (
+      'prefill',
+      'full',
+      {'sampler.prefill_batch_size': 4},
+      '--config.sampler.prefill_batch_size=4 fits',
+    ),
+    ('prefill', 'full', {'sampler.prefill_batch_size': 2}, 'not even with'),
   ],
 )
 def test_the_largest_batch_that_fits_is_found(
@@ -165,7 +180,7 @@ def test_the_largest_batch_that_fits_is_found(
 ):
   grid = sharding.make(**config.mesh, devices=jax.devices())
   config.model.remat = remat
-  config.learner.slices = 16
+  config.learner.grad_accum_steps = 16
   (knob, value), gib = next(iter(fits.items())), 2**30
   section, key = knob.split('.')
 

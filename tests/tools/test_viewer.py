@@ -127,20 +127,22 @@ def shelved(tmp_path):
   config.model.update(width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16)
   config.sampler.temperature = 0.5
   (tmp_path / 'config.json').write_text(json.dumps(config.to_dict()))
-  good = groups(ids=[5, 3, 8], right=[1, 1, 3], born=[1, -1, 2], G=4, T=6)
+  good = groups(ids=[5, 3, 8], right=[1, 1, 3], policy_version=[1, -1, 2], G=4, T=6)
   prompt, said = (np.asarray(i) for i in tokenizer.encode(TEXT, ['3*', '567']))
   tokens_PGT = np.zeros((3, 4, 6), np.int32)
   tokens_PGT[:, :, :2], tokens_PGT[:, :, 2:5] = prompt, said
-  chosen_PGT = np.zeros((3, 4, 6), bool)
-  chosen_PGT[:, :, 2:5] = True
-  logp_PGT = np.where(chosen_PGT, np.log([1, 1, 0.5, 0.95, 0.25, 1]), 0)
+  response_mask_PGT = np.zeros((3, 4, 6), bool)
+  response_mask_PGT[:, :, 2:5] = True
+  behavior_logp_PGT = np.where(response_mask_PGT, np.log([1, 1, 0.5, 0.95, 0.25, 1]), 0)
   good = good._replace(
-    tokens_PGT=tokens_PGT, chosen_PGT=chosen_PGT, logp_PGT=logp_PGT.astype(np.float32)
+    tokens_PGT=tokens_PGT,
+    response_mask_PGT=response_mask_PGT,
+    behavior_logp_PGT=behavior_logp_PGT.astype(np.float32),
   )
   spec = setup.spec_of(config, TEXT)
   with checkpoint.manager(str(tmp_path), 2) as kept:
-    shelves = replay_buffer.init(1, 4, 1)._replace(good=good)
-    arrays = {'shelves': shelves, 'params': params(spec)}
+    buffer = replay_buffer.init(1, 4, 1)._replace(good=good)
+    arrays = {'buffer': buffer, 'params': params(spec)}
     checkpoint.save(kept, 3, arrays, {})
   return config, str(tmp_path)
 
@@ -168,9 +170,9 @@ def test_the_good_shelf_is_read_with_probabilities(shelved):
 def test_another_checkpoint_is_shown_with_what_was_known_by_then(shelved, monkeypatch):
   config, workdir = shelved
   with checkpoint.manager(workdir, 2) as kept:
-    shelves = replay_buffer.init(2, 4, 6)
-    shelves = shelves._replace(good=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
-    arrays = {'shelves': shelves, 'params': params(setup.spec_of(config, TEXT), 1)}
+    buffer = replay_buffer.init(2, 4, 6)
+    buffer = buffer._replace(good=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
+    arrays = {'buffer': buffer, 'params': params(setup.spec_of(config, TEXT), 1)}
     checkpoint.save(kept, 5, arrays, {}, accuracy=0.5)
   monkeypatch.setattr(tokenizer, 'read', lambda reader, tokens_GT, *_: ['?'] * 4)
 

@@ -200,7 +200,7 @@ def started(kind, workdir, monkeypatch):
   count, axes = MESHES[kind]
   devices = jax.devices()[:count]
   knobs = {f'mesh.{axis}': size for axis, size in axes.items()}
-  config = tiny(**{'batch.rule': 'adapted', 'rollout.max_age': 1, **knobs})
+  config = tiny(**{'batch.rule': 'adapted', 'rollout.max_off_policy_steps': 1, **knobs})
   with monkeypatch.context() as patched:
     patched.setattr(jax, 'devices', lambda *_: devices)
     patched.setattr(
@@ -228,16 +228,16 @@ def filled(tree):
 def test_another_mesh_restores_the_same_values(then, now, tmp_path, monkeypatch):
   old = started(then, tmp_path, monkeypatch)
   arrays = filled(experiment.arrays(old))
-  scalars = experiment.scalars(old) | {'step': 3, 'actor_born': 2}
+  scalars = experiment.scalars(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(tmp_path), 1) as kept:
     checkpoint.save(kept, 3, arrays, {'run': scalars})
     checkpoint.wait(kept)
     fresh = started(now, tmp_path, monkeypatch)
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
     run, _ = experiment.resume(kept, fresh)
-  assert (run.step, run.actor_born) == (3, 2)
+  assert (run.step, run.actor_version) == (3, 2)
   found = experiment.arrays(run)
-  assert found.keys() == {'params', 'opt', 'actor', 'shelves', 'flight'}
+  assert found.keys() == {'params', 'opt', 'actor', 'buffer', 'flight'}
   for part, value in found.items():
     assert equal(value, arrays[part]), part
   # And they lie as the new mesh wants them.

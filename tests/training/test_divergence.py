@@ -16,7 +16,7 @@ def test_a_run_that_diverges_stops_saved_and_says_so(tmp_path, one_device, capsy
       'steps': 9,
       'optimizer.lr': 1e30,
       'optimizer.warmup': 0,
-      'learner.give_up': 3,
+      'learner.max_consecutive_skips': 3,
       'checkpoint.keep': 9,
     }
   )
@@ -24,7 +24,7 @@ def test_a_run_that_diverges_stops_saved_and_says_so(tmp_path, one_device, capsy
   out = capsys.readouterr().out
   run, _ = last_run(tmp_path, config)
   assert f'{run.skipped} updates in a row were skipped' in out
-  assert '(learner.give_up=3)' in out and 'Saved. The same command' in out
+  assert '(learner.max_consecutive_skips=3)' in out and 'Saved. The same command' in out
   assert not (tmp_path / 'report.md').exists()
   assert run.step == checkpoint.newest(str(tmp_path)) < config.steps
 

@@ -35,16 +35,16 @@ def test_the_evaluation_counts_what_a_hand_counts():
   small = jax.tree.map(lambda x: x[:2], problems())
   small = small._replace(text=PROBLEMS[:2], answer=['2', '32'])
 
-  def written(params, problems, asked, key, *, group, step, born, verify):
-    assert (params, group, step, born) == ('weights', 2, 40, 40)
+  def written(params, problems, asked, key, *, group, step, policy_version, verify):
+    assert (params, group, step, policy_version) == ('weights', 2, 40, 40)
     np.testing.assert_array_equal(asked.id_P, [0, 1])
     groups = jax.tree.map(np.array, types.empty_groups(2, 2, WIDTH + 5))
     for p in range(2):
       for g in range(2):
         at = slice(asked.length_P[p], asked.length_P[p] + len(said[p][g]))
         groups.tokens_PGT[p, g, at] = said[p][g]
-        groups.chosen_PGT[p, g, at] = True
-        groups.logp_PGT[p, g, at] = -0.5
+        groups.response_mask_PGT[p, g, at] = True
+        groups.behavior_logp_PGT[p, g, at] = -0.5
     texts = ['3', '4567', '5', '6']
     correct_B = verify(['2', '2', '32', '32'], texts)
     return groups._replace(correct_PG=correct_B.reshape(2, 2))
@@ -56,7 +56,7 @@ def test_the_evaluation_counts_what_a_hand_counts():
     None,
     rollout=written,
     judge=Odd(),
-    group=2,
+    group_size=2,
     step=40,
     ks=(1, 2),
   )
@@ -64,7 +64,7 @@ def test_the_evaluation_counts_what_a_hand_counts():
     'accuracy': 0.75,
     'stderr': pytest.approx(0.25),
     'n': 2,
-    'group': 2,
+    'group_size': 2,
     'length': 2.5,
     'truncated': 0.25,
     'undecided': 0.0,
@@ -104,7 +104,7 @@ def evaluated(judge, **knobs):
 
 
 def test_the_evaluation_goes_through_the_same_door():
-  result, samples = evaluated(Odd(), group=GROUP, ks=(1, GROUP))
+  result, samples = evaluated(Odd(), group_size=GROUP, ks=(1, GROUP))
   assert len(samples) == 3 * GROUP
   verdicts = [len(sample['response']) % 2 == 1 for sample in samples]
   assert 0 < sum(verdicts) < len(verdicts)
@@ -116,13 +116,13 @@ def test_the_evaluation_goes_through_the_same_door():
     problems(),
     evaluate.prompts_lib.again(problems(), [0, 1, 2]),
     jax.random.key(1),
-    group=GROUP,
+    group_size=GROUP,
     step=3,
-    born=3,
+    policy_version=3,
   )
-  tokens = np.asarray(groups.chosen_PGT).sum(2).reshape(-1)
+  tokens = np.asarray(groups.response_mask_PGT).sum(2).reshape(-1)
   assert [sample['tokens'] for sample in samples] == tokens.tolist()
-  logp = np.asarray(groups.logp_PGT).sum(2).reshape(-1)
+  logp = np.asarray(groups.behavior_logp_PGT).sum(2).reshape(-1)
   np.testing.assert_allclose([s['logp'] for s in samples], logp, rtol=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_undecided_is_wrong_and_said_to_be_undecided():
       made = super().submit(answers, texts)
       return made._replace(found=[Verdict(None, 'took over 3 s', '1')] * len(texts))
 
-  result, samples = evaluated(Lost(), group=2)
+  result, samples = evaluated(Lost(), group_size=2)
   assert (result['accuracy'], result['undecided']) == (0, 1)
   assert {s['verdict'] for s in samples} == {'undecided'}
   assert result['maj'][1]['mean'] == 0

@@ -36,18 +36,18 @@ TINY = {
   'problems.train': 24,
   'problems.test': 16,
   'prompts.count': 8,
-  'sampler.group': 4,
-  'sampler.new': 12,
-  'sampler.slots': 32,
-  'sampler.refill': 16,
-  'sampler.chunk': 6,
+  'sampler.group_size': 4,
+  'sampler.max_new_tokens': 12,
+  'sampler.max_num_seqs': 32,
+  'sampler.prefill_batch_size': 16,
+  'sampler.tokens_per_dispatch': 6,
   'learner.minibatches': 2,
-  'warmstart.clean': 60,
-  'warmstart.noisy': 1,
-  'warmstart.batch': 16,
+  'sft.clean': 60,
+  'sft.noisy': 1,
+  'sft.batch': 16,
   'buffer.capacity': 8,
-  'buffer.recheck': 4,
-  'buffer.every': 1,
+  'buffer.reevaluate': 4,
+  'buffer.reeval_interval': 1,
   'evaluate.every': 2,
   'checkpoint.every': 1,
   'metrics.tensorboard': False,
@@ -88,9 +88,9 @@ def same(a, b):
 def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
   batch, clip, partial, tmp_path, one_device
 ):
-  rules = {'clip.rule': clip, 'batch.rule': batch, 'rollout.refresh_every': 2}
+  rules = {'clip.rule': clip, 'batch.rule': batch, 'rollout.weight_sync_interval': 2}
   if partial:
-    rules |= {'rollout.max_age': 1, 'rollout.budget': 6.0}
+    rules |= {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
   config = tiny(**rules)
   assert experiment.train(config, str(tmp_path / 'whole')) == 0
   # In two parts: the second starts from nothing but the workdir.
@@ -163,7 +163,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
   # A longer run is the same run, and so is one on another mesh.
   workdir_lib.open_workdir(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
   with pytest.raises(ValueError, match=r'sampler\.group: 4 then, 8 now'):
-    workdir_lib.open_workdir(str(tmp_path), tiny(**{'sampler.group': 8}))
+    workdir_lib.open_workdir(str(tmp_path), tiny(**{'sampler.group_size': 8}))
 
 
 @pytest.mark.slow
@@ -185,23 +185,27 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
     assert experiment.recognise(kept, asked, 'refuse')
   assert max(int(row['buffer/hard']) for row in metrics.read(workdir)[1:]) > 0
 
-  # Fewer of them: the ids on the shelves would be those of other problems, or of none.
+  # Fewer of them: the ids on the buffer would be those of other problems, or of none.
   write(*first[::-2])
   with pytest.raises(
     ValueError, match=r'not those of step 2 .*problems\.changed=accept'
   ):
     experiment.train(tiny(**own, steps=3), workdir)
-  accept = own | {'problems.changed': 'accept', 'buffer.recheck': 0, 'steps': 3}
-  with pytest.raises(ValueError, match=r'buffer\.recheck: 4 then, 0 now'):
+  accept = own | {'problems.changed': 'accept', 'buffer.reevaluate': 0, 'steps': 3}
+  with pytest.raises(ValueError, match=r'buffer\.reevaluated: 4 then, 0 now'):
     experiment.train(tiny(**accept), workdir)  # that, and nothing else
-  accept.pop('buffer.recheck')
+  accept.pop('buffer.reevaluate')
   capsys.readouterr()
   assert experiment.train(tiny(**accept), workdir) == 0
-  assert 'accepted, the shelves are emptied' in capsys.readouterr().out
+  assert 'accepted, the buffer are emptied' in capsys.readouterr().out
   run, _ = last_run(workdir, tiny(**accept))
   assert run.step == 3
-  born_P = np.concatenate([run.shelves.hard.born_P, run.shelves.good.born_P])
-  assert set(born_P.tolist()) <= {-1, 2}, 'no group of an earlier step is left'
+  completed_step_P = np.concatenate(
+    [run.buffer.hard.completed_step_P, run.buffer.reusable.completed_step_P]
+  )
+  assert set(completed_step_P.tolist()) <= {-1, 2}, (
+    'no group of an earlier step is left'
+  )
   # From here on these are its problems, and the knob is not needed any more.
   with checkpoint.manager(workdir, 2) as kept:
     now = checkpoint.read_meta(kept, 3)['problems']
@@ -353,7 +357,11 @@ SEED, KILLS, STEPS = 7, 30, 120
 @pytest.mark.slow
 def test_thirty_kills_end_where_an_unbroken_run_does(tmp_path, one_device):
   knobs = {'steps': STEPS, 'batch.rule': 'adapted', 'evaluate.every': STEPS}
-  knobs |= {'clip.rule': 'fixed', 'rollout.max_age': 1, 'rollout.budget': 6.0}
+  knobs |= {
+    'clip.rule': 'fixed',
+    'rollout.max_off_policy_steps': 1,
+    'rollout.max_tokens_per_step': 6.0,
+  }
   subprocess.run(**command(tmp_path / 'whole', **knobs), check=True)
 
   broken, log = tmp_path / 'broken', tmp_path / 'log'
@@ -409,7 +417,7 @@ def wait_for(process, happened, where=''):
 
 @pytest.mark.slow
 def test_an_interrupted_warm_start_says_so(tmp_path):
-  call = command(tmp_path, **{'warmstart.clean': 100_000})
+  call = command(tmp_path, **{'sft.clean': 100_000})
   process = subprocess.Popen(
     **call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
   )
@@ -424,7 +432,7 @@ def test_an_interrupted_warm_start_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_local_launch_shards_over_eight_devices(tmp_path):
-  call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'warmstart.clean': 2})
+  call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'sft.clean': 2})
   flags = call['args'][call['args'].index('--config=configs/aime.py') + 1 :]
   run = subprocess.run(
     ['bash', 'launch/local.sh', *flags],

@@ -64,10 +64,10 @@ def rows(params, noise=0.0, seed=0):
   """A batch that these weights wrote, save for `noise` nats a token."""
   groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
   batch = learner.flatten(groups, jnp.arange(P) % 3, advantage.group_relative)
-  off_BT = noise * jax.random.normal(jax.random.key(seed), batch.mask_BT.shape)
+  off_BT = noise * jax.random.normal(jax.random.key(seed), batch.loss_mask_BT.shape)
   # The first three tokens are the prompt.
   return batch._replace(
-    mask_BT=batch.mask_BT & (jnp.arange(T) >= 3)[None],
+    loss_mask_BT=batch.loss_mask_BT & (jnp.arange(T) >= 3)[None],
     logp_BT=score()(params, batch.tokens_BT) + off_BT,
   )
 
@@ -88,11 +88,13 @@ def test_flatten_golden():
   groups = making.groups([7, 8], [1, 2], [0, 0], G=2, T=3)
   batch = learner.flatten(groups, jnp.asarray([2, -1]), advantage.group_relative)
   np.testing.assert_allclose(batch.adv_B, [1, -1, 0, 0], atol=1e-5)
-  np.testing.assert_array_equal(batch.mask_BT[:2], groups.chosen_PGT[0])
-  np.testing.assert_array_equal(batch.mask_BT[2:], False)
+  np.testing.assert_array_equal(batch.loss_mask_BT[:2], groups.response_mask_PGT[0])
+  np.testing.assert_array_equal(batch.loss_mask_BT[2:], False)
   np.testing.assert_array_equal(batch.tokens_BT[3], groups.tokens_PGT[1, 1])
-  np.testing.assert_array_equal(batch.logp_BT[1], groups.logp_PGT[0, 1])
-  np.testing.assert_array_equal(batch.prox_BT, batch.logp_BT)
+  np.testing.assert_array_equal(
+    batch.behavior_logp_BT[1], groups.behavior_logp_PGT[0, 1]
+  )
+  np.testing.assert_array_equal(batch.prox_BT, batch.behavior_logp_BT)
   assert batch.source_B.tolist() == [2, 2, -1, -1]
 
 
@@ -104,17 +106,19 @@ def test_weights_multiply_the_advantages_of_their_source():
     groups, source_P, advantage.group_relative, weights=(1.0, 0.5, 0.0)
   )
   np.testing.assert_allclose(batch.adv_B[:6], [1, -1, 0.5, -0.5, 0, 0], atol=1e-5)
-  assert batch.mask_BT[:6].any() and not batch.mask_BT[6:].any()
+  assert batch.loss_mask_BT[:6].any() and not batch.loss_mask_BT[6:].any()
 
 
 def test_one_update_raises_what_was_right(params):
   # Unclipped and small, a step against the loss raises the likelihood of right rows.
   batch = rows(params)
   after, _, told = learn('balanced')(params, PLAIN.init(params), batch)
-  gain_BT = (score()(after, batch.tokens_BT) - batch.logp_BT) * batch.mask_BT
+  gain_BT = (
+    score()(after, batch.tokens_BT) - batch.behavior_logp_BT
+  ) * batch.loss_mask_BT
   assert (gain_BT * batch.adv_B[:, None]).sum() > 0
   assert told['clip/fraction'] == 0 and told['learner/grad_norm'] > 0
-  assert told['sample/mismatch'] < 1e-5
+  assert told['rollout/logp_diff'] < 1e-5
 
 
 def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
@@ -122,9 +126,9 @@ def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
   batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(P * G))
 
   def far(params):
-    log_r_BT = score()(params, batch.tokens_BT) - batch.logp_BT
+    log_r_BT = score()(params, batch.tokens_BT) - batch.behavior_logp_BT
     k3_BT = jnp.exp(log_r_BT) - 1 - log_r_BT
-    return jnp.where(batch.mask_BT, k3_BT, 0).sum() / batch.mask_BT.sum()
+    return jnp.where(batch.loss_mask_BT, k3_BT, 0).sum() / batch.loss_mask_BT.sum()
 
   value, grads, _ = gradient('clipped', kl=0.5)(params, batch)
   expected, expected_grads = jax.value_and_grad(far)(params)
@@ -162,12 +166,12 @@ def test_slices_change_neither_bounds_nor_gradient(params, aggregate, loss_rule)
   # Rows of all lengths, one without a token: sums and counts travel, means do not.
   batch = rows(params, noise=0.4)
   short_BT = jnp.arange(T)[None] < jnp.arange(3, 3 + P * G)[:, None]
-  batch = batch._replace(mask_BT=batch.mask_BT & short_BT)
+  batch = batch._replace(loss_mask_BT=batch.loss_mask_BT & short_BT)
   knobs = dict(aggregate=aggregate, length=T)
   value, grads, told = gradient(loss_rule, **knobs)(params, batch)
   assert told[2].moves > 0 and norm(grads) > 1e-3
   gain_BT, _ = loss.RULES[loss_rule](told[0], batch, lambda _: told[2])
-  scale_B = loss.row_scale(batch.mask_BT, aggregate, T)
+  scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
   np.testing.assert_allclose(value, -(gain_BT.sum(1) * scale_B).sum(), atol=1e-6)
   for slices in (2, 4, 8):
     sliced = gradient(loss_rule, slices=slices, **knobs)(params, batch)
@@ -200,7 +204,7 @@ def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
   )
   after, _, told = step(params, PLAIN.init(params), batch)
   before_BT = score()(params, batch.tokens_BT)
-  gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.mask_BT
+  gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.loss_mask_BT
   assert (gain_BT * batch.adv_B[:, None]).sum() > 0
   assert np.isfinite(told['loss/value']) and told['learner/grad_norm'] > 0
 
@@ -223,8 +227,8 @@ def test_slices_search_over_the_whole_minibatch(params):
   batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
   opt = PLAIN.init(params)
   whole, told = (learn('balanced', slices=n)(params, opt, batch)[2] for n in (1, 2))
-  assert whole['clip/moves'] > 0
-  for name in ('clip/low', 'clip/high', 'clip/moves'):
+  assert whole['clip/search_steps'] > 0
+  for name in ('clip/low', 'clip/high', 'clip/search_steps'):
     assert told[name] == whole[name], name
 
 
@@ -239,11 +243,11 @@ def test_slices_may_search_by_themselves(params):
   # The gradient is the sum of the halves', each under the bounds it found.
   halves = []
   for half, moves in ((slice(0, 8), 0), (slice(8, 16), 51)):
-    mask_BT = batch.mask_BT & jnp.zeros((P * G, 1), bool).at[half].set(True)
-    part = batch._replace(mask_BT=mask_BT)
+    loss_mask_BT = batch.loss_mask_BT & jnp.zeros((P * G, 1), bool).at[half].set(True)
+    part = batch._replace(loss_mask_BT=loss_mask_BT)
     _, found, told = gradient('clipped')(params, part)
     assert told[2].moves == moves
-    share = mask_BT.sum() / batch.mask_BT.sum()
+    share = loss_mask_BT.sum() / batch.loss_mask_BT.sum()
     halves.append(jax.tree.map(lambda g, share=share: g * share, found))
   expected = jax.tree.map(jnp.add, *halves)
   assert norm(jax.tree.map(jnp.subtract, grads, expected)) < 1e-5 * norm(expected)
@@ -293,7 +297,7 @@ def test_without_a_kept_group_nothing_changes(params, fresh_moments):
   batch, opt = rows(params), ADAM.init(params)
   if not fresh_moments:
     params, opt, _ = learn('balanced', ADAM)(params, opt, batch)
-  nothing = batch._replace(mask_BT=jnp.zeros_like(batch.mask_BT))
+  nothing = batch._replace(loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
   after, opt_after, told = learn('balanced', ADAM)(params, opt, nothing)
   assert same_bits(after, params) and same_bits(opt_after, opt)
   lost = {name for name, value in told.items() if not np.isfinite(value)}
@@ -310,7 +314,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_told(params, field):
   # Infinite advantage; or an importance ratio that overflows.
   bad = {'adv_B': jnp.inf, 'logp_BT': -1e4}[field]
   spoilt = getattr(batch, field)
-  where = (0,) if field == 'adv_B' else (0, int(batch.mask_BT[0].argmax()))
+  where = (0,) if field == 'adv_B' else (0, int(batch.loss_mask_BT[0].argmax()))
   broken = batch._replace(**{field: spoilt.at[where].set(bad)})
   if field == 'logp_BT':  # clipping saves a positive token, nothing a negative one
     broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
@@ -332,7 +336,7 @@ def assert_every_rule_agrees(params, batch):
     found, found_opt, told = learn(rule, ADAM)(params, opt, batch)
     assert told['clip/fraction'] == 0, rule
     assert same_bits(found, after) and same_bits(found_opt, opt_after), rule
-  assert told['clip/moves'] == 51  # the search did run, and to its caps
+  assert told['clip/search_steps'] == 51  # the search did run, and to its caps
 
 
 def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
@@ -364,7 +368,7 @@ def test_what_was_just_sampled_is_at_ratio_one(params):
   adv_B = advantage.group_relative(reward_PG).reshape(-1)
   batch = Batch(
     sampled.tokens_BT,
-    sampled.chosen_BT,
+    sampled.response_mask_BT,
     sampled.logp_BT,
     sampled.logp_BT,
     adv_B,

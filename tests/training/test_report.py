@@ -35,7 +35,7 @@ def write_report(workdir, rows, **overrides):
 
 
 def lengths(right, wrong):
-  return {'sample/length_right': right, 'sample/length_wrong': wrong}
+  return {'rollout/length_right': right, 'rollout/length_wrong': wrong}
 
 
 def test_numbers_by_hand(tmp_path):
@@ -69,7 +69,7 @@ def test_numbers_by_hand(tmp_path):
   table = page[page.index('| sample | 60.0 | 60.0 |') :].splitlines()
   assert table[1] == '| score | 10.0 | 10.0 |'
   assert table[2] == '| other | 30.0 | 30.0 |'
-  assert '| `sample/length_right` | 20 | 20 |' in page
+  assert '| `rollout/length_right` | 20 | 20 |' in page
   # the wrong response opens a fence of three: its block needs four to hold it
   assert '````text\n```\n4\n````' in page
   for name in ('curves.png', 'phases.png'):
@@ -80,7 +80,7 @@ def test_numbers_by_hand(tmp_path):
   'rows',
   [
     [],
-    [{'sample/reward': 0.5}],
+    [{'rollout/reward': 0.5}],
     [{'eval/accuracy': 0.5}],  # no standard error, no training step
     [{'loss/entropy': NAN, 'eval/accuracy': NAN, 'eval/stderr': NAN}] * 2,
     [{'learner/grad_norm': g, 'clip/share': math.inf} for g in (1.0, 0.0, 1000.0)],

@@ -17,7 +17,7 @@ from bapo_jax.training import learner
 
 SPEC = transformer.ModelSpec(
   vocab=24,
-  width=16,
+  max_prompt_tokens=16,
   layers=2,
   heads=4,
   kv_heads=2,
@@ -35,8 +35,8 @@ def batch(params):
   rows = learner.flatten(groups, jnp.zeros(P, int), advantage.group_relative)
   logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, SPEC, TEMPERATURE)[0]
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
-  mask_BT = rows.mask_BT & (jnp.arange(T) >= 3)[None]
-  return rows._replace(mask_BT=mask_BT, logp_BT=logp_BT + noise_BT)
+  loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
+  return rows._replace(loss_mask_BT=loss_mask_BT, logp_BT=logp_BT + noise_BT)
 
 
 @pytest.mark.parametrize(('tied', 'slices'), [(False, 1), (True, 2)])
@@ -50,7 +50,7 @@ def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, slices):
     loss_rule=loss.clipped,
     spec=spec,
     temperature=TEMPERATURE,
-    chunk=4,
+    tokens_per_dispatch=4,
     slices=slices,
   )
   rows, opt = batch(making.params(SPEC)), PLAIN.init(params)

@@ -16,12 +16,12 @@ class Fake:
 
   Args:
     script: round -> right answers of its P groups.
-    recheck: problems that are asked again in a step.
+    reevaluated: problems that are asked again in a step.
     lag: steps between copies to the actor.
     told: step -> what its updates told.
   """
 
-  def __init__(self, script, steps, refills=0, recheck=0, lag=1, told=None):
+  def __init__(self, script, steps, refills=0, reevaluated=0, lag=1, told=None):
     self.rollouts, self.asked, self.batches = [], [], []
     self.script, self.told = script, told or (lambda step: [{'learner/skipped': 0.0}])
     self.job = trainer.Trainer(
@@ -31,11 +31,11 @@ class Fake:
       rollout=self.rollout,
       speak=lambda params: f'copy of {params}',
       stale=lambda step: step % lag == 0,
-      recheck=lambda step: recheck,
+      reevaluated=lambda step: reevaluated,
       refills=refills,
       batch_rule=lambda *args: batch_rules.learnable_only(*args, P),
       update=self.update,
-      shelve=lambda shelves, *_: (shelves, {'buffer/entered': 0}),
+      shelve=lambda buffer, *_: (buffer, {'buffer/entered': 0}),
       describe=lambda *_: {},
       keys=lambda step: [f'{name} {step}' for name in ('fresh', 'again', 'fill', 'up')],
       evaluate=None,
@@ -59,11 +59,11 @@ class Fake:
     return f'weights {step + 1}', opt, self.told(step)
 
   def run(self, **given):
-    shelves = replay_buffer.init(4, G, T)
-    shelves = shelves._replace(
+    buffer = replay_buffer.init(4, G, T)
+    buffer = buffer._replace(
       hard=making.groups([90, 91, -1, -1], [0] * 4, [3, 4, -1, -1], 1, 1)
     )
-    return trainer.TrainState(0, 'weights 0', None, 'none', -1, shelves, **given)
+    return trainer.TrainState(0, 'weights 0', None, 'none', -1, buffer, **given)
 
 
 def test_rounds_are_asked_until_the_seats_are_full_or_refills_are_spent():
@@ -73,10 +73,10 @@ def test_rounds_are_asked_until_the_seats_are_full_or_refills_are_spent():
   fake = Fake(script, steps=4, refills=2)
   runs = list(trainer.train_loop(fake.job, fake.run()))
   assert fake.asked == list(range(9))
-  assert [told['sample/rounds'] for _, told in runs] == [3, 1, 2, 3]
+  assert [told['rollout/rounds'] for _, told in runs] == [3, 1, 2, 3]
   assert [run.asked for run, _ in runs] == [3, 4, 6, 9]
   assert [run.responses for run, _ in runs] == [48, 64, 96, 144]
-  assert [told['sample/responses'] for _, told in runs] == [48, 64, 96, 144]
+  assert [told['rollout/responses'] for _, told in runs] == [48, 64, 96, 144]
   taught = [groups.id_P[source_P >= 0].tolist() for groups, source_P in fake.batches]
   assert taught == [[2, 5], [6, 7], [9, 10], [15]]
 
@@ -90,14 +90,14 @@ def test_a_resumed_run_asks_the_next_round():
 
 
 def test_rechecked_responses_count_and_empty_rows_do_not():
-  fake = Fake([(4, 4)] * 2, steps=2, recheck=3)
+  fake = Fake([(4, 4)] * 2, steps=2, reevaluated=3)
   runs = list(trainer.train_loop(fake.job, fake.run()))
   # Two problems are on the shelf for three seats: 2 + 2 groups a step.
   assert [run.responses for run, _ in runs] == [32, 64]
 
 
 def test_fresh_groups_are_the_actors_and_rechecked_ones_the_current_weights():
-  fake = Fake([(4, 4)] * 5, steps=5, recheck=2, lag=3)
+  fake = Fake([(4, 4)] * 5, steps=5, reevaluated=2, lag=3)
   list(trainer.train_loop(fake.job, fake.run()))
   again = [r for r in fake.rollouts if r[1].startswith('again')]
   fresh = [r for r in fake.rollouts if r[1].startswith('fresh')]
@@ -129,7 +129,7 @@ def test_responses_are_numbered_through_the_rounds(group):
 
   prompts = types.Prompts(np.arange(3), None, None)
   for asked in range(5):
-    when = dict(asked=asked, step=asked // 2, born=0)
+    when = dict(asked=asked, step=asked // 2, policy_version=0)
     setup._ask_group(sample, None, group, {}, None, prompts, None, **when)
   assert numbers == list(range(5 * 3 * group))
 
@@ -139,7 +139,7 @@ def test_theory_golden():
   # 0.5 - 2 x 1 x 0.1 - 2 x 0.02 = 0.26. Reused: 0.3 - 2 x 3 x 0.2 - 2 x 0.15 = -1.2.
   # Rechecked: none, so it adds nothing to the sum.
   nan = float('nan')
-  of = ('fresh', 'rechecked', 'reused')
+  of = ('fresh', 'reevaluated', 'reused')
   mean = dict(zip((f'loss/gain_{s}' for s in of), (0.5, nan, 0.3), strict=True))
   mean |= zip((f'loss/tv_{s}' for s in of), (0.1, nan, 0.2), strict=True)
   first = dict(zip((f'loss/tv_{s}' for s in of), (0.02, nan, 0.15), strict=True))

@@ -16,7 +16,11 @@ KNOBS = [  # knob, value, what the sentence must say
   ('loss.aggregate', 'mean', r"loss\.aggregate='mean': choose one of"),
   ('loss.kl', -0.1, r'loss\.kl=-0\.1: must be 0 or more'),
   ('loss.clipped.limit', -1.0, r'loss\.clipped\.limit=-1\.0'),
-  ('learner.search', 'row', r"learner\.search='row': choose one of \('minibatch', 's"),
+  (
+    'learner.bounds_scope',
+    'row',
+    r"learner\.search='row': choose one of \('minibatch', 's",
+  ),
   ('clip.balanced.low_step', 0.5, r'clip\.balanced\.low_step=0\.5: .*\(0, 0\.3\]'),
   ('clip.balanced.sources', ('stale',), r"clip\.balanced\.sources=\('stale',\)"),
   ('rewards.rule', 'amie', r"rewards\.rule: no rule named 'amie'; choose one of"),
@@ -27,7 +31,7 @@ KNOBS = [  # knob, value, what the sentence must say
   ('rewards.shaping.overlong_cache', 41, r'overlong_cache=41 tokens: .*new=40'),
   ('evaluate.k', (1, 4), r'evaluate\.k=\(1, 4\): pass@4 needs at least 4 responses'),
   ('checkpoint.best', -1, r'checkpoint\.best=-1 is too small; give at least 0'),
-  ('learner.slices', 0, r'learner\.slices=0 is too small; give at least 1'),
+  ('learner.grad_accum_steps', 0, r'learner\.slices=0 is too small; give at least 1'),
   (
     'prompts.overlong',
     'cut',
@@ -46,39 +50,62 @@ KNOBS = [  # knob, value, what the sentence must say
     r'not found: .*test_source=/x/a\.jsonl\. Down',
   ),
   ('problems.test_source', 'tfds:', r'problems\.test_source=tfds:: write hub:owner'),
-  ('buffer.recheck', 999, r'buffer\.recheck=999 is more than buffer\.capacity=256'),
+  (
+    'buffer.reevaluate',
+    999,
+    r'buffer\.reevaluated=999 is more than buffer\.capacity=256',
+  ),
   ('buffer.capacity', 0, r'buffer\.capacity=0 is too small; give at least 1'),
   ('buffer.max_reuse', 0, r'buffer\.max_reuse=0 is too small; give at least 1'),
-  ('buffer.band.rule', 'free', r"buffer\.band\.rule: no rule named 'free'; choose one"),
   (
-    'buffer.band.fixed.hard',
+    'buffer.thresholds.rule',
+    'free',
+    r"buffer\.band\.rule: no rule named 'free'; choose one",
+  ),
+  (
+    'buffer.thresholds.fixed.hard',
     1.2,
     r'hard runs from 1\.2 to 1\.2; shares lie in \[0, 1\]',
   ),
-  ('buffer.band.fixed.hard', 1.0, r'hard=1 files solved problems as hard; give less'),
-  ('buffer.band.fixed.good', (0.7, 0.2), r'good begins at 0\.7 and ends at 0\.2; turn'),
-  ('batch.refills', -1, r'batch\.refills=-1 is too small; give at least 0'),
+  (
+    'buffer.thresholds.fixed.hard',
+    1.0,
+    r'hard=1 files solved problems as hard; give less',
+  ),
+  (
+    'buffer.thresholds.fixed.good',
+    (0.7, 0.2),
+    r'good begins at 0\.7 and ends at 0\.2; turn',
+  ),
+  ('batch.max_extra_rounds', -1, r'batch\.refills=-1 is too small; give at least 0'),
   ('batch.weights.reused', -0.5, r'batch\.weights\.reused=-0\.5: must be 0 or more'),
   ('batch.weights.fresh', float('inf'), r'batch\.weights\.fresh=inf: .* finite'),
   ('batch.weights.fresh', float('nan'), r'batch\.weights\.fresh=nan: .* finite'),
-  ('learner.give_up', 0, r'learner\.give_up=0 is too small; give at least 1'),
+  (
+    'learner.max_consecutive_skips',
+    0,
+    r'learner\.give_up=0 is too small; give at least 1',
+  ),
 ]
 TOGETHER = [  # knobs that are wrong beside each other, what the sentence must say
   (
-    {'buffer.band.rule': 'threshold_free', 'sampler.group': 7},
+    {'buffer.thresholds.rule': 'threshold_free', 'sampler.group_size': 7},
     r"rule='threshold_free' keeps .* half right, and sampler\.group=7 is odd",
   ),
   (
-    {'buffer.band.rule': 'moving', 'buffer.band.moving.low': (0.1, 0.9)},
+    {'buffer.thresholds.rule': 'moving', 'buffer.thresholds.moving.low': (0.1, 0.9)},
     r'good begins at 0\.9 and ends at 0\.875; turn them',
   ),
   (
-    {'buffer.band.rule': 'moving', 'buffer.band.moving.high': (0.5, -0.1)},
+    {'buffer.thresholds.rule': 'moving', 'buffer.thresholds.moving.high': (0.5, -0.1)},
     r'high runs from 0\.5 to -0\.1; shares lie in \[0, 1\]',
   ),
-  ({'batch.rule': 'replay', 'batch.replay.older': 0}, r'replay\.older=0: replay what'),
   (
-    {'batch.rule': 'replay', 'batch.replay.older': 2, 'buffer.capacity': 127},
+    {'batch.rule': 'replay', 'batch.replay.replay_ratio': 0},
+    r'replay\.older=0: replay what',
+  ),
+  (
+    {'batch.rule': 'replay', 'batch.replay.replay_ratio': 2, 'buffer.capacity': 127},
     r'capacity=127 holds fewer .*=64 x batch\.replay\.older=2 = 128; give that much',
   ),
   (
@@ -119,7 +146,7 @@ def test_a_weight_of_no_source_is_refused():
 
 def test_every_band_fits_the_embedded_default():
   for rule in replay_buffer.THRESHOLD_RULES:
-    validate.check(config(**{'buffer.band.rule': rule, 'batch.rule': 'adapted'}))
+    validate.check(config(**{'buffer.thresholds.rule': rule, 'batch.rule': 'adapted'}))
 
 
 def test_a_knob_that_is_no_knob_of_its_rule_is_refused():

@@ -8,7 +8,6 @@
 Nothing is loaded and nothing runs: a config.json is enough.
 """
 
-import copy
 import math
 import re
 import time
@@ -16,10 +15,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.tools.plan import hlo, programs, roofline
-from bapo_jax.training import validate
+from bapo_jax.training import rules, setup
+from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
@@ -66,10 +67,10 @@ def attach(topology: str):
   return chip, found.devices
 
 
-def compiled(program: programs.Program, grid) -> Row | float:
+def compiled(program: programs.Program, mesh) -> Row | float:
   """What the compiler says; where memory does not suffice, the bytes it asks for."""
   begun = time.time()
-  with sharding.current(grid):
+  with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.knobs)
     try:
       made = lowered.compile()
@@ -102,81 +103,80 @@ def asked(message: str, program: programs.Program) -> float:
   return math.inf
 
 
-def ladder(name: str, config, grid):
+def ladder(name: str, config, mesh):
   """(knob, value) to try one after the other where a program does not fit.
 
   From the largest batch down, so that the first that fits is the largest.
   """
-  shards = sharding.row_shards(grid)
+  shards = sharding.row_shards(mesh)
   if name in ('prefill', 'decode'):
-    knob = {'prefill': 'refill', 'decode': 'slots'}[name]
-    n = config.sampler[knob] // 2
+    knob = {'prefill': 'prefill_batch_size', 'decode': 'max_num_seqs'}[name]
+    n = getattr(config.sampler, knob) // 2
     while n >= shards and n % shards == 0:
       yield f'sampler.{knob}', n
       n //= 2
     return
   if config.model.remat != 'full' and name == 'train step':
     yield 'model.remat', 'full'
-  rows, _ = programs.rows_of(config)
-  slices = 2 * config.learner.slices
+  rows = config.minibatch_rows
+  slices = 2 * config.learner.grad_accum_steps
   while rows % (slices * shards) == 0:
-    yield 'learner.slices', slices
+    yield 'learner.grad_accum_steps', slices
     slices *= 2
 
 
-def remedy(name: str, config, rules, grid, chip, say) -> str:
+def remedy(name: str, config: Config, mesh: Mesh, chip: roofline.Chip, echo) -> str:
   """What would make the program fit, found by compiling it."""
-  changed = copy.deepcopy(config)
-  told = []
-  for knob, value in ladder(name, config, grid):
+  changed, tried = config, {}
+  for knob, value in ladder(name, config, mesh):
     section, key = knob.split('.')
-    changed[section][key] = value
-    told = [t for t in told if not t.startswith(f'--config.{knob}=')]
-    told.append(f'--config.{knob}={value}')
-    say(f'  {name}: trying {" ".join(told)}')
-    spec = programs.described(changed)
-    row = compiled(programs.PROGRAMS[name](changed, rules, spec, grid), grid)
+    changed = changed.with_values(**{section: {key: value}})
+    tried[knob] = value
+    flags = ' '.join(f'--config.{k}={v}' for k, v in tried.items())
+    echo(f'  {name}: trying {flags}')
+    spec, bound = programs.described(changed), rules.bind(changed)
+    row = compiled(programs.PROGRAMS[name](changed, bound, spec, mesh), mesh)
     if isinstance(row, Row) and row.over(chip) <= 0:
-      return f'{" ".join(told)} fits, {-row.over(chip) / GIB:.1f} GiB left'
-  if not told:
+      return f'{flags} fits, {-row.over(chip) / GIB:.1f} GiB left'
+  if not tried:
     return 'no smaller batch divides over this mesh'
-  return f'not even with {" ".join(told)}: a larger mesh.tensor or topology would'
+  return f'not even with {flags}: a larger mesh.tensor or topology would'
 
 
-def run(config, topology: str, say: Callable = print) -> bool:
+def run(config: Config, topology: str, echo: Callable = print) -> bool:
   """Plans the run and prints the plan; whether everything fits.
 
   Raises:
     ValueError: the topology, the model or the knobs make no sense.
   """
   chip, devices = attach(topology)
-  grid = sharding.make(**config.mesh, devices=devices)
-  rules = validate.check(config, grid)
+  mesh = setup.make_mesh(config, devices)
+  bound = rules.bind(config)
   spec = programs.described(config)
-  sizes = ' '.join(f'{axis}={n}' for axis, n in grid.shape.items())
-  say(
-    f'{config.title} on {topology}: {grid.size} devices of {chip.hbm} GiB, {sizes}, '
+  sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
+  echo(
+    f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
     f'attention {spec.attention}, remat {spec.remat}'
   )
   made, rows, verdicts = {}, {}, {}
   for name, make in programs.PROGRAMS.items():
-    made[name] = make(config, rules, spec, grid)
-    rows[name] = row = compiled(made[name], grid)
+    made[name] = make(config, bound, spec, mesh)
+    rows[name] = row = compiled(made[name], mesh)
     over = row.over(chip) if isinstance(row, Row) else row - chip.hbm * GIB
     if over > 0:
-      say(f'  {name} does not fit; looking for what does')
-      found = remedy(name, config, rules, grid, chip, say)
+      echo(f'  {name} does not fit; looking for what does')
+      found = remedy(name, config, mesh, chip, echo)
       verdicts[name] = f'{over / GIB:.1f} GiB too much; {found}'
     else:
       verdicts[name] = f'fits, {-over / GIB:.1f} left'
-      say(f'  {name} compiled in {row.seconds:.0f} s')
-  say('')
-  say(memory_table(rows, verdicts))
+      echo(f'  {name} compiled in {row.seconds:.0f} s')
+  echo('')
+  echo(memory_table(rows, verdicts))
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
-  say('')
-  say(loops_table(known))
-  say('')
-  say(roofline_table(known, made, chip, config))
+  echo('')
+  echo(loops_table(known))
+  echo('')
+  echo(roofline_table(known, made, chip, config))
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -191,7 +191,7 @@ def memory_table(rows: dict, verdicts: dict) -> str:
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
   lines.append(
     'cache is part of the arguments; beside is what the run holds there meanwhile '
-    '(the learner, the actor, the shelves)'
+    '(the learner, the actor, the buffer)'
   )
   for name, row in rows.items():
     if isinstance(row, Row) and row.cache:
@@ -236,15 +236,17 @@ def roofline_table(rows: dict, made: dict, chip, config) -> str:
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
   if 'decode' in took:
-    tokens = config.sampler.slots / took['decode']
-    rounds = config.prompts.count * config.sampler.group / config.sampler.slots
-    hours = rounds * config.sampler.new * took['decode'] / 3600
+    tokens = config.sampler.max_num_seqs / took['decode']
+    rounds = (
+      config.prompts.count * config.sampler.group_size / config.sampler.max_num_seqs
+    )
+    hours = rounds * config.sampler.max_new_tokens * took['decode'] / 3600
     lines.append(
       f'decoding: at most {tokens:.0f} tokens/s; a rollout whose responses are all '
-      f'{config.sampler.new} tokens at least {hours:.2f} h'
+      f'{config.sampler.max_new_tokens} tokens at least {hours:.2f} h'
     )
   if 'train step' in took:
-    updates = config.learner.epochs * config.learner.minibatches
+    updates = config.updates_per_step
     hours = updates * took['train step'] / 3600
     lines.append(f'learning: {updates} updates a rollout batch, at least {hours:.2f} h')
   return '\n'.join(lines)

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from bapo_jax import sharding, types
-from bapo_jax.data import tokenizer
+from bapo_jax import sharding
 from bapo_jax.models import attention, logprobs, transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import binding, setup
-
-# The dtypes of a Batch, by field; all others are float32.
-KINDS = {'tokens': jnp.int32, 'mask': jnp.bool_, 'source': jnp.int32}
+from bapo_jax.training import setup
+from bapo_jax.training.config import Config
+from bapo_jax.types import Rules
 
 
 class Program(NamedTuple):
@@ -38,7 +38,7 @@ class Program(NamedTuple):
   runs: int = 1  # steps of one call: costs are of one step
 
 
-def described(config) -> transformer.ModelSpec:
+def described(config: Config) -> ModelSpec:
   """The model that the config names, its attention that of a TPU.
 
   Raises:
@@ -49,8 +49,8 @@ def described(config) -> transformer.ModelSpec:
     raise ValueError(
       f'--config.model.path={path} has no config.json; a plan needs no other file'
     )
-  reader = None if path else tokenizer.load(**config.text)
-  spec = setup.spec_of(config, reader)
+  tokenizer = None if path else setup.load_tokenizer(config)
+  spec = setup.spec_of(config, tokenizer)
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -70,117 +70,106 @@ def held(tree) -> float:
   )
 
 
-def learner_state(config, spec, grid):
+def learner_state(config: Config, spec: ModelSpec, mesh: Mesh):
   """(params, opt) where the learner keeps them."""
   params = transformer.abstract(spec)
-  opt = jax.eval_shape(binding.optimizer(config).init, params)
-  return place((params, opt), sharding.shardings((params, opt), grid))
+  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  return place((params, opt), sharding.shardings((params, opt), mesh))
 
 
-def actor(spec, grid):
+def actor(spec: ModelSpec, mesh: Mesh):
   """The weights as decoding reads them."""
   params = jax.eval_shape(
     lambda tree: transformer.cast(tree, spec.compute), transformer.abstract(spec)
   )
-  return place(params, sharding.shardings(params, grid, 'decode'))
+  return place(params, sharding.shardings(params, mesh, 'decode'))
 
 
-def shelves(config, grid):
+def buffer(config: Config, rules: Rules, mesh: Mesh):
   """The replay buffer, whole on every device."""
-  made = jax.eval_shape(functools.partial(binding.empty_shelves, config))
-  return place(made, jax.tree.map(lambda _: sharding.replicated(grid), made))
+  made = jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+  return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
 
 
-def rows_of(config) -> tuple[int, int]:
-  """(rows of a minibatch, tokens in a row)."""
-  rows = binding.seats(config) // config.learner.minibatches * config.sampler.group
-  return rows, config.prompts.width + config.sampler.new
-
-
-def train_step(config, rules, spec, grid) -> Program:
+def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """One optimiser update on one minibatch."""
-  B, T = rows_of(config)
-  size = {'B': B, 'T': T, '1': 1}
-  fields = []
-  for field in types.Batch._fields:  # the name says the axes
-    name, _, axes = field.rpartition('_')
-    shape = tuple(size[axis] for axis in axes)
-    kind = KINDS.get(name, jnp.float32)
-    fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=sharding.over_rows(grid)))
-  params, opt = learner_state(config, spec, grid)
+  B, T = config.minibatch_rows, config.row_length
+  params, opt = learner_state(config, spec, mesh)
   return Program(
-    binding.learning(config, rules, spec),
-    (params, opt, types.Batch(*fields)),
+    setup.make_train_step(config, rules, spec),
+    (params, opt, setup.abstract_batch(config, mesh)),
     {},
     functools.partial(
-      roofline.train, spec, dict(grid.shape), B, T, config.learner.slices
+      roofline.train, spec, dict(mesh.shape), B, T, config.learner.grad_accum_steps
     ),
-    held((actor(spec, grid), shelves(config, grid))),
+    held((actor(spec, mesh), buffer(config, rules, mesh))),
   )
 
 
-def score(config, rules, spec, grid) -> Program:
+def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """The log-probabilities of one slice, without a gradient."""
-  del rules
-  B, T = rows_of(config)
-  B //= config.learner.slices
+  B = config.minibatch_rows // config.learner.grad_accum_steps
+  T = config.row_length
   function = functools.partial(
     logprobs.sequence_logprobs,
     spec=spec,
     temperature=config.sampler.temperature,
-    chunk=config.logprob.chunk,
+    chunk=config.logprobs.chunk,
   )
-  params, opt = learner_state(config, spec, grid)
-  tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=sharding.over_rows(grid))
+  params, opt = learner_state(config, spec, mesh)
+  tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=sharding.over_rows(mesh))
   return Program(
     jax.jit(function),
     (params, tokens_BT),
     {},
-    functools.partial(roofline.score, spec, dict(grid.shape), B, T),
-    held((opt, actor(spec, grid), shelves(config, grid))),
+    functools.partial(roofline.score, spec, dict(mesh.shape), B, T),
+    held((opt, actor(spec, mesh), buffer(config, rules, mesh))),
   )
 
 
-def slots_of(config, spec, grid):
+def slots_of(config: Config, spec: ModelSpec, mesh: Mesh):
   """(slots of the sampler, bytes of their cache on one device)."""
-  S, (_, T) = config.sampler.slots, rows_of(config)
-  slots = jax.eval_shape(lambda: decode_lib.empty(spec, S, T, config.sampler.segments))
-  slots = place(slots, decode_lib.slot_shardings(slots, grid))
+  S, T = config.sampler.max_num_seqs, config.row_length
+  slots = jax.eval_shape(
+    lambda: decode_lib.empty(spec, S, T, config.sampler.cache_segments)
+  )
+  slots = place(slots, decode_lib.slot_shardings(slots, mesh))
   return slots, held(slots.cache)
 
 
-def prefill(config, rules, spec, grid) -> Program:
+def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """Prompts into free slots."""
-  del rules
-  R, width = min(config.sampler.refill, config.sampler.slots), config.prompts.width
-  slots, cache = slots_of(config, spec, grid)
+  R, width = (
+    min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs),
+    config.prompts.max_prompt_tokens,
+  )
+  slots, cache = slots_of(config, spec, mesh)
   like = jax.ShapeDtypeStruct
   # As many prompts as responses: what an evaluation of one response each asks for.
   prompts = like((R, width), jnp.int32), like((R,), jnp.int32)
   names = [like((R,), kind) for kind in ('int32', 'int32', 'int32', 'uint32', 'int32')]
   return Program(
     decode_lib.admit,
-    (actor(spec, grid), slots, *prompts, *names),
+    (actor(spec, mesh), slots, *prompts, *names),
     {'spec': spec},
-    functools.partial(roofline.prefill, spec, dict(grid.shape), R, width),
-    held((learner_state(config, spec, grid), shelves(config, grid))),
+    functools.partial(roofline.prefill, spec, dict(mesh.shape), R, width),
+    held((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
   )
 
 
-def decode(config, rules, spec, grid) -> Program:
-  """One dispatch of the sampler: `sampler.chunk` tokens in every slot."""
-  del rules
-  n, (_, T) = config.sampler.chunk, rows_of(config)
-  slots, cache = slots_of(config, spec, grid)
+def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+  """One dispatch of the sampler: `sampler.tokens_per_dispatch` tokens in every slot."""
+  n, T = config.sampler.tokens_per_dispatch, config.row_length
+  slots, cache = slots_of(config, spec, mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
-  S, shape = config.sampler.slots, dict(grid.shape)
+  S, shape = config.sampler.max_num_seqs, dict(mesh.shape)
   return Program(
     decode_lib.run,
-    (actor(spec, grid), slots, key, config.sampler.temperature, n, 0),
+    (actor(spec, mesh), slots, key, config.sampler.temperature, n, 0),
     {'spec': spec, 'eos': (0,), 'live': len(slots.cache[0])},
     lambda linked: roofline.decode(spec, shape, S, T, cache, linked),
-    held((learner_state(config, spec, grid), shelves(config, grid))),
+    held((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
     n,
   )

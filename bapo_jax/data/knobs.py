@@ -1,0 +1,94 @@
+"""Knobs of tokenizer, problems and prompts."""
+
+from typing import Literal
+
+import pydantic
+
+from bapo_jax.knobs import Section, knob
+
+MADE = ('synthetic', 'countdown')  # sources that are made from a seed
+
+
+class TokenizerConfig(Section):
+  """Which tokenizer reads problems and writes responses."""
+
+  path: str = knob(
+    'characters', "Directory with tokenizer.json; 'characters': the embedded tokenizer."
+  )
+  template: str = knob(
+    '{problem}\n',
+    'The prompt, {problem} in it; chat: before it applies the chat template.',
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _has_problem(self) -> 'TokenizerConfig':
+    if '{problem}' not in self.template:
+      raise ValueError(f'template={self.template[:60]!r} does not contain {{problem}}')
+    return self
+
+
+class CountdownConfig(Section):
+  """Countdown problems made from the seed."""
+
+  numbers: tuple[int, ...] = knob(
+    (3, 4), 'How many numbers a problem has, drawn evenly.', least=2, most=6
+  )
+  largest: int = knob(99, 'Largest number.', least=5, most=10_000)
+  target: int = knob(999, 'Largest target.', least=10, most=1_000_000)
+  wording: Literal['sentence', 'short'] = knob(
+    'sentence', 'English, or the short form that the embedded policy reads.'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _some_numbers(self) -> 'CountdownConfig':
+    if not self.numbers:
+      raise ValueError('numbers=(): give how many numbers a problem has, as in (3,)')
+    return self
+
+
+class ProblemsConfig(Section):
+  """What is trained on and what is held out."""
+
+  source: str = knob(
+    'synthetic',
+    'Training problems: synthetic, countdown, files (a.jsonl,b.parquet), '
+    'hub:owner/name:split or tfds:name:split.',
+  )
+  test_source: str = knob('synthetic', 'Held-out problems, named likewise.')
+  family: Literal['trial', 'chain'] = knob('trial', 'Family of the synthetic problems.')
+  level: int = knob(3, 'Difficulty of the synthetic problems.', least=1, most=4)
+  seed: int = knob(0, 'Seed of the made problems.', least=0)
+  train: int = knob(2048, 'Made training problems.', least=1, most=50_000)
+  test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
+  countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
+  duplicates: Literal['drop', 'keep'] = knob(
+    'drop', 'What happens to a problem that comes twice; it is reported either way.'
+  )
+  overlap: Literal['keep', 'drop'] = knob(
+    'keep', 'Held-out problems among the training problems: kept there, or dropped.'
+  )
+  changed: Literal['refuse', 'accept'] = knob(
+    'refuse', 'Resuming with other problems: refused, or accepted on an empty buffer.'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _sources(self) -> 'ProblemsConfig':
+    for name in ('source', 'test_source'):
+      if not getattr(self, name):
+        raise ValueError(f"{name}='': give synthetic, countdown, a file or a name")
+    if self.test_source == 'synthetic' != self.source:
+      raise ValueError(
+        f"test_source='synthetic' beside problems.source={self.source!r}: name "
+        'held-out problems of the same kind'
+      )
+    return self
+
+
+class PromptsConfig(Section):
+  """Prompts per learner step, and how long they may be."""
+
+  count: int = knob(64, 'Prompts per learner step.', least=1, most=65536)
+  max_prompt_tokens: int = knob(17, 'Most tokens of a prompt.', least=1, most=1 << 20)
+  overlong: Literal['drop', 'refuse'] = knob(
+    'drop', 'Longer training prompts: dropped and counted, or refused.'
+  )

@@ -1,0 +1,78 @@
+"""Knobs of the policy, its log-probabilities and the mesh."""
+
+from typing import Literal
+
+import pydantic
+
+from bapo_jax.knobs import Section, knob
+
+DType = Literal['float32', 'bfloat16']
+
+
+class MeshConfig(Section):
+  """Devices along each axis; -1 takes what the others leave."""
+
+  data: int = knob(-1, 'Data-parallel devices; -1: all that are left.', least=-1)
+  fsdp: int = knob(1, 'Devices that share weights and rows; -1: the rest.', least=-1)
+  tensor: int = knob(1, 'Devices that share heads and vocabulary.', least=-1)
+
+  @pydantic.model_validator(mode='after')
+  def _fills(self) -> 'MeshConfig':
+    sizes = {'data': self.data, 'fsdp': self.fsdp, 'tensor': self.tensor}
+    for axis, size in sizes.items():
+      if size == 0:
+        raise ValueError(f'{axis}=0: give 1 or more devices, or -1 for the rest')
+    if list(sizes.values()).count(-1) > 1:
+      raise ValueError(
+        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: '
+        'only one of them may be -1'
+      )
+    return self
+
+
+class ModelConfig(Section):
+  """A model of a directory or of the hub, or the sizes of the embedded policy."""
+
+  path: str = knob('', 'Hugging Face directory or name; empty: the embedded policy.')
+  width: int = knob(64, 'Model width D of the embedded policy.', least=1, most=65536)
+  layers: int = knob(2, 'Layers of the embedded policy.', least=1, most=1024)
+  heads: int = knob(4, 'Query heads; a multiple of kv_heads.', least=1, most=1024)
+  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024)
+  head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
+  ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
+  rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
+  dtype: DType = knob(
+    'float32',
+    'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
+  )
+  compute: DType = knob('float32', 'Type of the matrix products.')
+  attention: Literal['auto', 'plain', 'cudnn', 'splash'] = knob(
+    'auto', 'Attention kernel; auto chooses by platform.'
+  )
+  remat: Literal['full', 'dots', 'none'] = knob(
+    'full', 'What the backward pass computes again.'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _heads_fit(self) -> 'ModelConfig':
+    if not self.path and self.heads % self.kv_heads:
+      raise ValueError(
+        f'heads={self.heads}: give a multiple of kv_heads={self.kv_heads}'
+      )
+    if not self.path and self.head_width % 2:
+      raise ValueError(f'head_width={self.head_width}: give an even number')
+    return self
+
+  @property
+  def parameters(self) -> int:
+    """Parameters of the embedded policy, the vocabulary left out."""
+    D, H, K, C = self.width, self.heads, self.kv_heads, self.head_width
+    return self.layers * (2 * D * (H + K) * C + 3 * D * self.ffn)
+
+
+class LogprobsConfig(Section):
+  """How log-probabilities are computed."""
+
+  chunk: int = knob(
+    256, 'Columns of a row projected to the vocabulary at once.', least=1
+  )

@@ -1,0 +1,68 @@
+"""Knobs of sampling and of rollouts."""
+
+import math
+from typing import Literal
+
+import pydantic
+
+from bapo_jax.knobs import Section, knob
+
+
+class SamplerConfig(Section):
+  """How responses are decoded."""
+
+  group_size: int = knob(8, 'Responses per prompt.', least=2, most=4096)
+  max_new_tokens: int = knob(
+    40, 'Most tokens of a response, its end token included.', least=1, most=1 << 20
+  )
+  temperature: float = knob(1.0, 'Divides the logits.', above=0, most=1000)
+  max_num_seqs: int = knob(512, 'Decode slots.', least=1, most=1 << 20)
+  prefill_batch_size: int = knob(
+    512, 'Responses admitted at once.', least=1, most=1 << 20
+  )
+  tokens_per_dispatch: int = knob(10, 'Tokens per slot and dispatch.', least=1)
+  cache_segments: int = knob(
+    1,
+    'Parts of the KV cache; those that no slot has reached are not read.',
+    least=1,
+    most=1024,
+  )
+  done_check_lag: int = knob(
+    0,
+    'Dispatches before done flags are read; 1 keeps an accelerator busy.',
+    least=0,
+    most=1024,
+  )
+
+
+class RolloutConfig(Section):
+  """How old the weights and the responses may be."""
+
+  weight_sync_interval: int = knob(
+    1, 'Learner steps between two copies of the weights to the actor.', least=1
+  )
+  max_off_policy_steps: int = knob(
+    0,
+    'Learner steps a response may stay unfinished; 0: synchronous.',
+    least=0,
+    most=1024,
+  )
+  max_tokens_per_step: float = knob(
+    math.inf,
+    'Token budget per slot and learner step; a partial rollout stops there.',
+    least=1,
+    infinite=True,
+  )
+  cache: Literal['refresh', 'keep'] = knob(
+    'refresh', 'KV cache of unfinished responses under new weights.'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _can_end(self) -> 'RolloutConfig':
+    if self.max_tokens_per_step < math.inf and not self.max_off_policy_steps:
+      raise ValueError(
+        f'max_tokens_per_step={self.max_tokens_per_step:g} leaves responses unfinished, '
+        'but rollout.max_off_policy_steps=0 forbids it; give max_off_policy_steps=1 or '
+        'more, or max_tokens_per_step=inf'
+      )
+    return self

@@ -1,0 +1,246 @@
+"""Responses in progress: the host's loop around the compiled functions of decode.py.
+
+1. `submit` assigns a place to every prompt and queues its G responses, oldest first;
+2. `decode` fills free slots, dispatches, and collects finished responses, until all
+   have ended or a token budget is spent: the rest stays in its slots (partial
+   rollouts) and goes on in the next call;
+3. `finished`, `read` and `free` return the groups whose responses have all ended.
+
+Synchronous sampling is a budget of infinity. This is the one value of the package that
+changes in place: after an exception in `decode`, calling it again goes on, and nothing
+is lost.
+"""
+
+import collections
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from bapo_jax import sharding
+from bapo_jax.rollout import decode
+from bapo_jax.rollout.decode import Rows
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.types import Prompts, Tree
+
+
+class PartialRollouts:
+  """W places for groups of G responses, and the slots that decode them."""
+
+  # Host arrays of a checkpoint; everything else derives from them and from the slots.
+  SAVED = ('submitted_W', 'id_W', 'length_W', 'prompt_WT', 'uid_B', 'limit_B', 'done_B')
+
+  def __init__(self, engine: RolloutEngine, places: int):
+    self.engine = e = engine
+    B, S = places * e.group_size, e.max_num_seqs
+    self.slots, self.rows = e.empty(B)
+    self.submitted_W = np.full(places, -1)  # learner step; -1: the place is free
+    self.id_W = np.full(places, -1, np.int32)
+    self.length_W = np.zeros(places, np.int32)
+    self.prompt_WT = np.zeros((places, e.max_prompt_tokens), np.int32)
+    self.uid_B = np.zeros(B, np.uint32)
+    self.limit_B = np.full(B, e.max_new_tokens, np.int32)
+    self.done_B = np.ones(B, bool)
+    self.row_S = np.full(S, -1, np.int32)
+    self.first_dispatch_S = np.zeros(S, int)  # of the slot's present row
+    self.reach_S = np.zeros(S, int)  # columns that it has reached at most
+    self.limit_S = np.zeros(S, int)
+    self.waiting: collections.deque[int] = collections.deque()
+    self.dispatched = 0
+    self.tokens = 0  # of the responses finished in this `decode`
+    self.cache_lost = False  # restored from a checkpoint, which has no keys and values
+    self._pending: collections.deque = collections.deque()  # (dispatch, position_S)
+    self._unreported: list[int] = []
+
+  def submit(self, prompts: Prompts, uid_B, step: int = 0, limit_B=None) -> None:
+    """Queues G responses to each prompt; one of length 0 is an empty seat.
+
+    Args:
+      uid_B: u32, names each response; equal (key, uid) give equal noise.
+      step: learner step of the submission.
+      limit_B: most tokens of each response, where they differ; at most max_new_tokens.
+
+    Raises:
+      ValueError: a prompt does not fit, or there are more prompts than free places.
+    """
+    decode.check_prompts(prompts)
+    free = np.flatnonzero(self.submitted_W < 0)
+    if len(prompts.id_P) > len(free):
+      raise ValueError(f'{len(prompts.id_P)} prompts for {len(free)} free places')
+    G, longest = self.engine.group_size, self.engine.max_new_tokens
+    mine = free[: len(prompts.id_P)]
+    self.submitted_W[mine], self.id_W[mine] = step, prompts.id_P
+    self.prompt_WT[mine], self.length_W[mine] = prompts.tokens_PT, prompts.length_P
+    mine_PG = mine[:, None] * G + np.arange(G)
+    self.uid_B[mine_PG] = np.asarray(uid_B, np.uint32).reshape(mine_PG.shape)
+    limit_B = longest if limit_B is None else np.reshape(limit_B, mine_PG.shape)
+    self.limit_B[mine_PG] = np.clip(limit_B, 1, longest)
+    wanted = mine_PG[np.asarray(prompts.length_P) > 0].ravel()
+    self.done_B[wanted] = False
+    self.waiting.extend(wanted.tolist())
+
+  @property
+  def unfinished(self) -> int:
+    """Responses that have not ended."""
+    return int((~self.done_B).sum())
+
+  @property
+  def busy(self) -> int:
+    """Slots with an unfinished response, as far as the host knows."""
+    return int((self.row_S >= 0).sum())
+
+  def decode(
+    self,
+    params: Tree,
+    key: jax.Array,
+    *,
+    policy_version: int = 0,
+    max_tokens: float = math.inf,
+    due_W: np.ndarray | None = None,
+    on_finished: Callable[[list[int]], object] = lambda rows: None,
+  ) -> None:
+    """Decodes until all responses end, or the budget is spent and due groups are complete.
+
+    Args:
+      policy_version: learner step of these weights.
+      max_tokens: token budget per slot; a slot that is refilled shares it.
+      due_W: places whose groups are completed whatever the budget.
+      on_finished: called with the rows that have ended since its last call.
+    """
+    spent = self.tokens = 0
+    chunk = self.engine.tokens_per_dispatch
+    while self.busy or self.waiting:
+      self._fill(params)
+      due = due_W is not None and (~self.done_B).reshape(len(due_W), -1)[due_W].any()
+      if spent >= max_tokens and not due:
+        break
+      n = chunk if due else int(min(chunk, max_tokens - spent))
+      self._dispatch(params, key, n, policy_version)
+      spent += n
+      self._collect(on_finished, self.engine.done_check_lag)
+    self._collect(on_finished, 0)
+
+  def _fill(self, params: Tree) -> None:
+    # Whole blocks only, unless nothing else is left to do.
+    while self.waiting:
+      free = np.flatnonzero(self.row_S < 0)
+      if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
+        return
+      self._admit(params, free)
+
+  def _admit(self, params: Tree, free: np.ndarray) -> None:
+    """The oldest waiting rows into the first free slots."""
+    e = self.engine
+    A, S, R = e.prefill_rows, e.max_num_seqs, e.prefill_prompts
+    rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
+    places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
+    count, pad = len(rows), (0, A - len(rows))
+    longest = self.length_W[places].max()
+    width = next(n for n in decode.buckets(e.max_prompt_tokens) if n >= longest)
+    tokens_RT = np.zeros((R, width), np.int32)
+    tokens_RT[: len(places)] = self.prompt_WT[places, :width]
+    length_R = np.ones(R, np.int32)
+    length_R[: len(places)] = self.length_W[places]
+    slot_A = np.pad(free[:count], pad, constant_values=S).astype(np.int32)
+    self.slots = e.admit(
+      params,
+      self.slots,
+      tokens_RT,
+      length_R,
+      np.pad(from_A, pad).astype(np.int32),
+      slot_A,
+      np.pad(np.asarray(rows, np.int32), pad, constant_values=-1),
+      np.pad(self.uid_B[rows], pad),
+      np.pad(self.limit_B[rows], pad),
+    )
+    at = slot_A[:count]
+    self.row_S[at], self.first_dispatch_S[at] = rows, self.dispatched
+    self.reach_S[at] = length_R[from_A]
+    self.limit_S[at] = length_R[from_A] + self.limit_B[rows]
+    for _ in rows:
+      self.waiting.popleft()
+
+  def _dispatch(self, params: Tree, key: jax.Array, n: int, version: int) -> None:
+    reached_S = np.minimum(self.reach_S + n, self.limit_S)
+    longest = reached_S[self.row_S >= 0].max(initial=1)
+    live = decode.reach(self.engine.segment_sizes, longest)
+    self.slots, position_S = self.engine.run(params, self.slots, key, n, version, live)
+    self.reach_S = reached_S
+    self._pending.append((self.dispatched, position_S))
+    self.dispatched += 1
+
+  def _collect(self, on_finished: Callable[[list[int]], object], lag: int) -> None:
+    """Reads the done flags of all but the last `lag` dispatches and collects rows."""
+    while len(self._pending) > lag:
+      number, position_S = self._pending[0]
+      position_S = np.asarray(position_S)
+      # Flags of a dispatch say nothing of a row that was admitted after it.
+      ready_S = (position_S < 0) & (self.row_S >= 0) & (self.first_dispatch_S <= number)
+      if ready_S.any():
+        self.slots, self.rows = decode.harvest(self.slots, self.rows)
+        rows = self.row_S[ready_S]
+        self.done_B[rows] = True
+        prompts = self.length_W[rows // self.engine.group_size]
+        self.tokens += int(-position_S[ready_S].sum() - prompts.sum())
+        self._unreported.extend(rows.tolist())
+        self.row_S[ready_S] = -1
+      self._pending.popleft()
+    if self._unreported:
+      on_finished(self._unreported)
+      self._unreported = []
+
+  def finished(self) -> np.ndarray:
+    """Places of the groups whose responses have all ended, the oldest first."""
+    done_W = self.done_B.reshape(len(self.submitted_W), -1).all(1)
+    done_W &= self.submitted_W >= 0
+    order = np.argsort(self.submitted_W, kind='stable')
+    return order[done_W[order]]
+
+  def read(self, places: np.ndarray, seats: int) -> Rows:
+    """The rows [seats, G, T] of these groups, empty ones after them."""
+    pad = (0, seats - len(places))
+    filled_P = np.pad(np.ones(len(places), bool), pad)
+    group_size, mesh = self.engine.group_size, self.engine.mesh
+    rows = decode.groups(self.rows, np.pad(places, pad), filled_P, group_size)
+    if jax.process_count() > 1 and mesh is not None:  # every host reads them
+      rows = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(rows)
+    return rows
+
+  def free(self, places: np.ndarray) -> None:
+    """Frees these places: their groups are recorded elsewhere."""
+    self.submitted_W[places] = -1
+
+  def refresh(self, params: Tree) -> None:
+    """Computes the cache of every busy slot from its tokens under these weights."""
+    self.cache_lost = False
+    A, S = self.engine.prefill_rows, self.engine.max_num_seqs
+    busy = np.flatnonzero(self.row_S >= 0)
+    for block in np.split(busy, range(A, len(busy), A)):
+      if len(block):
+        live = decode.reach(self.engine.segment_sizes, int(self.reach_S[block].max()))
+        slot_A = np.pad(block, (0, A - len(block)), constant_values=S).astype(np.int32)
+        self.slots = self.engine.refresh(params, self.slots, slot_A, live)
+
+  def state(self) -> dict:
+    """Everything but the cache, as arrays: the content of a checkpoint."""
+    slots = self.slots._replace(cache=())
+    host = {name: getattr(self, name) for name in self.SAVED}
+    return {'slots': slots._asdict(), 'rows': self.rows._asdict(), 'host': host}
+
+  def restore(self, state: dict) -> None:
+    """Goes on from a state; call `refresh` before the next `decode`."""
+    self.slots = decode.Slots(**state['slots'] | {'cache': self.slots.cache})
+    self.rows = decode.Rows(**state['rows'])
+    for name in self.SAVED:
+      setattr(self, name, np.array(state['host'][name]))
+    self.cache_lost = True
+    self.row_S = np.array(self.slots.row_S)
+    self.reach_S = np.array(self.slots.position_S, int)
+    self.limit_S = np.array(self.slots.limit_S, int)
+    self.first_dispatch_S[:] = self.dispatched
+    # In the order of submission: the oldest first, then by place.
+    rows = np.arange(len(self.done_B))
+    open_ = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
+    step = self.submitted_W[open_ // self.engine.group_size]
+    self.waiting = collections.deque(open_[np.argsort(step, kind='stable')].tolist())

@@ -1,0 +1,68 @@
+"""How a token is drawn from logits, and its log-probability from the same array.
+
+1. `SamplingParams` say how: the softmax in training, truncated or greedy in evaluation;
+2. `draw` draws a token per slot; the noise is keyed by (key, uid, position).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class SamplingParams(NamedTuple):
+  """How a token is drawn; anything but the softmax is for evaluation only."""
+
+  greedy: bool = False  # the likeliest token; its recorded log-probability is 0
+  top_k: int = 0  # of the k likeliest only; 0: of all
+  top_p: float = 1.0  # of the fewest that have this probability together
+
+
+SOFTMAX = SamplingParams()
+
+
+def draw(
+  key, uid_S, position_S, logits_SV, temperature, sampling: SamplingParams = SOFTMAX
+):
+  """A token a slot and its log-probability (nats), from one and the same f32 array.
+
+  The Gumbel-max trick in two levels: a block of the vocabulary by its whole
+  probability, then a token in it. The distribution is the softmax; the noise is of
+  about 2 sqrt(V) numbers a token and not of V, which was half the time of a step.
+  """
+  S, V = logits_SV.shape
+  if sampling.greedy:
+    return logits_SV.argmax(-1).astype(jnp.int32), jnp.zeros(S)
+  logits_SV = _truncate(logits_SV / temperature, sampling)
+  # Strided blocks, a power of two of rows: a vocabulary split over devices stays split.
+  size = min(V & -V, 256)
+  logits_Sbn = logits_SV.reshape(S, size, V // size)
+  most_Sn = logits_Sbn.max(1)
+  most_Sn = jnp.where(jnp.isinf(most_Sn), 0, most_Sn)  # a block that is cut off whole
+  sum_Sn = jnp.exp(logits_Sbn - most_Sn[:, None]).sum(1)
+  block_Sn = most_Sn + jnp.log(sum_Sn)
+
+  def one(uid, position, block_n, logits_bn):
+    noise = jax.random.fold_in(jax.random.fold_in(key, uid), position)
+    of_block, of_token = jax.random.split(noise)
+    n = jax.random.categorical(of_block, block_n)
+    b = jax.random.categorical(of_token, logits_bn[:, n])
+    return b * (V // size) + n, logits_bn[b, n]
+
+  token_S, chosen_logit_S = jax.vmap(one)(uid_S, position_S, block_Sn, logits_Sbn)
+  return token_S.astype(jnp.int32), chosen_logit_S - jax.nn.logsumexp(block_Sn, -1)
+
+
+def _truncate(logits_SV, sampling: SamplingParams):
+  """-inf wherever top-k or top-p leaves a token out."""
+  if sampling.top_k:
+    least_S1 = jax.lax.top_k(logits_SV, sampling.top_k)[0][:, -1:]
+    logits_SV = jnp.where(logits_SV < least_S1, -jnp.inf, logits_SV)
+  if sampling.top_p < 1:
+    falling_SV = jnp.flip(jnp.sort(logits_SV, -1), -1)
+    p_SV = jax.nn.softmax(falling_SV)
+    # Kept: those before which less than top_p was reached; the first one always.
+    nucleus_SV = jnp.cumsum(p_SV, -1) - p_SV < sampling.top_p
+    least_S1 = jnp.where(nucleus_SV, falling_SV, jnp.inf).min(-1, keepdims=True)
+    logits_SV = jnp.where(logits_SV < least_S1, -jnp.inf, logits_SV)
+  return logits_SV

@@ -1,0 +1,294 @@
+"""The config of a run: typed, frozen, validated once, before JAX is imported.
+
+1. `Config` is made of the sections of all folders, in the order of the flow;
+2. `parse` validates plain values, every knob by itself and then what must fit together,
+   and raises one sentence;
+3. configs/*.py are ml_collections ConfigDicts of the same values (`plain`), so that
+   every knob is an override: --config.clip.rule=fixed.
+"""
+
+import hashlib
+import json
+import math
+import os
+from typing import Any
+
+from bapo_jax import knobs
+from bapo_jax.algorithms.knobs import (
+  AdvantageConfig,
+  BatchConfig,
+  BufferConfig,
+  ClipConfig,
+  LossConfig,
+)
+from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig, TokenizerConfig
+from bapo_jax.knobs import Section, knob
+from bapo_jax.models.knobs import LogprobsConfig, MeshConfig, ModelConfig
+from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
+from bapo_jax.training.knobs import (
+  CheckpointConfig,
+  EvaluateConfig,
+  LearnerConfig,
+  MetricsConfig,
+  OptimizerConfig,
+  SftConfig,
+)
+
+POSITIONS = 32768  # of the embedded policy
+
+
+class Config(Section):
+  """Everything a run is told; sections in the order of the flow."""
+
+  title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
+  seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
+  steps: int = knob(80, 'Learner steps.', least=1)
+  responses: float = knob(
+    math.inf,
+    'Sampled training responses after which the run ends.',
+    above=0,
+    infinite=True,
+  )
+  cells: tuple[Any, ...] = knob(
+    (), 'Runs of a sweep, each (name, batch rule, clip rule); (): a single run.'
+  )
+  mesh: MeshConfig = knob(MeshConfig, 'The device mesh.')
+  model: ModelConfig = knob(ModelConfig, 'The policy.')
+  logprobs: LogprobsConfig = knob(LogprobsConfig, 'Log-probabilities.')
+  tokenizer: TokenizerConfig = knob(TokenizerConfig, 'Tokenizer and template.')
+  problems: ProblemsConfig = knob(ProblemsConfig, 'Data.')
+  prompts: PromptsConfig = knob(PromptsConfig, 'Prompts.')
+  sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
+  rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
+  rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
+  buffer: BufferConfig = knob(BufferConfig, 'Replay buffer.')
+  batch: BatchConfig = knob(BatchConfig, 'Batch rules.')
+  advantage: AdvantageConfig = knob(AdvantageConfig, 'Advantage rules.')
+  clip: ClipConfig = knob(ClipConfig, 'Clip rules.')
+  loss: LossConfig = knob(LossConfig, 'Loss rules.')
+  learner: LearnerConfig = knob(LearnerConfig, 'Updates.')
+  optimizer: OptimizerConfig = knob(OptimizerConfig, 'AdamW.')
+  sft: SftConfig = knob(SftConfig, 'Warm start.')
+  evaluate: EvaluateConfig = knob(EvaluateConfig, 'Evaluation.')
+  metrics: MetricsConfig = knob(MetricsConfig, 'Metrics.')
+  checkpoint: CheckpointConfig = knob(CheckpointConfig, 'Checkpoints.')
+
+  @property
+  def row_length(self) -> int:
+    """T, tokens of a row."""
+    return self.prompts.max_prompt_tokens + self.sampler.max_new_tokens
+
+  @property
+  def seats(self) -> int:
+    """Groups in a batch."""
+    return self.batch.seats(self.prompts.count)
+
+  @property
+  def minibatch_rows(self) -> int:
+    """B, rows of a minibatch."""
+    return self.seats // self.learner.minibatches * self.sampler.group_size
+
+  @property
+  def places(self) -> int:
+    """Groups that are submitted and not yet trained on, at most."""
+    rounds = self.batch.extra_rounds + 1
+    return self.prompts.count * (self.rollout.max_off_policy_steps * rounds + 1)
+
+  @property
+  def updates_per_step(self) -> int:
+    """Optimiser updates per learner step."""
+    return self.learner.epochs * self.learner.minibatches
+
+  def with_values(self, **sections: dict[str, Any]) -> 'Config':
+    """The config with other values: with_values(prompts={'count': 1})."""
+    changed = {
+      name: getattr(self, name).model_copy(update=values)
+      for name, values in sections.items()
+    }
+    return self.model_copy(update=changed)
+
+
+def plain(config: Config) -> dict[str, Any]:
+  """The config as nested dicts, as ConfigDict and JSON want it."""
+  return config.model_dump()
+
+
+def fingerprint(values: dict[str, Any]) -> str:
+  """Twelve hexadecimal digits that change with any value."""
+  text = json.dumps(values, sort_keys=True, default=list).encode()
+  return hashlib.sha256(text).hexdigest()[:12]
+
+
+def from_json(values: dict[str, Any]) -> Config:
+  """The config as config.json holds it, where tuples are lists.
+
+  Raises:
+    ValueError: it is of another version.
+  """
+  text = json.dumps(values)
+  return Config.model_validate_json(text)
+
+
+def parse(values: dict[str, Any]) -> Config:
+  """The config of these values, once every knob and what must fit together is checked.
+
+  Raises:
+    ValueError: one sentence.
+  """
+  config = knobs.validate(Config, values)
+  for check in (_cells, _rules, _rewards, _batch, _lengths, _memory):
+    check(config)
+  return config
+
+
+def _cells(config: Config) -> None:
+  """Raises ValueError where cells are not (name, batch rule, clip rule), named once."""
+  for cell in config.cells:
+    words = isinstance(cell, tuple) and all(isinstance(word, str) for word in cell)
+    if not words or len(cell) != 3 or not cell[0].isidentifier():
+      raise ValueError(
+        f'cells: {cell!r} is not (name, batch rule, clip rule); write for instance '
+        "cells=(('grpo','fresh_only','fixed'),)"
+      )
+  names = [cell[0] for cell in config.cells]
+  if len(set(names)) < len(names):
+    raise ValueError(f'cells: a name comes twice in {names}; each has its own folder')
+  for name, batch, clip in config.cells:
+    values = plain(config) | {'cells': ()}
+    values['batch'] = values['batch'] | {'rule': batch}
+    values['clip'] = values['clip'] | {'rule': clip}
+    try:
+      parse(values)
+    except ValueError as error:
+      raise ValueError(f'cells: {name}: {error}') from None
+
+
+def _rules(config: Config) -> None:
+  """Raises ValueError where rules do not fit together."""
+  if not config.loss.has_clip and config.clip.rule != 'unclipped':
+    raise ValueError(
+      f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip that '
+      "it could set; choose clip.rule='unclipped'"
+    )
+  if (
+    config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
+  ):
+    raise ValueError(
+      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, and "
+      f'sampler.group_size={config.sampler.group_size} is odd; give an even one, or '
+      'another rule'
+    )
+  replayed = config.seats - config.prompts.count
+  if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
+    raise ValueError(
+      f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
+      f'replays, prompts.count={config.prompts.count} x batch.replay.replay_ratio='
+      f'{config.batch.replay.replay_ratio} = {replayed}; give that much'
+    )
+
+
+def _rewards(config: Config) -> None:
+  """Raises ValueError where the overlong penalty begins before the response."""
+  cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
+  if cache > longest:
+    raise ValueError(
+      f'rewards.shaping.overlong_cache={cache}: give 1 to sampler.max_new_tokens='
+      f'{longest} tokens'
+    )
+
+
+def _batch(config: Config) -> None:
+  """Raises ValueError unless a batch divides into minibatches and micro-batches."""
+  prompts, minibatches = config.prompts.count, config.learner.minibatches
+  replayed = config.seats - prompts
+  beside = f' and {replayed} replayed' if replayed else ''
+  if config.seats % minibatches:
+    raise ValueError(
+      f'prompts.count={prompts}{beside} groups do not divide into learner.minibatches='
+      f'{minibatches} parts of whole groups'
+    )
+  rows, parts = config.minibatch_rows, config.learner.grad_accum_steps
+  if rows % parts:
+    raise ValueError(
+      f'a minibatch has {rows} responses, which do not divide over '
+      f'learner.grad_accum_steps={parts}'
+    )
+
+
+def _lengths(config: Config) -> None:
+  """Raises ValueError where a row of the embedded policy has too many tokens."""
+  if not config.model.path:
+    check_positions(config, POSITIONS)
+
+
+def check_positions(config: Config, positions: int) -> None:
+  """Raises ValueError where a row is longer than the model's positions."""
+  prompt, new = config.prompts.max_prompt_tokens, config.sampler.max_new_tokens
+  if prompt + new > positions:
+    raise ValueError(
+      f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
+      f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
+      'lower one of them'
+    )
+
+
+def check_shards(config: Config, shards: int) -> None:
+  """Raises ValueError unless rows divide over the mesh.
+
+  Args:
+    shards: pieces that a batch axis is cut into, mesh.data x mesh.fsdp.
+  """
+  parts = config.learner.grad_accum_steps * shards
+  if config.minibatch_rows % parts:
+    raise ValueError(
+      f'a minibatch has {config.minibatch_rows} responses, which do not divide over '
+      f'learner.grad_accum_steps={config.learner.grad_accum_steps} x {shards} device '
+      'shards'
+    )
+  for name in ('max_num_seqs', 'prefill_batch_size'):
+    if getattr(config.sampler, name) % shards:
+      raise ValueError(
+        f'sampler.{name}={getattr(config.sampler, name)} rows do not divide over '
+        f'{shards} device shards (mesh.data x mesh.fsdp)'
+      )
+
+
+def _memory(config: Config) -> None:
+  """Raises ValueError where the embedded policy's run cannot fit this machine.
+
+  A lower bound, counted by hand, so that nothing is allocated to find out. What a real
+  model needs, --mode=plan says.
+  """
+  c = config
+  rows = c.sampler.group_size * max(c.seats, c.places)
+  kept = c.buffer.capacity * c.sampler.group_size if c.batch.uses_buffer else 0
+  micro = c.minibatch_rows // c.learner.grad_accum_steps
+  needs = {
+    'the weights (model.*)': 20 * c.model.parameters,
+    'the KV cache (sampler.max_num_seqs)': 8
+    * c.model.layers
+    * c.model.kv_heads
+    * c.model.head_width
+    * c.sampler.max_num_seqs
+    * c.row_length,
+    'the responses (prompts.count, sampler.group_size)': 26 * rows * c.row_length,
+    'the replay buffer (buffer.capacity)': 13 * kept * c.row_length,
+    'a micro-batch (learner.minibatches, learner.grad_accum_steps)': 4
+    * micro
+    * c.row_length
+    * (c.model.width + c.model.heads * c.row_length),
+    'a warm-start batch (sft.batch)': 4 * c.sft.batch * c.row_length * c.model.width,
+    'evaluation (problems.test, evaluate.group_size)': 26
+    * (c.problems.test * c.evaluate.group_size if c.problems.test_source else 0)
+    * c.row_length,
+  }
+  if c.model.path:
+    needs = {name: n for name, n in needs.items() if 'responses' in name}
+  room = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  name = max(needs, key=needs.__getitem__)
+  if sum(needs.values()) > room:
+    raise ValueError(
+      f'this config needs at least {sum(needs.values()) / 2**30:.3g} GiB, most of it '
+      f'for {name}, and this machine has {room / 2**30:.3g} GiB; lower that'
+    )

@@ -1,0 +1,91 @@
+"""Knobs of learner, warm start, evaluation, metrics and checkpoints."""
+
+from typing import Literal
+
+import pydantic
+
+from bapo_jax.knobs import Section, knob
+
+
+class LearnerConfig(Section):
+  """Optimiser updates per rollout batch."""
+
+  epochs: int = knob(1, 'Visits of a batch.', least=1, most=1024)
+  minibatches: int = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
+  grad_accum_steps: int = knob(
+    1, 'Micro-batches of a minibatch, their gradients summed.', least=1, most=65536
+  )
+  max_consecutive_skips: int = knob(
+    64, 'Consecutive updates that are not finite, after which the run stops.', least=1
+  )
+  bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
+    'minibatch', 'Tokens of one bound search; micro_batch saves a forward pass.'
+  )
+
+
+class OptimizerConfig(Section):
+  """AdamW after clipping by the global norm."""
+
+  lr: float = knob(3e-4, 'Learning rate.', above=0, most=10)
+  warmup: int = knob(4, 'Updates of linear warm-up.', least=0)
+  b1: float = knob(0.9, 'Decay of the first moment.', least=0, below=1)
+  b2: float = knob(0.95, 'Decay of the second moment.', least=0, below=1)
+  weight_decay: float = knob(0.0, 'Decoupled weight decay.', least=0, most=10)
+  max_norm: float = knob(
+    1.0, 'Largest global gradient norm; inf: not clipped.', above=0, infinite=True
+  )
+
+
+class SftConfig(Section):
+  """The supervised warm start of the embedded policy."""
+
+  clean: int = knob(700, 'Steps on clean solutions.', least=0)
+  noisy: int = knob(100, 'Steps on solutions with slips and repeats.', least=0)
+  batch: int = knob(96, 'Solutions per step.', least=1, most=65536)
+  lr: float = knob(3e-3, 'Learning rate.', above=0, most=10)
+  slip: float = knob(0.4, 'Chance that a trial goes wrong.', least=0, most=1)
+  repeat: float = knob(0.15, 'Chance that a trial is repeated.', least=0, below=1)
+
+
+class EvalSampling(Section):
+  """How evaluation samples; truncation is refused in training."""
+
+  temperature: float = knob(1.0, 'Divides the logits; 0: greedy.', least=0, most=1000)
+  top_k: int = knob(0, 'Sample from the k likeliest tokens; 0: from all.', least=0)
+  top_p: float = knob(
+    1.0, 'Sample from the fewest tokens with this probability.', above=0, most=1
+  )
+
+
+class EvaluateConfig(Section):
+  """Evaluation on the held-out problems."""
+
+  every: int = knob(25, 'Learner steps between evaluations.', least=1)
+  group_size: int = knob(1, 'Responses per problem.', least=1, most=4096)
+  k: tuple[int, ...] = knob((1,), 'k of pass@k and maj@k.', least=1)
+  sampling: EvalSampling = knob(EvalSampling, 'Sampling parameters.')
+
+  @pydantic.model_validator(mode='after')
+  def _enough(self) -> 'EvaluateConfig':
+    for k in self.k:
+      if k > self.group_size:
+        raise ValueError(
+          f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
+          f'evaluate.group_size={self.group_size}'
+        )
+    return self
+
+
+class MetricsConfig(Section):
+  """Where metrics go, beside metrics.jsonl."""
+
+  tensorboard: bool = knob(True, 'Event files in <workdir>/tensorboard.')
+  wandb: bool = knob(False, 'Weights & Biases.')
+
+
+class CheckpointConfig(Section):
+  """When checkpoints are written and which are kept."""
+
+  every: int = knob(10, 'Learner steps between checkpoints.', least=1)
+  keep: int = knob(2, 'Newest checkpoints kept.', least=1)
+  best: int = knob(1, 'Best evaluated checkpoints kept as well.', least=0)
