@@ -176,7 +176,10 @@ def small(args) -> dict:
   told = {k: {} for k in ('ours_tps', 'static_tps', 'transformers_tps')}
   told['outside_run_fraction'] = {}
   knobs = dict(
-    prefill_batch_size=args.refill, tokens_per_dispatch=args.chunk, cache_segments=args.segments, done_check_lag=args.late
+    prefill_batch_size=args.refill,
+    tokens_per_dispatch=args.chunk,
+    cache_segments=args.segments,
+    done_check_lag=args.late,
   )
   print(
     f'{"batch":>6}{"ours":>10}{"static":>10}{"torch":>10}{"outside run":>13}  tokens/s'
@@ -261,7 +264,14 @@ def main() -> None:
   """Prints the table and the JSON line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--batch', default='32,64', help='slots, with commas')
-  sizes = {'rounds': 1, 'waves': 4, 'prefill_batch_size': 8, 'tokens_per_dispatch': 8, 'cache_segments': 5, 'done_check_lag': 0}
+  sizes = {
+    'rounds': 1,
+    'waves': 4,
+    'prefill_batch_size': 8,
+    'tokens_per_dispatch': 8,
+    'cache_segments': 5,
+    'done_check_lag': 0,
+  }
   for name, value in sizes.items():
     parser.add_argument(f'--{name}', type=int, default=value)
   parser.add_argument('--alone', action='store_true', help='without transformers')

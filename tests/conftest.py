@@ -11,10 +11,10 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
   os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 )
-# Whole runs compile the same tiny programs: most of their time. Fresh for every test
-# session, so that no program of other code is met; processes of their own inherit it.
-COMPILED = tempfile.mkdtemp(prefix='compiled-')
-os.environ['JAX_COMPILATION_CACHE_DIR'] = COMPILED
+# Whole runs compile the same tiny programs: most of their time. One cache for all
+# processes of a session; keyed by the program, so that other code finds nothing in it.
+COMPILED = '' if 'JAX_COMPILATION_CACHE_DIR' in os.environ else tempfile.mkdtemp()
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
@@ -25,7 +25,8 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
 def pytest_unconfigure():
-  shutil.rmtree(COMPILED, ignore_errors=True)
+  if COMPILED:
+    shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(params=['plain', 'jitted', 'sharded'])

@@ -4,11 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.models import transformer
-from bapo_jax.rollout import engine
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Batch, Groups
 
 SPEC = transformer.ModelSpec(
-  vocab=11, max_prompt_tokens=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
+  vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
 # Of a tiny model, as a config.json spells them.
@@ -33,7 +34,7 @@ def params(spec=SPEC, seed=0) -> dict:
 
 
 def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
-  """Groups of these problems, `right[i]` of G responses correct; born -1 is empty."""
+  """Groups of these problems, `right[i]` of G responses correct; version -1 is empty."""
   rng = np.random.default_rng(seed)
   P = len(ids)
   id_P, right_P, completed_step_P = (
@@ -62,7 +63,7 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
   return Batch(
     tokens_BT=np.zeros(loss_mask_BT.shape, np.int32),
     loss_mask_BT=loss_mask_BT,
-    logp_BT=logp_BT,
+    behavior_logp_BT=logp_BT,
     prox_BT=logp_BT if prox_BT is None else np.asarray(prox_BT, np.float32),
     adv_B=adv_B,
     source_B=np.zeros(len(adv_B), np.int32) if source_B is None else np.int32(source_B),
@@ -77,10 +78,13 @@ def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
   )
 
 
-def generate(params, prompts, uid_B, key, *, spec, tell=lambda rows: None, **knobs):
+def generate(
+  params, prompts, uid_B, key, *, spec, on_finished=lambda rows: None, **knobs
+):
   """All G responses to each of P prompts, [P * G, T], in the order of the prompts."""
-  P, width = prompts.tokens_PT.shape
-  flying = engine.RolloutEngine(spec, places=P, max_prompt_tokens=width, **knobs)
-  flying.ask(prompts, uid_B)
-  flying.advance(params, key, tell=tell)
-  return flying.rows
+  P, longest = prompts.tokens_PT.shape
+  engine = RolloutEngine(spec, max_prompt_tokens=longest, **knobs)
+  rollouts = PartialRollouts(engine, P)
+  rollouts.submit(prompts, uid_B)
+  rollouts.decode(params, key, on_finished=on_finished)
+  return rollouts.rows

@@ -214,7 +214,7 @@ def fill(
   seen, tiers = set(), []
   for tier in (
     [t for t in fresh if 0 < t.k < G],
-    [t for t in recheck if 0 < t.k < G and t.k not in hard_k],
+    [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k],
     [
       t
       for t, used in lists.good
@@ -249,8 +249,8 @@ def shelve(
   step does not stay.
   """
   hard_k, good_k = lists.band
-  last = {t.problem: t for t in fresh + recheck}
-  tried = [t for t in fresh + recheck if last[t.problem] is t]
+  last = {t.problem: t for t in fresh + reevaluated}
+  tried = [t for t in fresh + reevaluated if last[t.problem] is t]
   known = {problem for problem, _ in lists.hard}
   counts = collections.Counter()
   for t in tried:

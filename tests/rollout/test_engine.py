@@ -20,7 +20,7 @@ from bapo_jax.types import Prompts
 
 # One layer: each way of dispatching compiles anew, and test_model.py has two.
 SPEC = transformer.ModelSpec(
-  vocab=12, max_prompt_tokens=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
+  vocab=12, width=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
 )
 PARAMS = oracles.noisy(SPEC, 0)
 EOS = (3, 7)
@@ -40,8 +40,18 @@ def prompts(seed: int = 0) -> Prompts:
 
 
 def generate(asked=None, uid_B=UID_B, params=PARAMS, **changes):
-  knobs = {'group_size': GROUP, 'max_new_tokens': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
-  knobs |= {'max_num_seqs': 4, 'prefill_batch_size': 2, 'tokens_per_dispatch': 4, 'spec': SPEC}
+  knobs = {
+    'group_size': GROUP,
+    'max_new_tokens': NEW,
+    'temperature': TEMPERATURE,
+    'eos': EOS,
+  }
+  knobs |= {
+    'max_num_seqs': 4,
+    'prefill_batch_size': 2,
+    'tokens_per_dispatch': 4,
+    'spec': SPEC,
+  }
   asked = prompts() if asked is None else asked
   return making.generate(params, asked, uid_B, KEY, **knobs | changes)
 
@@ -89,7 +99,10 @@ def test_recorded_logp_is_the_learners(rows):
 def test_the_text_does_not_depend_on_how_it_is_dispatched(rows, slots, refill, chunk):
   told = []
   again = generate(
-    max_num_seqs=slots, prefill_batch_size=refill, tokens_per_dispatch=chunk, tell=lambda rows: told.append(len(rows))
+    max_num_seqs=slots,
+    prefill_batch_size=refill,
+    tokens_per_dispatch=chunk,
+    tell=lambda rows: told.append(len(rows)),
   )
   np.testing.assert_array_equal(again.tokens_BT, rows.tokens_BT)
   np.testing.assert_array_equal(again.response_mask_BT, rows.response_mask_BT)
@@ -130,7 +143,13 @@ def test_a_cold_policy_says_the_likeliest():
   [
     {'cache_segments': 3, 'tokens_per_dispatch': 3},
     {'done_check_lag': 1, 'tokens_per_dispatch': 2},
-    {'done_check_lag': 2, 'tokens_per_dispatch': 2, 'max_num_seqs': 3, 'prefill_batch_size': 1, 'cache_segments': 2},
+    {
+      'done_check_lag': 2,
+      'tokens_per_dispatch': 2,
+      'max_num_seqs': 3,
+      'prefill_batch_size': 1,
+      'cache_segments': 2,
+    },
     {'prefill_batch_size': 4},  # more than one prompt is prefilled at once
   ],
   ids=str,
@@ -143,9 +162,16 @@ def test_nor_on_how_the_cache_is_cut_or_when_it_is_looked_at(rows, knobs):
 
 
 def in_flight(places=P, **changes) -> engine.RolloutEngine:
-  knobs = {'group_size': GROUP, 'max_new_tokens': NEW, 'temperature': TEMPERATURE, 'eos': EOS}
+  knobs = {
+    'group_size': GROUP,
+    'max_new_tokens': NEW,
+    'temperature': TEMPERATURE,
+    'eos': EOS,
+  }
   knobs |= {'max_num_seqs': 4, 'prefill_batch_size': 2, 'tokens_per_dispatch': 4}
-  return engine.RolloutEngine(SPEC, places=places, max_prompt_tokens=WIDTH, **knobs | changes)
+  return engine.RolloutEngine(
+    SPEC, places=places, max_prompt_tokens=WIDTH, **knobs | changes
+  )
 
 
 def test_pauses_leave_every_bit_as_it_is(rows):
@@ -284,10 +310,22 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
 def test_nothing_compiles_after_the_warm_up():
   jitted = (decode.run, decode.admit, decode.harvest, decode.refresh)
   # Prompts of 3 and of 70 tokens: two buckets; a cache of four segments.
-  knobs = {'group_size': 1, 'max_new_tokens': 26, 'temperature': 1.0, 'eos': (3,), 'cache_segments': 4}
+  knobs = {
+    'group_size': 1,
+    'max_new_tokens': 26,
+    'temperature': 1.0,
+    'eos': (3,),
+    'cache_segments': 4,
+  }
   spec = dataclasses.replace(SPEC, positions=128)
   warm = engine.RolloutEngine(
-    spec, places=4, max_prompt_tokens=70, max_num_seqs=2, prefill_batch_size=1, tokens_per_dispatch=8, **knobs
+    spec,
+    places=4,
+    max_prompt_tokens=70,
+    max_num_seqs=2,
+    prefill_batch_size=1,
+    tokens_per_dispatch=8,
+    **knobs,
   )
   warm.warm_up(PARAMS, KEY)
   warm.rows = jax.tree.map(jnp.copy, warm.rows)

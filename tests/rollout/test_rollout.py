@@ -17,12 +17,18 @@ from bapo_jax.runtime.progress import PhaseTimer
 
 TEXT = tokenizer.load('characters', '{problem}\n')
 SPEC = transformer.ModelSpec(
-  vocab=25, max_prompt_tokens=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
+  vocab=25, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 PARAMS = oracles.noisy(SPEC, 0)
 PROBLEMS = ['1+1=', '2+30=', '7=']
 WIDTH, NEW, GROUP = 6, 7, 4
-FLYING = {'max_new_tokens': NEW, 'temperature': 1.0, 'max_num_seqs': 4, 'prefill_batch_size': 4, 'tokens_per_dispatch': NEW}
+FLYING = {
+  'max_new_tokens': NEW,
+  'temperature': 1.0,
+  'max_num_seqs': 4,
+  'prefill_batch_size': 4,
+  'tokens_per_dispatch': NEW,
+}
 SAMPLING = FLYING | {'spec': SPEC}
 FIELDS = ('tokens_PGT', 'behavior_logp_PGT', 'response_mask_PGT', 'reward_PG')
 
@@ -40,7 +46,16 @@ def odd(answers, texts, rules):
 
 
 def ask(
-  params, problems, asked, key, *, group_size=GROUP, step, policy_version, verify=odd, **more
+  params,
+  problems,
+  asked,
+  key,
+  *,
+  group_size=GROUP,
+  step,
+  policy_version,
+  verify=odd,
+  **more,
 ):
   return rollout.rollout(
     params,
@@ -143,7 +158,13 @@ def test_rewards_are_shaped_on_the_way_out(groups):
   assert heard == [t for row in rollout.texts(TEXT, groups) for t in row]
 
 
-def carried(steps: int, max_tokens_per_step: int, max_off_policy_steps: int, max_num_seqs: int, cache='refresh'):
+def carried(
+  steps: int,
+  max_tokens_per_step: int,
+  max_off_policy_steps: int,
+  max_num_seqs: int,
+  cache='refresh',
+):
   """Groups of each step under weights that change, and the flight at the end."""
   flying = RolloutEngine(
     SPEC,
@@ -157,7 +178,12 @@ def carried(steps: int, max_tokens_per_step: int, max_off_policy_steps: int, max
   for step in range(steps):
     params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
     asked = prompts.prompts_by_id(problems(), [step % 3, (step + 1) % 3])
-    knobs = {'flight': flying, 'max_tokens_per_step': budget, 'max_off_policy_steps': max_age, 'cache': cache}
+    knobs = {
+      'flight': flying,
+      'max_tokens_per_step': budget,
+      'max_off_policy_steps': max_age,
+      'cache': cache,
+    }
     key, first = jax.random.key(0), step * 2 * GROUP
     more = knobs | {'first': first}
     groups = ask(params, problems(), asked, key, step=step, policy_version=step, **more)
@@ -210,7 +236,12 @@ def test_a_quarter_of_the_longest_at_a_time_finishes_the_same_responses():
     asked = prompts.prompts_by_id(
       problems(), [step % 3, (step + 1) % 3] if step < 2 else []
     )
-    knobs = {'flight': flying, 'max_tokens_per_step': -(-NEW // 4), 'max_off_policy_steps': 9, 'cache': 'keep'}
+    knobs = {
+      'flight': flying,
+      'max_tokens_per_step': -(-NEW // 4),
+      'max_off_policy_steps': 9,
+      'cache': 'keep',
+    }
     key, first = jax.random.key(0), step * 2 * GROUP
     if step < 2:
       once = {'max_num_seqs': 16, 'first': first}

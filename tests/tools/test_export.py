@@ -191,7 +191,7 @@ def test_the_newest_checkpoint_is_by_number(tmp_path):
 def test_one_parameter_is_read_without_the_others(tmp_path):
   params = oracles.noisy(
     transformer.ModelSpec(
-      vocab=8, max_prompt_tokens=4, layers=2, heads=2, kv_heads=1, head_width=2, ffn=4
+      vocab=8, width=4, layers=2, heads=2, kv_heads=1, head_width=2, ffn=4
     ),
     0,
   )
