@@ -1,1 +1,5 @@
-"""Off-policy reinforcement learning of language models in JAX: two BAPOs, composed."""
+"""Off-policy reinforcement learning of language models in JAX.
+
+Read types.py (the records), training/trainer.py (the loop), then the folders in the
+order of the flow: runtime, models, data, rewards, rollout, algorithms, training, tools.
+"""

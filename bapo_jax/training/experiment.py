@@ -9,10 +9,9 @@ import dataclasses
 import json
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from bapo_jax.models import transformer
 from bapo_jax.rollout import decode
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
+from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import (
   log_mesh_change,
   open_workdir,
@@ -31,40 +31,14 @@ from bapo_jax.runtime.workdir import (
 from bapo_jax.training import checkpoint, evaluate, report, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
 from bapo_jax.training.setup import Material
 from bapo_jax.training.trainer import Metrics, Trainer, TrainState, finished, train_loop
+from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
 
 SHOWN = 6  # responses on the report's page; eval/ has them all
-
-Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
-
-
-class Stop:
-  """Remembers the first SIGINT or SIGTERM; the second one acts at once."""
-
-  def __init__(self):
-    self.signal = 0
-
-  def __call__(self, number: int, frame: object) -> None:
-    del frame
-    if self.signal:
-      raise KeyboardInterrupt
-    self.signal = number
-    log('Stopping after this step; once more to stop at once.')
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[Stop]:
-  """Signals become a flag while the loop runs."""
-  stop = Stop()
-  before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
-  try:
-    yield stop
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
 
 
 def train(config: Config, workdir: str) -> int:
@@ -134,9 +108,12 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
     config=config_lib.plain(config),
   )
   run = Run(t, workdir, checkpoints, write, cost)
-  with contextlib.closing(write), checkpoint.closing(checkpoints):
-    with contextlib.closing(verifier):
-      s, status = run.loop(s)
+  with (
+    contextlib.closing(write),
+    checkpoint.closing(checkpoints),
+    contextlib.closing(verifier),
+  ):
+    s, status = run.loop(s)
   if status:
     log(f'Saved. The same command with --workdir={workdir} continues.')
     return status
@@ -161,7 +138,14 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
 class Run:
   """The caller of the loop: evaluates, writes, logs and saves what is due."""
 
-  def __init__(self, t: Trainer, workdir: str, checkpoints, write, cost):
+  def __init__(
+    self,
+    t: Trainer,
+    workdir: str,
+    checkpoints: ocp.CheckpointManager,
+    write: metrics.Writers,
+    cost: Callable[[], Spent],
+  ):
     self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
     self.write, self.cost = write, cost
 
@@ -172,7 +156,7 @@ class Run:
       row, message = self.evaluate(first)
       self.write(0, row)
       log(message)
-    self.log_columns()
+    log(metrics.legend())
     with (
       stoppable() as stop,
       progress_bar(config.steps, 'training', 'step', initial=first.step) as progress,
@@ -207,21 +191,17 @@ class Run:
     if message:
       log(message)
 
-  def log_columns(self) -> None:
-    """Explains the metric line, once."""
-    log(metrics.legend())
-
   def log_divergence(self, s: TrainState) -> None:
     """Why the run ends."""
     limit = self.t.config.learner.max_consecutive_skips
     log(
-      f'{s.consecutive_skips} updates in a row were skipped: loss or gradient not finite '
-      f'(learner.max_consecutive_skips={limit}). The weights are those before them; see '
-      'loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+      f'{s.consecutive_skips} updates in a row were skipped: loss or gradient not '
+      f'finite (learner.max_consecutive_skips={limit}). The weights are those before '
+      'them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
     )
 
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
-    """(metrics, message) of an evaluation, which is kept in eval/<step>.json."""
+    """(metrics, message) of an evaluation; eval/<step>.json holds all of it."""
     path = os.path.join(self.workdir, 'eval', f'{s.step}.json')
     with self.t.timer('eval'):
       result, samples = evaluation(self.t, s.params, s.step)
@@ -248,7 +228,9 @@ class Run:
         checkpoint.wait(self.checkpoints)
 
 
-def evaluation(t: Trainer, params, step: int) -> tuple[dict, list[dict]]:
+def evaluation(
+  t: Trainer, params: Tree, step: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """(result, samples) on the held-out problems, through the door of training."""
   knobs = t.config.evaluate
   return evaluate.evaluate(
@@ -272,73 +254,6 @@ def timings(seconds: dict[str, float], tokens: float) -> Metrics:
     'time/step': sum(seconds.values()),
     'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
   }
-
-
-SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'consecutive_skips')
-
-
-def arrays(s: TrainState) -> dict[str, Any]:
-  """The part of a state that is arrays."""
-  found = {'params': s.params, 'opt': s.opt, 'actor': s.actor, 'buffer': s.buffer}
-  return found if s.partial is None else found | {'partial': s.partial.state()}
-
-
-def scalars(s: TrainState) -> dict[str, int]:
-  """The part of a state that is plain numbers."""
-  return {name: getattr(s, name) for name in SCALARS}
-
-
-def resume(
-  checkpoints: ocp.CheckpointManager, s: TrainState, same: bool = True
-) -> tuple[TrainState, Spent]:
-  """Latest checkpoint (or the state given), and what the run has cost so far.
-
-  Args:
-    same: the checkpoint is of the same problems; else its buffer and its partial
-      rollouts name other ones, and are left out.
-  """
-  step = checkpoints.latest_step()
-  if step is None:
-    return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  found, meta = checkpoint.restore(checkpoints, step, arrays(s))
-  log(f'Resuming after step {step}.')
-  partial = found.pop('partial', None)
-  if not same:
-    found['buffer'] = s.buffer
-  elif partial and s.partial is not None:
-    s.partial.restore(partial)
-  return s.replace(**found, **meta['run']), meta
-
-
-def same_problems(
-  checkpoints: ocp.CheckpointManager, identity: list[str], changed: str
-) -> bool:
-  """Whether the latest checkpoint is of these problems, or there is none.
-
-  Args:
-    identity: fingerprints of the training and the held-out problems.
-    changed: what to do where they are others: 'refuse' or 'accept' them.
-
-  Raises:
-    ValueError: they are others, and not accepted.
-  """
-  step = checkpoints.latest_step()
-  if step is None:
-    return True
-  before = checkpoint.read_meta(checkpoints, step)['problems']
-  if before == identity:
-    return True
-  names = ('training', 'held-out')
-  others = zip(names, before, identity, strict=True)
-  message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
-  if changed == 'refuse':
-    raise ValueError(
-      f'the problems are not those of step {step} (fingerprints, {message}); bring '
-      'those back, start in another --workdir, or go on with '
-      '--config.problems.changed=accept'
-    )
-  log(f'Other problems than at step {step} ({message}): accepted, the buffer is empty.')
-  return False
 
 
 def welcome(config: Config, workdir: str, material: Material) -> None:

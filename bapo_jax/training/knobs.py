@@ -84,8 +84,8 @@ class MetricsConfig(Section):
 
 
 class CheckpointConfig(Section):
-  """When checkpoints are written and which are kept."""
+  """When checkpoints are written and which remain."""
 
   every: int = knob(10, 'Learner steps between checkpoints.', least=1)
-  keep: int = knob(2, 'Newest checkpoints kept.', least=1)
-  best: int = knob(1, 'Best evaluated checkpoints kept as well.', least=0)
+  keep: int = knob(2, 'Newest checkpoints that remain.', least=1)
+  best: int = knob(1, 'Best evaluated checkpoints that remain as well.', least=0)

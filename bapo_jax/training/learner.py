@@ -11,7 +11,7 @@ The learner is blind to the method: it is handed a clip, a loss and an advantage
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,58 +42,6 @@ class TrainStep(Protocol):
     self, params: Tree, opt: Tree, batch: Batch
   ) -> tuple[Tree, Tree, dict[str, Array]]:
     """(params, opt, metrics); params and opt are donated."""
-
-
-def optimizer(
-  *,
-  lr: float,
-  warmup: int = 0,
-  b1: float = 0.9,
-  b2: float = 0.999,
-  weight_decay: float = 0.0,
-  max_norm: float = 1.0,
-  master: bool = False,
-) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm; `warmup` counts optimiser updates.
-
-  `master` is for parameters below float32: see `mastered`.
-  """
-  schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
-  tx = optax.chain(
-    optax.clip_by_global_norm(max_norm),
-    optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
-  )
-  return mastered(tx) if master else tx
-
-
-class Mastered(NamedTuple):
-  """The state of `mastered`."""
-
-  master: Any  # the weights in float32
-  inner: Any  # the optimiser's own state
-
-
-def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """The optimiser on float32 weights that it keeps; parameters are those, rounded.
-
-  A step of 1e-6 is below the spacing of bfloat16 at most weights: added to the
-  parameters themselves it would be lost, every time (Micikevicius et al., 2018).
-  """
-
-  def wide(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-  def init(params):
-    return Mastered(wide(params), tx.init(wide(params)))
-
-  def update(grads, state, params):
-    updates, inner = tx.update(wide(grads), state.inner, state.master)
-    master = optax.apply_updates(state.master, updates)
-    rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-    moves = jax.tree.map(jnp.subtract, wide(rounded), wide(params))
-    return moves, Mastered(master, inner)
-
-  return optax.GradientTransformation(init, update)
 
 
 def flatten(
@@ -216,9 +164,10 @@ class Objective:
 
   def logprobs(self, params: Tree, tokens_BT: Array) -> tuple[Array, Array]:
     """(logp_BT, entropy_BT)."""
-    return logprobs.sequence_logprobs(
+    logp_BT, entropy_BT = logprobs.sequence_logprobs(
       params, tokens_BT, self.spec, self.temperature, chunk=self.chunk
     )
+    return logp_BT, entropy_BT
 
   def search(self, batch: Batch) -> FindBounds:
     """The bound search over the tokens of this batch; no gradient flows through it."""
@@ -231,17 +180,31 @@ class Objective:
 
     return find
 
-  def loss(self, params: Tree, part: Batch, scale_B: Array, bounds: Bounds | None):
+  def loss(
+    self, params: Tree, part: Batch, scale_B: Array, bounds: Bounds | None
+  ) -> tuple[Array, tuple[Array, Array, Bounds]]:
     """(loss, (logp_BT, entropy_BT, bounds)); searches bounds where none are given."""
     logp_BT, entropy_BT = self.logprobs(params, part.tokens_BT)
-    find = self.search(part) if bounds is None else lambda _: bounds
+    find = self.search(part) if bounds is None else given(bounds)
     gain_BT, bounds = self.loss_rule(logp_BT, part, find)
     if self.kl:
       gain_BT -= self.kl * loss.divergence(logp_BT, part)
     return -(gain_BT.sum(1) * scale_B).sum(), (logp_BT, entropy_BT, bounds)
 
 
-def gradient(params: Tree, batch: Batch, objective: Objective):
+def given(bounds: Bounds) -> FindBounds:
+  """These bounds, whatever the ratios."""
+
+  def find(ratio_BT: Array) -> Bounds:
+    del ratio_BT
+    return bounds
+
+  return find
+
+
+def gradient(
+  params: Tree, batch: Batch, objective: Objective
+) -> tuple[Array, Tree, tuple[Array, Array, Bounds]]:
   """The loss of one minibatch and its gradient.
 
   Bounds are found once, over all tokens of the minibatch: over every device, and over
@@ -275,7 +238,8 @@ def gradient(params: Tree, batch: Batch, objective: Objective):
   # Sums of bfloat16 gradients lose what is small: float32, whatever the parameters are.
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
   (value, grads), seen = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
-  return value, grads, _as_minibatch(*seen, bounds, batch)
+  logp, entropy, found = seen
+  return value, grads, _as_minibatch(logp, entropy, found, bounds, batch)
 
 
 def _as_minibatch(logp, entropy, found: Bounds, bounds: Bounds | None, batch: Batch):

@@ -8,11 +8,13 @@
 import dataclasses
 import functools
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -30,10 +32,11 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import checkpoint, learner, rules, sft
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
 from bapo_jax.training.trainer import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
+from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
 
 
 class Material(NamedTuple):
@@ -73,7 +76,7 @@ def check_available(config: Config) -> None:
     config_lib.check_positions(config, spec.positions)
 
 
-def make_mesh(config: Config, devices=None) -> Mesh:
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """The device mesh.
 
   Raises:
@@ -136,7 +139,7 @@ def policy(
 
 
 def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
-  """The embedded policy after its warm start, from the workdir where it is kept."""
+  """The embedded policy after its warm start; the workdir holds it for the next run."""
   problems = config.problems.model_dump()
   kind = (
     ('countdown',) if config.problems.source == 'countdown' else ('family', 'level')
@@ -192,10 +195,12 @@ def make_engine(
 def optimizer(config: Config) -> optax.GradientTransformation:
   """AdamW, with float32 weights of its own where the parameters are less."""
   master = config.model.dtype != 'float32'
-  return learner.optimizer(master=master, **config.optimizer.model_dump())
+  return optimizer_lib.adamw(master=master, **config.optimizer.model_dump())
 
 
-def make_train_step(config: Config, rules: Rules, spec: ModelSpec) -> TrainStep:
+def make_train_step(
+  config: Config, rules: Rules, spec: ModelSpec
+) -> jax.stages.Wrapped:
   """One optimiser update, jitted; parameters and optimiser state are donated."""
   objective = learner.Objective(
     clip_rule=rules.clip,
@@ -217,7 +222,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
   """A minibatch of the run as shapes, placed on the mesh."""
   size = {'B': config.minibatch_rows, 'T': config.row_length}
   kinds = {'tokens': jnp.int32, 'loss_mask': jnp.bool_, 'source': jnp.int32}
-  fields = []
+  fields: list[Any] = []
   for field in Batch._fields:  # the name says the axes
     name, _, axes = field.rpartition('_')
     shape = tuple(size[axis] for axis in axes)
@@ -235,7 +240,9 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
     return step.lower(s.params, s.opt, batch).compile()
 
 
-def _proximal(config: Config, spec: ModelSpec, mesh: Mesh):
+def _proximal(
+  config: Config, spec: ModelSpec, mesh: Mesh
+) -> Callable[[Tree, Groups], Array] | None:
   """Scores a batch by the weights of the step's start, where the loss rule asks."""
   if not config.loss.needs_proximal:
     return None

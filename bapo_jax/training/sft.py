@@ -6,23 +6,39 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import tokenizer
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import progress_bar
-from bapo_jax.training import learner
+from bapo_jax.training import optimizer
+from bapo_jax.types import Tree
+
+Solve = Callable[[Any, np.random.Generator, float, float], str]
+
+CHUNK = 50  # steps whose solutions are tokenised at once: it keeps the tokenizer quick
 
 
 def rows(
-  text, problems, solve: Callable, length: int, seed, slip: float, repeat: float
-):
+  tokenizer: Tokenizer,
+  problems: Sequence[Any],
+  solve: Solve,
+  length: int,
+  seed: int | tuple[int, ...],
+  slip: float,
+  repeat: float,
+) -> tuple[np.ndarray, np.ndarray]:
   """(tokens_NT, weight_NT): prompts with worked solutions, cut at `length` tokens.
 
   The answer weighs four times a token of the work: it is one token in twenty, and a
@@ -32,10 +48,11 @@ def rows(
     solve: (problem, rng, slip, repeat) -> its worked solution.
   """
   rng = np.random.default_rng(seed)
-  solved = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
-  asked = [text.template.replace('{problem}', p.text) for p in problems]
-  prompts, answers = tokenizer.encode(text, asked), tokenizer.encode(text, solved)
-  (box,) = tokenizer.encode(text, ['\\boxed{'])
+  solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
+  texts = [tokenizer.template.replace('{problem}', p.text) for p in problems]
+  prompts = tokenizer_lib.encode(tokenizer, texts)
+  answers = tokenizer_lib.encode(tokenizer, solutions)
+  (box,) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
   tokens_NT = np.zeros((len(problems), length), np.int32)
   weight_NT = np.zeros((len(problems), length), np.float32)
   for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -50,10 +67,18 @@ def rows(
 @functools.partial(
   jax.jit, static_argnames=('tx', 'spec'), donate_argnames=('params', 'opt')
 )
-def imitate(params, opt, tokens_BT, weight_BT, *, tx, spec):
-  """One supervised step; returns (params, opt, nats a weighted token)."""
+def imitate(
+  params: Tree,
+  opt: Tree,
+  tokens_BT: Array,
+  weight_BT: Array,
+  *,
+  tx: optax.GradientTransformation,
+  spec: ModelSpec,
+) -> tuple[Tree, Tree, Array]:
+  """One supervised step; returns (params, opt, nats per weighted token)."""
 
-  def objective(params):
+  def objective(params: Tree) -> Array:
     logp_BT, _ = logprobs.sequence_logprobs(params, tokens_BT, spec, 1.0)
     return -(logp_BT * weight_BT).sum() / jnp.maximum(weight_BT.sum(), 1)
 
@@ -63,12 +88,12 @@ def imitate(params, opt, tokens_BT, weight_BT, *, tx, spec):
 
 
 def fit(
-  text,
-  spec: transformer.ModelSpec,
-  device_mesh,
+  tokenizer: Tokenizer,
+  spec: ModelSpec,
+  mesh: Mesh,
   length: int,
-  problems: list,
-  solve: Callable,
+  problems: Sequence[Any],
+  solve: Solve,
   *,
   seed: int,
   clean: int,
@@ -77,41 +102,34 @@ def fit(
   lr: float,
   slip: float,
   repeat: float,
-) -> dict:
-  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each.
-
-  Args:
-    problems, solve: what `problems.sources.worked` gives.
-  """
-  tx = learner.optimizer(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
+) -> Tree:
+  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each."""
+  tx = optimizer.adamw(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
-  params = jax.device_put(params, sharding.shardings(params, device_mesh))
+  params = jax.device_put(params, sharding.shardings(params, mesh))
   opt = tx.init(params)
   rng = np.random.default_rng(seed)
-  value = 0.0
-  with progress_bar(clean + noisy, 'warm start', 'step') as progress:
+
+  def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens_BT, weight_BT) of every step; each sees new solutions."""
     for name, steps, chances in (
       ('clean', clean, (0.0, 0.0)),
       ('noisy', noisy, (slip, repeat)),
     ):
-      # A step sees new solutions; several thousand at a time keep the tokenizer quick.
-      for start in range(0, steps, 50):
-        count = min(50, steps - start)
-        picked = [problems[i] for i in rng.integers(len(problems), size=count * batch)]
-        drawn = rows(text, picked, solve, length, (seed, start, len(name)), *chances)
-        for tokens_BT, weight_BT in zip(
-          *(x.reshape(count, batch, -1) for x in drawn), strict=True
-        ):
-          tokens_BT, weight_BT = jax.device_put(
-            (tokens_BT, weight_BT), sharding.over_rows(device_mesh)
-          )
-          params, opt, value = imitate(
-            params, opt, tokens_BT, weight_BT, tx=tx, spec=spec
-          )
-          value = float(value)
-          progress.update()
-          tokens = (progress.format_dict['rate'] or 0) * tokens_BT.size
-          progress.set_postfix_str(
-            f'{tokens:.0f} tokens/s, {value:.3f} nats', refresh=False
-          )
+      for start in range(0, steps, CHUNK):
+        count = min(CHUNK, steps - start)
+        drawn = [problems[i] for i in rng.integers(len(problems), size=count * batch)]
+        purpose = (seed, start, len(name))
+        made = rows(tokenizer, drawn, solve, length, purpose, *chances)
+        tokens, weights = (x.reshape(count, batch, -1) for x in made)
+        yield from zip(tokens, weights, strict=True)
+
+  with progress_bar(clean + noisy, 'warm start', 'step') as progress:
+    for rows_BT in batches():
+      tokens_BT, weight_BT = jax.device_put(rows_BT, sharding.over_rows(mesh))
+      params, opt, value = imitate(params, opt, tokens_BT, weight_BT, tx=tx, spec=spec)
+      nats = float(value)
+      progress.update()
+      rate = (progress.format_dict['rate'] or 0) * tokens_BT.size
+      progress.set_postfix_str(f'{rate:.0f} tokens/s, {nats:.3f} nats', refresh=False)
   return params

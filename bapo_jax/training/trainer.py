@@ -64,8 +64,7 @@ class Trainer:
   timer: PhaseTimer
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
   """Everything that changes in a run: save it and everything is saved."""
 
   params: Tree
@@ -192,9 +191,8 @@ def fill_batch(
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
   """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full."""
   config, rounds = t.config, []
-  for prompt_round in range(
-    s.prompt_round, s.prompt_round + 1 + config.batch.extra_rounds
-  ):
+  last = s.prompt_round + config.batch.extra_rounds
+  for prompt_round in range(s.prompt_round, last + 1):
     rounds.append(sample_fresh(t, s, prompt_round, keys.fresh))
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))

@@ -1,0 +1,64 @@
+"""AdamW, and float32 master weights where the parameters are less.
+
+In an update the gradient is clipped by its global norm first.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bapo_jax.types import Tree
+
+
+def adamw(
+  *,
+  lr: float,
+  warmup: int = 0,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  weight_decay: float = 0.0,
+  max_norm: float = 1.0,
+  master: bool = False,
+) -> optax.GradientTransformation:
+  """AdamW after clipping by the global norm; `warmup` counts optimiser updates.
+
+  `master` is for parameters below float32: see `mastered`.
+  """
+  schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
+  tx = optax.chain(
+    optax.clip_by_global_norm(max_norm),
+    optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+  )
+  return mastered(tx) if master else tx
+
+
+class Mastered(NamedTuple):
+  """The state of `mastered`."""
+
+  master: Any  # the weights in float32
+  inner: Any  # the optimiser's own state
+
+
+def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+  """The optimiser on float32 weights that it keeps; parameters are those, rounded.
+
+  A step of 1e-6 is below the spacing of bfloat16 at most weights: added to the
+  parameters themselves it would be lost, every time (Micikevicius et al., 2018).
+  """
+
+  def wide(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+  def init(params: Tree) -> Mastered:
+    return Mastered(wide(params), tx.init(wide(params)))
+
+  def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Mastered]:
+    updates, inner = tx.update(wide(grads), state.inner, state.master)
+    master = optax.apply_updates(state.master, updates)
+    rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+    moves = jax.tree.map(jnp.subtract, wide(rounded), wide(params))
+    return moves, Mastered(master, inner)
+
+  return optax.GradientTransformation(init, update)  # pyrefly: ignore
