@@ -90,7 +90,8 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
   for name, seconds in spent['phases'].items():
     timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
-  t = compiled(t, s)
+  if not finished(config, s):
+    t = compiled(t, s)
 
   def cost() -> Spent:
     return {
