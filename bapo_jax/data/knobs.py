@@ -47,7 +47,7 @@ class CountdownConfig(Section):
 
 
 class ProblemsConfig(Section):
-  """What is trained on and what is held out."""
+  """Training and held-out problems."""
 
   source: str = knob(
     'synthetic',
@@ -70,6 +70,11 @@ class ProblemsConfig(Section):
   changed: Literal['refuse', 'accept'] = knob(
     'refuse', 'Resuming with other problems: refused, or accepted on an empty buffer.'
   )
+
+  @property
+  def count(self) -> int:
+    """Made problems, training and held-out."""
+    return self.train + self.test
 
   @pydantic.model_validator(mode='after')
   def _sources(self) -> 'ProblemsConfig':
