@@ -32,7 +32,7 @@ class RowsConfig(tfds.core.BuilderConfig):
   )
 
 
-class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Rows with ids, which count through all splits from 0."""
 
   VERSION = tfds.core.Version('1.1.0')
@@ -68,7 +68,9 @@ def store(
   digest = hashlib.sha256(json.dumps(splits).encode()).hexdigest()
   name = re.sub(r'\W+', '_', name)
   config = RowsConfig(name=f'{name[:40]}-{digest[:12]}', splits=splits)
-  return prepare(Problems(data_dir=data_dir, config=config, file_format='array_record'))
+  return prepare(
+    StoredProblems(data_dir=data_dir, config=config, file_format='array_record')
+  )
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:

@@ -65,7 +65,7 @@ class ProblemsConfig(Section):
     'drop', 'What happens to a problem that comes twice; it is reported either way.'
   )
   overlap: Literal['keep', 'drop'] = knob(
-    'keep', 'Held-out problems among the training problems: kept there, or dropped.'
+    'keep', 'Held-out problems among the training problems: trained on, or dropped.'
   )
   changed: Literal['refuse', 'accept'] = knob(
     'refuse', 'Resuming with other problems: refused, or accepted on an empty buffer.'
