@@ -4,7 +4,7 @@ A problem is made from its solution: numbers are drawn and combined two by two, 
 random, until one is left, which is the target. All intermediate results are positive
 integers and divisions leave no rest, so every problem can be solved without a fraction.
 
-The answer is what a verifier needs: {"numbers": [3, 7, 25], "target": 46}.
+The answer is JSON for the verifier: {"numbers": [3, 7, 25], "target": 46}.
 
 Two wordings: `sentence` for a model that reads English, `short` for the embedded
 policy, which the warm start shows worked solutions: chains of the numbers in random
@@ -107,8 +107,8 @@ def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
   return left[0]
 
 
-# Some 130 tokens of work. What the warm start cuts away is not worth its time: with
-# forty chains the solutions of a step took longer than its gradient.
+# Some 130 tokens of work. Chains that the warm start cuts away cost time: with forty
+# chains the solutions of a step took longer than its gradient.
 CHAINS = 12
 
 

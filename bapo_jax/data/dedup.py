@@ -2,7 +2,7 @@
 
 Two problems are the same where their texts are, up to white space. Lines that stand
 before or after every problem of a data set (an instruction) do not count.
-Functions return what they found, and a message, '' for none.
+Functions return their finding and a message, '' for none.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from bapo_jax.data.row import Row
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-  """Each row's problem, stripped of what does not make it another problem."""
+  """Each row's problem in a normal form: two are the same where these are equal."""
   # A text is split once, however often it comes.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())

@@ -4,7 +4,7 @@
 2. `prepare_tfds` has tensorflow-datasets download and write its own, as array_record;
    `read_tfds` reads their rows.
 
-An error is one sentence: what is missing, why, and how to get it.
+An error is one sentence: the missing thing, the reason, the way to get it.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
     try:
       folder = _snapshot(name, split, local)
     except (OSError, ValueError) as error:
-      # The first line says what failed, the second what to import.
+      # The first line names the failure, the second an import.
       reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
       continue
     if found := _of_split(folder, split, knob):

@@ -62,7 +62,7 @@ class ProblemsConfig(Section):
   test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
   duplicates: Literal['drop', 'keep'] = knob(
-    'drop', 'What happens to a problem that comes twice; it is reported either way.'
+    'drop', 'Repeated problems: the first of each counts, or all; reported either way.'
   )
   overlap: Literal['keep', 'drop'] = knob(
     'keep', 'Held-out problems among the training problems: trained on, or dropped.'

@@ -15,7 +15,7 @@ from bapo_jax.data.row import Row
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 
 Result = TypeVar('Result')
-Place = tuple[str, Any]  # ('line 3', what stands there)
+Place = tuple[str, Any]  # ('line 3', its value)
 
 
 def read(path: str) -> list[Row]:

@@ -5,10 +5,10 @@
   hub:owner/name:split       files of a data set on the hub
   tfds:name:split            a data set of tensorflow-datasets
 
-1. `missing` makes or reads all that is on this machine, and lists what is not;
+1. `missing` makes or reads all that is on this machine, and lists absent files;
 2. `download` fetches a data set given by name;
 3. `load` returns the rows, each problem once, and stores them in the data directory;
-4. `sft_problems` are those that the warm start imitates.
+4. `sft_problems` returns those that the warm start imitates.
 
 builder and hub are imported late: tensorflow-datasets takes a second, and `missing`
 runs before the first screen.
@@ -33,7 +33,7 @@ SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}
 def missing(problems: ProblemsConfig, knob: Knob) -> list[str]:
   """The files of a source that are not on this machine; names are not looked up.
 
-  Problems are made and files are read, all of them: what is wrong is then known.
+  Makes problems and reads files, all of them, so that every error comes now.
 
   Raises:
     ValueError: they cannot be made or read, or a name is malformed.
@@ -53,10 +53,9 @@ def missing(problems: ProblemsConfig, knob: Knob) -> list[str]:
 
 
 def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
-  """What the warm start imitates: the training problems, and their solver.
+  """The problems that the warm start imitates, those of training, and their solver.
 
-  They are those of problems.source='countdown', and for any other source those of
-  problems.family.
+  For a source that is not made, the problems of problems.family stand in.
 
   Raises:
     ValueError: they cannot be made, or the embedded policy cannot read them.
@@ -88,7 +87,7 @@ def download(problems: ProblemsConfig, knob: Knob) -> None:
 def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
   """The rows of a source, each problem once unless problems.duplicates='keep'.
 
-  What is made or read is stored in `data_dir`; repeats are logged.
+  Stores them in `data_dir`; logs repeats.
 
   Raises:
     ValueError: they cannot be made or read.
@@ -96,26 +95,26 @@ def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
   from bapo_jax.data import builder
 
   source = getattr(problems, knob)
-  if made := source in MADE:
+  if source in MADE:
     rows = _generate(problems, source)
     splits = {'train': rows[: problems.train], 'test': rows[problems.train :]}
-    stored = builder.store(data_dir, source, splits)
+    stored = builder.problems(builder.store(data_dir, source, splits), SPLITS[knob])
     # In the order of the file, by which all recorded runs number their problems.
-    rows = list(builder.problems(stored, SPLITS[knob]).values())
-  else:
-    rows = _read(knob, source)
-  unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
-  if drop := problems.duplicates == 'drop':
-    rows = unique
-  if message:
-    log(
-      message + ('; the first of each counts' if drop else '; problems.duplicates=keep')
-    )
-  if made:
-    return rows
+    return _deduplicate(problems, knob, list(stored.values()))
+  rows = _deduplicate(problems, knob, _read(knob, source))
   name = os.path.splitext(os.path.basename(source))[0]
   stored = builder.problems(builder.store(data_dir, name, {'rows': rows}), 'rows')
   return [stored[i] for i in range(len(rows))]
+
+
+def _deduplicate(problems: ProblemsConfig, knob: Knob, rows: list[Row]) -> list[Row]:
+  name = f'problems.{knob}={getattr(problems, knob)}'
+  unique, message = dedup.deduplicate(rows, name)
+  drop = problems.duplicates == 'drop'
+  if message:
+    counts = 'the first of each counts' if drop else 'problems.duplicates=keep'
+    log(f'{message}; {counts}')
+  return unique if drop else rows
 
 
 def _generate(problems: ProblemsConfig, source: str) -> list[Row]:

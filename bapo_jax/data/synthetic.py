@@ -168,27 +168,26 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 def draw_distinct(
   draw: Callable[[], tuple[Hashable, Item] | None], count: int
 ) -> list[Item]:
-  """The first `count` items with different keys, or fewer where no more will come.
+  """The first `count` items with different keys; fewer where no more can be expected.
 
-  It gives up after 20 * count + 1000 draws, or before, where so many draws in a row
-  brought nothing new that those draws cannot bring what is missing. With n draws in a
-  row and r items missing: to find r new ones among all draws at a chance x/draws each,
-  and none in n, has a chance below exp(-n x/draws) (e x/r)^r exp(-x). The chance of a
-  new one never grows, so at n r = 50 draws, where r >= 50, this is below 1e-15 for
-  every x: a call that would succeed is not refused.
+  Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
+  new item while r are missing, where n r > 50 D. This refuses no call that would
+  succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls, then n
+  draws bring nothing and D bring r with chance < exp(-n x/D) (e x/r)^r exp(-x)
+  (Chernoff), which is below 1e-15 for every x.
 
   Args:
     draw: returns (key, item), or None for a draw that is no item.
   """
-  draws = 20 * count + 1000
+  draws = 20 * count + 1000  # D
   found: dict[Hashable, Item] = {}
-  fruitless = 0  # draws in a row without a new item
+  fruitless = 0  # n
   for _ in range(draws):
     drawn, before = draw(), len(found)
     if drawn:
       found.setdefault(*drawn)
     fruitless = 0 if len(found) > before else fruitless + 1
-    missing = count - len(found)
+    missing = count - len(found)  # r
     if not missing or fruitless * missing > 50 * draws:
       break
   return list(found.values())

@@ -18,13 +18,13 @@ from numpy.typing import ArrayLike
 # Only tokenizers are used: that torch is missing is nothing to be warned about.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-# What the embedded problems are written in. `\boxed{` is one token: an answer costs
-# three, not nine.
+# The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three,
+# not nine.
 CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()')
 
 
 class Tokenizer(NamedTuple):
-  """A tokenizer, and what a run writes around a problem and after a response."""
+  """A tokenizer, the end tokens of responses, and the template of prompts."""
 
   backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
@@ -45,7 +45,7 @@ def characters() -> Any:
   backend.decoder = tokenizers.decoders.Fuse()
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
-    unk_token='<pad>',  # what `encode` refuses to write
+    unk_token='<pad>',  # `encode` refuses it
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
