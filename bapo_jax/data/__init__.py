@@ -1,7 +1,4 @@
-"""Problems become rows of tokens.
-
-In: the sources of the config, made, in files or by name. Out: `Problems`, of which
-`prompts.next_prompts` takes the `Prompts` of a step.
-Read: row, tokenizer, synthetic, countdown, schemas, local_files, builder, hub, dedup,
-sources, prompts.
+"""In: problems, made from the seed, in users' files, or by the name of a data set.
+Out: `Problems`, rows of tokens with their answers, and the `Prompts` of each step.
+Read: row, synthetic, countdown, schemas, dedup, sources, tokenizer, prompts; the rest.
 """

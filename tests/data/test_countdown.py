@@ -92,10 +92,10 @@ def test_more_problems_than_there_are_is_refused_soon():
   )
   with pytest.raises(ValueError, match=message):
     generate(999, **knobs)
-  begun = time.perf_counter()
+  begun = time.process_time()
   with pytest.raises(ValueError, match=r'fewer than train \+ test = 50512'):
     generate(50_512, **knobs)
-  assert time.perf_counter() - begun < 3
+  assert time.process_time() - begun < 3
 
 
 def solved(count=60, **noise):

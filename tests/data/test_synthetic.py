@@ -190,7 +190,7 @@ def test_the_first_problems_are_those_of_recorded_runs(family, level):
 @EVERY_LEVEL
 def test_fifty_thousand_problems_are_made_or_refused_within_seconds(family, level):
   problems = ProblemsConfig(family=family, level=level, train=50_000)
-  begun = time.perf_counter()
+  begun = time.process_time()
   if level < 3:
     message = (
       rf'level {level} of {family} has about \d+ .* fewer than train \+ test = 5'
@@ -199,7 +199,7 @@ def test_fifty_thousand_problems_are_made_or_refused_within_seconds(family, leve
       synthetic.generate(problems)
   else:
     assert len(set(synthetic.generate(problems))) == 50_512
-  assert time.perf_counter() - begun < 6  # 1.4 s at most on two quiet cores
+  assert time.process_time() - begun < 4  # measured: 1.4 at most
 
 
 def test_all_problems_there_are_can_be_drawn():
