@@ -133,7 +133,7 @@ def policy(
 
 
 def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
-  """The embedded policy after its warm start, from the workdir where it is kept."""
+  """The embedded policy after its warm start; the workdir holds it for the next run."""
   problems = config.problems
   kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
   recipe = {

@@ -81,7 +81,7 @@ def fit(
   """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each.
 
   Args:
-    problems, solve: of `data.sources.sft_problems`.
+    problems, solve: what `problems.sources.worked` gives.
   """
   tx = learner.optimizer(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
