@@ -35,15 +35,16 @@ HOUSE = {
   ),
   'data': (
     'knobs',
-    'dedup',
-    'builder',
+    'row',
+    'tokenizer',
     'synthetic',
     'countdown',
     'schemas',
     'local_files',
+    'builder',
     'hub',
+    'dedup',
     'sources',
-    'tokenizer',
     'prompts',
   ),
   'rewards': (
@@ -104,13 +105,7 @@ MAY_NAME_RULES = {'training.rules'}
 
 ONLY = {  # package -> the modules that may import it
   'transformers': {'data.tokenizer'},
-  'tensorflow_datasets': {
-    'data.builder',
-    'data.synthetic',
-    'data.countdown',
-    'data.local_files',
-    'data.hub',
-  },
+  'tensorflow_datasets': {'data.builder', 'data.hub'},
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
   'ml_collections': {'main'},

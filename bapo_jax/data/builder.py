@@ -1,46 +1,79 @@
-"""What the tensorflow-datasets builders of problems share; no TensorFlow is needed.
+"""Problems on disk, as tensorflow-datasets writes them without TensorFlow.
+
+1. `store` writes rows to the data directory, under a hash of them: the problems that a
+   run was trained on stay in its workdir, whatever becomes of their source;
+2. `problems` reads a split of them, `read` a split of any other data set.
 
 Files are array_record: the library's default, tfrecord, needs TensorFlow to be written.
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 
+from bapo_jax.data.row import Row
 
-class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """Problems with an answer; subclasses say in `splits` which."""
+
+@dataclasses.dataclass
+class RowsConfig(tfds.core.BuilderConfig):
+  """The rows of each split; the name holds a hash of them."""
+
+  name: str = ''
+  splits: Mapping[str, Sequence[Row]] = dataclasses.field(
+    default_factory=dict, repr=False
+  )
+
+
+class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """Rows with ids, which count through all splits from 0."""
 
   VERSION = tfds.core.Version('1.1.0')
 
-  def splits(self) -> dict[str, list[dict]]:
-    """From a split to its rows: id, problem, answer, verifier; ids are used once."""
-    raise NotImplementedError
-
-  def _info(self):
-    features = tfds.features.FeaturesDict(
-      {
-        'id': tfds.features.Scalar(np.int64),
-        'problem': tfds.features.Text(),
-        'answer': tfds.features.Text(),
-        'verifier': tfds.features.Text(),  # '' leaves it to rewards.rule
-      }
-    )
+  def _info(self) -> tfds.core.DatasetInfo:
+    text = {name: tfds.features.Text() for name in Row._fields}
+    features = tfds.features.FeaturesDict({'id': tfds.features.Scalar(np.int64)} | text)
     # Built in place: dataset_info_from_configs would look for a metadata folder.
     return tfds.core.DatasetInfo(builder=self, features=features)
 
-  def _split_generators(self, dl_manager):
-    return {s: self._generate_examples(rows) for s, rows in self.splits().items()}
+  def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+    start, generators = 0, {}
+    for split, rows in self.builder_config.splits.items():
+      generators[split] = self._generate_examples(start, rows)
+      start += len(rows)
+    return generators
 
-  def _generate_examples(self, rows):
-    for row in rows:
-      yield row['id'], row
+  def _generate_examples(
+    self, start: int, rows: Sequence[Row]
+  ) -> Iterator[tuple[int, dict]]:
+    for i, row in enumerate(rows, start):
+      yield i, {'id': i, **row._asdict()}
 
 
-def write(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
+def store(
+  data_dir: str, name: str, splits: Mapping[str, Sequence[Row]]
+) -> tfds.core.DatasetBuilder:
+  """The builder of these rows, written to `data_dir` unless they are there already.
+
+  Args:
+    name: of the directory, with the hash of the rows.
+  """
+  digest = hashlib.sha256(json.dumps(splits).encode()).hexdigest()
+  name = re.sub(r'\W+', '_', name)
+  config = RowsConfig(name=f'{name[:40]}-{digest[:12]}', splits=splits)
+  return prepare(
+    StoredProblems(data_dir=data_dir, config=config, file_format='array_record')
+  )
+
+
+def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
   """The builder, its data written unless they are there already."""
   # The library reports a download that does not happen, and draws bars for 0.2 s.
   tfds.disable_progress_bar()
@@ -49,14 +82,19 @@ def write(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
   return builder
 
 
-def rows(builder: tfds.core.DatasetBuilder, split: str) -> list[dict[str, Any]]:
-  """The rows of a split, in the order of its file: array_record shuffles them."""
+def problems(builder: tfds.core.DatasetBuilder, split: str) -> dict[int, Row]:
+  """From id to row, in the order of the split's file: array_record shuffles them."""
+  return {row.pop('id'): Row(**row) for row in read(builder, split)}
+
+
+def read(builder: tfds.core.DatasetBuilder, split: str) -> list[dict[str, Any]]:
+  """The rows of a split of any data set, in the order of its file."""
   return [
     {name: _text(value) for name, value in row.items()}
     for row in builder.as_data_source(split)
   ]
 
 
-def _text(value):
+def _text(value: Any) -> Any:
   """Text comes back from array_record as bytes."""
   return value.decode() if isinstance(value, bytes) else value

@@ -1,18 +1,21 @@
-"""Problems that come twice: in one data set, and in training and evaluation both.
+"""Problems that come twice: in one data set, or in training and evaluation both.
 
-Two problems are the same where their texts are, up to white space. What stands before
-or after every problem of a data set (whole lines: an instruction) does not count.
-Functions give rows back, and what there is to tell, '' for nothing.
+Two problems are the same where their texts are, up to white space. Lines that stand
+before or after every problem of a data set (an instruction) do not count.
+Functions return their finding and a message, '' for none.
 """
 
 import itertools
 import unicodedata
+from collections.abc import Iterable, Sequence
+
+from bapo_jax.data.row import Row
 
 
-def keys(rows: list[dict]) -> list[str]:
-  """A row's problem, stripped of what does not make it another problem."""
-  # A text is looked at once, however often it comes.
-  lines = {text: tuple(text.strip().splitlines()) for text in _problems(rows)}
+def keys(rows: Sequence[Row]) -> list[str]:
+  """Each row's problem in a normal form: two are the same where these are equal."""
+  # A text is split once, however often it comes.
+  lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
   first = last = 0
   if len(texts) > 1:  # of one problem alone all lines are common
@@ -24,53 +27,47 @@ def keys(rows: list[dict]) -> list[str]:
     text = '\n'.join(own[first : len(own) - last])
     return ' '.join(unicodedata.normalize('NFC', text).split())
 
-  known = {text: key(own) for text, own in lines.items()}
-  return [known[text] for text in _problems(rows)]
+  key_of = {text: key(own) for text, own in lines.items()}
+  return [key_of[row.problem] for row in rows]
 
 
-def _problems(rows: list[dict]) -> list[str]:
-  return [row['problem'] for row in rows]
-
-
-def _common(texts: set[tuple[str, ...]], places) -> int:
+def _common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
   """How many of these lines are the same in all texts, before the first that is not."""
-  same = (len({lines[i] for lines in texts}) == 1 for i in places)
+  same = (len({lines[i] for lines in texts}) == 1 for i in positions)
   return sum(1 for _ in itertools.takewhile(bool, same))
 
 
-def distinct(rows: list[dict], name: str) -> tuple[list[dict], str]:
-  """Each problem once, as it stands first; the answer that stands first counts.
+def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
+  """(the first row of each problem, a message on the others).
 
   Args:
-    name: what is said to hold the repeats.
+    name: of the data set, for the message.
   """
-  first: dict[str, dict] = {}
-  differs: dict[str, str] = {}
+  first: dict[str, Row] = {}
+  other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):
-    kept = first.setdefault(key, row)
-    if kept['answer'] != row['answer']:
-      differs.setdefault(key, row['answer'])
-  kept, told = list(first.values()), ''
-  if len(kept) < len(rows):
-    told = f'{name}: {len(rows)} rows hold {len(kept)} different problems'
-  if differs:
-    key, other = next(iter(differs.items()))
-    told += (
-      f'; {len(differs)} of them come with different answers, as {key[:60]!r} with '
-      f'{first[key]["answer"]!r} and {other!r}'
+    if first.setdefault(key, row).answer != row.answer:
+      other_answer.setdefault(key, row.answer)
+  unique, message = list(first.values()), ''
+  if len(unique) < len(rows):
+    message = f'{name}: {len(rows)} rows hold {len(unique)} different problems'
+  if other_answer:
+    key, other = next(iter(other_answer.items()))
+    message += (
+      f'; {len(other_answer)} of them come with different answers, as {key[:60]!r} '
+      f'with {first[key].answer!r} and {other!r}'
     )
-  return kept, told
+  return unique, message
 
 
-def overlap(training: list[dict], held_out: list[dict]) -> tuple[set[int], str]:
-  """Places in `training` of problems that are in `held_out` too."""
-  tested = set(keys(held_out))
-  asked = keys(training)
-  both = {i for i, key in enumerate(asked) if key in tested}
+def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
+  """(indices in `training` of problems that are in `held_out` too, a message)."""
+  held_out_keys, training_keys = set(keys(held_out)), keys(training)
+  both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:
     return both, ''
-  count = len({asked[i] for i in both})
+  count = len({training_keys[i] for i in both})
   return both, (
-    f'{count} of {len(tested)} held-out problems are training problems too, as '
-    f'{asked[min(both)][:60]!r}'
+    f'{count} of {len(held_out_keys)} held-out problems are training problems too, as '
+    f'{training_keys[min(both)][:60]!r}'
   )

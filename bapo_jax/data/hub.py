@@ -1,9 +1,10 @@
 """Problems by name: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
 
-1. `hub` finds the files of a split in the local cache, else downloads them;
-2. `library` has tensorflow-datasets download and write its own, as array_record.
+1. `find_files` finds the files of a split in the local cache, else downloads them;
+2. `prepare_tfds` has tensorflow-datasets download and write its own, as array_record;
+   `read_tfds` reads their rows.
 
-What cannot be had is one sentence: what is missing, why, and how to get it.
+An error is one sentence: the missing thing, the reason, the way to get it.
 """
 
 import importlib
@@ -16,34 +17,36 @@ import urllib.request
 
 import tensorflow_datasets as tfds
 
-from bapo_jax.data import builder, local_files, schemas
+from bapo_jax.data import builder as builder_lib
+from bapo_jax.data import local_files, schemas
+from bapo_jax.data.row import Row
 
 SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
 
 
-def hub(name: str, split: str, knob: str) -> tuple[str, ...]:
+def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   """Local paths of the files of a split of the data set owner/name, in their order.
 
   Args:
     split: how the files' names begin: `train`, or `main/train` with their folder.
 
   Raises:
-    ValueError: there is no such data set, split or network.
+    ValueError: no such data set or split, or no network.
   """
-  why = ''
+  reason = ''
   for local in (True, False):
     try:
       folder = _snapshot(name, split, local)
     except (OSError, ValueError) as error:
-      # Its own words say what failed, and then in a second line what to import.
-      why = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+      # The first line names the failure, the second an import.
+      reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
       continue
     if found := _of_split(folder, split, knob):
       return found
   raise ValueError(
     f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl there, nor in '
-    f'the local cache of the hub{why}; fetch it where there is a network, `hf download '
-    f'{name} --repo-type dataset --local-dir <directory>`, and give the file'
+    f'the local cache of the hub{reason}; fetch it where there is a network, `hf '
+    f'download {name} --repo-type dataset --local-dir <directory>`, and give the file'
   )
 
 
@@ -76,38 +79,48 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   return tuple(os.path.join(folder, name) for name in names)
 
 
-def library(name: str, split: str, knob: str) -> list[dict[str, str]]:
-  """Rows of a data set that tensorflow-datasets knows, from ~/tensorflow_datasets.
+def prepare_tfds(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
+  """A data set that tensorflow-datasets knows, written to ~/tensorflow_datasets.
 
   Raises:
-    ValueError: there is no such data set, split or network, or it is of no layout.
+    ValueError: no such data set or split, or no network.
   """
-  made = _builder(name, knob)
-  # Without a network the library retries for minutes before it says so.
-  if not made.info.splits and not _network():
+  builder = _builder(name, knob)
+  # Without a network the library retries for minutes before it fails.
+  if not builder.info.splits and not _network():
     raise ValueError(
-      f'--config.{knob}=tfds:{name}: not in {made.data_dir}, and there is no network '
-      'to download it; copy that directory from a machine that has it, or give a file'
+      f'--config.{knob}=tfds:{name}: not in {builder.data_dir}, and there is no '
+      'network to download it; copy that directory from a machine that has it, or '
+      'give a file'
     )
   try:
-    builder.write(made)
+    builder_lib.prepare(builder)
   except Exception as error:  # of its own kinds, of requests and of each data set
     raise ValueError(
       f'--config.{knob}=tfds:{name} cannot be prepared ({str(error).splitlines()[0]}); '
       'give another data set or a file'
     ) from error
-  if split not in made.info.splits:
+  if split not in builder.info.splits:
     raise ValueError(
       f'--config.{knob}=tfds:{name}:{split}: no split {split!r}; choose one of '
-      f'{sorted(made.info.splits)}'
+      f'{sorted(builder.info.splits)}'
     )
-  found = builder.rows(made, split)
+  return builder
+
+
+def read_tfds(builder: tfds.core.DatasetBuilder, split: str) -> list[Row]:
+  """The rows of a split.
+
+  Raises:
+    ValueError: no schema has its fields, or a row cannot be read.
+  """
+  found = builder_lib.read(builder, split)
   rows = []
   for i, row in enumerate(found, 1):
     try:
-      rows.append(schemas.take(row, schemas.recognise(found[0])))
+      rows.append(schemas.parse(row, schemas.detect(found[0])))
     except ValueError as error:
-      raise ValueError(f'tfds:{name}:{split}, row {i}: {error}') from error
+      raise ValueError(f'tfds:{builder.name}:{split}, row {i}: {error}') from error
   return rows
 
 

@@ -47,7 +47,7 @@ class CountdownConfig(Section):
 
 
 class ProblemsConfig(Section):
-  """What is trained on and what is held out."""
+  """Training and held-out problems."""
 
   source: str = knob(
     'synthetic',
@@ -62,14 +62,19 @@ class ProblemsConfig(Section):
   test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
   duplicates: Literal['drop', 'keep'] = knob(
-    'drop', 'What happens to a problem that comes twice; it is reported either way.'
+    'drop', 'Repeated problems: the first of each counts, or all; reported either way.'
   )
   overlap: Literal['keep', 'drop'] = knob(
-    'keep', 'Held-out problems among the training problems: kept there, or dropped.'
+    'keep', 'Held-out problems among the training problems: trained on, or dropped.'
   )
   changed: Literal['refuse', 'accept'] = knob(
     'refuse', 'Resuming with other problems: refused, or accepted on an empty buffer.'
   )
+
+  @property
+  def count(self) -> int:
+    """Made problems, training and held-out."""
+    return self.train + self.test
 
   @pydantic.model_validator(mode='after')
   def _sources(self) -> 'ProblemsConfig':

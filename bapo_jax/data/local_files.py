@@ -1,28 +1,25 @@
-"""Problems from users' files, jsonl or parquet, as a tensorflow-datasets builder.
+"""Problems from users' files, jsonl, json or parquet.
 
-1. `read` opens a file, recognises its layout by the first row, and demands it of all;
-2. `keep` writes what is used of it to the data directory, under a hash of its rows: the
-   problems a run was trained on stay in its workdir, whatever becomes of the files.
+`read` opens a file, detects its schema by the first row, and demands it of all.
 """
 
-import dataclasses
 import functools
-import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-import tensorflow_datasets as tfds
-
-from bapo_jax.data import builder, schemas
+from bapo_jax.data import schemas
+from bapo_jax.data.row import Row
 
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 
+Result = TypeVar('Result')
+Place = tuple[str, Any]  # ('line 3', its value)
 
-def read(path: str) -> list[dict[str, str]]:
-  """Rows with `problem`, `answer` and `verifier`, in the order of the file.
+
+def read(path: str) -> list[Row]:
+  """The rows of a file, in its order.
 
   Raises:
     ValueError: no such file, or a row that cannot be read; names file, row and field.
@@ -34,54 +31,51 @@ def read(path: str) -> list[dict[str, str]]:
     )
   if not path.endswith(SUFFIXES):
     raise ValueError(f'problems: {path!r} ends in none of {", ".join(SUFFIXES)}')
-  there = os.stat(path)
-  # Read to be checked and again to be used: once is enough while it does not change.
-  return list(_read(path, (there.st_mtime_ns, there.st_size)))
+  stat = os.stat(path)
+  # Read to be checked and a second time to be used: cached while it does not change.
+  return list(_read(path, (stat.st_mtime_ns, stat.st_size)))
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: str, unchanged) -> tuple[dict[str, str], ...]:
-  del unchanged  # it is there to be compared
-  first = next(_rows(path, None), None)
+def _read(path: str, version: tuple[int, int]) -> tuple[Row, ...]:
+  del version  # a part of the cache's key
+  first = next(_items(path, None), None)
   if first is None:
     raise ValueError(f'{path} holds no problem')
-  layout = _at(path, first, schemas.recognise)
-  take = functools.partial(schemas.take, layout=layout)
-  once: dict[tuple, dict] = {}  # of 17k problems a hundred times over, 17k are held
-  return tuple(
-    once.setdefault(tuple(row.values()), row)
-    for found in _rows(path, layout.fields)
-    for row in (_at(path, found, take),)
-  )
+  schema = _at(path, first, schemas.detect)
+  parse = functools.partial(schemas.parse, schema=schema)
+  once: dict[Row, Row] = {}  # of 17k problems a hundred times over, 17k are held
+  rows = (_at(path, item, parse) for item in _items(path, schema.fields))
+  return tuple(once.setdefault(row, row) for row in rows)
 
 
-def _at(path: str, found: tuple[str, Any], function):
-  """function(row); what is wrong with it is said with the place."""
-  place, row = found
+def _at(path: str, item: Place, function: Callable[[Any], Result]) -> Result:
+  """function(row); its error is raised with the place of the row."""
+  place, row = item
   try:
     return function(row)
   except ValueError as error:
     raise ValueError(f'{path}, {place}: {error}') from error
 
 
-def _rows(path: str, fields) -> Iterator[tuple[str, dict]]:
-  """(where it stands, row); of a parquet file only these columns, None for all."""
+def _items(path: str, fields: list[str] | None) -> Iterator[Place]:
+  """(place, row) of each row; of a parquet file these columns, None for all."""
   return _parquet(path, fields) if path.endswith('.parquet') else _json(path)
 
 
-def _json(path: str) -> Iterator[tuple[str, dict]]:
+def _json(path: str) -> Iterator[Place]:
   """Lines of JSON, or one JSON list."""
   try:
     with open(path, encoding='utf-8-sig') as file:
       start = file.read(1)
       file.seek(0)
       if start == '[' and path.endswith('.json'):
-        found = enumerate(_parse(path, 'all of it', file.read()), 1)
-        rows = [(f'row {i}', row) for i, row in found]
+        listed = enumerate(_loads(path, 'all of it', file.read()), 1)
+        items = ((f'row {i}', row) for i, row in listed)
       else:
         lines = ((f'line {i}', line) for i, line in enumerate(file, 1))
-        rows = ((place, _parse(path, place, line)) for place, line in lines)
-      for place, row in rows:
+        items = ((place, _loads(path, place, line)) for place, line in lines)
+      for place, row in items:
         if not isinstance(row, dict):
           shown = json.dumps(row)[:40]
           raise ValueError(f'{path}, {place}: {shown} is no JSON object')
@@ -90,14 +84,14 @@ def _json(path: str) -> Iterator[tuple[str, dict]]:
     raise ValueError(f'{path} is not UTF-8 text ({error})') from error
 
 
-def _parse(path: str, place: str, text: str) -> Any:
+def _loads(path: str, place: str, text: str) -> Any:
   try:
     return json.loads(text)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}, {place}: not JSON ({error})') from error
 
 
-def _parquet(path: str, fields) -> Iterator[tuple[str, dict]]:
+def _parquet(path: str, fields: list[str] | None) -> Iterator[Place]:
   import pyarrow.parquet
 
   try:
@@ -110,41 +104,3 @@ def _parquet(path: str, fields) -> Iterator[tuple[str, dict]]:
   except pyarrow.ArrowException as error:
     reason = str(error).strip().splitlines()[0].rstrip('.')
     raise ValueError(f'{path} is no whole parquet file ({reason})') from error
-
-
-@dataclasses.dataclass
-class MathFileConfig(tfds.core.BuilderConfig):
-  """The rows, which the name holds a hash of."""
-
-  rows: tuple[dict, ...] = dataclasses.field(default=(), repr=False)
-
-
-class MathFile(builder.Builder):
-  """Problems of a user's files; ids count the rows from 0."""
-
-  def splits(self):
-    return {
-      'rows': [{'id': i, **row} for i, row in enumerate(self.builder_config.rows)]
-    }
-
-
-def prepare(
-  data_dir: str, name: str, rows: list[dict[str, str]]
-) -> tfds.core.DatasetBuilder:
-  """The builder of these rows, written to `data_dir` unless it is there already.
-
-  Args:
-    name: what the directory is called, beside the hash of the rows.
-  """
-  digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-  name = re.sub(r'\W+', '_', os.path.splitext(os.path.basename(name))[0])
-  config = MathFileConfig(name=f'{name[:40]}-{digest[:12]}', rows=tuple(rows))
-  return builder.write(
-    MathFile(data_dir=data_dir, config=config, file_format='array_record')
-  )
-
-
-def keep(data_dir: str, name: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-  """The rows as they are kept in `data_dir`, in their order, with their ids."""
-  kept = builder.rows(prepare(data_dir, name, rows), 'rows')
-  return sorted(kept, key=lambda row: row['id'])

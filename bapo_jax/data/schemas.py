@@ -1,20 +1,22 @@
-r"""How published data sets lay out a problem and its answer.
+r"""In which fields published data sets hold a problem and its answer.
 
-1. `recognise` picks the layout by the fields of a file's first row;
-2. `take` reads a row by it: problem, answer, and the verifier that the row asks for.
+1. `detect` picks the schema by the fields of a file's first row;
+2. `parse` reads a row by it: problem, answer, and the verifier that the row names.
 
 A field's name may be spelled in any case, with or without underscores: `final_answer`,
 `Final Answer`. A list of messages is a problem where it is one user turn: its content,
-to which the template (text.template) is applied later, once.
+to which tokenizer.template is applied later, once.
 """
 
 import contextlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bapo_jax.data import countdown
+from bapo_jax.data.row import Row
 
 
 class Schema(NamedTuple):
@@ -24,11 +26,11 @@ class Schema(NamedTuple):
   problem: str
   answer: str
   source: str  # the field that names the data set a row is from; '' for none
-  reading: str  # how the answer stands in its field: plain, hashes, boxed
+  answer_format: str  # of the answer's field: plain, hashes, boxed, countdown
 
   @property
   def fields(self) -> list[str]:
-    """The columns that hold all this."""
+    """The columns that a row is parsed from."""
     paths = (*self.problem.split(' and '), self.answer, self.source)
     return list(dict.fromkeys(path.split('.')[0] for path in paths if path))
 
@@ -46,7 +48,7 @@ SCHEMAS = (
     ('data_source',),
   ),
 )
-# What stands in the name of a data set -> the verifier that its answers ask for.
+# Pattern in the name of a data set -> the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
   ('countdown', 'countdown'),
@@ -55,11 +57,11 @@ VERIFIERS = (
 )
 
 
-def recognise(row: dict) -> Schema:
-  """The layout of a file whose first row this is.
+def detect(row: dict[str, Any]) -> Schema:
+  """The schema of a file whose first row this is.
 
   Raises:
-    ValueError: no layout has these fields.
+    ValueError: no schema has these fields.
   """
   spelled = {_plain(name): name for name in row}
   if 'target' in spelled and ('nums' in spelled or 'numbers' in spelled):
@@ -69,9 +71,9 @@ def recognise(row: dict) -> Schema:
   for name, *spellings in SCHEMAS:
     problem, answer, source = (_first(spelled, row, each) for each in spellings)
     if problem and answer:
-      return Schema(name, problem, answer, source, _reading(row, answer))
+      return Schema(name, problem, answer, source, _answer_format(row, answer))
   raise ValueError(
-    f'its fields {sorted(row)} are of no layout known here; name them problem and '
+    f'its fields {sorted(row)} are of no schema known here; name them problem and '
     'answer (or as verl, open-instruct, slime or GSM8K do)'
   )
 
@@ -80,7 +82,7 @@ def _plain(name: str) -> str:
   return re.sub(r'[\s_-]', '', str(name)).lower()
 
 
-def _first(spelled: dict, row: dict, names) -> str:
+def _first(spelled: dict[str, str], row: dict[str, Any], names: Iterable[str]) -> str:
   """The first of these names that the row has, as the row spells it; '' for none."""
   for name in names:
     outer, _, inner = name.partition('.')
@@ -90,38 +92,38 @@ def _first(spelled: dict, row: dict, names) -> str:
   return ''
 
 
-def _reading(row: dict, answer: str) -> str:
+def _answer_format(row: dict[str, Any], answer: str) -> str:
   if _plain(answer) == 'solution':
     return 'boxed'
   found = row.get(answer)
   return 'hashes' if isinstance(found, str) and '####' in found else 'plain'
 
 
-def take(row: dict, layout: Schema) -> dict[str, str]:
-  """problem, answer and verifier of a row; verifier '' leaves it to rewards.rule.
+def parse(row: dict[str, Any], schema: Schema) -> Row:
+  """Problem, answer and verifier of a row.
 
   Raises:
-    ValueError: the row lacks a field, or something else stands in it; says what.
+    ValueError: the row lacks a field, or something else stands in it; names both.
   """
-  if layout.reading == 'countdown':
-    numbers, target = (get(row, name) for name in layout.problem.split(' and '))
-    return countdown.row(numbers, target)
-  problem = _problem(get(row, layout.problem), layout.problem)
-  found = get(row, layout.answer)
-  if layout.reading == 'hashes':
-    answer = _after_hashes(found, layout.answer)
-  elif layout.reading == 'boxed':
-    answer = _in_box(found, layout.answer)
+  if schema.answer_format == 'countdown':
+    numbers, target = (_get(row, name) for name in schema.problem.split(' and '))
+    return countdown.row(numbers, target, 'sentence')
+  problem = _problem(_get(row, schema.problem), schema.problem)
+  found = _get(row, schema.answer)
+  if schema.answer_format == 'hashes':
+    answer = _after_hashes(found, schema.answer)
+  elif schema.answer_format == 'boxed':
+    answer = _in_box(found, schema.answer)
   else:
-    answer = _answer(found, layout.answer)
-  verifier = 'gsm8k' if layout.reading == 'hashes' else ''
-  if layout.source:
-    verifier = _verifier(get(row, layout.source), layout.source) or verifier
-  return {'problem': problem, 'answer': answer, 'verifier': verifier}
+    answer = _answer(found, schema.answer)
+  verifier = 'gsm8k' if schema.answer_format == 'hashes' else ''
+  if schema.source:
+    verifier = _verifier(_get(row, schema.source), schema.source) or verifier
+  return Row(problem, answer, verifier)
 
 
-def get(row: dict, path: str) -> Any:
-  """What stands in a field, or in a field of the object in it."""
+def _get(row: Any, path: str) -> Any:
+  """The value of a field, or of a field of the object in it."""
   for name in path.split('.'):
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {_shown(row)} is no object')
@@ -137,11 +139,11 @@ def _problem(found: Any, field: str) -> str:
       if not isinstance(turn, dict) or not {'role', 'content'} <= turn.keys():
         raise ValueError(f'field {field!r}: {_shown(turn)} is no message of a chat')
     roles = [turn['role'] for turn in found]
-    # A system message would be lost, or said twice: the template is its place.
+    # A system message would be lost, or written twice: the template is its place.
     if roles != ['user']:
       raise ValueError(
-        f'field {field!r} holds messages by {roles}, not one by the user; put what the '
-        'system says into text.template, and an exchange into one message'
+        f'field {field!r} holds messages by {roles}, not one by the user; put a system '
+        'message into tokenizer.template, and an exchange into one message'
       )
     found = found[0]['content']
   if not isinstance(found, str) or not found.strip():
@@ -158,7 +160,7 @@ def _answer(found: Any, field: str) -> str:
       raise ValueError(f'field {field!r} holds {len(found)} answers, not one')
     found = found[0]
   if isinstance(found, dict) and found.keys() >= {'numbers', 'target'}:
-    return countdown.row(found['numbers'], found['target'])['answer']
+    return countdown.row(found['numbers'], found['target'], 'sentence').answer
   if isinstance(found, float) and math.isfinite(found):
     found = int(found) if found.is_integer() else found  # 204.0 of a table is 204
   elif not isinstance(found, str | int) or isinstance(found, bool):
@@ -200,8 +202,8 @@ def _verifier(found: Any, field: str) -> str:
   name = names[0].lower()
   if 'code' in name:
     raise ValueError(
-      f'field {field!r} says {names[0]!r}: answers to code problems cannot be verified '
-      'here; take these rows out'
+      f'field {field!r} names {names[0]!r}: answers to code problems cannot be '
+      'verified here; take these rows out'
     )
   return next((v for pattern, v in VERIFIERS if re.search(pattern, name)), '')
 

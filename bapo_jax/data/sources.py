@@ -1,136 +1,146 @@
-"""From a problems.source to its rows: problem, answer, and the verifier they ask for.
+"""From problems.source and problems.test_source to rows.
 
   synthetic, countdown       made from the seed; splits `train` and `test`
   a.jsonl, a.jsonl,b.parquet files, read in this order
   hub:owner/name:split       files of a data set on the hub
   tfds:name:split            a data set of tensorflow-datasets
 
-The builders are imported when asked for: tensorflow-datasets takes a second.
+1. `missing` makes or reads all that is on this machine, and lists absent files;
+2. `download` fetches a data set given by name;
+3. `load` returns the rows, each problem once, and stores them in the data directory;
+4. `sft_problems` returns those that the warm start imitates.
+
+builder and hub are imported late: tensorflow-datasets takes a second, and `missing`
+runs before the first screen.
 """
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from bapo_jax.data import dedup, families
+from bapo_jax.data import countdown, dedup, local_files, synthetic
+from bapo_jax.data.knobs import MADE, ProblemsConfig
+from bapo_jax.data.row import Row
+from bapo_jax.data.synthetic import Problem, Solver
 from bapo_jax.runtime.progress import log
 
-# The split of a name that gives none, by its knob.
-SPLITS = {'source': 'train', 'test_source': 'test'}
+Knob = Literal['source', 'test_source']
+# The split of a knob's problems, where a name gives no other.
+SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}
 
 
-def check(knob: str, source: str, problems: dict) -> list[str]:
-  """What there is not of a source on this machine, as words; names are not looked up.
+def missing(problems: ProblemsConfig, knob: Knob) -> list[str]:
+  """The files of a source that are not on this machine; names are not looked up.
 
-  Made problems are made, files are read, all of them: what is wrong is then known.
-
-  Args:
-    knob: source or test_source; problems: the config's section of that name.
+  Makes problems and reads files, all of them, so that every error comes now.
 
   Raises:
-    ValueError: they cannot be made or read.
+    ValueError: they cannot be made or read, or a name is malformed.
   """
-  p, count = problems, problems['train'] + problems['test']
-  if source == 'synthetic':
-    families.generate(p['family'], p['level'], p['seed'], count)
-  elif source == 'countdown':
-    from bapo_jax.data import countdown
-
-    countdown.generate(p['seed'], count, **p['countdown'])
-  elif _named(source):
-    _parts(knob, source)
+  source = getattr(problems, knob)
+  if source in MADE:
+    _generate(problems, source)
+  elif _by_name(source):
+    _parse_name(knob, source)
   else:
     paths = source.split(',')
-    if lost := [path for path in paths if not os.path.isfile(path)]:
-      return [f'--config.problems.{knob}={path}' for path in lost]
-    from bapo_jax.data import local_files
-
+    if absent := [path for path in paths if not os.path.isfile(path)]:
+      return [f'--config.problems.{knob}={path}' for path in absent]
     for path in paths:
       local_files.read(path)
   return []
 
 
-def worked(problems: dict) -> tuple[list[families.Problem], Callable]:
-  """What the warm start imitates: the training problems, and who works them out.
+def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
+  """The problems that the warm start imitates, those of training, and their solver.
 
-  They are those of problems.source='countdown', and for any other source those of
-  problems.family. The second is (problem, rng, slip, repeat) -> solution.
+  For a source that is not made, the problems of problems.family stand in.
 
   Raises:
     ValueError: they cannot be made, or the embedded policy cannot read them.
   """
-  p, train = problems, problems['train']
-  count = train + p['test']
-  if p['source'] != 'countdown':
-    found = families.generate(p['family'], p['level'], p['seed'], count)
-    return found[:train], families.SOLVERS[p['family']]
-  from bapo_jax.data import countdown
+  if problems.source != 'countdown':
+    solver = synthetic.FAMILIES[problems.family].solve
+    return synthetic.generate(problems)[: problems.train], solver
+  if (wording := problems.countdown.wording) != 'short':
+    raise ValueError(
+      f'problems.countdown.wording={wording!r} is not for the embedded policy '
+      "(model.path=''), whose tokenizer has no such letters; give wording='short', or "
+      'a model.path'
+    )
+  solver = functools.partial(countdown.solve, largest=problems.countdown.target)
+  return countdown.generate(problems)[: problems.train], solver
 
-  kinds = p['countdown']
-  found = countdown.generate(p['seed'], count, **kinds)[:train]
-  solve = functools.partial(countdown.solve, largest=kinds['target'])
-  return countdown.embedded(found, kinds['wording']), solve
 
-
-def find(knob: str, source: str) -> None:
-  """Downloads what a name stands for, unless it is here already.
+def download(problems: ProblemsConfig, knob: Knob) -> None:
+  """Downloads a data set given by name, unless it is on this machine.
 
   Raises:
-    ValueError: it is not here and cannot be downloaded.
+    ValueError: it is not, and cannot be downloaded.
   """
-  if _named(source):
-    _remote(knob, source)
+  source = getattr(problems, knob)
+  if _by_name(source):
+    _fetch(knob, source)
 
 
-def rows(knob: str, data_dir: str, problems: dict) -> list[dict]:
+def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
   """The rows of a source, each problem once unless problems.duplicates='keep'.
 
-  What is made or read is kept in `data_dir`; repeats are told.
+  Stores them in `data_dir`; logs repeats.
+
+  Raises:
+    ValueError: they cannot be made or read.
   """
-  source = problems[knob]
-  made = source in ('synthetic', 'countdown')
-  found = _made(knob, data_dir, problems) if made else _read(knob, source)
-  kept, told = dedup.distinct(found, f'problems.{knob}={source}')
-  if drop := problems['duplicates'] == 'drop':
-    found = kept
-  if told:
-    log(told + ('; the first of each counts' if drop else '; problems.duplicates=keep'))
-  if made:
-    return found
-  from bapo_jax.data import local_files
+  from bapo_jax.data import builder
 
-  return local_files.keep(data_dir, source, found)
-
-
-def _made(knob: str, data_dir: str, problems: dict) -> list[dict]:
-  from bapo_jax.data import builder, countdown, synthetic
-
-  made = {name: problems[name] for name in ('seed', 'train', 'test')}
-  if problems[knob] == 'synthetic':
-    own = {name: problems[name] for name in ('family', 'level')}
-    prepared = synthetic.prepare(data_dir, **own, **made)
-  else:
-    prepared = countdown.prepare(data_dir, **made, **problems['countdown'])
-  return builder.rows(prepared, SPLITS[knob])
+  source = getattr(problems, knob)
+  if source in MADE:
+    rows = _generate(problems, source)
+    splits = {'train': rows[: problems.train], 'test': rows[problems.train :]}
+    stored = builder.problems(builder.store(data_dir, source, splits), SPLITS[knob])
+    # In the order of the file, by which all recorded runs number their problems.
+    return _deduplicate(problems, knob, list(stored.values()))
+  rows = _deduplicate(problems, knob, _read(knob, source))
+  name = os.path.splitext(os.path.basename(source))[0]
+  stored = builder.problems(builder.store(data_dir, name, {'rows': rows}), 'rows')
+  return [stored[i] for i in range(len(rows))]
 
 
-def _read(knob: str, source: str) -> list[dict]:
-  from bapo_jax.data import local_files
+def _deduplicate(problems: ProblemsConfig, knob: Knob, rows: list[Row]) -> list[Row]:
+  name = f'problems.{knob}={getattr(problems, knob)}'
+  unique, message = dedup.deduplicate(rows, name)
+  drop = problems.duplicates == 'drop'
+  if message:
+    counts = 'the first of each counts' if drop else 'problems.duplicates=keep'
+    log(f'{message}; {counts}')
+  return unique if drop else rows
 
-  paths = source.split(',')
-  if _named(source):
-    found = _remote(knob, source)
-    if not isinstance(found, tuple):
-      return found
-    paths = found
+
+def _generate(problems: ProblemsConfig, source: str) -> list[Row]:
+  """Made problems as rows, the training problems first."""
+  if source == 'synthetic':
+    return [Row(p.text, str(p.answer)) for p in synthetic.generate(problems)]
+  wording = problems.countdown.wording
+  found = countdown.generate(problems)
+  return [countdown.row(p.numbers, p.answer, wording) for p in found]
+
+
+def _read(knob: Knob, source: str) -> list[Row]:
+  """The rows of files, or of a data set given by name."""
+  return _fetch(knob, source)() if _by_name(source) else _read_files(source.split(','))
+
+
+def _read_files(paths: Sequence[str]) -> list[Row]:
   return [row for path in paths for row in local_files.read(path)]
 
 
-def _named(source: str) -> bool:
+def _by_name(source: str) -> bool:
   return source.startswith(('hub:', 'tfds:'))
 
 
-def _parts(knob: str, source: str) -> tuple[str, str, str]:
+def _parse_name(knob: Knob, source: str) -> tuple[str, str, str]:
+  """(hub or tfds, name, split)."""
   where, _, rest = source.partition(':')
   name, _, split = rest.partition(':')
   if not name or (where == 'hub') != ('/' in name):
@@ -140,10 +150,13 @@ def _parts(knob: str, source: str) -> tuple[str, str, str]:
   return where, name, split or SPLITS[knob]
 
 
-def _remote(knob: str, source: str):
-  """Rows, or the paths of files that hold them."""
+def _fetch(knob: Knob, source: str) -> Callable[[], list[Row]]:
+  """Downloads a data set given by name; returns the function that reads it."""
   from bapo_jax.data import hub
 
-  where, name, split = _parts(knob, source)
-  get = hub.hub if where == 'hub' else hub.library
-  return get(name, split, f'problems.{knob}')
+  where, name, split = _parse_name(knob, source)
+  if where == 'hub':
+    paths = hub.find_files(name, split, f'problems.{knob}')
+    return functools.partial(_read_files, paths)
+  prepared = hub.prepare_tfds(name, split, f'problems.{knob}')
+  return functools.partial(hub.read_tfds, prepared, split)

@@ -1,44 +1,193 @@
-"""The embedded problems as a tensorflow-datasets builder; no network, no TensorFlow."""
+r"""Two families of problems that need no file: their texts and worked solutions.
 
-import dataclasses
+`trial`: find x with ax + c = b (mod m). The worked solution reduces a, c and b, then
+  tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
+  last is 0, and states the answer:
 
-import tensorflow_datasets as tfds
+    12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-from bapo_jax.data import builder, families
+  Right answers come early and wrong ones run into the token budget: wrong responses
+  are longer, as in the published runs (7k tokens against 4.7k), and stay so while the
+  policy cannot know where the solution lies. With one modulus it learns to know (level
+  2: accuracy 0.98 in 25 steps, more than blind trials can reach), with three it does
+  not.
+`chain`: a chain of operations modulo m, with running results. Right and wrong responses
+  are equally long, so the positive share is 1/2 and an adaptive bound has no work.
 
+Every number has a fixed width, the number of digits of m - 1. Answers are 0..999.
+"""
 
-@dataclasses.dataclass
-class SyntheticConfig(tfds.core.BuilderConfig):
-  """Family, difficulty and sizes; training and test problems never coincide."""
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
-  family: str = 'search'
-  level: int = 2
-  seed: int = 0
-  train: int = 2048
-  test: int = 512
+import numpy as np
 
+from bapo_jax.data.knobs import ProblemsConfig
 
-class Synthetic(builder.Builder):
-  """Problems with an integer answer in 0..999."""
-
-  def splits(self):
-    c = self.builder_config
-    found = families.generate(c.family, c.level, c.seed, c.train + c.test)
-    rows = [
-      {'id': i, 'problem': p.text, 'answer': str(p.answer), 'verifier': ''}
-      for i, p in enumerate(found)
-    ]
-    return {'train': rows[: c.train], 'test': rows[c.train :]}
+Item = TypeVar('Item')
 
 
-def prepare(data_dir: str, **config) -> tfds.core.DatasetBuilder:
-  """The builder of these problems, written to `data_dir` unless it is there already."""
-  families.check(config['family'], config['level'])
-  name = '-'.join(str(value) for value in config.values())
-  return builder.write(
-    Synthetic(
-      data_dir=data_dir,
-      config=SyntheticConfig(name=name, **config),
-      file_format='array_record',
+class Problem(NamedTuple):
+  """A made problem; its solution can be worked out from `numbers`."""
+
+  text: str
+  answer: int
+  numbers: tuple[int, ...]
+
+
+class Solver(Protocol):
+  """Writes worked solutions."""
+
+  def __call__(
+    self, problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+  ) -> str:
+    """A solution whose steps go wrong with chance `slip`, repeat with `repeat`."""
+    ...
+
+
+class Family(NamedTuple):
+  """How problems of a family are drawn, and solved."""
+
+  draw: Callable[[np.random.Generator, int], Problem]  # (rng, level)
+  solve: Solver
+
+
+# Level -> (moduli, largest coefficient): the difficulty of `trial`.
+TRIAL_LEVELS = {
+  1: ((5,), 9),
+  2: ((7,), 20),
+  3: ((7, 8, 9), 40),
+  4: ((11, 13), 99),
+}
+# Level -> (modulus, operations): the difficulty of `chain`.
+CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
+
+
+def draw_trial(rng: np.random.Generator, level: int) -> Problem:
+  """a x + c = b (mod m) with one solution that is neither 0 nor visible at once."""
+  moduli, largest = TRIAL_LEVELS[level]
+  m = moduli[rng.integers(len(moduli))]
+  while True:
+    a, c, b = (int(n) for n in rng.integers(1, largest + 1, 3))
+    if math.gcd(a, m) == 1 and a % m != 1 and c % m and (b - c) % m:
+      break
+  answer = (b - c) * pow(a, -1, m) % m
+  return Problem(f'{a}x+{c}={b} mod {m}', answer, (a, c, b, m))
+
+
+def solve_trial(
+  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+) -> str:
+  """Worked trials; each goes wrong with chance `slip`, repeats one with `repeat`."""
+  a, c, b, m = problem.numbers
+  digits = len(str(m - 1))
+  reduced = (_join((n % m,), digits) for n in (a, c, b))
+  written = ['{}x+{}={}'.format(*reduced)]
+  untried = list(rng.permutation(m))
+  tried = []
+  for _ in range(4 * m):  # slips and repeats alone could go on for ever
+    repeats = tried and (not untried or rng.random() < repeat)
+    x = int(tried[rng.integers(len(tried))] if repeats else untried.pop())
+    tried.append(x)
+    steps = [a * x % m, (a * x + c) % m, (a * x + c - b) % m]
+    if rng.random() < slip:
+      wrong = int(rng.integers(3))
+      shift = int(rng.integers(1, m))
+      # What follows a slip is computed from it, so a slip can hide or fake a solution.
+      steps[wrong:] = [(s + shift) % m for s in steps[wrong:]]
+    written.append(_join((x, *steps), digits))
+    if steps[-1] == 0:
+      return '|'.join(written) + rf'\boxed{{{x}}}'
+  return '|'.join(written)
+
+
+def draw_chain(rng: np.random.Generator, level: int) -> Problem:
+  """A left-to-right chain of +, - and * modulo m; `numbers` are its results and m."""
+  m, operations = CHAIN_LEVELS[level]
+  value = int(rng.integers(2, 10))
+  text, results = str(value), []
+  for _ in range(operations):
+    sign, n = '+-*'[rng.integers(3)], int(rng.integers(2, 10))
+    value = {'+': value + n, '-': value - n, '*': value * n}[sign] % m
+    text += f'{sign}{n}'
+    results.append(value)
+  return Problem(f'{text} mod {m}', value, (*results, m))
+
+
+def solve_chain(
+  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+) -> str:
+  """Running results, then the answer; a slip shifts one result and all after it."""
+  *results, m = problem.numbers
+  digits = len(str(m - 1))
+  for i in range(len(results)):
+    if rng.random() < slip:
+      shift = int(rng.integers(1, m))
+      results[i:] = [(r + shift) % m for r in results[i:]]
+  written = [
+    f'{r:0{digits}}' for r in results for _ in range(1 + (rng.random() < repeat))
+  ]
+  return '|'.join(written) + rf'\boxed{{{results[-1]}}}'
+
+
+def _join(numbers: Iterable[int], digits: int) -> str:
+  return ''.join(f'{n:0{digits}}' for n in numbers)
+
+
+FAMILIES = {
+  'trial': Family(draw_trial, solve_trial),
+  'chain': Family(draw_chain, solve_chain),
+}
+
+
+@functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
+def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
+  """train + test different problems, the training problems first.
+
+  Raises:
+    ValueError: the level has fewer problems.
+  """
+  family, level, count = problems.family, problems.level, problems.count
+  rng = np.random.default_rng((problems.seed, level))
+
+  def draw() -> tuple[str, Problem]:
+    problem = FAMILIES[family].draw(rng, level)
+    return problem.text, problem
+
+  found = draw_distinct(draw, count)
+  if len(found) < count:
+    raise ValueError(
+      f'problems: level {level} of {family} has about {len(found)} different problems, '
+      f'fewer than train + test = {count}; ask for fewer or raise problems.level'
     )
-  )
+  return tuple(found)
+
+
+def draw_distinct(
+  draw: Callable[[], tuple[Hashable, Item] | None], count: int
+) -> list[Item]:
+  """The first `count` items with different keys; fewer where no more can be expected.
+
+  Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
+  new item while r are missing, where n r > 50 D. This refuses no call that would
+  succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls, then n
+  draws bring nothing and D bring r with chance < exp(-n x/D) (e x/r)^r exp(-x)
+  (Chernoff), which is below 1e-15 for every x.
+
+  Args:
+    draw: returns (key, item), or None for a draw that is no item.
+  """
+  draws = 20 * count + 1000  # D
+  found: dict[Hashable, Item] = {}
+  fruitless = 0  # n
+  for _ in range(draws):
+    drawn, before = draw(), len(found)
+    if drawn:
+      found.setdefault(*drawn)
+    fruitless = 0 if len(found) > before else fruitless + 1
+    missing = count - len(found)  # r
+    if not missing or fruitless * missing > 50 * draws:
+      break
+  return list(found.values())

@@ -1,35 +1,38 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
 1. `load` opens the tokenizer in a directory; 'characters' makes the embedded one;
-2. `Text` keeps what the rest of the run needs of it: ids of padding and of ends;
-3. `ask` turns problems into token rows through a template, `read` turns rows into text;
-   `encode_prompts` and `pad` are the two halves of `ask`.
+2. `tokenize_prompts` turns problems into token rows through the template, in two
+   halves: `encode_prompts`, `pad`;
+3. `decode_responses` turns rows into text.
 """
 
 import os
 import shutil
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
+from numpy.typing import ArrayLike
 
 # Only tokenizers are used: that torch is missing is nothing to be warned about.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-# What the embedded problems are written in. `\boxed{` is one token: an answer costs
-# three, not nine.
+# The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three,
+# not nine.
 CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()')
 
 
 class Tokenizer(NamedTuple):
-  backend: Any  # of transformers
+  """A tokenizer, the end tokens of responses, and the template of prompts."""
+
+  backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
-  template: (
-    str  # '{problem}' in a user's words, or 'chat:' + those for the chat template
-  )
+  template: str  # the prompt, {problem} in it; chat: before it, a chat's user message
 
 
-def characters():
-  """A fast tokenizer of one token a character, as transformers would load it."""
+def characters() -> Any:
+  """The embedded tokenizer, one token per character, as transformers would load it."""
   import tokenizers
   import transformers
 
@@ -42,7 +45,7 @@ def characters():
   backend.decoder = tokenizers.decoders.Fuse()
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
-    unk_token='<pad>',  # what `encode` refuses to write
+    unk_token='<pad>',  # `encode` refuses it
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
@@ -50,43 +53,41 @@ def characters():
   )
 
 
-def load(tokenizer: str, template: str) -> Tokenizer:
+def load(path: str, template: str) -> Tokenizer:
   """The tokenizer in a directory, or the embedded one: 'characters'.
 
   Raises:
-    ValueError: the template has no {problem}, or the tokenizer is not to be had.
+    ValueError: it cannot be loaded, names no end token, or lacks a chat template.
   """
-  if '{problem}' not in template:
-    raise ValueError(f'tokenizer.template: {template!r} does not contain {{problem}}')
-  if tokenizer == 'characters':
+  if path == 'characters':
     made = characters()
     return Tokenizer(made, (made.eos_token_id,), template)
   # transformers would ask the hub for the name: 47 s where there is no network.
-  if not os.path.isdir(tokenizer):
+  if not os.path.isdir(path):
     raise ValueError(
-      f'tokenizer.path: no directory {tokenizer!r}; give one that holds '
+      f'tokenizer.path: no directory {path!r}; give one that holds '
       "tokenizer.json, or 'characters'"
     )
   import transformers
 
   try:
     # tokenizer.json to the letter. AutoTokenizer goes by config.json: beside that of a
-    # Qwen2 it drops this file's splitting for Qwen's own, whoever's tokenizer it is.
-    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    # Qwen2 it replaces this file's splitting by Qwen's own.
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(path)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f'tokenizer.path: cannot load {tokenizer!r}; give a directory that holds '
+      f'tokenizer.path: cannot load {path!r}; give a directory that holds '
       f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
     ) from error
   if template.startswith('chat:') and not loaded.chat_template:
     raise ValueError(
-      f'tokenizer.template: {template[:30]!r} asks for a chat template, and {tokenizer!r} '
+      f'tokenizer.template: {template[:30]!r} needs a chat template, and {path!r} '
       'has none; write the whole prompt out, without chat:'
     )
-  return Tokenizer(loaded, _ends(tokenizer, loaded), template)
+  return Tokenizer(loaded, _end_tokens(path, loaded), template)
 
 
-# What the tokenizers of different versions and families consist of.
+# The files of tokenizers of all versions and families.
 FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -101,7 +102,7 @@ FILES = (
 
 
 def save(tokenizer: Tokenizer, source: str, path: str) -> None:
-  """The tokenizer's files into the directory `path`: copied where `source` has them."""
+  """Writes the tokenizer into the directory `path`: the files of `source`, if any."""
   if not os.path.isdir(source):
     tokenizer.backend.save_pretrained(path)
     return
@@ -110,11 +111,11 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
       shutil.copyfile(os.path.join(source, name), os.path.join(path, name))
 
 
-def _ends(path: str, tokenizer) -> tuple[int, ...]:
+def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
   """End tokens: the tokenizer's own and all that generation_config.json lists."""
   import transformers
 
-  ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+  ends = [] if backend.eos_token_id is None else [backend.eos_token_id]
   if os.path.exists(os.path.join(path, 'generation_config.json')):
     listed = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     ends += listed if isinstance(listed, list) else [listed]
@@ -127,8 +128,10 @@ def _ends(path: str, tokenizer) -> tuple[int, ...]:
   return ends
 
 
-def tokenize_prompts(tokenizer: Tokenizer, problems: list[str], width: int):
-  """(tokens_NT int32 padded to `width` on the right, length_N int32).
+def tokenize_prompts(
+  tokenizer: Tokenizer, problems: Sequence[str], width: int
+) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:
+  """(tokens_NT padded to `width` on the right, length_N).
 
   Raises:
     ValueError: a prompt has more than `width` tokens.
@@ -136,7 +139,7 @@ def tokenize_prompts(tokenizer: Tokenizer, problems: list[str], width: int):
   return pad(encode_prompts(tokenizer, problems), problems, width)
 
 
-def encode_prompts(tokenizer: Tokenizer, problems: list[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, problems: Sequence[str]) -> list[list[int]]:
   """Token ids of each problem in its template, however many."""
   prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
   if prompts and tokenizer.template.startswith('chat:'):
@@ -151,20 +154,26 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[str]) -> list[list[int]]
   return encode(tokenizer, prompts)
 
 
-def pad(rows: list[list[int]], problems: list[str], width: int):
-  """As `ask`, of token ids; `problems` are named in the error."""
+def pad(
+  rows: Sequence[list[int]], problems: Sequence[str], width: int
+) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:
+  """(tokens_NT, length_N) of token ids; `problems` are named in the error.
+
+  Raises:
+    ValueError: a row has more than `width` tokens.
+  """
   tokens_NT = np.zeros((len(rows), width), np.int32)
   for i, row in enumerate(rows):
     if len(row) > width:
       raise ValueError(
-        f'prompts.max_prompt_tokens={width} is too small: the prompt of {problems[i][:60]!r} has '
-        f'{len(row)} tokens'
+        f'prompts.max_prompt_tokens={width} is too small: the prompt of '
+        f'{problems[i][:60]!r} has {len(row)} tokens'
       )
     tokens_NT[i, : len(row)] = row
   return tokens_NT, np.asarray([len(row) for row in rows], np.int32)
 
 
-def encode(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
   """Token ids of each string; no special token is added.
 
   Raises:
@@ -172,7 +181,7 @@ def encode(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
   """
   if not strings:
     return []
-  rows = tokenizer.backend(strings, add_special_tokens=False)['input_ids']
+  rows = tokenizer.backend(list(strings), add_special_tokens=False)['input_ids']
   unknown = tokenizer.backend.unk_token_id
   for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
     for character in string:
@@ -184,9 +193,12 @@ def encode(tokenizer: Tokenizer, strings: list[str]) -> list[list[int]]:
   return rows
 
 
-def decode_responses(tokenizer: Tokenizer, tokens_BT, response_mask_BT) -> list[str]:
-  """What each row's policy wrote, end and padding tokens left out."""
-  ends = np.asarray(tokenizer.eos)
-  keep = np.asarray(response_mask_BT) & ~np.isin(tokens_BT, ends)
-  rows = [row[k].tolist() for row, k in zip(np.asarray(tokens_BT), keep, strict=True)]
+def decode_responses(
+  tokenizer: Tokenizer, tokens_BT: ArrayLike, response_mask_BT: ArrayLike
+) -> list[str]:
+  """The response of each row as text, end tokens left out."""
+  tokens_BT = np.asarray(tokens_BT)
+  ends_BT = np.isin(tokens_BT, np.asarray(tokenizer.eos))
+  written_BT = np.asarray(response_mask_BT) & ~ends_BT
+  rows = [row[m].tolist() for row, m in zip(tokens_BT, written_BT, strict=True)]
   return tokenizer.backend.batch_decode(rows, skip_special_tokens=False)

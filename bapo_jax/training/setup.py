@@ -52,23 +52,21 @@ def check_available(config: Config) -> None:
 
   Problems are made and files are read, all of them: what is wrong is then known.
   """
-  problems = config.problems.model_dump()
-  wanted = {knob: problems[knob] for knob in sources.SPLITS}
-  path = config.model.path
+  problems, path = config.problems, config.model.path
   lacks = hf_weights.missing(path) if path else []
-  lost = [x for item in wanted.items() for x in sources.check(*item, problems)]
-  if lacks and (lost or not hf_weights.on_hub(path)):
-    lost.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
-  if lost:
+  absent = [x for knob in sources.SPLITS for x in sources.missing(problems, knob)]
+  if lacks and (absent or not hf_weights.on_hub(path)):
+    absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
+  if absent:
     raise ValueError(
-      f'not found: {"; ".join(lost)}. Download the model (`hf download <name> '
+      f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
       '--local-dir <directory>`) and the data (jsonl or parquet), or point these knobs '
       'to where they are'
     )
   if not path:
-    sources.worked(problems)
-  for knob, source in wanted.items():
-    sources.find(knob, source)
+    sources.sft_problems(problems)
+  for knob in sources.SPLITS:
+    sources.download(problems, knob)
   if lacks:  # downloaded only when nothing else is wanting
     hf_weights.find(path, 'model.path')
   if path:
@@ -96,9 +94,8 @@ def read(config: Config, workdir: str) -> Material:
     ValueError: one of them is not to be had.
   """
   tokenizer = load_tokenizer(config)
-  knobs = config.prompts.model_dump() | config.problems.model_dump()
-  knobs.pop('changed')  # what experiment.py does about it
-  return Material(tokenizer, *prompts.load(tokenizer, workdir, **knobs))
+  loaded = prompts.load(tokenizer, workdir, config.prompts, config.problems)
+  return Material(tokenizer, *loaded)
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -140,14 +137,12 @@ def policy(
 
 def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
   """The embedded policy after its warm start; the workdir holds it for the next run."""
-  problems = config.problems.model_dump()
-  kind = (
-    ('countdown',) if config.problems.source == 'countdown' else ('family', 'level')
-  )
+  problems = config.problems
+  kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
   recipe = {
     'seed': config.seed,
     'length': config.row_length,
-    'problems': {k: problems[k] for k in (*kind, 'train', 'test', 'seed')},
+    'problems': problems.model_dump(include=kind | {'train', 'test', 'seed'}),
     **{
       name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
     },
@@ -166,7 +161,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       spec,
       mesh,
       config.row_length,
-      *sources.worked(problems),
+      *sources.sft_problems(problems),
       seed=config.seed,
       **config.sft.model_dump(),
     )

@@ -1,48 +1,51 @@
-"""What comes twice: in a data set, and in training and evaluation both."""
+"""Problems that come twice: in a data set, or in training and evaluation both."""
 
 from bapo_jax.data import dedup
+from bapo_jax.data.row import Row
 
 
 def rows(*pairs):
-  return [{'problem': problem, 'answer': answer} for problem, answer in pairs]
+  return [Row(problem, answer) for problem, answer in pairs]
 
 
 def test_thirty_problems_that_come_thirty_two_times_are_thirty():
   # As mirrors of AIME 2024 have them.
   mirror = rows(*((f'Find x with x = {i}.', str(i)) for i in range(30))) * 32
-  kept, told = dedup.distinct(mirror, 'mirror.jsonl')
-  assert kept == mirror[:30]
-  assert told == 'mirror.jsonl: 960 rows hold 30 different problems'
+  unique, message = dedup.deduplicate(mirror, 'mirror.jsonl')
+  assert unique == mirror[:30]
+  assert message == 'mirror.jsonl: 960 rows hold 30 different problems'
 
 
-def test_the_first_answer_counts_and_another_one_is_told():
+def test_the_first_answer_counts_and_another_one_is_reported():
   found = rows(('1+1', '2'), ('1+2', '3'), ('1+1 ', '3'), ('1+1', '2'), (' 1+2', '3'))
-  kept, told = dedup.distinct(found, 'x')
-  assert kept == found[:2]
-  assert told == (
+  unique, message = dedup.deduplicate(found, 'x')
+  assert unique == found[:2]
+  assert message == (
     'x: 5 rows hold 2 different problems; 1 of them come with different answers, as '
     "'1+1' with '2' and '3'"
   )
-  assert dedup.distinct(kept, 'x') == (kept, '')
-  assert dedup.distinct([], 'x') == ([], '')
+  assert dedup.deduplicate(unique, 'x') == (unique, '')
+  assert dedup.deduplicate([], 'x') == ([], '')
 
 
 def test_white_space_makes_no_other_problem_and_a_sign_does():
   same = rows(('Let  x\n be 1.', ''), ('Let x be 1.', ''), ('Let x be\t1. ', ''))
-  assert len(dedup.distinct(same, 'x')[0]) == 1
+  assert len(dedup.deduplicate(same, 'x')[0]) == 1
   # é as one character, and as e with an accent.
-  assert len(dedup.distinct(rows(('caf\u00e9', ''), ('cafe\u0301', '')), 'x')[0]) == 1
+  assert (
+    len(dedup.deduplicate(rows(('caf\u00e9', ''), ('cafe\u0301', '')), 'x')[0]) == 1
+  )
   other = rows(
     ('x + 1', ''), ('x - 1', ''), ('x² = 1', ''), ('x2 = 1', ''), ('X + 1', '')
   )
-  assert len(dedup.distinct(other, 'x')[0]) == 5
+  assert len(dedup.deduplicate(other, 'x')[0]) == 5
 
 
 def test_an_instruction_around_every_problem_is_no_part_of_it():
   bare = rows(*((f'What is {i}+1?', str(i + 1)) for i in range(5)))
   around = 'Solve this.\n\n{}\n\nPut the answer on its own line.'
-  asked = [row | {'problem': around.format(row['problem'])} for row in bare]
-  assert dedup.keys(asked) == dedup.keys(bare) == [row['problem'] for row in bare]
+  wrapped = [row._replace(problem=around.format(row.problem)) for row in bare]
+  assert dedup.keys(wrapped) == dedup.keys(bare) == [row.problem for row in bare]
   # Of two texts, each is more than what they have in common.
   assert dedup.keys(rows(('a\nb', ''), ('a\nb\nb', ''))) == ['b', 'b b']
   assert dedup.keys(rows(('a\nb', ''), ('a\nb', ''))) == ['a b', 'a b']
@@ -54,9 +57,9 @@ def test_training_problems_that_are_held_out_too_are_found():
     *((around.format(f'What is {i}+1?'), str(i)) for i in (0, 1, 2, 3, 1))
   )
   held_out = rows(*((f'What  is {i}+1?', str(i)) for i in (1, 3, 5)))
-  both, told = dedup.overlap(training, held_out)
+  both, message = dedup.overlap(training, held_out)
   assert both == {1, 3, 4}
-  assert told == (
+  assert message == (
     "2 of 3 held-out problems are training problems too, as 'What is 1+1?'"
   )
   assert dedup.overlap(training, held_out[2:]) == (set(), '')

@@ -8,13 +8,17 @@ import huggingface_hub
 import pytest
 import tensorflow_datasets as tfds
 
-from bapo_jax.data import builder, sources
 from bapo_jax.data import hub as hub_lib
+from bapo_jax.data import sources
+from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.row import Row
 
 ROWS = [{'question': f'{i}+1', 'answer': f'so\n#### {i + 1}'} for i in range(6)]
-TAKEN = [
-  {'problem': f'{i}+1', 'answer': str(i + 1), 'verifier': 'gsm8k'} for i in range(6)
-]
+PARSED = [Row(f'{i}+1', str(i + 1), 'gsm8k') for i in range(6)]
+
+
+def problems(source):
+  return ProblemsConfig(source=source, test_source=source)
 
 
 def lay_out(folder, files):
@@ -28,12 +32,12 @@ def lay_out(folder, files):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-  """A hub with the data set some/data, and a record of what was asked of it."""
-  asked = []
+  """A hub with the data set some/data, and a record of whether each call was local."""
+  local = []
 
   def snapshot_download(name, *, repo_type, allow_patterns, local_files_only):
     assert repo_type == 'dataset' and all('main/train' in p for p in allow_patterns)
-    asked.append(local_files_only)
+    local.append(local_files_only)
     if local_files_only:
       raise OSError('not in the cache')
     if name != 'some/data':
@@ -50,22 +54,20 @@ def hub(monkeypatch, tmp_path):
       'socratic/train.jsonl': ROWS[:1],
     },
   )
-  return asked
+  return local
 
 
 def test_a_hub_name_is_downloaded_and_read(hub, tmp_path):
-  source = 'hub:some/data:main/train'
-  assert sources.check('source', source, {'train': 0, 'test': 0}) == []
+  knobs = problems('hub:some/data:main/train')
+  assert sources.missing(knobs, 'source') == []
   assert hub == [], 'nothing is downloaded while other things may be wrong'
-  knobs = {'source': source, 'duplicates': 'drop'}
-  rows = sources.rows('source', str(tmp_path / 'data'), knobs)
-  assert rows == [{'id': i, **row} for i, row in enumerate(TAKEN)]
-  assert hub == [True, False]  # the cache is asked first
+  assert sources.load(knobs, 'source', str(tmp_path / 'data')) == PARSED
+  assert hub == [True, False]  # the cache comes first
 
 
 def test_an_unknown_hub_name_is_one_sentence(hub):
   with pytest.raises(ValueError) as error:
-    sources.find('source', 'hub:some/other:main/train')
+    sources.download(problems('hub:some/other:main/train'), 'source')
   assert str(error.value) == (
     '--config.problems.source=hub:some/other:main/train: no main/train*.parquet or '
     '.jsonl there, nor in the local cache of the hub (404: no such data set); fetch it '
@@ -106,24 +108,25 @@ def test_without_a_network_the_hub_is_one_sentence(monkeypatch, tmp_path):
   with pytest.raises(
     ValueError, match=r'hub:some/data:train: no train\*.*`hf download'
   ):
-    sources.find('source', 'hub:some/data')
+    sources.download(problems('hub:some/data'), 'source')
 
 
-class Gsm8kLike(builder.Builder, skip_registration=True):
-  """A builder of the library's own kind: its own features, no id."""
+class Gsm8kLike(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """A builder as the library's own: other features, no id."""
 
   name = 'gsm8k_like'
+  VERSION = tfds.core.Version('1.0.0')
 
   def _info(self):
     text = tfds.features.Text()
     features = tfds.features.FeaturesDict({'question': text, 'answer': text})
     return tfds.core.DatasetInfo(builder=self, features=features)
 
-  def splits(self):
-    return {'train': ROWS}
+  def _split_generators(self, dl_manager):
+    return {'train': self._generate_examples()}
 
-  def _generate_examples(self, rows):
-    yield from enumerate(rows)
+  def _generate_examples(self):
+    yield from enumerate(ROWS)
 
 
 @pytest.fixture
@@ -146,30 +149,30 @@ def library(monkeypatch, tmp_path):
 
 
 def test_a_library_name_is_prepared_and_read(library, monkeypatch, tmp_path):
-  source = 'tfds:gsm8k_like:train'
-  says = 'gsm8k_like: not in .* no network to download it; copy'
-  with pytest.raises(ValueError, match=says):
-    sources.find('source', source)
+  knobs = problems('tfds:gsm8k_like:train')
+  message = 'gsm8k_like: not in .* no network to download it; copy'
+  with pytest.raises(ValueError, match=message):
+    sources.download(knobs, 'source')
   monkeypatch.setattr(socket, 'getaddrinfo', lambda *_: [])
-  knobs = {'source': source, 'duplicates': 'drop'}
-  rows = sources.rows('source', str(tmp_path / 'data'), knobs)
-  rows = [{k: v for k, v in row.items() if k != 'id'} for row in rows]
-  assert sorted(rows, key=str) == sorted(TAKEN, key=str)
+  rows = sources.load(knobs, 'source', str(tmp_path / 'data'))
+  assert sorted(rows) == sorted(PARSED)
   with pytest.raises(ValueError, match=r"no split 'dev'; choose one of \['train'\]"):
-    sources.find('source', 'tfds:gsm8k_like:dev')
+    sources.download(problems('tfds:gsm8k_like:dev'), 'source')
 
 
-def test_what_the_library_does_not_have_or_cannot_make_is_said(library, monkeypatch):
+def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
+  library, monkeypatch
+):
   with pytest.raises(ValueError, match="tensorflow-datasets has no data set 'sums'"):
-    sources.find('source', 'tfds:sums')
+    sources.download(problems('tfds:sums'), 'source')
   monkeypatch.setattr(socket, 'getaddrinfo', lambda *_: [])
 
   def fail(self):
-    raise RuntimeError('the server said no\nat length')
+    raise RuntimeError('the server refused\nat length')
 
-  monkeypatch.setattr(Gsm8kLike, 'splits', fail)
-  with pytest.raises(ValueError, match=r'cannot be prepared \(.*the server said no\)'):
-    sources.find('source', 'tfds:gsm8k_like')
+  monkeypatch.setattr(Gsm8kLike, '_generate_examples', fail)
+  with pytest.raises(ValueError, match=r'cannot be prepared \(.*the server refused\)'):
+    sources.download(problems('tfds:gsm8k_like'), 'source')
 
 
 def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
@@ -180,4 +183,4 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
 @pytest.mark.parametrize('source', ['hub:gsm8k', 'hub:', 'tfds:', 'tfds:a/b'])
 def test_a_name_of_no_form_is_refused(source):
   with pytest.raises(ValueError, match='write hub:owner/name:split or tfds:name:split'):
-    sources.check('source', source, {'train': 0, 'test': 0})
+    sources.missing(problems(source), 'source')

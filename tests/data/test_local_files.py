@@ -1,4 +1,4 @@
-"""Users' files: real ones, each format, and everything that can be wrong with one."""
+"""Users' files: real ones, each format, and every error of a bad one."""
 
 import json
 import pathlib
@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from bapo_jax.data import local_files
+from bapo_jax.data.row import Row
 
 SHARED = pathlib.Path(__file__).parents[3] / 'shared/data'
 REAL = [  # file, problems, the first answer, verifier
@@ -45,9 +46,9 @@ def test_real_files_have_as_many_problems_as_they_should(file, count, answer, ve
   if not (SHARED / file).exists():
     pytest.skip(f'no {SHARED / file} here')
   rows = local_files.read(str(SHARED / file))
-  assert len(rows) == count == len({row['problem'] for row in rows})
-  assert rows[0]['answer'] == answer
-  assert {row['verifier'] for row in rows} == {verifier}
+  assert len(rows) == count == len({row.problem for row in rows})
+  assert rows[0].answer == answer
+  assert {row.verifier for row in rows} == {verifier}
 
 
 def test_a_file_of_problems_is_read_in_order(tmp_path):
@@ -56,22 +57,19 @@ def test_a_file_of_problems_is_read_in_order(tmp_path):
     '{"problem": "1+1", "answer": 2, "source": "mine"}',
     '{"answer": "3", "problem": "1+2"}',
   )
-  assert local_files.read(path) == [
-    {'problem': '1+1', 'answer': '2', 'verifier': ''},
-    {'problem': '1+2', 'answer': '3', 'verifier': ''},
-  ]
+  assert local_files.read(path) == [Row('1+1', '2'), Row('1+2', '3')]
 
 
-def test_a_changed_file_is_read_again(tmp_path):
+def test_a_changed_file_is_read_a_second_time(tmp_path):
   path = file_with(tmp_path, GOOD)
   assert len(local_files.read(path)) == 1
   file_with(tmp_path, GOOD, GOOD)
   assert len(local_files.read(path)) == 2
-  local_files.read(path).clear()  # what one reader does with it is nobody else's
+  local_files.read(path).clear()  # a reader has a list of its own
   assert len(local_files.read(path)) == 2
 
 
-def test_jsonl_a_json_list_and_parquet_say_the_same(tmp_path):
+def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
   paths = [
     file_with(tmp_path, *map(json.dumps, VERL)),
     file_with(tmp_path, json.dumps(VERL, indent=1), name='list.json'),
@@ -79,13 +77,11 @@ def test_jsonl_a_json_list_and_parquet_say_the_same(tmp_path):
     parquet(tmp_path, VERL),
   ]
   found = [local_files.read(path) for path in paths]
-  assert found[0] == [
-    {'problem': f'{i}+1', 'answer': str(i + 1), 'verifier': 'math'} for i in range(3)
-  ]
+  assert found[0] == [Row(f'{i}+1', str(i + 1), 'math') for i in range(3)]
   assert all(rows == found[0] for rows in found)
 
 
-def test_a_row_that_comes_again_is_held_once(tmp_path):
+def test_a_row_that_comes_many_times_is_held_once(tmp_path):
   rows = local_files.read(parquet(tmp_path, VERL * 100))
   assert len(rows) == 300 and len({id(row) for row in rows}) == 3
 
@@ -115,8 +111,10 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path, line, message):
 def test_a_bad_row_of_a_table_is_named_by_file_row_and_field(tmp_path):
   rows = [*VERL, VERL[0] | {'reward_model': {'ground_truth': None, 'style': 'rule'}}]
   path = parquet(tmp_path, rows)
-  says = r", row 4: field 'reward_model\.ground_truth' holds None, which is no answer"
-  with pytest.raises(ValueError, match=re.escape(path) + says):
+  message = (
+    r", row 4: field 'reward_model\.ground_truth' holds None, which is no answer"
+  )
+  with pytest.raises(ValueError, match=re.escape(path) + message):
     local_files.read(path)
 
 
@@ -133,25 +131,9 @@ def test_no_file_and_files_that_are_none_are_named(tmp_path):
   with pytest.raises(ValueError, match=re.escape(path) + ' is no whole parquet file'):
     local_files.read(path)
   path = file_with(tmp_path, '{"question": "1+1", "solutions": []}')
-  says = r", line 1: its fields \['question', 'solutions'\] are of no layout"
-  with pytest.raises(ValueError, match=re.escape(path) + says):
+  message = r", line 1: its fields \['question', 'solutions'\] are of no schema"
+  with pytest.raises(ValueError, match=re.escape(path) + message):
     local_files.read(path)
   (tmp_path / 'latin.jsonl').write_bytes(GOOD.encode() + b'\n\xe9')
   with pytest.raises(ValueError, match=r'latin\.jsonl is not UTF-8'):
     local_files.read(str(tmp_path / 'latin.jsonl'))
-
-
-def test_the_builder_keeps_rows_order_and_a_copy(tmp_path):
-  rows = [
-    {'problem': f'{i}+é', 'answer': str(i), 'verifier': 'math' * (i % 2)}
-    for i in range(40)
-  ]
-  data = str(tmp_path / 'data')
-  found = local_files.keep(data, '../a b.jsonl', rows)
-  assert found == [{'id': i, **row} for i, row in enumerate(rows)]
-  folder = local_files.prepare(data, '../a b.jsonl', rows).data_path
-  assert folder.parent.parent.name == 'math_file'
-  # One row less is another data set; the first one stays.
-  assert len(local_files.keep(data, '../a b.jsonl', rows[1:])) == 39
-  other = local_files.prepare(data, '../a b.jsonl', rows[1:]).data_path
-  assert other != folder and folder.exists()

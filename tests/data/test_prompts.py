@@ -1,4 +1,4 @@
-"""What is asked when: a pure function of (seed, step)."""
+"""Which prompts come when: a pure function of (seed, step)."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_jax.data import prompts, tokenizer
-from configs import base
+from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 
 N, WIDTH = 10, 4
 
@@ -30,21 +30,21 @@ def made():
   )
 
 
-def asked(problems, steps, seed=0, count=3):
+def ids_of(problems, steps, seed=0, count=3):
   return [prompts.next_prompts(problems, s, seed, count).id_P.tolist() for s in steps]
 
 
 def epoch(problems, steps, seed=0, count=3):
-  return [i for step in asked(problems, steps, seed, count) for i in step]
+  return [i for step in ids_of(problems, steps, seed, count) for i in step]
 
 
-def test_ask_is_a_function_of_step_and_seed(problems):
-  forwards = asked(problems, range(8))
-  backwards = asked(problems, reversed(range(8)))[::-1]
+def test_prompts_are_a_function_of_step_and_seed(problems):
+  forwards = ids_of(problems, range(8))
+  backwards = ids_of(problems, reversed(range(8)))[::-1]
   assert forwards == backwards
 
 
-def test_an_epoch_asks_each_problem_once(problems):
+def test_an_epoch_holds_each_problem_once(problems):
   # 10 problems by 5: steps 0 and 1 are one epoch, 2 and 3 the next, in another order.
   first, second = epoch(problems, [0, 1], count=5), epoch(problems, [2, 3], count=5)
   assert sorted(first) == sorted(second) == list(range(N))
@@ -53,12 +53,12 @@ def test_an_epoch_asks_each_problem_once(problems):
 
 def test_no_problem_comes_twice_in_a_step_nor_an_epoch(problems):
   # 10 by 3 leaves one problem over, another one each epoch; it is skipped.
-  left = set()
+  skipped = set()
   for start in range(0, 60, 3):
     ids = epoch(problems, range(start, start + 3))
     assert len(set(ids)) == 9
-    left |= set(range(N)) - set(ids)
-  assert len(left) > 3
+    skipped |= set(range(N)) - set(ids)
+  assert len(skipped) > 3
 
 
 def test_another_seed_is_another_order(problems):
@@ -74,7 +74,7 @@ def test_a_prompt_is_its_problem(problems):
 
 
 def test_all_problems_in_one_step(problems):
-  assert sorted(asked(problems, [5], count=N)[0]) == list(range(N))
+  assert sorted(ids_of(problems, [5], count=N)[0]) == list(range(N))
 
 
 def test_too_many_prompts_names_both_numbers(problems):
@@ -82,13 +82,13 @@ def test_too_many_prompts_names_both_numbers(problems):
     prompts.next_prompts(problems, 0, 0, 11)
 
 
-def test_again_asks_these_problems_and_leaves_empty_seats(problems):
+def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
   found = prompts.prompts_by_id(problems, np.asarray([7, -1, 2, -1]))
   assert found.id_P.tolist() == [7, -1, 2, -1]
   assert found.length_P.tolist() == [4, 0, 3, 0]
   np.testing.assert_array_equal(found.tokens_PT[[0, 2]], problems.tokens_NT[[7, 2]])
-  nobody = prompts.prompts_by_id(problems, np.zeros(0, np.int32))
-  assert nobody.tokens_PT.shape == (0, WIDTH) and nobody.length_P.shape == (0,)
+  none = prompts.prompts_by_id(problems, np.zeros(0, np.int32))
+  assert none.tokens_PT.shape == (0, WIDTH) and none.length_P.shape == (0,)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +98,7 @@ def test_again_asks_these_problems_and_leaves_empty_seats(problems):
   processes=st.sampled_from([1, 2, 4]),
   count=st.sampled_from([4, 8]),
 )
-def test_processes_ask_together_what_one_asks_and_resume_anywhere(
+def test_processes_share_the_prompts_of_one_and_resume_anywhere(
   seed, start, processes, count
 ):
   problems = made()
@@ -121,14 +121,14 @@ def test_processes_ask_together_what_one_asks_and_resume_anywhere(
 def test_prompts_that_do_not_divide_over_processes_are_refused(
   problems, process, processes
 ):
-  says = (
+  message = (
     rf'prompts\.count=6 prompts do not divide over {processes} processes, of which '
   )
-  with pytest.raises(ValueError, match=says):
+  with pytest.raises(ValueError, match=message):
     prompts.next_prompts(problems, 0, 0, 6, process, processes)
 
 
-def test_the_fingerprint_changes_with_anything_that_is_asked(problems):
+def test_the_fingerprint_changes_with_any_value(problems):
   N = len(problems.text)
   now = prompts.fingerprint(problems)
   assert len(now) == 16 and now == prompts.fingerprint(made())
@@ -146,37 +146,34 @@ def test_the_fingerprint_changes_with_anything_that_is_asked(problems):
     ),
   ]
   assert len({now, *map(prompts.fingerprint, others)}) == 7
-  # To ask for no verifier is to leave all of them to rewards.rule.
+  # No verifiers, and '' for each problem, both mean rewards.rule.
   assert now == prompts.fingerprint(problems._replace(verifier=[''] * N))
 
 
-TEXT = tokenizer.load('characters', '{problem}\n')
+TOKENIZER = tokenizer.load('characters', '{problem}\n')
 TRAIN = [('1+1', 2), ('2+2', 4), ('1+1', 2), ('3+3', 6), ('10+100+1000', 1110)]
 TEST = [('2+2', 4), ('5+5', 10), ('5+5', 11)]
 
 
 @pytest.fixture
 def load(tmp_path, capsys):
-  """prompts.load of TRAIN and TEST with these knobs: problems, and what was told."""
+  """prompts.load of TRAIN and TEST with these knobs: problems, and the log's lines."""
 
-  def call(train=TRAIN, test=TEST, **knobs):
-    config = base.get_config()
-    asked = config.prompts.to_dict() | config.problems.to_dict()
-    asked.pop('changed')
+  def call(train=TRAIN, test=TEST, *, count=1, width=6, overlong='drop', **knobs):
     for knob, rows in (('source', train), ('test_source', test)):
       path = tmp_path / f'{knob}.jsonl'
       lines = (json.dumps({'problem': p, 'answer': a}) for p, a in rows)
       path.write_text('\n'.join(lines))
-      asked[knob] = str(path)
-    asked |= {'count': 1, 'width': 6} | knobs
-    found = prompts.load(TEXT, str(tmp_path), **asked)
+      knobs[knob] = str(path)
+    own = PromptsConfig(count=count, max_prompt_tokens=width, overlong=overlong)
+    found = prompts.load(TOKENIZER, str(tmp_path), own, ProblemsConfig(**knobs))
     return *found, capsys.readouterr().out.splitlines()
 
   return call
 
 
-def test_what_is_left_out_is_told(load):
-  training, held_out, told = load()
+def test_rows_that_are_left_out_are_logged(load):
+  training, held_out, lines = load()
   assert training.text == ['1+1', '2+2', '3+3']
   assert training.answer == ['2', '4', '6'] and training.verifier == [''] * 3
   assert held_out.text == ['2+2', '5+5'] and held_out.answer == ['4', '10']
@@ -184,7 +181,7 @@ def test_what_is_left_out_is_told(load):
     assert found.id_N.tolist() == list(range(len(found.text)))
     assert found.length_N.tolist() == [4] * len(found.text)
     assert found.tokens_NT.shape == (len(found.text), 6)
-  repeats, conflict, both, long = told
+  repeats, conflict, both, long = lines
   assert repeats.endswith(
     'source.jsonl: 5 rows hold 4 different problems; the first of each counts'
   )
@@ -194,26 +191,27 @@ def test_what_is_left_out_is_told(load):
     'problems.overlap=keep'
   )
   assert long == (
-    'prompts.max_prompt_tokens=6: 1 of 4 training prompts are longer, up to 12 tokens, and left out'
+    'prompts.max_prompt_tokens=6: 1 of 4 training prompts are longer, up to 12 tokens, '
+    'and left out'
   )
 
 
 def test_every_choice_can_be_made_otherwise(load):
-  training, held_out, told = load(duplicates='keep', overlap='drop')
+  training, held_out, lines = load(duplicates='keep', overlap='drop')
   assert training.text == ['1+1', '1+1', '3+3'] and held_out.text[1:] == ['5+5', '5+5']
-  assert told[0].endswith('problems.duplicates=keep')
-  assert told[2].endswith("as '2+2'; they are not trained on")
-  with pytest.raises(ValueError, match=r"width=6 is too small: .* '10.*has 12"):
+  assert lines[0].endswith('problems.duplicates=keep')
+  assert lines[2].endswith("as '2+2'; they are not trained on")
+  with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(overlong='refuse')
   assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
 
 
 def test_no_held_out_problem_is_dropped_for_its_length(load):
-  with pytest.raises(ValueError, match=r"width=6 is too small: .* '10.*has 12"):
+  with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(test=TRAIN)
 
 
-def test_too_few_problems_left_is_said_when_they_are_loaded(load):
+def test_too_few_problems_are_refused_when_they_are_loaded(load):
   assert len(load(count=3)[0].text) == 3
   with pytest.raises(ValueError, match=r'prompts\.count=4 .* only 3 problems'):
     load(count=4)
@@ -221,5 +219,5 @@ def test_too_few_problems_left_is_said_when_they_are_loaded(load):
     load(train=TRAIN[-1:])
 
 
-def test_nothing_to_tell_is_not_told(load):
+def test_nothing_is_logged_where_nothing_is_left_out(load):
   assert load(train=TRAIN[:1], test=TEST[:1])[2] == []

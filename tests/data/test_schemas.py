@@ -1,13 +1,14 @@
-r"""Every published layout, one row of each, and what a row may not be."""
+r"""Every published schema, one row of each, and the errors of a bad row."""
 
 import re
 
 import pytest
 
 from bapo_jax.data import schemas
+from bapo_jax.data.row import Row
 
 USER = [{'role': 'user', 'content': '1+1'}]
-ROWS = [  # layout, row, answer, verifier
+ROWS = [  # schema, row, answer, verifier
   (
     'verl',  # Skywork-OR1: the answer is a JSON list in a string
     {
@@ -94,33 +95,33 @@ ROWS = [  # layout, row, answer, verifier
 
 
 @pytest.mark.parametrize(('name', 'row', 'answer', 'verifier'), ROWS)
-def test_every_layout_gives_problem_answer_and_verifier(name, row, answer, verifier):
-  layout = schemas.recognise(row)
-  assert layout.name == name
-  taken = schemas.take(row, layout)
-  assert taken == {'problem': '1+1', 'answer': answer, 'verifier': verifier}
+def test_every_schema_gives_problem_answer_and_verifier(name, row, answer, verifier):
+  schema = schemas.detect(row)
+  assert schema.name == name
+  parsed = schemas.parse(row, schema)
+  assert parsed == Row('1+1', answer, verifier)
   # A parquet file is read in these columns only: they must be enough.
-  kept = {field: row[field] for field in layout.fields}
-  assert schemas.take(kept, layout) == taken
+  columns = {field: row[field] for field in schema.fields}
+  assert schemas.parse(columns, schema) == parsed
 
 
 @pytest.mark.parametrize('numbers', ['nums', 'numbers'])
 def test_a_table_of_countdown_numbers_is_stated_as_a_problem(numbers):
   row = {'target': 46, numbers: [3, 7, 25]}
-  layout = schemas.recognise(row)
-  assert sorted(layout.fields) == sorted(row)
-  taken = schemas.take(row, layout)
-  assert '3, 7, 25' in taken['problem'] and '46' in taken['problem']
-  assert taken['answer'] == '{"numbers": [3, 7, 25], "target": 46}'
-  assert taken['verifier'] == 'countdown'
+  schema = schemas.detect(row)
+  assert sorted(schema.fields) == sorted(row)
+  parsed = schemas.parse(row, schema)
+  assert '3, 7, 25' in parsed.problem and '46' in parsed.problem
+  assert parsed.answer == '{"numbers": [3, 7, 25], "target": 46}'
+  assert parsed.verifier == 'countdown'
   with pytest.raises(ValueError, match='target many are not'):
-    schemas.take(row | {'target': 'many'}, layout)
+    schemas.parse(row | {'target': 'many'}, schema)
 
 
 PLAIN = {'problem': '1+1', 'answer': '2', 'data_source': 'math'}
 TURNS = [{'role': 'system', 'content': 'Be brief.'}, *USER]
 VERL = {'data_source': '', 'prompt': USER, 'reward_model': {'ground_truth': '2'}}
-WRONG = [  # first row, what another row has else, what must be said
+WRONG = [  # first row, other values in another row, part of the error
   (PLAIN, {'problem': None}, "field 'problem' holds None, which is no problem"),
   (PLAIN, {'problem': ' \n'}, r"field 'problem' holds ' \n', which is no problem"),
   (PLAIN, {'problem': 7}, "field 'problem' holds 7, which is no problem"),
@@ -132,7 +133,7 @@ WRONG = [  # first row, what another row has else, what must be said
   (PLAIN, {'answer': '["2", "3"]'}, "field 'answer' holds 2 answers, not one"),
   (PLAIN, {'answer': {'value': 2}}, "field 'answer' holds {'value': 2}, which is no"),
   (PLAIN, {'data_source': None}, "field 'data_source' holds None, which is no name"),
-  (PLAIN, {'data_source': 'train-code-x'}, "says 'train-code-x': answers to code"),
+  (PLAIN, {'data_source': 'train-code-x'}, "names 'train-code-x': answers to code"),
   (VERL, {'prompt': TURNS}, "field 'prompt' holds messages by ['system', 'user'], not"),
   (VERL, {'prompt': []}, "field 'prompt' holds messages by [], not one by the user"),
   (VERL, {'prompt': ['1+1']}, "field 'prompt': '1+1' is no message of a chat"),
@@ -160,25 +161,25 @@ WRONG = [  # first row, what another row has else, what must be said
 ]
 
 
-@pytest.mark.parametrize(('first', 'other', 'says'), WRONG)
-def test_what_a_field_may_not_hold_is_said(first, other, says):
-  layout = schemas.recognise(first)
-  schemas.take(first, layout)
-  with pytest.raises(ValueError, match=re.escape(says)):
-    schemas.take(first | other, layout)
+@pytest.mark.parametrize(('first', 'other', 'message'), WRONG)
+def test_a_bad_value_is_named_with_its_field(first, other, message):
+  schema = schemas.detect(first)
+  schemas.parse(first, schema)
+  with pytest.raises(ValueError, match=re.escape(message)):
+    schemas.parse(first | other, schema)
 
 
 @pytest.mark.parametrize(
   'row', [{}, {'text': '1+1'}, {'problem': '1+1'}, {'answer': '2'}, {'prompt': '1+1'}]
 )
-def test_fields_of_no_layout_are_listed(row):
+def test_fields_of_no_schema_are_listed(row):
   with pytest.raises(
     ValueError, match=re.escape(f'its fields {sorted(row)} are of no')
   ):
-    schemas.recognise(row)
+    schemas.detect(row)
 
 
 def test_a_long_value_is_shown_short_and_on_one_line():
   with pytest.raises(ValueError) as error:
-    schemas.take({'problem': '1', 'answer': ['a\n' * 99] * 2}, schemas.recognise(PLAIN))
+    schemas.parse({'problem': '1', 'answer': ['a\n' * 99] * 2}, schemas.detect(PLAIN))
   assert len(str(error.value)) < 100 and '\n' not in str(error.value)

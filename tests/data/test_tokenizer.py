@@ -10,28 +10,28 @@ from hypothesis import strategies as st
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 
-TEXT = tokenizer_lib.load('characters', '{problem}\n')
-WRITTEN = tokenizer_lib.CHARACTERS[2:]  # what stands for itself
+TOKENIZER = tokenizer_lib.load('characters', '{problem}\n')
+WRITTEN = tokenizer_lib.CHARACTERS[2:]  # each stands for itself
 
 
-def test_one_token_a_character_and_one_for_the_box():
+def test_one_token_per_character_and_one_for_the_box():
   # <pad> 0, <eos> 1, \boxed{ 2, } 3, newline 4, space 5, 0..9 from 6 on, + 16.
-  assert tokenizer_lib.encode(TEXT, [r'1+2 \boxed{3}' + '\n', '']) == [
+  assert tokenizer_lib.encode(TOKENIZER, [r'1+2 \boxed{3}' + '\n', '']) == [
     [7, 16, 8, 5, 2, 9, 3, 4],
     [],
   ]
-  assert TEXT.eos == (1,)
-  assert len(TEXT.tokenizer) == len(tokenizer_lib.CHARACTERS)
+  assert TOKENIZER.eos == (1,)
+  assert len(TOKENIZER.backend) == len(tokenizer_lib.CHARACTERS)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(WRITTEN), max_size=30))
 def test_round_trip(tokens):
   string = ''.join(tokens)
-  (row,) = tokenizer_lib.encode(TEXT, [string])
+  (row,) = tokenizer_lib.encode(TOKENIZER, [string])
   assert row == [tokenizer_lib.CHARACTERS.index(token) for token in tokens]
-  chosen = np.ones((1, len(row)), bool)
-  assert tokenizer_lib.decode_responses(TEXT, np.asarray([row], int), chosen) == [
+  mask_BT = np.ones((1, len(row)), bool)
+  assert tokenizer_lib.decode_responses(TOKENIZER, np.asarray([row], int), mask_BT) == [
     string
   ]
 
@@ -39,50 +39,52 @@ def test_round_trip(tokens):
 def test_it_is_a_tokenizer_like_any_other(tmp_path):
   import transformers
 
-  assert isinstance(TEXT.tokenizer, transformers.PreTrainedTokenizerFast)
-  TEXT.tokenizer.save_pretrained(tmp_path)
-  again = tokenizer_lib.load(str(tmp_path), '{problem}\n')
+  assert isinstance(TOKENIZER.backend, transformers.PreTrainedTokenizerFast)
+  TOKENIZER.backend.save_pretrained(tmp_path)
+  loaded = tokenizer_lib.load(str(tmp_path), '{problem}\n')
   strings = [''.join(WRITTEN), r'  7 * 8 = \boxed{56}' + '\n\n']
-  assert tokenizer_lib.encode(again, strings) == tokenizer_lib.encode(TEXT, strings)
-  assert again.eos == TEXT.eos
-  assert again.tokenizer.pad_token_id == 0
-  rows = np.asarray([tokenizer_lib.encode(again, strings[1:])[0]])
+  assert tokenizer_lib.encode(loaded, strings) == tokenizer_lib.encode(
+    TOKENIZER, strings
+  )
+  assert loaded.eos == TOKENIZER.eos
+  assert loaded.backend.pad_token_id == 0
+  rows = np.asarray([tokenizer_lib.encode(loaded, strings[1:])[0]])
   assert (
-    tokenizer_lib.decode_responses(again, rows, np.ones(rows.shape, bool))
+    tokenizer_lib.decode_responses(loaded, rows, np.ones(rows.shape, bool))
     == strings[1:]
   )
   with pytest.raises(ValueError, match='no token for'):
-    tokenizer_lib.encode(again, ['?'])
+    tokenizer_lib.encode(loaded, ['?'])
 
 
-def test_a_tokenizer_is_what_its_file_says_whatever_the_model(tmp_path):
-  TEXT.tokenizer.save_pretrained(tmp_path)
+def test_a_tokenizer_is_its_file_with_any_model(tmp_path):
+  TOKENIZER.backend.save_pretrained(tmp_path)
   for kind in ('qwen2', 'qwen3', 'llama'):
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
-    again = tokenizer_lib.load(str(tmp_path), '{problem}')
-    assert tokenizer_lib.encode(again, [' 1 + 2 ']) == tokenizer_lib.encode(
-      TEXT, [' 1 + 2 ']
+    loaded = tokenizer_lib.load(str(tmp_path), '{problem}')
+    assert tokenizer_lib.encode(loaded, [' 1 + 2 ']) == tokenizer_lib.encode(
+      TOKENIZER, [' 1 + 2 ']
     )
-    assert len(again.tokenizer) == len(tokenizer_lib.CHARACTERS)
+    assert len(loaded.backend) == len(tokenizer_lib.CHARACTERS)
 
 
 def test_the_chat_template_wraps_the_problem():
-  chat = TEXT._replace(template='chat:{problem}=')
+  chat = TOKENIZER._replace(template='chat:{problem}=')
   tokens_NT, length_N = tokenizer_lib.tokenize_prompts(chat, ['1+2'], 6)
   np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 19, 4, 0]])
   np.testing.assert_array_equal(length_N, [5])
 
 
 def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
-  TEXT.tokenizer.save_pretrained(tmp_path)
-  assert tokenizer_lib.load(str(tmp_path), 'chat:{problem}').tokenizer.chat_template
-  said = "{% for m in messages %}{{ '= ' + m['content'] }}{% endfor %}"
+  TOKENIZER.backend.save_pretrained(tmp_path)
+  assert tokenizer_lib.load(str(tmp_path), 'chat:{problem}').backend.chat_template
+  loop = "{% for m in messages %}{{ '= ' + m['content'] }}{% endfor %}"
   tail = "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
-  (tmp_path / 'chat_template.jinja').write_text(said + tail)
+  (tmp_path / 'chat_template.jinja').write_text(loop + tail)
   chat = tokenizer_lib.load(str(tmp_path), 'chat:{problem}*')
   tokens_NT, _ = tokenizer_lib.tokenize_prompts(chat, ['1+2'], 7)
   np.testing.assert_array_equal(
-    tokens_NT, [tokenizer_lib.encode(TEXT, ['= 1+2*\n'])[0]]
+    tokens_NT, [tokenizer_lib.encode(TOKENIZER, ['= 1+2*\n'])[0]]
   )
 
 
@@ -94,40 +96,40 @@ def test_a_chat_without_a_template_is_refused(tmp_path):
   with pytest.raises(ValueError) as error:
     tokenizer_lib.load(str(tmp_path), 'chat:{problem}')
   assert str(error.value) == (
-    "text.template: 'chat:{problem}' asks for a chat template, and "
+    "tokenizer.template: 'chat:{problem}' needs a chat template, and "
     f'{str(tmp_path)!r} has none; write the whole prompt out, without chat:'
   )
 
 
-def test_ask_pads_on_the_right():
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TEXT, ['1+2', '3'], 5)
+def test_prompts_are_padded_on_the_right():
+  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TOKENIZER, ['1+2', '3'], 5)
   np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 4, 0], [9, 4, 0, 0, 0]])
   np.testing.assert_array_equal(length_N, [4, 2])
   assert tokens_NT.dtype == length_N.dtype == np.int32
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TEXT, [], 5)
+  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TOKENIZER, [], 5)
   assert tokens_NT.shape == (0, 5) and length_N.shape == (0,)
 
 
-def test_ask_says_which_problem_is_too_long():
+def test_a_problem_that_is_too_long_is_named():
   with pytest.raises(ValueError) as error:
-    tokenizer_lib.tokenize_prompts(TEXT, ['1', '1+2'], 3)
+    tokenizer_lib.tokenize_prompts(TOKENIZER, ['1', '1+2'], 3)
   assert str(error.value) == (
     "prompts.max_prompt_tokens=3 is too small: the prompt of '1+2' has 4 tokens"
   )
 
 
-def test_read_leaves_out_what_was_not_chosen_and_the_end():
+def test_a_response_is_its_mask_without_the_end_token():
   # Row 0: prompt 1+, response 23 and its end. Row 1: cut, no end. Row 2: an empty seat.
   tokens_BT = np.asarray([[7, 16, 8, 9, 1, 0], [7, 16, 8, 9, 9, 9], [0] * 6])
   response_mask_BT = np.asarray([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0] * 6], bool)
-  assert tokenizer_lib.decode_responses(TEXT, tokens_BT, response_mask_BT) == [
+  assert tokenizer_lib.decode_responses(TOKENIZER, tokens_BT, response_mask_BT) == [
     '23',
     '2333',
     '',
   ]
-  # A padding token that the policy chose itself is part of what it said.
+  # A padding token that the policy sampled is a part of its response.
   assert tokenizer_lib.decode_responses(
-    TEXT, tokens_BT[:1] * 0, response_mask_BT[:1]
+    TOKENIZER, tokens_BT[:1] * 0, response_mask_BT[:1]
   ) == ['<pad>' * 3]
 
 
@@ -136,15 +138,15 @@ def test_read_leaves_out_what_was_not_chosen_and_the_end():
 )
 def test_an_unknown_character_is_named(problem, character):
   with pytest.raises(ValueError) as error:
-    tokenizer_lib.tokenize_prompts(TEXT, ['1+1', problem], 9)
+    tokenizer_lib.tokenize_prompts(TOKENIZER, ['1+1', problem], 9)
   assert str(error.value) == (
-    f'text.tokenizer: no token for {character!r} of {problem + chr(10)!r}; take it out '
+    f'tokenizer.path: no token for {character!r} of {problem + chr(10)!r}; take it out '
     'of the problem or choose another tokenizer'
   )
 
 
 @pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'nosuch', 'empty'])
-def test_a_tokenizer_that_is_not_there_is_said_at_once(name, monkeypatch, tmp_path):
+def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
   def refuse(host, *args, **kwargs):
     looked_up.append(host)
     raise socket.gaierror(f'{host} is out of reach')
@@ -158,18 +160,12 @@ def test_a_tokenizer_that_is_not_there_is_said_at_once(name, monkeypatch, tmp_pa
   assert looked_up == []
   message = str(error.value)
   assert '\n' not in message and 'tokenizer.json' in message
-  said = f'cannot load {name!r};' if name == 'empty' else f'no directory {name!r};'
-  assert message.startswith(f'text.tokenizer: {said}')
-
-
-def test_a_template_without_the_problem_is_refused():
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.load('characters', 'Answer!')
-  assert str(error.value) == "text.template: 'Answer!' does not contain {problem}"
+  reason = f'cannot load {name!r};' if name == 'empty' else f'no directory {name!r};'
+  assert message.startswith(f'tokenizer.path: {reason}')
 
 
 def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
-  TEXT.tokenizer.save_pretrained(tmp_path)
+  TOKENIZER.backend.save_pretrained(tmp_path)
   for listed, ends in (([4, 1, 3], (1, 4, 3)), (4, (1, 4)), (None, (1,))):
     (tmp_path / 'generation_config.json').write_text(
       json.dumps({'eos_token_id': listed})

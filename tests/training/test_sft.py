@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.data import families, tokenizer
+from bapo_jax.data import synthetic, tokenizer
+from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.training import sft
 
@@ -27,9 +28,14 @@ def reader():
   return tokenizer.load('characters', '{problem}\n')
 
 
+def made_problems(count):
+  knobs = ProblemsConfig(family='trial', level=2, train=count, test=1)
+  return synthetic.generate(knobs)[:count]
+
+
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
-  problems = families.generate('search', 2, 0, count)
-  made = sft.rows(reader, problems, families.solve_trial, length, 0, slip, repeat)
+  problems = made_problems(count)
+  made = sft.rows(reader, problems, synthetic.solve_trial, length, 0, slip, repeat)
   return problems, *made
 
 
@@ -83,8 +89,8 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
       SPEC,
       sharding.make(devices=jax.devices()[:1]),
       LENGTH,
-      families.generate('search', 2, 0, 64),
-      families.solve_trial,
+      made_problems(64),
+      synthetic.solve_trial,
       seed=0,
       clean=clean,
       noisy=noisy,
