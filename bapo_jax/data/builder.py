@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from bapo_jax.runtime.progress import quiet_absl
+
 
 class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Problems with an answer; subclasses say in `splits` which."""
 
   VERSION = tfds.core.Version('1.1.0')
+
+  def __init__(self, **knobs: Any):
+    with quiet_absl():  # the library warns of a config that no list of its own names
+      super().__init__(**knobs)
 
   def splits(self) -> dict[str, list[dict]]:
     """From a split to its rows: id, problem, answer, verifier; ids are used once."""
