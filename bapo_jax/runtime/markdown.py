@@ -2,9 +2,10 @@
 
 A problem, an answer or a response may hold backticks, HTML, terminal escapes, or marks
 that turn the direction of writing. `fence`, `inline` and `escape` show all of them as
-characters: a block, a piece of a sentence, a heading.
+characters: a block, a piece of a sentence, a heading; `html` inside a tag of ours.
 """
 
+import html as html_lib
 import re
 import unicodedata
 
@@ -53,6 +54,11 @@ def inline(text: str, limit: int = 200) -> str:
 def escape(text: str) -> str:
   """The text as plain words of one line, its markup escaped by backslashes."""
   return MARKUP.sub(r'\\\g<0>', visible(text, keep=''))
+
+
+def html(text: str) -> str:
+  """The text as one line between two tags, where Markdown's escapes do not count."""
+  return html_lib.escape(visible(text, keep=''))
 
 
 def _ticks(text: str, at_least: int) -> str:
