@@ -38,7 +38,7 @@ def describe(
   Args:
     fresh, reevaluated: the groups sampled in the step.
     groups, source_P: its batch, and the index into SOURCES of each group or -1.
-    buffer: the replay buffer that the batch was filled from.
+    buffer: the replay buffer after the step.
     now: the learner step.
     updates: the metrics of each optimiser update.
     eos: tokens that end a response.
@@ -130,9 +130,7 @@ def _step_metrics(
     'buffer/reusable_max_correct': buffer.thresholds.reusable_max,
   }
   for i, source in enumerate(SOURCES):
-    source_PGT = trained_PGT & (source_P == i)[:, None, None]
-    age = (
-      jnp.where(source_PGT, now - groups.policy_version_PGT, 0).sum() / source_PGT.sum()
-    )
+    own_PGT = trained_PGT & (source_P == i)[:, None, None]
+    age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
     metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
   return metrics

@@ -3,10 +3,13 @@
 import io
 import sys
 
+import numpy as np
 import pytest
 from absl import logging
 
+from bapo_jax.data import synthetic
 from bapo_jax.runtime import progress
+from bapo_jax.training import checkpoint
 
 
 class Hand:
@@ -106,3 +109,16 @@ def test_absl_warns_outside_and_is_quiet_within(caplog):
       assert logging.get_verbosity() == logging.FATAL
   finally:
     logging.set_verbosity(before)
+
+
+def test_libraries_do_not_warn_of_what_is_meant(tmp_path, caplog):
+  # Their warnings are on the console wherever main.py has not silenced absl.
+  kinds = {'family': 'chain', 'level': 1, 'seed': 0, 'train': 2, 'test': 2}
+  synthetic.prepare(str(tmp_path), **kinds)
+  with checkpoint.manager(str(tmp_path), keep=1, best=1) as checkpoints:
+    checkpoint.save(checkpoints, 1, {'x': np.ones(3)}, {})
+    checkpoint.save(checkpoints, 2, {'x': np.ones(3)}, {}, accuracy=0.5)
+    checkpoint.wait(checkpoints)
+    checkpoint.restore(checkpoints, 2, {'x': np.ones(3)})
+  assert checkpoint.choose(str(tmp_path), 'best') == 2
+  assert not [record for record in caplog.records if record.levelname != 'INFO']
