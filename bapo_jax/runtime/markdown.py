@@ -16,7 +16,7 @@ MARKUP = re.compile(r'[\\`*_{}\[\]<>#|!~$&@:^=]|(?<=www)\.', re.IGNORECASE)
 
 
 def visible(text: str, keep: str = '\n\t') -> str:
-  """The text, its invisible characters written as Python escapes, save those kept."""
+  """The text, its invisible characters save those of `keep` as Python escapes."""
   return ''.join(
     char.encode('unicode_escape').decode()
     if char not in keep and unicodedata.category(char) in INVISIBLE

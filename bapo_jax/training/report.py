@@ -120,7 +120,8 @@ def _sample_blocks(
 
 def _change_table(rows: Sequence[Row]) -> Iterator[str]:
   first, last = fifths(rows)
-  yield '| metric | first fifth | last fifth | meaning |\n|:--|--:|--:|:--|'
+  yield '| metric | first fifth | last fifth | meaning |'
+  yield '|:--|--:|--:|:--|'
   for name in MAIN.split():
     if len(series(rows, name)[0]):
       meaning = GLOSSARY[name].replace('|', '\\|')  # | would end the cell
@@ -128,15 +129,19 @@ def _change_table(rows: Sequence[Row]) -> Iterator[str]:
       yield f'| `{name}` | {a:.4g} | {b:.4g} | {meaning} |'
 
 
-def _phase_table(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
-  yield '| phase | seconds | percent of wall |\n|:--|--:|--:|'
+def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
+  yield '## Where the time went'
+  yield '![Wall time by phase](phases.png)'
+  lines = ['| phase | seconds | percent of wall |', '|:--|--:|--:|']
   for name, s in {**phases, '**wall**': wall_s}.items():
-    yield f'| {name} | {s:.1f} | {100 * s / wall_s:.1f} |'
+    lines.append(f'| {name} | {s:.1f} | {100 * s / wall_s:.1f} |')
+  yield '\n'.join(lines)
 
 
-def _folded(heading: str, text: str) -> Iterator[str]:
-  """A block that the reader opens; the empty lines let Markdown in again."""
-  yield f'<details>\n<summary>{markdown.html(heading)}</summary>'
+def _config(fingerprint: str, text: str) -> Iterator[str]:
+  """The config, folded away; the empty lines between the blocks let Markdown in."""
+  yield '## Config'
+  yield f'<details>\n<summary>Fingerprint {markdown.html(fingerprint)}</summary>'
   yield markdown.fence(text)
   yield '</details>'
 
@@ -181,15 +186,12 @@ def write(
     summary(eval_before, eval_after, steps, wall_s, peak_rss_bytes),
     target_sentence(rows, target),
     '![Curves over the training steps](curves.png)',
-    '## Where the time went',
-    '![Wall time by phase](phases.png)',
-    '\n'.join(_phase_table(full, wall_s)),
+    *_times(full, wall_s),
     '## First fifth against last fifth of the steps',
     '\n'.join(_change_table(rows)),
     '## Responses before and after',
     *_sample_blocks(samples_before, samples_after),
-    '## Config',
-    *_folded(f'Fingerprint {config_hash}', config_text),
+    *_config(config_hash, config_text),
   ]
   files.write(workdir / 'report.md', '\n\n'.join(filter(None, blocks)) + '\n')
   facts = {
