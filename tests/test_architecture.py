@@ -16,11 +16,12 @@ HOUSE = {
   'runtime': (
     'statistics',
     'tables',
+    'files',
     'progress',
     'signals',
-    'files',
     'workdir',
     'glossary',
+    'markdown',
     'metrics',
   ),
   'models': (
@@ -110,7 +111,7 @@ ONLY = {  # package -> the modules that may import it
   'rich': {'tools.viewer'},
   'ml_collections': {'main'},
   'matplotlib': {'training.report_plots'},
-  'orbax': {'training.checkpoint', 'training.resume', 'training.experiment'},
+  'orbax': {'training.checkpoint'},
   'huggingface_hub': {'models.hf_weights', 'data.hub'},
   'math_verify': {'rewards.verifiers'},
 }

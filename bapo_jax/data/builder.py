@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from bapo_jax.data.row import Row
+from bapo_jax.runtime.progress import quiet_absl
 
 
 @dataclasses.dataclass
@@ -36,6 +37,10 @@ class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Rows with ids, which count through all splits from 0."""
 
   VERSION = tfds.core.Version('1.1.0')
+
+  def __init__(self, **knobs: Any):
+    with quiet_absl():  # the library warns of a config that no list of its own names
+      super().__init__(**knobs)
 
   def _info(self) -> tfds.core.DatasetInfo:
     text = {name: tfds.features.Text() for name in Row._fields}

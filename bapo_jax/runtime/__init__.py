@@ -1,1 +1,4 @@
-"""TODO."""
+"""What a run writes while it goes on: its directory, its metrics, its console.
+
+Nothing here knows of a model or of an algorithm.
+"""

@@ -1,26 +1,32 @@
-"""Files that are there whole or not at all, and errors that say which file it was."""
+"""Writes whole files, and names the file in every error about one."""
 
 import contextlib
 import json
 import os
+from collections.abc import Iterator
+from typing import Any
 
 
-def write(path: str, text: str) -> None:
-  """Whole or not at all."""
+def write(path: str | os.PathLike[str], text: str) -> None:
+  """Writes the text as UTF-8: the file holds the old content or the new, never a part.
+
+  Raises:
+    OSError: with its filename, where the system refuses.
+  """
   with naming(path):
-    with open(path + '.tmp', 'w', encoding='utf-8') as file:
+    with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
       file.write(text)
-    os.replace(path + '.tmp', path)
+    os.replace(f'{path}.tmp', path)
 
 
-def write_json(path: str, value) -> None:
-  """Whole or not at all."""
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+  """Writes the value as JSON, as `write` does."""
   write(path, json.dumps(value, indent=2))
 
 
 @contextlib.contextmanager
-def naming(path: str):
-  """An OSError from within says which file it is about; that of a write() does not."""
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Adds the path to an OSError that has no filename: that of a write() has none."""
   try:
     yield
   except OSError as error:

@@ -1,16 +1,18 @@
 """Where the wall time goes, and how far along the run is.
 
-1. `Clock` charges every second to the innermost phase that is open;
-2. `bar` shows a rate and the time left, on a terminal often, in a log seldom;
-3. `say` prints a line without tearing the bar.
+1. `PhaseTimer` charges every second to the innermost open phase;
+2. `progress_bar` shows a rate and the time left, on a terminal often, in a log seldom;
+3. `log` prints a line without tearing the bar;
+4. `quiet_absl` keeps warnings of libraries off the console.
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
-import jax
+from absl import logging
 from tqdm import tqdm
 
 TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
@@ -19,19 +21,19 @@ TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
 class PhaseTimer:
   """Seconds by phase; phases never overlap, so they sum to at most the wall time.
 
-  >>> with clock('sample'):
-  ...   with clock('score'): ...  # these seconds are not counted in 'sample'
+  >>> with timer('sample'):
+  ...   with timer('verify'): ...  # these seconds are not counted in 'sample'
 
   JAX returns before the device is done: a phase that does not wait for its result hands
   its seconds to the phase that does. For one thread.
   """
 
-  def __init__(self, now=time.perf_counter):
+  def __init__(self, now: Callable[[], float] = time.perf_counter):
     self.seconds: dict[str, float] = {}
     self._now = now
     self._open: list[str] = []
-    self._mark = self._asked = now()
-    self._told: dict[str, float] = {}
+    self._mark = self._reported_at = now()
+    self._reported: dict[str, float] = {}
 
   def _charge(self) -> float:
     now = self._now()
@@ -42,7 +44,7 @@ class PhaseTimer:
     return now
 
   @contextlib.contextmanager
-  def __call__(self, name: str):
+  def __call__(self, name: str) -> Iterator[None]:
     self._charge()
     self._open.append(name)
     try:
@@ -54,46 +56,40 @@ class PhaseTimer:
   def since(self) -> dict[str, float]:
     """Seconds of each phase that ran since the last call, and 'other': the rest.
 
-    The values sum to the wall time since the last call (at first, since the clock was
+    The values sum to the wall time since the last call (at first, since the timer was
     made). A phase still open is charged up to now.
     """
     now = self._charge()
-    ran = {name: s - self._told.get(name, 0.0) for name, s in self.seconds.items()}
+    ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
     ran = {name: s for name, s in ran.items() if s > 0}
-    rest = now - self._asked - sum(ran.values())
-    self._told, self._asked = dict(self.seconds), now
+    rest = now - self._reported_at - sum(ran.values())
+    self._reported, self._reported_at = dict(self.seconds), now
     return {**ran, 'other': max(rest, 0.0)}
 
 
 class _Lines:
   """A stream for logs: each drawing of the bar is a line, not a carriage return."""
 
-  def __init__(self, stream):
+  def __init__(self, stream: TextIO):
     self._stream = stream
 
-  def write(self, text: str):
+  def write(self, text: str) -> None:
     if text.strip():
       self._stream.write(text.strip('\r\n ') + '\n')
 
-  def flush(self):
+  def flush(self) -> None:
     self._stream.flush()
 
 
-def timed(clock: PhaseTimer, phase: str, function: Callable) -> Callable:
-  """The function, waited for, its seconds charged to `phase`."""
-
-  def call(*args):
-    with clock(phase):
-      return jax.block_until_ready(function(*args))
-
-  return call
-
-
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
-  """A progress bar on stderr: `with bar(400, 'train', 'step') as b: b.update(1)`.
+  """A bar on stderr: `with progress_bar(400, 'training', 'step') as b: b.update(1)`.
 
   In a log it draws a line every LOG_S seconds, and none at all if it ends sooner. A bar
   opened inside another leaves no trace when it closes.
+
+  Args:
+    initial: where the count starts, such as the step resumed from; the rate and the
+      time left are of what comes after it.
   """
   terminal = sys.stderr.isatty()
   every = TERMINAL_S if terminal else LOG_S
@@ -113,7 +109,21 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
   )
 
 
-def log(text: str):
+def log(text: str) -> None:
   """Prints a line to stdout; a bar on the same terminal is lifted out of its way."""
   tqdm.write(text, file=sys.stdout)
   sys.stdout.flush()  # a log followed from outside sees the line now
+
+
+@contextlib.contextmanager
+def quiet_absl() -> Iterator[None]:
+  """Within it absl logs errors only: tensorflow-datasets and orbax log through absl.
+
+  They warn of what is meant, such as a configuration that no list names.
+  """
+  before = logging.get_verbosity()
+  logging.set_verbosity(min(before, logging.ERROR))
+  try:
+    yield
+  finally:
+    logging.set_verbosity(before)

@@ -1,28 +1,33 @@
-"""The directory of a run: whose it is, and what is said when it cannot be written.
+"""The directory of a run: which run it holds, and errors of writing in it.
 
-1. `open_workdir` refuses one that cannot be used or belongs to another run;
-2. `writable` says in one sentence which file the system refused while the run went on.
+1. `open_workdir` refuses a directory that cannot be used or holds another run;
+2. `writable` turns an error of the system into a sentence that names the file;
+3. `checkpoint_steps` lists the complete checkpoints.
 """
 
 import contextlib
 import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import log
 
-# Whatever the file, the system says these of writing only.
+# Errors of writing only, whatever the file.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
-  """Makes the directory and writes the config into it.
+def open_workdir(
+  workdir: str, values: dict[str, Any], free: Sequence[str] = ()
+) -> None:
+  """Makes the directory and writes the config into its config.json.
 
   Args:
-    values: the config. free: sections and knobs that may differ from those of the run
-      that is there.
+    values: the config, section -> knob -> value.
+    free: sections and dotted knobs that may differ from those of the run in the
+      directory.
 
   Raises:
     ValueError: it cannot be written, or holds a run with another config.
@@ -42,24 +47,30 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
       f'--workdir={workdir} cannot be used ({error.strerror}); give a directory that '
       'you may write to'
     ) from error
+  except json.JSONDecodeError as error:
+    raise ValueError(
+      f'{path} is no JSON ({error}); give another --workdir, or put the config back'
+    ) from error
   now = json.loads(json.dumps(values))
   changed = [
     f'{name}: {old!r} then, {new!r} now'
     for name, old, new in differences(before, now)
-    if name.split('.')[0] not in free and name not in free
+    if name not in free and name.split('.')[0] not in free
   ]
   if changed:
     raise ValueError(
       f'--workdir={workdir} holds a run with another config '
-      f'({"; ".join(changed[:4])}); give another '
-      '--workdir, or the config it was started with'
+      f'({"; ".join(changed[:4])}); give another --workdir, or the config it was '
+      'started with'
     )
   with writable(workdir):
     files.write_json(path, now)
 
 
-def differences(before, now, name=''):
-  """(dotted name, old, new) of every value that differs."""
+def differences(
+  before: Any, now: Any, name: str = ''
+) -> Iterator[tuple[str, Any, Any]]:
+  """(dotted name, old, new) of every value that differs; a missing one is None."""
   if isinstance(before, dict) and isinstance(now, dict):
     for key in sorted(set(before) | set(now)):
       dotted = f'{name}.{key}' if name else key
@@ -69,11 +80,11 @@ def differences(before, now, name=''):
 
 
 @contextlib.contextmanager
-def writable(workdir: str):
-  """Tells what of the workdir could not be written, and what is safe.
+def writable(workdir: str) -> Iterator[None]:
+  """Names the file of the workdir that could not be written, and what is safe.
 
   Raises:
-    ValueError: for an OSError about a file in it, or one that speaks of writing only.
+    ValueError: for an OSError about a file in the workdir, and for one of REFUSALS.
   """
   try:
     yield
@@ -82,8 +93,8 @@ def writable(workdir: str):
     inside = error.filename and os.path.commonpath([path, home]) == home
     if not inside and error.errno not in REFUSALS:
       raise
-    step = max(checkpoint_steps(workdir), default=None)
-    safe = 'no checkpoint' if step is None else f'the checkpoint of step {step}'
+    steps = checkpoint_steps(workdir)
+    safe = f'the checkpoint of step {steps[-1]}' if steps else 'no checkpoint'
     raise ValueError(
       f'{error.filename or workdir} cannot be written ({error.strerror or error}); '
       f'{safe} is complete. Make room, or the directory writable, and the same command '
@@ -91,8 +102,8 @@ def writable(workdir: str):
     ) from error
 
 
-def log_mesh_change(before: dict | None, now: dict) -> None:
-  """Says so where a run goes on over another mesh: axis -> devices, then and now."""
+def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
+  """Logs that a run goes on over another mesh; each is axis -> devices."""
   if before and before != now:
     then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(

@@ -1,13 +1,13 @@
 """Saves and restores one run, atomically; half a checkpoint is never seen.
 
-1. a checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and beside
-   them what the report needs to go on counting (seconds by phase);
-2. it is written in the background and appears under its name when it is whole; what
-   the system refuses to write is an OSError, at the next save or at the end;
-3. kept are the newest, from which a run goes on, and the best by evaluation;
+1. a checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta
+   of plain values, such as the seconds by phase, from which the report counts on;
+2. it is written in the background and appears under its name when it is whole; an error
+   of the system is an OSError, at the next save or at the end;
+3. the newest stay, from which a run goes on, and the best by evaluation;
 4. restored arrays lie as the new mesh wants them, whatever mesh saved them.
 
-Weights alone, as the warm start leaves them, are kept the same way.
+Weights alone, as the warm start leaves them, are saved the same way.
 """
 
 import contextlib
@@ -17,24 +17,28 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from bapo_jax.runtime.workdir import checkpoint_steps
+from bapo_jax.runtime.progress import quiet_absl
 from bapo_jax.sharding import path_name
+from bapo_jax.types import Tree
 
-HALF = '.orbax-checkpoint-tmp'  # ends the name of what is not whole
+CheckpointManager = ocp.CheckpointManager
+HALF = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is not whole
 
 
-def manager(workdir: str, keep: int, best: int = 0) -> ocp.CheckpointManager:
-  """Keeps the newest `keep` checkpoints and the `best` ones; clears what a kill left.
+def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
+  """Makes the directory, and clears what a kill left half written.
 
-  The best are those saved with the highest accuracy, the newest of equals first; those
-  saved without one are not among them.
+  Args:
+    keep: how many of the newest checkpoints stay.
+    best: how many stay besides: those saved with the highest accuracy, the newest of
+      equals first; those saved without one are not among them.
   """
   policies = ocp.checkpoint_managers
   ranked = policies.BestN(
@@ -51,34 +55,38 @@ def manager(workdir: str, keep: int, best: int = 0) -> ocp.CheckpointManager:
     enable_async_checkpointing=True,
     create=True,
   )
-  path = os.path.join(os.path.abspath(workdir), 'checkpoints')
-  return ocp.CheckpointManager(path, options=options)
+  return CheckpointManager(_home(workdir), options=options)
+
+
+def _home(workdir: str) -> str:
+  return os.path.join(os.path.abspath(workdir), 'checkpoints')
 
 
 def save(
-  kept: ocp.CheckpointManager,
+  checkpoints: CheckpointManager,
   step: int,
-  arrays: Any,
-  meta: dict,
+  arrays: Tree,
+  meta: dict[str, Any],
   accuracy: float | None = None,
 ) -> None:
   """Begins to write the checkpoint of `step`; `wait` returns once it is whole.
 
-  What is written is what the arrays hold now: they may be donated, and `meta` changed,
-  as soon as this returns. A write that is still going on is waited for first.
+  It holds the values of now: the arrays may be donated, and `meta` changed, as soon as
+  this returns. A write that is still going on is waited for first.
 
   Args:
-    accuracy: on the held-out problems, where they were asked at this step.
+    accuracy: on the held-out problems; None where this step was not evaluated.
 
   Raises:
     OSError: the system refused to write this checkpoint, or the one before.
   """
-  wait(kept)
+  wait(checkpoints)
   # JAX holds what the background reads: a donated buffer is then copied, not reused.
   # The meta would be turned into text in the background too.
   meta = json.loads(json.dumps(meta))
-  with _refusing(kept, step):
-    kept.save(
+  # Without an accuracy orbax warns; most checkpoints have none.
+  with _refusing(checkpoints, step), quiet_absl():
+    checkpoints.save(
       step,
       args=ocp.args.Composite(
         arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
@@ -88,51 +96,54 @@ def save(
     )
 
 
-def wait(kept: ocp.CheckpointManager) -> None:
-  """Returns once nothing is being written.
+def wait(checkpoints: CheckpointManager) -> None:
+  """Waits until nothing is being written.
 
   Raises:
     OSError: the system refused to write the last checkpoint.
   """
-  step = kept.latest_step()  # the one being written counts
-  with _refusing(kept, step):
-    kept.wait_until_finished()
+  step = checkpoints.latest_step()  # the one being written counts
+  with _refusing(checkpoints, step):
+    checkpoints.wait_until_finished()
 
 
 @contextlib.contextmanager
-def closing(kept: ocp.CheckpointManager):
-  """Waits for the last write, but not when interrupted: that means at once.
+def closing(checkpoints: CheckpointManager) -> Iterator[None]:
+  """Waits for the last write at the end, save at an interrupt, which means at once.
 
-  What is half written then is cleared at the next start.
+  The next start clears what an interrupt leaves half written.
+
+  Raises:
+    OSError: the system refused to write the last checkpoint.
   """
   try:
     yield
   except KeyboardInterrupt:
     raise
   except BaseException:
-    with contextlib.suppress(OSError):  # the first error is the one to tell
-      wait(kept)
-    kept.close()
+    with contextlib.suppress(OSError):  # the first error matters
+      wait(checkpoints)
+    checkpoints.close()
     raise
-  wait(kept)
-  kept.close()
+  wait(checkpoints)
+  checkpoints.close()
 
 
 @contextlib.contextmanager
-def _refusing(kept: ocp.CheckpointManager, step: int | None):
+def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None]:
   """Turns the system's refusal into an OSError and gives its space back."""
-  path = os.path.join(kept.directory, str(step))
+  path = os.path.join(checkpoints.directory, str(step))
   try:
     with _as_oserror(path):
       yield
   except OSError:
-    for half in glob.glob(glob.escape(str(kept.directory)) + f'/*{HALF}'):
+    for half in glob.glob(glob.escape(str(checkpoints.directory)) + f'/*{HALF}'):
       shutil.rmtree(half, ignore_errors=True)
     raise
 
 
 @contextlib.contextmanager
-def _as_oserror(path: str):
+def _as_oserror(path: str) -> Iterator[None]:
   """Tensorstore raises a ValueError; the system's number stands in its text."""
   try:
     yield
@@ -144,11 +155,13 @@ def _as_oserror(path: str):
     raise
 
 
-def restore(kept: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any, dict]:
+def restore(
+  checkpoints: CheckpointManager, step: int, like: Tree
+) -> tuple[Tree, dict[str, Any]]:
   """(arrays, meta) of `step`, laid out as the arrays of `like` are."""
   leaves, treedef = jax.tree.flatten_with_path(like)
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _solid(like))
-  found = kept.restore(
+  found = checkpoints.restore(
     step,
     args=ocp.args.Composite(
       arrays=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
@@ -158,14 +171,14 @@ def restore(kept: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any, dic
   return treedef.unflatten(arrays), found['meta']
 
 
-def read_meta(kept: ocp.CheckpointManager, step: int) -> dict:
-  """What was saved beside the arrays of `step`."""
+def read_meta(checkpoints: CheckpointManager, step: int) -> dict[str, Any]:
+  """The meta of `step`, without its arrays."""
   meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
-  return kept.restore(step, args=meta)['meta']
+  return checkpoints.restore(step, args=meta)['meta']
 
 
 def choose(workdir: str, which: str = 'newest') -> int | None:
-  """The step of a checkpoint, None where there is none at all; nothing is made.
+  """The step of a checkpoint, or None without any; makes and clears nothing.
 
   Args:
     which: 'newest'; 'best' by accuracy on the held-out problems, the newest of equals;
@@ -190,26 +203,27 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
 
 def _steps(workdir: str) -> dict[int, float | None]:
   """step -> accuracy, None where it was not evaluated, of every whole checkpoint."""
-  path = os.path.join(workdir, 'checkpoints')
-  found = {}
-  for step in checkpoint_steps(workdir):
-    try:
-      with open(os.path.join(path, str(step), 'metrics', 'metrics')) as file:
-        found[step] = json.load(file)['accuracy']
-    except FileNotFoundError:
-      found[step] = None
-  return found
+  options = ocp.CheckpointManagerOptions(
+    read_only=True,
+    create=False,
+    save_interval_steps=0,
+    enable_async_checkpointing=False,
+    lightweight_initialize=True,  # reads no metadata before it is wanted
+  )
+  with quiet_absl(), CheckpointManager(_home(workdir), options=options) as checkpoints:
+    scored = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
+  return {step: m['accuracy'] if m else None for step, m in scored.items()}
 
 
 def read_params(
   workdir: str, step: int, part: str = 'params'
 ) -> Callable[[str], np.ndarray]:
-  """From a parameter's path to its array on the host, read when asked for.
+  """A function from a parameter's path to its array on the host; it reads no other.
 
   Args:
-    part: of the run, such as 'buffer/reusable'.
+    part: of the run's arrays, such as 'buffer/reusable'.
   """
-  path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step), 'arrays')
+  path = os.path.join(_home(workdir), str(step), 'arrays')
 
   def read(parameter: str) -> np.ndarray:
     name = f'{part}/{parameter}'
@@ -227,13 +241,13 @@ def read_params(
   return read
 
 
-def _solid(tree: Any) -> dict[str, Any]:
+def _solid(tree: Tree) -> dict[str, Any]:
   """path -> leaf, without arrays of no elements: orbax refuses to save those."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
 
-def save_params(path: str, params: Any) -> None:
+def save_params(path: str, params: Tree) -> None:
   """Writes weights to the directory `path`, whole or not at all.
 
   Raises:
@@ -243,7 +257,7 @@ def save_params(path: str, params: Any) -> None:
     checkpointer.save(os.path.abspath(path), params, force=True)
 
 
-def restore_params(path: str, like: Any) -> Any:
+def restore_params(path: str, like: Tree) -> Tree:
   """The weights at `path`, laid out as `like` is."""
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
   with ocp.StandardCheckpointer() as checkpointer:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
@@ -143,7 +142,7 @@ class Run:
     self,
     t: Trainer,
     workdir: str,
-    checkpoints: ocp.CheckpointManager,
+    checkpoints: checkpoint.CheckpointManager,
     write: metrics.Writers,
     cost: Callable[[], Spent],
   ):

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint
 from bapo_jax.training.trainer import TrainState
@@ -25,7 +23,7 @@ def scalars(s: TrainState) -> dict[str, int]:
 
 
 def resume(
-  checkpoints: ocp.CheckpointManager, s: TrainState, same: bool = True
+  checkpoints: checkpoint.CheckpointManager, s: TrainState, same: bool = True
 ) -> tuple[TrainState, Spent]:
   """Latest checkpoint (or the state given), and what the run has cost so far.
 
@@ -47,7 +45,7 @@ def resume(
 
 
 def same_problems(
-  checkpoints: ocp.CheckpointManager, identity: list[str], changed: str
+  checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
 ) -> bool:
   """Whether the latest checkpoint is of these problems, or there is none.
 

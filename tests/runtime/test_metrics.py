@@ -12,7 +12,7 @@ from bapo_jax.runtime import metrics
 
 
 def open_plain(workdir, step):
-  return metrics.open_writers(workdir, step, tensorboard=False)
+  return metrics.open_writers(workdir, step, tensorboard=False, wandb=False)
 
 
 def test_every_metric_has_one_sentence():
@@ -80,24 +80,31 @@ def test_an_unknown_name_is_refused_and_the_nearest_named(tmp_path):
   assert metrics.read(tmp_path) == []
 
 
-def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path):
+def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path, caplog):
   event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
 
-  with metrics.open_writers(tmp_path, 6, config={'seed': 0}) as write:
-    write(7, {'clip/share': 0.5})
+  config = {'title': '```\n# heading'}
+  with metrics.open_writers(
+    tmp_path, 6, tensorboard=True, wandb=False, config=config
+  ) as write:
+    write(7, {'clip/share': 0.5, 'loss/tv_reused': math.nan})
+  assert not caplog.records  # of nan there is nothing to warn
   (file,) = (tmp_path / 'tensorboard').iterdir()
   data, events, i = file.read_bytes(), [], 0
   while i < len(data):  # a record: length, its checksum, the event, its checksum
     n = int.from_bytes(data[i : i + 8], 'little')
     events.append(event_pb2.Event.FromString(data[i + 12 : i + 12 + n]))
     i += n + 16
-  # START at 7 tells TensorBoard to hide older events of step 7 and after
+  # By START at 7 TensorBoard hides older events of step 7 and after.
   assert [e.step for e in events if e.HasField('session_log')] == [7]
   scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
   assert (7, 'clip/share', 0.5) in scalars
+  assert any(tag == 'loss/tv_reused' and math.isnan(x) for _, tag, x in scalars)
+  texts = [v.tensor.string_val for e in events for v in e.summary.value if v.tensor]
+  assert [b"````text\n{'title': '```\\n# heading'}\n````"] in texts
 
 
-def test_wandb_is_asked_for_or_left_alone(tmp_path, monkeypatch):
+def test_wandb_is_imported_only_on_demand(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)  # import wandb now fails
   with open_plain(tmp_path, -1) as write:
     write(1, {'loss/value': 1.0})
@@ -120,6 +127,14 @@ def test_wandb_is_asked_for_or_left_alone(tmp_path, monkeypatch):
   assert ids[0] == ids[1]  # a resumed run is the same run
 
 
+def test_the_legend_names_every_column_in_short_lines():
+  legend = metrics.legend()
+  assert all(len(line) <= 100 for line in legend.splitlines())
+  for label, name, _ in metrics.COLUMNS:
+    assert f'{label} = {name}' in legend or f'.. {name}' in legend
+  assert 'bounds = clip/low .. clip/high' in legend  # on one line
+
+
 def test_lines_stand_under_each_other():
   full = {name: 0.5 for name in metrics.GLOSSARY}
   lines = [
@@ -130,6 +145,6 @@ def test_lines_stand_under_each_other():
     ),
   ]
   assert lines[0].startswith('  1/400  acc 0.500')
-  assert 'bounds 0.500 .. 0.500' in lines[0]
+  assert 'kl  0.5000' in lines[0] and 'bounds 0.500 .. 0.500' in lines[0]
   assert len({len(line) for line in lines}) == 1
   assert len({line.index('grad') for line in lines}) == 1

@@ -1,0 +1,241 @@
+"""The figures of the report: curves over the steps, and bars of the wall time.
+
+1. `series` and `mean` read a metric out of the rows, gaps left out;
+2. `draw_curves` draws panels, the raw values pale under their running means;
+3. `draw_phases` draws the wall time by phase.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bapo_jax.runtime.metrics import Row
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # colour-blind eyes see three
+FEW = 20  # points that are dots rather than a curve
+
+
+class Panel(NamedTuple):
+  """One pair of axes: up to three metrics of a stage."""
+
+  title: str
+  unit: str  # of the vertical axis
+  stage: str
+  labels: dict[str, str]  # quantity -> its name in the legend
+
+  @property
+  def names(self) -> list[str]:
+    """The metrics drawn."""
+    return [f'{self.stage}/{quantity}' for quantity in self.labels]
+
+
+PANELS = (
+  Panel('Reward of the fresh responses', 'mean reward', 'rollout', {'reward': ''}),
+  Panel(
+    'Accuracy on held-out problems',
+    'accuracy ± standard error',
+    'eval',
+    {'accuracy': ''},
+  ),
+  Panel('Entropy of the policy', 'nats per token', 'loss', {'entropy': ''}),
+  Panel('KL from behaviour to current policy', 'nats per token', 'loss', {'kl': ''}),
+  Panel(
+    'Positive share',
+    'share of the gradient',
+    'clip',
+    {'share': 'bounds used', 'share_start': 'start bounds'},
+  ),
+  Panel('Clip bounds', 'probability ratio', 'clip', {'high': 'high', 'low': 'low'}),
+  Panel(
+    'Tokens clipped',
+    'share',
+    'clip',
+    {
+      'fraction_positive': 'A > 0',
+      'fraction_negative': 'A < 0',
+      'fraction': 'all tokens',
+    },
+  ),
+  Panel(
+    'Batch by source',
+    'share of the seats',
+    'batch',
+    {'fresh': 'fresh', 'reevaluated': 'reevaluated', 'reused': 'reused'},
+  ),
+  Panel('Gradient norm', 'norm', 'learner', {'grad_norm': ''}),
+  Panel(
+    'Response length',
+    'tokens',
+    'rollout',
+    {'length_right': 'right', 'length_wrong': 'wrong', 'length': 'all'},
+  ),
+)
+SPIKY = {
+  'learner/grad_norm',
+  'loss/kl',
+}  # one spike would flatten the rest of the curve
+
+
+def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
+  """(step_N, value_N) of the N rows in which the metric is there and finite."""
+  pairs = [(r['step'], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
+  step_N, value_N = np.asarray(pairs, float).reshape(-1, 2).T
+  return step_N, value_N
+
+
+def mean(rows: Sequence[Row], name: str) -> float:
+  """Mean over the rows that have the metric; nan where none has."""
+  _, value_N = series(rows, name)
+  return float(value_N.mean()) if len(value_N) else math.nan
+
+
+def running_mean(
+  step_N: np.ndarray, value_N: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Means over whole windows of `width` (odd) values, each at its middle step.
+
+  The curve begins and ends half a window inside the values: each point is a mean of
+  `width` of them, and the last one is no more than a mean either.
+  """
+  half = width // 2
+  smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
+  return step_N[half : len(step_N) - half], smooth
+
+
+def _figure(width: float, height: float) -> 'Figure':
+  # Slow to import; a figure made without pyplot is Agg's.
+  from matplotlib.figure import Figure
+  from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+  layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+  return Figure(figsize=(width, height), dpi=150, layout=layout)
+
+
+def _dress(ax: 'Axes', title: str) -> None:
+  ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
+  ax.spines[['top', 'right']].set_visible(False)
+  ax.tick_params(labelsize=9)
+
+
+def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
+  """The raw values thin and pale, their running mean strong; few points are dotted."""
+  width = len(value_N) // FEW | 1
+  if width > 1:
+    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
+  if len(value_N) <= FEW:
+    line |= {'marker': 'o', 'markersize': 4}
+  ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
+
+
+def _errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
+  """Evaluations: few points, each with its standard error where it has one."""
+  step_N, value_N = series(rows, 'eval/accuracy')
+  error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
+  error_N = [error.get(s, 0.0) for s in step_N]
+  ax.errorbar(
+    step_N, value_N, error_N, linewidth=1.5, marker='o', ms=4, capsize=3, **line
+  )
+
+
+def _target(ax: 'Axes', rows: Sequence[Row], target: float) -> None:
+  """The target share as a line, and in how many updates it was met."""
+  ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
+  met = mean(rows, 'clip/target_met')
+  if math.isfinite(met):
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.15 * (high - low), high)  # room below the curves
+    text = f'target {target:.2f} met in {100 * met:.1f} % of the updates'
+    ax.text(0.02, 0.04, text, fontsize=9, transform=ax.transAxes)
+
+
+def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) -> None:
+  _dress(ax, panel.title)
+  found = {name: series(rows, name) for name in panel.names}
+  found = {name: points for name, points in found.items() if len(points[0])}
+  colours = dict(zip(panel.names, (BLUE, ORANGE, GREY), strict=False))
+  for name, points in found.items():
+    if name == 'eval/accuracy':
+      _errors(ax, rows, color=colours[name])
+    else:
+      label = panel.labels[name.split('/')[1]]
+      _curve(ax, *points, color=colours[name], label=label)
+  if not found:
+    ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
+    ax.set(xticks=[], yticks=[])
+    return
+  for name in SPIKY & found.keys():
+    value_N = found[name][1]
+    if value_N.min() > 0 and value_N.max() > 30 * np.median(value_N):
+      ax.set_yscale('log')
+  if panel.title == 'Positive share' and target is not None:
+    _target(ax, rows, target)
+  ax.set_xlabel('step', fontsize=9)
+  ax.set_ylabel(panel.unit, fontsize=9)
+  ax.grid(color='0.9', linewidth=0.8)
+  ax.locator_params(axis='x', integer=True)
+  if len(panel.labels) > 1:  # above the axes, where the legend can hide no curve
+    ax.legend(
+      loc='lower right',
+      bbox_to_anchor=(1, 0.99),
+      borderaxespad=0.2,
+      ncols=4,
+      fontsize=8,
+      frameon=False,
+      handlelength=1.2,
+    )
+
+
+def draw_curves(
+  path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
+) -> None:
+  """All panels over the steps, as one PNG.
+
+  Args:
+    target: the positive share aimed at, drawn as a line; None for no target.
+  """
+  figure = _figure(11, 16)
+  steps = [r['step'] for r in rows] or [0]
+  margin = max(1, 0.03 * (max(steps) - min(steps)))
+  axes = figure.subplots(len(PANELS) // 2, 2)
+  for ax, panel in zip(axes.flat, PANELS, strict=True):
+    _panel(ax, rows, target, panel)
+    if ax.get_xlabel():  # all panels over the same steps
+      ax.set_xlim(min(steps) - margin, max(steps) + margin)
+  figure.savefig(path)
+
+
+def draw_phases(
+  path: str | os.PathLike[str], phases: Mapping[str, float], wall_s: float
+) -> None:
+  """Horizontal bars of the wall time, as one PNG.
+
+  Args:
+    phases: seconds by phase, in the order of the bars.
+  """
+  figure = _figure(8, 1.0 + 0.35 * len(phases))
+  ax = figure.subplots()
+  percent = [100 * s / wall_s for s in phases.values()]
+  colours = [GREY if name == 'other' else BLUE for name in phases]
+  bars = ax.barh(list(phases), percent, color=colours, height=0.7)
+  text = [f'{100 * s / wall_s:.1f} %  ({duration(s)})' for s in phases.values()]
+  ax.bar_label(bars, text, padding=4, fontsize=9)
+  _dress(ax, 'Wall time by phase')
+  ax.set_xlabel('percent of the wall time', fontsize=9)
+  ax.set_xlim(0, max(1.0, *percent) * 1.3)  # room for the labels
+  ax.invert_yaxis()
+  figure.savefig(path)
+
+
+def duration(s: float) -> str:
+  """'1 h 02 min', '3 min 05 s' or '4.2 s'."""
+  if s < 60:
+    return f'{s:.1f} s'
+  m, s = divmod(round(s), 60)
+  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'
