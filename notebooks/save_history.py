@@ -54,15 +54,15 @@ def record(
 ) -> dict[str, np.ndarray]:
   """What one step did; -1 marks an empty row. `rows`: re-evaluations at most."""
   sampled = concat(*(each.groups for each in fresh))
-  again = reevaluated.groups
-  missing = (0, rows - len(again.id_P))
+  hard = reevaluated.groups
+  missing = (0, rows - len(hard.id_P))
   found = {
     'source_SP': source_P,
     'batch_id_SP': batch.id_P,
     'fresh_id_SP': sampled.id_P,
     'fresh_correct_SP': num_correct(sampled),
-    'reevaluated_id_SR': np.pad(again.id_P, missing, constant_values=-1),
-    'reevaluated_correct_SR': np.pad(num_correct(again), missing, constant_values=-1),
+    'reevaluated_id_SR': np.pad(hard.id_P, missing, constant_values=-1),
+    'reevaluated_correct_SR': np.pad(num_correct(hard), missing, constant_values=-1),
   }
   for part in ('hard', 'reusable'):
     groups = getattr(s.buffer, part)

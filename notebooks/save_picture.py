@@ -8,6 +8,8 @@ seats of each batch of 3_history.npz by their source.
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,7 +24,7 @@ COLOURS = ('#0072B2', '#D55E00', '#009E73')  # of SOURCES
 TARGET = 0.457  # above this batch's share at the starting bounds, so that bounds move
 
 
-def minibatch() -> tuple[np.ndarray, Batch]:
+def minibatch() -> tuple[jax.Array, Batch]:
   """(ratio_BT, batch) of 2_batch.npz."""
   saved = np.load(HERE / '2_batch.npz')
   loss_mask_BT = saved['loss_mask_BT']
@@ -30,20 +32,20 @@ def minibatch() -> tuple[np.ndarray, Batch]:
   logp_BT = np.zeros(loss_mask_BT.shape, np.float32)
   logp_BT[loss_mask_BT] = saved['logp_NV'][np.arange(len(token_N)), token_N]
   batch = Batch(
-    tokens_BT=saved['tokens_BT'],
-    loss_mask_BT=loss_mask_BT,
-    behavior_logp_BT=saved['behavior_logp_BT'],
-    prox_BT=saved['behavior_logp_BT'],
-    adv_B=saved['adv_B'],
-    source_B=np.zeros(len(loss_mask_BT), np.int32),
+    tokens_BT=jnp.asarray(saved['tokens_BT'], jnp.int32),
+    loss_mask_BT=jnp.asarray(loss_mask_BT),
+    behavior_logp_BT=jnp.asarray(saved['behavior_logp_BT']),
+    prox_BT=jnp.asarray(saved['behavior_logp_BT']),
+    adv_B=jnp.asarray(saved['adv_B']),
+    source_B=jnp.zeros(len(loss_mask_BT), jnp.int32),
   )
-  return np.asarray(loss.ratio(logp_BT, batch)), batch
+  return loss.ratio(jnp.asarray(logp_BT), batch), batch
 
 
 def draw_bounds(axis: Axes) -> None:
   """Ratio and advantage of each token; the bounds of two clip rules."""
   ratio_BT, batch = minibatch()
-  adv_BT = np.broadcast_to(batch.adv_B[:, None], ratio_BT.shape)
+  adv_BT = jnp.broadcast_to(batch.adv_B[:, None], ratio_BT.shape)
   for sign, colour in ((1, POSITIVE), (-1, NEGATIVE)):
     kind_BT = batch.loss_mask_BT & (sign * adv_BT > 0)
     x_N, y_N = ratio_BT[kind_BT], adv_BT[kind_BT]
