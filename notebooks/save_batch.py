@@ -2,8 +2,11 @@
 
   python -m notebooks.save_batch --workdir=runs/default
 
-From the newest checkpoint of a run of the embedded default: a rollout, four times the
-eight updates of a step on it, and then eight of its groups as the policy sees them now.
+1. takes the newest checkpoint of a run of the embedded default, and one rollout of it;
+2. makes four times the eight updates of a learner step on that rollout;
+3. stores eight of its groups as the policy sees them then: 32 updates stale.
+
+The file at hand comes from a run of 20 steps (--config.steps=20).
 """
 
 import argparse
@@ -13,61 +16,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.algorithms.advantage import group_relative
 from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, experiment, learner, setup, validate
-from bapo_jax.types import take
+from bapo_jax.training import checkpoint, learner, resume, setup, trainer
+from bapo_jax.training.config import parse
+from bapo_jax.training.trainer import Trainer, TrainState
+from bapo_jax.types import Tree, take
 from configs import base
 
 FILE = pathlib.Path(__file__).with_name('2_batch.npz')
+STEPS, GROUPS = 4, 8  # learner steps on one rollout; groups that are stored
+
+
+def restored(workdir: str) -> tuple[Trainer, TrainState]:
+  """Trainer and newest state of a run of the embedded default."""
+  config = parse(base.get_config().to_dict())
+  t, s = setup.start(config, workdir, PhaseTimer())
+  with checkpoint.manager(workdir, config.checkpoint.keep) as checkpoints:
+    s, _ = resume.resume(checkpoints, s)
+  return t, s
+
+
+def stale_minibatch(t: Trainer, s: TrainState) -> dict[str, np.ndarray]:
+  """Groups with right and wrong responses, and the policy after STEPS more steps."""
+  keys = trainer.step_keys(t.config.seed, s.step)
+  groups = trainer.sample_fresh(t, s, s.prompt_round, keys.fresh).groups
+  source_P = jnp.zeros(len(groups.id_P), jnp.int32)
+  later = s
+  for i in range(STEPS):  # staleness is the number of updates from one rollout
+    key = jax.random.fold_in(keys.update, i)
+    later, _ = trainer.update(t, later, groups, source_P, key)
+  rate_P = np.asarray(groups.correct_PG).mean(1)
+  learnable = np.flatnonzero((rate_P > 0) & (rate_P < 1))[:GROUPS]
+  batch = learner.flatten(
+    take(groups, learnable), source_P[learnable], t.rules.advantage
+  )
+  loss_mask_BT = np.asarray(batch.loss_mask_BT)
+  logp_BTV = all_logprobs(t, later.params, batch.tokens_BT)
+  used = int(np.flatnonzero(loss_mask_BT.any(0))[-1]) + 1  # columns
+  return {
+    'tokens_BT': np.asarray(batch.tokens_BT[:, :used], np.int16),
+    'loss_mask_BT': loss_mask_BT[:, :used],
+    'behavior_logp_BT': np.asarray(batch.behavior_logp_BT[:, :used]),
+    'adv_B': np.asarray(batch.adv_B),
+    # Of the N tokens in the loss mask alone, row by row: nobody looks at the others.
+    'logp_NV': logp_BTV[loss_mask_BT[:, 1:]].astype(np.float16),
+    'step': np.asarray(s.step),
+  }
+
+
+def all_logprobs(t: Trainer, params: Tree, tokens_BT: jax.Array) -> np.ndarray:
+  """Log-probabilities [B, T-1, V] of every token after each column but the last."""
+  hidden_BTD = transformer.forward(params, tokens_BT, t.spec)
+  logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], transformer.head(params))
+  return np.asarray(jax.nn.log_softmax(logits_BTV / t.config.sampler.temperature))
 
 
 def main() -> None:
   """Writes the file."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--workdir', required=True)
-  workdir = parser.parse_args().workdir
-  config = base.get_config()
-  job, run = setup.start(config, validate.check(config), workdir, PhaseTimer())
-  with checkpoint.manager(workdir, 2) as kept:
-    run, _ = experiment.resume(kept, run)
-  fresh_key, _, _, update_key = job.keys(run.step)
-  prompts = job.ask(run.asked)
-  groups = job.rollout(
-    run.actor,
-    prompts,
-    fresh_key,
-    asked=run.asked,
-    step=run.step,
-    policy_version=run.step,
-  )
-  source_P = jnp.zeros(len(prompts.id_P), jnp.int32)
-  params, opt = run.params, run.opt
-  for i in range(4):  # staleness is the number of updates from one rollout batch
-    key = jax.random.fold_in(update_key, i)
-    params, opt, _ = job.update(params, opt, groups, source_P, key)
-
-  rate_P = np.asarray(groups.correct_PG).mean(1)
-  teaching = np.flatnonzero((rate_P > 0) & (rate_P < 1))[:8]
-  batch = learner.flatten(take(groups, teaching), source_P[teaching], group_relative)
-  hidden_BTD = transformer.forward(params, batch.tokens_BT, job.spec)
-  logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], transformer.head(params))
-  logp_BTV = np.asarray(jax.nn.log_softmax(logits_BTV / config.sampler.temperature))
-  used = int(np.flatnonzero(np.asarray(batch.loss_mask_BT).any(0))[-1]) + 1
-  np.savez_compressed(
-    FILE,
-    tokens_BT=np.asarray(batch.tokens_BT[:, :used], np.int16),
-    loss_mask_BT=np.asarray(batch.loss_mask_BT[:, :used]),
-    logmu_BT=np.asarray(batch.behavior_logp_BT[:, :used]),
-    adv_B=np.asarray(batch.adv_B),
-    # Of the tokens that teach, in order of rows: the others' words say nothing here.
-    logp_NV=logp_BTV[np.asarray(batch.loss_mask_BT[:, 1:])].astype(np.float16),
-    step=run.step,
-  )
-  print(
-    f'{FILE}: {FILE.stat().st_size} bytes, step {run.step}, rows {len(batch.adv_B)}'
-  )
+  saved = stale_minibatch(*restored(parser.parse_args().workdir))
+  np.savez_compressed(FILE, allow_pickle=False, **saved)
+  rows, size = len(saved['adv_B']), FILE.stat().st_size
+  print(f'{FILE}: {size} bytes, {rows} rows, sampled at step {saved["step"]}')
 
 
 if __name__ == '__main__':

@@ -1,0 +1,130 @@
+"""The docs say what is the case: files, rules, knobs, metrics and links all exist."""
+
+import ast
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
+from bapo_jax.knobs import fields
+from bapo_jax.runtime.metrics import GLOSSARY
+from bapo_jax.training.config import Config, parse, plain
+from configs import aime, countdown
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = {
+  str(path.relative_to(ROOT)): path.read_text()
+  for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
+}
+KNOBS = {name for name, _, _ in fields(Config())}
+SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
+PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
+OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
+CONFIGS = {'aime': aime.get_config, 'countdown': countdown.get_config}
+
+
+def code(text: str) -> list[str]:
+  """Everything between single backticks, on one line."""
+  return re.findall(r'`([^`\n]+)`', text)
+
+
+def lines(text: str) -> list[str]:
+  r"""The lines, where a line that ends in a \ goes on in the next."""
+  return text.replace('\\\n', ' ').splitlines()
+
+
+def value_of(text: str):
+  """The value as the command line reads it: a literal, or a word."""
+  text = text.strip('"')
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return float(text) if text == 'inf' else text
+
+
+def overridden(line: str) -> Config:
+  """The config that the overrides of a line make.
+
+  Raises:
+    ValueError: one of them is no knob, or the config does not fit together.
+  """
+  named = re.search(r'--config=configs/(\w+)\.py(?::(\w+))?', line)
+  config = CONFIGS[named[1]](named[2] or '') if named else aime.get_config()
+  values = plain(Config()) | config.to_dict()
+  for name, text in OVERRIDE.findall(line):
+    if not text or text.startswith('<'):
+      continue
+    *path, last = name.split('.')
+    section = values
+    for key in path:
+      section = section[key]
+    kind = type(section[last])
+    value = value_of(text)
+    section[last] = kind(value) if kind is float else value
+  return parse(values)
+
+
+COMMANDS = sorted(
+  {line.strip() for text in DOCS.values() for line in lines(text) if '--config' in line}
+)
+
+
+@pytest.mark.parametrize('line', COMMANDS)
+def test_every_override_is_a_knob_and_its_config_is_valid(line):
+  for name, _ in OVERRIDE.findall(line):
+    if '<' not in name:
+      assert name.rstrip('.') in KNOBS | SECTIONS, name
+  overridden(line)
+
+
+def test_a_wrong_override_is_found():
+  with pytest.raises(KeyError):
+    overridden('--config.clip.target=0.4')
+  with pytest.raises(ValueError, match=r'loss\.rule'):
+    overridden('--config.loss.rule=ppo')
+
+
+def test_every_knob_in_prose_is_a_knob():
+  for name, text in DOCS.items():
+    for words in code(text):
+      found = re.fullmatch(rf'((?:{PARENTS})\.[a-z_.]+)(=.*)?', words)
+      if found and not found[1].endswith(('.py', '.md', '.json', '.jsonl')):
+        assert found[1] in KNOBS | SECTIONS, f'{name}: {words}'
+
+
+def test_every_metric_in_prose_is_in_the_glossary():
+  stages = '|'.join(sorted({metric.split('/')[0] for metric in GLOSSARY}))
+  for name, text in DOCS.items():
+    for words in code(text):
+      if re.fullmatch(rf'({stages})/[a-z_]+', words):
+        assert words in GLOSSARY, f'{name}: {words}'
+
+
+def test_every_relative_link_resolves():
+  for name, text in DOCS.items():
+    for link in re.findall(r'\]\(([^)\s]+)\)', text):
+      if '://' not in link and not link.startswith('#'):
+        target = (ROOT / name).parent / link.partition('#')[0]
+        assert target.exists(), f'{name}: {link}'
+
+
+def test_every_rule_is_named():
+  named = set(code(DOCS['docs/algorithms.md']))
+  slots = (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES)
+  for rules in (*slots, replay_buffer.THRESHOLD_RULES):
+    assert set(rules) <= named, set(rules) - named
+
+
+def test_every_file_has_its_line():
+  tracked = subprocess.run(
+    ['git', 'ls-files', 'bapo_jax', 'configs', 'launch'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  ).stdout.split()
+  listed = re.findall(r'^\| `([^`]+\.(?:py|sh))` \|', DOCS['docs/design.md'], re.M)
+  wanted = [name for name in tracked if not name.endswith('__init__.py')]
+  assert len(listed) == len(set(listed))
+  assert set(listed) == set(wanted), set(listed) ^ set(wanted)
