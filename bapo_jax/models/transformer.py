@@ -289,7 +289,7 @@ def decode(params: dict, token_S, position_S, cache: list, spec: ModelSpec):
     w = jax.tree.map(lambda p, i=i: p[i], params['layers'])
     q_SHC, k_SKC, v_SKC = _qkv(w, x_SD, position_S, spec)
     new.append(_extend(segments, k_SKC, v_SKC, position_S))
-    attended_SHC = attention.one(q_SHC, new[-1], position_S, kind=spec.attention)
+    attended_SHC = attention.cached(q_SHC, new[-1], position_S, kind=spec.attention)
     x_SD = _out(w, x_SD, attended_SHC, spec)
   return rms_norm(x_SD, params['final_norm'], spec.norm_eps), new
 
