@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import logprob_tiles, logprobs, transformer
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -105,11 +105,11 @@ def test_rows_score_each_token_given_those_before_it():
 
 def test_blocks_are_equal_and_no_larger_than_asked():
   # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
-  assert logprobs._blocks(152064, 4096) == 44
-  assert logprobs._blocks(20, 4096) == 1
-  assert logprobs._blocks(20, 10) == 2
-  assert logprobs._blocks(20, 7) == 4
-  assert logprobs._blocks(151, 10) == 1  # a prime falls into crumbs only
+  assert logprob_tiles.num_blocks(152064, 4096) == 44
+  assert logprob_tiles.num_blocks(20, 4096) == 1
+  assert logprob_tiles.num_blocks(20, 10) == 2
+  assert logprob_tiles.num_blocks(20, 7) == 4
+  assert logprob_tiles.num_blocks(151, 10) == 1  # a prime falls into crumbs only
 
 
 def sharded_gradient(devices, chunk=2, block=5):
