@@ -53,7 +53,7 @@ def write(path: str, spec: transformer.ModelSpec, kind: str) -> None:
   """Random tensors in two files of about one size, with config.json and index."""
   rng = np.random.default_rng(0)
   dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
-  shapes = hf_weights.stored(spec)
+  shapes = hf_tensors.stored(spec)
   names = sorted(shapes)
   for i in range(2):
     save_file(
@@ -101,7 +101,7 @@ def row(path: str, spec, stored_as: str, dtype: str, devices: int) -> dict:
   size = {'float32': 4, 'bfloat16': 2}[dtype]
   peak, seconds = measure(path, dtype, devices)
   parameters = size * transformer.count(spec)
-  largest = size * max(int(np.prod(s)) for s in hf_weights.stored(spec).values())
+  largest = size * max(int(np.prod(s)) for s in hf_tensors.stored(spec).values())
   return {
     'file': stored_as,
     'params': dtype,

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import hf_tensors, hf_weights, transformer
 
 SPEC = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
@@ -44,7 +44,7 @@ def directory(path, params, **changes):
   """Writes a checkpoint as Hugging Face lays it out: projections [out, in]."""
   (path / 'config.json').write_text(json.dumps(CONFIG | changes))
   tensors = {}
-  for parameter, tensor in hf_weights.NAMES.items():
+  for parameter, tensor in hf_tensors.NAMES.items():
     head, _, tail = parameter.rpartition('/')
     array = (params[head] if head else params).get(tail)
     if array is None:
@@ -108,7 +108,7 @@ def random_checkpoint(path, spec, kind, files):
   rng = np.random.default_rng(0)
   arrays = {
     name: rng.standard_normal(shape).astype(kind)
-    for name, shape in hf_weights.stored(spec).items()
+    for name, shape in hf_tensors.stored(spec).items()
   }
   names = sorted(arrays)
   for i in range(files):
@@ -137,7 +137,7 @@ def test_in_and_out_again_to_the_bit(tmp_path, spec, kind, limit):
     held = load_file(out / file)
     assert sum(x.nbytes for x in held.values()) <= limit or len(held) == 1
     after |= held
-  assert {n: x.shape for n, x in after.items()} == hf_weights.stored(spec)
+  assert {n: x.shape for n, x in after.items()} == hf_tensors.stored(spec)
   for name, array in before.items():
     assert after[name].dtype == array.dtype
     assert after[name].tobytes() == array.tobytes(), name
@@ -168,7 +168,7 @@ def test_the_published_32b_checkpoint_is_covered_exactly():
     pytest.skip(f'no {REAL}')
   spec = hf_weights.spec(str(REAL), 'bfloat16')
   index = json.loads((REAL / 'model.safetensors.index.json').read_text())
-  stored = hf_weights.stored(spec)
+  stored = hf_tensors.stored(spec)
   assert set(stored) == set(index['weight_map'])
   # 40 heads and 8 key/value heads of 5120 / 40 = 128; projections are [out, in].
   layer = 'model.layers.63.'
