@@ -1,8 +1,8 @@
-"""Where arrays live: one table from parameter path to logical axes to mesh axes.
+"""Placement of arrays: one table from parameter path to logical axes to mesh axes.
 
 1. `make` lays the devices out as (data, fsdp, tensor);
-2. `PATHS` says what each axis of each parameter is, first match wins, no match raises;
-3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the
+2. `PATHS` names the logical axes of each parameter, first match wins, no match raises;
+3. `LAYOUTS` maps each logical axis to the mesh axis it is split over: in training the
    weights are split over fsdp and tensor, in decoding over tensor alone, so that a
    token step gathers no weights;
 4. code that must know the mesh while it is traced (a kernel, a constraint) reads the
@@ -93,9 +93,7 @@ def path_name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def spec_of(
-  name: str, shape: tuple[int, ...], mesh: Mesh, layout: str = 'train'
-) -> P:
+def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh, layout: str = 'train') -> P:
   """The PartitionSpec of the parameter at path `name`.
 
   Key/value heads that their mesh axis does not divide are replicated, as in every

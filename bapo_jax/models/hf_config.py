@@ -24,7 +24,7 @@ ARCHITECTURES = {
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
 }
-# Options that would change what the model computes -> the only value we implement.
+# Options that would change the computation -> the only value that is implemented.
 ONLY = {
   'hidden_act': 'silu',
   'mlp_bias': False,

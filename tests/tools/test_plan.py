@@ -78,7 +78,7 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
-def test_decoding_needs_little_beside_its_cache(topology, config, name):
+def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
   config = config.with_values(sampler={'max_new_tokens': 3968})
   mesh = setup.make_mesh(config, topology(name))
   bound, spec = rules.bind(config), programs.tpu_spec(config)
@@ -115,7 +115,7 @@ def test_the_programs_are_those_of_the_run(config, mesh):
 
 
 @pytest.mark.parametrize('name', programs.PROGRAMS)
-def test_every_program_is_lowered_for_a_tpu_that_is_not_there(config, mesh, name):
+def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name):
   spec = programs.tpu_spec(config)
   program = programs.PROGRAMS[name](config, rules.bind(config), spec, mesh)
   with sharding.current(mesh):
@@ -133,14 +133,14 @@ def test_a_plan_needs_a_config_json(config, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
-def test_what_is_no_topology_is_refused(name):
+def test_an_unknown_topology_is_refused(name):
   with pytest.raises(ValueError) as error:
     plan.attach(name)
   assert f'--topology={name!r} is no topology' in str(error.value)
   assert 'v5p:2x2x4' in str(error.value)
 
 
-def test_a_shape_that_cannot_be_is_refused(topology):
+def test_an_impossible_shape_is_refused(topology):
   with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
     plan.attach('v5e:3x5')
 

@@ -34,7 +34,7 @@ class Row(NamedTuple):
   output: float  # beyond donated arguments
   temporaries: float
   cache: float  # part of the arguments
-  resident: float  # kept on the device by the run, not taken by the program
+  resident: float  # memory of the run that the program does not take
   total: float
   loops: list[hlo.Collective]
   seconds: float  # to compile
@@ -199,8 +199,8 @@ def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
       cells = f'{"":60}{row / GIB:12.2f}'
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
   lines.append(
-    'cache is part of the arguments; resident is memory that the run keeps on the '
-    'device and the program does not take (the learner, the actor, the buffer)'
+    'cache is part of the arguments; resident is memory of the run that the '
+    'program does not take (the learner, the actor, the buffer)'
   )
   for name, row in rows.items():
     if isinstance(row, Row) and row.cache:

@@ -36,9 +36,7 @@ class Program(NamedTuple):
   cost: Callable[
     [float], roofline.Cost
   ]  # of one step, given the bytes that links bring
-  resident: (
-    float  # bytes that the run keeps on the device and the program does not take
-  )
+  resident: float  # bytes of the run that the program does not take
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
 
