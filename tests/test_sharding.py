@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
-from bapo_jax.training import learner
+from bapo_jax.training import setup
+from bapo_jax.training.config import Config
 
 QWEN2 = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
@@ -72,7 +73,8 @@ def test_adams_moments_are_placed_as_their_parameters(spec):
   devices = sharding.make(2, 2, 2)
   params = transformer.abstract(spec)
   for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
-    opt = jax.eval_shape(learner.optimizer(lr=1e-3, **knobs).init, params)
+    tx = setup.optimizer(Config().with_values(optimizer=knobs))
+    opt = jax.eval_shape(tx.init, params)
     placed = {
       sharding.path_name(path): x.spec
       for path, x in jax.tree.leaves_with_path(sharding.shardings(opt, devices))
