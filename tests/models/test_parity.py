@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from flax import traverse_util
+from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer
@@ -236,8 +237,6 @@ def test_an_exported_model_is_their_model(pair, tmp_path):
 
 @pytest.mark.slow
 def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
-  from runs import trained
-
   config, _ = trained(tmp_path)
   assert export.export(config, str(tmp_path), '', 'float32', 5000) == 0
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
