@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
   B, T = config.minibatch_rows, config.row_length
   params, opt = learner_state(config, spec, mesh)
   return Program(
-    cast(Wrapped, setup.make_train_step(config, rules, spec)),
+    setup.make_train_step(config, rules, spec),
     (params, opt, setup.abstract_batch(config, mesh)),
     {},
     functools.partial(
