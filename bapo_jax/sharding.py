@@ -1,22 +1,29 @@
-"""Where arrays live: one table from parameter path to logical axes to mesh axes.
+"""Placement of arrays: one table from parameter path to logical axes to mesh axes.
 
 1. `make` lays the devices out as (data, fsdp, tensor);
-2. `PATHS` says what each axis of each parameter is, first match wins, no match raises;
-3. `LAYOUTS` says which mesh axis each kind of axis is split over: in training the
+2. `PATHS` names the logical axes of each parameter, first match wins, no match raises;
+3. `LAYOUTS` maps each logical axis to the mesh axis it is split over: in training the
    weights are split over fsdp and tensor, in decoding over tensor alone, so that a
    token step gathers no weights;
-4. what must know the mesh while it is traced (a kernel, a constraint) asks for the
-   `ambient` one, which `current` makes so.
+4. code that must know the mesh while it is traced (a kernel, a constraint) reads the
+   `ambient` one, which `current` and `under` set.
 """
 
 import contextlib
 import functools
 import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from bapo_jax.types import Tree
+
+Args = ParamSpec('Args')
+Result = TypeVar('Result')
 
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = ('data', 'fsdp')  # every batch-like axis is split over both
@@ -52,8 +59,17 @@ LAYOUTS = {
 }
 
 
-def make(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
-  """A (data, fsdp, tensor) mesh; one of the sizes may be -1: whatever is left.
+def make(
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[Any] | None = None,
+) -> Mesh:
+  """A (data, fsdp, tensor) mesh.
+
+  Args:
+    data, fsdp, tensor: devices along each axis; one of them may be -1, the rest.
+    devices: those of the mesh, in order; None: all devices of the process group.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
@@ -72,24 +88,30 @@ def make(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
   return Mesh(np.asarray(devices).reshape(tuple(shape.values())), AXES)
 
 
-def path_name(path) -> str:
-  """'layers/q' for the path of a leaf."""
+def path_name(path: tuple[Any, ...]) -> str:
+  """The key path of a leaf as one string: 'layers/q'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def spec_of(name: str, shape: tuple, mesh: Mesh, layout: str = 'train') -> P:
+def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh, layout: str = 'train') -> P:
   """The PartitionSpec of the parameter at path `name`.
 
-  An axis that its mesh axis does not divide raises, save key/value heads: with more
-  tensor shards than heads those are replicated, as every implementation does.
+  Key/value heads that their mesh axis does not divide are replicated, as in every
+  implementation.
+
+  Args:
+    layout: a key of LAYOUTS.
+
+  Raises:
+    ValueError: no line of PATHS matches, or the mesh does not divide another axis.
   """
   matches = [axes for pattern, axes in PATHS if re.search(pattern, name)]
   if not matches:
-    raise ValueError(f'no line of mesh.PATHS matches parameter {name!r}; add one')
+    raise ValueError(f'no line of sharding.PATHS matches parameter {name!r}; add one')
   logical = matches[0]
   entries = []
   for axis, n in zip(logical or (), shape, strict=logical is not None):
-    target = LAYOUTS[layout].get(axis)
+    target = LAYOUTS[layout].get(axis) if axis else None
     if target and n % mesh.shape[target]:
       if axis != 'kv_heads':
         raise ValueError(
@@ -100,8 +122,8 @@ def spec_of(name: str, shape: tuple, mesh: Mesh, layout: str = 'train') -> P:
   return P(*entries)
 
 
-def shardings(tree, mesh: Mesh, layout: str = 'train'):
-  """NamedShardings for a tree of parameters, or of moments shaped like them."""
+def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
+  """The NamedShardings of a tree of parameters, or of moments shaped like them."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: NamedSharding(
       mesh, spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
@@ -113,8 +135,9 @@ def shardings(tree, mesh: Mesh, layout: str = 'train'):
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
   """The sharding of arrays whose leading axis is a batch of rows.
 
-  Given a number of rows that does not divide, every device holds them all: results may
-  have any length, only what is computed on must divide.
+  Args:
+    rows: size of that axis. If the mesh does not divide it, every device holds all
+      rows: results may have any length, only inputs of a program must divide.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
@@ -124,20 +147,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
-def row_shards(mesh: Mesh) -> int:
-  """Into how many pieces a batch axis is cut."""
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+  """Number of pieces that a batch axis is cut into."""
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """The sharding of keys and values [S, T, K, C]: as the weights that made them."""
+  """The sharding of keys and values [S, T, K, C]: that of their projections."""
   return NamedSharding(
     mesh, P(ROWS, None, None if kv_heads % mesh.shape['tensor'] else 'tensor')
   )
 
 
 def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
-  """What there is to say of key/value heads that the mesh cannot split; else ''."""
+  """Warning if key/value heads are replicated, else ''."""
   tensor = mesh.shape['tensor']
   if kv_heads % tensor == 0:
     return ''
@@ -147,31 +170,37 @@ def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
   )
 
 
-def current(mesh: Mesh | None):
-  """The context in which this mesh is the ambient one; of one device, there is none."""
+def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+  """The context in which this mesh is the ambient one; a no-op for a single device."""
   alone = mesh is None or mesh.size == 1
   return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
 
 
-def under(mesh: Mesh | None, function):
+def under(
+  mesh: Mesh | None, function: Callable[Args, Result]
+) -> Callable[Args, Result]:
   """The function, always called with this mesh as the ambient one."""
 
   @functools.wraps(function)
-  def call(*args, **kwargs):
+  def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
     with current(mesh):
       return function(*args, **kwargs)
 
   return call
 
 
-def ambient():
-  """The mesh around the call, or None: then XLA places everything by itself."""
+def ambient() -> AbstractMesh | None:
+  """The ambient mesh, or None: then XLA places all arrays by itself."""
   found = jax.sharding.get_abstract_mesh()
   return found if found.axis_names == AXES and found.size > 1 else None
 
 
-def constrain(x, *axes):
-  """x split over these axes of the ambient mesh, where there is one that divides."""
+def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
+  """x split over these axes of the ambient mesh; x itself if the mesh does not divide.
+
+  Args:
+    axes: one entry per leading axis of x: mesh axes, or None for a whole axis.
+  """
   found = ambient()
   if found is None:
     return x

@@ -1,4 +1,4 @@
-"""What loading costs in host memory: the parameters + 1.25 x the largest tensor?
+"""Host memory of loading: at most the parameters + 1.25 x the largest tensor?
 
   python -m benchmarks.load_weights [--gb=1] [--devices=1]
 
@@ -21,20 +21,20 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from bapo_jax.models import hf_config, hf_weights, transformer
+from bapo_jax.models import hf_config, hf_tensors, transformer
+from bapo_jax.models.transformer import ModelSpec
 
-CASES = (  # numbers in the file, numbers of the parameters
+CASES = (  # dtype in the file, dtype of the parameters
   ('float32', 'float32'),
   ('bfloat16', 'bfloat16'),
   ('bfloat16', 'float32'),
 )
 
 
-def shape_of(numbers: int) -> transformer.ModelSpec:
-  """A Qwen2 with as many parameters, in the proportions of the published ones."""
-  spec = None
-  for layers in range(2, 200):
-    spec = transformer.ModelSpec(
+def spec_of(parameters: int) -> ModelSpec:
+  """A Qwen2 of at least so many parameters, in published proportions."""
+  specs = (
+    ModelSpec(
       vocab=32000,
       width=1024,
       layers=layers,
@@ -44,16 +44,16 @@ def shape_of(numbers: int) -> transformer.ModelSpec:
       ffn=4096,
       tied=False,
     )
-    if transformer.count(spec) >= numbers:
-      break
-  return spec
+    for layers in range(2, 200)
+  )
+  return next(spec for spec in specs if transformer.count(spec) >= parameters)
 
 
-def write(path: str, spec: transformer.ModelSpec, kind: str) -> None:
+def write(path: str, spec: ModelSpec, kind: str) -> None:
   """Random tensors in two files of about one size, with config.json and index."""
   rng = np.random.default_rng(0)
   dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
-  shapes = hf_weights.stored(spec)
+  shapes = hf_tensors.stored(spec)
   names = sorted(shapes)
   for i in range(2):
     save_file(
@@ -69,15 +69,16 @@ def write(path: str, spec: transformer.ModelSpec, kind: str) -> None:
 LOAD = r"""
 import dataclasses, re, sys, time
 import jax
-from bapo_jax import mesh, weights
+from bapo_jax import sharding
+from bapo_jax.models import hf_weights
 def rss():  # not getrusage: that remembers the process before exec, which was larger
   return 1024 * int(re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])
 path, dtype = sys.argv[1:]
-spec, devices = weights.spec(path, 'float32'), mesh.make(data=1, fsdp=-1)
-spec = dataclasses.replace(spec, dtype=dtype)
+spec = dataclasses.replace(hf_weights.spec(path, 'float32'), dtype=dtype)
+mesh = sharding.make(data=1, fsdp=-1)
 jax.block_until_ready(jax.numpy.zeros(1))
 before, began = rss(), time.perf_counter()
-params = jax.block_until_ready(weights.load(path, spec, devices))
+params = jax.block_until_ready(hf_weights.load(path, spec, mesh))
 print(rss() - before, time.perf_counter() - began)
 """
 
@@ -96,12 +97,14 @@ def measure(path: str, dtype: str, devices: int) -> tuple[int, float]:
   return int(peak), float(seconds)
 
 
-def row(path: str, spec, stored_as: str, dtype: str, devices: int) -> dict:
+def row(
+  path: str, spec: ModelSpec, stored_as: str, dtype: str, devices: int
+) -> dict[str, str | float]:
   """The figures of one case."""
   size = {'float32': 4, 'bfloat16': 2}[dtype]
   peak, seconds = measure(path, dtype, devices)
   parameters = size * transformer.count(spec)
-  largest = size * max(int(np.prod(s)) for s in hf_weights.stored(spec).values())
+  largest = size * max(int(np.prod(s)) for s in hf_tensors.stored(spec).values())
   return {
     'file': stored_as,
     'params': dtype,
@@ -124,7 +127,7 @@ def main() -> None:
   rows = []
   for stored_as in ('float32', 'bfloat16'):
     with tempfile.TemporaryDirectory() as path:
-      spec = shape_of(int(known.gb * 1e9) // {'float32': 4, 'bfloat16': 2}[stored_as])
+      spec = spec_of(int(known.gb * 1e9) // {'float32': 4, 'bfloat16': 2}[stored_as])
       write(path, spec, stored_as)
       for case in CASES:
         if case[0] != stored_as:
@@ -139,7 +142,7 @@ def main() -> None:
           ),
           flush=True,
         )
-  worst = max(r['over_in_largest'] for r in rows)
+  worst = max(float(r['over_in_largest']) for r in rows)
   print(
     json.dumps({'devices': known.devices, 'worst': worst, 'bound': 1.25, 'rows': rows})
   )

@@ -1,21 +1,21 @@
-"""Tokens a second of a train step, beside the same step in transformers and torch.
+"""Tokens per second of a train step, and of the same step in transformers and torch.
 
   python -m benchmarks.train_step [--layers=4] [--rows=4] [--length=256] [--steps=3]
 
 A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 parameters and
 AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:
-autocast). Both get every core and run one after the other, each in a process of its
+autocast). Both use every core and run one after the other, each in a process of its
 own; the first step compiles and is not counted. Needs torch
 (`pip install -r requirements-parity.txt`). The last line is one JSON object.
 """
 
 import argparse
-import functools
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -30,25 +30,31 @@ KINDS = ('float32', 'bfloat16')
 LR, LOW, HIGH = 1e-6, 0.8, 1.2
 
 
-def example(rows: int, length: int):
-  """(tokens_BT, advantage_B); every token but the first teaches."""
+def example(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+  """(tokens_BT, adv_B); every token but the first is trained on."""
   rng = np.random.default_rng(0)
   tokens_BT = rng.integers(0, SIZES['vocab_size'], (rows, length), np.int32)
   return tokens_BT, rng.standard_normal(rows).astype(np.float32)
 
 
-def ours(kind: str, layers: int, rows: int, length: int):
-  """A function that makes one update and waits for it."""
+def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
+  """A function that makes one update, waits for it and returns the loss."""
   import jax
 
-  from bapo_jax.algorithms import clip, loss
+  from bapo_jax.algorithms.knobs import FixedClip
   from bapo_jax.models import transformer
-  from bapo_jax.training import learner
+  from bapo_jax.training import rules, setup
+  from bapo_jax.training.config import Config
   from bapo_jax.types import Batch
 
+  config = Config().with_values(
+    clip={'rule': 'fixed', 'fixed': FixedClip(low=LOW, high=HIGH)},
+    loss={'rule': 'clipped'},
+    optimizer={'lr': LR, 'warmup': 0, 'b2': 0.999},
+  )
   spec = transformer.ModelSpec(
     vocab=SIZES['vocab_size'],
-    max_prompt_tokens=SIZES['hidden_size'],
+    width=SIZES['hidden_size'],
     layers=layers,
     heads=SIZES['num_attention_heads'],
     kv_heads=SIZES['num_key_value_heads'],
@@ -56,36 +62,26 @@ def ours(kind: str, layers: int, rows: int, length: int):
     ffn=SIZES['intermediate_size'],
     compute=kind,
   )
-  tx = learner.optimizer(lr=LR)
-  rule = functools.partial(clip.fixed, low=LOW, high=HIGH)
-  learn = functools.partial(
-    learner.learn,
-    tx=tx,
-    clip_rule=rule,
-    loss_rule=loss.clipped,
-    spec=spec,
-    temperature=1.0,
-  )
-  learn = jax.jit(learn, donate_argnums=(0, 1))
+  train_step = setup.make_train_step(config, rules.bind(config), spec)
   params = transformer.init(spec, jax.random.key(0))
-  state = [params, jax.jit(tx.init)(params)]
+  opt = jax.jit(setup.optimizer(config).init)(params)
   tokens_BT, adv_B = example(rows, length)
   loss_mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
-  # Near what random weights say: ratios close to one.
+  # Close to the log-probabilities of random weights: ratios close to one.
   logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
-  batch = Batch(
-    tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32)
-  )
+  arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32)
+  batch = Batch(*(jax.numpy.asarray(x) for x in arrays))
 
-  def step():
-    state[0], state[1], told = learn(*state, batch)
-    return float(told['loss/value'])
+  def step() -> float:
+    nonlocal params, opt
+    params, opt, metrics = train_step(params, opt, batch)
+    return float(metrics['loss/value'])
 
   return step
 
 
-def theirs(kind: str, layers: int, rows: int, length: int):
-  """The same in torch."""
+def theirs(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
+  """`ours` in torch."""
   import torch
   import transformers
 
@@ -101,12 +97,12 @@ def theirs(kind: str, layers: int, rows: int, length: int):
   tokens_BT = tokens_BT.long()
   old = -float(np.log(SIZES['vocab_size']))
 
-  def step():
+  def step() -> float:
     with torch.autocast('cpu', torch.bfloat16, enabled=kind == 'bfloat16'):
       logits_BTV = net(tokens_BT, use_cache=False).logits[:, :-1]
     logits_BTV = logits_BTV.float()
-    said_BT1 = logits_BTV.gather(-1, tokens_BT[:, 1:, None])
-    logp_BT = said_BT1[..., 0] - logits_BTV.logsumexp(-1)
+    chosen_logit_BT1 = logits_BTV.gather(-1, tokens_BT[:, 1:, None])
+    logp_BT = chosen_logit_BT1[..., 0] - logits_BTV.logsumexp(-1)
     ratio_BT = torch.exp(logp_BT - old)
     adv_B1 = adv_B[:, None]
     clipped_BT = ratio_BT.clamp(LOW, HIGH) * adv_B1
@@ -120,8 +116,10 @@ def theirs(kind: str, layers: int, rows: int, length: int):
   return step
 
 
-def measure(make, kind: str, args) -> dict:
-  """Tokens a second: the median step, and all of them."""
+def measure(
+  make: Callable[..., Callable[[], float]], kind: str, args: argparse.Namespace
+) -> dict:
+  """Tokens per second of the median step, and the seconds of every step."""
   step = make(kind, args.layers, args.rows, args.length)
   step()
   seconds = []
@@ -145,17 +143,17 @@ def main() -> None:
     print(json.dumps(measure({'ours': ours, 'theirs': theirs}[who], kind, args)))
     return
   result = {'ours_tps': {}, 'torch_tps': {}}
-  print(f'{"":10}{"":8}{"tokens/s":>10}  seconds a step')
+  print(f'{"":10}{"":8}{"tokens/s":>10}  seconds per step')
   for kind in KINDS:
     for who, key in (('ours', 'ours_tps'), ('theirs', 'torch_tps')):
       command = [sys.executable, '-m', 'benchmarks.train_step', *sys.argv[1:]]
       run = subprocess.run(
         [*command, f'--only={who}:{kind}'], check=True, stdout=subprocess.PIPE
       )
-      told = json.loads(run.stdout.splitlines()[-1])
-      result[key][kind] = round(told['tps'], 1)
-      took = ' '.join(f'{s:.2f}' for s in told['seconds'])
-      print(f'{kind:10}{who:8}{told["tps"]:10.1f}  {took}', flush=True)
+      figures = json.loads(run.stdout.splitlines()[-1])
+      result[key][kind] = round(figures['tps'], 1)
+      took = ' '.join(f'{s:.2f}' for s in figures['seconds'])
+      print(f'{kind:10}{who:8}{figures["tps"]:10.1f}  {took}', flush=True)
   print(json.dumps(result | {k: v for k, v in vars(args).items() if k != 'only'}))
 
 

@@ -1,4 +1,4 @@
-"""Every array has a place, and what cannot be placed is named with its numbers."""
+"""Every array has a place, and an error names an array that does not divide."""
 
 import dataclasses
 
@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
-from bapo_jax.training import learner
+from bapo_jax.training import setup
+from bapo_jax.training.config import Config
 
 QWEN2 = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
@@ -36,7 +37,7 @@ def test_make_fills_the_devices():
 @pytest.mark.parametrize(
   'sizes', [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (-1, -1, 2), (-1, 16, 1), (-2, -2, 2)]
 )
-def test_make_says_what_does_not_fill_the_devices(sizes):
+def test_sizes_that_do_not_fill_the_devices_are_named(sizes):
   with pytest.raises(ValueError) as error:
     sharding.make(*sizes)
   data, fsdp, tensor = sizes
@@ -68,11 +69,12 @@ def test_every_parameter_has_a_place(spec, layout):
 
 
 @SPECS
-def test_adams_moments_lie_beside_their_parameters(spec):
+def test_adams_moments_are_placed_as_their_parameters(spec):
   devices = sharding.make(2, 2, 2)
   params = transformer.abstract(spec)
   for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
-    opt = jax.eval_shape(learner.optimizer(lr=1e-3, **knobs).init, params)
+    tx = setup.optimizer(Config().with_values(optimizer=knobs))
+    opt = jax.eval_shape(tx.init, params)
     placed = {
       sharding.path_name(path): x.spec
       for path, x in jax.tree.leaves_with_path(sharding.shardings(opt, devices))
@@ -97,7 +99,7 @@ def test_a_place_worked_by_hand():
   )
 
 
-def test_a_mesh_is_ambient_where_it_is_made_so():
+def test_a_mesh_is_ambient_within_current_and_under():
   devices, x = sharding.make(2, 2, 2), jnp.ones((8, 4))
   assert sharding.ambient() is None
   with (
@@ -110,7 +112,7 @@ def test_a_mesh_is_ambient_where_it_is_made_so():
     devices, jax.jit(lambda x: sharding.constrain(x, sharding.ROWS))
   )(x)
   assert spread.sharding.shard_shape(x.shape) == (2, 4)
-  # What does not divide, and what has no mesh, stays as it is.
+  # An array that does not divide, and one without a mesh, is returned unchanged.
   for x, axes in (
     (jnp.ones((6, 4)), (sharding.ROWS,)),
     (jnp.ones((6, 3)), (None, 'fsdp')),
@@ -119,7 +121,7 @@ def test_a_mesh_is_ambient_where_it_is_made_so():
   assert sharding.constrain(x, sharding.ROWS) is x
 
 
-def test_keys_and_values_lie_with_the_weights_that_made_them():
+def test_keys_and_values_are_placed_as_their_projections():
   devices = sharding.make(2, 2, 2)
   assert sharding.over_cache(devices, 2).spec == P(sharding.ROWS, None, 'tensor')
   assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS, None, None)
@@ -130,7 +132,7 @@ def test_an_unmatched_path_raises():
     with pytest.raises(ValueError) as error:
       sharding.spec_of(name, (2, 16), sharding.make(2, 2, 2))
     assert str(error.value) == (
-      f'no line of mesh.PATHS matches parameter {name!r}; add one'
+      f'no line of sharding.PATHS matches parameter {name!r}; add one'
     )
 
 
@@ -156,7 +158,7 @@ def test_other_axes_that_do_not_divide_are_named(name, shape, message):
   assert str(error.value) == message
 
 
-def test_heads_that_do_not_divide_are_told():
+def test_replicated_heads_are_warned_of():
   devices = sharding.make(data=2, fsdp=1, tensor=4)
   assert (
     sharding.kv_replication_warning(devices, 8)

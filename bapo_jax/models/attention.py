@@ -1,31 +1,42 @@
-"""Causal attention over whole rows, behind one function, by whichever kernel is there.
+"""Causal attention: queries, keys and values in, mixed values out.
 
-1. `resolve` says what a knob means on a platform, or why it cannot be had;
-2. `causal` is the attention: XLA's own on a CPU, cuDNN's on a GPU, splash on a TPU;
-3. `one` is that of decoding: one query a slot over the live part of its cache.
+1. `resolve` maps the knob `model.attention` to a kernel of the platform;
+2. `causal` attends over whole rows: XLA's own on a CPU, cuDNN's on a GPU, splash on a
+   TPU;
+3. `cached` attends while decoding: one query per slot over the live part of its cache.
 
 The two kernels never hold the [T, T] scores; XLA's does.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 
-AUTO = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}  # elsewhere plain
+AUTO = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}  # other platforms: plain
 NEEDS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
 KINDS = ('auto', 'plain', 'cudnn', 'splash')
+XLA_NAMES: dict[str, Literal['xla', 'cudnn']] = {'plain': 'xla', 'cudnn': 'cudnn'}
 LANES = 128  # of a TPU's vector unit: head width and row length are padded to them
 
 
-def resolve(kind: str, platform: str, compute) -> str:
-  """The kernel that `model.attention` means on this platform, for this dtype.
+def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
+  """The kernel that `model.attention=kind` means on this platform.
+
+  Args:
+    kind: one of KINDS.
+    platform: 'cpu', 'gpu', 'cuda' or 'tpu'.
+    compute: dtype of queries, keys and values.
 
   Raises:
-    ValueError: no such kind, or the platform or the dtype has no such kernel.
+    ValueError: the kind is unknown, or the platform or the dtype has no such kernel.
   """
   if kind not in KINDS:
     raise ValueError(f'model.attention: no kind {kind!r}; choose one of {KINDS}')
@@ -46,14 +57,21 @@ def resolve(kind: str, platform: str, compute) -> str:
   return kind
 
 
-def causal(q_BTHC, k_BTKC, v_BTKC, *, kind: str = 'auto', segment_BT=None):
-  """Each query sees the keys up to its own column, [B, T, H, C].
+def causal(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  *,
+  kind: str = 'auto',
+  segment_BT: Array | None = None,
+) -> Array:
+  """Attention of each query to the keys up to its own column, [B, T, H, C].
 
   Args:
     q_BTHC, k_BTKC, v_BTKC: H a multiple of K.
-    kind: 'auto', or a kernel's name, taken at its word.
-    segment_BT: where rows are packed, which text a column belongs to: a query then
-      sees its own text only.
+    kind: 'auto', or the name of a kernel, used without a check.
+    segment_BT: for packed rows, the text that a column belongs to; a query then sees
+      the columns of its own text only.
   """
   if kind == 'auto':
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
@@ -68,16 +86,23 @@ def causal(q_BTHC, k_BTKC, v_BTKC, *, kind: str = 'auto', segment_BT=None):
     v_BTKC,
     mask=mask,
     is_causal=True,
-    implementation={'plain': 'xla', 'cudnn': 'cudnn'}[kind],
+    implementation=XLA_NAMES[kind],
   )
 
 
-def one(q_SHC, segments, position_S, *, kind: str = 'auto'):
-  """A query a slot sees the cached columns up to its own position, [S, H, C].
+def cached(
+  q_SHC: Array,
+  segments: Sequence[tuple[Array, Array]],
+  position_S: Array,
+  *,
+  kind: str = 'auto',
+) -> Array:
+  """Attention of one query per slot to the columns up to its position, [S, H, C].
 
   Args:
-    segments: keys and values [S, columns, K, C], one after the other.
-    kind: as for `causal`; only what 'plain' means on a CPU has a form of its own.
+    segments: keys and values [S, columns, K, C], in the order of the columns.
+    position_S: column of each query.
+    kind: as for `causal`; every kind but 'plain' on a CPU runs the same products.
   """
   on_cpu = jax.default_backend() == 'cpu' and kind in ('auto', 'plain')
   score, mix = (_score_wide, _mix_wide) if on_cpu else (_score, _mix)
@@ -87,32 +112,32 @@ def one(q_SHC, segments, position_S, *, kind: str = 'auto'):
   live_ST = jnp.arange(scores_SKGT.shape[-1])[None] <= position_S[:, None]
   scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT, -jnp.inf)
   share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
-  parts, start = [], 0
+  mixed, start = [], 0
   for _, v_StKC in segments:
     columns = v_StKC.shape[1]
     share_SKGt = jax.lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
-    parts.append(mix(share_SKGt, v_StKC))
+    mixed.append(mix(share_SKGt, v_StKC))
     start += columns
-  return sum(parts).reshape(S, H, C).astype(q_SHC.dtype)
+  return jnp.asarray(sum(mixed)).reshape(S, H, C).astype(q_SHC.dtype)
 
 
-def _score(q_SKGC, k_StKC):
+def _score(q_SKGC: Array, k_StKC: Array) -> Array:
   return jnp.einsum(
     'skgc,stkc->skgt', q_SKGC, k_StKC, preferred_element_type=jnp.float32
   )
 
 
-def _mix(share_SKGt, v_StKC):
+def _mix(share_SKGt: Array, v_StKC: Array) -> Array:
   return jnp.einsum(
     'skgt,stkc->skgc', share_SKGt, v_StKC, preferred_element_type=jnp.float32
   )
 
 
-def _score_wide(q_SKGC, k_StKC):
-  """The same with every query as wide as all key heads, zeros but at its own.
+def _score_wide(q_SKGC: Array, k_StKC: Array) -> Array:
+  """`_score` with each query as wide as all key heads, zeros except at its own.
 
-  K times the products, but the cache is read as it lies: XLA's CPU backend else
-  transposes it for every token, 3.5 times slower in all.
+  K times the products, but the cache is read in its own layout: otherwise XLA's CPU
+  backend transposes it for every token, 3.5 times slower in total.
   """
   S, K, G, C = q_SKGC.shape
   own_KJ = jnp.eye(K, dtype=q_SKGC.dtype)
@@ -126,7 +151,8 @@ def _score_wide(q_SKGC, k_StKC):
   return scores_SXt.reshape(S, K, G, -1)
 
 
-def _mix_wide(share_SKGt, v_StKC):
+def _mix_wide(share_SKGt: Array, v_StKC: Array) -> Array:
+  """`_mix` over all key heads at once; keeps each query's own."""
   S, K, G, t = share_SKGt.shape
   mixed_SXD = jnp.einsum(
     'sxt,std->sxd',
@@ -139,10 +165,20 @@ def _mix_wide(share_SKGt, v_StKC):
   return mixed_SKGJC[:, own_K, :, own_K].swapaxes(0, 1)
 
 
-def splash(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, *, interpret: bool = False):
-  """The TPU's kernel, a shard of rows and heads each device.
+def splash(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  segment_BT: Array | None = None,
+  *,
+  interpret: bool = False,
+) -> Array:
+  """`causal` by the TPU's kernel, one shard of rows and heads per device.
 
   XLA cannot split a kernel over devices by itself, so under a mesh this does.
+
+  Args:
+    interpret: emulate the kernel on any platform, for tests.
   """
   run = functools.partial(_splash, interpret=interpret)
   devices = sharding.ambient()
@@ -153,7 +189,7 @@ def splash(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, *, interpret: bool = False):
   rows = None if B % sharding.row_shards(devices) else sharding.ROWS
   heads = None if H % shards else 'tensor'
   if heads and K % shards:
-    # Fewer key/value heads than shards: each shard gets a copy of the one it reads.
+    # Fewer key/value heads than shards: each shard gets a copy of the head it reads.
     copies = (shards if shards % K == 0 else H) // K
     k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
   by_head = P(rows, None, heads)
@@ -165,9 +201,14 @@ def splash(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, *, interpret: bool = False):
   )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
-def _splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, interpret):
-  from jax.experimental.pallas.ops.tpu import splash_attention as lib
-
+def _splash(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  segment_BT: Array | None,
+  interpret: bool,
+) -> Array:
+  """The kernel on one device's rows and heads, padded to whole lanes."""
   _, T, H, C = q_BTHC.shape
   pad, wide = -T % LANES, -C % LANES
   # Padded columns come last and the mask is causal: no real query sees them.
@@ -175,7 +216,17 @@ def _splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, interpret):
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
     for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
   )
-  length = T + pad
+  kernel, ids = _splash_kernel(T + pad, H, interpret), None
+  if segment_BT is not None:
+    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-1)
+    ids = _splash_lib().splash_attention_kernel.SegmentIds(segment_BT, segment_BT)
+  out_BHTC = jax.vmap(kernel)(q, k, v, ids)
+  return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
+
+
+def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Array]:
+  """The causal kernel for one row of `length` columns."""
+  lib = _splash_lib()
   n = next(size for size in (512, 256, LANES) if length % size == 0)
   sizes = lib.splash_attention_kernel.BlockSizes(
     block_q=n,
@@ -185,16 +236,17 @@ def _splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, interpret):
     use_fused_bwd_kernel=True,
   )
   mask = lib.splash_attention_mask.CausalMask((length, length))
-  kernel = lib.make_splash_mha(
-    lib.splash_attention_mask.MultiHeadMask([mask] * H),
+  return lib.make_splash_mha(
+    lib.splash_attention_mask.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=sizes,
     interpret=interpret,
   )
-  ids = None
-  if segment_BT is not None:
-    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-1)
-    ids = lib.splash_attention_kernel.SegmentIds(segment_BT, segment_BT)
-  out_BHTC = jax.vmap(kernel)(q, k, v, ids)
-  return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
+
+
+def _splash_lib() -> ModuleType:
+  """The kernel's module, imported late: it loads Pallas."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  return splash_attention

@@ -1,19 +1,30 @@
-"""config.json of Hugging Face to ModelSpec and back; no option is ignored silently.
+"""Hugging Face's config.json to ModelSpec and back; no option is ignored silently.
 
-1. `spec_of` reads it, in the spellings of transformers 4 and 5; what is not implemented
-   is refused by its name and value;
-2. `config_of` writes one for a model that was not read from a directory.
+1. `spec_of` reads the spellings of transformers 4 and 5, and refuses options that are
+   not implemented by name and value;
+2. `config_of` writes a config.json for a model that was not read from a directory.
 """
+
+from typing import Any, NamedTuple
 
 from bapo_jax.models import rope, transformer
 
-# model_type -> what the type implies; head_width stands in for a missing head_dim.
+
+class Architecture(NamedTuple):
+  """Options that a model_type implies."""
+
+  name: str
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  head_width: int | None = None  # where config.json has no head_dim; None: D / H
+
+
 ARCHITECTURES = {
-  'llama': {'architecture': 'LlamaForCausalLM'},
-  'qwen2': {'architecture': 'Qwen2ForCausalLM', 'qkv_bias': True},
-  'qwen3': {'architecture': 'Qwen3ForCausalLM', 'qk_norm': True, 'head_width': 128},
+  'llama': Architecture('LlamaForCausalLM'),
+  'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
+  'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
 }
-# Options that would change what the model computes -> the only value we implement.
+# Options that would change the computation -> the only value that is implemented.
 ONLY = {
   'hidden_act': 'silu',
   'mlp_bias': False,
@@ -33,17 +44,19 @@ NEEDED = (
 DTYPES = ('float32', 'bfloat16', 'float16')
 
 
-def spec_of(c: dict, compute: str) -> transformer.ModelSpec:
-  """The ModelSpec that the contents of config.json describe.
+def spec_of(c: dict[str, Any], compute: str) -> transformer.ModelSpec:
+  """The ModelSpec of a config.json.
+
+  Args:
+    c: the contents of config.json.
+    compute: dtype of the matrix products.
 
   Raises:
-    ValueError: an architecture or an option that is not supported, by its name.
+    ValueError: an architecture or an option is not supported, by its name.
   """
-  kind = c.get('model_type')
-  _check(c, kind)
-  implied = ARCHITECTURES[kind]
-  # In these two the option means all four projections; Qwen2 does not know it.
-  biased = kind in ('llama', 'qwen3') and bool(c.get('attention_bias'))
+  implied = _check(c)
+  # In Llama and Qwen3 the option means all four projections; Qwen2 does not have it.
+  biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   heads = c['num_attention_heads']
   theta, rope_type, knobs = rope_of(c)
   return transformer.ModelSpec(
@@ -52,9 +65,7 @@ def spec_of(c: dict, compute: str) -> transformer.ModelSpec:
     layers=c['num_hidden_layers'],
     heads=heads,
     kv_heads=c.get('num_key_value_heads') or heads,
-    head_width=c.get('head_dim')
-    or implied.get('head_width')
-    or c['hidden_size'] // heads,
+    head_width=c.get('head_dim') or implied.head_width or c['hidden_size'] // heads,
     ffn=c['intermediate_size'],
     rope_theta=theta,
     rope_type=rope_type,
@@ -62,23 +73,24 @@ def spec_of(c: dict, compute: str) -> transformer.ModelSpec:
     norm_eps=c['rms_norm_eps'],
     positions=c['max_position_embeddings'],
     tied=c.get('tie_word_embeddings', False),
-    qkv_bias=implied.get('qkv_bias', False) or biased,
+    qkv_bias=implied.qkv_bias or biased,
     o_bias=biased,
-    qk_norm=implied.get('qk_norm', False),
+    qk_norm=implied.qk_norm,
     compute=compute,
   )
 
 
-def _check(c: dict, kind) -> None:
-  """Raises ValueError for the first thing that is missing or not implemented."""
-  if kind not in ARCHITECTURES:
+def _check(c: dict[str, Any]) -> Architecture:
+  """The architecture; raises ValueError if anything is missing or not implemented."""
+  implied = ARCHITECTURES.get(c.get('model_type', ''))
+  if implied is None:
     raise ValueError(
-      f'model_type {kind!r} is not supported; choose a model of {sorted(ARCHITECTURES)}'
+      f'model_type {c.get("model_type")!r} is not supported; choose a model of '
+      f'{sorted(ARCHITECTURES)}'
     )
-  wanted = ARCHITECTURES[kind]['architecture']
-  if c.get('architectures') and wanted not in c['architectures']:
+  if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(
-      f'architectures {c["architectures"]} are not supported; choose a {wanted}'
+      f'architectures {c["architectures"]} are not supported; choose a {implied.name}'
     )
   for option, value in ONLY.items():
     if c.get(option) not in (None, value):
@@ -91,12 +103,13 @@ def _check(c: dict, kind) -> None:
   if lacks := [name for name in NEEDED if c.get(name) is None]:
     raise ValueError(f'config.json lacks {", ".join(lacks)}')
   _check_window(c)
+  return implied
 
 
-def _check_window(c: dict) -> None:
-  """Raises ValueError where a layer's attention does not reach the first position.
+def _check_window(c: dict[str, Any]) -> None:
+  """Raises ValueError if a layer's attention does not reach the first position.
 
-  Published Qwen2 configs name a window that `use_sliding_window` says is not used.
+  Published Qwen2 configs have a window that `use_sliding_window` switches off.
   """
   window, positions = c.get('sliding_window'), c['max_position_embeddings']
   layers = c['num_hidden_layers']
@@ -113,9 +126,13 @@ def _check_window(c: dict) -> None:
     )
 
 
-def rope_of(c: dict) -> tuple[float, str, dict]:
-  """(theta, rope_type, its knobs), checked by name."""
-  # transformers 5 says rope_parameters, 4 rope_scaling with theta beside it.
+def rope_of(c: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
+  """(theta, rope_type, knobs of the type).
+
+  Raises:
+    ValueError: the type or a knob is not supported, by its name.
+  """
+  # transformers 5 writes rope_parameters, 4 rope_scaling and rope_theta.
   knobs = dict(c.get('rope_scaling') or c.get('rope_parameters') or {})
   for name, value in knobs.items():
     if isinstance(value, dict):
@@ -132,8 +149,8 @@ def rope_of(c: dict) -> tuple[float, str, dict]:
   return float(theta), kind, knobs
 
 
-def config_of(spec: transformer.ModelSpec) -> dict:
-  """config.json of a model of ours, in the spellings every version reads.
+def config_of(spec: transformer.ModelSpec) -> dict[str, Any]:
+  """The contents of config.json, in spellings that every version reads.
 
   Raises:
     ValueError: no architecture has these biases and norms.
@@ -152,8 +169,8 @@ def config_of(spec: transformer.ModelSpec) -> dict:
       f'qk_norm={traits[2]}; choose those of one of {sorted(ARCHITECTURES)}'
     )
   kind = choice[traits]
-  config = {
-    'architectures': [ARCHITECTURES[kind]['architecture']],
+  config: dict[str, Any] = {
+    'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,
     'vocab_size': spec.vocab,
     'hidden_size': spec.width,

@@ -7,14 +7,17 @@ import pydantic
 from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
+POSITIONS = 32768  # of the embedded policy
 
 
 class MeshConfig(Section):
-  """Devices along each axis; -1 takes what the others leave."""
+  """Devices along each axis; one axis may be -1: the rest."""
 
-  data: int = knob(-1, 'Data-parallel devices; -1: all that are left.', least=-1)
+  data: int = knob(-1, 'Devices that share rows; -1: the rest.', least=-1)
   fsdp: int = knob(1, 'Devices that share weights and rows; -1: the rest.', least=-1)
-  tensor: int = knob(1, 'Devices that share heads and vocabulary.', least=-1)
+  tensor: int = knob(
+    1, 'Devices that share heads and vocabulary; -1: the rest.', least=-1
+  )
 
   @pydantic.model_validator(mode='after')
   def _fills(self) -> 'MeshConfig':
@@ -31,7 +34,7 @@ class MeshConfig(Section):
 
 
 class ModelConfig(Section):
-  """A model of a directory or of the hub, or the sizes of the embedded policy."""
+  """A model from a directory or the hub, or the sizes of the embedded policy."""
 
   path: str = knob('', 'Hugging Face directory or name; empty: the embedded policy.')
   width: int = knob(64, 'Model width D of the embedded policy.', least=1, most=65536)
@@ -43,14 +46,14 @@ class ModelConfig(Section):
   rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
   dtype: DType = knob(
     'float32',
-    'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
+    'Type of the parameters; with bfloat16 the optimiser holds float32 copies.',
   )
   compute: DType = knob('float32', 'Type of the matrix products.')
   attention: Literal['auto', 'plain', 'cudnn', 'splash'] = knob(
     'auto', 'Attention kernel; auto chooses by platform.'
   )
   remat: Literal['full', 'dots', 'none'] = knob(
-    'full', 'What the backward pass computes again.'
+    'full', 'Forward activations that the backward pass computes again.'
   )
 
   @pydantic.model_validator(mode='after')
@@ -65,7 +68,7 @@ class ModelConfig(Section):
 
   @property
   def parameters(self) -> int:
-    """Parameters of the embedded policy, the vocabulary left out."""
+    """Number of parameters of the embedded policy, without its vocabulary."""
     D, H, K, C = self.width, self.heads, self.kv_heads, self.head_width
     return self.layers * (2 * D * (H + K) * C + 3 * D * self.ffn)
 

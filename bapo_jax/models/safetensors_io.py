@@ -1,11 +1,11 @@
-"""Safetensors files, rows at a time: what is read or written is never held whole.
+"""Safetensors files, read by rows and written array by array.
 
 1. `index` reads the headers of a directory: name -> `Tensor`;
-2. `read` fetches some rows of one tensor;
-3. `write` makes one file from an iterator of arrays.
+2. `read` reads some rows of one tensor;
+3. `write` writes one file from an iterator of arrays, `shards` splits names into files.
 
 A file is eight bytes n, n bytes of JSON {name: {dtype, shape, data_offsets}}, and the
-data. We read it ourselves: the safetensors library maps a file or reads a tensor whole
+data. We do not use the safetensors library here: it maps a file or reads a whole tensor
 (256 MiB for a slice of 8, measured with 0.8.0), and it writes from whole dictionaries.
 """
 
@@ -28,7 +28,7 @@ ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 
 
 class Tensor(NamedTuple):
-  """Where the data of one tensor lie."""
+  """Place of the data of one tensor."""
 
   file: str
   dtype: np.dtype
@@ -37,10 +37,10 @@ class Tensor(NamedTuple):
 
 
 def files(path: str) -> list[str]:
-  """Names of the safetensors files of a model directory, whether there or not.
+  """Names of the safetensors files of a model directory, present or missing.
 
-  What the index lists; without an index model.safetensors, or else whatever there is.
-  Other files may lie beside them: some models come in their original format too.
+  Those that the index lists; without an index model.safetensors, else all that are
+  present. Others may lie there too: some models come in their original format as well.
   """
   names = sorted(os.listdir(path))
   if INDEX in names:
@@ -55,7 +55,7 @@ def index(path: str) -> dict[str, Tensor]:
   """Every tensor of the model directory `path`, by name; only headers are read.
 
   Raises:
-    ValueError: a file is cut short, or holds numbers of a kind that is not read.
+    ValueError: a file is cut short or damaged, or its dtype is not supported.
   """
   return {
     name: tensor
@@ -65,7 +65,11 @@ def index(path: str) -> dict[str, Tensor]:
 
 
 def header(path: str) -> dict[str, Tensor]:
-  """The tensors of one file."""
+  """The tensors of one file, from its header.
+
+  Raises:
+    ValueError: as for `index`.
+  """
   size = os.path.getsize(path)
   with open(path, 'rb') as file:
     length = int.from_bytes(file.read(8), 'little')
@@ -90,7 +94,7 @@ def header(path: str) -> dict[str, Tensor]:
 
 
 def read(tensor: Tensor, first: int, last: int) -> np.ndarray:
-  """Rows first..last-1, flat; a row is what one index of the leading axis holds."""
+  """Rows first..last-1, flat; a row is one index of the leading axis."""
   row = math.prod(tensor.shape[1:])
   return np.fromfile(
     tensor.file,
@@ -100,9 +104,20 @@ def read(tensor: Tensor, first: int, last: int) -> np.ndarray:
   )
 
 
-def write(path: str, dtype: str, shapes: dict, arrays: Iterable[np.ndarray]) -> None:
-  """One file of tensors named and shaped as `shapes` says, in its order."""
-  entries, end = {'__metadata__': {'format': 'pt'}}, 0
+def write(
+  path: str,
+  dtype: str,
+  shapes: dict[str, tuple[int, ...]],
+  arrays: Iterable[np.ndarray],
+) -> None:
+  """Writes one file.
+
+  Args:
+    dtype: of all tensors, a value of NAMES: 'float32', 'float16' or 'bfloat16'.
+    shapes: name -> shape, in the order of `arrays`.
+  """
+  entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
+  end = 0
   for name, shape in shapes.items():
     start, end = end, end + math.prod(shape) * DTYPES[NAMES[dtype]].itemsize
     entries[name] = {
@@ -116,15 +131,15 @@ def write(path: str, dtype: str, shapes: dict, arrays: Iterable[np.ndarray]) -> 
     file.write(len(text).to_bytes(8, 'little') + text)
     for array in arrays:
       # As bytes: the buffer protocol has no bfloat16.
-      file.write(np.ascontiguousarray(array).ravel().view(np.uint8))
+      file.write(np.ascontiguousarray(array).ravel().view(np.uint8).data)
 
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-  """The names in their order, cut where a file would hold more than `limit` bytes."""
-  held, total = [], 0
+  """The names of each file, in order: at most `limit` bytes, or a single name."""
+  names, total = [], 0
   for name, size in sizes.items():
-    if held and total + size > limit:
-      yield held
-      held, total = [], 0
-    held, total = [*held, name], total + size
-  yield held
+    if names and total + size > limit:
+      yield names
+      names, total = [], 0
+    names, total = [*names, name], total + size
+  yield names

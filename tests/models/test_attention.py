@@ -1,4 +1,4 @@
-"""One function, several kernels: each sees what the obvious version sees."""
+"""Every attention kernel equals the obvious version."""
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def test_splash_is_split_over_rows_and_heads(kv_heads):
   np.testing.assert_allclose(spread, plain(*args), atol=1e-5)
 
 
-def test_auto_is_what_the_platform_has():
+def test_auto_chooses_the_kernel_of_the_platform():
   wanted = {
     ('cpu', 'bfloat16'): 'plain',
     ('tpu', 'bfloat16'): 'splash',
@@ -96,7 +96,7 @@ def test_auto_is_what_the_platform_has():
 
 
 @pytest.mark.parametrize(
-  ('asked', 'message'),
+  ('arguments', 'message'),
   [
     (('flash', 'cpu', 'float32'), "no kind 'flash'"),
     (('splash', 'cpu', 'float32'), 'splash needs a tpu, this is a cpu'),
@@ -104,7 +104,7 @@ def test_auto_is_what_the_platform_has():
     (('cudnn', 'gpu', 'float32'), 'needs model.compute=bfloat16, not float32'),
   ],
 )
-def test_what_cannot_be_had_is_refused(asked, message):
+def test_a_kernel_that_the_platform_lacks_is_refused(arguments, message):
   with pytest.raises(ValueError) as error:
-    attention.resolve(*asked)
+    attention.resolve(*arguments)
   assert str(error.value).startswith('model.attention') and message in str(error.value)

@@ -1,4 +1,4 @@
-"""config.json is read in every spelling, written back, and never half understood."""
+"""config.json is read in every spelling and written back; no option is ignored."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def test_every_spelling_of_rope_is_one(spelling):
   hash(found)  # a static argument of jit
 
 
-def test_the_original_context_is_found_wherever_it_stands():
+def test_the_original_context_is_found_in_every_place():
   yarn = {'type': 'yarn', 'factor': 4.0}
   name = 'original_max_position_embeddings'
   assert dict(spec(rope_scaling=yarn).rope_knobs)[name] == 64
@@ -100,7 +100,7 @@ def test_the_original_context_is_found_wherever_it_stands():
     {'dtype': 'float16', 'architectures': ['LlamaForCausalLM']},
   ],
 )
-def test_options_that_change_nothing_are_no_trouble(changes):
+def test_options_that_change_nothing_are_accepted(changes):
   assert spec(**changes) == spec()
 
 
@@ -151,7 +151,7 @@ def test_options_that_change_nothing_are_no_trouble(changes):
   ],
   ids=str,
 )
-def test_what_is_not_supported_is_named(changes, message):
+def test_an_unsupported_option_is_named(changes, message):
   with pytest.raises(ValueError) as error:
     spec(**changes)
   assert message in str(error.value) and '\n' not in str(error.value)
@@ -166,13 +166,13 @@ def test_what_is_not_supported_is_named(changes, message):
     {'rope_scaling': {'rope_type': 'llama3', **LLAMA3}},
   ],
 )
-def test_what_is_written_is_what_is_read(changes):
+def test_a_written_config_is_read_back(changes):
   read = spec(**changes)
   written = json.loads(json.dumps(hf_config.config_of(read)))
   assert hf_config.spec_of(written, 'float32') == read
 
 
-def test_a_mixture_that_no_architecture_has_is_refused():
+def test_a_mixture_of_architectures_is_refused():
   with pytest.raises(
     ValueError, match='no architecture has qkv_bias=True, o_bias=False'
   ):

@@ -1,4 +1,4 @@
-"""A directory of safetensors becomes the tree, or the reason why not is named."""
+"""A directory of safetensors becomes the tree, or an error names the reason."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import hf_tensors, hf_weights, transformer
 
 SPEC = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
@@ -44,7 +44,7 @@ def directory(path, params, **changes):
   """Writes a checkpoint as Hugging Face lays it out: projections [out, in]."""
   (path / 'config.json').write_text(json.dumps(CONFIG | changes))
   tensors = {}
-  for parameter, tensor in hf_weights.NAMES.items():
+  for parameter, tensor in hf_tensors.NAMES.items():
     head, _, tail = parameter.rpartition('/')
     array = (params[head] if head else params).get(tail)
     if array is None:
@@ -67,7 +67,7 @@ def directory(path, params, **changes):
 
 
 @pytest.mark.parametrize('tied', [True, False])
-def test_what_was_written_is_read(tmp_path, tied):
+def test_a_checkpoint_is_read(tmp_path, tied):
   spec = dataclasses.replace(SPEC, tied=tied)
   params = oracles.noisy(spec, 0)
   path = directory(tmp_path, params, tie_word_embeddings=tied)
@@ -80,7 +80,7 @@ def test_what_was_written_is_read(tmp_path, tied):
   )
 
 
-def test_what_is_not_supported_is_named_with_its_directory(tmp_path):
+def test_an_unsupported_option_is_named_with_its_directory(tmp_path):
   path = directory(tmp_path, oracles.noisy(SPEC, 0), hidden_act='gelu')
   with pytest.raises(ValueError) as error:
     hf_weights.spec(path, 'float32')
@@ -108,7 +108,7 @@ def random_checkpoint(path, spec, kind, files):
   rng = np.random.default_rng(0)
   arrays = {
     name: rng.standard_normal(shape).astype(kind)
-    for name, shape in hf_weights.stored(spec).items()
+    for name, shape in hf_tensors.stored(spec).items()
   }
   names = sorted(arrays)
   for i in range(files):
@@ -119,7 +119,7 @@ def random_checkpoint(path, spec, kind, files):
 @pytest.mark.parametrize('limit', [10**9, 1500], ids=['one file', 'many files'])
 @pytest.mark.parametrize('kind', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('spec', SPECS)
-def test_in_and_out_again_to_the_bit(tmp_path, spec, kind, limit):
+def test_in_and_out_to_the_bit(tmp_path, spec, kind, limit):
   spec = SPECS[spec]
   before = random_checkpoint(tmp_path, spec, jnp.dtype(kind), files=2)
   spec = dataclasses.replace(spec, dtype=kind)
@@ -137,7 +137,7 @@ def test_in_and_out_again_to_the_bit(tmp_path, spec, kind, limit):
     held = load_file(out / file)
     assert sum(x.nbytes for x in held.values()) <= limit or len(held) == 1
     after |= held
-  assert {n: x.shape for n, x in after.items()} == hf_weights.stored(spec)
+  assert {n: x.shape for n, x in after.items()} == hf_tensors.stored(spec)
   for name, array in before.items():
     assert after[name].dtype == array.dtype
     assert after[name].tobytes() == array.tobytes(), name
@@ -163,12 +163,12 @@ def test_half_precision_is_exact_on_the_way_through_float32(tmp_path):
 
 
 def test_the_published_32b_checkpoint_is_covered_exactly():
-  """Names from its index, shapes by what config.json says of the architecture."""
+  """Names from its index, shapes from its config.json."""
   if not REAL.is_dir():
     pytest.skip(f'no {REAL}')
   spec = hf_weights.spec(str(REAL), 'bfloat16')
   index = json.loads((REAL / 'model.safetensors.index.json').read_text())
-  stored = hf_weights.stored(spec)
+  stored = hf_tensors.stored(spec)
   assert set(stored) == set(index['weight_map'])
   # 40 heads and 8 key/value heads of 5120 / 40 = 128; projections are [out, in].
   layer = 'model.layers.63.'
@@ -179,7 +179,7 @@ def test_the_published_32b_checkpoint_is_covered_exactly():
   assert (
     stored['lm_head.weight'] == stored['model.embed_tokens.weight'] == (152064, 5120)
   )
-  # The index tells the bytes of all of them together, two a number.
+  # The index holds the bytes of all of them together, two per number.
   total = sum(math.prod(shape) for shape in stored.values())
   assert 2 * total == index['metadata']['total_size'] == 65527752704
   assert total == transformer.count(spec)
@@ -214,7 +214,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
     hf_weights.load(path, swapped, sharding.make())
 
 
-def test_what_old_and_tied_checkpoints_hold_beside_is_no_trouble(tmp_path):
+def test_extra_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path):
   params = oracles.noisy(SPEC, 0)
   path = directory(tmp_path, params)
   file = tmp_path / 'model.safetensors'
@@ -227,7 +227,7 @@ def test_what_old_and_tied_checkpoints_hold_beside_is_no_trouble(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-def test_what_a_directory_lacks_is_listed(tmp_path):
+def test_missing_files_of_a_directory_are_listed(tmp_path):
   everything = ['config.json', 'tokenizer.json', '*.safetensors']
   assert hf_weights.missing(str(tmp_path / 'nowhere')) == everything
   (tmp_path / 'config.json').write_text('{}')
@@ -235,7 +235,7 @@ def test_what_a_directory_lacks_is_listed(tmp_path):
   (tmp_path / 'tokenizer.json').write_text('{}')
   (tmp_path / 'model-00001-of-00002.safetensors').touch()
   assert hf_weights.missing(str(tmp_path)) == []
-  # An index says which files there must be.
+  # An index lists the files of the model.
   files = [f'model-0000{i}-of-00002.safetensors' for i in (1, 2)]
   listed = {'weight_map': {'a': files[0], 'b': files[1]}}
   (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(listed))
@@ -245,17 +245,17 @@ def test_what_a_directory_lacks_is_listed(tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-  """An empty cache of the hub, and no way out; the hosts that were asked for."""
+  """An empty cache of the hub and no network; the hosts that were looked up."""
 
   def refuse(host, *args, **kwargs):
-    asked.append(host)
+    hosts.append(host)
     raise socket.gaierror('out of reach')
 
-  asked = []
+  hosts = []
   monkeypatch.setattr(socket, 'getaddrinfo', refuse)
   monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
   monkeypatch.chdir(tmp_path)
-  return asked
+  return hosts
 
 
 def cached(path, name, **files):
@@ -270,7 +270,7 @@ def cached(path, name, **files):
   return str(snapshot)
 
 
-def test_a_hub_name_that_is_cached_is_found_without_asking(offline, tmp_path):
+def test_a_cached_hub_name_is_found_without_the_network(offline, tmp_path):
   files = {'config__json': '{}', 'tokenizer__json': '{}', 'model__safetensors': ''}
   snapshot = cached(tmp_path, 'some/model', **files)
   assert hf_weights.missing('some/model') == []
@@ -278,7 +278,7 @@ def test_a_hub_name_that_is_cached_is_found_without_asking(offline, tmp_path):
   assert not offline
 
 
-def test_a_hub_name_offline_says_what_is_missing_and_how_to_fetch_it(offline, tmp_path):
+def test_a_hub_name_offline_names_the_files_and_the_command(offline, tmp_path):
   cached(tmp_path, 'some/model', config__json='{}', tokenizer__json='{}')
   assert hf_weights.missing('some/model') == ['*.safetensors']
   assert not offline  # until it is needed
@@ -295,10 +295,10 @@ def test_a_hub_name_offline_says_what_is_missing_and_how_to_fetch_it(offline, tm
   assert offline
 
 
-def test_a_directory_is_never_asked_for_at_the_hub(offline, tmp_path):
+def test_a_directory_is_never_looked_up_at_the_hub(offline, tmp_path):
   os.makedirs(tmp_path / 'some' / 'model')
   for name in ('some/model', './no/model', '/no/such', 'a/b/c', 'characters'):
     with pytest.raises(ValueError) as error:
-      hf_weights.find(name, 'text.tokenizer', needs=('tokenizer.json',))
+      hf_weights.find(name, 'tokenizer.path', needs=('tokenizer.json',))
     assert f'`hf download <name> --local-dir {name}`' in str(error.value)
   assert not offline

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks equal those by way of all the logits, gradients too."""
+"""Log-probabilities by tiles equal those from all the logits, gradients too."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import logprob_tiles, logprobs, transformer
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -94,7 +94,7 @@ def test_rows_score_each_token_given_those_before_it():
     params, tokens_BT, spec, 0.7, chunk=4
   )
   assert not logp_BT[:, 0].any() and not entropy_BT[:, 0].any()
-  for t in (1, T - 1):  # the row ends before t: nothing but what came before is seen
+  for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
     hidden_B1D = transformer.forward(params, tokens_BT[:, :t], spec)[:, -1:]
     logp_B1, entropy_B1 = oracles.logprob_oracle(
       hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
@@ -103,13 +103,13 @@ def test_rows_score_each_token_given_those_before_it():
     np.testing.assert_allclose(entropy_BT[:, t], entropy_B1[:, 0], atol=1e-5)
 
 
-def test_blocks_are_equal_and_no_larger_than_asked():
+def test_blocks_are_equal_and_no_larger_than_the_limit():
   # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
-  assert logprobs._blocks(152064, 4096) == 44
-  assert logprobs._blocks(20, 4096) == 1
-  assert logprobs._blocks(20, 10) == 2
-  assert logprobs._blocks(20, 7) == 4
-  assert logprobs._blocks(151, 10) == 1  # a prime falls into crumbs only
+  assert logprob_tiles.num_blocks(152064, 4096) == 44
+  assert logprob_tiles.num_blocks(20, 4096) == 1
+  assert logprob_tiles.num_blocks(20, 10) == 2
+  assert logprob_tiles.num_blocks(20, 7) == 4
+  assert logprob_tiles.num_blocks(151, 10) == 1  # a prime divides into single rows only
 
 
 def sharded_gradient(devices, chunk=2, block=5):

@@ -1,4 +1,4 @@
-"""The same weights say the same thing here and in transformers.
+"""The same weights give the same log-probabilities here and in transformers.
 
 Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from flax import traverse_util
-from test_export import trained
+from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer
@@ -178,11 +178,11 @@ def test_decoding_with_a_cache_equals_the_whole_row(pair):
   whole_PTD = np.asarray(forward(params, tokens_PT, spec))
   # Each row starts from where its prompt of a third of its length ends.
   start_P = LENGTH_P // 3
-  kept = prefill(params, tokens_PT, spec)
+  prefilled = prefill(params, tokens_PT, spec)
   before_PT = np.arange(T) < start_P[:, None]
   cache = [
     [tuple(jnp.where(before_PT[..., None, None], x, 1e3) for x in layer)]
-    for layer in kept
+    for layer in prefilled
   ]
   worst = 0.0
   for t in range(T - int(start_P.min())):
@@ -215,7 +215,7 @@ def test_frequencies_of_published_models(rope, tmp_path):
   assert factor == pytest.approx(theirs.attention_scaling)
 
 
-def test_out_again_it_is_their_model(pair, tmp_path):
+def test_an_exported_model_is_their_model(pair, tmp_path):
   theirs, spec, params = pair
   path = tmp_path / 'out'
   path.mkdir()
@@ -223,15 +223,15 @@ def test_out_again_it_is_their_model(pair, tmp_path):
   hf_weights.save(str(path), flat.__getitem__, spec, shard_bytes=4000)
   config = hf_config.config_of(spec)
   (path / 'config.json').write_text(json.dumps(config | {'torch_dtype': 'float32'}))
-  again = transformers.AutoModelForCausalLM.from_pretrained(path)
-  assert type(again) is type(theirs)
-  before, after = theirs.state_dict(), again.state_dict()
+  read = transformers.AutoModelForCausalLM.from_pretrained(path)
+  assert type(read) is type(theirs)
+  before, after = theirs.state_dict(), read.state_dict()
   assert set(before) == set(after)
   for name, tensor in before.items():
     assert torch.equal(tensor, after[name]), name
   tokens_PT, real_PT = batch()
   assert torch.equal(
-    logits_of(theirs, tokens_PT, real_PT), logits_of(again.eval(), tokens_PT, real_PT)
+    logits_of(theirs, tokens_PT, real_PT), logits_of(read.eval(), tokens_PT, real_PT)
   )
 
 
@@ -240,7 +240,7 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   config, _ = trained(tmp_path)
   assert export.export(config, str(tmp_path), '', 'float32', 5000) == 0
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
-  reader = tokenizer.load(**config.text)
+  reader = setup.load_tokenizer(config)
   spec = setup.spec_of(config, reader)
   read = checkpoint.read_params(str(tmp_path), 1)
   params = transformer.unflatten(
@@ -258,7 +258,7 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
 
 
 @pytest.mark.parametrize('slots', [1, 2, 4])
-def test_the_likeliest_text(pair, slots):
+def test_greedy_decoding(pair, slots):
   theirs, spec, params = pair
   tokens_PT, _ = batch()
   rows = jax.tree.map(
@@ -282,10 +282,10 @@ def test_the_likeliest_text(pair, slots):
     rows.tokens_BT, rows.response_mask_BT, tokens_PT, LENGTH_P, strict=True
   ):
     prompt = torch.tensor(prompt_T[None, :n], dtype=torch.long)
-    said = theirs.generate(
+    expected = theirs.generate(
       prompt,
       attention_mask=torch.ones_like(prompt),
       do_sample=False,
       max_new_tokens=NEW,
     )
-    assert tokens_T[response_mask_T].tolist() == said[0, n:].tolist()
+    assert tokens_T[response_mask_T].tolist() == expected[0, n:].tolist()

@@ -1,4 +1,4 @@
-"""Rotary frequencies: each rule by hand, and what no rule may do."""
+"""Rotary frequencies: each rule by hand, and the limits of every rule."""
 
 import math
 
@@ -21,7 +21,7 @@ def table(width, theta, rule='default', **knobs):
 
 
 def test_default_and_linear_by_hand():
-  # Width 4, theta 100: pairs 0 and 1 turn by 100^0 = 1 and 100^(-1/2) = 0.1 a token.
+  # Width 4, theta 100: pairs 0 and 1 turn by 100^0 = 1 and 100^(-1/2) = 0.1 per token.
   found, factor = table(4, 100.0)
   np.testing.assert_allclose(found, [1, 0.1], rtol=1e-7)
   assert found.dtype == np.float32 and factor == 1
@@ -30,8 +30,8 @@ def test_default_and_linear_by_hand():
 
 def test_llama3_by_hand():
   # Width 8, theta 1e4: 1, 0.1, 0.01, 0.001. In 100 tokens they turn 15.9, 1.59, 0.159
-  # and 0.0159 times. More than 4: kept; fewer than 1: / 8; 1.59 lies (1.59 - 1) / 3 =
-  # 0.19718 of the way: 0.1 * 0.19718 + 0.0125 * 0.80282 = 0.029754.
+  # and 0.0159 times. More than 4: unchanged; fewer than 1: / 8; 1.59 lies
+  # (1.59 - 1) / 3 = 0.19718 of the way: 0.1 * 0.19718 + 0.0125 * 0.80282 = 0.029754.
   found, factor = table(8, 1e4, 'llama3', **LLAMA3)
   np.testing.assert_allclose(found, [1, 0.0297535, 0.00125, 0.000125], rtol=1e-5)
   assert factor == 1
@@ -55,12 +55,12 @@ def test_yarn_by_hand():
 
 @pytest.mark.parametrize('rule, knobs', [('llama3', LLAMA3), ('yarn', YARN)])
 @pytest.mark.parametrize('width', [16, 64, 128])
-def test_a_rule_slows_down_and_never_by_more_than_the_factor(rule, knobs, width):
+def test_a_rule_divides_by_one_to_the_factor(rule, knobs, width):
   plain, _ = table(width, 1e6)
   found, _ = table(width, 1e6, rule, **knobs)
   assert (found <= plain).all() and (np.diff(found) < 0).all()
   assert (found >= plain / knobs['factor'] * (1 - 1e-6)).all()
-  # The slowest pair is slowed fully and the fastest not at all: a rule does something.
+  # The slowest pair is divided fully and the fastest not at all: a rule has an effect.
   assert found[0] == plain[0]
   assert found[-1] == pytest.approx(plain[-1] / knobs['factor'])
 
@@ -83,7 +83,7 @@ def test_a_rule_slows_down_and_never_by_more_than_the_factor(rule, knobs, width)
     ('default', {'mrope_section': [1]}, 'mrope_section=[1] is no option of rope_type'),
   ],
 )
-def test_what_there_is_not_is_named(rule, knobs, message):
+def test_unknown_and_missing_knobs_are_named(rule, knobs, message):
   with pytest.raises(ValueError) as error:
     rope.check(rule, knobs)
   assert message in str(error.value)

@@ -25,7 +25,7 @@ def random(shape, kind):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_what_the_library_wrote_is_read_by_rows(kind, tmp_path):
+def test_files_of_the_library_are_read_by_rows(kind, tmp_path):
   arrays = {'a': random((6, 2, 3), kind), 'b': random((5,), kind)}
   save_file(arrays, tmp_path / 'model.safetensors')
   found = safetensors_io.index(str(tmp_path))
@@ -38,7 +38,7 @@ def test_what_the_library_wrote_is_read_by_rows(kind, tmp_path):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_what_is_written_the_library_reads(kind, tmp_path):
+def test_the_library_reads_our_files(kind, tmp_path):
   arrays = {'z': random((3, 4), kind), 'a': random((7,), kind), 'none': random(0, kind)}
   path = str(tmp_path / 'model.safetensors')
   safetensors_io.write(
@@ -64,7 +64,7 @@ def test_files_are_cut_only_where_they_must_be(sizes, limit):
     assert sum(named[name] for name in size) + named[after[0]] > limit
 
 
-def test_an_index_decides_which_files_are_the_model(tmp_path):
+def test_an_index_lists_the_files_of_the_model(tmp_path):
   for name in (
     'model-1.safetensors',
     'model-2.safetensors',
@@ -85,9 +85,9 @@ def test_a_file_that_is_cut_short_or_quantised_is_named(tmp_path):
   path = tmp_path / 'model.safetensors'
   save_file({'a': np.ones((8, 8), np.float32)}, path)
   whole = path.read_bytes()
-  for kept in (4, 20, len(whole) - 1):
-    path.write_bytes(whole[:kept])
-    with pytest.raises(ValueError, match=f'is cut short: {kept} bytes; fetch it again'):
+  for size in (4, 20, len(whole) - 1):
+    path.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match=f'is cut short: {size} bytes; fetch it again'):
       safetensors_io.index(str(tmp_path))
   path.write_bytes(whole.replace(b'[8,8]', b'[8,7]'))
   with pytest.raises(ValueError, match='a is damaged'):

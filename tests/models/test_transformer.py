@@ -1,4 +1,4 @@
-"""The decoder: what may see what, and that every way of running it says the same."""
+"""The decoder is causal, and every way of running it gives the same hidden states."""
 
 import dataclasses
 
@@ -72,10 +72,10 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   def step_by_step(params, tokens_BT):
     cache = transformer.empty_cache(spec, 3, [5, T - 5])
     if prompt:
-      kept = transformer.prefill(params, tokens_BT[:, :prompt], spec)
+      prefilled = transformer.prefill(params, tokens_BT[:, :prompt], spec)
       each = jnp.arange(3)
-      cache = decode_lib._store(cache, kept, each, each)
-    # As the sampler does it: the prompt's last token is read once more.
+      cache = decode_lib._store(cache, prefilled, each, each)
+    # As in the sampler, the prompt's last token is read once more.
     first = max(prompt - 1, 0)
 
     def step(cache, t):
@@ -93,10 +93,10 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   )
 
 
-def test_slots_may_stand_at_different_positions():
+def test_slots_may_be_at_different_positions():
   params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
   whole_BTD = forward(params, tokens_BT, QWEN2)
-  # What stands in the cache beyond a slot's position is someone else's and not read.
+  # Columns of the cache beyond a slot's position are stale and not read.
   cache = [(k * 100, v * 100) for k, v in prefill(params, tokens_BT, QWEN2)]
   truth = prefill(params, tokens_BT, QWEN2)
   position_S = np.asarray([3, 8, 0])
@@ -187,7 +187,7 @@ def test_the_mesh_changes_nothing(spec, layout):
 
 
 @pytest.mark.parametrize('remat', ['dots', 'none'])
-def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
+def test_rematerialisation_changes_no_gradient(remat):
   def total(params, spec):
     return jnp.sin(transformer.forward(params, tokens(2), spec)).sum()
 
@@ -199,8 +199,8 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(remat):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_less_is_computed_again_the_more_is_kept():
-  def kept(remat):
+def test_less_rematerialisation_needs_more_memory():
+  def temporaries(remat):
     spec = dataclasses.replace(QWEN2, remat=remat, ffn=512, layers=6)
     like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
 
@@ -210,20 +210,20 @@ def test_the_less_is_computed_again_the_more_is_kept():
     lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), like)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
-  full, dots, none = (kept(remat) for remat in ('full', 'dots', 'none'))
+  full, dots, none = (temporaries(remat) for remat in ('full', 'dots', 'none'))
   assert 1.5 * full < dots and 1.1 * dots < none
 
 
 @SPECS
-def test_a_speakers_weights_say_what_the_learners_say(spec):
+def test_the_actors_weights_give_the_learners_hidden_states(spec):
   spec = dataclasses.replace(spec, compute='bfloat16')
   params = oracles.noisy(spec, 0)
   cast = transformer.cast(params, spec.compute)
   kinds = {sharding.path_name(p): x.dtype for p, x in jax.tree.leaves_with_path(cast)}
   for name, kind in kinds.items():
     assert kind == (jnp.float32 if name.endswith('norm') else jnp.bfloat16), name
-  whole, spoken = (forward(tree, tokens(3), spec) for tree in (params, cast))
-  assert np.array_equal(whole, spoken)
+  learner, actor = (forward(tree, tokens(3), spec) for tree in (params, cast))
+  assert np.array_equal(learner, actor)
 
 
 def test_bfloat16_stays_close_and_stays_bfloat16():

@@ -1,4 +1,4 @@
-"""What runs in a loop is counted as often as it runs."""
+"""A collective in a loop is counted once per iteration."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_a_text_counted_by_hand():
   assert found['reduce-scatter64'].received == 60 * 64
 
 
-def test_what_a_program_really_does():
+def test_a_compiled_program_is_counted():
   devices = sharding.make(2, 2, 2)
 
   def five_sums(x):

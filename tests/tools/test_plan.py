@@ -1,4 +1,4 @@
-"""A plan says what fits, what does not, by how much, and what would."""
+"""A plan lists what fits, what does not, by how much, and what would."""
 
 import json
 import pathlib
@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.tools.plan import plan, programs, roofline
-from bapo_jax.training import validate
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import rules, setup
 from configs import aime
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,14 +38,20 @@ def config(tmp_path):
   config = aime.seven()
   config.model.path = str(tmp_path)
   config.mesh.update(data=1, fsdp=4, tensor=2)
-  config.prompts.update(count=32, width=128)
-  config.sampler.update(new=1920, slots=64, refill=8)
-  return config
+  config.prompts.update(count=32, max_prompt_tokens=128)
+  config.sampler.update(max_new_tokens=1920, max_num_seqs=64, prefill_batch_size=8)
+  return config_lib.parse(config.to_dict())
+
+
+@pytest.fixture
+def mesh(config):
+  """The config's mesh of the eight virtual devices."""
+  return sharding.make(**config.mesh.model_dump(), devices=jax.devices())
 
 
 @pytest.mark.slow
 def test_the_plan_of_a_small_config(topology, tmp_path):
-  # 131072 slots of 57 columns are 7 GiB of cache a device, twice as many are too much.
+  # 131072 slots of 57 columns are 7 GiB of cache per device, twice as many too much.
   flags = ['--mode=plan', '--topology=v5e:2x2', f'--workdir={tmp_path / "run"}']
   knobs = {
     'model.layers': 1,
@@ -71,13 +78,14 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
-def test_decoding_needs_little_beside_its_cache(topology, config, name):
-  config.sampler.max_new_tokens = 3968
-  grid = sharding.make(**config.mesh, devices=topology(name))
-  rules, spec = validate.check(config, grid), programs.described(config)
+def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
+  config = config.with_values(sampler={'max_new_tokens': 3968})
+  mesh = setup.make_mesh(config, topology(name))
+  bound, spec = rules.bind(config), programs.tpu_spec(config)
   for make in (programs.decode, programs.prefill):
-    program = make(config, rules, spec, grid)
-    row = plan.compiled(program, grid)
+    program = make(config, bound, spec, mesh)
+    row = plan.compiled(program, mesh)
+    assert isinstance(row, plan.Row)
     # 64 rows over 4 and one of 2 heads: 2 layers, keys and values, 128 wide, bfloat16.
     assert row.cache == 64 / 4 * 4096 * 2 * 2 * 128 * 2
     assert row.output < 2**20, 'the slots are not donated'
@@ -90,62 +98,73 @@ def test_decoding_needs_little_beside_its_cache(topology, config, name):
       assert max(c.bytes for c in row.loops) <= max(16 * 1536 * 2, 16 * 1187 * 4)
 
 
-def test_the_programs_are_those_of_the_run(config):
-  grid = sharding.make(**config.mesh, devices=jax.devices())
-  spec = programs.described(config)
+def test_the_programs_are_those_of_the_run(config, mesh):
+  spec = programs.tpu_spec(config)
   assert spec.attention == 'splash' and spec.layers == 2 and spec.tied is False
-  program = programs.train_step(config, validate.check(config, grid), spec, grid)
+  program = programs.train_step(config, rules.bind(config), spec, mesh)
   params, opt, batch = program.args
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
   assert batch.loss_mask_BT.dtype == bool and batch.adv_B.shape == (128,)
   assert batch.tokens_BT.sharding.spec == P(sharding.ROWS)
-  # Parameters and two moments in float32 over 8 devices; vectors are held whole.
+  # Parameters and two moments in float32 over 8 devices; vectors are replicated.
   vectors = sum(x.size for x in jax.tree.leaves(params) if x.sharding.spec == P())
   matrices = sum(x.size for x in jax.tree.leaves(params)) - vectors
   biases = 2 * (12 + 2 + 2) * 128 * (1 / 2 - 1 / 8)  # over tensor alone
   own = 12 * (matrices / 8 + biases + vectors)
-  assert programs.held((params, opt)) == pytest.approx(own, rel=1e-6)
+  assert programs.bytes_per_device((params, opt)) == pytest.approx(own, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', programs.PROGRAMS)
+def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name):
+  spec = programs.tpu_spec(config)
+  program = programs.PROGRAMS[name](config, rules.bind(config), spec, mesh)
+  with sharding.current(mesh):
+    traced = program.function.trace(*program.args, **program.static)
+    text = traced.lower(lowering_platforms=('tpu',)).as_text()
+  # Decoding reads its cache by plain products, all others run the TPU's kernel.
+  assert ('tpu_custom_call' in text) == (name != 'decode')
+  assert program.cost(linked=0.0).flops > 0
 
 
 def test_a_plan_needs_a_config_json(config, tmp_path):
   (tmp_path / 'config.json').unlink()
   with pytest.raises(ValueError, match='a plan needs no other file'):
-    programs.described(config)
+    programs.tpu_spec(config)
 
 
 @pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
-def test_what_is_no_topology_is_refused(name):
+def test_an_unknown_topology_is_refused(name):
   with pytest.raises(ValueError) as error:
     plan.attach(name)
   assert f'--topology={name!r} is no topology' in str(error.value)
   assert 'v5p:2x2x4' in str(error.value)
 
 
-def test_a_shape_that_cannot_be_is_refused(topology):
+def test_an_impossible_shape_is_refused(topology):
   with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
     plan.attach('v5e:3x5')
 
 
-def test_the_compilers_refusal_is_read(config):
-  grid = sharding.make(**config.mesh, devices=jax.devices())
-  spec = programs.described(config)
-  program = programs.decode(config, None, spec, grid)._replace(beside=2**30)
-  own = programs.held(program.args)
+def test_the_compilers_refusal_is_read(config, mesh):
+  spec = programs.tpu_spec(config)
+  program = programs.decode(config, rules.bind(config), spec, mesh)
+  program = program._replace(resident=2**30)
+  own = programs.bytes_per_device(program.args)
   assert own > program.cache > 0
-  for message, asked in {
+  for message, needed in {
     'Used 28.9G of 15.75G hbm. Exceeded hbm capacity by 13.1G': 29.9 * 2**30,
     'memory required for HLO temporaries (32.00M) exceeds available HBM (15.75G)': (
       2**30 + 2**25 + own
     ),
     'RESOURCE_EXHAUSTED: something else': float('inf'),
   }.items():
-    assert plan.asked(message, program) == pytest.approx(asked)
+    assert plan.bytes_needed(message, program) == pytest.approx(needed)
 
 
 @pytest.mark.parametrize(
   ('name', 'remat', 'fits', 'answer'),
   [
-    # 8 prompts x 16 / 4 shards: 32 rows a shard, 16 slices are 2 rows each.
+    # 8 prompts x 16 / 4 shards: 32 rows per shard, 16 micro-batches are 2 rows each.
     (
       'train step',
       'full',
@@ -176,22 +195,20 @@ def test_the_compilers_refusal_is_read(config):
   ],
 )
 def test_the_largest_batch_that_fits_is_found(
-  monkeypatch, config, name, remat, fits, answer
+  monkeypatch, config, mesh, name, remat, fits, answer
 ):
-  grid = sharding.make(**config.mesh, devices=jax.devices())
-  config.model.remat = remat
-  config.learner.grad_accum_steps = 16
+  config = config.with_values(model={'remat': remat}, learner={'grad_accum_steps': 16})
   (knob, value), gib = next(iter(fits.items())), 2**30
   section, key = knob.split('.')
 
-  def compiled(changed, grid):
-    enough = changed[section][key] == value
+  def compiled(changed, mesh):
+    enough = getattr(getattr(changed, section), key) == value
     total = 10 * gib if enough else 20 * gib
     return plan.Row(0, 0, total, 0, 0, total, [], 0.0)
 
   monkeypatch.setattr(plan, 'compiled', compiled)
   monkeypatch.setitem(programs.PROGRAMS, name, lambda changed, *_: changed)
-  found = plan.remedy(name, config, None, grid, roofline.CHIPS['v5e'], lambda _: None)
+  found = plan.remedy(name, config, mesh, roofline.CHIPS['v5e'], lambda _: None)
   assert found.startswith(answer)
   if 'fits' in answer:
     assert found.endswith('5.8 GiB left')

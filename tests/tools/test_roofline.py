@@ -16,7 +16,7 @@ ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 def test_a_token_by_hand():
   # A layer: q and o 16 x 16, k and v 16 x 8, three of 16 x 32: 2304 weights.
   assert roofline.matrices(SPEC) == 2 * 2304
-  # Two a weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 a layer.
+  # Two per weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 per layer.
   once = roofline.forward(SPEC, context=5)
   assert once == (2 * 4608, 2 * 320, 2 * 20 * 16)
 
@@ -24,16 +24,16 @@ def test_a_token_by_hand():
 def test_an_update_by_hand():
   once = roofline.forward(SPEC, 4)  # half of 8: attention is causal
   tokens = 3 * 8
-  for remat, slices, again in (
+  for remat, grad_accum_steps, recomputed in (
     ('none', 1, once.head),
     ('dots', 1, once.head + once.attention),
     ('full', 1, once.all),
     ('full', 2, 2 * once.all),
   ):
     spec = dataclasses.replace(SPEC, remat=remat)
-    cost = roofline.train(spec, ALONE, 3, 8, slices, linked=7.0)
+    cost = roofline.train(spec, ALONE, 3, 8, grad_accum_steps, linked=7.0)
     assert cost.model_flops == 3 * once.all * tokens
-    assert cost.flops == (3 * once.all + again) * tokens
+    assert cost.flops == (3 * once.all + recomputed) * tokens
     assert cost.linked == 7.0
 
 
@@ -62,7 +62,7 @@ def test_the_slowest_of_three_is_the_bound():
 
 
 def test_seven_billion():
-  # 2 FLOPs a weight: 7.6 B less the embedding's 0.5 B are 14 GFLOP a token.
+  # 2 FLOPs per weight: 7.6 B less the embedding's 0.5 B are 14 GFLOP per token.
   spec = transformer.ModelSpec(
     vocab=152064,
     width=3584,

@@ -1,1 +1,4 @@
-"""TODO."""
+"""In: a config and a TPU topology that need not be attached.
+Out: tables of memory, collectives and lower bounds on time, and a batch that fits.
+Read hlo, roofline, programs, then plan.
+"""

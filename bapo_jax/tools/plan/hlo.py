@@ -1,14 +1,15 @@
-"""Which collectives a compiled program runs in its loops, read from its HLO text.
+"""Collectives that a compiled program runs in its loops, read from its HLO text.
 
-1. `computations` cuts the text into computations and their instructions;
-2. `in_loops` walks from the entry into loop bodies and what those call, multiplying
-   trip counts on the way.
+1. `computations` splits the text into computations and their instructions;
+2. `in_loops` walks from the entry into loop bodies and the computations that they call,
+   multiplying trip counts on the way.
 
 XLA's own cost analysis counts a loop's body once, so it is of no use here.
 """
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
@@ -21,7 +22,7 @@ KINDS = (
   'ragged-all-to-all',
   'collective-broadcast',
 )
-# `-done` ends what `-start` began and is not counted again.
+# `-done` ends what `-start` began and is not counted a second time.
 COLLECTIVE = re.compile(rf' = (.+?) ({"|".join(KINDS)})(-start)?\(')
 ARRAY = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*|c\d+)\[([\d,]*)\]')
 CALLED = re.compile(
@@ -37,13 +38,13 @@ class Collective(NamedTuple):
   """One kind and size of collective inside a loop."""
 
   kind: str
-  bytes: int  # of the whole array on one device: what is gathered, summed or sent
+  bytes: int  # of the whole array on one device: gathered, summed or sent
   sites: int  # instructions of this kind and size
-  times: int  # how often they run, together, each time the program runs
+  times: int  # how often they run, together, per run of the program
 
   @property
   def received(self) -> int:
-    """Bytes that come to a device in a run of the program; a sum goes round twice."""
+    """Bytes that a device receives per run of the program; a sum goes round twice."""
     return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
 
 
@@ -62,9 +63,10 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 def in_loops(text: str) -> list[Collective]:
   """The collectives that run inside loops, the most bytes first."""
   bodies, entry = computations(text)
-  sites, times = {}, {}
+  sites: dict[tuple[str, int], set[tuple[str, str]]] = {}
+  times: dict[tuple[str, int], int] = {}
 
-  def walk(name: str, repeats: int, looped: bool):
+  def walk(name: str, repeats: int, looped: bool) -> None:
     for line in bodies.get(name, ()):
       if looped and (found := COLLECTIVE.search(line)):
         key = found[2], size(found[1], found[2], bool(found[3]), line)
@@ -72,20 +74,27 @@ def in_loops(text: str) -> list[Collective]:
         times[key] = times.get(key, 0) + repeats
       if loop := LOOP.search(line):
         walk(loop[2], repeats * trips(line, bodies.get(loop[1], ())), True)
-      inner = CALLED.findall(line)
-      for group in BRANCHES.findall(line):
-        inner += [part.strip().lstrip('%') for part in group.split(',')]
-      for called in inner:
+      for called in callees(line):
         walk(called, repeats, looped)
 
   walk(entry, 1, False)
-  found = [Collective(*key, len(sites[key]), times[key]) for key in sites]
+  found = [
+    Collective(kind, n, len(where), times[kind, n])
+    for (kind, n), where in sites.items()
+  ]
   return sorted(found, key=lambda c: -c.received)
 
 
-def trips(line: str, condition) -> int:
-  """How often a loop runs: what XLA says, else the bound that its condition compares
-  with. One where neither is there."""
+def callees(line: str) -> list[str]:
+  """Names of the computations that an instruction calls, loops excepted."""
+  names = CALLED.findall(line)
+  for group in BRANCHES.findall(line):
+    names += [part.strip().lstrip('%') for part in group.split(',')]
+  return names
+
+
+def trips(line: str, condition: Iterable[str]) -> int:
+  """Iterations of a loop: XLA's count, else the bound in its condition, else 1."""
   if known := TRIPS.search(line):
     return int(known[1])
   bounds = [int(n) for text in condition for n in BOUND.findall(text)]
@@ -93,12 +102,17 @@ def trips(line: str, condition) -> int:
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:
-  """Bytes of the whole array: the result, or for a scatter what was scattered."""
+  """Bytes of the whole array: the result, or of a scatter the operand.
+
+  Args:
+    shape: the result's, as in the text.
+    started: the instruction is the `-start` half of a collective.
+  """
   arrays = [
-    math.prod(int(n) for n in dims.split(',') if n) * width(kind_of)
-    for kind_of, dims in ARRAY.findall(shape)
+    math.prod(int(n) for n in dims.split(',') if n) * itemsize(dtype)
+    for dtype, dims in ARRAY.findall(shape)
   ]
-  # A started gather or permute names its operand beside its result.
+  # A started gather or permute lists its operand before its result.
   paired = started and kind in ('all-gather', 'collective-permute')
   total = max(arrays, default=0) if paired else sum(arrays)
   return total * members(line) if kind == 'reduce-scatter' else total
@@ -113,9 +127,7 @@ def members(line: str) -> int:
   return 1
 
 
-def width(kind: str) -> int:
-  """Bytes of one number."""
-  if kind == 'pred':
-    return 1
-  digits = re.match(r'[a-z]+(\d+)', kind)
-  return max(int(digits[1]) // 8, 1)
+def itemsize(dtype: str) -> int:
+  """Bytes of one number of an HLO dtype: 'bf16', 's32', 'pred'."""
+  bits = re.search(r'\d+', dtype)
+  return max(int(bits[0]) // 8, 1) if bits else 1

@@ -1,18 +1,18 @@
-"""Compiles a run for a TPU that is not attached, and says whether it fits.
+"""Compiles a run for a TPU that is not attached, and checks whether it fits.
 
-1. `attach` turns 'v5p:4x4x4' into devices that can be compiled for;
-2. `compiled` asks the TPU's compiler for the memory and the collectives of a program;
-3. `remedy` looks for the largest batch that fits where the asked one does not;
-4. `report` prints it all, with a roofline.
+1. `attach` turns 'v5p:4x4x4' into devices to compile for;
+2. `compiled` runs the TPU's compiler and reads memory and collectives of a program;
+3. `remedy` searches the largest batch that fits if the configured one does not;
+4. `run` does so for every program and prints memory, collectives and a roofline.
 
-Nothing is loaded and nothing runs: a config.json is enough.
+No weight is loaded and no program runs: a config.json is enough.
 """
 
 import math
 import re
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -24,31 +24,27 @@ from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
-COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'beside', 'total')
+COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
 class Row(NamedTuple):
-  """What the compiler says of it; bytes on one device."""
+  """Memory and collectives of a compiled program; bytes on one device."""
 
   arguments: float
   output: float  # beyond donated arguments
   temporaries: float
   cache: float  # part of the arguments
-  beside: float
+  resident: float  # memory of the run that the program does not take
   total: float
-  loops: list  # of Collective
+  loops: list[hlo.Collective]
   seconds: float  # to compile
 
-  def over(self, chip: roofline.Chip) -> float:
-    """Bytes beyond what the chip has."""
-    return self.total - chip.hbm * GIB
 
-
-def attach(topology: str):
-  """(chip, devices) of 'v5p:4x4x4'.
+def attach(topology: str) -> tuple[roofline.Chip, Sequence[Any]]:
+  """(chip, devices) of a topology like 'v5p:4x4x4'.
 
   Raises:
-    ValueError: no such chip, or no such arrangement of them.
+    ValueError: the chip or the arrangement does not exist.
   """
   name, _, shape = topology.partition(':')
   if name not in roofline.CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
@@ -67,18 +63,19 @@ def attach(topology: str):
   return chip, found.devices
 
 
-def compiled(program: programs.Program, mesh) -> Row | float:
-  """What the compiler says; where memory does not suffice, the bytes it asks for."""
+def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
+  """The compiled program's row; if memory does not suffice, the bytes needed."""
   begun = time.time()
   with sharding.current(mesh):
-    lowered = program.function.lower(*program.args, **program.knobs)
+    lowered = program.function.lower(*program.args, **program.static)
     try:
-      made = lowered.compile()
+      executable = lowered.compile()
     except Exception as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      return asked(str(error), program)
-  m = made.memory_analysis()
+      return bytes_needed(str(error), program)
+  m = executable.memory_analysis()
+  assert m is not None, 'every TPU has it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
   own = m.argument_size_in_bytes + output + m.temp_size_in_bytes
   return Row(
@@ -86,25 +83,30 @@ def compiled(program: programs.Program, mesh) -> Row | float:
     output,
     m.temp_size_in_bytes,
     program.cache,
-    program.beside,
-    own + program.beside,
-    hlo.in_loops(made.as_text()),
+    program.resident,
+    own + program.resident,
+    hlo.in_loops(executable.as_text() or ''),
     time.time() - begun,
   )
 
 
-def asked(message: str, program: programs.Program) -> float:
-  """Bytes a device would need, from the compiler's refusal; inf where it says none."""
+def bytes_needed(message: str, program: programs.Program) -> float:
+  """Bytes that a device would need, by the compiler's error; inf if it gives none."""
   if found := re.search(r'Used ([\d.]+)([KMGT]) of', message):
-    return float(found[1]) * UNITS[found[2]] + program.beside
+    return float(found[1]) * UNITS[found[2]] + program.resident
   if found := re.search(r'temporaries \(([\d.]+)([KMGT])\)', message):
-    own = float(found[1]) * UNITS[found[2]] + programs.held(program.args)
-    return own + program.beside
+    own = float(found[1]) * UNITS[found[2]] + programs.bytes_per_device(program.args)
+    return own + program.resident
   return math.inf
 
 
-def ladder(name: str, config, mesh):
-  """(knob, value) to try one after the other where a program does not fit.
+def excess(row: Row | float, chip: roofline.Chip) -> float:
+  """Bytes beyond the chip's memory; negative if the program fits."""
+  return (row.total if isinstance(row, Row) else row) - chip.hbm * GIB
+
+
+def ladder(name: str, config: Config, mesh: Mesh) -> Iterator[tuple[str, int | str]]:
+  """(knob, value) to try in turn if a program does not fit.
 
   From the largest batch down, so that the first that fits is the largest.
   """
@@ -118,41 +120,47 @@ def ladder(name: str, config, mesh):
     return
   if config.model.remat != 'full' and name == 'train step':
     yield 'model.remat', 'full'
-  rows = config.minibatch_rows
-  slices = 2 * config.learner.grad_accum_steps
-  while rows % (slices * shards) == 0:
-    yield 'learner.grad_accum_steps', slices
-    slices *= 2
+  steps = 2 * config.learner.grad_accum_steps
+  while config.minibatch_rows % (steps * shards) == 0:
+    yield 'learner.grad_accum_steps', steps
+    steps *= 2
 
 
-def remedy(name: str, config: Config, mesh: Mesh, chip: roofline.Chip, echo) -> str:
-  """What would make the program fit, found by compiling it."""
-  changed, tried = config, {}
+def remedy(
+  name: str,
+  config: Config,
+  mesh: Mesh,
+  chip: roofline.Chip,
+  echo: Callable[[str], object],
+) -> str:
+  """The flags that make the program fit, found by compiling it; a sentence."""
+  changed, flags = config, {}
   for knob, value in ladder(name, config, mesh):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
-    tried[knob] = value
-    flags = ' '.join(f'--config.{k}={v}' for k, v in tried.items())
-    echo(f'  {name}: trying {flags}')
-    spec, bound = programs.described(changed), rules.bind(changed)
+    flags[knob] = f'--config.{knob}={value}'
+    echo(f'  {name}: trying {" ".join(flags.values())}')
+    spec, bound = programs.tpu_spec(changed), rules.bind(changed)
     row = compiled(programs.PROGRAMS[name](changed, bound, spec, mesh), mesh)
-    if isinstance(row, Row) and row.over(chip) <= 0:
-      return f'{flags} fits, {-row.over(chip) / GIB:.1f} GiB left'
-  if not tried:
+    if isinstance(row, Row) and excess(row, chip) <= 0:
+      left = -excess(row, chip) / GIB
+      return f'{" ".join(flags.values())} fits, {left:.1f} GiB left'
+  if not flags:
     return 'no smaller batch divides over this mesh'
-  return f'not even with {flags}: a larger mesh.tensor or topology would'
+  return (
+    f'not even with {" ".join(flags.values())}: a larger mesh.tensor or topology would'
+  )
 
 
-def run(config: Config, topology: str, echo: Callable = print) -> bool:
-  """Plans the run and prints the plan; whether everything fits.
+def run(config: Config, topology: str, echo: Callable[[str], object] = print) -> bool:
+  """Plans the run and prints the plan; True if every program fits.
 
   Raises:
-    ValueError: the topology, the model or the knobs make no sense.
+    ValueError: topology, model or knobs do not fit together.
   """
   chip, devices = attach(topology)
   mesh = setup.make_mesh(config, devices)
-  bound = rules.bind(config)
-  spec = programs.described(config)
+  bound, spec = rules.bind(config), programs.tpu_spec(config)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
@@ -162,26 +170,27 @@ def run(config: Config, topology: str, echo: Callable = print) -> bool:
   for name, make in programs.PROGRAMS.items():
     made[name] = make(config, bound, spec, mesh)
     rows[name] = row = compiled(made[name], mesh)
-    over = row.over(chip) if isinstance(row, Row) else row - chip.hbm * GIB
-    if over > 0:
-      echo(f'  {name} does not fit; looking for what does')
-      found = remedy(name, config, mesh, chip, echo)
-      verdicts[name] = f'{over / GIB:.1f} GiB too much; {found}'
-    else:
-      verdicts[name] = f'fits, {-over / GIB:.1f} left'
+    over = excess(row, chip) / GIB
+    if isinstance(row, Row) and over <= 0:
+      verdicts[name] = f'fits, {-over:.1f} left'
       echo(f'  {name} compiled in {row.seconds:.0f} s')
-  echo('')
-  echo(memory_table(rows, verdicts))
+    else:
+      echo(f'  {name} does not fit; searching a smaller batch')
+      found = remedy(name, config, mesh, chip, echo)
+      verdicts[name] = f'{over:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
-  echo('')
-  echo(loops_table(known))
-  echo('')
-  echo(roofline_table(known, made, chip, config))
+  for table in (
+    memory_table(rows, verdicts),
+    loops_table(known),
+    roofline_table(known, made, chip, config),
+  ):
+    echo('')
+    echo(table)
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
-def memory_table(rows: dict, verdicts: dict) -> str:
-  """A line a program, GiB on one device."""
+def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
+  """One line per program, GiB on one device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
   for name, row in rows.items():
     if isinstance(row, Row):
@@ -190,8 +199,8 @@ def memory_table(rows: dict, verdicts: dict) -> str:
       cells = f'{"":60}{row / GIB:12.2f}'
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
   lines.append(
-    'cache is part of the arguments; beside is what the run holds there meanwhile '
-    '(the learner, the actor, the buffer)'
+    'cache is part of the arguments; resident is memory of the run that the '
+    'program does not take (the learner, the actor, the buffer)'
   )
   for name, row in rows.items():
     if isinstance(row, Row) and row.cache:
@@ -200,7 +209,7 @@ def memory_table(rows: dict, verdicts: dict) -> str:
   return '\n'.join(lines)
 
 
-def loops_table(rows: dict) -> str:
+def loops_table(rows: dict[str, Row]) -> str:
   """The collectives inside loops of each program, largest first."""
   lines = [f'{"in loops":16}{"kind":>20}{"MiB":>10}{"sites":>7}{"times":>8}{"GiB":>10}']
   for name, row in rows.items():
@@ -215,38 +224,45 @@ def loops_table(rows: dict) -> str:
   return '\n'.join(lines)
 
 
-def roofline_table(rows: dict, made: dict, chip, config) -> str:
-  """Lower bounds on the seconds of each program, and what they make of a step."""
+def roofline_table(
+  rows: dict[str, Row],
+  made: dict[str, programs.Program],
+  chip: roofline.Chip,
+  config: Config,
+) -> str:
+  """Lower bounds on the seconds of each program, and of a whole step."""
   bounds = ('products', 'memory', 'links')
   lines = [
     f'{"seconds, at least":18}' + ''.join(f'{b:>12}' for b in bounds) + '  of one'
   ]
   took = {}
   for name, row in rows.items():
-    program = made[name]
-    linked = sum(c.received for c in row.loops) / program.runs
-    cost = program.cost(linked)
+    linked = sum(c.received for c in row.loops) / made[name].steps
+    cost = made[name].cost(linked)
     seconds = cost.seconds(chip)
     took[name] = max(seconds.values())
     cells = ''.join(f'{seconds[b]:12.4g}' for b in bounds)
     share = cost.model_flops / chip.flops / took[name]
     lines.append(
       f'{name:18}{cells}  {programs.UNIT[name]}: {cost.model_flops / 1e12:.4g} TFLOP '
-      f'of the model a device, {cost.flops / 1e12:.4g} computed, '
+      f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
+  return '\n'.join([*lines, *_step_lines(took, config)])
+
+
+def _step_lines(took: dict[str, float], config: Config) -> Iterator[str]:
+  """Lower bounds on decoding and learning of one step, given those of the programs."""
+  sampler = config.sampler
   if 'decode' in took:
-    tokens = config.sampler.max_num_seqs / took['decode']
-    rounds = (
-      config.prompts.count * config.sampler.group_size / config.sampler.max_num_seqs
-    )
-    hours = rounds * config.sampler.max_new_tokens * took['decode'] / 3600
-    lines.append(
-      f'decoding: at most {tokens:.0f} tokens/s; a rollout whose responses are all '
-      f'{config.sampler.max_new_tokens} tokens at least {hours:.2f} h'
+    tokens = sampler.max_num_seqs / took['decode']
+    rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
+    hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
+    yield (
+      f'decoding: at most {tokens:.0f} tokens/s; a rollout of responses of '
+      f'{sampler.max_new_tokens} tokens at least {hours:.2f} h'
     )
   if 'train step' in took:
     updates = config.updates_per_step
     hours = updates * took['train step'] / 3600
-    lines.append(f'learning: {updates} updates a rollout batch, at least {hours:.2f} h')
-  return '\n'.join(lines)
+    yield f'learning: {updates} updates per step, at least {hours:.2f} h'

@@ -1,8 +1,8 @@
-"""What a run compiles, with abstract arguments where they will lie.
+"""The programs that a run compiles, with abstract arguments placed on a mesh.
 
-1. `described` is the model of a config, from its config.json alone;
-2. `PROGRAMS` make the train step, the log-probabilities, prefill and decode as the run
-   itself calls them, for any mesh, of devices that are there or not.
+1. `tpu_spec` reads the model of a config from its config.json alone;
+2. `PROGRAMS` makes the train step, the log-probabilities, prefill and decode as the run
+   itself calls them, for any mesh, of attached devices or not.
 """
 
 import dataclasses
@@ -10,11 +10,12 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.models import attention, logprobs, transformer
@@ -23,23 +24,25 @@ from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
 from bapo_jax.training import setup
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules
+from bapo_jax.types import Rules, Tree
 
 
 class Program(NamedTuple):
-  """What is compiled."""
+  """A jitted function, its arguments and its cost; bytes on one device."""
 
-  function: Callable  # jitted
-  args: tuple  # abstract, placed
-  knobs: dict  # static
-  cost: Callable  # bytes its collectives bring to a device -> roofline.Cost
-  beside: float  # bytes a device holds meanwhile that are no arguments
+  function: Wrapped  # jitted
+  args: tuple[Any, ...]  # abstract, placed
+  static: dict[str, Any]  # static keyword arguments
+  cost: Callable[
+    [float], roofline.Cost
+  ]  # of one step, given the bytes that links bring
+  resident: float  # bytes of the run that the program does not take
   cache: float = 0.0  # bytes of the arguments that are keys and values
-  runs: int = 1  # steps of one call: costs are of one step
+  steps: int = 1  # per call
 
 
-def described(config: Config) -> ModelSpec:
-  """The model that the config names, its attention that of a TPU.
+def tpu_spec(config: Config) -> ModelSpec:
+  """The model of the config, with the attention kernel of a TPU.
 
   Raises:
     ValueError: the model's directory has no config.json.
@@ -55,37 +58,37 @@ def described(config: Config) -> ModelSpec:
   return dataclasses.replace(spec, attention=kind)
 
 
-def place(tree, shardings):
+def place(tree: Tree, shardings: Tree) -> Tree:
   """The abstract tree with a sharding on every leaf."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
   )
 
 
-def held(tree) -> float:
-  """Bytes on one device of what is placed in the abstract tree."""
+def bytes_per_device(tree: Tree) -> int:
+  """Bytes on one device of the placed leaves of the abstract tree."""
   placed = (x for x in jax.tree.leaves(tree) if getattr(x, 'sharding', None))
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed
   )
 
 
-def learner_state(config: Config, spec: ModelSpec, mesh: Mesh):
-  """(params, opt) where the learner keeps them."""
+def learner_state(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree]:
+  """(params, opt), placed as in training."""
   params = transformer.abstract(spec)
   opt = jax.eval_shape(setup.optimizer(config).init, params)
   return place((params, opt), sharding.shardings((params, opt), mesh))
 
 
-def actor(spec: ModelSpec, mesh: Mesh):
-  """The weights as decoding reads them."""
+def actor(spec: ModelSpec, mesh: Mesh) -> Tree:
+  """The weights, placed and cast as for decoding."""
   params = jax.eval_shape(
     lambda tree: transformer.cast(tree, spec.compute), transformer.abstract(spec)
   )
   return place(params, sharding.shardings(params, mesh, 'decode'))
 
 
-def buffer(config: Config, rules: Rules, mesh: Mesh):
+def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
   """The replay buffer, whole on every device."""
   made = jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
   return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
@@ -102,12 +105,12 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
     functools.partial(
       roofline.train, spec, dict(mesh.shape), B, T, config.learner.grad_accum_steps
     ),
-    held((actor(spec, mesh), buffer(config, rules, mesh))),
+    bytes_per_device((actor(spec, mesh), buffer(config, rules, mesh))),
   )
 
 
 def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
-  """The log-probabilities of one slice, without a gradient."""
+  """The log-probabilities of one micro-batch, without a gradient."""
   B = config.minibatch_rows // config.learner.grad_accum_steps
   T = config.row_length
   function = functools.partial(
@@ -123,43 +126,44 @@ def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
     (params, tokens_BT),
     {},
     functools.partial(roofline.score, spec, dict(mesh.shape), B, T),
-    held((opt, actor(spec, mesh), buffer(config, rules, mesh))),
+    bytes_per_device((opt, actor(spec, mesh), buffer(config, rules, mesh))),
   )
 
 
-def slots_of(config: Config, spec: ModelSpec, mesh: Mesh):
+def slots_of(
+  config: Config, spec: ModelSpec, mesh: Mesh
+) -> tuple[decode_lib.Slots, int]:
   """(slots of the sampler, bytes of their cache on one device)."""
   S, T = config.sampler.max_num_seqs, config.row_length
   slots = jax.eval_shape(
     lambda: decode_lib.empty(spec, S, T, config.sampler.cache_segments)
   )
   slots = place(slots, decode_lib.slot_shardings(slots, mesh))
-  return slots, held(slots.cache)
+  return slots, bytes_per_device(slots.cache)
 
 
 def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """Prompts into free slots."""
-  R, width = (
-    min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs),
-    config.prompts.max_prompt_tokens,
-  )
+  R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
+  width = config.prompts.max_prompt_tokens
   slots, cache = slots_of(config, spec, mesh)
   like = jax.ShapeDtypeStruct
-  # As many prompts as responses: what an evaluation of one response each asks for.
+  # As many prompts as responses, as in an evaluation of one response per prompt.
   prompts = like((R, width), jnp.int32), like((R,), jnp.int32)
-  names = [like((R,), kind) for kind in ('int32', 'int32', 'int32', 'uint32', 'int32')]
+  kinds = ('int32', 'int32', 'int32', 'uint32', 'int32')  # from, slot, row, uid, new
+  responses = [like((R,), kind) for kind in kinds]
   return Program(
     decode_lib.admit,
-    (actor(spec, mesh), slots, *prompts, *names),
+    (actor(spec, mesh), slots, *prompts, *responses),
     {'spec': spec},
     functools.partial(roofline.prefill, spec, dict(mesh.shape), R, width),
-    held((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
+    bytes_per_device((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
   )
 
 
 def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
-  """One dispatch of the sampler: `sampler.tokens_per_dispatch` tokens in every slot."""
+  """One dispatch of the sampler: `sampler.tokens_per_dispatch` tokens per slot."""
   n, T = config.sampler.tokens_per_dispatch, config.row_length
   slots, cache = slots_of(config, spec, mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
@@ -169,23 +173,22 @@ def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program
     (actor(spec, mesh), slots, key, config.sampler.temperature, n, 0),
     {'spec': spec, 'eos': (0,), 'live': len(slots.cache[0])},
     lambda linked: roofline.decode(spec, shape, S, T, cache, linked),
-    held((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
+    bytes_per_device((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
     n,
   )
 
 
-PROGRAMS = {
+PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
   'train step': train_step,
   'log-prob pass': score,
   'prefill': prefill,
   'decode': decode,
 }
 
-# What the cost of each is the cost of.
-UNIT = {
+UNIT = {  # of which each cost is
   'train step': 'update',
-  'log-prob pass': 'slice',
-  'prefill': 'refill',
-  'decode': 'token a slot',
+  'log-prob pass': 'micro-batch',
+  'prefill': 'batch of prompts',
+  'decode': 'token per slot',
 }

@@ -1,0 +1,79 @@
+"""Parameters and the tensors of a Hugging Face checkpoint: names, axes, shapes.
+
+1. `NAMES` maps a parameter to its tensor, one per layer where parameters are stacked;
+2. `AXES` gives the order of axes here and in the file, and which are merged there;
+3. `stored` lists every tensor of a model with its shape.
+"""
+
+import math
+
+from bapo_jax.models import transformer
+
+Shape = tuple[int, ...]
+
+# parameter -> tensor; {} is the layer. Projections are stored [out, in].
+NAMES = {
+  'embed': 'model.embed_tokens.weight',
+  'head': 'lm_head.weight',
+  'final_norm': 'model.norm.weight',
+  'layers/attn_norm': 'model.layers.{}.input_layernorm.weight',
+  'layers/mlp_norm': 'model.layers.{}.post_attention_layernorm.weight',
+  'layers/q': 'model.layers.{}.self_attn.q_proj.weight',
+  'layers/k': 'model.layers.{}.self_attn.k_proj.weight',
+  'layers/v': 'model.layers.{}.self_attn.v_proj.weight',
+  'layers/o': 'model.layers.{}.self_attn.o_proj.weight',
+  'layers/q_bias': 'model.layers.{}.self_attn.q_proj.bias',
+  'layers/k_bias': 'model.layers.{}.self_attn.k_proj.bias',
+  'layers/v_bias': 'model.layers.{}.self_attn.v_proj.bias',
+  'layers/o_bias': 'model.layers.{}.self_attn.o_proj.bias',
+  'layers/q_norm': 'model.layers.{}.self_attn.q_norm.weight',
+  'layers/k_norm': 'model.layers.{}.self_attn.k_norm.weight',
+  'layers/gate': 'model.layers.{}.mlp.gate_proj.weight',
+  'layers/up': 'model.layers.{}.mlp.up_proj.weight',
+  'layers/down': 'model.layers.{}.mlp.down_proj.weight',
+}
+# parameter -> its axes here and in the file: letters without a space are one axis.
+AXES = {
+  'layers/q': ('DHC', 'HC D'),
+  'layers/k': ('DKC', 'KC D'),
+  'layers/v': ('DKC', 'KC D'),
+  'layers/o': ('HCD', 'D HC'),
+  'layers/q_bias': ('HC', 'HC'),
+  'layers/k_bias': ('KC', 'KC'),
+  'layers/v_bias': ('KC', 'KC'),
+  'layers/gate': ('DF', 'F D'),
+  'layers/up': ('DF', 'F D'),
+  'layers/down': ('FD', 'D F'),
+}
+
+
+def stored(spec: transformer.ModelSpec) -> dict[str, Shape]:
+  """Every tensor of a checkpoint of this model: name -> shape in the file."""
+  shapes = {}
+  for parameter, (shape, _) in transformer.describe(spec).items():
+    layers, tail = split(parameter, shape)
+    for i in range(layers):
+      shapes[NAMES[parameter].format(i)] = file_shape(parameter, tail)
+  return shapes
+
+
+def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
+  """(number of tensors, shape of each) of a parameter; more than one if stacked."""
+  return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
+
+
+def file_axes(parameter: str, rank: int) -> tuple[int, ...]:
+  """Our axis of each axis in the file, before axes are merged."""
+  if parameter not in AXES:
+    return tuple(range(rank))
+  ours, theirs = AXES[parameter]
+  return tuple(ours.index(axis) for axis in theirs.replace(' ', ''))
+
+
+def file_shape(parameter: str, tail: Shape) -> Shape:
+  """The shape in the file of one tensor of shape `tail` here."""
+  if parameter not in AXES:
+    return tail
+  ours, theirs = AXES[parameter]
+  size = dict(zip(ours, tail, strict=True))
+  return tuple(math.prod(size[axis] for axis in axes) for axes in theirs.split())
