@@ -66,15 +66,14 @@ def rollout(
   With a token budget per slot, `max_tokens_per_step`, decoding stops when it is spent
   (partial rollouts; Balanced PO, section 5): the oldest finished groups are returned,
   at most P, and the next step's weights continue the rest. A group that was submitted
-  `max_off_policy_steps` ago is completed whatever the budget: the learner sees no older.
+  `max_off_policy_steps` ago is completed whatever the budget: none becomes older.
 
   Args:
     rollouts: places for P groups at least, some still unfinished; changes in place.
     params: the weights that decode, made by learner step `policy_version`.
     prompts: rows with id -1 are empty seats: nothing is sampled for them.
     key: keys the noise, with the uid of a response; uids count from `first_uid`.
-    timer: charges the phases 'sample' and 'verify'.
-    step: the learner step at which the groups are completed.
+    timer: of phases 'sample', 'verify'. step: at which the groups are completed.
     cache: 'refresh': unfinished responses get the cache of these weights first, and
       new tokens' recorded log-probabilities are these weights'; 'keep': they go on with
       the keys and values of the older weights.
