@@ -9,7 +9,7 @@ differ between them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -113,7 +113,7 @@ def nothing(engine: RolloutEngine) -> Rollout:
 @contextlib.contextmanager
 def _progress(
   rollouts: PartialRollouts, on_finished: OnFinished
-) -> Iterator[OnFinished]:
+) -> Generator[OnFinished]:
   """`on_finished`, with a progress bar that every call advances."""
   with progress_bar(rollouts.unfinished, 'sampling', 'response') as bar:
 
