@@ -1,27 +1,27 @@
-"""Answers a second of each verifier.
+"""Answers per second of each verifier.
 
   python -m benchmarks.verifiers [--count=20000] [--characters=2000] [--workers=2]
 
-Every rule judges --count responses: --characters of worked text with a few braces, then
-an answer, right in every other one. `aime_short` has responses of the embedded
+Every rule verifies --count responses: --characters of worked text with a few braces,
+then an answer, right in every other one. `aime_short` has responses of the embedded
 default's size. `math` goes through --workers processes, a tenth of the count, after the
 pool is warm: no two fractions are alike, so that each is parsed and compared;
-`math_integer` is what needs no parser. Best of three. Prints a table and, as the last
-line, one JSON object {verifier: answers_per_s}.
+`math_integer` needs no parser. Best of three. Prints a table and, as the last line, one
+JSON object {verifier: answers_per_s}.
 """
 
 import argparse
 import json
 import time
 
-from bapo_jax.rewards import rewards
+from bapo_jax.rewards.rewards import Verifier
 
 WORK = r'We have $x_{1} + y^{2} = \frac{a}{b}$ and 12, 34, so it follows that '
-ASKED = '{"numbers": [2, 2, 3, 8], "target": 24}'
+COUNTDOWN = '{"numbers": [2, 2, 3, 8], "target": 24}'
 ANSWERS = {  # verifier -> answer, right, wrong; N is counted up, M is 2 N
   'aime': ('204', r'\boxed{204}', r'\boxed{205}'),
   'gsm8k': ('70000', '#### 70,000', '#### 70,001'),
-  'countdown': (ASKED, r'\boxed{8 * 3 * 2 / 2}', r'\boxed{8 * 3 + 2 * 2}'),
+  'countdown': (COUNTDOWN, r'\boxed{8 * 3 * 2 / 2}', r'\boxed{8 * 3 + 2 * 2}'),
   'exact': ('B', 'Answer: B', 'Answer: C'),
   'math': (r'\frac{1}{2}', r'\boxed{\frac{N}{M}}', r'\boxed{\frac{N}{M+1}}'),
   'math_integer': ('204', r'\boxed{0204}', r'\boxed{1N}'),
@@ -31,21 +31,21 @@ ANSWERS = {  # verifier -> answer, right, wrong; N is counted up, M is 2 N
 def responses(right: str, wrong: str, count: int, characters: int) -> list[str]:
   """Worked text, then the answer on a line of its own."""
   work = (WORK * (characters // len(WORK) + 1))[:characters]
-  said = [wrong if i % 2 else right for i in range(count)]
+  answers = [wrong if i % 2 else right for i in range(count)]
   return [
     f'{work}\n{text.replace("N", str(n)).replace("M", str(2 * n))}'
-    for n, text in enumerate(said, 2)
+    for n, text in enumerate(answers, 2)
   ]
 
 
-def rate(judge: rewards.Verifier, answer: str, texts: list[str]) -> float:
-  """Answers a second; fails unless every other verdict is right."""
+def rate(verifier: Verifier, answer: str, texts: list[str]) -> float:
+  """Answers per second; exits unless every other verdict is right."""
   best = float('inf')
   for _ in range(3):
     began = time.perf_counter()
-    found = judge([answer] * len(texts), texts)
+    found = verifier.submit([answer] * len(texts), texts).result()
     best = min(best, time.perf_counter() - began)
-    if found.tolist() != [i % 2 == 0 for i in range(len(texts))]:
+    if [verdict.right for verdict in found] != [i % 2 == 0 for i in range(len(texts))]:
       raise SystemExit(f'{answer!r}: a verdict is not what it should be')
   return len(texts) / best
 
@@ -61,16 +61,20 @@ def main() -> None:
   cases |= {rule: (rule, known.count, known.characters) for rule in ANSWERS}
   for name in ('math', 'math_integer'):
     cases[name] = (name, known.count // 10, known.characters)
-  knobs = dict(deadline=10.0, batch_deadline=3600.0, memory_mb=2048, recycle=1000)
   found = {}
   print(f'{"verifier":>12}  {"characters":>10}  {"answers/s":>12}')
   for name, (rule, count, characters) in cases.items():
     answer, right, wrong = ANSWERS[rule]
     texts = responses(right, wrong, count, characters)
-    judge = rewards.Verifier(rule.partition('_')[0], workers=known.workers, **knobs)
-    judge([answer] * 20, texts[:20])  # warm
-    found[name] = rate(judge, answer, texts)
-    judge.close()
+    verifier = Verifier(
+      rule.partition('_')[0],
+      workers=known.workers,
+      deadline=10.0,
+      batch_deadline=3600.0,
+    )
+    verifier.submit([answer] * 20, texts[:20]).result()  # warm
+    found[name] = rate(verifier, answer, texts)
+    verifier.close()
     print(f'{name:>12}  {characters:>10}  {found[name]:>12.0f}', flush=True)
   print(json.dumps(found))
 

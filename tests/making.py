@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.models import transformer
+from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
+from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Batch, Groups
@@ -34,7 +36,7 @@ def params(spec=SPEC, seed=0) -> dict:
 
 
 def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
-  """Groups of these problems, `right[i]` of G responses correct; version -1 is empty."""
+  """Groups of these problems, right[i] of G responses correct; version -1 is empty."""
   rng = np.random.default_rng(seed)
   P = len(ids)
   id_P, right_P, completed_step_P = (
@@ -76,6 +78,29 @@ def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
     np.array_equal(np.asarray(x)[i], np.asarray(y)[j])
     for x, y in zip(a, b, strict=True)
   )
+
+
+class OddVerifier(Verifier):
+  """A verdict anyone can check: a response of an odd number of characters is right.
+
+  Args:
+    early: verdicts are submitted as soon as a response ends.
+  """
+
+  def __init__(self, early: bool = False):
+    super().__init__('exact')
+    self.early = early
+    self.submitted: list[tuple[list[str], list[str]]] = []  # (answers, texts) per call
+
+  def slow(self, rules) -> bool:
+    return self.early and bool(list(rules))
+
+  def verdict(self, text: str) -> Verdict:
+    return Verdict(len(text) % 2 == 1, f'{len(text)} characters', text[:1])
+
+  def submit(self, answers, texts, rules=()) -> PendingVerdicts:
+    self.submitted.append((list(answers), list(texts)))
+    return PendingVerdicts([self.verdict(text) for text in texts], texts, rules)
 
 
 def generate(

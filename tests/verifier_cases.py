@@ -1,7 +1,7 @@
 r"""(rule, right answer, response, verdict) by hand; the verdict None is undecided.
 
-The verdicts are what a reader would say who knows the rule, worked out before the rule
-was run.
+The verdicts are those of a reader who knows the rule, worked out before the rule was
+run.
 """
 
 # ruff: noqa: RUF001
@@ -71,7 +71,7 @@ AIME = [
   ('25', r'\Boxed{25}', False),
   ('25', r'\boxed 25', False),
   ('25', r'\boxed {25}', False),
-  # Without a box, the last line that says so.
+  # Without a box, the last answer line.
   ('25', 'Answer: 25', True),
   ('25', 'so\n**Answer:** 25.', True),
   ('25', 'Final answer: $25$', True),
@@ -245,7 +245,7 @@ MATH = [
   ('3', r'\boxed{' + '9' * 2000 + '}', False),
 ]
 
-# Whatever is said of these, it is not "right", and it is said in time.
+# No verdict on these is "right", and every verdict comes in time.
 BOMBS = [
   ('math', '3', r'\boxed{10^9!}'),
   ('math', '3', r'\boxed{(10^8)!}'),

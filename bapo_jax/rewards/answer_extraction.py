@@ -1,6 +1,6 @@
-r"""Where the answer stands in a response: the last box, a line `Answer: ...`, ####, ...
+r"""Finds the answer in a response: the last box, a line `Answer: ...`, ####, ...
 
-Every reader takes time linear in the text, whatever stands in it.
+Every reader takes time linear in the text, whatever the text is.
 """
 
 import re
@@ -10,14 +10,15 @@ BRACES = re.compile(r'\\boxed\{|[{}]')
 
 
 def boxed(text: str) -> str | None:
-  r"""What stands in the \boxed{...} that closes last; None where none is balanced.
+  r"""The content of the \boxed{...} that closes last; None where none is balanced.
 
   One pass from the first box with a stack, so nested boxes cost linear time.
   """
   first = text.find(BOX)
   if first < 0:
     return None
-  last, stack = None, []
+  last: slice | None = None
+  stack: list[int] = []
   for brace in BRACES.finditer(text, first):
     if brace[0] == BOX:
       stack.append(brace.end())
@@ -32,13 +33,13 @@ LINE = re.compile(r'^[ \t>#*-]*(?:final +)?answer[ \t*]*:(.*)$', re.I | re.M)
 
 
 def answer_line(text: str) -> str | None:
-  """What the last line `Answer: ...` says, without its Markdown, $ and full stop."""
+  """The rest of the last line `Answer: ...`, without its Markdown, $ and full stop."""
   lines = LINE.findall(text)
   return lines[-1].strip(' \t\r*$').rstrip('.').strip(' *$') if lines else None
 
 
 def box_or_line(text: str) -> str | None:
-  """The last balanced box; where there is none, the last line `Answer: ...`."""
+  """The last balanced box, else the last line `Answer: ...`, else None."""
   found = boxed(text)
   return answer_line(text) if found is None else found
 
@@ -65,7 +66,7 @@ def numbers(text: str) -> list[str]:
 
 
 def hashes_or_box(text: str) -> str | None:
-  """The last balanced box; where there is none, what follows the last ####."""
+  """The last balanced box, else the first line after the last ####, else None."""
   found = boxed(text)
   if found is None and '####' in text:
     return text.rpartition('####')[2].strip().partition('\n')[0]
@@ -73,7 +74,7 @@ def hashes_or_box(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-  """The last balanced box; where there is none, the last <answer>...</answer>."""
+  """The last balanced box, else the last <answer>...</answer>, else None."""
   found = boxed(text)
   if found is None and '</answer>' in text:
     before = text.rpartition('</answer>')[0]

@@ -6,7 +6,7 @@ from bapo_jax.knobs import Section, knob
 
 
 class ShapingConfig(Section):
-  """What a verdict earns, beside 1 for right and 0 for wrong."""
+  """Rewards beside 1 for right and 0 for wrong; the defaults change nothing."""
 
   format_bonus: float = knob(
     0.0, 'Added where an answer stands in its place, right or wrong.', least=0
@@ -19,13 +19,14 @@ class ShapingConfig(Section):
   overlong_cache: int = knob(
     1, 'Tokens before sampler.max_new_tokens over which the penalty grows.', least=1
   )
-  truncated: Literal['judged', 'wrong', 'masked'] = knob(
-    'judged', 'The verdict on a truncated response: counted, wrong, or not trained on.'
+  truncated: Literal['verified', 'wrong', 'masked'] = knob(
+    'verified',
+    'A truncated response: verified as any other, wrong, or not trained on.',
   )
 
 
 class RewardsConfig(Section):
-  """Who judges the responses."""
+  """How responses are verified."""
 
   rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] = knob(
     'aime', 'Verifier of problems that name none.'

@@ -1,87 +1,110 @@
-"""Verdicts on a batch of responses, and what the learner is paid for them.
+"""Verdicts on a batch of responses, and the rewards that the learner sees.
 
-1. `Judge` asks a verifier: those that may hang in worker processes, the others here;
-2. `shape` turns verdicts into rewards: format, length and truncation, apart from them.
+1. `Verifier` verifies: rules that may hang in worker processes, the others here;
+2. `shape` makes rewards of verdicts: format, length and truncation.
 
 An undecided response earns what a wrong one earns, and is counted.
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from bapo_jax.rewards import verifier_pool, verifiers
+from bapo_jax.rewards import knobs, verifiers
+from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.types import Groups
 
-NEUTRAL = {'format_bonus': 0, 'overlong_penalty': 0, 'truncated': 'judged'}
-TRUNCATED = ('judged', 'wrong', 'masked')
+_R = knobs.RewardsConfig()
+_D = knobs.ShapingConfig()
 
 
 class PendingVerdicts(NamedTuple):
-  """Verdicts that are being made."""
+  """The verdicts of one submission; worker processes may still be at some of them."""
 
-  found: list[Verdict | None]  # None: a worker process has it
-  waiting: list[int]  # which those are
+  found: list[Verdict | Future[Verdict]]
   texts: Sequence[str]
   rules: Sequence[str]
-  ticket: verifier_pool.Ticket
 
   def result(self) -> list[Verdict]:
-    """All of them, in the order of submission; waits."""
-    for i, verdict in zip(self.waiting, self.ticket.result(), strict=True):
-      if verdict.right is None and verdict.answer is None:  # its worker is gone
-        answer = verifiers.READERS[self.rules[i]](self.texts[i])
-        verdict = verdict._replace(answer=answer and ''.join(answer.split()))
-      self.found[i] = verdict
-    return [verdict for verdict in self.found if verdict is not None]
+    """The verdicts in the order of submission; waits for them."""
+    return [self.one(i) for i in range(len(self.found))]
+
+  def one(self, i: int) -> Verdict:
+    """The verdict on texts[i]; waits for it."""
+    verdict = self.found[i]
+    if isinstance(verdict, Verdict):
+      return verdict
+    verdict = verdict.result()
+    if verdict.right is None and verdict.answer is None:  # its worker is gone
+      answer = verifiers.READERS[self.rules[i]](self.texts[i])
+      verdict = verdict._replace(answer=answer and ''.join(answer.split()))
+    return verdict
 
 
 class Verifier:
   """Verdicts by a rule's name: right, wrong or undecided, and why.
 
   Args:
-    rule: a key of verifiers.RULES.
-    pool: keywords of VerifierPool. It is started at once where the rule needs it, so
-      that it is warm when the first responses come.
+    rule: a key of verifiers.RULES, for problems that name none.
+    workers, deadline, batch_deadline, memory_mb, recycle: of the VerifierPool. It is
+      started at once where `rule` needs it, so that it is warm when the first responses
+      come; else by the first response that needs it.
   """
 
-  def __init__(self, rule: str, **pool):
-    self._rule, self._knobs = rule, pool
-    self._pool: verifier_pool.VerifierPool | None = None
+  def __init__(
+    self,
+    rule: str = _R.rule,
+    *,
+    workers: int = _R.workers,
+    deadline: float = _R.deadline,
+    batch_deadline: float = _R.batch_deadline,
+    memory_mb: int = _R.memory_mb,
+    recycle: int = _R.recycle,
+  ):
+    self._rule, self._workers = rule, workers
+    self._limits = {
+      'deadline': deadline,
+      'batch_deadline': batch_deadline,
+      'memory_mb': memory_mb,
+      'recycle': recycle,
+    }
+    self._pool: VerifierPool | None = None
     if rule in verifiers.POOLED:
       self._start_pool()
 
-  def _start_pool(self) -> verifier_pool.VerifierPool:
+  def _start_pool(self) -> VerifierPool:
     if self._pool is None:
-      self._pool = verifier_pool.VerifierPool(**self._knobs)
+      self._pool = VerifierPool(self._workers, **self._limits)
     return self._pool
 
   def submit(
     self, answers: Sequence[str], texts: Sequence[str], rules: Sequence[str] = ()
   ) -> PendingVerdicts:
-    """Starts judging texts[i] against answers[i]; `result()` waits for the verdicts.
+    """Starts verifying texts[i] against answers[i]; `result()` waits for the verdicts.
 
     Args:
       rules: a rule's name per text; '', or none at all, for the verifier's own.
+
+    Raises:
+      ValueError: answers, texts and rules are not equally many.
     """
     names = [rule or self._rule for rule in rules or [''] * len(texts)]
-    found, waiting = [], []
-    for i, (rule, answer, text) in enumerate(zip(names, answers, texts, strict=True)):
-      slow = rule in verifiers.POOLED
-      found.append(None if slow else verifiers.RULES[rule](answer, text))
-      if slow:
-        waiting.append(i)
-    ticket = verifier_pool.Ticket([])
-    if waiting:
-      columns = ([x[i] for i in waiting] for x in (names, answers, texts))
-      ticket = self._start_pool().submit(*columns)
-    return PendingVerdicts(found, waiting, texts, names, ticket)
+    rows = list(zip(names, answers, texts, strict=True))
+    pooled = [row for row in rows if row[0] in verifiers.POOLED]
+    futures = iter(self._start_pool().submit(pooled) if pooled else [])
+    found = [
+      next(futures) if rule in verifiers.POOLED else verifiers.RULES[rule](answer, text)
+      for rule, answer, text in rows
+    ]
+    return PendingVerdicts(found, texts, names)
 
   def slow(self, rules: Iterable[str]) -> bool:
-    """Whether any of these rules takes so long that it is submitted early."""
+    """Whether any of these rules takes so long that it is best submitted early."""
     return not verifiers.POOLED.isdisjoint(rule or self._rule for rule in rules)
 
   def close(self) -> None:
@@ -98,28 +121,28 @@ def plain(groups: Groups, texts: Sequence[str]) -> Groups:
 
 
 def shape(
-  correct_PG,
-  length_PG,
-  truncated_PG,
-  formatted_PG,
+  correct_PG: Array,
+  length_PG: Array,
+  truncated_PG: Array,
+  formatted_PG: Array,
   *,
   longest: int,
-  format_bonus: float = 0.0,
-  overlong_penalty: float = 0.0,
-  overlong_cache: int = 1,
-  truncated: str = 'judged',
-):
+  format_bonus: float = _D.format_bonus,
+  overlong_penalty: float = _D.overlong_penalty,
+  overlong_cache: int = _D.overlong_cache,
+  truncated: str = _D.truncated,
+) -> tuple[Array, Array]:
   """(reward_PG f32, teaches_PG bool) from verdicts; the defaults change nothing.
 
   Args:
-    correct_PG: bool. truncated_PG: bool, no end token. formatted_PG: bool, there is an
-      answer where it is wanted. length_PG: tokens, the end token included.
+    correct_PG: bool. truncated_PG: bool, no end token. formatted_PG: bool, an answer
+      stands in its place. length_PG: tokens, the end token included.
     longest: L_max, the most tokens a response may have.
     format_bonus: added where an answer is found, right or wrong.
     overlong_penalty: subtracted in full at `longest`, not at all up to
       longest - overlong_cache, linearly between: DAPO's soft overlong punishment
       (arXiv:2503.14476, equation 13) times this factor.
-    truncated: what the verdict on a truncated response is worth. 'judged': as on any
+    truncated: the worth of the verdict on a truncated response. 'verified': that of any
       other; 'wrong': nothing; 'masked': its tokens do not teach (DAPO's overlong
       filtering), while its reward stays in the mean of its group.
   """
@@ -134,13 +157,27 @@ def shape(
   return reward_PG.astype(jnp.float32), teaches_PG
 
 
-def shaped(groups: Groups, texts: Sequence[str], *, eos, rule: str, **knobs) -> Groups:
-  """Groups with the rewards of `shape`; a masked response has no chosen tokens left.
+def shaped(
+  groups: Groups,
+  texts: Sequence[str],
+  *,
+  eos: tuple[int, ...],
+  rule: str,
+  longest: int,
+  format_bonus: float = _D.format_bonus,
+  overlong_penalty: float = _D.overlong_penalty,
+  overlong_cache: int = _D.overlong_cache,
+  truncated: str = _D.truncated,
+) -> Groups:
+  """Groups with the rewards of `shape`; a masked response has an empty response mask.
 
   Args:
-    texts: the responses, P * G of them. rule: whose format it is. knobs: of `shape`.
+    texts: the responses, P * G of them.
+    eos: tokens that end a response.
+    rule: the rule whose format earns the bonus, a key of verifiers.READERS.
+    longest, format_bonus, overlong_penalty, overlong_cache, truncated: of `shape`.
   """
-  if all(knobs[name] == value for name, value in NEUTRAL.items()):
+  if not format_bonus and not overlong_penalty and truncated == 'verified':
     return plain(groups, texts)
   reader = verifiers.READERS[rule]
   formatted_B = np.asarray([reader(text) is not None for text in texts], bool)
@@ -150,11 +187,15 @@ def shaped(groups: Groups, texts: Sequence[str], *, eos, rule: str, **knobs) -> 
     response_mask_PGT.sum(2),
     ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
-    **knobs,
+    longest=longest,
+    format_bonus=format_bonus,
+    overlong_penalty=overlong_penalty,
+    overlong_cache=overlong_cache,
+    truncated=truncated,
   )
-  here_P = groups.completed_step_P >= 0  # an empty seat earns nothing
-  groups = groups._replace(reward_PG=jnp.where(here_P[:, None], reward_PG, 0))
-  if knobs['truncated'] != 'masked':
+  filled_P = groups.completed_step_P >= 0  # an empty seat earns nothing
+  groups = groups._replace(reward_PG=jnp.where(filled_P[:, None], reward_PG, 0))
+  if truncated != 'masked':
     return groups
   response_mask_PGT &= teaches_PG[..., None]
   return groups._replace(
@@ -162,23 +203,3 @@ def shaped(groups: Groups, texts: Sequence[str], *, eos, rule: str, **knobs) -> 
     policy_version_PGT=jnp.where(response_mask_PGT, groups.policy_version_PGT, -1),
     behavior_logp_PGT=jnp.where(response_mask_PGT, groups.behavior_logp_PGT, 0),
   )
-
-
-def check(rule: str, shaping: dict, longest: int) -> None:
-  """Raises ValueError where rule or shaping make no sense."""
-  if rule not in verifiers.RULES:
-    raise ValueError(
-      f'rewards.rule: no rule named {rule!r}; choose one of {sorted(verifiers.RULES)}'
-    )
-  if shaping['truncated'] not in TRUNCATED:
-    raise ValueError(
-      f'rewards.shaping.truncated={shaping["truncated"]!r}: choose one of {TRUNCATED}'
-    )
-  for knob in ('format_bonus', 'overlong_penalty'):
-    if shaping[knob] < 0:
-      raise ValueError(f'rewards.shaping.{knob}={shaping[knob]}: give 0 or more')
-  cache = shaping['overlong_cache']
-  if not 1 <= cache <= longest:
-    raise ValueError(
-      f'rewards.shaping.overlong_cache={cache} tokens: give 1 to sampler.max_new_tokens={longest}'
-    )

@@ -1,11 +1,11 @@
-r"""Is this answer right? Rules that read a response and compare it with what is known.
+r"""Rules that decide whether a response gives the right answer.
 
-1. a reader (answers.py) finds the answer in a response;
-2. a rule compares it with the right one and says right, wrong or undecided, and why.
+1. a reader (answer_extraction.py) finds the answer in a response;
+2. a rule compares it with the right one: right, wrong or undecided, and why.
 
-Text is parsed, never evaluated. Every rule but `math` takes time linear in the text
-whatever stands in it; `math` may hang inside sympy and belongs into a process that can
-be killed (pool.py). This module loads neither JAX nor NumPy.
+Text is parsed, never evaluated. Every rule but `math` takes time linear in the text,
+whatever the text is; `math` may hang inside sympy and belongs in a process that can be
+killed (verifier_worker.py). This module loads neither JAX nor NumPy.
 """
 
 import ast
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bapo_jax.rewards.answer_extraction import (
   BOX,
@@ -30,18 +30,19 @@ from bapo_jax.rewards.answer_extraction import (
 
 
 class Verdict(NamedTuple):
-  """Of one response."""
+  """The verdict on one response."""
 
-  right: bool | None  # None: undecided, which earns what wrong earns and is counted
+  right: bool | None  # None: undecided, which earns what wrong earns, and is counted
   reason: str  # in a few words
-  answer: str | None  # the answer found, spelled as votes are counted; None: none found
+  answer: str | None  # the answer found, spelled as votes are counted; None: none
 
 
 EQUAL, OTHER = 'equal', 'another answer'
-DIGITS = 28  # what decimal keeps exactly
+DIGITS = 28  # that decimal holds exactly
 
 
-def _gold(answer: str, wanted: str) -> Verdict:
+def _unusable(answer: str, wanted: str) -> Verdict:
+  """Undecided: the right answer itself is malformed."""
   return Verdict(None, f'the right answer {answer[:40]!r} is not {wanted}', None)
 
 
@@ -49,7 +50,7 @@ def aime(answer: str, text: str) -> Verdict:
   r"""The last \boxed{} (else the last `Answer:` line) is the right integer 0..999."""
   right = integer(answer)
   if right is None:
-    return _gold(answer, 'an integer 0..999')
+    return _unusable(answer, 'an integer 0..999')
   found = box_or_line(text)
   if found is None:
     return Verdict(False, 'no box and no answer line', None)
@@ -62,12 +63,12 @@ def aime(answer: str, text: str) -> Verdict:
 def gsm8k(answer: str, text: str) -> Verdict:
   """The number in the last box, else after ####, else the last number of all.
 
-  A box or a #### that holds no number, or two, is wrong: nothing else is looked at.
+  A box or a #### that holds no number, or two, is wrong: nothing else is read.
   The right answer may be a whole solution that ends in ####.
   """
   right = numbers(answer.rpartition('####')[2])
   if len(right) != 1 or len(right[0]) > DIGITS:
-    return _gold(answer, 'one number')
+    return _unusable(answer, 'one number')
   found = hashes_or_box(text)
   given = numbers(text)[-1:] if found is None else numbers(found)
   if len(given) != 1:
@@ -79,7 +80,7 @@ def gsm8k(answer: str, text: str) -> Verdict:
   return Verdict(equal, EQUAL if equal else OTHER, spelled)
 
 
-OPERATIONS = {
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
   ast.Mult: operator.mul,
@@ -106,8 +107,8 @@ SPELLINGS = {
 LONGEST = 200  # characters of an expression; also bounds its depth and its numbers
 
 
-def calculate(text: str) -> tuple[Fraction, collections.Counter]:
-  """(value, the numbers used) of integers, + - * /, signs and parentheses.
+def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
+  """(value, how often each number is used) of integers, + - * /, signs, parentheses.
 
   Raises:
     ValueError: the text is anything else, or longer than LONGEST.
@@ -115,17 +116,17 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter]:
   """
   if len(text) > LONGEST or not set(text) <= set('0123456789+-*/() '):
     raise ValueError(text[:LONGEST])
-  used = collections.Counter()
+  used: collections.Counter[int] = collections.Counter()
 
-  def value(node) -> Fraction:
+  def value(node: ast.expr) -> Fraction:
     match node:
       case ast.BinOp() if type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](value(node.left), value(node.right))
       case ast.UnaryOp(op=ast.USub()):
         return -value(node.operand)
-      case ast.Constant(value=int()):
-        used[node.value] += 1
-        return Fraction(node.value)
+      case ast.Constant(value=int(number)):
+        used[number] += 1
+        return Fraction(number)
     raise ValueError(type(node).__name__)
 
   try:
@@ -142,11 +143,11 @@ def countdown(answer: str, text: str) -> Verdict:
   in the last box or else in the last <answer></answer>; `= 24` may follow it.
   """
   try:
-    asked = json.loads(answer)
-    given = collections.Counter(int(n) for n in asked['numbers'])
-    target = int(asked['target'])
+    problem = json.loads(answer)
+    numbers_given = collections.Counter(int(n) for n in problem['numbers'])
+    target = int(problem['target'])
   except (ValueError, KeyError, TypeError, RecursionError):
-    return _gold(answer, '{"numbers": [...], "target": ...}')
+    return _unusable(answer, '{"numbers": [...], "target": ...}')
   found = tagged(text)
   if found is None:
     return Verdict(False, 'no box and no <answer>', None)
@@ -164,7 +165,7 @@ def countdown(answer: str, text: str) -> Verdict:
     return Verdict(False, 'divides by zero', given)
   except ValueError:
     return Verdict(False, 'not an expression of integers and + - * /', given)
-  if used != given:
+  if used != numbers_given:
     return Verdict(False, 'not each number once', given)
   return Verdict(value == target, EQUAL if value == target else OTHER, given)
 
@@ -181,29 +182,27 @@ def exact(answer: str, text: str) -> Verdict:
 
 
 WHOLE = re.compile(r'-?[0-9]{1,30}')
-LATEX = 1000  # characters of an answer that is handed to the parser
-
-
+LATEX = 1000  # characters of an answer that the parser receives
 NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?')
 
 
-def _numeral(text: str, **_):
+def _numeral(s: str, *_: Any, **__: Any):
   """A sympy number from a numeral; nothing else is parsed, and nothing evaluated."""
   import sympy
 
-  if text.isascii() and text.isdigit():
-    return sympy.Integer(int(text))
-  if not NUMERAL.fullmatch(text):
-    raise ValueError(f'{text[:40]!r} is no numeral')
-  return sympy.Float(text)
+  if s.isascii() and s.isdigit():
+    return sympy.Integer(int(s))
+  if not NUMERAL.fullmatch(s):
+    raise ValueError(f'{s[:40]!r} is no numeral')
+  return sympy.Float(s)
 
 
 @functools.cache
 def _math_verify():
   """math-verify, its way to eval closed.
 
-  Numerals reach sympy as text, and sympy hands text to Python's eval by way of
-  parse_expr, whatever it is; here it meets `_numeral`.
+  Numerals reach sympy as text, and sympy passes text to Python's eval by way of
+  parse_expr, whatever it is; `_numeral` replaces that.
   """
   import math_verify
   import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
@@ -214,17 +213,18 @@ def _math_verify():
 
 
 def equivalent(answer: str, given: str) -> bool:
-  """Do two pieces of LaTeX mean the same? math-verify decides; it may take for ever.
+  """Whether two pieces of LaTeX mean the same; math-verify decides, or never returns.
 
-  Only its LaTeX grammar is used: its reader of plain expressions is an eval.
+  Only its LaTeX grammar is used: its reader of plain expressions is an eval. Timeouts
+  of 0 set no alarm, which only a main thread could.
   """
   math_verify = _math_verify()
   grammar = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
   gold, found = (
-    math_verify.parse(BOX + x + '}', grammar, parsing_timeout=None, raise_on_error=True)
+    math_verify.parse(BOX + x + '}', grammar, parsing_timeout=0, raise_on_error=True)
     for x in (answer, given)
   )
-  return math_verify.verify(gold, found, timeout_seconds=None, raise_on_error=True)
+  return math_verify.verify(gold, found, timeout_seconds=0, raise_on_error=True)
 
 
 def math(answer: str, text: str) -> Verdict:
@@ -249,7 +249,7 @@ def math(answer: str, text: str) -> Verdict:
   try:
     equal = equivalent(answer, found)
   except MemoryError:
-    raise  # the process that judges has to be replaced
+    raise  # the worker process has to be replaced
   except Exception as error:  # whatever sympy trips over
     return Verdict(None, f'math-verify failed: {type(error).__name__}', given)
   return Verdict(equal, EQUAL if equal else OTHER, given)
@@ -262,8 +262,9 @@ RULES: dict[str, Callable[[str, str], Verdict]] = {
   'countdown': countdown,
   'exact': exact,
 }
-POOLED = frozenset({'math'})  # what must run in a process that can be killed
-READERS = {  # where each rule wants its answer: what a bonus for the format is paid for
+POOLED = frozenset({'math'})  # rules that must run in a process that can be killed
+# Where a rule wants its answer: an answer there earns the format bonus.
+READERS: dict[str, Callable[[str], str | None]] = {
   'aime': box_or_line,
   'math': box_or_line,
   'gsm8k': hashes_or_box,

@@ -1,63 +1,68 @@
-"""Samples responses in JAX: a fixed set of slots, refilled as their rows finish.
+"""Decodes responses in JAX: a fixed set of slots, reused as their rows finish.
 
-1. `admit` prefills R prompts and copies each into the slots of its responses;
-2. `run` moves every slot by at most n tokens in one dispatch;
-3. `harvest` writes finished rows where they belong and frees their slots;
+1. `admit` prefills R prompts and copies each into the slots of its A responses;
+2. `run` advances every slot by at most n tokens in one dispatch;
+3. `harvest` writes finished rows to the output and frees their slots;
 4. `refresh` computes the cache of slots anew, under other weights or after a restart.
 
-All four are compiled functions of `Slots`; partial_rollouts.py is the host's loop.
-The noise of a token is a function of (key, uid of the response, position): the text
-does not depend on the slot, on the other rows, or on how many tokens a dispatch runs.
+All four are compiled functions of `Slots`; partial_rollouts.py is the host's loop
+around them. The noise of a token is a function of (key, uid of the response, position):
+the text does not depend on the slot, on the other rows, or on how many tokens a
+dispatch runs.
 """
 
 import functools
-import itertools
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
-from bapo_jax.types import Prompts, Tree, agree
+from bapo_jax.types import Tree
 
-DONE_CHECK_INTERVAL = 8  # tokens between two looks at whether any slot is still busy
-
-
-SHORTEST = 64  # columns of the smallest prefill; buckets double from here
-ALIGN = 128  # segments of long rows are whole tiles of a TPU
+DONE_CHECK_INTERVAL = 8  # tokens between two checks whether any slot is still busy
 
 
 class Slots(NamedTuple):
-  row_S: Any  # i32   row of the output that this slot is writing; -1: the slot is free
-  uid_S: Any  # u32   names the response; with the position it keys the noise
-  tokens_ST: Any  # i32   prompt, response so far, whatever was there before
-  logp_ST: Any  # f32   log mu(token), nats; defined from column `prompt_length_S` on
-  policy_version_ST: Any  # i32   learner step of the weights that sampled the token
-  prompt_length_S: Any  # i32   tokens in the prompt
-  position_S: Any  # i32   column that the next token goes to
-  limit_S: Any  # i32   column at which the response is cut
-  done_S: Any  # bool  an end token is written, or the limit is reached
-  cache: Any  # per layer a list of segments: keys and values [S, columns, K, C]
+  """S rows that are being decoded."""
+
+  row_S: Int32[Array, ' S']  # output row that the slot is writing; -1: it is free
+  uid_S: UInt32[Array, ' S']  # names the response; with the position it keys the noise
+  tokens_ST: Int32[Array, 'S T']  # prompt, response so far, then whatever was there
+  logp_ST: Float32[Array, 'S T']  # log mu(token), nats; from column prompt_length on
+  policy_version_ST: Int32[
+    Array, 'S T'
+  ]  # learner step of the sampling weights; likewise
+  prompt_length_S: Int32[Array, ' S']  # tokens in the prompt
+  position_S: Int32[Array, ' S']  # column of the next token
+  limit_S: Int32[Array, ' S']  # column at which the response is cut
+  done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
+  cache: Tree  # per layer a list of segments: keys and values [S, columns, K, C]
 
 
 class Rows(NamedTuple):
-  tokens_BT: Any  # i32   prompt, response, zeros
-  logp_BT: Any  # f32   log mu(token), nats, 0 outside the response
-  policy_version_BT: Any  # i32   learner step of the sampling weights; -1 elsewhere
+  """Finished rows; [P, G, T] once they are grouped."""
+
+  tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
+  logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
+  policy_version_BT: Int32[Array, 'B T']  # of the sampling weights; -1 elsewhere
 
   @property
-  def response_mask_BT(self):
+  def response_mask_BT(self) -> Array:
     """True on the response, its end token included."""
     return self.policy_version_BT >= 0
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
-  """Free slots for rows of `length` tokens, their cache in `parts` segments."""
+  """Free slots for rows of `length` tokens, their cache in `parts` segments at most."""
   zeros = functools.partial(jnp.zeros, slots)
   return Slots(
     row_S=jnp.full(slots, -1, jnp.int32),
@@ -69,29 +74,29 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
     position_S=jnp.ones(slots, jnp.int32),
     limit_S=zeros(jnp.int32),
     done_S=jnp.ones(slots, bool),
-    cache=transformer.empty_cache(spec, slots, segments(length, parts)),
+    cache=transformer.empty_cache(spec, slots, shapes.segment_sizes(length, parts)),
   )
 
 
-def sync_actor(params, spec: ModelSpec, mesh):
+def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
   """A copy of the weights as decoding reads them; the learner may donate its own."""
 
-  def copy(params):
+  def copy(params: Tree) -> Tree:
     return jax.tree.map(jnp.copy, transformer.cast(params, spec.compute))
 
   layout = sharding.shardings(params, mesh, 'decode')
   return jax.jit(copy, out_shardings=layout)(params)
 
 
-def slot_shardings(like: Slots, mesh) -> Slots:
-  """Where each array of the slots lies: rows by slot, keys and values by head too."""
+def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
+  """The sharding of each array of the slots: by slot, keys and values by head too."""
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[2])
   cache = jax.tree.map(lambda _: heads, like.cache)
-  return Slots(*[rows] * (len(like) - 1), cache=cache)
+  return jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
 
 
-def _store(cache, prefilled, slot_A, from_A):
+def _store(cache: Tree, prefilled: Tree, slot_A: Array, from_A: Array) -> Tree:
   """The cache with prefilled keys and values in these slots; slot S is nowhere."""
   filled = []
   for layer, (k_RTKC, v_RTKC) in zip(cache, prefilled, strict=True):
@@ -115,28 +120,29 @@ def _store(cache, prefilled, slot_A, from_A):
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='slots')
 def admit(
-  params,
+  params: Tree,
   slots: Slots,
-  tokens_RT,
-  length_R,
-  from_A,
-  slot_A,
-  row_A,
-  uid_A,
-  new_A,
+  tokens_RT: Array,
+  length_R: Array,
+  from_A: Array,
+  slot_A: Array,
+  row_A: Array,
+  uid_A: Array,
+  new_A: Array,
   *,
-  spec,
-):
+  spec: ModelSpec,
+) -> Slots:
   """Puts A responses to R prompts into free slots; each prompt is prefilled once.
 
   Args:
     from_A: which of the R prompts the response answers.
-    slot_A: where it goes; S, past the end, is nowhere: such an entry is padding.
+    slot_A: its slot; S, past the end, is nowhere: such an entry is padding.
+    row_A, uid_A: its output row, and its name for the noise.
     new_A: most tokens of the response, its end token included.
   """
   tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
 
-  def put(x, value):
+  def put(x: Array, value: Array | bool) -> Array:
     return x.at[slot_A].set(value, mode='drop')
 
   head = (slot_A, slice(0, tokens_RT.shape[1]))
@@ -158,9 +164,9 @@ def admit(
   jax.jit, static_argnames=('spec', 'columns'), donate_argnames='slots'
 )
 def refresh(
-  params: Tree, slots: Slots, slot_A, *, spec: ModelSpec, columns: int
+  params: Tree, slots: Slots, slot_A: Array, *, spec: ModelSpec, columns: int
 ) -> Slots:
-  """Computes the first columns of the cache of these slots from their tokens."""
+  """Computes the first `columns` of the cache of these slots from their tokens."""
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
   prefilled = transformer.prefill(params, tokens_At, spec)
   each_A = jnp.arange(slot_A.shape[0])
@@ -171,43 +177,43 @@ def refresh(
   jax.jit, static_argnames=('spec', 'eos', 'live', 'sampling'), donate_argnames='slots'
 )
 def run(
-  params,
+  params: Tree,
   slots: Slots,
-  key,
-  temperature,
-  n,
-  policy_version,
+  key: Array,
+  temperature: Array | float,
+  n: Array | int,
+  policy_version: Array | int,
   *,
-  spec,
+  spec: ModelSpec,
   eos: tuple[int, ...],
   live: int,
   sampling: SamplingParams = SOFTMAX,
-):
+) -> tuple[Slots, Array]:
   """(slots, position_S): every busy slot has up to n more tokens.
 
   Args:
-    n: may change from call to call, nothing compiles anew.
+    n: tokens per slot; may change from call to call, nothing compiles anew.
     policy_version: learner step of these weights.
     live: segments of the cache that hold every column of this dispatch; attention
       reads no others.
 
   Returns:
-    position_S, i32: the slot's position, negative where it is done; an array of its own,
-    the same on every device, to be read when the slots are long donated.
+    position_S, i32: the slot's position, negative where it is done; an array of its
+    own, the same on every device, to be read when the slots are long donated.
   """
   draw_token = functools.partial(
     draw, key=key, temperature=temperature, sampling=sampling
   )
   step = functools.partial(_step, params, spec, eos, policy_version, draw_token)
 
-  def some_steps(carry):
+  def some_steps(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
     i, s = carry
     steps = jnp.minimum(DONE_CHECK_INTERVAL, n - i)
     s = jax.lax.fori_loop(0, steps, lambda _, s: step(s), s)
     return i + DONE_CHECK_INTERVAL, s
 
-  def unfinished(carry):
-    # The only reduction over slots, and so over devices: every DONE_CHECK_INTERVAL.
+  def unfinished(carry: tuple[Array, Slots]) -> Array:
+    # The only reduction over slots, and so over devices: once per DONE_CHECK_INTERVAL.
     return (carry[0] < n) & ~carry[1].done_S.all()
 
   near = [layer[:live] for layer in slots.cache]
@@ -219,7 +225,14 @@ def run(
   return s._replace(cache=cache), sharding.constrain(position_S, None)
 
 
-def _step(params, spec, eos, policy_version, draw_token, s: Slots) -> Slots:
+def _step(
+  params: Tree,
+  spec: ModelSpec,
+  eos: tuple[int, ...],
+  policy_version: Array | int,
+  draw_token: Callable[..., tuple[Array, Array]],
+  s: Slots,
+) -> Slots:
   """One token in every busy slot."""
   row_S, ends = jnp.arange(s.row_S.shape[0]), jnp.asarray(eos)
   # The newest token, read again at its own position: so a prompt's last token needs
@@ -252,15 +265,15 @@ def _step(params, spec, eos, policy_version, draw_token, s: Slots) -> Slots:
 
 
 @functools.partial(jax.jit, donate_argnames=('slots', 'rows'))
-def harvest(slots: Slots, rows: Rows):
-  """Moves finished rows to the output and frees their slots."""
+def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
+  """Copies finished rows to the output and frees their slots."""
   column_T = jnp.arange(rows.tokens_BT.shape[1])[None]
   written_ST = column_T < slots.position_S[:, None]
   response_mask_ST = written_ST & (column_T >= slots.prompt_length_S[:, None])
   ready_S = slots.done_S & (slots.row_S >= 0)
   to_S = jnp.where(ready_S, slots.row_S, rows.tokens_BT.shape[0])
 
-  def put(x_BT, value_ST):
+  def put(x_BT: Array, value_ST: Array) -> Array:
     return x_BT.at[to_S].set(value_ST, mode='drop')
 
   rows = Rows(
@@ -274,73 +287,17 @@ def harvest(slots: Slots, rows: Rows):
 
 
 @functools.partial(jax.jit, static_argnames='group')
-def groups(rows: Rows, places, there_P, group: int) -> Rows:
-  """The rows [P, G, T] of these groups; where there_P is False, empty ones."""
+def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
+  """The rows of these places as [P, G, T]; where filled_P is False, empty ones."""
 
-  def grouped(x_BT, nothing):
-    x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[places]
-    return jnp.where(there_P[:, None, None], x_PGT, nothing)
+  def grouped(x_BT: Array, nothing: float) -> Array:
+    x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]
+    return jnp.where(filled_P[:, None, None], x_PGT, nothing)
 
   return Rows(*map(grouped, rows, (0, 0.0, -1)))
 
 
 @jax.jit
-def take_rows(rows: Rows, row_R) -> Rows:
-  """These rows."""
-  return jax.tree.map(lambda x_BT: x_BT[row_R], rows)
-
-
-def buckets(width: int) -> list[int]:
-  """Widths that prompts are prefilled at: powers of two from 64, and the widest."""
-  n = max(0, math.ceil(math.log2(max(width, 1) / SHORTEST)))
-  return [SHORTEST << i for i in range(n)] + [width]
-
-
-def segments(length: int, parts: int) -> list[int]:
-  """Columns of each segment of the cache: `parts` of them or fewer, about equal."""
-  size = -(-length // parts)
-  if length >= 8 * ALIGN:
-    size = -(-size // ALIGN) * ALIGN
-  sizes = [size] * (length // size)
-  return sizes + [length % size] if length % size else sizes
-
-
-def reach(sizes: list[int], columns: int) -> int:
-  """How many segments hold the first `columns`"""
-  ends = itertools.accumulate(sizes)
-  return 1 + next((i for i, end in enumerate(ends) if end >= columns), len(sizes) - 1)
-
-
-def check(spec: ModelSpec, width: int, new: int, eos) -> None:
-  """Raises ValueError unless rows of these sizes can be written and can end."""
-  check_length(spec.positions, width, new)
-  if new < 1:
-    raise ValueError(
-      f'sampler.max_new_tokens={new} leaves no room for a response; give 1 or more'
-    )
-  if not eos or not all(0 <= token < spec.vocab for token in eos):
-    raise ValueError(
-      f'end tokens {tuple(eos)}: give at least one, each below the vocabulary of '
-      f'{spec.vocab}'
-    )
-
-
-def check_length(positions: int, width: int, new: int) -> None:
-  """Raises ValueError where a row is longer than the model's positions."""
-  if width + new > positions:
-    raise ValueError(
-      f"prompt {width} + response {new} tokens exceed the model's {positions} "
-      'positions; lower sampler.max_new_tokens or prompts.max_prompt_tokens'
-    )
-
-
-def check_prompts(prompts: Prompts) -> None:
-  """Raises ValueError unless every prompt fits its columns; names the row."""
-  agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
-  width = prompts.tokens_PT.shape[1]
-  long_P = np.flatnonzero(prompts.length_P > width)
-  if len(long_P):
-    raise ValueError(
-      f'row {long_P[0]}: a prompt of {prompts.length_P[long_P[0]]} tokens stands in '
-      f'{width} columns; raise prompts.max_prompt_tokens'
-    )
+def take_rows(rows: Rows, row_B: Array) -> Rows:
+  """The rows at these indices, in their order."""
+  return jax.tree.map(lambda x_BT: x_BT[row_B], rows)

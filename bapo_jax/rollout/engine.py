@@ -1,42 +1,48 @@
-"""What decoding is given: the model, the sizes, and how tokens are drawn.
+"""The fixed settings of decoding, bound to the compiled functions of decode.py.
 
-1. `RolloutEngine` is one frozen value; training, re-evaluation and evaluation differ in
-   its sampling parameters and group size alone (`dataclasses.replace`);
-2. its methods call the compiled functions of decode.py with them, under the mesh;
+1. `RolloutEngine` is one frozen value: model, sizes, sampling parameters; training,
+   re-evaluation and evaluation differ in sampling parameters and group size alone
+   (`dataclasses.replace`);
+2. its methods call the compiled functions with these settings, under the mesh;
 3. `warm_up` compiles every shape that can occur.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.rollout import decode
-from bapo_jax.rollout.sampling import SamplingParams
+from bapo_jax.rollout import decode, knobs, shapes
+from bapo_jax.rollout.decode import Rows, Slots
+from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams
 from bapo_jax.types import Tree
+
+_D = knobs.SamplerConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutEngine:
-  """How responses are decoded: the same for training, re-evaluation and evaluation.
+  """One setting of decoding, for training, re-evaluation and evaluation alike.
 
   Args:
     max_prompt_tokens, max_new_tokens: most tokens of a prompt, and of a response with
       its end token.
     group_size: G, responses per prompt.
     temperature: divides the logits; the recorded distribution includes it. 0: greedy,
-      for evaluation.
+      for evaluation only.
     eos: tokens that end a response.
-    max_num_seqs: S, decode slots. prefill_batch_size: rows admitted at once.
+    max_num_seqs: S, decode slots.
+    prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
     cache_segments: parts of the KV cache; those that no slot has reached are not read.
-    done_check_lag: dispatches after which the host reads the done flags: 1 keeps an
-      accelerator busy meanwhile, and leaves a finished slot idle for one dispatch.
+    done_check_lag: dispatches after which the host reads the done flags; 1 keeps an
+      accelerator busy while the host reads, and leaves a finished slot idle for one
+      dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
     mesh: where given, slots and rows are split over its data and fsdp axes.
 
@@ -54,14 +60,15 @@ class RolloutEngine:
   max_num_seqs: int
   prefill_batch_size: int
   tokens_per_dispatch: int
-  cache_segments: int = 1
-  done_check_lag: int = 0
-  top_k: int = 0
-  top_p: float = 1.0
+  cache_segments: int = _D.cache_segments
+  done_check_lag: int = _D.done_check_lag
+  top_k: int = SOFTMAX.top_k
+  top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
 
   def __post_init__(self):
-    decode.check(self.spec, self.max_prompt_tokens, self.max_new_tokens, self.eos)
+    # Before anything is made or compiled.
+    shapes.check_rows(self.spec, self.max_prompt_tokens, self.max_new_tokens, self.eos)
 
   @property
   def length(self) -> int:
@@ -75,46 +82,50 @@ class RolloutEngine:
 
   @property
   def prefill_prompts(self) -> int:
-    """R: so many neighbouring responses answer no more prompts than this."""
+    """R: neighbouring responses, prefill_rows of them, answer no more prompts."""
     return min(self.prefill_rows, -(-self.prefill_rows // self.group_size) + 1)
 
   @property
   def segment_sizes(self) -> list[int]:
     """Columns of each segment of the KV cache."""
-    return decode.segments(self.length, self.cache_segments)
+    return shapes.segment_sizes(self.length, self.cache_segments)
 
-  def empty(self, rows: int) -> tuple[decode.Slots, decode.Rows]:
+  def empty(self, rows: int) -> tuple[Slots, Rows]:
     """Free slots, and `rows` empty output rows, where they belong on the mesh."""
 
-    def make():
-      zeros = functools.partial(jnp.zeros, (rows, self.length))
-      slots = decode.empty(
-        self.spec, self.max_num_seqs, self.length, self.cache_segments
-      )
-      return slots, decode.Rows(
-        zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.int32) - 1
+    def make() -> tuple[Slots, Rows]:
+      slots, T = self.max_num_seqs, self.length
+      return decode.empty(self.spec, slots, T, self.cache_segments), Rows(
+        tokens_BT=jnp.zeros((rows, T), jnp.int32),
+        logp_BT=jnp.zeros((rows, T), jnp.float32),
+        policy_version_BT=jnp.zeros((rows, T), jnp.int32) - 1,
       )
 
-    if self.mesh is not None:  # made in place: no device could hold the whole
-      over_rows = sharding.over_rows(self.mesh, rows)
-      slots = decode.slot_shardings(jax.eval_shape(make)[0], self.mesh)
-      make = jax.jit(make, out_shardings=(slots, decode.Rows(*[over_rows] * 3)))
-    return make()
+    if self.mesh is None:
+      return make()
+    # Made in place: no device could hold the whole.
+    slots, like = jax.eval_shape(make)
+    over_rows = sharding.over_rows(self.mesh, rows)
+    layout = (
+      decode.slot_shardings(slots, self.mesh),
+      jax.tree.map(lambda _: over_rows, like),
+    )
+    return jax.jit(make, out_shardings=layout)()
 
-  def admit(self, params: Tree, slots: decode.Slots, *rows) -> decode.Slots:
-    """`decode.admit` under the mesh."""
+  def admit(self, params: Tree, slots: Slots, *rows: np.ndarray) -> Slots:
+    """`decode.admit` under the mesh; `rows` are its arrays from tokens_RT to new_A."""
     return sharding.under(self.mesh, decode.admit)(params, slots, *rows, spec=self.spec)
 
-  def refresh(self, params: Tree, slots: decode.Slots, slot_A, live: int):
+  def refresh(self, params: Tree, slots: Slots, slot_A: np.ndarray, live: int) -> Slots:
     """`decode.refresh` of the first `live` segments under the mesh."""
     columns = sum(self.segment_sizes[:live])
     refresh = sharding.under(self.mesh, decode.refresh)
     return refresh(params, slots, slot_A, spec=self.spec, columns=columns)
 
   def run(
-    self, params: Tree, slots: decode.Slots, key, n: int, version: int, live: int
-  ):
-    """`decode.run` under the mesh."""
+    self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
+  ) -> tuple[Slots, Array]:
+    """`decode.run` under the mesh: (slots, position_S)."""
     return sharding.under(self.mesh, decode.run)(
       params,
       slots,
@@ -129,14 +140,19 @@ class RolloutEngine:
     )
 
   def warm_up(
-    self, params: Tree, key: jax.Array, *, places: int, refreshed: bool
+    self, params: Tree, key: Array, *, places: int, refreshed: bool = True
   ) -> None:
-    """Compiles every shape that can occur, by calls with nothing to do."""
+    """Compiles every shape that can occur, by calls with nothing to do.
+
+    Args:
+      places: groups that the output holds, as PartialRollouts has them.
+      refreshed: the cache is computed anew at times: rollouts are partial.
+    """
     slots, rows = self.empty(places * self.group_size)
     zeros = np.zeros(self.prefill_rows, np.int32)
     nowhere, uid = zeros + self.max_num_seqs, zeros.astype(np.uint32)
     ones = np.ones(self.prefill_prompts, np.int32)
-    for width in decode.buckets(self.max_prompt_tokens):
+    for width in shapes.prefill_widths(self.max_prompt_tokens):
       tokens_RT = np.zeros((self.prefill_prompts, width), np.int32)
       slots = self.admit(
         params, slots, tokens_RT, ones, zeros, nowhere, zeros, uid, zeros

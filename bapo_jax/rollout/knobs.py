@@ -61,8 +61,8 @@ class RolloutConfig(Section):
   def _can_end(self) -> 'RolloutConfig':
     if self.max_tokens_per_step < math.inf and not self.max_off_policy_steps:
       raise ValueError(
-        f'max_tokens_per_step={self.max_tokens_per_step:g} leaves responses unfinished, '
-        'but rollout.max_off_policy_steps=0 forbids it; give max_off_policy_steps=1 or '
-        'more, or max_tokens_per_step=inf'
+        f'max_tokens_per_step={self.max_tokens_per_step:g} leaves responses '
+        'unfinished, but rollout.max_off_policy_steps=0 forbids it; give '
+        'max_off_policy_steps=1 or more, or max_tokens_per_step=inf'
       )
     return self

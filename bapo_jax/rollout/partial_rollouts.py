@@ -7,8 +7,8 @@
 3. `finished`, `read` and `free` return the groups whose responses have all ended.
 
 Synchronous sampling is a budget of infinity. This is the one value of the package that
-changes in place: after an exception in `decode`, calling it again goes on, and nothing
-is lost.
+changes in place: after an exception in `decode`, wherever it came from, the next call
+goes on, and nothing is lost.
 """
 
 import collections
@@ -17,43 +17,58 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.rollout import decode
-from bapo_jax.rollout.decode import Rows
+from bapo_jax.rollout import decode, shapes
+from bapo_jax.rollout.decode import Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.types import Prompts, Tree
 
+OnFinished = Callable[[list[int]], object]  # receives rows that have ended
+
 
 class PartialRollouts:
-  """W places for groups of G responses, and the slots that decode them."""
+  """W places for groups of G responses, B = W * G, and the S slots that decode them.
+
+  Args:
+    engine: the settings of decoding.
+    places: W, groups that are submitted and not yet freed, at most.
+  """
 
   # Host arrays of a checkpoint; everything else derives from them and from the slots.
   SAVED = ('submitted_W', 'id_W', 'length_W', 'prompt_WT', 'uid_B', 'limit_B', 'done_B')
 
   def __init__(self, engine: RolloutEngine, places: int):
-    self.engine = e = engine
-    B, S = places * e.group_size, e.max_num_seqs
-    self.slots, self.rows = e.empty(B)
+    self.engine = engine
+    B, S = places * engine.group_size, engine.max_num_seqs
+    self.slots, self.rows = engine.empty(B)
+    # What the host knows of places, of rows and of slots.
     self.submitted_W = np.full(places, -1)  # learner step; -1: the place is free
     self.id_W = np.full(places, -1, np.int32)
     self.length_W = np.zeros(places, np.int32)
-    self.prompt_WT = np.zeros((places, e.max_prompt_tokens), np.int32)
+    self.prompt_WT = np.zeros((places, engine.max_prompt_tokens), np.int32)
     self.uid_B = np.zeros(B, np.uint32)
-    self.limit_B = np.full(B, e.max_new_tokens, np.int32)
+    self.limit_B = np.full(B, engine.max_new_tokens, np.int32)  # tokens
     self.done_B = np.ones(B, bool)
-    self.row_S = np.full(S, -1, np.int32)
+    self.row_S = np.full(S, -1, np.int32)  # -1: the slot is free
     self.first_dispatch_S = np.zeros(S, int)  # of the slot's present row
     self.reach_S = np.zeros(S, int)  # columns that it has reached at most
-    self.limit_S = np.zeros(S, int)
-    self.waiting: collections.deque[int] = collections.deque()
+    self.limit_S = np.zeros(S, int)  # column at which its response is cut
+    self.waiting: collections.deque[int] = collections.deque()  # rows, oldest first
     self.dispatched = 0
     self.tokens = 0  # of the responses finished in this `decode`
     self.cache_lost = False  # restored from a checkpoint, which has no keys and values
-    self._pending: collections.deque = collections.deque()  # (dispatch, position_S)
-    self._unreported: list[int] = []
+    self._pending: collections.deque[tuple[int, Array]] = collections.deque()
+    self._unreported: list[int] = []  # rows that have ended since `on_finished`
 
-  def submit(self, prompts: Prompts, uid_B, step: int = 0, limit_B=None) -> None:
+  def submit(
+    self,
+    prompts: Prompts,
+    uid_B: np.ndarray,
+    step: int = 0,
+    limit_B: np.ndarray | None = None,
+  ) -> None:
     """Queues G responses to each prompt; one of length 0 is an empty seat.
 
     Args:
@@ -64,7 +79,7 @@ class PartialRollouts:
     Raises:
       ValueError: a prompt does not fit, or there are more prompts than free places.
     """
-    decode.check_prompts(prompts)
+    shapes.check_prompts(prompts)
     free = np.flatnonzero(self.submitted_W < 0)
     if len(prompts.id_P) > len(free):
       raise ValueError(f'{len(prompts.id_P)} prompts for {len(free)} free places')
@@ -74,8 +89,8 @@ class PartialRollouts:
     self.prompt_WT[mine], self.length_W[mine] = prompts.tokens_PT, prompts.length_P
     mine_PG = mine[:, None] * G + np.arange(G)
     self.uid_B[mine_PG] = np.asarray(uid_B, np.uint32).reshape(mine_PG.shape)
-    limit_B = longest if limit_B is None else np.reshape(limit_B, mine_PG.shape)
-    self.limit_B[mine_PG] = np.clip(limit_B, 1, longest)
+    limit_PG = longest if limit_B is None else np.reshape(limit_B, mine_PG.shape)
+    self.limit_B[mine_PG] = np.clip(limit_PG, 1, longest)
     wanted = mine_PG[np.asarray(prompts.length_P) > 0].ravel()
     self.done_B[wanted] = False
     self.waiting.extend(wanted.tolist())
@@ -93,19 +108,19 @@ class PartialRollouts:
   def decode(
     self,
     params: Tree,
-    key: jax.Array,
+    key: Array,
     *,
     policy_version: int = 0,
     max_tokens: float = math.inf,
     due_W: np.ndarray | None = None,
-    on_finished: Callable[[list[int]], object] = lambda rows: None,
+    on_finished: OnFinished = lambda rows: None,
   ) -> None:
-    """Decodes until all responses end, or the budget is spent and due groups are complete.
+    """Decodes until all responses end, or the budget is spent and due groups are done.
 
     Args:
       policy_version: learner step of these weights.
-      max_tokens: token budget per slot; a slot that is refilled shares it.
-      due_W: places whose groups are completed whatever the budget.
+      max_tokens: token budget per slot, shared by the responses that it decodes.
+      due_W: bool, places whose groups are completed whatever the budget.
       on_finished: called with the rows that have ended since its last call.
     """
     spent = self.tokens = 0
@@ -122,7 +137,7 @@ class PartialRollouts:
     self._collect(on_finished, 0)
 
   def _fill(self, params: Tree) -> None:
-    # Whole blocks only, unless nothing else is left to do.
+    """Admits waiting rows to free slots: whole blocks, or all that still wait."""
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -137,7 +152,8 @@ class PartialRollouts:
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
     count, pad = len(rows), (0, A - len(rows))
     longest = self.length_W[places].max()
-    width = next(n for n in decode.buckets(e.max_prompt_tokens) if n >= longest)
+    widths = shapes.prefill_widths(e.max_prompt_tokens)
+    width = next(n for n in widths if n >= longest)
     tokens_RT = np.zeros((R, width), np.int32)
     tokens_RT[: len(places)] = self.prompt_WT[places, :width]
     length_R = np.ones(R, np.int32)
@@ -161,16 +177,17 @@ class PartialRollouts:
     for _ in rows:
       self.waiting.popleft()
 
-  def _dispatch(self, params: Tree, key: jax.Array, n: int, version: int) -> None:
+  def _dispatch(self, params: Tree, key: Array, n: int, version: int) -> None:
+    """Advances every busy slot by at most n tokens."""
     reached_S = np.minimum(self.reach_S + n, self.limit_S)
     longest = reached_S[self.row_S >= 0].max(initial=1)
-    live = decode.reach(self.engine.segment_sizes, longest)
+    live = shapes.segments_reached(self.engine.segment_sizes, longest)
     self.slots, position_S = self.engine.run(params, self.slots, key, n, version, live)
     self.reach_S = reached_S
     self._pending.append((self.dispatched, position_S))
     self.dispatched += 1
 
-  def _collect(self, on_finished: Callable[[list[int]], object], lag: int) -> None:
+  def _collect(self, on_finished: OnFinished, lag: int) -> None:
     """Reads the done flags of all but the last `lag` dispatches and collects rows."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
@@ -190,6 +207,10 @@ class PartialRollouts:
       on_finished(self._unreported)
       self._unreported = []
 
+  def due(self, step: int) -> np.ndarray:
+    """bool [W]: places whose groups were submitted at this step or before."""
+    return (self.submitted_W >= 0) & (self.submitted_W <= step)
+
   def finished(self) -> np.ndarray:
     """Places of the groups whose responses have all ended, the oldest first."""
     done_W = self.done_B.reshape(len(self.submitted_W), -1).all(1)
@@ -198,11 +219,11 @@ class PartialRollouts:
     return order[done_W[order]]
 
   def read(self, places: np.ndarray, seats: int) -> Rows:
-    """The rows [seats, G, T] of these groups, empty ones after them."""
+    """The rows [seats, G, T] of the groups at these places, empty ones after them."""
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
     group_size, mesh = self.engine.group_size, self.engine.mesh
-    rows = decode.groups(self.rows, np.pad(places, pad), filled_P, group_size)
+    rows = decode.take_groups(self.rows, np.pad(places, pad), filled_P, group_size)
     if jax.process_count() > 1 and mesh is not None:  # every host reads them
       rows = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(rows)
     return rows
@@ -218,20 +239,21 @@ class PartialRollouts:
     busy = np.flatnonzero(self.row_S >= 0)
     for block in np.split(busy, range(A, len(busy), A)):
       if len(block):
-        live = decode.reach(self.engine.segment_sizes, int(self.reach_S[block].max()))
+        reached = int(self.reach_S[block].max())
+        live = shapes.segments_reached(self.engine.segment_sizes, reached)
         slot_A = np.pad(block, (0, A - len(block)), constant_values=S).astype(np.int32)
         self.slots = self.engine.refresh(params, self.slots, slot_A, live)
 
-  def state(self) -> dict:
+  def state(self) -> dict[str, dict]:
     """Everything but the cache, as arrays: the content of a checkpoint."""
     slots = self.slots._replace(cache=())
     host = {name: getattr(self, name) for name in self.SAVED}
     return {'slots': slots._asdict(), 'rows': self.rows._asdict(), 'host': host}
 
-  def restore(self, state: dict) -> None:
+  def restore(self, state: dict[str, dict]) -> None:
     """Goes on from a state; call `refresh` before the next `decode`."""
-    self.slots = decode.Slots(**state['slots'] | {'cache': self.slots.cache})
-    self.rows = decode.Rows(**state['rows'])
+    self.slots = Slots(**state['slots'] | {'cache': self.slots.cache})
+    self.rows = Rows(**state['rows'])
     for name in self.SAVED:
       setattr(self, name, np.array(state['host'][name]))
     self.cache_lost = True

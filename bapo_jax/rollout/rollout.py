@@ -8,8 +8,8 @@ Training, re-evaluation and evaluation all come through here, so what is recorde
 differ between them.
 """
 
-import math
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,13 +24,15 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
-from bapo_jax.rollout import decode
+from bapo_jax.rollout import decode, knobs
+from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
 from bapo_jax.types import Groups, Prompts, Tree
 
-EMPTY_SEAT = Verdict(False, 'an empty seat', None)
+_D = knobs.RolloutConfig()
+EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # whatever the rule makes of no text
 
 
 class Rollout(NamedTuple):
@@ -55,63 +57,52 @@ def rollout(
   policy_version: int,
   first_uid: int = 0,
   shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain,
-  max_tokens_per_step: float = math.inf,
-  max_off_policy_steps: int = 0,
-  cache: str = 'refresh',
+  max_tokens_per_step: float = _D.max_tokens_per_step,
+  max_off_policy_steps: int = _D.max_off_policy_steps,
+  cache: str = _D.cache,
 ) -> Rollout:
   """G verified responses to each of P prompts, or to prompts of earlier steps.
 
-  With a token budget decoding stops when it is spent (partial rollouts; Balanced PO,
-  section 5): the oldest finished groups are returned, at most P, and the rest is
-  continued by the next step's weights. A group that was submitted
-  `max_off_policy_steps` ago is completed whatever the budget.
+  With a token budget per slot, `max_tokens_per_step`, decoding stops when it is spent
+  (partial rollouts; Balanced PO, section 5): the oldest finished groups are returned,
+  at most P, and the next step's weights continue the rest. A group that was submitted
+  `max_off_policy_steps` ago is completed whatever the budget: none becomes older.
 
   Args:
-    rollouts: places for P groups at least, and what earlier steps left unfinished; it
-      changes in place.
-    params: the weights that decode; `policy_version` is the learner step that made them.
+    rollouts: places for P groups at least, some still unfinished; changes in place.
+    params: the weights that decode, made by learner step `policy_version`.
     prompts: rows with id -1 are empty seats: nothing is sampled for them.
-    key: with the uid of a response it keys its noise; uids count from `first_uid`.
-    verifier: judges each response by the rule of its problem.
-    timer: charges the phases 'sample' and 'verify'.
-    step: the learner step at which the groups are completed.
-    shape: (groups, texts) -> groups with shaped rewards.
-    max_tokens_per_step: token budget per slot.
+    key: keys the noise, with the uid of a response; uids count from `first_uid`.
+    timer: of phases 'sample', 'verify'. step: at which the groups are completed.
     cache: 'refresh': unfinished responses get the cache of these weights first, and
-      their tokens' recorded log-probabilities are these weights'; 'keep': they go on
-      with the keys and values of the older weights.
+      new tokens' recorded log-probabilities are these weights'; 'keep': they go on with
+      the keys and values of the older weights.
   """
-  P, group_size = len(prompts.id_P), rollouts.engine.group_size
+  P = len(prompts.id_P)
+  if not P:
+    return nothing(rollouts.engine)
   with timer('sample'):
     if cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
-    uid_B = (first_uid + np.arange(P * group_size)).astype(np.uint32)
-    rollouts.submit(prompts, uid_B, step)
+    uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
+    rollouts.submit(prompts, uid_B.astype(np.uint32), step)
     verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
-    with progress_bar(rollouts.unfinished, 'sampling', 'response') as progress:
-
-      def on_finished(rows: list[int]) -> None:
-        _show_rate(progress, rollouts, rows)
-        verifications.request_early(rows)
-
+    with _progress(rollouts, verifications.request_early) as on_finished:
       rollouts.decode(
         params,
         key,
         policy_version=policy_version,
         max_tokens=max_tokens_per_step,
-        due_W=_due(rollouts, step - max_off_policy_steps),
+        due_W=rollouts.due(step - max_off_policy_steps),
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
     rows = jax.block_until_ready(rollouts.read(places, P))
   with timer('verify'):
-    id_P = np.pad(rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
-    texts = _read(tokenizer, rows.tokens_BT, rows.response_mask_BT)
-    verdicts = verifications.of(places, id_P, texts)
-  correct_B = np.asarray([verdict.right is True for verdict in verdicts], bool)
-  groups = shape(_fold(rows, id_P, correct_B, step), texts)
+    verified = verifications.record(rows, places, step)
+  groups = shape(verified.groups, verified.texts)
   rollouts.free(places)
-  return Rollout(groups, texts, verdicts)
+  return verified._replace(groups=groups)
 
 
 def nothing(engine: RolloutEngine) -> Rollout:
@@ -119,13 +110,30 @@ def nothing(engine: RolloutEngine) -> Rollout:
   return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
 
 
-def _due(rollouts: PartialRollouts, step: int) -> np.ndarray:
-  """Places whose groups were submitted at this step or before."""
-  return (rollouts.submitted_W >= 0) & (rollouts.submitted_W <= step)
+@contextlib.contextmanager
+def _progress(
+  rollouts: PartialRollouts, on_finished: OnFinished
+) -> Generator[OnFinished]:
+  """`on_finished`, with a progress bar that every call advances."""
+  with progress_bar(rollouts.unfinished, 'sampling', 'response') as bar:
+
+    def advance(rows: list[int]) -> None:
+      rate = rollouts.tokens / max(bar.format_dict['elapsed'], 1e-9)
+      status = f'{rate:.0f} tokens/s, {rollouts.busy} slots busy'
+      bar.set_postfix_str(status, refresh=False)
+      bar.update(len(rows))
+      on_finished(rows)
+
+    yield advance
 
 
 class PendingVerifications:
-  """Verdicts of a rollout; slow ones are requested while other responses are decoded."""
+  """Verdicts of a rollout; slow ones are requested while other responses are decoded.
+
+  Args:
+    verifier: verifies each response by the rule of its problem.
+    rollouts: after the prompts are submitted.
+  """
 
   def __init__(
     self,
@@ -146,23 +154,35 @@ class PendingVerifications:
     if self._early:
       self._request(rows)
 
-  def _submit(self, ids, texts: list[str]) -> PendingVerdicts:
+  def _submit(self, ids: np.ndarray, texts: list[str]) -> PendingVerdicts:
     answers = [self._problems.answer[i] for i in ids]
     return self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
 
   def _request(self, rows: list[int]) -> None:
-    step, group_size = len(self._rollouts.row_S), self._rollouts.engine.group_size
-    for first in range(0, len(rows), step):  # one shape, one compile
-      part = rows[first : first + step]
-      padded = np.pad(part, (0, step - len(part)))
+    engine = self._rollouts.engine
+    block, group_size = engine.max_num_seqs, engine.group_size
+    for first in range(0, len(rows), block):  # one shape, one compile
+      part = rows[first : first + block]
+      padded = np.pad(part, (0, block - len(part)))
       found = decode.take_rows(self._rollouts.rows, padded)
       texts = _read(self._tokenizer, found.tokens_BT, found.response_mask_BT)
       ids = self._rollouts.id_W[np.asarray(part) // group_size]
       pending = self._submit(ids, texts[: len(part)])
       self._requested |= {row: (pending, i) for i, row in enumerate(part)}
 
-  def of(self, places: np.ndarray, id_P: np.ndarray, texts: list[str]) -> list[Verdict]:
-    """A verdict per response of these places, then of empty seats; waits."""
+  def record(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
+    """The rows of these places, then empty seats, with their verdicts; waits."""
+    P = len(rows.tokens_BT)
+    id_P = np.pad(self._rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
+    texts = _read(self._tokenizer, rows.tokens_BT, rows.response_mask_BT)
+    verdicts = self._verdicts(places, id_P, texts)
+    correct_B = np.asarray([verdict.right is True for verdict in verdicts], bool)
+    return Rollout(_fold(rows, id_P, correct_B, step), texts, verdicts)
+
+  def _verdicts(
+    self, places: np.ndarray, id_P: np.ndarray, texts: list[str]
+  ) -> list[Verdict]:
+    """A verdict per text."""
     group_size = self._rollouts.engine.group_size
     id_B = np.repeat(id_P, group_size)
     filled = np.flatnonzero(id_B >= 0)
@@ -173,24 +193,16 @@ class PendingVerifications:
       row_B = (places[:, None] * group_size + np.arange(group_size)).ravel()
       rows = row_B[filled].tolist()
       self._request([row for row in rows if row not in self._requested])
-      found = [
-        self._requested[row][0].result()[self._requested[row][1]] for row in rows
-      ]
+      requested = (self._requested[row] for row in rows)
+      found = [pending.one(i) for pending, i in requested]
     for i, verdict in zip(filled, found, strict=True):
       verdicts[i] = verdict
     return verdicts
 
 
-def _show_rate(progress, rollouts: PartialRollouts, rows: list[int]) -> None:
-  rate = rollouts.tokens / max(progress.format_dict['elapsed'], 1e-9)
-  progress.set_postfix_str(
-    f'{rate:.0f} tokens/s, {rollouts.busy} slots busy', refresh=False
-  )
-  progress.update(len(rows))
-
-
 @jax.jit
-def _fold(rows: decode.Rows, id_P, correct_B, step) -> Groups:
+def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
+  """Groups, their rewards the verdicts."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
     id_P=id_P,
@@ -211,7 +223,10 @@ def texts(tokenizer: Tokenizer, groups: Groups) -> list[list[str]]:
   return [flat[i * G : (i + 1) * G] for i in range(P)]
 
 
-def _read(tokenizer: Tokenizer, tokens_PGT, response_mask_PGT) -> list[str]:
+def _read(
+  tokenizer: Tokenizer, tokens_PGT: Array, response_mask_PGT: Array
+) -> list[str]:
+  """The responses as text, P * G of them."""
   T = tokens_PGT.shape[-1]
   return tokenizer_lib.decode_responses(
     tokenizer,

@@ -1,8 +1,10 @@
-"""How good is the policy on problems it was never trained on?
+"""Measures the policy on problems that it was never trained on.
 
-1. responses come through the same rollout door as training's, each is kept with all
-   that an audit of its verdict needs;
-2. avg@k, pass@k and maj@k, each with a standard error clustered by problem.
+1. `evaluate` samples through the same rollout as training, and records with each
+   response everything that an audit of its verdict needs;
+2. `summarize` computes avg@k, pass@k and maj@k, each with a standard error clustered by
+   problem;
+3. `table` shows them.
 """
 
 import collections
@@ -22,6 +24,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
 from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
 
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
@@ -38,21 +41,19 @@ def evaluate(
   step: int,
   ks: Sequence[int] = (1,),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """`engine.group_size` responses to every problem, judged.
+  """Verified responses to every problem, `engine.group_size` each, and their summary.
 
   Args:
     params: the weights as decoding reads them; `step` is their learner step.
     ks: of pass@k and maj@k, none above the group size.
 
   Returns:
-    (result, samples): result has accuracy (avg@group_size), stderr, n problems,
-    group_size, length (mean tokens), truncated (share without an end token), undecided
-    (share), and under pass and maj for each k the mean and its stderr. samples is a list
-    of dicts, one per response: id and text of the problem, answer, response, correct,
-    verdict, reason, extracted (the answer found), tokens, truncated, logp (its sum,
-    nats) and uid, the number that with the key names the noise.
+    (result, samples): result is that of `summarize`; samples is a list of dicts, one
+    per response: id and text of the problem, answer, response, correct, verdict,
+    reason, extracted (the answer found), tokens, truncated (no end token), logp (its
+    sum, nats) and uid, which with the key names the noise.
   """
-  done = rollout(
+  sampled = rollout(
     PartialRollouts(engine, len(problems.id_N)),
     params,
     prompts.prompts_by_id(problems, problems.id_N),
@@ -60,23 +61,22 @@ def evaluate(
     problems=problems,
     tokenizer=tokenizer,
     verifier=verifier,
-    # A timer of its own: the seconds of an evaluation are the caller's.
-    timer=PhaseTimer(),
+    timer=PhaseTimer(),  # of its own: the seconds of an evaluation are the caller's
     step=step,
     policy_version=step,
   )
+  columns = sampled.texts, sampled.verdicts, _numbers(sampled, tokenizer.eos)
   samples = [
-    _sample(uid, problems, engine.group_size, text, verdict)
-    for uid, (text, verdict) in enumerate(zip(done.texts, done.verdicts, strict=True))
+    _sample(uid, problems, engine.group_size, text, verdict) | numbers
+    for uid, (text, verdict, numbers) in enumerate(zip(*columns, strict=True))
   ]
-  for sample, numbers in zip(samples, _numbers(done, tokenizer.eos), strict=True):
-    sample |= numbers
   return summarize(samples, engine.group_size, ks), samples
 
 
 def _sample(
   uid: int, problems: Problems, group_size: int, text: str, verdict: Verdict
 ) -> dict[str, Any]:
+  """The response, its problem and its verdict."""
   p = uid // group_size
   return {
     'id': int(problems.id_N[p]),
@@ -91,9 +91,9 @@ def _sample(
   }
 
 
-def _numbers(done: Rollout, eos: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-  """What the arrays say of each response, in the order of the texts."""
-  groups = done.groups
+def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+  """Tokens, truncation and log-probability of each response, in their order."""
+  groups = sampled.groups
   mask_PGT = np.asarray(groups.response_mask_PGT)
   logp_PGT = np.asarray(groups.behavior_logp_PGT, float)
   ended_PGT = mask_PGT & np.isin(np.asarray(groups.tokens_PGT), eos)
@@ -106,45 +106,54 @@ def _numbers(done: Rollout, eos: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     yield {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
 
 
-def summarize(samples: list[dict], group: int, ks: Sequence[int]) -> dict:
-  """The result of `evaluate` from its samples, `group` in a row of one problem."""
+def summarize(
+  samples: Sequence[dict[str, Any]], group_size: int, ks: Sequence[int]
+) -> dict[str, Any]:
+  """The measures of samples, `group_size` in a row of one problem.
 
-  def column(name):
-    return np.asarray([sample[name] for sample in samples]).reshape(-1, group)
+  Returns:
+    accuracy (avg@group_size) and its stderr, n problems, group_size, length (mean
+    tokens), truncated (share without an end token), undecided (share), and under pass
+    and maj for each k the mean over problems and its stderr.
+  """
+
+  def column(name: str) -> np.ndarray:
+    return np.asarray([sample[name] for sample in samples]).reshape(-1, group_size)
+
+  def vote(rows: Sequence[dict[str, Any]], k: int) -> float:
+    return majority([s['extracted'] for s in rows], [s['correct'] for s in rows], k)
 
   correct_PG = column('correct')
-  rows = [samples[i : i + group] for i in range(0, len(samples), group)]
-  passed = {k: [pass_at(group, int(c), k) for c in correct_PG.sum(1)] for k in ks}
-  voted = {
-    k: [
-      majority([s['extracted'] for s in r], [s['correct'] for s in r], k) for r in rows
-    ]
-    for k in ks
-  }
+  rows = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
+  passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
+  voted = {k: [vote(r, k) for r in rows] for k in ks}
   return {
     'accuracy': float(correct_PG.mean()),
-    'stderr': stderr(correct_PG),
+    'stderr': clustered_error(correct_PG),
     'n': len(rows),
-    'group_size': group,
+    'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
     'undecided': float((column('verdict') == 'undecided').mean()),
-    'pass': {k: mean_and_error(value_P) for k, value_P in passed.items()},
-    'maj': {k: mean_and_error(value_P) for k, value_P in voted.items()},
+    'pass': {k: _measure(values) for k, values in passed.items()},
+    'maj': {k: _measure(values) for k, values in voted.items()},
   }
 
 
-def mean_and_error(value_P) -> dict[str, float]:
+def _measure(values: Sequence[float]) -> dict[str, float]:
   """Mean over problems and its standard error."""
-  value_P = np.asarray(value_P, float)
-  return {'mean': float(value_P.mean()), 'stderr': stderr(value_P[:, None])}
+  value_P = np.asarray(values, float)
+  return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-  """Chance that k of n responses, c of them right, hold a right one.
+  """Chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
   section 2.1); the binomials are integers, so nothing overflows or cancels.
+
+  Args:
+    n, c, k: 0 <= c <= n and 1 <= k <= n.
   """
   ways = math.comb(n, k)
   return (ways - math.comb(n - c, k)) / ways
@@ -167,16 +176,8 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
   return sum(shares) / len(shares)
 
 
-def stderr(correct_PG) -> float:
-  """Standard error of the mean verdict: problems are drawn, responses are not."""
-  mean_P = np.asarray(correct_PG, float).mean(1)
-  if len(mean_P) < 2:
-    return 0.0
-  return float(mean_P.std(ddof=1) / math.sqrt(len(mean_P)))
-
-
-def table(result: dict, title: str) -> str:
-  """The result as a Markdown table, which reads well on a terminal too."""
+def table(result: dict[str, Any], title: str) -> str:
+  """The result of `summarize` as a Markdown table, which a terminal shows well too."""
   rows = [(f'avg@{result["group_size"]}', result['accuracy'], result['stderr'])]
   for name in ('pass', 'maj'):
     rows += [(f'{name}@{k}', v['mean'], v['stderr']) for k, v in result[name].items()]
@@ -184,6 +185,6 @@ def table(result: dict, title: str) -> str:
   counts = (('tokens', 'length'), ('truncated', 'truncated'), ('undecided',) * 2)
   lines += [f'{n:<12} | {result[name]:>9.4g} | {"":>9}' for n, name in counts]
   head = [f'{"measure":<12} | {"mean":>9} | {"std. err.":>9}', ':--|--:|--:']
-  asked = f'{result["n"]} problems x {result["group_size"]} responses'
+  size = f'{result["n"]} problems x {result["group_size"]} responses'
   table = '\n'.join(f'| {line} |' for line in head + lines)
-  return f'{title}: {asked}\n\n{table}\n'
+  return f'{title}: {size}\n\n{table}\n'

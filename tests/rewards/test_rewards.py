@@ -1,6 +1,7 @@
-"""Verdicts on a batch, and what they earn."""
+"""Verdicts on a batch, and the rewards they earn."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -8,65 +9,96 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.rewards import rewards, verifiers
+from bapo_jax.rewards import knobs, rewards, verifiers
 
 HANGS = r'\boxed{10^9!}'
-KNOBS = dict(workers=2, deadline=0.5, batch_deadline=60, memory_mb=2048, recycle=100)
+LIMITS = dict(workers=2, deadline=0.5, batch_deadline=60, memory_mb=2048, recycle=100)
 
 
-def test_verify_pairs_answers_with_responses():
-  verdicts = rewards.verify(['1', '2', '3'], [r'\boxed{1}', r'\boxed{1}', ''])
-  assert verdicts.dtype == bool
-  assert verdicts.tolist() == [True, False, False]
-  assert rewards.verify([], []).shape == (0,)
+def rights(verifier, answers, texts, rules=()):
+  return [verdict.right for verdict in verifier.submit(answers, texts, rules).result()]
+
+
+@pytest.fixture
+def verifier():
+  """Makes verifiers, and ends their processes."""
+  made = []
+
+  def make(rule, **limits):
+    made.append(rewards.Verifier(rule, **LIMITS | limits))
+    return made[-1]
+
+  yield make
+  for each in made:
+    each.close()
+
+
+def test_the_knob_names_every_rule():
+  (rules,) = (
+    field.annotation
+    for name, field in knobs.RewardsConfig.model_fields.items()
+    if name == 'rule'
+  )
+  assert set(typing.get_args(rules)) == set(verifiers.RULES) == set(verifiers.READERS)
+  assert set(verifiers.RULES) >= verifiers.POOLED
+
+
+def test_answers_are_paired_with_responses(verifier):
+  aime = verifier('aime')
+  texts = [r'\boxed{1}', r'\boxed{1}', '']
+  assert rights(aime, ['1', '2', '3'], texts) == [True, False, False]
+  assert rights(aime, [], []) == []
   # Two answers and one response cannot be paired.
   with pytest.raises(ValueError, match='zip'):
-    rewards.verify(['1', '2'], [r'\boxed{1}'])
+    aime.submit(['1', '2'], [r'\boxed{1}'])
 
 
-def test_a_judge_is_verify_where_the_rule_is_fast():
-  judge = rewards.Verifier('aime', **KNOBS)
-  assert judge(['1', '2', '3'], [r'\boxed{1}', r'\boxed{1}', '']).tolist() == [1, 0, 0]
-  assert judge([], []).dtype == bool
-  assert not judge._pools, 'no process is started that nobody needs'
-  judge.close()
+def test_a_fast_rule_starts_no_process(verifier):
+  aime = verifier('aime')
+  assert rights(aime, ['1'], [r'\boxed{1}']) == [True]
+  assert aime._pool is None
+  assert not aime.slow(['', 'gsm8k'])
+  assert aime.slow(['', 'math'])
 
 
-def test_a_judge_counts_what_it_cannot_decide_as_wrong():
-  judge = rewards.Verifier('math', **KNOBS)
-  right = judge(['1/2'] * 4, [r'\boxed{0.5}', HANGS, r'\boxed{3}', 'Answer: 1/2'])
-  assert right.tolist() == [True, False, False, True]
-  assert judge.undecided() == 1 / 4
-  assert judge.undecided() == 0  # since it was last asked
-  judge(['1/2'], [r'\boxed{0.5}'])
-  assert judge.undecided() == 0
-  # `submit` does not count, and says what was found although the worker is gone.
-  (verdict,) = judge.submit(['1/2'], [HANGS]).result()
-  assert verdict == (None, 'took over 0.5 s', '10^9!')
-  assert judge.undecided() == 0
-  judge.close()
+def test_a_slow_rule_has_its_processes_before_the_first_response(verifier):
+  math = verifier('math')
+  assert math._pool is not None
+  assert math.slow(['']) and not math.slow(['aime'])
 
 
-def test_each_response_may_have_a_rule_of_its_own():
-  judge = rewards.Verifier('aime', **KNOBS)
-  answers, texts = (
-    ['7', '1/2', '1000'],
-    [r'\boxed{7}', r'\boxed{0.5}', r'\boxed{1,000}'],
-  )
-  assert judge(answers, texts).tolist() == [True, False, False]
-  assert judge(answers, texts, ['', '', 'gsm8k']).tolist() == [True, False, True]
-  rules = ['aime', 'math', 'gsm8k']
-  assert judge(answers, texts, rules).tolist() == [True, True, True]
-  judge.close()
+def test_an_answer_past_its_deadline_is_undecided_and_still_read(verifier):
+  math = verifier('math')
+  texts = [r'\boxed{0.5}', HANGS, r'\boxed{3}', 'Answer: 1/2']
+  pending = math.submit(['1/2'] * 4, texts)
+  verdicts = pending.result()
+  assert [verdict.right for verdict in verdicts] == [True, None, False, True]
+  # The worker is gone; the answer found is read again, for the votes.
+  assert verdicts[1] == pending.one(1) == (None, 'took over 0.5 s', '10^9!')
 
 
-def test_submit_returns_before_the_verdicts_are_there():
-  judge = rewards.Verifier('math', **KNOBS | {'deadline': 1.0})
-  judge(['1'], [r'\boxed{1.0}'])  # warm
-  waiting = judge.submit(['3'] * 2, [HANGS, r'\boxed{3.0}'])
-  assert not waiting.ticket.futures[0].done()
-  assert [v.right for v in waiting.result()] == [None, True]
-  judge.close()
+def test_each_response_may_have_a_rule_of_its_own(verifier):
+  aime = verifier('aime')
+  answers = ['7', '1/2', '1000']
+  texts = [r'\boxed{7}', r'\boxed{0.5}', r'\boxed{1,000}']
+  assert rights(aime, answers, texts) == [True, None, None]
+  assert rights(aime, answers, texts, ['', '', 'gsm8k']) == [True, None, True]
+  assert rights(aime, answers, texts, ['aime', 'math', 'gsm8k']) == [True, True, True]
+
+
+def test_submit_returns_before_the_verdicts_are_there(verifier):
+  math = verifier('math', deadline=1.0)
+  rights(math, ['1'], [r'\boxed{1.0}'])  # warm
+  pending = math.submit(['3'] * 2, [HANGS, r'\boxed{3.0}'])
+  assert not pending.found[0].done()
+  assert [verdict.right for verdict in pending.result()] == [None, True]
+
+
+def test_a_closed_verifier_may_be_used_again(verifier):
+  math = verifier('math')
+  for _ in range(2):
+    assert rights(math, ['1'], [r'\boxed{1.0}']) == [True]
+    math.close()
 
 
 SHAPE = functools.partial(rewards.shape, longest=100)
@@ -102,7 +134,7 @@ def test_the_overlong_penalty_is_dapos():
   np.testing.assert_allclose(half_PG, RIGHT_PG + np.asarray(penalty_PG) / 2, atol=1e-6)
 
 
-def test_truncated_responses_are_judged_wrong_or_masked():
+def test_truncated_responses_are_verified_wrong_or_masked():
   wrong_PG, teaches_PG = shaped(truncated='wrong')
   np.testing.assert_array_equal(wrong_PG, [[1, 0, 0, 0], [1, 0, 0, 0]])
   assert teaches_PG.all()
@@ -125,12 +157,11 @@ def groups():
 
 
 def reshaped(**knobs):
-  knobs = dict(format_bonus=0.0, overlong_penalty=0.0, truncated='judged') | knobs
   texts = [r'\boxed{1}' if i % 3 else 'x' for i in range(24)]
   return rewards.shaped(groups(), texts, eos=(10,), rule='aime', longest=5, **knobs)
 
 
-def test_neutral_knobs_leave_the_groups_alone():
+def test_the_defaults_leave_the_groups_alone():
   for a, b in zip(reshaped(), groups(), strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -145,7 +176,7 @@ def test_groups_get_their_rewards():
       penalty = float(response_mask_T.sum() == 5)
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
-  assert not np.asarray(new.reward_PG[2]).any()  # nobody sits there
+  assert not np.asarray(new.reward_PG[2]).any()  # an empty seat
   for field in set(old._fields) - {'reward_PG'}:
     np.testing.assert_array_equal(getattr(new, field), getattr(old, field))
 
@@ -167,25 +198,3 @@ def test_a_masked_response_teaches_nothing_and_keeps_its_reward():
   np.testing.assert_array_equal(new.reward_PG, old.reward_PG)
   np.testing.assert_array_equal(new.correct_PG, old.correct_PG)
   assert not np.asarray(new.behavior_logp_PGT)[~np.asarray(new.response_mask_PGT)].any()
-
-
-GOOD = dict(format_bonus=0.0, overlong_penalty=0.0, overlong_cache=1, truncated='wrong')
-BAD = [
-  ('amie', {}, "rewards.rule: no rule named 'amie'"),
-  ('aime', {'truncated': 'mask'}, "truncated='mask': choose one of"),
-  ('aime', {'format_bonus': -1.0}, 'format_bonus=-1.0: give 0 or more'),
-  (
-    'aime',
-    {'overlong_cache': 0},
-    'overlong_cache=0 tokens: give 1 to sampler.max_new_tokens=9',
-  ),
-  ('aime', {'overlong_cache': 10}, 'overlong_cache=10 tokens'),
-]
-
-
-@pytest.mark.parametrize(('rule', 'knobs', 'says'), BAD)
-def test_what_makes_no_sense_is_refused(rule, knobs, says):
-  for good in verifiers.RULES:
-    rewards.check(good, GOOD, 9)
-  with pytest.raises(ValueError, match=says):
-    rewards.check(rule, GOOD | knobs, 9)

@@ -1,4 +1,4 @@
-"""Workers that hang, grow, are killed or are no longer needed; verdicts do not mind."""
+"""Workers that hang, grow, are killed or exit: no verdict is lost."""
 
 import os
 import pathlib
@@ -9,26 +9,40 @@ import time
 
 import pytest
 
+from bapo_jax.rewards import verifier_pool, verifier_worker
 from bapo_jax.rewards.verifier_pool import VerifierPool
 
 HANGS = r'\boxed{10^9!}'
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def half(pool, n=1):
-  """n questions whose answers are known: right, wrong, right, ..."""
-  said = [
+def submit(pool, answer, texts):
+  """Futures of the verdicts of `math` on these texts."""
+  return pool.submit([('math', answer, text) for text in texts])
+
+
+def halves(pool, n=1):
+  """Submits n responses whose verdicts are known: right, wrong, right, ..."""
+  texts = [
     f'\\boxed{{\\frac{{{i % 7 + 1}}}{{{2 * (i % 7 + 1) + i % 2}}}}}' for i in range(n)
   ]
-  return pool.submit(['math'] * n, ['1/2'] * n, said)
+  return submit(pool, '1/2', texts)
 
 
 def known(n):
   return [i % 2 == 0 for i in range(n)]
 
 
-def done(ticket):
-  return sum(future.done() for future in ticket.futures)
+def verdicts(futures):
+  return [future.result() for future in futures]
+
+
+def rights(futures):
+  return [verdict.right for verdict in verdicts(futures)]
+
+
+def done(futures):
+  return sum(future.done() for future in futures)
 
 
 def wait(until, seconds=60):
@@ -39,7 +53,7 @@ def wait(until, seconds=60):
 
 
 def alive(pid):
-  """Is there such a process, and is it no zombie?"""
+  """Whether the process exists and is no zombie."""
   try:
     os.kill(pid, 0)
   except ProcessLookupError:
@@ -48,73 +62,73 @@ def alive(pid):
   return not stat.exists() or stat.read_text().rpartition(')')[2].split()[0] != 'Z'
 
 
-def test_verdicts_come_in_the_order_of_the_questions():
+def test_verdicts_come_in_the_order_of_the_requests():
   with VerifierPool(3) as pool:
-    tickets = [half(pool, n) for n in (40, 0, 1)]
-    for ticket, n in zip(tickets, (40, 0, 1), strict=True):
-      assert [v.right for v in ticket.result()] == known(n)
+    batches = [halves(pool, n) for n in (40, 0, 1)]
+    for futures, n in zip(batches, (40, 0, 1), strict=True):
+      assert rights(futures) == known(n)
 
 
 def test_sigkill_in_mid_batch_loses_no_verdict():
   n = 300
   with VerifierPool(2) as pool:
-    ticket = half(pool, n)
+    futures = halves(pool, n)
     for share in (1 / 4, 3 / 4):
-      wait(lambda share=share: done(ticket) >= share * n)
-      assert done(ticket) < n
+      wait(lambda share=share: done(futures) >= share * n)
+      assert done(futures) < n
       killed = pool.pids()
       assert killed
       for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    assert [v.right for v in ticket.result()] == known(n)
+    assert rights(futures) == known(n)
     assert not set(killed) & set(pool.pids())
 
 
 def test_an_answer_that_two_workers_died_of_is_undecided():
   with VerifierPool(1, deadline=60) as pool:
-    half(pool).result()
-    ticket = pool.submit(['math'] * 2, ['3', '3'], [HANGS, r'\boxed{3.0}'])
+    verdicts(halves(pool))
+    futures = submit(pool, '3', [HANGS, r'\boxed{3.0}'])
     for _ in range(2):
       before = pool.pids()
       os.kill(before[0], signal.SIGKILL)
-      wait(lambda before=before: pool.pids() not in (before, []) or done(ticket))
-      time.sleep(0.2)  # it has the question by now
-    first, second = ticket.result()
+      wait(lambda before=before: pool.pids() not in (before, []) or done(futures))
+      time.sleep(0.2)  # the worker has the request by now
+    first, second = verdicts(futures)
     assert first == (None, '2 workers died of it', None)
     assert second.right
 
 
 def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
   with VerifierPool(1, deadline=0.5) as pool:
-    half(pool).result()
+    verdicts(halves(pool))
     (old,) = pool.pids()
     began = time.monotonic()
-    (verdict,) = pool.submit(['math'], ['3'], [HANGS]).result()
+    (verdict,) = verdicts(submit(pool, '3', [HANGS]))
     assert verdict == (None, 'took over 0.5 s', None)
     assert time.monotonic() - began < 1.5
     wait(lambda: not alive(old))
-    assert half(pool).result()[0].right
+    assert rights(halves(pool)) == [True]
 
 
 def test_a_batch_past_its_deadline_is_undecided():
   with VerifierPool(1, deadline=60, batch_deadline=20) as pool:
-    half(pool).result()
+    verdicts(halves(pool))
     pool._batch_deadline = 1.0
     began = time.monotonic()
-    verdicts = pool.submit(['math'] * 3, ['3'] * 3, [HANGS] * 3).result()
-    assert [v.reason for v in verdicts] == ['its batch was due'] * 3
+    found = verdicts(submit(pool, '3', [HANGS] * 3))
+    assert [verdict.reason for verdict in found] == ['its batch was due'] * 3
     assert time.monotonic() - began < 3
     pool._batch_deadline = 20
-    assert half(pool).result()[0].right
+    assert rights(halves(pool)) == [True]
 
 
 def test_a_worker_is_replaced_after_its_share_of_answers():
   with VerifierPool(1, recycle=3) as pool:
     pids = []
     for _ in range(7):
-      assert half(pool).result()[0].right
+      assert rights(halves(pool)) == [True]
       pids += pool.pids()
-    # The third leaves and the seventh's is new; a leaver is gone from the list.
+    # The third exits and the seventh's is new; one that exits is gone from the list.
     assert pids[0] == pids[1] and len(set(pids)) == 3
     assert not alive(pids[0])
 
@@ -123,7 +137,7 @@ def test_a_worker_without_memory_is_undecided_not_wrong():
   # Less than sympy has already: nothing more can be had.
   with VerifierPool(1, memory_mb=40) as pool:
     text = r'\boxed{\frac{' + '1+' * 400 + '1}{2}}'
-    (verdict,) = pool.submit(['math'], ['1' * 100_000], [text]).result()
+    (verdict,) = verdicts(submit(pool, '1' * 100_000, [text]))
     assert verdict.right is None
     assert verdict.reason in ('took over 40 MiB', '2 workers died of it')
 
@@ -132,63 +146,63 @@ def test_memory_stays_bounded():
   # It wants 400 MB at least (measured without a limit), and is given 300.
   peak = 0
   with VerifierPool(1, deadline=3, memory_mb=300) as pool:
-    half(pool).result()
-    ticket = pool.submit(['math'], ['3'], [r'\boxed{(x+1)^{1000000}}'])
-    while not done(ticket):
+    verdicts(halves(pool))
+    futures = submit(pool, '3', [r'\boxed{(x+1)^{1000000}}'])
+    while not done(futures):
       for pid in pool.pids():
         statm = pathlib.Path(f'/proc/{pid}/statm')
         if statm.exists():
           pages = statm.read_text().split()
           peak = max(peak, int(pages[0]) * os.sysconf('SC_PAGE_SIZE') if pages else 0)
       time.sleep(0.01)
-    assert ticket.result()[0].right is not True
-    assert half(pool).result()[0].right
+    assert rights(futures) != [True]
+    assert rights(halves(pool)) == [True]
   assert peak <= 300 * 2**20
 
 
-def test_the_nursery_may_die_too():
+def test_the_fork_server_may_die_too():
   with VerifierPool(2) as pool:
-    half(pool, 4).result()
-    pool._nursery[1].kill()
+    verdicts(halves(pool, 4))
+    pool._fork_server.process.kill()
     for pid in pool.pids():
       os.kill(pid, signal.SIGKILL)
-    assert [v.right for v in half(pool, 10).result()] == known(10)
+    assert rights(halves(pool, 10)) == known(10)
 
 
-def test_a_nursery_that_cannot_start_is_an_error(monkeypatch):
+def test_a_fork_server_that_cannot_start_is_an_error(monkeypatch):
   monkeypatch.setattr(sys, 'executable', '/bin/false')
   with (
     VerifierPool(1) as pool,
     pytest.raises(RuntimeError, match='no verifier process'),
   ):
-    half(pool).result()
+    verdicts(halves(pool))
 
 
 def test_nothing_is_left_when_it_closes():
   with VerifierPool(2, deadline=60) as pool:
-    half(pool, 4).result()
-    ticket = pool.submit(['math'] * 9, ['3'] * 9, [HANGS] * 9)
-    pids = [*pool.pids(), pool._nursery[1].pid]
+    verdicts(halves(pool, 4))
+    futures = submit(pool, '3', [HANGS] * 9)
+    pids = [*pool.pids(), pool._fork_server.process.pid]
   wait(lambda: not any(map(alive, pids)))
-  assert {v.reason for v in ticket.result()} == {'the pool was closed'}
+  assert {v.reason for v in verdicts(futures)} == {'the pool was closed'}
   assert all(not thread.is_alive() for thread in pool._threads)
   pool.close()  # twice is once
   with pytest.raises(ValueError, match='closed'):
-    half(pool)
+    halves(pool)
 
 
 @pytest.mark.parametrize('end', [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, None])
 def test_nothing_is_left_when_the_caller_ends(end):
   script = (
     'import sys, time\n'
-    'from bapo_jax.pool import Pool\n'
-    'pool = Pool(2, deadline=60)\n'
-    "ask = lambda text: pool.submit(['math'], ['3'], [text])\n"
-    r"ask('\\boxed{3.0}').result(), ask('\\boxed{4.0}').result()" + '\n'
-    f'for _ in range(2): ticket = ask(r"{HANGS}")\n'
+    'from bapo_jax.rewards.verifier_pool import VerifierPool\n'
+    'pool = VerifierPool(2, deadline=60)\n'
+    "submit = lambda text: pool.submit([('math', '3', text)])[0]\n"
+    r"submit('\\boxed{3.0}').result(), submit('\\boxed{4.0}').result()" + '\n'
+    f'for _ in range(2): future = submit(r"{HANGS}")\n'
     'time.sleep(0.3)\n'
-    'print(*pool.pids(), pool._nursery[1].pid, flush=True)\n'
-    + ('ticket.result()\n' if end else '')
+    'print(*pool.pids(), pool._fork_server.process.pid, flush=True)\n'
+    + ('future.result()\n' if end else '')
   )
   caller = subprocess.Popen(
     [sys.executable, '-c', script],
@@ -202,16 +216,17 @@ def test_nothing_is_left_when_the_caller_ends(end):
   if end:
     assert all(map(alive, pids))
     caller.send_signal(end)
-  _, complaint = caller.communicate(timeout=60)
+  _, errors = caller.communicate(timeout=60)
   wait(lambda: not any(map(alive, pids)))
-  assert ('KeyboardInterrupt' in complaint) == (end == signal.SIGINT)
+  assert ('KeyboardInterrupt' in errors) == (end == signal.SIGINT)
   if end is None:
-    assert caller.returncode == 0 and not complaint
+    assert caller.returncode == 0 and not errors
 
 
-def test_a_worker_loads_no_jax():
+@pytest.mark.parametrize('module', [verifier_pool.__name__, verifier_worker.__name__])
+def test_neither_pool_nor_worker_loads_jax(module):
   found = subprocess.run(
-    [sys.executable, '-c', 'import bapo_jax.pool, sys; print(*sys.modules)'],
+    [sys.executable, '-c', f'import {module}, sys; print(*sys.modules)'],
     cwd=ROOT,
     capture_output=True,
     text=True,

@@ -1,4 +1,4 @@
-r"""Verdicts: what counts as an answer, and that no text stalls or fools the judge."""
+r"""Verdicts: what counts as an answer, and that no text stalls or fools a rule."""
 
 import builtins
 import functools
@@ -28,10 +28,10 @@ def pool():
     yield made
 
 
-def judge(pool, rule, answer, response):
-  """By the way that a run takes: in a worker process where the rule needs one."""
+def verify(pool, rule, answer, response):
+  """As a run does it: in a worker process where the rule needs one."""
   if rule in verifiers.POOLED:
-    return pool.submit([rule], [answer], [response]).result()[0]
+    return pool.submit([(rule, answer, response)])[0].result()
   return verifiers.RULES[rule](answer, response)
 
 
@@ -46,7 +46,7 @@ def test_the_table_is_as_long_as_it_should_be():
   ids=[str(i) for i in range(len(CASES))],
 )
 def test_the_verdict_is_a_readers(pool, rule, answer, response, right):
-  found = judge(pool, rule, answer, response)
+  found = verify(pool, rule, answer, response)
   assert found.right is right, found
   assert found.reason
 
@@ -56,10 +56,10 @@ def test_the_verdict_is_a_readers(pool, rule, answer, response, right):
 )
 def test_no_bomb_takes_longer_than_its_deadline(pool, rule, answer, response):
   began = time.monotonic()
-  assert judge(pool, rule, answer, response).right is not True
+  assert verify(pool, rule, answer, response).right is not True
   assert time.monotonic() - began < DEADLINE + 1
   # The pool serves the next request.
-  assert judge(pool, 'math', '1/2', r'\boxed{0.5}').right
+  assert verify(pool, 'math', '1/2', r'\boxed{0.5}').right
 
 
 def test_the_fast_rules_need_little_memory():
@@ -134,31 +134,33 @@ def test_calculate_agrees_with_python(expression):
 def test_text_is_never_evaluated(monkeypatch):
   logging.getLogger('math_verify').setLevel(logging.ERROR)
   verifiers.equivalent('1', '0.5')  # loads sympy, which evals while it loads
-  heard = []
+  evaluated = []
 
   def spy(real, source, *scopes):
-    heard.append(source if isinstance(source, str) else '')  # '': a module's code
+    evaluated.append(source if isinstance(source, str) else '')  # '': a module's code
     return real(source, *scopes)
 
   for name in ('eval', 'exec'):
     real = getattr(builtins, name)
     monkeypatch.setattr(builtins, name, functools.partial(spy, real))
-  said = [
+  attacks = [
     r'\boxed{print(1)}',
     r'\boxed{(lambda: 1)()}',
     r'\boxed{7+1}',
     r'\boxed{97.5}',
   ]
-  for answer, response in [*((a, r) for a, r, _ in MATH), *(('2', r) for r in said)]:
+  cases = [*((a, r) for a, r, _ in MATH), *(('2', r) for r in attacks)]
+  for answer, response in cases:
     verifiers.math(answer, response)
     for rule, right in (('aime', '2'), ('gsm8k', '2'), ('countdown', FOUR)):
       verifiers.RULES[rule](right, response)
   # What is left is sympy's own, templates for the arithmetic of polynomials.
-  assert [source for source in heard if source and 'def monomial_' not in source] == []
+  sources = [source for source in evaluated if source]
+  assert all('def monomial_' in source for source in sources)
 
 
 def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
-  def fail(answer, said):
+  def fail(answer, given):
     raise TypeError('a matrix is not a number')
 
   monkeypatch.setattr(verifiers, 'equivalent', fail)
@@ -177,15 +179,15 @@ def test_integers_need_no_library(monkeypatch):
   assert found == expected
 
 
-def test_votes_are_counted_by_what_was_said():
-  def said(rule, answer, text):
-    return verifiers.RULES[rule](answer, text).said
+def test_equal_answers_are_spelled_alike():
+  def found(rule, answer, text):
+    return verifiers.RULES[rule](answer, text).answer
 
-  assert said('aime', '7', r'\boxed{007}') == said('aime', '7', 'Answer: 7') == '7'
-  assert said('gsm8k', '7', r'\boxed{1,000.0}') == '1000'
-  assert said('gsm8k', '7', '#### $0.50') == '0.5'
-  assert said('countdown', FOUR, r'<answer> 8 * 3*2/2 = 24</answer>') == '8*3*2/2'
-  assert said('aime', '7', 'seven') is None
+  assert found('aime', '7', r'\boxed{007}') == found('aime', '7', 'Answer: 7') == '7'
+  assert found('gsm8k', '7', r'\boxed{1,000.0}') == '1000'
+  assert found('gsm8k', '7', '#### $0.50') == '0.5'
+  assert found('countdown', FOUR, r'<answer> 8 * 3*2/2 = 24</answer>') == '8*3*2/2'
+  assert found('aime', '7', 'seven') is None
 
 
 def rows(name):
@@ -224,13 +226,13 @@ def test_real_integer_answers(rule, name, count):
 def test_real_latex_answers(pool):
   answers = rows('math500_200.jsonl')
   boxes = [f'So it is \\boxed{{{answer}}}.' for answer in answers]
-  judged = pool.submit(['math'] * len(answers), answers, boxes).result()
-  assert all(verdict.right for verdict in judged)
+  requests = [('math', *pair) for pair in zip(answers, boxes, strict=True)]
+  assert all(future.result().right for future in pool.submit(requests))
   # And math-verify itself, that equal spelling spares: for 98 % of the 200 at least.
   assert sum(verifiers.equivalent(answer, answer) for answer in answers) >= 196
   others = shifted(answers)
   assert len(others) > 190
-  texts = [f'\\boxed{{{other}}}' for _, other in others]
-  judged = pool.submit(['math'] * len(texts), [a for a, _ in others], texts).result()
-  right = [o for o, v in zip(others, judged, strict=True) if v.right is not False]
+  requests = [('math', answer, f'\\boxed{{{other}}}') for answer, other in others]
+  found = [future.result() for future in pool.submit(requests)]
+  right = [o for o, v in zip(others, found, strict=True) if v.right is not False]
   assert right == [('5', 'x=5')]  # neighbours in the file, and they do mean the same

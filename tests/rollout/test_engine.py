@@ -1,4 +1,4 @@
-"""What is written depends on (key, uid, position), and nothing written is lost."""
+"""A response depends on (key, uid, position) alone, and no decoded token is lost."""
 
 import dataclasses
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import making
 import numpy as np
 import oracles
@@ -15,7 +14,9 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import logprobs, transformer
-from bapo_jax.rollout import decode, engine
+from bapo_jax.rollout import decode
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Prompts
 
 # One layer: each way of dispatching compiles anew, and test_model.py has two.
@@ -39,21 +40,25 @@ def prompts(seed: int = 0) -> Prompts:
   return Prompts(np.arange(P, dtype=np.int32), tokens_PT, LENGTH_P)
 
 
-def generate(asked=None, uid_B=UID_B, params=PARAMS, **changes):
-  knobs = {
-    'group_size': GROUP,
-    'max_new_tokens': NEW,
-    'temperature': TEMPERATURE,
-    'eos': EOS,
-  }
-  knobs |= {
-    'max_num_seqs': 4,
-    'prefill_batch_size': 2,
-    'tokens_per_dispatch': 4,
-    'spec': SPEC,
-  }
-  asked = prompts() if asked is None else asked
-  return making.generate(params, asked, uid_B, KEY, **knobs | changes)
+KNOBS = {
+  'group_size': GROUP,
+  'max_new_tokens': NEW,
+  'temperature': TEMPERATURE,
+  'eos': EOS,
+  'max_num_seqs': 4,
+  'prefill_batch_size': 2,
+  'tokens_per_dispatch': 4,
+}
+
+
+def generate(given=None, uid_B=UID_B, params=PARAMS, **changes):
+  given = prompts() if given is None else given
+  return making.generate(params, given, uid_B, KEY, spec=SPEC, **KNOBS | changes)
+
+
+def partial_rollouts(places=P, **changes) -> PartialRollouts:
+  engine = RolloutEngine(SPEC, max_prompt_tokens=WIDTH, **KNOBS | changes)
+  return PartialRollouts(engine, places)
 
 
 @pytest.fixture(scope='module')
@@ -73,12 +78,12 @@ def test_the_rows_are_prompt_response_and_nothing(rows):
     np.testing.assert_array_equal(
       rows.response_mask_BT[b], (column_T >= n) & (column_T < n + k)
     )
-    said = row[n : n + k]
-    # The end token is the last and is chosen; without one the row is cut at NEW.
-    assert not np.isin(said[:-1], EOS).any()
-    assert said[-1] in EOS or k == NEW
+    response = row[n : n + k]
+    # The end token is the last of the response; without one the row is cut at NEW.
+    assert not np.isin(response[:-1], EOS).any()
+    assert response[-1] in EOS or k == NEW
     assert not row[n + k :].any()
-    ends += said[-1] in EOS
+    ends += response[-1] in EOS
   assert 0 < ends < np.count_nonzero(OF_B)  # both kinds did occur
   assert len({tuple(row[n:]) for row, n in zip(rows.tokens_BT, OF_B, strict=True)}) > 8
 
@@ -94,29 +99,29 @@ def test_recorded_logp_is_the_learners(rows):
 
 
 @pytest.mark.parametrize(
-  ('slots', 'refill', 'chunk'), [(2, 1, 1), (5, 3, 4), (16, 16, 50)]
+  ('slots', 'prefilled', 'chunk'), [(2, 1, 1), (5, 3, 4), (16, 16, 50)]
 )
-def test_the_text_does_not_depend_on_how_it_is_dispatched(rows, slots, refill, chunk):
-  told = []
-  again = generate(
+def test_the_text_does_not_depend_on_the_dispatches(rows, slots, prefilled, chunk):
+  finished = []
+  other = generate(
     max_num_seqs=slots,
-    prefill_batch_size=refill,
+    prefill_batch_size=prefilled,
     tokens_per_dispatch=chunk,
-    tell=lambda rows: told.append(len(rows)),
+    on_finished=lambda rows: finished.append(len(rows)),
   )
-  np.testing.assert_array_equal(again.tokens_BT, rows.tokens_BT)
-  np.testing.assert_array_equal(again.response_mask_BT, rows.response_mask_BT)
-  np.testing.assert_allclose(again.logp_BT, rows.logp_BT, atol=1e-5)
-  assert sum(told) == np.count_nonzero(OF_B) and min(told) >= 0
+  np.testing.assert_array_equal(other.tokens_BT, rows.tokens_BT)
+  np.testing.assert_array_equal(other.response_mask_BT, rows.response_mask_BT)
+  np.testing.assert_allclose(other.logp_BT, rows.logp_BT, atol=1e-5)
+  assert sum(finished) == np.count_nonzero(OF_B) and min(finished) >= 0
 
 
 def test_the_text_belongs_to_the_uid_and_not_to_the_row(rows):
-  asked = Prompts(*(x[::-1] for x in prompts()))
-  turned = generate(asked, UID_B[::-1])
+  backwards = Prompts(*(x[::-1] for x in prompts()))
+  turned = generate(backwards, UID_B[::-1])
   np.testing.assert_array_equal(turned.tokens_BT[::-1], rows.tokens_BT)
   other = generate(uid_B=UID_B + np.uint32(B))
   differ_B = (np.asarray(other.tokens_BT) != rows.tokens_BT).any(1)
-  assert differ_B[OF_B > 0].sum() >= 8  # 10 asked; one short answer may coincide
+  assert differ_B[OF_B > 0].sum() >= 8  # of 10; short answers may coincide
 
 
 def test_a_mesh_samples_the_same_text(rows):
@@ -128,11 +133,11 @@ def test_a_mesh_samples_the_same_text(rows):
   np.testing.assert_allclose(spread.logp_BT, rows.logp_BT, atol=1e-5)
 
 
-def test_a_cold_policy_says_the_likeliest():
-  asked = prompts()
-  cold = generate(asked, temperature=0)
+def test_a_temperature_of_0_decodes_the_likeliest_tokens():
+  given = prompts()
+  cold = generate(given, temperature=0)
   for b in np.flatnonzero(OF_B):
-    prompt = asked.tokens_PT[b // GROUP, : OF_B[b]].tolist()
+    prompt = given.tokens_PT[b // GROUP, : OF_B[b]].tolist()
     expected = oracles.decode_oracle(PARAMS, prompt, SPEC, NEW, EOS)
     assert cold.tokens_BT[b][cold.response_mask_BT[b]].tolist() == expected
   assert not np.asarray(cold.logp_BT).any()
@@ -154,32 +159,19 @@ def test_a_cold_policy_says_the_likeliest():
   ],
   ids=str,
 )
-def test_nor_on_how_the_cache_is_cut_or_when_it_is_looked_at(rows, knobs):
-  again = generate(**knobs)
-  np.testing.assert_array_equal(again.tokens_BT, rows.tokens_BT)
-  np.testing.assert_array_equal(again.policy_version_BT, rows.policy_version_BT)
-  np.testing.assert_allclose(again.logp_BT, rows.logp_BT, atol=1e-5)
-
-
-def in_flight(places=P, **changes) -> engine.RolloutEngine:
-  knobs = {
-    'group_size': GROUP,
-    'max_new_tokens': NEW,
-    'temperature': TEMPERATURE,
-    'eos': EOS,
-  }
-  knobs |= {'max_num_seqs': 4, 'prefill_batch_size': 2, 'tokens_per_dispatch': 4}
-  return engine.RolloutEngine(
-    SPEC, places=places, max_prompt_tokens=WIDTH, **knobs | changes
-  )
+def test_nor_on_cache_segments_or_late_done_checks(rows, knobs):
+  other = generate(**knobs)
+  np.testing.assert_array_equal(other.tokens_BT, rows.tokens_BT)
+  np.testing.assert_array_equal(other.policy_version_BT, rows.policy_version_BT)
+  np.testing.assert_allclose(other.logp_BT, rows.logp_BT, atol=1e-5)
 
 
 def test_pauses_leave_every_bit_as_it_is(rows):
-  # A quarter of the longest response in each step, the weights and the cache kept.
-  paused, steps = in_flight(max_num_seqs=16, prefill_batch_size=16), 0
-  paused.ask(prompts(), UID_B)
+  # A quarter of the longest response per step, the same weights and cache.
+  paused, steps = partial_rollouts(max_num_seqs=16, prefill_batch_size=16), 0
+  paused.submit(prompts(), UID_B)
   while paused.unfinished:
-    paused.advance(PARAMS, KEY, max_tokens_per_step=-(-NEW // 4))
+    paused.decode(PARAMS, KEY, max_tokens=-(-NEW // 4))
     steps += 1
   assert steps == 3  # the longest one here has 8 tokens or 9
   whole = generate(max_num_seqs=16, prefill_batch_size=16)
@@ -189,90 +181,89 @@ def test_pauses_leave_every_bit_as_it_is(rows):
 
 
 @pytest.mark.parametrize('refreshed', [False, True])
-def test_what_is_saved_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
-  before = in_flight()
-  before.ask(prompts(), UID_B)
-  before.advance(PARAMS, KEY, max_tokens_per_step=5)
+def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
+  before = partial_rollouts()
+  before.submit(prompts(), UID_B)
+  before.decode(PARAMS, KEY, max_tokens=5)
   assert 0 < before.unfinished < np.count_nonzero(OF_B)
   state = jax.tree.map(np.asarray, before.state())
-  after = in_flight()
+  after = partial_rollouts()
   after.restore(state)
-  assert after.cold
+  assert after.cache_lost
   assert list(after.waiting) == list(before.waiting) != []
   if refreshed:
     after.refresh(PARAMS)
-    assert not after.cold
-  after.advance(PARAMS, KEY)
+    assert not after.cache_lost
+  after.decode(PARAMS, KEY)
   same = np.array_equal(after.rows.tokens_BT, rows.tokens_BT)
   assert same == refreshed  # without its cache a response goes astray
   if refreshed:
     np.testing.assert_allclose(after.rows.logp_BT, rows.logp_BT, atol=1e-5)
 
 
-def test_tokens_are_dated_by_the_weights_that_chose_them():
+def test_each_token_has_the_version_of_the_weights_that_sampled_it():
   other = oracles.noisy(SPEC, 1)
-  carried = in_flight(max_num_seqs=16, prefill_batch_size=16)
-  carried.ask(prompts(), UID_B)
-  carried.advance(PARAMS, KEY, policy_version=3, max_tokens_per_step=4)
-  carried.refresh(other)
-  carried.advance(other, KEY, policy_version=5)
-  policy_version_BT, response_mask_BT = (
-    np.asarray(carried.rows.policy_version_BT),
-    carried.rows.response_mask_BT,
-  )
+  rollouts = partial_rollouts(max_num_seqs=16, prefill_batch_size=16)
+  rollouts.submit(prompts(), UID_B)
+  rollouts.decode(PARAMS, KEY, policy_version=3, max_tokens=4)
+  rollouts.refresh(other)
+  rollouts.decode(other, KEY, policy_version=5)
+  version_BT = np.asarray(rollouts.rows.policy_version_BT)
   logp_BT = {
-    policy_version: logprobs.sequence_logprobs(
-      params, carried.rows.tokens_BT, SPEC, TEMPERATURE
+    version: logprobs.sequence_logprobs(
+      params, rollouts.rows.tokens_BT, SPEC, TEMPERATURE
     )[0]
-    for policy_version, params in ((3, PARAMS), (5, other))
+    for version, params in ((3, PARAMS), (5, other))
   }
   for b in np.flatnonzero(OF_B):
-    dates = policy_version_BT[b][response_mask_BT[b]].tolist()
-    assert dates == ([3] * 4 + [5] * NEW)[: len(dates)]
-  assert (policy_version_BT == 5).any()
-  # Each under the weights of its date, the prefix read by those same weights.
-  for policy_version, logp in logp_BT.items():
-    of = policy_version_BT == born
-    np.testing.assert_allclose(carried.rows.logp_BT[of], logp[of], atol=1e-5)
+    versions = version_BT[b][rollouts.rows.response_mask_BT[b]].tolist()
+    assert versions == ([3] * 4 + [5] * NEW)[: len(versions)]
+  assert (version_BT == 5).any()
+  # Each under the weights of its version, the prefix read by those same weights.
+  for version, logp in logp_BT.items():
+    of = version_BT == version
+    np.testing.assert_allclose(rollouts.rows.logp_BT[of], logp[of], atol=1e-5)
 
 
-def test_what_is_due_is_written_to_its_end_whatever_the_budget():
-  carried = in_flight(places=2 * P, max_num_seqs=2, prefill_batch_size=1)
-  carried.ask(prompts(), UID_B, step=0)
-  carried.ask(prompts(1), UID_B + np.uint32(B), step=1)
-  carried.advance(PARAMS, KEY, max_tokens_per_step=1, due_W=carried.asked_W == 0)
-  assert carried.finished()[:P].tolist() == list(range(P))
-  assert carried.unfinished and carried.busy
+def test_due_groups_are_completed_whatever_the_budget():
+  rollouts = partial_rollouts(places=2 * P, max_num_seqs=2, prefill_batch_size=1)
+  rollouts.submit(prompts(), UID_B, step=0)
+  rollouts.submit(prompts(1), UID_B + np.uint32(B), step=1)
+  rollouts.decode(PARAMS, KEY, max_tokens=1, due_W=rollouts.submitted_W == 0)
+  assert rollouts.finished()[:P].tolist() == list(range(P))
+  assert rollouts.unfinished and rollouts.busy
 
 
 def test_the_oldest_finished_groups_come_first_and_free_their_places():
-  carried = in_flight(places=2 * P, max_num_seqs=16, prefill_batch_size=16)
-  carried.ask(prompts(), UID_B, step=4)
-  carried.advance(PARAMS, KEY)
-  carried.free([1, 2])
+  rollouts = partial_rollouts(places=2 * P, max_num_seqs=16, prefill_batch_size=16)
+  rollouts.submit(prompts(), UID_B, step=4)
+  rollouts.decode(PARAMS, KEY)
+  rollouts.free([1, 2])
   late = prompts(1)
   late = Prompts(*(x[:2] for x in late))
-  carried.ask(late, UID_B[:4] + np.uint32(50), step=5)
-  assert carried.asked_W[[1, 2]].tolist() == [5, 5]
+  rollouts.submit(late, UID_B[:4] + np.uint32(50), step=5)
+  assert rollouts.submitted_W[[1, 2]].tolist() == [5, 5]
   with pytest.raises(ValueError, match='prompts for 6 free places'):
-    carried.ask(Prompts(*(np.concatenate([x, x]) for x in prompts())), UID_B.repeat(2))
-  assert carried.finished().tolist() == [0, 3, 4, 5]
-  carried.advance(PARAMS, KEY)
-  assert carried.finished().tolist() == [0, 3, 4, 5, 1, 2]
-  read = carried.read(carried.finished()[-2:], 4)
+    rollouts.submit(
+      Prompts(*(np.concatenate([x, x]) for x in prompts())), UID_B.repeat(2)
+    )
+  assert rollouts.finished().tolist() == [0, 3, 4, 5]
+  rollouts.decode(PARAMS, KEY)
+  assert rollouts.finished().tolist() == [0, 3, 4, 5, 1, 2]
+  read = rollouts.read(rollouts.finished()[-2:], 4)
   np.testing.assert_array_equal(
-    read.tokens_BT[:2].reshape(4, -1), carried.rows.tokens_BT[2:6]
+    read.tokens_BT[:2].reshape(4, -1), rollouts.rows.tokens_BT[2:6]
   )
   assert not read.tokens_BT[2:].any() and (read.policy_version_BT[2:] == -1).all()
 
 
-def test_a_failing_listener_or_harvest_loses_nothing(rows, monkeypatch):
-  carried, heard, fails = in_flight(), [], iter([True, False, True, True])
+def test_a_failing_callback_or_harvest_loses_nothing(rows, monkeypatch):
+  rollouts, finished, fails = partial_rollouts(), [], iter([True, False, True, True])
 
-  def listen(done):
+  def on_finished(done):
     if next(fails, False):
       raise OSError('disk full')
-    heard.extend(done)
+    finished.extend(done)
 
   harvest = decode.harvest
 
@@ -282,16 +273,16 @@ def test_a_failing_listener_or_harvest_loses_nothing(rows, monkeypatch):
     return harvest(*args)
 
   monkeypatch.setattr(decode, 'harvest', broken)
-  carried.ask(prompts(), UID_B)
+  rollouts.submit(prompts(), UID_B)
   failures = 0
-  while carried.unfinished or carried.untold:
+  while rollouts.unfinished or rollouts._unreported:
     try:
-      carried.advance(PARAMS, KEY, tell=listen)
+      rollouts.decode(PARAMS, KEY, on_finished=on_finished)
     except (OSError, RuntimeError):
       failures += 1
   assert failures == 3
-  assert sorted(heard) == np.flatnonzero(OF_B).tolist()
-  np.testing.assert_array_equal(carried.rows.tokens_BT, rows.tokens_BT)
+  assert sorted(finished) == np.flatnonzero(OF_B).tolist()
+  np.testing.assert_array_equal(rollouts.rows.tokens_BT, rows.tokens_BT)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
@@ -318,29 +309,25 @@ def test_nothing_compiles_after_the_warm_up():
     'cache_segments': 4,
   }
   spec = dataclasses.replace(SPEC, positions=128)
-  warm = engine.RolloutEngine(
+  engine = RolloutEngine(
     spec,
-    places=4,
     max_prompt_tokens=70,
     max_num_seqs=2,
     prefill_batch_size=1,
     tokens_per_dispatch=8,
     **knobs,
   )
-  warm.warm_up(PARAMS, KEY)
-  warm.rows = jax.tree.map(jnp.copy, warm.rows)
-  before = [f._cache_size() for f in jitted]
+  engine.warm_up(PARAMS, KEY, places=4)
+  before = [function._cache_size() for function in jitted]
+  rollouts = PartialRollouts(engine, 4)
   tokens_PT = np.full((4, 70), 5, np.int32)
   lengths = np.asarray([3, 70, 20, 64], np.int32)
-  warm.ask(Prompts(np.arange(4, dtype=np.int32), tokens_PT, lengths), np.arange(4))
-  while warm.unfinished:
-    warm.advance(PARAMS, KEY, max_tokens_per_step=9)
-    warm.refresh(PARAMS)
-  after = [f._cache_size() for f in jitted]
-  assert after[2] - before[2] <= 1  # harvest is not in the warm-up: it costs nothing
-  assert [n for i, n in enumerate(after) if i != 2] == [
-    n for i, n in enumerate(before) if i != 2
-  ]
+  ids = np.arange(4, dtype=np.int32)
+  rollouts.submit(Prompts(ids, tokens_PT, lengths), np.arange(4))
+  while rollouts.unfinished:
+    rollouts.decode(PARAMS, KEY, max_tokens=9)
+    rollouts.refresh(PARAMS)
+  assert [function._cache_size() for function in jitted] == before
 
 
 PROCESS = """
@@ -349,27 +336,32 @@ import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 import test_engine as t
-from bapo_jax import mesh
-devices = mesh.make(data=2, tensor=2)
+from bapo_jax import sharding
+mesh = sharding.make(data=2, tensor=2)
 params = jax.device_put(
-  jax.tree.map(np.asarray, t.PARAMS), mesh.shardings(t.PARAMS, devices, 'decode')
+  jax.tree.map(np.asarray, t.PARAMS), sharding.shardings(t.PARAMS, mesh, 'decode')
 )
-flying = t.in_flight(mesh=devices)
-flying.ask(t.prompts(), t.UID_B)
-flying.advance(params, t.KEY, max_tokens_per_step=5)
-flying.refresh(params)
-flying.advance(params, t.KEY)
-rows = flying.read(flying.finished(), t.P)
-np.savez(sys.argv[3], tokens=np.asarray(rows.tokens_BT), policy_version=np.asarray(rows.policy_version_BT))
+rollouts = t.partial_rollouts(mesh=mesh)
+rollouts.submit(t.prompts(), t.UID_B)
+rollouts.decode(params, t.KEY, max_tokens=5)
+rollouts.refresh(params)
+rollouts.decode(params, t.KEY)
+rows = rollouts.read(rollouts.finished(), t.P)
+np.savez(
+  sys.argv[3],
+  tokens=np.asarray(rows.tokens_BT),
+  versions=np.asarray(rows.policy_version_BT),
+)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(rows, tmp_path):
+def test_two_processes_decode_what_one_decodes(rows, tmp_path):
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  paths = os.pathsep.join([os.path.dirname(__file__), os.getcwd()])
+  here = os.path.dirname(__file__)
+  paths = os.pathsep.join([here, os.path.dirname(here), os.getcwd()])
   flags = '--xla_force_host_platform_device_count=2'
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags, 'PYTHONPATH': paths}
   both = [
@@ -388,7 +380,9 @@ def test_two_processes_write_what_one_writes(rows, tmp_path):
     found = np.load(tmp_path / f'{i}.npz')
     shape = rows.tokens_BT.shape
     np.testing.assert_array_equal(found['tokens'].reshape(shape), rows.tokens_BT)
-    np.testing.assert_array_equal(found['born'].reshape(shape), rows.policy_version_BT)
+    np.testing.assert_array_equal(
+      found['versions'].reshape(shape), rows.policy_version_BT
+    )
 
 
 @pytest.mark.parametrize(
@@ -412,12 +406,13 @@ def test_two_processes_write_what_one_writes(rows, tmp_path):
       'end tokens (3, 12): give at least one, each below the vocabulary of 12',
     ),
     (
-      {'asked': prompts()._replace(length_P=LENGTH_P + 1)},
-      'row 1: a prompt of 7 tokens stands in 6 columns; raise prompts.max_prompt_tokens',
+      {'given': prompts()._replace(length_P=LENGTH_P + 1)},
+      'row 1: a prompt of 7 tokens stands in 6 columns; raise '
+      'prompts.max_prompt_tokens',
     ),
   ],
 )
-def test_what_cannot_be_written_is_refused(changes, message):
+def test_rows_that_cannot_be_decoded_are_refused(changes, message):
   with pytest.raises(ValueError) as error:
     generate(**changes)
   assert str(error.value) == message
@@ -428,7 +423,7 @@ def test_lengths_that_do_not_belong_to_the_prompts():
     generate(prompts()._replace(length_P=LENGTH_P[:5]))
 
 
-def test_nobody_asked():
+def test_without_prompts_all_rows_are_empty():
   nothing = generate(prompts()._replace(length_P=0 * LENGTH_P))
   assert not np.asarray(nothing.tokens_BT).any()
   assert (np.asarray(nothing.policy_version_BT) == -1).all()

@@ -1,62 +1,69 @@
-"""What an evaluation counts, and how sure it is."""
+"""The measures of an evaluation, and their standard errors."""
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
 
 import hypothesis
 import jax
+import making
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from test_rollout import GROUP, PARAMS, PROBLEMS, TEXT, WIDTH, ask, problems
+from test_rollout import (
+  ENGINE,
+  GROUP,
+  PARAMS,
+  PROBLEMS,
+  TOKENIZER,
+  WIDTH,
+  problems,
+)
 
 from bapo_jax import types
-from bapo_jax.rewards import rewards
+from bapo_jax.data import prompts
 from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import evaluate
 
-
-class Odd:
-  """A judge: a response of an odd number of characters is right."""
-
-  def submit(self, answers, texts, rules=None):
-    del answers
-    verdicts = [Verdict(len(t) % 2 == 1, f'{len(t)} characters', t[:1]) for t in texts]
-    return rewards.PendingVerdicts(verdicts, [], texts, [], rewards.pool.Ticket([]))
+ODD = making.OddVerifier()
 
 
-def test_the_evaluation_counts_what_a_hand_counts():
+def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
   # Problem 0: '3' right, ended (2 tokens), '4567' wrong, cut (4 tokens). Problem 1:
   # '5' and '6', right, ended. Verdicts 1 0 1 1: accuracy 3/4; means 1/2 and 1, their
   # standard deviation 0.35355, over sqrt 2: 0.25. Tokens (2 + 4 + 2 + 2) / 4 = 2.5.
   # pass@2 is 1 and 1. Votes: '3' and '4' tie, half of it right; '5' and '6', right.
-  said = [[[9, 1], [10, 11, 12, 13]], [[11, 1], [12, 1]]]
+  tokens = [[[9, 1], [10, 11, 12, 13]], [[11, 1], [12, 1]]]
   small = jax.tree.map(lambda x: x[:2], problems())
   small = small._replace(text=PROBLEMS[:2], answer=['2', '32'])
 
-  def written(params, problems, asked, key, *, group, step, policy_version, verify):
-    assert (params, group, step, policy_version) == ('weights', 2, 40, 40)
-    np.testing.assert_array_equal(asked.id_P, [0, 1])
+  def decoded(rollouts, params, prompts, key, *, verifier, step, **knobs):
+    assert (params, key, rollouts.engine.group_size) == ('weights', None, 2)
+    assert (step, knobs['policy_version']) == (40, 40)
+    np.testing.assert_array_equal(prompts.id_P, [0, 1])
     groups = jax.tree.map(np.array, types.empty_groups(2, 2, WIDTH + 5))
     for p in range(2):
       for g in range(2):
-        at = slice(asked.length_P[p], asked.length_P[p] + len(said[p][g]))
-        groups.tokens_PGT[p, g, at] = said[p][g]
+        at = slice(prompts.length_P[p], prompts.length_P[p] + len(tokens[p][g]))
+        groups.tokens_PGT[p, g, at] = tokens[p][g]
         groups.response_mask_PGT[p, g, at] = True
         groups.behavior_logp_PGT[p, g, at] = -0.5
     texts = ['3', '4567', '5', '6']
-    correct_B = verify(['2', '2', '32', '32'], texts)
-    return groups._replace(correct_PG=correct_B.reshape(2, 2))
+    verdicts = verifier.submit(['2', '2', '32', '32'], texts).result()
+    return Rollout(groups, texts, verdicts)
 
+  monkeypatch.setattr(evaluate, 'rollout', decoded)
   result, samples = evaluate.evaluate(
     'weights',
     small,
-    TEXT,
+    TOKENIZER,
     None,
-    rollout=written,
-    judge=Odd(),
-    group_size=2,
+    engine=dataclasses.replace(ENGINE, group_size=2),
+    verifier=ODD,
     step=40,
     ks=(1, 2),
   )
@@ -83,7 +90,7 @@ def test_the_evaluation_counts_what_a_hand_counts():
     'problem': '1+1=',
     'answer': '2',
     'response': '4567',
-    'said': '4',
+    'extracted': '4',
     'verdict': 'wrong',
     'reason': '4 characters',
     'correct': False,
@@ -97,40 +104,51 @@ def test_the_evaluation_counts_what_a_hand_counts():
   assert [s['truncated'] for s in samples] == [False, True, False, False]
 
 
-def evaluated(judge, **knobs):
+def evaluated(verifier, group_size=GROUP, **knobs):
   """(result, samples) of the three problems at step 3."""
-  key, knobs = jax.random.key(1), knobs | {'rollout': ask, 'step': 3}
-  return evaluate.evaluate(PARAMS, problems(), TEXT, key, judge=judge, **knobs)
+  engine = dataclasses.replace(ENGINE, group_size=group_size)
+  return evaluate.evaluate(
+    PARAMS,
+    problems(),
+    TOKENIZER,
+    jax.random.key(1),
+    engine=engine,
+    verifier=verifier,
+    step=3,
+    **knobs,
+  )
 
 
 def test_the_evaluation_goes_through_the_same_door():
-  result, samples = evaluated(Odd(), group_size=GROUP, ks=(1, GROUP))
+  result, samples = evaluated(ODD, ks=(1, GROUP))
   assert len(samples) == 3 * GROUP
   verdicts = [len(sample['response']) % 2 == 1 for sample in samples]
   assert 0 < sum(verdicts) < len(verdicts)
   assert [sample['correct'] for sample in samples] == verdicts
   assert result['accuracy'] == pytest.approx(np.mean(verdicts))
   # The record is the rollout's own.
-  groups = ask(
+  groups = rollout(
+    PartialRollouts(ENGINE, 3),
     PARAMS,
-    problems(),
-    evaluate.prompts_lib.again(problems(), [0, 1, 2]),
+    prompts.prompts_by_id(problems(), [0, 1, 2]),
     jax.random.key(1),
-    group_size=GROUP,
+    problems=problems(),
+    tokenizer=TOKENIZER,
+    verifier=ODD,
+    timer=PhaseTimer(),
     step=3,
     policy_version=3,
-  )
+  ).groups
   tokens = np.asarray(groups.response_mask_PGT).sum(2).reshape(-1)
   assert [sample['tokens'] for sample in samples] == tokens.tolist()
   logp = np.asarray(groups.behavior_logp_PGT).sum(2).reshape(-1)
   np.testing.assert_allclose([s['logp'] for s in samples], logp, rtol=1e-5)
 
 
-def test_undecided_is_wrong_and_said_to_be_undecided():
-  class Lost(Odd):
-    def submit(self, answers, texts, rules=None):
-      made = super().submit(answers, texts)
-      return made._replace(found=[Verdict(None, 'took over 3 s', '1')] * len(texts))
+def test_undecided_is_wrong_and_counted_as_undecided():
+  class Lost(making.OddVerifier):
+    def verdict(self, text):
+      return Verdict(None, 'took over 3 s', '1')
 
   result, samples = evaluated(Lost(), group_size=2)
   assert (result['accuracy'], result['undecided']) == (0, 1)
@@ -184,7 +202,7 @@ def test_pass_at_k_is_unbiased():
     assert mean == pytest.approx(1 - (1 - rate) ** k)
 
 
-VOTES = [  # said, right, k, share
+VOTES = [  # answers, right, k, share
   ('a a b', '1 1 0', 3, 1.0),
   ('a b b', '1 0 0', 3, 0.0),
   ('a b', '1 0', 2, 1 / 2),  # a tie: either may be drawn
@@ -198,61 +216,26 @@ VOTES = [  # said, right, k, share
 ]
 
 
-@pytest.mark.parametrize(('said', 'right', 'k', 'share'), VOTES)
-def test_the_majority_by_hand(said, right, k, share):
-  said = [None if s == '-' else s for s in said.split()]
+@pytest.mark.parametrize(('answers', 'right', 'k', 'share'), VOTES)
+def test_the_majority_by_hand(answers, right, k, share):
+  answers = [None if s == '-' else s for s in answers.split()]
   correct = [r == '1' for r in right.split()]
-  assert evaluate.majority(said, correct, k) == pytest.approx(share)
+  assert evaluate.majority(answers, correct, k) == pytest.approx(share)
 
 
 @hypothesis.given(
   st.lists(st.tuples(st.sampled_from('abc'), st.booleans()), min_size=1, max_size=12)
 )
 def test_maj_at_one_is_the_accuracy(rows):
-  right = dict(rows)  # one verdict an answer
-  said = [s for s, _ in rows]
-  correct = [right[s] for s in said]
-  assert evaluate.majority(said, correct, 1) == pytest.approx(np.mean(correct))
-
-
-def test_stderr_by_hand():
-  # Means 0, 1/2, 1: standard deviation 1/2, over sqrt 3.
-  correct_PG = np.asarray([[0, 0], [1, 0], [1, 1]], bool)
-  assert evaluate.stderr(correct_PG) == pytest.approx(0.5 / math.sqrt(3))
-  # Problems are drawn, responses are not: the same verdicts asked twice prove no more.
-  twice = np.concatenate([correct_PG, correct_PG], 1)
-  assert evaluate.stderr(twice) == pytest.approx(0.5 / math.sqrt(3))
-  assert evaluate.stderr(correct_PG[:1]) == 0
-
-
-@pytest.mark.parametrize('group', [1, 8])
-def test_the_standard_error_is_the_spread_of_repeated_evaluations(group):
-  # Problems of very different difficulty, as in practice: rates from Beta(0.4, 0.4).
-  rng, errors, means = np.random.default_rng(0), [], []
-  for _ in range(4000):
-    rate_P = rng.beta(0.4, 0.4, 60)
-    correct_PG = rng.random((60, group)) < rate_P[:, None]
-    means.append(correct_PG.mean())
-    errors.append(evaluate.stderr(correct_PG))
-  # Both known to 1/sqrt(2 * 4000) = 1.1 %; counting responses as if they were
-  # independent gives a third of it at group 8.
-  spread = np.std(means)
-  assert np.mean(errors) == pytest.approx(spread, rel=0.05)
-  naive = math.sqrt(0.25 / (60 * group))
-  assert (abs(naive - spread) < 0.1 * spread) == (group == 1)
-
-
-def test_more_responses_than_there_are_is_refused():
-  drawn = {'temperature': 0.0, 'top_k': 0, 'top_p': 1.0}
-  evaluate.check(8, (1, 8), **drawn)
-  for ks in ((9,), (0,)):
-    with pytest.raises(ValueError, match=r'evaluate\.k=.*evaluate\.group=8'):
-      evaluate.check(8, ks, **drawn)
+  right = dict(rows)  # one verdict per answer
+  answers = [answer for answer, _ in rows]
+  correct = [right[answer] for answer in answers]
+  assert evaluate.majority(answers, correct, 1) == pytest.approx(np.mean(correct))
 
 
 def test_the_table_holds_every_measure():
   samples = [
-    dict(correct=c, said='1', verdict='right', tokens=3, truncated=False)
+    dict(correct=c, extracted='1', verdict='right', tokens=3, truncated=False)
     for c in (True, False, True, True)
   ]
   table = evaluate.table(evaluate.summarize(samples, 2, (1, 2)), 'step 4 on x')
@@ -271,12 +254,3 @@ def test_the_table_holds_every_measure():
     'undecided',
   ]
   assert {len(line) for line in lines[4:]} == {len(lines[4])}
-
-
-@pytest.mark.parametrize(
-  'wrong', [{'temperature': -0.1}, {'top_k': -1}, {'top_p': 0.0}, {'top_p': 1.1}]
-)
-def test_a_way_to_draw_that_is_none(wrong):
-  drawn = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | wrong
-  with pytest.raises(ValueError, match='give temperature >= 0, top_k >= 0'):
-    evaluate.check(1, (1,), **drawn)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bapo_jax.rollout import decode
+from bapo_jax.rollout import sampling
 
 KEY = jax.random.key(5)
 
@@ -18,7 +18,7 @@ def test_draws_follow_the_softmax(temperature, by):
   n, logits_V = 20_000, jnp.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0])
   count_S, same_S = jnp.arange(n), jnp.zeros(n, int)
   uid_S, position_S = (count_S, same_S) if by == 'uid' else (same_S, count_S)
-  token_S, logp_S = jax.jit(decode.draw)(
+  token_S, logp_S = jax.jit(sampling.draw)(
     KEY, uid_S, position_S, jnp.tile(logits_V, (n, 1)), temperature
   )
   p_V = np.exp(np.asarray(logits_V, float) / temperature)
@@ -35,13 +35,13 @@ def test_draws_follow_the_softmax(temperature, by):
   assert 0.5 * np.abs(pair_VV - np.outer(p_V, p_V)).sum() < bound
 
 
-# Vocabularies of one block a token, of two tokens a block, of few blocks of many.
+# Vocabularies of one token per block, of two per block, of few blocks of many.
 @pytest.mark.parametrize('V', [25, 50, 48, 512])
 @pytest.mark.parametrize('temperature', [0.6, 1.0])
 def test_chi_square(V, temperature):
   n = 40_000
   logits_V = 1.5 * jax.random.normal(jax.random.key(V), (V,))
-  token_S, logp_S = jax.jit(decode.draw)(
+  token_S, logp_S = jax.jit(sampling.draw)(
     KEY, jnp.arange(n), jnp.full(n, 9), jnp.tile(logits_V, (n, 1)), temperature
   )
   p_V = np.exp(np.asarray(logits_V, float) / temperature)
@@ -61,34 +61,34 @@ def test_chi_square(V, temperature):
 
 def test_greedy_is_the_likeliest_and_certain():
   logits_SV = jax.random.normal(KEY, (3, 8))
-  token_S, logp_S = decode.draw(
+  token_S, logp_S = sampling.draw(
     KEY,
     jnp.arange(3),
     jnp.arange(3),
     logits_SV,
     1.0,
-    decode.SamplingParams(greedy=True),
+    sampling.SamplingParams(greedy=True),
   )
   np.testing.assert_array_equal(token_S, logits_SV.argmax(-1))
   assert not logp_S.any()
 
 
 @pytest.mark.parametrize(
-  ('pick', 'kept'),
+  ('params', 'nucleus'),
   [
-    (decode.SamplingParams(top_k=2), [0.4, 0.3]),
-    (decode.SamplingParams(top_p=0.69), [0.4, 0.3]),
-    (decode.SamplingParams(top_p=0.71), [0.4, 0.3, 0.2]),
-    (decode.SamplingParams(top_p=0.01), [0.4]),
-    (decode.SamplingParams(top_k=3, top_p=0.5), [0.4, 0.3]),
+    (sampling.SamplingParams(top_k=2), [0.4, 0.3]),
+    (sampling.SamplingParams(top_p=0.69), [0.4, 0.3]),
+    (sampling.SamplingParams(top_p=0.71), [0.4, 0.3, 0.2]),
+    (sampling.SamplingParams(top_p=0.01), [0.4]),
+    (sampling.SamplingParams(top_k=3, top_p=0.5), [0.4, 0.3]),
   ],
 )
-def test_truncation_keeps_the_likeliest_and_records_what_was_drawn_from(pick, kept):
+def test_truncation_keeps_the_likeliest_and_records_its_distribution(params, nucleus):
   p_V, n = np.asarray([0.1, 0.3, 0.2, 0.4]), 4000
   logits_SV = jnp.tile(jnp.log(jnp.asarray(p_V, jnp.float32)), (n, 1))
-  token_S, logp_S = jax.jit(decode.draw, static_argnums=5)(
-    KEY, jnp.arange(n), jnp.zeros(n, int), logits_SV, 1.0, pick
+  token_S, logp_S = jax.jit(sampling.draw, static_argnums=5)(
+    KEY, jnp.arange(n), jnp.zeros(n, int), logits_SV, 1.0, params
   )
-  kept = np.asarray(kept)
-  np.testing.assert_allclose(np.exp(logp_S), p_V[token_S] / kept.sum(), rtol=1e-5)
-  assert sorted(p_V[np.unique(token_S)], reverse=True) == kept.tolist()
+  nucleus = np.asarray(nucleus)
+  np.testing.assert_allclose(np.exp(logp_S), p_V[token_S] / nucleus.sum(), rtol=1e-5)
+  assert sorted(p_V[np.unique(token_S)], reverse=True) == nucleus.tolist()
