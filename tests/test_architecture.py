@@ -29,9 +29,11 @@ HOUSE = {
     'rope',
     'attention',
     'transformer',
+    'logprob_tiles',
     'logprobs',
     'safetensors_io',
     'hf_config',
+    'hf_tensors',
     'hf_weights',
   ),
   'data': (

@@ -21,6 +21,7 @@ from jax import Array
 
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.models import logprobs
+from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import (
   AdvantageRule,
@@ -155,7 +156,7 @@ class Objective:
   loss_rule: LossRule
   spec: ModelSpec
   temperature: float
-  chunk: int = 256
+  chunk: int = LogprobsConfig().chunk
   grad_accum_steps: int = 1
   bounds_scope: str = 'minibatch'
   aggregate: str = 'token'
