@@ -8,7 +8,7 @@
 All four are compiled functions of `Slots`; partial_rollouts.py is the host's loop
 around them. The noise of a token is a function of (key, uid of the response, position):
 the text does not depend on the slot, on the other rows, or on how many tokens a
-dispatch runs.
+dispatch runs. Beside the letters of types.py: A responses admitted at once.
 """
 
 import functools

@@ -82,7 +82,7 @@ class RolloutEngine:
 
   @property
   def prefill_prompts(self) -> int:
-    """R: neighbouring responses, prefill_rows of them, answer no more prompts."""
+    """R, the most prompts that so many neighbouring responses can answer."""
     return min(self.prefill_rows, -(-self.prefill_rows // self.group_size) + 1)
 
   @property

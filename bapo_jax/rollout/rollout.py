@@ -155,10 +155,12 @@ class PendingVerifications:
       self._request(rows)
 
   def _submit(self, ids: np.ndarray, texts: list[str]) -> PendingVerdicts:
+    """Submits texts[i] as a response to problem ids[i]."""
     answers = [self._problems.answer[i] for i in ids]
     return self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
 
   def _request(self, rows: list[int]) -> None:
+    """Submits these finished rows, and notes where their verdicts will be."""
     engine = self._rollouts.engine
     block, group_size = engine.max_num_seqs, engine.group_size
     for first in range(0, len(rows), block):  # one shape, one compile
