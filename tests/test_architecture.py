@@ -58,7 +58,15 @@ HOUSE = {
     'verifier_pool',
     'rewards',
   ),
-  'rollout': ('knobs', 'sampling', 'decode', 'engine', 'partial_rollouts', 'rollout'),
+  'rollout': (
+    'knobs',
+    'sampling',
+    'shapes',
+    'decode',
+    'engine',
+    'partial_rollouts',
+    'rollout',
+  ),
   'algorithms': (
     'knobs',
     'replay_buffer',
