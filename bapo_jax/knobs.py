@@ -38,7 +38,7 @@ class Section(pydantic.BaseModel):
     for name, field in type(self).model_fields.items():
       value = getattr(self, name)
       if not _fits(value, _limits(field)):
-        raise ValueError(f'{name}={value!r}: give {expected(field)}')
+        raise ValueError(f'{name}={shown(value)}: give {expected(field)}')
     return self
 
 
@@ -121,6 +121,19 @@ def expected(field: FieldInfo) -> str:
   return f'{kind} {range_}'.rstrip()
 
 
+def shown(value: Any) -> str:
+  """A value as an error shows it: on one line, at most 60 characters."""
+  try:
+    return shorten(repr(value))
+  except Exception:  # an integer of 5000 digits, a class without a repr
+    return f'<{type(value).__name__}>'
+
+
+def shorten(text: str) -> str:
+  """The text, or its first 57 characters and three dots."""
+  return text if len(text) <= 60 else f'{text[:57]}...'
+
+
 def _range(limits: dict[str, Any], whole: bool) -> str:
   """The limits in words; '' where there are none."""
   most = limits.get('most', LARGEST if whole and 'below' not in limits else None)
@@ -137,7 +150,7 @@ def _range(limits: dict[str, Any], whole: bool) -> str:
     if most is not None:
       parts.append(f'at most {most}' if whole else f'at most {most:g}')
     words = ' and '.join(parts)
-  return words + (', or inf' if limits.get('infinite') else '')
+  return words + (' or inf' if limits.get('infinite') else '')
 
 
 def _kind(annotation: Any) -> str:
@@ -147,12 +160,13 @@ def _kind(annotation: Any) -> str:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
   if origin is tuple:
     inner, count = args[0], '' if args[-1] is ... else f'{len(args)} '
-    if typing.get_origin(inner) is typing.Literal:
-      return f'a tuple of {count}values, each {_kind(inner)}'
     plural = {int: 'integers', float: 'numbers', str: 'strings', Any: 'values'}
-    return f'a tuple of {count}{plural.get(inner, "tuples")}'
+    if inner in plural:
+      return f'a tuple of {count}{plural[inner]}'
+    values = 'tuples' if typing.get_origin(inner) is tuple else 'values'
+    return f'a tuple of {count}{values}, each {_kind(inner)}'
   if isinstance(annotation, type) and issubclass(annotation, Section):
-    return 'a section of knobs'
+    return f'a section with {", ".join(annotation.model_fields) or "no knobs"}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
   return names[annotation]
 
@@ -213,8 +227,10 @@ def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str
   place = _place(section, values, error['loc'])
   path = '.'.join(filter(None, (name, place.path)))
   if error['type'] == 'value_error':  # raised by a validator of a section
-    return f'{path}.{error["ctx"]["error"]}'.lstrip('.')
+    sentence = f'{path}.{error["ctx"]["error"]}'.lstrip('.')
+    long = len(sentence) > 400  # a value in it may be
+    return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
   if place.field is None:
-    known = ', '.join(place.section.model_fields) or 'none'
-    return f'no knob {path}; {path.rpartition(".")[0] or "the config"} has {known}'
-  return f'{path}={place.value!r:.60}: give {expected(place.field)}'
+    parent = path.rpartition('.')[0] or 'the config'
+    return f'no knob {path}; {parent} is {_kind(place.section)}'
+  return f'{path}={shown(place.value)}: give {expected(place.field)}'

@@ -79,23 +79,23 @@ GIVE = [  # section, knob, value, what to give
   (BALANCED, 'tolerance', 0.0, 'a number from 1e-06 to 0.1'),
   (BALANCED, 'sources', ('old',), SOURCES),
   (BALANCED, 'sources', 'fresh', SOURCES),
-  (BALANCED, 'reused_high', 1.0, 'a number above 1, or inf'),
-  (BALANCED, 'dual', 0.5, 'a number above 1, or inf'),
+  (BALANCED, 'reused_high', 1.0, 'a number above 1 or inf'),
+  (BALANCED, 'dual', 0.5, 'a number above 1 or inf'),
   (RECIPE, 'positive_to_negative', -1.0, 'a number from 0 to 1e+09'),
   (RECIPE, 'high', (2.0, 1.2), f'{RISING}, {HIGHS}'),
   (FIXED, 'low', -0.1, SHARE),
-  (FIXED, 'high', 0.9, 'a number of at least 1, or inf'),
-  (FIXED, 'high', -INF, 'a number of at least 1, or inf'),
-  (FIXED, 'dual', 1.0, 'a number above 1, or inf'),
+  (FIXED, 'high', 0.9, 'a number of at least 1 or inf'),
+  (FIXED, 'high', -INF, 'a number of at least 1 or inf'),
+  (FIXED, 'dual', 1.0, 'a number above 1 or inf'),
   ('loss', 'rule', 'ppo', LOSSES),
   ('loss', 'aggregate', 'mean', "one of 'token', 'sequence', 'constant'"),
   ('loss', 'kl', -0.1, 'a number of at least 0'),
   ('loss', 'kl', INF, 'a number of at least 0'),
   ('loss', 'kl', True, 'a number of at least 0'),
-  ('loss.clipped', 'limit', 0.0, 'a number above 0, or inf'),
-  ('loss.clipped', 'limit', -1.0, 'a number above 0, or inf'),
-  ('loss.decoupled', 'cap', -1.0, 'a number above 0, or inf'),
-  ('loss.tis', 'cap', 0.0, 'a number above 0, or inf'),
+  ('loss.clipped', 'limit', 0.0, 'a number above 0 or inf'),
+  ('loss.clipped', 'limit', -1.0, 'a number above 0 or inf'),
+  ('loss.decoupled', 'cap', -1.0, 'a number above 0 or inf'),
+  ('loss.tis', 'cap', 0.0, 'a number above 0 or inf'),
   ('advantage.group_relative', 'eps', -1e-6, SHARE),
   (BUFFER, 'capacity', 0, 'an integer from 1 to 1048576'),
   (BUFFER, 'max_off_policy_steps', 0, COUNT),
@@ -186,16 +186,19 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(values, sentence):
 def test_an_unknown_name_is_refused_with_the_known_ones():
   # Of a rule that is not in force, too; and of the source of a weight.
   assert refusal(**{'clip.fixed.target': 0.4}) == (
-    'no knob clip.fixed.target; clip.fixed has low, high, dual'
+    'no knob clip.fixed.target; clip.fixed is a section with low, high, dual'
   )
   assert refusal(**{'clip.unclipped.low': 0.4}) == (
-    'no knob clip.unclipped.low; clip.unclipped has none'
+    'no knob clip.unclipped.low; clip.unclipped is a section with no knobs'
   )
   assert refusal(**{'batch.weights.stale': 1.0}) == (
-    'no knob batch.weights.stale; batch.weights has fresh, reevaluated, reused'
+    'no knob batch.weights.stale; batch.weights is a section with fresh, reevaluated, '
+    'reused'
   )
-  assert refusal(clop=1).startswith('no knob clop; the config has title, seed, steps')
-  assert refusal(clip=1) == 'clip=1: give a section of knobs'
+  assert refusal(clop=1).startswith('no knob clop; the config is a section with title,')
+  assert refusal(**{'batch.replay': 1}) == (
+    'batch.replay=1: give a section with replay_ratio'
+  )
 
 
 def test_bounds_that_are_held_or_unlimited_are_accepted():
@@ -254,21 +257,23 @@ def bad_values(field, default):
 def test_every_knob_refuses_what_it_excludes(path):
   field, default = EVERY[path]
   for value in bad_values(field, default):
-    expected = f'{path}={value!r:.60}: give {knobs.expected(field)}'
+    expected = f'{path}={knobs.shown(value)}: give {knobs.expected(field)}'
     assert refusal(**{path: value}) == expected
   if isinstance(default, tuple) and path != 'cells':  # elements and length
     for value in ((*default, None), ({},) * len(default)):
-      assert refusal(**{path: value}).startswith(f'{path}={value!r:.60}: give a tuple')
+      assert refusal(**{path: value}).startswith(
+        f'{path}={knobs.shown(value)}: give a tuple'
+      )
 
 
 NUMBER = r'-?\d+(\.\d+)?(e[+-]\d+)?'
 RANGE = rf'(from {NUMBER} to {NUMBER}|(above|at least|below|at most) {NUMBER})'
-RANGE += rf'( and (below|at most) {NUMBER})?(, or inf)?'
+RANGE += rf'( and (below|at most) {NUMBER})?( or inf)?'
 WORDS = "('[a-z0-9_]+'(, )?)+"
 EXPECTED = re.compile(
   rf'an? (integer|number)( of)? {RANGE}|a string|True or False|one of {WORDS}'
   rf'|a tuple of (\d )?(integers|numbers|strings)( that do not fall)?(, each {RANGE})?'
-  rf'|a tuple of values(, each one of {WORDS})?|a tuple of \d? ?tuples'
+  rf'|a tuple of values(, each one of {WORDS})?|a tuple of tuples, each a tuple of .*'
 )
 
 
@@ -295,6 +300,7 @@ class Inner(Section):
 
 
 class Outer(Section):
+  rows: tuple[tuple[str, str], ...] = knob((), 'Rows.')
   count: int = knob(1, 'A count.', above=0)
   big: float = knob(1.0, 'A number.', least=1, infinite=True)
   free: float = knob(1.0, 'Any finite number.')
@@ -305,8 +311,9 @@ class Outer(Section):
 def test_ranges_in_words():
   found = {path: knobs.expected(field) for path, field, _ in knobs.fields(Outer())}
   assert found == {
+    'rows': 'a tuple of tuples, each a tuple of 2 strings',
     'count': 'an integer above 0 and at most 2147483647',
-    'big': 'a number of at least 1, or inf',
+    'big': 'a number of at least 1 or inf',
     'free': 'a number',
     'words': 'a tuple of strings',
     'inner.pair': ('a tuple of 2 numbers that do not fall, each above 0 and below 9'),
@@ -320,10 +327,18 @@ def test_validate_names_the_section_it_is_given():
     ValueError, match=r'^a\.b\.inner\.pair=\(2\.0, 1\.0\): give a tup'
   ):
     knobs.validate(Outer, {'inner': {'pair': (2.0, 1.0)}}, 'a.b')
-  with pytest.raises(ValueError, match=r'^no knob a\.b\.cuont; a\.b has count, big'):
+  with pytest.raises(
+    ValueError, match=r'^no knob a\.b\.cuont; a\.b is a section with rows, count'
+  ):
     knobs.validate(Outer, {'cuont': 1}, 'a.b')
   with pytest.raises(ValueError, match=r'^free=inf: give a number$'):
     knobs.validate(Outer, {'free': INF})
+
+
+def test_a_value_is_shown_on_one_line():
+  assert knobs.shown('a\nb') == r"'a\nb'" and knobs.shown(0.1) == '0.1'
+  assert knobs.shown('x' * 99) == "'" + 'x' * 56 + '...'
+  assert knobs.shown(10**5000) == '<int>'
 
 
 def test_a_section_cannot_change():
