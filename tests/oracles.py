@@ -43,7 +43,7 @@ def _best_next(params, tokens_T, n, spec):
 
 
 def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...]):
-  """The likeliest token, again and again; every time the whole row anew, no cache."""
+  """Greedy decoding without a cache: every token computes the whole row anew."""
   row, length = list(prompt), len(prompt) + new
   while len(row) < length:
     padded_T = jnp.asarray(row + [0] * (length - len(row)))

@@ -227,7 +227,7 @@ def _insert_reusable(
   thresholds = buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
   stored, usage_count_P = buffer.reusable, buffer.usage_count_P
-  # Expire first, so that an expired row evicts nobody.
+  # Expire first, so that an expired row evicts no other.
   stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse
   )
