@@ -1,17 +1,17 @@
 """One description per knob: name, type, default, range, one sentence.
 
-1. a section of the config is a frozen class, its fields made by `knob`; it stands in
-   the folder whose code uses it, in a knobs.py that imports neither JAX nor NumPy: a
-   bad value is refused before either is loaded;
-2. `validate` makes a section of plain values, or raises one sentence that names knob,
-   value and range;
-3. `describe` gives each knob's line of docs/config.md.
+1. A section of the config is a frozen class whose fields are made by `knob`. It stands
+   in the folder whose code uses it, in a knobs.py that imports neither JAX nor NumPy: a
+   bad value is refused before either is loaded.
+2. `validate` makes a section from plain values, or raises one sentence that names the
+   knob, its value and its range.
+3. `describe` gives the line of each knob in docs/config.md.
 """
 
 import math
 import typing
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -32,6 +32,19 @@ class Section(pydantic.BaseModel):
     protected_namespaces=(),
   )
 
+  # First of all validators: those of a section may take every number as in its range.
+  @pydantic.model_validator(mode='after')
+  def _ranges(self) -> Self:
+    for name, field in type(self).model_fields.items():
+      value = getattr(self, name)
+      if not _fits(value, _limits(field)):
+        raise ValueError(f'{name}={shown(value)}: give {expected(field)}')
+    return self
+
+
+class NoKnobs(Section):
+  """The section of a rule without knobs."""
+
 
 def knob(
   default: Any,
@@ -42,43 +55,46 @@ def knob(
   above: float | None = None,
   below: float | None = None,
   infinite: bool = False,
+  rising: bool = False,
 ) -> Any:
   """A field of a section.
 
   Args:
+    default: the default, or the class of a section within the section.
+    description: one sentence with the unit; it must stand alone in docs/config.md.
     least, most: of the value, or of each value of a tuple; the ends are allowed.
     above, below: likewise, the ends are not allowed.
     infinite: infinity is allowed, and means: without a limit.
+    rising: no value of a tuple is below the one before it.
   """
   if isinstance(default, type) and issubclass(default, Section):
     return pydantic.Field(default_factory=default, description=description)
   limits = {'least': least, 'most': most, 'above': above, 'below': below}
-  extra = {name: value for name, value in limits.items() if value is not None}
-  return pydantic.Field(
-    default, description=description, json_schema_extra=extra | {'infinite': infinite}
-  )
+  extra: dict[str, Any] = {'infinite': infinite, 'rising': rising}
+  extra |= {name: value for name, value in limits.items() if value is not None}
+  return pydantic.Field(default, description=description, json_schema_extra=extra)
 
 
-def validate(section: type[AnySection], values: dict, name: str = '') -> AnySection:
+def validate(
+  section: type[AnySection], values: dict[str, Any], name: str = ''
+) -> AnySection:
   """The section with these values.
 
   Args:
-    name: the section's own, for errors; '' for the whole config.
+    values: of some or all knobs; the others have their defaults.
+    name: of the section, for errors; '' for the whole config.
 
   Raises:
-    ValueError: one sentence with knob, value and range.
+    ValueError: one sentence with the knob, its value and its range.
   """
   try:
-    made = section.model_validate(values)
+    return section.model_validate(values)
   except pydantic.ValidationError as error:
-    raise ValueError(_sentence(section, error.errors()[0], name)) from None
-  for path, field, value in fields(made, name):
-    _check(path, field, value)
-  return made
+    raise ValueError(_sentence(section, values, error.errors()[0], name)) from None
 
 
 def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:
-  """(dotted name, description, value) of every knob, in order, sections opened."""
+  """(dotted name, field, value) of every knob in order, inner sections included."""
   for key, field in type(section).model_fields.items():
     value, path = getattr(section, key), f'{name}.{key}' if name else key
     if isinstance(value, Section):
@@ -87,49 +103,54 @@ def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, A
       yield path, field, value
 
 
-def _check(path: str, field: FieldInfo, value: Any) -> None:
-  """Raises ValueError where a number is outside its range."""
-  for one in value if isinstance(value, tuple) else (value,):
-    if isinstance(one, bool) or not isinstance(one, int | float):
-      continue
-    if not _inside(one, _limits(field)):
-      raise ValueError(f'{path}={value!r}: give {expected(field)}')
-
-
-def _limits(field: FieldInfo) -> dict:
-  extra = field.json_schema_extra
-  return dict(extra) if isinstance(extra, dict) else {}
-
-
-def _inside(value: float, limits: dict) -> bool:
-  if isinstance(value, int):
-    if abs(value) > LARGEST:
-      return False
-  elif math.isnan(value) or (math.isinf(value) and not limits.get('infinite')):
-    return False
-  return (
-    value >= limits.get('least', -math.inf)
-    and value <= limits.get('most', math.inf)
-    and value > limits.get('above', -math.inf)
-    and (value < limits.get('below', math.inf) or value == math.inf)
-  )
+def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, str]]:
+  """(knob, default, range, sentence) of every knob."""
+  for path, field, value in fields(section, name):
+    yield path, repr(value), expected(field), field.description or ''
 
 
 def expected(field: FieldInfo) -> str:
-  """What a knob may be, in words: 'an integer from 1 to 2147483647'."""
-  limits, kind = _limits(field), _kind(field.annotation)
-  whole = kind.startswith(('an integer', 'integers'))
-  low = limits.get('least', limits.get('above'))
-  high = limits.get('most', limits.get('below', LARGEST if whole else None))
-  words = []
-  if low is not None:
-    words.append(f'above {low:g}' if 'above' in limits else f'from {low:g}')
-  if high is not None:
-    shown = f'{high}' if whole else f'{high:g}'
-    words.append(f'below {shown}' if 'below' in limits else f'to {shown}')
-  if limits.get('infinite'):
-    words.append('or inf')
-  return ' '.join([kind, *words])
+  """The values a knob accepts, in words: 'an integer from 1 to 2147483647'."""
+  kind, limits = _kind(field.annotation), _limits(field)
+  range_ = _range(limits, 'integer' in kind)
+  kind += ' that do not fall' if limits.get('rising') else ''
+  if range_ and kind.startswith('a tuple'):
+    return f'{kind}, each {range_}'
+  if range_.startswith('at least'):
+    return f'{kind} of {range_}'
+  return f'{kind} {range_}'.rstrip()
+
+
+def shown(value: Any) -> str:
+  """A value as an error shows it: on one line, at most 60 characters."""
+  try:
+    return shorten(repr(value))
+  except Exception:  # an integer of 5000 digits, a class without a repr
+    return f'<{type(value).__name__}>'
+
+
+def shorten(text: str) -> str:
+  """The text, or its first 57 characters and three dots."""
+  return text if len(text) <= 60 else f'{text[:57]}...'
+
+
+def _range(limits: dict[str, Any], whole: bool) -> str:
+  """The limits in words; '' where there are none."""
+  most = limits.get('most', LARGEST if whole and 'below' not in limits else None)
+  if 'least' in limits and most is not None:
+    words = f'from {limits["least"]:g} to ' + (f'{most}' if whole else f'{most:g}')
+  else:
+    parts = []
+    if 'above' in limits:
+      parts.append(f'above {limits["above"]:g}')
+    if 'least' in limits:
+      parts.append(f'at least {limits["least"]:g}')
+    if 'below' in limits:
+      parts.append(f'below {limits["below"]:g}')
+    if most is not None:
+      parts.append(f'at most {most}' if whole else f'at most {most:g}')
+    words = ' and '.join(parts)
+  return words + (' or inf' if limits.get('infinite') else '')
 
 
 def _kind(annotation: Any) -> str:
@@ -137,47 +158,79 @@ def _kind(annotation: Any) -> str:
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is typing.Literal:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
-  if origin is tuple and args[-1] is ...:
-    plural = {int: 'integers', float: 'numbers', str: 'strings'}
-    inner = plural.get(args[0]) or f'tuples, each {_kind(args[0])}'
-    if typing.get_origin(args[0]) is typing.Literal:
-      inner = 'values, each ' + _kind(args[0])
-    return f'{inner} in a tuple,' if args[0] in (int, float) else f'a tuple of {inner}'
   if origin is tuple:
-    plural = {int: 'integers', float: 'numbers', str: 'strings'}
-    return f'a tuple of {len(args)} {plural.get(args[0], "values")},'
+    inner, count = args[0], '' if args[-1] is ... else f'{len(args)} '
+    plural = {int: 'integers', float: 'numbers', str: 'strings', Any: 'values'}
+    if inner in plural:
+      return f'a tuple of {count}{plural[inner]}'
+    values = 'tuples' if typing.get_origin(inner) is tuple else 'values'
+    return f'a tuple of {count}{values}, each {_kind(inner)}'
+  if isinstance(annotation, type) and issubclass(annotation, Section):
+    return f'a section with {", ".join(annotation.model_fields) or "no knobs"}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
-  return names.get(annotation, str(annotation))
+  return names[annotation]
 
 
-def _sentence(section: type[Section], error: Any, name: str) -> str:
-  """pydantic's first error as ours."""
-  place = [name] if name else []
-  place += [str(part) for part in error['loc']]
-  if error['type'] == 'value_error':  # raised by a section's own check
-    return '.'.join([*place, str(error['ctx']['error'])])
-  if error['type'] == 'extra_forbidden':
-    return f'no knob {".".join(place)}'
-  field, depth = _field(section, [str(part) for part in error['loc']])
-  path, value = '.'.join(place[: depth + bool(name)]), repr(error['input'])
-  wanted = f'give {expected(field)}' if field else error['msg']
-  return f'{path}={value[:60]}: {wanted}'
+def _limits(field: FieldInfo) -> dict[str, Any]:
+  extra = field.json_schema_extra
+  return dict(extra) if isinstance(extra, dict) else {}
 
 
-def _field(section: Any, place: list[str]) -> tuple[FieldInfo | None, int]:
-  """The field at a path, or the one whose tuple element it names; and its depth."""
-  field, depth = None, 0
-  for key in place:
-    if not isinstance(section, type) or not issubclass(section, Section):
+def _fits(value: Any, limits: dict[str, Any]) -> bool:
+  """Whether a value, or every value of a tuple, is in its range, and in its order."""
+  values = value if isinstance(value, tuple) else (value,)
+  inside = all(_inside(one, limits) for one in values)
+  return inside and (not limits.get('rising') or list(values) == sorted(values))
+
+
+def _inside(value: Any, limits: dict[str, Any]) -> bool:
+  """Whether a number is in its range; True for everything else."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return True
+  if value == math.inf:
+    return bool(limits.get('infinite'))
+  if isinstance(value, int) and abs(value) > LARGEST:
+    return False
+  return (
+    math.isfinite(value)
+    and limits.get('least', -math.inf) <= value <= limits.get('most', math.inf)
+    and limits.get('above', -math.inf) < value < limits.get('below', math.inf)
+  )
+
+
+class _Place(NamedTuple):
+  """A place in the config, as pydantic's errors name it."""
+
+  path: str  # dotted, down to a knob; not to an element of its tuple
+  value: Any
+  field: FieldInfo | None  # None: no such knob
+  section: type[Section]  # that has the knob, or lacks it
+
+
+def _place(
+  section: type[Section], values: Any, location: tuple[int | str, ...]
+) -> _Place:
+  """Follows a location from a section and its values down to a knob."""
+  path, field = [], None
+  for key in map(str, location):
+    path.append(key)
+    values, field = values[key], section.model_fields.get(key)
+    inner = field and field.annotation
+    if not isinstance(inner, type) or not issubclass(inner, Section):
       break
-    if key not in section.model_fields:
-      break
-    field, depth = section.model_fields[key], depth + 1
-    section = field.annotation
-  return field, depth
+    section = inner
+  return _Place('.'.join(path), values, field, section)
 
 
-def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, str]]:
-  """(knob, default, range, sentence) of every knob."""
-  for path, field, value in fields(section, name):
-    yield path, repr(value), expected(field), field.description or ''
+def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
+  """pydantic's first error as one sentence."""
+  place = _place(section, values, error['loc'])
+  path = '.'.join(filter(None, (name, place.path)))
+  if error['type'] == 'value_error':  # raised by a validator of a section
+    sentence = f'{path}.{error["ctx"]["error"]}'.lstrip('.')
+    long = len(sentence) > 400  # a value in it may be
+    return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
+  if place.field is None:
+    parent = path.rpartition('.')[0] or 'the config'
+    return f'no knob {path}; {parent} is {_kind(place.section)}'
+  return f'{path}={shown(place.value)}: give {expected(place.field)}'

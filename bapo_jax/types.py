@@ -1,8 +1,9 @@
-"""The records that flow through a training step, and the letters that name their axes.
+"""The records of a training step, the letters of their axes, and the rules' signatures.
 
 1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
 2. `ReplayBuffer` holds groups between steps: it is a Groups with a capacity;
-3. `Batch` is the learner's flat view, one row per response.
+3. `Batch` is the learner's flat view, one row per response;
+4. a Protocol per slot is the signature that every rule of the slot has.
 
 Every array's name ends in the letters of its axes, and `agree` checks them:
 
@@ -63,8 +64,8 @@ class Batch(NamedTuple):
   tokens_BT: Int32[Array, 'B T']           # prompt, response, padding
   loss_mask_BT: Bool[Array, 'B T']         # True where the token is trained on: sampled, in a filled seat
   behavior_logp_BT: Float32[Array, 'B T']  # log mu(token), nats
-  prox_BT: Float32[Array, 'B T']           # log-probability under the proximal policy; log mu where no rule asks for it
-  adv_B: Float32[Array, ' B']              # advantage of the response
+  prox_BT: Float32[Array, 'B T']           # log-probability under the proximal policy, nats; log mu where the loss rule reads none
+  adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
 
 
@@ -79,7 +80,7 @@ class Bounds(NamedTuple):
   target_met: Bool[Array, '']     # the target share is met; True without a target
 
 
-SOURCES = ('fresh', 'reevaluated', 'reused')  # where a batch rule takes groups from
+SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
 
 
 # fmt: on
@@ -120,7 +121,7 @@ def empty_groups(rows: int, group: int, length: int) -> Groups:
 
 
 def take(tree: AnyTree, index: Any) -> AnyTree:
-  """Rows `index` of every array in the tree, along axis 0."""
+  """Rows `index` (integers, a mask or a slice) of every array, along axis 0."""
   return jax.tree.map(lambda x: x[index], tree)
 
 
@@ -141,7 +142,7 @@ def masked_mean(x: Array, mask: Array) -> Array:
 
 
 class ClipRule(Protocol):
-  """How far the policy may move a token."""
+  """Bounds on how far the policy may move a token."""
 
   def __call__(self, ratio_BT: Array, batch: Batch) -> Bounds:
     """The bounds for these ratios pi / mu."""
@@ -150,35 +151,35 @@ class ClipRule(Protocol):
 class FindBounds(Protocol):
   """The bounds that a loss rule clips with: searched, or given."""
 
-  def __call__(self, ratio_BT: Array) -> Bounds:
+  def __call__(self, ratio_BT: Array, /) -> Bounds:
     """The bounds for the ratios that the loss rule clips."""
 
 
 class LossRule(Protocol):
-  """What is maximised, token by token."""
+  """The objective of each token, to be maximised."""
 
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """(gain_BT, bounds); gain is 0 outside the loss mask."""
+    """(gain_BT, the bounds it clipped with); gain_BT is 0 outside the loss mask."""
 
 
 class AdvantageRule(Protocol):
-  """How rewards become advantages."""
+  """From the rewards of a group to its advantages."""
 
   def __call__(self, reward_PG: Array) -> Array:
-    """adv_PG."""
+    """adv_PG, zeros for a group of equal rewards."""
 
 
 class ThresholdRule(Protocol):
-  """Which pass rates are hard and which reusable."""
+  """Pass rates of hard problems and of reusable groups."""
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     """The thresholds at a mean verdict of `rate`, for groups of G responses."""
 
 
 class BatchRule(Protocol):
-  """Which groups the learner sees."""
+  """The groups that the learner sees."""
 
   def __call__(
     self,
@@ -189,12 +190,12 @@ class BatchRule(Protocol):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
-    """(groups, source_P): `seats` groups, and the index into SOURCES of each or -1."""
+    """(groups, source_P): `seats` groups; the index into SOURCES of each, or -1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The rule of every slot, its knobs bound; chosen once for a run."""
+  """The rule of every slot, its knobs bound; fixed for a run."""
 
   batch: BatchRule
   advantage: AdvantageRule

@@ -5,7 +5,7 @@
 Per shape [B, T] of a minibatch, medians in milliseconds of one run:
 
   host_loop         Algorithm 1 as it is published: one share at a time, operation by
-                    operation, each read by the host before the next is asked for
+                    operation, each read by the host before it computes the next
   host_loop_jitted  the same with each share one compiled program
   linear_scan       the same loop inside jit, no host
   ours              bisection over the index of the path, inside jit
@@ -13,9 +13,9 @@ Per shape [B, T] of a minibatch, medians in milliseconds of one run:
   train_step        one update of the embedded default's policy, search included
 
 All searches find the same bounds; the benchmark fails if they do not. For the long
-shapes a train step is measured on --rows rows, one slice each, and multiplied up (a
-slice takes the same time however many there are); `train_rows` says so. Prints a table
-and, as the last line, one JSON object.
+shapes a train step is measured on --rows rows, a micro-batch each, and multiplied up (a
+micro-batch takes the same time however many there are); `train_rows` is their number.
+Prints a table and, as the last line, one JSON object.
 """
 
 import argparse
@@ -23,22 +23,40 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from bapo_jax.algorithms import bound_search, clip, loss
 from bapo_jax.models import transformer
 from bapo_jax.training import learner
-from bapo_jax.types import SOURCES, Batch
-from configs import base
+from bapo_jax.training.config import Config
+from bapo_jax.types import SOURCES, Batch, Bounds
 
 SHAPES = ((64, 57), (64, 4096), (256, 8192))
-KNOBS = dict(target=0.5, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05)
+TARGET = 0.5
+LOWS, HIGHS = clip.points((0.6, 0.9), 0.02), clip.points((1.2, 3.0), 0.05)
+LAST = len(LOWS) + len(HIGHS) - 2  # index of the last point of the path
 
 
-def minibatch(B: int, T: int):
+def balanced(ratio_BT: Array, batch: Batch) -> Bounds:
+  """The clip rule on the path that every search here follows."""
+  return clip.balanced(
+    ratio_BT,
+    batch,
+    target=TARGET,
+    low=(0.6, 0.9),
+    high=(1.2, 3.0),
+    low_step=0.02,
+    high_step=0.05,
+  )
+
+
+def minibatch(B: int, T: int) -> tuple[Array, Batch]:
   """(logp_BT, batch) of stale data whose search goes far down its path."""
   rng = np.random.default_rng(0)
   old_BT = -rng.exponential(0.5, (B, T)).astype(np.float32)
@@ -47,30 +65,31 @@ def minibatch(B: int, T: int):
   lengths_B = rng.integers(T // 4, T + 1, B)
   loss_mask_BT = np.arange(T) < lengths_B[:, None]
   tokens_BT = rng.integers(0, 40, (B, T)).astype(np.int32)
-  batch = Batch(tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, np.zeros(B, np.int32))
-  return jnp.asarray(logp_BT), jax.tree.map(jnp.asarray, batch)
+  arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, np.zeros(B, np.int32)
+  return jnp.asarray(logp_BT), Batch(*map(jnp.asarray, arrays))
 
 
 def path(index: int) -> tuple[float, float]:
-  """(low, high) after so many moves: the upper bound first."""
-  lows = clip.points(KNOBS['low'], KNOBS['low_step'])
-  highs = clip.points(KNOBS['high'], KNOBS['high_step'])
-  up = min(index, len(highs) - 1)
-  return lows[index - up], highs[up]
+  """(low, high) after so many steps: the upper bound first."""
+  up = min(index, len(HIGHS) - 1)
+  return float(LOWS[index - up]), float(HIGHS[up])
 
 
-def meets(ratio_BT, batch, low, high):
-  """Is the target met between these bounds?"""
-  said = bound_search.evidence(ratio_BT, batch, 'gradient', 'one', SOURCES)
-  return bound_search.reaches(
-    *bound_search.sums(said, low, high, 'gradient'), KNOBS['target']
-  )
+def meets(
+  ratio_BT: Array, batch: Batch, low: Array | float, high: Array | float
+) -> Array:
+  """Whether these bounds meet the target."""
+  parts = bound_search.contributions(ratio_BT, batch, 'gradient', 'one', SOURCES)
+  P, N = bound_search.sums(parts, low, high, 'gradient')
+  return bound_search.reaches(P, N, TARGET)
 
 
-def host_loop(ratio_BT, batch, meets=meets) -> int:
-  """Moves of Algorithm 1, the host waiting for every share."""
+def host_loop(
+  ratio_BT: Array, batch: Batch, meets: Callable[..., Array] = meets
+) -> int:
+  """Steps of Algorithm 1, the host waiting for every share."""
   index = 0
-  while index < 51 and not bool(meets(ratio_BT, batch, *path(index))):
+  while index < LAST and not bool(meets(ratio_BT, batch, *path(index))):
     index += 1
   return index
 
@@ -79,35 +98,36 @@ host_loop_jitted = functools.partial(host_loop, meets=jax.jit(meets))
 
 
 @jax.jit
-def linear_scan(ratio_BT, batch):
-  """Moves of Algorithm 1 without the host."""
-  lows, highs = (jnp.asarray(x) for x in zip(*map(path, range(52)), strict=True))
+def linear_scan(ratio_BT: Array, batch: Batch) -> Array:
+  """Steps of Algorithm 1 without the host."""
+  points = map(path, range(LAST + 1))
+  lows, highs = (jnp.asarray(x) for x in zip(*points, strict=True))
 
-  def missed(index):
-    return (index < 51) & ~meets(ratio_BT, batch, lows[index], highs[index])
+  def missed(index: Array) -> Array:
+    return (index < LAST) & ~meets(ratio_BT, batch, lows[index], highs[index])
 
   return jax.lax.while_loop(missed, lambda index: index + 1, jnp.int32(0))
 
 
 @jax.jit
-def ours(ratio_BT, batch):
-  """Moves found by bisection."""
-  return clip.balanced(ratio_BT, batch, **KNOBS).moves
+def ours(ratio_BT: Array, batch: Batch) -> Array:
+  """Steps found by bisection."""
+  return balanced(ratio_BT, batch).search_steps
 
 
 @jax.jit
-def loss_alone(logp_BT, batch):
+def loss_alone(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
   """Loss and gradient by the log-probabilities, bounds given."""
-  bounds = clip.fixed(None, None)
+  bounds = clip.fixed(logp_BT, batch)
 
-  def total(logp_BT):
+  def total(logp_BT: Array) -> Array:
     gain_BT, _ = loss.clipped(logp_BT, batch, lambda _: bounds)
     return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'token', 1)).sum()
 
   return jax.value_and_grad(total)(logp_BT)
 
 
-def median_ms(function, *args, repeat: int) -> float:
+def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
   """Median over `repeat` calls, after one that compiles."""
   jax.block_until_ready(function(*args))
   taken = []
@@ -119,41 +139,37 @@ def median_ms(function, *args, repeat: int) -> float:
 
 
 def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
-  """One update of the embedded default's policy on `rows` rows, a slice each if few."""
-  config = base.get_config()
-  knobs = {k: v for k, v in config.model.items() if k != 'path'}
+  """One update of the embedded policy on `rows` rows, a micro-batch each if few."""
+  config = Config()
+  knobs = config.model.model_dump(exclude={'path'})
   spec = transformer.ModelSpec(vocab=40, **knobs)
   params = transformer.init(spec, jax.random.key(0))
-  tx = learner.optimizer(**config.optimizer)
-  B = batch.adv_B.shape[0]
-  step = jax.jit(
-    functools.partial(
-      learner.learn,
-      tx=tx,
-      clip_rule=functools.partial(clip.balanced, **KNOBS),
-      loss_rule=loss.clipped,
-      spec=spec,
-      temperature=1.0,
-      chunk=config.logprobs.chunk,
-      slices=1 if rows == B else rows,
-    )
+  tx = learner.optimizer(**config.optimizer.model_dump())
+  objective = learner.Objective(
+    clip_rule=balanced,
+    loss_rule=loss.clipped,
+    spec=spec,
+    temperature=1.0,
+    chunk=config.logprobs.chunk,
+    grad_accum_steps=1 if rows == batch.adv_B.shape[0] else rows,
   )
+  step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
   part = jax.tree.map(lambda x: x[:rows], batch)
   return median_ms(step, params, tx.init(params), part, repeat=repeat)
 
 
-def measure(B: int, T: int, repeat: int, rows: int) -> dict:
+def measure(B: int, T: int, repeat: int, rows: int) -> dict[str, float]:
   """The figures of one shape."""
   logp_BT, batch = minibatch(B, T)
   ratio_BT = loss.ratio(logp_BT, batch)
-  moves = host_loop(ratio_BT, batch)
+  steps = host_loop(ratio_BT, batch)
   found = [int(f(ratio_BT, batch)) for f in (host_loop_jitted, linear_scan, ours)]
-  if found != [moves] * 3:
-    raise SystemExit(f'[{B}, {T}]: the loop makes {moves} moves, the others {found}')
+  if found != [steps] * 3:
+    raise SystemExit(f'[{B}, {T}]: the loop makes {steps} steps, the others {found}')
   some = B if T < 1024 else rows
   step_ms = train_step_ms(batch, some, repeat if some == B else 3) * B / some
   figures = {
-    'moves': moves,
+    'search_steps': steps,
     'host_loop_ms': median_ms(host_loop, ratio_BT, batch, repeat=repeat),
     'host_loop_jitted_ms': median_ms(host_loop_jitted, ratio_BT, batch, repeat=repeat),
     'linear_scan_ms': median_ms(linear_scan, ratio_BT, batch, repeat=repeat),
@@ -171,13 +187,13 @@ def measure(B: int, T: int, repeat: int, rows: int) -> dict:
 
 def main() -> None:
   """Prints the table and the JSON line."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
   parser.add_argument('--repeat', type=int, default=10)
   parser.add_argument('--rows', type=int, default=1)
-  known = parser.parse_args()
+  args = parser.parse_args()
   table = {}
   for B, T in SHAPES:
-    table[f'{B}x{T}'] = figures = measure(B, T, known.repeat, known.rows)
+    table[f'{B}x{T}'] = figures = measure(B, T, args.repeat, args.rows)
     if len(table) == 1:
       print('     shape  ' + '  '.join(f'{name:>14}' for name in figures))
     row = '  '.join(f'{v:>{max(14, len(k))}.4g}' for k, v in figures.items())

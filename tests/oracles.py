@@ -32,8 +32,8 @@ def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):
   logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD, head_VD) / temperature
   p_BTV = jnp.exp(logits_BTV - logits_BTV.max(-1, keepdims=True))
   p_BTV = p_BTV / p_BTV.sum(-1, keepdims=True)
-  said_BTV = jax.nn.one_hot(token_BT, head_VD.shape[0])
-  return jnp.log((p_BTV * said_BTV).sum(-1)), -(p_BTV * jnp.log(p_BTV)).sum(-1)
+  target_BTV = jax.nn.one_hot(token_BT, head_VD.shape[0])
+  return jnp.log((p_BTV * target_BTV).sum(-1)), -(p_BTV * jnp.log(p_BTV)).sum(-1)
 
 
 @functools.partial(jax.jit, static_argnames='spec')
@@ -43,7 +43,7 @@ def _best_next(params, tokens_T, n, spec):
 
 
 def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...]):
-  """The likeliest token, again and again; every time the whole row anew, no cache."""
+  """Greedy decoding without a cache: every token computes the whole row anew."""
   row, length = list(prompt), len(prompt) + new
   while len(row) < length:
     padded_T = jnp.asarray(row + [0] * (length - len(row)))
@@ -90,7 +90,7 @@ def algorithm_1(
   weight='one',
   order='upper',
 ):
-  """Algorithm 1 of arXiv:2510.18927 as printed: (c_low, c_high, moves, met).
+  """Algorithm 1 of arXiv:2510.18927 as printed: (c_low, c_high, steps, met).
 
   The steps are counted, not added up: sixteen times 0.02 in floats is short of 0.32.
   With order='lower' the two bounds change their parts.
@@ -113,8 +113,8 @@ def algorithm_1(
 
 
 def public_recipe(ratio_BT, batch, *, t, low, high, low_step, high_step):
-  """What the paper's public code does, step by step: (c_low, c_high, moves, met)."""
-  moves, (c_low, c_high) = 0, (low[0], high[0])
+  """What the paper's public code does, step by step: (c_low, c_high, steps, met)."""
+  steps, (c_low, c_high) = 0, (low[0], high[0])
 
   def missed():
     P, N = sums(
@@ -123,10 +123,10 @@ def public_recipe(ratio_BT, batch, *, t, low, high, low_step, high_step):
     return not enough(P, N, t / (1 + t))
 
   while missed() and c_low < low[1]:
-    c_low, moves = min(c_low + low_step, low[1]), moves + 1
+    c_low, steps = min(c_low + low_step, low[1]), steps + 1
   while missed() and c_high < high[1]:
-    c_high, moves = min(c_high + high_step, high[1]), moves + 1
-  return np.float32(c_low), np.float32(c_high), moves, not missed()
+    c_high, steps = min(c_high + high_step, high[1]), steps + 1
+  return np.float32(c_low), np.float32(c_high), steps, not missed()
 
 
 def crossing(ratio_BT, batch, target, low, high):
@@ -153,73 +153,77 @@ def crossing(ratio_BT, batch, target, low, high):
 # --- buffer and batch ----------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-  """A group: a problem and how many of its responses were right."""
+class Attempt(NamedTuple):
+  """A group: a problem and how many of its responses are correct."""
 
   problem: int
   k: int
-  policy_version: int  # the step at which it was completed
-  row: Any  # (Groups, place): where its responses are
+  step: int  # the learner step at which the group was completed
+  row: Any  # (Groups, index): where its responses are
 
 
 class Lists(NamedTuple):
   """The buffer, newest first."""
 
-  hard: list  # (problem, step of the last try)
-  good: list  # (Tried, how often it was learned from again)
-  right: int  # answers, of all fresh ones
-  answers: int
-  band: tuple  # (hard, good): sets of numbers of right answers
+  hard: list  # (problem, step of the last attempt)
+  reusable: list  # (Attempt, how often it was trained on again)
+  num_correct: int  # of all fresh responses
+  num_responses: int
+  thresholds: tuple  # (hard, reusable): sets of numbers of correct responses
 
 
-def bands(G: int, rate: Fraction, rule: str, hard=0, low=0, high=0) -> tuple:
-  """(hard, good): how many of G answers are right where a group is so (Eq. 8).
+def thresholds(G: int, rate: Fraction, rule: str, hard=0, low=0, high=0) -> tuple:
+  """(hard, reusable): numbers of correct responses, of G, where a group is so (Eq. 8).
 
   Args:
     rate: mean verdict.
-    hard, low, high: c1, c2, c3: Fractions, or pairs of where they start and end.
+    hard, low, high: c1, c2, c3: Fractions, or pairs of their first and last values.
   """
   if rule == 'everything':
     return set(), set(range(G + 1))
   if rule == 'threshold_free':
     return {0}, {G // 2}
-  pairs = (
-    share if isinstance(share, tuple) else (share,) * 2 for share in (hard, low, high)
-  )
+  pairs = (c if isinstance(c, tuple) else (c,) * 2 for c in (hard, low, high))
   c1, c2, c3 = (rate * (end - start) + start for start, end in pairs)
   share = {k: Fraction(k, G) for k in range(G + 1)}
-  good = {k for k in range(1, G) if c2 <= share[k] <= c3}
-  return {k for k in share if share[k] <= c1}, good
+  reusable = {k for k in range(1, G) if c2 <= share[k] <= c3}
+  return {k for k in share if share[k] <= c1}, reusable
 
 
-def empty_lists(G: int, band) -> Lists:
-  """`band`: rate -> (hard, good)."""
-  return Lists([], [], 0, 0, band(Fraction(0)))
+def empty_lists(G: int, rule) -> Lists:
+  """`rule`: rate -> (hard, reusable)."""
+  return Lists([], [], 0, 0, rule(Fraction(0)))
 
 
 def draw(lists: Lists, rows: int) -> list[int]:
   """The problems tried longest ago."""
-  return [problem for problem, _ in sorted(lists.hard, key=lambda held: held[1])[:rows]]
+  return [problem for problem, _ in sorted(lists.hard, key=lambda row: row[1])[:rows]]
 
 
 def fill(
-  fresh, reevaluated, lists: Lists, now: int, G: int, max_age: int, max_reuse: int
+  fresh,
+  reevaluated,
+  lists: Lists,
+  now: int,
+  G: int,
+  max_off_policy_steps: int,
+  max_reuse: int,
 ):
   """Definition 3.1 of arXiv:2602.20722: (X1, X2, X3), each in the order it came.
 
   Args:
-    fresh, reevaluated: [Tried].
+    fresh, reevaluated: [Attempt].
   """
-  hard_k, good_k = lists.band
+  hard_k, reusable_k = lists.thresholds
   seen, tiers = set(), []
   for tier in (
     [t for t in fresh if 0 < t.k < G],
     [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k],
     [
       t
-      for t, used in lists.good
-      if t.k in good_k and 0 < t.k < G and used < max_reuse
-      if 1 <= now - t.born <= max_age
+      for t, used in lists.reusable
+      if t.k in reusable_k and 0 < t.k < G and used < max_reuse
+      if 1 <= now - t.step <= max_off_policy_steps
     ],
   ):
     tiers.append([])
@@ -230,52 +234,57 @@ def fill(
   return tiers
 
 
-def shelve(
+def insert(
   lists: Lists,
   fresh,
   reevaluated,
   reused,
   now,
   *,
-  band,
+  rule,
   G,
   capacity,
-  max_age,
+  max_off_policy_steps,
   max_reuse,
 ) -> tuple[Lists, dict]:
-  """(lists, counts) after step `now`, which learned again from the problems `reused`.
+  """(lists, counts) after step `now`, which trained again on the problems `reused`.
 
-  Of a problem tried twice the later verdict counts. What could not be used at the next
-  step does not stay.
+  Of a problem tried twice the later verdict counts. A group that the next step could
+  not use does not stay.
   """
-  hard_k, good_k = lists.band
+  hard_k, reusable_k = lists.thresholds
   last = {t.problem: t for t in fresh + reevaluated}
   tried = [t for t in fresh + reevaluated if last[t.problem] is t]
   known = {problem for problem, _ in lists.hard}
   counts = collections.Counter()
   for t in tried:
-    asked_again = any(t is other for other in reevaluated)
     if t.k in hard_k:
       counts['entered'] += t.problem not in known
     elif t.problem in known:
       solved = 'graduated' if t.k == G else 'promoted'
-      counts[solved if asked_again else 'progressed'] += 1
+      counts[solved if any(t is r for r in reevaluated) else 'progressed'] += 1
   hard = [(t.problem, now) for t in tried if t.k in hard_k]
-  hard += [held for held in lists.hard if held[0] not in last]
+  hard += [row for row in lists.hard if row[0] not in last]
   counts['evicted'] = len(hard[capacity:])
 
-  held = [(t, used + (t.problem in reused)) for t, used in lists.good]
-  held = [
-    (t, used) for t, used in held if now + 1 - t.born <= max_age and used < max_reuse
+  stored = [(t, used + (t.problem in reused)) for t, used in lists.reusable]
+  stored = [
+    (t, used)
+    for t, used in stored
+    if now + 1 - t.step <= max_off_policy_steps and used < max_reuse
   ]
-  fits = [t for t in tried if t.k in good_k]
+  fits = [t for t in tried if t.k in reusable_k]
   renewed = {t.problem for t in fits}
-  good = [(t, 0) for t in fits] + [h for h in held if h[0].problem not in renewed]
+  reusable = [(t, 0) for t in fits]
+  reusable += [row for row in stored if row[0].problem not in renewed]
 
-  right = lists.right + sum(t.k for t in fresh)
-  answers = lists.answers + G * len(fresh)
-  rate = Fraction(right, max(answers, 1))
-  return Lists(hard[:capacity], good[:capacity], right, answers, band(rate)), counts
+  num_correct = lists.num_correct + sum(t.k for t in fresh)
+  num_responses = lists.num_responses + G * len(fresh)
+  following = rule(Fraction(num_correct, max(num_responses, 1)))
+  lists = Lists(
+    hard[:capacity], reusable[:capacity], num_correct, num_responses, following
+  )
+  return lists, counts
 
 
 # --- answers -------------------------------------------------------------------------

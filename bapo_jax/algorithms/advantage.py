@@ -1,24 +1,29 @@
-"""How much better than its group a response is: rules reward_PG -> adv_PG.
+"""Advantage of each response over its group: advantage rules reward_PG -> adv_PG.
 
 A group of equal rewards teaches nothing: every rule gives it zeros.
 """
 
 import jax.numpy as jnp
+from jax import Array
+
+from bapo_jax.algorithms import knobs
 
 
-def group_relative(reward_PG, *, eps: float = 1e-6):
+def group_relative(
+  reward_PG: Array, *, eps: float = knobs.GroupRelative().eps
+) -> Array:
   """(r - mean) / sqrt(var + eps), GRPO (arXiv:2402.03300, section 4.1.2)."""
   centred_PG = group_centred(reward_PG)
   return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + eps)
 
 
-def leave_one_out(reward_PG):
+def leave_one_out(reward_PG: Array) -> Array:
   """r minus the mean of the others, RLOO (arXiv:2402.14740, equation 8)."""
   G = reward_PG.shape[1]
   return group_centred(reward_PG) * (G / (G - 1))
 
 
-def group_centred(reward_PG):
+def group_centred(reward_PG: Array) -> Array:
   """r - mean, Dr. GRPO (arXiv:2503.20783, section 3.2)."""
   return reward_PG - reward_PG.mean(1, keepdims=True)
 

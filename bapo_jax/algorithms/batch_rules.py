@@ -1,42 +1,54 @@
-"""Which groups the learner sees.
+"""Batch rules: the groups that the learner sees.
 
-A rule is (fresh, reevaluated, buffer, now, key, seats) -> (batch, source_P).
+A rule is (fresh, reevaluated, buffer, now, key, seats) -> (groups, source_P).
 
-`fresh_only` takes what was just sampled (GRPO).
-`learnable_only` takes the fresh groups that disagree with themselves; while seats stay
-empty the loop asks for more (DAPO's dynamic sampling).
-`replay` takes the fresh groups and as many older ones again, whatever they are.
+`fresh_only` takes the groups just sampled (GRPO).
+`learnable_only` takes the fresh groups with both verdicts; while seats stay empty the
+loop samples more prompts (DAPO's dynamic sampling).
+`replay` takes the fresh groups and as many older ones again, whatever their verdicts.
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
-1. fresh groups that disagree with themselves (some right, some wrong),
-2. reevaluated problems the current policy now solves sometimes: hard < share < 1,
-3. good groups from the shelf, drawn at random.
+1. fresh groups with both verdicts,
+2. re-evaluated problems that the current policy now solves sometimes,
+3. reusable groups from the replay buffer, drawn at random.
 
-There are `seats` seats whatever happens: one that no group has earned is masked out.
+A batch always has `seats` seats: a seat that no group has earned is masked out.
 `source_P` is the index into types.SOURCES, -1 where the seat is empty.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from bapo_jax.algorithms import batch_knobs
 from bapo_jax.types import SOURCES, Groups, ReplayBuffer, concat, first_of, take
 
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
 
 
 def fresh_only(
-  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
-):
-  """The fresh groups, all of them: the identity of this slot."""
-  del reevaluated, buffer, now, key
+  fresh: Groups,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
+  now: int | Array,
+  key: Array,
+  seats: int,
+) -> tuple[Groups, Array]:
+  """All fresh groups: the identity of this slot."""
+  del reevaluated, buffer, now, key, seats
   return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
 
 def learnable_only(
-  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
-):
-  """The first fresh groups with both verdicts, one a problem: arXiv:2503.14476, Eq. 11.
+  fresh: Groups,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
+  now: int | Array,
+  key: Array,
+  seats: int,
+) -> tuple[Groups, Array]:
+  """The first fresh groups with both verdicts, one per problem.
 
-  What is learnable and finds no seat is dropped, as in DAPO.
+  arXiv:2503.14476, Eq. 11. Learnable groups without a seat are dropped, as in DAPO.
   """
   del reevaluated, buffer, now, key
   earned_N = first_of(fresh.id_P, _learnable(fresh))
@@ -47,19 +59,19 @@ def replay(
   fresh: Groups,
   reevaluated: Groups,
   buffer: ReplayBuffer,
-  now,
-  key,
+  now: int | Array,
+  key: Array,
   seats: int,
   *,
-  replay_ratio: int = 1,
-):
-  """The fresh groups, and `replay_ratio` times as many of the last steps', drawn at random.
+  replay_ratio: int = batch_knobs.ReplayRule().replay_ratio,
+) -> tuple[Groups, Array]:
+  """The fresh groups, and `replay_ratio` times as many older ones, drawn at random.
 
-  Plain experience replay, the baseline that `adapted` is to beat. What the shelf keeps
-  is the business of buffer.thresholds; with 'everything' nothing is chosen.
+  Plain experience replay, the baseline that `adapted` is to beat. buffer.thresholds
+  decides which groups the buffer keeps; with 'everything' it keeps all.
 
   Args:
-    replay_ratio: 1 or more; there are (1 + replay_ratio) times as many seats as fresh groups.
+    replay_ratio: the batch has (1 + replay_ratio) times as many seats as fresh groups.
   """
   del reevaluated
   assert seats == len(fresh.id_P) * (1 + replay_ratio)
@@ -70,19 +82,24 @@ def replay(
     jnp.asarray([len(fresh.id_P), len(reusable.id_P)]),
     total_repeat_length=len(found.id_P),
   )
-  there_N = (found.completed_step_P >= 0) & (
+  earned_N = (found.completed_step_P >= 0) & (
     (source_N == FRESH) | (found.completed_step_P < now)
   )
-  return _seated(found, there_N, source_N, _luck(key, source_N), seats)
+  return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
 
 
 def adapted(
-  fresh: Groups, reevaluated: Groups, buffer: ReplayBuffer, now, key, seats: int
-):
+  fresh: Groups,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
+  now: int | Array,
+  key: Array,
+  seats: int,
+) -> tuple[Groups, Array]:
   """Definition 3.1 of arXiv:2602.20722: X1, then X2 not in X1, then X3 in neither.
 
-  What is hard and what is good is said by `buffer.thresholds`, how old a good group may be
-  and how often it may be used by the shelf, which no longer holds it then.
+  `buffer.thresholds` decides which pass rates are hard and which reusable. The buffer
+  holds no group that is too old or was used too often: `replay_buffer.insert`.
 
   Returns:
     (groups, source_P): groups of both verdicts, no problem twice.
@@ -103,18 +120,21 @@ def adapted(
   return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
 
 
-def _learnable(groups: Groups):
+def _learnable(groups: Groups) -> Array:
+  """bool [P]: groups with both verdicts."""
   k_P = groups.correct_PG.sum(1)
   return (k_P > 0) & (k_P < groups.correct_PG.shape[1]) & (groups.completed_step_P >= 0)
 
 
-def _luck(key, source_N):
-  """Reused groups are drawn, all others stand in line."""
+def _luck(key: Array, source_N: Array) -> Array:
+  """Reused groups are drawn: in [0, 1). All others keep their order: 0."""
   return jnp.where(source_N == REUSED, jax.random.uniform(key, source_N.shape), 0)
 
 
-def _seated(found: Groups, earned_N, source_N, luck_N, seats: int):
-  """(groups, source_P): those who earned it in order of source, then of luck."""
+def _seated(
+  found: Groups, earned_N: Array, source_N: Array, luck_N: Array | float, seats: int
+) -> tuple[Groups, Array]:
+  """(groups, source_P): the rows that earned a seat, by source and then by luck."""
   none = len(SOURCES) + 1  # 2 + luck may round to 3
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, none), stable=True)
   # Fewer candidates than seats: the last one is repeated, and masked out.

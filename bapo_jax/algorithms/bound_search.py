@@ -1,6 +1,6 @@
 """Positive tokens' share of the policy gradient, and the first bounds that give it.
 
-A share is P / (P + N), of two readings of what a token contributes:
+A share is P / (P + N), in one of two readings of what a token contributes:
 
   gradient    P = sum over A > 0, r < high, of w r A
               N = sum over A < 0, r > low, of w r |A|
@@ -10,31 +10,56 @@ A share is P / (P + N), of two readings of what a token contributes:
 P depends on `high` alone and N on `low` alone. Under `gradient` (arXiv:2510.18927,
 Eq. 5: the tokens whose gradient is not cut) raising either bound raises the share;
 under `surrogate` raising `low` LOWERS it. Either way each leg of a path of bounds is
-monotone, so the first point that meets a target is found by bisection over the integer
-index of the path: at most 7 evaluations where a loop makes up to 51 moves, and the
-same point.
+monotone, so bisection over the integer index of the path finds the first point that
+meets a target: at most 7 evaluations where a loop makes up to 51 steps, and the same
+point.
+
+1. `contributions` computes what does not change from point to point;
+2. `sums` gives P and N between two bounds, `reaches` compares them with a target;
+3. `search` bisects a path of bounds.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Float32
 
+from bapo_jax.algorithms.knobs import (
+  BalancedClip,
+  Contribution,
+  Order,
+  Source,
+  TokenWeight,
+)
 from bapo_jax.types import SOURCES, Batch, Bounds, agree
 
+_D = BalancedClip()
 
-def along(
-  ratio_BT,
+
+class Contributions(NamedTuple):
+  """A token's part in P and in N while it is not cut; without r for `surrogate`."""
+
+  ratio_BT: Float32[Array, 'B T']  # r = pi / mu
+  plus_BT: Float32[Array, 'B T']  # w r A where A > 0 and the token counts, else 0
+  minus_BT: Float32[Array, 'B T']  # w r |A| where A < 0 and the token counts, else 0
+
+
+def search(
+  ratio_BT: Array,
   batch: Batch,
   lows: np.ndarray,
   highs: np.ndarray,
   *,
   target: float,
-  contribution: str = 'gradient',
-  weight: str = 'one',
-  order: str = 'upper',
-  sources: tuple[str, ...] = SOURCES,
+  contribution: Contribution = _D.contribution,
+  weight: TokenWeight = _D.weight,
+  order: Order = _D.order,
+  sources: tuple[Source, ...] = _D.sources,
 ) -> Bounds:
   """The first point of a path of bounds that meets the target, or the last point.
 
@@ -43,18 +68,20 @@ def along(
   Args:
     lows, highs: the points of each bound, rising. They are made on the host: compiled,
       low + step * i may round once where it rounds twice eagerly.
+    target: the share, in [0, 1].
+    contribution, weight, order, sources: as in `clip.balanced`.
   """
-  said = evidence(ratio_BT, batch, contribution, weight, sources)
+  parts = contributions(ratio_BT, batch, contribution, weight, sources)
   down, up = len(lows) - 1, len(highs) - 1
   low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
 
-  def bounds(index):
+  def bounds(index: Array | int) -> tuple[Array, Array]:
     first = jnp.minimum(index, up if order == 'upper' else down)
     i, j = (index - first, first) if order == 'upper' else (first, index - first)
     return low_points[i], high_points[j]
 
-  def meets(index):
-    return reaches(*sums(said, *bounds(index), contribution), target)
+  def meets(index: Array | int) -> Array:
+    return reaches(*sums(parts, *bounds(index), contribution), target)
 
   if contribution == 'gradient':
     begin, end = 0, down + up + 1
@@ -64,7 +91,7 @@ def along(
   else:
     # ... and so a target missed at the start can be met on the second leg alone.
     begin, end = down + 1, down + up + 1
-  index = first_of_path(meets, begin, end)
+  index = bisect(meets, begin, end)
   if begin:
     index = jnp.where(meets(0), 0, index)
   met = index < end
@@ -75,13 +102,13 @@ def along(
   return Bounds(low, high, none, none, start_low, start_high, index, met)
 
 
-def first_of_path(meets, begin: int, end: int):
-  """Smallest i in [begin, end) with meets(i), i32; `end` where there is none.
+def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:
+  """Smallest i in [begin, end) with meets(i), i32; `end` if no i meets.
 
   `meets` must be False, then True; it is called ceil(log2(end - begin + 1)) times.
   """
 
-  def halve(_, between):
+  def halve(_: Array, between: tuple[Array, Array]) -> tuple[Array, Array]:
     start, stop = between
     middle = (start + stop) // 2
     found = meets(middle)
@@ -92,27 +119,33 @@ def first_of_path(meets, begin: int, end: int):
 
 
 def share(
-  ratio_BT,
+  ratio_BT: Array,
   batch: Batch,
-  low,
-  high,
+  low: Array | float,
+  high: Array | float,
   *,
-  contribution: str = 'gradient',
-  weight: str = 'one',
-  sources: tuple[str, ...] = SOURCES,
-):
-  """Positive tokens' share P / (P + N), in [0, 1]; 0 of nothing."""
-  said = evidence(ratio_BT, batch, contribution, weight, sources)
-  positive, negative = sums(said, low, high, contribution)
+  contribution: Contribution = _D.contribution,
+  weight: TokenWeight = _D.weight,
+  sources: tuple[Source, ...] = _D.sources,
+) -> Array:
+  """Positive tokens' share P / (P + N), in [0, 1]; 0 where no token counts."""
+  parts = contributions(ratio_BT, batch, contribution, weight, sources)
+  positive, negative = sums(parts, low, high, contribution)
   total = positive + negative
   return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
-def evidence(ratio_BT, batch: Batch, contribution: str, weight: str, sources):
-  """(ratio_BT, plus_BT, minus_BT): what does not change from point to point.
+def contributions(
+  ratio_BT: Array,
+  batch: Batch,
+  contribution: Contribution,
+  weight: TokenWeight,
+  sources: tuple[Source, ...],
+) -> Contributions:
+  """The contributions of the rows of `sources`.
 
-  plus_BT holds w r A of the tokens with A > 0 that are searched on, minus_BT w r |A| of
-  those with A < 0; without the r for `surrogate`. Both are 0 elsewhere.
+  Raises:
+    ValueError: arrays of different shapes.
   """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
   counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT)
@@ -127,12 +160,18 @@ def evidence(ratio_BT, batch: Batch, contribution: str, weight: str, sources):
   part_BT = size_BT * ratio_BT if contribution == 'gradient' else size_BT
   up_B1 = (batch.adv_B > 0)[:, None]
   plus_BT = jnp.where(counts_BT & up_B1, part_BT, 0)
-  return ratio_BT, plus_BT, jnp.where(counts_BT & ~up_B1, part_BT, 0)
+  minus_BT = jnp.where(counts_BT & ~up_B1, part_BT, 0)
+  return Contributions(ratio_BT, plus_BT, minus_BT)
 
 
-def sums(said, low, high, contribution: str):
-  """(P, N), each at least 0."""
-  ratio_BT, plus_BT, minus_BT = said
+def sums(
+  parts: Contributions,
+  low: Array | float,
+  high: Array | float,
+  contribution: Contribution,
+) -> tuple[Array, Array]:
+  """(P, N) between these bounds, each at least 0."""
+  ratio_BT, plus_BT, minus_BT = parts
   if contribution == 'gradient':
     plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
     minus_BT = jnp.where(ratio_BT > low, minus_BT, 0)
@@ -142,7 +181,7 @@ def sums(said, low, high, contribution: str):
   return plus_BT.sum(), minus_BT.sum()
 
 
-def reaches(positive, negative, target: float):
+def reaches(positive: Array, negative: Array, target: float) -> Array:
   """P / (P + N) >= target, as P (1 - target) >= N target.
 
   Both products are monotone in floating point; the quotient is not, to the last bit,

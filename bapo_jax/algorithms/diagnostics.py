@@ -1,13 +1,14 @@
-"""What one optimiser minibatch looked like, from the arrays its loss was made of.
+"""Metrics of one optimiser minibatch, from the arrays its loss was made of.
 
 Nothing is computed twice: log-probabilities and entropies come from the pass that the
-gradient needed, and which token was cut is read off the loss itself (`loss.weights`).
+gradient needed, and the loss itself says which tokens were cut (`loss.weights`).
 """
 
 import jax.numpy as jnp
+from jax import Array
 
 from bapo_jax.algorithms import bound_search, loss
-from bapo_jax.types import SOURCES, Batch, Bounds, Groups, masked_mean
+from bapo_jax.types import SOURCES, Batch, Bounds, Groups, LossRule, masked_mean
 
 OF_SOURCE = (
   'clip/fraction',
@@ -17,7 +18,7 @@ OF_SOURCE = (
   'loss/gain',
 )
 
-# nan where no token is of the kind they are about: a mean over updates leaves nan out.
+# nan where a minibatch has no token of their kind: a mean over updates leaves nan out.
 OF_SOME = frozenset(
   {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
   | {'clip/fraction_positive'}
@@ -25,18 +26,20 @@ OF_SOME = frozenset(
 )
 
 
-def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
-  """Metrics of one optimiser minibatch; each is explained in metrics.GLOSSARY.
+def diagnose(
+  rule: LossRule, logp_BT: Array, entropy_BT: Array, batch: Batch, bounds: Bounds
+) -> dict[str, Array]:
+  """Metrics of one optimiser minibatch, scalars; metrics.GLOSSARY explains each.
 
   Args:
     rule: the loss rule, its knobs bound.
     logp_BT, entropy_BT: of the policy that the gradient was taken at, nats.
-    bounds: scalars, or [B, 1] where slices of the rows had bounds of their own.
+    bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
   """
   loss_mask_BT = batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
-  told = {
+  metrics = {
     'clip/low': bounds.low.mean(),
     'clip/high': bounds.high.mean(),
     'clip/search_steps': bounds.search_steps.mean(),
@@ -46,26 +49,39 @@ def diagnose(rule, logp_BT, entropy_BT, batch: Batch, bounds: Bounds) -> dict:
     'loss/entropy_slope': entropy_slope(logp_BT, entropy_BT, weight_BT, loss_mask_BT),
   }
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
-  told |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
-  told |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
-  return told | _by_source(ratio_BT, weight_BT, batch)
+  metrics |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
+  metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  return metrics | _by_source(ratio_BT, weight_BT, batch)
 
 
-def entropy_slope(logp_BT, entropy_BT, weight_BT, loss_mask_BT):
+def entropy_slope(
+  logp_BT: Array, entropy_BT: Array, weight_BT: Array, loss_mask_BT: Array
+) -> Array:
   """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
 
   dH = -eta Cov_{y ~ pi}[log pi(y), pi(y) A(y) X(y)] for a softmax policy whose logits
   move by eta pi A X, X = 0 where a token is cut (arXiv:2510.18927, Eq. 7, with the
   factor pi that its Proposition 2 drops). The covariance is taken state by state,
-  where E[log pi] = -H is known, so one sampled token of each state gives it unbiased:
+  where E[log pi] = -H is known, so one sampled token per state gives it unbiased:
   its weight w A X in the gradient holds the importance ratio already.
+
+  Args:
+    weight_BT: w A X of each token, from `loss.weights`.
   """
   likely_BT = jnp.where(loss_mask_BT, logp_BT + entropy_BT, 0)
   step_BT = jnp.exp(jnp.where(loss_mask_BT, logp_BT, 0)) * weight_BT
   return -masked_mean(likely_BT * step_BT, loss_mask_BT)
 
 
-def _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds) -> dict:
+def _shares(
+  rule: LossRule,
+  logp_BT: Array,
+  ratio_BT: Array,
+  weight_BT: Array,
+  batch: Batch,
+  start: Bounds,
+  bounds: Bounds,
+) -> dict[str, Array]:
   """The positive share before and after the search, in both readings."""
   start_weight_BT = loss.weights(rule, logp_BT, batch, start)
   up_BT, down_BT = _signs(batch)
@@ -81,19 +97,19 @@ def _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds) -> dict:
   return shares
 
 
-def _positive_part(weight_BT):
+def _positive_part(weight_BT: Array) -> Array:
   positive, total = jnp.maximum(weight_BT, 0).sum(), jnp.abs(weight_BT).sum()
   return positive / jnp.where(total > 0, total, 1)
 
 
-def _signs(batch: Batch):
-  """(up_BT, down_BT): the teaching tokens with A > 0 and with A < 0."""
+def _signs(batch: Batch) -> tuple[Array, Array]:
+  """(up_BT, down_BT): the tokens of the loss with A > 0 and with A < 0."""
   adv_B1 = batch.adv_B[:, None]
   return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
 
-def _cuts(weight_BT, batch: Batch) -> dict:
-  """Which tokens lost their gradient, by sign and source, and how likely they were."""
+def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
+  """The tokens without a gradient, by sign, and their probability when sampled."""
   up_BT, down_BT = _signs(batch)
   cut_BT = (up_BT | down_BT) & (weight_BT == 0)
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
@@ -104,15 +120,15 @@ def _cuts(weight_BT, batch: Batch) -> dict:
   return cuts
 
 
-def _by_source(ratio_BT, weight_BT, batch: Batch) -> dict:
-  """Metrics of OF_SOURCE for the rows of each source: how stale, how far, what for.
+def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Array]:
+  """Metrics of OF_SOURCE for the rows of each source.
 
-  The total variation between the policy and the one that wrote the rows is estimated
-  as half the mean of |r - 1| (arXiv:2602.20722, Theorem 3.2), token by token.
+  Half the mean of |r - 1| over tokens estimates the total variation between the policy
+  and the one that sampled the rows (arXiv:2602.20722, Theorem 3.2).
   """
   up_BT, down_BT = _signs(batch)
   cut_BT = (up_BT | down_BT) & (weight_BT == 0)
-  told = {}
+  metrics = {}
   for i, source in enumerate(SOURCES):
     mine_BT = batch.loss_mask_BT & (batch.source_B == i)[:, None]
     largest = jnp.where(mine_BT, ratio_BT, -jnp.inf).max()
@@ -123,11 +139,11 @@ def _by_source(ratio_BT, weight_BT, batch: Batch) -> dict:
       'loss/tv': _mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
       'loss/gain': _mean_or_nan(ratio_BT * batch.adv_B[:, None], mine_BT),
     }
-    told |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
-  return told
+    metrics |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
+  return metrics
 
 
-def spread(groups: Groups, source_P) -> dict:
+def spread(groups: Groups, source_P: Array) -> dict[str, float]:
   """Source -> K = mean of (1 - sigma) / sigma over its groups; nan without any.
 
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
@@ -142,14 +158,14 @@ def spread(groups: Groups, source_P) -> dict:
   }
 
 
-def _mean_or_nan(x, mask):
+def _mean_or_nan(x: Array, mask: Array) -> Array:
   return jnp.where(mask, x, 0).sum() / mask.sum()
 
 
-def _ratios(ratio_BT, logp_BT, batch: Batch) -> dict:
-  """How far the policy is from the one that wrote the batch.
+def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
+  """Distances between the policy and the one that sampled the batch.
 
-  A ratio that is nan stays nan here: it is an error of the run, and is shown as one.
+  A ratio that is nan stays nan here: it is an error of the run, and shows as one.
   """
   loss_mask_BT = batch.loss_mask_BT
   log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, loss_mask_BT)
@@ -157,12 +173,12 @@ def _ratios(ratio_BT, logp_BT, batch: Batch) -> dict:
   # Scaled by the largest: the squares of large ratios would overflow.
   scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)
   square = ((live_BT / scale) ** 2).sum()
-  effective = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)
+  ess = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)
   return {
     'loss/ratio_mean': masked_mean(ratio_BT, loss_mask_BT),
     'loss/ratio_max': live_BT.max(),
     'loss/ratio_nan': masked_mean(jnp.isnan(ratio_BT), loss_mask_BT),
-    'loss/ess': effective / jnp.maximum(loss_mask_BT.sum(), 1),
+    'loss/ess': ess / jnp.maximum(loss_mask_BT.sum(), 1),
     'loss/kl': masked_mean(ratio_BT - 1 - log_r_BT, loss_mask_BT),
     'loss/kl_plain': -masked_mean(log_r_BT, loss_mask_BT),
   }

@@ -1,39 +1,42 @@
-"""What is minimised: loss rules (logp_BT, batch, find, **knobs) -> (gain_BT, bounds).
+"""The objective: loss rules (logp_BT, batch, find, **knobs) -> (gain_BT, bounds).
 
 `gain_BT` is each token's part of the objective, 0 outside the mask; its derivative by
 logp is the token's weight in the policy gradient. `find` gives the clip bounds for the
-ratios that a rule clips, whether it searches them or was told.
+ratios that a rule clips: it searches them, or returns bounds found before.
 
-1. `ratio` compares the policy with the one that wrote each token;
-2. the rules: `clipped` (PPO, GRPO, DAPO), and the corrections people compare with it;
-3. `row_scale` is how rows add up to one number.
+1. `ratio` compares the policy with the one that sampled each token;
+2. the rules: `clipped` (PPO, GRPO, DAPO), and its published alternatives;
+3. `row_scale` defines how rows add up to one number.
 """
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from bapo_jax.types import SOURCES, Batch, Bounds
-
-AGGREGATES = ('token', 'sequence', 'constant')
-# Rules that look at Batch.prox_BT: the weights at the start of a step score its batch.
-PROXIMAL = frozenset({'decoupled'})
-# Rules that have no clip: a clip rule other than `unclipped` would work in vain.
-FREE = frozenset({'tis'})
+from bapo_jax.algorithms import knobs
+from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule
 
 
-def log_ratio(logp_BT, old_BT, loss_mask_BT):
-  """log pi - log old of each token, nats; 0 where none was chosen."""
+def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
+  """log pi - log old of each token, nats; 0 outside the mask."""
   return jnp.where(loss_mask_BT, logp_BT - old_BT, 0)
 
 
-def ratio(logp_BT, batch: Batch):
-  """pi / mu of each token; 1 where none was chosen."""
+def ratio(logp_BT: Array, batch: Batch) -> Array:
+  """pi / mu of each token; 1 outside the mask."""
   return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
 
 
-def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
+def clipped(
+  logp_BT: Array,
+  batch: Batch,
+  find: FindBounds,
+  *,
+  limit: float = knobs.ClippedLoss().limit,
+) -> tuple[Array, Bounds]:
   """min(r A, clip(r, low, high) A), r = pi / mu: PPO (arXiv:1707.06347, Eq. 7).
 
   With Bounds.dual, and not below dual A where A < 0 (arXiv:1912.09729, dual-clip PPO).
@@ -41,8 +44,6 @@ def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
   Args:
     limit: |log r| is clamped to this, nats, as the paper's public code does at 20.
   """
-  if not limit > 0:
-    raise ValueError(f'loss.clipped.limit={limit}: must be above 0 (inf: none)')
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if limit < math.inf:
     log_r_BT = jnp.clip(log_r_BT, -limit, limit)
@@ -50,7 +51,13 @@ def clipped(logp_BT, batch: Batch, find, *, limit: float = math.inf):
   return _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def decoupled(logp_BT, batch: Batch, find, *, cap: float = 2.0):
+def decoupled(
+  logp_BT: Array,
+  batch: Batch,
+  find: FindBounds,
+  *,
+  cap: float = knobs.DecoupledLoss().cap,
+) -> tuple[Array, Bounds]:
   """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
   The decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
@@ -61,10 +68,8 @@ def decoupled(logp_BT, batch: Batch, find, *, cap: float = 2.0):
   data: `balanced` then finds nothing to balance.
 
   Args:
-    cap: the most that prox / mu may count for.
+    cap: upper limit of prox / mu.
   """
-  if not cap > 0:
-    raise ValueError(f'loss.decoupled.cap={cap}: must be above 0')
   log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
   stale_BT = jnp.exp(
     log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
@@ -73,8 +78,8 @@ def decoupled(logp_BT, batch: Batch, find, *, cap: float = 2.0):
   return jnp.minimum(stale_BT, cap) * _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def sequence(logp_BT, batch: Batch, find):
-  """One ratio a response, s = (pi(y) / mu(y))^(1/|y|): GSPO.
+def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
+  """One ratio per response, s = (pi(y) / mu(y))^(1/|y|): GSPO.
 
   arXiv:2507.18071, Eq. 5 and 7, written token by token with the same value and gradient
   (Eq. 13 and 14, GSPO-token). Its mean over responses is loss.aggregate='sequence', and
@@ -89,7 +94,7 @@ def sequence(logp_BT, batch: Batch, find):
   return _cut_off(log_s_BT, batch, bounds), bounds
 
 
-def cispo(logp_BT, batch: Batch, find):
+def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
   """clip(r, low, high) A log pi, no gradient through the clip: CISPO.
 
   arXiv:2506.13585, Eq. 4-5: the weight is clipped, no token is cut. The paper has no
@@ -101,30 +106,33 @@ def cispo(logp_BT, batch: Batch, find):
   return _reinforce(weight_BT, logp_BT, batch), bounds
 
 
-def tis(logp_BT, batch: Batch, find, *, cap: float = 2.0):
+def tis(
+  logp_BT: Array, batch: Batch, find: FindBounds, *, cap: float = knobs.TisLoss().cap
+) -> tuple[Array, Bounds]:
   """min(r, cap) A log pi, no gradient through r: truncated importance sampling.
 
   Ionides (2008), Eq. 2, for the policy gradient as in Yao et al. (2025), "Your
   Efficient RL Framework Secretly Brings You Off-Policy RL Training", its REINFORCE
   form. It clips nothing else: clip.rule must be 'unclipped'.
+
+  Args:
+    cap: upper limit of r = pi / mu.
   """
-  if not cap > 0:
-    raise ValueError(f'loss.tis.cap={cap}: must be above 0')
   ratio_BT = ratio(logp_BT, batch)
   return _reinforce(jnp.minimum(ratio_BT, cap), logp_BT, batch), find(ratio_BT)
 
 
-def divergence(logp_BT, batch: Batch):
-  """KL(mu || pi) of each token, nats: r - 1 - log r, 0 where none was chosen.
+def divergence(logp_BT: Array, batch: Batch) -> Array:
+  """KL(mu || pi) of each token, nats: r - 1 - log r, 0 outside the mask.
 
-  Unbiased in value and gradient for tokens that mu chose, and never negative (k3 of
+  Unbiased in value and gradient for tokens sampled from mu, and never negative (k3 of
   Schulman, 2020, "Approximating KL Divergence").
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   return jnp.expm1(log_r_BT) - log_r_BT
 
 
-def _cut_off(log_r_BT, batch: Batch, bounds: Bounds):
+def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   """r A, and a constant where A > 0, r >= high or A < 0 and r <= low or r >= dual."""
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
@@ -139,30 +147,30 @@ def _cut_off(log_r_BT, batch: Batch, bounds: Bounds):
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
-def _reinforce(weight_BT, logp_BT, batch: Batch):
+def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
   gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
-def _high(batch: Batch, bounds: Bounds):
+def _high(batch: Batch, bounds: Bounds) -> Array:
   """The upper bound of each row [B, 1]: reused rows may have a cap of their own."""
   reused_B1 = (batch.source_B == SOURCES.index('reused'))[:, None]
   return jnp.where(reused_B1, jnp.minimum(bounds.high, bounds.cap), bounds.high)
 
 
-def weights(rule, logp_BT, batch: Batch, bounds: Bounds):
+def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   """d gain / d logp of each token: its weight in the policy gradient, 0 where cut."""
 
-  def total(logp_BT):
+  def total(logp_BT: Array) -> Array:
     return rule(logp_BT, batch, lambda _: bounds)[0].sum()
 
   return jax.grad(total)(logp_BT)
 
 
-def row_scale(loss_mask_BT, aggregate: str, length: int):
-  """What each row's sum of gains is multiplied by: the objective is the sum of rows.
+def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> Array:
+  """Factors [B] on each row's sum of gains: the objective is the sum of the rows.
 
-  Made of the whole minibatch, so that slices and devices add up exactly.
+  They come from the whole minibatch, so that micro-batches and devices add up exactly.
 
   Args:
     aggregate: 'token', the mean over all tokens (DAPO, arXiv:2503.14476, Eq. 8);
@@ -170,9 +178,6 @@ def row_scale(loss_mask_BT, aggregate: str, length: int):
       Eq. 3); 'constant', the mean over rows of sums / length (Dr. GRPO,
       arXiv:2503.20783, section 3.2).
     length: the constant of 'constant': the longest a response may be, tokens.
-
-  Raises:
-    ValueError: no such aggregate.
   """
   length_B = loss_mask_BT.sum(1)
   rows = jnp.maximum((length_B > 0).sum(), 1)
@@ -182,7 +187,7 @@ def row_scale(loss_mask_BT, aggregate: str, length: int):
     return 1 / (rows * jnp.maximum(length_B, 1))
   if aggregate == 'constant':
     return jnp.broadcast_to(1 / (rows * length), length_B.shape)
-  raise ValueError(f'loss.aggregate={aggregate!r}: choose one of {AGGREGATES}')
+  typing.assert_never(aggregate)
 
 
 RULES = {

@@ -1,9 +1,10 @@
-"""Shelves of groups that outlive their step: pure functions on Groups.
+"""Groups that outlive their step: pure functions on ReplayBuffer.
 
-1. a band rule says, in whole right answers, what is hard and what is good;
-2. `draw` gives the problems of `hard` that were tried longest ago;
-3. `shelve` files what was tried: failures on `hard`, groups of both verdicts on `good`,
-   and counts who came and who left.
+1. a threshold rule gives, in whole numbers of correct responses, what is hard and what
+   is reusable;
+2. `draw` gives the hard problems that were tried longest ago;
+3. `insert` files the groups completed at a step: failures as hard, groups of both
+   verdicts as reusable; and counts the problems that entered and left.
 
 A row is empty when completed_step_P is -1, and "oldest first" then means "empty first".
 """
@@ -12,7 +13,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from bapo_jax.algorithms import batch_knobs
+from bapo_jax.algorithms.batch_knobs import Range
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -26,16 +30,18 @@ from bapo_jax.types import (
 )
 
 REUSED = SOURCES.index('reused')
+_FIXED = batch_knobs.FixedThresholds()
+_MOVING = batch_knobs.MovingThresholds()
 
 
 def fixed(
-  rate, G: int, *, hard: float = 1 / 8, reusable: tuple[float, float] = (1 / 8, 5 / 8)
+  rate: Array, G: int, *, hard: float = _FIXED.hard, reusable: Range = _FIXED.reusable
 ) -> PassRateThresholds:
   """The same thresholds at every step (Batch Adaptation PO, section 3).
 
   Args:
-    hard: c1, largest share of right answers that files a problem under `hard`.
-    good: (c2, c3), smallest and largest share that files a group under `good`.
+    hard: c1, largest pass rate of a hard problem.
+    reusable: (c2, c3), smallest and largest pass rate of a reusable group.
   """
   return moving(
     rate, G, hard=(hard, hard), low=(reusable[0],) * 2, high=(reusable[1],) * 2
@@ -43,46 +49,43 @@ def fixed(
 
 
 def moving(
-  rate,
+  rate: Array,
   G: int,
   *,
-  hard: tuple[float, float] = (1 / 8, 3 / 8),
-  low: tuple[float, float] = (1 / 8, 3 / 8),
-  high: tuple[float, float] = (5 / 8, 7 / 8),
+  hard: Range = _MOVING.hard,
+  low: Range = _MOVING.low,
+  high: Range = _MOVING.high,
 ) -> PassRateThresholds:
   """Thresholds that follow the policy: c = rate (end - start) + start (Eq. 8).
 
   Args:
-    rate: r_tot, the mean verdict of all fresh responses so far.
-    G: responses a group.
+    rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
+    G: responses per group.
     hard, low, high: (start, end) of c1, c2 and c3. The paper does not print its
       endpoints; these defaults are ours.
-
-  Raises:
-    ValueError: a share outside [0, 1], c1 of 1, or c2 above c3.
   """
   c1, c2, c3 = (rate * (end - start) + start for start, end in (hard, low, high))
   return PassRateThresholds(
-    hard_max=jnp.minimum(
-      _most(c1, G), G - 1
-    ),  # whatever rounding says, solved is not hard
-    reusable_min=jnp.maximum(_least(c2, G), 1),  # groups of one verdict teach nothing
+    # At most G - 1, whatever rounding does: a solved problem is not hard.
+    hard_max=jnp.minimum(_most(c1, G), G - 1),
+    # From 1 to G - 1: groups of one verdict teach nothing.
+    reusable_min=jnp.maximum(_least(c2, G), 1),
     reusable_max=jnp.minimum(_most(c3, G), G - 1),
   )
 
 
-def threshold_free(rate, G: int) -> PassRateThresholds:
-  """Hard is never solved, good is solved half the time: nothing to set (section 3).
+def threshold_free(rate: Array, G: int) -> PassRateThresholds:
+  """Hard is never solved, reusable is solved half the time: no knobs (section 3).
 
-  Raises:
-    ValueError: G is odd, so that no group is half right.
+  Args:
+    G: responses per group, an even number.
   """
   del rate
   return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
 
-def everything(rate, G: int) -> PassRateThresholds:
-  """Every group is good and no problem is hard: what plain replay keeps."""
+def everything(rate: Array, G: int) -> PassRateThresholds:
+  """Every group is reusable and no problem is hard: plain replay."""
   del rate
   return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
 
@@ -94,47 +97,46 @@ THRESHOLD_RULES = {
   'everything': everything,
 }
 
-# A share of 1/8 is 1 of 8, whatever floats make of it.
+# A pass rate of 1/8 is 1 of 8, whatever floats make of it.
 SLACK = 1e-4
 
 
-def _most(share, G: int):
-  return jnp.floor(share * G + SLACK).astype(jnp.int32)
+def _most(rate: Array, G: int) -> Array:
+  return jnp.floor(rate * G + SLACK).astype(jnp.int32)
 
 
-def _least(share, G: int):
-  return jnp.ceil(share * G - SLACK).astype(jnp.int32)
+def _least(rate: Array, G: int) -> Array:
+  return jnp.ceil(rate * G - SLACK).astype(jnp.int32)
 
 
 def init(
-  capacity: int, group: int, length: int, thresholds: ThresholdRule = fixed
+  capacity: int, group_size: int, length: int, thresholds: ThresholdRule = fixed
 ) -> ReplayBuffer:
-  """Empty buffer. `hard` keeps no responses, so its rows are one token long.
+  """An empty buffer. `hard` holds no responses, so its rows are one token long.
 
   Args:
-    band: a rule of BANDS, its knobs bound.
+    capacity: rows of each part.
+    group_size: G, responses per group.
+    length: T, tokens per row.
+    thresholds: a rule of THRESHOLD_RULES, its knobs bound.
   """
   return ReplayBuffer(
     hard=empty_groups(capacity, 1, 1),
-    reusable=empty_groups(capacity, group, length),
+    reusable=empty_groups(capacity, group_size, length),
     usage_count_P=jnp.zeros(capacity, jnp.int32),
     num_correct=jnp.int32(0),
     num_responses=jnp.int32(0),
-    thresholds=thresholds(jnp.float32(0), group),
+    thresholds=thresholds(jnp.float32(0), group_size),
   )
 
 
-def draw(held: Groups, rows: int) -> Groups:
-  """`rows` rows, tried longest ago first; empty ones come last.
-
-  Raises:
-    ValueError: the held has fewer rows than that.
-  """
+def draw(stored: Groups, rows: int) -> Groups:
+  """`rows` rows of one part, tried longest ago first; empty ones come last."""
   never = jnp.iinfo(jnp.int32).max
   oldest_P = jnp.argsort(
-    jnp.where(held.completed_step_P < 0, never, held.completed_step_P), stable=True
+    jnp.where(stored.completed_step_P < 0, never, stored.completed_step_P), stable=True
   )
-  drawn = take(held, oldest_P[:rows])
+  drawn = take(stored, oldest_P[:rows])
   return drawn._replace(id_P=jnp.where(drawn.completed_step_P < 0, -1, drawn.id_P))
 
 
@@ -146,27 +148,29 @@ def insert(
   fresh: Groups,
   reevaluated: Groups,
   groups: Groups,
-  source_P,
-  now,
+  source_P: Array,
+  now: int | Array,
   *,
   thresholds: ThresholdRule = fixed,
   max_off_policy_steps: int,
   max_reuse: int,
-) -> tuple[ReplayBuffer, dict]:
+) -> tuple[ReplayBuffer, dict[str, Array]]:
   """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
 
-  Today's band decides, tomorrow's is made of today's verdicts too. A good group leaves
-  once it would be older than `max_off_policy_steps` steps, or was learned from `max_reuse` times.
+  The thresholds in force decide; the next ones count this step's verdicts too. A
+  reusable group leaves once it would be more than `max_off_policy_steps` steps old, or
+  was trained on again `max_reuse` times.
 
   Args:
-    fresh, reevaluated: what was tried; of a problem in both, the recheck counts.
-    groups, source_P: the batch that was learned from.
-    band: a rule of BANDS, its knobs bound.
+    fresh, reevaluated: the groups completed at this step; of a problem in both, the
+      re-evaluated group counts.
+    groups, source_P: the batch that the learner trained on.
+    thresholds: a rule of THRESHOLD_RULES, its knobs bound.
 
   Returns:
-    (buffer, counts): who entered `hard`, and who left it and why: reevaluated and always
-    solved (graduated) or sometimes (promoted), solved when asked afresh (progressed),
-    or crowded out (evicted).
+    (buffer, counts): problems that entered `hard`, and that left it: re-evaluated and
+    always solved (graduated) or sometimes (promoted), solved as a fresh prompt
+    (progressed), or replaced by newer ones (evicted).
   """
   tried = concat(fresh, reevaluated)
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
@@ -175,7 +179,7 @@ def insert(
   usage_count_P = buffer.usage_count_P + _among(
     buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
-  good, usage_count_P = _insert_reusable(
+  reusable, usage_count_P = _insert_reusable(
     buffer._replace(usage_count_P=usage_count_P),
     tried,
     k_P,
@@ -184,63 +188,81 @@ def insert(
     max_reuse,
   )
   hard, counts = _insert_hard(buffer, tried, k_P, len(fresh.id_P))
-  there_P = fresh.completed_step_P >= 0
-  right = buffer.num_correct + jnp.where(there_P, fresh.correct_PG.sum(1), 0).sum()
-  answers = buffer.num_responses + there_P.sum() * fresh.correct_PG.shape[1]
-  rate = right / jnp.maximum(answers, 1)
-  bounds = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  return ReplayBuffer(hard, good, usage_count_P, right, answers, bounds), counts
+  filled_P = fresh.completed_step_P >= 0
+  correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
+  responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
+  rate = correct / jnp.maximum(responses, 1)
+  following = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
+  after = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, following)
+  return after, counts
 
 
-def _among(id_P, others):
-  """bool: which of these problems are among the others (-1 is nobody)."""
+def _among(id_P: Array, others: Array) -> Array:
+  """bool: which of these problems are among the others; -1 is no problem."""
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
-def _newest(groups: Groups, held: Groups, wanted_P) -> tuple[Groups, jax.Array]:
-  """Both, and the rows of both that the held shall hold: the newest, one a problem."""
+def _newest(groups: Groups, stored: Groups, wanted_P: Array) -> tuple[Groups, Array]:
+  """Concatenates both and returns the rows to keep: the newest, one per problem."""
   wanted_P = wanted_P & (groups.completed_step_P >= 0)
-  old_P = _among(held.id_P, jnp.where(wanted_P, groups.id_P, -1))
+  replaced_P = _among(stored.id_P, jnp.where(wanted_P, groups.id_P, -1))
   both = concat(
     groups._replace(completed_step_P=jnp.where(wanted_P, groups.completed_step_P, -1)),
-    held._replace(completed_step_P=jnp.where(old_P, -1, held.completed_step_P)),
+    stored._replace(
+      completed_step_P=jnp.where(replaced_P, -1, stored.completed_step_P)
+    ),
   )
-  return both, jnp.argsort(-both.completed_step_P, stable=True)[: held.id_P.shape[0]]
+  return both, jnp.argsort(-both.completed_step_P, stable=True)[: stored.id_P.shape[0]]
 
 
 def _insert_reusable(
-  buffer: ReplayBuffer, tried: Groups, k_P, now, max_off_policy_steps, max_reuse
-):
+  buffer: ReplayBuffer,
+  tried: Groups,
+  k_P: Array,
+  now: int | Array,
+  max_off_policy_steps: int,
+  max_reuse: int,
+) -> tuple[Groups, Array]:
+  """(reusable, usage_count_P) with the groups of `tried` that are reusable."""
   thresholds = buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
-  held, usage_count_P = buffer.reusable, buffer.usage_count_P
-  # Before places are given away: what leaves in any case shall not crowd out another.
-  stays_P = (now + 1 - held.completed_step_P <= max_off_policy_steps) & (
+  stored, usage_count_P = buffer.reusable, buffer.usage_count_P
+  # Expire first, so that an expired row evicts no other.
+  stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse
   )
-  held = held._replace(completed_step_P=jnp.where(stays_P, held.completed_step_P, -1))
-  both, kept = _newest(tried, held, reusable_P)
-  return take(both, kept), jnp.concatenate([jnp.zeros_like(k_P), usage_count_P])[kept]
+  stored = stored._replace(
+    completed_step_P=jnp.where(stays_P, stored.completed_step_P, -1)
+  )
+  both, rows = _newest(tried, stored, reusable_P)
+  return take(both, rows), jnp.concatenate([jnp.zeros_like(k_P), usage_count_P])[rows]
 
 
-def _insert_hard(buffer: ReplayBuffer, tried: Groups, k_P, fresh: int):
-  there_P = tried.completed_step_P >= 0
-  hard_P = there_P & (k_P <= buffer.thresholds.hard_max)
+def _insert_hard(
+  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int
+) -> tuple[Groups, dict[str, Array]]:
+  """(hard, counts) with the hard problems of `tried`.
+
+  Args:
+    fresh: rows of `tried` that are fresh; the others are re-evaluated.
+  """
+  filled_P = tried.completed_step_P >= 0
+  hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)
   before_P = jnp.where(buffer.hard.completed_step_P >= 0, buffer.hard.id_P, -1)
-  known_P = there_P & _among(tried.id_P, before_P)
+  known_P = filled_P & _among(tried.id_P, before_P)
   reevaluated_P = jnp.arange(len(k_P)) >= fresh
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
-  prompts = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
-  prompts = prompts._replace(
+  problems = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
+  problems = problems._replace(
     correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
   )
-  gone_P = _among(buffer.hard.id_P, jnp.where(there_P, tried.id_P, -1))
+  tried_P = _among(buffer.hard.id_P, jnp.where(filled_P, tried.id_P, -1))
   rest = buffer.hard._replace(
-    completed_step_P=jnp.where(gone_P, -1, buffer.hard.completed_step_P)
+    completed_step_P=jnp.where(tried_P, -1, buffer.hard.completed_step_P)
   )
-  both, kept = _newest(prompts, rest, hard_P)
-  hard = take(both, kept)
+  both, rows = _newest(problems, rest, hard_P)
+  hard = take(both, rows)
   counts = {
     'buffer/entered': hard_P & ~known_P,
     'buffer/graduated': left_P & reevaluated_P & solved_P,

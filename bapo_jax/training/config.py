@@ -14,13 +14,8 @@ import os
 from typing import Any
 
 from bapo_jax import knobs
-from bapo_jax.algorithms.knobs import (
-  AdvantageConfig,
-  BatchConfig,
-  BufferConfig,
-  ClipConfig,
-  LossConfig,
-)
+from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
+from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models.knobs import LogprobsConfig, MeshConfig, ModelConfig

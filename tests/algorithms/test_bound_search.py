@@ -54,7 +54,7 @@ def test_share_golden(variant):
   assert share(0.75, 1.25, contribution='surrogate') == np.float32(5.5 / 9.25)
 
 
-def test_share_weighs_by_what_the_behaviour_said():
+def test_share_weighs_by_the_behaviour_probability():
   # mu = 1/2 for the positive token, 1 for the negative: 0.5 / (0.5 + 1).
   batch = making.batch([1, -1], [[1], [1]], logp_BT=np.log([[0.5], [1.0]]))
   share = bound_search.share(np.ones((2, 1)), batch, 0.5, 2.0, weight='behaviour')
@@ -83,15 +83,15 @@ def test_share_looks_at_its_sources_only():
   target=st.floats(0, 1),
   kind=st.sampled_from(KINDS),
 )
-def test_each_bound_moves_the_verdict_one_way(seed, lows, highs, target, kind):
+def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   # Without this, bisection means nothing; on numbers whose sums are not exact.
   rng = np.random.default_rng(seed)
   ratio_BT = np.exp(rng.normal(0, 0.6, (8, 6))).astype(np.float32)
   batch = tokens(seed)[1]._replace(adv_B=rng.normal(0, 1, 8).astype(np.float32))
-  said = bound_search.evidence(ratio_BT, batch, *kind, ('fresh', 'reused'))
+  parts = bound_search.contributions(ratio_BT, batch, *kind, ('fresh', 'reused'))
 
   def meets(low, high):
-    P, N = bound_search.sums(said, np.float32(low), np.float32(high), kind[0])
+    P, N = bound_search.sums(parts, np.float32(low), np.float32(high), kind[0])
     return bool(bound_search.reaches(P, N, target))
 
   assert meets(lows[0], highs[0]) <= meets(lows[0], highs[1])
@@ -101,25 +101,25 @@ def test_each_bound_moves_the_verdict_one_way(seed, lows, highs, target, kind):
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(begin=st.integers(0, 60), n=st.integers(0, 60), data=st.data())
-def test_first_of_path_is_the_first(begin, n, data):
+def test_bisect_finds_the_first(begin, n, data):
   first = data.draw(st.integers(begin, begin + n))
-  asked = []
+  called = []
 
   def meets(i):
-    jax.debug.callback(lambda i: asked.append(int(i)), i)
+    jax.debug.callback(lambda i: called.append(int(i)), i)
     return i >= first
 
-  found = bound_search.first_of_path(meets, begin, begin + n)
+  found = bound_search.bisect(meets, begin, begin + n)
   jax.effects_barrier()
   assert found == first
-  assert len(asked) == math.ceil(math.log2(n + 1))
+  assert len(called) == math.ceil(math.log2(n + 1))
 
 
 @pytest.mark.parametrize('order', ['upper', 'lower'])
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 @pytest.mark.parametrize('target', [0.05, 0.45, 1.0])
 def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
-  # The paper's path has 52 points and 51 moves.
+  # The paper's path has 52 points and 51 steps.
   calls, sums = [], bound_search.sums
 
   def counted(*args):
@@ -134,7 +134,7 @@ def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
     calls.clear()
     jax.block_until_ready(jax.jit(rule)(*tokens(seed)))
     jax.effects_barrier()
-    # One more where the start is asked by itself; and never fewer than the loop may.
+    # One more where the start is a case of its own.
     assert len(calls) == (7 if (contribution, order) == ('surrogate', 'lower') else 6)
 
 

@@ -1,4 +1,4 @@
-"""Clip rules: Algorithm 1 as printed, the public recipe, edges, and what is refused."""
+"""Clip rules: Algorithm 1 as printed, the public recipe, and edges."""
 
 import functools
 import math
@@ -26,13 +26,13 @@ def outcome(bounds):
   return (
     np.float32(bounds.low),
     np.float32(bounds.high),
-    int(bounds.moves),
-    bool(bounds.met),
+    int(bounds.search_steps),
+    bool(bounds.target_met),
   )
 
 
 def balanced(data, **changed):
-  """(low, high, moves, met) under the paper's knobs, some of them changed."""
+  """(low, high, steps, met) under the paper's knobs, some of them changed."""
   return outcome(compiled(**changed)(*data))
 
 
@@ -82,10 +82,10 @@ def test_balanced_is_algorithm_1_to_the_last_bit(variant, contribution, weight, 
   for knobs, stacked, loop in expected(contribution, weight, order):
     rule = jax.vmap(functools.partial(clip.balanced, **knobs), in_axes=1)
     found = variant(rule, *stacked)
-    fields = (found.low, found.high, found.moves, found.met)
+    fields = (found.low, found.high, found.search_steps, found.target_met)
     assert list(zip(*map(np.asarray, fields), strict=True)) == loop
-    seen |= {(moves > 0, met) for _, _, moves, met in loop}
-  # The minibatches were worth asking: idle, moved and met, exhausted.
+    seen |= {(steps > 0, met) for _, _, steps, met in loop}
+  # The minibatches cover every outcome: idle, moved and met, exhausted.
   assert seen == {(False, True), (True, True), (True, False)}
 
 
@@ -98,19 +98,19 @@ def test_recipe_is_the_public_loop(variant):
     rule = functools.partial(clip.recipe, positive_to_negative=t, **knobs)
     stacked = jax.tree.map(lambda *xs: np.stack(xs, 1), *some)
     found = variant(jax.vmap(rule, in_axes=1), *stacked)
-    fields = (found.low, found.high, found.moves, found.met)
+    fields = (found.low, found.high, found.search_steps, found.target_met)
     assert list(zip(*map(np.asarray, fields), strict=True)) == loop
-    assert (found.dual == 3).all() and len({moves for _, _, moves, _ in loop}) > 3
+    assert (found.dual == 3).all() and len({steps for _, _, steps, _ in loop}) > 3
 
 
 def test_balanced_moves_the_upper_bound_first_and_only_as_far_as_needed():
-  # At the start the positive token (r = 1.32) is cut: share 0. Moves to 1.25, 1.3, 1.35
+  # At the start the positive token (r = 1.32) is cut: share 0. Steps to 1.25, 1.3, 1.35
   # bring it back: 1.32 / (1.32 + 1) > 0.4 with the lower bound untouched.
-  low, high, moves, met = balanced(pair(1.32, 1.0))
-  assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.35), 3, True)
-  # A share of 1 needs the negative token cut: 36 moves up do nothing, 2 below reach it.
-  low, high, moves, met = balanced(pair(1.0, 0.63), target=1.0)
-  assert (low, high, moves, met) == (np.float32(0.64), np.float32(3.0), 38, True)
+  low, high, steps, met = balanced(pair(1.32, 1.0))
+  assert (low, high, steps, met) == (np.float32(0.6), np.float32(1.35), 3, True)
+  # A share of 1 needs the negative token cut: 36 steps up do nothing, 2 below reach it.
+  low, high, steps, met = balanced(pair(1.0, 0.63), target=1.0)
+  assert (low, high, steps, met) == (np.float32(0.64), np.float32(3.0), 38, True)
   # The other way round the lower bound alone does it.
   found = balanced(pair(1.0, 0.63), target=1.0, order='lower')
   assert found == (np.float32(0.64), np.float32(1.2), 2, True)
@@ -127,14 +127,14 @@ def test_surrogate_falls_with_the_lower_bound():
 
 
 def test_target_already_met_moves_nothing():
-  low, high, moves, met = balanced(pair(1.0, 1.0))
-  assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.2), 0, True)
+  low, high, steps, met = balanced(pair(1.0, 1.0))
+  assert (low, high, steps, met) == (np.float32(0.6), np.float32(1.2), 0, True)
 
 
-def test_unreachable_target_ends_at_the_caps_and_says_so():
+def test_unreachable_target_ends_at_the_last_point_and_is_not_met():
   # 16 floating-point additions of 0.02 would have stopped at 0.88.
-  low, high, moves, met = balanced(pair(4.0, 2.0))
-  assert (low, high, moves, met) == (np.float32(0.9), np.float32(3.0), 36 + 15, False)
+  low, high, steps, met = balanced(pair(4.0, 2.0))
+  assert (low, high, steps, met) == (np.float32(0.9), np.float32(3.0), 36 + 15, False)
 
 
 def test_a_bound_without_range_or_step_is_held():
@@ -144,7 +144,7 @@ def test_a_bound_without_range_or_step_is_held():
   assert balanced(pair(1.0, 0.63), **held)[:3] == (np.float32(0.64), np.float32(1.2), 2)
 
 
-def test_ratio_one_everywhere_idles_or_runs_to_the_caps():
+def test_ratio_one_everywhere_idles_or_runs_to_the_last_point():
   # Nothing is cut at r = 1, so the share is 1/2 wherever the bounds are.
   data = pair(1.0, 1.0)
   assert balanced(data, target=0.5)[2:] == (0, True)
@@ -161,8 +161,8 @@ def test_continuous_is_the_crossing_found_by_sorting(seed, variant):
   low, high = oracles.crossing(ratio_BT, batch, **knobs)
   rule = functools.partial(clip.balanced, resolution='continuous', **knobs)
   found = variant(rule, ratio_BT, batch)
-  assert bool(found.met) == (low is not None)
-  expected = (low, high) if found.met else (0.95, 3.0)
+  assert bool(found.target_met) == (low is not None)
+  expected = (low, high) if found.target_met else (0.95, 3.0)
   np.testing.assert_allclose((found.low, found.high), expected, atol=1e-4)
 
 
@@ -195,12 +195,12 @@ def test_one_sided_and_empty_minibatches_have_bounds(
   batch = batch._replace(
     adv_B=np.float32(adv), loss_mask_BT=batch.loss_mask_BT & counted
   )
-  low, high, moves, met = balanced(
+  low, high, steps, met = balanced(
     (ratio_BT, batch), contribution=contribution, resolution=resolution
   )
   # Positive tokens alone meet any target; without any, none is met.
   if counted and adv == (1, 1):
-    assert (low, high, moves, met) == (np.float32(0.6), np.float32(1.2), 0, True)
+    assert (low, high, steps, met) == (np.float32(0.6), np.float32(1.2), 0, True)
   else:
     assert (low, high, met) == (np.float32(0.9), np.float32(3.0), False)
 
@@ -243,44 +243,3 @@ def test_constant_rules_are_what_they_are_given():
   assert bounds.dual == 3 and bounds.cap == math.inf
   bounds = clip.unclipped(*pair(4.0, 2.0))
   assert outcome(bounds) == (0, math.inf, 0, True)
-
-
-REFUSED = [  # rule, knobs, what the sentence must say
-  ('balanced', {'target': 1.5}, r'clip\.balanced\.target=1\.5: .* \[0, 1\]'),
-  ('balanced', {'target': -0.1}, r'clip\.balanced\.target=-0\.1'),
-  ('balanced', {'target': math.nan}, r'clip\.balanced\.target=nan'),
-  ('balanced', {'low': (0.9, 0.6)}, r'clip\.balanced\.low=\(0\.9, 0\.6\): must rise'),
-  ('balanced', {'low': (0.0, 0.6)}, r'clip\.balanced\.low=\(0\.0, 0\.6\).*\(0, 1\]'),
-  ('balanced', {'low': (-0.1, 0.6)}, r'clip\.balanced\.low=\(-0\.1, 0\.6\)'),
-  ('balanced', {'low': (0.6, 1.1)}, r'clip\.balanced\.low'),
-  ('balanced', {'low': (0.6,)}, r'clip\.balanced\.low=\(0\.6,\): a range'),
-  ('balanced', {'high': (3.0, 1.2)}, r'clip\.balanced\.high=\(3\.0, 1\.2\): must'),
-  ('balanced', {'high': (0.9, 1.2)}, r'clip\.balanced\.high'),
-  ('balanced', {'high': (1.2, math.inf)}, r'clip\.balanced\.high=\(1\.2, inf\)'),
-  ('balanced', {'low_step': 0.0}, r'clip\.balanced\.low_step=0\.0.*\(0, 0\.3\]'),
-  ('balanced', {'low_step': 0.4}, r'low_step=0\.4: must be in \(0, 0\.3\]'),
-  ('balanced', {'low': (0.6, 0.6)}, r'low_step=0\.02.* holds that bound'),
-  ('balanced', {'high_step': -0.05}, r'clip\.balanced\.high_step=-0\.05'),
-  ('balanced', {'high_step': 2.0}, r'high_step=2\.0: must be in \(0, 1\.8\]'),
-  ('balanced', {'contribution': 'loss'}, r"contribution='loss': choose one of"),
-  ('balanced', {'weight': 'mu'}, r"clip\.balanced\.weight='mu': .*'behaviour'"),
-  ('balanced', {'order': 'up'}, r"clip\.balanced\.order='up': .*'upper'"),
-  ('balanced', {'resolution': 'fine'}, r"resolution='fine': .*'continuous'"),
-  ('balanced', {'resolution': 'continuous', 'tolerance': 0.0}, r'tolerance=0\.0'),
-  ('balanced', {'sources': ('old',)}, r"sources=\('old',\): .*'reused'"),
-  ('balanced', {'sources': ()}, r'clip\.balanced\.sources=\(\)'),
-  ('balanced', {'reused_high': 1.0}, r'clip\.balanced\.reused_high=1\.0'),
-  ('balanced', {'dual': 0.5}, r'clip\.balanced\.dual=0\.5: must be above 1'),
-  ('recipe', {'positive_to_negative': -1.0}, r'positive_to_negative=-1\.0'),
-  ('recipe', {'low_step': 0.5}, r'clip\.recipe\.low_step=0\.5'),
-  ('recipe', {'high': (2.0, 1.2)}, r'clip\.recipe\.high=\(2\.0, 1\.2\)'),
-  ('fixed', {'low': -0.1}, r'clip\.fixed\.low=-0\.1'),
-  ('fixed', {'high': 0.9}, r'clip\.fixed\.high=0\.9'),
-  ('fixed', {'dual': 1.0}, r'clip\.fixed\.dual=1\.0'),
-]
-
-
-@pytest.mark.parametrize(('rule', 'knobs', 'message'), REFUSED)
-def test_errors_name_the_knob_and_its_value(rule, knobs, message):
-  with pytest.raises(ValueError, match=message):
-    clip.RULES[rule](*pair(1.0, 1.0), **knobs)

@@ -13,7 +13,7 @@ from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.types import Bounds
 
 BOUNDS = Bounds(*map(jnp.float32, (0.75, 1.5, 9, math.inf, 0.5, 1.25)), 2, True)
-BOUNDS = BOUNDS._replace(moves=jnp.int32(2), met=jnp.asarray(True))
+BOUNDS = BOUNDS._replace(search_steps=jnp.int32(2), target_met=jnp.asarray(True))
 
 
 def diagnose(logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.clipped):
@@ -78,7 +78,8 @@ def test_diagnose_golden():
     'loss/tv_reused': (0.5 + 0 + 1) / 3 / 2,
     'loss/gain_reused': -(0.5 + 1 + 2) / 3,
     **dict.fromkeys(
-      (f'loss/{x}_rechecked' for x in ('ratio_mean', 'ratio_max', 'tv', 'gain')), np.nan
+      (f'loss/{x}_reevaluated' for x in ('ratio_mean', 'ratio_max', 'tv', 'gain')),
+      np.nan,
     ),
     # (2 + 1 + 1/2 + 1 + 2)^2 / (5 (4 + 1 + 1/4 + 1 + 4))
     'loss/ess': 6.5**2 / (5 * 10.25),
@@ -90,10 +91,10 @@ def test_diagnose_golden():
     'loss/kl': (2 * (1 - ln2) + ln2 - 0.5) / 5,
     'loss/kl_plain': -ln2 / 5,
   }
-  told = diagnose(*golden())
-  assert told.keys() == expected.keys()
+  metrics = diagnose(*golden())
+  assert metrics.keys() == expected.keys()
   for name, value in expected.items():
-    np.testing.assert_allclose(told[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_bounds_of_their_own_for_some_rows():
@@ -101,48 +102,48 @@ def test_bounds_of_their_own_for_some_rows():
   column = [[0.75], [0.25]], [[1.5], [1.25]], [[9]] * 2, [[math.inf]] * 2
   start = [[0.5], [0.25]], [[1.25]] * 2
   bounds = Bounds(*map(jnp.float32, (*column, *start)), jnp.int32([[2], [0]]), None)
-  bounds = bounds._replace(met=jnp.asarray([[True], [False]]))
-  told = diagnose(*golden(), bounds)
-  np.testing.assert_allclose(told['clip/low'], 0.5)
-  np.testing.assert_allclose(told['clip/moved'], 0.5)
-  np.testing.assert_allclose(told['clip/target_met'], 0.5)
-  np.testing.assert_allclose(told['clip/fraction_negative'], 0)
+  bounds = bounds._replace(target_met=jnp.asarray([[True], [False]]))
+  metrics = diagnose(*golden(), bounds)
+  np.testing.assert_allclose(metrics['clip/low'], 0.5)
+  np.testing.assert_allclose(metrics['clip/moved'], 0.5)
+  np.testing.assert_allclose(metrics['clip/target_met'], 0.5)
+  np.testing.assert_allclose(metrics['clip/fraction_negative'], 0)
   # P = 1, N = 1/2 + 1 + 2
-  np.testing.assert_allclose(told['clip/share'], 1 / 4.5, rtol=1e-6)
+  np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_cut_is_where_the_gradient_is_zero(rule):
   logp_BT, batch = example(seed=1)
   narrow = BOUNDS._replace(low=jnp.float32(0.95), high=jnp.float32(1.05))
-  told = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
+  metrics = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
   weight_BT = loss.weights(loss.RULES[rule], jnp.asarray(logp_BT), batch, narrow)
   weight_BT = np.asarray(weight_BT)
   teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
   cut = (teaches_BT & (weight_BT == 0)).sum() / batch.loss_mask_BT.sum()
-  np.testing.assert_allclose(told['clip/fraction'], cut, rtol=1e-6)
+  np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=1e-6)
   assert (cut == 0) == (rule in ('cispo', 'tis'))
   positive = weight_BT[weight_BT > 0].sum() / np.abs(weight_BT).sum()
-  np.testing.assert_allclose(told['clip/share'], positive, rtol=1e-5)
+  np.testing.assert_allclose(metrics['clip/share'], positive, rtol=1e-5)
 
 
 def test_of_nothing_only_means_over_some_are_nan():
   logp_BT, batch = example()
   nothing = batch._replace(loss_mask_BT=np.zeros_like(batch.loss_mask_BT))
-  told = diagnose(logp_BT, -logp_BT, nothing)
-  lost = {name for name, value in told.items() if not np.isfinite(value)}
+  metrics = diagnose(logp_BT, -logp_BT, nothing)
+  lost = {name for name, value in metrics.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME
   for name in ('clip/share', 'clip/fraction', 'loss/entropy', 'loss/ess'):
-    assert told[name] == 0, name
+    assert metrics[name] == 0, name
 
 
 def test_a_ratio_that_is_no_number_is_shown():
   logp_BT, entropy_BT, batch = golden()
   logp_BT[0, 1] = np.nan
-  told = diagnose(logp_BT, entropy_BT, batch)
-  np.testing.assert_allclose(told['loss/ratio_nan'], 1 / 5)
-  assert np.isnan(told['loss/ratio_mean']) and np.isnan(told['loss/ratio_max'])
-  assert np.isnan(told['loss/kl'])
+  metrics = diagnose(logp_BT, entropy_BT, batch)
+  np.testing.assert_allclose(metrics['loss/ratio_nan'], 1 / 5)
+  assert np.isnan(metrics['loss/ratio_mean']) and np.isnan(metrics['loss/ratio_max'])
+  assert np.isnan(metrics['loss/kl'])
 
 
 def test_large_ratios_do_not_spoil_the_effective_sample_size():
@@ -179,7 +180,7 @@ def predicted(logp_V, weight_V):
 
 @pytest.mark.parametrize('clipped', [False, True])
 def test_the_entropy_rule_holds_to_first_order(clipped):
-  told, true = [], []
+  slopes, true = [], []
   for seed in range(200):
     rng = np.random.default_rng(seed)
     z_V = rng.normal(0, rng.uniform(0.3, 2), rng.integers(3, 40))
@@ -189,18 +190,18 @@ def test_the_entropy_rule_holds_to_first_order(clipped):
     eta = 1e-3
     step_V = eta * np.exp(logp_V) * adv_V * uncut_V
     true.append((entropy(z_V + step_V) - entropy(z_V)) / eta)
-    told.append(predicted(logp_V, adv_V * uncut_V))
+    slopes.append(predicted(logp_V, adv_V * uncut_V))
     # dH = -eta Cov_pi[log pi, pi A X], written out.
     pi_V = np.exp(logp_V)
     x_V = pi_V * adv_V * uncut_V
     covariance = (pi_V * logp_V * x_V).sum() - (pi_V * logp_V).sum() * (
       pi_V * x_V
     ).sum()
-    np.testing.assert_allclose(told[-1], -covariance, rtol=1e-3, atol=1e-6)
-  slope = np.dot(told, true) / np.dot(told, told)
+    np.testing.assert_allclose(slopes[-1], -covariance, rtol=1e-3, atol=1e-6)
+  slope = np.dot(slopes, true) / np.dot(slopes, slopes)
   print(f'slope of the true on the predicted change of entropy: {slope:.5f}')
   assert 0.95 < slope < 1.05
-  assert np.corrcoef(told, true)[0, 1] > 0.999
+  assert np.corrcoef(slopes, true)[0, 1] > 0.999
   assert np.std(true) > 0.01
 
 
@@ -222,7 +223,7 @@ def test_the_sign_table(probability, adv, sign):
   assert predicted(np.log(pi_V), 0 * adv_V) == 0
 
 
-def test_one_sampled_token_a_state_is_unbiased():
+def test_one_sampled_token_per_state_is_unbiased():
   # Sampled from another policy: the importance ratio in the weight makes up for it.
   rng = np.random.default_rng(0)
   V, n = 6, 200_000
@@ -242,7 +243,7 @@ def test_one_sampled_token_a_state_is_unbiased():
 
 def test_diagnosis_is_the_same_on_a_mesh(variant):
   logp_BT, batch = example()
-  told = variant(lambda *xs: diagnose(*xs), jnp.asarray(logp_BT), -logp_BT, batch)
+  metrics = variant(lambda *xs: diagnose(*xs), jnp.asarray(logp_BT), -logp_BT, batch)
   for name, value in diagnose(logp_BT, -logp_BT, batch).items():
-    np.testing.assert_allclose(told[name], value, rtol=1e-5, err_msg=name)
-  assert set(jax.tree.map(jnp.shape, told).values()) == {()}
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+  assert set(jax.tree.map(jnp.shape, metrics).values()) == {()}

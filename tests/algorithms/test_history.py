@@ -1,33 +1,13 @@
 """The batch rule and the buffer over whole histories, against Python lists.
 
-A history is the cycle of train.steps without a model: a pool of problems, solved better
-or worse as time goes on, is asked, reevaluated, seated and filed, step after step;
-`oracles.py` does the same with lists. `PROPERTIES` must hold after every step:
-
-- the batch has its seats; groups are whole, as their source has them
-- problems and groups are unique in a batch
-- only groups of both verdicts teach
-- reevaluated groups were hard, and are of this step and its weights
-- reused groups are what was stored, and what was written
-- reused groups are in band, 1 to max_age steps old, reused max_reuse times at most
-- no token is older than max_age + v - 1 steps
-- a source is used when every candidate of those before it is in
-- no seat is empty that a candidate could have
-- the batch is one that the lists allow
-- buffer are the lists, and within their capacity
-- the band is what the fractions say
-- counts are the lists', and nobody is lost: in = out + resident
-
-Beside these: the same seed gives the same history, buffer saved and loaded at any step
-change nothing, without room nothing but filtered GRPO is left, and a step whose fresh
-groups teach nothing still learns from the others.
+`PROPERTIES` must hold after every step of every history. Beside these: the same seed
+gives the same history, a buffer saved and loaded at any step changes nothing, without
+room only filtered GRPO is left, and a step whose fresh groups teach nothing still
+learns from the others.
 """
 
 import collections
-import functools
 import io
-from fractions import Fraction
-from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -35,361 +15,31 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
+from histories import (
+  FRESH,
+  REEVALUATED,
+  REUSED,
+  SCENES,
+  P,
+  Pool,
+  T,
+  adapted,
+  entries,
+  insert,
+  play,
+)
+from history_properties import PROPERTIES
 
 from bapo_jax import sharding, types
 from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.training import checkpoint
 
-P, T = 8, 2
-FRESH, RECHECKED, REUSED = range(3)
 
-
-class Scene(NamedTuple):
-  """Knobs of a history; shares are Fractions."""
-
-  band: str
-  shares: dict = {}  # noqa: RUF012
-  G: int = 8
-  capacity: int = 5
-  max_age: int = 3
-  max_reuse: int = 3
-  v: int = 1  # steps between copies to the actor
-  m: int = 1  # steps between rechecks
-  again: int = 3  # problems reevaluated
-
-  def ours(self):
-    """The band rule as a run has it."""
-    return band_of(self.band, tuple(self.shares.items()))
-
-  def lists(self):
-    """The band rule as the oracle has it."""
-    return lambda rate: oracles.bands(self.G, rate, self.band, **self.shares)
-
-
-@functools.cache
-def band_of(rule, shares):
-  floats = jax.tree.map(float, dict(shares))
-  if rule == 'fixed':
-    floats = {'hard': floats['hard'], 'good': (floats['low'], floats['high'])}
-  return functools.partial(replay_buffer.THRESHOLD_RULES[rule], **floats)
-
-
-def eighths(*numbers):
-  """Shares c1, c2, c3 in eighths; pairs run from one to the other."""
-  names = ('hard', 'low', 'high')
-  return dict(zip(names, jax.tree.map(lambda n: Fraction(n, 8), numbers), strict=True))
-
-
-SCENES = {
-  'published': Scene('fixed', eighths(1, 1, 5), v=2, m=2),
-  'between': Scene(  # no number of eight answers is one of these shares
-    'fixed',
-    {'hard': Fraction(3, 10), 'low': Fraction(1, 3), 'high': Fraction(7, 10)},
-    max_age=2,
-    max_reuse=1,
-  ),
-  'up': Scene('moving', eighths((1, 3), (1, 3), (5, 7)), v=3),
-  'down': Scene(
-    'moving', eighths((6, 0), (4, 1), (7, 4)), capacity=12, max_reuse=2, m=2
-  ),
-  'threshold free': Scene('threshold_free', max_reuse=1, v=2),
-  'everything': Scene('everything', max_age=4, max_reuse=2),
-  'overlapping': Scene('fixed', eighths(5, 2, 7), capacity=1, again=1),
-  'roomless': Scene('fixed', eighths(1, 1, 5), capacity=0, again=0),
-}
-
-
-class Step(NamedTuple):
-  """All that one step had and left, on the host."""
-
-  now: int
-  fresh: types.Groups
-  reevaluated: types.Groups
-  groups: types.Groups
-  source_P: np.ndarray
-  before: types.ReplayBuffer
-  after: types.ReplayBuffer
-  counts: dict
-  tiers: list  # the oracle's X1, X2, X3
-  lists: oracles.Lists  # after the step
-  expected: dict  # the oracle's counts
-
-  def seats(self, source=None):
-    """The places in the batch that teach, or those of one source."""
-    chosen_P = self.source_P >= 0 if source is None else self.source_P == source
-    return np.flatnonzero(chosen_P)
-
-
-class Pool(NamedTuple):
-  """Problems and how well they are solved."""
-
-  ability_N: tuple
-  drift: float
-  seed: int
-  steps: int
-
-
-# Whole numbers, whatever the compiler does with them: it need not take its time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-adapted = jit(batch_rules.adapted, static_argnums=5)
-draw = jit(replay_buffer.draw, static_argnums=1)
-shelve = jit(replay_buffer.insert, static_argnames=('band', 'max_age', 'max_reuse'))
-
-
-def asked(scene, rng, ability_N, ids, now, policy_version):
-  """Groups of these problems, -1 nobody; their tokens are of the weights of `born`."""
-  ids = np.asarray(ids, np.int32)
-  right = rng.binomial(scene.G, ability_N[ids]) * (ids >= 0)
-  borns = np.where(ids < 0, -1, now)
-  groups = making.groups(ids, right, borns, scene.G, T, seed=rng.integers(2**31))
-  response_mask_PGT = np.asarray(groups.response_mask_PGT) & (ids >= 0)[:, None, None]
-  policy_version_PGT = np.where(
-    response_mask_PGT, np.int32(policy_version), np.int32(-1)
-  )
-  return groups._replace(
-    response_mask_PGT=response_mask_PGT, policy_version_PGT=policy_version_PGT
-  )
-
-
-def entries(groups):
-  """The groups that are there, as the oracle has them."""
-  columns = groups.id_P, groups.correct_PG.sum(1), groups.completed_step_P
-  rows = zip(*(column.tolist() for column in columns), strict=True)
-  return [oracles.Tried(*row, (groups, p)) for p, row in enumerate(rows) if row[2] >= 0]
-
-
-def play(
-  scene,
-  pool,
-  place=lambda groups: groups,
-  between=lambda now, buffer: buffer,
-  rules=(adapted, shelve),
-):
-  """[Step] of a history.
-
-  Args:
-    place: of the fresh groups, before the rule sees them.
-    between: (step, buffer) -> buffer, done to them before each step.
-    rules: batch.adapted and buffer.shelve, compiled or not.
-  """
-  rng = np.random.default_rng(pool.seed)
-  ability_N = np.asarray(pool.ability_N, float)
-  buffer = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
-  lists = oracles.empty_lists(scene.G, scene.lists())
-  knobs = {'max_age': scene.max_age, 'max_reuse': scene.max_reuse}
-  history = []
-  for now in range(pool.steps):
-    buffer = between(now, buffer)
-    due = scene.again if now % scene.m == 0 else 0
-    drawn = [int(i) for i in draw(buffer.hard, due).id_P]
-    expected = oracles.draw(lists, due)
-    assert drawn == expected + [-1] * (due - len(expected)), 'tried longest ago first'
-    actor = now - now % scene.v
-    reevaluated = asked(scene, rng, ability_N, drawn, now, now)
-    fresh = asked(scene, rng, ability_N, some(rng, len(ability_N)), now, actor)
-    ability_N = np.clip(ability_N + pool.drift * rng.normal(size=len(ability_N)), 0, 1)
-
-    key = jax.random.fold_in(jax.random.key(pool.seed), now)
-    placed = place(fresh)
-    groups, source_P = rules[0](placed, reevaluated, buffer, now, key, P)
-    after, counts = rules[1](
-      buffer, placed, reevaluated, groups, source_P, now, band=scene.ours(), **knobs
-    )
-    host = jax.device_get((fresh, reevaluated, groups, source_P, buffer, after, counts))
-    tried = [entries(groups) for groups in host[:2]]
-    tiers = oracles.fill(*tried, lists, now, scene.G, **knobs)
-    reused = {int(i) for i in host[2].id_P[host[3] == REUSED]}
-    lists, expected = oracles.shelve(
-      lists,
-      *tried,
-      reused,
-      now,
-      band=scene.lists(),
-      G=scene.G,
-      capacity=scene.capacity,
-      **knobs,
-    )
-    history.append(Step(now, *host, tiers, lists, expected))
-    buffer = after
-  return history
-
-
-def some(rng, problems):
-  """Whom a step asks: most seats are taken, now and then by one problem twice."""
-  ids = np.full(P, -1)
-  many = min(P, problems, rng.integers(0, 2 * P))
-  ids[:many] = rng.permutation(problems)[:many]
-  if many > 2 and rng.random() < 0.3:
-    ids[1] = ids[0]
-  return rng.permutation(ids)
-
-
-def same(a: Any, b: Any) -> bool:
+def same(a, b) -> bool:
   leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   return all(np.array_equal(x, y) for x, y in leaves)
 
-
-# --- the properties ------------------------------------------------------------------
-
-
-def groups_are_whole(scene, history):
-  for step in history:
-    types.agree(**step.groups._asdict(), source_P=step.source_P)
-    assert step.groups.tokens_PGT.shape == (P, scene.G, T)
-    found = (step.fresh, step.reevaluated, step.before.reusable)
-    for seat in step.seats():
-      rows = found[step.source_P[seat]]
-      assert any(
-        making.same_row(step.groups, seat, rows, row) for row in range(len(rows.id_P))
-      )
-
-
-def problems_and_groups_are_unique(scene, history):
-  for step in history:
-    ids = step.groups.id_P[step.seats()].tolist()
-    assert len(set(ids)) == len(ids)
-    payloads = [step.groups.behavior_logp_PGT[seat].tobytes() for seat in step.seats()]
-    assert len(set(payloads)) == len(payloads)
-
-
-def only_groups_of_both_verdicts_teach(scene, history):
-  for step in history:
-    k = step.groups.correct_PG[step.seats()].sum(1)
-    assert ((k > 0) & (k < scene.G)).all()
-
-
-def rechecked_groups_were_hard_and_are_of_this_step(scene, history):
-  for step in history:
-    hard = set(step.before.hard.id_P[step.before.hard.completed_step_P >= 0].tolist())
-    hard_k, _ = history[step.now - 1].lists.band if step.now else (set(), 0)
-    for seat in step.seats(RECHECKED):
-      assert int(step.groups.id_P[seat]) in hard
-      assert int(step.groups.correct_PG[seat].sum()) not in hard_k
-      written = step.groups.policy_version_PGT[seat][
-        step.groups.response_mask_PGT[seat]
-      ]
-      assert (
-        step.groups.completed_step_P[seat] == step.now and (written == step.now).all()
-      )
-
-
-def reused_groups_are_what_was_stored_and_written(scene, history):
-  for step in history:
-    for seat in step.seats(REUSED):
-      i, policy_version = step.groups.id_P[seat], step.groups.completed_step_P[seat]
-      good = step.before.reusable
-      (stored,) = np.flatnonzero(
-        (good.id_P == i) & (good.completed_step_P == policy_version)
-      )
-      assert making.same_row(step.groups, seat, good, stored)
-      then = history[born]
-      assert any(
-        making.same_row(step.groups, seat, rows, row)
-        for rows in (then.fresh, then.reevaluated)
-        for row in np.flatnonzero(rows.id_P == i)
-      )
-
-
-def reused_groups_are_in_band_and_neither_old_nor_worn(scene, history):
-  used = collections.Counter()
-  for step in history:
-    for seat in step.seats(REUSED):
-      _, good_k = history[step.now - 1].lists.band
-      i, policy_version = (
-        int(step.groups.id_P[seat]),
-        int(step.groups.completed_step_P[seat]),
-      )
-      assert int(step.groups.correct_PG[seat].sum()) in good_k
-      assert 1 <= step.now - born <= scene.max_age
-      used[i, born] += 1
-      assert used[i, born] <= scene.max_reuse
-
-
-def no_token_is_older_than_max_age_and_the_actors_lag(scene, history):
-  for step in history:
-    teach_PGT = step.groups.response_mask_PGT & (step.source_P >= 0)[:, None, None]
-    lag_n = step.now - step.groups.policy_version_PGT[teach_PGT]
-    assert (lag_n >= 0).all() and (lag_n <= scene.max_age + scene.v - 1).all()
-
-
-def a_source_waits_until_those_before_it_are_in(scene, history):
-  for step in history:
-    ids = {s: set(step.groups.id_P[step.seats(s)].tolist()) for s in range(3)}
-    for source in (RECHECKED, REUSED):
-      if ids[source]:
-        for before in range(source):
-          assert {t.problem for t in step.tiers[before]} == ids[before]
-
-
-def no_seat_is_empty_that_could_be_filled(scene, history):
-  for step in history:
-    assert len(step.seats()) == min(P, sum(map(len, step.tiers)))
-
-
-def the_batch_is_allowed(scene, history):
-  for step in history:
-    source_P = step.source_P[step.seats()]
-    assert (np.diff(source_P) >= 0).all() and (
-      step.source_P[len(source_P) :] == -1
-    ).all()
-    sure = [(FRESH, t) for t in step.tiers[0]] + [(RECHECKED, t) for t in step.tiers[1]]
-    for seat, (source, t) in zip(step.seats(), sure, strict=False):
-      assert step.source_P[seat] == source
-      assert making.same_row(step.groups, seat, *t.row)
-    drawn = [int(i) for i in step.groups.id_P[step.seats(REUSED)]]
-    assert set(drawn) <= {t.problem for t in step.tiers[2]}
-
-
-def shelves_are_the_lists(scene, history):
-  for step in history:
-    hard, good = step.after.hard, step.after.reusable
-    assert hard.id_P.shape == good.id_P.shape == (scene.capacity,)
-    live = np.flatnonzero(hard.completed_step_P >= 0)
-    held = [(int(hard.id_P[row]), int(hard.completed_step_P[row])) for row in live]
-    assert held == step.lists.hard and len(held) <= scene.capacity
-    rows = np.flatnonzero(good.completed_step_P >= 0)
-    used = [int(step.after.usage_count_P[row]) for row in rows]
-    assert used == [used for _, used in step.lists.good]
-    for row, (t, _) in zip(rows, step.lists.good, strict=True):
-      assert making.same_row(good, row, *t.row)
-
-
-def the_band_is_what_the_fractions_say(scene, history):
-  for step in history:
-    hard_k, good_k = step.lists.band
-    hard, first, last = map(int, step.after.thresholds)
-    assert hard_k == set(range(hard + 1)) and good_k == set(range(first, last + 1))
-    assert step.after.num_correct == step.lists.right
-    assert step.after.num_responses == step.lists.answers
-
-
-def counts_are_the_lists_and_nobody_is_lost(scene, history):
-  total = collections.Counter()
-  for step in history:
-    for name in ('entered', 'graduated', 'promoted', 'progressed', 'evicted'):
-      assert step.counts[f'buffer/{name}'] == step.expected[name], name
-      total[name] += int(step.counts[f'buffer/{name}'])
-    left = sum(n for name, n in total.items() if name != 'entered')
-    assert total['entered'] == left + (step.after.hard.completed_step_P >= 0).sum()
-
-
-PROPERTIES = (
-  groups_are_whole,
-  problems_and_groups_are_unique,
-  only_groups_of_both_verdicts_teach,
-  rechecked_groups_were_hard_and_are_of_this_step,
-  reused_groups_are_what_was_stored_and_written,
-  reused_groups_are_in_band_and_neither_old_nor_worn,
-  no_token_is_older_than_max_age_and_the_actors_lag,
-  a_source_waits_until_those_before_it_are_in,
-  no_seat_is_empty_that_could_be_filled,
-  the_batch_is_allowed,
-  shelves_are_the_lists,
-  the_band_is_what_the_fractions_say,
-  counts_are_the_lists_and_nobody_is_lost,
-)
 
 pools = st.builds(
   Pool,
@@ -401,9 +51,6 @@ pools = st.builds(
   st.integers(1, 10),
 )
 MANY = Pool((0.0, 0.05, 0.05, 0.2, 0.2, 0.5, 0.5, 0.8, 1.0) * 2, 0.3, 7, 10)
-
-
-# --- the tests -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('scene', SCENES)
@@ -418,7 +65,7 @@ def test_every_property_holds_over_random_histories(scene, pool):
 
 
 def test_the_histories_are_worth_it():
-  # Every source, every way off the shelf and every kind of move is in one of them.
+  # Every source, every way out of the buffer and every kind of move is in one of them.
   seen = collections.Counter()
   for scene in SCENES.values():
     for step in play(scene, MANY):
@@ -428,14 +75,13 @@ def test_the_histories_are_worth_it():
       seen['X1 full'] += first >= P
       seen['no X1, others'] += first == 0 and len(step.seats()) > 0
       seen['X3 drawn from more'] += 0 < len(step.seats(REUSED)) < len(step.tiers[2])
-      seen['band moved'] += tuple(step.before.thresholds) != tuple(
-        step.after.thresholds
-      )
+      before, after = tuple(step.before.thresholds), tuple(step.after.thresholds)
+      seen['thresholds moved'] += before != after
   for name in ('entered', 'graduated', 'promoted', 'progressed', 'evicted'):
     assert seen[f'buffer/{name}'], name
   for name in [('seats', s) for s in (-1, 0, 1, 2)]:
     assert seen[name] >= 10, name
-  for name in ('no X1, others', 'X3 drawn from more', 'band moved'):
+  for name in ('no X1, others', 'X3 drawn from more', 'thresholds moved'):
     assert seen[name], name
 
 
@@ -455,37 +101,37 @@ def reloaded(buffer):
 def test_same_seed_same_history_also_through_save_and_load(pool, at):
   scene = SCENES['published']
   history = play(scene, pool)
-  again = play(
+  other = play(
     scene,
     pool,
     between=lambda now, buffer: reloaded(buffer) if now == at else buffer,
   )
-  for a, b in zip(history, again, strict=True):
+  for a, b in zip(history, other, strict=True):
     assert same((a.groups, a.source_P, a.after), (b.groups, b.source_P, b.after)), at
 
 
-def test_a_checkpoint_of_the_shelves_changes_nothing(tmp_path):
+def test_a_checkpoint_of_the_buffer_changes_nothing(tmp_path):
   scene = SCENES['up']
 
   def through_a_checkpoint(now, buffer):
     if now == 5:
-      with checkpoint.manager(str(tmp_path), 1) as kept:
-        checkpoint.save(kept, now, {'buffer': buffer}, {})
+      with checkpoint.manager(str(tmp_path), 1) as checkpoints:
+        checkpoint.save(checkpoints, now, {'buffer': buffer}, {})
         like = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
-        return checkpoint.restore(kept, now, {'buffer': like})[0]['buffer']
+        return checkpoint.restore(checkpoints, now, {'buffer': like})[0]['buffer']
     return buffer
 
-  history, again = play(scene, MANY), play(scene, MANY, between=through_a_checkpoint)
+  history, other = play(scene, MANY), play(scene, MANY, between=through_a_checkpoint)
   assert (history[4].after.reusable.completed_step_P >= 0).any()
-  assert all(same(a.groups, b.groups) for a, b in zip(history, again, strict=True))
-  assert same(history[-1].after, again[-1].after)
+  assert all(same(a.groups, b.groups) for a, b in zip(history, other, strict=True))
+  assert same(history[-1].after, other[-1].after)
 
 
 def test_another_seed_draws_others():
   drawn = []
   for seed in range(12):
     tried = making.groups(range(12), [4] * 12, [0] * 12, 8, T)
-    buffer = replay_buffer.init(12, 8, T)._replace(good=tried)
+    buffer = replay_buffer.init(12, 8, T)._replace(reusable=tried)
     nothing = types.empty_groups(0, 8, T)
     groups, _ = adapted(
       types.empty_groups(P, 8, T), nothing, buffer, 1, jax.random.key(seed), P
@@ -507,21 +153,21 @@ def test_without_room_and_lag_the_batch_is_filtered_grpo():
 
 
 def test_a_step_whose_fresh_groups_teach_nothing_uses_the_others():
-  # Step 0 files 0 and 1 as hard and 2 as good; at step 1 nothing fresh teaches.
+  # Step 0 files 0 and 1 as hard, 1 and 2 as reusable; at step 1 nothing fresh teaches.
   scene, key = SCENES['published'], jax.random.key(0)
-  knobs = {'band': scene.ours(), 'max_age': 3, 'max_reuse': 3}
-  nobody = types.empty_groups(0, 8, T)
+  knobs = {'thresholds': scene.ours(), 'max_off_policy_steps': 3, 'max_reuse': 3}
+  nothing = types.empty_groups(0, 8, T)
   first = making.groups([0, 1, 2, -1] * 2, [0, 1, 4, 0] * 2, [0, 0, 0, -1] * 2, 8, T)
   buffer = replay_buffer.init(5, 8, T, scene.ours())
-  groups, source_P = adapted(first, nobody, buffer, 0, key, P)
-  buffer, _ = shelve(buffer, first, nobody, groups, source_P, 0, **knobs)
+  groups, source_P = adapted(first, nothing, buffer, 0, key, P)
+  buffer, _ = insert(buffer, first, nothing, groups, source_P, 0, **knobs)
   fresh = making.groups(range(3, 11), [0, 8] * 4, [1] * P, 8, T)
   reevaluated = making.groups(
     replay_buffer.draw(buffer.hard, 2).id_P, [3, 8], [1, 1], 8, T
   )
   groups, source_P = adapted(fresh, reevaluated, buffer, 1, key, P)
-  # 1 was in band as well, but 0 was reevaluated and 1 (on `good` from step 0) is reused.
-  assert source_P.tolist() == [RECHECKED, REUSED, REUSED] + [-1] * 5
+  # Re-evaluated, 0 improves and 1 is solved; the group of 1 from step 0 is reusable.
+  assert source_P.tolist() == [REEVALUATED, REUSED, REUSED] + [-1] * 5
   assert groups.id_P[0] == 0 and set(groups.id_P[1:3].tolist()) == {1, 2}
 
 
@@ -532,7 +178,7 @@ def test_plain_it_is_the_same_history():
 
 
 def test_on_eight_devices_it_is_the_same_history():
-  # Fresh groups arrive split over the devices, the buffer lie on all of them.
+  # Fresh groups arrive split over the devices, the buffer lies on all of them.
   scene, pool = SCENES['up'], MANY._replace(steps=5)
   devices = sharding.make(data=4, fsdp=2)
   split = play(

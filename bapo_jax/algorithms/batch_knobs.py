@@ -1,0 +1,164 @@
+"""Knobs of the replay buffer and of the batch rules: the groups that the learner sees.
+
+A slot's section names the rule in force and holds a section for each of its rules, so
+that choosing another rule is one word: --config.batch.rule=adapted. The knobs of a
+rule's section are the keyword-only parameters of the rule's function.
+"""
+
+from typing import Literal, Self
+
+import pydantic
+
+from bapo_jax.knobs import NoKnobs, Section, knob
+
+Range = tuple[float, float]
+
+
+class FixedThresholds(Section):
+  """The same thresholds at every step."""
+
+  hard: float = knob(
+    1 / 8, 'c1: a problem is hard up to this pass rate.', least=0, below=1
+  )
+  reusable: Range = knob(
+    (1 / 8, 5 / 8),
+    '(c2, c3): a group is reusable from the first to the second pass rate.',
+    least=0,
+    most=1,
+    rising=True,
+  )
+
+
+class MovingThresholds(Section):
+  """Thresholds that follow the mean verdict (arXiv:2602.20722, Eq. 8)."""
+
+  hard: Range = knob(
+    (1 / 8, 3 / 8),
+    'c1 at a mean verdict of 0 and of 1: largest pass rate of a hard problem.',
+    least=0,
+    below=1,
+  )
+  low: Range = knob(
+    (1 / 8, 3 / 8),
+    'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group.',
+    least=0,
+    most=1,
+  )
+  high: Range = knob(
+    (5 / 8, 7 / 8),
+    'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group.',
+    least=0,
+    most=1,
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _ordered(self) -> Self:
+    for c2, c3 in zip(self.low, self.high, strict=True):
+      if c2 > c3:
+        raise ValueError(
+          f'low={self.low} and high={self.high}: c2={c2} is above c3={c3}'
+        )
+    return self
+
+
+class ThresholdsConfig(Section):
+  """Pass rates at which a problem is hard and a group is reusable."""
+
+  rule: Literal['fixed', 'moving', 'threshold_free', 'everything'] = knob(
+    'fixed', 'Threshold rule: pass rates of hard problems and of reusable groups.'
+  )
+  fixed: FixedThresholds = knob(FixedThresholds, 'Constant thresholds.')
+  moving: MovingThresholds = knob(
+    MovingThresholds, 'Thresholds that follow the policy.'
+  )
+  threshold_free: NoKnobs = knob(NoKnobs, 'Hard: never solved; reusable: half solved.')
+  everything: NoKnobs = knob(NoKnobs, 'Every group is reusable, no problem is hard.')
+
+
+class BufferConfig(Section):
+  """The replay buffer."""
+
+  capacity: int = knob(
+    256,
+    'Problems in the hard part of the buffer, and groups in the reusable part.',
+    least=1,
+    most=1 << 20,
+  )
+  max_off_policy_steps: int = knob(
+    3, 'Age in learner steps up to which a reusable group is trained on.', least=1
+  )
+  max_reuse: int = knob(
+    3, 'Times that a reusable group is trained on again before it is dropped.', least=1
+  )
+  reevaluate: int = knob(
+    16, 'Hard problems per re-evaluation, those tried longest ago first.', least=0
+  )
+  reeval_interval: int = knob(
+    2, 'Learner steps between re-evaluations of hard problems.', least=1
+  )
+  thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Hard and reusable.')
+
+  @pydantic.model_validator(mode='after')
+  def _has_room(self) -> Self:
+    if self.reevaluate > self.capacity:
+      raise ValueError(
+        f'reevaluate={self.reevaluate} is more than buffer.capacity={self.capacity}'
+      )
+    return self
+
+
+class SourceWeights(Section):
+  """Factors on the advantage of a row, by its source."""
+
+  fresh: float = knob(1.0, 'Factor on the advantage of fresh rows.', least=0)
+  reevaluated: float = knob(
+    1.0, 'Factor on the advantage of re-evaluated rows.', least=0
+  )
+  reused: float = knob(1.0, 'Factor on the advantage of reused rows.', least=0)
+
+
+class ReplayRule(Section):
+  """Plain experience replay."""
+
+  replay_ratio: int = knob(
+    1, 'Replayed groups per fresh group in a batch.', least=1, most=1024
+  )
+
+
+class BatchConfig(Section):
+  """The groups that the learner sees."""
+
+  rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] = knob(
+    'fresh_only', 'Batch rule: the groups that a batch is made of.'
+  )
+  max_extra_rounds: int = knob(
+    2,
+    'Extra rounds of prompts per step while learnable_only has empty seats.',
+    least=0,
+    most=1024,
+  )
+  weights: SourceWeights = knob(SourceWeights, 'Weights by source.')
+  fresh_only: NoKnobs = knob(NoKnobs, 'GRPO.')
+  learnable_only: NoKnobs = knob(NoKnobs, "DAPO's dynamic sampling.")
+  replay: ReplayRule = knob(ReplayRule, 'Experience replay.')
+  adapted: NoKnobs = knob(NoKnobs, 'Batch Adaptation PO.')
+
+  @property
+  def uses_buffer(self) -> bool:
+    """Whether the rule reads the replay buffer."""
+    return self.rule in ('replay', 'adapted')
+
+  @property
+  def reevaluates(self) -> bool:
+    """Whether hard problems are re-evaluated."""
+    return self.rule == 'adapted'
+
+  @property
+  def extra_rounds(self) -> int:
+    """Largest number of rounds of prompts that a step samples after its first."""
+    return self.max_extra_rounds if self.rule == 'learnable_only' else 0
+
+  def seats(self, prompts: int) -> int:
+    """Groups in a batch, at `prompts` prompts per step."""
+    replayed = self.replay.replay_ratio if self.rule == 'replay' else 0
+    return prompts * (1 + replayed)

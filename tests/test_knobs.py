@@ -1,0 +1,250 @@
+"""Knobs: a bad value is refused in one sentence, and every rule binds its section."""
+
+import inspect
+import math
+import re
+import subprocess
+import sys
+import typing
+
+import pydantic
+import pytest
+
+from bapo_jax import knobs
+from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
+from bapo_jax.algorithms.batch_knobs import BatchConfig, ThresholdsConfig
+from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
+from bapo_jax.knobs import Section, knob
+from bapo_jax.training.config import Config, parse
+from bapo_jax.training.rules import bind, bind_rule
+
+INF, NAN = math.inf, math.nan
+
+
+def nested(dotted: dict) -> dict:
+  """{'clip.rule': x} as {'clip': {'rule': x}}."""
+  values = {}
+  for path, value in dotted.items():
+    *sections, name = path.split('.')
+    section = values
+    for key in sections:
+      section = section.setdefault(key, {})
+    section[name] = value
+  return values
+
+
+def refusal(**dotted) -> str:
+  with pytest.raises(ValueError) as error:
+    parse(nested(dotted))
+  assert not isinstance(error.value, pydantic.ValidationError)
+  assert '\n' not in str(error.value)
+  return str(error.value)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+  # Of a rule that is not in force, too; and of the source of a weight.
+  assert refusal(**{'clip.fixed.target': 0.4}) == (
+    'no knob clip.fixed.target; clip.fixed is a section with low, high, dual'
+  )
+  assert refusal(**{'clip.unclipped.low': 0.4}) == (
+    'no knob clip.unclipped.low; clip.unclipped is a section with no knobs'
+  )
+  assert refusal(**{'batch.weights.stale': 1.0}) == (
+    'no knob batch.weights.stale; batch.weights is a section with fresh, reevaluated, '
+    'reused'
+  )
+  assert refusal(clop=1).startswith('no knob clop; the config is a section with title,')
+  assert refusal(**{'batch.replay': 1}) == (
+    'batch.replay=1: give a section with replay_ratio'
+  )
+
+
+EVERY = {path: (field, value) for path, field, value in knobs.fields(Config())}
+
+
+def bad_values(field, default):
+  """Values that the type or the limits of a knob exclude."""
+  limits = field.json_schema_extra
+  if isinstance(default, bool):
+    return [0, 'yes', None]
+  if isinstance(default, tuple):
+    return [default[0] if default else 0, list(default), None]
+  if isinstance(default, str):
+    return [1, None, True]
+  number = type(default)
+  bad = [None, '1', True, NAN, -INF]
+  if 'least' in limits:
+    bad += [number(limits['least'] - 1)]
+  if 'most' in limits:
+    bad += [number(limits['most'] + 1)]
+  bad += [number(limits[end]) for end in ('above', 'below') if end in limits]
+  if number is int:
+    return [*bad, float(default), 2**31, -(2**31) - 1]
+  return bad if limits['infinite'] else [*bad, INF]
+
+
+@pytest.mark.parametrize('path', EVERY)
+def test_every_knob_refuses_what_it_excludes(path):
+  field, default = EVERY[path]
+  for value in bad_values(field, default):
+    expected = f'{path}={knobs.shown(value)}: give {knobs.expected(field)}'
+    assert refusal(**{path: value}) == expected
+  if isinstance(default, tuple) and path != 'cells':  # elements and length
+    for value in ((*default, None), ({},) * len(default)):
+      assert refusal(**{path: value}).startswith(
+        f'{path}={knobs.shown(value)}: give a tuple'
+      )
+
+
+NUMBER = r'-?\d+(\.\d+)?(e[+-]\d+)?'
+RANGE = rf'(from {NUMBER} to {NUMBER}|(above|at least|below|at most) {NUMBER})'
+RANGE += rf'( and (below|at most) {NUMBER})?( or inf)?'
+WORDS = "('[a-z0-9_]+'(, )?)+"
+EXPECTED = re.compile(
+  rf'an? (integer|number)( of)? {RANGE}|a string|True or False|one of {WORDS}'
+  rf'|a tuple of (\d )?(integers|numbers|strings)( that do not fall)?(, each {RANGE})?'
+  rf'|a tuple of values(, each one of {WORDS})?|a tuple of tuples, each a tuple of .*'
+)
+
+
+@pytest.mark.parametrize('path', EVERY)
+def test_every_knob_has_its_range_and_its_sentence(path):
+  field, _ = EVERY[path]
+  assert EXPECTED.fullmatch(knobs.expected(field)), knobs.expected(field)
+  sentence = field.description
+  assert sentence.endswith('.') and len(sentence) >= 10 and '  ' not in sentence
+
+
+def test_describe_gives_a_line_per_knob():
+  lines = {path: rest for path, *rest in knobs.describe(Config())}
+  assert list(lines) == list(EVERY)
+  assert lines['clip.fixed.low'] == [
+    '0.8',
+    'a number from 0 to 1',
+    'Lower bound of the ratio, 1 - epsilon.',
+  ]
+
+
+class Inner(Section):
+  pair: tuple[float, float] = knob((1.0, 2.0), 'A pair.', above=0, below=9, rising=True)
+
+
+class Outer(Section):
+  rows: tuple[tuple[str, str], ...] = knob((), 'Rows.')
+  count: int = knob(1, 'A count.', above=0)
+  big: float = knob(1.0, 'A number.', least=1, infinite=True)
+  free: float = knob(1.0, 'Any finite number.')
+  words: tuple[str, ...] = knob(('a',), 'Words.')
+  inner: Inner = knob(Inner, 'The inner section.')
+
+
+def test_ranges_in_words():
+  found = {path: knobs.expected(field) for path, field, _ in knobs.fields(Outer())}
+  assert found == {
+    'rows': 'a tuple of tuples, each a tuple of 2 strings',
+    'count': 'an integer above 0 and at most 2147483647',
+    'big': 'a number of at least 1 or inf',
+    'free': 'a number',
+    'words': 'a tuple of strings',
+    'inner.pair': ('a tuple of 2 numbers that do not fall, each above 0 and below 9'),
+  }
+
+
+def test_validate_names_the_section_it_is_given():
+  made = knobs.validate(Outer, {'inner': {'pair': (1.0, 1.0)}}, 'a.b')
+  assert made.inner.pair == (1.0, 1.0) and made.count == 1
+  with pytest.raises(
+    ValueError, match=r'^a\.b\.inner\.pair=\(2\.0, 1\.0\): give a tup'
+  ):
+    knobs.validate(Outer, {'inner': {'pair': (2.0, 1.0)}}, 'a.b')
+  with pytest.raises(
+    ValueError, match=r'^no knob a\.b\.cuont; a\.b is a section with rows, count'
+  ):
+    knobs.validate(Outer, {'cuont': 1}, 'a.b')
+  with pytest.raises(ValueError, match=r'^free=inf: give a number$'):
+    knobs.validate(Outer, {'free': INF})
+
+
+def test_a_value_is_shown_on_one_line():
+  assert knobs.shown('a\nb') == r"'a\nb'" and knobs.shown(0.1) == '0.1'
+  assert knobs.shown('x' * 99) == "'" + 'x' * 56 + '...'
+  assert knobs.shown(10**5000) == '<int>'
+
+
+def test_a_section_cannot_change():
+  with pytest.raises(pydantic.ValidationError, match='frozen'):
+    Outer().count = 2
+
+
+def test_the_config_is_read_without_jax_and_numpy():
+  code = (
+    'import sys, bapo_jax.training.config; print({"jax", "numpy"} & {*sys.modules})'
+  )
+  run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+  assert run.stdout.strip() == 'set()', run.stdout + run.stderr
+
+
+# --- every rule binds its section ----------------------------------------------------
+
+SLOTS = {
+  'batch': (batch_rules.RULES, BatchConfig),
+  'advantage': (advantage.RULES, AdvantageConfig),
+  'clip': (clip.RULES, ClipConfig),
+  'loss': (loss.RULES, LossConfig),
+  'thresholds': (replay_buffer.THRESHOLD_RULES, ThresholdsConfig),
+}
+
+
+@pytest.mark.parametrize('slot', SLOTS)
+def test_the_choices_of_a_slot_are_its_rules(slot):
+  rules, section = SLOTS[slot]
+  assert typing.get_args(section.model_fields['rule'].annotation) == tuple(rules)
+  assert set(rules) <= set(section.model_fields)
+
+
+@pytest.mark.parametrize(
+  ('slot', 'name'), [(slot, name) for slot in SLOTS for name in SLOTS[slot][0]]
+)
+def test_the_parameters_of_a_rule_are_the_knobs_of_its_section(slot, name):
+  rules, section = SLOTS[slot]
+  parameters = inspect.signature(rules[name]).parameters.values()
+  found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+  assert found == getattr(section(), name).model_dump()  # the defaults as well
+
+
+def scaled(x, *, scale):
+  return x * scale
+
+
+def shifted(x, *, by, twice):
+  return x + by * (1 + twice)
+
+
+class Scaled(Section):
+  scale: float = knob(3.0, 'Factor.')
+
+
+class Shifted(Section):
+  by: float = knob(5.0, 'Difference.')
+  twice: bool = knob(True, 'Added twice.')
+
+
+class Slot(Section):
+  rule: str = knob('scaled', 'The rule.')
+  scaled: Scaled = knob(Scaled, 'A factor.')
+  shifted: Shifted = knob(Shifted, 'A difference.')
+
+
+def test_bind_rule_binds_the_knobs_of_the_rule_in_force():
+  rules = {'scaled': scaled, 'shifted': shifted}
+  assert bind_rule(rules, Slot())(2.0) == 6
+  assert bind_rule(rules, Slot(rule='shifted'))(2.0) == 12
+  assert bind_rule(rules, Slot(scaled=Scaled(scale=4.0)))(2.0) == 8
+  with pytest.raises(ValueError, match=r"no rule named 'bold'; choose .*'shifted'\]"):
+    bind_rule(rules, Slot(rule='bold'))
+
+
+def test_a_config_binds_the_rules_that_it_names():
+  bound = bind(parse({'clip': {'rule': 'fixed', 'fixed': {'low': 0.5}}}))
+  assert bound.clip.func is clip.fixed and bound.clip.keywords['low'] == 0.5
+  assert bound.batch.func is batch_rules.fresh_only and not bound.batch.keywords
