@@ -47,7 +47,9 @@ class Fake:
     patch.setattr(trainer, 'PartialRollouts', lambda engine, places: None)
     patch.setattr(trainer, 'step_keys', keys)
     patch.setattr(trainer.prompts, 'next_prompts', self.next_prompts)
-    patch.setattr(trainer.prompts, 'prompts_by_id', lambda problems, ids: asked(ids))
+    patch.setattr(
+      trainer.prompts, 'prompts_by_id', lambda problems, ids: prompts_of(ids)
+    )
     patch.setattr(trainer.decode, 'sync_actor', lambda params, *_: f'copy of {params}')
     patch.setattr(trainer.learner, 'update', self.update)
     patch.setattr(
@@ -71,7 +73,7 @@ class Fake:
 
   def next_prompts(self, problems, prompt_round, seed, count) -> types.Prompts:
     self.rounds.append(prompt_round)
-    return asked(np.arange(P) + P * prompt_round)
+    return prompts_of(np.arange(P) + P * prompt_round)
 
   def rollout(self, rollouts, params, prompts, key, **keywords) -> Rollout:
     self.rollouts.append((params, key, keywords))
@@ -105,7 +107,7 @@ def keys(seed: int, step: int) -> Any:
   return trainer.StepKeys(*(f'{name} {step}' for name in names))
 
 
-def asked(ids: Any) -> types.Prompts:
+def prompts_of(ids: Any) -> types.Prompts:
   """Prompts of these problems; their tokens are not looked at."""
   return types.Prompts(np.asarray(ids), None, None)
 
