@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from flax import traverse_util
-from test_export import trained
+from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer

@@ -81,13 +81,6 @@ TOGETHER = [
     r'a minibatch has 64 responses, which do not divide over .*grad_accum_steps=3',
   ),
 ]
-CELLS = [
-  (('grpo',), r"cells: 'grpo' is not \(name, batch rule, clip rule\)"),
-  ((('a', 'fresh_only'),), r'is not \(name, batch rule, clip rule\)'),
-  ((('a b', 'fresh_only', 'fixed'),), r'is not \(name, batch rule, clip rule\)'),
-  ((('a', 'fresh_only', 'fixed'),) * 2, r"a name comes twice in \['a', 'a'\]"),
-  ((('a', 'fresh', 'fixed'),), r"cells: a: batch\.rule='fresh': give one of"),
-]
 
 
 @pytest.mark.parametrize(('knob', 'value', 'message'), KNOBS)
@@ -102,9 +95,9 @@ def test_errors_name_knobs_that_do_not_fit_together(knobs, message):
     parse(plain(**knobs))
 
 
-@pytest.mark.parametrize(('cells', 'message'), CELLS)
-def test_errors_name_the_cell_that_is_wrong(cells, message):
-  with pytest.raises(ValueError, match=message):
+def test_errors_name_the_cell_that_is_wrong():
+  cells = (('a', 'fresh_only', 'fixed'), ('b', 'fresh', 'fixed'))
+  with pytest.raises(ValueError, match=r"cells: b: batch\.rule='fresh': give one of"):
     parse(plain() | {'cells': cells})
 
 
