@@ -216,7 +216,6 @@ def filled(tree: Tree) -> Tree:
   return jax.tree.map(fill, tree)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('then', 'now'),
   [('one', 'rows'), ('one', 'all three'), ('rows', 'one'), ('all three', 'one')],

@@ -186,7 +186,6 @@ def test_micro_batches_change_neither_bounds_nor_gradient(params, aggregate, los
     np.testing.assert_allclose(accumulated[0], value, atol=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('loss_rule', loss.RULES)
 def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
   # By its own loss, and in the direction of what was right.

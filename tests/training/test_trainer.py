@@ -16,8 +16,8 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import rules, step_metrics, trainer
 
 P, G, T = 2, 8, 3
-EXTRA = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
-HARD = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
+EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
+HARD: dict[str, Any] = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
 
 
 class Fake:
@@ -57,7 +57,9 @@ class Fake:
     )
     patch.setattr(trainer.step_metrics, 'describe', lambda *_: {})
     bound = rules.bind(self.config)
-    fields = {field: None for field in trainer.Trainer.__dataclass_fields__}
+    fields: dict[str, Any] = {
+      field: None for field in trainer.Trainer.__dataclass_fields__
+    }
     fields |= {
       'config': self.config,
       'rules': python_types.SimpleNamespace(
@@ -157,7 +159,7 @@ def test_hard_problems_are_reevaluated_when_due(monkeypatch):
 def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
   monkeypatch,
 ):
-  knobs = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
+  knobs: dict[str, Any] = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
   fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **HARD, **knobs)
   fake.loop()
   reevaluated = [r for r in fake.rollouts if r[1].startswith('reevaluate')]
