@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -177,6 +178,8 @@ def main(argv) -> None:
     # orbax reports every file it opens, and an error with its traceback before raising.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = quiet
+  # Another duplicate of a refused write, after the sentence on a busy machine.
+  warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:
     status = run(parse_config(CONFIG.value.to_dict()))
   except ValueError as error:

@@ -1,18 +1,21 @@
 """Eight virtual devices, strict promotion and one cache of programs for every test.
 
-All must be set before JAX is imported, so they stand here and nowhere else.
+The environment is set before JAX is imported, so it is set here and nowhere else.
 """
 
 import os
+import pathlib
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
   os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 )
-# Whole runs compile the same tiny programs: most of their time. One cache for all
-# processes of a session; keyed by the program, so that other code finds nothing in it.
+# Whole runs compile the same tiny programs: most of their time. One cache per session;
+# the process that pytest was started in makes it before its workers start, and they and
+# the processes of the tests inherit it. Keyed by the program: other code finds nothing.
 COMPILED = '' if 'JAX_COMPILATION_CACHE_DIR' in os.environ else tempfile.mkdtemp()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
@@ -24,14 +27,15 @@ import pytest
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-def pytest_unconfigure():
+def pytest_unconfigure() -> None:
+  """Removes the cache, in the process that made it."""
   if COMPILED:
     shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(params=['plain', 'jitted', 'sharded'])
-def variant(request):
-  """Runs a function of arrays with rows as it is, jitted, and split over 8 devices."""
+def variant(request: pytest.FixtureRequest) -> Callable:
+  """Calls a function of arrays with rows as it is, jitted, and split over 8 devices."""
   if request.param == 'plain':
     return lambda function, *arrays: function(*arrays)
   if request.param == 'jitted':
@@ -47,7 +51,7 @@ def variant(request):
 
 
 @pytest.fixture
-def topology():
+def topology() -> Callable:
   """Devices of a TPU that is not attached, to compile for; skips without libtpu."""
   pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
   from bapo_jax import main
@@ -58,7 +62,25 @@ def topology():
 
 
 @pytest.fixture
-def one_device(monkeypatch):
+def one_device() -> Iterator[None]:
   """The tests have eight devices; whole runs want the laptop's one."""
-  devices = jax.devices()[:1]
-  monkeypatch.setattr(jax, 'devices', lambda *_: devices)
+  import runs
+
+  with runs.one_device():
+    yield
+
+
+@pytest.fixture(scope='session')
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """A workdir with the problems and the warm start of a tiny run, and nothing else."""
+  import runs
+
+  return runs.shared(tmp_path_factory, 'warm_start', runs.warm_start)
+
+
+@pytest.fixture
+def warm(warm_start: pathlib.Path, tmp_path: pathlib.Path) -> Callable:
+  """Makes a workdir of the test, by name, in which the warm start is done."""
+  import runs
+
+  return lambda name='run': runs.copied(warm_start, tmp_path / name)

@@ -5,8 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_experiment import tiny
-from test_export import source
+from runs import source, tiny
 
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import eval_checkpoint

@@ -11,8 +11,8 @@ import oracles
 import pytest
 import transformers
 from flax import traverse_util
+from runs import tiny
 from safetensors.numpy import load_file
-from test_experiment import tiny
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib

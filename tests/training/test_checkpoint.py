@@ -1,4 +1,4 @@
-"""What is saved, when it is whole, which are kept, and what is said when it fails."""
+"""Which values are saved, when a checkpoint is whole, which stay, how a save fails."""
 
 import asyncio
 import errno
@@ -11,24 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from test_experiment import tiny
+from runs import copied, same, tiny
 
-from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, experiment, setup, validate
+from bapo_jax.runtime.workdir import checkpoint_steps
+from bapo_jax.training import checkpoint, experiment, setup
+from bapo_jax.training.trainer import TrainState
+from bapo_jax.types import Tree
 
 
-def host(tree):
+def host(tree: Tree) -> Tree:
+  """A copy on the host."""
   return jax.tree.map(lambda x: np.array(x, copy=True), tree)
 
 
-def equal(a, b):
-  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in leaves)
-
-
 @pytest.mark.parametrize('devices', [1, 8])
-def test_what_is_written_is_what_was_held_when_the_save_began(devices, tmp_path):
+def test_values_are_those_held_when_the_save_began(devices, tmp_path):
   mesh = jax.make_mesh((devices,), ('x',), devices=jax.devices()[:devices])
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))
   first = np.random.default_rng(0).normal(size=(12, 1024, 256)).astype(np.float32)
@@ -44,73 +42,74 @@ def test_what_is_written_is_what_was_held_when_the_save_began(devices, tmp_path)
   arrays = step(arrays)
   assert places(arrays) & before, 'donated buffers are reused, or nothing is tested'
 
-  uid_B = np.arange(100)  # of a flight, whose host arrays change in place
-  with checkpoint.manager(str(tmp_path), 3) as kept:
+  uid_B = np.arange(100)  # of partial rollouts, whose host arrays change in place
+  with checkpoint.manager(str(tmp_path), 3) as checkpoints:
     for number in range(3):
       now, then = host(arrays), uid_B.copy()
-      checkpoint.save(kept, number, arrays | {'uid_B': uid_B}, {})
+      checkpoint.save(checkpoints, number, arrays | {'uid_B': uid_B}, {})
       uid_B += 1
       for _ in range(3):
         arrays = step(arrays)
       jax.block_until_ready(arrays)
-      checkpoint.wait(kept)
+      checkpoint.wait(checkpoints)
       like = arrays | {'uid_B': uid_B}
-      found, _ = checkpoint.restore(kept, number, like)
-      assert equal({k: found[k] for k in now}, now)
+      found, _ = checkpoint.restore(checkpoints, number, like)
+      assert same({k: found[k] for k in now}, now)
       np.testing.assert_array_equal(found['uid_B'], then)
 
 
-def test_what_is_noted_beside_it_is_too(tmp_path, monkeypatch):
+def test_meta_is_that_held_when_the_save_began(tmp_path, monkeypatch):
   write = ocp.JsonCheckpointHandler._save_fn
 
-  async def late(self, *what):
+  async def late(self, *args):
     await asyncio.sleep(0.3)
-    await write(self, *what)
+    await write(self, *args)
 
   monkeypatch.setattr(ocp.JsonCheckpointHandler, '_save_fn', late)
   phases = {'sample': 1.0}
-  with checkpoint.manager(str(tmp_path), 1) as kept:
-    checkpoint.save(kept, 1, {'x': jnp.ones(3)}, {'phases': phases})
-    phases['sample'] = 2.0  # the clock goes on
-    checkpoint.wait(kept)
-    assert checkpoint.read_meta(kept, 1) == {'phases': {'sample': 1.0}}
+  with checkpoint.manager(str(tmp_path), 1) as checkpoints:
+    checkpoint.save(checkpoints, 1, {'x': jnp.ones(3)}, {'phases': phases})
+    phases['sample'] = 2.0  # the timer goes on
+    checkpoint.wait(checkpoints)
+    assert checkpoint.read_meta(checkpoints, 1) == {'phases': {'sample': 1.0}}
 
 
-def save_all(kept, accuracies):
+def save_all(checkpoints, accuracies: dict[int, float | None]) -> None:
+  """Saves a checkpoint per step, with its accuracy."""
   for step, accuracy in accuracies.items():
-    checkpoint.save(kept, step, {'x': jnp.full(3, step)}, {}, accuracy)
-  checkpoint.wait(kept)
+    checkpoint.save(checkpoints, step, {'x': jnp.full(3, step)}, {}, accuracy)
+  checkpoint.wait(checkpoints)
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_the_newest_and_the_best_stay(tmp_path):
   # 2 and 4 are the best: of equals the newer stays. 5 was not evaluated.
   accuracies = {1: 0.1, 2: 0.5, 3: None, 4: 0.5, 5: None, 6: 0.2}
-  with checkpoint.manager(str(tmp_path), keep=2, best=1) as kept:
-    save_all(kept, accuracies)
-    assert kept.all_steps() == [4, 5, 6]
+  with checkpoint.manager(str(tmp_path), keep=2, best=1) as checkpoints:
+    save_all(checkpoints, accuracies)
+    assert checkpoints.all_steps() == [4, 5, 6]
   # In another process the accuracies are those on the disk.
-  with checkpoint.manager(str(tmp_path), keep=2, best=1) as kept:
-    assert kept.latest_step() == 6
-    save_all(kept, {7: None, 8: 0.4})
-    assert kept.all_steps() == [4, 7, 8]
+  with checkpoint.manager(str(tmp_path), keep=2, best=1) as checkpoints:
+    assert checkpoints.latest_step() == 6
+    save_all(checkpoints, {7: None, 8: 0.4})
+    assert checkpoints.all_steps() == [4, 7, 8]
   choose = checkpoint.choose
   which = [choose(str(tmp_path), name) for name in ('newest', 'best', '7')]
   assert which == [8, 4, 7]
-  assert checkpoint.newest(str(tmp_path)) == 8
+  assert max(checkpoint_steps(str(tmp_path))) == 8
   with pytest.raises(ValueError, match=r'checkpoint=6: .* \[4, 7, 8\], \[4, 8\] of'):
     choose(str(tmp_path), '6')
   with pytest.raises(ValueError, match='give newest, best or a step'):
     choose(str(tmp_path), 'last')
-  with checkpoint.manager(str(tmp_path), keep=1, best=0) as kept:
-    save_all(kept, {9: 0.1})
-    assert kept.all_steps() == [9]
+  with checkpoint.manager(str(tmp_path), keep=1, best=0) as checkpoints:
+    save_all(checkpoints, {9: 0.1})
+    assert checkpoints.all_steps() == [9]
   assert choose(str(tmp_path / 'none'), 'best') is None
 
 
 def test_without_an_evaluation_there_is_no_best(tmp_path):
-  with checkpoint.manager(str(tmp_path), keep=2, best=1) as kept:
-    save_all(kept, {1: None, 2: None, 3: None})
-    assert kept.all_steps() == [2, 3]
+  with checkpoint.manager(str(tmp_path), keep=2, best=1) as checkpoints:
+    save_all(checkpoints, {1: None, 2: None, 3: None})
+    assert checkpoints.all_steps() == [2, 3]
   with pytest.raises(ValueError, match=r'\[2, 3\], none of them evaluated'):
     checkpoint.choose(str(tmp_path), 'best')
 
@@ -134,26 +133,26 @@ class Limit:
 def test_a_refused_write_is_an_oserror_that_names_the_checkpoint(tmp_path, capfd):
   noise = np.random.default_rng(0).normal(size=(2, 100_000))
   small, large = {'x': jnp.arange(3.0)}, {'x': noise[0], 'y': noise[1]}
-  with checkpoint.manager(str(tmp_path), 2) as kept:
-    checkpoint.save(kept, 1, small, {})
-    checkpoint.wait(kept)
+  with checkpoint.manager(str(tmp_path), 2) as checkpoints:
+    checkpoint.save(checkpoints, 1, small, {})
+    checkpoint.wait(checkpoints)
     with Limit(50_000):
-      checkpoint.save(kept, 2, large, {})
+      checkpoint.save(checkpoints, 2, large, {})
       with pytest.raises(OSError) as at_the_next:
-        checkpoint.save(kept, 3, small, {})
-      checkpoint.save(kept, 4, large, {})
+        checkpoint.save(checkpoints, 3, small, {})
+      checkpoint.save(checkpoints, 4, large, {})
       with pytest.raises(OSError) as at_the_end:
-        checkpoint.wait(kept)
+        checkpoint.wait(checkpoints)
     for caught, step in ((at_the_next, 2), (at_the_end, 4)):
       assert caught.value.errno == errno.EFBIG
       assert caught.value.filename == str(tmp_path / 'checkpoints' / str(step))
     # The space is given back, the last one is whole, and the next one can be written.
     assert os.listdir(tmp_path / 'checkpoints') == ['1']
-    found, _ = checkpoint.restore(kept, 1, small)
-    assert equal(found, small)
-    checkpoint.save(kept, 5, large, {})
-    checkpoint.wait(kept)
-    assert checkpoint.newest(str(tmp_path)) == 5
+    found, _ = checkpoint.restore(checkpoints, 1, small)
+    assert same(found, small)
+    checkpoint.save(checkpoints, 5, large, {})
+    checkpoint.wait(checkpoints)
+    assert max(checkpoint_steps(str(tmp_path))) == 5
   with Limit(50_000), pytest.raises(OSError) as refused:
     checkpoint.save_params(str(tmp_path / 'weights'), large)
   assert refused.value.errno == errno.EFBIG
@@ -164,28 +163,28 @@ class Slow:
   """Stands for a manager whose write does not end."""
 
   def __init__(self):
-    self.asked = []
+    self.calls = []
 
   directory = '/nowhere'
   latest_step = all_steps = lambda self: None
 
   def wait_until_finished(self):
-    self.asked.append('wait')
+    self.calls.append('wait')
 
   def close(self):
-    self.asked.append('close')
+    self.calls.append('close')
 
 
 def test_an_interrupt_does_not_wait_for_the_write():
   slow = Slow()
   with pytest.raises(KeyboardInterrupt), checkpoint.closing(slow):
     raise KeyboardInterrupt
-  assert not slow.asked
+  assert not slow.calls
   with checkpoint.closing(slow):
     pass
   with pytest.raises(ZeroDivisionError), checkpoint.closing(slow):
     raise ZeroDivisionError
-  assert slow.asked == ['wait', 'close'] * 2
+  assert slow.calls == ['wait', 'close'] * 2
 
 
 MESHES = {
@@ -195,21 +194,18 @@ MESHES = {
 }
 
 
-def started(kind, workdir, monkeypatch):
-  """A run that has done nothing yet, on a mesh of this kind."""
+def started(kind, workdir, monkeypatch) -> TrainState:
+  """A state at step 0, on a mesh of this kind."""
   count, axes = MESHES[kind]
   devices = jax.devices()[:count]
   knobs = {f'mesh.{axis}': size for axis, size in axes.items()}
   config = tiny(**{'batch.rule': 'adapted', 'rollout.max_off_policy_steps': 1, **knobs})
-  with monkeypatch.context() as patched:
-    patched.setattr(jax, 'devices', lambda *_: devices)
-    patched.setattr(
-      RolloutEngine, 'warm_up', lambda *_, **__: None
-    )  # nothing is sampled
-    return setup.start(config, validate.check(config), str(workdir), PhaseTimer())[1]
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, 'devices', lambda *_: devices)
+    return setup.start(config, str(workdir), PhaseTimer())[1]
 
 
-def filled(tree):
+def filled(tree: Tree) -> Tree:
   """The same tree laid out the same way, with something to tell each number apart."""
   rng = np.random.default_rng(0)
 
@@ -220,28 +216,30 @@ def filled(tree):
   return jax.tree.map(fill, tree)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('then', 'now'),
   [('one', 'rows'), ('one', 'all three'), ('rows', 'one'), ('all three', 'one')],
 )
-def test_another_mesh_restores_the_same_values(then, now, tmp_path, monkeypatch):
-  old = started(then, tmp_path, monkeypatch)
+def test_another_mesh_restores_the_same_values(
+  then, now, warm_start, tmp_path, monkeypatch
+):
+  workdir = copied(warm_start, tmp_path / 'run')
+  old = started(then, workdir, monkeypatch)
   arrays = filled(experiment.arrays(old))
   scalars = experiment.scalars(old) | {'step': 3, 'actor_version': 2}
-  with checkpoint.manager(str(tmp_path), 1) as kept:
-    checkpoint.save(kept, 3, arrays, {'run': scalars})
-    checkpoint.wait(kept)
-    fresh = started(now, tmp_path, monkeypatch)
+  with checkpoint.manager(str(workdir), 1) as checkpoints:
+    checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
+    checkpoint.wait(checkpoints)
+    fresh = started(now, workdir, monkeypatch)
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
-    run, _ = experiment.resume(kept, fresh)
-  assert (run.step, run.actor_version) == (3, 2)
-  found = experiment.arrays(run)
-  assert found.keys() == {'params', 'opt', 'actor', 'buffer', 'flight'}
+    s, _ = experiment.resume(checkpoints, fresh)
+  assert (s.step, s.actor_version) == (3, 2)
+  found = experiment.arrays(s)
+  assert found.keys() == {'params', 'opt', 'actor', 'buffer', 'partial'}
   for part, value in found.items():
-    assert equal(value, arrays[part]), part
+    assert same(value, arrays[part]), part
   # And they lie as the new mesh wants them.
-  assert jax.tree.map(lambda x: x.sharding, run.params) == layout
-  devices = {len(x.sharding.device_set) for x in jax.tree.leaves(run.params)}
+  assert jax.tree.map(lambda x: x.sharding, s.params) == layout
+  devices = {len(x.sharding.device_set) for x in jax.tree.leaves(s.params)}
   assert devices == {MESHES[now][0]}
-  assert json.dumps(experiment.scalars(run)) == json.dumps(scalars)
+  assert json.dumps(experiment.scalars(s)) == json.dumps(scalars)

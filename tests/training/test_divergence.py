@@ -2,41 +2,43 @@
 
 import numpy as np
 import pytest
-from test_experiment import last_run, tiny
+from runs import last_run, tiny
 
-from bapo_jax.runtime import metrics
 from bapo_jax.training import checkpoint, experiment
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_stops_saved_and_says_so(tmp_path, one_device, capsys):
-  # A learning rate at which an update or two overflow every later forward pass.
+def test_a_run_that_diverges_stops_saved_and_says_so(warm, one_device, capsys):
+  # An update or two overflow every later forward pass.
   config = tiny(
     **{
       'steps': 9,
-      'optimizer.lr': 1e30,
       'optimizer.warmup': 0,
       'learner.max_consecutive_skips': 3,
       'checkpoint.keep': 9,
     }
   )
-  assert experiment.train(config, str(tmp_path)) == experiment.DIVERGED == 3
+  # A learning rate beyond the knob's range, which a config of a user cannot have.
+  optimizer = config.optimizer.model_copy(update={'lr': 1e30})
+  config = config.model_copy(update={'optimizer': optimizer})
+  workdir = warm()
+  assert experiment.train(config, str(workdir)) == experiment.DIVERGED == 3
   out = capsys.readouterr().out
-  run, _ = last_run(tmp_path, config)
-  assert f'{run.skipped} updates in a row were skipped' in out
+  run = last_run(workdir)
+  step, skips = run.scalars['step'], run.scalars['consecutive_skips']
+  assert f'{skips} updates in a row were skipped' in out
   assert '(learner.max_consecutive_skips=3)' in out and 'Saved. The same command' in out
-  assert not (tmp_path / 'report.md').exists()
-  assert run.step == checkpoint.newest(str(tmp_path)) < config.steps
+  assert not (workdir / 'report.md').exists()
+  assert step < config.steps
 
-  # Two updates a step: it stops with the step in which the third of them was skipped.
-  skipped = [int(row['learner/skipped']) for row in metrics.read(tmp_path)[1:]]
-  assert len(skipped) == run.step and 3 <= run.skipped <= 4
-  assert skipped[-2:] == [run.skipped - 2, 2] and sum(skipped[:-2]) < 2
-  # What is saved are the weights before: they were changed, and are finite.
+  # Two updates per step: it stops with the step in which the third was skipped.
+  skipped = [int(float(run.rows[i]['learner/skipped'])) for i in range(1, step + 1)]
+  assert 3 <= skips <= 4
+  assert skipped[-2:] == [skips - 2, 2] and sum(skipped[:-2]) < 2
+  # The weights that are saved are those before: they were changed, and are finite.
   for name in ('embed', 'final_norm'):
     before, last = (
-      checkpoint.read_params(str(tmp_path), step)(name)
-      for step in (run.step - 1, run.step)
+      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
     )
     assert np.isfinite(last).all() and np.abs(last).max() > 1e20
     np.testing.assert_array_equal(last, before)

@@ -1,6 +1,7 @@
-"""Updates: what is taught, under which bounds, and that slices and devices agree."""
+"""Updates: their direction, their bounds, and that micro-batches and devices agree."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip, diagnostics, loss
+from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.models import logprobs
 from bapo_jax.training import learner
-from bapo_jax.types import Batch, Prompts
+from bapo_jax.types import Batch, ClipRule, Prompts
 
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 RULES = {
   'fixed': functools.partial(clip.fixed, low=0.8, high=1.2),
   'balanced': functools.partial(clip.balanced, target=0.4),
@@ -34,18 +37,23 @@ def params():
   return making.params()
 
 
+def objective(
+  clip_rule: ClipRule, loss_rule: str = 'clipped', **knobs
+) -> learner.Objective:
+  """The objective of these rules on the tiny model."""
+  return learner.Objective(
+    clip_rule=clip_rule,
+    loss_rule=loss.RULES[loss_rule],
+    spec=making.SPEC,
+    temperature=TEMPERATURE,
+    **knobs,
+  )
+
+
 @functools.cache
 def learn(rule, tx=PLAIN, **knobs):
   return jax.jit(
-    functools.partial(
-      learner.learn,
-      tx=tx,
-      clip_rule=RULES[rule],
-      loss_rule=loss.clipped,
-      spec=making.SPEC,
-      temperature=TEMPERATURE,
-      **knobs,
-    ),
+    functools.partial(learner.learn, tx=tx, objective=objective(RULES[rule], **knobs)),
     # What must agree to the last bit is compiled in earnest.
     compiler_options=FAST if tx is PLAIN else None,
   )
@@ -61,14 +69,14 @@ def score():
 
 
 def rows(params, noise=0.0, seed=0):
-  """A batch that these weights wrote, save for `noise` nats a token."""
+  """A batch that these weights sampled, save for `noise` nats per token."""
   groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
   batch = learner.flatten(groups, jnp.arange(P) % 3, advantage.group_relative)
   off_BT = noise * jax.random.normal(jax.random.key(seed), batch.loss_mask_BT.shape)
   # The first three tokens are the prompt.
   return batch._replace(
     loss_mask_BT=batch.loss_mask_BT & (jnp.arange(T) >= 3)[None],
-    logp_BT=score()(params, batch.tokens_BT) + off_BT,
+    behavior_logp_BT=score()(params, batch.tokens_BT) + off_BT,
   )
 
 
@@ -109,19 +117,19 @@ def test_weights_multiply_the_advantages_of_their_source():
   assert batch.loss_mask_BT[:6].any() and not batch.loss_mask_BT[6:].any()
 
 
-def test_one_update_raises_what_was_right(params):
+def test_one_update_raises_right_responses(params):
   # Unclipped and small, a step against the loss raises the likelihood of right rows.
   batch = rows(params)
-  after, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  after, _, metrics = learn('balanced')(params, PLAIN.init(params), batch)
   gain_BT = (
     score()(after, batch.tokens_BT) - batch.behavior_logp_BT
   ) * batch.loss_mask_BT
   assert (gain_BT * batch.adv_B[:, None]).sum() > 0
-  assert told['clip/fraction'] == 0 and told['learner/grad_norm'] > 0
-  assert told['rollout/logp_diff'] < 1e-5
+  assert metrics['clip/fraction'] == 0 and metrics['learner/grad_norm'] > 0
+  assert metrics['rollout/logp_diff'] < 1e-5
 
 
-def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
+def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params):
   # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
   batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(P * G))
 
@@ -140,14 +148,10 @@ def test_a_cost_on_divergence_keeps_the_policy_near_the_one_that_wrote(params):
 
 @functools.cache
 def gradient(loss_rule, **knobs):
+  clip_rule = NARROW if loss_rule == 'sequence' else RULES['balanced']
   return jax.jit(
     functools.partial(
-      learner.gradient,
-      clip_rule=NARROW if loss_rule == 'sequence' else RULES['balanced'],
-      loss_rule=loss.RULES[loss_rule],
-      spec=making.SPEC,
-      temperature=TEMPERATURE,
-      **knobs,
+      learner.gradient, objective=objective(clip_rule, loss_rule, **knobs)
     ),
     compiler_options=FAST,
   )
@@ -160,120 +164,118 @@ def norm(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('loss_rule', 'aggregate'),
-  [*(('clipped', how) for how in loss.AGGREGATES), ('sequence', 'sequence')],
+  [*(('clipped', how) for how in AGGREGATES), ('sequence', 'sequence')],
 )
-def test_slices_change_neither_bounds_nor_gradient(params, aggregate, loss_rule):
+def test_micro_batches_change_neither_bounds_nor_gradient(params, aggregate, loss_rule):
   # Rows of all lengths, one without a token: sums and counts travel, means do not.
   batch = rows(params, noise=0.4)
   short_BT = jnp.arange(T)[None] < jnp.arange(3, 3 + P * G)[:, None]
   batch = batch._replace(loss_mask_BT=batch.loss_mask_BT & short_BT)
   knobs = dict(aggregate=aggregate, length=T)
-  value, grads, told = gradient(loss_rule, **knobs)(params, batch)
-  assert told[2].moves > 0 and norm(grads) > 1e-3
-  gain_BT, _ = loss.RULES[loss_rule](told[0], batch, lambda _: told[2])
+  value, grads, seen = gradient(loss_rule, **knobs)(params, batch)
+  assert seen[2].search_steps > 0 and norm(grads) > 1e-3
+  gain_BT, _ = loss.RULES[loss_rule](seen[0], batch, lambda _: seen[2])
   scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
   np.testing.assert_allclose(value, -(gain_BT.sum(1) * scale_B).sum(), atol=1e-6)
-  for slices in (2, 4, 8):
-    sliced = gradient(loss_rule, slices=slices, **knobs)(params, batch)
-    for name, bound in told[2]._asdict().items():
-      assert getattr(sliced[2][2], name) == bound, name
-    error = norm(jax.tree.map(jnp.subtract, sliced[1], grads)) / norm(grads)
-    print(f'{slices} slices: relative error of the gradient {error:.2g}')
+  for parts in (2, 4, 8):
+    accumulated = gradient(loss_rule, grad_accum_steps=parts, **knobs)(params, batch)
+    for name, bound in seen[2]._asdict().items():
+      assert getattr(accumulated[2][2], name) == bound, name
+    error = norm(jax.tree.map(jnp.subtract, accumulated[1], grads)) / norm(grads)
+    print(f'{parts} micro-batches: relative error of the gradient {error:.2g}')
     assert error < 1e-6
     # Of terms around 1 that cancel.
-    np.testing.assert_allclose(sliced[0], value, atol=1e-7)
+    np.testing.assert_allclose(accumulated[0], value, atol=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('loss_rule', loss.RULES)
 def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
   # By its own loss, and in the direction of what was right.
   batch = rows(params, noise=0.1)
-  rule = clip.unclipped if loss_rule in loss.FREE else clip.balanced
-  step = jax.jit(
-    functools.partial(
-      learner.learn,
-      tx=PLAIN,
-      clip_rule=rule,
-      loss_rule=loss.RULES[loss_rule],
-      spec=making.SPEC,
-      temperature=TEMPERATURE,
-      aggregate='sequence',
-    ),
-    compiler_options=FAST,
+  has_clip = LossConfig(rule=loss_rule).has_clip
+  chosen = objective(
+    clip.balanced if has_clip else clip.unclipped, loss_rule, aggregate='sequence'
   )
-  after, _, told = step(params, PLAIN.init(params), batch)
+  step = jax.jit(
+    functools.partial(learner.learn, tx=PLAIN, objective=chosen), compiler_options=FAST
+  )
+  after, _, metrics = step(params, PLAIN.init(params), batch)
   before_BT = score()(params, batch.tokens_BT)
   gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.loss_mask_BT
   assert (gain_BT * batch.adv_B[:, None]).sum() > 0
-  assert np.isfinite(told['loss/value']) and told['learner/grad_norm'] > 0
+  assert np.isfinite(metrics['loss/value']) and metrics['learner/grad_norm'] > 0
 
 
-@pytest.mark.parametrize('slices', [2, 4])
-def test_slices_make_the_same_update_and_tell_the_same(params, slices):
+@pytest.mark.parametrize('parts', [2, 4])
+def test_micro_batches_make_the_same_update_and_the_same_metrics(params, parts):
   batch, opt = rows(params, noise=0.4), PLAIN.init(params)
-  whole, _, told = learn('balanced')(params, opt, batch)
-  sliced, _, told_sliced = learn('balanced', slices=slices)(params, opt, batch)
-  assert 0 < told['clip/fraction'] < 1 and distance(whole, params) > 1e-3
-  assert distance(whole, sliced) < 1e-6
-  assert told.keys() == told_sliced.keys()
-  for name, value in told.items():
-    np.testing.assert_allclose(told_sliced[name], value, rtol=1e-4, atol=1e-6)
+  whole, _, metrics = learn('balanced')(params, opt, batch)
+  accumulated, _, metrics_accumulated = learn('balanced', grad_accum_steps=parts)(
+    params, opt, batch
+  )
+  assert 0 < metrics['clip/fraction'] < 1 and distance(whole, params) > 1e-3
+  assert distance(whole, accumulated) < 1e-6
+  assert metrics.keys() == metrics_accumulated.keys()
+  for name, value in metrics.items():
+    np.testing.assert_allclose(metrics_accumulated[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_slices_search_over_the_whole_minibatch(params):
-  # All positive tokens in one half: a search per slice would see a share of 1, then 0.
+def test_micro_batches_search_over_the_whole_minibatch(params):
+  # All positive tokens in one half: a search per micro-batch would see shares 1 and 0.
   batch = rows(params, noise=0.4)
   batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
   opt = PLAIN.init(params)
-  whole, told = (learn('balanced', slices=n)(params, opt, batch)[2] for n in (1, 2))
+  whole, metrics = (
+    learn('balanced', grad_accum_steps=n)(params, opt, batch)[2] for n in (1, 2)
+  )
   assert whole['clip/search_steps'] > 0
   for name in ('clip/low', 'clip/high', 'clip/search_steps'):
-    assert told[name] == whole[name], name
+    assert metrics[name] == whole[name], name
 
 
-def test_slices_may_search_by_themselves(params):
+def test_micro_batches_may_search_by_themselves(params):
   # The first half has no negative token and idles; the second has nothing else.
   batch = rows(params, noise=0.4)
   batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
-  knobs = dict(slices=2, search='slice')
+  knobs = dict(grad_accum_steps=2, bounds_scope='micro_batch')
   _, grads, (_, _, bounds) = gradient('clipped', **knobs)(params, batch)
   assert bounds.low.shape == (P * G, 1)
-  np.testing.assert_array_equal(bounds.moves[:, 0], [0] * 8 + [51] * 8)
+  np.testing.assert_array_equal(bounds.search_steps[:, 0], [0] * 8 + [51] * 8)
   # The gradient is the sum of the halves', each under the bounds it found.
   halves = []
-  for half, moves in ((slice(0, 8), 0), (slice(8, 16), 51)):
+  for half, search_steps in ((slice(0, 8), 0), (slice(8, 16), 51)):
     loss_mask_BT = batch.loss_mask_BT & jnp.zeros((P * G, 1), bool).at[half].set(True)
     part = batch._replace(loss_mask_BT=loss_mask_BT)
-    _, found, told = gradient('clipped')(params, part)
-    assert told[2].moves == moves
+    _, found, seen = gradient('clipped')(params, part)
+    assert seen[2].search_steps == search_steps
     share = loss_mask_BT.sum() / batch.loss_mask_BT.sum()
     halves.append(jax.tree.map(lambda g, share=share: g * share, found))
   expected = jax.tree.map(jnp.add, *halves)
   assert norm(jax.tree.map(jnp.subtract, grads, expected)) < 1e-5 * norm(expected)
 
 
-def test_no_second_forward_pass_with_one_slice_or_bounds_of_each(params):
+def test_no_second_forward_pass_with_one_micro_batch_or_bounds_of_each(params):
   batch = rows(params)
 
   def passes(**knobs):
     text = gradient('clipped', **knobs).lower(params, batch).as_text()
     return text.count('stablehlo.while')
 
-  assert passes() < passes(slices=2)
-  assert passes(slices=2, search='slice') < passes(slices=2)
+  assert passes() < passes(grad_accum_steps=2)
+  assert passes(grad_accum_steps=2, bounds_scope='micro_batch') < passes(
+    grad_accum_steps=2
+  )
 
 
-def test_proximal_is_asked_once_and_reaches_every_minibatch(params):
+def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
   groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
-  asked, seen = [], []
+  scored, seen = [], []
 
   def proximal(params, groups):
-    asked.append(params)
-    scored = learner.score(
+    scored.append(params)
+    return learner.score(
       params, groups, parts=4, spec=making.SPEC, temperature=TEMPERATURE, chunk=256
     )
-    return scored
 
   def record(params, opt, batch):
     seen.append(batch)
@@ -282,9 +284,9 @@ def test_proximal_is_asked_once_and_reaches_every_minibatch(params):
   knobs = dict(advantage_rule=advantage.group_relative, epochs=2, minibatches=4)
   source_P, key = jnp.zeros(8, jnp.int32), jax.random.key(0)
   learner.update(
-    params, 0, groups, source_P, key, learn=record, proximal=proximal, **knobs
+    params, 0, groups, source_P, key, train_step=record, proximal=proximal, **knobs
   )
-  assert asked == [params] and len(seen) == 8
+  assert scored == [params] and len(seen) == 8
   for batch in seen:
     np.testing.assert_allclose(
       batch.prox_BT, score()(params, batch.tokens_BT), atol=1e-5
@@ -292,58 +294,60 @@ def test_proximal_is_asked_once_and_reaches_every_minibatch(params):
 
 
 @pytest.mark.parametrize('fresh_moments', [True, False])
-def test_without_a_kept_group_nothing_changes(params, fresh_moments):
+def test_without_a_group_nothing_changes(params, fresh_moments):
   # Adam's moments would carry the weights on: no seat earned means no update at all.
   batch, opt = rows(params), ADAM.init(params)
   if not fresh_moments:
     params, opt, _ = learn('balanced', ADAM)(params, opt, batch)
   nothing = batch._replace(loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
-  after, opt_after, told = learn('balanced', ADAM)(params, opt, nothing)
+  after, opt_after, metrics = learn('balanced', ADAM)(params, opt, nothing)
   assert same_bits(after, params) and same_bits(opt_after, opt)
-  lost = {name for name, value in told.items() if not np.isfinite(value)}
+  lost = {name for name, value in metrics.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME
-  assert told['loss/value'] == 0 and told['learner/grad_norm'] == 0
+  assert metrics['loss/value'] == 0 and metrics['learner/grad_norm'] == 0
 
 
-@pytest.mark.parametrize('field', ['adv_B', 'logp_BT'])
-def test_an_update_that_is_not_finite_is_skipped_and_told(params, field):
+@pytest.mark.parametrize('field', ['adv_B', 'behavior_logp_BT'])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   # One number is enough to spoil all weights; nothing of it may stay in the moments.
   batch, opt = rows(params), ADAM.init(params)
-  params, opt, told = learn('balanced', ADAM)(params, opt, batch)
-  assert not told['learner/skipped']
+  params, opt, metrics = learn('balanced', ADAM)(params, opt, batch)
+  assert not metrics['learner/skipped']
   # Infinite advantage; or an importance ratio that overflows.
-  bad = {'adv_B': jnp.inf, 'logp_BT': -1e4}[field]
+  bad = {'adv_B': jnp.inf, 'behavior_logp_BT': -1e4}[field]
   spoilt = getattr(batch, field)
   where = (0,) if field == 'adv_B' else (0, int(batch.loss_mask_BT[0].argmax()))
   broken = batch._replace(**{field: spoilt.at[where].set(bad)})
-  if field == 'logp_BT':  # clipping saves a positive token, nothing a negative one
+  if (
+    field == 'behavior_logp_BT'
+  ):  # clipping saves a positive token, nothing a negative one
     broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
-  after, opt_after, told = learn('balanced', ADAM)(params, opt, broken)
-  assert told['learner/skipped']
+  after, opt_after, metrics = learn('balanced', ADAM)(params, opt, broken)
+  assert metrics['learner/skipped']
   assert same_bits(after, params) and same_bits(opt_after, opt)
   # And the next one is made as if nothing had been.
-  after, _, told = learn('balanced', ADAM)(after, opt_after, batch)
+  after, _, metrics = learn('balanced', ADAM)(after, opt_after, batch)
   expected, _, _ = learn('balanced', ADAM)(params, opt, batch)
-  assert not told['learner/skipped'] and same_bits(after, expected)
+  assert not metrics['learner/skipped'] and same_bits(after, expected)
   assert distance(after, params) > 0
 
 
 def assert_every_rule_agrees(params, batch):
   opt = ADAM.init(params)
-  after, opt_after, told = learn('fixed', ADAM)(params, opt, batch)
-  assert distance(after, params) > 1e-3 and told['clip/fraction'] == 0
+  after, opt_after, metrics = learn('fixed', ADAM)(params, opt, batch)
+  assert distance(after, params) > 1e-3 and metrics['clip/fraction'] == 0
   for rule in RULES:
-    found, found_opt, told = learn(rule, ADAM)(params, opt, batch)
-    assert told['clip/fraction'] == 0, rule
+    found, found_opt, metrics = learn(rule, ADAM)(params, opt, batch)
+    assert metrics['clip/fraction'] == 0, rule
     assert same_bits(found, after) and same_bits(found_opt, opt_after), rule
-  assert told['clip/search_steps'] == 51  # the search did run, and to its caps
+  assert metrics['clip/search_steps'] == 51  # the search did run, and to its caps
 
 
 def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
   assert_every_rule_agrees(params, rows(params))
 
 
-def test_what_was_just_sampled_is_at_ratio_one(params):
+def test_just_sampled_tokens_are_at_ratio_one(params):
   rng = np.random.default_rng(0)
   prompts = Prompts(
     np.arange(P, dtype=np.int32),
@@ -356,13 +360,13 @@ def test_what_was_just_sampled_is_at_ratio_one(params):
     np.arange(P * G, dtype=np.uint32),
     jax.random.key(1),
     spec=making.SPEC,
-    group=G,
-    new=T - 4,
+    group_size=G,
+    max_new_tokens=T - 4,
     temperature=TEMPERATURE,
     eos=(1,),
-    slots=8,
-    refill=4,
-    chunk=4,
+    max_num_seqs=8,
+    prefill_batch_size=4,
+    tokens_per_dispatch=4,
   )
   reward_PG = jnp.asarray(rng.random((P, G)) < 0.5, jnp.float32)
   adv_B = advantage.group_relative(reward_PG).reshape(-1)
@@ -379,17 +383,17 @@ def test_what_was_just_sampled_is_at_ratio_one(params):
 
 def test_eight_devices_make_the_update_of_one(params):
   batch = rows(params, noise=0.4)
-  alone, _, told = learn('balanced')(params, PLAIN.init(params), batch)
+  alone, _, metrics = learn('balanced')(params, PLAIN.init(params), batch)
   devices = sharding.make(data=4, fsdp=2)
   split = jax.device_put(params, sharding.shardings(params, devices))
   batch = jax.device_put(batch, sharding.over_rows(devices))
-  after, _, told_split = learn('balanced')(split, PLAIN.init(split), batch)
+  after, _, metrics_split = learn('balanced')(split, PLAIN.init(split), batch)
   assert distance(alone, after) < 1e-5
-  for name, value in told.items():
-    np.testing.assert_allclose(told_split[name], value, rtol=1e-3, atol=1e-5)
+  for name, value in metrics.items():
+    np.testing.assert_allclose(metrics_split[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_update_visits_every_group_once_an_epoch_and_whole():
+def test_update_visits_every_group_once_per_epoch_and_whole():
   groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
   visits = []
 
@@ -397,18 +401,18 @@ def test_update_visits_every_group_once_an_epoch_and_whole():
     visits.append(batch)
     return params, opt + 1, {'n': len(visits)}
 
-  _, opt, told = learner.update(
+  _, opt, metrics = learner.update(
     None,
     0,
     groups,
     jnp.zeros(8, jnp.int32),
     jax.random.key(0),
-    learn=record,
+    train_step=record,
     advantage_rule=advantage.group_relative,
     epochs=3,
     minibatches=4,
   )
-  assert opt == 12 and [t['n'] for t in told] == list(range(1, 13))
+  assert opt == 12 and [t['n'] for t in metrics] == list(range(1, 13))
   adv_PG = np.asarray(advantage.group_relative(groups.reward_PG))
   orders = []
   for batch in visits:
@@ -434,16 +438,6 @@ def test_optimizer_warms_up_and_limits_the_norm():
     step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
     sizes.append(float(jnp.abs(step['w']).max()))
   np.testing.assert_allclose(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-4)
-
-
-def test_check_names_the_numbers():
-  learner.check(prompts=64, minibatches=4, slices=2, group=8, shards=8)
-  message = r'prompts\.count=10 .* learner\.minibatches=4 '
-  with pytest.raises(ValueError, match=message):
-    learner.check(prompts=10, minibatches=4, slices=1, group=8, shards=1)
-  message = r'24 responses \(12 prompts x 8 / 4\).* learner\.slices=2 x 8 device'
-  with pytest.raises(ValueError, match=message):
-    learner.check(prompts=12, minibatches=4, slices=2, group=8, shards=8)
 
 
 def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
@@ -477,14 +471,10 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
   assert (params['embed'] != first['embed'])[large].all()
 
 
-def test_slices_of_bfloat16_parameters_are_summed_in_float32(params):
+def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32(params):
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  knobs = {'clip_rule': RULES['fixed'], 'loss_rule': loss.clipped, 'slices': 2}
+  two = objective(RULES['fixed'], grad_accum_steps=2)
   grads = jax.eval_shape(
-    lambda params, batch: learner.gradient(
-      params, batch, spec=making.SPEC, temperature=TEMPERATURE, **knobs
-    )[1],
-    half,
-    rows(params),
+    lambda params, batch: learner.gradient(params, batch, two)[1], half, rows(params)
   )
   assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}

@@ -1,0 +1,247 @@
+"""Tiny runs: their config, their command line, and the content of their workdirs."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import orbax.checkpoint as ocp
+import pytest
+from flax import traverse_util
+
+from bapo_jax import sharding
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models import hf_weights
+from bapo_jax.runtime import metrics
+from bapo_jax.runtime import workdir as workdir_lib
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import checkpoint, config, experiment, setup
+from bapo_jax.training.config import Config
+from bapo_jax.training.trainer import TrainState
+from bapo_jax.types import ReplayBuffer, Tree
+from configs import base
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY: dict[str, Any] = {
+  'steps': 4,
+  'model.width': 16,
+  'model.layers': 1,
+  'model.heads': 2,
+  'model.kv_heads': 2,
+  'model.head_width': 8,
+  'model.ffn': 16,
+  'problems.family': 'chain',  # a guess is right one time in ten: something to learn
+  'problems.level': 1,
+  'problems.train': 24,
+  'problems.test': 16,
+  'prompts.count': 8,
+  'sampler.group_size': 4,
+  'sampler.max_new_tokens': 12,
+  'sampler.max_num_seqs': 32,
+  'sampler.prefill_batch_size': 16,
+  'sampler.tokens_per_dispatch': 6,
+  'learner.minibatches': 2,
+  'sft.clean': 60,
+  'sft.noisy': 1,
+  'sft.batch': 16,
+  'buffer.capacity': 8,
+  'buffer.reevaluate': 4,
+  'buffer.reeval_interval': 1,
+  'evaluate.every': 2,
+  'checkpoint.every': 1,
+  'metrics.tensorboard': False,
+  'mesh.data': 1,
+}
+# A Llama of the hub, in miniature.
+SOURCE: dict[str, Any] = {
+  'architectures': ['LlamaForCausalLM'],
+  'model_type': 'llama',
+  'vocab_size': 40,
+  'hidden_size': 16,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 2,
+  'num_key_value_heads': 1,
+  'head_dim': 16,
+  'intermediate_size': 24,
+  'max_position_embeddings': 64,
+  'rms_norm_eps': 1e-5,
+  'tie_word_embeddings': False,
+  'dtype': 'float16',
+  'rope_parameters': {
+    'rope_type': 'llama3',
+    'rope_theta': 1e4,
+    'factor': 4.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 16,
+  },
+  'initializer_range': 0.123,  # of no use to us, and preserved
+}
+
+
+def plain(**overrides: Any) -> dict[str, Any]:
+  """The embedded default with these knobs (dotted names), as a user's config file."""
+  values = base.get_config()
+  with values.unlocked():
+    values.update_from_flattened_dict(overrides)
+  return values.to_dict()
+
+
+def tiny(**overrides: Any) -> Config:
+  """The config of a tiny run with these knobs (dotted names)."""
+  return config.parse(plain(**TINY | overrides))
+
+
+def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
+  """Arguments of subprocess.run for a tiny run on one device."""
+  flags = [f'--config.{name}={value}' for name, value in (TINY | overrides).items()]
+  arguments = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
+  return {
+    'args': [*arguments, f'--workdir={workdir}', *flags],
+    'cwd': ROOT,
+    'env': os.environ | {'XLA_FLAGS': '', 'PYTHONUNBUFFERED': '1'},
+  }
+
+
+def run(workdir: str | os.PathLike, **overrides: Any) -> str:
+  """Runs the command to its end in a process of its own; returns its stdout."""
+  done = subprocess.run(
+    **command(workdir, **overrides), check=True, stdout=subprocess.PIPE, text=True
+  )
+  return done.stdout
+
+
+class Saved(NamedTuple):
+  """A run as its workdir holds it."""
+
+  scalars: dict[str, int]  # of the state, its step among them
+  arrays: dict[str, Any]  # of the state, as nested dicts of host arrays
+  rows: dict[int, dict[str, str]]  # step -> metrics, without those of time
+
+
+def last_run(workdir: str | os.PathLike, step: int | None = None) -> Saved:
+  """The run in the workdir after `step`, or after its newest checkpoint."""
+  steps = workdir_lib.checkpoint_steps(str(workdir))
+  step = max(steps) if step is None else step
+  path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step))
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    leaves = checkpointer.metadata(f'{path}/arrays').item_metadata.tree
+    on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+    arrays = checkpointer.restore(
+      f'{path}/arrays', args=ocp.args.PyTreeRestore(restore_args=on_host)
+    )
+  meta = json.loads(pathlib.Path(path, 'meta', 'metadata').read_text())
+  rows = {
+    # As text: a length is nan where no response is of its kind, and nan != nan.
+    int(row['step']): {
+      name: repr(value)
+      for name, value in row.items()
+      if 'time/' not in name and 'per_s' not in name
+    }
+    for row in metrics.read(str(workdir))
+    if row['step'] <= step
+  }
+  return Saved(meta['run'], arrays, rows)
+
+
+def same(a: Tree, b: Tree) -> bool:
+  """Whether two trees have the same structure and values, to the last bit."""
+  if jax.tree.structure(a) != jax.tree.structure(b):
+    return False
+  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in leaves)
+
+
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+  """The tests have eight devices; whole runs want the laptop's one."""
+  devices = jax.devices()[:1]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, 'devices', lambda *_: devices)
+    yield
+
+
+def shared(
+  factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]
+) -> pathlib.Path:
+  """A directory that is made once per session, by the worker that needs it first.
+
+  Args:
+    make: fills the directory it is called with.
+  """
+  root = factory.getbasetemp()
+  if 'PYTEST_XDIST_WORKER' in os.environ:  # each worker has a directory below it
+    root = root.parent
+  path = root / name
+  with open(root / f'{name}.lock', 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if not path.exists():
+      make(root / f'{name}.part')
+      (root / f'{name}.part').rename(path)
+  return path
+
+
+def warm_start(workdir: pathlib.Path) -> None:
+  """Leaves in the workdir the problems and the warm start of a tiny run."""
+  made = tiny()
+  with one_device():
+    material = setup.read(made, str(workdir))
+    mesh = setup.make_mesh(made)
+    setup.policy(made, str(workdir), material.tokenizer, mesh, PhaseTimer())
+
+
+def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
+  """A new workdir with the content of another."""
+  shutil.copytree(source, to)
+  return to
+
+
+def source(path: pathlib.Path) -> str:
+  """A directory as a hub model's: weights, config, tokenizer, generation config."""
+  path.mkdir()
+  (path / 'config.json').write_text(json.dumps(SOURCE))
+  spec = hf_weights.spec(str(path), 'float32')
+  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
+  hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
+  tokenizer = tokenizer_lib.characters()
+  tokenizer.chat_template = f'Q: {tokenizer.chat_template}'
+  tokenizer.save_pretrained(path)
+  ends = {'eos_token_id': [1, 4], 'top_p': 0.95, 'do_sample': True}
+  (path / 'generation_config.json').write_text(json.dumps(ends))
+  return str(path)
+
+
+def saved(workdir: str | os.PathLike, params: Tree) -> None:
+  """A checkpoint of step 1 with these weights, laid out as a run's."""
+  ones = jnp.ones(3)
+  state = TrainState(
+    params=params,
+    opt=(ones,),
+    actor=jax.tree.map(lambda x: x + 1, params),
+    buffer=ReplayBuffer(*[ones] * len(ReplayBuffer._fields)),
+    step=1,
+  )
+  with checkpoint.manager(str(workdir), 2) as checkpoints:
+    meta = {'run': experiment.scalars(state)}
+    checkpoint.save(checkpoints, 1, experiment.arrays(state), meta)
+
+
+def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:
+  """(config, parameters after a short warm start), saved in the workdir."""
+  made = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
+  tokenizer = setup.load_tokenizer(made)
+  experiment.claim(str(workdir), made)
+  mesh = sharding.make(devices=jax.devices()[:1])
+  _, params = setup.policy(made, str(workdir), tokenizer, mesh, PhaseTimer())
+  saved(workdir, params)
+  return made, params
