@@ -32,6 +32,13 @@ class Section(pydantic.BaseModel):
     protected_namespaces=(),
   )
 
+  @pydantic.model_validator(mode='after')
+  def _in_range(self) -> 'Section':
+    """The base's: runs before a section's own, which may rely on the ranges."""
+    for name, field in type(self).model_fields.items():
+      _check(name, field, getattr(self, name))
+    return self
+
 
 def knob(
   default: Any,
@@ -53,7 +60,7 @@ def knob(
   if isinstance(default, type) and issubclass(default, Section):
     return pydantic.Field(default_factory=default, description=description)
   limits = {'least': least, 'most': most, 'above': above, 'below': below}
-  extra = {name: value for name, value in limits.items() if value is not None}
+  extra: dict[str, Any] = {k: v for k, v in limits.items() if v is not None}
   return pydantic.Field(
     default, description=description, json_schema_extra=extra | {'infinite': infinite}
   )
@@ -69,12 +76,9 @@ def validate(section: type[AnySection], values: dict, name: str = '') -> AnySect
     ValueError: one sentence with knob, value and range.
   """
   try:
-    made = section.model_validate(values)
+    return section.model_validate(values)
   except pydantic.ValidationError as error:
-    raise ValueError(_sentence(section, error.errors()[0], name)) from None
-  for path, field, value in fields(made, name):
-    _check(path, field, value)
-  return made
+    raise ValueError(_sentence(section, error.errors()[0], name, values)) from None
 
 
 def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:
@@ -87,13 +91,13 @@ def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, A
       yield path, field, value
 
 
-def _check(path: str, field: FieldInfo, value: Any) -> None:
+def _check(name: str, field: FieldInfo, value: Any) -> None:
   """Raises ValueError where a number is outside its range."""
   for one in value if isinstance(value, tuple) else (value,):
     if isinstance(one, bool) or not isinstance(one, int | float):
       continue
     if not _inside(one, _limits(field)):
-      raise ValueError(f'{path}={value!r}: give {expected(field)}')
+      raise ValueError(f'{name}={shown(value)}: give {expected(field)}')
 
 
 def _limits(field: FieldInfo) -> dict:
@@ -129,7 +133,7 @@ def expected(field: FieldInfo) -> str:
     words.append(f'below {shown}' if 'below' in limits else f'to {shown}')
   if limits.get('infinite'):
     words.append('or inf')
-  return ' '.join([kind, *words])
+  return ' '.join([kind, *words]).removesuffix(',')
 
 
 def _kind(annotation: Any) -> str:
@@ -146,22 +150,41 @@ def _kind(annotation: Any) -> str:
   if origin is tuple:
     plural = {int: 'integers', float: 'numbers', str: 'strings'}
     return f'a tuple of {len(args)} {plural.get(args[0], "values")},'
+  if isinstance(annotation, type) and issubclass(annotation, Section):
+    return f'a section with {", ".join(annotation.model_fields)}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
   return names.get(annotation, str(annotation))
 
 
-def _sentence(section: type[Section], error: Any, name: str) -> str:
+def shown(value: Any) -> str:
+  """A value as an error shows it, on one line and not too long."""
+  try:
+    return shorten(repr(value))
+  except Exception:  # an integer of 5000 digits, somebody's own class
+    return f'<{type(value).__name__}>'
+
+
+def shorten(text: str) -> str:
+  """The text, or its first 57 characters and three dots."""
+  return text if len(text) <= 60 else f'{text[:57]}...'
+
+
+def _sentence(section: type[Section], error: Any, name: str, values: Any) -> str:
   """pydantic's first error as ours."""
   place = [name] if name else []
   place += [str(part) for part in error['loc']]
   if error['type'] == 'value_error':  # raised by a section's own check
-    return '.'.join([*place, str(error['ctx']['error'])])
+    sentence = '.'.join([*place, str(error['ctx']['error'])])
+    long = len(sentence) > 400  # a value in it may be
+    return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
   if error['type'] == 'extra_forbidden':
     return f'no knob {".".join(place)}'
   field, depth = _field(section, [str(part) for part in error['loc']])
-  path, value = '.'.join(place[: depth + bool(name)]), repr(error['input'])
+  path = '.'.join(place[: depth + bool(name)])
+  for key in error['loc'][:depth]:
+    values = values[key]
   wanted = f'give {expected(field)}' if field else error['msg']
-  return f'{path}={value[:60]}: {wanted}'
+  return f'{path}={shown(values)}: {wanted}'
 
 
 def _field(section: Any, place: list[str]) -> tuple[FieldInfo | None, int]:

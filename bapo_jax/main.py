@@ -149,8 +149,9 @@ def overrides(given: list[str]) -> dict[str, Any]:
     try:
       found[name] = from_text(kind, text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-      wanted = knobs.expected(known[name])
-      raise ValueError(f'{name}={(text or "")[:60]}: give {wanted}') from None
+      wanted, text = knobs.expected(known[name]), text or ''
+      text = knobs.shorten(text if text.isprintable() else repr(text))
+      raise ValueError(f'{name}={text}: give {wanted}') from None
   return found
 
 
