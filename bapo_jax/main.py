@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> list[str]:
   return [left[0], *given]
 
 
-def read_config(file: str, given: list[str]) -> Config:
+def read_config(file: str, given: list[str], *, trained_here: bool = True) -> Config:
   """The config of a file and the overrides, validated.
 
   Raises:
@@ -99,7 +99,7 @@ def read_config(file: str, given: list[str]) -> Config:
       if not isinstance(section, dict):
         raise ValueError(f'{each}={section!r}: it is a section; set its knobs instead')
     section[key] = value
-  return parse_config(values, trained_here=MODE.value != 'plan')
+  return parse_config(values, trained_here=trained_here)
 
 
 def load(file: str) -> dict[str, Any]:
@@ -171,14 +171,18 @@ def from_text(kind: Any, text: str | None) -> Any:
     return kind(text)
   if typing.get_origin(kind) is not tuple:
     return text
-  if text.isidentifier():  # of a tuple of strings, the only one
+  if text.isidentifier():  # a string without its quotes
     return (text,)
   if len(text) > LONGEST:
     raise ValueError(f'{len(text)} characters')
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # Python warns of '1if'; the next line refuses it
     value = ast.literal_eval(text)
-  return tuple(value) if isinstance(value, tuple | list) else (value,)
+  inner, *rest = typing.get_args(kind)
+  if isinstance(value, list):
+    return tuple(value)
+  single = rest == [...] and typing.get_origin(inner) is not tuple
+  return (value,) if single and not isinstance(value, tuple) else value
 
 
 def fail(error: object) -> NoReturn:
@@ -296,11 +300,13 @@ def main(argv: list[str]) -> None:
     # orbax reports every file it opens, and an error with its traceback before raising.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
+  # Another duplicate of a refused write, after the sentence on a busy machine.
+  warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   file = CONFIG.value
   if file is None:
     fail('give a --config, for instance --config=configs/aime.py')
   try:
-    status = run(read_config(file, argv[1:]))
+    status = run(read_config(file, argv[1:], trained_here=MODE.value != 'plan'))
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:

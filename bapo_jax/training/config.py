@@ -287,16 +287,16 @@ def _rows(config: Config) -> dict[str, int]:
   """Rows of T tokens that a run holds at once, by the knobs that set their number."""
   c, G = config, config.sampler.group_size
   return {
-    'prompts.count x sampler.group_size, responses in decoding': c.places * G,
-    'prompts.count x sampler.group_size, responses in a batch': c.seats * G,
-    'sampler.max_num_seqs, decode slots': c.sampler.max_num_seqs,
-    'buffer.capacity x sampler.group_size, responses in the replay buffer': (
+    'responses in decoding (prompts.count x sampler.group_size)': c.places * G,
+    'responses in a batch (prompts.count x sampler.group_size)': c.seats * G,
+    'the KV cache of the decode slots (sampler.max_num_seqs)': c.sampler.max_num_seqs,
+    'the replay buffer (buffer.capacity x sampler.group_size)': (
       c.buffer.capacity * G if c.batch.uses_buffer else 0
     ),
-    'sft.batch, solutions in the warm start': (
+    'a warm-start batch (sft.batch)': (
       c.sft.batch if c.sft.clean + c.sft.noisy and not c.model.path else 0
     ),
-    'problems.test x evaluate.group_size, responses in evaluation': (
+    'evaluation (problems.test x evaluate.group_size)': (
       c.problems.test * c.evaluate.group_size if c.problems.test_source in MADE else 0
     ),
   }
@@ -326,6 +326,7 @@ def _memory(config: Config) -> None:
   total, room = sum(needs.values()) / 2**30, machine.most_memory() / 2**30
   if total > room:
     raise ValueError(
-      f'{max(needs, key=needs.__getitem__)}: give less; this config needs at least '
-      f'{total:.3g} GiB, most of it for these, and this machine has {room:.3g} GiB'
+      f'this config needs at least {total:.3g} GiB, most of it for '
+      f'{max(needs, key=needs.__getitem__)}, and this machine has {room:.3g} GiB; '
+      'lower that'
     )

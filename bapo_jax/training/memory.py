@@ -34,7 +34,7 @@ def needs(
   half = 2 if model.compute == 'bfloat16' else 4  # bytes per number
   head = model.kv_heads * model.head_width
   per_token = half * (model.width + scores * model.heads * length)
-  weights = {'model.*, weights and optimiser': (12 + half) * model.parameters}
+  weights = {'weights and optimiser (model.*)': (12 + half) * model.parameters}
   cache = {slots[0]: slots[1] * length * (DECODED + 2 * half * model.layers * head)}
   if model.path:
     weights, cache, per_token = {}, {}, 0
@@ -44,7 +44,11 @@ def needs(
     held | cache | {decoding[0]: DECODED * decoding[1] * length},
     held
     | {batch[0]: RECORDED * batch[1] * length}
-    | {'learner.grad_accum_steps, a micro-batch': micro_rows * length * per_token},
+    | {
+      'a micro-batch (learner.minibatches, learner.grad_accum_steps)': micro_rows
+      * length
+      * per_token
+    },
     held | cache | {evaluation[0]: DECODED * evaluation[1] * length},
   )
   return max(phases, key=lambda phase: sum(phase.values()))
