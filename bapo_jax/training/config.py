@@ -210,10 +210,8 @@ def _rewards(config: Config) -> None:
   """Raises ValueError where the overlong penalty begins before the response."""
   cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
   if cache > longest:
-    raise ValueError(
-      f'rewards.shaping.overlong_cache={cache}: give 1 to sampler.max_new_tokens='
-      f'{longest} tokens'
-    )
+    limit = f'sampler.max_new_tokens={longest} tokens'
+    raise ValueError(f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}')
 
 
 def _problems(config: Config) -> None:
@@ -227,9 +225,8 @@ def _problems(config: Config) -> None:
   wording, made = problems.countdown.wording, problems.source == 'countdown'
   if made and not config.model.path and wording != 'short':
     raise ValueError(
-      f'problems.countdown.wording={wording!r} is not for the embedded policy '
-      "(model.path=''), whose tokenizer has no such letters; give wording='short', or "
-      'a model.path'
+      f'problems.countdown.wording={wording!r} has letters that the tokenizer of the '
+      "embedded policy (model.path='') lacks; give wording='short', or a model.path"
     )
 
 
