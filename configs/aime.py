@@ -1,33 +1,37 @@
-r"""Off-policy RL with verifiable rewards; answers are integers in 0..999, \boxed{}.
+r"""RL with verifiable rewards on problems whose answers are integers in \boxed{}.
 
-  python -m bapo_jax.main --config=configs/aime.py [--config.clip.rule=fixed ...]
+  python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny
+  python -m bapo_jax.main --config=configs/aime.py --config.clip.rule=fixed
 
-`tiny` (no argument): the embedded problems of bapo_jax/data/synthetic.py and a
-Qwen2-architecture policy of 0.1 M parameters that gets a supervised warm start.
-Two CPU cores, minutes; held-out accuracy at temperature 1: see LOG.md.
+`tiny` (the default): the made problems of bapo_jax/data/synthetic.py and a policy of
+0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes
+minutes on two CPU cores; LOG.md has the held-out accuracy at temperature 1.
 
-`:recipe` is `tiny` with the clip rule of Balanced PO's public code: lower bound first,
-surrogate contributions, target as positive to negative, dual clip in the loss.
+`:recipe` is `tiny` with the clip rule of Balanced PO's public code: the lower bound
+moves first, contributions are those of the surrogate, the target is positive /
+negative, and the loss has a dual clip.
 
-`:7b` and `:32b`: Balanced PO on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B and -32B
-(arXiv:2510.18927, section 5: lr 2e-6, temperature 0.6, no KL term; from its public
-script: 16 responses, minibatches of 64 prompts). Evaluation is avg@16 on AIME 2024
-and 2025. They need
+`:7b` and `:32b` are Balanced PO on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B and
+-32B (arXiv:2510.18927, section 5: lr 2e-6, temperature 0.6, no KL term; from its public
+script: 16 responses per prompt, minibatches of 64 prompts). Evaluation is avg@16 on
+AIME 2024 and 2025. They need an accelerator pod, and
 
-  --config.model.path       a directory with the weights (config.json, *.safetensors,
-                            tokenizer.json)
+  --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
+  --config.tokenizer.path   the same directory
   --config.problems.source  the math rows of Skywork-OR1-RL-Data, parquet or jsonl
   --config.problems.test_source   AIME 2024 and 2025: a.jsonl,b.jsonl
 
-and a pod: we have run neither yet. The paper reports 70.8 / 62.5 (7B) and
-87.1 / 80.0 (32B) on AIME 2024 / 2025. Responses are cut at 8k tokens; the longer
-runs of the paper are --config.sampler.max_new_tokens=32768 and 65536.
+We have run neither yet. The paper reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B) on
+AIME 2024 / 2025. Responses end at 8192 tokens here; the paper's longer runs are
+--config.sampler.max_new_tokens=32768 and 65536.
 """
+
+from ml_collections import ConfigDict
 
 from configs import base
 
 
-def get_config(arg: str = 'tiny'):
+def get_config(arg: str = 'tiny') -> ConfigDict:
   """The config of one variant.
 
   Raises:
@@ -42,12 +46,12 @@ def get_config(arg: str = 'tiny'):
   return variants[arg]()
 
 
-def tiny():
+def tiny() -> ConfigDict:
   return base.get_config()
 
 
-def recipe():
-  """`tiny` with the clip, loss and search of Balanced PO's public code."""
+def recipe() -> ConfigDict:
+  """`tiny` with the clip rule, loss and bound search of Balanced PO's public code."""
   config = tiny()
   config.title = 'trial, tiny, clip of the public recipe'
   config.clip.rule = 'recipe'
@@ -56,8 +60,8 @@ def recipe():
   return config
 
 
-def published():
-  """What the paper's runs have in common."""
+def published() -> ConfigDict:
+  """The knobs that the paper's runs share."""
   config = base.get_config()
   config.model.compute = 'bfloat16'
   config.logprobs.chunk = 512
@@ -87,15 +91,15 @@ def published():
   return config
 
 
-def seven():
+def seven() -> ConfigDict:
   return distilled('DeepSeek-R1-Distill-Qwen-7B', tensor=4)
 
 
-def thirty_two():
+def thirty_two() -> ConfigDict:
   return distilled('DeepSeek-R1-Distill-Qwen-32B', tensor=8)
 
 
-def distilled(name: str, tensor: int):
+def distilled(name: str, tensor: int) -> ConfigDict:
   """A published run of one model."""
   config = published()
   config.title = f'AIME, {name}'

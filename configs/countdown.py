@@ -1,27 +1,32 @@
-r"""Countdown, four cells at equal rollouts, on the embedded policy.
+r"""Countdown: four cells at equal numbers of responses, on the embedded policy.
 
   python -m bapo_jax.main --config=configs/countdown.py --workdir=runs/countdown
-  SEEDS="0 1 2" launch/sweep.sh                            (the same over seeds, a table)
-  python -m bapo_jax.main --config=configs/countdown.py:both ...            (one cell)
+  python -m bapo_jax.main --config=configs/countdown.py:both --workdir=runs/both
+  SEEDS="0 1 2" launch/sweep.sh
+
+The first command runs the sweep of four cells, the second a single cell, the third the
+sweep for several seeds and a table of them.
 
 |                     | batch `fresh_only` | batch `adapted` |
 |---------------------|--------------------|-----------------|
 | clip `fixed`        | grpo               | batch           |
 | clip `balanced`     | clip               | both            |
 
-Every cell starts from one warm start and ends once it has sampled `config.responses`
-responses, re-evaluations counted: a cell that re-evaluates takes fewer steps.
+All cells start from one warm start. A cell ends once it has sampled `config.responses`
+responses, re-evaluations included: a cell that re-evaluates takes fewer steps.
 
-The problems: two or three numbers of 1..9 and a target up to 30, asked as `5 6 3=13`.
-The warm start shows the policy of 0.1 M parameters how to try random chains; it then
-reaches the target sometimes, and of a good part of the problems never in eight tries.
+A problem has two or three numbers from 1 to 9 and a target up to 30, and its prompt is
+`5 6 3=13`. The warm start teaches the policy of 0.1 M parameters to try random chains.
+It then reaches the target sometimes, and fails many problems in all of eight responses.
 
-From Batch Adaptation PO (arXiv:2602.20722, its public script): the actor is refreshed
-and the hard shelf re-evaluated every 2 steps, at most half as many problems as a step
-asks, groups of 8, bands 1/8 and 1/8 to 5/8. From Balanced PO (arXiv:2510.18927): the
-ranges of the bounds.
-Two CPU cores; minutes and scores: see LOG.md.
+From Batch Adaptation PO (arXiv:2602.20722, its public script): every 2 steps the actor
+gets the weights and hard problems are re-evaluated, at most half as many as a step has
+prompts; groups of 8; thresholds 1/8 (hard) and 1/8 to 5/8 (reusable). From Balanced PO
+(arXiv:2510.18927): the ranges of the bounds. LOG.md has the minutes on two CPU cores
+and the scores.
 """
+
+from ml_collections import ConfigDict
 
 from configs import base
 
@@ -33,7 +38,7 @@ CELLS = (  # name, batch rule, clip rule
 )
 
 
-def get_config(arg: str = ''):
+def get_config(arg: str = '') -> ConfigDict:
   """The sweep, or one of its cells.
 
   Raises:
@@ -53,8 +58,8 @@ def get_config(arg: str = ''):
   return config
 
 
-def embedded():
-  """What the cells have in common."""
+def embedded() -> ConfigDict:
+  """The knobs that all cells share."""
   config = base.get_config()
   config.title = 'countdown, tiny'
   config.steps = 60
@@ -69,11 +74,12 @@ def embedded():
   config.prompts.max_prompt_tokens = 10
   config.sampler.max_new_tokens = 48
   config.rewards.rule = 'countdown'
-  # The own share of these problems; at 0.42 the bounds sat at their caps (LOG.md).
+  # The share that these problems have by themselves; at 0.42 the bounds sat at their
+  # caps (LOG.md).
   config.clip.balanced.target = 0.39
   config.rollout.weight_sync_interval = 2
-  config.buffer.update(capacity=256, reevaluated=32, every=2)
+  config.buffer.update(capacity=256, reevaluate=32, reeval_interval=2)
   config.sft.update(clean=800, noisy=0)  # what is not learned well slips enough
-  config.evaluate.update(every=20, group=8)
+  config.evaluate.update(every=20, group_size=8)
   config.metrics.tensorboard = False
   return config

@@ -16,6 +16,7 @@ HOUSE = {
   'runtime': (
     'statistics',
     'tables',
+    'machine',
     'files',
     'progress',
     'signals',
@@ -69,6 +70,7 @@ HOUSE = {
   ),
   'algorithms': (
     'knobs',
+    'batch_knobs',
     'replay_buffer',
     'batch_rules',
     'advantage',
@@ -83,6 +85,7 @@ HOUSE = {
     'learner',
     'sft',
     'evaluate',
+    'memory',
     'config',
     'rules',
     'step_metrics',
@@ -95,7 +98,14 @@ HOUSE = {
     'experiment',
   ),
   'tools.plan': ('roofline', 'programs', 'hlo', 'plan'),
-  'tools': ('export', 'eval_checkpoint', 'sweep', 'recorded_groups', 'viewer'),
+  'tools': (
+    'config_docs',
+    'export',
+    'eval_checkpoint',
+    'sweep',
+    'recorded_groups',
+    'viewer',
+  ),
 }
 FLOW = [
   f'{folder}.{module}' if folder else module

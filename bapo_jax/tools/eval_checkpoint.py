@@ -1,13 +1,14 @@
-"""--mode=eval: a checkpoint, or a model as it was published, on any problem set.
+"""--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
 
-1. whose weights: a checkpoint of the workdir; where it holds none, those of model.path;
-2. its answers to problems.test_source, through the rollout door of training;
-3. a table (.md) and one JSON line a response (.jsonl) that says all an audit needs.
+1. the weights are those of a checkpoint of the workdir; without one, of model.path;
+2. responses to problems.test_source come through the rollout function of training;
+3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit.
 """
 
 import contextlib
 import json
 import os
+from typing import Any
 
 import jax
 from flax import traverse_util
@@ -24,7 +25,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
-# What decides which responses come and how they are judged.
+# Sections that determine the responses and their verdicts.
 SETTINGS = (
   'seed',
   'tokenizer',
@@ -42,14 +43,15 @@ def eval_checkpoint(
   """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
 
   Args:
-    to: '' stands for <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
-    which: of the checkpoints; see checkpoint.choose.
+    to: path without its suffix; '' stands for
+      <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+    which: newest, best or a step; see checkpoint.choose.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    ValueError: there are no weights, or those of the workdir are another model's.
+    ValueError: no weights are there, or those of the workdir are of another model.
   """
   # The training problems are of no use here, and need not be at hand.
   config = config.with_values(problems={'source': config.problems.test_source})
@@ -77,10 +79,12 @@ def eval_checkpoint(
   return 0
 
 
-def _run(config: Config, workdir: str, step: int | None):
-  """(whose weights, result, samples) of the checkpoint `step` or of model.path."""
+def _run(
+  config: Config, workdir: str, step: int | None
+) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+  """(source of the weights, result, samples); the step None stands for model.path."""
   mesh, timer = setup.make_mesh(config), PhaseTimer()
-  # Nothing is trained on: a set of any size will do.
+  # Without training a problem set of any size will do.
   material = setup.read(config.with_values(prompts={'count': 1}), workdir)
   if step is None:
     source = config.model.path
@@ -95,7 +99,7 @@ def _run(config: Config, workdir: str, step: int | None):
 
 
 def restored(workdir: str, step: int, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """A checkpoint's weights laid out over the mesh, one parameter at a time."""
+  """The weights of a checkpoint on the mesh, read one parameter at a time."""
   like = transformer.abstract(spec)
   layout = traverse_util.flatten_dict(sharding.shardings(like, mesh), sep='/')
   read = checkpoint.read_params(workdir, step)

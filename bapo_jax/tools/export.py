@@ -1,14 +1,16 @@
-"""A checkpoint of a run becomes a directory that transformers and vLLM load.
+"""--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
 
-1. a checkpoint of the workdir, which must be of this very model;
+1. `check_config` refuses a checkpoint of another model;
 2. tensors are read and written parameter by parameter: no device, no second copy;
-3. beside them config.json, generation_config.json and the tokenizer's files;
-4. the directory appears whole, under its name, or not at all.
+3. `write_configs` adds config.json and generation_config.json; the tokenizer's follow;
+4. the directory appears under its name when it is whole.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
@@ -32,15 +34,16 @@ def export(
   """Writes a checkpoint of `workdir` to the new directory `to`.
 
   Args:
-    which: of them; see checkpoint.choose.
     to: '' stands for <workdir>/export/<step>.
-    dtype: 'float32' is what was trained, to the last bit; 'bfloat16' half as large.
+    dtype: 'float32' keeps the trained weights to the last bit; 'bfloat16' halves them.
+    shard_bytes: largest size of a file of tensors.
+    which: newest, best or a step; see checkpoint.choose.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    ValueError: there is no such checkpoint, or no room for a new directory.
+    ValueError: no such checkpoint, another model, or a directory that is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -57,10 +60,10 @@ def export(
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)
-  # The optimiser's own weights, where the parameters are those rounded.
+  # bfloat16 parameters are the optimiser's float32 weights, rounded.
   part_of_state = 'params' if config.model.dtype == 'float32' else 'opt/master'
-  params = checkpoint.read_params(workdir, step, part_of_state)
-  hf_weights.save(part, params, spec, dtype, shard_bytes)
+  get: Callable[[str], Any] = checkpoint.read_params(workdir, step, part_of_state)
+  hf_weights.save(part, get, spec, dtype, shard_bytes)
   tokenizer_lib.save(tokenizer, hf_weights.tokenizer(config.tokenizer.path), part)
   write_configs(part, config, spec, tokenizer, dtype)
   os.replace(part, to)
@@ -69,7 +72,7 @@ def export(
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError where the run in the workdir is of another model."""
+  """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
   path = os.path.join(workdir, 'config.json')
   with open(path) as file:
     before = json.load(file)
@@ -85,10 +88,10 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(
   path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
 ) -> None:
-  """config.json and generation_config.json: the source model's, where there is one."""
+  """Writes config.json and generation_config.json, from the source model's if any."""
   source = hf_weights.here(config.model.path) if config.model.path else ''
   described = _read(source, 'config.json') or hf_config.config_of(spec)
-  # One spelling only, and the one that versions 4 and 5 both read.
+  # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {
     'eos_token_id': list(tokenizer.eos),
@@ -108,8 +111,8 @@ def write_configs(
       json.dump(value, file, indent=2)
 
 
-def _read(directory: str, name: str) -> dict:
-  """The contents of a JSON file; {} where there is none."""
+def _read(directory: str, name: str) -> dict[str, Any]:
+  """The content of a JSON file; {} if it does not exist."""
   path = os.path.join(directory, name)
   if not directory or not os.path.exists(path):
     return {}

@@ -8,19 +8,21 @@
 """
 
 import hashlib
+import importlib.util
 import json
 import math
-import os
 from typing import Any
 
 from bapo_jax import knobs
 from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
-from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig, TokenizerConfig
+from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models.knobs import LogprobsConfig, MeshConfig, ModelConfig
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
+from bapo_jax.runtime import machine
+from bapo_jax.training import memory
 from bapo_jax.training.knobs import (
   CheckpointConfig,
   EvaluateConfig,
@@ -31,10 +33,12 @@ from bapo_jax.training.knobs import (
 )
 
 POSITIONS = 32768  # of the embedded policy
+MOST_CELLS = 64
+PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
 
 class Config(Section):
-  """Everything a run is told; sections in the order of the flow."""
+  """All knobs of a run; sections in the order of the flow."""
 
   title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
   seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
@@ -45,7 +49,7 @@ class Config(Section):
     above=0,
     infinite=True,
   )
-  cells: tuple[Any, ...] = knob(
+  cells: tuple[tuple[str, str, str], ...] = knob(
     (), 'Runs of a sweep, each (name, batch rule, clip rule); (): a single run.'
   )
   mesh: MeshConfig = knob(MeshConfig, 'The device mesh.')
@@ -121,34 +125,39 @@ def from_json(values: dict[str, Any]) -> Config:
   Raises:
     ValueError: it is of another version.
   """
-  text = json.dumps(values)
-  return Config.model_validate_json(text)
+  return Config.model_validate_json(json.dumps(values))
 
 
-def parse(values: dict[str, Any]) -> Config:
+def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
   """The config of these values, once every knob and what must fit together is checked.
+
+  Args:
+    trained_here: False where this machine need not have the memory for it.
 
   Raises:
     ValueError: one sentence.
   """
   config = knobs.validate(Config, values)
-  for check in (_cells, _rules, _rewards, _batch, _lengths, _memory):
+  for check in (_cells, _packages, _rules, _rewards, _problems, _batch, _elements):
     check(config)
+  if not config.model.path:
+    check_positions(config, POSITIONS)
+  if trained_here:
+    _memory(config)
   return config
 
 
 def _cells(config: Config) -> None:
-  """Raises ValueError where cells are not (name, batch rule, clip rule), named once."""
-  for cell in config.cells:
-    words = isinstance(cell, tuple) and all(isinstance(word, str) for word in cell)
-    if not words or len(cell) != 3 or not cell[0].isidentifier():
+  """Raises ValueError where a cell has no name of its own, or cannot be trained."""
+  names = [name for name, *_ in config.cells]
+  if len(names) > MOST_CELLS:
+    raise ValueError(f'cells: {len(names)} cells; give {MOST_CELLS} at most')
+  for name in names:
+    if not name.isidentifier() or names.count(name) > 1:
       raise ValueError(
-        f'cells: {cell!r} is not (name, batch rule, clip rule); write for instance '
-        "cells=(('grpo','fresh_only','fixed'),)"
+        f'cells: {name[:60]!r} cannot name a folder; give each cell a name of its own, '
+        'of letters, digits and _'
       )
-  names = [cell[0] for cell in config.cells]
-  if len(set(names)) < len(names):
-    raise ValueError(f'cells: a name comes twice in {names}; each has its own folder')
   for name, batch, clip in config.cells:
     values = plain(config) | {'cells': ()}
     values['batch'] = values['batch'] | {'rule': batch}
@@ -156,15 +165,24 @@ def _cells(config: Config) -> None:
     try:
       parse(values)
     except ValueError as error:
-      raise ValueError(f'cells: {name}: {error}') from None
+      raise ValueError(f'cells: {name[:60]}: {error}') from None
+
+
+def _packages(config: Config) -> None:
+  """Raises ValueError where a package for metrics is not installed."""
+  for name, package in PACKAGES.items():
+    if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
+      raise ValueError(
+        f'metrics.{name}=True: give False, or pip install {package}, which it needs'
+      )
 
 
 def _rules(config: Config) -> None:
   """Raises ValueError where rules do not fit together."""
   if not config.loss.has_clip and config.clip.rule != 'unclipped':
     raise ValueError(
-      f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip that '
-      "it could set; choose clip.rule='unclipped'"
+      f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip to '
+      "set; choose clip.rule='unclipped'"
     )
   if (
     config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
@@ -187,9 +205,23 @@ def _rewards(config: Config) -> None:
   """Raises ValueError where the overlong penalty begins before the response."""
   cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
   if cache > longest:
+    limit = f'sampler.max_new_tokens={longest} tokens'
+    raise ValueError(f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}')
+
+
+def _problems(config: Config) -> None:
+  """Raises ValueError where made problems are too few, or unreadable."""
+  problems, count = config.problems, config.prompts.count
+  if problems.source in MADE and count > problems.train:
     raise ValueError(
-      f'rewards.shaping.overlong_cache={cache}: give 1 to sampler.max_new_tokens='
-      f'{longest} tokens'
+      f'prompts.count={count}: give 1 to problems.train={problems.train}, the problems '
+      'that are made'
+    )
+  wording, made = problems.countdown.wording, problems.source == 'countdown'
+  if made and not config.model.path and wording != 'short':
+    raise ValueError(
+      f'problems.countdown.wording={wording!r} has letters that the tokenizer of the '
+      "embedded policy (model.path='') lacks; give wording='short', or a model.path"
     )
 
 
@@ -209,12 +241,6 @@ def _batch(config: Config) -> None:
       f'a minibatch has {rows} responses, which do not divide over '
       f'learner.grad_accum_steps={parts}'
     )
-
-
-def _lengths(config: Config) -> None:
-  """Raises ValueError where a row of the embedded policy has too many tokens."""
-  if not config.model.path:
-    check_positions(config, POSITIONS)
 
 
 def check_positions(config: Config, positions: int) -> None:
@@ -249,41 +275,50 @@ def check_shards(config: Config, shards: int) -> None:
       )
 
 
-def _memory(config: Config) -> None:
-  """Raises ValueError where the embedded policy's run cannot fit this machine.
-
-  A lower bound, counted by hand, so that nothing is allocated to find out. What a real
-  model needs, --mode=plan says.
-  """
-  c = config
-  rows = c.sampler.group_size * max(c.seats, c.places)
-  kept = c.buffer.capacity * c.sampler.group_size if c.batch.uses_buffer else 0
-  micro = c.minibatch_rows // c.learner.grad_accum_steps
-  needs = {
-    'the weights (model.*)': 20 * c.model.parameters,
-    'the KV cache (sampler.max_num_seqs)': 8
-    * c.model.layers
-    * c.model.kv_heads
-    * c.model.head_width
-    * c.sampler.max_num_seqs
-    * c.row_length,
-    'the responses (prompts.count, sampler.group_size)': 26 * rows * c.row_length,
-    'the replay buffer (buffer.capacity)': 13 * kept * c.row_length,
-    'a micro-batch (learner.minibatches, learner.grad_accum_steps)': 4
-    * micro
-    * c.row_length
-    * (c.model.width + c.model.heads * c.row_length),
-    'a warm-start batch (sft.batch)': 4 * c.sft.batch * c.row_length * c.model.width,
-    'evaluation (problems.test, evaluate.group_size)': 26
-    * (c.problems.test * c.evaluate.group_size if c.problems.test_source else 0)
-    * c.row_length,
+def _rows(config: Config) -> dict[str, int]:
+  """Rows of T tokens that a run holds at once, by the knobs that set their number."""
+  c, G = config, config.sampler.group_size
+  return {
+    'responses in decoding (prompts.count x sampler.group_size)': c.places * G,
+    'responses in a batch (prompts.count x sampler.group_size)': c.seats * G,
+    'the KV cache of the decode slots (sampler.max_num_seqs)': c.sampler.max_num_seqs,
+    'the replay buffer (buffer.capacity x sampler.group_size)': (
+      c.buffer.capacity * G if c.batch.uses_buffer else 0
+    ),
+    'a warm-start batch (sft.batch)': (
+      c.sft.batch if c.sft.clean + c.sft.noisy and not c.model.path else 0
+    ),
+    'evaluation (problems.test x evaluate.group_size)': (
+      c.problems.test * c.evaluate.group_size if c.problems.test_source in MADE else 0
+    ),
   }
-  if c.model.path:
-    needs = {name: n for name, n in needs.items() if 'responses' in name}
-  room = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-  name = max(needs, key=needs.__getitem__)
-  if sum(needs.values()) > room:
+
+
+def _elements(config: Config) -> None:
+  """Raises ValueError where an array of rows has more elements than int32 counts."""
+  T = config.row_length
+  for name, rows in _rows(config).items():
+    if rows * T > knobs.LARGEST:
+      raise ValueError(
+        f'{name}: {rows} rows x {T} tokens are too many for one array; give at most '
+        f'{knobs.LARGEST // T} rows'
+      )
+
+
+def _memory(config: Config) -> None:
+  """Raises ValueError where a run cannot fit the memory of this machine."""
+  micro_rows = config.minibatch_rows // config.learner.grad_accum_steps
+  needs = memory.needs(
+    config.model,
+    config.row_length,
+    micro_rows,
+    *_rows(config).items(),
+    scores=not machine.accelerators(),
+  )
+  total, room = sum(needs.values()) / 2**30, machine.most_memory() / 2**30
+  if total > room:
     raise ValueError(
-      f'this config needs at least {sum(needs.values()) / 2**30:.3g} GiB, most of it '
-      f'for {name}, and this machine has {room / 2**30:.3g} GiB; lower that'
+      f'this config needs at least {total:.3g} GiB, most of it for '
+      f'{max(needs, key=needs.__getitem__)}, and this machine has {room:.3g} GiB; '
+      'lower that'
     )

@@ -2,9 +2,9 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
+from runs import one_device as on_one_device
 from runs import source, tiny
 
 from bapo_jax.runtime import metrics
@@ -21,12 +21,10 @@ def rows(path):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """(workdir, knobs) of a run of two steps."""
-  devices, patch = jax.devices()[:1], pytest.MonkeyPatch()
-  patch.setattr(jax, 'devices', lambda *_: devices)
   workdir = tmp_path_factory.mktemp('run')
   knobs = {'steps': 2, 'evaluate.group_size': GROUP, 'evaluate.k': (1, GROUP)}
-  assert experiment.train(tiny(**knobs), str(workdir)) == 0
-  patch.undo()
+  with on_one_device():
+    assert experiment.train(tiny(**knobs), str(workdir)) == 0
   return workdir, knobs
 
 
@@ -40,17 +38,25 @@ def test_a_checkpoint_is_evaluated_as_training_did(trained, one_device, capsys):
   assert len(found) == 16 * GROUP
   for now, then in zip(found, before['samples'], strict=True):
     settings = now.pop('settings')
-    assert now == then  # the same door, the same weights, the same noise
+    assert now == then  # the same function, the same weights, the same noise
   assert settings['model'] == f'{workdir}/checkpoints/2'
   assert settings['seed'] == 0
   assert settings['sampler']['temperature'] == 1.0
-  assert found[0].keys() >= {'id', 'uid', 'said', 'verdict', 'reason', 'logp', 'tokens'}
-  told = capsys.readouterr().out
-  assert file.with_suffix('.md').read_text() in told
-  assert f'avg@{GROUP}' in told and f'maj@{GROUP}' in told
+  assert found[0].keys() >= {
+    'id',
+    'uid',
+    'extracted',
+    'verdict',
+    'reason',
+    'logp',
+    'tokens',
+  }
+  output = capsys.readouterr().out
+  assert file.with_suffix('.md').read_text() in output
+  assert f'avg@{GROUP}' in output and f'maj@{GROUP}' in output
   accuracy = np.mean([row['correct'] for row in found])
   assert accuracy == pytest.approx(before['result']['accuracy'])
-  assert f'{accuracy:.4f}' in told
+  assert f'{accuracy:.4f}' in output
   # Nothing of the run has changed.
   assert experiment.train(tiny(**knobs), str(workdir)) == 0
 
@@ -67,10 +73,10 @@ def test_other_settings_go_into_another_file(trained, one_device, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_problem_set_is_asked(trained, one_device, tmp_path):
+def test_another_problem_set_is_evaluated(trained, one_device, tmp_path):
   workdir, knobs = trained
-  asked = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
-  (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in asked))
+  given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
+  (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in given))
   config = tiny(**knobs, **{'problems.test_source': str(tmp_path / 'set.jsonl')})
   eval_checkpoint.eval_checkpoint(config, str(workdir), str(tmp_path / 'out'))
   found = rows(tmp_path / 'out.jsonl')
@@ -81,7 +87,7 @@ def test_another_problem_set_is_asked(trained, one_device, tmp_path):
 @pytest.mark.slow
 def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   path = source(tmp_path / 'model')
-  knobs = {'model.path': path, 'text.tokenizer': path, 'evaluate.group_size': 2}
+  knobs = {'model.path': path, 'tokenizer.path': path, 'evaluate.group_size': 2}
   config = tiny(**knobs, **{'rewards.rule': 'math'})
   assert eval_checkpoint.eval_checkpoint(config, str(tmp_path / 'run'), '') == 0
   (file,) = (tmp_path / 'run' / 'eval').glob('model-*.jsonl')
@@ -105,8 +111,8 @@ def test_the_checkpoint_of_another_model_is_refused(trained):
 @pytest.mark.slow
 def test_a_run_logs_what_was_undecided(trained):
   workdir, _ = trained
-  told = [row for row in metrics.read(workdir) if 'rollout/undecided' in row]
-  assert len(told) == 2 and all(row['rollout/undecided'] == 0 for row in told)
+  steps = [row for row in metrics.read(workdir) if 'rollout/undecided' in row]
+  assert len(steps) == 2 and all(row['rollout/undecided'] == 0 for row in steps)
   assert all(
     row['eval/undecided'] == 0 for row in metrics.read(workdir) if row['step'] == 0
   )

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,77 +10,14 @@ import oracles
 import pytest
 import transformers
 from flax import traverse_util
-from runs import tiny
+from runs import SOURCE, saved, source, tiny, trained
 from safetensors.numpy import load_file
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import hf_weights, transformer
-from bapo_jax.runtime import workdir as workdir_lib
-from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, experiment, setup
-
-SOURCE = {
-  'architectures': ['LlamaForCausalLM'],
-  'model_type': 'llama',
-  'vocab_size': 40,
-  'hidden_size': 16,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 2,
-  'num_key_value_heads': 1,
-  'head_dim': 16,
-  'intermediate_size': 24,
-  'max_position_embeddings': 64,
-  'rms_norm_eps': 1e-5,
-  'tie_word_embeddings': False,
-  'dtype': 'float16',
-  'rope_parameters': {
-    'rope_type': 'llama3',
-    'rope_theta': 1e4,
-    'factor': 4.0,
-    'low_freq_factor': 1.0,
-    'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 16,
-  },
-  'initializer_range': 0.123,  # of no use to us, and kept
-}
-
-
-def source(path) -> str:
-  """A directory as a hub model's: weights, config, tokenizer, generation config."""
-  path.mkdir()
-  (path / 'config.json').write_text(json.dumps(SOURCE))
-  spec = hf_weights.spec(str(path), 'float32')
-  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
-  hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
-  tokenizer = tokenizer_lib.characters()
-  tokenizer.chat_template = 'Q: ' + tokenizer.chat_template
-  tokenizer.save_pretrained(path)
-  ends = {'eos_token_id': [1, 4], 'top_p': 0.95, 'do_sample': True}
-  (path / 'generation_config.json').write_text(json.dumps(ends))
-  return str(path)
-
-
-def saved(workdir, params):
-  """A checkpoint of step 1 with these weights, laid out as a run's."""
-  opt, other = (jnp.ones(3),), jax.tree.map(lambda x: x + 1, params)
-  run = types.SimpleNamespace(
-    params=params, opt=opt, actor=other, buffer=opt, flight=None
-  )
-  with checkpoint.manager(str(workdir), 2) as kept:
-    checkpoint.save(kept, 1, experiment.arrays(run), {})
-
-
-def trained(workdir):
-  """(config, parameters after a short warm start), saved in the workdir."""
-  config = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
-  reader = tokenizer_lib.load(**config.text)
-  workdir_lib.open_workdir(str(workdir), config)
-  devices = sharding.make(devices=jax.devices()[:1])
-  _, params = setup.policy(config, str(workdir), reader, devices, PhaseTimer())
-  saved(workdir, params)
-  return config, params
+from bapo_jax.training import checkpoint, experiment
 
 
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])
@@ -93,8 +29,8 @@ def run(request, tmp_path_factory):
     config, params = trained(workdir)
   else:
     name = source(path / 'source')
-    config = tiny(**{'model.path': name, 'text.tokenizer': name})
-    workdir_lib.open_workdir(workdir, config)
+    config = tiny(**{'model.path': name, 'tokenizer.path': name})
+    experiment.claim(workdir, config)
     params = oracles.noisy(hf_weights.spec(name, 'float32'), 1)
     params = jax.device_put(params, sharding.shardings(params, sharding.make(2, 2, 2)))
     saved(workdir, params)
@@ -120,8 +56,8 @@ def test_what_was_trained_is_what_is_exported(run, dtype, tmp_path):
   )
   assert set(found) == set(transformer.describe(spec))
   for name, array in found.items():
-    trained = np.asarray(jnp.asarray(get(name)).astype(dtype).astype('float32'))
-    np.testing.assert_array_equal(np.asarray(array), trained)
+    expected = np.asarray(jnp.asarray(get(name)).astype(dtype).astype('float32'))
+    np.testing.assert_array_equal(np.asarray(array), expected)
 
 
 @pytest.mark.slow
@@ -138,7 +74,7 @@ def test_everything_that_loads_it_is_there(run):
   assert (
     tokenizer(problem)['input_ids'] == tokenizer_lib.characters()(problem)['input_ids']
   )
-  asked = tokenizer.apply_chat_template(
+  prompt = tokenizer.apply_chat_template(
     [{'role': 'user', 'content': problem}], tokenize=False
   )
   generation = transformers.GenerationConfig.from_pretrained(to)
@@ -148,15 +84,15 @@ def test_everything_that_loads_it_is_there(run):
       'torch_dtype': 'bfloat16'
     }
     assert (generation.eos_token_id, generation.top_p) == ([1, 4], 0.95)
-    assert asked == f'Q: {problem}\n'
+    assert prompt == f'Q: {problem}\n'
   else:
     assert described.architectures == ['Qwen2ForCausalLM']
     assert described.eos_token_id == generation.eos_token_id == [1]
     assert described.pad_token_id == generation.pad_token_id == 0
     assert generation.temperature == config.sampler.temperature
-    assert asked == f'{problem}\n'
+    assert prompt == f'{problem}\n'
   # We read it as anybody's model: the same policy, the same ends.
-  assert tokenizer_lib.load(to, config.text.template).eos == (
+  assert tokenizer_lib.load(to, config.tokenizer.template).eos == (
     (1, 4) if config.model.path else (1,)
   )
   with pytest.raises(ValueError, match=r'export/1 is not empty; give a new directory'):
@@ -166,8 +102,7 @@ def test_everything_that_loads_it_is_there(run):
 @pytest.mark.slow
 def test_another_model_is_refused(run, tmp_path):
   config, workdir, _ = run
-  other = config.copy_and_resolve_references()
-  other.model.rope_theta = 5.0
+  other = config.with_values(model={'rope_theta': 5.0})
   with pytest.raises(ValueError) as error:
     export.export(other, workdir, str(tmp_path / 'out'), 'float32', 10**9)
   assert 'was trained with model.rope_theta=10000.0, not 5.0' in str(error.value)
@@ -184,8 +119,8 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
 def test_the_newest_checkpoint_is_by_number(tmp_path):
   for name in ('9', '10', '11.orbax-checkpoint-tmp', 'x'):
     (tmp_path / 'checkpoints' / name).mkdir(parents=True)
-  assert checkpoint.newest(str(tmp_path)) == 10
-  assert checkpoint.newest(str(tmp_path / 'none')) is None
+  assert checkpoint.choose(str(tmp_path)) == 10
+  assert checkpoint.choose(str(tmp_path / 'none')) is None
 
 
 def test_one_parameter_is_read_without_the_others(tmp_path):

@@ -1,4 +1,4 @@
-"""The grid: what a cell is, what the table says, and that a broken grid goes on."""
+"""A sweep: its cells, its table, and that a stopped one goes on."""
 
 import json
 import math
@@ -13,53 +13,46 @@ import pytest
 
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import sweep
-from configs import base, countdown
+from bapo_jax.training.config import Config, parse
+from configs import countdown
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_cell_is_the_single_run_of_its_variant():
-  config = countdown.get_config()
+  config = parse(countdown.get_config().to_dict())
   assert [name for name, *_ in config.cells] == ['grpo', 'clip', 'batch', 'both']
   for name, *rules in config.cells:
     cell = sweep.cell(config, name, *rules)
-    assert cell.to_dict() == countdown.get_config(name).to_dict()
+    assert cell == parse(countdown.get_config(name).to_dict())
     assert (cell.batch.rule, cell.clip.rule) == tuple(rules) and cell.cells == ()
-  assert config.batch.rule == base.get_config().batch.rule, (
-    'the grid itself is as it was'
-  )
+  assert config.batch.rule == Config().batch.rule, 'the sweep itself is as it was'
   with pytest.raises(ValueError, match="no cell 'dapo'; choose one of"):
     countdown.get_config('dapo')
 
 
 @pytest.mark.parametrize(
-  ('cells', 'says'),
+  ('cells', 'message'),
   [
-    (('grpo',), r"'grpo' is not \(name, batch rule, clip rule\)"),
-    ((('grpo', 'fixed'),), r"'fixed'\) is not \(name"),
-    ((('../up', 'fresh_only', 'fixed'),), r'is not \(name'),
-    ((('a', 'x', 'y'), ('a', 'x', 'z')), r"a name comes twice in \['a', 'a'\]"),
+    (('grpo',), r"cells=\('grpo',\): give a tuple of tuples, each a tuple of 3 str"),
+    ((('grpo', 'fixed'),), r"cells=\(\('grpo', 'fixed'\),\): give a tuple of tuples"),
+    ((('../up', 'fresh_only', 'fixed'),), r"cells: '\.\./up' cannot name a folder"),
+    ((('a', 'x', 'y'), ('a', 'x', 'z')), r"cells: 'a' .* give each .* its own"),
+    ((('odd', 'fresh_only', 'balnced'),), r"cells: odd: clip\.rule='balnced': give"),
+    ((('a', 'fresh_only', 'fixed'),) * 65, r'cells: 65 cells; give 64 at most'),
   ],
 )
-def test_what_is_no_grid_is_refused(cells, says):
-  with pytest.raises(ValueError, match=says):
-    sweep.check(cells)
-
-
-def test_a_cell_that_does_not_fit_is_refused_before_any_is_trained(tmp_path):
-  config = countdown.get_config()
-  config.cells = (('grpo', 'fresh_only', 'fixed'), ('odd', 'fresh_only', 'balnced'))
-  with pytest.raises(ValueError, match="no rule named 'balnced'"):
-    sweep.run(config, str(tmp_path))
-  assert not list(tmp_path.iterdir())
+def test_cells_that_cannot_be_trained_are_refused(cells, message):
+  with pytest.raises(ValueError, match=message):
+    parse(countdown.get_config().to_dict() | {'cells': cells})
 
 
 def finished_cell(folder, before, after, *, warm=20.0):
-  """The files of a run: verdicts of two evaluations, two responses a problem."""
+  """The files of a run: verdicts of two evaluations, two responses per problem."""
   (folder / 'eval').mkdir(parents=True)
   for step, verdicts in ((0, before), (7, after)):
     samples = [{'correct': bool(v)} for problem in verdicts for v in problem]
-    written = {'result': {'group': 2}, 'samples': samples}
+    written = {'result': {'group_size': 2}, 'samples': samples}
     (folder / 'eval' / f'{step}.json').write_text(json.dumps(written))
   report = {'steps': 7, 'responses': 896.0, 'wall_s': 50.0}
   (folder / 'report.json').write_text(
@@ -69,12 +62,12 @@ def finished_cell(folder, before, after, *, warm=20.0):
   (folder / 'metrics.jsonl').write_text('\n'.join(json.dumps(row) for row in rows))
 
 
-def test_facts_of_a_cell_are_read_off_its_files(tmp_path):
+def test_a_cell_is_read_from_its_files(tmp_path):
   # Problems: right once, never, never, both times; afterwards 2, 1, 0, 2 of 2.
   finished_cell(
     tmp_path, [(0, 1), (0, 0), (0, 0), (1, 1)], [(1, 1), (1, 0), (0, 0), (1, 1)]
   )
-  found = sweep.facts(str(tmp_path))
+  found = sweep.read_cell(str(tmp_path))
   assert found['before'] == 3 / 8 and found['after'] == 5 / 8
   # Means by problem 1, 1/2, 0, 1: variance 11/48, over four problems.
   assert found['after_error'] == pytest.approx(math.sqrt(11 / 48 / 4))
@@ -90,19 +83,19 @@ def test_facts_of_a_cell_are_read_off_its_files(tmp_path):
 
 def test_a_cell_whose_start_failed_nothing_says_so(tmp_path):
   finished_cell(tmp_path, [(0, 1), (1, 1)], [(1, 1), (1, 0)])
-  found = sweep.facts(str(tmp_path))
+  found = sweep.read_cell(str(tmp_path))
   assert found['failed'] == 0 and math.isnan(found['failed_after'])
-  assert '| - |' in sweep.markdown({'grpo': sweep.of_one({'grpo': found})['grpo']})
+  assert '| - |' in sweep.markdown(sweep.of_one_seed({'grpo': found}))
 
 
 def seeds(tmp_path, after, config='c'):
-  """grid.json of seeds 0, 1, ...: `after[cell][seed]`, all else alike."""
+  """sweep.json of seeds 0, 1, ...: `after[cell][seed]`, all else alike."""
   same = {'before': 0.25, 'failed_after': 0.125, 'failed_solved': None}
   same |= {'responses': 512.0, 'steps': 1, 'updates': 8.0, 'train_s': 60.0}
   for seed in range(len(next(iter(after.values())))):
     cells = {name: same | {'after': values[seed]} for name, values in after.items()}
     (tmp_path / f'seed{seed}').mkdir(exist_ok=True)
-    (tmp_path / f'seed{seed}' / 'grid.json').write_text(
+    (tmp_path / f'seed{seed}' / 'sweep.json').write_text(
       json.dumps({'seed': seed, 'config': config, 'cells': cells})
     )
 
@@ -113,7 +106,7 @@ def test_the_table_over_seeds(tmp_path):
   # Differences 0.15, 0.1, 0.2: mean 0.15, s = 0.05, error 0.0289: paired, it is half
   # of what the errors of the two means would give.
   seeds(tmp_path, {'grpo': [0.4, 0.5, 0.6], 'both': [0.55, 0.6, 0.8]})
-  (tmp_path / 'notes.txt').write_text('no grid')
+  (tmp_path / 'notes.txt').write_text('no sweep')
   assert sweep.table(str(tmp_path)) == 0
   found = json.loads((tmp_path / 'table.json').read_text())
   assert found['seeds'] == [0, 1, 2] and list(found['cells']) == ['grpo', 'both']
@@ -142,10 +135,10 @@ def test_one_seed_has_no_error(tmp_path):
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
   for folder in (tmp_path, tmp_path / 'none'):
-    with pytest.raises(ValueError, match=r'no folder with a finished grid'):
+    with pytest.raises(ValueError, match=r'no folder with a finished sweep'):
       sweep.table(str(folder))
   seeds(tmp_path, {'grpo': [0.4, 0.5]})
-  first, second = (tmp_path / f'seed{i}' / 'grid.json' for i in (0, 1))
+  first, second = (tmp_path / f'seed{i}' / 'sweep.json' for i in (0, 1))
   second.write_text(first.read_text())
   with pytest.raises(ValueError, match=r'holds a seed twice: \[0, 0\]'):
     sweep.table(str(tmp_path))
@@ -185,7 +178,7 @@ MICRO = {
 
 
 def command(workdir):
-  """The command line of a micro grid, on one device."""
+  """The command line of a micro sweep, on one device."""
   flags = [f'--config.{name}={value}' for name, value in MICRO.items()]
   start = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/countdown.py']
   return {
@@ -197,7 +190,7 @@ def command(workdir):
 
 
 @pytest.mark.slow
-def test_a_grid_stopped_in_its_second_cell_goes_on_there(tmp_path):
+def test_a_sweep_stopped_in_its_second_cell_goes_on_there(tmp_path):
   call = command(tmp_path)
   with subprocess.Popen(**call, stdout=subprocess.PIPE) as process:
     deadline = time.monotonic() + 1200  # of a busy machine: it compiles two cells
@@ -206,33 +199,33 @@ def test_a_grid_stopped_in_its_second_cell_goes_on_there(tmp_path):
         process.kill()
       time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    told = process.communicate()[0]
+    output = process.communicate()[0]
   assert process.returncode == 128 + signal.SIGINT
-  assert 'Cell 1 of 2, grpo' in told and 'the same command' in told
-  assert not (tmp_path / 'grid.json').exists()
+  assert 'Cell 1 of 2, grpo' in output and 'the same command' in output
+  assert not (tmp_path / 'sweep.json').exists()
   report = tmp_path / 'grpo' / 'report.json'
   before = report.stat().st_mtime_ns
 
-  told = subprocess.run(**call, check=True, capture_output=True).stdout
-  assert 'grpo: finished before, left alone' in told
-  assert 'Resuming after step' in told
+  output = subprocess.run(**call, check=True, capture_output=True).stdout
+  assert 'grpo: finished before, left alone' in output
+  assert 'Resuming after step' in output
   assert report.stat().st_mtime_ns == before
-  found = json.loads((tmp_path / 'grid.json').read_text())
+  found = json.loads((tmp_path / 'sweep.json').read_text())
   assert found['seed'] == 0 and list(found['cells']) == ['grpo', 'both']
   grpo, both = found['cells'].values()
-  # At equal rollouts: the first step at which there are 600; 32 a step and, every
+  # A cell ends with the first step that reaches 600 responses: 32 per step and, every
   # second step, up to four problems of four responses.
   assert grpo['responses'] == 608 and grpo['steps'] == 19
   assert 600 <= both['responses'] < 648 and both['steps'] < 19
   assert grpo['before'] == both['before'], 'they start from one policy'
   phases = json.loads((tmp_path / 'both' / 'report.json').read_text())['phases']
   assert 'warm start' not in phases, 'the warm start is made once'
-  assert '| both |' in (tmp_path / 'grid.md').read_text()
+  assert '| both |' in (tmp_path / 'sweep.md').read_text()
 
 
 def test_the_launcher_runs_each_seed_in_its_folder_and_then_the_table():
-  told = subprocess.run(
-    ['bash', 'launch/grid.sh', '--config.steps=3'],
+  output = subprocess.run(
+    ['bash', 'launch/sweep.sh', '--config.steps=3'],
     cwd=ROOT,
     env=os.environ | {'PYTHON': 'echo', 'SEEDS': '0 4', 'RUNS': '/r'},
     check=True,
@@ -240,7 +233,7 @@ def test_the_launcher_runs_each_seed_in_its_folder_and_then_the_table():
     text=True,
   ).stdout
   main = '-m bapo_jax.main --config=configs/countdown.py'
-  assert told.splitlines() == [
+  assert output.splitlines() == [
     f'{main} --workdir=/r/seed0 --config.seed=0 --config.steps=3',
     f'{main} --workdir=/r/seed4 --config.seed=4 --config.steps=3',
     f'{main} --mode=table --workdir=/r',

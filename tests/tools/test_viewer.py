@@ -1,4 +1,4 @@
-"""The viewer: what a run has kept, drawn; keys turn pages."""
+"""The viewer draws the groups that a run recorded; keys turn pages."""
 
 import io
 import json
@@ -15,8 +15,8 @@ from bapo_jax.algorithms import advantage, replay_buffer
 from bapo_jax.data import tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.tools import recorded_groups, viewer
-from bapo_jax.training import checkpoint, setup
-from configs import base
+from bapo_jax.training import checkpoint, config, setup
+from bapo_jax.training.config import Config
 
 TEXT = tokenizer.load('characters', '{problem}\n')
 
@@ -25,26 +25,25 @@ def screen(terminal=False):
   return Console(file=io.StringIO(), width=78, force_terminal=terminal, _environ={})
 
 
-def printed(workdir, number=None, views='', **knobs):
-  console = screen(knobs.pop('terminal', False))
-  assert viewer.show(None, str(workdir), number, views, console, **knobs) == 0
+def printed(workdir, number=None, views='', terminal=False, keys=None):
+  console = screen(terminal)
+  assert viewer.show(Config(), str(workdir), number, views, console, keys) == 0
   return console.file.getvalue()
 
 
 def evaluated(tmp_path, *problems, rule='group_relative'):
   """A run with one evaluation: each problem, its responses and their verdicts."""
-  config = base.get_config().to_dict()
-  config['advantage']['rule'] = rule
-  (tmp_path / 'config.json').write_text(json.dumps(config))
+  made = Config().with_values(advantage={'rule': rule})
+  (tmp_path / 'config.json').write_text(json.dumps(config.plain(made)))
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
     for problem, responses in problems
     for text, right in responses
   ]
   (tmp_path / 'eval').mkdir()
-  for step, kept in ((0, samples[:1]), (10, samples), (9, samples[:1])):
+  for step, recorded in ((0, samples[:1]), (10, samples), (9, samples[:1])):
     path = tmp_path / 'eval' / f'{step}.json'
-    path.write_text(json.dumps({'result': {}, 'samples': kept}))
+    path.write_text(json.dumps({'result': {}, 'samples': recorded}))
   return tmp_path
 
 
@@ -73,9 +72,9 @@ def test_the_newest_evaluation_is_paged_by_problem(tmp_path):
   assert 'advantage +0.00' in second and '--show_group' not in second
 
 
-def test_what_is_not_recorded_is_said(tmp_path):
-  told = ' '.join(printed(evaluated(tmp_path, *TWO), 1, 'pc').split())
-  assert 'An evaluation keeps text only' in told and '⟨' not in told
+def test_a_view_of_tokens_explains_why_it_is_empty(tmp_path):
+  drawn = ' '.join(printed(evaluated(tmp_path, *TWO), 1, 'pc').split())
+  assert 'An evaluation records text only' in drawn and '⟨' not in drawn
 
 
 def test_responses_have_the_colour_of_their_advantage(tmp_path):
@@ -114,45 +113,45 @@ def test_keys_turn_pages_and_switch_views(tmp_path):
   drawn = re.sub(r'\x1b\[[\d;]*[A-Za-z]', '', drawn)
   pages = drawn.split('group ')[1:]
   assert [p[0] for p in pages] == list('1122222')
-  said = ['keeps text only' in p for p in pages]
-  assert said == [False] * 4 + [True] * 2 + [False]
+  explained = ['records text only' in p for p in pages]
+  assert explained == [False] * 4 + [True] * 2 + [False]
   assert 'n: next, b: back, p: token probabilities' in drawn
 
 
 @pytest.fixture
-def shelved(tmp_path):
-  """A run whose shelf holds problems 5 and 8, and an empty seat; config and workdir."""
-  config = base.get_config()
-  config.batch.rule = 'adapted'
-  config.model.update(width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16)
-  config.sampler.temperature = 0.5
-  (tmp_path / 'config.json').write_text(json.dumps(config.to_dict()))
-  good = groups(ids=[5, 3, 8], right=[1, 1, 3], policy_version=[1, -1, 2], G=4, T=6)
-  prompt, said = (np.asarray(i) for i in tokenizer.encode(TEXT, ['3*', '567']))
+def buffered(tmp_path):
+  """(config, workdir) of a run whose buffer holds problems 5, 8 and an empty row."""
+  model = dict(width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16)
+  made = Config().with_values(
+    batch={'rule': 'adapted'}, model=model, sampler={'temperature': 0.5}
+  )
+  (tmp_path / 'config.json').write_text(json.dumps(config.plain(made)))
+  reusable = groups(ids=[5, 3, 8], right=[1, 1, 3], policy_version=[1, -1, 2], G=4, T=6)
+  prompt, response = (np.asarray(i) for i in tokenizer.encode(TEXT, ['3*', '567']))
   tokens_PGT = np.zeros((3, 4, 6), np.int32)
-  tokens_PGT[:, :, :2], tokens_PGT[:, :, 2:5] = prompt, said
+  tokens_PGT[:, :, :2], tokens_PGT[:, :, 2:5] = prompt, response
   response_mask_PGT = np.zeros((3, 4, 6), bool)
   response_mask_PGT[:, :, 2:5] = True
   behavior_logp_PGT = np.where(response_mask_PGT, np.log([1, 1, 0.5, 0.95, 0.25, 1]), 0)
-  good = good._replace(
+  reusable = reusable._replace(
     tokens_PGT=tokens_PGT,
     response_mask_PGT=response_mask_PGT,
     behavior_logp_PGT=behavior_logp_PGT.astype(np.float32),
   )
-  spec = setup.spec_of(config, TEXT)
-  with checkpoint.manager(str(tmp_path), 2) as kept:
-    buffer = replay_buffer.init(1, 4, 1)._replace(good=good)
+  spec = setup.spec_of(made, TEXT)
+  with checkpoint.manager(str(tmp_path), 2) as checkpoints:
+    buffer = replay_buffer.init(1, 4, 1)._replace(reusable=reusable)
     arrays = {'buffer': buffer, 'params': params(spec)}
-    checkpoint.save(kept, 3, arrays, {})
-  return config, str(tmp_path)
+    checkpoint.save(checkpoints, 3, arrays, {})
+  return made, str(tmp_path)
 
 
-def test_the_good_shelf_is_read_with_probabilities(shelved):
-  _, workdir = shelved
+def test_the_replay_buffer_is_read_with_probabilities(buffered):
+  _, workdir = buffered
   found = recorded_groups.read(workdir)
-  assert [g.where for g in found] == [
-    'problem 8, step 2, good shelf of step 3',
-    'problem 5, step 1, good shelf of step 3',
+  assert [g.source for g in found] == [
+    'problem 8, step 2, replay buffer of step 3',
+    'problem 5, step 1, replay buffer of step 3',
   ]
   assert [g.prompt for g in found] == ['3*', '3*']
   # One right of four: mean 1/4, deviation sqrt(3)/4, so +sqrt(3) and -1/sqrt(3).
@@ -160,43 +159,47 @@ def test_the_good_shelf_is_read_with_probabilities(shelved):
   np.testing.assert_allclose(adv, [3**0.5, *[-(3**-0.5)] * 3], rtol=1e-4)
   for response in found[0].responses:
     assert response.text == '567' and response.pieces == ['5', '6', '7']
-    np.testing.assert_allclose(np.exp(response.logp), [0.5, 0.95, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(response.logp_T), [0.5, 0.95, 0.25], rtol=1e-6)
   drawn = printed(workdir, 1, 'p')
   assert '5⟨.50⟩67⟨.25⟩' in drawn and 'mean probability 0.57' in drawn
   assert '567' in printed(workdir, 1) and '⟨' not in printed(workdir, 1)
   assert 'No step has reported clip bounds yet' in printed(workdir, 1, 'c')
 
 
-def test_another_checkpoint_is_shown_with_what_was_known_by_then(shelved, monkeypatch):
-  config, workdir = shelved
-  with checkpoint.manager(workdir, 2) as kept:
+def test_another_checkpoint_is_shown_with_what_was_known_by_then(buffered, monkeypatch):
+  config, workdir = buffered
+  with checkpoint.manager(workdir, 2) as checkpoints:
     buffer = replay_buffer.init(2, 4, 6)
-    buffer = buffer._replace(good=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
+    buffer = buffer._replace(reusable=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
     arrays = {'buffer': buffer, 'params': params(setup.spec_of(config, TEXT), 1)}
-    checkpoint.save(kept, 5, arrays, {}, accuracy=0.5)
-  monkeypatch.setattr(tokenizer, 'read', lambda reader, tokens_GT, *_: ['?'] * 4)
+    checkpoint.save(checkpoints, 5, arrays, {}, accuracy=0.5)
+  monkeypatch.setattr(tokenizer, 'decode_responses', lambda *_: ['?'] * 4)
 
-  def shelf(which):
-    return [group.where for group in recorded_groups.read(workdir, which)]
+  def sources(which):
+    return [group.source for group in recorded_groups.read(workdir, which)]
 
-  assert shelf('newest') == shelf('best') == ['problem 9, step 4, good shelf of step 5']
-  assert shelf('3') == [
-    'problem 8, step 2, good shelf of step 3',
-    'problem 5, step 1, good shelf of step 3',
+  assert (
+    sources('newest')
+    == sources('best')
+    == ['problem 9, step 4, replay buffer of step 5']
+  )
+  assert sources('3') == [
+    'problem 8, step 2, replay buffer of step 3',
+    'problem 5, step 1, replay buffer of step 3',
   ]
   with pytest.raises(ValueError, match=r'checkpoint=4: .* \[3, 5\]'):
-    shelf('4')
-  assert recorded_groups.last(workdir, '3') == 3
-  assert recorded_groups.last(workdir, 'newest') == math.inf
-  read = checkpoint.read_params(workdir, 3), checkpoint.read_params(workdir, 5)
-  assert not np.array_equal(*(r('embed') for r in read))
+    sources('4')
+  assert recorded_groups.last_step(workdir, '3') == 3
+  assert recorded_groups.last_step(workdir, 'newest') == math.inf
+  embed = [checkpoint.read_params(workdir, step)('embed') for step in (3, 5)]
+  assert not np.array_equal(*embed)
   (group,) = recorded_groups.read(workdir, '3')[:1]
   ratios = [recorded_groups.ratios(config, workdir, w)(group)[0] for w in ('3', 'best')]
   assert not np.allclose(*ratios)
 
 
-def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(shelved):
-  config, workdir = shelved
+def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(buffered):
+  config, workdir = buffered
   (group, _) = recorded_groups.read(workdir)
   found = recorded_groups.ratios(config, workdir)(group)
   # Column t - 1 says what the policy makes of token t, at the sampler's temperature.
@@ -209,14 +212,13 @@ def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(shelved):
   )
   expected_GT = np.exp(np.asarray(logp_GT)) / np.asarray([0.5, 0.95, 0.25])[None]
   np.testing.assert_allclose(np.stack(found), expected_GT, rtol=1e-4)
-  other = config.copy_and_resolve_references()
-  other.model.width = 32
+  other = config.with_values(model={'width': 32})
   with pytest.raises(ValueError, match=r'was trained with model\.width=16, not 32'):
     recorded_groups.ratios(other, workdir)
 
 
-def test_tokens_that_would_be_clipped_carry_their_ratio(shelved):
-  _, workdir = shelved
+def test_tokens_that_would_be_clipped_carry_their_ratio(buffered):
+  _, workdir = buffered
   found = recorded_groups.read(workdir)
   bounds = {'step': 7, 'clip/low': 0.8, 'clip/high': 1.2}
   ratios = [np.asarray([0.7, 1.2, 1.3])] * 4
@@ -227,10 +229,10 @@ def test_tokens_that_would_be_clipped_carry_their_ratio(shelved):
     return console.file.getvalue().splitlines()
 
   # A token at its bound is cut. The first response is right, the others are wrong.
-  said = [line for line in drawn('c') if line.startswith('5')]
-  assert said == ['56[1.20]7[1.30]', *['5[0.70]67'] * 3]
-  said = [line for line in drawn('pc') if line.startswith('5')]
-  assert said == ['5⟨.50⟩6[1.20]7⟨.25⟩[1.30]', *['5⟨.50⟩[0.70]67⟨.25⟩'] * 3]
+  marked = [line for line in drawn('c') if line.startswith('5')]
+  assert marked == ['56[1.20]7[1.30]', *['5[0.70]67'] * 3]
+  marked = [line for line in drawn('pc') if line.startswith('5')]
+  assert marked == ['5⟨.50⟩6[1.20]7⟨.25⟩[1.30]', *['5⟨.50⟩[0.70]67⟨.25⟩'] * 3]
   assert 'mean bounds of step 7, 0.80 and 1.20' in ' '.join(
     ' '.join(drawn('c')).split()
   )
@@ -238,13 +240,13 @@ def test_tokens_that_would_be_clipped_carry_their_ratio(shelved):
 
 def test_nothing_recorded_and_no_such_group_are_one_sentence(tmp_path):
   with pytest.raises(ValueError, match='holds no run; train there first'):
-    viewer.show(None, str(tmp_path), None, '')
+    viewer.show(Config(), str(tmp_path), None, '')
   evaluated(tmp_path, *TWO)
   with pytest.raises(ValueError, match=r'--show_group=3: give 1 to 2'):
-    viewer.show(None, str(tmp_path), 3, '')
+    viewer.show(Config(), str(tmp_path), 3, '')
   with pytest.raises(ValueError, match=r"--show_with=px: no \['x'\]"):
-    viewer.show(None, str(tmp_path), 1, 'px')
+    viewer.show(Config(), str(tmp_path), 1, 'px')
   for path in (tmp_path / 'eval').iterdir():
     path.unlink()
   with pytest.raises(ValueError, match='has no group recorded yet'):
-    viewer.show(None, str(tmp_path), None, '')
+    viewer.show(Config(), str(tmp_path), None, '')

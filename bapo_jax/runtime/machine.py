@@ -1,0 +1,19 @@
+"""What this machine has, known without JAX."""
+
+import glob
+import os
+
+# A process sees its accelerators as these files; TPU VMs have accel or vfio.
+ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
+LARGEST_ACCELERATOR = 288 << 30  # bytes; of any that is sold (2026)
+
+
+def accelerators() -> int:
+  """Accelerators that are attached, used or not."""
+  return sum(len(glob.glob(pattern)) for pattern in ACCELERATORS)
+
+
+def most_memory() -> int:
+  """Bytes that no run on this machine can exceed: an upper limit, not a promise."""
+  host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  return host + accelerators() * LARGEST_ACCELERATOR

@@ -1,0 +1,152 @@
+"""Any value of any knob is refused in one sentence, quickly, or can be trained.
+
+The trials are random and seeded: 60 in every run of the suite, 600 and 30 command lines
+under the marker `nightly`.
+"""
+
+import copy
+import functools
+import math
+import pathlib
+import random
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from bapo_jax import knobs, main, sharding
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models import transformer
+from bapo_jax.training import rules, setup
+from bapo_jax.training.config import Config, parse, plain
+
+ROOT = pathlib.Path(__file__).parents[1]
+FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
+SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
+NUMBERS = (0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**63, 10**400, -(10**400))
+NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
+CELL = ('a', 'fresh_only', 'fixed')
+OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
+OTHERS += ((), (1,), (0.5, 0.9), (0.9, 0.5), (math.nan, 1.0), (1, 'x'), (10**400,))
+OTHERS += (((),), ((1,),), (CELL,), (CELL, CELL), ('a',) * 10_000, (CELL,) * 1000)
+OTHERS += ([], [0.5, 0.9], {}, {'x': 1}, b'x', 1j, object(), math)
+TEXTS = ('', 'abc', '1.5', '-1', '0', '1', 'nan', 'inf', '-inf', '1e400', '9' * 400)
+TEXTS += ('9' * 5000, 'None', 'maybe', '()', '(1,)', '(0.5,0.9)', '((1,2),(3,4))')
+TEXTS += ('(' * 300, '[', '(1if,)', "('a\\d',)", '-' * 9000 + '1', 'x' * 2000, 'a\nb')
+TEXTS += (
+  "('a','fresh_only','fixed')",
+  '(1,)*10**9',
+  '10**10**10',
+  '{1: 2}',
+  '3,',
+  '\\',
+)
+
+
+def value(rng: random.Random, name: str):
+  """Some value for a knob: at its limits, of its type, or anything."""
+  field, default = FIELDS[name]
+  limits = field.json_schema_extra or {}
+  edges = [limits[key] for key in ('least', 'most', 'above', 'below') if key in limits]
+  near = [one for edge in edges for one in (edge, edge - 1, edge + 1, edge + 1e-9)]
+  scaled = [default * n for n in (2, 1000)] if isinstance(default, int | float) else []
+  choices = (near + scaled + [default], NUMBERS, OTHERS)
+  return rng.choice(rng.choices(choices, weights=(4, 3, 2))[0])
+
+
+def trial(rng: random.Random) -> dict:
+  """The default's values, some of them replaced."""
+  values = copy.deepcopy(plain(Config()))
+  for name in rng.sample(sorted(FIELDS), rng.randint(1, 3)):
+    *sections, key = name.split('.')
+    functools.reduce(dict.__getitem__, sections, values)[key] = value(rng, name)
+  if rng.random() < 0.05:
+    *sections, key = rng.choice(SECTIONS).split('.')
+    functools.reduce(dict.__getitem__, sections, values)[key] = rng.choice(OTHERS)
+  return values
+
+
+def check_sentence(error: ValueError) -> None:
+  """A sentence is one short line that begins with, or names, what is wrong."""
+  text = str(error)
+  assert type(error) is ValueError
+  assert '\n' not in text and len(text) < 500, text
+  assert any(name in text for name in (*FIELDS, *SECTIONS)), text
+  assert not any(word in text for word in ('<class', 'typing.', 'pydantic')), text
+
+
+def check_trainable(config: Config) -> None:
+  """Model, decode slots and train step have shapes; nothing is allocated."""
+  config = config.with_values(model={'attention': 'auto'})  # others need their device
+  tokenizer = tokenizer_lib.load('characters', '{problem}\n')
+  mesh = sharding.make(devices=jax.devices()[:1])
+  spec = setup.spec_of(config, tokenizer)
+  params = transformer.abstract(spec)
+  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  engine = setup.make_engine(config, spec, tokenizer, mesh)
+  jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
+  step = setup.make_train_step(config, rules.bind(config), spec)
+  found = jax.eval_shape(step, params, opt, setup.abstract_batch(config, mesh))
+  assert jax.tree.map(lambda x: x.shape, found[0]) == jax.tree.map(
+    lambda x: x.shape, params
+  )
+
+
+def run_trials(seed: int, trials: int, shaped: int) -> None:
+  """Trials of values and of texts; the first `shaped` accepted ones are traced."""
+  rng, accepted = random.Random(seed), 0
+  for _ in range(trials):
+    values, began = trial(rng), time.perf_counter()
+    try:
+      config = parse(values)
+    except ValueError as error:
+      check_sentence(error)
+    else:
+      accepted += 1
+      if accepted <= shaped and not config.model.path:
+        check_trainable(config)
+        began = time.perf_counter()
+    assert time.perf_counter() - began < 5, values
+    given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
+    try:
+      main.overrides([given])
+    except ValueError as error:
+      check_sentence(error)
+    assert time.perf_counter() - began < 5, given
+  assert accepted > trials // 10, 'most trials are refused: they test little'
+
+
+def test_any_value_is_refused_in_one_sentence_or_can_be_trained():
+  run_trials(seed=0, trials=60, shaped=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('seed', range(1, 5))
+def test_any_value_of_many(seed):
+  run_trials(seed, trials=150, shaped=10)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('seed', range(30))
+def test_any_override_is_one_line_on_stderr(seed, tmp_path):
+  rng = random.Random(seed)
+  # No mode trains, and show finds nothing: a text that is a value ends there.
+  given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
+  command = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
+  began = time.perf_counter()
+  done = subprocess.run(
+    [*command, '--mode=show', f'--workdir={tmp_path}', given],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  seconds = time.perf_counter() - began
+  assert done.returncode == 2, done.stderr
+  (line,) = done.stderr.splitlines()
+  assert line.startswith('bapo_jax: ') and 'Traceback' not in line
+  refused = 'holds no run' not in line
+  assert given.split('=')[0].removeprefix('--config.') in line or not refused
+  assert seconds < 5
