@@ -33,7 +33,7 @@ from jax import Array
 
 from bapo_jax.algorithms import bound_search, clip, loss
 from bapo_jax.models import transformer
-from bapo_jax.training import learner
+from bapo_jax.training import learner, optimizer
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Batch, Bounds
 
@@ -144,7 +144,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   knobs = config.model.model_dump(exclude={'path'})
   spec = transformer.ModelSpec(vocab=40, **knobs)
   params = transformer.init(spec, jax.random.key(0))
-  tx = learner.optimizer(**config.optimizer.model_dump())
+  tx = optimizer.adamw(**config.optimizer.model_dump())
   objective = learner.Objective(
     clip_rule=balanced,
     loss_rule=loss.clipped,

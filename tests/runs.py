@@ -25,7 +25,7 @@ from bapo_jax.models import hf_weights
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, config, experiment, setup
+from bapo_jax.training import checkpoint, config, experiment, resume, setup
 from bapo_jax.training.config import Config
 from bapo_jax.training.trainer import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -232,8 +232,8 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
     step=1,
   )
   with checkpoint.manager(str(workdir), 2) as checkpoints:
-    meta = {'run': experiment.scalars(state)}
-    checkpoint.save(checkpoints, 1, experiment.arrays(state), meta)
+    meta = {'run': resume.scalars(state)}
+    checkpoint.save(checkpoints, 1, resume.arrays(state), meta)
 
 
 def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:

@@ -20,6 +20,7 @@ import optax
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics, loss
+from bapo_jax.algorithms.knobs import Aggregate
 from bapo_jax.models import logprobs
 from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.transformer import ModelSpec
@@ -159,7 +160,7 @@ class Objective:
   chunk: int = LogprobsConfig().chunk
   grad_accum_steps: int = 1
   bounds_scope: str = 'minibatch'
-  aggregate: str = 'token'
+  aggregate: Aggregate = 'token'
   length: int = 1
   kl: float = 0.0
 

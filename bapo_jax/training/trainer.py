@@ -148,7 +148,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
-  """Groups of the next prompts, sampled by the actor; partial where a budget says so."""
+  """Groups of the next prompts, sampled by the actor, all or as the budget allows."""
   now = prompts.next_prompts(
     t.problems, prompt_round, t.config.seed, t.config.prompts.count
   )

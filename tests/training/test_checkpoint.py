@@ -15,7 +15,7 @@ from runs import copied, same, tiny
 
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
-from bapo_jax.training import checkpoint, experiment, setup
+from bapo_jax.training import checkpoint, resume, setup
 from bapo_jax.training.trainer import TrainState
 from bapo_jax.types import Tree
 
@@ -225,16 +225,16 @@ def test_another_mesh_restores_the_same_values(
 ):
   workdir = copied(warm_start, tmp_path / 'run')
   old = started(then, workdir, monkeypatch)
-  arrays = filled(experiment.arrays(old))
-  scalars = experiment.scalars(old) | {'step': 3, 'actor_version': 2}
+  arrays = filled(resume.arrays(old))
+  scalars = resume.scalars(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
     checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
     checkpoint.wait(checkpoints)
     fresh = started(now, workdir, monkeypatch)
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
-    s, _ = experiment.resume(checkpoints, fresh)
+    s, _ = resume.resume(checkpoints, fresh)
   assert (s.step, s.actor_version) == (3, 2)
-  found = experiment.arrays(s)
+  found = resume.arrays(s)
   assert found.keys() == {'params', 'opt', 'actor', 'buffer', 'partial'}
   for part, value in found.items():
     assert same(value, arrays[part]), part
@@ -242,4 +242,4 @@ def test_another_mesh_restores_the_same_values(
   assert jax.tree.map(lambda x: x.sharding, s.params) == layout
   devices = {len(x.sharding.device_set) for x in jax.tree.leaves(s.params)}
   assert devices == {MESHES[now][0]}
-  assert json.dumps(experiment.scalars(s)) == json.dumps(scalars)
+  assert json.dumps(resume.scalars(s)) == json.dumps(scalars)

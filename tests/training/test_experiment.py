@@ -21,7 +21,7 @@ from runs import command, last_run, same, tiny
 
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime import workdir as workdir_lib
-from bapo_jax.training import checkpoint, experiment
+from bapo_jax.training import checkpoint, experiment, resume
 
 CELLS = list(
   itertools.product(('fresh_only', 'adapted'), ('fixed', 'balanced'), (0, 1))
@@ -143,7 +143,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   def identity(step):
     with checkpoint.manager(workdir, 2) as checkpoints:
       found = checkpoint.read_meta(checkpoints, step)['problems']
-      assert experiment.same_problems(checkpoints, found, 'refuse')
+      assert resume.same_problems(checkpoints, found, 'refuse')
     return found
 
   first = [(f'{a}+{b}', a + b) for a in range(4) for b in range(4)]

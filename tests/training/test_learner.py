@@ -14,7 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip, diagnostics, loss
 from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.models import logprobs
-from bapo_jax.training import learner
+from bapo_jax.training import learner, optimizer
 from bapo_jax.types import Batch, ClipRule, Prompts
 
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
@@ -26,7 +26,7 @@ RULES = {
 }
 # The mean over a response hardly leaves 1: what GSPO clips is narrow.
 NARROW = functools.partial(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
-ADAM = learner.optimizer(lr=1e-2)
+ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
 PLAIN = optax.sgd(0.1)
 FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
@@ -432,7 +432,7 @@ def test_optimizer_warms_up_and_limits_the_norm():
   # Adam's first step is lr times the gradient's sign, whatever its size; with four
   # warm-up updates the first takes a fifth of lr, the fifth all of it.
   weights = {'w': jnp.ones(3)}
-  tx = learner.optimizer(lr=0.5, warmup=4, b1=0.0, b2=0.0)
+  tx = optimizer.adamw(lr=0.5, warmup=4, b1=0.0, b2=0.0)
   opt, sizes = tx.init(weights), []
   for _ in range(6):
     step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
@@ -445,7 +445,7 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
   kinds = {'embed': jnp.bfloat16, 'final_norm': jnp.float32}
   params = {n: jnp.asarray(rng.standard_normal(50), kind) for n, kind in kinds.items()}
   knobs = {'lr': 1e-3, 'warmup': 3, 'weight_decay': 0.1}
-  ours, plain = learner.optimizer(master=True, **knobs), learner.optimizer(**knobs)
+  ours, plain = optimizer.adamw(master=True, **knobs), optimizer.adamw(**knobs)
   state = ours.init(params)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
   moments, first = plain.init(exact), params
