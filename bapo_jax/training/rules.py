@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Callable, Mapping
 
+import jax
+
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import Section
 from bapo_jax.training.config import Config
@@ -24,7 +26,7 @@ def bind_rule(rules: Mapping[str, Callable], section: Section) -> Callable:
 def bind(config: Config) -> Rules:
   """The rules of a config."""
   return Rules(
-    batch=bind_rule(batch_rules.RULES, config.batch),
+    batch=jax.jit(bind_rule(batch_rules.RULES, config.batch), static_argnames='seats'),
     advantage=bind_rule(advantage.RULES, config.advantage),
     clip=bind_rule(clip.RULES, config.clip),
     loss=bind_rule(loss.RULES, config.loss),
