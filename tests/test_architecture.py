@@ -356,9 +356,11 @@ REPORTING = [
 def test_what_a_step_reports_is_in_the_glossary():
   from bapo_jax.algorithms import diagnostics
   from bapo_jax.runtime.glossary import GLOSSARY
+  from bapo_jax.types import SOURCES
 
   text = '\n'.join(MODULES[name].read_text() for name in REPORTING)
   whole = set(re.findall(r"(?<!f)'([a-z]+/[a-z_]*[a-z])'", text))
+  whole |= {f'batch/{source}' for source in SOURCES}
   # f'clip/fraction_{name}': by sign, by source or at the starting bounds.
   stems = tuple(re.findall(r"f'([a-z]+/[a-z_]+)\{", text))
   assert not whole - set(GLOSSARY) - set(diagnostics.OF_SOURCE)
