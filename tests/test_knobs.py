@@ -247,4 +247,4 @@ def test_bind_rule_binds_the_knobs_of_the_rule_in_force():
 def test_a_config_binds_the_rules_that_it_names():
   bound = bind(parse({'clip': {'rule': 'fixed', 'fixed': {'low': 0.5}}}))
   assert bound.clip.func is clip.fixed and bound.clip.keywords['low'] == 0.5
-  assert bound.batch.func is batch_rules.fresh_only and not bound.batch.keywords
+  assert bound.batch.__wrapped__.func is batch_rules.fresh_only

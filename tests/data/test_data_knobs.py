@@ -13,6 +13,7 @@ from bapo_jax.data.knobs import (
   TokenizerConfig,
 )
 
+TWO_TO_SIX = 'give a tuple of integers, each from 2 to 6'
 BAD = [  # section, its name, values, the error
   (
     ProblemsConfig,
@@ -42,8 +43,8 @@ BAD = [  # section, its name, values, the error
     (ProblemsConfig, 'problems', {'countdown': values}, 'countdown.' + message)
     for values, message in (
       ({'numbers': ()}, 'numbers=(): give how many numbers a problem has, as in (3,)'),
-      ({'numbers': (1, 3)}, 'numbers=(1, 3): give integers in a tuple, from 2 to 6'),
-      ({'numbers': (7,)}, 'numbers=(7,): give integers in a tuple, from 2 to 6'),
+      ({'numbers': (1, 3)}, f'numbers=(1, 3): {TWO_TO_SIX}'),
+      ({'numbers': (7,)}, f'numbers=(7,): {TWO_TO_SIX}'),
       ({'largest': 4}, 'largest=4: give an integer from 5 to 10000'),
       ({'target': 0}, 'target=0: give an integer from 10 to 1000000'),
       ({'wording': 'terse'}, "wording='terse': give one of 'sentence', 'short'"),

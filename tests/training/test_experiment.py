@@ -1,4 +1,4 @@
-"""Whole runs, tiny: the grid, the report, exact resume, signals, kills."""
+"""Whole runs, tiny: the sweep, the report, exact resume, signals, kills."""
 
 import glob
 import itertools

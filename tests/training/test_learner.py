@@ -142,7 +142,9 @@ def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params)
   expected, expected_grads = jax.value_and_grad(far)(params)
   np.testing.assert_allclose(value, 0.5 * expected, rtol=1e-5)
   for found, wanted in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
-    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-4, atol=1e-7)
+    # Sums that cancel are rounded like the largest of their leaf.
+    rounding = 5e-6 * float(jnp.abs(wanted).max())
+    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-4, atol=rounding)
   assert far(params) > 0
 
 

@@ -1,6 +1,6 @@
 """Host memory of loading: at most the parameters + 1.25 x the largest tensor?
 
-  python -m benchmarks.load_weights [--gb=1] [--devices=1]
+  python -m benchmarks.models.load_weights [--gb=1] [--devices=1]
 
 Writes a random Qwen2 checkpoint of two shards to a temporary directory, in float32 and
 in bfloat16, loads each in a fresh process (on the CPU, where device buffers are host

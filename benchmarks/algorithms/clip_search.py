@@ -1,6 +1,6 @@
 """The bound search: the loop as published, the loop under jit, and ours.
 
-  python -m benchmarks.clip_search [--repeat=10] [--rows=1]
+  python -m benchmarks.algorithms.clip_search [--repeat=10] [--rows=1]
 
 Per shape [B, T] of a minibatch, medians in milliseconds of one run:
 

@@ -1,6 +1,6 @@
 """Tokens per second of a train step, and of the same step in transformers and torch.
 
-  python -m benchmarks.train_step [--layers=4] [--rows=4] [--length=256] [--steps=3]
+  python -m benchmarks.training.train_step [--layers=4] [--rows=4] [--length=256] [--steps=3]
 
 A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 parameters and
 AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:
@@ -146,7 +146,7 @@ def main() -> None:
   print(f'{"":10}{"":8}{"tokens/s":>10}  seconds per step')
   for kind in KINDS:
     for who, key in (('ours', 'ours_tps'), ('theirs', 'torch_tps')):
-      command = [sys.executable, '-m', 'benchmarks.train_step', *sys.argv[1:]]
+      command = [sys.executable, '-m', 'benchmarks.training.train_step', *sys.argv[1:]]
       run = subprocess.run(
         [*command, f'--only={who}:{kind}'], check=True, stdout=subprocess.PIPE
       )

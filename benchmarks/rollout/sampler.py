@@ -1,6 +1,6 @@
 """Useful tokens per second: this sampler, a static batch, transformers' generate.
 
-  python -m benchmarks.sampler [--batch=32,64] [--rounds=1] [--device]
+  python -m benchmarks.rollout.sampler [--batch=32,64] [--rounds=1] [--device]
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
 float32, prompts of 64 tokens, G = 8 responses to each. The lengths of responses are
