@@ -69,7 +69,7 @@ def draw(
 
 def _truncate(logits_SV: Array, sampling: SamplingParams) -> Array:
   """-inf wherever top-k or top-p leaves a token out."""
-  if sampling.top_k:
+  if 0 < sampling.top_k < logits_SV.shape[1]:
     least_S1 = jax.lax.top_k(logits_SV, sampling.top_k)[0][:, -1:]
     logits_SV = jnp.where(logits_SV < least_S1, -jnp.inf, logits_SV)
   if sampling.top_p < 1:

@@ -57,7 +57,9 @@ def open_workdir(
     for name, old, new in differences(before, now)
     if name not in free and name.split('.')[0] not in free
   ]
-  if changed:
+  # Nothing is measured yet where a run was refused before its first evaluation, say for
+  # a tokenizer that is not there: the corrected command may then use the directory.
+  if changed and os.path.exists(os.path.join(workdir, 'metrics.jsonl')):
     raise ValueError(
       f'--workdir={workdir} holds a run with another config '
       f'({"; ".join(changed[:4])}); give another --workdir, or the config it was '

@@ -1,6 +1,7 @@
 """Answers per second of each verifier.
 
-  python -m benchmarks.rewards.verifiers [--count=20000] [--characters=2000] [--workers=2]
+  python -m benchmarks.rewards.verifiers [--count=20000] [--characters=2000]
+      [--workers=2]
 
 Every rule verifies --count responses: --characters of worked text with a few braces,
 then an answer, right in every other one. `aime_short` has responses of the embedded

@@ -1,6 +1,7 @@
 """The main job over several seeds: what it takes and what it gives.
 
-  python -m benchmarks.training.main_job --seeds=3 [--workdir=runs/benchmark] [overrides]
+  python -m benchmarks.training.main_job --seeds=3 [--workdir=runs/benchmark]
+      [overrides]
 
 Runs `configs/aime.py` once a seed, each in a process of its own, prints a table and, as
 the last line, one JSON object. There is no peer that runs on a CPU to compare with; the

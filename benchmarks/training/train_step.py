@@ -1,6 +1,7 @@
 """Tokens per second of a train step, and of the same step in transformers and torch.
 
-  python -m benchmarks.training.train_step [--layers=4] [--rows=4] [--length=256] [--steps=3]
+  python -m benchmarks.training.train_step [--layers=4] [--rows=4] [--length=256]
+      [--steps=3]
 
 A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 parameters and
 AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:

@@ -77,6 +77,7 @@ def test_greedy_is_the_likeliest_and_certain():
   ('params', 'nucleus'),
   [
     (sampling.SamplingParams(top_k=2), [0.4, 0.3]),
+    (sampling.SamplingParams(top_k=99), [0.4, 0.3, 0.2, 0.1]),
     (sampling.SamplingParams(top_p=0.69), [0.4, 0.3]),
     (sampling.SamplingParams(top_p=0.71), [0.4, 0.3, 0.2]),
     (sampling.SamplingParams(top_p=0.01), [0.4]),

@@ -21,8 +21,11 @@ def values(**sections):
 def test_a_directory_belongs_to_one_config(tmp_path):
   path = str(tmp_path / 'runs' / 'one')
   free = ('steps', 'mesh', 'clip.target')
-  workdir.open_workdir(path, values(), free)
+  workdir.open_workdir(path, values(seed=1), free)
   assert os.listdir(path) == ['config.json']  # no trace of the trial
+  # Nothing is measured yet: a command that was refused may be corrected.
+  workdir.open_workdir(path, values(), free)
+  (tmp_path / 'runs' / 'one' / 'metrics.jsonl').write_text('{"step": 0}\n')
   # What is free may change, a whole section or a knob, and is written down.
   changed = values(steps=9, mesh={'data': 2}, clip={'rule': 'fixed', 'target': 0.4})
   workdir.open_workdir(path, changed, free)
