@@ -23,6 +23,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.runtime import tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
@@ -178,13 +179,16 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 def table(result: dict[str, Any], title: str) -> str:
   """The result of `summarize` as a Markdown table, which a terminal shows well too."""
-  rows = [(f'avg@{result["group_size"]}', result['accuracy'], result['stderr'])]
+  measures = {f'avg@{result["group_size"]}': (result['accuracy'], result['stderr'])}
   for name in ('pass', 'maj'):
-    rows += [(f'{name}@{k}', v['mean'], v['stderr']) for k, v in result[name].items()]
-  lines = [f'{n:<12} | {mean:>9.4f} | {error:>9.4f}' for n, mean, error in rows]
-  counts = (('tokens', 'length'), ('truncated', 'truncated'), ('undecided',) * 2)
-  lines += [f'{n:<12} | {result[name]:>9.4g} | {"":>9}' for n, name in counts]
-  head = [f'{"measure":<12} | {"mean":>9} | {"std. err.":>9}', ':--|--:|--:']
+    for k, value in result[name].items():
+      measures[f'{name}@{k}'] = (value['mean'], value['stderr'])
+  rows = [(n, f'{mean:.4f}', f'{error:.4f}') for n, (mean, error) in measures.items()]
+  counts = {'tokens': 'length', 'truncated': 'truncated', 'undecided': 'undecided'}
+  rows += [(n, f'{result[key]:.4g}', '') for n, key in counts.items()]
+  header, *cells = (
+    (name.ljust(12), mean.rjust(9), error.rjust(9))
+    for name, mean, error in [('measure', 'mean', 'std. err.'), *rows]
+  )
   size = f'{result["n"]} problems x {result["group_size"]} responses'
-  table = '\n'.join(f'| {line} |' for line in head + lines)
-  return f'{title}: {size}\n\n{table}\n'
+  return f'{title}: {size}\n\n{tables.markdown(cells, header, "lrr")}\n'

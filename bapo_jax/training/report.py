@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bapo_jax.runtime import files, markdown, metrics
+from bapo_jax.runtime import files, markdown, metrics, tables
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training.report_plots import (
@@ -118,24 +118,26 @@ def _sample_blocks(
       yield markdown.fence(sample['response'], SHOWN)
 
 
-def _change_table(rows: Sequence[Row]) -> Iterator[str]:
+def _change_table(rows: Sequence[Row]) -> str:
   first, last = fifths(rows)
-  yield '| metric | first fifth | last fifth | meaning |'
-  yield '|:--|--:|--:|:--|'
-  for name in MAIN.split():
-    if len(series(rows, name)[0]):
-      meaning = GLOSSARY[name].replace('|', '\\|')  # | would end the cell
-      a, b = mean(first, name), mean(last, name)
-      yield f'| `{name}` | {a:.4g} | {b:.4g} | {meaning} |'
+  reported = [name for name in MAIN.split() if len(series(rows, name)[0])]
+  cells = (
+    (f'`{n}`', f'{mean(first, n):.4g}', f'{mean(last, n):.4g}', GLOSSARY[n])
+    for n in reported
+  )
+  return tables.markdown(
+    cells, ('metric', 'first fifth', 'last fifth', 'meaning'), 'lrrl'
+  )
 
 
 def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
   yield '## Where the time went'
   yield '![Wall time by phase](phases.png)'
-  lines = ['| phase | seconds | percent of wall |', '|:--|--:|--:|']
-  for name, s in {**phases, '**wall**': wall_s}.items():
-    lines.append(f'| {name} | {s:.1f} | {100 * s / wall_s:.1f} |')
-  yield '\n'.join(lines)
+  cells = (
+    (name, f'{s:.1f}', f'{100 * s / wall_s:.1f}')
+    for name, s in {**phases, '**wall**': wall_s}.items()
+  )
+  yield tables.markdown(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
 
 
 def _config(fingerprint: str, text: str) -> Iterator[str]:
@@ -188,7 +190,7 @@ def write(
     '![Curves over the training steps](curves.png)',
     *_times(full, wall_s),
     '## First fifth against last fifth of the steps',
-    '\n'.join(_change_table(rows)),
+    _change_table(rows),
     '## Responses before and after',
     *_sample_blocks(samples_before, samples_after),
     *_config(config_hash, config_text),
