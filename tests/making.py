@@ -14,6 +14,9 @@ SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
+# Contribution and weight of a bound search.
+KINDS = [(c, w) for c in ('gradient', 'surrogate') for w in ('one', 'behaviour')]
+
 # Of a tiny model, as a config.json spells them.
 SIZES = {
   'vocab_size': 20,
@@ -113,3 +116,27 @@ def generate(
   rollouts.submit(prompts, uid_B)
   rollouts.decode(params, key, on_finished=on_finished)
   return rollouts.rows
+
+
+def exact_tokens(seed, B=8, T=6, negative=0.5):
+  """Random (ratio_BT, batch) on a grid so coarse that every float32 sum is exact."""
+  rng = np.random.default_rng(seed)
+  ratio_BT = np.round(64 * np.exp(rng.normal(0, 0.5, (B, T)))).astype(np.float32) / 64
+  sign_B = np.where(rng.random(B) < negative, -1, 1)
+  return ratio_BT, batch(
+    sign_B * rng.integers(0, 9, B) / 4,
+    rng.random((B, T)) < 0.9,
+    logp_BT=np.log(np.float32(0.5) ** rng.integers(0, 5, (B, T))),
+    source_B=rng.integers(0, 3, B),
+  )
+
+
+def mixed_tokens(B=8, T=5, seed=0):
+  """(logp_BT, batch): every combination of sign, side and mask is likely in it."""
+  rng = np.random.default_rng(seed)
+  logp_BT, old_BT, prox_BT = (
+    -rng.random((B, T)).astype(np.float32) * 2 for _ in range(3)
+  )
+  adv_B = np.asarray([1, -1, 2, -2, 0, 0.5, -0.5, 1])[:B]
+  loss_mask_BT = rng.random((B, T)) < 0.8
+  return logp_BT, batch(adv_B, loss_mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4))

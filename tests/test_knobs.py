@@ -9,6 +9,7 @@ import typing
 
 import pydantic
 import pytest
+from refusals import refusal
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
@@ -19,26 +20,6 @@ from bapo_jax.training.config import Config, parse
 from bapo_jax.training.rules import bind, bind_rule
 
 INF, NAN = math.inf, math.nan
-
-
-def nested(dotted: dict) -> dict:
-  """{'clip.rule': x} as {'clip': {'rule': x}}."""
-  values = {}
-  for path, value in dotted.items():
-    *sections, name = path.split('.')
-    section = values
-    for key in sections:
-      section = section.setdefault(key, {})
-    section[name] = value
-  return values
-
-
-def refusal(**dotted) -> str:
-  with pytest.raises(ValueError) as error:
-    parse(nested(dotted))
-  assert not isinstance(error.value, pydantic.ValidationError)
-  assert '\n' not in str(error.value)
-  return str(error.value)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

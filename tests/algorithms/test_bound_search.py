@@ -16,21 +16,6 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.algorithms import bound_search, clip
 
-KINDS = [(c, w) for c in ('gradient', 'surrogate') for w in ('one', 'behaviour')]
-
-
-def tokens(seed, B=8, T=6, negative=0.5):
-  """Random (ratio_BT, batch) on a grid so coarse that every float32 sum is exact."""
-  rng = np.random.default_rng(seed)
-  ratio_BT = np.round(64 * np.exp(rng.normal(0, 0.5, (B, T)))).astype(np.float32) / 64
-  sign_B = np.where(rng.random(B) < negative, -1, 1)
-  return ratio_BT, making.batch(
-    sign_B * rng.integers(0, 9, B) / 4,
-    rng.random((B, T)) < 0.9,
-    logp_BT=np.log(np.float32(0.5) ** rng.integers(0, 5, (B, T))),
-    source_B=rng.integers(0, 3, B),
-  )
-
 
 def test_share_golden(variant):
   # A = +2: ratios 0.5, 1.0, 1.5 (cut: not below 1.25)      P = 2 * (0.5 + 1.0) = 3
@@ -81,13 +66,15 @@ def test_share_looks_at_its_sources_only():
   lows=st.tuples(st.floats(0.3, 1), st.floats(0.3, 1)).map(sorted),
   highs=st.tuples(st.floats(1, 4), st.floats(1, 4)).map(sorted),
   target=st.floats(0, 1),
-  kind=st.sampled_from(KINDS),
+  kind=st.sampled_from(making.KINDS),
 )
 def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   # Without this, bisection means nothing; on numbers whose sums are not exact.
   rng = np.random.default_rng(seed)
   ratio_BT = np.exp(rng.normal(0, 0.6, (8, 6))).astype(np.float32)
-  batch = tokens(seed)[1]._replace(adv_B=rng.normal(0, 1, 8).astype(np.float32))
+  batch = making.exact_tokens(seed)[1]._replace(
+    adv_B=rng.normal(0, 1, 8).astype(np.float32)
+  )
   parts = bound_search.contributions(ratio_BT, batch, *kind, ('fresh', 'reused'))
 
   def meets(low, high):
@@ -132,7 +119,7 @@ def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
   )
   for seed in range(3):
     calls.clear()
-    jax.block_until_ready(jax.jit(rule)(*tokens(seed)))
+    jax.block_until_ready(jax.jit(rule)(*making.exact_tokens(seed)))
     jax.effects_barrier()
     # One more where the start is a case of its own.
     assert len(calls) == (7 if (contribution, order) == ('surrogate', 'lower') else 6)
@@ -145,7 +132,7 @@ def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):
     clip.balanced, contribution=contribution, resolution=resolution, weight='behaviour'
   )
   rows = sharding.over_rows(sharding.make(data=4, fsdp=2))
-  data = jax.device_put(tokens(0, B=64, T=128), rows)
+  data = jax.device_put(making.exact_tokens(0, B=64, T=128), rows)
   text = jax.jit(rule).lower(*data).compile().as_text()
   exchanged = re.findall(
     r'= (\S.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)'
@@ -173,7 +160,7 @@ def test_the_path_has_whole_steps_or_a_last_short_one():
 
 
 def test_arrays_that_disagree_are_refused():
-  ratio_BT, batch = tokens(0)
+  ratio_BT, batch = making.exact_tokens(0)
   with pytest.raises(ValueError, match='adv_B has B=7, but B=8 elsewhere'):
     bound_search.share(
       ratio_BT, batch._replace(adv_B=jnp.asarray(batch.adv_B[:7])), 0.8, 1.2
@@ -181,8 +168,8 @@ def test_arrays_that_disagree_are_refused():
 
 
 def test_the_oracle_knows_the_share():
-  ratio_BT, batch = tokens(3)
-  for contribution, weight in KINDS:
+  ratio_BT, batch = making.exact_tokens(3)
+  for contribution, weight in making.KINDS:
     P, N = oracles.sums(ratio_BT, batch, 0.75, 1.25, contribution, weight)
     share = bound_search.share(
       ratio_BT, batch, 0.75, 1.25, contribution=contribution, weight=weight

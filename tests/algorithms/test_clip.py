@@ -9,7 +9,6 @@ import making
 import numpy as np
 import oracles
 import pytest
-from test_bound_search import KINDS, tokens
 
 from bapo_jax.algorithms import clip
 
@@ -65,7 +64,7 @@ def expected(contribution, weight, order):
     knobs = random_knobs(rng, exact=contribution == 'surrogate')
     knobs |= dict(contribution=contribution, weight=weight, order=order)
     some = [
-      tokens(1000 * group + i, negative=rng.uniform(0.4, 0.7))
+      making.exact_tokens(1000 * group + i, negative=rng.uniform(0.4, 0.7))
       for i in range(MINIBATCHES // GROUPS)
     ]
     loop = [oracles.algorithm_1(*data, **knobs) for data in some]
@@ -76,7 +75,7 @@ def expected(contribution, weight, order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('order', ['upper', 'lower'])
-@pytest.mark.parametrize(('contribution', 'weight'), KINDS)
+@pytest.mark.parametrize(('contribution', 'weight'), making.KINDS)
 def test_balanced_is_algorithm_1_to_the_last_bit(variant, contribution, weight, order):
   seen = set()
   for knobs, stacked, loop in expected(contribution, weight, order):
@@ -92,7 +91,7 @@ def test_balanced_is_algorithm_1_to_the_last_bit(variant, contribution, weight, 
 def test_recipe_is_the_public_loop(variant):
   knobs = dict(low=(0.8, 0.95), high=(1.2, 2.0), low_step=0.04, high_step=0.15)
   for t in (0.5, 0.8, 1.0):
-    some = [tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
+    some = [making.exact_tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
     some = [(r, b) for r, b in some if (b.adv_B != 0).any()]
     loop = [oracles.public_recipe(*data, t=t, **knobs) for data in some]
     rule = functools.partial(clip.recipe, positive_to_negative=t, **knobs)
@@ -230,7 +229,7 @@ def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weig
 
 def test_no_gradient_is_needed_through_bounds():
   # Bounds are found by comparisons: their derivative is 0 and never nan.
-  ratio_BT, batch = tokens(0)
+  ratio_BT, batch = making.exact_tokens(0)
   slope_BT = jax.grad(lambda r: clip.balanced(r, batch, **PAPER).high)(
     jnp.asarray(ratio_BT)
   )

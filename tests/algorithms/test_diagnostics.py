@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from test_loss import example
 
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.types import Bounds
@@ -114,7 +113,7 @@ def test_bounds_of_their_own_for_some_rows():
 
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_cut_is_where_the_gradient_is_zero(rule):
-  logp_BT, batch = example(seed=1)
+  logp_BT, batch = making.mixed_tokens(seed=1)
   narrow = BOUNDS._replace(low=jnp.float32(0.95), high=jnp.float32(1.05))
   metrics = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
   weight_BT = loss.weights(loss.RULES[rule], jnp.asarray(logp_BT), batch, narrow)
@@ -128,7 +127,7 @@ def test_cut_is_where_the_gradient_is_zero(rule):
 
 
 def test_of_nothing_only_means_over_some_are_nan():
-  logp_BT, batch = example()
+  logp_BT, batch = making.mixed_tokens()
   nothing = batch._replace(loss_mask_BT=np.zeros_like(batch.loss_mask_BT))
   metrics = diagnose(logp_BT, -logp_BT, nothing)
   lost = {name for name, value in metrics.items() if not np.isfinite(value)}
@@ -242,7 +241,7 @@ def test_one_sampled_token_per_state_is_unbiased():
 
 
 def test_diagnosis_is_the_same_on_a_mesh(variant):
-  logp_BT, batch = example()
+  logp_BT, batch = making.mixed_tokens()
   metrics = variant(lambda *xs: diagnose(*xs), jnp.asarray(logp_BT), -logp_BT, batch)
   for name, value in diagnose(logp_BT, -logp_BT, batch).items():
     np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)

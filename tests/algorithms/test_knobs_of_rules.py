@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_knobs import nested, refusal
+from refusals import nested, refusal
 
 from bapo_jax.algorithms import clip, loss, replay_buffer
 from bapo_jax.training.config import parse

@@ -18,19 +18,6 @@ def bounds(low=0.75, high=1.5, cap=math.inf, dual=math.inf) -> Bounds:
   return Bounds(*values, jnp.int32(0), jnp.asarray(True))
 
 
-def example(B=8, T=5, seed=0):
-  """(logp_BT, batch): every combination of sign, side and mask is likely in it."""
-  rng = np.random.default_rng(seed)
-  logp_BT, old_BT, prox_BT = (
-    -rng.random((B, T)).astype(np.float32) * 2 for _ in range(3)
-  )
-  adv_B = np.asarray([1, -1, 2, -2, 0, 0.5, -0.5, 1])[:B]
-  loss_mask_BT = rng.random((B, T)) < 0.8
-  return logp_BT, making.batch(
-    adv_B, loss_mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4)
-  )
-
-
 def one(ratio, adv, **fields):
   """(logp_BT, batch) of a single token."""
   batch = making.batch([adv], [[True]], logp_BT=[[-2.0]], **fields)
@@ -156,7 +143,7 @@ def test_sequence_golden():
 
 def test_sequence_is_the_gradient_of_the_papers_objective():
   # Eq. 5: mean over responses of min(s A, clip(s) A), s the geometric mean.
-  logp_BT, batch = example()
+  logp_BT, batch = making.mixed_tokens()
 
   def paper(logp_BT):
     n_B = batch.loss_mask_BT.sum(1)
@@ -197,7 +184,7 @@ def test_tis_truncates_above_only():
 
 
 def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
-  _, batch = example()
+  _, batch = making.mixed_tokens()
   batch = batch._replace(prox_BT=batch.behavior_logp_BT)
   expected_BT = np.where(batch.loss_mask_BT, batch.adv_B[:, None], 0)
   for name, rule in loss.RULES.items():
@@ -209,7 +196,7 @@ def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
 
 @pytest.mark.parametrize('seed', range(5))
 def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
-  logp_BT, batch = example(seed=seed)
+  logp_BT, batch = making.mixed_tokens(seed=seed)
   weights_BT = variant(
     lambda *xs: loss.weights(loss.clipped, *xs, bounds()), jnp.asarray(logp_BT), batch
   )
@@ -223,7 +210,7 @@ def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_what_is_outside_the_mask_does_not_matter(rule, junk):
-  logp_BT, batch = example()
+  logp_BT, batch = making.mixed_tokens()
   junk_BT = np.where(batch.loss_mask_BT, logp_BT, np.float32(junk))
   for name in ('behavior_logp_BT', 'prox_BT'):
     old_BT = np.where(batch.loss_mask_BT, getattr(batch, name), np.float32(junk))

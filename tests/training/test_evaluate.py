@@ -11,7 +11,7 @@ import making
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from test_rollout import (
+from three_problems import (
   ENGINE,
   GROUP,
   PARAMS,

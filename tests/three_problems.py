@@ -1,0 +1,34 @@
+"""Three problems, a tiny random policy, and an engine that samples it."""
+
+import numpy as np
+import oracles
+
+from bapo_jax.data import prompts, tokenizer
+from bapo_jax.models import transformer
+from bapo_jax.rollout.engine import RolloutEngine
+
+TOKENIZER = tokenizer.load('characters', '{problem}\n')
+SPEC = transformer.ModelSpec(
+  vocab=25, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
+)
+PARAMS = oracles.noisy(SPEC, 0)
+PROBLEMS = ['1+1=', '2+30=', '7=']
+WIDTH, NEW, GROUP = 6, 7, 4
+ENGINE = RolloutEngine(
+  SPEC,
+  max_prompt_tokens=WIDTH,
+  max_new_tokens=NEW,
+  group_size=GROUP,
+  temperature=1.0,
+  eos=TOKENIZER.eos,
+  max_num_seqs=4,
+  prefill_batch_size=4,
+  tokens_per_dispatch=NEW,
+)
+
+
+def problems() -> prompts.Problems:
+  tokens_NT, length_N = tokenizer.tokenize_prompts(TOKENIZER, PROBLEMS, WIDTH)
+  return prompts.Problems(
+    np.arange(3, dtype=np.int32), tokens_NT, length_N, PROBLEMS, ['2', '32', '7']
+  )
