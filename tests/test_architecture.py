@@ -187,6 +187,12 @@ def test_every_module_has_its_room():
   assert len(FLOW) == len(set(FLOW))
 
 
+def test_the_design_lists_the_files_in_the_order_of_the_flow():
+  text = (ROOT / 'docs' / 'design.md').read_text()
+  listed = re.findall(r'^\| `bapo_jax/([^`]+)\.py` \|', text, re.M)
+  assert [name.replace('/', '.') for name in listed] == FLOW
+
+
 @pytest.mark.parametrize('name', FLOW)
 def test_imports_follow_the_flow(name):
   needs, outside = imports(MODULES[name])
