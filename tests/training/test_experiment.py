@@ -126,6 +126,7 @@ def policy(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def test_another_config_is_refused_with_the_difference(tmp_path):
   experiment.claim(str(tmp_path), tiny())
+  (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due
   # A longer run is the same run, and so is one on another mesh.
   experiment.claim(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
   with pytest.raises(ValueError, match=r'sampler\.group_size: 4 then, 8 now'):
