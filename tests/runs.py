@@ -25,7 +25,7 @@ from bapo_jax.models import hf_weights
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, config, experiment, resume, setup
+from bapo_jax.training import checkpoint, config, experiment, policy, resume, setup
 from bapo_jax.training.config import Config
 from bapo_jax.training.trainer import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -197,7 +197,7 @@ def warm_start(workdir: pathlib.Path) -> None:
   with one_device():
     material = setup.read(made, str(workdir))
     mesh = setup.make_mesh(made)
-    setup.policy(made, str(workdir), material.tokenizer, mesh, PhaseTimer())
+    policy.load(made, str(workdir), material.tokenizer, mesh, PhaseTimer())
 
 
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -239,9 +239,9 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
 def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:
   """(config, parameters after a short warm start), saved in the workdir."""
   made = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
-  tokenizer = setup.load_tokenizer(made)
+  tokenizer = policy.load_tokenizer(made)
   experiment.claim(str(workdir), made)
   mesh = sharding.make(devices=jax.devices()[:1])
-  _, params = setup.policy(made, str(workdir), tokenizer, mesh, PhaseTimer())
+  _, params = policy.load(made, str(workdir), tokenizer, mesh, PhaseTimer())
   saved(workdir, params)
   return made, params

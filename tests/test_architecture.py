@@ -92,6 +92,7 @@ HOUSE = {
     'trainer',
     'checkpoint',
     'resume',
+    'policy',
     'setup',
     'report_plots',
     'report',

@@ -19,7 +19,7 @@ import pytest
 from bapo_jax import knobs, main, sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
-from bapo_jax.training import rules, setup
+from bapo_jax.training import policy, rules, setup
 from bapo_jax.training.config import Config, parse, plain
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def check_trainable(config: Config) -> None:
   config = config.with_values(model={'attention': 'auto'})  # others need their device
   tokenizer = tokenizer_lib.load('characters', '{problem}\n')
   mesh = sharding.make(devices=jax.devices()[:1])
-  spec = setup.spec_of(config, tokenizer)
+  spec = policy.spec_of(config, tokenizer)
   params = transformer.abstract(spec)
   opt = jax.eval_shape(setup.optimizer(config).init, params)
   engine = setup.make_engine(config, spec, tokenizer, mesh)

@@ -20,7 +20,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, experiment, setup
+from bapo_jax.training import checkpoint, evaluate, experiment, policy, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
@@ -88,10 +88,10 @@ def _run(
   material = setup.read(config.with_values(prompts={'count': 1}), workdir)
   if step is None:
     source = config.model.path
-    spec, params = setup.policy(config, workdir, material.tokenizer, mesh, timer)
+    spec, params = policy.load(config, workdir, material.tokenizer, mesh, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
-    spec = setup.spec_of(config, material.tokenizer)
+    spec = policy.spec_of(config, material.tokenizer)
     params = restored(workdir, step, spec, mesh)
   with contextlib.closing(setup.make_verifier(config)) as verifier:
     t = setup.make_trainer(config, material, spec, mesh, verifier, timer)

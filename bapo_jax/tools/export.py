@@ -18,7 +18,7 @@ from bapo_jax.models import hf_config, hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences
-from bapo_jax.training import checkpoint, setup
+from bapo_jax.training import checkpoint, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 
@@ -55,8 +55,8 @@ def export(
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
-  tokenizer = setup.load_tokenizer(config)
-  spec = setup.spec_of(config, tokenizer)
+  tokenizer = policy.load_tokenizer(config)
+  spec = policy.spec_of(config, tokenizer)
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)

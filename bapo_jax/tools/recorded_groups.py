@@ -25,7 +25,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, rules, setup
+from bapo_jax.training import checkpoint, policy, rules
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups
@@ -93,7 +93,7 @@ def _buffered(
   array = checkpoint.read_params(workdir, step, part='buffer/reusable')
   arrays: list[Any] = [array(name) for name in Groups._fields]  # on the host
   groups = Groups(*arrays)
-  tokenizer = setup.load_tokenizer(config)
+  tokenizer = policy.load_tokenizer(config)
   completed_step_P = np.asarray(groups.completed_step_P)
   for p in np.argsort(-completed_step_P, kind='stable'):
     if completed_step_P[p] >= 0:
@@ -163,7 +163,7 @@ def ratios(
     ValueError: the config is of another model than the run's.
   """
   export.check_config(config, workdir)
-  spec = setup.spec_of(config, setup.load_tokenizer(config))
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
   step = checkpoint.choose(workdir, which)
   assert step is not None, 'groups with tokens come from a checkpoint'
   array = checkpoint.read_params(workdir, step)

@@ -27,7 +27,7 @@ from bapo_jax.runtime.workdir import (
   open_workdir,
   writable,
 )
-from bapo_jax.training import checkpoint, evaluate, report, setup
+from bapo_jax.training import checkpoint, evaluate, policy, report, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
@@ -258,7 +258,7 @@ def timings(seconds: dict[str, float], tokens: float) -> Metrics:
 
 def welcome(config: Config, workdir: str, material: Material) -> None:
   """The first screen: what will run."""
-  c, spec = config, setup.spec_of(config, material.tokenizer)
+  c, spec = config, policy.spec_of(config, material.tokenizer)
   devices = jax.devices()
   model = c.model.path or 'embedded policy'
   log(

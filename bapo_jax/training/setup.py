@@ -1,13 +1,11 @@
 """From a config to a trainer and its state at step 0.
 
-1. `read` opens the tokenizer and the problems, `policy` loads or trains the weights;
+1. `check_available` refuses what is not there, `read` opens tokenizer and problems;
 2. `make_trainer` puts everything that is fixed into one value;
-3. `initial_state` makes what changes; `warm_up` compiles the sampler.
+3. `initial_state` makes what changes; `start` does all of it.
 """
 
-import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,18 +18,17 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts, sources
-from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import attention, hf_weights, transformer
+from bapo_jax.models import attention, hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import checkpoint, learner, rules, sft
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import learner, policy, rules
 from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
@@ -93,80 +90,9 @@ def read(config: Config, workdir: str) -> Material:
   Raises:
     ValueError: one of them is not to be had.
   """
-  tokenizer = load_tokenizer(config)
+  tokenizer = policy.load_tokenizer(config)
   loaded = prompts.load(tokenizer, workdir, config.prompts, config.problems)
   return Material(tokenizer, *loaded)
-
-
-def load_tokenizer(config: Config) -> Tokenizer:
-  """The tokenizer with its template."""
-  path = hf_weights.tokenizer(config.tokenizer.path)
-  return tokenizer_lib.load(path, config.tokenizer.template)
-
-
-def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
-  """What the policy is: by its config.json, or by the config's own knobs.
-
-  Args:
-    tokenizer: gives the vocabulary of the embedded policy; not read for another.
-  """
-  knobs = config.model.model_dump()
-  if path := knobs.pop('path'):
-    spec = hf_weights.spec(hf_weights.here(path), compute=knobs['compute'])
-    own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
-    return dataclasses.replace(spec, **own)
-  assert tokenizer is not None
-  # Rounded up, as published models do, so that the vocabulary divides over devices.
-  return ModelSpec(vocab=-(-len(tokenizer.backend) // 8) * 8, **knobs)
-
-
-def policy(
-  config: Config, workdir: str, tokenizer: Tokenizer, mesh: Mesh, timer: PhaseTimer
-) -> tuple[ModelSpec, Tree]:
-  """(spec, params): a published model's, or random weights after their warm start."""
-  spec = spec_of(config, tokenizer)
-  if path := config.model.path:
-    with timer('load'):
-      return spec, hf_weights.load(hf_weights.here(path), spec, mesh)
-  # The warm start is float32 in any case: it has no master copy.
-  dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
-  params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)
-  cast = jax.jit(functools.partial(transformer.cast, dtype=dtype))
-  return dataclasses.replace(spec, dtype=dtype), cast(params)
-
-
-def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
-  """The embedded policy after its warm start; the workdir holds it for the next run."""
-  problems = config.problems
-  kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
-  recipe = {
-    'seed': config.seed,
-    'length': config.row_length,
-    'problems': problems.model_dump(include=kind | {'train', 'test', 'seed'}),
-    **{
-      name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
-    },
-  }
-  path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
-  if os.path.isdir(path):
-    like = transformer.abstract(spec)
-    layout = sharding.shardings(like, mesh)
-    like = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
-    )
-    return checkpoint.restore_params(path, like)
-  with timer('warm start'):
-    params = sharding.under(mesh, sft.fit)(
-      tokenizer,
-      spec,
-      mesh,
-      config.row_length,
-      *sources.sft_problems(problems),
-      seed=config.seed,
-      **config.sft.model_dump(),
-    )
-  checkpoint.save_params(path, params)
-  return params
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -310,7 +236,7 @@ def start(
   mesh = make_mesh(config)
   with timer('load'):
     material = material or read(config, workdir)
-  spec, params = policy(config, workdir, material.tokenizer, mesh, timer)
+  spec, params = policy.load(config, workdir, material.tokenizer, mesh, timer)
   if warning := sharding.kv_replication_warning(mesh, spec.kv_heads):
     log(warning)
   verifier = verifier or make_verifier(config)

@@ -19,7 +19,7 @@ from bapo_jax.data import tokenizer
 from bapo_jax.models import hf_config, hf_weights, logprobs, transformer
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, setup
+from bapo_jax.training import checkpoint, policy
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
@@ -240,8 +240,8 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   config, _ = trained(tmp_path)
   assert export.export(config, str(tmp_path), '', 'float32', 5000) == 0
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
-  reader = setup.load_tokenizer(config)
-  spec = setup.spec_of(config, reader)
+  reader = policy.load_tokenizer(config)
+  spec = policy.spec_of(config, reader)
   read = checkpoint.read_params(str(tmp_path), 1)
   params = transformer.unflatten(
     {name: read(name) for name in transformer.describe(spec)}

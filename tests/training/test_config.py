@@ -12,7 +12,7 @@ from runs import plain, tiny
 from bapo_jax.algorithms import clip, loss, replay_buffer
 from bapo_jax.models import transformer
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules, setup
+from bapo_jax.training import policy, rules, setup
 from bapo_jax.training.config import Config, parse
 from configs import aime
 
@@ -209,7 +209,7 @@ def test_the_fingerprint_changes_with_any_value():
 
 def test_the_embedded_policy_has_the_parameters_that_its_config_counts():
   config = tiny()
-  spec = setup.spec_of(config, setup.load_tokenizer(config))
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
   blocks = {
     name: shape
     for name, (shape, _) in transformer.describe(spec).items()

@@ -22,7 +22,7 @@ from bapo_jax.models import attention, logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import setup
+from bapo_jax.training import policy, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules, Tree
 
@@ -52,8 +52,8 @@ def tpu_spec(config: Config) -> ModelSpec:
     raise ValueError(
       f'--config.model.path={path} has no config.json; a plan needs no other file'
     )
-  tokenizer = None if path else setup.load_tokenizer(config)
-  spec = setup.spec_of(config, tokenizer)
+  tokenizer = None if path else policy.load_tokenizer(config)
+  spec = policy.spec_of(config, tokenizer)
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 

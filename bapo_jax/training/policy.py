@@ -1,0 +1,95 @@
+"""The policy of a run: its tokenizer, what it is, and its weights.
+
+1. `spec_of` reads a config.json, or the config's own sizes for the embedded policy;
+2. `load` reads published weights, or gives random ones their warm start.
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.data import sources
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import checkpoint, sft
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
+from bapo_jax.types import Tree
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+  """The tokenizer with its template."""
+  path = hf_weights.tokenizer(config.tokenizer.path)
+  return tokenizer_lib.load(path, config.tokenizer.template)
+
+
+def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
+  """What the policy is: by its config.json, or by the config's own knobs.
+
+  Args:
+    tokenizer: gives the vocabulary of the embedded policy; not read for another.
+  """
+  knobs = config.model.model_dump()
+  if path := knobs.pop('path'):
+    spec = hf_weights.spec(hf_weights.here(path), compute=knobs['compute'])
+    own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
+    return dataclasses.replace(spec, **own)
+  assert tokenizer is not None
+  # Rounded up, as published models do, so that the vocabulary divides over devices.
+  return ModelSpec(vocab=-(-len(tokenizer.backend) // 8) * 8, **knobs)
+
+
+def load(
+  config: Config, workdir: str, tokenizer: Tokenizer, mesh: Mesh, timer: PhaseTimer
+) -> tuple[ModelSpec, Tree]:
+  """(spec, params): a published model's, or random weights after their warm start."""
+  spec = spec_of(config, tokenizer)
+  if path := config.model.path:
+    with timer('load'):
+      return spec, hf_weights.load(hf_weights.here(path), spec, mesh)
+  # The warm start is float32 in any case: it has no master copy.
+  dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
+  params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)
+  cast = jax.jit(functools.partial(transformer.cast, dtype=dtype))
+  return dataclasses.replace(spec, dtype=dtype), cast(params)
+
+
+def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
+  """The embedded policy after its warm start; the workdir holds it for the next run."""
+  problems = config.problems
+  kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
+  recipe = {
+    'seed': config.seed,
+    'length': config.row_length,
+    'problems': problems.model_dump(include=kind | {'train', 'test', 'seed'}),
+    **{
+      name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
+    },
+  }
+  path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
+  if os.path.isdir(path):
+    like = transformer.abstract(spec)
+    layout = sharding.shardings(like, mesh)
+    like = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
+    )
+    return checkpoint.restore_params(path, like)
+  with timer('warm start'):
+    params = sharding.under(mesh, sft.fit)(
+      tokenizer,
+      spec,
+      mesh,
+      config.row_length,
+      *sources.sft_problems(problems),
+      seed=config.seed,
+      **config.sft.model_dump(),
+    )
+  checkpoint.save_params(path, params)
+  return params
