@@ -18,7 +18,12 @@ from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
-from bapo_jax.models.knobs import LogprobsConfig, MeshConfig, ModelConfig
+from bapo_jax.models.knobs import (
+  POSITIONS,
+  LogprobsConfig,
+  MeshConfig,
+  ModelConfig,
+)
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.runtime import machine
@@ -32,7 +37,6 @@ from bapo_jax.training.knobs import (
   SftConfig,
 )
 
-POSITIONS = 32768  # of the embedded policy
 MOST_CELLS = 64
 PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
