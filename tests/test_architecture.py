@@ -17,6 +17,7 @@ HOUSE = {
     'statistics',
     'tables',
     'machine',
+    'hub_names',
     'files',
     'progress',
     'signals',
