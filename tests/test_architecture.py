@@ -56,6 +56,7 @@ HOUSE = {
     'knobs',
     'answer_extraction',
     'verifiers',
+    'gold',
     'verifier_worker',
     'verifier_pool',
     'rewards',

@@ -14,6 +14,7 @@ import pathlib
 import re
 import socket
 import urllib.request
+from collections.abc import Callable
 
 import tensorflow_datasets as tfds
 
@@ -25,9 +26,10 @@ SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
-  """Local paths of the files of a split of the data set owner/name, in their order.
+  """Local paths of the files of a split of a data set, in their order.
 
   Args:
+    name: owner/name, or owner/name@revision: a commit, tag or branch.
     split: how the files' names begin: `train`, or `main/train` with their folder.
 
   Raises:
@@ -43,19 +45,23 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
       continue
     if found := _of_split(folder, split, knob):
       return found
+  fetched = name.replace('@', ' --revision ')
   raise ValueError(
     f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl there, nor in '
     f'the local cache of the hub{reason}; fetch it where there is a network, `hf '
-    f'download {name} --repo-type dataset --local-dir <directory>`, and give the file'
+    f'download {fetched} --repo-type dataset --local-dir <directory>`, and give the '
+    'file'
   )
 
 
 def _snapshot(name: str, split: str, local: bool) -> str:
   import huggingface_hub
 
+  repository, _, revision = name.partition('@')
   return huggingface_hub.snapshot_download(
-    name,
+    repository,
     repo_type='dataset',
+    revision=revision or None,
     allow_patterns=[f'*{split}*{suffix}' for suffix in local_files.SUFFIXES],
     local_files_only=local,
   )
@@ -108,8 +114,15 @@ def prepare_tfds(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   return builder
 
 
-def read_tfds(builder: tfds.core.DatasetBuilder, split: str) -> list[Row]:
+def read_tfds(
+  builder: tfds.core.DatasetBuilder,
+  split: str,
+  check: Callable[[Row], None] | None = None,
+) -> list[Row]:
   """The rows of a split.
+
+  Args:
+    check: raises ValueError where an answer cannot be verified.
 
   Raises:
     ValueError: no schema has its fields, or a row cannot be read.
@@ -119,6 +132,8 @@ def read_tfds(builder: tfds.core.DatasetBuilder, split: str) -> list[Row]:
   for i, row in enumerate(found, 1):
     try:
       rows.append(schemas.parse(row, schemas.detect(found[0])))
+      if check:
+        check(rows[-1])
     except ValueError as error:
       raise ValueError(f'tfds:{builder.name}:{split}, row {i}: {error}') from error
   return rows

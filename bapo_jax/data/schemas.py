@@ -4,19 +4,25 @@ r"""In which fields published data sets hold a problem and its answer.
 2. `parse` reads a row by it: problem, answer, and the verifier that the row names.
 
 A field's name may be spelled in any case, with or without underscores: `final_answer`,
-`Final Answer`. A list of messages is a problem where it is one user turn: its content,
-to which tokenizer.template is applied later, once.
+`Final Answer`; two spellings of one name in a row are refused. A list of messages is a
+problem where it is one user turn: its content, to which tokenizer.template is applied
+later, once.
 """
 
-import contextlib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bapo_jax.data import countdown
 from bapo_jax.data.row import Row
+
+# Characters: no tokenizer fits more into prompts.max_prompt_tokens; no answer of a
+# published data set comes near.
+LONGEST_PROBLEM, LONGEST_ANSWER = 1_000_000, 10_000
+EXACT = 2**53  # above it a float stands for several integers
 
 
 class Schema(NamedTuple):
@@ -48,6 +54,13 @@ SCHEMAS = (
     ('data_source',),
   ),
 )
+# Names of fields that mean something here, in plain form.
+MEANT = {'nums', 'numbers', 'target'} | {
+  name.partition('.')[0].replace('_', '')
+  for _, *spellings in SCHEMAS
+  for names in spellings
+  for name in names
+}
 # Pattern in the name of a data set -> the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
@@ -63,7 +76,7 @@ def detect(row: dict[str, Any]) -> Schema:
   Raises:
     ValueError: no schema has these fields.
   """
-  spelled = {_plain(name): name for name in row}
+  spelled = _spellings(row)
   if 'target' in spelled and ('nums' in spelled or 'numbers' in spelled):
     numbers = spelled.get('nums') or spelled['numbers']
     both = f'{numbers} and {spelled["target"]}'
@@ -73,9 +86,20 @@ def detect(row: dict[str, Any]) -> Schema:
     if problem and answer:
       return Schema(name, problem, answer, source, _answer_format(row, answer))
   raise ValueError(
-    f'its fields {sorted(row)} are of no schema known here; name them problem and '
+    f'its fields {_names(row)} are of no schema known here; name them problem and '
     'answer (or as verl, open-instruct, slime or GSM8K do)'
   )
+
+
+def _spellings(row: dict[str, Any]) -> dict[str, str]:
+  """From the plain form of each field's name to the name as the row spells it."""
+  spelled: dict[str, str] = {}
+  for name in row:
+    first = spelled.setdefault(_plain(name), name)
+    if first != name and _plain(name) in MEANT:
+      both = ' and '.join(map(repr, sorted((first, name))))
+      raise ValueError(f'fields {both} are one name in two spellings; take one out')
+  return spelled
 
 
 def _plain(name: str) -> str:
@@ -128,7 +152,7 @@ def _get(row: Any, path: str) -> Any:
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {_shown(row)} is no object')
     if name not in row:
-      raise ValueError(f'no field {name!r}, only {sorted(row)}')
+      raise ValueError(f'no field {name!r}, only {_names(row)}')
     row = row[name]
   return row
 
@@ -142,32 +166,68 @@ def _problem(found: Any, field: str) -> str:
     # A system message would be lost, or written twice: the template is its place.
     if roles != ['user']:
       raise ValueError(
-        f'field {field!r} holds messages by {roles}, not one by the user; put a system '
-        'message into tokenizer.template, and an exchange into one message'
+        f'field {field!r} holds messages by {_shown(roles)}, not one by the user; put '
+        'a system message into tokenizer.template, and an exchange into one message'
       )
     found = found[0]['content']
   if not isinstance(found, str) or not found.strip():
     raise ValueError(f'field {field!r} holds {_shown(found)}, which is no problem')
-  return found
+  return _text(found, field, LONGEST_PROBLEM, '\0')
 
 
 def _answer(found: Any, field: str) -> str:
   if isinstance(found, str) and found.lstrip().startswith('["'):  # Skywork-OR1
-    with contextlib.suppress(json.JSONDecodeError):  # then it is text
-      found = json.loads(found)
+    found = _listed(found)
   if isinstance(found, list):
     if len(found) != 1:
       raise ValueError(f'field {field!r} holds {len(found)} answers, not one')
     found = found[0]
   if isinstance(found, dict) and found.keys() >= {'numbers', 'target'}:
     return countdown.row(found['numbers'], found['target'], 'sentence').answer
+  if isinstance(found, float) and abs(found) > EXACT and math.isfinite(found):
+    raise ValueError(
+      f'field {field!r} holds the float {found}, which is not exact; write it as text'
+    )
   if isinstance(found, float) and math.isfinite(found):
     found = int(found) if found.is_integer() else found  # 204.0 of a table is 204
   elif not isinstance(found, str | int) or isinstance(found, bool):
     raise ValueError(f'field {field!r} holds {_shown(found)}, which is no answer')
-  if not (answer := str(found).strip()):
+  # Before it is stripped: a form feed is white space.
+  if not (answer := _text(str(found), field, LONGEST_ANSWER, CONTROLS).strip()):
     raise ValueError(f'field {field!r} is empty')
   return answer
+
+
+def _listed(found: str) -> Any:
+  """The JSON list in a text, else the text."""
+  try:
+    return json.loads(found)
+  except (ValueError, RecursionError):
+    return found
+
+
+# In an answer they are no text: '\f' is the rest of a \frac whose backslash is lost.
+CONTROLS = ''.join(map(chr, (*range(9), *range(11, 13), *range(14, 32), 127)))
+
+
+def _text(found: str, field: str, longest: int, refused: str) -> str:
+  """The text of a field, unless it is too long or no tokenizer or verifier reads it."""
+  if len(found) > longest:
+    raise ValueError(
+      f'field {field!r} has {len(found):,} characters, more than {longest:,}; take the '
+      'row out'
+    )
+  if bad := re.search(f'[{re.escape(refused)}]', found):
+    raise ValueError(
+      f'field {field!r} holds {_shown(found)}, with the control character {bad[0]!r}; '
+      'take it out, or double a backslash that is lost'
+    )
+  if bad := re.search(r'[\ud800-\udfff]', found):
+    raise ValueError(
+      f'field {field!r} holds {_shown(found)}, with half of a surrogate pair, '
+      f'{bad[0]!r}; write the whole character'
+    )
+  return found
 
 
 def _after_hashes(found: Any, field: str) -> str:
@@ -208,7 +268,18 @@ def _verifier(found: Any, field: str) -> str:
   return next((v for pattern, v in VERIFIERS if re.search(pattern, name)), '')
 
 
+_REPR = reprlib.Repr()  # bounded in depth and length, whatever it is given
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
 def _shown(found: Any) -> str:
   """A value in a sentence: short, and on one line."""
-  shown = ' '.join(repr(found).split())
+  shown = ' '.join(_REPR.repr(found).split())
   return shown if len(shown) <= 60 else shown[:57] + '...'
+
+
+def _names(row: dict[str, Any]) -> str:
+  """The names of a row's fields in a sentence, not more than ten."""
+  names = sorted(map(str, row))
+  more = f' and {len(names) - 10} more' if len(names) > 10 else ''
+  return str([name[:40] for name in names[:10]]) + more

@@ -2,7 +2,7 @@
 
   synthetic, countdown       made from the seed; splits `train` and `test`
   a.jsonl, a.jsonl,b.parquet files, read in this order
-  hub:owner/name:split       files of a data set on the hub
+  hub:owner/name:split       files of a data set on the hub; owner/name@revision pins it
   tfds:name:split            a data set of tensorflow-datasets
 
 1. `missing` makes or reads all that is on this machine, and lists absent files;
@@ -23,17 +23,25 @@ from bapo_jax.data import countdown, dedup, local_files, synthetic
 from bapo_jax.data.knobs import MADE, ProblemsConfig
 from bapo_jax.data.row import Row
 from bapo_jax.data.synthetic import Problem, Solver
+from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import log
+
+Check = Callable[[Row], None]  # raises ValueError where an answer cannot be verified
 
 Knob = Literal['source', 'test_source']
 # The split of a knob's problems, where a name gives no other.
 SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}
 
 
-def missing(problems: ProblemsConfig, knob: Knob) -> list[str]:
+def missing(
+  problems: ProblemsConfig, knob: Knob, check: Check | None = None
+) -> list[str]:
   """The files of a source that are not on this machine; names are not looked up.
 
   Makes problems and reads files, all of them, so that every error comes now.
+
+  Args:
+    check: raises ValueError where a row's answer cannot be verified.
 
   Raises:
     ValueError: they cannot be made or read, or a name is malformed.
@@ -45,11 +53,18 @@ def missing(problems: ProblemsConfig, knob: Knob) -> list[str]:
     _parse_name(knob, source)
   else:
     paths = source.split(',')
-    if absent := [path for path in paths if not os.path.isfile(path)]:
-      return [f'--config.problems.{knob}={path}' for path in absent]
+    if absent := [path for path in paths if not os.path.lexists(path)]:
+      return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
     for path in paths:
-      local_files.read(path)
+      local_files.read(path, check)
   return []
+
+
+def _hint(path: str) -> str:
+  """What a path that is not there may have been meant as: it is never looked up."""
+  if not _on_hub(hub_names.PREFIX + path):
+    return ''
+  return '' if path.endswith(local_files.SUFFIXES) else f' (or hub:{path}?)'
 
 
 def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
@@ -73,15 +88,18 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   return countdown.generate(problems)[: problems.train], solver
 
 
-def download(problems: ProblemsConfig, knob: Knob) -> None:
-  """Downloads a data set given by name, unless it is on this machine.
+def download(problems: ProblemsConfig, knob: Knob, check: Check | None = None) -> None:
+  """Downloads a data set given by name, unless it is on this machine, and reads it.
+
+  Args:
+    check: raises ValueError where a row's answer cannot be verified.
 
   Raises:
-    ValueError: it is not, and cannot be downloaded.
+    ValueError: it cannot be downloaded, or a row cannot be read.
   """
   source = getattr(problems, knob)
   if _by_name(source):
-    _fetch(knob, source)
+    _fetch(knob, source)(check)
 
 
 def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
@@ -128,11 +146,13 @@ def _generate(problems: ProblemsConfig, source: str) -> list[Row]:
 
 def _read(knob: Knob, source: str) -> list[Row]:
   """The rows of files, or of a data set given by name."""
-  return _fetch(knob, source)() if _by_name(source) else _read_files(source.split(','))
+  if _by_name(source):
+    return _fetch(knob, source)(None)
+  return _read_files(source.split(','), None)
 
 
-def _read_files(paths: Sequence[str]) -> list[Row]:
-  return [row for path in paths for row in local_files.read(path)]
+def _read_files(paths: Sequence[str], check: Check | None) -> list[Row]:
+  return [row for path in paths for row in local_files.read(path, check)]
 
 
 def _by_name(source: str) -> bool:
@@ -140,18 +160,24 @@ def _by_name(source: str) -> bool:
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str]:
-  """(hub or tfds, name, split)."""
+  """(hub or tfds, name, split); a name of the hub with its revision, if any."""
   where, _, rest = source.partition(':')
   name, _, split = rest.partition(':')
-  if not name or (where == 'hub') != ('/' in name):
+  whole = hub_names.PREFIX + name
+  if not name or ('/' in name if where == 'tfds' else not _on_hub(whole)):
     raise ValueError(
-      f'problems.{knob}={source}: write hub:owner/name:split or tfds:name:split'
+      f'problems.{knob}={source[:80]}: write hub:owner/name:split, '
+      'hub:owner/name@revision:split or tfds:name:split'
     )
   return where, name, split or SPLITS[knob]
 
 
-def _fetch(knob: Knob, source: str) -> Callable[[], list[Row]]:
-  """Downloads a data set given by name; returns the function that reads it."""
+def _on_hub(name: str) -> bool:
+  return hub_names.NAME.fullmatch(name) is not None
+
+
+def _fetch(knob: Knob, source: str) -> Callable[[Check | None], list[Row]]:
+  """Downloads a data set given by name; returns its reader, which takes a check."""
   from bapo_jax.data import hub
 
   where, name, split = _parse_name(knob, source)

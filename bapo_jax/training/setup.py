@@ -22,6 +22,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import attention, hf_weights
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
@@ -47,11 +48,13 @@ class Material(NamedTuple):
 def check_available(config: Config) -> None:
   """Raises one ValueError that names all that is wanted and not to be had.
 
-  Problems are made and files are read, all of them: what is wrong is then known.
+  Problems are made and files are read, all of them: what is wrong is then known, and
+  every answer is one that its verifier can use.
   """
   problems, path = config.problems, config.model.path
   lacks = hf_weights.missing(path) if path else []
-  absent = [x for knob in sources.SPLITS for x in sources.missing(problems, knob)]
+  check = gold.check(config.rewards.rule)
+  absent = [x for k in sources.SPLITS for x in sources.missing(problems, k, check)]
   if lacks and (absent or not hf_weights.on_hub(path)):
     absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
   if absent:
@@ -63,7 +66,7 @@ def check_available(config: Config) -> None:
   if not path:
     sources.sft_problems(problems)
   for knob in sources.SPLITS:
-    sources.download(problems, knob)
+    sources.download(problems, knob, check)
   if lacks:  # downloaded only when nothing else is wanting
     hf_weights.find(path, 'model.path')
   if path:

@@ -12,6 +12,7 @@ from bapo_jax.data import hub as hub_lib
 from bapo_jax.data import sources
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
+from bapo_jax.rewards import gold
 
 ROWS = [{'question': f'{i}+1', 'answer': f'so\n#### {i + 1}'} for i in range(6)]
 PARSED = [Row(f'{i}+1', str(i + 1), 'gsm8k') for i in range(6)]
@@ -32,17 +33,22 @@ def lay_out(folder, files):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-  """A hub with the data set some/data, and a record of whether each call was local."""
+  """A hub with the data set some/data, which has a tag v1.
+
+  Records of each call whether it was local.
+  """
   local = []
 
-  def snapshot_download(name, *, repo_type, allow_patterns, local_files_only):
+  def snapshot_download(name, *, repo_type, revision, allow_patterns, local_files_only):
     assert repo_type == 'dataset' and all('main/train' in p for p in allow_patterns)
     local.append(local_files_only)
     if local_files_only:
       raise OSError('not in the cache')
     if name != 'some/data':
       raise OSError('404: no such data set.\nmore words')
-    return str(tmp_path / 'snapshot')
+    if revision not in (None, 'v1'):
+      raise OSError('404: no such revision.')
+    return str(tmp_path / ('tagged' if revision else 'snapshot'))
 
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
   lay_out(
@@ -54,6 +60,7 @@ def hub(monkeypatch, tmp_path):
       'socratic/train.jsonl': ROWS[:1],
     },
   )
+  lay_out(tmp_path / 'tagged', {'main/train.jsonl': ROWS[:3]})
   return local
 
 
@@ -63,6 +70,41 @@ def test_a_hub_name_is_downloaded_and_read(hub, tmp_path):
   assert hub == [], 'nothing is downloaded while other things may be wrong'
   assert sources.load(knobs, 'source', str(tmp_path / 'data')) == PARSED
   assert hub == [True, False]  # the cache comes first
+
+
+def test_a_revision_is_pinned(hub, tmp_path):
+  knobs = problems('hub:some/data@v1:main/train')
+  assert sources.missing(knobs, 'source') == []
+  assert sources.load(knobs, 'source', str(tmp_path / 'data')) == PARSED[:3]
+  with pytest.raises(ValueError) as error:
+    sources.download(problems('hub:some/data@v2:main/train'), 'source')
+  assert str(error.value).startswith(
+    '--config.problems.source=hub:some/data@v2:main/train: no main/train*'
+  )
+  assert '(404: no such revision)' in str(error.value)
+  assert '`hf download some/data --revision v2 --repo-type' in str(error.value)
+
+
+@pytest.mark.parametrize('name', ['some/data', 'some/data@v1', 'some/data.jsonl'])
+def test_a_path_is_never_looked_up_on_the_hub(hub, name, monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  (absent,) = sources.missing(problems(name), 'source')
+  hint = '' if name.endswith('.jsonl') else f' (or hub:{name}?)'
+  assert absent == f'--config.problems.source={name}{hint}'
+  with pytest.raises(ValueError, match=f'no file {name!r}'):
+    sources.load(problems(name), 'source', str(tmp_path))
+  assert hub == []
+
+
+def test_an_answer_of_a_data_set_that_no_verifier_can_use_is_refused(hub, tmp_path):
+  lay_out(tmp_path, {'snapshot/main/train.jsonl': [{'problem': '1', 'answer': 'two'}]})
+  for part in (tmp_path / 'snapshot/main').glob('train-*'):
+    part.unlink()
+  message = r"main/train\.jsonl, line 1: the right answer 'two' is not one number"
+  with pytest.raises(ValueError, match=message):
+    sources.download(
+      problems('hub:some/data:main/train'), 'source', gold.check('gsm8k')
+    )
 
 
 def test_an_unknown_hub_name_is_one_sentence(hub):
@@ -180,7 +222,18 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
   assert hub_lib._builder('gsm8k', 'problems.source').name == 'gsm8k'
 
 
-@pytest.mark.parametrize('source', ['hub:gsm8k', 'hub:', 'tfds:', 'tfds:a/b'])
+@pytest.mark.parametrize(
+  'source',
+  [
+    'hub:gsm8k',
+    'hub:',
+    'tfds:',
+    'tfds:a/b',
+    'hub:a/b@:train',
+    'hub:a/b/c',
+    'hub:../b!',
+  ],
+)
 def test_a_name_of_no_form_is_refused(source):
-  with pytest.raises(ValueError, match='write hub:owner/name:split or tfds:name:split'):
+  with pytest.raises(ValueError, match='write hub:owner/name:split, hub:owner'):
     sources.missing(problems(source), 'source')

@@ -1,0 +1,51 @@
+"""Broken files of problems: one sentence each, or read right; in 10 s and 1 GB."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import broken_files
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope='module')
+def results():
+  """How each file was read: in processes with limits of their own."""
+  # Not in pytest's directory: a reader that is not root cannot open that.
+  folder = tempfile.mkdtemp()
+  try:
+    os.chmod(folder, 0o755)
+    done = subprocess.run(
+      [sys.executable, broken_files.__file__, folder],
+      capture_output=True,
+      text=True,
+      env=os.environ | {'PYTHONPATH': str(ROOT)},
+      timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+  finally:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize('name', broken_files.CASES)
+def test_a_broken_file_is_one_sentence_or_read_right(name, results):
+  file, _, _, expected = broken_files.CASES[name]
+  found = results[name]
+  assert 'crash' not in found, found['crash']
+  if isinstance(expected, str):
+    message = found['message']
+    alternatives = '|'.join(map(re.escape, expected.split('|')))
+    assert re.search(alternatives, message), message
+    assert file in message and len(message) < 600, message
+  else:
+    assert found.get('rows') == expected, found
+  assert found['seconds'] < broken_files.SECONDS
+  assert found['megabytes'] < broken_files.MEGABYTES
