@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,14 @@ class RowsConfig(tfds.core.BuilderConfig):
   )
 
 
+class StoredInfo(tfds.core.DatasetInfo):
+  """Of rows that no server has: the library's own asks one, and leaves a folder in the
+  system's temporary directory."""
+
+  def initialize_from_bucket(self) -> None:
+    """Asks nobody."""
+
+
 class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Rows with ids, which count through all splits from 0."""
 
@@ -46,7 +55,7 @@ class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     text = {name: tfds.features.Text() for name in Row._fields}
     features = tfds.features.FeaturesDict({'id': tfds.features.Scalar(np.int64)} | text)
     # Built in place: dataset_info_from_configs would look for a metadata folder.
-    return tfds.core.DatasetInfo(builder=self, features=features)
+    return StoredInfo(builder=self, features=features)
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
     start, generators = 0, {}
@@ -76,6 +85,17 @@ def store(
   return prepare(
     StoredProblems(data_dir=data_dir, config=config, file_format='array_record')
   )
+
+
+@contextlib.contextmanager
+def own_temporary_folder() -> Iterator[None]:
+  """Temporary files go to a folder that ends here: the library leaves some behind."""
+  before = tempfile.tempdir
+  with tempfile.TemporaryDirectory() as tempfile.tempdir:
+    try:
+      yield
+    finally:
+      tempfile.tempdir = before
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:

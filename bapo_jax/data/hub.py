@@ -146,7 +146,8 @@ def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
     module = path.relative_to(package.parent).with_suffix('')
     importlib.import_module('.'.join(module.parts))
   try:
-    return tfds.builder(name, file_format='array_record')
+    with builder_lib.own_temporary_folder():
+      return tfds.builder(name, file_format='array_record')
   except (tfds.core.DatasetNotFoundError, ValueError, ImportError) as error:
     logging.debug('%s', error)
     raise ValueError(

@@ -498,6 +498,14 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
 }
 
 
+def write(path: str, content: Write) -> None:
+  """The file of a case."""
+  if isinstance(content, bytes):
+    pathlib.Path(path).write_bytes(content)
+  else:
+    content(path)
+
+
 def attempt(path: str, rule: str) -> dict[str, Any]:
   """Reads the file as a run does, within the limits."""
   from bapo_jax.data import local_files, sources
@@ -554,10 +562,7 @@ def main(folder: str) -> None:
     place = os.path.join(folder, str(i))
     os.mkdir(place)
     path = os.path.join(place, file)
-    if isinstance(content, bytes):
-      pathlib.Path(path).write_bytes(content)
-    else:
-      content(path)
+    write(path, content)
     results[name] = apart(path, rule)
   print(json.dumps(results))
 

@@ -49,3 +49,44 @@ def test_a_broken_file_is_one_sentence_or_read_right(name, results):
     assert found.get('rows') == expected, found
   assert found['seconds'] < broken_files.SECONDS
   assert found['megabytes'] < broken_files.MEGABYTES
+
+
+WHOLE = (  # through the command line
+  'empty',
+  'latin-1',
+  'directory',
+  'broken link',
+  'failing disk',
+  'line of 100 MB',
+  'field twice',
+  'surrogate in a problem',
+  '1e999 as text',
+  'nested list as text',
+  'infinite target',
+  'broken footer',
+  'text that is none',
+)
+
+
+@pytest.mark.parametrize('name', WHOLE)
+def test_a_broken_file_ends_the_command_before_it_begins(name, tmp_path):
+  file, content, rule, expected = broken_files.CASES[name]
+  path = str(tmp_path / file)
+  broken_files.write(path, content)
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py'),
+      f'--workdir={tmp_path / "run"}',
+      f'--config.problems.source={path}',
+      f'--config.problems.test_source={path}',
+      f'--config.rewards.rule={rule}',
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=100,
+  )
+  assert done.returncode == 2, done.stderr
+  (line,) = done.stderr.strip().splitlines()
+  assert line.startswith('bapo_jax: ') and expected in line and path in line
+  assert not done.stdout and not (tmp_path / 'run').exists()

@@ -2,11 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 
-from bapo_jax.data import builder
+import pytest
+import runs
+
+from bapo_jax.data import builder, hub
 from bapo_jax.data.row import Row
 
 ROWS = [Row(f'{i}+é', str(i), 'math' * (i % 2)) for i in range(40)]
@@ -58,3 +64,47 @@ def test_problems_are_written_once_and_read_without_tensorflow(tmp_path):
   written = files()
   assert run()[0] == rows
   assert files() == written
+
+
+def test_a_builder_leaves_nothing_in_the_temporary_directory(tmp_path, monkeypatch):
+  (tmp_path / 'temporary').mkdir()
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'temporary'))
+  stored = builder.store(str(tmp_path / 'data'), 'mine', {'rows': ROWS})
+  assert len(builder.problems(stored, 'rows')) == 40
+  assert hub._builder('gsm8k', 'problems.source').name == 'gsm8k'  # the library's own
+  assert tempfile.tempdir == str(tmp_path / 'temporary')
+  assert not list((tmp_path / 'temporary').iterdir())
+
+
+def temporary(tmp_path):
+  """An empty temporary directory, and the arguments of a run that uses it."""
+  folder = tmp_path / 'temporary'
+  folder.mkdir()
+  command = runs.command(tmp_path / 'run', steps=1, **{'sft.clean': 2})
+  return folder, command | {'env': command['env'] | {'TMPDIR': str(folder)}}
+
+
+@pytest.mark.slow
+def test_a_run_leaves_nothing_in_the_temporary_directory(tmp_path):
+  folder, command = temporary(tmp_path)
+  done = subprocess.run(**command, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert not list(folder.iterdir())
+
+
+def test_a_run_stopped_at_once_leaves_nothing_in_the_temporary_directory(tmp_path):
+  folder, command = temporary(tmp_path)
+  run = subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  try:
+    deadline = time.monotonic() + 120
+    while not list(
+      tmp_path.glob('run/data/stored_problems')
+    ):  # the problems are being written
+      assert run.poll() is None and time.monotonic() < deadline
+      time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(120) == 130
+  finally:
+    run.kill()
+    run.communicate()
+  assert not list(folder.iterdir())
