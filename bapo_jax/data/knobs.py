@@ -52,7 +52,7 @@ class ProblemsConfig(Section):
   source: str = knob(
     'synthetic',
     'Training problems: synthetic, countdown, files (a.jsonl,b.parquet), '
-    'hub:owner/name:split or tfds:name:split.',
+    'hub:owner/name:split (owner/name@revision pins one) or tfds:name:split.',
   )
   test_source: str = knob('synthetic', 'Held-out problems, named likewise.')
   family: Literal['trial', 'chain'] = knob('trial', 'Family of the synthetic problems.')
