@@ -41,8 +41,9 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
     unit, rows = _read(path, (changed, size))
   except OSError as error:
     raise ValueError(f'{path} cannot be read ({_reason(error)})') from error
-  for i, row in enumerate(rows if check else (), 1):
-    _at(path, (f'{unit} {i}', row), check)
+  if check:
+    for i, row in enumerate(rows, 1):
+      _at(path, (f'{unit} {i}', row), check)
   return list(rows)
 
 
