@@ -20,7 +20,8 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three,
 # not nine.
-CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()')
+BOX = r'\boxed{'
+CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()')
 
 
 class Tokenizer(NamedTuple):
@@ -32,17 +33,26 @@ class Tokenizer(NamedTuple):
 
 
 def characters() -> Any:
-  """The embedded tokenizer, one token per character, as transformers would load it."""
+  """The embedded tokenizer, one token per character, as transformers would load it.
+
+  A byte-level BPE without merges: of tokenizer.json, Qwen2's own class in transformers
+  uses vocabulary, merges and added tokens, and brings its own splitting and decoding.
+  """
   import tokenizers
   import transformers
 
-  vocab = {token: i for i, token in enumerate(CHARACTERS)}
-  model = tokenizers.models.WordLevel(vocab, unk_token='<pad>')
+  # Bytes as GPT-2 spells them: those that do not print have symbols from U+0100 on.
+  symbols = [token.replace('\n', 'Ċ').replace(' ', 'Ġ') for token in CHARACTERS]
+  vocab = {symbol: i for i, symbol in enumerate(symbols)}
+  model = tokenizers.models.BPE(vocab, merges=[], unk_token='<pad>')
   backend = tokenizers.Tokenizer(model)
-  # Every \boxed{, else every single character, is a word of its own.
-  pattern = tokenizers.Regex(r'\\boxed\{|[\s\S]')
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, 'isolated')
-  backend.decoder = tokenizers.decoders.Fuse()
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  # An added token, since Qwen2's splitting lets no merge cross from \boxed to {. It is
+  # not a special one: decoding without special tokens must not drop it.
+  backend.add_tokens([tokenizers.AddedToken(BOX, normalized=False)])
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
     unk_token='<pad>',  # `encode` refuses it

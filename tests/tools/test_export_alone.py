@@ -1,0 +1,111 @@
+"""An export of the embedded policy means the same to AutoTokenizer and AutoModel alone.
+
+A reader who has only transformers must get our tokens, our texts and our accuracy.
+"""
+
+import json
+
+import jax
+import pytest
+import transformers
+from runs import one_device, saved, tiny
+
+from bapo_jax.data import countdown, synthetic
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
+from bapo_jax.models import hf_config
+from bapo_jax.rewards import verifiers
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.tools import export
+from bapo_jax.training import experiment, policy, setup
+
+TEXTS = (
+  ''.join(tokenizer_lib.CHARACTERS[2:]),
+  '  7 * 8 =  \\boxed{56}\n\n',
+  '\\boxed{\\boxed{}}',
+  ' \n \n\n  (1/2) ',
+)
+
+
+@pytest.fixture(scope='module')
+def exported(tmp_path_factory):
+  """A directory with the tokenizer of an export and the config.json of a Qwen2."""
+  path = tmp_path_factory.mktemp('exported')
+  tokenizer = tokenizer_lib.load('characters', '{problem}\n')
+  tokenizer_lib.save(tokenizer, 'characters', str(path))
+  spec = policy.spec_of(tiny(), tokenizer)
+  (path / 'config.json').write_text(json.dumps(hf_config.config_of(spec)))
+  return tokenizer, transformers.AutoTokenizer.from_pretrained(path)
+
+
+def problems():
+  """Texts of every family and level of the made problems."""
+  for family in ('trial', 'chain'):
+    for level in (1, 4):
+      made = ProblemsConfig(family=family, level=level, train=40, test=1)
+      yield from (p.text for p in synthetic.generate(made))
+  short = CountdownConfig(wording='short')
+  made = ProblemsConfig(
+    source='countdown', test_source='countdown', countdown=short, train=40, test=1
+  )
+  yield from (p.text for p in countdown.generate(made))
+
+
+def test_auto_tokenizer_is_qwen2s_own_class(exported):
+  ours, theirs = exported
+  assert 'Qwen2' in type(theirs).__name__
+  assert len(theirs) == len(tokenizer_lib.CHARACTERS) == len(ours.backend)
+  assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
+
+
+def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(exported):
+  ours, theirs = exported
+  strings = [*TEXTS, *(f'{text}\n' for text in problems())]
+  assert len(strings) > 200
+  rows = tokenizer_lib.encode(ours, strings)
+  assert theirs(strings, add_special_tokens=False)['input_ids'] == rows
+  assert theirs(strings)['input_ids'] == rows
+  assert theirs.batch_decode(rows) == ours.backend.batch_decode(rows) == strings
+
+
+def test_auto_tokenizer_applies_the_same_chat_template(exported):
+  ours, theirs = exported
+  chat = [{'role': 'user', 'content': '3 * 5 = '}]
+  options = {'tokenize': False, 'add_generation_prompt': True}
+  prompt = theirs.apply_chat_template(chat, **options)
+  assert prompt == ours.backend.apply_chat_template(chat, **options) == '3 * 5 = \n'
+
+
+@pytest.mark.slow
+def test_transformers_alone_scores_what_we_score(tmp_path):
+  torch = pytest.importorskip(
+    'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+  )
+  knobs = {'sft.clean': 300, 'problems.train': 400, 'problems.test': 48}
+  torch.set_num_threads(1)
+  config = tiny(**knobs | {'evaluate.sampling.temperature': 0.0, 'model.width': 32})
+  workdir = str(tmp_path / 'work')
+  with one_device():
+    experiment.claim(workdir, config)
+    t, s = setup.start(config, workdir, PhaseTimer())
+    ours, samples = experiment.evaluation(t, s.params, 0)
+  saved(workdir, jax.device_get(s.params))
+  assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 10**9) == 0
+  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
+  right = 0
+  for text, answer, sample in zip(
+    t.held_out.text, t.held_out.answer, samples, strict=True
+  ):
+    prompt = tokenizer(f'{text}\n', return_tensors='pt')
+    with torch.no_grad():
+      row = model.generate(
+        **prompt, do_sample=False, max_new_tokens=config.sampler.max_new_tokens
+      )
+    response = tokenizer.decode(
+      row[0, prompt['input_ids'].shape[1] :], skip_special_tokens=True
+    )
+    assert response == sample['response']
+    right += verifiers.RULES[config.rewards.rule](answer, response).right
+  assert right >= 5
+  assert right / len(samples) == pytest.approx(ours['accuracy'])
