@@ -17,7 +17,6 @@ script: 16 responses per prompt, minibatches of 64 prompts). Evaluation is avg@1
 AIME 2024 and 2025. They need an accelerator pod, and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
-  --config.tokenizer.path   the same directory
   --config.problems.source  the math rows of Skywork-OR1-RL-Data, parquet or jsonl
   --config.problems.test_source   AIME 2024 and 2025: a.jsonl,b.jsonl
 
@@ -103,6 +102,6 @@ def distilled(name: str, tensor: int) -> ConfigDict:
   """A published run of one model."""
   config = published()
   config.title = f'AIME, {name}'
-  config.model.path = config.tokenizer.path = f'models/{name}'
+  config.model.path = f'models/{name}'
   config.mesh.update(data=1, fsdp=-1, tensor=tensor)
   return config

@@ -19,6 +19,7 @@ HOUSE = {
     'machine',
     'hub_names',
     'files',
+    'json_files',
     'progress',
     'signals',
     'workdir',
@@ -36,11 +37,13 @@ HOUSE = {
     'safetensors_io',
     'hf_config',
     'hf_tensors',
+    'hf_directory',
     'hf_weights',
   ),
   'data': (
     'knobs',
     'row',
+    'chat_templates',
     'tokenizer',
     'synthetic',
     'countdown',
@@ -128,14 +131,14 @@ RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}
 MAY_NAME_RULES = {'training.rules'}
 
 ONLY = {  # package -> the modules that may import it
-  'transformers': {'data.tokenizer'},
+  'transformers': {'data.chat_templates', 'data.tokenizer'},
   'tensorflow_datasets': {'data.builder', 'data.hub'},
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
   'ml_collections': {'main'},
   'matplotlib': {'training.report_plots'},
   'orbax': {'training.checkpoint'},
-  'huggingface_hub': {'models.hf_weights', 'data.hub'},
+  'huggingface_hub': {'models.hf_directory', 'data.hub'},
   'math_verify': {'rewards.verifiers'},
 }
 # A bad knob is refused before any of these is loaded.

@@ -6,6 +6,7 @@ import pydantic
 
 from bapo_jax.knobs import Section, knob
 
+EMBEDDED = 'characters'  # name of the tokenizer of the embedded policy
 MADE = ('synthetic', 'countdown')  # sources that are made from a seed
 
 
@@ -13,7 +14,9 @@ class TokenizerConfig(Section):
   """Which tokenizer reads problems and writes responses."""
 
   path: str = knob(
-    'characters', "Directory with tokenizer.json; 'characters': the embedded tokenizer."
+    '',
+    "Directory with tokenizer.json, or hub:owner/name; '': that of model.path; "
+    "'characters': the embedded tokenizer, for the embedded policy alone.",
   )
   template: str = knob(
     '{problem}\n',

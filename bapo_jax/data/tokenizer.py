@@ -6,6 +6,7 @@ r"""Tokenizers and prompt templates: the only importer of transformers.
 3. `decode_responses` turns rows into text.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
+
+from bapo_jax.data import chat_templates
+from bapo_jax.data.knobs import EMBEDDED
+from bapo_jax.models import hf_directory
+from bapo_jax.runtime import json_files
 
 # Only tokenizers are used: that torch is missing is nothing to be warned about.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
@@ -69,32 +75,63 @@ def load(path: str, template: str) -> Tokenizer:
   Raises:
     ValueError: it cannot be loaded, names no end token, or lacks a chat template.
   """
-  if path == 'characters':
+  if path == EMBEDDED:
     made = characters()
     return Tokenizer(made, (made.eos_token_id,), template)
   # transformers would ask the hub for the name: 47 s where there is no network.
   if not os.path.isdir(path):
     raise ValueError(
-      f'tokenizer.path: no directory {path!r}; give one that holds '
-      "tokenizer.json, or 'characters'"
+      f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give one that '
+      "holds tokenizer.json, or 'characters'"
     )
-  import transformers
-
-  try:
-    # tokenizer.json to the letter. AutoTokenizer goes by config.json: beside that of a
-    # Qwen2 it replaces this file's splitting by Qwen's own.
-    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-  except (OSError, ValueError) as error:
-    raise ValueError(
-      f'tokenizer.path: cannot load {path!r}; give a directory that holds '
-      f'tokenizer.json ({str(error).splitlines()[0].rstrip(".: ")})'
-    ) from error
+  _check_files(path)
+  loaded = _opened(path)
   if template.startswith('chat:') and not loaded.chat_template:
     raise ValueError(
       f'tokenizer.template: {template[:30]!r} needs a chat template, and {path!r} '
       'has none; write the whole prompt out, without chat:'
     )
   return Tokenizer(loaded, _end_tokens(path, loaded), template)
+
+
+LONGEST = 64 * 10**6  # bytes of tokenizer.json; the largest published ones have 33 MB
+
+
+def _check_files(path: str) -> None:
+  """Raises ValueError where a file of the directory is damaged or far too large."""
+  for name in os.listdir(path):
+    if name in FILES and name.endswith('.json'):
+      most = LONGEST if name in ('tokenizer.json', 'vocab.json') else 10**7
+      # tokenizer.json is left to the library, which is ten times as fast.
+      file = os.path.join(path, name)
+      content = json_files.read_bytes(file, most)
+      if most < LONGEST:
+        json_files.parse(content, file)
+
+
+def _opened(path: str) -> Any:
+  """The tokenizer of a directory; raises ValueError."""
+  import transformers
+
+  try:
+    # tokenizer.json to the letter. AutoTokenizer goes by config.json: beside that of a
+    # Qwen2 it replaces this file's splitting by Qwen's own.
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    # Its parts are used here for the first time.
+    loaded('1 + 1', add_special_tokens=False)
+    template = loaded.chat_template
+    if template and not isinstance(loaded.get_chat_template(), str):
+      raise ValueError(f'its chat template is {template!r:.40}, not a text')
+    json.dumps([loaded.special_tokens_map, loaded.eos_token_id, loaded.get_vocab()])
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:  # the library checks no types, and its core may panic
+    reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
+    raise ValueError(
+      f'tokenizer.path: cannot load {path!r}; give a directory that holds '
+      f'tokenizer.json ({reason.rstrip(".: ")})'
+    ) from None
+  return loaded
 
 
 # The files of tokenizers of all versions and families.
@@ -123,12 +160,17 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
   """End tokens: the tokenizer's own and all that generation_config.json lists."""
-  import transformers
-
   ends = [] if backend.eos_token_id is None else [backend.eos_token_id]
-  if os.path.exists(os.path.join(path, 'generation_config.json')):
-    listed = transformers.GenerationConfig.from_pretrained(path).eos_token_id
-    ends += listed if isinstance(listed, list) else [listed]
+  file = os.path.join(path, 'generation_config.json')
+  if os.path.exists(file):
+    listed = json_files.read(file).get('eos_token_id')
+    listed = listed if isinstance(listed, list) else [listed]
+    if wrong := [i for i in listed if i is not None and (type(i) is not int or i < 0)]:
+      raise ValueError(
+        f'{file}: eos_token_id={wrong[0]!r:.40} is no token id; give an integer from 0 '
+        'on, or a list of them'
+      )
+    ends += listed
   ends = tuple(dict.fromkeys(i for i in ends if i is not None))
   if not ends:
     raise ValueError(
@@ -153,14 +195,17 @@ def encode_prompts(tokenizer: Tokenizer, problems: Sequence[str]) -> list[list[i
   """Token ids of each problem in its template, however many."""
   prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
   if prompts and tokenizer.template.startswith('chat:'):
-    prompts = [
-      tokenizer.backend.apply_chat_template(
-        [{'role': 'user', 'content': p.removeprefix('chat:')}],
-        add_generation_prompt=True,
-        tokenize=False,
+    backend = tokenizer.backend
+    texts = [p.removeprefix('chat:') for p in prompts]
+    try:
+      prompts = chat_templates.render(
+        backend.get_chat_template(), backend.special_tokens_map, texts
       )
-      for p in prompts
-    ]
+    except ValueError as error:
+      raise ValueError(
+        f'tokenizer.template: the chat template of {backend.name_or_path!r} cannot be '
+        f'used: {error}; write the whole prompt out, without chat:, or mend it'
+      ) from None
   return encode(tokenizer, prompts)
 
 

@@ -1,10 +1,14 @@
 """Hugging Face's config.json to ModelSpec and back; no option is ignored silently.
 
-1. `spec_of` reads the spellings of transformers 4 and 5, and refuses options that are
+1. `check_types` refuses options of a wrong type or out of all proportion, since nothing
+   that follows is meant for them;
+2. `spec_of` reads the spellings of transformers 4 and 5, and refuses options that are
    not implemented by name and value;
-2. `config_of` writes a config.json for a model that was not read from a directory.
+3. `config_of` writes a config.json for a model that was not read from a directory.
 """
 
+import json
+import math
 from typing import Any, NamedTuple
 
 from bapo_jax.models import rope, transformer
@@ -42,6 +46,24 @@ NEEDED = (
   'rms_norm_eps',
 )
 DTYPES = ('float32', 'bfloat16', 'float16')
+# Sizes -> the largest that is read; some twenty times those of the largest models.
+LARGEST = {
+  'vocab_size': 10**7,
+  'hidden_size': 10**6,
+  'num_hidden_layers': 10**4,
+  'num_attention_heads': 10**5,
+  'num_key_value_heads': 10**5,
+  'head_dim': 10**5,
+  'intermediate_size': 10**7,
+  'max_position_embeddings': 2**31 - 1,
+  'sliding_window': 2**31 - 1,
+  'original_max_position_embeddings': 2**31 - 1,
+}
+FLAGS = ('tie_word_embeddings', 'attention_bias', 'mlp_bias', 'use_sliding_window')
+STRINGS = ('model_type', 'dtype', 'torch_dtype', 'hidden_act')
+LISTS = ('architectures', 'layer_types')  # of strings
+MAY_BE_ZERO = ('mscale', 'mscale_all_dim', 'beta_fast', 'beta_slow')  # 0: the default
+TABLES = ('rope_scaling', 'rope_parameters')
 
 
 def spec_of(c: dict[str, Any], compute: str) -> transformer.ModelSpec:
@@ -54,30 +76,87 @@ def spec_of(c: dict[str, Any], compute: str) -> transformer.ModelSpec:
   Raises:
     ValueError: an architecture or an option is not supported, by its name.
   """
+  check_types(c)
   implied = _check(c)
   # In Llama and Qwen3 the option means all four projections; Qwen2 does not have it.
   biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   heads = c['num_attention_heads']
+  kv_heads = c.get('num_key_value_heads') or heads
+  head_width = c.get('head_dim') or implied.head_width or c['hidden_size'] // heads
+  if heads % kv_heads or head_width % 2 or not head_width:
+    raise ValueError(
+      f'{heads} heads of width {head_width} do not share {kv_heads} key/value heads: '
+      'num_attention_heads is a multiple of num_key_value_heads, and head_dim is even'
+    )
   theta, rope_type, knobs = rope_of(c)
+  _check_rope(head_width, theta, rope_type, knobs)
   return transformer.ModelSpec(
     vocab=c['vocab_size'],
     width=c['hidden_size'],
     layers=c['num_hidden_layers'],
     heads=heads,
-    kv_heads=c.get('num_key_value_heads') or heads,
-    head_width=c.get('head_dim') or implied.head_width or c['hidden_size'] // heads,
+    kv_heads=kv_heads,
+    head_width=head_width,
     ffn=c['intermediate_size'],
     rope_theta=theta,
     rope_type=rope_type,
     rope_knobs=tuple(sorted(knobs.items())),
     norm_eps=c['rms_norm_eps'],
     positions=c['max_position_embeddings'],
-    tied=c.get('tie_word_embeddings', False),
+    tied=bool(c.get('tie_word_embeddings')),
     qkv_bias=implied.qkv_bias or biased,
     o_bias=biased,
     qk_norm=implied.qk_norm,
     compute=compute,
   )
+
+
+def check_types(c: dict[str, Any]) -> None:
+  """Checks the type and the size of every option that is read; null is no value.
+
+  Raises:
+    ValueError: the first that is wrong, with what it should be.
+  """
+  for name, most in LARGEST.items():
+    fits = type(c.get(name)) is int and 1 <= c[name] <= most
+    _expect(c, name, fits, f'an integer from 1 to {most}')
+  _expect(c, 'max_window_layers', type(c.get('max_window_layers')) is int, 'an integer')
+  _expect(c, 'rms_norm_eps', _number(c.get('rms_norm_eps')) >= 0, 'a number from 0 on')
+  _expect(c, 'rope_theta', _number(c.get('rope_theta')) > 1, 'a number above 1')
+  for name in FLAGS:
+    _expect(c, name, isinstance(c.get(name), bool), 'true or false')
+  for name in STRINGS:
+    _expect(c, name, isinstance(c.get(name), str), 'a string')
+  for name in LISTS:
+    value = c.get(name)
+    whole = isinstance(value, list) and all(isinstance(x, str) for x in value)
+    _expect(c, name, whole, 'a list of strings')
+  for name in TABLES:
+    _expect(c, name, isinstance(c.get(name), dict), 'an object')
+
+
+def _expect(c: dict[str, Any], name: str, fits: bool, wanted: str) -> None:
+  """Raises ValueError where an option has a value that does not fit."""
+  if c.get(name) is not None and not fits:
+    raise ValueError(
+      f'{name}={_shown(c[name])} in its config.json: {wanted} is wanted; fetch the '
+      'file again'
+    )
+
+
+def _number(value: Any) -> float:
+  """A finite number as float; NaN, which fits nowhere, for all else."""
+  if type(value) not in (int, float) or not abs(value) < 1e30:
+    return math.nan
+  return float(value)
+
+
+def _shown(value: Any) -> str:
+  """A value as an error shows it, however large."""
+  text = (
+    json.dumps(value) if type(value) is not int or abs(value) < 10**30 else '10^30+'
+  )
+  return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def _check(c: dict[str, Any]) -> Architecture:
@@ -95,7 +174,8 @@ def _check(c: dict[str, Any]) -> Architecture:
   for option, value in ONLY.items():
     if c.get(option) not in (None, value):
       raise ValueError(
-        f'{option}={c[option]!r} is not supported, only {value!r}; choose another model'
+        f'{option}={c[option]!r:.60} is not supported, only {value!r}; choose another '
+        'model'
       )
   dtype = c.get('dtype') or c.get('torch_dtype') or DTYPES[0]
   if dtype not in DTYPES:
@@ -137,8 +217,16 @@ def rope_of(c: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
   for name, value in knobs.items():
     if isinstance(value, dict):
       raise ValueError(f'rope_parameters for {name} alone are not supported')
-  kind = knobs.pop('type', 'default')
-  kind = knobs.pop('rope_type', kind)
+    if name in ('type', 'rope_type'):
+      _expect(knobs, name, isinstance(value, str), 'a string')
+    elif name == 'truncate':
+      _expect(knobs, name, isinstance(value, bool), 'true or false')
+    else:
+      least = 1 if name == 'rope_theta' else 0
+      fits = _number(value) > least or (_number(value) == 0 and name in MAY_BE_ZERO)
+      _expect(knobs, name, fits, f'a number above {least}')
+  kind = knobs.pop('type', None)
+  kind = knobs.pop('rope_type', None) or kind or 'default'
   theta = knobs.pop('rope_theta', None) or c.get('rope_theta') or 10000.0
   if knobs.get('partial_rotary_factor') == 1:
     del knobs['partial_rotary_factor']
@@ -147,6 +235,22 @@ def rope_of(c: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
     knobs[name] = c.get(name) or knobs.get(name) or c['max_position_embeddings']
   rope.check(kind, knobs)
   return float(theta), kind, knobs
+
+
+def _check_rope(
+  head_width: int, theta: float, rope_type: str, knobs: dict[str, Any]
+) -> None:
+  """Raises ValueError where a frequency or the factor comes out as no number."""
+  try:
+    table = rope.table(head_width, theta, rope_type, tuple(sorted(knobs.items())))
+    finite = math.isfinite(float(table[0].sum()) + table[1])
+  except ArithmeticError:
+    finite = False
+  if not finite:
+    raise ValueError(
+      f'rope_type {rope_type!r} with theta {theta:g} and {_shown(knobs)} gives '
+      'frequencies that are no numbers; fetch its config.json again'
+    )
 
 
 def config_of(spec: transformer.ModelSpec) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Weights in and out: Hugging Face directories of safetensors and the parameter tree.
 
-1. `find` maps a hub name to a directory: from the local cache, else downloaded;
-2. `load` compares names and shapes, then fills each device's shard in place, block by
-   block: no host and no device ever holds a second copy of a parameter;
+1. `check` compares the names and shapes of a directory with those of the model;
+2. `load` fills each device's shard in place, block by block: no host and no device ever
+   holds a second copy of a parameter; a number that is not finite is refused;
 3. `save` writes parameter by parameter, in files of bounded size.
 """
 
@@ -11,8 +11,7 @@ import itertools
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,89 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from bapo_jax import sharding
 from bapo_jax.models import hf_config, hf_tensors, safetensors_io, transformer
 from bapo_jax.models.hf_tensors import Shape
+from bapo_jax.runtime import json_files
 from bapo_jax.types import Tree
 
 # Bytes read at once. Peak memory beyond the parameters grows by nine times this (157
 # MiB at 8 MiB, 56 at 2), the time does not fall (7.5 s and 7.9 s for 2 GB).
 BLOCK = 1 << 21
-HUB_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*')
-MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
-
-
-def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
-  """The directory of a model; downloads it if files are missing.
-
-  Args:
-    name: a directory or a hub name.
-    knob: the knob that holds the name, for errors.
-    needs: the files that must be there.
-
-  Raises:
-    ValueError: files are missing, with the command that fetches them.
-  """
-  path, why, target = here(name), '', name
-  if missing(path, needs) and on_hub(name):
-    target = '<directory>'
-    try:
-      path = _snapshot(name, local=False)
-    except (OSError, ValueError) as error:
-      # Its first line gives the failure, the second one a hint for importing code.
-      why = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
-  if lacks := missing(path, needs):
-    raise ValueError(
-      f'--config.{knob}={name}: no {", ".join(lacks)} there, nor in the local cache of '
-      f'the hub{why}; fetch it where there is a network, `hf download '
-      f'{name if on_hub(name) else "<name>"} --local-dir {target}`, and give that '
-      'directory'
-    )
-  return path
-
-
-def tokenizer(name: str) -> str:
-  """The directory of a tokenizer on the hub; any other name is returned unchanged.
-
-  Raises:
-    ValueError: as for `find`.
-  """
-  needs = ('tokenizer.json',)
-  return find(name, 'tokenizer.path', needs) if on_hub(name) else name
-
-
-def missing(name: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
-  """The files of a model that this machine lacks; `name` as for `find`."""
-  path = here(name)
-  names = os.listdir(path) if os.path.isdir(path) else []
-  lacks = [n for n in needs if '*' not in n and n not in names]
-  if '*.safetensors' in needs:
-    wanted = safetensors_io.files(path) if names else []
-    lacks += [n for n in wanted or ['*.safetensors'] if n not in names]
-  return lacks
-
-
-def here(name: str) -> str:
-  """A model's directory on this machine; of a hub name the one in the hub's cache."""
-  if not on_hub(name):
-    return name
-  try:
-    return _snapshot(name, local=True)
-  except (OSError, ValueError):
-    return name
-
-
-def on_hub(name: str) -> bool:
-  """True for a hub name: owner/name, and no directory of that name exists."""
-  return not os.path.isdir(name) and bool(HUB_NAME.fullmatch(name))
-
-
-def _snapshot(name: str, local: bool) -> str:
-  import huggingface_hub
-
-  return huggingface_hub.snapshot_download(
-    name,
-    allow_patterns=['*.json', '*.safetensors', '*.txt', '*.model', '*.jinja'],
-    ignore_patterns=['original/*', 'consolidated*'],  # Llama's own format
-    local_files_only=local,
-  )
 
 
 def spec(path: str, compute: str) -> transformer.ModelSpec:
@@ -113,8 +35,7 @@ def spec(path: str, compute: str) -> transformer.ModelSpec:
   Raises:
     ValueError: an architecture or an option is not supported, by its name.
   """
-  with open(os.path.join(path, 'config.json')) as file:
-    config = json.load(file)
+  config = json_files.read(os.path.join(path, 'config.json'))
   try:
     return hf_config.spec_of(config, compute)
   except ValueError as error:
@@ -132,9 +53,9 @@ def load(
     block: bytes read at once.
 
   Raises:
-    ValueError: a tensor is missing, left over, or of another shape.
+    ValueError: a tensor is missing, left over, of another shape, or not finite.
   """
-  found = _checked(path, spec)
+  found = check(path, spec)
   flat = {}
   for parameter, like in transformer.flatten(transformer.abstract(spec)).items():
     layout = NamedSharding(mesh, sharding.spec_of(parameter, like.shape, mesh))
@@ -142,10 +63,12 @@ def load(
   return transformer.unflatten(flat)
 
 
-def _checked(
-  path: str, spec: transformer.ModelSpec
-) -> dict[str, safetensors_io.Tensor]:
-  """The tensors of the directory; raises ValueError unless they are those of `spec`."""
+def check(path: str, spec: transformer.ModelSpec) -> dict[str, safetensors_io.Tensor]:
+  """The tensors of the directory, by name; only headers are read.
+
+  Raises:
+    ValueError: they are not those of `spec`, or a file is damaged.
+  """
   found = safetensors_io.index(path)
   if spec.tied:
     found.pop(hf_tensors.NAMES['head'], None)  # some files repeat the embedding
@@ -187,9 +110,14 @@ def _placed(
       for i, layer in enumerate(group):
         tensor = found[hf_tensors.NAMES[parameter].format(layer)]
         fine = tensor.shape[0] // size[0]  # C rows of the file are one head
-        rows[i] = safetensors_io.read(tensor, a * fine, b * fine).reshape(
-          rows.shape[1:]
-        )
+        read = safetensors_io.read(tensor, a * fine, b * fine)
+        rows[i] = read.reshape(rows.shape[1:])
+        # After the cast: a large float32 is infinite in bfloat16.
+        if not safetensors_io.finite(rows[i]):
+          raise ValueError(
+            f'{tensor.file}: {hf_tensors.NAMES[parameter].format(layer)} holds NaN or '
+            'infinity; fetch the file again, or choose another model'
+          )
       for device in (d for d, span in spans.items() if span[0] == (first, last)):
         window = [slice(None)] * 2 + [slice(*cut) for cut in spans[device][1:]]
         piece = rows[tuple(window)].transpose(0, *(np.argsort(order) + 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_config, hf_weights
+from bapo_jax.models import hf_config, hf_directory, hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences
@@ -64,7 +64,7 @@ def export(
   part_of_state = 'params' if config.model.dtype == 'float32' else 'opt/master'
   get: Callable[[str], Any] = checkpoint.read_params(workdir, step, part_of_state)
   hf_weights.save(part, get, spec, dtype, shard_bytes)
-  tokenizer_lib.save(tokenizer, hf_weights.tokenizer(config.tokenizer.path), part)
+  tokenizer_lib.save(tokenizer, policy.tokenizer_directory(config), part)
   write_configs(part, config, spec, tokenizer, dtype)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
@@ -89,7 +89,7 @@ def write_configs(
   path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
 ) -> None:
   """Writes config.json and generation_config.json, from the source model's if any."""
-  source = hf_weights.here(config.model.path) if config.model.path else ''
+  source = hf_directory.here(config.model.path) if config.model.path else ''
   described = _read(source, 'config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)

@@ -1,7 +1,8 @@
 """The policy of a run: its tokenizer, what it is, and its weights.
 
-1. `spec_of` reads a config.json, or the config's own sizes for the embedded policy;
-2. `load` reads published weights, or gives random ones their warm start.
+1. `load_tokenizer` opens the tokenizer, `check_vocabulary` compares it with the model;
+2. `spec_of` reads a config.json, or the config's own sizes for the embedded policy;
+3. `load` reads published weights, or gives random ones their warm start.
 """
 
 import dataclasses
@@ -14,9 +15,11 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import hf_directory, hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, sft
 from bapo_jax.training import config as config_lib
@@ -25,9 +28,45 @@ from bapo_jax.types import Tree
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-  """The tokenizer with its template."""
-  path = hf_weights.tokenizer(config.tokenizer.path)
-  return tokenizer_lib.load(path, config.tokenizer.template)
+  """The tokenizer with its template.
+
+  Raises:
+    ValueError: it is not to be had, damaged, or without an end token.
+  """
+  return tokenizer_lib.load(tokenizer_directory(config), config.tokenizer.template)
+
+
+def tokenizer_directory(config: Config) -> str:
+  """The tokenizer's directory, downloaded if it is a hub's name; or 'characters'.
+
+  Raises:
+    ValueError: it cannot be downloaded.
+  """
+  path = config.tokenizer.path or config.model.path or EMBEDDED
+  if hub_names.parse(path):
+    return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
+  return path
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+  """Checks that the model has a row for every token that the tokenizer can produce.
+
+  A token id beyond the embedding would be read as its last row, without an error.
+
+  Raises:
+    ValueError: an end token, an added token or any other is beyond the vocabulary.
+  """
+  vocab = spec_of(config, tokenizer).vocab
+  ids = tokenizer.backend.get_vocab()
+  last = max(ids, key=ids.__getitem__, default='')
+  worst = max([*tokenizer.eos, ids.get(last, 0)])
+  if worst >= vocab:
+    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
+    raise ValueError(
+      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, and the '
+      f'model has {vocab} tokens, 0 to {vocab - 1}; give the tokenizer of '
+      f'model.path={config.model.path}, or take that token out of its files'
+    )
 
 
 def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
@@ -38,7 +77,7 @@ def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   """
   knobs = config.model.model_dump()
   if path := knobs.pop('path'):
-    spec = hf_weights.spec(hf_weights.here(path), compute=knobs['compute'])
+    spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
     own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
     return dataclasses.replace(spec, **own)
   assert tokenizer is not None
@@ -53,7 +92,7 @@ def load(
   spec = spec_of(config, tokenizer)
   if path := config.model.path:
     with timer('load'):
-      return spec, hf_weights.load(hf_weights.here(path), spec, mesh)
+      return spec, hf_weights.load(hf_directory.here(path), spec, mesh)
   # The warm start is float32 in any case: it has no master copy.
   dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
   params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)

@@ -20,13 +20,14 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts, sources
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import attention, hf_weights
+from bapo_jax.models import attention, hf_directory, hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import learner, policy, rules
@@ -52,11 +53,13 @@ def check_available(config: Config) -> None:
   every answer is one that its verifier can use.
   """
   problems, path = config.problems, config.model.path
-  lacks = hf_weights.missing(path) if path else []
+  lacks = hf_directory.missing(path) if path else []
   check = gold.check(config.rewards.rule)
   absent = [x for k in sources.SPLITS for x in sources.missing(problems, k, check)]
-  if lacks and (absent or not hf_weights.on_hub(path)):
-    absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)})')
+  if lacks and (absent or not hub_names.parse(path)):
+    absent.insert(
+      0, f'--config.model.path={path} (no {", ".join(lacks)}){hf_directory.hint(path)}'
+    )
   if absent:
     raise ValueError(
       f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
@@ -68,9 +71,11 @@ def check_available(config: Config) -> None:
   for knob in sources.SPLITS:
     sources.download(problems, knob, check)
   if lacks:  # downloaded only when nothing else is wanting
-    hf_weights.find(path, 'model.path')
+    hf_directory.find(path, 'model.path')
   if path:
-    spec = hf_weights.spec(hf_weights.here(path), compute=config.model.compute)
+    directory = hf_directory.here(path)
+    spec = hf_weights.spec(directory, compute=config.model.compute)
+    hf_weights.check(directory, spec)
     config_lib.check_positions(config, spec.positions)
 
 
@@ -91,9 +96,10 @@ def read(config: Config, workdir: str) -> Material:
   """Tokenizer, training problems and held-out problems.
 
   Raises:
-    ValueError: one of them is not to be had.
+    ValueError: one of them is not to be had, or tokens are beyond the vocabulary.
   """
   tokenizer = policy.load_tokenizer(config)
+  policy.check_vocabulary(config, tokenizer)
   loaded = prompts.load(tokenizer, workdir, config.prompts, config.problems)
   return Material(tokenizer, *loaded)
 

@@ -3,9 +3,8 @@
 import dataclasses
 import json
 import math
-import os
 import pathlib
-import socket
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ import numpy as np
 import oracles
 import pytest
 from flax import traverse_util
-from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_tensors, hf_weights, transformer
+from bapo_jax.models import hf_tensors, hf_weights, safetensors_io, transformer
 
 SPEC = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
@@ -227,78 +225,40 @@ def test_extra_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-def test_missing_files_of_a_directory_are_listed(tmp_path):
-  everything = ['config.json', 'tokenizer.json', '*.safetensors']
-  assert hf_weights.missing(str(tmp_path / 'nowhere')) == everything
-  (tmp_path / 'config.json').write_text('{}')
-  assert hf_weights.missing(str(tmp_path)) == everything[1:]
-  (tmp_path / 'tokenizer.json').write_text('{}')
-  (tmp_path / 'model-00001-of-00002.safetensors').touch()
-  assert hf_weights.missing(str(tmp_path)) == []
-  # An index lists the files of the model.
-  files = [f'model-0000{i}-of-00002.safetensors' for i in (1, 2)]
-  listed = {'weight_map': {'a': files[0], 'b': files[1]}}
-  (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(listed))
-  assert hf_weights.missing(str(tmp_path)) == files[1:]
-  assert hf_weights.missing(str(tmp_path), needs=('tokenizer.json',)) == []
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-  """An empty cache of the hub and no network; the hosts that were looked up."""
-
-  def refuse(host, *args, **kwargs):
-    hosts.append(host)
-    raise socket.gaierror('out of reach')
-
-  hosts = []
-  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
-  monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
-  monkeypatch.chdir(tmp_path)
-  return hosts
-
-
-def cached(path, name, **files):
-  """Puts files into the hub's cache as the hub's own client does."""
-  place = path / 'hub' / f'models--{name.replace("/", "--")}'
-  snapshot = place / 'snapshots' / ('0' * 40)
-  snapshot.mkdir(parents=True)
-  (place / 'refs').mkdir()
-  (place / 'refs' / 'main').write_text('0' * 40)
-  for file, text in files.items():
-    (snapshot / file.replace('__', '.')).write_text(text)
-  return str(snapshot)
-
-
-def test_a_cached_hub_name_is_found_without_the_network(offline, tmp_path):
-  files = {'config__json': '{}', 'tokenizer__json': '{}', 'model__safetensors': ''}
-  snapshot = cached(tmp_path, 'some/model', **files)
-  assert hf_weights.missing('some/model') == []
-  assert hf_weights.find('some/model', 'model.path') == snapshot
-  assert not offline
-
-
-def test_a_hub_name_offline_names_the_files_and_the_command(offline, tmp_path):
-  cached(tmp_path, 'some/model', config__json='{}', tokenizer__json='{}')
-  assert hf_weights.missing('some/model') == ['*.safetensors']
-  assert not offline  # until it is needed
-  for name, lacks in (
-    ('some/model', '*.safetensors'),
-    ('other/model', 'config.json, tokenizer.json, *.safetensors'),
+@pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_refused_with_its_tensor(tmp_path, kind, value):
+  arrays = random_checkpoint(tmp_path, SPEC, jnp.dtype(kind), files=1)
+  hf_weights.load(str(tmp_path), SPEC, sharding.make(2, 2, 2))
+  for name in (
+    'model.embed_tokens.weight',
+    'model.norm.weight',
+    'model.layers.1.self_attn.k_proj.bias',
+    'model.layers.0.mlp.down_proj.weight',
   ):
-    with pytest.raises(ValueError) as error:
-      hf_weights.find(name, 'model.path')
-    message = str(error.value)
-    assert message.startswith(f'--config.model.path={name}: no {lacks} there, nor in')
-    assert f'`hf download {name} --local-dir <directory>`' in message
-    assert '\n' not in message
-  assert offline
+    broken = {n: x.copy() for n, x in arrays.items()}
+    broken[name].ravel()[-1] = value
+    save_file(broken, tmp_path / 'part-0.safetensors')
+    for block in (1, 300, 1 << 20):
+      with pytest.raises(ValueError) as error:
+        hf_weights.load(str(tmp_path), SPEC, sharding.make(2, 2, 2), block=block)
+      assert f'{name} holds NaN or infinity; fetch the file again' in str(error.value)
 
 
-def test_a_directory_is_never_looked_up_at_the_hub(offline, tmp_path):
-  os.makedirs(tmp_path / 'some' / 'model')
-  for name in ('some/model', './no/model', '/no/such', 'a/b/c', 'characters'):
-    with pytest.raises(ValueError) as error:
-      hf_weights.find(name, 'tokenizer.path', needs=('tokenizer.json',))
-    assert f'`hf download <name> --local-dir {name}`' in str(error.value)
-  assert not offline
+def test_a_number_too_large_for_the_dtype_of_the_run_is_refused(tmp_path):
+  arrays = random_checkpoint(tmp_path, SPEC, np.dtype('float32'), files=1)
+  arrays['model.layers.0.mlp.up_proj.weight'][0, 0] = 3.4e38  # bfloat16: 3.39e38
+  save_file(arrays, tmp_path / 'part-0.safetensors')
+  hf_weights.load(str(tmp_path), SPEC, sharding.make())
+  narrow = dataclasses.replace(SPEC, dtype='bfloat16')
+  with pytest.raises(ValueError, match=r'layers\.0\.mlp\.up_proj\.weight holds NaN or'):
+    hf_weights.load(str(tmp_path), narrow, sharding.make())
+
+
+def test_the_check_makes_no_copy_in_another_dtype():
+  array = np.zeros(1 << 22, jnp.bfloat16)
+  tracemalloc.start()
+  assert safetensors_io.finite(array)
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak < 1.1 * array.nbytes

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import re
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +98,67 @@ def test_a_file_that_is_cut_short_or_quantised_is_named(tmp_path):
   save_file({'a': np.ones((8, 8), np.int8)}, path)
   with pytest.raises(ValueError, match='a is I8, and only F32, F16, BF16 are read'):
     safetensors_io.index(str(tmp_path))
+
+
+def rewritten(path, change):
+  """Changes the header of a file; its data stay."""
+  raw = path.read_bytes()
+  length = int.from_bytes(raw[:8], 'little')
+  text = json.dumps(change(json.loads(raw[8 : 8 + length]))).encode()
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + raw[8 + length :])
+
+
+@pytest.mark.parametrize(
+  ('offsets', 'message'),
+  [
+    ([0, 16], 'b begins at byte 0 of the data, not at 16'),  # all of a
+    ([8, 24], 'b begins at byte 8 of the data, not at 16'),  # half of a
+    ([20, 36], 'b begins at byte 20 of the data, not at 16'),  # a hole
+    ([-16, 0], 'b is damaged'),
+    ([32, 16], 'b is damaged'),
+    ([16, 30], 'b is damaged'),
+  ],
+)
+def test_tensors_stand_one_after_the_other(offsets, message, tmp_path):
+  path = tmp_path / 'model.safetensors'
+  arrays = {'a': np.ones(4, np.float32), 'b': np.ones(4, np.float32)}
+  save_file(arrays, path)
+  rewritten(path, lambda h: h | {'b': h['b'] | {'data_offsets': offsets}})
+  with pytest.raises(Exception):  # noqa: B017  the library's own, of whatever kind
+    load_file(path)
+  with pytest.raises(ValueError, match=re.escape(message)):
+    safetensors_io.index(str(tmp_path))
+
+
+def test_a_long_header_is_not_read(tmp_path):
+  path = tmp_path / 'model.safetensors'
+  path.write_bytes((8 * 10**9).to_bytes(8, 'little'))
+  os.truncate(path, 9 * 10**9)  # sparse
+  tracemalloc.start()
+  with pytest.raises(
+    ValueError, match='a header of 8000000000 bytes, and at most 1000'
+  ):
+    safetensors_io.index(str(tmp_path))
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak < 10**6
+
+
+def test_a_tensor_stands_in_one_file(tmp_path):
+  for name in ('a', 'b'):
+    save_file({'x': np.ones(2, np.float32)}, tmp_path / f'{name}.safetensors')
+  with pytest.raises(ValueError, match=r'x stands in a\.safetensors and in b\.safete'):
+    safetensors_io.index(str(tmp_path))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_finite_is_numpys_isfinite(kind):
+  # Every number of sixteen bits; the same numbers as float32.
+  bits = np.arange(1 << 16, dtype=np.uint16)
+  small = bits.view(jnp.dtype('float16' if kind == 'float16' else 'bfloat16'))
+  array = small.astype(KINDS[kind])
+  expected = np.isfinite(array.astype(np.float32))
+  assert 0 < expected.sum() < len(expected)
+  found = [safetensors_io.finite(array[i : i + 1]) for i in range(0, 1 << 16, 37)]
+  assert found == expected[::37].tolist()
+  assert safetensors_io.finite(array[expected]) and not safetensors_io.finite(array)

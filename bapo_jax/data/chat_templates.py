@@ -1,0 +1,106 @@
+"""Chat templates, rendered in a process that a template cannot outlive or outgrow.
+
+1. `render` sends template and messages to a process and takes the prompts back;
+2. `main`, in that process, limits its own time and memory before it renders.
+
+A chat template is a program that came with a model. The sandbox that transformers
+renders it in keeps it from files and objects, and not from loops that never end.
+"""
+
+import json
+import math
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+# Processor time, which a busy machine does not shorten; a prompt takes 0.1 to 1 ms.
+SECONDS, PROMPTS_PER_SECOND = 3, 200
+MEMORY = 400 << 20  # bytes beyond what the process has when it begins
+WALL = 600  # seconds; for a process that neither computes nor ends
+
+
+def render(
+  template: str, special_tokens: dict[str, str], messages: Sequence[str]
+) -> list[str]:
+  """The prompt of each message of a user, with the generation prompt after it.
+
+  Args:
+    template: Jinja, as transformers' apply_chat_template reads it.
+    special_tokens: name -> token, as the template sees them.
+
+  Raises:
+    ValueError: the template fails, or takes too much time or memory.
+  """
+  limit = SECONDS + len(messages) // PROMPTS_PER_SECOND
+  request = json.dumps([limit, template, special_tokens, messages], default=str)
+  root = str(pathlib.Path(__file__).parents[2])
+  path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+  try:
+    done = subprocess.run(
+      [sys.executable, '-m', __name__],
+      input=request.encode(),
+      capture_output=True,
+      timeout=WALL,
+      env=os.environ | {'PYTHONPATH': path},
+    )
+  except subprocess.TimeoutExpired:
+    raise ValueError(f'it does not end within {WALL} seconds') from None
+  if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    raise ValueError(f'it does not end within {limit} seconds of processor time')
+  try:
+    prompts, error = json.loads(done.stdout)
+  except ValueError:
+    prompts, error = None, f'its process ended with status {done.returncode}'
+  if prompts is None:
+    raise ValueError(error)
+  return prompts
+
+
+def main() -> None:
+  """Reads a request from standard input, writes [prompts, error], one of them null."""
+  from transformers.utils import chat_template_utils
+
+  request = sys.stdin.buffer.read()
+  limit, template, special_tokens, messages = json.loads(request)
+  _restrict(limit, MEMORY + 50 * len(request))
+  prompts, error = None, None
+  try:
+    prompts, _ = chat_template_utils.render_jinja_template(
+      conversations=[[{'role': 'user', 'content': text}] for text in messages],
+      chat_template=template,
+      add_generation_prompt=True,
+      **special_tokens,
+    )
+    reply = json.dumps([prompts, None])
+  except MemoryError:
+    error = 'it takes too much memory'
+  except RecursionError:
+    error = 'it calls itself without end'
+  except Exception as problem:  # a template may raise anything
+    error = f'{type(problem).__name__}: {problem}'[:200]
+  if error is not None:
+    del prompts
+    reply = json.dumps([None, ' '.join(error.split())])
+  sys.stdout.write(reply)
+
+
+def _restrict(seconds: int, memory: int) -> None:
+  """Limits this process to so much more processor time and memory than it has used."""
+  used = resource.getrusage(resource.RUSAGE_SELF)
+  total = math.ceil(used.ru_utime + used.ru_stime) + seconds
+  resource.setrlimit(resource.RLIMIT_CPU, (total, total + 1))
+  try:
+    with open('/proc/self/statm') as file:
+      pages = int(file.read().split()[0])
+  except OSError:  # a system that does not enforce a limit of the address space
+    return
+  most = pages * resource.getpagesize() + memory
+  resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == '__main__':
+  main()

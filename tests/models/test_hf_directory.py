@@ -1,0 +1,144 @@
+"""Model directories are found here, or fetched from the hub when the name says so."""
+
+import json
+import os
+import pathlib
+import socket
+
+import pytest
+from huggingface_hub import constants
+from runs import tiny
+
+from bapo_jax.models import hf_directory
+from bapo_jax.training import setup
+
+
+def test_missing_files_of_a_directory_are_listed(tmp_path):
+  everything = ['config.json', 'tokenizer.json', '*.safetensors']
+  assert hf_directory.missing(str(tmp_path / 'nowhere')) == everything
+  (tmp_path / 'config.json').write_text('{}')
+  assert hf_directory.missing(str(tmp_path)) == everything[1:]
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  (tmp_path / 'model-00001-of-00002.safetensors').touch()
+  assert hf_directory.missing(str(tmp_path)) == []
+  # An index lists the files of the model.
+  files = [f'model-0000{i}-of-00002.safetensors' for i in (1, 2)]
+  listed = {'weight_map': {'a': files[0], 'b': files[1]}}
+  (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(listed))
+  assert hf_directory.missing(str(tmp_path)) == files[1:]
+  assert hf_directory.missing(str(tmp_path), needs=('tokenizer.json',)) == []
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+  """An empty cache of the hub and no network; the hosts that were looked up."""
+
+  def refuse(host, *args, **kwargs):
+    hosts.append(host)
+    raise socket.gaierror('out of reach')
+
+  hosts = []
+  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
+  monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+  monkeypatch.chdir(tmp_path)
+  return hosts
+
+
+def cached(path, name, **files):
+  """Puts files into the hub's cache as the hub's own client does."""
+  place = path / 'hub' / f'models--{name.replace("/", "--")}'
+  snapshot = place / 'snapshots' / ('0' * 40)
+  snapshot.mkdir(parents=True)
+  (place / 'refs').mkdir()
+  (place / 'refs' / 'main').write_text('0' * 40)
+  for file, text in files.items():
+    (snapshot / file.replace('__', '.')).write_text(text)
+  return str(snapshot)
+
+
+def test_a_cached_hub_name_is_found_without_the_network(offline, tmp_path):
+  files = {'config__json': '{}', 'tokenizer__json': '{}', 'model__safetensors': ''}
+  snapshot = cached(tmp_path, 'some/model', **files)
+  assert hf_directory.missing('hub:some/model') == []
+  assert hf_directory.find('hub:some/model', 'model.path') == snapshot
+  assert not offline
+
+
+def test_a_hub_name_offline_names_the_files_and_the_command(offline, tmp_path):
+  cached(tmp_path, 'some/model', config__json='{}', tokenizer__json='{}')
+  assert hf_directory.missing('hub:some/model') == ['*.safetensors']
+  assert not offline  # until it is needed
+  for name, lacks in (
+    ('some/model', '*.safetensors'),
+    ('other/model', 'config.json, tokenizer.json, *.safetensors'),
+  ):
+    with pytest.raises(ValueError) as error:
+      hf_directory.find(f'hub:{name}', 'model.path')
+    message = str(error.value)
+    assert message.startswith(
+      f'--config.model.path=hub:{name}: no {lacks} there, nor in'
+    )
+    assert f'`hf download {name} --local-dir <directory>`' in message
+    assert '\n' not in message
+  assert offline
+
+
+def test_a_revision_is_pinned(offline, tmp_path, monkeypatch):
+  files = {'config__json': '{}', 'tokenizer__json': '{}', 'model__safetensors': ''}
+  snapshot = cached(tmp_path, 'some/model', **files)
+  other = pathlib.Path(snapshot).parent / ('1' * 40)
+  other.mkdir()
+  for file in os.listdir(snapshot):
+    (other / file).touch()
+  assert hf_directory.here('hub:some/model') == snapshot
+  for revision in ('0' * 40, '1' * 40):
+    found = hf_directory.find(f'hub:some/model@{revision}', 'model.path')
+    assert os.path.basename(found) == revision
+  assert not offline
+  with pytest.raises(ValueError) as error:
+    hf_directory.find('hub:some/model@v2', 'model.path')
+  assert '`hf download some/model --revision v2 --local-dir <directory>`' in str(
+    error.value
+  )
+
+
+def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):
+  cached(tmp_path, 'Qwen/Qwen3-4B', config__json='{}', tokenizer__json='{}')
+  os.makedirs(tmp_path / 'some' / 'model')
+  names = (
+    'some/model',
+    './no/model',
+    '/no/such',
+    'a/b/c',
+    'characters',
+    'Qwen/Qwen3-4B',
+  )
+  for name in names:
+    assert hf_directory.here(name) == name
+    with pytest.raises(ValueError) as error:
+      hf_directory.find(name, 'tokenizer.path', needs=('tokenizer.json',))
+    assert f'`hf download <name> --local-dir {name}`' in str(error.value)
+    hinted = f'(a model of the hub is written hub:{name})' in str(error.value)
+    assert hinted == (name == 'Qwen/Qwen3-4B')
+  assert not offline
+
+
+@pytest.mark.parametrize(
+  'name', ['hub:', 'hub:model', 'hub:a/b/c', 'hub:a/b@', 'hub:/b']
+)
+def test_a_malformed_name_of_the_hub_is_refused(name, offline):
+  for function in (hf_directory.here, hf_directory.missing):
+    with pytest.raises(ValueError, match='is no name of the hub; write hub:owner/name'):
+      function(name)
+  assert not offline
+
+
+@pytest.mark.parametrize('name', ['Qwen/Qwen3-4B', 'Qwen/Qwen3-4B@main'])
+@pytest.mark.parametrize('knob', ['model.path', 'tokenizer.path'])
+def test_a_run_with_a_mistyped_path_says_how_the_hub_is_named(name, knob, offline):
+  config = tiny(**{knob: name})
+  with pytest.raises(ValueError) as error:
+    setup.check_available(config)
+    setup.read(config, 'work')
+  assert f'(a model of the hub is written hub:{name})' in str(error.value)
+  assert not offline
