@@ -4,7 +4,7 @@ from typing import Literal
 
 import pydantic
 
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import Section, knob, shown
 
 EMBEDDED = 'characters'  # name of the tokenizer of the embedded policy
 MADE = ('synthetic', 'countdown')  # sources that are made from a seed
@@ -28,6 +28,20 @@ class TokenizerConfig(Section):
     if '{problem}' not in self.template:
       raise ValueError(f'template={self.template[:60]!r} does not contain {{problem}}')
     return self
+
+  def beside(self, model_path: str) -> 'TokenizerConfig':
+    """These knobs beside a model, `path` written out: the model's where it is empty.
+
+    Raises:
+      ValueError: the embedded tokenizer beside a model, whose tokens are others.
+    """
+    if self.path == EMBEDDED and model_path:
+      raise ValueError(
+        f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, and '
+        f'model.path={shown(model_path)} has tokens of its own; leave tokenizer.path '
+        "out, which takes the model's, or name a directory"
+      )
+    return self.model_copy(update={'path': self.path or model_path or EMBEDDED})
 
 
 class CountdownConfig(Section):

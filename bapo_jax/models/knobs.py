@@ -36,7 +36,9 @@ class MeshConfig(Section):
 class ModelConfig(Section):
   """A model from a directory or the hub, or the sizes of the embedded policy."""
 
-  path: str = knob('', 'Hugging Face directory or name; empty: the embedded policy.')
+  path: str = knob(
+    '', 'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy.'
+  )
   width: int = knob(64, 'Model width D of the embedded policy.', least=1, most=65536)
   layers: int = knob(2, 'Layers of the embedded policy.', least=1, most=1024)
   heads: int = knob(4, 'Query heads; a multiple of kv_heads.', least=1, most=1024)

@@ -16,13 +16,7 @@ from typing import Any
 from bapo_jax import knobs
 from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
-from bapo_jax.data.knobs import (
-  EMBEDDED,
-  MADE,
-  ProblemsConfig,
-  PromptsConfig,
-  TokenizerConfig,
-)
+from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models.knobs import (
   POSITIONS,
@@ -147,7 +141,9 @@ def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
   Raises:
     ValueError: one sentence.
   """
-  config = _with_tokenizer(knobs.validate(Config, values))
+  config = knobs.validate(Config, values)
+  tokenizer = config.tokenizer.beside(config.model.path)
+  config = config.model_copy(update={'tokenizer': tokenizer})
   for check in (_cells, _packages, _rules, _rewards, _problems, _batch, _elements):
     check(config)
   if not config.model.path:
@@ -155,22 +151,6 @@ def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
   if trained_here:
     _memory(config)
   return config
-
-
-def _with_tokenizer(config: Config) -> Config:
-  """The config with tokenizer.path written out: the model's where it names none.
-
-  Raises:
-    ValueError: the embedded tokenizer beside a model, whose tokens are others.
-  """
-  path, model = config.tokenizer.path, config.model.path
-  if path == EMBEDDED and model:
-    raise ValueError(
-      f'tokenizer.path={path!r} is the tokenizer of the embedded policy, and '
-      f'model.path={knobs.shown(model)} has tokens of its own; leave tokenizer.path '
-      "out, which takes the model's, or name a directory"
-    )
-  return config.with_values(tokenizer={'path': path or model or EMBEDDED})
 
 
 def _cells(config: Config) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_jax.data import chat_templates
 from bapo_jax.data import tokenizer as tokenizer_lib
 
 TOKENIZER = tokenizer_lib.load('characters', '{problem}\n')
@@ -160,7 +161,7 @@ def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp
   assert looked_up == []
   message = str(error.value)
   assert '\n' not in message and 'tokenizer.json' in message
-  reason = f'cannot load {name!r};' if name == 'empty' else f'no directory {name!r};'
+  reason = f'cannot load {name!r};' if name == 'empty' else f'no directory {name!r}'
   assert message.startswith(f'tokenizer.path: {reason}')
 
 
@@ -179,3 +180,50 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
   tokenizer.save_pretrained(tmp_path)
   with pytest.raises(ValueError, match='names no end token; add eos_token_id to its'):
     tokenizer_lib.load(str(tmp_path), '{problem}')
+
+
+def test_chat_templates_are_rendered_as_transformers_renders_them(tmp_path):
+  backend = tokenizer_lib.characters()
+  backend.chat_template = (
+    '{{ bos_token }}{% for m in messages %}{{ m.role|length }}{{ m.content|trim }}'
+    '{{ eos_token }}{% endfor %}{% if add_generation_prompt %}={% endif %}'
+  )
+  texts = [f' {i} + {i}' for i in range(50)]
+  expected = [
+    backend.apply_chat_template(
+      [{'role': 'user', 'content': text}], add_generation_prompt=True, tokenize=False
+    )
+    for text in texts
+  ]
+  template = backend.get_chat_template()
+  found = chat_templates.render(template, backend.special_tokens_map, texts)
+  assert found == expected
+  assert expected[3] == '43 + 3<eos>='
+
+
+def test_a_chat_template_that_never_ends_is_stopped():
+  loop, end = '{% for i in range(99999) %}', '{% endfor %}'
+  with pytest.raises(
+    ValueError, match='does not end within 3 seconds of processor time'
+  ):
+    chat_templates.render(loop * 6 + end * 6, {}, ['1'])
+  # For one message in many, which a trial with the first would not show.
+  template = f"{{% if messages[0].content == '7' %}}{loop * 6}{end * 6}{{% endif %}}"
+  with pytest.raises(
+    ValueError, match='does not end within 3 seconds of processor time'
+  ):
+    chat_templates.render(template, {}, [str(i) for i in range(9)])
+
+
+@pytest.mark.parametrize(
+  ('template', 'reason'),
+  [
+    ("{{ 'x' * 10**11 }}", 'takes too much memory'),
+    ('{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}', 'calls itself without end'),
+    ("{{ raise_exception('no users') }}", 'TemplateError: no users'),
+    ('{% for', 'TemplateSyntaxError: '),
+  ],
+)
+def test_a_chat_template_that_fails_says_why(template, reason):
+  with pytest.raises(ValueError, match=reason):
+    chat_templates.render(template, {}, ['1'])

@@ -1,0 +1,107 @@
+"""The tokenizer is the model's, and no token is beyond the model's vocabulary."""
+
+import json
+
+import pytest
+from refusals import refusal
+from runs import source, tiny
+
+from bapo_jax import main
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.training import experiment, policy, setup
+
+
+def test_the_tokenizer_is_the_models_unless_another_is_named():
+  assert tiny().tokenizer.path == 'characters'
+  assert tiny(**{'model.path': 'm'}).tokenizer.path == 'm'
+  assert tiny(**{'model.path': 'hub:a/m@v1'}).tokenizer.path == 'hub:a/m@v1'
+  assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer.path == 't'
+  assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
+
+
+@pytest.mark.parametrize('variant', ['7b', '32b'])
+def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
+  file = f'configs/aime.py:{variant}'
+  given = ['--config.model.path=models/mine', '--config.mesh.tensor=1']
+  config = main.read_config(file, given, trained_here=False)
+  assert config.model.path == config.tokenizer.path == 'models/mine'
+  config = main.read_config(file, given[1:], trained_here=False)
+  assert config.model.path == config.tokenizer.path != 'models/mine'
+
+
+def test_the_embedded_tokenizer_beside_a_model_is_refused():
+  assert refusal(**{'tokenizer.path': 'characters', 'model.path': 'models/m'}) == (
+    "tokenizer.path='characters' is the tokenizer of the embedded policy, and "
+    "model.path='models/m' has tokens of its own; leave tokenizer.path out, which "
+    "takes the model's, or name a directory"
+  )
+
+
+def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
+  path = source(tmp_path / 'model')
+  # Another order of tokens than the embedded one: only the model's file has it.
+  text = (tmp_path / 'model' / 'tokenizer.json').read_text()
+  held = json.loads(text)
+  vocab = held['model']['vocab']
+  vocab['7'], vocab['8'] = vocab['8'], vocab['7']
+  (tmp_path / 'model' / 'tokenizer.json').write_text(json.dumps(held))
+  config = tiny(**{'model.path': path})
+  setup.check_available(config)
+  material = setup.read(config, str(tmp_path / 'work'))
+  assert tokenizer_lib.encode(material.tokenizer, ['78']) == [[14, 13]]
+
+
+def beyond(path, where):
+  """Gives a token of the model the id 40, one beyond its vocabulary of 40."""
+  if where == 'an end token':
+    ends = {'eos_token_id': [1, 40]}
+    (path / 'generation_config.json').write_text(json.dumps(ends))
+    return
+  held = json.loads((path / 'tokenizer.json').read_text())
+  vocab = held['model']['vocab']
+  if where == 'an added token':  # ids go on after the vocabulary
+    vocab |= {f'w{i}': i for i in range(28, 40)}
+    held['added_tokens'].append(held['added_tokens'][0] | {'id': 40, 'content': '<x>'})
+  else:
+    vocab['9'] = 40
+  (path / 'tokenizer.json').write_text(json.dumps(held))
+
+
+@pytest.mark.parametrize(
+  ('where', 'named'),
+  [
+    ('an end token', 'an end token has the id 40'),
+    ('an added token', "token '<x>' has the id 40"),
+    ('a token of prompts', "token '9' has the id 40"),
+  ],
+)
+def test_a_token_beyond_the_vocabulary_stops_the_run_before_it_samples(
+  where, named, tmp_path, monkeypatch, one_device
+):
+  path = tmp_path / 'model'
+  source(path)
+  monkeypatch.setattr(policy, 'load', None)  # weights come after
+  beyond(path, where)
+  with pytest.raises(ValueError) as error:
+    experiment.train(tiny(**{'model.path': str(path)}), str(tmp_path / 'work'))
+  assert str(error.value) == (
+    f'tokenizer.path={path}: {named}, and the model has 40 tokens, 0 to 39; give the '
+    f'tokenizer of model.path={path}, or take that token out of its files'
+  )
+
+
+def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path):
+  path = tmp_path / 'model'
+  source(path)
+  (path / 'generation_config.json').write_text(json.dumps({'eos_token_id': 39}))
+  config = tiny(**{'model.path': str(path)})
+  assert setup.read(config, str(tmp_path / 'work')).tokenizer.eos == (1, 39)
+
+
+def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
+  path = source(tmp_path / 'model')
+  config = tiny(**{'model.path': path, 'tokenizer.template': '{problem}='})
+  material = setup.read(config, str(tmp_path / 'work'))
+  experiment.welcome(config, 'work', material)
+  (line,) = (x for x in capsys.readouterr().out.splitlines() if 'tokenizer ' in x)
+  assert line.split(None, 1)[1] == f"{path}, 28 tokens, template '{{problem}}='"
