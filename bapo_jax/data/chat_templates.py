@@ -67,7 +67,6 @@ def main() -> None:
   request = sys.stdin.buffer.read()
   limit, template, special_tokens, messages = json.loads(request)
   _restrict(limit, MEMORY + 50 * len(request))
-  prompts, error = None, None
   try:
     prompts, _ = chat_template_utils.render_jinja_template(
       conversations=[[{'role': 'user', 'content': text}] for text in messages],
@@ -77,14 +76,12 @@ def main() -> None:
     )
     reply = json.dumps([prompts, None])
   except MemoryError:
-    error = 'it takes too much memory'
+    reply = json.dumps([None, 'it takes too much memory'])
   except RecursionError:
-    error = 'it calls itself without end'
-  except Exception as problem:  # a template may raise anything
-    error = f'{type(problem).__name__}: {problem}'[:200]
-  if error is not None:
-    del prompts
-    reply = json.dumps([None, ' '.join(error.split())])
+    reply = json.dumps([None, 'it calls itself without end'])
+  except Exception as error:  # a template may raise anything
+    text = ' '.join(f'{type(error).__name__}: {error}'.split())
+    reply = json.dumps([None, text[:200]])
   sys.stdout.write(reply)
 
 

@@ -188,7 +188,7 @@ def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
     parse(values)
 
 
-@pytest.mark.parametrize('config', [Config(), tiny()], ids=['default', 'tiny'])
+@pytest.mark.parametrize('config', [parse({}), tiny()], ids=['default', 'tiny'])
 def test_a_config_comes_back_from_its_plain_values_and_from_json(config):
   assert parse(config_lib.plain(config)) == config
   assert (
