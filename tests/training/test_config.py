@@ -13,7 +13,7 @@ from bapo_jax.algorithms import clip, loss, replay_buffer
 from bapo_jax.models import transformer
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, rules, setup
-from bapo_jax.training.config import Config, parse
+from bapo_jax.training.config import parse
 from configs import aime
 
 KNOBS = [  # knob, value, what the sentence must say
