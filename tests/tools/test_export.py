@@ -68,7 +68,6 @@ def test_everything_that_loads_it_is_there(run):
   described = transformers.AutoConfig.from_pretrained(to)
   written = json.loads(pathlib.Path(to, 'config.json').read_text())
   assert written['torch_dtype'] == 'bfloat16' and 'dtype' not in written
-  # Not AutoTokenizer: transformers 5 takes Qwen's own for any Qwen2.
   tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(to)
   problem = '3 * 5 = '
   assert (
