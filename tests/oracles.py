@@ -298,6 +298,10 @@ def boxed(text):
       i += len(r'\boxed{')
       stack.append(i)
       continue
+    slashes = i - len(text[:i].rstrip('\\'))
+    if slashes == 1:  # an escaped brace groups nothing
+      i += 1
+      continue
     if text[i] == '{':
       stack.append(None)
     elif text[i] == '}' and stack:

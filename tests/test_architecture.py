@@ -58,6 +58,14 @@ HOUSE = {
   'rewards': (
     'knobs',
     'answer_extraction',
+    'verdict',
+    'spelling',
+    'latex_trees',
+    'closed_forms',
+    'structures',
+    'symbolic',
+    'math_rule',
+    'number_rules',
     'verifiers',
     'gold',
     'verifier_worker',
@@ -139,7 +147,8 @@ ONLY = {  # package -> the modules that may import it
   'matplotlib': {'training.report_plots'},
   'orbax': {'training.checkpoint'},
   'huggingface_hub': {'models.hf_directory', 'data.hub'},
-  'math_verify': {'rewards.verifiers'},
+  'math_verify': {'rewards.symbolic'},
+  'latex2sympy2_extended': {'rewards.symbolic'},
 }
 # A bad knob is refused before any of these is loaded.
 LIGHT = [m for m in FLOW if m.endswith('knobs')]

@@ -6,7 +6,7 @@ Every reader takes time linear in the text, whatever the text is.
 import re
 
 BOX = r'\boxed{'
-BRACES = re.compile(r'\\boxed\{|[{}]')
+BRACES = re.compile(r'\\boxed\{|(?<!\\)\\[{}]|[{}]')  # \{ and \} group nothing
 
 
 def boxed(text: str) -> str | None:
@@ -24,16 +24,23 @@ def boxed(text: str) -> str | None:
       stack.append(brace.end())
     elif brace[0] == '{':
       stack.append(-1)
-    elif stack and (start := stack.pop()) >= 0:
+    elif brace[0] == '}' and stack and (start := stack.pop()) >= 0:
       last = slice(start, brace.start())  # cut out once: a copy each is quadratic
   return None if last is None else text[last]
 
 
-LINE = re.compile(r'^[ \t>#*-]*(?:final +)?answer[ \t*]*:(.*)$', re.I | re.M)
+LINE = re.compile(
+  r'^[ \t>#*-]*(?:(?:so|thus|hence|therefore),? +)?(?:the +)?(?:final +)?'
+  r'answer(?: +is)?[ \t*]*:(.*)$',
+  re.I | re.M,
+)
 
 
 def answer_line(text: str) -> str | None:
-  """The rest of the last line `Answer: ...`, without its Markdown, $ and full stop."""
+  """The rest of the last line `Answer: ...` or `The answer is: ...`.
+
+  Without its Markdown, $ and full stop.
+  """
   lines = LINE.findall(text)
   return lines[-1].strip(' \t\r*$').rstrip('.').strip(' *$') if lines else None
 
@@ -42,27 +49,6 @@ def box_or_line(text: str) -> str | None:
   """The last balanced box, else the last line `Answer: ...`, else None."""
   found = boxed(text)
   return answer_line(text) if found is None else found
-
-
-def integer(text: str | None) -> int | None:
-  """The integer 0..999 that the text spells in ASCII digits, leading zeros allowed."""
-  digits = (text or '').strip()
-  # isdigit alone would let superscripts and other scripts' digits through to int().
-  if not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
-    return None
-  return int(digits) if int(digits) <= 999 else None
-
-
-NUMBER = re.compile(
-  r'(?:(?<![\w)}.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?'
-)
-
-
-def numbers(text: str) -> list[str]:
-  """The decimal numbers in a text, thousands separators taken out."""
-  plain = text.replace(r'\$', '').replace('$', '').replace('{,}', ',')
-  plain = plain.replace(r'\!', '').replace(r',\,', ',')
-  return [found[0].replace(',', '') for found in NUMBER.finditer(plain)]
 
 
 def hashes_or_box(text: str) -> str | None:

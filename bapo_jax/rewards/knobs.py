@@ -31,12 +31,22 @@ class RewardsConfig(Section):
   rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] = knob(
     'aime', 'Verifier of problems that name none.'
   )
+  strict: bool = knob(
+    True,
+    'The answer must be calculated; else `math` calculates and rounds, and `gsm8k` '
+    'overlooks what stands around a number.',
+  )
   workers: int = knob(
     2, 'Verifier processes, for rules that may hang (math).', least=1, most=256
   )
-  deadline: float = knob(3.0, 'Seconds per answer.', above=0, most=86400)
+  deadline: float = knob(
+    3.0, 'Seconds of processor time per answer.', above=0, most=86400
+  )
   batch_deadline: float = knob(
-    300.0, 'Seconds for all answers of a rollout.', above=0, most=86400
+    300.0,
+    'Seconds of processor time per verifier process for all answers of a rollout.',
+    above=0,
+    most=86400,
   )
   memory_mb: int = knob(
     2048, 'Address space of a verifier process, 2^20 bytes.', least=512, most=1 << 20

@@ -8,15 +8,15 @@ An undecided response earns what a wrong one earns, and is counted.
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from bapo_jax.rewards import knobs, verifiers
+from bapo_jax.rewards.verdict import Verdict
 from bapo_jax.rewards.verifier_pool import VerifierPool
-from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.types import Groups
 
 _R = knobs.RewardsConfig()
@@ -51,6 +51,7 @@ class Verifier:
 
   Args:
     rule: a key of verifiers.RULES, for problems that name none.
+    strict: of verifiers.verify.
     workers, deadline, batch_deadline, memory_mb, recycle: of the VerifierPool. It is
       started at once where `rule` needs it, so that it is warm when the first responses
       come; else by the first response that needs it.
@@ -60,14 +61,16 @@ class Verifier:
     self,
     rule: str = _R.rule,
     *,
+    strict: bool = _R.strict,
     workers: int = _R.workers,
     deadline: float = _R.deadline,
     batch_deadline: float = _R.batch_deadline,
     memory_mb: int = _R.memory_mb,
     recycle: int = _R.recycle,
   ):
-    self._rule, self._workers = rule, workers
-    self._limits = {
+    self._rule, self._workers, self._strict = rule, workers, strict
+    self._limits: dict[str, Any] = {
+      'strict': strict,
       'deadline': deadline,
       'batch_deadline': batch_deadline,
       'memory_mb': memory_mb,
@@ -98,7 +101,9 @@ class Verifier:
     pooled = [row for row in rows if row[0] in verifiers.POOLED]
     futures = iter(self._start_pool().submit(pooled) if pooled else [])
     found = [
-      next(futures) if rule in verifiers.POOLED else verifiers.RULES[rule](answer, text)
+      next(futures)
+      if rule in verifiers.POOLED
+      else verifiers.verify(rule, answer, text, strict=self._strict)
       for rule, answer, text in rows
     ]
     return PendingVerdicts(found, texts, names)

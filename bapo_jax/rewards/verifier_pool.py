@@ -5,6 +5,10 @@ r"""Verdicts from processes that may hang, grow or die without harm.
 2. a thread per worker sends it one answer at a time and kills it at the deadline;
 3. an answer whose worker died goes to the next one; after two deaths it is undecided.
 
+A deadline is one of processor time: an answer gets the same verdict on an idle machine
+and on a busy one. Wall time ends only a worker that stands still (`STALLED_S`), which
+counts as its death.
+
     pool --- a socket's other end ---> fork server --- fork ---> worker
       \____________________ the socket: JSON lines ______________/
 
@@ -29,23 +33,54 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Self
 
 from bapo_jax.rewards import knobs, verifier_worker
-from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rewards.verdict import Verdict
 
 Request = tuple[str, str, str]  # rule, right answer, response
 
 _D = knobs.RewardsConfig()
 START_S = 120.0  # to load math-verify on a machine that is busy
 DEATHS = 2  # workers that an answer may cost
+STALLED_S = 600.0  # wall time per answer, or 100 deadlines where that is more
+SHORTEST_S = 0.01  # between two looks at a worker's processor time
 CLOSED = Verdict(None, 'the pool was closed', None)
 LATE_BATCH = Verdict(None, 'its batch was due', None)
+
+
+class Budget:
+  """Processor time that the answers of one batch may still use, in seconds."""
+
+  def __init__(self, seconds: float):
+    self.left, self._lock = seconds, threading.Lock()
+
+  def spend(self, seconds: float) -> None:
+    """Takes what an answer used."""
+    with self._lock:
+      self.left -= seconds
 
 
 class Task(NamedTuple):
   """One response to verify."""
 
   line: bytes  # the request to the worker
-  due: float  # time.monotonic() at which its batch is due
+  budget: Budget  # of its batch
   future: Future[Verdict]
+
+
+class Overdue(Exception):
+  """A worker used more processor time than it was given."""
+
+
+def processor_time(pid: int) -> float:
+  """Seconds of processor time that a process has used.
+
+  Wall time where the system does not say (macOS), so that a limit still holds there.
+
+  Raises:
+    OSError: there is no such process.
+  """
+  if sys.platform != 'linux':
+    return time.monotonic()
+  return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
 
 
 class Worker:
@@ -65,17 +100,48 @@ class Worker:
     with theirs:
       socket.send_fds(fork_server, [b'+'], [theirs.fileno()])
     self._replies = ours.makefile('rb')
-    self.pid = self.request(b'', START_S)['pid']
+    self._socket.settimeout(START_S)
+    self.pid = self._reply()['pid']
 
-  def request(self, line: bytes, timeout: float) -> dict[str, Any]:
-    """The reply to a line, within `timeout` seconds.
+  def request(self, line: bytes, seconds: float, stalled: float) -> dict[str, Any]:
+    """The reply to a line.
+
+    Args:
+      seconds: processor time that the worker may use.
+      stalled: wall time after which it is given up in any case.
 
     Raises:
-      TimeoutError: it took longer; the worker is of no more use.
-      EOFError, OSError: the worker is gone.
+      Overdue: it used more; the worker is of no more use.
+      EOFError, OSError: the worker is gone, or stands still.
     """
-    self._socket.settimeout(max(timeout, 1e-3))
+    if self.pid is None:
+      raise EOFError('the worker is gone')
+    end = time.monotonic() + stalled
+    limit = processor_time(self.pid) + seconds
+    self._socket.settimeout(stalled)
     self._socket.sendall(line)
+    # One thread uses no more processor time than wall time passes, so what is left of
+    # the one may be slept through.
+    left = seconds
+    while not self._answers_within(max(left, SHORTEST_S)):
+      if self.pid is None:
+        raise EOFError('the worker is gone')
+      if (left := limit - processor_time(self.pid)) <= 0:
+        raise Overdue
+      if time.monotonic() > end:
+        raise TimeoutError('the worker stands still')
+    self._socket.settimeout(stalled)
+    return self._reply()
+
+  def _answers_within(self, seconds: float) -> bool:
+    self._socket.settimeout(seconds)
+    try:
+      self._socket.recv(1, socket.MSG_PEEK)
+    except TimeoutError:
+      return False
+    return True
+
+  def _reply(self) -> dict[str, Any]:
     if not (reply := self._replies.readline()).endswith(b'\n'):
       raise EOFError('the worker is gone')
     return json.loads(reply)
@@ -101,7 +167,7 @@ class ForkServer(NamedTuple):
   process: subprocess.Popen
 
   @classmethod
-  def start(cls, memory_mb: int, recycle: int) -> Self:
+  def start(cls, memory_mb: int, recycle: int, strict: bool) -> Self:
     """Starts it; it loads math-verify while the caller goes on."""
     ours, theirs = socket.socketpair()
     root = str(pathlib.Path(__file__).parents[2])
@@ -109,7 +175,7 @@ class ForkServer(NamedTuple):
     command = [sys.executable, '-m', verifier_worker.__name__]
     with theirs:
       process = subprocess.Popen(
-        [*command, str(memory_mb), str(recycle)],
+        [*command, str(memory_mb), str(recycle), str(strict)],
         stdin=theirs.fileno(),
         stdout=subprocess.DEVNULL,
         env=os.environ | {'PYTHONPATH': path},
@@ -123,9 +189,10 @@ class VerifierPool:
 
   Args:
     workers: processes that verify side by side.
-    deadline: seconds per answer; then its worker is killed.
-    batch_deadline: seconds per batch from its submission; answers without a verdict by
-      then are undecided.
+    strict: of verifiers.verify.
+    deadline: seconds of processor time per answer; then its worker is killed.
+    batch_deadline: seconds of processor time per worker and batch; once all workers
+      have used that much for it, its answers without a verdict are undecided.
     memory_mb: address space of a worker, 2^20 bytes; past it the answer is undecided.
     recycle: answers after which a worker is replaced.
   """
@@ -134,13 +201,15 @@ class VerifierPool:
     self,
     workers: int = _D.workers,
     *,
+    strict: bool = _D.strict,
     deadline: float = _D.deadline,
     batch_deadline: float = _D.batch_deadline,
     memory_mb: int = _D.memory_mb,
     recycle: int = _D.recycle,
   ):
     self._deadline, self._batch_deadline = deadline, batch_deadline
-    self._limits = memory_mb, recycle
+    self._stalled = max(STALLED_S, 100 * deadline)
+    self._limits = memory_mb, recycle, strict
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     self._lock, self._closed = threading.Lock(), False
     self._workers: dict[int, Worker] = {}
@@ -164,11 +233,12 @@ class VerifierPool:
     """
     if self._closed:
       raise ValueError('the pool is closed; make a new one')
-    due, futures = time.monotonic() + self._batch_deadline, []
+    budget = Budget(self._batch_deadline * len(self._threads))
+    futures: list[Future[Verdict]] = []
     for request in requests:
       futures.append(Future())
       line = json.dumps(request).encode() + b'\n'
-      self._tasks.put(Task(line, due, futures[-1]))
+      self._tasks.put(Task(line, budget, futures[-1]))
     return futures
 
   def pids(self) -> list[int]:
@@ -241,20 +311,22 @@ class VerifierPool:
         if self._closed:
           return None, CLOSED
         raise
-      left = task.due - time.monotonic()
-      if left <= 0:
+      if task.budget.left <= 0:
         return worker, LATE_BATCH
+      seconds = min(task.budget.left, self._deadline)
       try:
-        reply = worker.request(task.line, min(left, self._deadline))
-      except TimeoutError:
+        reply = worker.request(task.line, seconds, self._stalled)
+      except Overdue:
         worker.end()
-        if left < self._deadline:
+        task.budget.spend(seconds)
+        if seconds < self._deadline:
           return None, LATE_BATCH
         return None, Verdict(None, f'took over {self._deadline:g} s', None)
       except (OSError, EOFError):
         worker.end()
         worker = None
         continue
+      task.budget.spend(reply['seconds'])
       if reply['exits']:
         worker.end()
         worker = None

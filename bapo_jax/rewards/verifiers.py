@@ -10,75 +10,15 @@ killed (verifier_worker.py). This module loads neither JAX nor NumPy.
 
 import ast
 import collections
-import functools
 import json
 import operator
-import re
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
 
-from bapo_jax.rewards.answer_extraction import (
-  BOX,
-  box_or_line,
-  hashes_or_box,
-  integer,
-  numbers,
-  tagged,
-)
-
-
-class Verdict(NamedTuple):
-  """The verdict on one response."""
-
-  right: bool | None  # None: undecided, which earns what wrong earns, and is counted
-  reason: str  # in a few words
-  answer: str | None  # the answer found, spelled as votes are counted; None: none
-
-
-EQUAL, OTHER = 'equal', 'another answer'
-DIGITS = 28  # that decimal holds exactly
-
-
-def _unusable(answer: str, wanted: str) -> Verdict:
-  """Undecided: the right answer itself is malformed."""
-  return Verdict(None, f'the right answer {answer[:40]!r} is not {wanted}', None)
-
-
-def aime(answer: str, text: str) -> Verdict:
-  r"""The last \boxed{} (else the last `Answer:` line) is the right integer 0..999."""
-  right = integer(answer)
-  if right is None:
-    return _unusable(answer, 'an integer 0..999')
-  found = box_or_line(text)
-  if found is None:
-    return Verdict(False, 'no box and no answer line', None)
-  given = integer(found)
-  if given is None:
-    return Verdict(False, 'not an integer 0..999', None)
-  return Verdict(given == right, EQUAL if given == right else OTHER, str(given))
-
-
-def gsm8k(answer: str, text: str) -> Verdict:
-  """The number in the last box, else after ####, else the last number of all.
-
-  A box or a #### that holds no number, or two, is wrong: nothing else is read.
-  The right answer may be a whole solution that ends in ####.
-  """
-  right = numbers(answer.rpartition('####')[2])
-  if len(right) != 1 or len(right[0]) > DIGITS:
-    return _unusable(answer, 'one number')
-  found = hashes_or_box(text)
-  given = numbers(text)[-1:] if found is None else numbers(found)
-  if len(given) != 1:
-    return Verdict(False, 'no number' if not given else 'several numbers', None)
-  if len(given[0]) > DIGITS:
-    return Verdict(False, f'more than {DIGITS} digits', None)
-  equal = Decimal(given[0]) == Decimal(right[0])
-  spelled = f'{Decimal(given[0]).normalize():f}'
-  return Verdict(equal, EQUAL if equal else OTHER, spelled)
-
+from bapo_jax.rewards.answer_extraction import box_or_line, hashes_or_box, tagged
+from bapo_jax.rewards.math_rule import math
+from bapo_jax.rewards.number_rules import aime, gsm8k
+from bapo_jax.rewards.verdict import EQUAL, OTHER, Verdict, unusable
 
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
   ast.Add: operator.add,
@@ -136,18 +76,20 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
-def countdown(answer: str, text: str) -> Verdict:
+def countdown(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """An expression that uses each number exactly once and gives the target.
 
   The right answer is JSON, {"numbers": [3, 5, 8], "target": 24}. The expression stands
-  in the last box or else in the last <answer></answer>; `= 24` may follow it.
+  in the last box or else in the last <answer></answer>; `= 24` may follow it. A lenient
+  verdict is the same.
   """
+  del strict
   try:
     problem = json.loads(answer)
     numbers_given = collections.Counter(int(n) for n in problem['numbers'])
     target = int(problem['target'])
   except (ValueError, KeyError, TypeError, RecursionError):
-    return _unusable(answer, '{"numbers": [...], "target": ...}')
+    return unusable(answer, '{"numbers": [...], "target": ...}')
   found = tagged(text)
   if found is None:
     return Verdict(False, 'no box and no <answer>', None)
@@ -170,92 +112,21 @@ def countdown(answer: str, text: str) -> Verdict:
   return Verdict(value == target, EQUAL if value == target else OTHER, given)
 
 
-def exact(answer: str, text: str) -> Verdict:
+def exact(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """The last box, else the `Answer:` line, else the whole response, is the answer.
 
-  Character by character, but for blanks around it.
+  Character by character, but for blanks around it; the right answer is read likewise. A
+  lenient verdict is the same.
   """
-  given = box_or_line(text)
-  given = (text if given is None else given).strip()
-  equal = given == answer.strip()
-  return Verdict(equal, EQUAL if equal else OTHER, given)
-
-
-WHOLE = re.compile(r'-?[0-9]{1,30}')
-LATEX = 1000  # characters of an answer that the parser receives
-NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?')
-
-
-def _numeral(s: str, *_: Any, **__: Any):
-  """A sympy number from a numeral; nothing else is parsed, and nothing evaluated."""
-  import sympy
-
-  if s.isascii() and s.isdigit():
-    return sympy.Integer(int(s))
-  if not NUMERAL.fullmatch(s):
-    raise ValueError(f'{s[:40]!r} is no numeral')
-  return sympy.Float(s)
-
-
-@functools.cache
-def _math_verify():
-  """math-verify, its way to eval closed.
-
-  Numerals reach sympy as text, and sympy passes text to Python's eval by way of
-  parse_expr, whatever it is; `_numeral` replaces that.
-  """
-  import math_verify
-  import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
-  from sympy.parsing import sympy_parser
-
-  sympy_parser.parse_expr = _numeral
-  return math_verify
-
-
-def equivalent(answer: str, given: str) -> bool:
-  """Whether two pieces of LaTeX mean the same; math-verify decides, or never returns.
-
-  Only its LaTeX grammar is used: its reader of plain expressions is an eval. Timeouts
-  of 0 set no alarm, which only a main thread could.
-  """
-  math_verify = _math_verify()
-  grammar = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
-  gold, found = (
-    math_verify.parse(BOX + x + '}', grammar, parsing_timeout=0, raise_on_error=True)
-    for x in (answer, given)
+  del strict
+  given, right = (
+    (whole if found is None else found).strip()
+    for whole, found in ((text, box_or_line(text)), (answer, box_or_line(answer)))
   )
-  return math_verify.verify(gold, found, timeout_seconds=0, raise_on_error=True)
+  return Verdict(given == right, EQUAL if given == right else OTHER, given)
 
 
-def math(answer: str, text: str) -> Verdict:
-  r"""The last \boxed{} (else the last `Answer:` line) means what the answer means.
-
-  To be called in a process that can be killed. An error inside math-verify leaves the
-  response undecided. Votes are counted by spelling, blanks left out.
-  """
-  found = box_or_line(text)
-  if found is None:
-    return Verdict(False, 'no box and no answer line', None)
-  given, gold = ''.join(found.split()), ''.join(answer.split())
-  if not given:
-    return Verdict(False, 'an empty box', None)
-  if given == gold:
-    return Verdict(True, 'equal to the letter', given)
-  if WHOLE.fullmatch(given) and WHOLE.fullmatch(gold):  # most answers; no parser needed
-    equal = int(given) == int(gold)
-    return Verdict(equal, EQUAL if equal else OTHER, given)
-  if len(found) > max(LATEX, 2 * len(answer)):
-    return Verdict(False, f'more than {LATEX} characters', given)
-  try:
-    equal = equivalent(answer, found)
-  except MemoryError:
-    raise  # the worker process has to be replaced
-  except Exception as error:  # whatever sympy trips over
-    return Verdict(None, f'math-verify failed: {type(error).__name__}', given)
-  return Verdict(equal, EQUAL if equal else OTHER, given)
-
-
-RULES: dict[str, Callable[[str, str], Verdict]] = {
+RULES: dict[str, Callable[..., Verdict]] = {
   'aime': aime,
   'math': math,
   'gsm8k': gsm8k,
@@ -271,3 +142,22 @@ READERS: dict[str, Callable[[str], str | None]] = {
   'countdown': tagged,
   'exact': box_or_line,
 }
+
+
+def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict:
+  """The verdict of a rule; of text that is no Unicode, undecided or wrong.
+
+  Args:
+    rule: a key of RULES.
+    answer: the right answer, as the rule wants it.
+    text: the response.
+    strict: the answer must be calculated; a lenient verdict calculates (`math`) or
+      overlooks what stands around a number (`gsm8k`).
+  """
+  for part, right in ((answer, None), (text, False)):
+    try:
+      part.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+      whose = 'the right answer' if right is None else 'the response'
+      return Verdict(right, f'{whose} is no Unicode text', None)
+  return RULES[rule](answer, text, strict=strict)

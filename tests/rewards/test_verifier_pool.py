@@ -1,5 +1,6 @@
 """Workers that hang, grow, are killed or exit: no verdict is lost."""
 
+import functools
 import os
 import pathlib
 import signal
@@ -10,9 +11,10 @@ import time
 import pytest
 
 from bapo_jax.rewards import verifier_pool, verifier_worker
-from bapo_jax.rewards.verifier_pool import VerifierPool
+from bapo_jax.rewards.verifier_pool import VerifierPool as AnyPool
 
-HANGS = r'\boxed{10^9!}'
+HANGS = r'\boxed{10^9!}'  # for a lenient verdict, which calculates it
+VerifierPool = functools.partial(AnyPool, strict=False)
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -196,7 +198,7 @@ def test_nothing_is_left_when_the_caller_ends(end):
   script = (
     'import sys, time\n'
     'from bapo_jax.rewards.verifier_pool import VerifierPool\n'
-    'pool = VerifierPool(2, deadline=60)\n'
+    'pool = VerifierPool(2, strict=False, deadline=60)\n'
     "submit = lambda text: pool.submit([('math', '3', text)])[0]\n"
     r"submit('\\boxed{3.0}').result(), submit('\\boxed{4.0}').result()" + '\n'
     f'for _ in range(2): future = submit(r"{HANGS}")\n'
@@ -233,3 +235,76 @@ def test_neither_pool_nor_worker_loads_jax(module):
     check=True,
   )
   assert not {'jax', 'numpy', 'transformers'} & set(found.stdout.split())
+
+
+SPINS = 'while True: pass'
+
+
+@pytest.fixture
+def loaded():
+  """More busy processes than cores, with precedence over a worker."""
+  busy = [
+    subprocess.Popen([sys.executable, '-c', SPINS])
+    for _ in range(4 * (os.cpu_count() or 1))
+  ]
+  yield
+  for process in busy:
+    process.kill()
+    process.wait()
+
+
+def lowered(pool):
+  """The pool, its workers with the least precedence of all."""
+  verdicts(halves(pool, 4))
+  for pid in [pool._fork_server.process.pid, *pool.pids()]:
+    os.setpriority(os.PRIO_PROCESS, pid, 19)
+  return pool
+
+
+def test_on_a_loaded_machine_honest_answers_get_their_verdicts(loaded):
+  # Some ms of work each, of which the others leave a small share: by wall time most are
+  # late.
+  with VerifierPool(2, deadline=0.25, batch_deadline=20) as made:
+    pool = lowered(made)
+    texts = [f'\\boxed{{(x+{i})^2}}' for i in range(1, 13)]
+    golds = [f'x^2+{2 * i}x+{i * i}' for i in range(1, 13)]
+    began = time.monotonic()
+    futures = pool.submit([('math', *pair) for pair in zip(golds, texts, strict=True)])
+    assert rights(futures) == [True] * 12
+    # The premise: by wall time they took longer than a deadline each.
+    assert time.monotonic() - began > 12 * 0.25 / 2
+
+
+def test_on_a_loaded_machine_a_spinning_answer_dies_by_its_processor_time(loaded):
+  with VerifierPool(1, deadline=0.3) as made:
+    pool = lowered(made)
+    (old,) = pool.pids()
+    (verdict,) = verdicts(submit(pool, '3', [HANGS]))
+    assert verdict == (None, 'took over 0.3 s', None)
+    wait(lambda: not alive(old))
+
+
+def test_a_worker_that_stands_still_is_replaced_and_no_verdict_lost():
+  with VerifierPool(1) as pool:
+    verdicts(halves(pool))
+    pool._stalled = 0.5
+    os.kill(pool.pids()[0], signal.SIGSTOP)
+    assert rights(halves(pool, 3)) == known(3)
+
+
+def test_a_batch_has_a_budget_of_processor_time_per_worker():
+  budget = verifier_pool.Budget(1.0)
+  budget.spend(0.75)
+  budget.spend(0.5)
+  assert budget.left == -0.25
+  with VerifierPool(2, deadline=60, batch_deadline=0.5) as pool:
+    spent = [v.reason for v in verdicts(submit(pool, '3', [HANGS] * 6))]
+    assert spent == ['its batch was due'] * 6
+    assert rights(halves(pool, 2)) == known(2)  # the next batch has its own
+
+
+def test_strictness_reaches_the_workers():
+  restated = r'\boxed{7\times 8}'
+  for strict in (True, False):
+    with AnyPool(1, strict=strict) as pool:
+      assert rights(submit(pool, '56', [restated])) == [not strict]

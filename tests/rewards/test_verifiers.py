@@ -14,8 +14,10 @@ import oracles
 import pytest
 from hypothesis import strategies as st
 from verifier_cases import BOMBS, CASES, FOUR, MATH
+from verifier_hacks import HACKS
+from verifier_honest import HONEST
 
-from bapo_jax.rewards import answer_extraction, verifiers
+from bapo_jax.rewards import answer_extraction, symbolic, verifiers
 from bapo_jax.rewards.verifier_pool import VerifierPool
 
 DEADLINE = 2.0
@@ -32,7 +34,7 @@ def verify(pool, rule, answer, response):
   """As a run does it: in a worker process where the rule needs one."""
   if rule in verifiers.POOLED:
     return pool.submit([(rule, answer, response)])[0].result()
-  return verifiers.RULES[rule](answer, response)
+  return verifiers.verify(rule, answer, response)
 
 
 def test_the_table_is_as_long_as_it_should_be():
@@ -49,6 +51,69 @@ def test_the_verdict_is_a_readers(pool, rule, answer, response, right):
   found = verify(pool, rule, answer, response)
   assert found.right is right, found
   assert found.reason
+
+
+def test_the_tables_of_hacks_and_of_honest_answers_are_long():
+  assert len(set(HACKS)) == len(HACKS) >= 150
+  assert len(set(HACKS) | set(HONEST)) == len(HACKS) + len(HONEST) >= 400
+
+
+@pytest.mark.parametrize(
+  ('cases', 'right'), [(HACKS, False), (HONEST, True)], ids=['hacks', 'honest']
+)
+def test_no_hack_is_right_and_no_honest_answer_wrong(pool, cases, right):
+  found = [verify(pool, *case[:3]) for case in cases]
+  odd = [(c, v) for c, v in zip(cases, found, strict=True) if v.right is not right]
+  assert not odd
+
+
+def test_a_lenient_verdict_calculates_and_overlooks():
+  calculated = [('56', r'\boxed{7\times 8}'), ('5050', r'\boxed{\sum_{k=1}^{100} k}')]
+  with VerifierPool(1, strict=False) as lenient:
+    futures = lenient.submit([('math', *case) for case in calculated])
+    assert [future.result().right for future in futures] == [True, True]
+  for case in calculated:
+    assert verifiers.math(*case).right is False
+  beside = ('gsm8k', '5', r'\boxed{5 million}')
+  assert verifiers.verify(*beside, strict=False).right
+  assert not verifiers.verify(*beside).right
+
+
+@pytest.mark.parametrize(
+  'answer', ['1e999', '\ud800', r'\frac{', '', r'\{', '9' * 5000]
+)
+@pytest.mark.parametrize('rule', sorted(verifiers.RULES))
+def test_a_malformed_right_answer_crashes_nothing(pool, rule, answer):
+  for response in (r'\boxed{5}', r'\boxed{\frac{1}{2}}', 'x', ''):
+    verdict = verify(pool, rule, answer, response)
+    assert not verdict.right or rule == 'exact'
+  assert verify(pool, rule, answer, '\\boxed{\udc00}').right is not True
+
+
+@pytest.mark.parametrize(
+  ('rule', 'answer', 'response', 'right'),
+  [
+    ('math', '\ud800', r'\boxed{1}', None),
+    ('math', '1', '\\boxed{\ud800}', False),
+    ('gsm8k', '1', '\\boxed{\ud800}', False),
+    ('math', r'\frac{', r'\boxed{1}', None),
+  ],
+)
+def test_what_is_no_text_is_undecided_or_wrong(pool, rule, answer, response, right):
+  assert verify(pool, rule, answer, response).right is right
+
+
+def test_what_reaches_math_verify_is_the_box_that_was_read(monkeypatch):
+  seen = []
+  real = symbolic.equivalent
+  monkeypatch.setattr(
+    symbolic, 'equivalent', lambda *texts: seen.append(texts) or real(*texts)
+  )
+  # A second reader of boxes would stop at the brace of the half set, and find x.
+  assert not verifiers.math('x', r'\boxed{\left\{x\right.}').right
+  assert not verifiers.math('x', r'\boxed{\left\{x\right.}', strict=False).right
+  assert verifiers.math('x+1', r'\boxed{1+x}').right
+  assert seen == [('x', r'\left\{x\right.'), ('x+1', '1+x')]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +198,7 @@ def test_calculate_agrees_with_python(expression):
 
 def test_text_is_never_evaluated(monkeypatch):
   logging.getLogger('math_verify').setLevel(logging.ERROR)
-  verifiers.equivalent('1', '0.5')  # loads sympy, which evals while it loads
+  symbolic.equivalent('1', '0.5')  # loads sympy, which evals while it loads
   evaluated = []
 
   def spy(real, source, *scopes):
@@ -163,18 +228,18 @@ def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
   def fail(answer, given):
     raise TypeError('a matrix is not a number')
 
-  monkeypatch.setattr(verifiers, 'equivalent', fail)
-  found = verifiers.math('x', r'\boxed{y}')
-  assert found == (None, 'math-verify failed: TypeError', 'y')
+  monkeypatch.setattr(symbolic, 'equivalent', fail)
+  found = verifiers.math('x+y', r'\boxed{y+x}')
+  assert found == (None, 'math-verify failed: TypeError', 'y+x')
   # What is the same to the letter needs no library.
   assert verifiers.math('x', r'\boxed{ x }').right
 
 
 def test_integers_need_no_library(monkeypatch):
   pairs = [('7', '007'), ('7', '-7'), ('-12', '- 12'), ('0', '-0'), ('41', '42')]
-  expected = [verifiers.equivalent(a, b) for a, b in pairs]
+  expected = [symbolic.equivalent(a, b) for a, b in pairs]
   assert expected == [True, False, True, True, False]
-  monkeypatch.setattr(verifiers, 'equivalent', None)
+  monkeypatch.setattr(symbolic, 'equivalent', None)
   found = [verifiers.math(a, f'\\boxed{{{b}}}').right for a, b in pairs]
   assert found == expected
 
@@ -229,7 +294,7 @@ def test_real_latex_answers(pool):
   requests = [('math', *pair) for pair in zip(answers, boxes, strict=True)]
   assert all(future.result().right for future in pool.submit(requests))
   # And math-verify itself, that equal spelling spares: for 98 % of the 200 at least.
-  assert sum(verifiers.equivalent(answer, answer) for answer in answers) >= 196
+  assert sum(symbolic.equivalent(answer, answer) for answer in answers) >= 196
   others = shifted(answers)
   assert len(others) > 190
   requests = [('math', answer, f'\\boxed{{{other}}}') for answer, other in others]
