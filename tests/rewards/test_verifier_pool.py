@@ -1,5 +1,6 @@
 """Workers that hang, grow, are killed or exit: no verdict is lost."""
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -104,10 +105,14 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
   with VerifierPool(1, deadline=0.5) as pool:
     verdicts(halves(pool))
     (old,) = pool.pids()
-    began = time.monotonic()
-    (verdict,) = verdicts(submit(pool, '3', [HANGS]))
-    assert verdict == (None, 'took over 0.5 s', None)
-    assert time.monotonic() - began < 1.5
+    used = [verifier_pool.processor_time(old)]
+    (future,) = submit(pool, '3', [HANGS])
+    while not future.done():
+      with contextlib.suppress(OSError):  # it is gone
+        used.append(verifier_pool.processor_time(old))
+      time.sleep(0.001)
+    assert future.result() == (None, 'took over 0.5 s', None)
+    assert 0.45 < used[-1] - used[0] < 1
     wait(lambda: not alive(old))
     assert rights(halves(pool)) == [True]
 
@@ -116,10 +121,8 @@ def test_a_batch_past_its_deadline_is_undecided():
   with VerifierPool(1, deadline=60, batch_deadline=20) as pool:
     verdicts(halves(pool))
     pool._batch_deadline = 1.0
-    began = time.monotonic()
     found = verdicts(submit(pool, '3', [HANGS] * 3))
     assert [verdict.reason for verdict in found] == ['its batch was due'] * 3
-    assert time.monotonic() - began < 3
     pool._batch_deadline = 20
     assert rights(halves(pool)) == [True]
 
