@@ -147,7 +147,8 @@ def _equation(answer: Answer) -> str | None:
   """The LaTeX of an equation with two sides; None of a chain."""
   if len(answer.parts) != 2:
     return None
-  return ' = '.join(str(side.parts[0]) for side in answer.parts if side)
+  sides = (side for side in answer.parts if isinstance(side, Answer))
+  return ' = '.join(str(side.parts[0]) for side in sides)
 
 
 def same_expression(gold: str, given: str) -> bool:

@@ -70,19 +70,6 @@ class Overdue(Exception):
   """A worker used more processor time than it was given."""
 
 
-def processor_time(pid: int) -> float:
-  """Seconds of processor time that a process has used.
-
-  Wall time where the system does not say (macOS), so that a limit still holds there.
-
-  Raises:
-    OSError: there is no such process.
-  """
-  if sys.platform != 'linux':
-    return time.monotonic()
-  return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
-
-
 class Worker:
   """A forked process, seen from its thread: one request, one reply.
 
@@ -117,7 +104,7 @@ class Worker:
     if self.pid is None:
       raise EOFError('the worker is gone')
     end = time.monotonic() + stalled
-    limit = processor_time(self.pid) + seconds
+    limit = verifier_worker.processor_time(self.pid) + seconds
     self._socket.settimeout(stalled)
     self._socket.sendall(line)
     # One thread uses no more processor time than wall time passes, so what is left of
@@ -126,7 +113,7 @@ class Worker:
     while not self._answers_within(max(left, SHORTEST_S)):
       if self.pid is None:
         raise EOFError('the worker is gone')
-      if (left := limit - processor_time(self.pid)) <= 0:
+      if (left := limit - verifier_worker.processor_time(self.pid)) <= 0:
         raise Overdue
       if time.monotonic() > end:
         raise TimeoutError('the worker stands still')

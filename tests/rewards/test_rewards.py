@@ -68,7 +68,7 @@ def test_a_slow_rule_has_its_processes_before_the_first_response(verifier):
 
 
 def test_an_answer_past_its_deadline_is_undecided_and_still_read(verifier):
-  math = verifier('math')
+  math = verifier('math', strict=False)
   texts = [r'\boxed{0.5}', HANGS, r'\boxed{3}', 'Answer: 1/2']
   pending = math.submit(['1/2'] * 4, texts)
   verdicts = pending.result()
@@ -87,11 +87,18 @@ def test_each_response_may_have_a_rule_of_its_own(verifier):
 
 
 def test_submit_returns_before_the_verdicts_are_there(verifier):
-  math = verifier('math', deadline=1.0)
+  math = verifier('math', strict=False, deadline=1.0)
   rights(math, ['1'], [r'\boxed{1.0}'])  # warm
   pending = math.submit(['3'] * 2, [HANGS, r'\boxed{3.0}'])
   assert not pending.found[0].done()
   assert [verdict.right for verdict in pending.result()] == [None, True]
+
+
+def test_strictness_reaches_every_rule(verifier):
+  answers, texts = ['56', '5'], [r'\boxed{7\times 8}', r'\boxed{5 million}']
+  for strict in (True, False):
+    made = verifier('math', strict=strict)
+    assert rights(made, answers, texts, ['math', 'gsm8k']) == [not strict] * 2
 
 
 def test_a_closed_verifier_may_be_used_again(verifier):

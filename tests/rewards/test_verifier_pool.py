@@ -105,11 +105,11 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
   with VerifierPool(1, deadline=0.5) as pool:
     verdicts(halves(pool))
     (old,) = pool.pids()
-    used = [verifier_pool.processor_time(old)]
+    used = [verifier_worker.processor_time(old)]
     (future,) = submit(pool, '3', [HANGS])
     while not future.done():
       with contextlib.suppress(OSError):  # it is gone
-        used.append(verifier_pool.processor_time(old))
+        used.append(verifier_worker.processor_time(old))
       time.sleep(0.001)
     assert future.result() == (None, 'took over 0.5 s', None)
     assert 0.45 < used[-1] - used[0] < 1

@@ -133,8 +133,20 @@ def test_a_lenient_verdict_survives_every_bomb(lenient, rule, answer, response):
 
 LATEX_PIECES = [
   *r'0123456789.,+-*/^_(){}[]%!|=<>& xei',
-  *r'\frac \sqrt \pi \pm \cup \infty \left \{ \} \\ ^\circ'.split(),
-  *r'\text{or} \text{cm} \begin{pmatrix} \end{pmatrix}'.split(),
+  *[
+    r'\frac',
+    r'\sqrt',
+    r'\pi',
+    r'\pm',
+    r'\cup',
+    r'\infty',
+    r'\left',
+    r'\{',
+    r'\}',
+    r'\\',
+    r'^\circ',
+  ],
+  *[r'\text{or}', r'\text{cm}', r'\begin{pmatrix}', r'\end{pmatrix}'],
   '\ud800',
 ]
 
