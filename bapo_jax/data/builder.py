@@ -2,7 +2,8 @@
 
 1. `store` writes rows to the data directory, under a hash of them: the problems that a
    run was trained on stay in its workdir, whatever becomes of their source;
-2. `problems` reads a split of them, `read` a split of any other data set.
+2. `stored` reads a split of them back, and writes them again where they are damaged;
+3. `read` reads a split of any other data set.
 
 Files are array_record: the library's default, tfrecord, needs TensorFlow to be written.
 """
@@ -12,8 +13,10 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import re
 import tempfile
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +24,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from bapo_jax.data.row import Row
-from bapo_jax.runtime.progress import quiet_absl
+from bapo_jax.runtime.progress import log, quiet_absl
 
 
 @dataclasses.dataclass
@@ -79,9 +82,7 @@ def store(
   Args:
     name: of the directory, with the hash of the rows.
   """
-  digest = hashlib.sha256(json.dumps(splits).encode()).hexdigest()
-  name = re.sub(r'\W+', '_', name)
-  config = RowsConfig(name=f'{name[:40]}-{digest[:12]}', splits=splits)
+  config = RowsConfig(name=_named(name, splits), splits=splits)
   return prepare(
     StoredProblems(data_dir=data_dir, config=config, file_format='array_record')
   )
@@ -96,6 +97,52 @@ def own_temporary_folder() -> Iterator[None]:
       yield
     finally:
       tempfile.tempdir = before
+
+
+def _named(name: str, splits: Mapping[str, Sequence[Row]]) -> str:
+  """The name of the directory of these rows."""
+  digest = hashlib.sha256(json.dumps(splits).encode()).hexdigest()
+  name = re.sub(r'\W+', '_', name)
+  return f'{name[:40]}-{digest[:12]}'
+
+
+def stored(
+  data_dir: str, name: str, splits: Mapping[str, Sequence[Row]], split: str
+) -> dict[int, Row]:
+  """From id to row, of one of these splits, read back from `data_dir`.
+
+  In the order of the file: array_record shuffles, by the ids alone. Files that cannot
+  be read, or hold other rows, are written again.
+
+  Raises:
+    OSError: the system refused.
+    ValueError: they differ from these rows when they were written again, too.
+  """
+  start = 0
+  for other, rows in splits.items():
+    if other == split:
+      break
+    start += len(rows)
+  expected = dict(enumerate(splits[split], start))
+  home = os.path.join(data_dir, 'stored_problems', _named(name, splits))
+  for last in (not os.path.lexists(home), True):
+    try:
+      found = problems(store(data_dir, name, splits), split)
+      problem = '' if found == expected else 'other rows'
+    except Exception as error:  # a damaged file makes the library raise anything
+      if last:
+        raise
+      problem = f'{type(error).__name__}: {error!s:.80}'
+    if not problem:
+      return found
+    if last:
+      raise ValueError(f'{home} does not hold what was written ({problem}); remove it')
+    log(f'{home} is damaged ({" ".join(problem.split())}): it is written again.')
+    if os.path.islink(home) or not os.path.isdir(home):
+      os.remove(home)
+    else:
+      shutil.rmtree(home)
+  raise AssertionError
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:

@@ -116,12 +116,12 @@ def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
   if source in MADE:
     rows = _generate(problems, source)
     splits = {'train': rows[: problems.train], 'test': rows[problems.train :]}
-    stored = builder.problems(builder.store(data_dir, source, splits), SPLITS[knob])
+    stored = builder.stored(data_dir, source, splits, SPLITS[knob])
     # In the order of the file, by which all recorded runs number their problems.
     return _deduplicate(problems, knob, list(stored.values()))
   rows = _deduplicate(problems, knob, _read(knob, source))
   name = os.path.splitext(os.path.basename(source))[0]
-  stored = builder.problems(builder.store(data_dir, name, {'rows': rows}), 'rows')
+  stored = builder.stored(data_dir, name, {'rows': rows}, 'rows')
   return [stored[i] for i in range(len(rows))]
 
 

@@ -1,4 +1,4 @@
-"""Writes whole files, and names the file in every error about one."""
+"""Reads and writes whole files, and names the file in every error about one."""
 
 import contextlib
 import json
@@ -22,6 +22,24 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
   """Writes the value as JSON, as `write` does."""
   write(path, json.dumps(value, indent=2))
+
+
+def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
+  """The value that a file holds as JSON.
+
+  Args:
+    way_out: ends the sentence of an error: what to do.
+
+  Raises:
+    ValueError: the file is not there, cannot be read, or is no JSON.
+  """
+  try:
+    with open(path, encoding='utf-8') as file:
+      return json.load(file)
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{path} is no JSON ({error}); {way_out}') from error
 
 
 @contextlib.contextmanager

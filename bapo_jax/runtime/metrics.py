@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import textwrap
 import time
 import types
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.runtime.progress import log
 
 Row = dict[str, float]  # metric -> value; read from a file also step -> int
 Path = str | os.PathLike[str]
@@ -53,8 +55,10 @@ def to_json(row: Mapping[str, float]) -> str:
 
 
 def from_json(text: str) -> Row:
-  """The row that `to_json` wrote."""
+  """The row that `to_json` wrote; an error of some kind for any other text."""
   row = json.loads(text)
+  if 'step' not in row:
+    raise ValueError('no step')
   return {k: int(v) if k == 'step' else float(v) for k, v in row.items()}
 
 
@@ -64,24 +68,49 @@ def read(workdir: Path) -> list[Row]:
   A last line torn by a kill is left out.
 
   Raises:
-    ValueError: a line before the last is no row.
+    ValueError: a line before the last is no row, or the file cannot be read.
   """
   path = pathlib.Path(workdir) / 'metrics.jsonl'
-  if not path.exists():
+  try:
+    lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
+  except FileNotFoundError:
     return []
-  lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
+  except OSError as error:
+    raise ValueError(
+      f'{path} cannot be read ({error.strerror}); put it back, or move it away: the '
+      'run then goes on without the rows so far'
+    ) from error
   lines = lines[: max((i + 1 for i, text in enumerate(lines) if text), default=0)]
   rows = []
   for i, text in enumerate(lines):
     try:
       rows.append(from_json(text))
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
       if i + 1 < len(lines):
         raise ValueError(
           f'{path}, line {i + 1} of {len(lines)} is no row of metrics: {text[:60]!r}; '
           'delete the line, or start in another workdir'
         ) from error
   return rows
+
+
+def report_lost(workdir: Path, step: int) -> None:
+  """Logs which rows of the steps 0 to `step` are missing, and keeps a copy of the file.
+
+  Raises:
+    ValueError: a line before the last is no row, or the file cannot be read.
+  """
+  have = {row['step'] for row in read(workdir)}
+  lost = [n for n in range(step + 1) if n not in have]
+  if not lost:
+    return
+  path = pathlib.Path(workdir) / 'metrics.jsonl'
+  message = f'{path} lacks {len(lost)} rows of the steps 0 to {step}'
+  if path.exists():
+    copy = path.with_name('metrics.jsonl.damaged')
+    shutil.copyfile(path, copy)
+    message += f' (a copy of the file as it is: {copy})'
+  log(f'{message}; first {lost[0]}, last {lost[-1]}. The report is without them.')
 
 
 def _need(package: str, knob: str) -> types.ModuleType:

@@ -1,14 +1,17 @@
 """The directory of a run: which run it holds, and errors of writing in it.
 
-1. `open_workdir` refuses a directory that cannot be used or holds another run;
-2. `writable` turns an error of the system into a sentence that names the file;
-3. `checkpoint_steps` lists the complete checkpoints.
+1. `locked` makes the directory and keeps a second process out of it;
+2. `open_workdir` refuses a directory that cannot be used or holds another run;
+3. `writable` turns an error of the system into a sentence that names the file;
+4. `checkpoint_steps` lists the complete checkpoints.
 """
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +20,82 @@ from bapo_jax.runtime.progress import log
 
 # Errors of writing only, whatever the file.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Something else stands in the place of a file, or nothing does: room would not help.
+MISPLACED = (
+  errno.ENOENT,
+  errno.EEXIST,
+  errno.EISDIR,
+  errno.ENOTDIR,
+  errno.ENOTEMPTY,
+  errno.ELOOP,
+)
+LOCK = '.lock'
+
+
+@contextlib.contextmanager
+def locked(workdir: str) -> Iterator[None]:
+  """Makes the directory and holds its lock: one process at a time writes a run.
+
+  The kernel releases the lock when the process ends, however it ends; the file stays.
+  On NFS the lock holds across machines, unless it is mounted with local_lock; a file
+  system without locks is named, and the run goes on without one.
+
+  Raises:
+    ValueError: another process holds it, or the directory cannot be written.
+  """
+  path = os.path.join(workdir, LOCK)
+  with contextlib.ExitStack() as stack:
+    try:
+      os.makedirs(workdir, exist_ok=True)
+      # Not 'w': the name of the process that holds the lock stands in the file.
+      file = stack.enter_context(open(path, 'a+', encoding='utf-8', errors='replace'))
+    except OSError as error:
+      raise _unusable(f'--workdir={workdir}', error) from error
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      holder = file.read(200).strip() or 'another process'
+      raise ValueError(
+        f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop '
+        'it, or give another --workdir'
+      ) from None
+    except OSError as error:
+      log(
+        f'{path} cannot be locked ({error.strerror}): nothing keeps a second process '
+        'out of this directory.'
+      )
+    with writable(workdir), files.naming(path):
+      file.truncate(0)
+      file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+      file.flush()
+    yield
+
+
+def check_writable(path: str, knob: str) -> None:
+  """Makes the directory and writes a file there for a moment.
+
+  Args:
+    knob: names the directory in the sentence, as the user gave it.
+
+  Raises:
+    ValueError: the system refuses.
+  """
+  trial = os.path.join(path, f'.writable-{os.getpid()}')
+  try:
+    os.makedirs(path, exist_ok=True)
+    with open(trial, 'w'):
+      pass
+    os.remove(trial)
+  except OSError as error:
+    raise _unusable(knob, error) from error
+
+
+def _unusable(knob: str, error: OSError) -> ValueError:
+  """The sentence for a directory that the system refuses."""
+  return ValueError(
+    f'{knob} cannot be used ({error.strerror}); give a directory that you may write to'
+  )
 
 
 def open_workdir(
@@ -33,24 +112,12 @@ def open_workdir(
     ValueError: it cannot be written, or holds a run with another config.
   """
   path = os.path.join(workdir, 'config.json')
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    with open(os.path.join(workdir, '.writable'), 'w'):
-      pass
-    os.remove(os.path.join(workdir, '.writable'))
-    if not os.path.exists(path):
+  check_writable(workdir, f'--workdir={workdir}')
+  begun = has_begun(workdir)
+  if not os.path.lexists(path) and not begun:
+    with writable(workdir):
       files.write_json(path, values)
-    with open(path) as file:
-      before = json.load(file)
-  except OSError as error:
-    raise ValueError(
-      f'--workdir={workdir} cannot be used ({error.strerror}); give a directory that '
-      'you may write to'
-    ) from error
-  except json.JSONDecodeError as error:
-    raise ValueError(
-      f'{path} is no JSON ({error}); give another --workdir, or put the config back'
-    ) from error
+  before = read_config(path)
   now = json.loads(json.dumps(values))
   changed = [
     f'{name}: {old!r} then, {new!r} now'
@@ -59,7 +126,7 @@ def open_workdir(
   ]
   # Nothing is measured yet where a run was refused before its first evaluation, say for
   # a tokenizer that is not there: the corrected command may then use the directory.
-  if changed and os.path.exists(os.path.join(workdir, 'metrics.jsonl')):
+  if changed and begun:
     raise ValueError(
       f'--workdir={workdir} holds a run with another config '
       f'({"; ".join(changed[:4])}); give another --workdir, or the config it was '
@@ -67,6 +134,25 @@ def open_workdir(
     )
   with writable(workdir):
     files.write_json(path, now)
+
+
+def has_begun(workdir: str) -> bool:
+  """Whether a run has measured or saved anything here."""
+  measured = os.path.lexists(os.path.join(workdir, 'metrics.jsonl'))
+  return measured or bool(checkpoint_steps(workdir))
+
+
+def read_config(path: str) -> dict[str, Any]:
+  """The config of a run, section -> knob -> value, from its config.json.
+
+  Raises:
+    ValueError: the file is not there or holds none.
+  """
+  way_out = 'give another --workdir, or put the config of the run back'
+  found = files.read_json(path, way_out)
+  if not isinstance(found, dict):
+    raise ValueError(f'{path} holds no config but {str(found)[:40]!r}; {way_out}')
+  return found
 
 
 def differences(
@@ -95,6 +181,12 @@ def writable(workdir: str) -> Iterator[None]:
     inside = error.filename and os.path.commonpath([path, home]) == home
     if not inside and error.errno not in REFUSALS:
       raise
+    if error.errno in MISPLACED:
+      raise ValueError(
+        f'{error.filename} is not the file or directory that belongs there '
+        f'({error.strerror}); move it away or put it back, and run the same command '
+        'again'
+      ) from error
     steps = checkpoint_steps(workdir)
     safe = f'the checkpoint of step {steps[-1]}' if steps else 'no checkpoint'
     raise ValueError(
@@ -115,7 +207,18 @@ def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
 
 
 def checkpoint_steps(workdir: str) -> list[int]:
-  """Steps of the complete checkpoints, ascending; nothing is made or cleared."""
+  """Steps of the complete checkpoints, ascending; nothing is made or cleared.
+
+  Raises:
+    ValueError: <workdir>/checkpoints is there and is no directory that can be read.
+  """
   path = os.path.join(workdir, 'checkpoints')
-  names = os.listdir(path) if os.path.isdir(path) else []
-  return sorted(int(name) for name in names if name.isdecimal())
+  try:
+    names = os.listdir(path) if os.path.lexists(path) else []
+  except OSError as error:
+    raise ValueError(
+      f'{path} cannot be read as a directory ({error.strerror}); move it away and put '
+      'the checkpoints back, or give another --workdir'
+    ) from error
+  # Not '007', which int() reads as well.
+  return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))

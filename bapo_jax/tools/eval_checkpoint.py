@@ -19,6 +19,7 @@ from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
 from bapo_jax.training import checkpoint, evaluate, experiment, policy, setup
 from bapo_jax.training import config as config_lib
@@ -67,10 +68,14 @@ def eval_checkpoint(
   values = config_lib.plain(config)
   settings = {name: values[name] for name in SETTINGS}
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
+  knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
   to = to or os.path.join(workdir, 'eval', name)
-  source, result, samples = _run(config, workdir, step)
+  # Before the evaluation, which may take hours.
+  for path in (workdir, os.path.dirname(to) or '.'):
+    check_writable(path, knob)
+  with writable(workdir):
+    source, result, samples = _run(config, workdir, step)
   settings |= {'model': source}
-  os.makedirs(os.path.dirname(to) or '.', exist_ok=True)
   table = evaluate.table(result, f'{source} on {config.problems.test_source}')
   files.write(f'{to}.md', table)
   lines = (json.dumps(sample | {'settings': settings}) for sample in samples)

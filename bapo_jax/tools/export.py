@@ -17,7 +17,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import hf_config, hf_directory, hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
-from bapo_jax.runtime.workdir import differences
+from bapo_jax.runtime.workdir import differences, read_config
 from bapo_jax.training import checkpoint, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
@@ -73,14 +73,12 @@ def export(
 
 def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
-  path = os.path.join(workdir, 'config.json')
-  with open(path) as file:
-    before = json.load(file)
+  before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config_lib.plain(config)))
   for section in ('model', 'tokenizer'):
-    for name, old, new in differences(before[section], now[section]):
+    for name, old, new in differences(before.get(section), now[section], section):
       raise ValueError(
-        f'--workdir={workdir} was trained with {section}.{name}={old!r}, not {new!r}; '
+        f'--workdir={workdir} was trained with {name}={old!r}, not {new!r}; '
         'give the config it was trained with'
       )
 

@@ -8,7 +8,6 @@
 import functools
 import glob
 import itertools
-import json
 import math
 import os
 import re
@@ -18,14 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 from jaxtyping import Float32
 
 from bapo_jax import types
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
+from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, policy, rules
+from bapo_jax.training import checkpoint, evaluate, policy, rules
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups
@@ -70,8 +71,10 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   path = os.path.join(workdir, 'config.json')
   if not os.path.exists(path):
     raise ValueError(f'--workdir={workdir} holds no run; train there first')
-  with open(path) as file:
-    config = config_lib.from_json(json.load(file))
+  try:
+    config = config_lib.from_json(read_config(path))
+  except pydantic.ValidationError as error:
+    raise ValueError(f'{path} holds no config of this version: {error}') from error
   rule = rules.bind(config).advantage
   step, until = checkpoint.choose(workdir, which), last_step(workdir, which)
   found = [*_buffered(workdir, step, config, rule), *_evaluated(workdir, until, rule)]
@@ -130,12 +133,11 @@ def _evaluated(
 ) -> Iterator[RecordedGroup]:
   """The responses of the newest evaluation up to a step, by problem."""
   files = glob.glob(os.path.join(workdir, 'eval', '*.json'))
-  found = ((int(m[1]), f) for f in files if (m := re.search(r'(\d+)\.json$', f)))
-  steps = {step: file for step, file in found if step <= until}
+  found = (int(m[1]) for f in files if (m := re.search(r'(\d+)\.json$', f)))
+  steps = [step for step in found if step <= until]
   if not steps:
     return
-  with open(steps[max(steps)]) as file:
-    samples = json.load(file)['samples']
+  samples = evaluate.read_recorded(workdir, max(steps))['samples']
   for problem, group in itertools.groupby(samples, lambda s: s['problem']):
     of_one = list(group)
     reward_PG = np.asarray([[sample['correct'] for sample in of_one]], np.float32)

@@ -9,7 +9,6 @@
 Cells are compared at equal `config.responses`: re-evaluations count as any other.
 """
 
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ import numpy as np
 from bapo_jax.runtime import files, metrics, tables
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.statistics import clustered_error, mean_and_error
-from bapo_jax.runtime.workdir import writable
+from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import experiment, report, setup
 from bapo_jax.training.config import Config
@@ -72,12 +71,13 @@ def run(config: Config, workdir: str) -> int:
     0 when all are finished, else the exit status of the cell that was stopped.
 
   Raises:
-    ValueError: data, devices or the workdir do not suit; before any cell is trained.
+    ValueError: data, devices or the workdir do not suit, or another process is at work
+      there; before any cell is trained.
   """
   cells = {name: cell(config, name, *rules) for name, *rules in config.cells}
   setup.check_available(config)
   setup.make_mesh(config)
-  with writable(workdir):
+  with locked(workdir), writable(workdir):
     return _train(config, cells, workdir)
 
 
@@ -113,12 +113,14 @@ def is_finished(folder: str, config: Config) -> bool:
   if not os.path.exists(path):
     return False
   fingerprint = config_lib.fingerprint(config_lib.plain(config))
-  return _read_json(path)['config_hash'] == fingerprint
+  try:
+    return _read_json(path)['config_hash'] == fingerprint
+  except (ValueError, TypeError, KeyError):  # the run goes on and writes it again
+    return False
 
 
 def _read_json(path: str) -> Any:
-  with open(path) as file:
-    return json.load(file)
+  return files.read_json(path, 'remove it, and run the command of the sweep again')
 
 
 def share_warm_start(workdir: str, name: str, cells: Sequence[str]) -> None:

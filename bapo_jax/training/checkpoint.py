@@ -4,8 +4,9 @@
    of plain values, such as the seconds by phase, from which the report counts on;
 2. it is written in the background and appears under its name when it is whole; an error
    of the system is an OSError, at the next save or at the end;
-3. the newest stay, from which a run goes on, and the best by evaluation;
-4. restored arrays lie as the new mesh wants them, whatever mesh saved them.
+3. digests of its files are part of it: a damaged one is set aside, never restored;
+4. the newest stay, from which a run goes on, and the best by evaluation;
+5. restored arrays lie as the new mesh wants them, whatever mesh saved them.
 
 Weights alone, as the warm start leaves them, are saved the same way.
 """
@@ -24,8 +25,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from bapo_jax.runtime import digests
 from bapo_jax.runtime.progress import quiet_absl
+from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
+from bapo_jax.training import damage
 from bapo_jax.types import Tree
 
 CheckpointManager = ocp.CheckpointManager
@@ -33,13 +37,17 @@ HALF = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is not whole
 
 
 def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
-  """Makes the directory, and clears what a kill left half written.
+  """Makes the directory, clears what a kill left half written, sets damage aside.
 
   Args:
     keep: how many of the newest checkpoints stay.
     best: how many stay besides: those saved with the highest accuracy, the newest of
       equals first; those saved without one are not among them.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole.
   """
+  damage.set_damaged_aside(workdir)
   policies = ocp.checkpoint_managers
   ranked = policies.BestN(
     get_metric_fn=operator.itemgetter('accuracy'),
@@ -54,12 +62,9 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
     cleanup_tmp_directories=True,
     enable_async_checkpointing=True,
     create=True,
+    temporary_path_class=damage.Digested,
   )
-  return CheckpointManager(_home(workdir), options=options)
-
-
-def _home(workdir: str) -> str:
-  return os.path.join(os.path.abspath(workdir), 'checkpoints')
+  return CheckpointManager(damage.home(workdir), options=options)
 
 
 def save(
@@ -171,6 +176,36 @@ def restore(
   return treedef.unflatten(arrays), found['meta']
 
 
+def restore_newest(
+  checkpoints: CheckpointManager, like: Tree
+) -> tuple[int, Tree, dict[str, Any]] | None:
+  """(step, arrays, meta) of the newest whole checkpoint; None where there is none.
+
+  One with a weight, or a number of the optimiser, that is not finite is damaged, too.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole.
+  """
+  workdir = os.path.dirname(checkpoints.directory)
+  damaged: dict[int, str] = {}
+  for step in sorted(checkpoints.all_steps(), reverse=True):
+    # The manager has read every file of the newest.
+    why = damage.of_checkpoint(workdir, step) if damaged else ''
+    if not why:
+      arrays, meta = restore(checkpoints, step, like)
+      why = damage.not_finite(arrays)
+    if not why:
+      for other, reason in damaged.items():
+        damage.set_aside(workdir, other, reason)
+      if damaged:
+        checkpoints.reload()
+      return step, arrays, meta
+    damaged[step] = why
+  if damaged:
+    raise damage.none_whole(workdir, damaged)
+  return None
+
+
 def read_meta(checkpoints: CheckpointManager, step: int) -> dict[str, Any]:
   """The meta of `step`, without its arrays."""
   meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
@@ -202,17 +237,16 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
 
 
 def _steps(workdir: str) -> dict[int, float | None]:
-  """step -> accuracy, None where it was not evaluated, of every whole checkpoint."""
-  options = ocp.CheckpointManagerOptions(
-    read_only=True,
-    create=False,
-    save_interval_steps=0,
-    enable_async_checkpointing=False,
-    lightweight_initialize=True,  # reads no metadata before it is wanted
-  )
-  with quiet_absl(), CheckpointManager(_home(workdir), options=options) as checkpoints:
-    scored = {step: checkpoints.metrics(step) for step in checkpoints.all_steps()}
-  return {step: m['accuracy'] if m else None for step, m in scored.items()}
+  """step -> accuracy, None without one that can be read, of every checkpoint."""
+  found: dict[int, float | None] = {}
+  for step in checkpoint_steps(workdir):
+    path = os.path.join(damage.home(workdir), str(step), 'metrics', 'metrics')
+    try:
+      with open(path, encoding='utf-8') as file:
+        found[step] = float(json.load(file)['accuracy'])
+    except (OSError, ValueError, TypeError, KeyError):
+      found[step] = None
+  return found
 
 
 def read_params(
@@ -222,8 +256,14 @@ def read_params(
 
   Args:
     part: of the run's arrays, such as 'buffer/reusable'.
+
+  Raises:
+    ValueError: the checkpoint is damaged, or (from the function) the array not finite.
   """
-  path = os.path.join(_home(workdir), str(step), 'arrays')
+  path = os.path.join(damage.home(workdir), str(step), 'arrays')
+  way_out = f'--checkpoint=<step> takes another: {checkpoint_steps(workdir)} are there'
+  if why := damage.of_checkpoint(workdir, step):
+    raise ValueError(f'the checkpoint of step {step} is damaged ({why}); {way_out}')
 
   def read(parameter: str) -> np.ndarray:
     name = f'{part}/{parameter}'
@@ -236,6 +276,8 @@ def read_params(
           partial_restore=True,
         ),
       )
+    if why := damage.not_finite(found):
+      raise ValueError(f'the checkpoint of step {step} is damaged ({why}); {way_out}')
     return found[name]
 
   return read
@@ -253,12 +295,24 @@ def save_params(path: str, params: Tree) -> None:
   Raises:
     OSError: the system refused.
   """
-  with _as_oserror(path), ocp.StandardCheckpointer() as checkpointer:
+  with (
+    _as_oserror(path),
+    ocp.StandardCheckpointer(temporary_path_class=damage.Digested) as checkpointer,
+  ):
     checkpointer.save(os.path.abspath(path), params, force=True)
 
 
 def restore_params(path: str, like: Tree) -> Tree:
-  """The weights at `path`, laid out as `like` is."""
+  """The weights at `path`, laid out as `like` is.
+
+  Raises:
+    ValueError: they are damaged, in words.
+  """
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(why)
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
   with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(os.path.abspath(path), target)
+    params = checkpointer.restore(os.path.abspath(path), target)
+  if why := damage.not_finite({'params': params}):
+    raise ValueError(why)
+  return params

@@ -4,11 +4,12 @@
    response everything that an audit of its verdict needs;
 2. `summarize` computes avg@k, pass@k and maj@k, each with a standard error clustered by
    problem;
-3. `table` shows them.
+3. `table` shows them; `read_recorded` reads what training wrote of them.
 """
 
 import collections
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
-from bapo_jax.runtime import tables
+from bapo_jax.runtime import files, tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
@@ -192,3 +193,26 @@ def table(result: dict[str, Any], title: str) -> str:
   )
   size = f'{result["n"]} problems x {result["group_size"]} responses'
   return f'{title}: {size}\n\n{tables.markdown(cells, header, "lrr")}\n'
+
+
+def recorded_path(workdir: str, step: int) -> str:
+  """The file of an evaluation of training."""
+  return os.path.join(workdir, 'eval', f'{step}.json')
+
+
+def read_recorded(workdir: str, step: int) -> dict[str, Any]:
+  """{'result', 'samples'} of an evaluation of training.
+
+  Raises:
+    ValueError: the file is not there or holds something else.
+  """
+  path = recorded_path(workdir, step)
+  way_out = 'the command of the run makes those of step 0 and of its last step again'
+  found = files.read_json(path, way_out)
+  try:
+    ok = 'accuracy' in found['result'] and all('correct' in s for s in found['samples'])
+  except (TypeError, KeyError):
+    ok = False
+  if not ok:
+    raise ValueError(f'{path} holds no evaluation; {way_out}')
+  return found

@@ -22,11 +22,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.runtime.workdir import (
-  log_mesh_change,
-  open_workdir,
-  writable,
-)
+from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
 from bapo_jax.training import checkpoint, evaluate, policy, report, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
@@ -47,13 +43,14 @@ def train(config: Config, workdir: str) -> int:
   DIVERGED when too many updates in a row were not finite.
 
   Raises:
-    ValueError: in one sentence; also where the workdir can no longer be written.
+    ValueError: in one sentence; also where the workdir can no longer be written, is in
+      use by another process, or holds no whole checkpoint.
   """
   timer, began = PhaseTimer(), time.perf_counter()
   setup.check_available(config)
   setup.make_mesh(config)
-  claim(workdir, config)
-  with writable(workdir):
+  with locked(workdir), writable(workdir):
+    claim(workdir, config)
     return _run(config, workdir, timer, began)
 
 
@@ -85,11 +82,17 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   )
   same = same_problems(checkpoints, identity, config.problems.changed)
   t, s = setup.start(config, workdir, timer, verifier, material)
+  if checkpoints.latest_step() is not None:
+    record_again(t, workdir, s)
   s, spent = resume(checkpoints, s, same)
+  if s.step:
+    metrics.report_lost(workdir, s.step)
   log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
   for name, seconds in spent['phases'].items():
     timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
-  if not finished(config, s):
+  if finished(config, s):
+    record_again(t, workdir, s)
+  else:
     t = compiled(t, s)
 
   def cost() -> Spent:
@@ -202,11 +205,7 @@ class Run:
 
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """(metrics, message) of an evaluation; eval/<step>.json holds all of it."""
-    path = os.path.join(self.workdir, 'eval', f'{s.step}.json')
-    with self.t.timer('eval'):
-      result, samples = evaluation(self.t, s.params, s.step)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    files.write_json(path, {'result': result, 'samples': samples})
+    result = record_evaluation(self.t, self.workdir, s)
     row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
     return row, (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
@@ -226,6 +225,28 @@ class Run:
         checkpoint.save(self.checkpoints, s.step, arrays(s), meta, accuracy)
       if last:
         checkpoint.wait(self.checkpoints)
+
+
+def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
+  """Evaluates the state and writes eval/<step>.json; returns the result."""
+  path = evaluate.recorded_path(workdir, s.step)
+  with t.timer('eval'):
+    result, samples = evaluation(t, s.params, s.step)
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  files.write_json(path, {'result': result, 'samples': samples})
+  return result
+
+
+def record_again(t: Trainer, workdir: str, s: TrainState) -> None:
+  """Evaluates the state again where eval/<step>.json, which the report needs, is not.
+
+  The same weights, prompts and noise give the same responses: nothing is lost.
+  """
+  try:
+    evaluate.read_recorded(workdir, s.step)
+  except ValueError as error:
+    log(f'{error}. Step {s.step} is evaluated again.')
+    record_evaluation(t, workdir, s)
 
 
 def evaluation(
@@ -285,20 +306,17 @@ def peak_rss() -> int:
 
 def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:
   """Writes the report of a run that ended at step `last`, from its workdir."""
-  evaluations = {}
-  for when, step in (('before', 0), ('after', last)):
-    with open(os.path.join(workdir, 'eval', f'{step}.json')) as file:
-      evaluations[when] = json.load(file)
+  before, after = (evaluate.read_recorded(workdir, step) for step in (0, last))
   values = config_lib.plain(config)
   report.write(
     workdir,
     title=config.title,
     config_text=json.dumps(values, indent=2),
     config_hash=config_lib.fingerprint(values),
-    eval_before=evaluations['before']['result'],
-    eval_after=evaluations['after']['result'],
-    samples_before=evaluations['before']['samples'][:SHOWN],
-    samples_after=evaluations['after']['samples'][:SHOWN],
+    eval_before=before['result'],
+    eval_after=after['result'],
+    samples_before=before['samples'][:SHOWN],
+    samples_after=after['samples'][:SHOWN],
     phases=spent['phases'],
     wall_s=spent['wall_s'],
     peak_rss_bytes=spent['peak_rss_bytes'],

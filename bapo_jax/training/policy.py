@@ -20,8 +20,8 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import hf_directory, hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hub_names
-from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, sft
+from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.training import checkpoint, damage, sft
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
@@ -113,13 +113,16 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
     },
   }
   path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
-  if os.path.isdir(path):
+  if os.path.lexists(path):
     like = transformer.abstract(spec)
     layout = sharding.shardings(like, mesh)
     like = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
     )
-    return checkpoint.restore_params(path, like)
+    try:
+      return checkpoint.restore_params(path, like)
+    except ValueError as error:  # nothing is lost: the recipe is at hand
+      log(f'The warm start {path} is damaged ({error}): it is made again.')
   with timer('warm start'):
     params = sharding.under(mesh, sft.fit)(
       tokenizer,
@@ -130,5 +133,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       seed=config.seed,
       **config.sft.model_dump(),
     )
+  if bad := damage.not_finite({'params': params}):
+    raise ValueError(f'the warm start diverged: {bad}; lower sft.lr={config.sft.lr}')
   checkpoint.save_params(path, params)
   return params

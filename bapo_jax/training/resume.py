@@ -25,16 +25,19 @@ def scalars(s: TrainState) -> dict[str, int]:
 def resume(
   checkpoints: checkpoint.CheckpointManager, s: TrainState, same: bool = True
 ) -> tuple[TrainState, Spent]:
-  """Latest checkpoint (or the state given), and what the run has cost so far.
+  """Newest whole checkpoint (or the state given), and what the run has cost so far.
 
   Args:
     same: the checkpoint is of the same problems; else its buffer and its partial
       rollouts name other ones, and are left out.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole.
   """
-  step = checkpoints.latest_step()
-  if step is None:
+  newest = checkpoint.restore_newest(checkpoints, arrays(s))
+  if newest is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  found, meta = checkpoint.restore(checkpoints, step, arrays(s))
+  step, found, meta = newest
   log(f'Resuming after step {step}.')
   partial = found.pop('partial', None)
   if not same:
