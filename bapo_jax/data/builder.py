@@ -128,21 +128,21 @@ def stored(
   for last in (not os.path.lexists(home), True):
     try:
       found = problems(store(data_dir, name, splits), split)
-      problem = '' if found == expected else 'other rows'
+      if found == expected:
+        return found
+      problem = 'other rows'
     except Exception as error:  # a damaged file makes the library raise anything
       if last:
         raise
       problem = f'{type(error).__name__}: {error!s:.80}'
-    if not problem:
-      return found
     if last:
-      raise ValueError(f'{home} does not hold what was written ({problem}); remove it')
+      break
     log(f'{home} is damaged ({" ".join(problem.split())}): it is written again.')
     if os.path.islink(home) or not os.path.isdir(home):
       os.remove(home)
     else:
       shutil.rmtree(home)
-  raise AssertionError
+  raise ValueError(f'{home} does not give back what was written; remove it')
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:

@@ -190,17 +190,18 @@ def restore_newest(
   damaged: dict[int, str] = {}
   for step in sorted(checkpoints.all_steps(), reverse=True):
     # The manager has read every file of the newest.
-    why = damage.of_checkpoint(workdir, step) if damaged else ''
-    if not why:
-      arrays, meta = restore(checkpoints, step, like)
-      why = damage.not_finite(arrays)
-    if not why:
-      for other, reason in damaged.items():
-        damage.set_aside(workdir, other, reason)
-      if damaged:
-        checkpoints.reload()
-      return step, arrays, meta
-    damaged[step] = why
+    if damaged and (why := damage.of_checkpoint(workdir, step)):
+      damaged[step] = why
+      continue
+    arrays, meta = restore(checkpoints, step, like)
+    if why := damage.not_finite(arrays):
+      damaged[step] = why
+      continue
+    for other, reason in damaged.items():
+      damage.set_aside(workdir, other, reason)
+    if damaged:
+      checkpoints.reload()
+    return step, arrays, meta
   if damaged:
     raise damage.none_whole(workdir, damaged)
   return None

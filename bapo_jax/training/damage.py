@@ -32,7 +32,7 @@ class Digested(atomicity.AtomicRenameTemporaryPath):
     """Digests of what is on the disk, in the thread that writes in the background."""
     if store := self._checkpoint_metadata_store:
       # As the parent does, which would change the file after its digest is taken.
-      path = step_metadata.step_metadata_file_path(self._tmp_path)
+      path = step_metadata.step_metadata_file_path(self.get())
       await asyncio.to_thread(store.wait_until_finished)
       await asyncio.to_thread(
         store.update, file_path=path, commit_timestamp_nsecs=time.time_ns()

@@ -1,11 +1,12 @@
 """--mode=eval, whole: what training measured is measured again, from files alone."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from runs import copied, source, tiny
 from runs import one_device as on_one_device
-from runs import source, tiny
 
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import eval_checkpoint
@@ -97,6 +98,25 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
 def test_without_weights_it_says_what_to_do(tmp_path):
   with pytest.raises(ValueError, match=r'holds no checkpoint and --config\.model'):
     eval_checkpoint.eval_checkpoint(tiny(), str(tmp_path), '')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('to', ['', 'file/out'])
+def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
+  to, trained, one_device, tmp_path, monkeypatch
+):
+  workdir, knobs = trained
+  run = copied(workdir, tmp_path / 'run')
+  shutil.rmtree(run / 'eval')
+  # No directory can be made there, also for root, to whom all modes are open.
+  (run / 'eval').write_text('')
+  (tmp_path / 'file').write_text('')
+  monkeypatch.setattr(experiment, 'evaluation', None)
+  knob = f'--eval_to={tmp_path}/{to}' if to else f'--workdir={run}'
+  with pytest.raises(ValueError, match=f'{knob} cannot be used .*may write to'):
+    eval_checkpoint.eval_checkpoint(
+      tiny(**knobs), str(run), str(tmp_path / to) if to else ''
+    )
 
 
 @pytest.mark.slow
