@@ -107,7 +107,7 @@ def report_lost(workdir: Path, step: int) -> None:
   path = pathlib.Path(workdir) / 'metrics.jsonl'
   message = f'{path} lacks {len(lost)} rows of the steps 0 to {step}'
   if path.exists():
-    copy = path.with_name('metrics.jsonl.damaged')
+    copy = path.with_name('metrics-damaged.jsonl')
     shutil.copyfile(path, copy)
     message += f' (a copy of the file as it is: {copy})'
   log(f'{message}; first {lost[0]}, last {lost[-1]}. The report is without them.')

@@ -371,7 +371,7 @@ def test_lost_rows_are_counted_and_the_file_is_kept(broken, resumed, capsys):
   assert resumed(broken).step == LAST
   out = capsys.readouterr().out
   assert f'lacks {LAST + 1} rows of the steps 0 to {LAST}' in out
-  assert (broken / 'metrics.jsonl.damaged').read_bytes() == b'\x00\xff' * 40
+  assert (broken / 'metrics-damaged.jsonl').read_bytes() == b'\x00\xff' * 40
   path.unlink()
   assert resumed(broken).step == LAST
   assert f'lacks {LAST + 1} rows' in capsys.readouterr().out
