@@ -15,8 +15,8 @@ import io
 import json
 import os
 import re
-import tempfile
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
