@@ -69,6 +69,12 @@ class Batch(NamedTuple):
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
 
 
+class TokenStats(NamedTuple):
+  logp_BT: Float32[Array, 'B T']        # log pi(token), nats
+  entropy_BT: Float32[Array, 'B T']     # H, the entropy of the distribution of the token, nats
+  covariance_BT: Float32[Array, 'B T']  # Cov_pi[pi, log pi] = sum over words of pi^2 (log pi + H); no gradient
+
+
 class Bounds(NamedTuple):
   low: Float32[Array, '']         # ratio below which a negative token is no longer pushed down
   high: Float32[Array, '']        # ratio above which a positive token is no longer pushed up
@@ -77,7 +83,9 @@ class Bounds(NamedTuple):
   start_low: Float32[Array, '']   # `low` before the search
   start_high: Float32[Array, '']  # `high` before the search
   search_steps: Int32[Array, '']  # steps of the search from its start; 0 without a search
-  target_met: Bool[Array, '']     # the target share is met; True without a target
+  target_met: Bool[Array, '']     # the target share is met; True without a target, False without evidence
+  no_evidence: Bool[Array, '']    # a search found no token with a gradient, and left the start bounds
+  negatives_only: Bool[Array, '']  # a search found tokens with A < 0 and none with A > 0
 
 
 SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
@@ -141,11 +149,18 @@ def masked_mean(x: Array, mask: Array) -> Array:
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
+class Weigh(Protocol):
+  """The gradient of a loss rule as a function of the bounds."""
+
+  def __call__(self, bounds: Bounds, /) -> Array:
+    """weight_BT: d objective / d logp of each token, up to one common factor."""
+
+
 class ClipRule(Protocol):
   """Bounds on how far the policy may move a token."""
 
-  def __call__(self, ratio_BT: Array, batch: Batch) -> Bounds:
-    """The bounds for these ratios pi / mu."""
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    """The bounds for these ratios, those that the loss rule clips."""
 
 
 class FindBounds(Protocol):

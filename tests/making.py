@@ -131,6 +131,12 @@ def exact_tokens(seed, B=8, T=6, negative=0.5):
   )
 
 
+def weigh(ratio_BT, batch):
+  """Bounds -> r A of each token: the weights of the clipped loss, none of them cut."""
+  adv_B1 = jnp.asarray(batch.adv_B)[:, None]
+  return lambda bounds: jnp.where(adv_B1 == 0, 0, ratio_BT * adv_B1)
+
+
 def mixed_tokens(B=8, T=5, seed=0):
   """(logp_BT, batch): every combination of sign, side and mask is likely in it."""
   rng = np.random.default_rng(seed)

@@ -2,13 +2,18 @@
 
 A share is P / (P + N), in one of two readings of what a token contributes:
 
-  gradient    P = sum over A > 0, r < high, of w r A
-              N = sum over A < 0, r > low, of w r |A|
+  gradient    P = sum over A > 0, r < high, of |W|
+              N = sum over A < 0, r > low, of |W|
   surrogate   P = sum over A > 0 of w A min(r, high)
               N = sum over A < 0 of w |A| max(r, low)
 
-P depends on `high` alone and N on `low` alone. Under `gradient` (arXiv:2510.18927,
-Eq. 5: the tokens whose gradient is not cut) raising either bound raises the share;
+W is the token's weight in the gradient that is applied while neither bound cuts it: r A
+of Eq. 5 (arXiv:2510.18927) for the clipped loss, with whatever the loss rule, the cap of
+reused rows, dual clip and the aggregate make of it. r is the ratio that the loss rule
+clips. w is 1, or the behaviour's probability of the token, which multiplies W too.
+
+P depends on `high` alone and N on `low` alone. Under `gradient` raising either bound
+raises the share;
 under `surrogate` raising `low` LOWERS it. Either way each leg of a path of bounds is
 monotone, so bisection over the integer index of the path finds the first point that
 meets a target: at most 7 evaluations where a loop makes up to 51 steps, and the same
@@ -42,11 +47,11 @@ _D = BalancedClip()
 
 
 class Contributions(NamedTuple):
-  """A token's part in P and in N while it is not cut; without r for `surrogate`."""
+  """A token's part in P and in N while it is not cut; for `surrogate` |A| is W."""
 
-  ratio_BT: Float32[Array, 'B T']  # r = pi / mu
-  plus_BT: Float32[Array, 'B T']  # w r A where A > 0 and the token counts, else 0
-  minus_BT: Float32[Array, 'B T']  # w r |A| where A < 0 and the token counts, else 0
+  ratio_BT: Float32[Array, 'B T']  # r, what the loss rule clips
+  plus_BT: Float32[Array, 'B T']  # w |W| where A > 0 and the token counts, else 0
+  minus_BT: Float32[Array, 'B T']  # w |W| where A < 0 and the token counts, else 0
 
 
 def search(
@@ -56,6 +61,7 @@ def search(
   highs: np.ndarray,
   *,
   target: float,
+  weight_BT: Array | None = None,
   contribution: Contribution = _D.contribution,
   weight: TokenWeight = _D.weight,
   order: Order = _D.order,
@@ -69,9 +75,15 @@ def search(
     lows, highs: the points of each bound, rising. They are made on the host: compiled,
       low + step * i may round once where it rounds twice eagerly.
     target: the share, in [0, 1].
+    weight_BT: as for `contributions`.
     contribution, weight, order, sources: as in `clip.balanced`.
+
+  Returns:
+    Bounds without a cap and a dual clip; the start bounds where no token counts.
   """
-  parts = contributions(ratio_BT, batch, contribution, weight, sources)
+  parts = contributions(ratio_BT, batch, contribution, weight, sources, weight_BT)
+  positives, negatives = (parts.plus_BT > 0).any(), (parts.minus_BT > 0).any()
+  evidence = positives | negatives
   down, up = len(lows) - 1, len(highs) - 1
   low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
 
@@ -94,12 +106,16 @@ def search(
   index = bisect(meets, begin, end)
   if begin:
     index = jnp.where(meets(0), 0, index)
-  met = index < end
-  index = jnp.where(met, index, down + up)
+  met = (index < end) & evidence
+  index = jnp.where(met, index, jnp.where(evidence, down + up, 0))
   start_low, start_high = bounds(0)
   low, high = bounds(index)
   none = jnp.float32(math.inf)
-  return Bounds(low, high, none, none, start_low, start_high, index, met)
+  return Bounds(
+    *(low, high, none, none, start_low, start_high, index, met),
+    no_evidence=~evidence,
+    negatives_only=negatives & ~positives,
+  )
 
 
 def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:
@@ -127,9 +143,10 @@ def share(
   contribution: Contribution = _D.contribution,
   weight: TokenWeight = _D.weight,
   sources: tuple[Source, ...] = _D.sources,
+  weight_BT: Array | None = None,
 ) -> Array:
   """Positive tokens' share P / (P + N), in [0, 1]; 0 where no token counts."""
-  parts = contributions(ratio_BT, batch, contribution, weight, sources)
+  parts = contributions(ratio_BT, batch, contribution, weight, sources, weight_BT)
   positive, negative = sums(parts, low, high, contribution)
   total = positive + negative
   return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
@@ -141,26 +158,35 @@ def contributions(
   contribution: Contribution,
   weight: TokenWeight,
   sources: tuple[Source, ...],
+  weight_BT: Array | None = None,
 ) -> Contributions:
   """The contributions of the rows of `sources`.
+
+  Args:
+    weight_BT: W for `gradient`; None: r A, the clipped loss under
+      loss.aggregate='token'. `surrogate` reads none.
 
   Raises:
     ValueError: arrays of different shapes.
   """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
-  counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT)
+  adv_BT = jnp.broadcast_to(jnp.asarray(batch.adv_B)[:, None], ratio_BT.shape)
+  # Before the products: 0 times an infinite ratio is no number.
+  counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT) & (adv_BT != 0)
   if set(sources) != set(SOURCES):
     inside = [batch.source_B == SOURCES.index(source) for source in sources]
     counts_BT &= jnp.any(jnp.stack(inside), 0)[:, None]
-  size_BT = jnp.broadcast_to(jnp.abs(batch.adv_B)[:, None], ratio_BT.shape)
+  if contribution == 'surrogate':
+    weight_BT = adv_BT
+  elif weight_BT is None:
+    weight_BT = ratio_BT * adv_BT
+  size_BT = jnp.abs(weight_BT)
   if weight == 'behaviour':
-    size_BT = size_BT * jnp.exp(batch.behavior_logp_BT)
-  # Before the product: 0 times an infinite ratio is no number.
-  counts_BT &= size_BT > 0
-  part_BT = size_BT * ratio_BT if contribution == 'gradient' else size_BT
-  up_B1 = (batch.adv_B > 0)[:, None]
-  plus_BT = jnp.where(counts_BT & up_B1, part_BT, 0)
-  minus_BT = jnp.where(counts_BT & ~up_B1, part_BT, 0)
+    mu_BT = jnp.exp(batch.behavior_logp_BT)
+    counts_BT &= mu_BT > 0
+    size_BT = size_BT * mu_BT
+  size_BT = jnp.where(counts_BT & ~jnp.isnan(size_BT), size_BT, 0)
+  plus_BT, minus_BT = jnp.where(adv_BT > 0, size_BT, 0), jnp.where(adv_BT < 0, size_BT, 0)
   return Contributions(ratio_BT, plus_BT, minus_BT)
 
 

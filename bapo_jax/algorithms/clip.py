@@ -1,4 +1,4 @@
-"""How far the policy may move a token: clip rules (ratio_BT, batch) -> Bounds.
+"""How far the policy may move a token: clip rules (ratio_BT, batch, weigh) -> Bounds.
 
 `unclipped` and `fixed` are constants (PPO, GRPO; DAPO's clip-higher; dual clip).
 `balanced` searches the two bounds at every update (Balanced PO, arXiv:2510.18927,
@@ -6,8 +6,9 @@ Algorithm 1): it raises the upper bound until tokens with A > 0 have their share
 policy gradient, and then, if the upper bound is at its end, the lower one.
 `recipe` is the same search as the paper's public code does it.
 
-bound_search.py defines what a token contributes to that share, and why bisection finds
-the bounds of the published loop.
+What a token contributes to that share is its weight in the gradient of the loss rule in
+force, which `weigh` computes from bounds. bound_search.py has the sums, and why bisection
+finds the bounds of the published loop.
 """
 
 import math
@@ -17,22 +18,23 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, knobs
-from bapo_jax.types import Batch, Bounds
+from bapo_jax.types import Batch, Bounds, Weigh
 
 _FIXED = knobs.FixedClip()
 _BALANCED = knobs.BalancedClip()
 _RECIPE = knobs.RecipeClip()
 
 
-def unclipped(ratio_BT: Array, batch: Batch) -> Bounds:
+def unclipped(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
   """No bounds at all: plain importance weights."""
-  del ratio_BT, batch
+  del ratio_BT, batch, weigh
   return _constant(0.0, math.inf, math.inf)
 
 
 def fixed(
   ratio_BT: Array,
   batch: Batch,
+  weigh: Weigh,
   *,
   low: float = _FIXED.low,
   high: float = _FIXED.high,
@@ -46,13 +48,14 @@ def fixed(
     dual: c of dual-clip PPO (arXiv:1912.09729), the ratio above which a token with
       A < 0 gives no gradient; infinity is none.
   """
-  del ratio_BT, batch
+  del ratio_BT, batch, weigh
   return _constant(low, high, dual)
 
 
 def balanced(
   ratio_BT: Array,
   batch: Batch,
+  weigh: Weigh,
   *,
   target: float = _BALANCED.target,
   low: knobs.Range = _BALANCED.low,
@@ -71,25 +74,32 @@ def balanced(
   """The first bounds on Algorithm 1's path that give positive tokens their share.
 
   Args:
-    ratio_BT: pi / mu of each token. A token whose ratio is nan counts for nothing.
+    ratio_BT: what the loss rule clips. A token whose ratio is nan counts for nothing.
     batch: its mask, advantages, sources, and log mu for weight='behaviour'.
+    weigh: bounds -> the weights that the bounds cut; called once, with no bounds but
+      `reused_high` and `dual`, so that what these cut counts for nothing.
     target: rho_0, a share in [0, 1]; 0.4 in the paper.
     low, high: first and last value of each bound.
     low_step, high_step: delta_2 and delta_1 of Algorithm 1; 0 holds a bound whose range
       is a single point.
-    contribution: what a token contributes, see bound_search.py.
-    weight: w, 'one' or the probability 'behaviour' gave the token (Eq. 8 as printed).
+    contribution: what a token contributes, see bound_search.py. Only `gradient` is a
+      share of the gradient; `surrogate` is that of the public code.
+    weight: w, 'one' or the probability 'behaviour' gave the token (Eq. 8 as printed,
+      which no gradient has).
     order: the bound that moves first, all the way to its end.
     resolution: 'step' is Algorithm 1 to the last bit; 'continuous' finds the crossing
       itself to within `tolerance`, and needs no steps.
     sources: rows that the search counts; the others live under the bounds it finds.
     reused_high: upper limit of the upper bound for reused rows.
-    dual: as in `fixed`; the search does not see it.
+    dual: as in `fixed`.
 
   Returns:
     Bounds. Where no point meets the target they are the last point of the path, and
-    `target_met` is False. Without a token that counts the share is 0.
+    `target_met` is False; with negative tokens only, `negatives_only` says so. Without
+    a token that counts they are the first point, `search_steps` is 0, `target_met`
+    False and `no_evidence` True.
   """
+  limits = {'cap': jnp.float32(reused_high), 'dual': jnp.float32(dual)}
   if resolution == 'continuous':
     paths = clamped(low, tolerance), clamped(high, tolerance)
   else:
@@ -99,17 +109,19 @@ def balanced(
     batch,
     *paths,
     target=target,
+    weight_BT=weigh(_constant(0.0, math.inf, math.inf)._replace(**limits)),
     contribution=contribution,
     weight=weight,
     order=order,
     sources=sources,
   )
-  return found._replace(cap=jnp.float32(reused_high), dual=jnp.float32(dual))
+  return found._replace(**limits)
 
 
 def recipe(
   ratio_BT: Array,
   batch: Batch,
+  weigh: Weigh,
   *,
   positive_to_negative: float = _RECIPE.positive_to_negative,
   low: knobs.Range = _RECIPE.low,
@@ -122,14 +134,16 @@ def recipe(
 
   A last step is cut short so that each bound can reach its end. For parity with
   published runs; loss.clipped.limit=20 and learner.bounds_scope='micro_batch' belong to
-  it (configs/aime.py:recipe). It differs where no token has an advantage: that code
-  calls the target of such a minibatch met.
+  it (configs/aime.py:recipe). What it balances is no share of the gradient, and `weigh`
+  is not asked. Where no token has an advantage both stay at the start; that code calls
+  the target of such a minibatch met.
 
   Args:
     positive_to_negative: target of P / N, t; as a share t / (1 + t).
     low, high, low_step, high_step: as in `balanced`.
     dual: dual clip of the loss, which the search does not see.
   """
+  del weigh
   found = bound_search.search(
     ratio_BT,
     batch,
@@ -144,7 +158,8 @@ def recipe(
 
 def _constant(low: float, high: float, dual: float) -> Bounds:
   low_, high_, dual_, cap = (jnp.float32(x) for x in (low, high, dual, math.inf))
-  return Bounds(low_, high_, cap, dual_, low_, high_, jnp.int32(0), jnp.asarray(True))
+  met, no = jnp.asarray(True), jnp.asarray(False)
+  return Bounds(low_, high_, cap, dual_, low_, high_, jnp.int32(0), met, no, no)
 
 
 def points(ends: knobs.Range, step: float) -> np.ndarray:

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, loss
-from bapo_jax.types import SOURCES, Batch, Bounds, Groups, LossRule, masked_mean
+from bapo_jax.types import (
+  SOURCES,
+  Batch,
+  Bounds,
+  Groups,
+  LossRule,
+  TokenStats,
+  masked_mean,
+)
 
 OF_SOURCE = (
   'clip/fraction',
@@ -27,16 +35,17 @@ OF_SOME = frozenset(
 
 
 def diagnose(
-  rule: LossRule, logp_BT: Array, entropy_BT: Array, batch: Batch, bounds: Bounds
+  rule: LossRule, stats: TokenStats, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
   """Metrics of one optimiser minibatch, scalars; metrics.GLOSSARY explains each.
 
   Args:
     rule: the loss rule, its knobs bound.
-    logp_BT, entropy_BT: of the policy that the gradient was taken at, nats.
+    stats: of the policy that the gradient was taken at, nats.
     bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
+    scale_B: of `loss.row_scale`.
   """
-  loss_mask_BT = batch.loss_mask_BT
+  logp_BT, loss_mask_BT = stats.logp_BT, batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
   metrics = {
@@ -45,52 +54,54 @@ def diagnose(
     'clip/search_steps': bounds.search_steps.mean(),
     'clip/moved': (bounds.search_steps > 0).mean(),
     'clip/target_met': bounds.target_met.mean(),
-    'loss/entropy': masked_mean(entropy_BT, loss_mask_BT),
-    'loss/entropy_slope': entropy_slope(logp_BT, entropy_BT, weight_BT, loss_mask_BT),
+    'clip/no_evidence': bounds.no_evidence.mean(),
+    'clip/negatives_only': bounds.negatives_only.mean(),
+    'loss/entropy': masked_mean(stats.entropy_BT, loss_mask_BT),
+    'loss/entropy_slope': entropy_slope(stats, weight_BT * scale_B[:, None], batch),
   }
-  start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
-  metrics |= _shares(rule, logp_BT, ratio_BT, weight_BT, batch, start, bounds)
+  metrics |= _shares(rule, logp_BT, batch, bounds, scale_B)
   metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
   return metrics | _by_source(ratio_BT, weight_BT, batch)
 
 
-def entropy_slope(
-  logp_BT: Array, entropy_BT: Array, weight_BT: Array, loss_mask_BT: Array
-) -> Array:
+def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
   """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
 
-  dH = -eta Cov_{y ~ pi}[log pi(y), pi(y) A(y) X(y)] for a softmax policy whose logits
-  move by eta pi A X, X = 0 where a token is cut (arXiv:2510.18927, Eq. 7, with the
-  factor pi that its Proposition 2 drops). The covariance is taken state by state,
-  where E[log pi] = -H is known, so one sampled token per state gives it unbiased:
-  its weight w A X in the gradient holds the importance ratio already.
+  A step on w log pi(y) moves the logits of a softmax policy by dz = eta w (e_y - pi),
+  and dH = -sum over words of pi (log pi + H) dz, so that a sampled token gives
+
+    slope = -w [pi_y (log pi_y + H) - S],   S = Cov_pi[pi, log pi],
+
+  the centred form of arXiv:2510.18927, Eq. 7. S is what the move of all other words
+  gives: without it advantages that a state's words share would seem to move a policy
+  that stays. One sampled token per state is unbiased: w holds the importance ratio.
 
   Args:
-    weight_BT: w A X of each token, from `loss.weights`.
+    weight_BT: w, each token's weight in the applied gradient: 0 where it is cut, and
+      1 / tokens in it under loss.aggregate='token', which makes this a mean.
   """
-  likely_BT = jnp.where(loss_mask_BT, logp_BT + entropy_BT, 0)
-  step_BT = jnp.exp(jnp.where(loss_mask_BT, logp_BT, 0)) * weight_BT
-  return -masked_mean(likely_BT * step_BT, loss_mask_BT)
+  logp_BT, entropy_BT, covariance_BT = stats
+  own_BT = jnp.exp(logp_BT) * (logp_BT + entropy_BT)
+  slope_BT = -weight_BT * (own_BT - covariance_BT)
+  return jnp.where(batch.loss_mask_BT, slope_BT, 0).sum()
 
 
 def _shares(
   rule: LossRule,
   logp_BT: Array,
-  ratio_BT: Array,
-  weight_BT: Array,
   batch: Batch,
-  start: Bounds,
   bounds: Bounds,
+  scale_B: Array,
 ) -> dict[str, Array]:
   """The positive share before and after the search, in both readings."""
-  start_weight_BT = loss.weights(rule, logp_BT, batch, start)
+  start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+  weigh = loss.weigher(rule, logp_BT, batch, scale_B)
+  ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   up_BT, down_BT = _signs(batch)
-  shares = {
-    'advantage/positive': up_BT.sum() / jnp.maximum((up_BT | down_BT).sum(), 1),
-    'clip/share_start': _positive_part(start_weight_BT),
-    'clip/share': _positive_part(weight_BT),
-  }
+  count = jnp.maximum((up_BT | down_BT).sum(), 1)
+  shares = {'advantage/positive': up_BT.sum() / count}
   for name, b in (('_start', start), ('', bounds)):
+    shares[f'clip/share{name}'] = _positive_part(weigh(b))
     shares[f'clip/surrogate_share{name}'] = bound_search.share(
       ratio_BT, batch, b.low, b.high, contribution='surrogate'
     )

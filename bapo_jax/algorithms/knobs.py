@@ -13,7 +13,9 @@ import pydantic
 from bapo_jax.knobs import NoKnobs, Section, knob
 
 Aggregate = Literal['token', 'sequence', 'constant']
+BeyondCap = Literal['truncate', 'mask']
 Contribution = Literal['gradient', 'surrogate']
+KlDirection = Literal['behavior_policy', 'policy_behavior']
 Order = Literal['upper', 'lower']
 Resolution = Literal['step', 'continuous']
 Source = Literal['fresh', 'reevaluated', 'reused']
@@ -168,6 +170,50 @@ class ClipConfig(Section):
   recipe: RecipeClip = knob(RecipeClip, "Balanced PO's public code.")
 
 
+_BOUNDS = "choose clip.rule='fixed' or 'unclipped'"
+
+
+def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
+  """Raises ValueError where a clip rule does not fit the loss.
+
+  A search balances the gradient only where raising a bound takes tokens in or out and
+  changes no other token's weight.
+  """
+  name = f'clip.rule={clip.rule!r}'
+  if not loss.has_clip and clip.rule != 'unclipped':
+    raise ValueError(
+      f"{name}: loss.rule={loss.rule!r} has no clip to set; choose clip.rule='unclipped'"
+    )
+  if clip.rule not in ('balanced', 'recipe'):
+    return
+  if loss.rule == 'cispo':
+    raise ValueError(
+      f"{name} searches bounds that cut tokens, and loss.rule='cispo' cuts none: its "
+      f'upper bound weighs both signs; {_BOUNDS}, or another loss.rule'
+    )
+  balanced = clip.balanced
+  surrogate = clip.rule == 'recipe' or balanced.contribution == 'surrogate'
+  if clip.rule == 'balanced' and surrogate:
+    name = "clip.balanced.contribution='surrogate'"
+    if balanced.reused_high < math.inf:
+      raise ValueError(
+        f'{name} does not see clip.balanced.reused_high={balanced.reused_high}; give '
+        "inf, or contribution='gradient'"
+      )
+  if surrogate and (loss.rule, loss.aggregate) != ('clipped', 'token'):
+    raise ValueError(
+      f"{name} is the clipped surrogate's share, summed over tokens, which "
+      f'loss.rule={loss.rule!r} with loss.aggregate={loss.aggregate!r} does not '
+      "maximise; choose loss.rule='clipped' and loss.aggregate='token', or "
+      "clip.rule='balanced' with contribution='gradient'"
+    )
+  if clip.rule == 'balanced' and balanced.weight != 'one' and loss.rule != 'clipped':
+    raise ValueError(
+      f'clip.balanced.weight={balanced.weight!r} is of Eq. 8 of the clipped loss, and '
+      f"loss.rule={loss.rule!r}; give weight='one', or loss.rule='clipped'"
+    )
+
+
 class ClippedLoss(Section):
   """The PPO surrogate."""
 
@@ -187,6 +233,10 @@ class DecoupledLoss(Section):
     'Upper limit of prox / mu, the weight of a token; inf: none.',
     above=0,
     infinite=True,
+  )
+  beyond_cap: BeyondCap = knob(
+    'truncate',
+    'A token above `cap`: its weight is the cap (TIS), or it has no gradient (AReaL).',
   )
 
 
@@ -212,7 +262,14 @@ class LossConfig(Section):
     'Mean over tokens, over token means of responses, or over sums / max_new_tokens.',
   )
   kl: float = knob(
-    0.0, 'Cost per nat of KL(mu || pi), mu the policy that sampled the batch.', least=0
+    0.0,
+    'Cost per nat of divergence from mu, the policy that sampled the batch.',
+    least=0,
+    most=1000,
+  )
+  kl_direction: KlDirection = knob(
+    'behavior_policy',
+    'The divergence: behavior_policy, KL(mu || pi); policy_behavior, KL(pi || mu).',
   )
   clipped: ClippedLoss = knob(ClippedLoss, 'PPO, GRPO, DAPO.')
   decoupled: DecoupledLoss = knob(DecoupledLoss, 'AReaL.')

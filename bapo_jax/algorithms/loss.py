@@ -6,7 +6,9 @@ ratios that a rule clips: it searches them, or returns bounds found before.
 
 1. `ratio` compares the policy with the one that sampled each token;
 2. the rules: `clipped` (PPO, GRPO, DAPO), and its published alternatives;
-3. `row_scale` defines how rows add up to one number.
+3. `divergence` is the penalty beside them;
+4. `row_scale` defines how rows add up to one number, `weights` and `weigher` say what
+   each token weighs in the gradient.
 """
 
 import math
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import knobs
-from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule
+from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule, Weigh
 
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
@@ -57,6 +59,7 @@ def decoupled(
   find: FindBounds,
   *,
   cap: float = knobs.DecoupledLoss().cap,
+  beyond_cap: knobs.BeyondCap = knobs.DecoupledLoss().beyond_cap,
 ) -> tuple[Array, Bounds]:
   """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
@@ -69,13 +72,17 @@ def decoupled(
 
   Args:
     cap: upper limit of prox / mu.
+    beyond_cap: 'truncate' to the cap (TIS), or 'mask': a token above it has no gain
+      (AReaL's code, `behav_imp_weight_cap`).
   """
   log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
   stale_BT = jnp.exp(
     log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   )
   bounds = find(jnp.exp(log_r_BT))
-  return jnp.minimum(stale_BT, cap) * _cut_off(log_r_BT, batch, bounds), bounds
+  above = cap if beyond_cap == 'truncate' else 0.0
+  factor_BT = jnp.where(stale_BT > cap, above, stale_BT)
+  return factor_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
 
 def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
@@ -122,14 +129,25 @@ def tis(
   return _reinforce(jnp.minimum(ratio_BT, cap), logp_BT, batch), find(ratio_BT)
 
 
-def divergence(logp_BT: Array, batch: Batch) -> Array:
-  """KL(mu || pi) of each token, nats: r - 1 - log r, 0 outside the mask.
+def divergence(
+  logp_BT: Array,
+  batch: Batch,
+  direction: knobs.KlDirection = knobs.LossConfig().kl_direction,
+) -> Array:
+  """The divergence of each token, nats, 0 outside the mask.
 
-  Unbiased in value and gradient for tokens sampled from mu, and never negative (k3 of
-  Schulman, 2020, "Approximating KL Divergence").
+  Unbiased in value and gradient for tokens sampled from mu, and never negative: both
+  are a convex function of r with its minimum 0 at r = 1.
+
+  Args:
+    direction: 'behavior_policy', KL(mu || pi) as r - 1 - log r (k3 of Schulman, 2020,
+      "Approximating KL Divergence"); 'policy_behavior', KL(pi || mu) of
+      arXiv:2602.20722 as r log r - (r - 1), the importance-weighted log-ratio.
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  return jnp.expm1(log_r_BT) - log_r_BT
+  if direction == 'behavior_policy':
+    return jnp.expm1(log_r_BT) - log_r_BT
+  return jnp.exp(log_r_BT) * log_r_BT - jnp.expm1(log_r_BT)
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
@@ -165,6 +183,35 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
     return rule(logp_BT, batch, lambda _: bounds)[0].sum()
 
   return jax.grad(total)(logp_BT)
+
+
+def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
+  """Bounds -> weight of each token in the gradient, the penalty's part left out.
+
+  Args:
+    scale_B: of `row_scale`. The weights are relative to its largest, so that they are
+      those of `weights` to the last bit where all rows have one scale.
+  """
+  relative_B1 = (scale_B / scale_B.max())[:, None]
+
+  def weigh(bounds: Bounds) -> Array:
+    return weights(rule, logp_BT, batch, bounds) * relative_B1
+
+  return weigh
+
+
+def clipped_ratio(
+  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
+) -> Array:
+  """The ratio of each token that the rule clips."""
+  ratios = []
+
+  def find(ratio_BT: Array) -> Bounds:
+    ratios.append(ratio_BT)
+    return bounds
+
+  rule(logp_BT, batch, find)
+  return ratios[0]
 
 
 def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> Array:

@@ -1,4 +1,4 @@
-"""Log-probability, entropy and their gradients on one device, tile by tile.
+"""Log-probability, entropy, a covariance and gradients on one device, tile by tile.
 
 A chunk of columns meets a block of the vocabulary, is reduced to a few numbers per
 token and dropped, and is computed again in the backward pass.
@@ -72,8 +72,10 @@ def forward(
   *,
   sizes: tuple[int, int],
   sharded: bool,
-) -> tuple[Array, Array, Array]:
-  """(logp_BT, entropy_BT, lse_BT); lse is the logarithm of the softmax's divisor.
+) -> tuple[Array, Array, Array, Array]:
+  """(logp_BT, entropy_BT, covariance_BT, lse_BT), see `types.TokenStats`.
+
+  lse is the logarithm of the softmax's divisor.
 
   Args:
     sizes: (columns, most rows of the head) of a tile; the columns divide T.
@@ -100,27 +102,34 @@ def forward(
     chosen_logit_Bt = jnp.where(
       (at_Bt >= 0) & (at_Bt < block), logit_Bt1[..., 0], -jnp.inf
     )
-    sums = share_Btv.sum(-1), (share_Btv * below_Btv).sum(-1)
+    square_Btv = share_Btv**2
+    sums = [
+      x_Btv.sum(-1)
+      for part_Btv in (share_Btv, square_Btv)
+      for x_Btv in (part_Btv, part_Btv * below_Btv)
+    ]
     return None, (most_Bt, *sums, chosen_logit_Bt)
 
   _, tiles = jax.lax.scan(reduce_tile, None, jnp.arange(chunks * blocks))
   # [chunks * blocks, B, chunk] -> [blocks, B, T]
-  most_bBT, sum_bBT, spread_bBT, chosen_logit_bBT = (
+  tiles = [
     jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(
       blocks, *token_BT.shape
     )
     for x in tiles
-  )
-  return _combine(most_bBT, sum_bBT, spread_bBT, chosen_logit_bBT, sharded)
+  ]
+  return _combine(*tiles, sharded)
 
 
 def _combine(
   most_bBT: Array,
   sum_bBT: Array,
   spread_bBT: Array,
+  square_bBT: Array,
+  square_spread_bBT: Array,
   chosen_logit_bBT: Array,
   sharded: bool,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
   """One softmax of the blocks of this device and the shards of all devices.
 
   All terms are relative to the maximum, so that no two large numbers are subtracted.
@@ -129,6 +138,7 @@ def _combine(
     most_bBT: maximum of each block's logits.
     sum_bBT: sum of exp(logit - most).
     spread_bBT: sum of exp(logit - most) * (logit - most).
+    square_bBT, square_spread_bBT: the same sums of exp(logit - most)^2.
     chosen_logit_bBT: logit of the token to score; -inf outside its block.
   """
   top_BT = most_bBT.max(0)
@@ -137,12 +147,22 @@ def _combine(
   chosen_bBT = jnp.where(
     jnp.isinf(chosen_logit_bBT), 0, chosen_logit_bBT - top_BT[None]
   )
-  spread_bBT = jnp.exp(fall_bBT) * (spread_bBT + fall_bBT * sum_bBT)
-  sums = (jnp.exp(fall_bBT) * sum_bBT).sum(0), spread_bBT.sum(0), chosen_bBT.sum(0)
-  sum_BT, spread_BT, chosen_BT = jax.lax.psum(sums, 'tensor') if sharded else sums
-  log_sum_BT = jnp.log(sum_BT)
-  entropy_BT = log_sum_BT - spread_BT / sum_BT
-  return chosen_BT - log_sum_BT, entropy_BT, top_BT + log_sum_BT
+  scale_bBT = jnp.exp(fall_bBT)
+  spread_bBT = scale_bBT * (spread_bBT + fall_bBT * sum_bBT)
+  square_spread_bBT = scale_bBT**2 * (square_spread_bBT + fall_bBT * square_bBT)
+  parts = scale_bBT * sum_bBT, spread_bBT, scale_bBT**2 * square_bBT, square_spread_bBT
+  sums = tuple(x.sum(0) for x in (*parts, chosen_bBT))
+  sums = jax.lax.psum(sums, 'tensor') if sharded else sums
+  sum_BT, spread_BT, square_BT, square_spread_BT, chosen_BT = sums
+  log_sum_BT, mean_BT = jnp.log(sum_BT), spread_BT / sum_BT
+  # log pi + H of a word is (logit - top) - mean, so S needs no second pass.
+  covariance_BT = (square_spread_BT - mean_BT * square_BT) / sum_BT**2
+  return (
+    chosen_BT - log_sum_BT,
+    log_sum_BT - mean_BT,
+    covariance_BT,
+    top_BT + log_sum_BT,
+  )
 
 
 class _Columns(NamedTuple):

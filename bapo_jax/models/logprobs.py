@@ -1,8 +1,9 @@
 """Log-probability and entropy of given tokens, without the [B, T, V] logits.
 
-1. `sequence_logprobs` runs the model over whole rows and scores every token;
-2. `token_logprobs` scores tokens given hidden states and the head: two floats per token
+1. `sequence_stats` runs the model over whole rows and scores every token;
+2. `token_stats` scores tokens given hidden states and the head: three floats per token
    come out, by the tiles of logprob_tiles.py, in both directions;
+   `sequence_logprobs` and `token_logprobs` return the first two;
 3. under a mesh the tiles run on one shard of rows and vocabulary per device.
 """
 
@@ -17,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import knobs, logprob_tiles, transformer
-from bapo_jax.types import Tree
+from bapo_jax.types import TokenStats, Tree
 
 _D = knobs.LogprobsConfig()
 
 
-def token_logprobs(
+def token_stats(
   hidden_BTD: Array,
   head_VD: Array,
   token_BT: Array,
@@ -30,11 +31,12 @@ def token_logprobs(
   *,
   chunk: int = _D.chunk,
   block: int = 4096,
-) -> tuple[Array, Array]:
-  """(logp_BT, entropy_BT) of token_BT, column t given hidden t; float32, nats.
+) -> TokenStats:
+  """Statistics of token_BT, column t given hidden t; float32, nats.
 
-  Both have exact gradients to hidden and head; the entropy's costs nothing unless it is
-  differentiated. The temperature has none.
+  The log-probability and the entropy have exact gradients to hidden and head; the
+  entropy's costs nothing unless it is differentiated. The covariance and the
+  temperature have none.
 
   Args:
     hidden_BTD: final hidden states that predict the tokens (already shifted by one).
@@ -49,10 +51,50 @@ def token_logprobs(
   if pad := -T % chunk:
     hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
     token_BT = jnp.pad(token_BT, ((0, 0), (0, pad)))
-  logp_BT, entropy_BT = _token_logprobs(
+  logp_BT, entropy_BT, covariance_BT = _token_logprobs(
     (chunk, block), hidden_BTD, head_VD, token_BT, jnp.float32(temperature)
   )
-  return logp_BT[:, :T], entropy_BT[:, :T]
+  covariance_BT = jax.lax.stop_gradient(covariance_BT)
+  return TokenStats(logp_BT[:, :T], entropy_BT[:, :T], covariance_BT[:, :T])
+
+
+def token_logprobs(
+  hidden_BTD: Array,
+  head_VD: Array,
+  token_BT: Array,
+  temperature: float | Array,
+  *,
+  chunk: int = _D.chunk,
+  block: int = 4096,
+) -> tuple[Array, Array]:
+  """(logp_BT, entropy_BT), see `token_stats`."""
+  stats = token_stats(
+    hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
+  )
+  return stats.logp_BT, stats.entropy_BT
+
+
+def sequence_stats(
+  params: Tree,
+  tokens_BT: Array,
+  spec: transformer.ModelSpec,
+  temperature: float | Array,
+  *,
+  chunk: int = _D.chunk,
+) -> TokenStats:
+  """Statistics of every token of whole rows; 0 in column 0, which is unpredicted.
+
+  Args:
+    temperature, chunk: as for `token_stats`.
+  """
+  hidden_BTD = transformer.forward(params, tokens_BT, spec)
+  # The last column scores the first token and is dropped: cheaper than a copy of all
+  # the others, and T divides into chunks where T - 1 does not.
+  target_BT = jnp.roll(tokens_BT, -1, axis=1)
+  stats = token_stats(
+    hidden_BTD, transformer.head(params), target_BT, temperature, chunk=chunk
+  )
+  return TokenStats(*map(_shifted, stats))
 
 
 def sequence_logprobs(
@@ -63,19 +105,9 @@ def sequence_logprobs(
   *,
   chunk: int = _D.chunk,
 ) -> tuple[Array, Array]:
-  """(logp_BT, entropy_BT) of every token of whole rows; 0 in column 0, unpredicted.
-
-  Args:
-    temperature, chunk: as for `token_logprobs`.
-  """
-  hidden_BTD = transformer.forward(params, tokens_BT, spec)
-  # The last column scores the first token and is dropped: cheaper than a copy of all
-  # the others, and T divides into chunks where T - 1 does not.
-  target_BT = jnp.roll(tokens_BT, -1, axis=1)
-  logp_BT, entropy_BT = token_logprobs(
-    hidden_BTD, transformer.head(params), target_BT, temperature, chunk=chunk
-  )
-  return _shifted(logp_BT), _shifted(entropy_BT)
+  """(logp_BT, entropy_BT), see `sequence_stats`."""
+  stats = sequence_stats(params, tokens_BT, spec, temperature, chunk=chunk)
+  return stats.logp_BT, stats.entropy_BT
 
 
 def _shifted(x_BT: Array) -> Array:
@@ -85,18 +117,18 @@ def _shifted(x_BT: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logprobs(sizes, *args):
-  return _over_mesh(logprob_tiles.forward, sizes, *args)[:2]
+  return _over_mesh(logprob_tiles.forward, sizes, *args)[:3]
 
 
 def _token_logprobs_forward(sizes, *args):
   args = tuple(arg.value for arg in args)
-  logp_BT, entropy_BT, lse_BT = _over_mesh(logprob_tiles.forward, sizes, *args)
-  return (logp_BT, entropy_BT), (*args, lse_BT, entropy_BT)
+  *stats, lse_BT = _over_mesh(logprob_tiles.forward, sizes, *args)
+  return tuple(stats), (*args, lse_BT, stats[1])
 
 
 def _token_logprobs_backward(sizes, residuals, cotangents):
   unused = jax.custom_derivatives.SymbolicZero
-  wanted = (None if type(d) is unused else d for d in cotangents)
+  wanted = (None if type(d) is unused else d for d in cotangents[:2])
   return (*_over_mesh(logprob_tiles.backward, sizes, *residuals, *wanted), None, None)
 
 

@@ -15,7 +15,12 @@ from typing import Any
 
 from bapo_jax import knobs
 from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
-from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
+from bapo_jax.algorithms.knobs import (
+  AdvantageConfig,
+  ClipConfig,
+  LossConfig,
+  check_clip,
+)
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models.knobs import (
@@ -185,11 +190,7 @@ def _packages(config: Config) -> None:
 
 def _rules(config: Config) -> None:
   """Raises ValueError where rules do not fit together."""
-  if not config.loss.has_clip and config.clip.rule != 'unclipped':
-    raise ValueError(
-      f'clip.rule={config.clip.rule!r}: loss.rule={config.loss.rule!r} has no clip to '
-      "set; choose clip.rule='unclipped'"
-    )
+  check_clip(config.clip, config.loss)
   if (
     config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
   ):

@@ -20,7 +20,7 @@ import optax
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics, loss
-from bapo_jax.algorithms.knobs import Aggregate
+from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
 from bapo_jax.models import logprobs
 from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.transformer import ModelSpec
@@ -32,6 +32,7 @@ from bapo_jax.types import (
   FindBounds,
   Groups,
   LossRule,
+  TokenStats,
   Tree,
   take,
 )
@@ -150,7 +151,8 @@ class Objective:
     grad_accum_steps: micro-batches of a minibatch, their gradients summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
-    kl: cost per nat of divergence from the policy that wrote the batch.
+    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. A penalty
+      is no part of the policy gradient whose share a clip rule balances.
   """
 
   clip_rule: ClipRule
@@ -163,35 +165,42 @@ class Objective:
   aggregate: Aggregate = 'token'
   length: int = 1
   kl: float = 0.0
+  kl_direction: KlDirection = LossConfig().kl_direction
 
-  def logprobs(self, params: Tree, tokens_BT: Array) -> tuple[Array, Array]:
-    """(logp_BT, entropy_BT)."""
-    logp_BT, entropy_BT = logprobs.sequence_logprobs(
+  def token_stats(self, params: Tree, tokens_BT: Array) -> TokenStats:
+    """Statistics of each token under these parameters."""
+    return logprobs.sequence_stats(
       params, tokens_BT, self.spec, self.temperature, chunk=self.chunk
     )
-    return logp_BT, entropy_BT
 
-  def search(self, batch: Batch) -> FindBounds:
-    """The bound search over the tokens of this batch; no gradient flows through it."""
+  def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
+    """The bound search over the tokens of this batch; no gradient flows through it.
+
+    Args:
+      scale_B: of `loss.row_scale`, so that rows count as they do in the gradient.
+    """
+    logp_BT = jax.lax.stop_gradient(logp_BT)
+    weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
 
     def find(ratio_BT: Array) -> Bounds:
       # The barrier keeps a rule's arithmetic out of the loss's: where no token is
       # clipped, every rule gives the same gradient to the last bit.
-      bounds = self.clip_rule(jax.lax.stop_gradient(ratio_BT), batch)
+      bounds = self.clip_rule(jax.lax.stop_gradient(ratio_BT), batch, weigh)
       return jax.lax.optimization_barrier(bounds)
 
     return find
 
   def loss(
     self, params: Tree, part: Batch, scale_B: Array, bounds: Bounds | None
-  ) -> tuple[Array, tuple[Array, Array, Bounds]]:
-    """(loss, (logp_BT, entropy_BT, bounds)); searches bounds where none are given."""
-    logp_BT, entropy_BT = self.logprobs(params, part.tokens_BT)
-    find = self.search(part) if bounds is None else given(bounds)
+  ) -> tuple[Array, tuple[TokenStats, Bounds]]:
+    """(loss, (statistics, bounds)); searches bounds where none are given."""
+    stats = self.token_stats(params, part.tokens_BT)
+    logp_BT = stats.logp_BT
+    find = self.search(logp_BT, part, scale_B) if bounds is None else given(bounds)
     gain_BT, bounds = self.loss_rule(logp_BT, part, find)
     if self.kl:
-      gain_BT -= self.kl * loss.divergence(logp_BT, part)
-    return -(gain_BT.sum(1) * scale_B).sum(), (logp_BT, entropy_BT, bounds)
+      gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
+    return -(gain_BT.sum(1) * scale_B).sum(), (stats, bounds)
 
 
 def given(bounds: Bounds) -> FindBounds:
@@ -206,7 +215,7 @@ def given(bounds: Bounds) -> FindBounds:
 
 def gradient(
   params: Tree, batch: Batch, objective: Objective
-) -> tuple[Array, Tree, tuple[Array, Array, Bounds]]:
+) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
   """The loss of one minibatch and its gradient.
 
   Bounds are found once, over all tokens of the minibatch: over every device, and over
@@ -216,7 +225,7 @@ def gradient(
   every micro-batch the bounds of its own tokens, a mixture of objectives.
 
   Returns:
-    (loss, gradients, (logp_BT, entropy_BT, bounds)).
+    (loss, gradients, (statistics of the tokens, bounds)).
   """
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
@@ -229,9 +238,11 @@ def gradient(
   )
   bounds = None
   if o.bounds_scope == 'minibatch':
-    logp = jax.lax.map(lambda part: o.logprobs(params, part[0].tokens_BT)[0], parts)
+    logp = jax.lax.map(
+      lambda part: o.token_stats(params, part[0].tokens_BT).logp_BT, parts
+    )
     logp_BT = logp.reshape(batch.loss_mask_BT.shape)
-    _, bounds = o.loss_rule(logp_BT, batch, o.search(batch))
+    _, bounds = o.loss_rule(logp_BT, batch, o.search(logp_BT, batch, scale_B))
 
   def add(total, part):
     (value, seen), grads = value_and_grad(params, *part, bounds)
@@ -240,17 +251,18 @@ def gradient(
   # Sums of bfloat16 gradients lose what is small: float32, whatever the parameters are.
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
   (value, grads), seen = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
-  logp, entropy, found = seen
-  return value, grads, _as_minibatch(logp, entropy, found, bounds, batch)
+  return value, grads, _as_minibatch(*seen, bounds, batch)
 
 
-def _as_minibatch(logp, entropy, found: Bounds, bounds: Bounds | None, batch: Batch):
+def _as_minibatch(
+  stats: TokenStats, found: Bounds, bounds: Bounds | None, batch: Batch
+) -> tuple[TokenStats, Bounds]:
   """What the micro-batches saw, as one minibatch saw it."""
   if bounds is None:  # one of each micro-batch, repeated for its rows
-    rows = batch.adv_B.shape[0] // logp.shape[0]
+    rows = batch.adv_B.shape[0] // stats.logp_BT.shape[0]
     bounds = jax.tree.map(lambda x: jnp.repeat(x, rows)[:, None], found)
   shape = batch.loss_mask_BT.shape
-  return logp.reshape(shape), entropy.reshape(shape), bounds
+  return jax.tree.map(lambda x: x.reshape(shape), stats), bounds
 
 
 def learn(
@@ -265,12 +277,14 @@ def learn(
 
   It is skipped, and counted in learner/skipped, where loss or gradient is not finite.
   """
-  value, grads, (logp_BT, entropy_BT, bounds) = gradient(params, batch, objective)
-  diff_BT = jnp.where(batch.loss_mask_BT, jnp.abs(logp_BT - batch.behavior_logp_BT), 0)
+  value, grads, (stats, bounds) = gradient(params, batch, objective)
+  diff_BT = jnp.abs(stats.logp_BT - batch.behavior_logp_BT)
+  diff_BT = jnp.where(batch.loss_mask_BT, diff_BT, 0)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(value) & jnp.isfinite(norm)
+  scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
   metrics = diagnostics.diagnose(
-    objective.loss_rule, logp_BT, entropy_BT, batch, bounds
+    objective.loss_rule, stats, batch, bounds, scale_B
   ) | {
     'loss/value': value,
     'learner/grad_norm': norm,

@@ -143,6 +143,7 @@ def make_train_step(
     aggregate=config.loss.aggregate,
     length=config.sampler.max_new_tokens,
     kl=config.loss.kl,
+    kl_direction=config.loss.kl_direction,
   )
   step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))

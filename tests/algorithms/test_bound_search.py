@@ -1,6 +1,5 @@
 """The share, its premise, and the search: counted, on a mesh, at its edges."""
 
-import functools
 import math
 import re
 
@@ -15,6 +14,13 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import bound_search, clip
+
+
+def balanced(**knobs):
+  """(ratio_BT, batch) -> Bounds, for the clipped loss."""
+  return lambda ratio_BT, batch: clip.balanced(
+    ratio_BT, batch, making.weigh(ratio_BT, batch), **knobs
+  )
 
 
 def test_share_golden(variant):
@@ -114,9 +120,7 @@ def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
     return sums(*args)
 
   monkeypatch.setattr(bound_search, 'sums', counted)
-  rule = functools.partial(
-    clip.balanced, target=target, contribution=contribution, order=order
-  )
+  rule = balanced(target=target, contribution=contribution, order=order)
   for seed in range(3):
     calls.clear()
     jax.block_until_ready(jax.jit(rule)(*making.exact_tokens(seed)))
@@ -128,9 +132,7 @@ def test_seven_evaluations_at_most(contribution, order, target, monkeypatch):
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):
-  rule = functools.partial(
-    clip.balanced, contribution=contribution, resolution=resolution, weight='behaviour'
-  )
+  rule = balanced(contribution=contribution, resolution=resolution, weight='behaviour')
   rows = sharding.over_rows(sharding.make(data=4, fsdp=2))
   data = jax.device_put(making.exact_tokens(0, B=64, T=128), rows)
   text = jax.jit(rule).lower(*data).compile().as_text()

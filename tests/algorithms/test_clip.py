@@ -16,9 +16,16 @@ PAPER = dict(target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_st
 MINIBATCHES, GROUPS = 2000, 4  # of each contribution, weight and order
 
 
+def bound(rule, **knobs):
+  """(ratio_BT, batch) -> Bounds, for the clipped loss."""
+  return lambda ratio_BT, batch: rule(
+    ratio_BT, batch, making.weigh(ratio_BT, batch), **knobs
+  )
+
+
 @functools.cache
 def compiled(**changed):
-  return jax.jit(functools.partial(clip.balanced, **PAPER | changed))
+  return jax.jit(bound(clip.balanced, **PAPER | changed))
 
 
 def outcome(bounds):
@@ -79,7 +86,7 @@ def expected(contribution, weight, order):
 def test_balanced_is_algorithm_1_to_the_last_bit(variant, contribution, weight, order):
   seen = set()
   for knobs, stacked, loop in expected(contribution, weight, order):
-    rule = jax.vmap(functools.partial(clip.balanced, **knobs), in_axes=1)
+    rule = jax.vmap(bound(clip.balanced, **knobs), in_axes=1)
     found = variant(rule, *stacked)
     fields = (found.low, found.high, found.search_steps, found.target_met)
     assert list(zip(*map(np.asarray, fields), strict=True)) == loop
@@ -94,7 +101,7 @@ def test_recipe_is_the_public_loop(variant):
     some = [making.exact_tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
     some = [(r, b) for r, b in some if (b.adv_B != 0).any()]
     loop = [oracles.public_recipe(*data, t=t, **knobs) for data in some]
-    rule = functools.partial(clip.recipe, positive_to_negative=t, **knobs)
+    rule = bound(clip.recipe, positive_to_negative=t, **knobs)
     stacked = jax.tree.map(lambda *xs: np.stack(xs, 1), *some)
     found = variant(jax.vmap(rule, in_axes=1), *stacked)
     fields = (found.low, found.high, found.search_steps, found.target_met)
@@ -158,7 +165,7 @@ def test_continuous_is_the_crossing_found_by_sorting(seed, variant):
   batch = making.batch(rng.normal(-0.2, 1, 16), rng.random((16, 8)) < 0.9)
   knobs = dict(target=0.42 + 0.004 * seed, low=(0.5, 0.95), high=(1.1, 3.0))
   low, high = oracles.crossing(ratio_BT, batch, **knobs)
-  rule = functools.partial(clip.balanced, resolution='continuous', **knobs)
+  rule = bound(clip.balanced, resolution='continuous', **knobs)
   found = variant(rule, ratio_BT, batch)
   assert bool(found.target_met) == (low is not None)
   expected = (low, high) if found.target_met else (0.95, 3.0)
@@ -197,9 +204,11 @@ def test_one_sided_and_empty_minibatches_have_bounds(
   low, high, steps, met = balanced(
     (ratio_BT, batch), contribution=contribution, resolution=resolution
   )
-  # Positive tokens alone meet any target; without any, none is met.
-  if counted and adv == (1, 1):
-    assert (low, high, steps, met) == (np.float32(0.6), np.float32(1.2), 0, True)
+  # Positive tokens alone meet any target; negative ones alone none. Without either
+  # nothing is known, and nothing moves.
+  if adv == (0, 0) or not counted or adv == (1, 1):
+    assert (low, high, steps) == (np.float32(0.6), np.float32(1.2), 0)
+    assert met == (counted and adv == (1, 1))
   else:
     assert (low, high, met) == (np.float32(0.9), np.float32(3.0), False)
 
@@ -230,15 +239,14 @@ def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weig
 def test_no_gradient_is_needed_through_bounds():
   # Bounds are found by comparisons: their derivative is 0 and never nan.
   ratio_BT, batch = making.exact_tokens(0)
-  slope_BT = jax.grad(lambda r: clip.balanced(r, batch, **PAPER).high)(
-    jnp.asarray(ratio_BT)
-  )
+  rule = bound(clip.balanced, **PAPER)
+  slope_BT = jax.grad(lambda r: rule(r, batch).high)(jnp.asarray(ratio_BT))
   np.testing.assert_array_equal(slope_BT, 0)
 
 
 def test_constant_rules_are_what_they_are_given():
-  bounds = clip.fixed(*pair(4.0, 2.0), low=0.8, high=1.28, dual=3.0)
+  bounds = bound(clip.fixed, low=0.8, high=1.28, dual=3.0)(*pair(4.0, 2.0))
   assert outcome(bounds) == (np.float32(0.8), np.float32(1.28), 0, True)
   assert bounds.dual == 3 and bounds.cap == math.inf
-  bounds = clip.unclipped(*pair(4.0, 2.0))
+  bounds = bound(clip.unclipped)(*pair(4.0, 2.0))
   assert outcome(bounds) == (0, math.inf, 0, True)

@@ -15,7 +15,8 @@ from bapo_jax.types import Bounds
 
 def bounds(low=0.75, high=1.5, cap=math.inf, dual=math.inf) -> Bounds:
   values = (jnp.float32(x) for x in (low, high, cap, dual, low, high))
-  return Bounds(*values, jnp.int32(0), jnp.asarray(True))
+  met, no = jnp.asarray(True), jnp.asarray(False)
+  return Bounds(*values, jnp.int32(0), met, no, no)
 
 
 def one(ratio, adv, **fields):
@@ -179,7 +180,7 @@ def test_cispo_weighs_and_never_cuts():
 def test_tis_truncates_above_only():
   for ratio, weight in ((3.0, 2.0), (0.5, 0.5)):
     logp_BT, batch = one(ratio, -1.0)
-    slope_BT = loss.weights(loss.tis, logp_BT, batch, clip.unclipped(None, batch))
+    slope_BT = loss.weights(loss.tis, logp_BT, batch, clip.unclipped(None, batch, None))
     np.testing.assert_allclose(slope_BT, [[-weight]], rtol=1e-6)
 
 
