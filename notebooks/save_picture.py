@@ -25,7 +25,7 @@ TARGET = 0.457  # above this batch's share at the starting bounds, so that bound
 
 
 def minibatch() -> tuple[jax.Array, Batch]:
-  """(ratio_BT, batch) of 2_batch.npz."""
+  """(logp_BT, batch) of 2_batch.npz."""
   saved = np.load(HERE / '2_batch.npz')
   loss_mask_BT = saved['loss_mask_BT']
   token_N = saved['tokens_BT'][loss_mask_BT]
@@ -39,20 +39,23 @@ def minibatch() -> tuple[jax.Array, Batch]:
     adv_B=jnp.asarray(saved['adv_B']),
     source_B=jnp.zeros(len(loss_mask_BT), jnp.int32),
   )
-  return loss.ratio(jnp.asarray(logp_BT), batch), batch
+  return jnp.asarray(logp_BT), batch
 
 
 def draw_bounds(axis: Axes) -> None:
   """Ratio and advantage of each token; the bounds of two clip rules."""
-  ratio_BT, batch = minibatch()
+  logp_BT, batch = minibatch()
+  ratio_BT = loss.ratio(logp_BT, batch)
+  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
+  data = ratio_BT, batch, loss.weigher(loss.clipped, logp_BT, batch, scale_B)
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], ratio_BT.shape)
   for sign, colour in ((1, POSITIVE), (-1, NEGATIVE)):
     kind_BT = batch.loss_mask_BT & (sign * adv_BT > 0)
     x_N, y_N = ratio_BT[kind_BT], adv_BT[kind_BT]
     axis.plot(x_N, y_N, '.', color=colour, ms=5, alpha=0.35, markeredgewidth=0)
   rules = (
-    ('fixed', ':', clip.fixed(ratio_BT, batch)),
-    ('balanced', '--', clip.balanced(ratio_BT, batch, target=TARGET)),
+    ('fixed', ':', clip.fixed(*data)),
+    ('balanced', '--', clip.balanced(*data, target=TARGET)),
   )
   for name, style, bounds in rules:
     ends = f'{float(bounds.low):.2f} .. {float(bounds.high):.2f}'

@@ -28,12 +28,16 @@ def noisy(spec: transformer.ModelSpec, seed: int, size: float = 0.3) -> dict:
 
 
 def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):
-  """(logp_BT, entropy_BT) by way of all the logits at once."""
+  """(logp_BT, entropy_BT, Cov_pi[pi, log pi]) by way of all the logits at once."""
   logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD, head_VD) / temperature
   p_BTV = jnp.exp(logits_BTV - logits_BTV.max(-1, keepdims=True))
   p_BTV = p_BTV / p_BTV.sum(-1, keepdims=True)
   target_BTV = jax.nn.one_hot(token_BT, head_VD.shape[0])
-  return jnp.log((p_BTV * target_BTV).sum(-1)), -(p_BTV * jnp.log(p_BTV)).sum(-1)
+  log_BTV = jnp.log(p_BTV)
+  mean_BT1 = (p_BTV * log_BTV).sum(-1, keepdims=True)
+  typical_BT1 = (p_BTV * p_BTV).sum(-1, keepdims=True)
+  covariance_BT = (p_BTV * (p_BTV - typical_BT1) * (log_BTV - mean_BT1)).sum(-1)
+  return jnp.log((p_BTV * target_BTV).sum(-1)), -mean_BT1[..., 0], covariance_BT
 
 
 @functools.partial(jax.jit, static_argnames='spec')

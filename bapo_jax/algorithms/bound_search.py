@@ -7,10 +7,10 @@ A share is P / (P + N), in one of two readings of what a token contributes:
   surrogate   P = sum over A > 0 of w A min(r, high)
               N = sum over A < 0 of w |A| max(r, low)
 
-W is the token's weight in the gradient that is applied while neither bound cuts it: r A
-of Eq. 5 (arXiv:2510.18927) for the clipped loss, with whatever the loss rule, the cap of
-reused rows, dual clip and the aggregate make of it. r is the ratio that the loss rule
-clips. w is 1, or the behaviour's probability of the token, which multiplies W too.
+W is the token's weight in the gradient that is applied while neither bound cuts it:
+r A of Eq. 5 (arXiv:2510.18927) for the clipped loss, with whatever the loss rule, the
+cap of reused rows, dual clip and the aggregate make of it. r is the ratio that the loss
+rule clips. w is 1, or the behaviour's probability of the token; it multiplies W too.
 
 P depends on `high` alone and N on `low` alone. Under `gradient` raising either bound
 raises the share;
@@ -186,7 +186,10 @@ def contributions(
     counts_BT &= mu_BT > 0
     size_BT = size_BT * mu_BT
   size_BT = jnp.where(counts_BT & ~jnp.isnan(size_BT), size_BT, 0)
-  plus_BT, minus_BT = jnp.where(adv_BT > 0, size_BT, 0), jnp.where(adv_BT < 0, size_BT, 0)
+  plus_BT, minus_BT = (
+    jnp.where(adv_BT > 0, size_BT, 0),
+    jnp.where(adv_BT < 0, size_BT, 0),
+  )
   return Contributions(ratio_BT, plus_BT, minus_BT)
 
 

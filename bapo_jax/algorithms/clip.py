@@ -7,8 +7,8 @@ policy gradient, and then, if the upper bound is at its end, the lower one.
 `recipe` is the same search as the paper's public code does it.
 
 What a token contributes to that share is its weight in the gradient of the loss rule in
-force, which `weigh` computes from bounds. bound_search.py has the sums, and why bisection
-finds the bounds of the published loop.
+force, which `weigh` computes from bounds. bound_search.py has the sums, and why
+bisection finds the bounds of the published loop.
 """
 
 import math

@@ -182,7 +182,8 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   name = f'clip.rule={clip.rule!r}'
   if not loss.has_clip and clip.rule != 'unclipped':
     raise ValueError(
-      f"{name}: loss.rule={loss.rule!r} has no clip to set; choose clip.rule='unclipped'"
+      f'{name}: loss.rule={loss.rule!r} has no clip to set; '
+      "choose clip.rule='unclipped'"
     )
   if clip.rule not in ('balanced', 'recipe'):
     return

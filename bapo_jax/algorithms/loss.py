@@ -21,6 +21,9 @@ from jax import Array
 from bapo_jax.algorithms import knobs
 from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule, Weigh
 
+_DECOUPLED = knobs.DecoupledLoss()
+_LOSS = knobs.LossConfig()
+
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
   """log pi - log old of each token, nats; 0 outside the mask."""
@@ -58,8 +61,8 @@ def decoupled(
   batch: Batch,
   find: FindBounds,
   *,
-  cap: float = knobs.DecoupledLoss().cap,
-  beyond_cap: knobs.BeyondCap = knobs.DecoupledLoss().beyond_cap,
+  cap: float = _DECOUPLED.cap,
+  beyond_cap: knobs.BeyondCap = _DECOUPLED.beyond_cap,
 ) -> tuple[Array, Bounds]:
   """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
@@ -132,7 +135,7 @@ def tis(
 def divergence(
   logp_BT: Array,
   batch: Batch,
-  direction: knobs.KlDirection = knobs.LossConfig().kl_direction,
+  direction: knobs.KlDirection = _LOSS.kl_direction,
 ) -> Array:
   """The divergence of each token, nats, 0 outside the mask.
 

@@ -283,9 +283,7 @@ def learn(
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(value) & jnp.isfinite(norm)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
-  metrics = diagnostics.diagnose(
-    objective.loss_rule, stats, batch, bounds, scale_B
-  ) | {
+  metrics = diagnostics.diagnose(objective.loss_rule, stats, batch, bounds, scale_B) | {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,

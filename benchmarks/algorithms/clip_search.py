@@ -8,7 +8,8 @@ Per shape [B, T] of a minibatch, medians in milliseconds of one run:
                     operation, each read by the host before it computes the next
   host_loop_jitted  the same with each share one compiled program
   linear_scan       the same loop inside jit, no host
-  ours              bisection over the index of the path, inside jit
+  ours              bisection over the index of the path, inside jit, on the
+                    weights that the loss's derivative gives
   loss              loss and gradient by the log-probabilities, bounds given, no search
   train_step        one update of the embedded default's policy, search included
 
@@ -35,7 +36,7 @@ from bapo_jax.algorithms import bound_search, clip, loss
 from bapo_jax.models import transformer
 from bapo_jax.training import learner, optimizer
 from bapo_jax.training.config import Config
-from bapo_jax.types import SOURCES, Batch, Bounds
+from bapo_jax.types import SOURCES, Batch, Bounds, Weigh
 
 SHAPES = ((64, 57), (64, 4096), (256, 8192))
 TARGET = 0.5
@@ -43,11 +44,12 @@ LOWS, HIGHS = clip.points((0.6, 0.9), 0.02), clip.points((1.2, 3.0), 0.05)
 LAST = len(LOWS) + len(HIGHS) - 2  # index of the last point of the path
 
 
-def balanced(ratio_BT: Array, batch: Batch) -> Bounds:
+def balanced(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
   """The clip rule on the path that every search here follows."""
   return clip.balanced(
     ratio_BT,
     batch,
+    weigh,
     target=TARGET,
     low=(0.6, 0.9),
     high=(1.2, 3.0),
@@ -110,15 +112,17 @@ def linear_scan(ratio_BT: Array, batch: Batch) -> Array:
 
 
 @jax.jit
-def ours(ratio_BT: Array, batch: Batch) -> Array:
-  """Steps found by bisection."""
-  return balanced(ratio_BT, batch).search_steps
+def ours(logp_BT: Array, batch: Batch) -> Array:
+  """Steps found by bisection, on weights that the loss gives."""
+  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
+  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  return balanced(loss.ratio(logp_BT, batch), batch, weigh).search_steps
 
 
 @jax.jit
 def loss_alone(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
   """Loss and gradient by the log-probabilities, bounds given."""
-  bounds = clip.fixed(logp_BT, batch)
+  bounds = clip.fixed(logp_BT, batch, lambda bounds: logp_BT)
 
   def total(logp_BT: Array) -> Array:
     gain_BT, _ = loss.clipped(logp_BT, batch, lambda _: bounds)
@@ -163,7 +167,8 @@ def measure(B: int, T: int, repeat: int, rows: int) -> dict[str, float]:
   logp_BT, batch = minibatch(B, T)
   ratio_BT = loss.ratio(logp_BT, batch)
   steps = host_loop(ratio_BT, batch)
-  found = [int(f(ratio_BT, batch)) for f in (host_loop_jitted, linear_scan, ours)]
+  found = [int(f(ratio_BT, batch)) for f in (host_loop_jitted, linear_scan)]
+  found.append(int(ours(logp_BT, batch)))
   if found != [steps] * 3:
     raise SystemExit(f'[{B}, {T}]: the loop makes {steps} steps, the others {found}')
   some = B if T < 1024 else rows
@@ -173,7 +178,7 @@ def measure(B: int, T: int, repeat: int, rows: int) -> dict[str, float]:
     'host_loop_ms': median_ms(host_loop, ratio_BT, batch, repeat=repeat),
     'host_loop_jitted_ms': median_ms(host_loop_jitted, ratio_BT, batch, repeat=repeat),
     'linear_scan_ms': median_ms(linear_scan, ratio_BT, batch, repeat=repeat),
-    'ours_ms': median_ms(ours, ratio_BT, batch, repeat=repeat),
+    'ours_ms': median_ms(ours, logp_BT, batch, repeat=repeat),
     'loss_ms': median_ms(loss_alone, logp_BT, batch, repeat=repeat),
     'train_step_ms': step_ms,
     'train_rows': some,

@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import diagnostics, loss
-from bapo_jax.types import Bounds
+from bapo_jax.types import Bounds, TokenStats
 
-BOUNDS = Bounds(*map(jnp.float32, (0.75, 1.5, 9, math.inf, 0.5, 1.25)), 2, True)
-BOUNDS = BOUNDS._replace(search_steps=jnp.int32(2), target_met=jnp.asarray(True))
+BOUNDS = Bounds(
+  *map(jnp.float32, (0.75, 1.5, 9, math.inf, 0.5, 1.25)),
+  search_steps=jnp.int32(2),
+  target_met=jnp.asarray(True),
+  no_evidence=jnp.asarray(False),
+  negatives_only=jnp.asarray(False),
+)
+COVARIANCE = 0.25  # of every token
 
 
-def diagnose(logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.clipped):
-  return diagnostics.diagnose(rule, jnp.asarray(logp_BT), entropy_BT, batch, bounds)
+def diagnose(
+  logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.clipped, aggregate='token'
+):
+  logp_BT = jnp.asarray(logp_BT)
+  stats = TokenStats(logp_BT, entropy_BT, jnp.full_like(logp_BT, COVARIANCE))
+  scale_B = loss.row_scale(jnp.asarray(batch.loss_mask_BT), aggregate, 4)
+  return diagnostics.diagnose(rule, stats, batch, bounds, scale_B)
 
 
 def golden():
@@ -49,6 +60,8 @@ def test_diagnose_golden():
     'clip/search_steps': 2,
     'clip/moved': 1,
     'clip/target_met': 1,
+    'clip/no_evidence': 0,
+    'clip/negatives_only': 0,
     # Between 0.75 and 1.5: P = 1, N = 1 + 2. At the start (0.5, 1.25) the same tokens
     # are cut, r = 1/2 being not above 1/2.
     'clip/share': 1 / 4,
@@ -83,9 +96,9 @@ def test_diagnose_golden():
     # (2 + 1 + 1/2 + 1 + 2)^2 / (5 (4 + 1 + 1/4 + 1 + 4))
     'loss/ess': 6.5**2 / (5 * 10.25),
     'loss/entropy': 3,
-    # -(log pi + H) pi w: cut tokens give 0. Row 0, r = 1: (-3 + 2) mu 1. Row 1, r = 1:
-    # (-3 + 4) mu (-1); r = 2: (ln 2 - 3 + 5) 2 mu (-2).
-    'loss/entropy_slope': -(-mu - mu - 4 * mu * (2 + ln2)) / 5,
+    # -w (pi (log pi + H) - S): cut tokens give 0. Row 0, r = 1: (-3 + 2) mu 1. Row 1,
+    # r = 1: (-3 + 4) mu (-1); r = 2: (ln 2 - 3 + 5) 2 mu (-2). Weights are 1 - 1 - 2.
+    'loss/entropy_slope': -(-mu - mu - 4 * mu * (2 + ln2) + 2 * COVARIANCE) / 5,
     # k3 = r - 1 - ln r: 1 - ln 2 twice (r = 2), ln 2 - 1/2 (r = 1/2), 0 at r = 1.
     'loss/kl': (2 * (1 - ln2) + ln2 - 0.5) / 5,
     'loss/kl_plain': -ln2 / 5,
@@ -100,12 +113,18 @@ def test_bounds_of_their_own_for_some_rows():
   # Row 0 under (0.75, 1.5), row 1 under (0.25, 1.25): nothing of it is cut.
   column = [[0.75], [0.25]], [[1.5], [1.25]], [[9]] * 2, [[math.inf]] * 2
   start = [[0.5], [0.25]], [[1.25]] * 2
-  bounds = Bounds(*map(jnp.float32, (*column, *start)), jnp.int32([[2], [0]]), None)
-  bounds = bounds._replace(target_met=jnp.asarray([[True], [False]]))
+  bounds = Bounds(
+    *map(jnp.float32, (*column, *start)),
+    search_steps=jnp.int32([[2], [0]]),
+    target_met=jnp.asarray([[True], [False]]),
+    no_evidence=jnp.asarray([[False], [False]]),
+    negatives_only=jnp.asarray([[False], [True]]),
+  )
   metrics = diagnose(*golden(), bounds)
   np.testing.assert_allclose(metrics['clip/low'], 0.5)
   np.testing.assert_allclose(metrics['clip/moved'], 0.5)
   np.testing.assert_allclose(metrics['clip/target_met'], 0.5)
+  np.testing.assert_allclose(metrics['clip/negatives_only'], 0.5)
   np.testing.assert_allclose(metrics['clip/fraction_negative'], 0)
   # P = 1, N = 1/2 + 1 + 2
   np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=1e-6)
@@ -157,51 +176,61 @@ def test_large_ratios_do_not_spoil_the_effective_sample_size():
 # ------------------------------------------------------- the Entropy-Clip Rule (Eq. 7)
 
 
-def entropy(z_V):
-  p_V = np.exp(z_V - z_V.max())
-  p_V /= p_V.sum()
-  return -(p_V * np.log(p_V)).sum()
+def entropy(pi_V):
+  return -(pi_V * np.log(pi_V)).sum()
 
 
-def predicted(logp_V, weight_V):
-  """Per unit of eta: the rule's batch form, with every word of one state a token."""
-  H = -(np.exp(logp_V) * logp_V).sum()
-  pi_V = np.exp(logp_V)
-  mean = diagnostics.entropy_slope(
-    np.float32(logp_V[None]),
-    np.full((1, len(logp_V)), H, np.float32),
-    # All words stand in one row here, so each is weighed by its probability.
-    np.float32((weight_V * pi_V)[None]),
-    np.ones((1, len(logp_V)), bool),
-  )
-  return float(mean) * len(logp_V)
+def true_slope(pi_V, adv_V, eta=1e-4):
+  """Change of entropy per unit of step: an exact policy-gradient step, measured.
+
+  The objective is sum over words of pi A, in logits; its gradient is written as the
+  Jacobian of the softmax times A, and H is evaluated on both sides.
+  """
+  z_V, step_V = np.log(pi_V), (np.diag(pi_V) - np.outer(pi_V, pi_V)) @ adv_V
+  ends = []
+  for sign in (1, -1):
+    p_V = np.exp(z_V + sign * eta * step_V)
+    ends.append(entropy(p_V / p_V.sum()))
+  return (ends[0] - ends[1]) / (2 * eta)
 
 
-@pytest.mark.parametrize('clipped', [False, True])
-def test_the_entropy_rule_holds_to_first_order(clipped):
+def predicted(pi_V, adv_V, token_N=None, weight_N=None):
+  """The metric on one state, all words tokens of weight pi A; or on sampled tokens."""
+  if token_N is None:
+    token_N, weight_N = np.arange(len(pi_V)), pi_V * adv_V
+  shape = 1, len(token_N)
+  covariance = (pi_V**2 * (np.log(pi_V) + entropy(pi_V))).sum()
+  values = np.log(pi_V)[token_N], entropy(pi_V), covariance
+  stats = TokenStats(*(np.float32(np.broadcast_to(x, shape)) for x in values))
+  batch = making.batch([1], np.ones(shape))
+  return float(diagnostics.entropy_slope(stats, np.float32(weight_N)[None], batch))
+
+
+def test_equal_advantages_do_not_move_the_policy_nor_its_entropy():
+  pi_V = np.asarray([0.9, 0.1])
+  assert true_slope(pi_V, np.ones(2)) == pytest.approx(0, abs=1e-9)
+  assert predicted(pi_V, np.ones(2)) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize('mean', [0, 1, -1])
+def test_the_entropy_rule_agrees_with_an_exact_step(mean):
+  # Of 300 states; advantages of one sign are where centring decides the sign.
   slopes, true = [], []
-  for seed in range(200):
+  for seed in range(300):
     rng = np.random.default_rng(seed)
     z_V = rng.normal(0, rng.uniform(0.3, 2), rng.integers(3, 40))
-    logp_V = z_V - np.log(np.exp(z_V).sum())
-    adv_V = rng.normal(0, 1, len(z_V))
-    uncut_V = rng.random(len(z_V)) < 0.6 if clipped else np.ones(len(z_V))
-    eta = 1e-3
-    step_V = eta * np.exp(logp_V) * adv_V * uncut_V
-    true.append((entropy(z_V + step_V) - entropy(z_V)) / eta)
-    slopes.append(predicted(logp_V, adv_V * uncut_V))
-    # dH = -eta Cov_pi[log pi, pi A X], written out.
-    pi_V = np.exp(logp_V)
-    x_V = pi_V * adv_V * uncut_V
-    covariance = (pi_V * logp_V * x_V).sum() - (pi_V * logp_V).sum() * (
-      pi_V * x_V
-    ).sum()
-    np.testing.assert_allclose(slopes[-1], -covariance, rtol=1e-3, atol=1e-6)
+    pi_V = np.exp(z_V) / np.exp(z_V).sum()
+    # Some are cut, where advantages have both signs.
+    uncut_V = rng.random(len(z_V)) < 0.6 if mean == 0 and seed % 2 else 1
+    adv_V = rng.normal(mean, 0.3, len(z_V)) * uncut_V
+    true.append(true_slope(pi_V, adv_V))
+    slopes.append(predicted(pi_V, adv_V))
+  agree = (np.sign(slopes) == np.sign(true)).mean()
   slope = np.dot(slopes, true) / np.dot(slopes, slopes)
-  print(f'slope of the true on the predicted change of entropy: {slope:.5f}')
-  assert 0.95 < slope < 1.05
-  assert np.corrcoef(slopes, true)[0, 1] > 0.999
-  assert np.std(true) > 0.01
+  print(f'mean {mean}: signs agree in {agree:.1%}, true on predicted {slope:.5f}')
+  assert agree >= 0.95
+  assert slope == pytest.approx(1, abs=1e-3) and np.std(true) > 0.001
+  assert np.corrcoef(slopes, true)[0, 1] > 0.9999
 
 
 @pytest.mark.parametrize(
@@ -215,29 +244,52 @@ def test_the_sign_table(probability, adv, sign):
   pi_V[0] = probability
   adv_V = np.zeros(V)
   adv_V[0] = adv
-  z_V = np.log(pi_V)
-  true = entropy(z_V + 1e-3 * pi_V * adv_V) - entropy(z_V)
-  assert np.sign(true) == sign == np.sign(predicted(np.log(pi_V), adv_V))
+  assert np.sign(true_slope(pi_V, adv_V)) == sign == np.sign(predicted(pi_V, adv_V))
   # And a token that is cut changes nothing.
-  assert predicted(np.log(pi_V), 0 * adv_V) == 0
+  assert predicted(pi_V, 0 * adv_V) == 0
 
 
 def test_one_sampled_token_per_state_is_unbiased():
   # Sampled from another policy: the importance ratio in the weight makes up for it.
   rng = np.random.default_rng(0)
   V, n = 6, 200_000
-  logp_V, logmu_V = (np.log(rng.dirichlet(np.ones(V) * 2)) for _ in range(2))
-  adv_V = rng.normal(0, 1, V)
-  y_n = rng.choice(V, n, p=np.exp(logmu_V))
-  H = -(np.exp(logp_V) * logp_V).sum()
-  weight_n = np.exp(logp_V - logmu_V)[y_n] * adv_V[y_n]
-  found = diagnostics.entropy_slope(
-    jnp.float32(logp_V[y_n])[None],
-    jnp.full((1, n), H),
-    jnp.float32(weight_n)[None],
-    jnp.ones((1, n), bool),
+  pi_V, mu_V = (rng.dirichlet(np.ones(V) * 2) for _ in range(2))
+  adv_V = rng.normal(1, 1, V)
+  y_N = rng.choice(V, n, p=mu_V)
+  weight_N = (pi_V / mu_V * adv_V)[y_N] / n
+  found = predicted(pi_V, adv_V, y_N, weight_N)
+  np.testing.assert_allclose(found, true_slope(pi_V, adv_V), rtol=0.03)
+
+
+@pytest.mark.parametrize('aggregate', ['token', 'sequence', 'constant'])
+def test_the_slope_counts_tokens_as_the_gradient_does(aggregate):
+  # Rows of 2 and 3 tokens, two of them cut; a token weighs w times its row's scale.
+  logp_BT, entropy_BT, batch = golden()
+  found = diagnose(logp_BT, entropy_BT, batch, aggregate=aggregate)
+  scale_B = {
+    'token': [1 / 5, 1 / 5],
+    'sequence': [1 / 4, 1 / 6],
+    'constant': [1 / 8] * 2,
+  }
+  mu, ln2 = np.exp(-3), np.log(2)
+  rows_B = [mu + COVARIANCE, mu + 4 * mu * (2 + ln2) - 3 * COVARIANCE]
+  expected = np.dot(rows_B, scale_B[aggregate])
+  np.testing.assert_allclose(found['loss/entropy_slope'], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('rule', ['sequence', 'decoupled'])
+def test_the_surrogate_share_is_of_the_ratio_that_the_rule_clips(rule):
+  # Row 0, A = 1, row 1, A = -1; pi / mu is 4, 1 and 1/2, 1, pi / prox 2, 1 and 1/4, 1.
+  log_r_BT = np.log([[4, 1], [0.5, 1]])
+  batch = making.batch(
+    [1, -1], np.ones((2, 2)), np.zeros((2, 2)), prox_BT=np.log([[2, 1], [2, 1]])
   )
-  np.testing.assert_allclose(found, predicted(logp_V, adv_V), rtol=0.03)
+  # Geometric means 2 and sqrt(1/2); clamped to 1.5 and 0.75.
+  P, N = {'sequence': (3, 1.5), 'decoupled': (2.5, 1.75)}[rule]
+  metrics = diagnose(
+    np.float32(log_r_BT), np.zeros((2, 2)), batch, rule=loss.RULES[rule]
+  )
+  np.testing.assert_allclose(metrics['clip/surrogate_share'], P / (P + N), rtol=1e-5)
 
 
 def test_diagnosis_is_the_same_on_a_mesh(variant):

@@ -55,9 +55,12 @@ GIVE = [  # section, knob, value, what to give
   (FIXED, 'dual', 1.0, 'a number above 1 or inf'),
   ('loss', 'rule', 'ppo', LOSSES),
   ('loss', 'aggregate', 'mean', "one of 'token', 'sequence', 'constant'"),
-  ('loss', 'kl', -0.1, 'a number of at least 0'),
-  ('loss', 'kl', INF, 'a number of at least 0'),
-  ('loss', 'kl', True, 'a number of at least 0'),
+  ('loss', 'kl', -0.1, 'a number from 0 to 1000'),
+  ('loss', 'kl', INF, 'a number from 0 to 1000'),
+  ('loss', 'kl', 1e300, 'a number from 0 to 1000'),
+  ('loss', 'kl', True, 'a number from 0 to 1000'),
+  ('loss', 'kl_direction', 'mu', "one of 'behavior_policy', 'policy_behavior'"),
+  ('loss.decoupled', 'beyond_cap', 'drop', "one of 'truncate', 'mask'"),
   ('loss.clipped', 'limit', 0.0, 'a number above 0 or inf'),
   ('loss.clipped', 'limit', -1.0, 'a number above 0 or inf'),
   ('loss.decoupled', 'cap', -1.0, 'a number above 0 or inf'),
@@ -164,12 +167,59 @@ def test_every_threshold_rule_fits_the_embedded_default():
     parse({'buffer': {'thresholds': {'rule': rule}}, 'batch': {'rule': 'adapted'}})
 
 
+SEARCHED = ('balanced', 'recipe')
+SURROGATE = {'clip.balanced.contribution': 'surrogate'}
+
+
 @pytest.mark.parametrize('loss_rule', loss.RULES)
 @pytest.mark.parametrize('clip_rule', clip.RULES)
 def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
   values = {'clip.rule': clip_rule, 'loss.rule': loss_rule}
-  if loss_rule == 'tis' and clip_rule != 'unclipped':
+  way_out = {
+    'tis': '' if clip_rule == 'unclipped' else "choose clip.rule='unclipped'",
+    'cispo': "clip.rule='fixed' or 'unclipped'" if clip_rule in SEARCHED else '',
+  }.get(loss_rule, '')
+  if clip_rule == 'recipe' and loss_rule in ('decoupled', 'sequence'):
+    way_out = "choose loss.rule='clipped' and loss.aggregate='token'"
+  if way_out:
     found = refusal(**values)
-    assert found.startswith(f"clip.rule='{clip_rule}'") and "'unclipped'" in found
+    assert found.startswith(f"clip.rule='{clip_rule}'") and way_out in found
   else:
     parse(nested(values))
+
+
+@pytest.mark.parametrize(
+  ('values', 'begins'),
+  [
+    ({'clip.rule': 'recipe', 'loss.aggregate': 'sequence'}, "clip.rule='recipe' is"),
+    (
+      SURROGATE | {'loss.aggregate': 'constant'},
+      "clip.balanced.contribution='surrogate' is the clipped surrogate's share",
+    ),
+    (
+      SURROGATE | {'loss.rule': 'decoupled'},
+      "clip.balanced.contribution='surrogate' is the clipped surrogate's share",
+    ),
+    (
+      SURROGATE | {'clip.balanced.reused_high': 2.0},
+      "clip.balanced.contribution='surrogate' does not see clip.balanced.reused_high=2",
+    ),
+    (
+      {'clip.balanced.weight': 'behaviour', 'loss.rule': 'sequence'},
+      "clip.balanced.weight='behaviour' is of Eq. 8 of the clipped loss",
+    ),
+  ],
+)
+def test_a_search_of_another_quantity_than_the_gradient_is_for_its_own_loss(
+  values, begins
+):
+  assert refusal(**values).startswith(begins)
+  # The knobs of a rule that is not in force refuse nothing.
+  if values.get('clip.rule') != 'recipe':
+    parse(nested(values | {'clip.rule': 'fixed'}))
+
+
+def test_a_cell_of_a_sweep_whose_rules_do_not_fit_is_refused():
+  cells = (('both', 'fresh_only', 'balanced'),)
+  found = refusal(**{'cells': cells, 'loss.rule': 'cispo', 'clip.rule': 'fixed'})
+  assert found.startswith("cells: both: clip.rule='balanced'")

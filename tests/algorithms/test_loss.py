@@ -128,6 +128,41 @@ def test_decoupled_golden():
   np.testing.assert_allclose(found, (1.8, 0.0), rtol=1e-6)
 
 
+def test_decoupled_may_mask_what_is_beyond_its_cap():
+  # AReaL's code: a token whose prox / mu is above the cap has no gain, one at it has.
+  prox = np.log([[1.6]]) - 2
+  data, rule = one(2.0, 1.0, prox_BT=prox), functools.partial(loss.decoupled, cap=1.2)
+  masked = functools.partial(rule, beyond_cap='mask')
+  assert gain_and_slope(masked, *data, bounds()) == (0, 0)
+  for cap in (1.7, math.inf):
+    found = gain_and_slope(functools.partial(masked, cap=cap), *data, bounds())
+    np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize('direction', ['behavior_policy', 'policy_behavior'])
+def test_the_divergence_has_the_value_and_the_gradient_of_an_exact_kl(direction):
+  # Every word of a small softmax, weighted by mu, against sums over the distributions.
+  rng = np.random.default_rng(0)
+  logmu_V = jnp.log(jnp.float32(rng.dirichlet(np.ones(6))))
+  z_V = jnp.float32(rng.normal(0, 1, 6))
+  batch = making.batch([1], [[True] * 6], logp_BT=logmu_V[None])
+
+  def exact(z_V):
+    logp_V = jax.nn.log_softmax(z_V)
+    first, second = (logmu_V, logp_V)[:: 1 if direction == 'behavior_policy' else -1]
+    return (jnp.exp(first) * (first - second)).sum()
+
+  def sampled(z_V):
+    kl_BT = loss.divergence(jax.nn.log_softmax(z_V)[None], batch, direction)
+    return (jnp.exp(logmu_V) * kl_BT[0]).sum()
+
+  assert exact(z_V) > 0.1
+  np.testing.assert_allclose(sampled(z_V), exact(z_V), rtol=1e-5)
+  np.testing.assert_allclose(
+    jax.grad(sampled)(z_V), jax.grad(exact)(z_V), rtol=1e-4, atol=1e-6
+  )
+
+
 def test_sequence_golden():
   # Two tokens at ratios 4 and 1, geometric mean 2: s = 2 for both, cut at 1.5 where
   # A > 0; for A < 0 each token's gradient is s A. A masked third token does not count.

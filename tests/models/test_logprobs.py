@@ -34,7 +34,7 @@ def test_values_equal_the_oracle(variant, chunk, block, temperature):
   hidden_BTD, head_VD, token_BT = example()
 
   def score(hidden_BTD, token_BT):
-    return logprobs.token_logprobs(
+    return logprobs.token_stats(
       hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
     )
 
@@ -51,7 +51,7 @@ def test_gradients_equal_the_oracle(chunk, block):
   weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
 
   def total(score, hidden_BTD, head_VD):
-    scored = score(hidden_BTD, head_VD, token_BT, 0.8)
+    scored = score(hidden_BTD, head_VD, token_BT, 0.8)[:2]
     return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True))
 
   score = functools.partial(logprobs.token_logprobs, chunk=chunk, block=block)
@@ -85,6 +85,18 @@ def test_a_uniform_policy_has_entropy_log_v():
   np.testing.assert_allclose(logp_BT, -math.log(V), rtol=1e-6)
 
 
+def test_the_covariance_by_hand_and_without_a_gradient():
+  # pi = (.9, .1): H = .32508; sum of pi^2 (log pi + H) is .81 .21972 - .01 1.97750.
+  head_VD, token_BT = jnp.log(jnp.array([[0.9], [0.1]])), jnp.zeros((1, 2), jnp.int32)
+
+  def covariance(head_VD):
+    stats = logprobs.token_stats(jnp.ones((1, 2, 1)), head_VD, token_BT, 1.0, block=1)
+    return stats.covariance_BT.sum()
+
+  np.testing.assert_allclose(covariance(head_VD), 2 * 0.1582, atol=1e-4)
+  np.testing.assert_array_equal(jax.grad(covariance)(head_VD), 0)
+
+
 def test_rows_score_each_token_given_those_before_it():
   spec = transformer.ModelSpec(
     vocab=V, width=D, layers=1, heads=2, kv_heads=1, head_width=8, ffn=24, tied=False
@@ -96,7 +108,7 @@ def test_rows_score_each_token_given_those_before_it():
   assert not logp_BT[:, 0].any() and not entropy_BT[:, 0].any()
   for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
     hidden_B1D = transformer.forward(params, tokens_BT[:, :t], spec)[:, -1:]
-    logp_B1, entropy_B1 = oracles.logprob_oracle(
+    logp_B1, entropy_B1, _ = oracles.logprob_oracle(
       hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
     )
     np.testing.assert_allclose(logp_BT[:, t], logp_B1[:, 0], atol=1e-5)
@@ -118,10 +130,12 @@ def sharded_gradient(devices, chunk=2, block=5):
   weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
 
   def total(hidden_BTD, head_VD, token_BT):
-    scored = logprobs.token_logprobs(
+    scored = logprobs.token_stats(
       hidden_BTD, head_VD, token_BT, 0.8, chunk=chunk, block=block
     )
-    return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True)), scored
+    return sum(
+      (w * x).sum() for w, x in zip(weight_2BT, scored[:2], strict=True)
+    ), scored
 
   args = hidden_BTD, head_VD, token_BT
   if devices:

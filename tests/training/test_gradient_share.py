@@ -1,8 +1,8 @@
 """The share that a clip rule balances and reports is that of the gradient applied.
 
-The oracle differentiates the whole scalar loss by the log-probabilities and adds up what
-comes out: P over tokens with A > 0, N over tokens with A < 0. Log-probabilities stand in
-for the parameters, so that everything runs through `learner.gradient` and `learn`.
+The oracle differentiates the whole scalar loss by the log-probabilities and adds up
+what comes out: P over tokens with A > 0, N over tokens with A < 0. Log-probabilities
+stand in for the parameters, so that everything runs through `learner.learn`.
 """
 
 import functools
@@ -26,6 +26,7 @@ AGGREGATES = 'token', 'sequence', 'constant'
 T = 8
 # So long a step that where the parameters started is rounded away: it is the gradient.
 LONG = optax.sgd(2.0**24)
+START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
 FAST = {'xla_backend_optimization_level': 0}
 
 
@@ -78,7 +79,9 @@ def stale(seed, B=16, mean=-0.1):
 def sides(grads_BT, batch):
   """(P, N): what tokens with A > 0 and with A < 0 have in this gradient."""
   size_BT, adv_B1 = jnp.abs(grads_BT), batch.adv_B[:, None]
-  return jnp.where(adv_B1 > 0, size_BT, 0).sum(), jnp.where(adv_B1 < 0, size_BT, 0).sum()
+  return jnp.where(adv_B1 > 0, size_BT, 0).sum(), jnp.where(
+    adv_B1 < 0, size_BT, 0
+  ).sum()
 
 
 @functools.cache
@@ -87,9 +90,7 @@ def compiled(chosen):
 
   def run(logp_BT, batch):
     opt = LONG.init(logp_BT)
-    after_BT, _, metrics = learner.learn(
-      logp_BT, opt, batch, tx=LONG, objective=chosen
-    )
+    after_BT, _, metrics = learner.learn(logp_BT, opt, batch, tx=LONG, objective=chosen)
     return sides(after_BT - logp_BT, batch), metrics
 
   return jax.jit(run, compiler_options=FAST)
@@ -123,7 +124,9 @@ def on_the_path(chosen):
 
 def pairs():
   """Every pair of clip and loss rule with each aggregate, limits on."""
-  for clip_rule, loss_rule, how in itertools.product(clip.RULES, loss.RULES, AGGREGATES):
+  for clip_rule, loss_rule, how in itertools.product(
+    clip.RULES, loss.RULES, AGGREGATES
+  ):
     values = {'clip.rule': clip_rule, 'loss.rule': loss_rule, 'loss.aggregate': how}
     values['clip.fixed.dual'] = values['clip.balanced.dual'] = 1.8
     yield values | {'clip.balanced.reused_high': 1.3, 'clip.balanced.target': 0.55}
@@ -140,10 +143,14 @@ def refused(values) -> bool:
   return clip_rule == 'balanced' and loss_rule == 'cispo'
 
 
-@pytest.mark.parametrize('values', list(pairs()), ids=lambda values: '-'.join(map(str, values.values())))
+@pytest.mark.parametrize(
+  'values', list(pairs()), ids=lambda values: '-'.join(map(str, values.values()))
+)
 def test_the_share_reported_is_that_of_the_gradient_or_the_pair_is_refused(values):
   if refused(values):
-    with pytest.raises(ValueError, match=re.escape(f"clip.rule='{values['clip.rule']}'")):
+    with pytest.raises(
+      ValueError, match=re.escape(f"clip.rule='{values['clip.rule']}'")
+    ):
       objective(**values)
     return
   for seed in range(4):
@@ -209,8 +216,8 @@ def outcome(data, **values):
 
 
 def test_reused_rows_that_their_cap_cuts_do_not_meet_the_target():
-  # P is 1 of the fresh row, N is 2: 1/3. The reused row, at 1.15 below the bound 1.2 and
-  # above its cap, has no gradient; with it the share would be 2.15 / 4.15.
+  # P is 1 of the fresh row, N is 2: 1/3. The reused row, at 1.15 below the bound 1.2
+  # and above its cap, has no gradient; with it the share would be 2.15 / 4.15.
   data = one_token_rows((1, 1, 1, 0), (1, 1.15, 1, 2), (-1, 1, 1, 0), (-1, 1, 1, 0))
   values = {'clip.balanced.reused_high': 1.1, 'clip.balanced.target': 0.45}
   share, metrics = outcome(data, **values)
@@ -222,7 +229,10 @@ def test_a_token_that_dual_clip_cuts_moves_no_bound():
   data = one_token_rows((1, 1, 1, 0), (1, 1, 1, 0), (-1, 1, 1, 0), (-1, 10, 1, 0))
   share, metrics = outcome(data, **{'clip.balanced.dual': 3.0})
   assert share == pytest.approx(2 / 3) and metrics['clip/search_steps'] == 0
-  assert (metrics['clip/low'], metrics['clip/high']) == (np.float32(0.6), np.float32(1.2))
+  assert (metrics['clip/low'], metrics['clip/high']) == (
+    np.float32(0.6),
+    np.float32(1.2),
+  )
 
 
 def test_the_factor_of_the_decoupled_loss_counts():
@@ -257,7 +267,10 @@ def test_rows_count_as_the_aggregate_scales_them():
 )
 def test_without_evidence_the_bounds_stay_at_their_start(rows, values):
   _, metrics = outcome(one_token_rows(*rows), **values)
-  assert (metrics['clip/low'], metrics['clip/high']) == (np.float32(0.6), np.float32(1.2))
+  assert (metrics['clip/low'], metrics['clip/high']) == (
+    np.float32(0.6),
+    np.float32(1.2),
+  )
   for name in ('search_steps', 'target_met', 'negatives_only'):
     assert metrics[f'clip/{name}'] == 0, name
   assert metrics['clip/no_evidence'] == 1
@@ -265,7 +278,7 @@ def test_without_evidence_the_bounds_stay_at_their_start(rows, values):
 
 def test_negatives_alone_run_to_the_last_bounds_and_are_reported():
   _, metrics = outcome(one_token_rows((-1, 1, 1, 0), (-1, 2, 1, 0)))
-  assert (metrics['clip/low'], metrics['clip/high']) == (np.float32(0.9), np.float32(3))
+  assert [metrics['clip/low'], metrics['clip/high']] == LAST
   assert metrics['clip/negatives_only'] == 1 and metrics['clip/no_evidence'] == 0
   _, metrics = outcome(one_token_rows((1, 1, 1, 0), (-1, 2, 1, 0)))
   assert metrics['clip/negatives_only'] == metrics['clip/no_evidence'] == 0
