@@ -112,13 +112,13 @@ def forward(
 
   _, tiles = jax.lax.scan(reduce_tile, None, jnp.arange(chunks * blocks))
   # [chunks * blocks, B, chunk] -> [blocks, B, T]
-  tiles = [
+  most, total, spread, square, square_spread, chosen = (
     jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(
       blocks, *token_BT.shape
     )
     for x in tiles
-  ]
-  return _combine(*tiles, sharded)
+  )
+  return _combine(most, total, spread, square, square_spread, chosen, sharded)
 
 
 def _combine(

@@ -251,7 +251,8 @@ def gradient(
   # Sums of bfloat16 gradients lose what is small: float32, whatever the parameters are.
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
   (value, grads), seen = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
-  return value, grads, _as_minibatch(*seen, bounds, batch)
+  stats, found = seen
+  return value, grads, _as_minibatch(stats, found, bounds, batch)
 
 
 def _as_minibatch(
