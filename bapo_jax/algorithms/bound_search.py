@@ -108,14 +108,9 @@ def search(
     index = jnp.where(meets(0), 0, index)
   met = (index < end) & evidence
   index = jnp.where(met, index, jnp.where(evidence, down + up, 0))
-  start_low, start_high = bounds(0)
-  low, high = bounds(index)
-  none = jnp.float32(math.inf)
-  return Bounds(
-    *(low, high, none, none, start_low, start_high, index, met),
-    no_evidence=~evidence,
-    negatives_only=negatives & ~positives,
-  )
+  none, one_sided = jnp.float32(math.inf), negatives & ~positives
+  ends = *bounds(index), none, none, *bounds(0)
+  return Bounds(*ends, index, met, ~evidence, one_sided)
 
 
 def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:

@@ -82,10 +82,8 @@ def balanced(
     low, high: first and last value of each bound.
     low_step, high_step: delta_2 and delta_1 of Algorithm 1; 0 holds a bound whose range
       is a single point.
-    contribution: what a token contributes, see bound_search.py. Only `gradient` is a
-      share of the gradient; `surrogate` is that of the public code.
-    weight: w, 'one' or the probability 'behaviour' gave the token (Eq. 8 as printed,
-      which no gradient has).
+    contribution, weight: what a token contributes, see bound_search.py. Only `gradient`
+      and 'one' are a share of the gradient; 'behaviour' is Eq. 8 as printed.
     order: the bound that moves first, all the way to its end.
     resolution: 'step' is Algorithm 1 to the last bit; 'continuous' finds the crossing
       itself to within `tolerance`, and needs no steps.
@@ -94,10 +92,8 @@ def balanced(
     dual: as in `fixed`.
 
   Returns:
-    Bounds. Where no point meets the target they are the last point of the path, and
-    `target_met` is False; with negative tokens only, `negatives_only` says so. Without
-    a token that counts they are the first point, `search_steps` is 0, `target_met`
-    False and `no_evidence` True.
+    Bounds: the last point of the path, and not `target_met`, where no point meets the
+    target; the first one, `no_evidence` and not `target_met`, where no token counts.
   """
   limits = {'cap': jnp.float32(reused_high), 'dual': jnp.float32(dual)}
   if resolution == 'continuous':
