@@ -210,8 +210,8 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
     )
   if clip.rule == 'balanced' and balanced.weight != 'one' and loss.rule != 'clipped':
     raise ValueError(
-      f'clip.balanced.weight={balanced.weight!r} is of Eq. 8 of the clipped loss, and '
-      f"loss.rule={loss.rule!r}; give weight='one', or loss.rule='clipped'"
+      f'clip.balanced.weight={balanced.weight!r} is of Eq. 8 of the clipped loss, '
+      f"which loss.rule={loss.rule!r} is not; give weight='one', or loss.rule='clipped'"
     )
 
 
