@@ -25,7 +25,10 @@ def leave_one_out(reward_PG: Array) -> Array:
 
 def group_centred(reward_PG: Array) -> Array:
   """r - mean, Dr. GRPO (arXiv:2503.20783, section 3.2)."""
-  return reward_PG - reward_PG.mean(1, keepdims=True)
+  centred_PG = reward_PG - reward_PG.mean(1, keepdims=True)
+  # The mean of equal numbers is rounded: 8 times 0.1 has a mean beside 0.1.
+  equal_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdims=True)
+  return jnp.where(equal_P1, 0, centred_PG)
 
 
 RULES = {

@@ -60,6 +60,21 @@ def test_unanimous_groups_get_exact_zeros(rule, G, variant):
 
 
 @EVERY_RULE
+@pytest.mark.parametrize('G', [3, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize('reward', [0.1, 1 / 3, 1e6 + 0.3, -0.7, 1 + 0.1, 1 + 0.05])
+def test_equal_shaped_rewards_get_exact_zeros(rule, G, reward, variant):
+  # A format bonus of 0.1 or 0.05 on a right answer; a mean of these is rounded.
+  adv_PG = variant(advantage.RULES[rule], padded([reward] * G))
+  np.testing.assert_array_equal(adv_PG, 0)
+
+
+@EVERY_RULE
+def test_rewards_that_differ_by_little_still_teach(rule):
+  adv_PG = np.asarray(advantage.RULES[rule](padded([0.5, 0.5, 0.500001, 0.5])))
+  assert (adv_PG[:, 2] > 0).all() and (adv_PG[:, [0, 1, 3]] < 0).all()
+
+
+@EVERY_RULE
 def test_every_rule_is_centred_and_keeps_the_order(rule, variant):
   reward_PG = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
   adv_PG = np.asarray(variant(advantage.RULES[rule], reward_PG))
