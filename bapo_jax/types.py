@@ -52,9 +52,9 @@ class PassRateThresholds(NamedTuple):
 
 
 class ReplayBuffer(NamedTuple):
-  hard: Groups                       # problems that the policy (almost) always fails; completed_step_P: last attempt
+  hard: Groups                       # problems that the policy (almost) always fails, the last to enter first; completed_step_P: last attempt
   reusable: Groups                   # groups with right and wrong responses, whole, as they were sampled
-  usage_count_P: Int32[Array, ' P']  # how often each reusable group was trained on again
+  usage_count_P: Int32[Array, ' P']  # how often each reusable group was trained on again; -1: promoted, and not trained on yet
   num_correct: Int32[Array, '']      # correct fresh responses so far
   num_responses: Int32[Array, '']    # fresh responses so far
   thresholds: PassRateThresholds     # the thresholds in force

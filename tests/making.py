@@ -49,7 +49,8 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
   return Groups(
     id_P=jnp.asarray(id_P),
     tokens_PGT=jnp.asarray(rng.integers(1, 11, (P, G, T)), jnp.int32),
-    response_mask_PGT=jnp.asarray(rng.random((P, G, T)) < 0.7),
+    # A response has at least one token.
+    response_mask_PGT=jnp.asarray((rng.random((P, G, T)) < 0.7) | (np.arange(T) == 0)),
     behavior_logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
     policy_version_PGT=jnp.broadcast_to(
       jnp.asarray(completed_step_P)[:, None, None], (P, G, T)

@@ -164,13 +164,14 @@ class Attempt(NamedTuple):
   k: int
   step: int  # the learner step at which the group was completed
   row: Any  # (Groups, index): where its responses are
+  teaches: bool = True  # the rewards of its unmasked responses are not all equal
 
 
 class Lists(NamedTuple):
   """The buffer, newest first."""
 
-  hard: list  # (problem, step of the last attempt)
-  reusable: list  # (Attempt, how often it was trained on again)
+  hard: list  # (problem, step of the last attempt), under fifo the last to enter first
+  reusable: list  # (Attempt, how often it was trained on again; -1: never trained on)
   num_correct: int  # of all fresh responses
   num_responses: int
   thresholds: tuple  # (hard, reusable): sets of numbers of correct responses
@@ -181,14 +182,16 @@ def thresholds(G: int, rate: Fraction, rule: str, hard=0, low=0, high=0) -> tupl
 
   Args:
     rate: mean verdict.
-    hard, low, high: c1, c2, c3: Fractions, or pairs of their first and last values.
+    hard, low, high: c1, a Fraction; c2, c3: Fractions, or pairs of their first and
+      last values.
   """
   if rule == 'everything':
     return set(), set(range(G + 1))
   if rule == 'threshold_free':
     return {0}, {G // 2}
-  pairs = (c if isinstance(c, tuple) else (c,) * 2 for c in (hard, low, high))
-  c1, c2, c3 = (rate * (end - start) + start for start, end in pairs)
+  c1 = hard
+  pairs = (c if isinstance(c, tuple) else (c,) * 2 for c in (low, high))
+  c2, c3 = (rate * (end - start) + start for start, end in pairs)
   share = {k: Fraction(k, G) for k in range(G + 1)}
   reusable = {k for k in range(1, G) if c2 <= share[k] <= c3}
   return {k for k in share if share[k] <= c1}, reusable
@@ -221,12 +224,13 @@ def fill(
   hard_k, reusable_k = lists.thresholds
   seen, tiers = set(), []
   for tier in (
-    [t for t in fresh if 0 < t.k < G],
-    [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k],
+    [t for t in fresh if 0 < t.k < G and t.teaches],
+    [t for t in reevaluated if 0 < t.k < G and t.teaches and t.k not in hard_k],
     [
       t
       for t, used in lists.reusable
-      if t.k in reusable_k and 0 < t.k < G and used < max_reuse
+      if (t.k in reusable_k or used < 0) and 0 < t.k < G and t.teaches
+      if used < max_reuse
       if 1 <= now - t.step <= max_off_policy_steps
     ],
   ):
@@ -242,7 +246,7 @@ def insert(
   lists: Lists,
   fresh,
   reevaluated,
-  reused,
+  seated,
   now,
   *,
   rule,
@@ -250,12 +254,17 @@ def insert(
   capacity,
   max_off_policy_steps,
   max_reuse,
+  hard_order='fifo',
 ) -> tuple[Lists, dict]:
-  """(lists, counts) after step `now`, which trained again on the problems `reused`.
+  """(lists, counts) after step `now`.
 
   Of a problem tried twice the later verdict counts. A group that the next step could
-  not use does not stay.
+  not use does not stay. A promoted group whose problem found no seat stays, unused.
+
+  Args:
+    seated: (problems in the batch, those of them that were reused): two sets.
   """
+  seated, reused = seated
   hard_k, reusable_k = lists.thresholds
   last = {t.problem: t for t in fresh + reevaluated}
   tried = [t for t in fresh + reevaluated if last[t.problem] is t]
@@ -267,8 +276,16 @@ def insert(
     elif t.problem in known:
       solved = 'graduated' if t.k == G else 'promoted'
       counts[solved if any(t is r for r in reevaluated) else 'progressed'] += 1
-  hard = [(t.problem, now) for t in tried if t.k in hard_k]
-  hard += [row for row in lists.hard if row[0] not in last]
+  again = {t.problem for t in tried if t.k in hard_k}
+  if hard_order == 'fifo':  # a queue: what is hard again stays where it stands
+    hard = [(t.problem, now) for t in tried if t.k in hard_k]
+    hard = [row for row in hard if row[0] not in known]
+    for problem, step in lists.hard:
+      if problem in again or problem not in last:
+        hard.append((problem, now if problem in again else step))
+  else:
+    hard = [(t.problem, now) for t in tried if t.k in hard_k]
+    hard += [row for row in lists.hard if row[0] not in last]
   counts['evicted'] = len(hard[capacity:])
 
   stored = [(t, used + (t.problem in reused)) for t, used in lists.reusable]
@@ -277,9 +294,13 @@ def insert(
     for t, used in stored
     if now + 1 - t.step <= max_off_policy_steps and used < max_reuse
   ]
-  fits = [t for t in tried if t.k in reusable_k]
-  renewed = {t.problem for t in fits}
-  reusable = [(t, 0) for t in fits]
+  promoted = [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k]
+  waiting = [t for t in promoted if t.teaches and t.problem not in seated]
+  # A rule that keeps groups of one verdict keeps those without an advantage too.
+  fits = [t for t in tried if t.k in reusable_k and (t.teaches or 0 in reusable_k)]
+  fits = [t for t in fits if not any(t is w for w in waiting)]
+  renewed = {t.problem for t in fits + waiting}
+  reusable = [(t, -1) for t in waiting] + [(t, 0) for t in fits]
   reusable += [row for row in stored if row[0].problem not in renewed]
 
   num_correct = lists.num_correct + sum(t.k for t in fresh)

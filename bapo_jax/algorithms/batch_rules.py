@@ -11,6 +11,8 @@ loop samples more prompts (DAPO's dynamic sampling).
 2. re-evaluated problems that the current policy now solves sometimes,
 3. reusable groups from the replay buffer, drawn at random.
 
+The verdicts decide, and the rewards of the responses that teach must differ: a group of
+equal shaped rewards has no advantage, and takes no seat (`replay_buffer.learnable`).
 A batch always has `seats` seats: a seat that no group has earned is masked out.
 `source_P` is the index into types.SOURCES, -1 where the seat is empty.
 """
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import batch_knobs
+from bapo_jax.algorithms.replay_buffer import learnable
 from bapo_jax.types import SOURCES, Groups, ReplayBuffer, concat, first_of, take
 
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
@@ -51,7 +54,7 @@ def learnable_only(
   arXiv:2503.14476, Eq. 11. Learnable groups without a seat are dropped, as in DAPO.
   """
   del reevaluated, buffer, now, key
-  earned_N = first_of(fresh.id_P, _learnable(fresh))
+  earned_N = first_of(fresh.id_P, learnable(fresh))
   return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
 
 
@@ -112,18 +115,15 @@ def adapted(
   )
   k_N, thresholds = found.correct_PG.sum(1), buffer.thresholds
   reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
-  earned_N = _learnable(found)
+  # A promoted group that has not been trained on is reusable whatever its pass rate.
+  others = len(found.id_P) - len(buffer.usage_count_P)
+  reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
+  earned_N = learnable(found)
   earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
   earned_N &= (source_N != REUSED) | (reusable_N & (found.completed_step_P < now))
   # Earlier sources come first in `found`, so an earlier row of one problem wins.
   earned_N = first_of(found.id_P, earned_N)
   return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
-
-
-def _learnable(groups: Groups) -> Array:
-  """bool [P]: groups with both verdicts."""
-  k_P = groups.correct_PG.sum(1)
-  return (k_P > 0) & (k_P < groups.correct_PG.shape[1]) & (groups.completed_step_P >= 0)
 
 
 def _luck(key: Array, source_N: Array) -> Array:

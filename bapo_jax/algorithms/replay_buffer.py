@@ -4,9 +4,11 @@
    is reusable;
 2. `draw` gives the hard problems that were tried longest ago;
 3. `insert` files the groups completed at a step: failures as hard, groups of both
-   verdicts as reusable; and counts the problems that entered and left.
+   verdicts as reusable, and promoted groups that found no seat with them; and counts
+   the problems that entered and left.
 
 A row is empty when completed_step_P is -1, and "oldest first" then means "empty first".
+In a FIFO of hard problems the rows stand in the order of entry, the newest first.
 """
 
 import functools
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import batch_knobs
-from bapo_jax.algorithms.batch_knobs import Range
+from bapo_jax.algorithms.batch_knobs import HardOrder, Range
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -43,31 +45,32 @@ def fixed(
     hard: c1, largest pass rate of a hard problem.
     reusable: (c2, c3), smallest and largest pass rate of a reusable group.
   """
-  return moving(
-    rate, G, hard=(hard, hard), low=(reusable[0],) * 2, high=(reusable[1],) * 2
-  )
+  return moving(rate, G, hard=hard, low=(reusable[0],) * 2, high=(reusable[1],) * 2)
 
 
 def moving(
   rate: Array,
   G: int,
   *,
-  hard: Range = _MOVING.hard,
+  hard: float = _MOVING.hard,
   low: Range = _MOVING.low,
   high: Range = _MOVING.high,
 ) -> PassRateThresholds:
-  """Thresholds that follow the policy: c = rate (end - start) + start (Eq. 8).
+  """c2 and c3 follow the policy: c = rate (end - start) + start (Eq. 8); c1 stays.
+
+  The paper's text and code lower the band as the policy improves (start above end, the
+  default), its printed Eq. 8 raises it. It does not print the ends: these are ours.
 
   Args:
     rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
     G: responses per group.
-    hard, low, high: (start, end) of c1, c2 and c3. The paper does not print its
-      endpoints; these defaults are ours.
+    hard: c1, largest pass rate of a hard problem.
+    low, high: (start, end) of c2 and of c3.
   """
-  c1, c2, c3 = (rate * (end - start) + start for start, end in (hard, low, high))
+  c2, c3 = (rate * (end - start) + start for start, end in (low, high))
   return PassRateThresholds(
     # At most G - 1, whatever rounding does: a solved problem is not hard.
-    hard_max=jnp.minimum(_most(c1, G), G - 1),
+    hard_max=jnp.minimum(_most(jnp.float32(hard), G), G - 1),
     # From 1 to G - 1: groups of one verdict teach nothing.
     reusable_min=jnp.maximum(_least(c2, G), 1),
     reusable_max=jnp.minimum(_most(c3, G), G - 1),
@@ -141,7 +144,8 @@ def draw(stored: Groups, rows: int) -> Groups:
 
 
 @functools.partial(
-  jax.jit, static_argnames=('thresholds', 'max_off_policy_steps', 'max_reuse')
+  jax.jit,
+  static_argnames=('thresholds', 'max_off_policy_steps', 'max_reuse', 'hard_order'),
 )
 def insert(
   buffer: ReplayBuffer,
@@ -154,18 +158,22 @@ def insert(
   thresholds: ThresholdRule = fixed,
   max_off_policy_steps: int,
   max_reuse: int,
+  hard_order: HardOrder = 'fifo',
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
   """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
 
   The thresholds in force decide; the next ones count this step's verdicts too. A
   reusable group leaves once it would be more than `max_off_policy_steps` steps old, or
-  was trained on again `max_reuse` times.
+  was trained on again `max_reuse` times. A promoted group whose problem has no seat in
+  the batch becomes reusable whatever its pass rate, its usage count -1: not trained on.
 
   Args:
     fresh, reevaluated: the groups completed at this step; of a problem in both, the
       re-evaluated group counts.
     groups, source_P: the batch that the learner trained on.
     thresholds: a rule of THRESHOLD_RULES, its knobs bound.
+    hard_order: the hard problem that leaves a full buffer: under 'fifo' the one that
+      entered first, tried again or not; under 'least_recent' the one tried longest ago.
 
   Returns:
     (buffer, counts): problems that entered `hard`, and that left it: re-evaluated and
@@ -179,15 +187,18 @@ def insert(
   usage_count_P = buffer.usage_count_P + _among(
     buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
+  waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
+  waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
+  waiting_P &= ~_among(tried.id_P, jnp.where(source_P >= 0, groups.id_P, -1))
   reusable, usage_count_P = _insert_reusable(
     buffer._replace(usage_count_P=usage_count_P),
     tried,
-    k_P,
+    waiting_P,
     now,
     max_off_policy_steps,
     max_reuse,
   )
-  hard, counts = _insert_hard(buffer, tried, k_P, len(fresh.id_P))
+  hard, counts = _insert_hard(buffer, tried, k_P, len(fresh.id_P), hard_order)
   filled_P = fresh.completed_step_P >= 0
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
   responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
@@ -202,44 +213,63 @@ def _among(id_P: Array, others: Array) -> Array:
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
-def _newest(groups: Groups, stored: Groups, wanted_P: Array) -> tuple[Groups, Array]:
-  """Concatenates both and returns the rows to keep: the newest, one per problem."""
-  wanted_P = wanted_P & (groups.completed_step_P >= 0)
-  replaced_P = _among(stored.id_P, jnp.where(wanted_P, groups.id_P, -1))
-  both = concat(
-    groups._replace(completed_step_P=jnp.where(wanted_P, groups.completed_step_P, -1)),
-    stored._replace(
-      completed_step_P=jnp.where(replaced_P, -1, stored.completed_step_P)
-    ),
+def learnable(groups: Groups) -> Array:
+  """bool [P]: groups that teach: both verdicts, and rewards that differ.
+
+  Rewards may be shaped, and a response without a token in its mask does not teach: the
+  rewards of the others decide whether any of them has an advantage over another.
+  """
+  k_P = groups.correct_PG.sum(1)
+  teaches_PG = groups.response_mask_PGT.any(2)
+  most_P = jnp.where(teaches_PG, groups.reward_PG, -jnp.inf).max(1)
+  least_P = jnp.where(teaches_PG, groups.reward_PG, jnp.inf).min(1)
+  both_P = (k_P > 0) & (k_P < groups.correct_PG.shape[1])
+  return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
+
+
+def _emptied(groups: Groups, where_P: Array) -> Groups:
+  """The groups, empty at these rows."""
+  return groups._replace(
+    completed_step_P=jnp.where(where_P, -1, groups.completed_step_P)
   )
-  return both, jnp.argsort(-both.completed_step_P, stable=True)[: stored.id_P.shape[0]]
 
 
 def _insert_reusable(
   buffer: ReplayBuffer,
   tried: Groups,
-  k_P: Array,
+  waiting_P: Array,
   now: int | Array,
   max_off_policy_steps: int,
   max_reuse: int,
 ) -> tuple[Groups, Array]:
-  """(reusable, usage_count_P) with the groups of `tried` that are reusable."""
-  thresholds = buffer.thresholds
+  """(reusable, usage_count_P) with the groups of `tried` that are reusable.
+
+  Args:
+    waiting_P: bool, promoted groups without a seat. They are at most as many as are
+      re-evaluated at once, which is at most the capacity: none of them is evicted.
+  """
+  k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
+  # Where groups of one verdict are kept (plain replay), no group has to teach.
+  reusable_P &= learnable(tried) | (thresholds.reusable_min == 0)
+  reusable_P = (reusable_P | waiting_P) & (tried.completed_step_P >= 0)
   stored, usage_count_P = buffer.reusable, buffer.usage_count_P
   # Expire first, so that an expired row evicts no other.
   stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse
   )
-  stored = stored._replace(
-    completed_step_P=jnp.where(stays_P, stored.completed_step_P, -1)
-  )
-  both, rows = _newest(tried, stored, reusable_P)
-  return take(both, rows), jnp.concatenate([jnp.zeros_like(k_P), usage_count_P])[rows]
+  replaced_P = _among(stored.id_P, jnp.where(reusable_P, tried.id_P, -1))
+  both = concat(_emptied(tried, ~reusable_P), _emptied(stored, ~stays_P | replaced_P))
+  usage_count_P = jnp.concatenate([-waiting_P.astype(jnp.int32), usage_count_P])
+  # Newest first; of one step, those that have not been trained on.
+  waiting_P = jnp.pad(waiting_P, (0, len(stored.id_P)))
+  order = jnp.argsort(-2 * both.completed_step_P - waiting_P, stable=True)
+  rows = order[: len(stored.id_P)]
+  return take(both, rows), usage_count_P[rows]
 
 
 def _insert_hard(
-  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int
+  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: HardOrder
 ) -> tuple[Groups, dict[str, Array]]:
   """(hard, counts) with the hard problems of `tried`.
 
@@ -258,11 +288,18 @@ def _insert_hard(
     correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
   )
   tried_P = _among(buffer.hard.id_P, jnp.where(filled_P, tried.id_P, -1))
-  rest = buffer.hard._replace(
-    completed_step_P=jnp.where(tried_P, -1, buffer.hard.completed_step_P)
-  )
-  both, rows = _newest(problems, rest, hard_P)
-  hard = take(both, rows)
+  stored = _emptied(buffer.hard, tried_P)
+  if hard_order == 'fifo':  # what is hard again keeps its place
+    again_P = _among(before_P, jnp.where(hard_P, tried.id_P, -1))
+    step_P = jnp.where(again_P, tried.completed_step_P.max(), stored.completed_step_P)
+    both = concat(
+      _emptied(problems, ~hard_P | known_P), stored._replace(completed_step_P=step_P)
+    )
+    order = jnp.argsort(both.completed_step_P < 0, stable=True)
+  else:
+    both = concat(_emptied(problems, ~hard_P), stored)
+    order = jnp.argsort(-both.completed_step_P, stable=True)
+  hard = take(both, order[: len(stored.id_P)])
   counts = {
     'buffer/entered': hard_P & ~known_P,
     'buffer/graduated': left_P & reevaluated_P & solved_P,

@@ -66,7 +66,8 @@ def rollout(
   With a token budget per slot, `max_tokens_per_step`, decoding stops when it is spent
   (partial rollouts; Balanced PO, section 5): the oldest finished groups are returned,
   at most P, and the next step's weights continue the rest. A group that was submitted
-  `max_off_policy_steps` ago is completed whatever the budget: none becomes older.
+  `max_off_policy_steps` ago is completed whatever the budget; where more than P are due,
+  `collect_due` returns the rest, so that none becomes older.
 
   Args:
     rollouts: places for P groups at least, some still unfinished; changes in place.
@@ -97,7 +98,49 @@ def rollout(
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
-    rows = jax.block_until_ready(rollouts.read(places, P))
+  return _recorded(rollouts, verifications, places, P, timer, step, shape)
+
+
+def collect_due(
+  rollouts: PartialRollouts,
+  seats: int,
+  *,
+  problems: Problems,
+  tokenizer: Tokenizer,
+  verifier: Verifier,
+  timer: PhaseTimer,
+  step: int,
+  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain,
+  max_off_policy_steps: int,
+) -> Rollout:
+  """The finished groups that were submitted `max_off_policy_steps` ago or before.
+
+  `rollout` completes all of them, yet returns only as many as it submits: a step that
+  submits less than the one before asks here for the rest. Nothing is decoded.
+
+  Args:
+    seats: P, rows of the result, empty ones last.
+    step: the learner step; other arguments as in `rollout`.
+  """
+  places = rollouts.finished()
+  due_W = rollouts.due(step - max_off_policy_steps)
+  verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
+  places = places[due_W[places]][:seats]
+  return _recorded(rollouts, verifications, places, seats, timer, step, shape)
+
+
+def _recorded(
+  rollouts: PartialRollouts,
+  verifications: 'PendingVerifications',
+  places: np.ndarray,
+  seats: int,
+  timer: PhaseTimer,
+  step: int,
+  shape: Callable[[Groups, Sequence[str]], Groups],
+) -> Rollout:
+  """The groups at these places, verified and with rewards; frees the places."""
+  with timer('sample'):
+    rows = jax.block_until_ready(rollouts.read(places, seats))
   with timer('verify'):
     verified = verifications.record(rows, places, step)
   groups = shape(verified.groups, verified.texts)

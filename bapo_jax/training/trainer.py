@@ -28,7 +28,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, nothing, rollout
+from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import learner, step_metrics
 from bapo_jax.training.config import Config
@@ -91,15 +91,16 @@ class StepKeys(NamedTuple):
 def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
   """Yields (state, metrics) after every learner step, until the run is finished."""
   while not finished(t.config, s):
-    keys = step_keys(t.config.seed, s.step)
+    keys, first_round = step_keys(t.config.seed, s.step), s.prompt_round
     s = sync_actor_if_due(t, s)
     reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
     s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
     s, updates = update(t, s, batch, source_P, keys.update)
     s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
     metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
+    rounds = {'rollout/rounds': float(s.prompt_round - first_round)}
     s = s.replace(step=s.step + 1)
-    yield s, metrics | moves
+    yield s, metrics | moves | rounds
 
 
 def finished(config: Config, s: TrainState) -> bool:
@@ -166,15 +167,33 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
   )
 
 
+def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
+  """Groups that are due in this step and not returned yet; None: there is none."""
+  oldest = t.config.rollout.max_off_policy_steps
+  if s.partial is None or not s.partial.due(s.step - oldest).any():
+    return None
+  return collect_due(
+    s.partial,
+    t.config.prompts.count,
+    max_off_policy_steps=oldest,
+    **_verification_knobs(t, s),
+  )
+
+
 def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -> dict:
   """What fresh and re-evaluated rollouts have in common."""
+  first_uid = prompt_round * len(now.id_P) * t.engine.group_size
+  return dict(first_uid=first_uid, **_verification_knobs(t, s))
+
+
+def _verification_knobs(t: Trainer, s: TrainState) -> dict:
+  """How responses that have ended become groups."""
   return dict(
     problems=t.problems,
     tokenizer=t.tokenizer,
     verifier=t.verifier,
     timer=t.timer,
     step=s.step,
-    first_uid=prompt_round * len(now.id_P) * t.engine.group_size,
     shape=lambda groups, texts: rewards.shaped(
       groups,
       texts,
@@ -189,19 +208,27 @@ def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -
 def fill_batch(
   t: Trainer, s: TrainState, reevaluated: Groups, keys: StepKeys
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
-  """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full."""
-  config, rounds = t.config, []
-  last = s.prompt_round + config.batch.extra_rounds
-  for prompt_round in range(s.prompt_round, last + 1):
-    rounds.append(sample_fresh(t, s, prompt_round, keys.fresh))
+  """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full.
+
+  A group that is due is returned in this step, whether or not a seat is left for it:
+  one step later it would be older than rollout.max_off_policy_steps allows.
+  """
+  rounds, full = [], False
+  next_round, last = s.prompt_round, s.prompt_round + t.config.batch.extra_rounds
+  while True:
+    if not full and next_round <= last:
+      rounds.append(sample_fresh(t, s, next_round, keys.fresh))
+      next_round += 1
+    elif due := remaining_due(t, s):
+      rounds.append(due)
+    else:
+      return s.replace(prompt_round=next_round), rounds, batch, source_P
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
       batch, source_P = jax.block_until_ready(
-        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, config.seats)
+        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats)
       )
-    if (source_P >= 0).all():
-      break
-  return s.replace(prompt_round=prompt_round + 1), rounds, batch, source_P
+    full = bool((source_P >= 0).all())
 
 
 def update(
@@ -242,7 +269,7 @@ def insert(
   groups = concat(*(each.groups for each in fresh))
   responses = s.responses + _count(groups) + _count(reevaluated.groups)
   s = s.replace(responses=responses)
-  metrics = {'rollout/responses': float(responses), 'rollout/rounds': float(len(fresh))}
+  metrics = {'rollout/responses': float(responses)}
   if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):
@@ -257,6 +284,7 @@ def insert(
         thresholds=t.rules.thresholds,
         max_off_policy_steps=t.config.buffer.max_off_policy_steps,
         max_reuse=t.config.buffer.max_reuse,
+        hard_order=t.config.buffer.hard_order,
       )
     )
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}

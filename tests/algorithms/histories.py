@@ -33,6 +33,8 @@ class Scene(NamedTuple):
   v: int = 1  # weight_sync_interval
   m: int = 1  # reeval_interval
   reevaluate: int = 3
+  P: int = P  # prompts and seats
+  hard_order: str = 'fifo'
 
   def ours(self):
     """The threshold rule as a run has it."""
@@ -70,9 +72,12 @@ SCENES = {
     max_off_policy_steps=2,
     max_reuse=1,
   ),
-  'up': Scene('moving', eighths((1, 3), (1, 3), (5, 7)), v=3),
+  'up': Scene('moving', eighths(1, (1, 3), (5, 7)), v=3),
   'down': Scene(
-    'moving', eighths((6, 0), (4, 1), (7, 4)), capacity=12, max_reuse=2, m=2
+    'moving', eighths(6, (4, 1), (7, 4)), capacity=12, max_reuse=2, m=2, P=3
+  ),
+  'crowded': Scene(  # more promoted groups than seats, and few of them reusable
+    'fixed', eighths(1, 4, 4), capacity=8, reevaluate=8, P=2, hard_order='least_recent'
   ),
   'threshold free': Scene('threshold_free', max_reuse=1, v=2),
   'everything': Scene('everything', max_off_policy_steps=4, max_reuse=2),
@@ -115,7 +120,7 @@ class Pool(NamedTuple):
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 adapted = jit(batch_rules.adapted, static_argnums=5)
 draw = jit(replay_buffer.draw, static_argnums=1)
-STATIC = ('thresholds', 'max_off_policy_steps', 'max_reuse')
+STATIC = ('thresholds', 'max_off_policy_steps', 'max_reuse', 'hard_order')
 insert = jit(replay_buffer.insert, static_argnames=STATIC)
 
 
@@ -126,11 +131,19 @@ def sampled(scene, rng, ability_N, ids, now, policy_version):
   steps = np.where(ids < 0, -1, now)
   groups = making.groups(ids, k, steps, scene.G, T, seed=rng.integers(2**31))
   response_mask_PGT = np.asarray(groups.response_mask_PGT) & (ids >= 0)[:, None, None]
+  # One group in eight is shaped so that its rewards are equal; of another, all right
+  # responses are masked out: neither has an advantage. The others have a bonus.
+  kind_P = rng.integers(0, 8, len(ids))
+  correct_PG = np.asarray(groups.correct_PG)
+  reward_PG = np.where((kind_P == 0)[:, None], np.float32(0.1), correct_PG + 0.1)
+  response_mask_PGT &= ~((kind_P == 1)[:, None] & correct_PG)[:, :, None]
   policy_version_PGT = np.where(
     response_mask_PGT, np.int32(policy_version), np.int32(-1)
   )
   return groups._replace(
-    response_mask_PGT=response_mask_PGT, policy_version_PGT=policy_version_PGT
+    response_mask_PGT=response_mask_PGT,
+    policy_version_PGT=policy_version_PGT,
+    reward_PG=reward_PG.astype(np.float32),
   )
 
 
@@ -139,11 +152,19 @@ def entries(groups):
   columns = groups.id_P, groups.correct_PG.sum(1), groups.completed_step_P
   rows = zip(*(column.tolist() for column in columns), strict=True)
   return [
-    oracles.Attempt(*row, (groups, p)) for p, row in enumerate(rows) if row[2] >= 0
+    oracles.Attempt(*row, (groups, p), has_advantage(groups, p))
+    for p, row in enumerate(rows)
+    if row[2] >= 0
   ]
 
 
-def prompts(rng, problems):
+def has_advantage(groups, p):
+  """Whether two responses that teach have different rewards."""
+  rewards = zip(groups.reward_PG[p], groups.response_mask_PGT[p], strict=True)
+  return len({float(reward) for reward, mask_T in rewards if mask_T.any()}) > 1
+
+
+def prompts(rng, problems, P):
   """Prompts of a step: most rows are filled, now and then one problem comes twice."""
   ids = np.full(P, -1)
   many = min(P, problems, rng.integers(0, 2 * P))
@@ -180,11 +201,12 @@ def play(
     assert drawn == expected + [-1] * (due - len(expected)), 'tried longest ago first'
     actor = now - now % scene.v
     reevaluated = sampled(scene, rng, ability_N, drawn, now, now)
-    fresh = sampled(scene, rng, ability_N, prompts(rng, len(ability_N)), now, actor)
+    ids = prompts(rng, len(ability_N), scene.P)
+    fresh = sampled(scene, rng, ability_N, ids, now, actor)
     ability_N = np.clip(ability_N + pool.drift * rng.normal(size=len(ability_N)), 0, 1)
     key = jax.random.fold_in(jax.random.key(pool.seed), now)
     placed = place(fresh)
-    groups, source_P = rules[0](placed, reevaluated, buffer, now, key, P)
+    groups, source_P = rules[0](placed, reevaluated, buffer, now, key, scene.P)
     after, counts = rules[1](
       buffer,
       placed,
@@ -193,20 +215,22 @@ def play(
       source_P,
       now,
       thresholds=scene.ours(),
+      hard_order=scene.hard_order,
       **limits,
     )
     host = jax.device_get((fresh, reevaluated, groups, source_P, buffer, after, counts))
     tried = [entries(groups) for groups in host[:2]]
     tiers = oracles.fill(*tried, lists, now, scene.G, **limits)
-    reused = {int(i) for i in host[2].id_P[host[3] == REUSED]}
+    seated = [{int(i) for i in host[2].id_P[s]} for s in (host[3] >= 0, host[3] == 2)]
     lists, expected = oracles.insert(
       lists,
       *tried,
-      reused,
+      seated,
       now,
       rule=scene.lists(),
       G=scene.G,
       capacity=scene.capacity,
+      hard_order=scene.hard_order,
       **limits,
     )
     history.append(Step(now, *host, tiers, lists, expected))

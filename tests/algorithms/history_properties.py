@@ -2,15 +2,17 @@
 
 - the batch has its seats; groups are whole, as their source has them
 - problems and groups are unique in a batch
-- only groups of both verdicts teach
+- only groups of both verdicts teach, and only those with an advantage
 - re-evaluated groups were hard, and are of this step and its weights
 - reused groups are those stored, and those sampled
-- reused groups are reusable, 1 to max_off_policy_steps steps old, reused max_reuse
+- reused groups are reusable or were promoted without a seat, 1 to max_off_policy_steps steps old, reused max_reuse
   times at most
 - no token is older than max_off_policy_steps + v - 1 steps
 - a source is used when every candidate of those before it is in
 - no seat is empty that a candidate could have
 - the batch is one that the lists allow
+- a promoted group has a seat, or waits in the reusable part of the buffer
+- under fifo a problem that is hard again does not outlive one that entered later
 - the buffer equals the lists, within its capacity
 - the thresholds equal the fractions
 - the counts equal those of the lists, and no problem is lost: in = out + resident
@@ -20,7 +22,7 @@ import collections
 
 import making
 import numpy as np
-from histories import FRESH, REEVALUATED, REUSED, P, T
+from histories import FRESH, REEVALUATED, REUSED, T, entries, has_advantage
 
 from bapo_jax import types
 
@@ -28,7 +30,7 @@ from bapo_jax import types
 def groups_are_whole(scene, history):
   for step in history:
     types.agree(**step.groups._asdict(), source_P=step.source_P)
-    assert step.groups.tokens_PGT.shape == (P, scene.G, T)
+    assert step.groups.tokens_PGT.shape == (scene.P, scene.G, T)
     found = (step.fresh, step.reevaluated, step.before.reusable)
     for seat in step.seats():
       rows = found[step.source_P[seat]]
@@ -49,6 +51,7 @@ def only_groups_of_both_verdicts_teach(scene, history):
   for step in history:
     k = step.groups.correct_PG[step.seats()].sum(1)
     assert ((k > 0) & (k < scene.G)).all()
+    assert all(has_advantage(step.groups, seat) for seat in step.seats())
 
 
 def reevaluated_groups_were_hard_and_are_of_this_step(scene, history):
@@ -87,10 +90,14 @@ def reused_groups_are_reusable_and_neither_old_nor_used_up(scene, history):
       _, reusable_k = history[step.now - 1].lists.thresholds
       i = int(step.groups.id_P[seat])
       completed = int(step.groups.completed_step_P[seat])
-      assert int(step.groups.correct_PG[seat].sum()) in reusable_k
+      first = history[completed]
+      # Promoted, and in no batch of that step: its first use is not a second one.
+      waited = i in first.reevaluated.id_P and i not in first.groups.id_P[first.seats()]
+      k = int(step.groups.correct_PG[seat].sum())
+      assert k in reusable_k or (waited and not used[i, completed])
       assert 1 <= step.now - completed <= scene.max_off_policy_steps
       used[i, completed] += 1
-      assert used[i, completed] <= scene.max_reuse
+      assert used[i, completed] <= scene.max_reuse + waited
 
 
 def no_token_is_older_than_its_group_and_the_actors_lag(scene, history):
@@ -112,7 +119,7 @@ def a_source_waits_until_those_before_it_are_in(scene, history):
 
 def no_seat_is_empty_that_could_be_filled(scene, history):
   for step in history:
-    assert len(step.seats()) == min(P, sum(map(len, step.tiers)))
+    assert len(step.seats()) == min(scene.P, sum(map(len, step.tiers)))
 
 
 def the_batch_is_allowed(scene, history):
@@ -128,6 +135,34 @@ def the_batch_is_allowed(scene, history):
       assert making.same_row(step.groups, seat, *t.row)
     drawn = [int(i) for i in step.groups.id_P[step.seats(REUSED)]]
     assert set(drawn) <= {t.problem for t in step.tiers[2]}
+
+
+def a_promoted_group_has_a_seat_or_waits_for_one(scene, history):
+  for step in history:
+    seated = set(step.groups.id_P[step.seats()].tolist())
+    reusable = step.after.reusable
+    for t in step.tiers[1]:
+      if t.problem in seated:
+        continue
+      rows = np.flatnonzero(reusable.id_P == t.problem)
+      assert any(making.same_row(reusable, row, *t.row) for row in rows)
+      stored = step.after.usage_count_P[rows][reusable.completed_step_P[rows] >= 0]
+      assert stored.tolist() == [-1]
+
+
+def what_is_hard_again_does_not_displace_newer_problems(scene, history):
+  if scene.hard_order != 'fifo':
+    return
+  entered, live = {}, set()
+  for step in history:
+    hard = step.after.hard
+    now_live = {int(i) for i in hard.id_P[hard.completed_step_P >= 0]}
+    entered |= {i: step.now for i in now_live - live}
+    tried = {t.problem for t in entries(step.fresh) + entries(step.reevaluated)}
+    evicted = live - now_live - tried
+    for i in evicted:  # and all that stay entered at its step or later
+      assert all(entered[j] >= entered[i] for j in now_live)
+    live = now_live
 
 
 def the_buffer_equals_the_lists(scene, history):
@@ -175,6 +210,8 @@ PROPERTIES = (
   a_source_waits_until_those_before_it_are_in,
   no_seat_is_empty_that_could_be_filled,
   the_batch_is_allowed,
+  a_promoted_group_has_a_seat_or_waits_for_one,
+  what_is_hard_again_does_not_displace_newer_problems,
   the_buffer_equals_the_lists,
   the_thresholds_equal_the_fractions,
   the_counts_equal_the_lists_and_no_problem_is_lost,

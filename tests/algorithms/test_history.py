@@ -72,7 +72,18 @@ def test_the_histories_are_worth_it():
       seen.update({name: int(n) for name, n in step.counts.items()})
       seen.update(('seats', int(s)) for s in step.source_P)
       first = len(step.tiers[0])
-      seen['X1 full'] += first >= P
+      seen['X1 full'] += first >= scene.P
+      seated = set(step.groups.id_P[step.seats()].tolist())
+      waiting = [t for t in step.tiers[1] if t.problem not in seated]
+      seen['promoted without a seat'] += len(waiting)
+      hard = step.before.hard.completed_step_P
+      seen['hard again'] += len(
+        set(step.after.hard.id_P[step.after.hard.completed_step_P == step.now].tolist())
+        & set(step.before.hard.id_P[hard >= 0].tolist())
+      )
+      seen['without advantage'] += sum(
+        0 < t.k < scene.G and not t.teaches for t in entries(step.fresh)
+      )
       seen['no X1, others'] += first == 0 and len(step.seats()) > 0
       seen['X3 drawn from more'] += 0 < len(step.seats(REUSED)) < len(step.tiers[2])
       before, after = tuple(step.before.thresholds), tuple(step.after.thresholds)
@@ -81,7 +92,8 @@ def test_the_histories_are_worth_it():
     assert seen[f'buffer/{name}'], name
   for name in [('seats', s) for s in (-1, 0, 1, 2)]:
     assert seen[name] >= 10, name
-  for name in ('no X1, others', 'X3 drawn from more', 'thresholds moved'):
+  moves = ('promoted without a seat', 'hard again', 'without advantage')
+  for name in ('no X1, others', 'X3 drawn from more', 'thresholds moved', *moves):
     assert seen[name], name
 
 
@@ -144,7 +156,7 @@ def test_without_room_and_lag_the_batch_is_filtered_grpo():
   scene = SCENES['roomless']
   assert scene.v == 1
   for step in play(scene, MANY):
-    taught = [t for t in entries(step.fresh) if 0 < t.k < scene.G]
+    taught = [t for t in entries(step.fresh) if 0 < t.k < scene.G and t.teaches]
     first = {t.problem: t for t in reversed(taught)}
     taught = [t for t in taught if first[t.problem] is t]
     assert step.source_P.tolist() == [FRESH] * len(taught) + [-1] * (P - len(taught))

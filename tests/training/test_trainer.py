@@ -7,13 +7,13 @@ from typing import Any
 import making
 import numpy as np
 import pytest
-from runs import tiny
+from runs import last_run, same, tiny
 
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import rules, step_metrics, trainer
+from bapo_jax.training import experiment, rules, step_metrics, trainer
 
 P, G, T = 2, 8, 3
 EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
@@ -128,6 +128,44 @@ def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkey
   assert [row['rollout/responses'] for _, row in steps] == [48, 64, 96, 144]
   taught = [groups.id_P[source_P >= 0].tolist() for groups, source_P in fake.batches]
   assert taught == [[2, 5], [6, 7], [9, 10], [15]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('seed', 'oldest', 'interval'), [(0, 1, 1), (1, 1, 1), (2, 1, 2), (3, 2, 1)]
+)
+def test_no_token_is_older_than_promised_whatever_the_rounds(
+  seed, oldest, interval, warm, one_device
+):
+  # A step of three rounds submits three times the prompts that a step of one returns.
+  knobs = EXTRA | {
+    'rollout.max_off_policy_steps': oldest,
+    'rollout.weight_sync_interval': interval,
+    'rollout.max_tokens_per_step': 4.0,
+    'prompts.count': 1,
+    'sampler.group_size': 16,
+    'learner.minibatches': 1,
+    'steps': 10,
+    'evaluate.every': 99,
+    'checkpoint.keep': 99,
+  }
+  config = tiny(seed=seed, **knobs)
+  workdir = warm('whole')
+  assert experiment.train(config, str(workdir)) == 0
+  whole = last_run(workdir)
+  rows = [row for step, row in whole.rows.items() if step]
+  rounds = [float(row['rollout/rounds']) for row in rows]
+  ages = [float(row['rollout/age_max']) for row in rows]
+  assert min(rounds) < 3 == max(rounds) and max(ages) > 0, 'or nothing is tested'
+  assert max(ages) <= oldest + interval - 1, ages
+  submitted_W = whole.arrays['partial/host/submitted_W']
+  assert (submitted_W[submitted_W >= 0] > 9 - oldest).all(), 'all that is due is out'
+  if (seed, oldest, interval) == (0, 1, 1):  # stopped in between, the run is the same
+    parts = str(warm('parts'))
+    for steps in (5, 10):
+      assert experiment.train(config.model_copy(update={'steps': steps}), parts) == 0
+    resumed = last_run(parts)
+    assert whole.scalars == resumed.scalars and same(whole.arrays, resumed.arrays)
 
 
 def test_a_resumed_run_goes_on_with_the_next_round(monkeypatch):
