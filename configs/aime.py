@@ -11,16 +11,21 @@ minutes on two CPU cores; LOG.md has the held-out accuracy at temperature 1.
 moves first, contributions are those of the surrogate, the target is positive /
 negative, and the loss has a dual clip.
 
-`:7b` and `:32b` are Balanced PO on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B and
--32B (arXiv:2510.18927, section 5: lr 2e-6, temperature 0.6, no KL term; from its public
-script: 16 responses per prompt, minibatches of 64 prompts). Evaluation is avg@16 on
-AIME 2024 and 2025. They need an accelerator pod, and
+`:balanced_paper` and `:batch_paper` are the settings of the two papers, all that they
+give, each value with its source beside it. What they leave open has our value, and is
+named: Balanced PO gives no batch size, group size, epochs or KL term (they are those of
+its public script), no warm-up and no limit on prompts; Batch Adaptation PO no epochs,
+temperature, response length, weight decay, capacity of the buffer or limit on reuse.
+
+`:7b` and `:32b` are `:balanced_paper` on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B
+and -32B on a mesh of their own. Evaluation is avg@16 on AIME 2024 and 2025. All four
+need an accelerator pod, and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
   --config.problems.source  the math rows of Skywork-OR1-RL-Data, parquet or jsonl
   --config.problems.test_source   AIME 2024 and 2025: a.jsonl,b.jsonl
 
-We have run neither yet. The paper reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B) on
+We have run none of them yet. The paper reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B) on
 AIME 2024 / 2025. Responses end at 8192 tokens here; the paper's longer runs are
 --config.sampler.max_new_tokens=32768 and 65536.
 """
@@ -36,7 +41,14 @@ def get_config(arg: str = 'tiny') -> ConfigDict:
   Raises:
     ValueError: no such variant.
   """
-  variants = {'tiny': tiny, 'recipe': recipe, '7b': seven, '32b': thirty_two}
+  variants = {
+    'tiny': tiny,
+    'recipe': recipe,
+    'balanced_paper': balanced_paper,
+    'batch_paper': batch_paper,
+    '7b': seven,
+    '32b': thirty_two,
+  }
   arg = arg or 'tiny'
   if arg not in variants:
     raise ValueError(
@@ -59,9 +71,11 @@ def recipe() -> ConfigDict:
   return config
 
 
-def published() -> ConfigDict:
-  """The knobs that the paper's runs share."""
+def large(name: str) -> ConfigDict:
+  """A run of this model on a pod; neither paper gives these values, all are ours."""
   config = base.get_config()
+  config.title = f'AIME, {name}'
+  config.model.path = f'models/{name}'
   config.model.compute = 'bfloat16'
   config.logprobs.chunk = 512
   config.tokenizer.template = (
@@ -70,23 +84,80 @@ def published() -> ConfigDict:
   )
   config.problems.source = 'data/skywork_or1_math.jsonl'
   config.problems.test_source = 'data/aime24_25.jsonl'
-  config.prompts.update(count=256, max_prompt_tokens=1024)
+  config.prompts.max_prompt_tokens = 1024
   config.sampler.update(
-    group_size=16,
     max_new_tokens=8192,
-    temperature=0.6,
     max_num_seqs=512,
     prefill_batch_size=32,
     tokens_per_dispatch=128,
     cache_segments=8,
     done_check_lag=1,
   )
-  config.learner.update(epochs=2, minibatches=4, grad_accum_steps=16)
-  config.optimizer.update(lr=2e-6, warmup=0, b2=0.999, weight_decay=0.1)
+  config.learner.grad_accum_steps = 16
+  config.optimizer.update(warmup=0, b2=0.999)
   config.evaluate.update(every=20, group_size=16)
   config.evaluate.sampling.temperature = 0.6
-  config.clip.balanced.target = 0.4
+  config.mesh.update(data=1, fsdp=-1)
   config.steps = 400
+  return config
+
+
+def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
+  """Balanced PO's own settings (arXiv:2510.18927); "script": its public training script.
+
+  The script searches its bounds otherwise (`:recipe`) and has lr 1e-6.
+  """
+  config = large(name)
+  config.title += ", Balanced PO's settings"
+  config.clip.rule = 'balanced'
+  config.clip.balanced.update(
+    target=0.4,  # rho_0, section 5
+    low=(0.6, 0.9),  # [a-, b-], section 5
+    high=(1.2, 3.0),  # [a+, b+], section 5
+    high_step=0.05,  # delta_1, section 5
+    low_step=0.02,  # delta_2, section 5
+    contribution='gradient',  # the terms of Eq. 5
+    order='upper',  # Algorithm 1: the upper bound moves first
+    resolution='step',  # Algorithm 1: steps of delta_1 and delta_2
+  )
+  config.batch.rule = 'fresh_only'  # GRPO's batch, section 5
+  config.advantage.rule = 'group_relative'  # GRPO's advantage, section 5
+  config.optimizer.lr = 2e-6  # section 5
+  config.sampler.temperature = 0.6  # section 5
+  config.sampler.max_new_tokens = 8192  # 8k, its preliminary runs; 32k Fig. 11, 64k main
+  config.prompts.count = 256  # script
+  config.learner.minibatches = 4  # script: minibatches of 64 prompts
+  config.sampler.group_size = 16  # script: n
+  config.learner.epochs = 2  # script
+  config.loss.kl = 0.0  # script: no KL term
+  config.optimizer.weight_decay = 0.1  # script
+  return config
+
+
+def batch_paper() -> ConfigDict:
+  """Batch Adaptation PO's own settings (arXiv:2602.20722, its table of settings)."""
+  config = large('DeepSeek-R1-Distill-Qwen-1.5B')  # one of its models
+  config.title += ", Batch Adaptation PO's settings"
+  config.batch.rule = 'adapted'  # Definition 3.1
+  config.advantage.rule = 'group_relative'  # (r - mean) / sqrt(var + eps), section 3
+  config.sampler.group_size = 8  # G, settings
+  config.prompts.count = 256  # settings
+  config.learner.minibatches = 4  # settings: minibatches of 64 prompts
+  config.rollout.weight_sync_interval = 5  # v, settings
+  config.buffer.reeval_interval = 5  # m, settings
+  config.buffer.reevaluate = 128  # settings: at most 128 problems are re-evaluated
+  config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
+  config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
+  config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
+  config.buffer.thresholds.fixed.update(
+    hard=1 / 8,  # c1, settings
+    reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
+  )
+  config.optimizer.lr = 1e-6  # settings
+  config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
+  config.clip.fixed.update(low=0.8, high=1.2)
+  config.loss.kl = 0.001  # settings: .001 to .01, by task
+  config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config
 
 
@@ -99,9 +170,8 @@ def thirty_two() -> ConfigDict:
 
 
 def distilled(name: str, tensor: int) -> ConfigDict:
-  """A published run of one model."""
-  config = published()
+  """Balanced PO's settings for one model, on a mesh that holds it."""
+  config = balanced_paper(name)
   config.title = f'AIME, {name}'
-  config.model.path = f'models/{name}'
-  config.mesh.update(data=1, fsdp=-1, tensor=tensor)
+  config.mesh.tensor = tensor
   return config

@@ -1,10 +1,11 @@
 """From groups to new weights: several optimiser updates on one batch.
 
 1. `flatten` gives every response its advantage and masks out what must not teach;
-2. `update` visits the batch `epochs` times, each time in `minibatches` disjoint parts;
+2. `update` visits the batch `epochs` times, each time in disjoint minibatches of one
+   size, as many as its filled seats need;
 3. `learn` is one optimiser update, jitted: bounds and `gradient`, step, diagnosis.
 
-Staleness is epochs x minibatches: the number of updates made from one rollout batch.
+Staleness is epochs x minibatches: the number of updates made from one full batch.
 The learner is blind to the method: it is handed a clip, a loss and an advantage rule.
 """
 
@@ -94,7 +95,8 @@ def update(
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
 
   Groups stay whole: a minibatch is a random set of prompts, so that what a group says
-  about its own mean is never torn apart.
+  about its own mean is never torn apart. An underfilled batch gets fewer updates, see
+  `_minibatches`; one without a token to train on gets none: the list is empty.
 
   Args:
     weights: of the sources, see `flatten`.
@@ -102,16 +104,40 @@ def update(
       first update, for the loss rules that ask for them; None for those that do not.
     place: puts a batch onto the mesh.
   """
-  P = groups.id_P.shape[0]
+  source_P = jnp.where(groups.response_mask_PGT.any((1, 2)), source_P, -1)
+  filled_P = np.asarray(source_P >= 0)
+  if not filled_P.any():
+    return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups)
   metrics = []
   for epoch_key in jax.random.split(key, epochs):
-    parts = np.asarray(jax.random.permutation(epoch_key, P)).reshape(minibatches, -1)
-    for part in parts:
+    order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
+    for part in _minibatches(order_P, filled_P, minibatches):
       batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule, weights))
       params, opt, found = train_step(params, opt, batch)
       metrics.append(found)
   return params, opt, metrics
+
+
+def _minibatches(
+  order_P: np.ndarray, filled_P: np.ndarray, minibatches: int
+) -> list[np.ndarray]:
+  """Seats of each minibatch, all of P / `minibatches` seats: what is compiled once.
+
+  n filled seats make ceil(n / size) minibatches, their filled seats as even in number
+  as can be; empty seats fill them up. (The public code of Batch Adaptation PO splits
+  by size as well: a batch that is half empty does not take as many steps.)
+
+  Args:
+    order_P: a permutation of the seats.
+  """
+  size = len(order_P) // minibatches
+  filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]
+  parts = []
+  for part in np.array_split(filled, -(-len(filled) // size)):
+    pad, empty = np.split(empty, [size - len(part)])
+    parts.append(np.concatenate([part, pad]))
+  return parts
 
 
 @functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
@@ -213,6 +239,15 @@ def given(bounds: Bounds) -> FindBounds:
   return find
 
 
+def filled_share(batch: Batch) -> Array:
+  """Part of the seats that are filled, exactly 1 for a full minibatch.
+
+  A mean over a few rows must not move the weights as far as one over all.
+  """
+  filled_B = batch.source_B >= 0
+  return jnp.where(filled_B.all(), 1.0, filled_B.mean(dtype=jnp.float32))
+
+
 def gradient(
   params: Tree, batch: Batch, objective: Objective
 ) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
@@ -229,6 +264,7 @@ def gradient(
   """
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
+  scale_B *= filled_share(batch)
   value_and_grad = jax.value_and_grad(o.loss, has_aux=True)
   if o.grad_accum_steps == 1:
     (value, seen), grads = value_and_grad(params, batch, scale_B, None)

@@ -40,9 +40,16 @@ def describe(
     groups, source_P: its batch, and the index into SOURCES of each group or -1.
     buffer: the replay buffer after the step.
     now: the learner step.
-    updates: the metrics of each optimiser update.
+    updates: the metrics of each optimiser update; empty where no seat was filled.
     eos: tokens that end a response.
   """
+  found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
+  step = {name: float(value) for name, value in found.items()}
+  step['rollout/tokens'] = float(
+    fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
+  )
+  if not updates:  # no seat was filled: their metrics do not exist
+    return step
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
   mean = {name: float(series[name].mean()) for name in sorted(series)}
   for name in diagnostics.OF_SOME & set(series):
@@ -58,12 +65,8 @@ def describe(
   mean['loss/entropy_change'] = float(changes.mean())
   mean['learner/skipped'] = float(series['learner/skipped'].sum())
   mean['rollout/logp_diff'] = float(updates[0]['rollout/logp_diff'])
-  mean['rollout/tokens'] = float(
-    fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
-  )
-  found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
-  mean |= {name: float(value) for name, value in found.items()}
-  return mean | theory(mean, updates[0], diagnostics.spread(groups, source_P))
+  terms = theory(mean, updates[0], diagnostics.spread(groups, source_P))
+  return mean | step | terms
 
 
 def theory(

@@ -1,6 +1,7 @@
 """Updates: their direction, their bounds, and that micro-batches and devices agree."""
 
 import functools
+import math
 import typing
 
 import jax
@@ -481,3 +482,94 @@ def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32(params):
     lambda params, batch: learner.gradient(params, batch, two)[1], half, rows(params)
   )
   assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}
+
+
+def visits(filled, P, minibatches, epochs=1, masked=()):
+  """[(filled problems of the minibatch, its seats)] of each update, in order."""
+  groups = making.groups(range(P), [i % 3 for i in range(P)], [0] * P, 2, 1)
+  empty_P11 = jnp.isin(jnp.arange(P), jnp.asarray(masked, jnp.int32))[:, None, None]
+  groups = groups._replace(
+    tokens_PGT=jnp.broadcast_to(jnp.arange(P)[:, None, None], (P, 2, 1)),
+    response_mask_PGT=groups.response_mask_PGT & ~empty_P11,
+  )
+  seen = []
+
+  def record(params, opt, batch):
+    problems = np.asarray(batch.tokens_BT)[::2, 0]
+    filled_P = np.asarray(batch.loss_mask_BT).any(1)[::2]
+    assert ((np.asarray(batch.source_B)[::2] >= 0) == filled_P).all()
+    seen.append((problems[filled_P].tolist(), len(problems)))
+    return params, opt + 1, {'update': opt}
+
+  source_P = jnp.where(jnp.arange(P) < filled, 0, -1)
+  knobs = dict(advantage_rule=advantage.group_centred, epochs=epochs)
+  _, opt, metrics = learner.update(
+    None,
+    0,
+    groups,
+    source_P,
+    jax.random.key(3),
+    train_step=record,
+    minibatches=minibatches,
+    **knobs,
+  )
+  assert [m['update'] for m in metrics] == list(range(opt))
+  return seen
+
+
+@pytest.mark.parametrize('filled', range(13))
+def test_an_underfilled_batch_takes_as_many_updates_as_its_groups_need(filled):
+  # 12 seats in 4 minibatches of 3: n groups make ceil(n / 3) updates, sizes even.
+  seen = visits(filled, P=12, minibatches=4, epochs=2)
+  updates = math.ceil(filled / 3)
+  assert len(seen) == 2 * updates
+  for epoch in (seen[:updates], seen[updates:]):
+    sizes = [len(problems) for problems, _ in epoch]
+    assert sum(sizes) == filled and max(sizes, default=0) - min(sizes, default=0) <= 1
+    assert sorted(sum((problems for problems, _ in epoch), [])) == list(range(filled))
+  assert {seats for _, seats in seen} <= {3}, 'one shape, one compile'
+
+
+def test_groups_without_a_token_to_train_on_take_no_update():
+  # 4 of 8 seats are filled, 2 of them with groups whose responses are all masked out.
+  seen = visits(4, P=8, minibatches=4, masked=(0, 3))
+  assert [sorted(problems) for problems, _ in seen] == [[1, 2]]
+  assert visits(4, P=8, minibatches=4, masked=range(4)) == []
+
+
+def test_a_full_batch_is_split_as_its_permutation_says():
+  seen = visits(12, P=12, minibatches=4)
+  (key,) = jax.random.split(jax.random.key(3), 1)
+  order = np.asarray(jax.random.permutation(key, 12)).reshape(4, 3).tolist()
+  assert [problems for problems, _ in seen] == order
+
+
+@pytest.mark.parametrize('aggregate', AGGREGATES)
+@pytest.mark.parametrize('parts', [1, 2])
+def test_the_gradient_of_a_partial_minibatch_is_scaled_as_its_share(
+  params, aggregate, parts
+):
+  # Three of four groups have a seat: the gradient is 3/4 of that of these three alone.
+  batch = rows(params, noise=0.1)
+  half = P * G * 3 // 4
+  partial = batch._replace(
+    source_B=batch.source_B.at[half:].set(-1),
+    loss_mask_BT=batch.loss_mask_BT.at[half:].set(False),
+  )
+  alone = jax.tree.map(lambda x: x[:half], batch)
+  knobs = dict(aggregate=aggregate, length=T)
+  value, grads, _ = gradient('clipped', grad_accum_steps=parts, **knobs)(params, partial)
+  expected, wanted, _ = gradient('clipped', **knobs)(params, alone)
+  np.testing.assert_allclose(value, 0.75 * expected, rtol=1e-5, atol=1e-7)
+  wanted = jax.tree.map(lambda g: 0.75 * g, wanted)
+  assert norm(jax.tree.map(jnp.subtract, grads, wanted)) < 1e-5 * norm(wanted)
+
+
+@pytest.mark.parametrize('rows', [*range(1, 50), 255, 256, 1000])
+def test_the_share_of_a_full_minibatch_is_exactly_1(rows):
+  batch = making.batch(np.ones(rows), np.ones((rows, 1), bool))
+  assert float(jax.jit(learner.filled_share)(batch)) == 1.0
+  partial = batch._replace(source_B=np.where(np.arange(rows) == 0, -1, 0))
+  np.testing.assert_allclose(
+    learner.filled_share(partial), (rows - 1) / rows, rtol=1e-6
+  )
