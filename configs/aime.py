@@ -25,8 +25,8 @@ need an accelerator pod, and
   --config.problems.source  the math rows of Skywork-OR1-RL-Data, parquet or jsonl
   --config.problems.test_source   AIME 2024 and 2025: a.jsonl,b.jsonl
 
-We have run none of them yet. The paper reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B) on
-AIME 2024 / 2025. Responses end at 8192 tokens here; the paper's longer runs are
+We have run none of them yet. Balanced PO reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B)
+on AIME 2024 / 2025. Responses end at 8192 tokens here; its longer runs are
 --config.sampler.max_new_tokens=32768 and 65536.
 """
 
@@ -103,7 +103,7 @@ def large(name: str) -> ConfigDict:
 
 
 def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
-  """Balanced PO's own settings (arXiv:2510.18927); "script": its public training script.
+  """Balanced PO's own settings (arXiv:2510.18927); "script": its public script.
 
   The script searches its bounds otherwise (`:recipe`) and has lr 1e-6.
   """
@@ -124,7 +124,7 @@ def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
   config.advantage.rule = 'group_relative'  # GRPO's advantage, section 5
   config.optimizer.lr = 2e-6  # section 5
   config.sampler.temperature = 0.6  # section 5
-  config.sampler.max_new_tokens = 8192  # 8k, its preliminary runs; 32k Fig. 11, 64k main
+  config.sampler.max_new_tokens = 8192  # preliminary runs; 32k in Fig. 11, 64k main
   config.prompts.count = 256  # script
   config.learner.minibatches = 4  # script: minibatches of 64 prompts
   config.sampler.group_size = 16  # script: n

@@ -66,8 +66,8 @@ def rollout(
   With a token budget per slot, `max_tokens_per_step`, decoding stops when it is spent
   (partial rollouts; Balanced PO, section 5): the oldest finished groups are returned,
   at most P, and the next step's weights continue the rest. A group that was submitted
-  `max_off_policy_steps` ago is completed whatever the budget; where more than P are due,
-  `collect_due` returns the rest, so that none becomes older.
+  `max_off_policy_steps` ago is completed whatever the budget; where more than P are
+  due, `collect_due` returns the rest, so that none becomes older.
 
   Args:
     rollouts: places for P groups at least, some still unfinished; changes in place.

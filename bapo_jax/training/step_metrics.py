@@ -44,7 +44,7 @@ def describe(
     eos: tokens that end a response.
   """
   found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
-  step = {name: float(value) for name, value in found.items()}
+  step: dict[str, float] = {name: float(value) for name, value in found.items()}
   step['rollout/tokens'] = float(
     fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   )

@@ -213,22 +213,22 @@ def fill_batch(
   A group that is due is returned in this step, whether or not a seat is left for it:
   one step later it would be older than rollout.max_off_policy_steps allows.
   """
-  rounds, full = [], False
-  next_round, last = s.prompt_round, s.prompt_round + t.config.batch.extra_rounds
+  rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
+  next_round = s.prompt_round + 1
+  last = s.prompt_round + t.config.batch.extra_rounds
   while True:
-    if not full and next_round <= last:
+    with t.timer('batch'):
+      fresh = concat(*(each.groups for each in rounds))
+      batch, source_P = jax.block_until_ready(
+        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats)
+      )
+    if not (source_P >= 0).all() and next_round <= last:
       rounds.append(sample_fresh(t, s, next_round, keys.fresh))
       next_round += 1
     elif due := remaining_due(t, s):
       rounds.append(due)
     else:
       return s.replace(prompt_round=next_round), rounds, batch, source_P
-    with t.timer('batch'):
-      fresh = concat(*(each.groups for each in rounds))
-      batch, source_P = jax.block_until_ready(
-        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats)
-      )
-    full = bool((source_P >= 0).all())
 
 
 def update(

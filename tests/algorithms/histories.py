@@ -73,9 +73,7 @@ SCENES = {
     max_reuse=1,
   ),
   'up': Scene('moving', eighths(1, (1, 3), (5, 7)), v=3),
-  'down': Scene(
-    'moving', eighths(6, (4, 1), (7, 4)), capacity=12, max_reuse=2, m=2
-  ),
+  'down': Scene('moving', eighths(6, (4, 1), (7, 4)), capacity=12, max_reuse=2, m=2),
   'crowded': Scene(  # more promoted groups than seats, and few of them reusable
     'fixed', eighths(1, 4, 4), capacity=8, reevaluate=8, P=2, hard_order='least_recent'
   ),

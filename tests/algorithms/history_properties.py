@@ -5,8 +5,8 @@
 - only groups of both verdicts teach, and only those with an advantage
 - re-evaluated groups were hard, and are of this step and its weights
 - reused groups are those stored, and those sampled
-- reused groups are reusable or were promoted without a seat, 1 to max_off_policy_steps steps old, reused max_reuse
-  times at most
+- reused groups are reusable or were promoted without a seat, 1 to max_off_policy_steps
+  steps old, reused max_reuse times at most
 - no token is older than max_off_policy_steps + v - 1 steps
 - a source is used when every candidate of those before it is in
 - no seat is empty that a candidate could have

@@ -85,6 +85,39 @@ def test_learnable_only_golden(seats):
     assert making.same_row(groups, seat, fresh, FRESH.index(row))
 
 
+@pytest.mark.parametrize('rule_name', ['learnable_only', 'adapted'])
+def test_a_group_without_an_advantage_takes_no_seat(rule_name):
+  # All have both verdicts. 1: equal shaped rewards. 2: the only right answer is masked
+  # out. 3: as 2, but a format bonus tells the wrong ones apart. 4: as it comes.
+  made = sources([(i, 1, NOW) for i in range(1, 5)], [], [])
+  fresh, nothing, _ = made
+  masked_PG = jnp.zeros((4, G), bool).at[1:3, 0].set(True)
+  fresh = fresh._replace(
+    reward_PG=fresh.reward_PG.at[0].set(0.1).at[2, 5].add(0.1),
+    response_mask_PGT=fresh.response_mask_PGT & ~masked_PG[:, :, None],
+  )
+  groups, source_P = batch_rules.RULES[rule_name](
+    fresh, nothing, replay_buffer.init(2, G, 3), NOW, jax.random.key(0), 4
+  )
+  assert source_P.tolist() == [0, 0, -1, -1]
+  assert groups.id_P[:2].tolist() == [3, 4]
+
+
+def test_a_promoted_group_that_waits_is_reusable_whatever_its_pass_rate():
+  # Reusable is 4 of 8. 1 waits, with 7 of 8; 2 has 7 of 8 and was trained on before.
+  fresh, nothing, reusable = sources(
+    [(9, 0, NOW)] * 3, [], [(1, 7, NOW - 1), (2, 7, NOW - 1), (3, 4, NOW - 1)]
+  )
+  thresholds = types.PassRateThresholds(*map(jnp.int32, (1, 4, 4)))
+  buffer = holding(reusable, thresholds=thresholds)
+  buffer = buffer._replace(usage_count_P=jnp.asarray([-1, 0, 0]))
+  groups, source_P = batch_rules.adapted(
+    fresh, nothing, buffer, NOW, jax.random.key(0), 3
+  )
+  assert source_P.tolist() == [2, 2, -1]
+  assert set(groups.id_P[:2].tolist()) == {1, 3}
+
+
 def test_seats_beyond_the_last_candidate_are_empty():
   # Both of two groups teach, and there are four seats: no group comes twice.
   fresh, nothing, _ = sources([(1, 4, NOW), (2, 4, NOW)], [], [])

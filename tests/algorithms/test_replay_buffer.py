@@ -2,8 +2,11 @@
 
 import functools
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import making
+import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import replay_buffer
@@ -12,13 +15,20 @@ G, T = 8, 3
 
 
 def insert(
-  buffer, fresh, now, reevaluated=None, thresholds=replay_buffer.fixed, max_reuse=9
+  buffer,
+  fresh,
+  now,
+  reevaluated=None,
+  thresholds=replay_buffer.fixed,
+  max_reuse=9,
+  seated=True,
+  **knobs,
 ):
   """(buffer, counts) after a step whose batch was the fresh groups."""
   length, group_size = fresh.tokens_PGT.shape[2], fresh.correct_PG.shape[1]
   if reevaluated is None:
     reevaluated = types.empty_groups(0, group_size, length)
-  source_P = jnp.zeros(len(fresh.id_P), jnp.int32)
+  source_P = jnp.full(len(fresh.id_P), 0 if seated else -1, jnp.int32)
   return replay_buffer.insert(
     buffer,
     fresh,
@@ -29,6 +39,7 @@ def insert(
     thresholds=thresholds,
     max_off_policy_steps=3,
     max_reuse=max_reuse,
+    **knobs,
   )
 
 
@@ -122,3 +133,94 @@ def test_a_buffer_of_capacity_0_stores_nothing():
   buffer, _ = insert(buffer, making.groups([1, 2], [0, 4], [0, 0]), 0)
   assert [len(s.id_P) for s in buffer[:2]] == [0, 0]
   assert replay_buffer.draw(buffer.hard, 0).id_P.shape == (0,)
+
+
+def entered_one_by_one(steps, **knobs):
+  """A buffer of three rows; problem i fails at step i, 0 again at each of `steps`."""
+  buffer = replay_buffer.init(3, G, T)
+  for now in range(3):
+    buffer, _ = insert(buffer, making.groups([now], [0], [now]), now, **knobs)
+  for now in steps:
+    buffer, _ = insert(buffer, making.groups([0], [0], [now]), now, **knobs)
+  return buffer
+
+
+def test_a_problem_that_stays_hard_does_not_displace_newer_ones():
+  # 0 entered first and is tried again at step 3: in a queue it is still the next out.
+  buffer = entered_one_by_one([3])
+  assert sorted(live(buffer.hard)) == [(0, 3), (1, 1), (2, 2)]
+  assert replay_buffer.draw(buffer.hard, 3).id_P.tolist() == [1, 2, 0]
+  buffer, counts = insert(buffer, making.groups([9], [0], [4]), 4)
+  assert live(buffer.hard) == [(9, 4), (2, 2), (1, 1)]
+  assert counts['buffer/evicted'] == counts['buffer/entered'] == 1
+
+
+def test_by_the_last_attempt_it_outlives_those_not_tried():
+  order = {'hard_order': 'least_recent'}
+  buffer, _ = insert(
+    entered_one_by_one([3], **order), making.groups([9], [0], [4]), 4, **order
+  )
+  assert live(buffer.hard) == [(9, 4), (0, 3), (2, 2)]
+
+
+def test_a_problem_that_left_enters_again_at_the_end_of_the_queue():
+  # 0 is solved at step 3 and fails again at step 4: it is the newest now.
+  buffer = entered_one_by_one([])
+  buffer, _ = insert(buffer, making.groups([0], [8], [3]), 3)
+  assert [i for i, _ in live(buffer.hard)] == [2, 1]
+  buffer, _ = insert(buffer, making.groups([0], [0], [4]), 4)
+  assert live(buffer.hard) == [(0, 4), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize('k', [2, 7])
+@pytest.mark.parametrize('seated', [True, False])
+def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
+  # Reusable is 4 of 8: neither 2 nor 7. The group itself is what must not be lost.
+  narrow = fixed(1 / 8, 4 / 8, 4 / 8)
+  buffer = replay_buffer.init(2, G, T, narrow)
+  buffer, _ = insert(buffer, making.groups([5], [0], [0]), 0, thresholds=narrow)
+  again = making.groups([5], [k], [1], seed=7)
+  fresh = making.groups([5 if seated else 6, 7, 8], [3, 4, 4], [1, 1, 1])
+  buffer, counts = insert(buffer, fresh, 1, again, thresholds=narrow)
+  assert counts['buffer/promoted'] == 1
+  if seated:  # its problem is trained on with its fresh group
+    assert live(buffer.reusable) == [(7, 1), (8, 1)]
+  else:  # and it goes before groups that were trained on
+    assert live(buffer.reusable) == [(5, 1), (7, 1)]
+    assert making.same_row(buffer.reusable, 0, again, 0)
+    assert buffer.usage_count_P.tolist() == [-1, 0]
+
+
+def test_a_group_of_equal_rewards_is_not_reusable_unless_all_are():
+  tried = making.groups([1, 2], [4, 4], [0, 0])
+  tried = tried._replace(reward_PG=tried.reward_PG.at[0].set(0.1))
+  buffer, _ = insert(replay_buffer.init(4, G, T), tried, 0)
+  assert live(buffer.reusable) == [(2, 0)]
+  everything = replay_buffer.everything
+  buffer, _ = insert(replay_buffer.init(4, G, T, everything), tried, 0)
+  assert live(buffer.reusable) == [(1, 0), (2, 0)]
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+  G=st.integers(2, 4096),
+  c1=st.one_of(
+    st.floats(0, 1, exclude_max=True), st.sampled_from([1 - 2**-53, 0.99999999, 0.9999])
+  ),
+  rate=st.floats(0, 1, width=32),
+)
+def test_a_solved_problem_is_never_hard_whatever_the_float(G, c1, rate):
+  for rule in (replay_buffer.fixed, replay_buffer.moving):
+    hard_max = int(rule(jnp.float32(rate), G, hard=c1).hard_max)
+    # Within one response of the fraction, and never all G.
+    assert hard_max <= G - 1
+    assert c1 * G - 1.01 <= hard_max <= c1 * G + 0.01
+
+
+def test_eq_8_moves_the_band_and_not_what_is_hard():
+  # The paper's code: c = high - (high - low) * rate falls; its printed formula rises.
+  falling = [replay_buffer.moving(jnp.float32(r), 8) for r in (0, 0.5, 1)]
+  assert [tuple(map(int, t)) for t in falling] == [(1, 3, 7), (1, 2, 6), (1, 1, 5)]
+  ends = {'low': (1 / 8, 3 / 8), 'high': (5 / 8, 7 / 8)}
+  rising = [replay_buffer.moving(jnp.float32(r), 8, **ends) for r in (0, 0.5, 1)]
+  assert [tuple(map(int, t)) for t in rising] == [(1, 1, 5), (1, 2, 6), (1, 3, 7)]

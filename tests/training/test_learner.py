@@ -558,7 +558,9 @@ def test_the_gradient_of_a_partial_minibatch_is_scaled_as_its_share(
   )
   alone = jax.tree.map(lambda x: x[:half], batch)
   knobs = dict(aggregate=aggregate, length=T)
-  value, grads, _ = gradient('clipped', grad_accum_steps=parts, **knobs)(params, partial)
+  value, grads, _ = gradient('clipped', grad_accum_steps=parts, **knobs)(
+    params, partial
+  )
   expected, wanted, _ = gradient('clipped', **knobs)(params, alone)
   np.testing.assert_allclose(value, 0.75 * expected, rtol=1e-5, atol=1e-7)
   wanted = jax.tree.map(lambda g: 0.75 * g, wanted)
