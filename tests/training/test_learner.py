@@ -526,7 +526,7 @@ def test_an_underfilled_batch_takes_as_many_updates_as_its_groups_need(filled):
   for epoch in (seen[:updates], seen[updates:]):
     sizes = [len(problems) for problems, _ in epoch]
     assert sum(sizes) == filled and max(sizes, default=0) - min(sizes, default=0) <= 1
-    assert sorted(sum((problems for problems, _ in epoch), [])) == list(range(filled))
+    assert sorted(p for problems, _ in epoch for p in problems) == list(range(filled))
   assert {seats for _, seats in seen} <= {3}, 'one shape, one compile'
 
 

@@ -12,7 +12,7 @@ from bapo_jax.training.config import Config, parse
 from configs import aime
 
 # arXiv:2510.18927: target, ranges, steps, lr, temperature, response length; its public
-# script: 256 prompts, minibatches of 64, n = 16, 2 epochs, no KL term, weight decay 0.1.
+# script: 256 prompts, minibatches of 64, n = 16, 2 epochs, no KL, weight decay 0.1.
 BALANCED = {
   'batch.rule': 'fresh_only',
   'advantage.rule': 'group_relative',
@@ -35,7 +35,7 @@ BALANCED = {
   'learner.epochs': 2,
   'loss.kl': 0.0,
 }
-# arXiv:2602.20722: G = 8, v = m = 5, 256 prompts, minibatches of 64, c1 = 1/8, c2 = 1/8,
+# arXiv:2602.20722: G = 8, v = m = 5, 256 prompts, minibatches of 64, c1 = c2 = 1/8,
 # c3 = 5/8, at most 128 problems re-evaluated, ages 1 to 3, lr 1e-6, clip 0.2, KL(pi ||
 # alpha) with a coefficient of .001 to .01.
 BATCH = {
