@@ -144,6 +144,20 @@ def first_of(id_N: Array, valid_N: Array) -> Array:
   return valid_N & ~jnp.tril(same_NN, -1).any(1)
 
 
+def learnable(groups: Groups) -> Array:
+  """bool [P]: groups that teach: both verdicts, and rewards that differ.
+
+  Rewards may be shaped, and a response without a token in its mask does not teach: the
+  rewards of the others decide whether any of them has an advantage over another.
+  """
+  k_P = groups.correct_PG.sum(1)
+  teaches_PG = groups.response_mask_PGT.any(2)
+  most_P = jnp.where(teaches_PG, groups.reward_PG, -jnp.inf).max(1)
+  least_P = jnp.where(teaches_PG, groups.reward_PG, jnp.inf).min(1)
+  both_P = (k_P > 0) & (k_P < groups.correct_PG.shape[1])
+  return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
+
+
 def masked_mean(x: Array, mask: Array) -> Array:
   """Mean of x where mask holds; 0 where it holds nowhere."""
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)

@@ -12,7 +12,7 @@ loop samples more prompts (DAPO's dynamic sampling).
 3. reusable groups from the replay buffer, drawn at random.
 
 The verdicts decide, and the rewards of the responses that teach must differ: a group of
-equal shaped rewards has no advantage, and takes no seat (`replay_buffer.learnable`).
+equal shaped rewards has no advantage, and takes no seat (`types.learnable`).
 A batch always has `seats` seats: a seat that no group has earned is masked out.
 `source_P` is the index into types.SOURCES, -1 where the seat is empty.
 """
@@ -22,8 +22,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import batch_knobs
-from bapo_jax.algorithms.replay_buffer import learnable
-from bapo_jax.types import SOURCES, Groups, ReplayBuffer, concat, first_of, take
+from bapo_jax.types import (
+  SOURCES,
+  Groups,
+  ReplayBuffer,
+  concat,
+  first_of,
+  learnable,
+  take,
+)
 
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
 

@@ -28,6 +28,7 @@ from bapo_jax.types import (
   concat,
   empty_groups,
   first_of,
+  learnable,
   take,
 )
 
@@ -211,20 +212,6 @@ def insert(
 def _among(id_P: Array, others: Array) -> Array:
   """bool: which of these problems are among the others; -1 is no problem."""
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
-
-
-def learnable(groups: Groups) -> Array:
-  """bool [P]: groups that teach: both verdicts, and rewards that differ.
-
-  Rewards may be shaped, and a response without a token in its mask does not teach: the
-  rewards of the others decide whether any of them has an advantage over another.
-  """
-  k_P = groups.correct_PG.sum(1)
-  teaches_PG = groups.response_mask_PGT.any(2)
-  most_P = jnp.where(teaches_PG, groups.reward_PG, -jnp.inf).max(1)
-  least_P = jnp.where(teaches_PG, groups.reward_PG, jnp.inf).min(1)
-  both_P = (k_P > 0) & (k_P < groups.correct_PG.shape[1])
-  return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
 
 
 def _emptied(groups: Groups, where_P: Array) -> Groups:
