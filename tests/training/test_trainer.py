@@ -220,6 +220,26 @@ def test_skipped_updates_are_counted_over_steps(monkeypatch):
   assert step_metrics.consecutive_skips(5, []) == 5
 
 
+def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
+  # No seat is filled: no loss, no share, no skipped update to report.
+  groups = making.groups([1, 2], [0, 8], [3, 3])
+  found = step_metrics.describe(
+    groups,
+    types.empty_groups(0, G, T),
+    groups,
+    np.asarray([-1, -1]),
+    replay_buffer.init(1, G, T),
+    3,
+    [],
+    np.asarray([1]),
+  )
+  assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
+  assert not {
+    name for name in found if name.split('/')[0] in ('loss', 'clip', 'theory')
+  }
+  assert not {name for name in found if name.startswith('learner/')}
+
+
 @pytest.mark.parametrize('group_size', [4, 8])
 def test_responses_are_numbered_through_the_rounds(group_size, monkeypatch):
   script = [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2)]
