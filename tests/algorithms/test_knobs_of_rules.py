@@ -123,7 +123,7 @@ TOGETHER = [  # knobs that do not fit each other, the sentence
   ),
   (
     {'buffer.thresholds.moving.low': (0.1, 0.9)},
-    'buffer.thresholds.moving.low=(0.1, 0.9) and high=(0.625, 0.875): c2=0.9 is above',
+    'buffer.thresholds.moving.low=(0.1, 0.9) and high=(0.875, 0.625): c2=0.9 is above',
   ),
   (
     {'buffer.thresholds.rule': 'threshold_free', 'sampler.group_size': 7},
