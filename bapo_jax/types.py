@@ -42,6 +42,7 @@ class Groups(NamedTuple):
   policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token; -1 elsewhere
   correct_PG: Bool[Array, 'P G']               # the verifier's verdict
   reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
+  teaches_PG: Bool[Array, 'P G']               # False where the response is left out of the loss; its reward stays in its group
   completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
 
 
@@ -67,6 +68,7 @@ class Batch(NamedTuple):
   prox_BT: Float32[Array, 'B T']           # log-probability under the proximal policy, nats; log mu where the loss rule reads none
   adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
+  on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
 
 
 class TokenStats(NamedTuple):
@@ -86,6 +88,12 @@ class Bounds(NamedTuple):
   target_met: Bool[Array, '']     # the target share is met; True without a target, False without evidence
   no_evidence: Bool[Array, '']    # a search found no token with a gradient, and left the start bounds
   negatives_only: Bool[Array, '']  # a search found tokens with A < 0 and none with A > 0
+
+
+class LogpDiff(NamedTuple):
+  total: Float32[Array, '']    # sum of |learner logp - sampler logp| over tokens of the same weights, nats
+  largest: Float32[Array, '']  # the largest of them; 0 without any
+  tokens: Int32[Array, '']     # tokens compared
 
 
 SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
@@ -124,6 +132,7 @@ def empty_groups(rows: int, group: int, length: int) -> Groups:
     policy_version_PGT=jnp.full((P, G, T), -1, jnp.int32),
     correct_PG=jnp.zeros((P, G), bool),
     reward_PG=jnp.zeros((P, G), jnp.float32),
+    teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.full(P, -1, jnp.int32),
   )
 
@@ -144,16 +153,20 @@ def first_of(id_N: Array, valid_N: Array) -> Array:
   return valid_N & ~jnp.tril(same_NN, -1).any(1)
 
 
+def trained_on(groups: Groups) -> Array:
+  """bool [P, G]: responses that are not masked and have a token."""
+  return groups.teaches_PG & groups.response_mask_PGT.any(2)
+
+
 def learnable(groups: Groups) -> Array:
   """bool [P]: groups that teach: both verdicts, and rewards that differ.
 
-  Rewards may be shaped, and a response without a token in its mask does not teach: the
-  rewards of the others decide whether any of them has an advantage over another.
+  Rewards may be shaped, and a masked response does not teach: the rewards of the others
+  decide whether any of them has an advantage over another.
   """
-  k_P = groups.correct_PG.sum(1)
-  teaches_PG = groups.response_mask_PGT.any(2)
-  most_P = jnp.where(teaches_PG, groups.reward_PG, -jnp.inf).max(1)
-  least_P = jnp.where(teaches_PG, groups.reward_PG, jnp.inf).min(1)
+  k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
+  most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
+  least_P = jnp.where(trained_PG, groups.reward_PG, jnp.inf).min(1)
   both_P = (k_P > 0) & (k_P < groups.correct_PG.shape[1])
   return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
 

@@ -57,6 +57,7 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
     ),
     correct_PG=jnp.asarray(correct_PG),
     reward_PG=jnp.asarray(correct_PG, jnp.float32),
+    teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.asarray(completed_step_P),
   )
 
@@ -73,6 +74,7 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
     prox_BT=logp_BT if prox_BT is None else np.asarray(prox_BT, np.float32),
     adv_B=adv_B,
     source_B=np.zeros(len(adv_B), np.int32) if source_B is None else np.int32(source_B),
+    on_policy_BT=np.ones(loss_mask_BT.shape, bool),
   )
 
 

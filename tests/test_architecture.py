@@ -96,6 +96,7 @@ HOUSE = {
   'training': (
     'knobs',
     'optimizer',
+    'scoring',
     'learner',
     'sft',
     'evaluate',

@@ -284,6 +284,11 @@ class LossConfig(Section):
     return self.rule == 'decoupled'
 
   @property
+  def weighs_sampler(self) -> bool:
+    """Whether a truncated weight of its own corrects for the sampler's numbers."""
+    return self.rule in ('decoupled', 'tis')
+
+  @property
   def has_clip(self) -> bool:
     """Whether the rule clips by the bounds of a clip rule."""
     return self.rule != 'tis'

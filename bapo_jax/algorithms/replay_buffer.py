@@ -272,7 +272,9 @@ def _insert_hard(
   left_P = known_P & ~hard_P
   problems = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
   problems = problems._replace(
-    correct_PG=tried.correct_PG[:, :1], reward_PG=tried.reward_PG[:, :1]
+    correct_PG=tried.correct_PG[:, :1],
+    reward_PG=tried.reward_PG[:, :1],
+    teaches_PG=tried.teaches_PG[:, :1],
   )
   tried_P = _among(buffer.hard.id_P, jnp.where(filled_P, tried.id_P, -1))
   stored = _emptied(buffer.hard, tried_P)

@@ -13,7 +13,8 @@ class ShapingConfig(Section):
   )
   overlong_penalty: float = knob(
     0.0,
-    "DAPO's soft overlong punishment times this factor; 1.0: as published.",
+    "DAPO's soft overlong punishment times this factor; 1.0: as published, which is "
+    'up to half the distance of right and wrong.',
     least=0,
   )
   overlong_cache: int = knob(

@@ -68,7 +68,7 @@ class Verifier:
     memory_mb: int = _R.memory_mb,
     recycle: int = _R.recycle,
   ):
-    self._rule, self._workers, self._strict = rule, workers, strict
+    self.rule, self._workers, self._strict = rule, workers, strict
     self._limits: dict[str, Any] = {
       'strict': strict,
       'deadline': deadline,
@@ -96,7 +96,7 @@ class Verifier:
     Raises:
       ValueError: answers, texts and rules are not equally many.
     """
-    names = [rule or self._rule for rule in rules or [''] * len(texts)]
+    names = [rule or self.rule for rule in rules or [''] * len(texts)]
     rows = list(zip(names, answers, texts, strict=True))
     pooled = [row for row in rows if row[0] in verifiers.POOLED]
     futures = iter(self._start_pool().submit(pooled) if pooled else [])
@@ -110,7 +110,7 @@ class Verifier:
 
   def slow(self, rules: Iterable[str]) -> bool:
     """Whether any of these rules takes so long that it is best submitted early."""
-    return not verifiers.POOLED.isdisjoint(rule or self._rule for rule in rules)
+    return not verifiers.POOLED.isdisjoint(rule or self.rule for rule in rules)
 
   def close(self) -> None:
     """Ends the worker processes; the verifier may be used again."""
@@ -144,9 +144,11 @@ def shape(
       stands in its place. length_PG: tokens, the end token included.
     longest: L_max, the most tokens a response may have.
     format_bonus: added where an answer is found, right or wrong.
-    overlong_penalty: subtracted in full at `longest`, not at all up to
-      longest - overlong_cache, linearly between: DAPO's soft overlong punishment
-      (arXiv:2503.14476, equation 13) times this factor.
+    overlong_penalty: DAPO's soft overlong punishment times this factor; half of it is
+      subtracted in full at `longest`, not at all up to longest - overlong_cache,
+      linearly between. Half, since DAPO's rewards are -1 and 1 (arXiv:2503.14476,
+      equations 7 and 13) and a verdict is 0 or 1: (R + R_length + 1) / 2 is one and
+      the same reward, and has the same standardised advantages.
     truncated: the worth of the verdict on a truncated response. 'verified': that of any
       other; 'wrong': nothing; 'masked': its tokens do not teach (DAPO's overlong
       filtering), while its reward stays in the mean of its group.
@@ -156,7 +158,7 @@ def shape(
   reward_PG = (
     verdict_PG.astype(jnp.float32)
     + format_bonus * formatted_PG
-    - overlong_penalty * jnp.clip(over_PG, 0, 1)
+    - overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
   )
   teaches_PG = ~truncated_PG if truncated == 'masked' else jnp.ones_like(correct_PG)
   return reward_PG.astype(jnp.float32), teaches_PG
@@ -168,24 +170,29 @@ def shaped(
   *,
   eos: tuple[int, ...],
   rule: str,
+  rules: Sequence[str] = (),
   longest: int,
   format_bonus: float = _D.format_bonus,
   overlong_penalty: float = _D.overlong_penalty,
   overlong_cache: int = _D.overlong_cache,
   truncated: str = _D.truncated,
 ) -> Groups:
-  """Groups with the rewards of `shape`; a masked response has an empty response mask.
+  """Groups with the rewards of `shape`, and which of their responses teach.
 
   Args:
     texts: the responses, P * G of them.
     eos: tokens that end a response.
-    rule: the rule whose format earns the bonus, a key of verifiers.READERS.
+    rule: the rule whose format earns the bonus, a key of verifiers.READERS; it is that
+      of the problems that name none.
+    rules: of each problem, by its id; '' or (): `rule`.
     longest, format_bonus, overlong_penalty, overlong_cache, truncated: of `shape`.
   """
   if not format_bonus and not overlong_penalty and truncated == 'verified':
     return plain(groups, texts)
-  reader = verifiers.READERS[rule]
-  formatted_B = np.asarray([reader(text) is not None for text in texts], bool)
+  id_B = np.repeat(np.asarray(groups.id_P), groups.correct_PG.shape[1])
+  own = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
+  formatted = (verifiers.READERS[r](x) for r, x in zip(own, texts, strict=True))
+  formatted_B = np.asarray([found is not None for found in formatted], bool)
   response_mask_PGT = groups.response_mask_PGT
   reward_PG, teaches_PG = shape(
     groups.correct_PG,
@@ -199,12 +206,6 @@ def shaped(
     truncated=truncated,
   )
   filled_P = groups.completed_step_P >= 0  # an empty seat earns nothing
-  groups = groups._replace(reward_PG=jnp.where(filled_P[:, None], reward_PG, 0))
-  if truncated != 'masked':
-    return groups
-  response_mask_PGT &= teaches_PG[..., None]
   return groups._replace(
-    response_mask_PGT=response_mask_PGT,
-    policy_version_PGT=jnp.where(response_mask_PGT, groups.policy_version_PGT, -1),
-    behavior_logp_PGT=jnp.where(response_mask_PGT, groups.behavior_logp_PGT, 0),
+    reward_PG=jnp.where(filled_P[:, None], reward_PG, 0), teaches_PG=teaches_PG
   )

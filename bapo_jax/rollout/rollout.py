@@ -29,7 +29,7 @@ from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
-from bapo_jax.types import Groups, Prompts, Tree
+from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
 _D = knobs.RolloutConfig()
 EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # whatever the rule makes of no text
@@ -41,6 +41,7 @@ class Rollout(NamedTuple):
   groups: Groups
   texts: list[str]
   verdicts: list[Verdict]
+  logp_diff: LogpDiff | None = None  # where the learner scored the responses again
 
 
 def rollout(
@@ -257,6 +258,7 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
     reward_PG=correct_PG.astype(jnp.float32),
+    teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
   )
 

@@ -22,7 +22,8 @@ GLOSSARY: dict[str, str] = {
   'rollout/rounds': 'Rounds of prompts sampled in the step: 1 plus the extra rounds.',
   'rollout/tokens': 'Response tokens of the fresh and the reevaluated groups of the step.',
   'rollout/tokens_per_s': 'Response tokens sampled per second of sampling.',
-  'rollout/logp_diff': 'Mean of |learner logp - sampler logp| on the first minibatch, nats, >= 0; large where the two compute different numbers for one policy.',
+  'rollout/logp_diff': 'Mean of |learner logp - sampler logp|, nats, >= 0, over tokens that both computed with the same weights: by a pass of its own where the learner recomputes, else those of the first update that the current weights sampled; nan without any. Large where the two compute different numbers for one policy.',
+  'rollout/logp_diff_max': 'Largest |learner logp - sampler logp| of the same tokens, nats, >= 0; nan without any.',
   'batch/filled': 'Share of the batch seats that are filled, in [0, 1].',
   'batch/fresh': 'Share of the batch seats filled with fresh groups, in [0, 1].',
   'batch/reevaluated': 'Share of the batch seats filled with groups of reevaluated problems, in [0, 1].',
@@ -91,21 +92,23 @@ GLOSSARY: dict[str, str] = {
   'loss/kl': 'k3 estimate of KL(mu, pi), mean of r - 1 - log r over the trained tokens, nats per token, >= 0.',
   'loss/kl_plain': 'k1 estimate of KL(mu, pi), mean of -log r over the trained tokens, nats per token; noisier, may be negative.',
   'learner/grad_norm': 'Global norm of the gradient before it is clipped, >= 0.',
-  'learner/updates': 'Optimiser updates done so far in the run.',
+  'learner/updates': 'Optimiser updates applied so far in the run: not those that were skipped, nor those without a token.',
   'learner/skipped': 'Updates of the step that were skipped because the loss or the gradient was not finite.',
+  'learner/tokens': 'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
+  'learner/idle_steps': 'Steps in a row, this one included, in which no group of the batch had rewards that differ, so that nothing was learned.',
   **{
-    f'theory/gain_{s}': f'First term of Theorem 3.2 for {s} groups: the surrogate, mean over the updates; nan without any.'
+    f'theory/gain_{s}': f'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.'
     for s in SOURCES
   },
   **{
-    f'theory/moved_{s}': f'Second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha): the current policy against the one that sampled them; nan without any.'
+    f'theory/moved_{s}': f'Estimate of the second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha), times their share of the filled seats: the current policy against the one that sampled them; 0 without a group of both verdicts.'
     for s in SOURCES
   },
   **{
-    f'theory/stale_{s}': f'Third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha): the policy before the first update of the step against the one that sampled them; nan without any.'
+    f'theory/stale_{s}': f'Estimate of the third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha), times their share of the filled seats: the policy before the first update of the step against the one that sampled them, by the first update with a token of theirs; 0 without a group of both verdicts.'
     for s in SOURCES
   },
-  'theory/bound': 'Lower bound of the gain by Theorem 3.2, summed over the sources in the batch; an estimate over tokens, comparable only with itself.',
+  'theory/estimate': 'Estimate of the gain by Theorem 3.2, the first terms minus the second and third ones; total variation is estimated token by token, so it bounds nothing and is comparable only with itself.',
   'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1].',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
   'eval/length': 'Mean length of the responses to the held-out problems, tokens.',
@@ -114,6 +117,7 @@ GLOSSARY: dict[str, str] = {
   'time/step': 'Wall time of the whole step, seconds.',
   'time/sample': 'Wall time of sampling, seconds.',
   'time/verify': 'Wall time of waiting for verdicts after sampling, seconds.',
+  'time/score': "Wall time of recomputing the sampler's log-probabilities with the learner, seconds.",
   'time/batch': 'Wall time of filling the batch, seconds.',
   'time/update': 'Wall time of the optimiser updates, seconds.',
   'time/insert': 'Wall time of inserting groups into the replay buffer, seconds.',

@@ -138,7 +138,10 @@ def _evaluated(
   if not steps:
     return
   samples = evaluate.read_recorded(workdir, max(steps))['samples']
-  for problem, group in itertools.groupby(samples, lambda s: s['problem']):
+  # By its id too: problems of one text may have verifiers of their own.
+  for (_, problem), group in itertools.groupby(
+    samples, lambda s: (s.get('id'), s['problem'])
+  ):
     of_one = list(group)
     reward_PG = np.asarray([[sample['correct'] for sample in of_one]], np.float32)
     # A group of one has no others to be compared with.

@@ -51,9 +51,10 @@ def evaluate(
 
   Returns:
     (result, samples): result is that of `summarize`; samples is a list of dicts, one
-    per response: id and text of the problem, answer, response, correct, verdict,
-    reason, extracted (the answer found), tokens, truncated (no end token), logp (its
-    sum, nats) and uid, which with the key names the noise.
+    per response: id and text of the problem, answer, verifier (its rule's name: a text
+    may be right by one rule and wrong by another), response, correct, verdict, reason,
+    extracted (the answer found), tokens, truncated (no end token), logp (its sum, nats)
+    and uid, which with the key names the noise.
   """
   sampled = rollout(
     PartialRollouts(engine, len(problems.id_N)),
@@ -69,22 +70,28 @@ def evaluate(
   )
   columns = sampled.texts, sampled.verdicts, _numbers(sampled, tokenizer.eos)
   samples = [
-    _sample(uid, problems, engine.group_size, text, verdict) | numbers
+    _sample(uid, problems, engine.group_size, text, verdict, verifier.rule) | numbers
     for uid, (text, verdict, numbers) in enumerate(zip(*columns, strict=True))
   ]
   return summarize(samples, engine.group_size, ks), samples
 
 
 def _sample(
-  uid: int, problems: Problems, group_size: int, text: str, verdict: Verdict
+  uid: int,
+  problems: Problems,
+  group_size: int,
+  text: str,
+  verdict: Verdict,
+  rule: str,
 ) -> dict[str, Any]:
-  """The response, its problem and its verdict."""
+  """The response, its problem and its verdict; `rule` is of problems that name none."""
   p = uid // group_size
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
     'problem': problems.text[p],
     'answer': problems.answer[p],
+    'verifier': (problems.verifier[p] if problems.verifier else '') or rule,
     'response': text,
     'extracted': verdict.answer,
     'verdict': WORDS[verdict.right],

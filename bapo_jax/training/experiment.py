@@ -40,7 +40,7 @@ def train(config: Config, workdir: str) -> int:
   """Runs the config in the workdir, resuming what is there; returns an exit status.
 
   0 when all steps are done, 128 + signal number when a signal ended it earlier,
-  DIVERGED when too many updates in a row were not finite.
+  DIVERGED when the first update, or too many in a row, were not finite.
 
   Raises:
     ValueError: in one sentence; also where the workdir can no longer be written, is in
@@ -171,7 +171,8 @@ class Run:
           f'{row["rollout/tokens_per_s"]:.0f} tokens/s', refresh=False
         )
         progress.update()
-        diverged = s.consecutive_skips >= config.learner.max_consecutive_skips
+        lost = s.updates == 0 < s.consecutive_skips  # none of the run was applied
+        diverged = lost or s.consecutive_skips >= config.learner.max_consecutive_skips
         done = finished(config, s)
         self.save_if_due(s, row, last=done or diverged or bool(stop.signal))
         if diverged:
@@ -188,14 +189,23 @@ class Run:
       results, message = self.evaluate(s)
       row |= results
     row |= timings(self.t.timer.since(), row['rollout/tokens'])
-    row['learner/updates'] = float(s.step * config.updates_per_step)
     self.write(s.step, row)
     log(metrics.line(s.step, config.steps, row))
     if message:
       log(message)
+    if s.idle_steps == report.IDLE:  # a longer row of them is one and the same
+      log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
 
   def log_divergence(self, s: TrainState) -> None:
     """Why the run ends."""
+    if s.updates == 0:
+      return log(
+        f'The first update of the run is not finite, nor is any other of its '
+        f'{s.consecutive_skips}: loss or gradient overflow, and nothing was learned. '
+        'Look at the weights (model.path, model.dtype), at the precision '
+        '(model.compute), at rollout/logp_diff_max (sampler and learner disagree) and '
+        'at loss/ratio_max in metrics.jsonl, and at the scale of loss.kl and rewards.'
+      )
     limit = self.t.config.learner.max_consecutive_skips
     log(
       f'{s.consecutive_skips} updates in a row were skipped: loss or gradient not '

@@ -21,6 +21,21 @@ class LearnerConfig(Section):
   bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
     'minibatch', 'Tokens of one bound search; micro_batch saves a forward pass.'
   )
+  recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
+    'auto',
+    "The learner's log-probabilities replace the sampler's; auto: where model.compute "
+    'is below float32 and the loss rule does not weigh the difference itself.',
+  )
+
+  def recomputes(self, compute: str, weighs_sampler: bool) -> bool:
+    """Whether the learner's log-probabilities replace the sampler's.
+
+    Args:
+      compute: model.compute. weighs_sampler: of the loss rule.
+    """
+    if self.recompute_logprobs != 'auto':
+      return self.recompute_logprobs == 'on'
+    return compute != 'float32' and not weighs_sampler
 
 
 class OptimizerConfig(Section):

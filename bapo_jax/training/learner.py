@@ -36,6 +36,7 @@ from bapo_jax.types import (
   TokenStats,
   Tree,
   take,
+  trained_on,
 )
 
 
@@ -54,17 +55,22 @@ def flatten(
   advantage_rule: AdvantageRule,
   prox_PGT: Array | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+  version: int | Array = -1,
 ) -> Batch:
-  """The flat batch [P*G, T]; a seat that is empty teaches nothing.
+  """The flat batch [P*G, T]; an empty seat and a masked response teach nothing.
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
     prox_PGT: log-probabilities of the proximal policy; None: those of the behaviour.
     weights: what a row of each of types.SOURCES counts for; it multiplies the
       advantage, so that clip rules see it too.
+    version: learner step of the weights that the first update starts from; -1 where
+      none of the tokens is theirs.
   """
   P, G, T = groups.tokens_PGT.shape
-  loss_mask_PGT = groups.response_mask_PGT & (source_P >= 0)[:, None, None]
+  teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
+  loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   return Batch(
@@ -74,6 +80,7 @@ def flatten(
     prox_BT=prox_PGT.reshape(P * G, T),
     adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
     source_B=jnp.repeat(source_P, G),
+    on_policy_BT=on_policy_PGT.reshape(P * G, T),
   )
 
 
@@ -91,6 +98,7 @@ def update(
   proximal: Callable[[Tree, Groups], Array] | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place: Callable[[Batch], Batch] = lambda batch: batch,
+  version: int = -1,
 ) -> tuple[Tree, Tree, list[dict[str, Array]]]:
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
 
@@ -99,12 +107,12 @@ def update(
   `_minibatches`; one without a token to train on gets none: the list is empty.
 
   Args:
-    weights: of the sources, see `flatten`.
+    weights, version: see `flatten`.
     proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
       first update, for the loss rules that ask for them; None for those that do not.
     place: puts a batch onto the mesh.
   """
-  source_P = jnp.where(groups.response_mask_PGT.any((1, 2)), source_P, -1)
+  source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
   filled_P = np.asarray(source_P >= 0)
   if not filled_P.any():
     return params, opt, []
@@ -113,7 +121,9 @@ def update(
   for epoch_key in jax.random.split(key, epochs):
     order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
     for part in _minibatches(order_P, filled_P, minibatches):
-      batch = place(_part(groups, source_P, prox_PGT, part, advantage_rule, weights))
+      batch = place(
+        _part(groups, source_P, prox_PGT, part, version, advantage_rule, weights)
+      )
       params, opt, found = train_step(params, opt, batch)
       metrics.append(found)
   return params, opt, metrics
@@ -141,30 +151,9 @@ def _minibatches(
 
 
 @functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
-def _part(groups, source_P, prox_PGT, part, advantage_rule, weights) -> Batch:
+def _part(groups, source_P, prox_PGT, part, version, advantage_rule, weights) -> Batch:
   groups, source_P, prox_PGT = take((groups, source_P, prox_PGT), part)
-  return flatten(groups, source_P, advantage_rule, prox_PGT, weights)
-
-
-def score(
-  params: Tree,
-  groups: Groups,
-  *,
-  parts: int,
-  spec: ModelSpec,
-  temperature: float,
-  chunk: int,
-) -> Array:
-  """Log-probabilities [P, G, T] of whole groups, `parts` batches of rows one by one."""
-  P, G, T = groups.tokens_PGT.shape
-
-  def of_part(tokens_bT):
-    return logprobs.sequence_logprobs(
-      params, tokens_bT, spec, temperature, chunk=chunk
-    )[0]
-
-  rows = groups.tokens_PGT.reshape(parts, P * G // parts, T)
-  return jax.lax.map(of_part, rows).reshape(P, G, T)
+  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, version)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,8 +304,8 @@ def learn(
   It is skipped, and counted in learner/skipped, where loss or gradient is not finite.
   """
   value, grads, (stats, bounds) = gradient(params, batch, objective)
-  diff_BT = jnp.abs(stats.logp_BT - batch.behavior_logp_BT)
-  diff_BT = jnp.where(batch.loss_mask_BT, diff_BT, 0)
+  own_BT = batch.loss_mask_BT & batch.on_policy_BT
+  diff_BT = jnp.where(own_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(value) & jnp.isfinite(norm)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
@@ -324,7 +313,9 @@ def learn(
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
-    'rollout/logp_diff': diff_BT.sum() / jnp.maximum(batch.loss_mask_BT.sum(), 1),
+    'learner/tokens': batch.loss_mask_BT.sum(),
+    'rollout/logp_diff': diff_BT.sum() / own_BT.sum(),
+    'rollout/logp_diff_max': jnp.where(own_BT.any(), diff_BT.max(), jnp.nan),
   }
   updates, moments = tx.update(grads, opt, params)
   # No seat earned, no update: moments alone would carry the weights on. And one number

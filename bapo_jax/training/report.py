@@ -32,6 +32,7 @@ MAIN = """
   time/step
 """
 SHOWN = 1500  # characters of a problem or a response
+IDLE = 10  # steps without anything to learn, after which a run says so
 
 
 def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -99,6 +100,38 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
     'the limits of both bounds: even there the tokens with positive advantage '
     'contributed less than the target to the gradient.'
   )
+
+
+def idle_sentence(rows: Sequence[Row]) -> str:
+  """When nothing was to be learned for IDLE steps or more, and where to look; or ''."""
+  steps, idle = series(rows, 'learner/idle_steps')
+  longest = int(max(idle, default=0))
+  if longest < IDLE:
+    return ''
+  last = int(steps[list(idle).index(longest)])
+  among = [row for row in rows if last - longest < row['step'] <= last]
+  accuracy = mean(among, 'rollout/accuracy')
+  text = (
+    f'Nothing was learned in steps {last - longest + 1} to {last}: no group of a batch '
+    f'had responses of different rewards, at an accuracy of {accuracy:.3f}. '
+  )
+  if accuracy == 0:
+    return text + (
+      'No response is right: look at the verifier (rewards.rule), at the prompt '
+      'template (tokenizer.template) and at the length limit (rollout/truncated) '
+      'beside some responses in eval/, or take easier problems.'
+    )
+  if accuracy == 1:
+    return text + 'Every response is right: the problems are too easy.'
+  return text + (
+    'Each problem is always solved or never: take problems between the two, or more '
+    'responses per problem (sampler.group_size).'
+  )
+
+
+def _remarks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
+  yield target_sentence(rows, target)
+  yield idle_sentence(rows)
 
 
 def _sample_blocks(
@@ -186,7 +219,7 @@ def write(
   blocks = [
     f'# {markdown.escape(title)}',
     summary(eval_before, eval_after, steps, wall_s, peak_rss_bytes),
-    target_sentence(rows, target),
+    *_remarks(rows, target),
     '![Curves over the training steps](curves.png)',
     *_times(full, wall_s),
     '## First fifth against last fifth of the steps',

@@ -8,7 +8,15 @@ from bapo_jax.training.trainer import TrainState
 
 Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
 
-SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'consecutive_skips')
+SCALARS = (
+  'step',
+  'actor_version',
+  'prompt_round',
+  'responses',
+  'updates',
+  'consecutive_skips',
+  'idle_steps',
+)
 
 
 def arrays(s: TrainState) -> dict[str, Any]:

@@ -30,10 +30,11 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import learner, policy, rules
+from bapo_jax.training import learner, policy, rules, scoring
 from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.scoring import Recompute
 from bapo_jax.training.trainer import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
 
@@ -152,7 +153,8 @@ def make_train_step(
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:
   """A minibatch of the run as shapes, placed on the mesh."""
   size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = {'tokens': jnp.int32, 'loss_mask': jnp.bool_, 'source': jnp.int32}
+  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
+  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   fields: list[Any] = []
   for field in Batch._fields:  # the name says the axes
     name, _, axes = field.rpartition('_')
@@ -171,20 +173,33 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
     return step.lower(s.params, s.opt, batch).compile()
 
 
+def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
+  """The log-probabilities of groups, a micro-batch of rows at a time."""
+  return functools.partial(
+    scoring.score,
+    rows=config.minibatch_rows // config.learner.grad_accum_steps,
+    spec=spec,
+    temperature=config.sampler.temperature,
+    chunk=config.logprobs.chunk,
+  )
+
+
 def _proximal(
   config: Config, spec: ModelSpec, mesh: Mesh
 ) -> Callable[[Tree, Groups], Array] | None:
   """Scores a batch by the weights of the step's start, where the loss rule asks."""
   if not config.loss.needs_proximal:
     return None
-  score = functools.partial(
-    learner.score,
-    parts=config.learner.minibatches * config.learner.grad_accum_steps,
-    spec=spec,
-    temperature=config.sampler.temperature,
-    chunk=config.logprobs.chunk,
-  )
-  return sharding.under(mesh, jax.jit(score))
+  return sharding.under(mesh, jax.jit(_score(config, spec)))
+
+
+def _recompute(config: Config, spec: ModelSpec, mesh: Mesh) -> Recompute | None:
+  """Replaces the sampler's log-probabilities, where the config asks."""
+  weighs_sampler = config.loss.weighs_sampler
+  if not config.learner.recomputes(config.model.compute, weighs_sampler):
+    return None
+  recompute = functools.partial(scoring.recompute, score=_score(config, spec))
+  return sharding.under(mesh, jax.jit(recompute))
 
 
 def make_trainer(
@@ -209,6 +224,7 @@ def make_trainer(
     verifier=verifier,
     train_step=sharding.under(mesh, make_train_step(config, bound, spec)),
     proximal=_proximal(config, spec, mesh),
+    recompute=_recompute(config, spec, mesh),
     timer=timer,
   )
 

@@ -4,6 +4,7 @@
 2. `theory` estimates the terms of Batch Adaptation PO's Theorem 3.2, by source.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,64 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics
-from bapo_jax.types import SOURCES, Groups, ReplayBuffer, masked_mean
+from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.types import SOURCES, Groups, ReplayBuffer, masked_mean, trained_on
+
+Update = Mapping[str, Any]  # the metrics of one optimiser update
+# The sampler against the learner: where the weights are those that sampled.
+OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
+OF_UPDATES = (
+  *OF_FIRST,
+  *(n for n in GLOSSARY if n.split('/')[0] in ('advantage', 'clip', 'loss', 'learner')),
+)
 
 
-def consecutive_skips(before: int, updates: Sequence[Mapping[str, Any]]) -> int:
+def live(updates: Sequence[Update]) -> list[Update]:
+  """The updates that had a token to learn from."""
+  return [update for update in updates if update['learner/tokens'] > 0]
+
+
+def applied(updates: Sequence[Update]) -> int:
+  """Updates that changed the weights: with a token, and finite."""
+  return sum(not update['learner/skipped'] for update in live(updates))
+
+
+def consecutive_skips(before: int, updates: Sequence[Update]) -> int:
   """Updates skipped in a row up to the last of these; `before`: up to their first."""
-  for update in updates:
+  for update in live(updates):
     before = before + 1 if update['learner/skipped'] else 0
   return before
+
+
+def idle_steps(before: int, groups: Groups, source_P: Array) -> int:
+  """Steps in a row, this one included, whose batch had nothing to compare.
+
+  Args:
+    before: up to the step before.
+    groups, source_P: the batch. Where every group's rewards are equal, every advantage
+      is 0.
+  """
+  reward_PG = np.asarray(groups.reward_PG)
+  differ_P = reward_PG.max(1) > reward_PG.min(1)
+  return 0 if (differ_P & (np.asarray(source_P) >= 0)).any() else before + 1
+
+
+def of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
+  """The undecided share; and sampler against learner, where a pass compared them."""
+  verdicts = [verdict for each in rollouts for verdict in each.verdicts]
+  undecided = sum(verdict.right is None for verdict in verdicts)
+  row = {'rollout/undecided': undecided / max(len(verdicts), 1)}
+  diffs = [each.logp_diff for each in rollouts if each.logp_diff is not None]
+  if not diffs:
+    return row
+  tokens = sum(int(diff.tokens) for diff in diffs)
+  if not tokens:
+    return row | dict.fromkeys(OF_FIRST, math.nan)
+  return row | {
+    'rollout/logp_diff': sum(float(diff.total) for diff in diffs) / tokens,
+    'rollout/logp_diff_max': max(float(diff.largest) for diff in diffs),
+  }
 
 
 def describe(
@@ -30,7 +81,7 @@ def describe(
   source_P: Array,
   buffer: ReplayBuffer,
   now: int,
-  updates: Sequence[Mapping[str, Any]],
+  updates: Sequence[Update],
   eos: np.ndarray,
 ) -> dict[str, float]:
   """One row of metrics: means over the updates, and the maximum of every maximum.
@@ -43,18 +94,27 @@ def describe(
     updates: the metrics of each optimiser update; empty where no seat was filled.
     eos: tokens that end a response.
   """
-  found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
-  step: dict[str, float] = {name: float(value) for name, value in found.items()}
-  step['rollout/tokens'] = float(
+  row = _of_updates(live(updates))
+  row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in live(updates)))
+  row['rollout/tokens'] = float(
     fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   )
-  if not updates:  # no seat was filled: their metrics do not exist
-    return step
+  found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
+  row |= {name: float(value) for name, value in found.items()}
+  trained_P = trained_on(groups).any(1)
+  spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
+  return row | theory(row, live(updates), spread)
+
+
+def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
+  """Means over the updates that had a token; without any all is nan but the counts."""
+  if not updates:
+    return dict.fromkeys(OF_UPDATES, math.nan) | {'learner/tokens': 0.0}
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
   mean = {name: float(series[name].mean()) for name in sorted(series)}
   for name in diagnostics.OF_SOME & set(series):
     present = series[name][~np.isnan(series[name])]
-    mean[name] = float(present.mean()) if len(present) else float('nan')
+    mean[name] = float(present.mean()) if len(present) else math.nan
   for name in series:
     if name.startswith('loss/ratio_max'):
       mean[name] = float(np.fmax.reduce(series[name]))  # nan only where all are
@@ -63,36 +123,48 @@ def describe(
   # A change takes two updates to see.
   changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
   mean['loss/entropy_change'] = float(changes.mean())
-  mean['learner/skipped'] = float(series['learner/skipped'].sum())
-  mean['rollout/logp_diff'] = float(updates[0]['rollout/logp_diff'])
-  terms = theory(mean, updates[0], diagnostics.spread(groups, source_P))
-  return mean | step | terms
+  mean['learner/tokens'] = float(series['learner/tokens'].sum())
+  for name in OF_FIRST:  # later ones compare with weights that did not sample
+    mean[name] = float(series[name][0])
+  return mean
 
 
 def theory(
-  mean: Mapping[str, float], first: Mapping[str, Any], spread: Mapping[str, float]
+  row: Mapping[str, float], updates: Sequence[Update], spread: Mapping[str, float]
 ) -> dict[str, float]:
-  """The terms of Theorem 3.2 (arXiv:2602.20722), source by source, and their sum.
+  """Estimates of the terms of Theorem 3.2 (arXiv:2602.20722), by source, and their sum.
 
-  gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), each an estimate over sampled tokens:
-  pi_t is the policy before the step's first update, so its distance is the one that the
-  first minibatch sees; gain and TV(pi, alpha) are means over the step's updates.
+  gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), times the source's share of the filled
+  seats. Token-level total variation bounds nothing: the sum estimates, and may exceed
+  the true gain. gain and TV(pi, alpha) are means over the step's updates. pi_t is the
+  policy before the first of them: its distance is the one that the first update with a
+  token of the source sees, the nearest to pi_t that is measured. A source without a
+  group of both verdicts is no evidence: its terms are 0.
 
   Args:
-    mean: the metrics of the step.
-    first: the metrics of its first update.
-    spread: source -> K, the mean of (1 - sigma) / sigma over its groups.
+    row: the metrics of the step.
+    updates: the metrics of the updates that had a token.
+    spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without
+      any of both verdicts.
   """
-  terms, bound = {}, 0.0
+  terms, estimate = {}, 0.0
   for source in SOURCES:
-    gain = mean[f'loss/gain_{source}']
-    moved = 2 * spread[source] * mean[f'loss/tv_{source}']
-    stale = 2 * float(first[f'loss/tv_{source}'])
+    seen = (float(update[f'loss/tv_{source}']) for update in updates)
+    at_start = next((tv for tv in seen if not math.isnan(tv)), math.nan)
+    share = row[f'batch/{source}'] / max(row['batch/filled'], 1e-9)
+    gain, moved, stale = (
+      0.0 if share == 0 or math.isnan(spread[source]) else share * term
+      for term in (
+        row[f'loss/gain_{source}'],
+        2 * spread[source] * row[f'loss/tv_{source}'],
+        2 * at_start,
+      )
+    )
     terms[f'theory/gain_{source}'] = gain
     terms[f'theory/moved_{source}'] = moved
     terms[f'theory/stale_{source}'] = stale
-    bound += float(np.nan_to_num(gain - moved - stale))
-  return terms | {'theory/bound': bound}
+    estimate += gain - moved - stale
+  return terms | {'theory/estimate': estimate}
 
 
 @jax.jit
@@ -111,7 +183,8 @@ def _step_metrics(
   wrong_PG = filled_PG & ~right_PG
   age_PGT = jnp.where(fresh.response_mask_PGT, now - fresh.policy_version_PGT, 0)
   rate_P = right_PG.mean(1)
-  trained_PGT = groups.response_mask_PGT & (source_P >= 0)[:, None, None]
+  teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
+  trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   metrics = {
     'rollout/seats': (fresh.completed_step_P >= 0).mean(),
     'rollout/reward': masked_mean(fresh.reward_PG, filled_PG),

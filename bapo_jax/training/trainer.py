@@ -33,6 +33,7 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import learner, step_metrics
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.scoring import Recompute
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -61,6 +62,7 @@ class Trainer:
   verifier: Verifier
   train_step: TrainStep  # jitted once
   proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
+  recompute: Recompute | None  # scores what was sampled, where asked for
   timer: PhaseTimer
 
 
@@ -75,7 +77,9 @@ class TrainState(struct.PyTreeNode):
   actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
   prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
   responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
+  updates: int = struct.field(pytree_node=False, default=0)  # applied
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
+  idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
   partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
 
 
@@ -138,7 +142,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
   actor = s.actor
   if s.actor_version != s.step:
     actor = decode.sync_actor(s.params, t.spec, t.mesh)
-  return rollout(
+  found = rollout(
     PartialRollouts(t.engine, len(hard.id_P)),
     actor,
     hard,
@@ -146,6 +150,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     policy_version=s.step,
     **_rollout_knobs(t, s, s.prompt_round, hard),
   )
+  return recompute(t, found, s.params, s.step)
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
@@ -154,7 +159,7 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
     t.problems, prompt_round, t.config.seed, t.config.prompts.count
   )
   knobs = t.config.rollout
-  return rollout(
+  found = rollout(
     s.partial or PartialRollouts(t.engine, len(now.id_P)),
     s.actor,
     now,
@@ -165,6 +170,21 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
     cache=knobs.cache,
     **_rollout_knobs(t, s, prompt_round, now),
   )
+  # The learner's own weights where they are the actor's: one program, one layout.
+  params = s.params if s.actor_version == s.step else s.actor
+  return recompute(t, found, params, s.actor_version)
+
+
+def recompute(t: Trainer, found: Rollout, params: Tree, version: int) -> Rollout:
+  """The rollout with the learner's log-probabilities, where the config asks for them.
+
+  Now, since at the next step the weights of learner step `version` may be gone.
+  """
+  if t.recompute is None:
+    return found
+  with t.timer('score'):
+    groups, diff = jax.block_until_ready(t.recompute(params, found.groups, version))
+  return found._replace(groups=groups, logp_diff=diff)
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
@@ -199,6 +219,7 @@ def _verification_knobs(t: Trainer, s: TrainState) -> dict:
       texts,
       eos=t.tokenizer.eos,
       rule=t.config.rewards.rule,
+      rules=t.problems.verifier,
       longest=t.config.sampler.max_new_tokens,
       **t.config.rewards.shaping.model_dump(),
     ),
@@ -251,10 +272,17 @@ def update(
         proximal=t.proximal,
         weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: jax.device_put(batch, sharding.over_rows(t.mesh)),
+        version=s.step,
       )
     )
-  skips = step_metrics.consecutive_skips(s.consecutive_skips, updates)
-  return s.replace(params=params, opt=opt, consecutive_skips=skips), updates
+  s = s.replace(
+    params=params,
+    opt=opt,
+    updates=s.updates + step_metrics.applied(updates),
+    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, updates),
+    idle_steps=step_metrics.idle_steps(s.idle_steps, batch, source_P),
+  )
+  return s, updates
 
 
 def insert(
@@ -305,7 +333,6 @@ def describe(
   updates: list[dict[str, Any]],
 ) -> Metrics:
   """The metrics of the step."""
-  verdicts = [v for each in (*fresh, reevaluated) for v in each.verdicts]
   with t.timer('log'):
     metrics = step_metrics.describe(
       concat(*(each.groups for each in fresh)),
@@ -317,5 +344,8 @@ def describe(
       updates,
       np.asarray(t.tokenizer.eos),
     )
-  undecided = sum(verdict.right is None for verdict in verdicts)
-  return metrics | {'rollout/undecided': undecided / max(len(verdicts), 1)}
+  counts = {
+    'learner/updates': float(s.updates),
+    'learner/idle_steps': float(s.idle_steps),
+  }
+  return metrics | step_metrics.of_rollouts([*fresh, reevaluated]) | counts

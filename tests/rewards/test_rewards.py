@@ -133,12 +133,20 @@ def test_the_bonus_is_for_an_answer_in_its_place():
 
 
 def test_the_overlong_penalty_is_dapos():
-  # L_max 100, L_cache 20: 0 up to 80, then (80 - length) / 20, -1 at 100 (equation 13).
+  # L_max 100, L_cache 20: 0 up to 80, then (80 - length) / 20, -1 at 100 (equation 13),
+  # added to rewards of -1 and 1 (equation 7), which are 0 and 1 here: x to (x + 1) / 2.
   reward_PG, _ = shaped(overlong_penalty=1.0, overlong_cache=20)
-  penalty_PG = [[0, -1, 0, -1], [0, -1 / 20, -1, -1 / 2]]
-  np.testing.assert_allclose(reward_PG, RIGHT_PG + np.asarray(penalty_PG), atol=1e-6)
+  penalty_PG = np.asarray([[0, -1, 0, -1], [0, -1 / 20, -1, -1 / 2]])
+  dapo_PG = np.where(RIGHT_PG, 1, -1) + penalty_PG
+  np.testing.assert_allclose(reward_PG, (dapo_PG + 1) / 2, atol=1e-6)
   half_PG, _ = shaped(overlong_penalty=0.5, overlong_cache=20)
-  np.testing.assert_allclose(half_PG, RIGHT_PG + np.asarray(penalty_PG) / 2, atol=1e-6)
+  np.testing.assert_allclose(half_PG, RIGHT_PG + penalty_PG / 4, atol=1e-6)
+  # Standardised in their group, the two are the same advantages (equation 9).
+  own_PG, dapo_PG = (
+    (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    for x in (np.asarray(reward_PG, float), dapo_PG)
+  )
+  np.testing.assert_allclose(own_PG, dapo_PG, atol=1e-5)
 
 
 def test_truncated_responses_are_verified_wrong_or_masked():
@@ -180,7 +188,7 @@ def test_groups_get_their_rewards():
       response_mask_T = np.asarray(old.response_mask_PGT[p, g])
       bonus = 0.25 if (p * 8 + g) % 3 else 0
       # A cache of one token: the penalty falls on the longest alone.
-      penalty = float(response_mask_T.sum() == 5)
+      penalty = float(response_mask_T.sum() == 5) / 2
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
   assert not np.asarray(new.reward_PG[2]).any()  # an empty seat
@@ -188,20 +196,25 @@ def test_groups_get_their_rewards():
     np.testing.assert_array_equal(getattr(new, field), getattr(old, field))
 
 
-def test_a_masked_response_teaches_nothing_and_keeps_its_reward():
+def test_a_masked_response_teaches_nothing_and_keeps_its_reward_and_length():
   old, new = groups(), reshaped(truncated='masked')
-  response_mask_PGT, tokens_PGT = (
-    np.asarray(old.response_mask_PGT),
-    np.asarray(old.tokens_PGT),
-  )
-  ended_PG = (response_mask_PGT & (tokens_PGT == 10)).any(2)
+  sampled_PGT = np.asarray(old.response_mask_PGT)
+  ended_PG = (sampled_PGT & (np.asarray(old.tokens_PGT) == 10)).any(2)
   assert 0 < ended_PG[:2].sum() < 16
-  np.testing.assert_array_equal(
-    new.response_mask_PGT, response_mask_PGT & ended_PG[..., None]
+  np.testing.assert_array_equal(new.teaches_PG, ended_PG)
+  for field in set(old._fields) - {'teaches_PG'}:
+    np.testing.assert_array_equal(getattr(new, field), getattr(old, field))
+
+
+def test_the_bonus_is_by_the_reader_of_the_problems_own_verifier():
+  # Problem 4 has GSM8K's, which reads after ####; problem 7 names none and has AIME's,
+  # which reads a line `Answer:`.
+  rules = ['exact'] * 4 + ['gsm8k', 'exact', 'exact', '']
+  texts = ['#### 1', 'Answer: 1'] * 12
+  new = rewards.shaped(
+    groups(), texts, eos=(10,), rule='aime', rules=rules, longest=5, format_bonus=0.25
   )
-  np.testing.assert_array_equal(
-    new.policy_version_PGT == -1, ~np.asarray(new.response_mask_PGT)
-  )
-  np.testing.assert_array_equal(new.reward_PG, old.reward_PG)
-  np.testing.assert_array_equal(new.correct_PG, old.correct_PG)
-  assert not np.asarray(new.behavior_logp_PGT)[~np.asarray(new.response_mask_PGT)].any()
+  bonus_PG = np.asarray(new.reward_PG - groups().reward_PG)
+  np.testing.assert_allclose(bonus_PG[0], [0.25, 0] * 4)
+  np.testing.assert_allclose(bonus_PG[1], [0, 0.25] * 4)
+  assert not bonus_PG[2].any()  # an empty seat

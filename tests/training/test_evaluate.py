@@ -89,6 +89,7 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
     'uid': 1,
     'problem': '1+1=',
     'answer': '2',
+    'verifier': 'exact',
     'response': '4567',
     'extracted': '4',
     'verdict': 'wrong',

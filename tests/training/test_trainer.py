@@ -16,6 +16,9 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import experiment, rules, step_metrics, trainer
 
 P, G, T = 2, 8, 3
+MADE = {'learner/skipped': 0.0, 'learner/tokens': 9.0}
+SKIPPED = MADE | {'learner/skipped': 1.0}
+EMPTY = MADE | {'learner/tokens': 0.0}
 EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
 HARD: dict[str, Any] = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
 
@@ -33,7 +36,7 @@ class Fake:
     self,
     patch: pytest.MonkeyPatch,
     script: Sequence[tuple[int, ...]],
-    updates: Callable[[int], list[dict]] = lambda step: [{'learner/skipped': 0.0}],
+    updates: Callable[[int], list[dict]] = lambda step: [MADE],
     group_size: int = G,
     **knobs: Any,
   ):
@@ -213,10 +216,19 @@ def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
 
 
 def test_skipped_updates_are_counted_over_steps(monkeypatch):
-  skipped, made = {'learner/skipped': 1.0}, {'learner/skipped': 0.0}
-  updates = [[made, skipped], [skipped] * 2, [skipped, made], [skipped] * 2]
-  fake = Fake(monkeypatch, [(4, 4)] * 4, updates.__getitem__, steps=4)
-  assert [s.consecutive_skips for s, _ in fake.loop()] == [1, 3, 0, 2]
+  # A minibatch without a token is neither made nor skipped, and ends no row of skips.
+  updates = [
+    [MADE, SKIPPED],
+    [EMPTY, SKIPPED, EMPTY, SKIPPED],
+    [SKIPPED, MADE],
+    [],
+    [SKIPPED] * 2,
+  ]
+  fake = Fake(monkeypatch, [(4, 4)] * 5, updates.__getitem__, steps=5)
+  steps = fake.loop(updates=7)
+  assert [s.consecutive_skips for s, _ in steps] == [1, 3, 0, 0, 2]
+  assert [s.updates for s, _ in steps] == [8, 8, 9, 9, 9]
+  assert [row['learner/updates'] for _, row in steps] == [8, 8, 9, 9, 9]
   assert step_metrics.consecutive_skips(5, []) == 5
 
 
@@ -234,10 +246,16 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
     np.asarray([1]),
   )
   assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
-  assert not {
-    name for name in found if name.split('/')[0] in ('loss', 'clip', 'theory')
-  }
-  assert not {name for name in found if name.startswith('learner/')}
+  of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
+  assert of_updates and all(np.isnan(x) for x in of_updates.values())
+  assert found['learner/tokens'] == found['learner/skipped'] == 0
+def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
+  # Groups of 8: 0 and 8 right are of one reward each, 3 right is not.
+  script = [(0, 8), (8, 8), (0, 3), (0, 0)]
+  knobs = EXTRA | {'batch.max_extra_rounds': 0}
+  steps = Fake(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
+  assert [s.idle_steps for s, _ in steps] == [5, 6, 0, 1]
+  assert [row['learner/idle_steps'] for _, row in steps] == [5, 6, 0, 1]
 
 
 @pytest.mark.parametrize('group_size', [4, 8])
@@ -250,28 +268,37 @@ def test_responses_are_numbered_through_the_rounds(group_size, monkeypatch):
 
 
 def test_theory_golden():
-  # Fresh: gain 0.5, K = 1, TV(pi, alpha) 0.1 on average, 0.02 at the first update:
-  # 0.5 - 2 x 1 x 0.1 - 2 x 0.02 = 0.26. Reused: 0.3 - 2 x 3 x 0.2 - 2 x 0.15 = -1.2.
-  # Re-evaluated: none, so it adds nothing to the sum.
+  # Three of four filled seats are fresh, one is reused. Fresh: gain 0.5, K = 1,
+  # TV(pi, alpha) 0.1 on average, 0.02 at the first update: 3/4 of 0.5 - 2 x 1 x 0.1 -
+  # 2 x 0.02 = 0.26. Reused, which the first update lacks: a quarter of 0.3 -
+  # 2 x 3 x 0.2 - 2 x 0.15 = -1.2. Re-evaluated: none, no evidence.
   nan = float('nan')
   of = types.SOURCES
-  mean = dict(zip((f'loss/gain_{s}' for s in of), (0.5, nan, 0.3), strict=True))
-  mean |= zip((f'loss/tv_{s}' for s in of), (0.1, nan, 0.2), strict=True)
-  first = dict(zip((f'loss/tv_{s}' for s in of), (0.02, nan, 0.15), strict=True))
+  row = dict(zip((f'loss/gain_{s}' for s in of), (0.5, nan, 0.3), strict=True))
+  row |= zip((f'loss/tv_{s}' for s in of), (0.1, nan, 0.2), strict=True)
+  row |= zip((f'batch/{s}' for s in of), (3 / 8, 0, 1 / 8), strict=True)
+  row['batch/filled'] = 4 / 8
+  updates = [
+    dict(zip((f'loss/tv_{s}' for s in of), tv, strict=True))
+    for tv in ((0.02, nan, nan), (0.12, nan, 0.15), (0.16, nan, 0.25))
+  ]
   spread = dict(zip(of, (1.0, nan, 3.0), strict=True))
-  found = step_metrics.theory(mean, first, spread)
+  found = step_metrics.theory(row, updates, spread)
   expected = {
-    'theory/gain_fresh': 0.5,
-    'theory/moved_fresh': 0.2,
-    'theory/stale_fresh': 0.04,
-    'theory/gain_reevaluated': nan,
-    'theory/moved_reevaluated': nan,
-    'theory/stale_reevaluated': nan,
-    'theory/gain_reused': 0.3,
-    'theory/moved_reused': 1.2,
-    'theory/stale_reused': 0.3,
-    'theory/bound': 0.26 - 1.2,
+    'theory/gain_fresh': 0.375,
+    'theory/moved_fresh': 0.15,
+    'theory/stale_fresh': 0.03,
+    'theory/gain_reevaluated': 0,
+    'theory/moved_reevaluated': 0,
+    'theory/stale_reevaluated': 0,
+    'theory/gain_reused': 0.075,
+    'theory/moved_reused': 0.3,
+    'theory/stale_reused': 0.075,
+    'theory/estimate': 0.75 * 0.26 - 1.2 / 4,
   }
   assert found.keys() == expected.keys()
   for name, value in expected.items():
     np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+  # A number that is missing from a source with evidence is not dropped.
+  broken = step_metrics.theory(row | {'loss/gain_reused': nan}, updates, spread)
+  assert np.isnan(broken['theory/estimate'])

@@ -1,0 +1,77 @@
+"""Log-probabilities of whole groups under given weights, by the learner's program.
+
+1. `score` computes them, a few rows at a time, without a gradient;
+2. `recompute` puts them in place of the sampler's, where the weights are those that
+   sampled, and measures how far the two were apart.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bapo_jax.models import logprobs
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.types import Groups, LogpDiff, Tree
+
+
+class Recompute(Protocol):
+  """The learner's log-probabilities in place of the sampler's, jitted."""
+
+  def __call__(
+    self, params: Tree, groups: Groups, version: int, /
+  ) -> tuple[Groups, LogpDiff]:
+    """See `recompute`."""
+
+
+def score(
+  params: Tree,
+  groups: Groups,
+  *,
+  rows: int,
+  spec: ModelSpec,
+  temperature: float,
+  chunk: int,
+) -> Array:
+  """Log-probabilities [P, G, T] of whole groups, `rows` responses at a time."""
+  P, G, T = groups.tokens_PGT.shape
+
+  def of_part(tokens_bT):
+    return logprobs.sequence_logprobs(
+      params, tokens_bT, spec, temperature, chunk=chunk
+    )[0]
+
+  flat_BT = groups.tokens_PGT.reshape(P * G, T)
+  padded_BT = jnp.pad(flat_BT, ((0, -(P * G) % rows), (0, 0)))
+  logp = jax.lax.map(of_part, padded_BT.reshape(-1, rows, T))
+  return logp.reshape(-1, T)[: P * G].reshape(P, G, T)
+
+
+def recompute(
+  params: Tree,
+  groups: Groups,
+  version: int | Array,
+  *,
+  score: Callable[[Tree, Groups], Array],
+) -> tuple[Groups, LogpDiff]:
+  """The groups with the learner's log-probabilities in place of the sampler's.
+
+  Two programs round differently: in bfloat16 by more than narrow clip bounds allow.
+  Ratios of one program alone start at 1 (as verl recomputes `old_log_probs` with its
+  actor). Tokens that other weights sampled, a partial rollout's older ones, retain the
+  sampler's numbers: the weights that could score them are gone.
+
+  Args:
+    params: the weights that sampled, of learner step `version`.
+
+  Returns:
+    (groups, how far the two were apart before).
+  """
+  own_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
+  logp_PGT = score(params, groups)
+  diff_PGT = jnp.where(own_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
+  logp_PGT = jnp.where(own_PGT, logp_PGT, groups.behavior_logp_PGT)
+  diff = LogpDiff(diff_PGT.sum(), diff_PGT.max(), own_PGT.sum())
+  return groups._replace(behavior_logp_PGT=logp_PGT), diff

@@ -1,0 +1,193 @@
+"""What a step reports, through the real loop: whose tokens, which updates, what length.
+
+The oracle is what the train step itself was given and gave back.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import tiny
+
+from bapo_jax.rewards import verifiers
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import setup, trainer
+from bapo_jax.types import Batch
+
+# GSPO with the paper's bounds (arXiv:2507.18071, section 5.1), one update per batch.
+GSPO: dict[str, Any] = {
+  'loss.rule': 'sequence',
+  'loss.aggregate': 'sequence',
+  'clip.rule': 'fixed',
+  'clip.fixed.low': 0.9997,
+  'clip.fixed.high': 1.0004,
+  'learner.minibatches': 1,
+  'steps': 1,
+}
+
+
+class Step(NamedTuple):
+  """A learner step: the state after it, its row, its updates."""
+
+  state: trainer.TrainState
+  row: trainer.Metrics
+  updates: list[tuple[Batch, dict[str, float]]]  # on the host
+
+  def of_live(self, name: str) -> list[float]:
+    """A metric of the updates whose batch had a token."""
+    return [found[name] for batch, found in self.updates if batch.loss_mask_BT.any()]
+
+
+def started(workdir, **knobs):
+  """Trainer and state at step 0."""
+  return setup.start(tiny(**knobs), str(workdir), PhaseTimer())
+
+
+def steps(workdir, **knobs) -> list[Step]:
+  """All steps of a tiny run."""
+  t, s = started(workdir, **knobs)
+  updates, found = [], []
+
+  def record(params, opt, batch):
+    on_host = Batch(*map(np.array, batch))
+    params, opt, metrics = t.train_step(params, opt, batch)
+    updates.append((on_host, {name: float(x) for name, x in metrics.items()}))
+    return params, opt, metrics
+
+  recording = dataclasses.replace(t, train_step=record)
+  for state, row in trainer.train_loop(recording, s):
+    found.append(Step(state, row, updates.copy()))
+    updates.clear()
+  return found
+
+
+@pytest.mark.slow
+def test_updates_without_a_token_are_in_no_mean_and_no_count(warm, one_device):
+  # A minibatch per group, and only groups with both verdicts have a seat.
+  knobs: dict[str, Any] = {'learner.minibatches': 8, 'steps': 2}
+  knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
+  done = 0
+  for step in steps(warm(), **knobs):
+    n = len(step.of_live('loss/entropy'))
+    assert 0 < n < 8, 'some seats are empty, some are not'
+    for name in (
+      'loss/entropy',
+      'loss/ratio_mean',
+      'clip/low',
+      'clip/high',
+      'loss/ess',
+    ):
+      assert step.row[name] == pytest.approx(np.mean(step.of_live(name)), rel=1e-5)
+    tokens = [batch.loss_mask_BT.sum() for batch, _ in step.updates]
+    assert step.row['learner/tokens'] == sum(tokens)
+    done += n
+    assert step.row['learner/updates'] == step.state.updates == done
+
+
+@pytest.mark.slow
+def test_sampler_and_learner_are_compared_under_the_same_weights(warm, one_device):
+  # In step 2 the actor is a step behind weights that moved: nothing to compare.
+  knobs: dict[str, Any] = {'rollout.weight_sync_interval': 2, 'steps': 3}
+  knobs |= {'optimizer.lr': 0.03, 'optimizer.warmup': 0}
+  found = steps(warm(), **knobs)
+  batch, _ = found[1].updates[0]
+  assert found[1].row['loss/kl'] > 1e-3 and not batch.on_policy_BT.any()
+  assert [math.isnan(step.row['rollout/logp_diff']) for step in found] == [0, 1, 0]
+  assert [math.isnan(step.row['rollout/logp_diff_max']) for step in found] == [0, 1, 0]
+  for step in (found[0], found[2]):
+    assert 0 < step.row['rollout/logp_diff'] <= step.row['rollout/logp_diff_max'] < 1e-4
+
+
+@pytest.mark.slow
+def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
+  knobs: dict[str, Any] = {'sampler.max_new_tokens': 5, 'steps': 1}
+  masked, plain = (
+    steps(warm(how), **knobs, **{'rewards.shaping.truncated': how})[0]
+    for how in ('masked', 'verified')
+  )
+  assert 0 < plain.row['rollout/truncated'] < 1
+  for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
+    assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name
+  # An end token among those sampled, or nothing of the row is in the loss.
+  eos = started(warm('eos'), **knobs)[0].tokenizer.eos
+  rows = 0
+  for (batch, _), (whole, _) in zip(masked.updates, plain.updates, strict=True):
+    np.testing.assert_array_equal(batch.tokens_BT, whole.tokens_BT)
+    ended_B = (whole.loss_mask_BT & np.isin(whole.tokens_BT, eos)).any(1)
+    expected_BT = whole.loss_mask_BT & ended_B[:, None]
+    np.testing.assert_array_equal(batch.loss_mask_BT, expected_BT)
+    np.testing.assert_array_equal(batch.adv_B, whole.adv_B)
+    rows += (~ended_B).sum()
+  assert rows > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recompute', ['auto', 'off'])
+def test_gspo_in_bfloat16_starts_at_ratio_one(recompute, warm, one_device):
+  knobs = {'model.compute': 'bfloat16', 'learner.recompute_logprobs': recompute}
+  (step,) = steps(warm(), **GSPO, **knobs)
+  cut, row = step.row['clip/fraction'], step.row
+  print(f'{recompute}: {cut:.3f} cut, logp_diff {row["rollout/logp_diff"]:.2g}')
+  assert 1e-4 < row['rollout/logp_diff'] < row['rollout/logp_diff_max'] < 0.5
+  if recompute == 'off':
+    assert cut > 0.2
+  else:
+    assert cut < 0.01 and row['loss/ratio_max'] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_tokens_of_other_weights_retain_the_samplers_numbers(warm, one_device):
+  # A partial rollout: its first tokens are a step older than its last.
+  knobs: dict[str, Any] = {'rollout.max_off_policy_steps': 1, 'steps': 1}
+  knobs |= {'rollout.max_tokens_per_step': 3.0, 'learner.recompute_logprobs': 'on'}
+  t, s = started(warm(), **knobs)
+  sampled = []
+
+  def keep(params, groups, version):
+    assert t.recompute is not None
+    new, diff = t.recompute(params, groups, version)
+    sampled.append((groups, new, version, diff))
+    return new, diff
+
+  t = dataclasses.replace(
+    t, recompute=keep, config=t.config.model_copy(update={'steps': 3})
+  )
+  for s, _ in trainer.train_loop(t, s):  # noqa: B007
+    pass
+  mixed = 0
+  for old, new, version, diff in sampled:
+    own_PGT = np.asarray(old.policy_version_PGT) == version
+    same_PGT = np.asarray(old.behavior_logp_PGT == new.behavior_logp_PGT)
+    assert same_PGT[~own_PGT].all() and int(diff.tokens) == own_PGT.sum()
+    older_PGT = np.asarray(old.response_mask_PGT) & ~own_PGT
+    mixed += (older_PGT.any(2) & own_PGT.any(2)).sum()
+    np.testing.assert_allclose(old.behavior_logp_PGT, new.behavior_logp_PGT, atol=1e-3)
+  assert mixed > 0 and any(
+    (o.behavior_logp_PGT != n.behavior_logp_PGT).any() for o, n, *_ in sampled
+  )
+
+
+@pytest.mark.slow
+def test_the_format_bonus_is_by_the_verifier_of_the_problem(warm, one_device):
+  knobs = {'rewards.shaping.format_bonus': 0.25, 'rewards.rule': 'exact'}
+  t, s = started(warm(), **knobs)
+  n = len(t.problems.id_N)
+  # Readers that differ: a digit in the response, or no answer ever.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(verifiers.READERS, 'gsm8k', lambda text: '1' if '1' in text else None)
+    patch.setitem(verifiers.READERS, 'exact', lambda text: None)
+    own = ['gsm8k', ''] * (n // 2)
+    t = dataclasses.replace(t, problems=t.problems._replace(verifier=own))
+    found = trainer.sample_fresh(t, s, 0, trainer.step_keys(0, 0).fresh)
+  bonus_PG = np.asarray(found.groups.reward_PG - found.groups.correct_PG)
+  id_B = np.repeat(np.asarray(found.groups.id_P), bonus_PG.shape[1])
+  expected = [
+    0.25 * (own[i] == 'gsm8k' and '1' in text)
+    for i, text in zip(id_B, found.texts, strict=True)
+  ]
+  np.testing.assert_allclose(bonus_PG.ravel(), expected, atol=1e-6)
+  assert 0 < sum(map(bool, expected)) < len(expected)
+  assert jnp.isfinite(found.groups.reward_PG).all()
