@@ -38,6 +38,7 @@ def minibatch() -> tuple[jax.Array, Batch]:
     prox_BT=jnp.asarray(saved['behavior_logp_BT']),
     adv_B=jnp.asarray(saved['adv_B']),
     source_B=jnp.zeros(len(loss_mask_BT), jnp.int32),
+    on_policy_BT=jnp.zeros(loss_mask_BT.shape, bool),
   )
   return jnp.asarray(logp_BT), batch
 

@@ -67,7 +67,8 @@ def minibatch(B: int, T: int) -> tuple[Array, Batch]:
   lengths_B = rng.integers(T // 4, T + 1, B)
   loss_mask_BT = np.arange(T) < lengths_B[:, None]
   tokens_BT = rng.integers(0, 40, (B, T)).astype(np.int32)
-  arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, np.zeros(B, np.int32)
+  source_B, on_policy_BT = np.zeros(B, np.int32), np.zeros((B, T), bool)
+  arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, source_B, on_policy_BT
   return jnp.asarray(logp_BT), Batch(*map(jnp.asarray, arrays))
 
 

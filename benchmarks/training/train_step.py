@@ -70,7 +70,8 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
   loss_mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
   # Close to the log-probabilities of random weights: ratios close to one.
   logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
-  arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, np.zeros(rows, np.int32)
+  source_B = np.zeros(rows, np.int32)
+  arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, source_B, loss_mask_BT
   batch = Batch(*(jax.numpy.asarray(x) for x in arrays))
 
   def step() -> float:
