@@ -20,7 +20,7 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, learner, resume, setup, trainer
 from bapo_jax.training.config import parse
-from bapo_jax.training.trainer import Trainer, TrainState
+from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree, take
 from configs import base
 

@@ -21,7 +21,7 @@ from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import setup, trainer
 from bapo_jax.training.config import parse
-from bapo_jax.training.trainer import Metrics, TrainState
+from bapo_jax.training.state import Metrics, TrainState
 from bapo_jax.types import Groups, concat
 from configs import base
 

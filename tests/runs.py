@@ -27,7 +27,7 @@ from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, config, experiment, policy, resume, setup
 from bapo_jax.training.config import Config
-from bapo_jax.training.trainer import TrainState
+from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
 from configs import base
 

@@ -104,6 +104,7 @@ HOUSE = {
     'config',
     'rules',
     'step_metrics',
+    'state',
     'trainer',
     'damage',
     'checkpoint',

@@ -12,7 +12,7 @@ from jax import Array
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import rollout
 from bapo_jax.training import learner
-from bapo_jax.training.trainer import Trainer, TrainState
+from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, Prompts
 
 def f(

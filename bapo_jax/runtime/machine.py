@@ -2,6 +2,8 @@
 
 import glob
 import os
+import resource
+import sys
 
 # A process sees its accelerators as these files; TPU VMs have accel or vfio.
 ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
@@ -17,3 +19,9 @@ def most_memory() -> int:
   """Bytes that no run on this machine can exceed: an upper limit, not a promise."""
   host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
   return host + accelerators() * LARGEST_ACCELERATOR
+
+
+def peak_rss() -> int:
+  """Largest resident size of this process so far, bytes."""
+  unit = 1 if sys.platform == 'darwin' else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

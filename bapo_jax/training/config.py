@@ -23,12 +23,7 @@ from bapo_jax.algorithms.knobs import (
 )
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
-from bapo_jax.models.knobs import (
-  POSITIONS,
-  LogprobsConfig,
-  MeshConfig,
-  ModelConfig,
-)
+from bapo_jax.models.knobs import POSITIONS, LogprobsConfig, MeshConfig, ModelConfig
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.runtime import machine

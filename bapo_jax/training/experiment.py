@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,7 @@ import jax
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.rollout import decode
-from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
@@ -28,7 +26,8 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
 from bapo_jax.training.setup import Material
-from bapo_jax.training.trainer import Metrics, Trainer, TrainState, finished, train_loop
+from bapo_jax.training.state import Metrics, Trainer, TrainState
+from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -100,7 +99,7 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
       'wall_s': spent['wall_s'] + time.perf_counter() - began,
       'phases': timer.seconds,
       'problems': identity,
-      'peak_rss_bytes': max(spent['peak_rss_bytes'], peak_rss()),
+      'peak_rss_bytes': max(spent['peak_rss_bytes'], machine.peak_rss()),
       'mesh': dict(t.mesh.shape),
     }
 
@@ -306,12 +305,6 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
-
-
-def peak_rss() -> int:
-  """Largest resident size of this process so far, bytes."""
-  unit = 1 if sys.platform == 'darwin' else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint
-from bapo_jax.training.trainer import TrainState
+from bapo_jax.training.state import TrainState
 
 Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
 

@@ -35,7 +35,7 @@ from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
 from bapo_jax.training.scoring import Recompute
-from bapo_jax.training.trainer import Trainer, TrainState
+from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
 
 

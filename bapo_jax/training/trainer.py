@@ -1,95 +1,35 @@
 """The loop: from one state to the next.
 
-1. `Trainer` is fixed for a run, `TrainState` is all that changes;
-2. `train_loop` yields the state and the metrics of every learner step;
-3. the functions below it are its lines, in their order.
+1. `train_loop` yields the state and the metrics of every learner step;
+2. the functions below it are its lines, in their order.
 
 Saving, logging and evaluating belong to the caller.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
-from flax import struct
 from jax import Array
-from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
-from bapo_jax.data.prompts import Problems
-from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import rewards
-from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
-from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
-from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import learner, step_metrics
 from bapo_jax.training.config import Config
-from bapo_jax.training.learner import TrainStep
-from bapo_jax.training.scoring import Recompute
+from bapo_jax.training.state import Metrics, StepKeys, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
   Prompts,
-  ReplayBuffer,
-  Rules,
   Tree,
   concat,
 )
-
-Metrics = dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-  """Everything that is fixed for a run."""
-
-  config: Config
-  rules: Rules
-  spec: ModelSpec
-  mesh: Mesh
-  tokenizer: Tokenizer
-  problems: Problems
-  held_out: Problems
-  engine: RolloutEngine
-  verifier: Verifier
-  train_step: TrainStep  # jitted once
-  proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
-  recompute: Recompute | None  # scores what was sampled, where asked for
-  timer: PhaseTimer
-
-
-class TrainState(struct.PyTreeNode):
-  """Everything that changes in a run: save it and everything is saved."""
-
-  params: Tree
-  opt: Tree
-  actor: Tree  # the weights that decode, up to weight_sync_interval steps old
-  buffer: ReplayBuffer
-  step: int = struct.field(pytree_node=False, default=0)  # learner steps done
-  actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
-  prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
-  responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
-  updates: int = struct.field(pytree_node=False, default=0)  # applied
-  consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
-  idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
-  partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
-
-
-class StepKeys(NamedTuple):
-  """A key for each purpose; functions of seed and step, so none is stored."""
-
-  fresh: Array
-  reevaluate: Array
-  batch: Array
-  update: Array
 
 
 def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
@@ -170,6 +110,11 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
     cache=knobs.cache,
     **_rollout_knobs(t, s, prompt_round, now),
   )
+  return recompute_fresh(t, s, found)
+
+
+def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
+  """`recompute` of what the actor sampled."""
   # The learner's own weights where they are the actor's: one program, one layout.
   params = s.params if s.actor_version == s.step else s.actor
   return recompute(t, found, params, s.actor_version)
@@ -192,12 +137,13 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
   oldest = t.config.rollout.max_off_policy_steps
   if s.partial is None or not s.partial.due(s.step - oldest).any():
     return None
-  return collect_due(
+  found = collect_due(
     s.partial,
     t.config.prompts.count,
     max_off_policy_steps=oldest,
     **_verification_knobs(t, s),
   )
+  return recompute_fresh(t, s, found)
 
 
 def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -> dict:

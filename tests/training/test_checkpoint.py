@@ -16,7 +16,7 @@ from runs import copied, same, tiny
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.training import checkpoint, resume, setup
-from bapo_jax.training.trainer import TrainState
+from bapo_jax.training.state import TrainState
 from bapo_jax.types import Tree
 
 

@@ -18,7 +18,7 @@ from runs import copied, last_run, same, tiny
 from bapo_jax.runtime import metrics, workdir
 from bapo_jax.tools import eval_checkpoint, export, viewer
 from bapo_jax.training import checkpoint, experiment, resume
-from bapo_jax.training.trainer import TrainState
+from bapo_jax.training.state import TrainState
 
 pytestmark = pytest.mark.slow
 

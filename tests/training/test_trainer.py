@@ -249,6 +249,8 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
   assert of_updates and all(np.isnan(x) for x in of_updates.values())
   assert found['learner/tokens'] == found['learner/skipped'] == 0
+
+
 def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   # Groups of 8: 0 and 8 right are of one reward each, 3 right is not.
   script = [(0, 8), (8, 8), (0, 3), (0, 0)]

@@ -1,0 +1,68 @@
+"""What a run consists of: `Trainer` is fixed, `TrainState` is all that changes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh
+
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training.config import Config
+from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.scoring import Recompute
+from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """Everything that is fixed for a run."""
+
+  config: Config
+  rules: Rules
+  spec: ModelSpec
+  mesh: Mesh
+  tokenizer: Tokenizer
+  problems: Problems
+  held_out: Problems
+  engine: RolloutEngine
+  verifier: Verifier
+  train_step: TrainStep  # jitted once
+  proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
+  recompute: Recompute | None  # scores what was sampled, where asked for
+  timer: PhaseTimer
+
+
+class TrainState(struct.PyTreeNode):
+  """Everything that changes in a run: save it and everything is saved."""
+
+  params: Tree
+  opt: Tree
+  actor: Tree  # the weights that decode, up to weight_sync_interval steps old
+  buffer: ReplayBuffer
+  step: int = struct.field(pytree_node=False, default=0)  # learner steps done
+  actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
+  prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
+  responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
+  updates: int = struct.field(pytree_node=False, default=0)  # applied
+  consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
+  idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
+  partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
+
+
+class StepKeys(NamedTuple):
+  """A key for each purpose; functions of seed and step, so none is stored."""
+
+  fresh: Array
+  reevaluate: Array
+  batch: Array
+  update: Array
