@@ -23,7 +23,9 @@ from three_problems import (
 
 from bapo_jax import types
 from bapo_jax.data import prompts
+from bapo_jax.rewards import rewards
 from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rollout import rollout as rollout_lib
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
 from bapo_jax.runtime.progress import PhaseTimer
@@ -144,6 +146,31 @@ def test_the_evaluation_goes_through_the_same_door():
   assert [sample['tokens'] for sample in samples] == tokens.tolist()
   logp = np.asarray(groups.behavior_logp_PGT).sum(2).reshape(-1)
   np.testing.assert_allclose([s['logp'] for s in samples], logp, rtol=1e-5)
+
+
+def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
+  monkeypatch,
+):
+  # One text, one answer, one response: 042 is the integer 42, and is not the word 42.
+  def read(tokenizer, tokens_PGT, response_mask_PGT):
+    return [r'\boxed{042}'] * int(np.prod(tokens_PGT.shape[:-1]))
+
+  monkeypatch.setattr(rollout_lib, '_read', read)
+  same = problems()._replace(
+    text=['1+1='] * 3, answer=['42'] * 3, verifier=['aime', 'exact', 'aime']
+  )
+  _, samples = evaluate.evaluate(
+    PARAMS,
+    same,
+    TOKENIZER,
+    jax.random.key(1),
+    engine=ENGINE,
+    verifier=rewards.Verifier(),
+    step=3,
+  )
+  assert [s['correct'] for s in samples] == [*[True] * 4, *[False] * 4, *[True] * 4]
+  verifiers = [s['verifier'] for s in samples[::GROUP]]
+  assert verifiers == ['aime', 'exact', 'aime']
 
 
 def test_undecided_is_wrong_and_counted_as_undecided():
