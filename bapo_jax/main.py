@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from bapo_jax import knobs
+from bapo_jax.runtime import signals
 from bapo_jax.training.config import Config
 from bapo_jax.training.config import parse as parse_config
 
@@ -306,7 +307,8 @@ def main(argv: list[str]) -> None:
   if file is None:
     fail('give a --config, for instance --config=configs/aime.py')
   try:
-    status = run(read_config(file, argv[1:], trained_here=MODE.value != 'plan'))
+    with signals.none_lost():
+      status = run(read_config(file, argv[1:], trained_here=MODE.value != 'plan'))
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes of ru_maxrss
 ROOT = pathlib.Path(__file__).parents[1]
 CHAT = 'chat:{problem}'
 
@@ -463,6 +462,8 @@ def main(root: pathlib.Path, only: str = '') -> None:
   """Prints a line per case: outcome, processor time, peak of memory."""
   import runs
 
+  from bapo_jax.runtime import machine
+
   valid = runs.source(root / 'valid')
   chosen = [c for c in cases() if c.name.startswith(only)]
   for i, case in enumerate([Case('valid', lambda path: None, loads=True), *chosen]):
@@ -480,7 +481,7 @@ def main(root: pathlib.Path, only: str = '') -> None:
       'kind': kind,
       'message': message,
       'cpu_seconds': _seconds() - began,
-      'peak': max(each.ru_maxrss for each in _usages()) * UNIT,
+      'peak': machine.peak_rss(),
     }
     print('CASE', json.dumps(line), flush=True)
     shutil.rmtree(path)

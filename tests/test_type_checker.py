@@ -13,15 +13,15 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import rollout
 from bapo_jax.training import learner
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, Groups, Prompts
+from bapo_jax.types import Batch, Groups, Prompts, Weigh
 
 def f(
   t: Trainer, s: TrainState, p: PartialRollouts, batch: Batch, groups: Groups, x: Array,
-  now: Prompts
+  now: Prompts, weigh: Weigh
 ) -> None:
 """
 RIGHT = """
-  t.rules.clip(ratio_BT=x, batch=batch)
+  t.rules.clip(ratio_BT=x, batch=batch, weigh=weigh)
   t.rules.advantage(reward_PG=x)
   t.train_step(params=s.params, opt=s.opt, batch=batch)
   s.replace(step=1)
@@ -31,7 +31,7 @@ ROLLOUT = (
   'verifier=t.verifier, timer=t.timer, step=3, policy_version=3)'
 )
 WRONG = {
-  'clip rule': 't.rules.clip(ratios_BT=x, batch=batch)',
+  'clip rule': 't.rules.clip(ratios_BT=x, batch=batch, weigh=weigh)',
   'advantage rule': 't.rules.advantage(rewards_PG=x)',
   'batch rule': 't.rules.batch(groups, groups, s.buffer, 0, x, seat=3)',
   'train step': 't.train_step(s.params, s.opt, batches=batch)',

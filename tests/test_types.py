@@ -60,6 +60,7 @@ def test_empty_rows_are_empty_in_every_field():
     'policy_version_PGT': 'int32',
     'correct_PG': 'bool',
     'reward_PG': 'float32',
+    'teaches_PG': 'bool',
     'completed_step_P': 'int32',
   }
 

@@ -42,6 +42,7 @@ class Rollout(NamedTuple):
   texts: list[str]
   verdicts: list[Verdict]
   logp_diff: LogpDiff | None = None  # where the learner scored the responses again
+  submits: bool = True  # prompts of its own; False: only groups of earlier ones
 
 
 def rollout(
@@ -127,7 +128,8 @@ def collect_due(
   due_W = rollouts.due(step - max_off_policy_steps)
   verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
   places = places[due_W[places]][:seats]
-  return _recorded(rollouts, verifications, places, seats, timer, step, shape)
+  found = _recorded(rollouts, verifications, places, seats, timer, step, shape)
+  return found._replace(submits=False)
 
 
 def _recorded(

@@ -35,16 +35,15 @@ from bapo_jax.types import (
 def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
   """Yields (state, metrics) after every learner step, until the run is finished."""
   while not finished(t.config, s):
-    keys, first_round = step_keys(t.config.seed, s.step), s.prompt_round
+    keys = step_keys(t.config.seed, s.step)
     s = sync_actor_if_due(t, s)
     reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
     s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
     s, updates = update(t, s, batch, source_P, keys.update)
     s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
     metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
-    rounds = {'rollout/rounds': float(s.prompt_round - first_round)}
     s = s.replace(step=s.step + 1)
-    yield s, metrics | moves | rounds
+    yield s, metrics | moves
 
 
 def finished(config: Config, s: TrainState) -> bool:
@@ -243,7 +242,8 @@ def insert(
   groups = concat(*(each.groups for each in fresh))
   responses = s.responses + _count(groups) + _count(reevaluated.groups)
   s = s.replace(responses=responses)
-  metrics = {'rollout/responses': float(responses)}
+  rounds = sum(each.submits for each in fresh)
+  metrics = {'rollout/responses': float(responses), 'rollout/rounds': float(rounds)}
   if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):

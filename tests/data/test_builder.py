@@ -76,11 +76,11 @@ def test_a_builder_leaves_nothing_in_the_temporary_directory(tmp_path, monkeypat
   assert not list((tmp_path / 'temporary').iterdir())
 
 
-def temporary(tmp_path):
+def temporary(tmp_path, steps=1):
   """An empty temporary directory, and the arguments of a run that uses it."""
   folder = tmp_path / 'temporary'
   folder.mkdir()
-  command = runs.command(tmp_path / 'run', steps=1, **{'sft.clean': 2})
+  command = runs.command(tmp_path / 'run', steps=steps, **{'sft.clean': 2})
   return folder, command | {'env': command['env'] | {'TMPDIR': str(folder)}}
 
 
@@ -93,7 +93,7 @@ def test_a_run_leaves_nothing_in_the_temporary_directory(tmp_path):
 
 
 def test_a_run_stopped_at_once_leaves_nothing_in_the_temporary_directory(tmp_path):
-  folder, command = temporary(tmp_path)
+  folder, command = temporary(tmp_path, steps=10_000)  # more than there is time for
   run = subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   try:
     deadline = time.monotonic() + 120

@@ -43,7 +43,7 @@ def evaluated(tmp_path, *problems, rule='group_relative'):
   (tmp_path / 'eval').mkdir()
   for step, recorded in ((0, samples[:1]), (10, samples), (9, samples[:1])):
     path = tmp_path / 'eval' / f'{step}.json'
-    path.write_text(json.dumps({'result': {}, 'samples': recorded}))
+    path.write_text(json.dumps({'result': {'accuracy': 0.5}, 'samples': recorded}))
   return tmp_path
 
 
@@ -207,7 +207,7 @@ def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(buffered):
   tokens_GT = np.asarray(group.arrays.tokens_PGT[0])
   weights = params(spec)
   hidden_GTD = transformer.forward(weights, tokens_GT, spec)[:, 1:4]
-  logp_GT, _ = oracles.logprob_oracle(
+  logp_GT, *_ = oracles.logprob_oracle(
     hidden_GTD, transformer.head(weights), tokens_GT[:, 2:5], 0.5
   )
   expected_GT = np.exp(np.asarray(logp_GT)) / np.asarray([0.5, 0.95, 0.25])[None]

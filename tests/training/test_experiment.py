@@ -249,19 +249,22 @@ def assert_same_run(
     assert_shared(found.rows[number], whole.rows[number])
 
 
-def start_and_wait(workdir, logged, **overrides):
-  """A run in a process of its own, once it has logged so many steps."""
+def start_and_wait(workdir, logged, saved=0, **overrides):
+  """A run in a process of its own, once so many steps are logged and saved."""
   process = subprocess.Popen(
     **command(workdir, **overrides), stdout=subprocess.PIPE, text=True
   )
-  wait_for(process, lambda: len(metrics.read(str(workdir))) > logged)
+  wait_for(
+    process,
+    lambda: len(metrics.read(str(workdir))) > logged and newest(workdir) >= saved,
+  )
   return process
 
 
 @pytest.mark.slow
 def test_killed_and_interrupted_runs_end_where_an_unbroken_one_does(warm, unbroken):
   knobs, broken = BOTH | {'checkpoint.every': 3, 'checkpoint.best': 0}, warm('broken')
-  process = start_and_wait(broken, 5, **knobs)
+  process = start_and_wait(broken, 5, saved=3, **knobs)
   process.kill()
   process.wait()
   saved, rows = newest(broken), metrics.read(str(broken))

@@ -1,0 +1,36 @@
+"""No Ctrl-C is lost."""
+
+import gc
+import signal
+import sys
+import time
+
+import pytest
+
+from bapo_jax.runtime import signals
+
+
+def test_an_interrupt_inside_a_callback_of_the_garbage_collector_is_not_lost():
+  def interrupt(phase, info):
+    gc.callbacks.remove(interrupt)
+    signal.raise_signal(signal.SIGINT)
+
+  gc.callbacks.append(interrupt)
+  with signals.none_lost(), pytest.raises(KeyboardInterrupt):
+    gc.collect()
+    time.sleep(5)
+
+
+def test_other_errors_in_callbacks_are_printed_as_ever(capsys):
+  class Raises:
+    def __del__(self):
+      raise ValueError('from a finaliser')
+
+  before = sys.unraisablehook
+  sys.unraisablehook = sys.__unraisablehook__  # the test runner has one of its own
+  try:
+    with signals.none_lost():
+      Raises()
+  finally:
+    sys.unraisablehook = before
+  assert 'from a finaliser' in capsys.readouterr().err
