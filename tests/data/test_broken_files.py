@@ -68,7 +68,10 @@ WHOLE = (  # through the command line
 )
 
 
-@pytest.mark.parametrize('name', WHOLE)
+@pytest.mark.parametrize(
+  'name',
+  [*WHOLE[:4], *(pytest.param(n, marks=pytest.mark.nightly) for n in WHOLE[4:])],
+)
 def test_a_broken_file_ends_the_command_before_it_begins(name, tmp_path):
   file, content, rule, expected = broken_files.CASES[name]
   path = str(tmp_path / file)

@@ -50,7 +50,13 @@ def test_every_broken_directory_ends_in_one_sentence(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', THROUGH_MAIN)
+@pytest.mark.parametrize(
+  'name',
+  [
+    *THROUGH_MAIN[:4],
+    *(pytest.param(n, marks=pytest.mark.nightly) for n in THROUGH_MAIN[4:]),
+  ],
+)
 def test_the_command_line_ends_in_one_sentence(name, tmp_path):
   (case,) = (case for case in broken_models.cases() if case.name == name)
   path = tmp_path / 'model'
