@@ -337,7 +337,7 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
     'a.jsonl',
     answer('["a", ' + nested('[', ']', 3000) + ']'),
     'aime',
-    'line 2: the right answer',
+    'line 2: ',  # too deep for the parser of Python 3.11, two answers to that of 3.13
   ),
   'digits in a list': (
     'a.jsonl',
