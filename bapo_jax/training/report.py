@@ -95,10 +95,19 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   text += 'the updates'
   if met == 1:
     return f'{text}.'
+  text += f', and was {share:.2f} on average.'
+  blind = mean(rows, 'clip/no_evidence')
+  if blind > 0:
+    text += (
+      f' {100 * blind:.1f} % had no token with an advantage: their bounds stayed at '
+      'their start.'
+    )
+  if met + (blind if blind > 0 else 0) > 1 - 1e-9:
+    return text
   return (
-    f'{text}, and was {share:.2f} on average. In the others the bound search ended at '
-    'the limits of both bounds: even there the tokens with positive advantage '
-    'contributed less than the target to the gradient.'
+    f'{text} In the others the bound search ended at the limits of both bounds: even '
+    'there the tokens with positive advantage contributed less than the target to the '
+    'gradient.'
   )
 
 

@@ -148,6 +148,16 @@ def test_a_missed_target_is_explained(tmp_path):
 
   met = report.target_sentence([{'step': 1, 'clip/target_met': 1.0}], 0.45)
   assert met == 'The positive share met its target of 0.45 in 100.0 % of the updates.'
+  # 3/4 met, 1/4 without evidence: no search ended at its limits.
+  row = {
+    'step': 1,
+    'clip/target_met': 0.75,
+    'clip/no_evidence': 0.25,
+    'clip/share': 0.5,
+  }
+  blind = report.target_sentence([row], 0.45)
+  assert '25.0 % had no token with an advantage' in blind and 'limits' not in blind
+  assert 'limits of both' in report.target_sentence([row | {'clip/target_met': 0.5}], 0)
   assert report.target_sentence(metrics.read(tmp_path), None) == ''
   assert report.target_sentence([], 0.45) == ''
 
