@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import transformer
+from bapo_jax.models import layers, transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, learner, resume, setup, trainer
 from bapo_jax.training.config import parse
@@ -67,7 +67,7 @@ def stale_minibatch(t: Trainer, s: TrainState) -> dict[str, np.ndarray]:
 
 def all_logprobs(t: Trainer, params: Tree, tokens_BT: jax.Array) -> np.ndarray:
   """Log-probabilities [B, T-1, V] of every token after each column but the last."""
-  hidden_BTD = transformer.forward(params, tokens_BT, t.spec)
+  hidden_BTD = layers.forward(params, tokens_BT, t.spec)
   logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD[:, :-1], transformer.head(params))
   return np.asarray(jax.nn.log_softmax(logits_BTV / t.config.sampler.temperature))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import transformer
+from bapo_jax.models import layers, transformer
 
 # ---------------------------------------------------------------- policy and sampler
 
@@ -42,7 +42,7 @@ def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):
 
 @functools.partial(jax.jit, static_argnames='spec')
 def _best_next(params, tokens_T, n, spec):
-  hidden_D = transformer.forward(params, tokens_T[None], spec)[0, n - 1]
+  hidden_D = layers.forward(params, tokens_T[None], spec)[0, n - 1]
   return jnp.argmax(transformer.head(params) @ hidden_D)
 
 

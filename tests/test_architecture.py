@@ -33,6 +33,8 @@ HOUSE = {
     'rope',
     'attention',
     'transformer',
+    'layers',
+    'decoder',
     'logprob_tiles',
     'logprobs',
     'safetensors_io',

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import knobs, logprob_tiles, transformer
+from bapo_jax.models import knobs, layers, logprob_tiles, transformer
 from bapo_jax.types import TokenStats, Tree
 
 _D = knobs.LogprobsConfig()
@@ -87,7 +87,7 @@ def sequence_stats(
   Args:
     temperature, chunk: as for `token_stats`.
   """
-  hidden_BTD = transformer.forward(params, tokens_BT, spec)
+  hidden_BTD = layers.forward(params, tokens_BT, spec)
   # The last column scores the first token and is dropped: cheaper than a copy of all
   # the others, and T divides into chunks where T - 1 does not.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)

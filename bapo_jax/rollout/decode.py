@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from bapo_jax import sharding
-from bapo_jax.models import transformer
+from bapo_jax.models import decoder, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
@@ -74,7 +74,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
     position_S=jnp.ones(slots, jnp.int32),
     limit_S=zeros(jnp.int32),
     done_S=jnp.ones(slots, bool),
-    cache=transformer.empty_cache(spec, slots, shapes.segment_sizes(length, parts)),
+    cache=decoder.empty_cache(spec, slots, shapes.segment_sizes(length, parts)),
   )
 
 
@@ -154,9 +154,7 @@ def admit(
     position_S=put(slots.position_S, length_A),
     limit_S=put(slots.limit_S, length_A + new_A),
     done_S=put(slots.done_S, False),
-    cache=_store(
-      slots.cache, transformer.prefill(params, tokens_RT, spec), slot_A, from_A
-    ),
+    cache=_store(slots.cache, decoder.prefill(params, tokens_RT, spec), slot_A, from_A),
   )
 
 
@@ -168,7 +166,7 @@ def refresh(
 ) -> Slots:
   """Computes the first `columns` of the cache of these slots from their tokens."""
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
-  prefilled = transformer.prefill(params, tokens_At, spec)
+  prefilled = decoder.prefill(params, tokens_At, spec)
   each_A = jnp.arange(slot_A.shape[0])
   return slots._replace(cache=_store(slots.cache, prefilled, slot_A, each_A))
 
@@ -238,9 +236,7 @@ def _step(
   # The newest token, read again at its own position: so a prompt's last token needs
   # no logits at prefill, and a finished slot rewrites what is there already.
   token_S = s.tokens_ST[row_S, s.position_S - 1]
-  hidden_SD, cache = transformer.decode(
-    params, token_S, s.position_S - 1, s.cache, spec
-  )
+  hidden_SD, cache = decoder.decode(params, token_S, s.position_S - 1, s.cache, spec)
   logits_SV = jnp.einsum(
     'sd,vd->sv',
     hidden_SD,

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import logprob_tiles, logprobs, transformer
+from bapo_jax.models import layers, logprob_tiles, logprobs, transformer
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -107,7 +107,7 @@ def test_rows_score_each_token_given_those_before_it():
   )
   assert not logp_BT[:, 0].any() and not entropy_BT[:, 0].any()
   for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
-    hidden_B1D = transformer.forward(params, tokens_BT[:, :t], spec)[:, -1:]
+    hidden_B1D = layers.forward(params, tokens_BT[:, :t], spec)[:, -1:]
     logp_B1, entropy_B1, _ = oracles.logprob_oracle(
       hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
     )

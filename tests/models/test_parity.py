@@ -16,7 +16,14 @@ from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer
-from bapo_jax.models import hf_config, hf_weights, logprobs, transformer
+from bapo_jax.models import (
+  decoder,
+  hf_config,
+  hf_weights,
+  layers,
+  logprobs,
+  transformer,
+)
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.tools import export
 from bapo_jax.training import checkpoint, policy
@@ -107,7 +114,7 @@ PUBLISHED = {
 }
 forward, prefill, decode = (
   jax.jit(function, static_argnames='spec')
-  for function in (transformer.forward, transformer.prefill, transformer.decode)
+  for function in (layers.forward, decoder.prefill, decoder.decode)
 )
 
 

@@ -9,7 +9,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import transformer
+from bapo_jax.models import decoder, layers, transformer
 from bapo_jax.rollout import decode as decode_lib
 
 QWEN2 = transformer.ModelSpec(
@@ -30,9 +30,9 @@ SPECS = pytest.mark.parametrize(
 T = 10
 
 
-forward = jax.jit(transformer.forward, static_argnames='spec')
-prefill = jax.jit(transformer.prefill, static_argnames='spec')
-decode = jax.jit(transformer.decode, static_argnames='spec')
+forward = jax.jit(layers.forward, static_argnames='spec')
+prefill = jax.jit(decoder.prefill, static_argnames='spec')
+decode = jax.jit(decoder.decode, static_argnames='spec')
 
 
 def tokens(rows: int, seed: int = 0):
@@ -70,16 +70,16 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
 
   @jax.jit
   def step_by_step(params, tokens_BT):
-    cache = transformer.empty_cache(spec, 3, [5, T - 5])
+    cache = decoder.empty_cache(spec, 3, [5, T - 5])
     if prompt:
-      prefilled = transformer.prefill(params, tokens_BT[:, :prompt], spec)
+      prefilled = decoder.prefill(params, tokens_BT[:, :prompt], spec)
       each = jnp.arange(3)
       cache = decode_lib._store(cache, prefilled, each, each)
     # As in the sampler, the prompt's last token is read once more.
     first = max(prompt - 1, 0)
 
     def step(cache, t):
-      hidden_BD, cache = transformer.decode(
+      hidden_BD, cache = decoder.decode(
         params, tokens_BT[:, t], jnp.full(3, t), cache, spec
       )
       return cache, hidden_BD
@@ -113,10 +113,10 @@ def test_slots_may_be_at_different_positions():
 
 def test_rms_norm_by_hand():
   # [3, 4]: rms = sqrt(25 / 2) = 3.5355, so 0.848528 and 1.131371, times 1 and 2.
-  out = transformer.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.0)
+  out = layers.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.0)
   np.testing.assert_allclose(out, [0.848528, 2.262742], rtol=1e-6)
   # Mean square 1, eps 3: divided by sqrt(1 + 3) = 2.
-  out = transformer.rms_norm(jnp.array([1.0, -1.0]), jnp.ones(2), 3.0)
+  out = layers.rms_norm(jnp.array([1.0, -1.0]), jnp.ones(2), 3.0)
   np.testing.assert_allclose(out, [0.5, -0.5], rtol=1e-6)
 
 
@@ -128,18 +128,18 @@ def test_rope_is_a_rotation_of_complex_numbers():
   frequency = 1e4 ** (-np.arange(4) / 4)
   z *= np.exp(1j * position[..., None, None] * frequency)
   expected = np.concatenate([z.real, z.imag], -1)
-  found = transformer.rope(x, position, QWEN3)
+  found = layers.rope(x, position, QWEN3)
   np.testing.assert_allclose(found, expected, atol=2e-3)
   np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
   slow = dataclasses.replace(QWEN3, rope_type='linear', rope_knobs=(('factor', 2.0),))
-  np.testing.assert_array_equal(transformer.rope(x, 2 * position, slow), found)
+  np.testing.assert_array_equal(layers.rope(x, 2 * position, slow), found)
   knobs = (
     ('attention_factor', 1.5),
     ('factor', 1.0),
     ('original_max_position_embeddings', 64),
   )
   hot = dataclasses.replace(QWEN3, rope_type='yarn', rope_knobs=knobs)
-  np.testing.assert_allclose(transformer.rope(x, position, hot), 1.5 * found, atol=1e-5)
+  np.testing.assert_allclose(layers.rope(x, position, hot), 1.5 * found, atol=1e-5)
 
 
 @SPECS
@@ -164,7 +164,7 @@ def test_a_token_goes_to_its_segment_and_nowhere_else():
   shape = (3, 4, 1, 2)
   segments = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(3)]
   one = jnp.ones((3, 1, 2))
-  new = transformer._extend(segments, one, 2 * one, jnp.asarray([3, 4, 11]))
+  new = decoder._extend(segments, one, 2 * one, jnp.asarray([3, 4, 11]))
   k_StKC, v_StKC = (jnp.concatenate(x, 1) for x in zip(*new, strict=True))
   assert np.argwhere(k_StKC[..., 0, 0]).tolist() == [[0, 3], [1, 4], [2, 11]]
   np.testing.assert_array_equal(v_StKC, 2 * k_StKC)
@@ -189,7 +189,7 @@ def test_the_mesh_changes_nothing(spec, layout):
 @pytest.mark.parametrize('remat', ['dots', 'none'])
 def test_rematerialisation_changes_no_gradient(remat):
   def total(params, spec):
-    return jnp.sin(transformer.forward(params, tokens(2), spec)).sum()
+    return jnp.sin(layers.forward(params, tokens(2), spec)).sum()
 
   gradient = jax.jit(jax.grad(total), static_argnames='spec')
   params = oracles.noisy(QWEN2, 0)
@@ -205,7 +205,7 @@ def test_less_rematerialisation_needs_more_memory():
     like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
 
     def total(params, tokens_BT):
-      return transformer.forward(params, tokens_BT, spec).sum()
+      return layers.forward(params, tokens_BT, spec).sum()
 
     lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), like)
     return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -239,7 +239,7 @@ def test_bfloat16_stays_close_and_stays_bfloat16():
     params,
     tokens_BT[:, 0],
     jnp.zeros(3, int),
-    transformer.empty_cache(half, 3, [T]),
+    decoder.empty_cache(half, 3, [T]),
     half,
   )
   assert hidden_SD.dtype == cache[0][0][0].dtype == jnp.bfloat16

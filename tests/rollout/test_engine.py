@@ -13,7 +13,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -286,13 +286,13 @@ def test_a_failing_callback_or_harvest_loses_nothing(rows, monkeypatch):
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
-  seen, prefill = [], transformer.prefill
+  seen, prefill = [], decoder.prefill
 
   def count(params, tokens_RT, spec):
     seen.append(tokens_RT.shape)
     return prefill(params, tokens_RT, spec)
 
-  monkeypatch.setattr(transformer, 'prefill', count)
+  monkeypatch.setattr(decoder, 'prefill', count)
   jax.clear_caches()
   generate(max_num_seqs=12, prefill_batch_size=12)
   assert seen == [(7, WIDTH)]  # six groups of two, and one that a block may cut

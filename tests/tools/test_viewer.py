@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bapo_jax.algorithms import advantage, replay_buffer
 from bapo_jax.data import tokenizer
-from bapo_jax.models import transformer
+from bapo_jax.models import layers, transformer
 from bapo_jax.tools import recorded_groups, viewer
 from bapo_jax.training import checkpoint, config, policy
 from bapo_jax.training.config import Config
@@ -206,7 +206,7 @@ def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(buffered):
   spec = policy.spec_of(config, TEXT)
   tokens_GT = np.asarray(group.arrays.tokens_PGT[0])
   weights = params(spec)
-  hidden_GTD = transformer.forward(weights, tokens_GT, spec)[:, 1:4]
+  hidden_GTD = layers.forward(weights, tokens_GT, spec)[:, 1:4]
   logp_GT, *_ = oracles.logprob_oracle(
     hidden_GTD, transformer.head(weights), tokens_GT[:, 2:5], 0.5
   )

@@ -1,0 +1,139 @@
+"""The layers of the decoder as pure functions; `forward` runs whole rows through them.
+
+Layers are scanned and rematerialised. Norms, rope and softmax are float32, matrix
+products run in `spec.compute`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.models import attention
+from bapo_jax.models.rope import table as frequency_table
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.types import Tree
+
+# What the backward pass reads back: nothing, the products with weights, everything.
+REMAT = {
+  'full': jax.checkpoint,
+  'dots': functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  ),
+  'none': lambda layer: layer,
+}
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+  """x / rms(x) * scale over the last axis, in float32 (Zhang and Sennrich, 2019)."""
+  x32 = x.astype(jnp.float32)
+  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rope(x: Array, position: Array, spec: ModelSpec) -> Array:
+  """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
+
+  x is [..., heads, C] and position [...]. Angles are float32: in bfloat16 they are
+  wrong by a radian beyond position 256.
+  """
+  frequency, factor = frequency_table(
+    spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
+  )
+  shape = (1,) * position.ndim + frequency.shape
+  angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
+  sin, cos = factor * jnp.sin(angle), factor * jnp.cos(angle)
+  sin, cos = sin[..., None, :], cos[..., None, :]
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def project(
+  w: Tree, x: Array, position: Array, spec: ModelSpec
+) -> tuple[Array, Array, Array]:
+  """Queries [..., H, C], keys and values [..., K, C] of normalised x [..., D]."""
+  y = rms_norm(x, w['attn_norm'], spec.norm_eps)
+
+  def of(name: str) -> Array:
+    out = jnp.einsum('...d,dhc->...hc', y, w[name].astype(y.dtype))
+    bias = w.get(f'{name}_bias')
+    if bias is not None:
+      out += bias.astype(y.dtype).reshape((1,) * (out.ndim - 2) + bias.shape)
+    norm = w.get(f'{name}_norm')
+    return out if norm is None else rms_norm(out, norm, spec.norm_eps)
+
+  q, k, v = of('q'), of('k'), of('v')
+  return rope(q, position, spec), rope(k, position, spec), v
+
+
+def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
+  """Adds the attention's output [..., H, C] to x, then that of the gated MLP."""
+  x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
+  if spec.o_bias:
+    x += w['o_bias'].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+  # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
+  y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
+  gate, up, down = (w[name].astype(y.dtype) for name in ('gate', 'up', 'down'))
+  y = (jax.nn.silu(y @ gate) * (y @ up)) @ down
+  return x + y.reshape(x.shape)
+
+
+def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
+  """The embedding [..., D] of tokens [...]."""
+  return params['embed'][token].astype(spec.compute)
+
+
+def _embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+  """`embed` of whole rows, one share of the vocabulary per device.
+
+  By itself XLA adds up all rows in float32 and then moves them to their devices.
+  """
+  mesh, embed_VD = sharding.ambient(), params['embed']
+  if mesh is None or (
+    tokens_BT.shape[0] % sharding.row_shards(mesh)
+    or embed_VD.shape[0] % mesh.shape['tensor']
+  ):
+    return embed(params, tokens_BT, spec)
+
+  def look_up(embed_VD, tokens_BT):
+    at_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
+    here_BT = (at_BT >= 0) & (at_BT < embed_VD.shape[0])
+    x_BTD = embed_VD[jnp.where(here_BT, at_BT, 0)].astype(spec.compute)
+    return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), 'tensor')
+
+  rows = P(sharding.ROWS)
+  return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
+    embed_VD, tokens_BT
+  )
+
+
+def run(
+  params: Tree, tokens_BT: Array, spec: ModelSpec, with_cache: bool
+) -> tuple[Array, Any]:
+  """(hidden_BTD, keys and values [L, B, T, K, C] of all layers, or None)."""
+  position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+
+  def layer(x_BTD, w):
+    q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, position_BT, spec)
+    attended_BTHC = attention.causal(q_BTHC, k_BTKC, v_BTKC, kind=spec.attention)
+    x_BTD = sharding.constrain(add_out(w, x_BTD, attended_BTHC, spec), sharding.ROWS)
+    return x_BTD, (k_BTKC, v_BTKC) if with_cache else None
+
+  body = layer if with_cache else REMAT[spec.remat](layer)
+  # Rows stay on their devices and weights move to them, whatever XLA would prefer.
+  x_BTD = sharding.constrain(_embed_rows(params, tokens_BT, spec), sharding.ROWS)
+  x_BTD, cache = jax.lax.scan(body, x_BTD, params['layers'])
+  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), cache
+
+
+def forward(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+  """Final hidden states [B, T, D]; column t depends on tokens 0..t.
+
+  Rows are padded on the right: attention is causal, so padding never reaches a token
+  before it, and needs no mask.
+  """
+  return run(params, tokens_BT, spec, with_cache=False)[0]
