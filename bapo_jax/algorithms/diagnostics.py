@@ -29,7 +29,12 @@ OF_SOURCE = (
 # nan where a minibatch has no token of their kind: a mean over updates leaves nan out.
 OF_SOME = frozenset(
   {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
-  | {'clip/fraction_positive'}
+  | {'clip/fraction_positive', 'advantage/positive'}
+  | {
+    f'clip/{share}{at}'
+    for share in ('share', 'surrogate_share')
+    for at in ('_start', '')
+  }
   | {f'{name}_{source}' for name in OF_SOURCE for source in SOURCES}
 )
 
@@ -93,24 +98,27 @@ def _shares(
   bounds: Bounds,
   scale_B: Array,
 ) -> dict[str, Array]:
-  """The positive share before and after the search, in both readings."""
+  """The positive share before and after the search, in both readings; nan: of none."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   up_BT, down_BT = _signs(batch)
-  count = jnp.maximum((up_BT | down_BT).sum(), 1)
-  shares = {'advantage/positive': up_BT.sum() / count}
+  teaches_BT = up_BT | down_BT
+  shares = {'advantage/positive': _mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
     shares[f'clip/share{name}'] = _positive_part(weigh(b))
-    shares[f'clip/surrogate_share{name}'] = bound_search.share(
+    surrogate = bound_search.share(
       ratio_BT, batch, b.low, b.high, contribution='surrogate'
+    )
+    # 0 of nothing is what a search goes by; a mean over updates would mistake it.
+    shares[f'clip/surrogate_share{name}'] = jnp.where(
+      teaches_BT.any(), surrogate, jnp.nan
     )
   return shares
 
 
 def _positive_part(weight_BT: Array) -> Array:
-  positive, total = jnp.maximum(weight_BT, 0).sum(), jnp.abs(weight_BT).sum()
-  return positive / jnp.where(total > 0, total, 1)
+  return jnp.maximum(weight_BT, 0).sum() / jnp.abs(weight_BT).sum()
 
 
 def _signs(batch: Batch) -> tuple[Array, Array]:

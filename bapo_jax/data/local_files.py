@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from bapo_jax.data import schemas
 from bapo_jax.data.row import Row
+from bapo_jax.runtime import json_files
 
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 LONGEST_ROW = 10_000_000  # characters of a line, bytes of a row of a table
@@ -148,17 +149,11 @@ def _lines(path: str, file: Any) -> Iterator[Place]:
 
 
 def _loads(path: str, place: str, text: str) -> Any:
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-      raise KeyError(_repeated(name for name, _ in pairs))
-    return row
-
   try:
-    return json.loads(text, object_pairs_hook=unique)
-  except KeyError as error:
+    return json.loads(text, object_pairs_hook=json_files.once)
+  except json_files.Repeated as error:
     raise ValueError(
-      f'{path}, {place}: field {error.args[0][:40]!r} stands there twice; take one out'
+      f'{path}, {place}: field {error.name[:40]!r} stands there twice; take one out'
     ) from error
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}, {place}: not JSON ({error})') from error

@@ -12,6 +12,14 @@ from typing import Any
 MOST = 10**6  # bytes of a file of options; the longest published one has 70 kB
 
 
+class Repeated(ValueError):
+  """A name that stands twice in an object; `name` says which."""
+
+  def __init__(self, name: str):
+    super().__init__(f'{name[:60]!r} stands twice')
+    self.name = name
+
+
 def read(path: str, most: int = MOST) -> dict[str, Any]:
   """The object in a file.
 
@@ -54,7 +62,7 @@ def parse(content: bytes, name: str) -> dict[str, Any]:
     ValueError: it is no JSON, no object, or a name stands twice in an object.
   """
   try:
-    found = json.loads(content.decode('utf-8'), object_pairs_hook=_once)
+    found = json.loads(content.decode('utf-8'), object_pairs_hook=once)
   except RecursionError:
     raise ValueError(f'{name} is nested too deeply; fetch it again') from None
   except ValueError as error:
@@ -65,11 +73,14 @@ def parse(content: bytes, name: str) -> dict[str, Any]:
   return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """The pairs as a dict; raises ValueError where a name stands twice."""
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """The pairs as a dict: an `object_pairs_hook` of json.
+
+  Raises:
+    Repeated: a name stands twice.
+  """
   found = dict(pairs)
   if len(found) < len(pairs):
     names = [name for name, _ in pairs]
-    twice = next(name for name in found if names.count(name) > 1)
-    raise ValueError(f'{twice[:60]!r} stands twice')
+    raise Repeated(next(name for name in found if names.count(name) > 1))
   return found

@@ -95,7 +95,7 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   text += 'the updates'
   if met == 1:
     return f'{text}.'
-  text += f', and was {share:.2f} on average.'
+  text += f', and was {share:.2f} on average.' if math.isfinite(share) else '.'
   blind = mean(rows, 'clip/no_evidence')
   if blind > 0:
     text += (

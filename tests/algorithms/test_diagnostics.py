@@ -151,8 +151,21 @@ def test_of_nothing_only_means_over_some_are_nan():
   metrics = diagnose(logp_BT, -logp_BT, nothing)
   lost = {name for name, value in metrics.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME
-  for name in ('clip/share', 'clip/fraction', 'loss/entropy', 'loss/ess'):
+  for name in ('clip/fraction', 'loss/entropy', 'loss/ess'):
     assert metrics[name] == 0, name
+
+
+@pytest.mark.parametrize('rule', loss.RULES)
+def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
+  # 0 would be a share: that of a minibatch whose tokens are all pushed down.
+  logp_BT, batch = making.mixed_tokens()
+  for adv, expected in ((0.0, np.nan), (-1.0, 0.0)):
+    flat = batch._replace(adv_B=np.full_like(batch.adv_B, adv))
+    metrics = diagnose(logp_BT, -logp_BT, flat, rule=loss.RULES[rule])
+    shares = [name for name in metrics if 'share' in name] + ['advantage/positive']
+    assert len(shares) == 5
+    for name in shares:
+      np.testing.assert_equal(float(metrics[name]), expected, err_msg=name)
 
 
 def test_a_ratio_that_is_no_number_is_shown():

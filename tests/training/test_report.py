@@ -157,6 +157,8 @@ def test_a_missed_target_is_explained(tmp_path):
   }
   blind = report.target_sentence([row], 0.45)
   assert '25.0 % had no token with an advantage' in blind and 'limits' not in blind
+  none = report.target_sentence([row | {'clip/share': math.nan}], 0.45)
+  assert 'nan' not in none and 'on average' not in none
   assert 'limits of both' in report.target_sentence([row | {'clip/target_met': 0.5}], 0)
   assert report.target_sentence(metrics.read(tmp_path), None) == ''
   assert report.target_sentence([], 0.45) == ''
