@@ -1,0 +1,170 @@
+"""Useful tokens per second of the learner's update, rows packed and padded.
+
+  python -m benchmarks.training.learner [--rows=32] [--length=256] [--rounds=3]
+      [--cases=1:1,1:2,1:4,1:1-quarter,1:2-quarter,1:4-quarter]
+
+A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
+float32, AdamW, GRPO's loss. One update on `rows` rows in groups of 8, a quarter of each
+row its prompt; the longest row has `length` tokens, the mean row as much of that as the
+case says: 1:4 is a quarter. In those of a quarter only one in four groups has
+an advantage. A useful token is one of a response with an advantage.
+
+The two take turns in one process, `rounds` times; medians, the first update of each
+left out. `fraction` is the rate of the FLOPs that the useful rows need (see rates.py)
+beside that of a float32 product of 2048 cubed. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax.models import transformer
+from bapo_jax.training import rules, setup
+from bapo_jax.training.config import Config
+from bapo_jax.types import Batch
+from benchmarks.training import rates
+
+SPEC = transformer.ModelSpec(
+  vocab=32000,
+  width=384,
+  layers=8,
+  heads=6,
+  kv_heads=2,
+  head_width=64,
+  ffn=1024,
+  positions=4096,
+)
+GROUP = 8
+LEAST = 4  # tokens of the shortest row
+CASES = ('1:1', '1:2', '1:4', '1:1-quarter', '1:2-quarter', '1:4-quarter')
+SIDES = {'padded': False, 'packed': True}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+  """The arguments.
+
+  Raises:
+    SystemExit: one is unknown.
+  """
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  for name, value in {'rows': 32, 'length': 256, 'rounds': 3}.items():
+    parser.add_argument(f'--{name}', type=int, default=value)
+  parser.add_argument('--cases', default=','.join(CASES))
+  return parser.parse_args(argv)
+
+
+def lengths(rows: int, longest: int, times: int) -> np.ndarray:
+  """i64 [rows], tokens of each row: the longest `longest`, the mean a `times`th of it.
+
+  About so: it is the power times - 1 of an even spread, all equal for 1, uniform for
+  2. Groups of GROUP rows, one after the other, have lengths alike.
+  """
+  # The mean of u^p over (0, 1] is 1 / (p + 1).
+  u_B = np.arange(1, rows + 1) / rows
+  length_B = np.maximum(np.round(longest * u_B ** (times - 1)), LEAST).astype(int)
+  return length_B.reshape(GROUP, rows // GROUP).T.reshape(rows)
+
+
+def factor(case: str) -> int:
+  """Longest over mean row of a case: 2 of '1:2'."""
+  return int(case.partition('-')[0].partition(':')[2])
+
+
+def example(rows: int, longest: int, case: str) -> Batch:
+  """A synthetic batch of a case, '1:2' or '1:2-quarter'."""
+  length_B = lengths(rows, longest, factor(case))
+  column_T = np.arange(longest)
+  prompt_B = np.maximum(length_B // 4, 1)
+  loss_mask_BT = (column_T >= prompt_B[:, None]) & (column_T < length_B[:, None])
+  tokens_BT = np.random.default_rng(0).integers(0, SPEC.vocab, (rows, longest))
+  adv_B = np.where(np.arange(rows) % 2, -1.0, 1.0)
+  if case.endswith('-quarter'):
+    adv_B *= np.arange(rows) // GROUP % 4 == 0
+  # Those of random weights: ratios close to one.
+  logp_BT = np.where(loss_mask_BT, -np.log(SPEC.vocab), 0)
+  return Batch(
+    tokens_BT=jnp.asarray(
+      np.where(column_T < length_B[:, None], tokens_BT, 0), jnp.int32
+    ),
+    loss_mask_BT=jnp.asarray(loss_mask_BT),
+    behavior_logp_BT=jnp.asarray(logp_BT, jnp.float32),
+    prox_BT=jnp.asarray(logp_BT, jnp.float32),
+    adv_B=jnp.asarray(adv_B, jnp.float32),
+    source_B=jnp.zeros(rows, jnp.int32),
+    on_policy_BT=jnp.asarray(loss_mask_BT),
+  )
+
+
+def config_of(rows: int, longest: int, *, pack: bool) -> Config:
+  """One update on all rows, GRPO's loss."""
+  return Config().with_values(
+    prompts={'count': rows // GROUP, 'max_prompt_tokens': longest // 4},
+    sampler={'group_size': GROUP, 'max_new_tokens': longest - longest // 4},
+    clip={'rule': 'fixed'},
+    learner={'minibatches': 1, 'pack': pack},
+    optimizer={'lr': 1e-6, 'warmup': 0},
+  )
+
+
+def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
+  """A function that makes one update, waits for it and returns its seconds."""
+  config = config_of(rows, longest, pack=pack)
+  train_step = setup.make_train_step(config, rules.bind(config), SPEC)
+  params = transformer.init(SPEC, jax.random.key(0))
+  opt = jax.jit(setup.optimizer(config).init)(params)
+
+  def update(batch: Batch) -> float:
+    nonlocal params, opt
+    begun = time.perf_counter()
+    params, opt, _ = jax.block_until_ready(train_step(params, opt, batch))
+    return time.perf_counter() - begun
+
+  return update
+
+
+def main() -> None:
+  """Prints the table and the JSON line."""
+  args = parse()
+  updates = {
+    side: updater(args.rows, args.length, pack=pack) for side, pack in SIDES.items()
+  }
+  gemm = rates.gemm_rate()
+  print(f'float32 product of {rates.GEMM_SIZE} cubed: {gemm / 1e9:.0f} GFLOP/s')
+  print(
+    f'{"case":13}{"mean:longest":>13}{"padded tokens/s":>17}{"packed":>9}{"times":>7}'
+    f'{"fraction padded":>17}{"packed":>8}'
+  )
+  result = {}
+  for case in args.cases.split(','):
+    batch = example(args.rows, args.length, case)
+    seconds = {side: [] for side in SIDES}
+    for i in range(args.rounds + 1):
+      for side, update in updates.items():
+        took = update(batch)
+        if i:  # the first compiles
+          seconds[side].append(took)
+    useful = rates.teaching(batch)
+    tokens, flops = int(useful.response_R.sum()), rates.useful_flops(SPEC, [useful])
+    row = {}
+    for side, each in seconds.items():
+      row[f'{side}_tps'] = round(tokens / statistics.median(each), 1)
+      row[f'{side}_fraction'] = round(flops / statistics.median(each) / gemm, 4)
+    result[case] = row
+    mean = float(lengths(args.rows, args.length, factor(case)).mean())
+    print(
+      f'{case:13}{f"1:{args.length / mean:.2f}":>13}{row["padded_tps"]:17.1f}'
+      f'{row["packed_tps"]:9.1f}{row["packed_tps"] / row["padded_tps"]:7.2f}'
+      f'{row["padded_fraction"]:17.3f}{row["packed_fraction"]:8.3f}',
+      flush=True,
+    )
+  print(json.dumps(result))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,69 @@
+"""What the benchmarks of training count: teaching rows, their FLOPs, the GEMM rate.
+
+1. `teaching` says which rows of a batch teach, and how long they are;
+2. `useful_flops` counts what their gradient must at least take;
+3. `gemm_rate` is what this machine reaches in one large product.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.tools.plan import roofline
+from bapo_jax.types import Batch
+
+GEMM_SIZE = 2048
+PASSES = 3  # forward, and twice as much backward
+
+
+class Teaching(NamedTuple):
+  """Tokens of a batch."""
+
+  trained: int  # sampled by the policy, in a filled seat
+  response_R: np.ndarray  # i64, tokens of the responses that teach
+  length_R: np.ndarray  # i64, prompt and response of each
+
+
+def teaching(batch: Batch) -> Teaching:
+  """The rows of one optimiser update whose advantage is not zero.
+
+  A row of advantage 0 has no gradient where loss.kl is 0. Rows start at column 0, and
+  nothing that is trained on follows their last token.
+  """
+  mask_BT, adv_B = np.asarray(batch.loss_mask_BT), np.asarray(batch.adv_B)
+  mask_RT = mask_BT[mask_BT.any(1) & (adv_B != 0)]
+  length_R = mask_RT.shape[1] - mask_RT[:, ::-1].argmax(1)
+  return Teaching(int(mask_BT.sum()), mask_RT.sum(1), length_R)
+
+
+def useful_flops(spec: ModelSpec, seen: Iterable[Teaching]) -> float:
+  """FLOPs of the gradients of the rows that teach, nothing computed twice.
+
+  Every token of such a row goes through the layers, and attends to half the row on
+  average; the head meets the tokens of its response alone.
+  """
+  total = 0.0
+  for update in seen:
+    for response, length in zip(update.response_R, update.length_R, strict=True):
+      once = roofline.forward(spec, length / 2)
+      total += PASSES * (length * (once.layers + once.attention) + response * once.head)
+  return total
+
+
+def gemm_rate(rounds: int = 7) -> float:
+  """FLOP/s of a float32 product of GEMM_SIZE cubed, the median of `rounds`."""
+  x_NN = jnp.ones((GEMM_SIZE, GEMM_SIZE), jnp.float32)
+  product = jax.jit(jnp.matmul)
+  product(x_NN, x_NN).block_until_ready()
+  seconds = []
+  for _ in range(rounds):
+    begun = time.perf_counter()
+    product(x_NN, x_NN).block_until_ready()
+    seconds.append(time.perf_counter() - begun)
+  return 2 * GEMM_SIZE**3 / statistics.median(seconds)

@@ -1,0 +1,105 @@
+"""The benchmarks of a step: what they start, and what they count."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from bapo_jax import main
+from bapo_jax.models import transformer
+from bapo_jax.tools.plan import roofline
+from benchmarks.training import learner, our_step, rates, rl_step, trl_step
+
+SPEC = transformer.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+
+
+def test_defaults_name_every_case():
+  assert rl_step.parse([]).cases.split(',') == list(rl_step.CASES)
+  assert learner.parse([]).cases.split(',') == list(learner.CASES)
+
+
+@pytest.mark.parametrize('name', rl_step.CASES)
+def test_both_sides_have_the_same_settings(name):
+  args = rl_step.parse(['--steps=2', '--model=m', '--data=d.jsonl'])
+  ours, overrides = our_step.parse(rl_step.our_command(name, args)[3:])
+  config = main.read_config('configs/aime.py', overrides)
+  peer = trl_step.parse(rl_step.trl_command(name, args)[3:])
+  settings = trl_step.settings(peer)
+  rows = config.prompts.count * config.sampler.group_size
+  # Two steps and the one that is not counted.
+  assert config.steps * config.updates_per_step == settings['max_steps']
+  assert config.steps == 2 + our_step.SKIPPED == 2 + trl_step.SKIPPED
+  assert config.updates_per_step == settings['steps_per_generation']
+  assert rows == settings['per_device_train_batch_size'] * config.updates_per_step
+  assert config.sampler.group_size == settings['num_generations']
+  assert config.sampler.max_new_tokens == settings['max_completion_length']
+  assert config.sampler.temperature == settings['temperature']
+  assert config.optimizer.lr == settings['learning_rate']
+  assert config.optimizer.max_norm == settings['max_grad_norm']
+  bounds = config.clip.fixed
+  assert (1 - bounds.low, bounds.high - 1) == pytest.approx([settings['epsilon']] * 2)
+  assert (config.clip.rule, config.loss.kl) == ('fixed', settings['beta'])
+  assert config.tokenizer.template.startswith('chat:') == peer.chat
+  assert ours.workdir in peer.problems
+  assert peer.model == ('m' if name != 'embedded' else f'{ours.workdir}/model')
+
+
+def test_rewards_of_the_peer_are_our_verdicts():
+  chat = [{'role': 'assistant', 'content': '39 + 14 = 53.'}]
+  texts = [chat, '39 + 14 = 52.', r'\boxed{53}']
+  assert trl_step.reward(texts, ['53'] * 3, ['gsm8k', 'gsm8k', 'aime']) == [1, 0, 1]
+
+
+def test_what_is_not_there_is_named(tmp_path):
+  args = rl_step.parse([f'--model={tmp_path}', '--data=none.jsonl'])
+  assert rl_step.lacking('embedded', args) == ''
+  assert rl_step.lacking('SmolLM2-135M', args) == '--data=none.jsonl is not there'
+  assert 'none is not there' in rl_step.peers_lacking('none')
+
+
+@pytest.mark.parametrize('case', learner.CASES)
+def test_rows_are_as_long_as_the_case_says(case):
+  batch = learner.example(32, 256, case)
+  mask_BT = np.asarray(batch.loss_mask_BT)
+  length_B = mask_BT.shape[1] - mask_BT[:, ::-1].argmax(1)
+  assert mask_BT.any(1).all() and length_B.max() == 256
+  assert 256 / length_B.mean() == pytest.approx(learner.factor(case), rel=0.1)
+  adv_PG = np.asarray(batch.adv_B).reshape(-1, learner.GROUP)
+  assert (adv_PG.sum(1) == 0).all()
+  taught = (adv_PG != 0).any(1).mean()
+  assert taught == (0.25 if case.endswith('-quarter') else 1)
+
+
+def test_useful_flops_by_hand():
+  batch = learner.example(32, 256, '1:2-quarter')
+  seen = rates.teaching(batch)
+  mask_BT = np.asarray(batch.loss_mask_BT)
+  assert seen.trained == mask_BT.sum()
+  assert seen.response_R.tolist() == mask_BT[: learner.GROUP].sum(1).tolist()
+  # One row: 3 tokens of a prompt and 2 of a response, which alone meet the head.
+  one = rates.Teaching(2, np.array([2]), np.array([5]))
+  once = roofline.forward(SPEC, 2.5)
+  body = 5 * (once.layers + once.attention)
+  assert rates.useful_flops(SPEC, [one]) == 3 * (body + 2 * once.head)
+  # Two updates add up.
+  assert rates.useful_flops(SPEC, [one, one]) == 6 * (body + 2 * once.head)
+
+
+def test_problems_are_written_in_the_order_of_the_run(tmp_path):
+  from bapo_jax.data import prompts, tokenizer
+  from bapo_jax.training import setup
+
+  config = main.read_config('configs/aime.py', ['--config.steps=2'])
+  problems = setup.read(config, str(tmp_path)).problems
+
+  t = types.SimpleNamespace(config=config, problems=problems)
+  our_step.write_problems(t, tmp_path / 'problems.jsonl')
+  rows = [json.loads(x) for x in (tmp_path / 'problems.jsonl').read_text().splitlines()]
+  second = prompts.next_prompts(problems, 1, config.seed, config.prompts.count)
+  tokens_PT, _ = tokenizer.tokenize_prompts(
+    setup.policy.load_tokenizer(config), [r['problem'] for r in rows[64:]], 17
+  )
+  assert (tokens_PT == second.tokens_PT).all()
