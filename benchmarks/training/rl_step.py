@@ -9,14 +9,15 @@ chat template: 8 x 8 x 20, 4 updates. Both sides have the same weights, prompts 
 same order, verifiers, temperature, learning rate, AdamW and GRPO loss (clipped at 0.8
 and 1.2, mean over the tokens of a minibatch, no KL term), in float32 on every core.
 
-Processes alternate and never overlap. A process makes --steps steps after one that is
-not counted, without evaluation or checkpoints; its figure is their median, that of the
-table's last row the median of --pairs processes. Of ours the table also has the share
-of trained tokens that teach (advantage not 0), sampled tokens/s of a step, teaching
-tokens/s of its updates, and the rate of the FLOPs that these need beside the rate of a
-float32 product, both of the same process (`learner`). TRL comes from --peers or this
-environment, see requirements-peers.txt. A model or peer that is absent is a line with
-the reason. The last line is one JSON object.
+Processes alternate and never overlap. Nothing else may run beside them: torch slows
+down tenfold and more where its threads wait for each other. A process makes --steps
+steps after one that is not counted, without evaluation or checkpoints; its figure is
+their median, that of the last row of a table the median of --pairs processes. Of ours
+the table also has the share of trained tokens that teach (advantage not 0), sampled
+tokens/s of a step, teaching tokens/s of its updates, and the rate of the FLOPs that
+these need beside the rate of a float32 product, both of the same process (`learner`).
+TRL comes from --peers or this environment, see requirements-peers.txt. A model or peer
+that is absent is a line with the reason. The last line is one JSON object.
 """
 
 import argparse
