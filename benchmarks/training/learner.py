@@ -62,12 +62,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def lengths(rows: int, longest: int, times: int) -> np.ndarray:
   """i64 [rows], tokens of each row: the longest `longest`, the mean a `times`th of it.
 
-  About so: it is the power times - 1 of an even spread, all equal for 1, uniform for
-  2. Groups of GROUP rows, one after the other, have lengths alike.
+  A power of an even spread: all equal for 1, about uniform for 2. Groups of GROUP rows,
+  one after the other, have lengths alike.
   """
-  # The mean of u^p over (0, 1] is 1 / (p + 1).
   u_B = np.arange(1, rows + 1) / rows
-  length_B = np.maximum(np.round(longest * u_B ** (times - 1)), LEAST).astype(int)
+  # Near times - 1, which is exact of infinitely many rows.
+  power = min(np.arange(0, 20, 0.01), key=lambda p: abs((u_B**p).mean() - 1 / times))
+  length_B = np.maximum(np.round(longest * u_B**power), LEAST).astype(int)
   return length_B.reshape(GROUP, rows // GROUP).T.reshape(rows)
 
 
