@@ -195,6 +195,12 @@ def ambient() -> AbstractMesh | None:
   return found if found.axis_names == AXES and found.size > 1 else None
 
 
+def ambient_row_shards() -> int:
+  """`row_shards` of the ambient mesh; 1 without one."""
+  found = ambient()
+  return row_shards(found) if found else 1
+
+
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
   """x split over these axes of the ambient mesh; x itself if the mesh does not divide.
 

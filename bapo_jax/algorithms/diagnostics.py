@@ -26,8 +26,21 @@ OF_SOURCE = (
   'loss/gain',
 )
 
+# nan where a minibatch has no computed token; nan beside one is an error of the run.
+OF_TOKENS = (
+  'clip/fraction',
+  'loss/entropy',
+  'loss/entropy_slope',
+  'loss/ratio_mean',
+  'loss/ratio_max',
+  'loss/ratio_nan',
+  'loss/ess',
+  'loss/kl',
+  'loss/kl_plain',
+)
+
 # nan where a minibatch has no token of their kind: a mean over updates leaves nan out.
-OF_SOME = frozenset(
+OF_SOME = frozenset(OF_TOKENS) | frozenset(
   {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
   | {'clip/fraction_positive', 'advantage/positive'}
   | {
@@ -47,26 +60,36 @@ def diagnose(
   Args:
     rule: the loss rule, its knobs bound.
     stats: of the policy that the gradient was taken at, nats.
+    batch: its mask holds the tokens that were computed.
     bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
     scale_B: of `loss.row_scale`.
   """
   logp_BT, loss_mask_BT = stats.logp_BT, batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
+  computed_B1 = loss_mask_BT.any(1, keepdims=True)
+
+  def mean(x: Array) -> Array:
+    where = computed_B1 | ~computed_B1.any() if x.ndim else None
+    return jnp.mean(x, where=where)
+
   metrics = {
-    'clip/low': bounds.low.mean(),
-    'clip/high': bounds.high.mean(),
-    'clip/search_steps': bounds.search_steps.mean(),
-    'clip/moved': (bounds.search_steps > 0).mean(),
-    'clip/target_met': bounds.target_met.mean(),
-    'clip/no_evidence': bounds.no_evidence.mean(),
-    'clip/negatives_only': bounds.negatives_only.mean(),
+    'clip/low': mean(bounds.low),
+    'clip/high': mean(bounds.high),
+    'clip/search_steps': mean(bounds.search_steps),
+    'clip/moved': mean(bounds.search_steps > 0),
+    'clip/target_met': mean(bounds.target_met),
+    'clip/no_evidence': mean(bounds.no_evidence),
+    'clip/negatives_only': mean(bounds.negatives_only),
     'loss/entropy': masked_mean(stats.entropy_BT, loss_mask_BT),
     'loss/entropy_slope': entropy_slope(stats, weight_BT * scale_B[:, None], batch),
   }
   metrics |= _shares(rule, logp_BT, batch, bounds, scale_B)
   metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
-  return metrics | _by_source(ratio_BT, weight_BT, batch)
+  metrics |= _by_source(ratio_BT, weight_BT, batch)
+  return metrics | {
+    name: jnp.where(loss_mask_BT.any(), metrics[name], jnp.nan) for name in OF_TOKENS
+  }
 
 
 def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:

@@ -112,14 +112,23 @@ def _embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
 
 def run(
-  params: Tree, tokens_BT: Array, spec: ModelSpec, with_cache: bool
+  params: Tree,
+  tokens_BT: Array,
+  spec: ModelSpec,
+  *,
+  with_cache: bool = False,
+  position_BT: Array | None = None,
+  segment_BT: Array | None = None,
 ) -> tuple[Array, Any]:
   """(hidden_BTD, keys and values [L, B, T, K, C] of all layers, or None)."""
-  position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  if position_BT is None:
+    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
 
   def layer(x_BTD, w):
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, position_BT, spec)
-    attended_BTHC = attention.causal(q_BTHC, k_BTKC, v_BTKC, kind=spec.attention)
+    attended_BTHC = attention.causal(
+      q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
+    )
     x_BTD = sharding.constrain(add_out(w, x_BTD, attended_BTHC, spec), sharding.ROWS)
     return x_BTD, (k_BTKC, v_BTKC) if with_cache else None
 
@@ -130,10 +139,21 @@ def run(
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), cache
 
 
-def forward(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+def forward(
+  params: Tree,
+  tokens_BT: Array,
+  spec: ModelSpec,
+  position_BT: Array | None = None,
+  segment_BT: Array | None = None,
+) -> Array:
   """Final hidden states [B, T, D]; column t depends on tokens 0..t.
 
   Rows are padded on the right: attention is causal, so padding never reaches a token
   before it, and needs no mask.
+
+  Args:
+    position_BT: of each token in its text; None: its column.
+    segment_BT: the text of each token, where a row holds several; see
+      `attention.causal`.
   """
-  return run(params, tokens_BT, spec, with_cache=False)[0]
+  return run(params, tokens_BT, spec, position_BT=position_BT, segment_BT=segment_BT)[0]

@@ -69,6 +69,7 @@ def forward(
   head_VD: Array,
   token_BT: Array,
   temperature: Array,
+  columns: Array,
   *,
   sizes: tuple[int, int],
   sharded: bool,
@@ -78,6 +79,7 @@ def forward(
   lse is the logarithm of the softmax's divisor.
 
   Args:
+    columns: i32, the first ones that are wanted; 0 in chunks without any of them.
     sizes: (columns, most rows of the head) of a tile; the columns divide T.
     sharded: the arrays are one device's shards, within `jax.shard_map`.
   """
@@ -86,7 +88,7 @@ def forward(
   chunks, block = hidden_BTD.shape[1] // chunk, head_VD.shape[0] // blocks
   token_BT = token_BT - _first(head_VD, sharded)
 
-  def reduce_tile(_, j):
+  def reduce_tile(j, tiles):
     hidden_BtD, token_Bt = (
       _cut(x, j // blocks, chunk, 1) for x in (hidden_BTD, token_BT)
     )
@@ -108,9 +110,15 @@ def forward(
       for part_Btv in (share_Btv, square_Btv)
       for x_Btv in (part_Btv, part_Btv * below_Btv)
     ]
-    return None, (most_Bt, *sums, chosen_logit_Bt)
+    found = most_Bt, *sums, chosen_logit_Bt
+    return tuple(
+      jax.lax.dynamic_update_index_in_dim(all_jBt, x_Bt, j, 0)
+      for all_jBt, x_Bt in zip(tiles, found, strict=True)
+    )
 
-  _, tiles = jax.lax.scan(reduce_tile, None, jnp.arange(chunks * blocks))
+  nothing = jnp.zeros((chunks * blocks, hidden_BTD.shape[0], chunk), jnp.float32)
+  used = -(-columns // chunk)
+  tiles = jax.lax.fori_loop(0, used * blocks, reduce_tile, (nothing,) * 6)
   # [chunks * blocks, B, chunk] -> [blocks, B, T]
   most, total, spread, square, square_spread, chosen = (
     jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(
@@ -118,7 +126,11 @@ def forward(
     )
     for x in tiles
   )
-  return _combine(most, total, spread, square, square_spread, chosen, sharded)
+  logp_BT, entropy_BT, covariance_BT, lse_BT = (
+    jnp.where(jnp.arange(token_BT.shape[1])[None] < used * chunk, x_BT, 0)
+    for x_BT in _combine(most, total, spread, square, square_spread, chosen, sharded)
+  )
+  return logp_BT, entropy_BT, covariance_BT, lse_BT
 
 
 def _combine(
@@ -199,10 +211,15 @@ def _block_gradient(
   temperature: Array,
   d_hidden_BTD: Array,
   chunk: int,
+  used: Array,
 ) -> tuple[Array, Array]:
-  """(d_hidden_BTD with one block's share added, d_head_vD), all chunks one by one."""
+  """(d_hidden_BTD with one block's share added, d_head_vD), chunk by chunk.
 
-  def add_chunk(grads, i):
+  Args:
+    used: i32, chunks with a wanted column.
+  """
+
+  def add_chunk(i, grads):
     d_hidden_BTD, d_head_vD = grads
     hidden_BtD, d_logits_Btv = columns.d_logits(i, chunk, head_vD, id_v, temperature)
     d_hidden_BtD = _cut(d_hidden_BTD, i, chunk, 1) + jnp.einsum(
@@ -214,12 +231,10 @@ def _block_gradient(
     d_hidden_BTD = jax.lax.dynamic_update_slice_in_dim(
       d_hidden_BTD, d_hidden_BtD, i * chunk, 1
     )
-    return (d_hidden_BTD, d_head_vD), None
+    return d_hidden_BTD, d_head_vD
 
   zeros_vD = jnp.zeros(head_vD.shape, jnp.float32)
-  chunks = d_hidden_BTD.shape[1] // chunk
-  grads, _ = jax.lax.scan(add_chunk, (d_hidden_BTD, zeros_vD), jnp.arange(chunks))
-  return grads
+  return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, zeros_vD))
 
 
 def backward(
@@ -227,6 +242,7 @@ def backward(
   head_VD: Array,
   token_BT: Array,
   temperature: Array,
+  columns: Array,
   lse_BT: Array,
   entropy_BT: Array,
   d_logp_BT: Array | None,
@@ -241,6 +257,7 @@ def backward(
   gradient is summed in float32 and written once.
 
   Args:
+    columns: as for `forward`; the others' gradients are 0.
     d_logp_BT, d_entropy_BT: gradients by the outputs; None: the loss does not depend
       on that one.
     sizes, sharded: as for `forward`.
@@ -251,13 +268,14 @@ def backward(
   block = head_VD.shape[0] // blocks
   token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
-  columns = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
+  given = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
+  used = -(-columns // chunk)
 
   def add_block(d_hidden_BTD, k):
     head_vD = _block_of(head_VD, k, block, hidden_BTD.dtype)
     id_v = k * block + jnp.arange(block)
     d_hidden_BTD, d_head_vD = _block_gradient(
-      columns, head_vD, id_v, temperature, d_hidden_BTD, chunk
+      given, head_vD, id_v, temperature, d_hidden_BTD, chunk, used
     )
     return d_hidden_BTD, d_head_vD.astype(jnp.float32 if sharded else dtype)
 

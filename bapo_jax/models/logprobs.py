@@ -1,10 +1,11 @@
 """Log-probability and entropy of given tokens, without the [B, T, V] logits.
 
 1. `sequence_stats` runs the model over whole rows and scores every token;
-2. `token_stats` scores tokens given hidden states and the head: three floats per token
+2. `packed_stats` runs it over packed rows and scores the wanted tokens alone;
+3. `token_stats` scores tokens given hidden states and the head: three floats per token
    come out, by the tiles of logprob_tiles.py, in both directions;
    `sequence_logprobs` and `token_logprobs` return the first two;
-3. under a mesh the tiles run on one shard of rows and vocabulary per device.
+4. under a mesh the tiles run on one shard of rows and vocabulary per device.
 """
 
 import functools
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import knobs, layers, logprob_tiles, transformer
+from bapo_jax.models.packing import Cells
 from bapo_jax.types import TokenStats, Tree
 
 _D = knobs.LogprobsConfig()
@@ -31,6 +33,7 @@ def token_stats(
   *,
   chunk: int = _D.chunk,
   block: int = 4096,
+  columns: Array | None = None,
 ) -> TokenStats:
   """Statistics of token_BT, column t given hidden t; float32, nats.
 
@@ -45,14 +48,17 @@ def token_stats(
     temperature: divides the logits; the distribution is the one sampled from.
     chunk: columns of T projected at once; memory is B * chunk * block floats.
     block: most rows of the head projected at once.
+    columns: i32, the first ones that are wanted; chunks without any of them cost
+      nothing and give 0. None: all.
   """
   T = hidden_BTD.shape[1]
   chunk = min(chunk, T)
   if pad := -T % chunk:
     hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
     token_BT = jnp.pad(token_BT, ((0, 0), (0, pad)))
+  columns = jnp.int32(T) if columns is None else columns
   logp_BT, entropy_BT, covariance_BT = _token_logprobs(
-    (chunk, block), hidden_BTD, head_VD, token_BT, jnp.float32(temperature)
+    (chunk, block), hidden_BTD, head_VD, token_BT, jnp.float32(temperature), columns
   )
   covariance_BT = jax.lax.stop_gradient(covariance_BT)
   return TokenStats(logp_BT[:, :T], entropy_BT[:, :T], covariance_BT[:, :T])
@@ -97,6 +103,50 @@ def sequence_stats(
   return TokenStats(*map(_shifted, stats))
 
 
+def packed_stats(
+  params: Tree,
+  cells: Cells,
+  spec: transformer.ModelSpec,
+  temperature: float | Array,
+  *,
+  chunk: int = _D.chunk,
+) -> TokenStats:
+  """Statistics [R, T] of the wanted targets of packed rows, 0 elsewhere.
+
+  Prompts need no head: of each device's cells those that predict a wanted token come
+  first, and no others meet the vocabulary.
+
+  Args:
+    chunk: cells of a device projected at once; memory is chunk * 4096 floats.
+  """
+  hidden_RTD = layers.forward(
+    params, cells.tokens_RT, spec, cells.position_RT, cells.row_RT
+  )
+  (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
+  shards = 1 if R % shards else shards
+
+  def of_device(x: Array) -> Array:  # [R, T, ...] -> [shards, cells, ...]
+    return x.reshape(shards, -1, *x.shape[2:])
+
+  wanted_SX, target_SX = of_device(cells.wanted_RT), of_device(cells.target_RT)
+  order_SX = jnp.argsort(~wanted_SX, axis=1, stable=True)
+  stats = token_stats(
+    jnp.take_along_axis(of_device(hidden_RTD), order_SX[..., None], 1),
+    transformer.head(params),
+    jnp.take_along_axis(target_SX, order_SX, 1),
+    temperature,
+    chunk=chunk,
+    columns=wanted_SX.sum(1, dtype=jnp.int32).max(),
+  )
+  back_SX = jnp.argsort(order_SX, axis=1)
+
+  def as_packed(x_SX: Array) -> Array:
+    x_RT = jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T)
+    return jnp.where(cells.wanted_RT, x_RT, 0)
+
+  return TokenStats(*map(as_packed, stats))
+
+
 def sequence_logprobs(
   params: Tree,
   tokens_BT: Array,
@@ -129,7 +179,8 @@ def _token_logprobs_forward(sizes, *args):
 def _token_logprobs_backward(sizes, residuals, cotangents):
   unused = jax.custom_derivatives.SymbolicZero
   wanted = (None if type(d) is unused else d for d in cotangents[:2])
-  return (*_over_mesh(logprob_tiles.backward, sizes, *residuals, *wanted), None, None)
+  grads = _over_mesh(logprob_tiles.backward, sizes, *residuals, *wanted)
+  return (*grads, None, None, None)
 
 
 _token_logprobs.defvjp(
@@ -153,8 +204,8 @@ def _over_mesh(
   rows = P(sharding.ROWS)
   return jax.shard_map(
     functools.partial(tiled, sharded=True),
-    # Arguments are rows, except the head and the temperature.
-    in_specs=(rows, head, rows, P(), *[rows] * (len(args) - 4)),
+    # Arguments are rows, except the head, the temperature and the columns.
+    in_specs=(rows, head, rows, P(), P(), *[rows] * (len(args) - 5)),
     out_specs=(rows, head) if function is logprob_tiles.backward else rows,
     check_vma=False,
   )(*args)

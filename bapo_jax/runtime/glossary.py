@@ -44,7 +44,7 @@ GLOSSARY: dict[str, str] = {
   'buffer/graduated': 'Hard problems that left the replay buffer because their reevaluated responses are now all right.',
   'buffer/progressed': 'Hard problems that left the replay buffer because their fresh responses are right often enough.',
   'buffer/evicted': 'Hard problems that left the replay buffer for lack of room, those tried longest ago first.',
-  'advantage/positive': 'Share of the trained tokens whose advantage is positive, among those with A != 0, in [0, 1]; nan without any.',
+  'advantage/positive': 'Share of the computed tokens whose advantage is positive, among those with A != 0, in [0, 1]; nan without any.',
   'clip/low': 'Ratio below which a token with A < 0 is no longer pushed down; mean over the updates of the step.',
   'clip/high': 'Ratio above which a token with A > 0 is no longer pushed up; mean over the updates of the step.',
   'clip/search_steps': 'Mean number of steps that the bound search took from its start, >= 0.',
@@ -56,7 +56,7 @@ GLOSSARY: dict[str, str] = {
   'clip/share': 'Positive share at the bounds used, after the search, in [0, 1]; nan where no token has a gradient.',
   'clip/surrogate_share_start': "Positive share of the clipped surrogate at the starting bounds, as the paper's public code computes it, in [0, 1]; nan where no token has an advantage.",
   'clip/surrogate_share': "Positive share of the clipped surrogate at the bounds used, as the paper's public code computes it, in [0, 1]; nan where no token has an advantage.",
-  'clip/fraction': 'Share of the trained tokens whose gradient the clip sets to zero, in [0, 1].',
+  'clip/fraction': 'Share of the computed tokens whose gradient the clip sets to zero, in [0, 1].',
   'clip/fraction_positive': 'Share of the tokens with A > 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   'clip/fraction_negative': 'Share of the tokens with A < 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   **{
@@ -66,8 +66,8 @@ GLOSSARY: dict[str, str] = {
   'clip/probability_positive': 'Mean probability under the behaviour policy of the clipped tokens with A > 0; nan without any.',
   'clip/probability_negative': 'Mean probability under the behaviour policy of the clipped tokens with A < 0; nan without any.',
   'loss/value': 'The loss that is minimised; its sign and size mean little by themselves.',
-  'loss/ratio_mean': 'Mean ratio r of the trained tokens; 1 where the two policies agree.',
-  'loss/ratio_max': 'Largest ratio r of the trained tokens, > 0.',
+  'loss/ratio_mean': 'Mean ratio r of the computed tokens; 1 where the two policies agree.',
+  'loss/ratio_max': 'Largest ratio r of the computed tokens, > 0.',
   **{
     f'loss/ratio_mean_{s}': f'Mean ratio r over the tokens of {s} rows; nan without any.'
     for s in SOURCES
@@ -84,17 +84,18 @@ GLOSSARY: dict[str, str] = {
     f'loss/gain_{s}': f'Unclipped surrogate of {s} rows, mean of r A over their tokens; nan without any.'
     for s in SOURCES
   },
-  'loss/ratio_nan': 'Share of the trained tokens whose ratio is not a number, in [0, 1]; above 0 the run has an error.',
-  'loss/ess': 'Effective sample size of the ratios as a share of the trained tokens, (sum r)^2 / (n sum r^2), in [0, 1].',
-  'loss/entropy': 'Mean entropy of the policy at the trained tokens, nats per token, >= 0.',
+  'loss/ratio_nan': 'Share of the computed tokens whose ratio is not a number, in [0, 1]; above 0 the run has an error.',
+  'loss/ess': 'Effective sample size of the ratios as a share of the computed tokens, (sum r)^2 / (n sum r^2), in [0, 1].',
+  'loss/entropy': 'Mean entropy of the policy at the computed tokens, nats per token, >= 0.',
   'loss/entropy_slope': 'Change of entropy per unit of step size that the Entropy-Clip Rule predicts, nats, in sum over the tokens as loss.aggregate weighs them; compare its sign and relative size with loss/entropy_change.',
   'loss/entropy_change': 'Measured change of entropy from one update to the next, mean over the step, nats per token; nan with a single update.',
-  'loss/kl': 'k3 estimate of KL(mu, pi), mean of r - 1 - log r over the trained tokens, nats per token, >= 0.',
-  'loss/kl_plain': 'k1 estimate of KL(mu, pi), mean of -log r over the trained tokens, nats per token; noisier, may be negative.',
+  'loss/kl': 'k3 estimate of KL(mu, pi), mean of r - 1 - log r over the computed tokens, nats per token, >= 0.',
+  'loss/kl_plain': 'k1 estimate of KL(mu, pi), mean of -log r over the computed tokens, nats per token; noisier, may be negative.',
   'learner/grad_norm': 'Global norm of the gradient before it is clipped, >= 0.',
   'learner/updates': 'Optimiser updates applied so far in the run: not those that were skipped, nor those without a token.',
   'learner/skipped': 'Updates of the step that were skipped because the loss or the gradient was not finite.',
   'learner/tokens': 'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
+  'learner/tokens_computed': 'Those of them that were computed, in the step: of responses with an advantage, and of all where loss.kl > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
   'learner/idle_steps': 'Steps in a row, this one included, in which no group of the batch had rewards that differ, so that nothing was learned.',
   **{
     f'theory/gain_{s}': f'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.'

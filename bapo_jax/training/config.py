@@ -93,6 +93,11 @@ class Config(Section):
     return self.seats // self.learner.minibatches * self.sampler.group_size
 
   @property
+  def micro_batch_rows(self) -> int:
+    """Rows of a micro-batch, if all of them are of full length."""
+    return -(-self.minibatch_rows // self.learner.grad_accum_steps)
+
+  @property
   def places(self) -> int:
     """Groups that are submitted and not yet trained on, at most."""
     rounds = self.batch.extra_rounds + 1
@@ -228,7 +233,7 @@ def _problems(config: Config) -> None:
 
 
 def _batch(config: Config) -> None:
-  """Raises ValueError unless a batch divides into minibatches and micro-batches."""
+  """Raises ValueError unless a batch divides into minibatches."""
   prompts, minibatches = config.prompts.count, config.learner.minibatches
   replayed = config.seats - prompts
   beside = f' and {replayed} replayed' if replayed else ''
@@ -236,12 +241,6 @@ def _batch(config: Config) -> None:
     raise ValueError(
       f'prompts.count={prompts}{beside} groups do not divide into learner.minibatches='
       f'{minibatches} parts of whole groups'
-    )
-  rows, parts = config.minibatch_rows, config.learner.grad_accum_steps
-  if rows % parts:
-    raise ValueError(
-      f'a minibatch has {rows} responses, which do not divide over '
-      f'learner.grad_accum_steps={parts}'
     )
 
 
@@ -262,12 +261,10 @@ def check_shards(config: Config, shards: int) -> None:
   Args:
     shards: pieces that a batch axis is cut into, mesh.data x mesh.fsdp.
   """
-  parts = config.learner.grad_accum_steps * shards
-  if config.minibatch_rows % parts:
+  if config.minibatch_rows % shards:
     raise ValueError(
       f'a minibatch has {config.minibatch_rows} responses, which do not divide over '
-      f'learner.grad_accum_steps={config.learner.grad_accum_steps} x {shards} device '
-      'shards'
+      f'{shards} device shards (mesh.data x mesh.fsdp)'
     )
   for name in ('max_num_seqs', 'prefill_batch_size'):
     if getattr(config.sampler, name) % shards:
@@ -309,7 +306,7 @@ def _elements(config: Config) -> None:
 
 def _memory(config: Config) -> None:
   """Raises ValueError where a run cannot fit the memory of this machine."""
-  micro_rows = config.minibatch_rows // config.learner.grad_accum_steps
+  micro_rows = config.micro_batch_rows
   needs = memory.needs(
     config.model,
     config.row_length,

@@ -13,7 +13,13 @@ class LearnerConfig(Section):
   epochs: int = knob(1, 'Visits of a batch.', least=1, most=1024)
   minibatches: int = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
   grad_accum_steps: int = knob(
-    1, 'Micro-batches of a minibatch, their gradients summed.', least=1, most=65536
+    1,
+    'The most micro-batches of a minibatch, their gradients summed.',
+    least=1,
+    most=65536,
+  )
+  pack: bool = knob(
+    True, 'Rows are packed, and rows without an advantage are not computed.'
   )
   max_consecutive_skips: int = knob(
     64, 'Consecutive updates that are not finite, after which the run stops.', least=1

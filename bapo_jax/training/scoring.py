@@ -1,6 +1,6 @@
 """Log-probabilities of whole groups under given weights, by the learner's program.
 
-1. `score` computes them, a few rows at a time, without a gradient;
+1. `score` computes them, packed, a micro-batch at a time, without a gradient;
 2. `recompute` puts them in place of the sampler's, where the weights are those that
    sampled, and measures how far the two were apart.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.models import logprobs
+from bapo_jax.models import logprobs, packing
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Groups, LogpDiff, Tree
 
@@ -35,18 +35,26 @@ def score(
   temperature: float,
   chunk: int,
 ) -> Array:
-  """Log-probabilities [P, G, T] of whole groups, `rows` responses at a time."""
+  """Log-probabilities [P, G, T] of the responses of groups, 0 elsewhere.
+
+  Args:
+    rows: responses of a micro-batch, if all are of full length; packed, it takes more.
+  """
   P, G, T = groups.tokens_PGT.shape
+  tokens_BT = groups.tokens_PGT.reshape(-1, T)
+  wanted_BT = groups.response_mask_PGT.reshape(-1, T)
+  packed = packing.pack(
+    tokens_BT, wanted_BT, -(-P * G // rows), width=packing.widest(spec)
+  )
 
-  def of_part(tokens_bT):
-    return logprobs.sequence_logprobs(
-      params, tokens_bT, spec, temperature, chunk=chunk
-    )[0]
+  def add(n: Array, logp_BT: Array) -> Array:
+    cells = packed.cells(n)
+    stats = logprobs.packed_stats(params, cells, spec, temperature, chunk=chunk)
+    return logp_BT + packed.unpack(stats.logp_BT, n)
 
-  flat_BT = groups.tokens_PGT.reshape(P * G, T)
-  padded_BT = jnp.pad(flat_BT, ((0, -(P * G) % rows), (0, 0)))
-  logp = jax.lax.map(of_part, padded_BT.reshape(-1, rows, T))
-  return logp.reshape(-1, T)[: P * G].reshape(P, G, T)
+  logp_BT = jnp.zeros((P * G, T), jnp.float32)
+  logp_BT = jax.lax.fori_loop(0, packed.used, add, logp_BT)
+  return logp_BT.reshape(P, G, T)
 
 
 def recompute(

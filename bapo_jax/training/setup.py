@@ -34,6 +34,7 @@ from bapo_jax.training import learner, policy, rules, scoring
 from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.objective import Objective
 from bapo_jax.training.scoring import Recompute
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
@@ -133,12 +134,13 @@ def make_train_step(
   config: Config, rules: Rules, spec: ModelSpec
 ) -> jax.stages.Wrapped:
   """One optimiser update, jitted; parameters and optimiser state are donated."""
-  objective = learner.Objective(
+  objective = Objective(
     clip_rule=rules.clip,
     loss_rule=rules.loss,
     spec=spec,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
+    pack=config.learner.pack,
     grad_accum_steps=config.learner.grad_accum_steps,
     bounds_scope=config.learner.bounds_scope,
     aggregate=config.loss.aggregate,
@@ -177,7 +179,7 @@ def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
   """The log-probabilities of groups, a micro-batch of rows at a time."""
   return functools.partial(
     scoring.score,
-    rows=config.minibatch_rows // config.learner.grad_accum_steps,
+    rows=config.micro_batch_rows,
     spec=spec,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,

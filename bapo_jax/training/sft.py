@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import logprobs, packing, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import progress_bar
 from bapo_jax.training import optimizer
@@ -27,6 +27,7 @@ from bapo_jax.types import Tree
 
 Solve = Callable[[Any, np.random.Generator, float, float], str]
 
+MICRO_BATCHES = 4  # of a step, if all its rows were of full length
 CHUNK = 50  # steps whose solutions are tokenised at once: it keeps the tokenizer quick
 
 
@@ -78,11 +79,20 @@ def imitate(
 ) -> tuple[Tree, Tree, Array]:
   """One supervised step; returns (params, opt, nats per weighted token)."""
 
-  def objective(params: Tree) -> Array:
-    logp_BT, _ = logprobs.sequence_logprobs(params, tokens_BT, spec, 1.0)
-    return -(logp_BT * weight_BT).sum() / jnp.maximum(weight_BT.sum(), 1)
+  packed = packing.pack(
+    tokens_BT, weight_BT > 0, MICRO_BATCHES, width=packing.widest(spec)
+  )
+  total = jnp.maximum(weight_BT.sum(), 1)
 
-  value, grads = jax.value_and_grad(objective)(params)
+  def objective(params: Tree, n: Array) -> Array:
+    stats = logprobs.packed_stats(params, packed.cells(n), spec, 1.0)
+    return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total
+
+  def add(n: Array, sums: tuple[Array, Tree]) -> tuple[Array, Tree]:
+    return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(params, n))
+
+  zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+  value, grads = jax.lax.fori_loop(0, packed.used, add, zeros)
   updates, opt = tx.update(grads, opt, params)
   return optax.apply_updates(params, updates), opt, value
 

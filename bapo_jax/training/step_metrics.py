@@ -21,6 +21,7 @@ from bapo_jax.types import SOURCES, Groups, ReplayBuffer, masked_mean, trained_o
 Update = Mapping[str, Any]  # the metrics of one optimiser update
 # The sampler against the learner: where the weights are those that sampled.
 OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
+SUMS = ('learner/tokens', 'learner/tokens_computed')
 OF_UPDATES = (
   *OF_FIRST,
   *(n for n in GLOSSARY if n.split('/')[0] in ('advantage', 'clip', 'loss', 'learner')),
@@ -109,21 +110,25 @@ def describe(
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
   """Means over the updates that had a token; without any all is nan but the counts."""
   if not updates:
-    return dict.fromkeys(OF_UPDATES, math.nan) | {'learner/tokens': 0.0}
+    return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
+  computed = series['learner/tokens_computed'] > 0
+  for name in diagnostics.OF_TOKENS if computed.any() else ():
+    series[name] = series[name][computed]
   mean = {name: float(series[name].mean()) for name in sorted(series)}
   for name in diagnostics.OF_SOME & set(series):
     present = series[name][~np.isnan(series[name])]
     mean[name] = float(present.mean()) if len(present) else math.nan
   for name in series:
-    if name.startswith('loss/ratio_max'):
+    if name.startswith('loss/ratio_max_'):
       mean[name] = float(np.fmax.reduce(series[name]))  # nan only where all are
   mean['loss/ratio_max'] = float(series['loss/ratio_max'].max())
   entropy = series['loss/entropy']
   # A change takes two updates to see.
   changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
   mean['loss/entropy_change'] = float(changes.mean())
-  mean['learner/tokens'] = float(series['learner/tokens'].sum())
+  for name in SUMS:
+    mean[name] = float(series[name].sum())
   for name in OF_FIRST:  # later ones compare with weights that did not sample
     mean[name] = float(series[name][0])
   return mean

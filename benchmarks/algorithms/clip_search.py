@@ -35,6 +35,7 @@ from jax import Array
 from bapo_jax.algorithms import bound_search, clip, loss
 from bapo_jax.models import transformer
 from bapo_jax.training import learner, optimizer
+from bapo_jax.training import objective as objective_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Batch, Bounds, Weigh
 
@@ -150,7 +151,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   spec = transformer.ModelSpec(vocab=40, **knobs)
   params = transformer.init(spec, jax.random.key(0))
   tx = optimizer.adamw(**config.optimizer.model_dump())
-  objective = learner.Objective(
+  objective = objective_lib.Objective(
     clip_rule=balanced,
     loss_rule=loss.clipped,
     spec=spec,

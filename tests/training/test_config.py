@@ -80,10 +80,6 @@ TOGETHER = [
     {'prompts.count': 10, 'learner.minibatches': 4},
     r'prompts\.count=10 groups do not divide into learner\.minibatches=4',
   ),
-  (
-    {'learner.grad_accum_steps': 3},
-    r'a minibatch has 64 responses, which do not divide over .*grad_accum_steps=3',
-  ),
 ]
 
 
@@ -139,11 +135,11 @@ def test_more_than_the_machine_has_is_refused_with_the_knob_that_asks_for_most()
 
 
 def test_rows_divide_over_the_mesh():
-  # 12 prompts x 8 responses / 4 minibatches = 24 rows, 2 micro-batches x 8 shards.
-  knobs = {'prompts.count': 12, 'learner.minibatches': 4, 'learner.grad_accum_steps': 2}
+  # 12 prompts x 4 responses / 4 minibatches = 12 rows over 8 shards.
+  knobs = {'prompts.count': 12, 'learner.minibatches': 4, 'sampler.group_size': 4}
   config = parse(plain(**knobs, **{'mesh.data': 4, 'mesh.fsdp': 2}))
   with pytest.raises(
-    ValueError, match=r'24 responses, .* learner\.grad_accum_steps=2 x 8 device shards'
+    ValueError, match='12 responses, which do not divide over 8 device shards'
   ):
     setup.make_mesh(config)
   config_lib.check_shards(config, 4)

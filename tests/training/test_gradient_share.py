@@ -19,6 +19,7 @@ from refusals import nested
 
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.training import learner, rules
+from bapo_jax.training import objective as objective_lib
 from bapo_jax.training.config import parse
 from bapo_jax.types import TokenStats
 
@@ -30,12 +31,13 @@ START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
 FAST = {'xla_backend_optimization_level': 0}
 
 
-class Direct(learner.Objective):
-  """The parameters are the log-probabilities themselves; tokens name their row."""
+class Direct(objective_lib.Objective):
+  """The parameters are the log-probabilities themselves."""
 
-  def token_stats(self, params, tokens_BT):
-    logp_BT = params[tokens_BT[:, 0]]
-    return TokenStats(logp_BT, jnp.ones_like(logp_BT), jnp.zeros_like(logp_BT))
+  def token_stats(self, params, cells):
+    logp_RT = params[cells.row_RT, jnp.minimum(cells.position_RT + 1, T)]
+    logp_RT = jnp.where(cells.wanted_RT, logp_RT, 0)
+    return TokenStats(logp_RT, jnp.ones_like(logp_RT), jnp.zeros_like(logp_RT))
 
 
 def objective(**values) -> Direct:
@@ -54,9 +56,12 @@ def objective(**values) -> Direct:
 
 
 def placed(logp_BT, batch):
-  """(logp_BT, batch) as arrays of the device, rows numbered."""
-  tokens_BT = np.broadcast_to(np.arange(len(logp_BT))[:, None], logp_BT.shape)
-  batch = batch._replace(tokens_BT=tokens_BT)
+  """(logp_BT, batch) as arrays of the device, behind a column that predicts them."""
+
+  def behind(x):
+    return np.pad(x, ((0, 0), (1, 0))) if np.ndim(x) == 2 else x
+
+  logp_BT, batch = behind(logp_BT), jax.tree.map(behind, batch)
   return jnp.float32(logp_BT), jax.tree.map(jnp.asarray, batch)
 
 
@@ -115,7 +120,7 @@ def on_the_path(chosen):
     )
 
     def value(logp_BT):
-      return chosen.loss(logp_BT, batch, scale_B, given)[0]
+      return chosen.loss(logp_BT, batch, scale_B, lambda _: given)[0]
 
     return sides(jax.grad(value)(logp_BT), batch)
 

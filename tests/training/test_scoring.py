@@ -11,6 +11,7 @@ import pytest
 
 from bapo_jax.algorithms import advantage, clip, loss
 from bapo_jax.training import learner, optimizer, scoring
+from bapo_jax.training import objective as objective_lib
 from bapo_jax.types import Groups, Prompts
 
 P, G, T = 8, 8, 24
@@ -60,7 +61,7 @@ score = functools.partial(
 
 def first_update(params, groups: Groups) -> dict:
   """Metrics of GSPO with the paper's bounds (arXiv:2507.18071, section 5.1)."""
-  objective = learner.Objective(
+  objective = objective_lib.Objective(
     clip_rule=functools.partial(clip.fixed, low=0.9997, high=1.0004),
     loss_rule=loss.RULES['sequence'],
     spec=SPEC,

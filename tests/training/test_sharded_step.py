@@ -14,6 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip, loss
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.training import learner
+from bapo_jax.training import objective as objective_lib
 
 SPEC = transformer.ModelSpec(
   vocab=24,
@@ -44,7 +45,7 @@ def batch(params):
 def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts):
   spec = dataclasses.replace(SPEC, tied=tied)
   params = making.params(spec)
-  objective = learner.Objective(
+  objective = objective_lib.Objective(
     clip_rule=functools.partial(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,

@@ -1,0 +1,220 @@
+"""Packed rows: every wanted token once, in a bin with room, and the same numbers."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_jax.models import attention, layers, logprobs, packing
+
+
+def wanted_of(spans, T):
+  """bool [B, T]: True in [first, last) of each row."""
+  column_T = np.arange(T)
+  return np.stack([(column_T >= a) & (column_T < b) for a, b in spans])
+
+
+@st.composite
+def batches(draw):
+  """(wanted_BT, micro_batches); few shapes, each compiled once."""
+  T, B = draw(st.sampled_from([(2, 3), (40, 16)]))
+  span = st.tuples(st.integers(1, T), st.integers(1, T)).map(sorted)
+  spans = draw(st.lists(span, min_size=B, max_size=B))
+  return wanted_of(spans, T), draw(st.sampled_from([1, 3]))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def packed_of(tokens_BT, wanted_BT, micro_batches):
+  """(used, rows, cells and what comes back) of every micro-batch."""
+  packed = packing.pack(tokens_BT, wanted_BT, micro_batches, width=130)
+  parts = []
+  for n in range(packed.shape.micro_batches):
+    cells = packed.cells(n)
+    said_RT = jnp.where(cells.wanted_RT, cells.target_RT + 1, 0)
+    parts.append((packed.mine(n), cells, packed.unpack(said_RT, n)))
+  return packed.used, parts
+
+
+def packed_by_number(drawn):
+  """(tokens_BT, wanted_BT, what `packed_of` gives), every token unlike."""
+  wanted_BT, micro_batches = drawn
+  tokens_BT = np.arange(wanted_BT.size, dtype=np.int32).reshape(wanted_BT.shape)
+  found = packed_of(jnp.asarray(tokens_BT), jnp.asarray(wanted_BT), micro_batches)
+  return tokens_BT, wanted_BT, *jax.tree.map(np.asarray, found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_every_wanted_token_is_predicted_once_from_all_before_it(drawn):
+  tokens_BT, wanted_BT, used, parts = packed_by_number(drawn)
+  assert used <= len(parts)
+  seen = []
+  for n, (_, cells, _) in enumerate(parts):
+    filled_RT = cells.row_RT >= 0
+    assert n < used or not filled_RT.any()
+    for r in range(len(filled_RT)):
+      for row in np.unique(cells.row_RT[r][filled_RT[r]]):
+        (at,) = np.nonzero(cells.row_RT[r] == row)
+        # In one piece, from the row's first token.
+        np.testing.assert_array_equal(at, at[0] + np.arange(len(at)))
+        np.testing.assert_array_equal(cells.position_RT[r, at], np.arange(len(at)))
+        np.testing.assert_array_equal(cells.tokens_RT[r, at], tokens_BT[row, : len(at)])
+    seen.extend(cells.target_RT[cells.wanted_RT].tolist())
+    np.testing.assert_array_equal(
+      cells.target_RT[filled_RT], cells.tokens_RT[filled_RT] + 1
+    )
+  assert sorted(seen) == tokens_BT[wanted_BT].tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_what_cells_say_comes_back_to_its_token(drawn):
+  tokens_BT, wanted_BT, _, parts = packed_by_number(drawn)
+  for mine_B, _, found_BT in parts:
+    assert not found_BT[~mine_B].any()
+  total_BT = sum(found_BT for *_, found_BT in parts)
+  np.testing.assert_array_equal(total_BT, np.where(wanted_BT, tokens_BT + 1, 0))
+
+
+def first_fit_decreasing(lengths, width):
+  """Bin of each row and its start, one row after the other."""
+  bins, found = [], {}
+  for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    if lengths[row]:
+      at = next((i for i, full in enumerate(bins) if full + lengths[row] <= width), -1)
+      if at < 0:
+        at = len(bins)
+        bins.append(0)
+      found[row] = at, bins[at]
+      bins[at] += lengths[row]
+  return found, len(bins)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_rows_go_to_the_first_bin_with_room_the_longest_first(seed):
+  rng = np.random.default_rng(seed)
+  T, B = 200, 24
+  lengths = rng.integers(0, T, B)
+  wanted_BT = wanted_of([(max(n, 1), n + 1) for n in lengths], T)
+  packed = packing.pack(jnp.zeros((B, T), int), jnp.asarray(wanted_BT), 4, width=500)
+  assert packed.shape == (4, 3, 400)
+  found, count = first_fit_decreasing(lengths.tolist(), 400)
+  for row in range(B):
+    place = int(packed.bin_B[row]), int(packed.start_B[row])
+    assert place == found[row] if row in found else place[0] == -1
+  assert int(packed.used) == math.ceil(count / 3)
+
+
+def test_bins_hold_the_worst_case_by_hand():
+  # 57 tokens: five rows to a bin of 285 cells; 64 rows want 13 bins, 4 in each of 4.
+  assert packing.shape_of(64, 57, 4, width=300) == (4, 4, 285)
+  assert packing.shape_of(64, 57, 1, 4, width=300) == (1, 16, 285)
+  assert packing.shape_of(64, 57, 4, width=300, packed=False) == (4, 16, 57)
+  # Long rows have a bin each; few rows leave no device without one.
+  assert packing.shape_of(64, 8192, 4, 16, width=300) == (4, 16, 8192)
+  assert packing.shape_of(8, 12, 2, 4, width=300) == (2, 4, 12)
+  assert packing.shape_of(3, 12, 8, width=300) == (3, 1, 12)
+
+
+def test_the_widest_bin_by_hand():
+  # D = 16, H = 4, K = 2, C = 8, F = 32: 2 x 16 x 6 x 8 + 3 x 16 x 32 = 3072 weights,
+  # 6144 products per token; scores and values take 4 x 32 per key, 614 / 128 = 4.8.
+  spec = dataclasses.replace(
+    making.SPEC, width=16, heads=4, kv_heads=2, head_width=8, ffn=32
+  )
+  assert packing.widest(spec) == 4
+
+
+@pytest.mark.parametrize('micro_batches', [1, 3])
+@pytest.mark.parametrize('packed', [True, False])
+def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
+  params, rng = making.params(), np.random.default_rng(0)
+  B, T = 16, 21
+  first_B, last_B = rng.integers(1, 9, B), rng.integers(5, T + 1, B)
+  wanted_BT = wanted_of(zip(first_B, last_B, strict=True), T)
+  wanted_BT &= (rng.random(B) < 0.7)[:, None]
+  tokens_BT = rng.integers(0, making.SPEC.vocab, (B, T), np.int32)
+  whole = logprobs.sequence_stats(params, jnp.asarray(tokens_BT), making.SPEC, 0.8)
+
+  def all_of(tokens_BT, wanted_BT):
+    rows = packing.pack(tokens_BT, wanted_BT, micro_batches, width=64, packed=packed)
+    total = [jnp.zeros((B, T))] * 3
+    for n in range(rows.shape.micro_batches):
+      found = logprobs.packed_stats(params, rows.cells(n), making.SPEC, 0.8, chunk=16)
+      total = [a + rows.unpack(b, n) for a, b in zip(total, found, strict=True)]
+    return total
+
+  found = variant(all_of, jnp.asarray(tokens_BT), jnp.asarray(wanted_BT))
+  for name, a, b in zip(whole._fields, found, whole, strict=True):
+    np.testing.assert_allclose(a, np.where(wanted_BT, b, 0), atol=3e-6, err_msg=name)
+
+
+def test_a_text_sees_no_other_text_of_its_bin():
+  params, spec = making.params(), making.SPEC
+  tokens_1T = jnp.asarray([[3, 4, 5, 6, 7, 8, 9]])
+  position_1T = jnp.asarray([[0, 1, 2, 0, 1, 2, 3]])
+  row_1T = jnp.asarray([[0, 0, 0, 1, 1, 1, 1]])
+  hidden_1TD = layers.forward(params, tokens_1T, spec, position_1T, row_1T)
+  alone = [layers.forward(params, tokens_1T[:, at], spec) for at in np.s_[:3, 3:]]
+  np.testing.assert_allclose(hidden_1TD, jnp.concatenate(alone, 1), atol=2e-6)
+
+
+@pytest.mark.parametrize('kind', ['plain', 'splash'])
+def test_kernels_keep_texts_apart(kind):
+  rng = np.random.default_rng(1)
+  q, k, v = (rng.standard_normal((2, 160, n, 16), np.float32) for n in (4, 2, 2))
+  row_BT = np.sort(rng.integers(0, 5, (2, 160)), axis=1)
+  run = (
+    functools.partial(attention.splash, interpret=True)
+    if kind == 'splash'
+    else functools.partial(attention.causal, kind=kind)
+  )
+  found = np.asarray(run(q, k, v, segment_BT=jnp.asarray(row_BT)))
+  for b in range(2):
+    for row in np.unique(row_BT[b]):
+      (at,) = np.nonzero(row_BT[b] == row)
+      alone = attention.causal(*(x[b : b + 1, at] for x in (q, k, v)), kind='plain')
+      np.testing.assert_allclose(found[b, at], alone[0], atol=2e-5)
+
+
+def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
+  rng = np.random.default_rng(2)
+  hidden_BTD = rng.standard_normal((2, 12, 8), np.float32)
+  head_VD, token_BT = (
+    rng.standard_normal((20, 8), np.float32),
+    rng.integers(0, 20, (2, 12)),
+  )
+
+  def score(hidden_BTD, head_VD, columns):
+    stats = logprobs.token_stats(
+      hidden_BTD, head_VD, token_BT, 0.7, chunk=4, columns=columns
+    )
+    return jnp.stack(stats)
+
+  def total(columns, hidden_BTD, head_VD):
+    return (score(hidden_BTD, head_VD, columns)[0] ** 2).sum()
+
+  whole = jax.jit(score)(hidden_BTD, head_VD, 12)
+  for columns, used in ((0, 0), (1, 4), (4, 4), (5, 8), (12, 12)):
+    found = jax.jit(score)(hidden_BTD, head_VD, columns)
+    np.testing.assert_array_equal(found[:, :, :used], whole[:, :, :used])
+    assert not found[:, :, used:].any()
+    gradient = jax.jit(jax.grad(total, (1, 2)))
+    d_hidden, d_head = gradient(columns, hidden_BTD, head_VD)
+    if used:
+
+      def of_cut(hidden_BTD, head_VD, token_BT=token_BT[:, :used]):
+        logp_BT, _ = logprobs.token_logprobs(hidden_BTD, head_VD, token_BT, 0.7)
+        return (logp_BT**2).sum()
+
+      expected = jax.grad(of_cut, (0, 1))(hidden_BTD[:, :used], head_VD)
+      np.testing.assert_allclose(d_hidden[:, :used], expected[0], rtol=1e-5, atol=1e-4)
+      np.testing.assert_allclose(d_head, expected[1], rtol=1e-5, atol=1e-4)
+    assert not d_hidden[:, used:].any()
