@@ -106,6 +106,7 @@ HOUSE = {
     'evaluate',
     'memory',
     'config',
+    'remat',
     'rules',
     'step_metrics',
     'state',

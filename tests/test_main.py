@@ -67,7 +67,10 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--mode=exprt'], 'should be one of'),
   ([GOOD, '--checkpoint=best'], 'always goes on from the newest'),
   ([GOOD, '--config.rewards.rule=amie'], "rewards.rule='amie': give one of 'aime'"),
-  ([GOOD, '--config.model.remat=half'], "model.remat='half': give one of 'full'"),
+  (
+    [GOOD, '--config.model.remat=half'],
+    "model.remat='half': give one of 'auto', 'full'",
+  ),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/countdown.py:dapo'], "no cell 'dapo'"),
   ([COUNTDOWN, '--mode=table'], 'no folder with a finished sweep'),

@@ -54,8 +54,13 @@ class ModelConfig(Section):
   attention: Literal['auto', 'plain', 'cudnn', 'splash'] = knob(
     'auto', 'Attention kernel; auto chooses by platform.'
   )
-  remat: Literal['full', 'dots', 'none'] = knob(
-    'full', 'Forward activations that the backward pass computes again.'
+  remat: Literal['auto', 'full', 'dots', 'none'] = knob(
+    'auto',
+    'What the backward pass computes again; auto: as little as memory allows.',
+  )
+  sequence_sharding: Literal['auto', 'on', 'off'] = knob(
+    'auto',
+    'Columns between layers split over mesh.tensor; auto: where memory needs it.',
   )
 
   @pydantic.model_validator(mode='after')

@@ -111,6 +111,20 @@ def _embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
   )
 
 
+def split(x_BTD: Array, spec: ModelSpec) -> Array:
+  """The residual stream on its devices: rows, and columns by spec.sequence_sharding.
+
+  Rows stay on their devices and weights move to them, whatever XLA would prefer.
+  Columns over the tensor axis are Megatron's sequence parallelism (Korthikanti et al.,
+  2022): a product's sum over that axis becomes a scatter, and a gather comes before the
+  next product. The bytes are the same, the memory between layers is divided.
+  """
+  mesh = sharding.ambient()
+  whole = mesh is None or x_BTD.shape[1] % mesh.shape['tensor'] > 0
+  columns = 'tensor' if spec.sequence_sharding and not whole else None
+  return sharding.constrain(x_BTD, sharding.ROWS, columns)
+
+
 def run(
   params: Tree,
   tokens_BT: Array,
@@ -129,12 +143,11 @@ def run(
     attended_BTHC = attention.causal(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
-    x_BTD = sharding.constrain(add_out(w, x_BTD, attended_BTHC, spec), sharding.ROWS)
+    x_BTD = split(add_out(w, x_BTD, attended_BTHC, spec), spec)
     return x_BTD, (k_BTKC, v_BTKC) if with_cache else None
 
   body = layer if with_cache else REMAT[spec.remat](layer)
-  # Rows stay on their devices and weights move to them, whatever XLA would prefer.
-  x_BTD = sharding.constrain(_embed_rows(params, tokens_BT, spec), sharding.ROWS)
+  x_BTD = split(_embed_rows(params, tokens_BT, spec), spec)
   x_BTD, cache = jax.lax.scan(body, x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), cache
 

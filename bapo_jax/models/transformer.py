@@ -47,7 +47,8 @@ class ModelSpec:
   dtype: str = _D.dtype  # of the parameters; norms are float32 in any case
   compute: str = _D.compute  # of the matrix products
   attention: str = _D.attention  # a kind of attention.py
-  remat: str = _D.remat  # a key of layers.REMAT
+  remat: str = 'full'  # a key of layers.REMAT
+  sequence_sharding: bool = False  # columns between layers over the tensor axis
 
 
 def describe(spec: ModelSpec) -> dict[str, Initialiser]:

@@ -16,10 +16,14 @@ def accelerators() -> int:
   return sum(len(glob.glob(pattern)) for pattern in ACCELERATORS)
 
 
+def host_memory() -> int:
+  """Bytes of the host's memory."""
+  return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+
+
 def most_memory() -> int:
   """Bytes that no run on this machine can exceed: an upper limit, not a promise."""
-  host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-  return host + accelerators() * LARGEST_ACCELERATOR
+  return host_memory() + accelerators() * LARGEST_ACCELERATOR
 
 
 def peak_rss() -> int:

@@ -21,7 +21,7 @@ from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
-from bapo_jax.training import checkpoint, evaluate, policy, report, setup
+from bapo_jax.training import checkpoint, evaluate, policy, remat, report, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
@@ -288,8 +288,8 @@ def timings(seconds: dict[str, float], tokens: float) -> Metrics:
 
 def welcome(config: Config, workdir: str, material: Material) -> None:
   """The first screen: what will run."""
-  c, spec = config, policy.spec_of(config, material.tokenizer)
-  devices = jax.devices()
+  c, mesh, devices = config, setup.make_mesh(config), jax.devices()
+  spec = remat.resolve(c, policy.spec_of(c, material.tokenizer), mesh)
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -303,6 +303,7 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
     f'{c.clip.rule}, loss {c.loss.rule}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores\n'
+    f'  memory     {remat.sentence(c, spec, mesh)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
 

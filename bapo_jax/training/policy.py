@@ -21,7 +21,7 @@ from bapo_jax.models import hf_directory, hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import checkpoint, damage, sft
+from bapo_jax.training import checkpoint, damage, remat, sft
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
@@ -72,13 +72,15 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   """What the policy is: by its config.json, or by the config's own knobs.
 
+  `remat.resolve` decides what the backward pass computes again.
+
   Args:
     tokenizer: gives the vocabulary of the embedded policy; not read for another.
   """
-  knobs = config.model.model_dump()
+  knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding'})
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
-    own = {name: knobs[name] for name in ('attention', 'remat', 'dtype')}
+    own = {name: knobs[name] for name in ('attention', 'dtype')}
     return dataclasses.replace(spec, **own)
   assert tokenizer is not None
   # Rounded up, as published models do, so that the vocabulary divides over devices.
@@ -89,7 +91,7 @@ def load(
   config: Config, workdir: str, tokenizer: Tokenizer, mesh: Mesh, timer: PhaseTimer
 ) -> tuple[ModelSpec, Tree]:
   """(spec, params): a published model's, or random weights after their warm start."""
-  spec = spec_of(config, tokenizer)
+  spec = remat.resolve(config, spec_of(config, tokenizer), mesh)
   if path := config.model.path:
     with timer('load'):
       return spec, hf_weights.load(hf_directory.here(path), spec, mesh)

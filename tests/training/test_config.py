@@ -47,7 +47,11 @@ KNOBS = [  # knob, value, what the sentence must say
   ('mesh.data', 0, r'mesh\.data=0: give 1 or more devices, or -1 for the rest'),
   ('mesh.fsdp', -1, r'mesh\.data=-1, fsdp=-1, tensor=1: only one of them may be -1'),
   ('model.heads', 3, r'model\.heads=3: give a multiple of kv_heads=2'),
-  ('model.remat', 'some', r"model\.remat='some': give one of 'full', 'dots', 'none'"),
+  (
+    'model.remat',
+    'some',
+    r"model\.remat='some': give one of 'auto', 'full', 'dots', 'none'",
+  ),
   ('model.dtype', 'float16', r"model\.dtype='float16': give one of 'float32', 'bf"),
   ('model.compute', 'int8', r"model\.compute='int8': give one of 'float32', 'bf"),
   ('model.attention', 'flash', r"model\.attention='flash': give one of 'auto', 'pl"),

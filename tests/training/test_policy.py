@@ -100,8 +100,11 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path):
 
 def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   path = source(tmp_path / 'model')
-  config = tiny(**{'model.path': path, 'tokenizer.template': '{problem}='})
+  knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
+  config = tiny(**knobs)
   material = setup.read(config, str(tmp_path / 'work'))
   experiment.welcome(config, 'work', material)
-  (line,) = (x for x in capsys.readouterr().out.splitlines() if 'tokenizer ' in x)
+  text = capsys.readouterr().out
+  assert 'remat none (auto): the backward pass computes nothing again' in text
+  (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
   assert line.split(None, 1)[1] == f"{path}, 28 tokens, template '{{problem}}='"

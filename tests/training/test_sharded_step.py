@@ -41,9 +41,12 @@ def batch(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('tied', 'parts'), [(False, 1), (True, 2)])
-def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts):
-  spec = dataclasses.replace(SPEC, tied=tied)
+@pytest.mark.parametrize(
+  ('tied', 'parts', 'split', 'remat'),
+  [(False, 1, False, 'full'), (True, 2, False, 'none'), (True, 2, True, 'dots')],
+)
+def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split, remat):
+  spec = dataclasses.replace(SPEC, tied=tied, sequence_sharding=split, remat=remat)
   params = making.params(spec)
   objective = objective_lib.Objective(
     clip_rule=functools.partial(clip.balanced, target=0.4),

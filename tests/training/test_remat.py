@@ -1,0 +1,139 @@
+"""What the backward pass keeps: the count against the compiler, and what auto takes."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import layers, transformer
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import policy, remat
+from configs import aime
+
+SPEC = transformer.ModelSpec(
+  vocab=32, width=48, layers=24, heads=4, kv_heads=2, head_width=16, ffn=160
+)
+B, T = 4, 64
+
+
+def temporaries(spec):
+  """Bytes that the compiler allocates for a gradient, beyond arguments and results."""
+
+  def total(params, tokens_BT):
+    return layers.forward(params, tokens_BT, spec).sum()
+
+  tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
+  lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), tokens_BT)
+  return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize('qk_norm', [False, True])
+def test_the_count_is_the_compilers(qk_norm):
+  # What does not depend on the depth is left out: a difference of two depths.
+  spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
+  for kind in remat.KINDS:
+    deep, shallow = (
+      temporaries(dataclasses.replace(spec, remat=kind, layers=n)) for n in (24, 8)
+    )
+    counted = remat.saved_bytes(spec, T, kind=kind)
+    assert (deep - shallow) / 16 / (B * T) == pytest.approx(counted, rel=0.02), kind
+
+
+def test_what_is_kept_by_hand():
+  # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
+  spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
+  assert remat.saved_bytes(spec, T, kind='full') == 2 * 48
+  assert remat.saved_bytes(spec, T, kind='dots') == 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
+  everything = 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4
+  assert remat.saved_bytes(spec, T, kind='none') == everything
+  # Two devices share heads and feed-forward width, and the stream between the layers
+  # where columns are split.
+  shared = 2 * (64 + 2 * 32 + 2 * 160) / 2
+  assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 2 * 48 + shared
+  spec = dataclasses.replace(spec, sequence_sharding=True)
+  assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 48 + shared
+
+
+def parsed(**model):
+  config = aime.tiny()
+  config.model.update(**model)
+  return config_lib.parse(config.to_dict())
+
+
+def test_auto_takes_the_least_that_must_be_computed_again():
+  config, mesh = parsed(), sharding.make(2, 2, 2)
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  kinds = list(itertools.product(remat.KINDS, (False, True)))
+  needed = {
+    kind: remat.needs(
+      config, dataclasses.replace(spec, remat=kind[0], sequence_sharding=kind[1]), mesh
+    )
+    for kind in kinds
+  }
+  assert sorted(needed.values(), reverse=True) == list(needed.values())
+  for kind, memory in needed.items():
+    found = remat.resolve(config, spec, mesh, memory)
+    assert (found.remat, found.sequence_sharding) == kind
+  least = remat.resolve(config, spec, mesh, 1.0)  # nothing fits: the least memory
+  assert (least.remat, least.sequence_sharding) == ('full', True)
+  alone = sharding.make(devices=jax.devices()[:1])
+  assert not remat.resolve(config, spec, alone, 1.0).sequence_sharding
+
+
+@pytest.mark.parametrize('kind', remat.KINDS)
+def test_a_knob_is_obeyed(kind):
+  config, mesh = parsed(remat=kind, sequence_sharding='on'), sharding.make(2, 2, 2)
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  found = remat.resolve(config, spec, mesh, 1e15)
+  assert (found.remat, found.sequence_sharding) == (kind, True)
+  assert f'remat {kind}:' in remat.sentence(config, found, mesh, 1e15)
+
+
+def test_a_small_run_computes_nothing_again():
+  config, mesh = parsed(), sharding.make()
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  assert remat.resolve(config, spec, mesh).remat == 'none'
+  assert 'remat none (auto)' in remat.sentence(
+    config, remat.resolve(config, spec, mesh), mesh
+  )
+
+
+@pytest.mark.parametrize(
+  ('kind', 'tokens'), [(k, 16) for k in remat.KINDS] + [('dots', 17)]
+)
+def test_split_columns_change_no_gradient(kind, tokens):
+  # 17 columns do not divide over two devices and stay whole.
+  spec = dataclasses.replace(SPEC, layers=2, remat=kind)
+  params = making.params(spec)
+  tokens_BT = jax.random.randint(jax.random.key(1), (8, tokens), 0, spec.vocab)
+  weight_D = jax.random.normal(jax.random.key(2), (spec.width,))
+
+  def total(params, tokens_BT, spec):
+    return jnp.sin(layers.forward(params, tokens_BT, spec) * weight_D[None, None]).sum()
+
+  expected = jax.jit(jax.grad(functools.partial(total, spec=spec)))(params, tokens_BT)
+  mesh = sharding.make(2, 2, 2)
+  split = dataclasses.replace(spec, sequence_sharding=True)
+  spread = jax.device_put(params, sharding.shardings(params, mesh))
+  gradient = jax.jit(jax.grad(functools.partial(total, spec=split)))
+  found = sharding.under(mesh, gradient)(
+    spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
+  )
+  for path, g in jax.tree.leaves_with_path(expected):
+    other = dict(jax.tree.leaves_with_path(found))[path]
+    np.testing.assert_allclose(other, g, atol=1e-5 * np.abs(g).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])
+def test_columns_are_split_where_they_divide(tokens, columns):
+  spec = dataclasses.replace(SPEC, sequence_sharding=True)
+  mesh = sharding.make(2, 2, 2)
+  place = jax.jit(functools.partial(layers.split, spec=spec))
+  x_BTD = sharding.under(mesh, place)(jnp.zeros((8, tokens, spec.width)))
+  assert x_BTD.sharding.shard_shape(x_BTD.shape) == (2, columns, spec.width)
