@@ -63,6 +63,9 @@ EXPORT_SHARD_GB = flags.DEFINE_float(
 TOPOLOGY = flags.DEFINE_string(
   'topology', 'v5p:2x2x4', 'What --mode=plan compiles for; it need not be attached.'
 )
+MEAN_SHARE = flags.DEFINE_float(
+  'mean_share', 1.0, 'Mean row over the longest, for --mode=plan.', 1e-6, 1.0
+)
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
@@ -213,7 +216,7 @@ def plan(config: Config) -> int:
   os.environ.update(PLANNING)
   from bapo_jax.tools.plan import plan
 
-  return 0 if plan.run(config, TOPOLOGY.value) else 1
+  return 0 if plan.run(config, TOPOLOGY.value, MEAN_SHARE.value) else 1
 
 
 def show(config: Config) -> int:

@@ -61,6 +61,15 @@ def test_a_text_counted_by_hand():
   assert found['reduce-scatter64'].received == 60 * 64
 
 
+def test_a_tpus_scatter_is_no_sum():
+  # The TPU's compiler writes a scatter as a fusion that sums all and keeps a slice:
+  # every byte arrives once.
+  text = TEXT.replace('%fused', '%all-reduce-scatter.3')
+  found = {c.kind + str(c.bytes): c for c in hlo.in_loops(text)}
+  assert 'all-reduce64' not in found
+  assert found['reduce-scatter64'].received == (12 + 60) * 64
+
+
 def test_a_compiled_program_is_counted():
   devices = sharding.make(2, 2, 2)
 

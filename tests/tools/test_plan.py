@@ -1,5 +1,6 @@
 """A plan lists what fits, what does not, by how much, and what would."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -161,6 +162,32 @@ def test_the_compilers_refusal_is_read(config, mesh):
     assert plan.bytes_needed(message, program) == pytest.approx(needed)
 
 
+def test_what_costs_no_products_is_tried_first(config, mesh):
+  spec = dataclasses.replace(programs.tpu_spec(config), remat='none')
+  tried = list(plan.ladder('train step', config, spec, mesh))
+  assert tried[:4] == [
+    ('model.sequence_sharding', 'on'),
+    ('model.remat', 'dots'),
+    ('model.remat', 'full'),
+    ('learner.grad_accum_steps', 32),
+  ]
+
+
+def test_packing_is_an_assumption_that_is_printed(config, mesh):
+  spec = programs.tpu_spec(config)
+  program = programs.train_step(config, rules.bind(config), spec, mesh)
+  row, chip = plan.Row(0, 0, 0, 0, 0, 0, [], 0.0), roofline.CHIPS['v5p']
+  text = plan.roofline_table(
+    {'train step': row}, {'train step': program}, chip, config, 0.25
+  )
+  # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
+  columns = 2 * 32 * 16 * 2048 / 1e6
+  assert f'on {columns:.4g} M columns, padded' in text
+  assert f'--mean_share=0.25 (mean row over the longest): {columns / 4:.4g} M' in text
+  padded, packed = re.findall(r'at least (\S+) h', text)
+  assert float(packed) == pytest.approx(float(padded) / 4, rel=0.01)
+
+
 @pytest.mark.parametrize(
   ('name', 'remat', 'fits', 'answer'),
   [
@@ -172,6 +199,12 @@ def test_the_compilers_refusal_is_read(config, mesh):
       '--config.learner.grad_accum_steps=32 fits',
     ),
     ('train step', 'dots', {'model.remat': 'full'}, '--config.model.remat=full fits'),
+    (
+      'train step',
+      'none',
+      {'model.remat': 'dots'},
+      '--config.model.remat=dots fits',
+    ),
     (
       'train step',
       'dots',
@@ -208,7 +241,9 @@ def test_the_largest_batch_that_fits_is_found(
 
   monkeypatch.setattr(plan, 'compiled', compiled)
   monkeypatch.setitem(programs.PROGRAMS, name, lambda changed, *_: changed)
-  found = plan.remedy(name, config, mesh, roofline.CHIPS['v5e'], lambda _: None)
+  spec = dataclasses.replace(programs.tpu_spec(config), remat=remat)
+  spec = dataclasses.replace(spec, sequence_sharding=True)
+  found = plan.remedy(name, config, spec, mesh, roofline.CHIPS['v5e'], lambda _: None)
   assert found.startswith(answer)
   if 'fits' in answer:
     assert found.endswith('5.8 GiB left')

@@ -22,6 +22,8 @@ KINDS = (
   'ragged-all-to-all',
   'collective-broadcast',
 )
+# A TPU's scatter: a computation of this name sums all of it and keeps a slice.
+SCATTER = 'all-reduce-scatter'
 # `-done` ends what `-start` began and is not counted a second time.
 COLLECTIVE = re.compile(rf' = (.+?) ({"|".join(KINDS)})(-start)?\(')
 ARRAY = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*|c\d+)\[([\d,]*)\]')
@@ -69,7 +71,8 @@ def in_loops(text: str) -> list[Collective]:
   def walk(name: str, repeats: int, looped: bool) -> None:
     for line in bodies.get(name, ()):
       if looped and (found := COLLECTIVE.search(line)):
-        key = found[2], size(found[1], found[2], bool(found[3]), line)
+        bytes_ = size(found[1], found[2], bool(found[3]), line)
+        key = ('reduce-scatter' if name.startswith(SCATTER) else found[2]), bytes_
         sites.setdefault(key, set()).add((name, line))
         times[key] = times.get(key, 0) + repeats
       if loop := LOOP.search(line):

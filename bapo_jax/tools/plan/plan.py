@@ -18,8 +18,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import hlo, programs, roofline
-from bapo_jax.training import rules, setup
+from bapo_jax.training import remat, rules, setup
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -100,15 +101,26 @@ def bytes_needed(message: str, program: programs.Program) -> float:
   return math.inf
 
 
+def room(chip: roofline.Chip) -> float:
+  """Bytes of the chip that a hand count may fill; the compiler has the last word."""
+  return remat.DEVICE_SHARE * chip.hbm * GIB
+
+
 def excess(row: Row | float, chip: roofline.Chip) -> float:
   """Bytes beyond the chip's memory; negative if the program fits."""
   return (row.total if isinstance(row, Row) else row) - chip.hbm * GIB
 
 
-def ladder(name: str, config: Config, mesh: Mesh) -> Iterator[tuple[str, int | str]]:
+def ladder(
+  name: str, config: Config, spec: ModelSpec, mesh: Mesh
+) -> Iterator[tuple[str, int | str]]:
   """(knob, value) to try in turn if a program does not fit.
 
-  From the largest batch down, so that the first that fits is the largest.
+  Nothing that costs products before what does, and from the largest batch down, so
+  that the first that fits is the largest.
+
+  Args:
+    spec: with the kind of rematerialisation that did not fit.
   """
   shards = sharding.row_shards(mesh)
   if name in ('prefill', 'decode'):
@@ -118,8 +130,11 @@ def ladder(name: str, config: Config, mesh: Mesh) -> Iterator[tuple[str, int | s
       yield f'sampler.{knob}', n
       n //= 2
     return
-  if config.model.remat != 'full' and name == 'train step':
-    yield 'model.remat', 'full'
+  if not spec.sequence_sharding and mesh.shape['tensor'] > 1:
+    yield 'model.sequence_sharding', 'on'
+  if name == 'train step':
+    for kind in remat.KINDS[remat.KINDS.index(spec.remat) + 1 :]:
+      yield 'model.remat', kind
   steps = 2 * config.learner.grad_accum_steps
   while config.minibatch_rows % (steps * shards) == 0:
     yield 'learner.grad_accum_steps', steps
@@ -129,19 +144,21 @@ def ladder(name: str, config: Config, mesh: Mesh) -> Iterator[tuple[str, int | s
 def remedy(
   name: str,
   config: Config,
+  spec: ModelSpec,
   mesh: Mesh,
   chip: roofline.Chip,
   echo: Callable[[str], object],
 ) -> str:
   """The flags that make the program fit, found by compiling it; a sentence."""
   changed, flags = config, {}
-  for knob, value in ladder(name, config, mesh):
+  for knob, value in ladder(name, config, spec, mesh):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
     echo(f'  {name}: trying {" ".join(flags.values())}')
-    spec, bound = programs.tpu_spec(changed), rules.bind(changed)
-    row = compiled(programs.PROGRAMS[name](changed, bound, spec, mesh), mesh)
+    tried = remat.resolve(changed, programs.tpu_spec(changed), mesh, room(chip))
+    program = programs.PROGRAMS[name](changed, rules.bind(changed), tried, mesh)
+    row = compiled(program, mesh)
     if isinstance(row, Row) and excess(row, chip) <= 0:
       left = -excess(row, chip) / GIB
       return f'{" ".join(flags.values())} fits, {left:.1f} GiB left'
@@ -152,19 +169,28 @@ def remedy(
   )
 
 
-def run(config: Config, topology: str, echo: Callable[[str], object] = print) -> bool:
+def run(
+  config: Config,
+  topology: str,
+  mean_share: float = 1.0,
+  echo: Callable[[str], object] = print,
+) -> bool:
   """Plans the run and prints the plan; True if every program fits.
+
+  Args:
+    mean_share: mean length of the rows over the longest, in (0, 1].
 
   Raises:
     ValueError: topology, model or knobs do not fit together.
   """
   chip, devices = attach(topology)
   mesh = setup.make_mesh(config, devices)
-  bound, spec = rules.bind(config), programs.tpu_spec(config)
+  bound, memory = rules.bind(config), room(chip)
+  spec = remat.resolve(config, programs.tpu_spec(config), mesh, memory)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
-    f'attention {spec.attention}, remat {spec.remat}'
+    f'attention {spec.attention}\n{remat.sentence(config, spec, mesh, memory)}'
   )
   made, rows, verdicts = {}, {}, {}
   for name, make in programs.PROGRAMS.items():
@@ -176,13 +202,13 @@ def run(config: Config, topology: str, echo: Callable[[str], object] = print) ->
       echo(f'  {name} compiled in {row.seconds:.0f} s')
     else:
       echo(f'  {name} does not fit; searching a smaller batch')
-      found = remedy(name, config, mesh, chip, echo)
+      found = remedy(name, config, spec, mesh, chip, echo)
       verdicts[name] = f'{over:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   for table in (
     memory_table(rows, verdicts),
     loops_table(known),
-    roofline_table(known, made, chip, config),
+    roofline_table(known, made, chip, config, mean_share),
   ):
     echo('')
     echo(table)
@@ -229,6 +255,7 @@ def roofline_table(
   made: dict[str, programs.Program],
   chip: roofline.Chip,
   config: Config,
+  mean_share: float,
 ) -> str:
   """Lower bounds on the seconds of each program, and of a whole step."""
   bounds = ('products', 'memory', 'links')
@@ -248,10 +275,12 @@ def roofline_table(
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  return '\n'.join([*lines, *_step_lines(took, config)])
+  return '\n'.join([*lines, *_step_lines(took, config, mean_share)])
 
 
-def _step_lines(took: dict[str, float], config: Config) -> Iterator[str]:
+def _step_lines(
+  took: dict[str, float], config: Config, mean_share: float
+) -> Iterator[str]:
   """Lower bounds on decoding and learning of one step, given those of the programs."""
   sampler = config.sampler
   if 'decode' in took:
@@ -265,4 +294,13 @@ def _step_lines(took: dict[str, float], config: Config) -> Iterator[str]:
   if 'train step' in took:
     updates = config.updates_per_step
     hours = updates * took['train step'] / 3600
-    yield f'learning: {updates} updates per step, at least {hours:.2f} h'
+    columns = updates * config.minibatch_rows * config.row_length
+    yield (
+      f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
+      f'at least {hours:.3g} h'
+    )
+    yield (
+      f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
+      f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
+      f'{mean_share * hours:.3g} h'
+    )
