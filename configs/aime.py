@@ -162,16 +162,23 @@ def batch_paper() -> ConfigDict:
 
 
 def seven() -> ConfigDict:
-  return distilled('DeepSeek-R1-Distill-Qwen-7B', tensor=4)
+  """The 7B for 64 devices: weights over all of them, so that nothing is summed.
+
+  One row of a device at a time leaves the memory for `model.remat=dots`.
+  """
+  return distilled('DeepSeek-R1-Distill-Qwen-7B', 1, grad_accum_steps=16, slots=2048)
 
 
 def thirty_two() -> ConfigDict:
-  return distilled('DeepSeek-R1-Distill-Qwen-32B', tensor=8)
+  """The 32B for 64 devices; the actor of one with tensor=1 would need 61 GiB."""
+  return distilled('DeepSeek-R1-Distill-Qwen-32B', 4, grad_accum_steps=64, slots=512)
 
 
-def distilled(name: str, tensor: int) -> ConfigDict:
+def distilled(name: str, tensor: int, grad_accum_steps: int, slots: int) -> ConfigDict:
   """Balanced PO's settings for one model, on a mesh that holds it."""
   config = balanced_paper(name)
   config.title = f'AIME, {name}'
   config.mesh.tensor = tensor
+  config.learner.grad_accum_steps = grad_accum_steps
+  config.sampler.update(max_num_seqs=slots, prefill_batch_size=64)
   return config

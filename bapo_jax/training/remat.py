@@ -18,6 +18,7 @@ from bapo_jax.training.config import Config
 
 KINDS = ('none', 'dots', 'full')  # what is computed again: nothing to everything
 BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
+KEYS = 512  # columns of keys per block of the TPU's kernel, as in attention.py
 # The rest is for the allocator's gaps; a host's also for verifiers and other programs.
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
 
@@ -66,8 +67,9 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
 
   Weights, moments and gradients over fsdp and tensor; the actor, one layer's and the
   head's gathered weights and their gradients over tensor; per token of a micro-batch
-  what all layers keep, one layer's own backward pass (all it computes, and the gradient
-  of that) and the hidden states with theirs; three blocks of logits.
+  what all layers keep, one layer's own backward pass (all it computes, the gradient of
+  that, and the queries' gradients by block of keys) and the hidden states with theirs;
+  three blocks of logits. Within 17 % of nine compiled TPU programs (docs/scaling.md).
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -90,6 +92,9 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     spec, T, tensor, 'none'
   )
   per_token += (c + 4) * spec.width
+  if spec.attention == 'splash':
+    # Its fused backward pass writes the queries' gradients once per block of keys.
+    per_token += -(-T // KEYS) * c * spec.heads * spec.head_width / tensor
   logits = 3 * 4 * rows * min(config.logprobs.chunk, T) * min(BLOCK, spec.vocab)
   actor = c * weights / tensor
   return state + actor + gathered + casts + rows * T * per_token + logits
