@@ -224,6 +224,18 @@ def _splash(
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
 
 
+def key_block(length: int) -> int:
+  """Columns of keys per block of the TPU kernel's backward pass.
+
+  It writes the gradient of all queries once per block, [blocks, H, T, C], and adds them
+  up afterwards: few blocks, or that array grows with the square of the length.
+
+  Args:
+    length: of a row, a multiple of LANES.
+  """
+  return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
+
+
 def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Array]:
   """The causal kernel for one row of `length` columns."""
   lib = _splash_lib()
@@ -232,7 +244,8 @@ def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Ar
     block_q=n,
     block_kv=n,
     block_q_dkv=n,
-    block_kv_dkv=n,
+    block_kv_dkv=key_block(length),
+    block_kv_dkv_compute=n,
     use_fused_bwd_kernel=True,
   )
   mask = lib.splash_attention_mask.CausalMask((length, length))

@@ -18,7 +18,6 @@ from bapo_jax.training.config import Config
 
 KINDS = ('none', 'dots', 'full')  # what is computed again: nothing to everything
 BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
-KEYS = 512  # columns of keys per block of the TPU's kernel, as in attention.py
 # The rest is for the allocator's gaps; a host's also for verifiers and other programs.
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
 
@@ -94,7 +93,9 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   per_token += (c + 4) * spec.width
   if spec.attention == 'splash':
     # Its fused backward pass writes the queries' gradients once per block of keys.
-    per_token += -(-T // KEYS) * c * spec.heads * spec.head_width / tensor
+    wide = T + -T % attention.LANES
+    blocks = wide / attention.key_block(wide)
+    per_token += blocks * c * spec.heads * spec.head_width / tensor
   logits = 3 * 4 * rows * min(config.logprobs.chunk, T) * min(BLOCK, spec.vocab)
   actor = c * weights / tensor
   return state + actor + gathered + casts + rows * T * per_token + logits

@@ -71,6 +71,29 @@ def test_splash_has_the_gradient_of_plain():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ('length', 'columns'), [(128, 128), (9216, 1536), (33792, 1536), (66560, 1024)]
+)
+def test_the_kernel_writes_few_gradients_of_queries(length, columns):
+  # One per block of keys: 18, 66 and 130 of them with blocks of 512.
+  assert attention.key_block(length) == columns
+
+
+def test_wide_blocks_of_keys_have_the_gradient_of_plain():
+  rng, T = np.random.default_rng(2), 3072  # two blocks of keys, six of queries
+  arrays = [
+    jnp.asarray(rng.standard_normal((1, T, n, 8)), jnp.float32) for n in (2, 1, 1)
+  ]
+  weight = jnp.asarray(rng.standard_normal((1, T, 2, 8)), jnp.float32)
+
+  def gradient(kernel):
+    return jax.jit(jax.grad(lambda *x: (kernel(*x) * weight).sum(), argnums=(0, 1, 2)))
+
+  assert attention.key_block(T) == 1536
+  for a, b in zip(gradient(splash)(*arrays), gradient(plain)(*arrays), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.parametrize('kv_heads', [1, 2, 4])
 def test_splash_is_split_over_rows_and_heads(kv_heads):
   # One head for four shards is copied; four are shared out.
