@@ -68,7 +68,7 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   head's gathered weights and their gradients over tensor; per token of a micro-batch
   what all layers keep, one layer's own backward pass (all it computes, the gradient of
   that, and the queries' gradients by block of keys) and the hidden states with theirs;
-  three blocks of logits. Within 17 % of nine compiled TPU programs (docs/scaling.md).
+  three blocks of logits. Within 17 % of twelve compiled TPU programs.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform

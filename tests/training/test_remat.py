@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import layers, transformer
+from bapo_jax.models import attention, layers, transformer
+from bapo_jax.runtime import machine
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, remat
 from configs import aime
@@ -93,6 +95,35 @@ def test_a_knob_is_obeyed(kind):
   found = remat.resolve(config, spec, mesh, 1e15)
   assert (found.remat, found.sequence_sharding) == (kind, True)
   assert f'remat {kind}:' in remat.sentence(config, found, mesh, 1e15)
+
+
+def test_the_kernels_gradients_of_queries_are_counted(monkeypatch):
+  config, mesh = parsed(), sharding.make(devices=jax.devices()[:1])
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = dataclasses.replace(spec, attention='splash')
+  few = remat.needs(config, spec, mesh)
+  columns = -(-config.row_length // 128) * 128
+  monkeypatch.setattr(attention, 'key_block', lambda length: length / 3)
+  more = remat.needs(config, spec, mesh) - few
+  blocks = 3 - columns / max(n for n in (128, 256, 512) if columns % n == 0)
+  rows = max(config.sft.batch, config.minibatch_rows)
+  # Float32 queries, once per block.
+  assert more == pytest.approx(blocks * rows * config.row_length * 4 * 4 * 16)
+
+
+@pytest.mark.parametrize(
+  ('platform', 'stats', 'expected'),
+  [('gpu', {'bytes_limit': 1000}, 900), ('cpu', None, 1200), ('tpu', None, 1200)],
+)
+def test_the_limit_is_the_devices_or_its_part_of_the_host(
+  monkeypatch, platform, stats, expected
+):
+  device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+  mesh = types.SimpleNamespace(
+    devices=np.array([device] * 2), local_devices=[device] * 2
+  )
+  monkeypatch.setattr(machine, 'host_memory', lambda: 4000)
+  assert remat.limit(mesh) == pytest.approx(expected)
 
 
 def test_a_small_run_computes_nothing_again():
