@@ -36,6 +36,8 @@ PATHS = (
   (r'layers/[kv]_bias$', ('layer', 'kv_heads', None)),
   (r'layers/o$', ('layer', 'heads', None, 'width')),
   (r'layers/(gate|up)$', ('layer', 'width', 'ffn')),
+  (r'layers/(qkv|gate_up)$', ('layer', 'width', None)),  # of an actor, where tensor=1
+  (r'layers/out$', ('layer', None, 'width')),  # likewise
   (r'layers/down$', ('layer', 'ffn', 'width')),
   (r'layers/o_bias$', None),
   (r'_norm$', None),  # replicated, whatever its rank
@@ -105,10 +107,13 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh, layout: str = 'train'
   Raises:
     ValueError: no line of PATHS matches, or the mesh does not divide another axis.
   """
-  matches = [axes for pattern, axes in PATHS if re.search(pattern, name)]
+  stacked = re.sub(r'(^|/)layers/\d+/', r'\1layers/', name)
+  matches = [axes for pattern, axes in PATHS if re.search(pattern, stacked)]
   if not matches:
     raise ValueError(f'no line of sharding.PATHS matches parameter {name!r}; add one')
   logical = matches[0]
+  if logical and stacked != name:  # one layer of an actor
+    logical = logical[1:]
   entries = []
   for axis, n in zip(logical or (), shape, strict=logical is not None):
     target = LAYOUTS[layout].get(axis) if axis else None

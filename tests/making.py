@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import transformer
+from bapo_jax.models import decoder, transformer
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Batch, Groups
@@ -117,7 +118,11 @@ def generate(
   engine = RolloutEngine(spec, max_prompt_tokens=longest, **knobs)
   rollouts = PartialRollouts(engine, P)
   rollouts.submit(prompts, uid_B)
-  rollouts.decode(params, key, on_finished=on_finished)
+  if engine.mesh is None:
+    actor = decoder.actor(params, spec)
+  else:
+    actor = decode.sync_actor(params, spec, engine.mesh)
+  rollouts.decode(actor, key, on_finished=on_finished)
   return rollouts.rows
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import transformer
+from bapo_jax.models import decoder, transformer
 from bapo_jax.training import setup
 from bapo_jax.training.config import Config
 
@@ -97,6 +97,27 @@ def test_a_place_worked_by_hand():
   assert sharding.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode') == P(
     None, None, 'tensor', None
   )
+
+
+@SPECS
+def test_a_layer_of_an_actor_is_placed_as_the_stacked_one(spec):
+  for devices in (sharding.make(2, 2, 2), sharding.make(4, 2, 1)):
+    joined = decoder.joins(devices)
+    made = jax.eval_shape(
+      lambda p, joined=joined: decoder.actor(p, spec, joined),
+      transformer.abstract(spec),
+    )
+    for layout in ('train', 'decode'):
+      placed = sharding.shardings(made, devices, layout)['layers'][1]
+      shapes = transformer.describe(spec)
+      for name in set(placed) - set(decoder.JOINED):
+        path = f'layers/{name}'
+        whole = sharding.spec_of(path, shapes[path][0], devices, layout)
+        assert placed[name].spec == P(*whole[1:]), name
+    # Split, joined parts would be cut across their borders.
+    found = set(placed) & set(decoder.JOINED)
+    assert joined == bool(found)
+    assert not any(any(placed[name].spec) for name in found)
 
 
 def test_a_mesh_is_ambient_within_current_and_under():

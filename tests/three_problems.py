@@ -4,7 +4,7 @@ import numpy as np
 import oracles
 
 from bapo_jax.data import prompts, tokenizer
-from bapo_jax.models import transformer
+from bapo_jax.models import decoder, transformer
 from bapo_jax.rollout.engine import RolloutEngine
 
 TOKENIZER = tokenizer.load('characters', '{problem}\n')
@@ -12,6 +12,7 @@ SPEC = transformer.ModelSpec(
   vocab=25, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 PARAMS = oracles.noisy(SPEC, 0)
+ACTOR = decoder.actor(PARAMS, SPEC)
 PROBLEMS = ['1+1=', '2+30=', '7=']
 WIDTH, NEW, GROUP = 6, 7, 4
 ENGINE = RolloutEngine(

@@ -140,11 +140,17 @@ def _score_wide(q_SKGC: Array, k_StKC: Array) -> Array:
   backend transposes it for every token, 3.5 times slower in total.
   """
   S, K, G, C = q_SKGC.shape
-  own_KJ = jnp.eye(K, dtype=q_SKGC.dtype)
-  wide_SKGJC = q_SKGC[:, :, :, None] * own_KJ[None, :, None, :, None]
+  # Padded, not multiplied by an identity: 1.5 ms of a step instead of 5.3 (30 layers).
+  wide_SXD = jnp.concatenate(
+    [
+      jnp.pad(q_SKGC[:, k], ((0, 0), (0, 0), (k * C, (K - 1 - k) * C)))
+      for k in range(K)
+    ],
+    axis=1,
+  )
   scores_SXt = jnp.einsum(
     'sxd,std->sxt',
-    wide_SKGJC.reshape(S, K * G, K * C),
+    wide_SXD,
     k_StKC.reshape(S, -1, K * C),
     preferred_element_type=jnp.float32,
   )

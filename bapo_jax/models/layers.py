@@ -35,50 +35,89 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope(x: Array, position: Array, spec: ModelSpec) -> Array:
-  """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
+def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
+  """(sine, cosine) [..., C / 2] of the rotary embedding at each position [...].
 
-  x is [..., heads, C] and position [...]. Angles are float32: in bfloat16 they are
-  wrong by a radian beyond position 256.
+  Angles are float32: in bfloat16 they are wrong by a radian beyond position 256.
   """
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
   shape = (1,) * position.ndim + frequency.shape
   angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
-  sin, cos = factor * jnp.sin(angle), factor * jnp.cos(angle)
+  return factor * jnp.sin(angle), factor * jnp.cos(angle)
+
+
+def rotate(x: Array, sin: Array, cos: Array) -> Array:
+  """x [..., heads, C], each half of C a coordinate, turned by angles [..., C / 2]."""
   sin, cos = sin[..., None, :], cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def project(
-  w: Tree, x: Array, position: Array, spec: ModelSpec
-) -> tuple[Array, Array, Array]:
-  """Queries [..., H, C], keys and values [..., K, C] of normalised x [..., D]."""
+def rope(x: Array, position: Array, spec: ModelSpec) -> Array:
+  """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
+
+  x is [..., heads, C] and position [...].
+  """
+  return rotate(x, *rotations(position, spec))
+
+
+def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
+  """Queries [..., H, C], keys and values [..., K, C] of x [..., D], without positions.
+
+  Args:
+    w: one layer, of the parameters or of an actor.
+  """
   y = rms_norm(x, w['attn_norm'], spec.norm_eps)
+  joined: dict[str, Array] = {}
+  if 'qkv' in w:
+    out = y @ w['qkv'].astype(y.dtype)
+    out = out.reshape(*out.shape[:-1], -1, spec.head_width)
+    H, K = spec.heads, spec.kv_heads
+    joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
   def of(name: str) -> Array:
-    out = jnp.einsum('...d,dhc->...hc', y, w[name].astype(y.dtype))
+    if joined:
+      out = joined[name]
+    else:
+      out = jnp.einsum('...d,dhc->...hc', y, w[name].astype(y.dtype))
     bias = w.get(f'{name}_bias')
     if bias is not None:
       out += bias.astype(y.dtype).reshape((1,) * (out.ndim - 2) + bias.shape)
     norm = w.get(f'{name}_norm')
     return out if norm is None else rms_norm(out, norm, spec.norm_eps)
 
-  q, k, v = of('q'), of('k'), of('v')
+  return of('q'), of('k'), of('v')
+
+
+def project(
+  w: Tree, x: Array, position: Array, spec: ModelSpec
+) -> tuple[Array, Array, Array]:
+  """`heads` of x [..., D], queries and keys turned by their positions [...]."""
+  q, k, v = heads(w, x, spec)
   return rope(q, position, spec), rope(k, position, spec), v
 
 
 def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
-  """Adds the attention's output [..., H, C] to x, then that of the gated MLP."""
-  x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
+  """Adds the attention's output [..., H, C] to x, then that of the gated MLP.
+
+  Args:
+    w: one layer, of the parameters or of an actor.
+  """
+  if 'out' in w:
+    x += attended.reshape(*x.shape[:-1], -1) @ w['out'].astype(x.dtype)
+  else:
+    x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
   if spec.o_bias:
     x += w['o_bias'].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
-  gate, up, down = (w[name].astype(y.dtype) for name in ('gate', 'up', 'down'))
-  y = (jax.nn.silu(y @ gate) * (y @ up)) @ down
+  if 'gate_up' in w:
+    gate, up = jnp.split(y @ w['gate_up'].astype(y.dtype), 2, axis=-1)
+  else:
+    gate, up = (y @ w[name].astype(y.dtype) for name in ('gate', 'up'))
+  y = (jax.nn.silu(gate) * up) @ w['down'].astype(y.dtype)
   return x + y.reshape(x.shape)
 
 
@@ -87,7 +126,7 @@ def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
   return params['embed'][token].astype(spec.compute)
 
 
-def _embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
   """`embed` of whole rows, one share of the vocabulary per device.
 
   By itself XLA adds up all rows in float32 and then moves them to their devices.
@@ -138,8 +177,11 @@ def run(
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
 
+  turn = rotations(position_BT, spec)  # once for all layers
+
   def layer(x_BTD, w):
-    q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, position_BT, spec)
+    q_BTHC, k_BTKC, v_BTKC = heads(w, x_BTD, spec)
+    q_BTHC, k_BTKC = rotate(q_BTHC, *turn), rotate(k_BTKC, *turn)
     attended_BTHC = attention.causal(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
@@ -147,7 +189,7 @@ def run(
     return x_BTD, (k_BTKC, v_BTKC) if with_cache else None
 
   body = layer if with_cache else REMAT[spec.remat](layer)
-  x_BTD = split(_embed_rows(params, tokens_BT, spec), spec)
+  x_BTD = split(embed_rows(params, tokens_BT, spec), spec)
   x_BTD, cache = jax.lax.scan(body, x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), cache
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from bapo_jax import sharding
@@ -79,13 +80,31 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 
 
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """A copy of the weights as decoding reads them; the learner may donate its own."""
+  """The actor of these weights, a copy; the learner may donate its own."""
+  return _syncs(spec, mesh)[0](params)
+
+
+def params_of(actor: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
+  """The weights of an actor, placed as the learner's."""
+  return _syncs(spec, mesh)[1](actor)
+
+
+@functools.cache
+def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
+  """`sync_actor` and `params_of`, each compiled once per model and mesh."""
 
   def copy(params: Tree) -> Tree:
-    return jax.tree.map(jnp.copy, transformer.cast(params, spec.compute))
+    return jax.tree.map(jnp.copy, decoder.actor(params, spec, decoder.joins(mesh)))
 
-  layout = sharding.shardings(params, mesh, 'decode')
-  return jax.jit(copy, out_shardings=layout)(params)
+  def unstack(actor: Tree) -> Tree:
+    return decoder.params_of(actor, spec)
+
+  params = transformer.abstract(spec)
+  actor = jax.eval_shape(copy, params)
+  return (
+    jax.jit(copy, out_shardings=sharding.shardings(actor, mesh, 'decode')),
+    jax.jit(unstack, out_shardings=sharding.shardings(params, mesh)),
+  )
 
 
 def slot_shardings(like: Slots, mesh: Mesh) -> Slots:

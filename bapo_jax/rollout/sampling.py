@@ -44,7 +44,11 @@ def draw(
   """
   S, V = logits_SV.shape
   if sampling.greedy:
-    return logits_SV.argmax(-1).astype(jnp.int32), jnp.zeros(S)
+    # Two reductions: XLA's CPU backend runs argmax as scalars, 3.4 ms of a step of
+    # SmolLM2-135M at 32 slots against 0.2. The first of several, as argmax.
+    most_S1, at_V = logits_SV.max(-1, keepdims=True), jnp.arange(V, dtype=jnp.int32)
+    first_S = jnp.where(logits_SV == most_S1, at_V[None], V - 1).min(-1)
+    return first_S, jnp.zeros(S)
   logits_SV = _truncate(logits_SV / temperature, sampling)
   # Strided blocks, a power of two of rows: a vocabulary split over devices stays split.
   size = min(V & -V, 256)

@@ -114,8 +114,9 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
 
 def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
   """`recompute` of what the actor sampled."""
-  # The learner's own weights where they are the actor's: one program, one layout.
-  params = s.params if s.actor_version == s.step else s.actor
+  if t.recompute is None or s.actor_version == s.step:
+    return recompute(t, found, s.params, s.actor_version)
+  params = decode.params_of(s.actor, t.spec, t.mesh)
   return recompute(t, found, params, s.actor_version)
 
 

@@ -1,6 +1,7 @@
 """Useful tokens per second: this sampler, a static batch, transformers' generate.
 
   python -m benchmarks.rollout.sampler [--batch=32,64] [--rounds=1] [--device]
+  PYTHONPATH=PEERS python -m benchmarks.rollout.sampler --model=DIR --batch=32
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
 float32, prompts of 64 tokens, G = 8 responses to each. The lengths of responses are
@@ -16,27 +17,33 @@ one way after the other in one process, `rounds` times; medians. `outside_run_fr
 is the share of our wall time in which no `run` was executed, from a pass of its own in
 which every call is waited for. With --device a model shaped like Qwen2.5-1.5B is
 decoded in bfloat16 at batch 64, and the bytes per second that it must read are set
-beside those that a copy moves on the same card. The last line is one JSON object.
+beside those that a copy moves on the same card.
+
+With --model, real weights in float32, greedy: static lengths (64 tokens each) and those
+above, beside transformers and google-tunix's sampler (where PYTHONPATH has it), and one
+decode step beside its lower bound. The last line is one JSON object: model -> static,
+skewed -> tokens/s, and the step.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import hf_config, transformer
+from bapo_jax import sharding
+from bapo_jax.models import decoder, hf_weights, transformer
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Prompts, Tree
+from benchmarks.rollout import bound, peers
 
 SMALL = transformer.ModelSpec(
   vocab=32000,
@@ -111,13 +118,14 @@ class TimedEngine(RolloutEngine):
 
 
 def sample(
-  params: Tree,
+  actor: Tree,
   spec: transformer.ModelSpec,
   prompts: Prompts,
   wanted_B: np.ndarray,
   slots: int,
   knobs: dict[str, Any],
   *,
+  temperature: float = 1.0,
   static: bool = False,
   timed: bool = False,
 ) -> tuple[float, float, int]:
@@ -130,12 +138,12 @@ def sample(
     max_prompt_tokens=PROMPT,
     max_new_tokens=NEW,
     group_size=GROUP,
-    temperature=1.0,
     eos=(END,),
     max_num_seqs=slots,
+    temperature=temperature,
     **knobs,
   )
-  engine.warm_up(params, key, places=share)
+  engine.warm_up(actor, key, places=share)
   if isinstance(engine, TimedEngine):
     engine.seconds.clear()
   rollouts = PartialRollouts(engine, share)
@@ -146,7 +154,7 @@ def sample(
     uid_B = np.arange(first * G, (first + share) * G, dtype=np.uint32)
     now = Prompts(*(x[part] for x in prompts))
     rollouts.submit(now, uid_B, limit_B=wanted_B[uid_B])
-    rollouts.decode(params, key)
+    rollouts.decode(actor, key)
     places = rollouts.finished()
     rows = jax.block_until_ready(rollouts.read(places, len(places)))
     tokens += int((rows.policy_version_BT >= 0).sum())
@@ -156,52 +164,11 @@ def sample(
   return seconds, 1 - inside / seconds, tokens
 
 
-def in_torch(
-  params: Tree, spec: transformer.ModelSpec
-) -> Callable[[Prompts, np.ndarray, int], float]:
-  """The same weights in transformers: (prompts, lengths, batch) -> seconds."""
-  import tempfile
-
-  import torch
-  import transformers
-
-  from bapo_jax.models import hf_weights
-
-  with tempfile.TemporaryDirectory() as path:
-    flat = transformer.flatten(jax.tree.map(np.asarray, params))
-    hf_weights.save(path, flat.__getitem__, spec, 'float32')
-    with open(f'{path}/config.json', 'w') as file:
-      json.dump(hf_config.config_of(spec), file)
-    net = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-  net.eval()
-  torch.manual_seed(0)
-
-  def run(prompts: Prompts, wanted_B: np.ndarray, batch: int) -> float:
-    rows = torch.from_numpy(np.repeat(prompts.tokens_PT, GROUP, 0)).long()
-    begun = time.perf_counter()
-    for first in range(0, len(rows), batch):
-      longest = int(wanted_B[first : first + batch].max())
-      net.generate(
-        rows[first : first + batch],
-        attention_mask=torch.ones_like(rows[first : first + batch]),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=longest,  # no end token stops a batch early
-        max_new_tokens=longest,
-        pad_token_id=END,
-        eos_token_id=END,
-      )
-    return time.perf_counter() - begun
-
-  return run
-
-
 def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
   """All three, side by side: measure -> batch -> median."""
   params = transformer.init(SMALL, jax.random.key(0))
-  theirs = None if args.alone else in_torch(params, SMALL)
+  actor = decoder.actor(params, SMALL)
+  theirs = None if args.alone else peers.in_torch(params, SMALL, GROUP, greedy=False)
   knobs = {name: getattr(args, name) for name in KNOBS}
   found: dict[str, dict[int, float]] = {
     name: {}
@@ -214,7 +181,7 @@ def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
     rows = args.waves * batch
     prompts, wanted_B = prompts_of(rows // GROUP, SMALL), lengths(rows, batch)
     seen: dict[str, list[float]] = {name: [] for name in found}
-    measure = functools.partial(sample, params, SMALL, prompts, wanted_B, batch)
+    measure = functools.partial(sample, actor, SMALL, prompts, wanted_B, batch)
     for _ in range(args.rounds):
       seconds, _, tokens = measure(knobs)
       seen['ours_tps'].append(tokens / seconds)
@@ -237,47 +204,67 @@ def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
   return found
 
 
-def copied() -> float:
-  """Bytes per second that a copy of 2 GiB reads and writes on this device."""
-  x = jnp.zeros(2**29, jnp.float32)
-  copy = jax.jit(lambda x, i: x + i)
-  jax.block_until_ready(copy(x, 0.0))
-  took = []
-  for i in range(10):
-    begun = time.perf_counter()
-    jax.block_until_ready(copy(x, float(i)))
-    took.append(time.perf_counter() - begun)
-  return 2 * x.nbytes / statistics.median(took)
+def peers_of(
+  args: argparse.Namespace, params: Tree, spec: transformer.ModelSpec
+) -> dict[str, peers.Peer]:
+  """The other samplers that are here; says why one is not."""
+  if args.alone:
+    return {}
+  found = {'transformers_tps': peers.in_torch(params, spec, GROUP, greedy=True)}
+  if why := peers.missing_tunix(spec):
+    print(f'no column for tunix: {why}')
+  else:
+    found['tunix_tps'] = peers.in_tunix(params, spec, GROUP, PROMPT + NEW)
+  return found
+
+
+def real(args: argparse.Namespace) -> dict[str, Any]:
+  """A model from a directory, greedy: model -> lengths -> tokens/s, and the step."""
+  mesh = sharding.make(1, 1, 1, jax.devices()[:1])
+  spec = hf_weights.spec(args.model, 'float32')
+  params = hf_weights.load(args.model, spec, mesh)
+  actor = decode.sync_actor(params, spec, mesh)
+  theirs = peers_of(args, params, spec)
+  batch = int(args.batch.split(',')[0])
+  knobs = {name: getattr(args, name) for name in KNOBS}
+  measure = functools.partial(sample, actor, spec, temperature=0.0)
+  rows = args.waves * batch
+  prompts = prompts_of(rows // GROUP, spec)
+  static_B = np.full(rows, NEW // 4, np.int32)
+  found: dict[str, Any] = {}
+  names = ('ours_tps', 'transformers_tps', 'tunix_tps')
+  print(f'{batch} slots, greedy, useful tokens/s')
+  print(f'{"lengths":>8}' + ''.join(f'{name[:-4]:>14}' for name in names))
+  for kind, wanted_B in (('static', static_B), ('skewed', lengths(rows, batch))):
+    seen: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+      seconds, _, tokens = measure(prompts, wanted_B, batch, knobs)
+      seen['ours_tps'].append(tokens / seconds)
+      for name, run in theirs.items():
+        seen[name].append(int(wanted_B.sum()) / run(prompts, wanted_B, batch))
+    found[kind] = {k: round(statistics.median(v), 1) for k, v in seen.items() if v}
+    columns = (found[kind].get(name, float('nan')) for name in names)
+    print(f'{kind:>8}' + ''.join(f'{x:14.0f}' for x in columns), flush=True)
+  step = bound.share(actor, spec, batch, PROMPT + NEW // 4, greedy=True)
+  print(
+    f'a step takes {step["step_ms"]:.0f} ms; its products {step["products_ms"]:.0f} ms '
+    f'at {step["gemm_gflops"]:.0f} GFLOP/s, its bytes {step["memory_ms"]:.0f} ms at '
+    f'{step["copy_gbps"]:.0f} GB/s: {step["fraction"]:.0%} of the lower bound'
+  )
+  return {os.path.basename(os.path.abspath(args.model)): found | {'step': step}}
 
 
 def on_device(args: argparse.Namespace) -> dict[str, str | float]:
   """Decode bandwidth of a 1.5B-shaped model beside the card's own."""
-  spec, S, n = LARGE, 64, 64
-  params = transformer.cast(transformer.init(spec, jax.random.key(0)), spec.compute)
-  length = PROMPT + 1024
-  slots = decode.empty(spec, S, length, args.cache_segments)
-  slots = slots._replace(
-    row_S=jnp.arange(S),
-    position_S=jnp.full(S, length // 2),
-    limit_S=jnp.full(S, length),
-    done_S=jnp.zeros(S, bool),
-  )
-  live = len(slots.cache[0])
-  took, key = [], jax.random.key(0)
-  for _ in range(5):
-    jax.block_until_ready(slots)
-    begun = time.perf_counter()
-    slots, position_S = decode.run(
-      params, slots, key, 1.0, n, 0, spec=spec, eos=(END,), live=live
-    )
-    jax.block_until_ready(position_S)
-    took.append((time.perf_counter() - begun) / n)
-  read = sum(x.nbytes for x in jax.tree.leaves((params, slots.cache)))
-  rate, card = read / min(took[1:]), copied()
-  print(f'{S / min(took[1:]):.0f} tokens/s, {rate / 1e9:.0f} of {card / 1e9:.0f} GB/s')
+  spec, S = LARGE, 64
+  actor = decoder.actor(transformer.init(spec, jax.random.key(0)), spec)
+  took, cache = bound.step_seconds(actor, spec, S, PROMPT + 1024, greedy=False, n=64)
+  read = sum(x.nbytes for x in jax.tree.leaves(actor)) + cache
+  rate, card = read / took, bound.copy_rate()
+  print(f'{S / took:.0f} tokens/s, {rate / 1e9:.0f} of {card / 1e9:.0f} GB/s')
   return {
     'device': jax.devices()[0].device_kind,
-    'device_tps': round(S / min(took[1:]), 1),
+    'device_tps': round(S / took, 1),
     'bytes_per_s': rate,
     'copy_bytes_per_s': card,
     'fraction': round(rate / card, 4),
@@ -287,13 +274,15 @@ def on_device(args: argparse.Namespace) -> dict[str, str | float]:
 def main() -> None:
   """Prints the table and the JSON line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--batch', default='32,64', help='slots, with commas')
+  parser.add_argument('--batch', default='32,64', help='slots; --model: the first')
   for name, value in (COUNTS | KNOBS).items():
     parser.add_argument(f'--{name}', type=int, default=value)
   parser.add_argument('--alone', action='store_true', help='without transformers')
   parser.add_argument('--device', action='store_true')
+  parser.add_argument('--model', default='', help='a Hugging Face directory')
   args = parser.parse_args()
-  found = on_device(args) if args.device else small(args)
+  measure = on_device if args.device else real if args.model else small
+  found = measure(args)
   print(json.dumps(found | {name: getattr(args, name) for name in COUNTS | KNOBS}))
 
 

@@ -185,7 +185,8 @@ def test_decoding_with_a_cache_equals_the_whole_row(pair):
   whole_PTD = np.asarray(forward(params, tokens_PT, spec))
   # Each row starts from where its prompt of a third of its length ends.
   start_P = LENGTH_P // 3
-  prefilled = prefill(params, tokens_PT, spec)
+  actor = decoder.actor(params, spec)
+  prefilled = prefill(actor, tokens_PT, spec)
   before_PT = np.arange(T) < start_P[:, None]
   cache = [
     [tuple(jnp.where(before_PT[..., None, None], x, 1e3) for x in layer)]
@@ -195,7 +196,7 @@ def test_decoding_with_a_cache_equals_the_whole_row(pair):
   for t in range(T - int(start_P.min())):
     position_P = np.minimum(start_P + t, T - 1)
     hidden_PD, cache = decode(
-      params, tokens_PT[np.arange(4), position_P], position_P, cache, spec
+      actor, tokens_PT[np.arange(4), position_P], position_P, cache, spec
     )
     live_P = position_P < LENGTH_P
     apart_PD = np.abs(hidden_PD - whole_PTD[np.arange(4), position_P])

@@ -69,10 +69,10 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
 
   @jax.jit
-  def step_by_step(params, tokens_BT):
+  def step_by_step(actor, tokens_BT):
     cache = decoder.empty_cache(spec, 3, [5, T - 5])
     if prompt:
-      prefilled = decoder.prefill(params, tokens_BT[:, :prompt], spec)
+      prefilled = decoder.prefill(actor, tokens_BT[:, :prompt], spec)
       each = jnp.arange(3)
       cache = decode_lib._store(cache, prefilled, each, each)
     # As in the sampler, the prompt's last token is read once more.
@@ -80,25 +80,44 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
 
     def step(cache, t):
       hidden_BD, cache = decoder.decode(
-        params, tokens_BT[:, t], jnp.full(3, t), cache, spec
+        actor, tokens_BT[:, t], jnp.full(3, t), cache, spec
       )
       return cache, hidden_BD
 
     return jax.lax.scan(step, cache, jnp.arange(first, T))[1], first
 
-  hidden_TBD, first = step_by_step(params, tokens_BT)
+  hidden_TBD, first = step_by_step(decoder.actor(params, spec), tokens_BT)
   whole_BTD = forward(params, tokens_BT, spec)
   np.testing.assert_allclose(
     np.moveaxis(hidden_TBD, 0, 1), whole_BTD[:, int(first) :], atol=1e-5
   )
 
 
+@SPECS
+def test_an_actor_is_its_parameters_laid_out_anew(spec):
+  params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
+  hidden, prefilled = [], []
+  for joined in (True, False):
+    actor = decoder.actor(params, spec, joined)
+    assert [decoder.JOINED[0] in w for w in actor['layers']] == [joined] * spec.layers
+    back = decoder.params_of(actor, spec)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+      np.testing.assert_array_equal(a, b)
+    cache = decoder.empty_cache(spec, 3, [T])
+    hidden.append(decode(actor, tokens_BT[:, 0], jnp.zeros(3, int), cache, spec)[0])
+    prefilled.append(prefill(actor, tokens_BT, spec))
+  np.testing.assert_allclose(*hidden, atol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *prefilled)
+
+
 def test_slots_may_be_at_different_positions():
   params, tokens_BT = oracles.noisy(QWEN2, 0), tokens(3)
   whole_BTD = forward(params, tokens_BT, QWEN2)
+  actor = decoder.actor(params, QWEN2)
   # Columns of the cache beyond a slot's position are stale and not read.
-  cache = [(k * 100, v * 100) for k, v in prefill(params, tokens_BT, QWEN2)]
-  truth = prefill(params, tokens_BT, QWEN2)
+  cache = [(k * 100, v * 100) for k, v in prefill(actor, tokens_BT, QWEN2)]
+  truth = prefill(actor, tokens_BT, QWEN2)
   position_S = np.asarray([3, 8, 0])
   before = (np.arange(T)[None] < position_S[:, None])[:, :, None, None]
   mixed = [
@@ -106,7 +125,7 @@ def test_slots_may_be_at_different_positions():
     for r, w in zip(truth, cache, strict=True)
   ]
   hidden_SD, _ = decode(
-    params, tokens_BT[[0, 1, 2], position_S], position_S, mixed, QWEN2
+    actor, tokens_BT[[0, 1, 2], position_S], position_S, mixed, QWEN2
   )
   np.testing.assert_allclose(hidden_SD, whole_BTD[[0, 1, 2], position_S], atol=1e-5)
 
@@ -236,7 +255,7 @@ def test_bfloat16_stays_close_and_stays_bfloat16():
   error = jnp.abs(hidden_BTD.astype(jnp.float32) - exact_BTD).mean()
   assert error < 0.03 * jnp.abs(exact_BTD).mean()
   hidden_SD, cache = decode(
-    params,
+    decoder.actor(params, half),
     tokens_BT[:, 0],
     jnp.zeros(3, int),
     decoder.empty_cache(half, 3, [T]),

@@ -24,6 +24,7 @@ SPEC = transformer.ModelSpec(
   vocab=12, width=16, layers=1, heads=4, kv_heads=2, head_width=4, ffn=16, positions=32
 )
 PARAMS = oracles.noisy(SPEC, 0)
+ACTOR = decoder.actor(PARAMS, SPEC)
 EOS = (3, 7)
 LENGTH_P = np.asarray([3, 6, 1, 0, 4, 5], np.int32)
 P, WIDTH, GROUP, NEW, TEMPERATURE = 6, 6, 2, 9, 0.7
@@ -124,13 +125,25 @@ def test_the_text_belongs_to_the_uid_and_not_to_the_row(rows):
   assert differ_B[OF_B > 0].sum() >= 8  # of 10; short answers may coincide
 
 
-def test_a_mesh_samples_the_same_text(rows):
-  devices = sharding.make(data=4, fsdp=1, tensor=2)
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_a_mesh_samples_the_same_text(rows, tensor):
+  devices = sharding.make(4, 1, tensor, jax.devices()[: 4 * tensor])
+  assert decoder.joins(devices) == (tensor == 1)
   params = jax.device_put(PARAMS, sharding.shardings(PARAMS, devices, 'decode'))
   spread = generate(params=params, mesh=devices)
-  assert len(spread.tokens_BT.sharding.device_set) == 8
+  assert len(spread.tokens_BT.sharding.device_set) == 4 * tensor
   np.testing.assert_array_equal(spread.tokens_BT, rows.tokens_BT)
   np.testing.assert_allclose(spread.logp_BT, rows.logp_BT, atol=1e-5)
+
+
+def test_the_learners_weights_come_back_from_an_actor():
+  for devices in (sharding.make(4, 2, 1), sharding.make(2, 2, 2)):
+    layout = sharding.shardings(PARAMS, devices)
+    params = jax.device_put(PARAMS, layout)
+    back = decode.params_of(decode.sync_actor(params, SPEC, devices), SPEC, devices)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+      assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+      np.testing.assert_array_equal(a, b)
 
 
 def test_a_temperature_of_0_decodes_the_likeliest_tokens():
@@ -171,7 +184,7 @@ def test_pauses_leave_every_bit_as_it_is(rows):
   paused, steps = partial_rollouts(max_num_seqs=16, prefill_batch_size=16), 0
   paused.submit(prompts(), UID_B)
   while paused.unfinished:
-    paused.decode(PARAMS, KEY, max_tokens=-(-NEW // 4))
+    paused.decode(ACTOR, KEY, max_tokens=-(-NEW // 4))
     steps += 1
   assert steps == 3  # the longest one here has 8 tokens or 9
   whole = generate(max_num_seqs=16, prefill_batch_size=16)
@@ -184,7 +197,7 @@ def test_pauses_leave_every_bit_as_it_is(rows):
 def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
   before = partial_rollouts()
   before.submit(prompts(), UID_B)
-  before.decode(PARAMS, KEY, max_tokens=5)
+  before.decode(ACTOR, KEY, max_tokens=5)
   assert 0 < before.unfinished < np.count_nonzero(OF_B)
   state = jax.tree.map(np.asarray, before.state())
   after = partial_rollouts()
@@ -192,9 +205,9 @@ def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
   assert after.cache_lost
   assert list(after.waiting) == list(before.waiting) != []
   if refreshed:
-    after.refresh(PARAMS)
+    after.refresh(ACTOR)
     assert not after.cache_lost
-  after.decode(PARAMS, KEY)
+  after.decode(ACTOR, KEY)
   same = np.array_equal(after.rows.tokens_BT, rows.tokens_BT)
   assert same == refreshed  # without its cache a response goes astray
   if refreshed:
@@ -203,11 +216,12 @@ def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
 
 def test_each_token_has_the_version_of_the_weights_that_sampled_it():
   other = oracles.noisy(SPEC, 1)
+  other_actor = decoder.actor(other, SPEC)
   rollouts = partial_rollouts(max_num_seqs=16, prefill_batch_size=16)
   rollouts.submit(prompts(), UID_B)
-  rollouts.decode(PARAMS, KEY, policy_version=3, max_tokens=4)
-  rollouts.refresh(other)
-  rollouts.decode(other, KEY, policy_version=5)
+  rollouts.decode(ACTOR, KEY, policy_version=3, max_tokens=4)
+  rollouts.refresh(other_actor)
+  rollouts.decode(other_actor, KEY, policy_version=5)
   version_BT = np.asarray(rollouts.rows.policy_version_BT)
   logp_BT = {
     version: logprobs.sequence_logprobs(
@@ -229,7 +243,7 @@ def test_due_groups_are_completed_whatever_the_budget():
   rollouts = partial_rollouts(places=2 * P, max_num_seqs=2, prefill_batch_size=1)
   rollouts.submit(prompts(), UID_B, step=0)
   rollouts.submit(prompts(1), UID_B + np.uint32(B), step=1)
-  rollouts.decode(PARAMS, KEY, max_tokens=1, due_W=rollouts.submitted_W == 0)
+  rollouts.decode(ACTOR, KEY, max_tokens=1, due_W=rollouts.submitted_W == 0)
   assert rollouts.finished()[:P].tolist() == list(range(P))
   assert rollouts.unfinished and rollouts.busy
 
@@ -237,7 +251,7 @@ def test_due_groups_are_completed_whatever_the_budget():
 def test_the_oldest_finished_groups_come_first_and_free_their_places():
   rollouts = partial_rollouts(places=2 * P, max_num_seqs=16, prefill_batch_size=16)
   rollouts.submit(prompts(), UID_B, step=4)
-  rollouts.decode(PARAMS, KEY)
+  rollouts.decode(ACTOR, KEY)
   rollouts.free([1, 2])
   late = prompts(1)
   late = Prompts(*(x[:2] for x in late))
@@ -248,7 +262,7 @@ def test_the_oldest_finished_groups_come_first_and_free_their_places():
       Prompts(*(np.concatenate([x, x]) for x in prompts())), UID_B.repeat(2)
     )
   assert rollouts.finished().tolist() == [0, 3, 4, 5]
-  rollouts.decode(PARAMS, KEY)
+  rollouts.decode(ACTOR, KEY)
   assert rollouts.finished().tolist() == [0, 3, 4, 5, 1, 2]
   read = rollouts.read(rollouts.finished()[-2:], 4)
   np.testing.assert_array_equal(
@@ -277,7 +291,7 @@ def test_a_failing_callback_or_harvest_loses_nothing(rows, monkeypatch):
   failures = 0
   while rollouts.unfinished or rollouts._unreported:
     try:
-      rollouts.decode(PARAMS, KEY, on_finished=on_finished)
+      rollouts.decode(ACTOR, KEY, on_finished=on_finished)
     except (OSError, RuntimeError):
       failures += 1
   assert failures == 3
@@ -317,7 +331,7 @@ def test_nothing_compiles_after_the_warm_up():
     tokens_per_dispatch=8,
     **knobs,
   )
-  engine.warm_up(PARAMS, KEY, places=4)
+  engine.warm_up(ACTOR, KEY, places=4)
   before = [function._cache_size() for function in jitted]
   rollouts = PartialRollouts(engine, 4)
   tokens_PT = np.full((4, 70), 5, np.int32)
@@ -325,8 +339,8 @@ def test_nothing_compiles_after_the_warm_up():
   ids = np.arange(4, dtype=np.int32)
   rollouts.submit(Prompts(ids, tokens_PT, lengths), np.arange(4))
   while rollouts.unfinished:
-    rollouts.decode(PARAMS, KEY, max_tokens=9)
-    rollouts.refresh(PARAMS)
+    rollouts.decode(ACTOR, KEY, max_tokens=9)
+    rollouts.refresh(ACTOR)
   assert [function._cache_size() for function in jitted] == before
 
 
@@ -337,15 +351,17 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 import test_engine as t
 from bapo_jax import sharding
+from bapo_jax.rollout import decode
 mesh = sharding.make(data=2, tensor=2)
 params = jax.device_put(
-  jax.tree.map(np.asarray, t.PARAMS), sharding.shardings(t.PARAMS, mesh, 'decode')
+  jax.tree.map(np.asarray, t.PARAMS), sharding.shardings(t.PARAMS, mesh)
 )
+actor = decode.sync_actor(params, t.SPEC, mesh)
 rollouts = t.partial_rollouts(mesh=mesh)
 rollouts.submit(t.prompts(), t.UID_B)
-rollouts.decode(params, t.KEY, max_tokens=5)
-rollouts.refresh(params)
-rollouts.decode(params, t.KEY)
+rollouts.decode(actor, t.KEY, max_tokens=5)
+rollouts.refresh(actor)
+rollouts.decode(actor, t.KEY)
 rows = rollouts.read(rollouts.finished(), t.P)
 np.savez(
   sys.argv[3],

@@ -14,6 +14,7 @@ from three_problems import (
   NEW,
   PARAMS,
   PROBLEMS,
+  SPEC,
   TOKENIZER,
   WIDTH,
   problems,
@@ -21,6 +22,7 @@ from three_problems import (
 
 from bapo_jax import types
 from bapo_jax.data import prompts, tokenizer
+from bapo_jax.models import decoder
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -45,7 +47,7 @@ def sample(
   known = known or problems()
   return rollout.rollout(
     rollouts or PartialRollouts(engine, len(ids)),
-    params,
+    decoder.actor(params, SPEC),
     prompts.prompts_by_id(known, ids),
     jax.random.key(0),
     problems=known,

@@ -60,16 +60,19 @@ def test_chi_square(V, temperature):
 
 
 def test_greedy_is_the_likeliest_and_certain():
-  logits_SV = jax.random.normal(KEY, (3, 8))
+  # Of several as likely the first, as argmax; among NaN at least a token.
+  rows = [[1, 5, 5, 2], [3, 3, 3, 3], [-jnp.inf, 0, -1, 0], [0, jnp.nan, 1, 2]]
+  logits_SV = jnp.concatenate([jax.random.normal(KEY, (3, 4)), jnp.asarray(rows)])
   token_S, logp_S = sampling.draw(
     KEY,
-    jnp.arange(3),
-    jnp.arange(3),
+    jnp.arange(7),
+    jnp.arange(7),
     logits_SV,
     1.0,
     sampling.SamplingParams(greedy=True),
   )
-  np.testing.assert_array_equal(token_S, logits_SV.argmax(-1))
+  np.testing.assert_array_equal(token_S[:6], logits_SV.argmax(-1)[:6])
+  assert token_S[3:6].tolist() == [1, 0, 1] and 0 <= token_S[6] < 4
   assert not logp_S.any()
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from three_problems import (
+  ACTOR,
   ENGINE,
   GROUP,
-  PARAMS,
   PROBLEMS,
   TOKENIZER,
   WIDTH,
@@ -111,7 +111,7 @@ def evaluated(verifier, group_size=GROUP, **knobs):
   """(result, samples) of the three problems at step 3."""
   engine = dataclasses.replace(ENGINE, group_size=group_size)
   return evaluate.evaluate(
-    PARAMS,
+    ACTOR,
     problems(),
     TOKENIZER,
     jax.random.key(1),
@@ -132,7 +132,7 @@ def test_the_evaluation_goes_through_the_same_door():
   # The record is the rollout's own.
   groups = rollout(
     PartialRollouts(ENGINE, 3),
-    PARAMS,
+    ACTOR,
     prompts.prompts_by_id(problems(), [0, 1, 2]),
     jax.random.key(1),
     problems=problems(),
@@ -160,7 +160,7 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
     text=['1+1='] * 3, answer=['42'] * 3, verifier=['aime', 'exact', 'aime']
   )
   _, samples = evaluate.evaluate(
-    PARAMS,
+    ACTOR,
     same,
     TOKENIZER,
     jax.random.key(1),

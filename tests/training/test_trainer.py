@@ -1,5 +1,6 @@
 """The loop without a model: rounds, counters, whose weights decode, theory."""
 
+import dataclasses
 import types as python_types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -202,6 +203,16 @@ def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
 ):
   knobs: dict[str, Any] = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
   fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **HARD, **knobs)
+  scored: list[tuple[str, int]] = []
+
+  def recompute(params, groups, version):
+    scored.append((params, version))
+    return groups, types.LogpDiff(0.0, 0.0, 0)
+
+  fake.trainer = dataclasses.replace(fake.trainer, recompute=recompute)
+  monkeypatch.setattr(
+    trainer.decode, 'params_of', lambda actor, *_: f'params of {actor}'
+  )
   fake.loop()
   reevaluated = [r for r in fake.rollouts if r[1].startswith('reevaluate')]
   fresh = [r for r in fake.rollouts if r[1].startswith('fresh')]
@@ -212,6 +223,10 @@ def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
     assert (keywords['step'], keywords['policy_version']) == (step, actor)
     params, key, keywords = reevaluated[step]
     assert params == f'copy of weights {step}' and key == f'reevaluate {step}'
+    # Scored by the learner's layout of the weights that sampled.
+    weights = f'weights {step}'
+    lagged = weights if actor == step else f'params of copy of weights {actor}'
+    assert scored[2 * step : 2 * step + 2] == [(weights, step), (lagged, actor)]
     assert (keywords['step'], keywords['policy_version']) == (step, step)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, logprobs, transformer
+from bapo_jax.models import attention, decoder, logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
@@ -82,10 +82,11 @@ def learner_state(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tr
 
 def actor(spec: ModelSpec, mesh: Mesh) -> Tree:
   """The weights, placed and cast as for decoding."""
-  params = jax.eval_shape(
-    lambda tree: transformer.cast(tree, spec.compute), transformer.abstract(spec)
+  made = jax.eval_shape(
+    lambda params: decoder.actor(params, spec, decoder.joins(mesh)),
+    transformer.abstract(spec),
   )
-  return place(params, sharding.shardings(params, mesh, 'decode'))
+  return place(made, sharding.shardings(made, mesh, 'decode'))
 
 
 def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
