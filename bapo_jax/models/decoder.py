@@ -93,7 +93,7 @@ def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
   x_RTD = sharding.constrain(layers.embed_rows(actor, tokens_RT, spec), sharding.ROWS)
   found = []
   for w in actor['layers']:
-    q_RTHC, k_RTKC, v_RTKC = _project(w, x_RTD, turn_RTc, spec)
+    q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     found.append((k_RTKC, v_RTKC))
     attended_RTHC = attention.causal(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
     x_RTD = sharding.constrain(
@@ -118,19 +118,11 @@ def decode(
   turn_Sc = layers.rotations(position_S, spec)
   x_SD, new = layers.embed(actor, token_S, spec), []
   for w, segments in zip(actor['layers'], cache, strict=True):
-    q_SHC, k_SKC, v_SKC = _project(w, x_SD, turn_Sc, spec)
+    q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)
     new.append(_extend(segments, k_SKC, v_SKC, position_S))
     attended_SHC = attention.cached(q_SHC, new[-1], position_S, kind=spec.attention)
     x_SD = layers.add_out(w, x_SD, attended_SHC, spec)
   return layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps), new
-
-
-def _project(
-  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
-) -> tuple[Array, Array, Array]:
-  """`layers.project` by sines and cosines that all layers share."""
-  q, k, v = layers.heads(w, x, spec)
-  return layers.rotate(q, *turn), layers.rotate(k, *turn), v
 
 
 def _extend(

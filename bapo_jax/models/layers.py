@@ -5,7 +5,6 @@ products run in `spec.compute`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +91,15 @@ def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
 
 
 def project(
-  w: Tree, x: Array, position: Array, spec: ModelSpec
+  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
-  """`heads` of x [..., D], queries and keys turned by their positions [...]."""
+  """`heads` of x [..., D], queries and keys turned.
+
+  Args:
+    turn: `rotations` of the positions [...]: one computation for all layers.
+  """
   q, k, v = heads(w, x, spec)
-  return rope(q, position, spec), rope(k, position, spec), v
+  return rotate(q, *turn), rotate(k, *turn), v
 
 
 def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
@@ -164,36 +167,6 @@ def split(x_BTD: Array, spec: ModelSpec) -> Array:
   return sharding.constrain(x_BTD, sharding.ROWS, columns)
 
 
-def run(
-  params: Tree,
-  tokens_BT: Array,
-  spec: ModelSpec,
-  *,
-  with_cache: bool = False,
-  position_BT: Array | None = None,
-  segment_BT: Array | None = None,
-) -> tuple[Array, Any]:
-  """(hidden_BTD, keys and values [L, B, T, K, C] of all layers, or None)."""
-  if position_BT is None:
-    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-
-  turn = rotations(position_BT, spec)  # once for all layers
-
-  def layer(x_BTD, w):
-    q_BTHC, k_BTKC, v_BTKC = heads(w, x_BTD, spec)
-    q_BTHC, k_BTKC = rotate(q_BTHC, *turn), rotate(k_BTKC, *turn)
-    attended_BTHC = attention.causal(
-      q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
-    )
-    x_BTD = split(add_out(w, x_BTD, attended_BTHC, spec), spec)
-    return x_BTD, (k_BTKC, v_BTKC) if with_cache else None
-
-  body = layer if with_cache else REMAT[spec.remat](layer)
-  x_BTD = split(embed_rows(params, tokens_BT, spec), spec)
-  x_BTD, cache = jax.lax.scan(body, x_BTD, params['layers'])
-  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), cache
-
-
 def forward(
   params: Tree,
   tokens_BT: Array,
@@ -211,4 +184,17 @@ def forward(
     segment_BT: the text of each token, where a row holds several; see
       `attention.causal`.
   """
-  return run(params, tokens_BT, spec, position_BT=position_BT, segment_BT=segment_BT)[0]
+  if position_BT is None:
+    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  turn = rotations(position_BT, spec)
+
+  def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
+    q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
+    attended_BTHC = attention.causal(
+      q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
+    )
+    return split(add_out(w, x_BTD, attended_BTHC, spec), spec), None
+
+  x_BTD = split(embed_rows(params, tokens_BT, spec), spec)
+  x_BTD, _ = jax.lax.scan(REMAT[spec.remat](layer), x_BTD, params['layers'])
+  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)
