@@ -3,7 +3,8 @@
 1. `gemm_rate` and `copy_rate` measure the machine;
 2. `step_seconds` times `decode.run` at half of a row's length;
 3. `share` sets the step beside the larger of products / GEMM rate and bytes / copy
-   rate: the two may overlap, so neither their sum nor any other order is assumed.
+   rate, which holds even if the two overlap wholly, and beside their sum: a core that
+   reads each weight once for a few rows overlaps them in part.
 """
 
 import functools
@@ -96,6 +97,7 @@ def share(
     'products_ms': round(1e3 * products, 2),
     'memory_ms': round(1e3 * memory, 2),
     'fraction': round(max(products, memory) / took, 4),
+    'fraction_of_sum': round((products + memory) / took, 4),
     'gemm_gflops': round(gemm / 1e9, 1),
     'copy_gbps': round(copy / 1e9, 1),
   }

@@ -249,7 +249,8 @@ def real(args: argparse.Namespace) -> dict[str, Any]:
   print(
     f'a step takes {step["step_ms"]:.0f} ms; its products {step["products_ms"]:.0f} ms '
     f'at {step["gemm_gflops"]:.0f} GFLOP/s, its bytes {step["memory_ms"]:.0f} ms at '
-    f'{step["copy_gbps"]:.0f} GB/s: {step["fraction"]:.0%} of the lower bound'
+    f'{step["copy_gbps"]:.0f} GB/s: {step["fraction"]:.0%} of the larger, '
+    f'{step["fraction_of_sum"]:.0%} of the sum'
   )
   return {os.path.basename(os.path.abspath(args.model)): found | {'step': step}}
 
