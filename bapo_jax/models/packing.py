@@ -22,7 +22,7 @@ from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
 
 # Of the products of a layer, those of scores and values in a bin with several rows.
-ATTENTION = 0.1
+ATTENTION = 0.02
 
 
 class Shape(NamedTuple):

@@ -13,7 +13,7 @@ class LearnerConfig(Section):
   epochs: int = knob(1, 'Visits of a batch.', least=1, most=1024)
   minibatches: int = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
   grad_accum_steps: int = knob(
-    1,
+    2,
     'The most micro-batches of a minibatch, their gradients summed.',
     least=1,
     most=65536,

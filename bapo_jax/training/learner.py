@@ -177,12 +177,15 @@ def learn(
     'rollout/logp_diff': diff_BT.sum() / own_BT.sum(),
     'rollout/logp_diff_max': jnp.where(own_BT.any(), diff_BT.max(), jnp.nan),
   }
-  updates, moments = tx.update(grads, opt, params)
+
+  def apply(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    params, opt = state
+    updates, opt = tx.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt
+
   # No seat earned, no update: moments alone would carry the weights on. And one number
-  # that is not finite would spoil moments and weights for good.
-  params, opt = jax.tree.map(
-    lambda new, old: jnp.where(batch.loss_mask_BT.any() & finite, new, old),
-    (optax.apply_updates(params, updates), moments),
-    (params, opt),
-  )
+  # that is not finite would spoil moments and weights for good. A `where` between old
+  # and new would take as long again as the update: it is memory alone.
+  sound = batch.loss_mask_BT.any() & finite
+  params, opt = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
   return params, opt, metrics

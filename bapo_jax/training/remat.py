@@ -76,7 +76,7 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     spec = dataclasses.replace(spec, attention=kernel)
   tensor, T = mesh.shape['tensor'], config.row_length
   split, c = mesh.shape['fsdp'] * tensor, numbers(spec.compute)
-  rows = config.minibatch_rows // config.learner.grad_accum_steps
+  rows = config.micro_batch_rows
   if not config.model.path:
     rows = max(rows, config.sft.batch)
   rows = rows if rows % sharding.row_shards(mesh) else rows // sharding.row_shards(mesh)
@@ -122,7 +122,9 @@ def resolve(
     memory: bytes that a device may use; 0: `limit` of the mesh.
   """
   auto, tensor = config.model.remat == 'auto', mesh.shape['tensor']
-  remats = KINDS if auto else (config.model.remat,)
+  # A CPU writes what is kept more slowly than it computes all but products again.
+  kinds = KINDS[1:] if mesh.devices.flat[0].platform == 'cpu' else KINDS
+  remats = kinds if auto else (config.model.remat,)
   shards = {'on': (True,), 'off': (False,), 'auto': (False, True)[: 1 + (tensor > 1)]}
   memory, found = memory or limit(mesh), spec
   for remat, split in itertools.product(remats, shards[config.model.sequence_sharding]):
