@@ -231,9 +231,10 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
     buffer=ReplayBuffer(*[ones] * len(ReplayBuffer._fields)),
     step=1,
   )
+  arrays = {name: getattr(state, name) for name in ('params', 'opt', 'actor', 'buffer')}
   with checkpoint.manager(str(workdir), 2) as checkpoints:
     meta = {'run': resume.scalars(state)}
-    checkpoint.save(checkpoints, 1, resume.arrays(state), meta)
+    checkpoint.save(checkpoints, 1, arrays, meta)
 
 
 def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:

@@ -83,7 +83,7 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   t, s = setup.start(config, workdir, timer, verifier, material)
   if checkpoints.latest_step() is not None:
     record_again(t, workdir, s)
-  s, spent = resume(checkpoints, s, same)
+  s, spent = resume(checkpoints, t, s, same)
   if s.step:
     metrics.report_lost(workdir, s.step)
   log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
@@ -231,7 +231,7 @@ class Run:
       if s.step not in self.checkpoints.all_steps():
         meta = self.cost() | {'run': scalars(s)}
         accuracy = row.get('eval/accuracy')
-        checkpoint.save(self.checkpoints, s.step, arrays(s), meta, accuracy)
+        checkpoint.save(self.checkpoints, s.step, arrays(self.t, s), meta, accuracy)
       if last:
         checkpoint.wait(self.checkpoints)
 

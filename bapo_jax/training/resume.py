@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint
-from bapo_jax.training.state import TrainState
+from bapo_jax.training.state import Trainer, TrainState
 
 Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
 
@@ -19,9 +20,14 @@ SCALARS = (
 )
 
 
-def arrays(s: TrainState) -> dict[str, Any]:
-  """The part of a state that is arrays."""
-  found = {'params': s.params, 'opt': s.opt, 'actor': s.actor, 'buffer': s.buffer}
+def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
+  """The part of a state that is arrays.
+
+  The actor is laid out as the parameters are: its own layout depends on the mesh, and
+  another one may resume.
+  """
+  actor = decode.params_of(s.actor, t.spec, t.mesh)
+  found = {'params': s.params, 'opt': s.opt, 'actor': actor, 'buffer': s.buffer}
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 
@@ -31,7 +37,10 @@ def scalars(s: TrainState) -> dict[str, int]:
 
 
 def resume(
-  checkpoints: checkpoint.CheckpointManager, s: TrainState, same: bool = True
+  checkpoints: checkpoint.CheckpointManager,
+  t: Trainer,
+  s: TrainState,
+  same: bool = True,
 ) -> tuple[TrainState, Spent]:
   """Newest whole checkpoint (or the state given), and what the run has cost so far.
 
@@ -42,12 +51,13 @@ def resume(
   Raises:
     ValueError: there are checkpoints, and none is whole.
   """
-  newest = checkpoint.restore_newest(checkpoints, arrays(s))
+  newest = checkpoint.restore_newest(checkpoints, arrays(t, s))
   if newest is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
   step, found, meta = newest
   log(f'Resuming after step {step}.')
   partial = found.pop('partial', None)
+  found['actor'] = decode.sync_actor(found['actor'], t.spec, t.mesh)
   if not same:
     found['buffer'] = s.buffer
   elif partial and s.partial is not None:

@@ -16,7 +16,7 @@ from runs import copied, same, tiny
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.training import checkpoint, resume, setup
-from bapo_jax.training.state import TrainState
+from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree
 
 
@@ -194,15 +194,15 @@ MESHES = {
 }
 
 
-def started(kind, workdir, monkeypatch) -> TrainState:
-  """A state at step 0, on a mesh of this kind."""
+def started(kind, workdir, monkeypatch) -> tuple[Trainer, TrainState]:
+  """A trainer and its state at step 0, on a mesh of this kind."""
   count, axes = MESHES[kind]
   devices = jax.devices()[:count]
   knobs = {f'mesh.{axis}': size for axis, size in axes.items()}
   config = tiny(**{'batch.rule': 'adapted', 'rollout.max_off_policy_steps': 1, **knobs})
   with monkeypatch.context() as patch:
     patch.setattr(jax, 'devices', lambda *_: devices)
-    return setup.start(config, str(workdir), PhaseTimer())[1]
+    return setup.start(config, str(workdir), PhaseTimer())
 
 
 def filled(tree: Tree) -> Tree:
@@ -224,17 +224,17 @@ def test_another_mesh_restores_the_same_values(
   then, now, warm_start, tmp_path, monkeypatch
 ):
   workdir = copied(warm_start, tmp_path / 'run')
-  old = started(then, workdir, monkeypatch)
-  arrays = filled(resume.arrays(old))
+  t, old = started(then, workdir, monkeypatch)
+  arrays = filled(resume.arrays(t, old))
   scalars = resume.scalars(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
     checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
     checkpoint.wait(checkpoints)
-    fresh = started(now, workdir, monkeypatch)
+    t, fresh = started(now, workdir, monkeypatch)
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
-    s, _ = resume.resume(checkpoints, fresh)
+    s, _ = resume.resume(checkpoints, t, fresh)
   assert (s.step, s.actor_version) == (3, 2)
-  found = resume.arrays(s)
+  found = resume.arrays(t, s)
   assert found.keys() == {'params', 'opt', 'actor', 'buffer', 'partial'}
   for part, value in found.items():
     assert same(value, arrays[part]), part

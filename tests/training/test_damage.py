@@ -18,7 +18,7 @@ from runs import copied, last_run, same, tiny
 from bapo_jax.runtime import metrics, workdir
 from bapo_jax.tools import eval_checkpoint, export, viewer
 from bapo_jax.training import checkpoint, experiment, resume
-from bapo_jax.training.state import TrainState
+from bapo_jax.training.state import Trainer, TrainState
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +47,16 @@ def broken(unbroken, tmp_path) -> pathlib.Path:
 
 
 @pytest.fixture
-def resumed(monkeypatch, one_device) -> Callable[[pathlib.Path], TrainState]:
-  """Runs the command up to the first step that it would train; returns the state."""
+def resumed(
+  monkeypatch, one_device
+) -> Callable[[pathlib.Path], tuple[Trainer, TrainState]]:
+  """Runs the command up to the first step that it would train; returns its state."""
 
   def state(path):
     found = []
 
     def loop(self, first):
-      found.append(first)
+      found.append((self.t, first))
       return first, 128
 
     with monkeypatch.context() as patch:
@@ -66,11 +68,11 @@ def resumed(monkeypatch, one_device) -> Callable[[pathlib.Path], TrainState]:
   return state
 
 
-def assert_at(s: TrainState, unbroken: pathlib.Path, step: int) -> None:
+def assert_at(t: Trainer, s: TrainState, unbroken: pathlib.Path, step: int) -> None:
   """The state is, to the last bit, that of the unbroken run after the step."""
   whole = last_run(unbroken, step)
   assert resume.scalars(s) == whole.scalars
-  flat = checkpoint._solid(resume.arrays(s))
+  flat = checkpoint._solid(resume.arrays(t, s))
   assert flat.keys() == whole.arrays.keys()
   assert same(flat, whole.arrays)
 
@@ -195,7 +197,7 @@ NEWEST: dict[str, Damage] = {
 @pytest.mark.parametrize('name', NEWEST)
 def test_the_newest_whole_checkpoint_is_taken(name, broken, unbroken, resumed, capsys):
   NEWEST[name](broken)
-  s = resumed(broken)
+  _, s = resumed(broken)
   assert_at(s, unbroken, LAST - 1)
   out = capsys.readouterr().out
   assert out.count('is damaged (') == 1
@@ -224,7 +226,7 @@ def test_an_older_checkpoint_is_read_whole_before_it_is_taken(
 ):
   flip(largest(broken / 'checkpoints' / '3' / 'arrays'))
   poisoned('params', np.nan)(broken)
-  assert_at(resumed(broken), unbroken, 2)
+  assert_at(*resumed(broken), unbroken, 2)
 
 
 @pytest.mark.parametrize('kind', ['digests', 'not finite'])
@@ -244,7 +246,7 @@ def test_with_no_whole_checkpoint_one_sentence_says_what_to_do(
       resumed(broken)
   assert sorted(os.listdir(broken / 'checkpoints')) == ['2', '3', '4']
   shutil.rmtree(broken / 'checkpoints')  # the way out
-  assert resumed(broken).step == 0
+  assert resumed(broken)[1].step == 0
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
@@ -338,13 +340,13 @@ def content(run: pathlib.Path) -> dict[str, bytes]:
 def test_what_can_be_made_again_is_made_again(name, broken, unbroken, resumed, capsys):
   damage, logged = REPAIRED[name]
   damage(broken)
-  assert_at(resumed(broken), unbroken, LAST)
+  assert_at(*resumed(broken), unbroken, LAST)
   out = capsys.readouterr().out
   assert logged in out
   assert last_run(broken).rows == last_run(unbroken).rows
   assert content(broken) == content(unbroken)
   # And the next start finds nothing to repair.
-  assert_at(resumed(broken), unbroken, LAST)
+  assert_at(*resumed(broken), unbroken, LAST)
   out = capsys.readouterr().out
   assert not re.search('(written|made|evaluated) again|is damaged', out)
 
@@ -358,22 +360,22 @@ def test_the_report_is_written_from_evaluations_made_again(broken, one_device):
 
 def test_a_warm_start_made_again_is_the_same(broken, resumed, capsys):
   shutil.rmtree(broken / 'checkpoints')
-  before = resumed(broken)
+  _, before = resumed(broken)
   flip(largest(warm(broken)))
-  after = resumed(broken)
+  _, after = resumed(broken)
   assert 'it is made again' in capsys.readouterr().out
-  assert same(resume.arrays(before)['params'], resume.arrays(after)['params'])
+  assert same(before.params, after.params)
 
 
 def test_lost_rows_are_counted_and_the_file_is_kept(broken, resumed, capsys):
   path = broken / 'metrics.jsonl'
   path.write_bytes(b'\x00\xff' * 40)
-  assert resumed(broken).step == LAST
+  assert resumed(broken)[1].step == LAST
   out = capsys.readouterr().out
   assert f'lacks {LAST + 1} rows of the steps 0 to {LAST}' in out
   assert (broken / 'metrics-damaged.jsonl').read_bytes() == b'\x00\xff' * 40
   path.unlink()
-  assert resumed(broken).step == LAST
+  assert resumed(broken)[1].step == LAST
   assert f'lacks {LAST + 1} rows' in capsys.readouterr().out
   with pytest.raises(ValueError, match='holds a run with another config'):
     experiment.train(tiny(**KNOBS | {'seed': 1}), str(broken))
