@@ -84,5 +84,5 @@ class LogprobsConfig(Section):
   """How log-probabilities are computed."""
 
   chunk: int = knob(
-    256, 'Columns of a row projected to the vocabulary at once.', least=1
+    256, 'Tokens of a device projected to the vocabulary at once.', least=1
   )

@@ -96,7 +96,7 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     wide = T + -T % attention.LANES
     blocks = wide / attention.key_block(wide)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
-  logits = 3 * 4 * rows * min(config.logprobs.chunk, T) * min(BLOCK, spec.vocab)
+  logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
   actor = c * weights / tensor
   return state + actor + gathered + casts + rows * T * per_token + logits
 

@@ -70,6 +70,14 @@ def test_a_tpus_scatter_is_no_sum():
   assert found['reduce-scatter64'].received == (12 + 60) * 64
 
 
+def test_a_loop_that_ends_with_its_data_runs_as_often_as_it_may():
+  # Of the outer loop the program says no number; of the inner one it does.
+  text = TEXT.replace('{"known_trip_count":{"n":"12"}}', '{}')
+  for most in (1, 7):
+    found = {c.kind + str(c.bytes): c.times for c in hlo.in_loops(text, most)}
+    assert found['all-gather64'] == most and found['reduce-scatter64'] == 5 * most
+
+
 def test_a_compiled_program_is_counted():
   devices = sharding.make(2, 2, 2)
 

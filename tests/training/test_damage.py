@@ -197,8 +197,8 @@ NEWEST: dict[str, Damage] = {
 @pytest.mark.parametrize('name', NEWEST)
 def test_the_newest_whole_checkpoint_is_taken(name, broken, unbroken, resumed, capsys):
   NEWEST[name](broken)
-  _, s = resumed(broken)
-  assert_at(s, unbroken, LAST - 1)
+  t, s = resumed(broken)
+  assert_at(t, s, unbroken, LAST - 1)
   out = capsys.readouterr().out
   assert out.count('is damaged (') == 1
   assert f'set aside as {broken}/checkpoints/{LAST}.damaged' in out

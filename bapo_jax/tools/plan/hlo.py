@@ -62,8 +62,12 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
   return found, entry
 
 
-def in_loops(text: str) -> list[Collective]:
-  """The collectives that run inside loops, the most bytes first."""
+def in_loops(text: str, most: int = 1) -> list[Collective]:
+  """The collectives that run inside loops, the most bytes first.
+
+  Args:
+    most: iterations of a loop that ends when its data do, at most.
+  """
   bodies, entry = computations(text)
   sites: dict[tuple[str, int], set[tuple[str, str]]] = {}
   times: dict[tuple[str, int], int] = {}
@@ -76,7 +80,7 @@ def in_loops(text: str) -> list[Collective]:
         sites.setdefault(key, set()).add((name, line))
         times[key] = times.get(key, 0) + repeats
       if loop := LOOP.search(line):
-        walk(loop[2], repeats * trips(line, bodies.get(loop[1], ())), True)
+        walk(loop[2], repeats * trips(line, bodies.get(loop[1], ()), most), True)
       for called in callees(line):
         walk(called, repeats, looped)
 
@@ -96,12 +100,12 @@ def callees(line: str) -> list[str]:
   return names
 
 
-def trips(line: str, condition: Iterable[str]) -> int:
-  """Iterations of a loop: XLA's count, else the bound in its condition, else 1."""
+def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
+  """Iterations of a loop: XLA's count, else the bound in its condition, else `most`."""
   if known := TRIPS.search(line):
     return int(known[1])
   bounds = [int(n) for text in condition for n in BOUND.findall(text)]
-  return max(bounds, default=1)
+  return max(bounds, default=most)
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:

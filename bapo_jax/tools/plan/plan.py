@@ -86,7 +86,7 @@ def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
     program.cache,
     program.resident,
     own + program.resident,
-    hlo.in_loops(executable.as_text() or ''),
+    hlo.in_loops(executable.as_text() or '', program.micro_batches),
     time.time() - begun,
   )
 

@@ -39,6 +39,7 @@ class Program(NamedTuple):
   resident: float  # bytes of the run that the program does not take
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
+  micro_batches: int = 1  # at most; the loop over them ends when the data do
 
 
 def tpu_spec(config: Config) -> ModelSpec:
@@ -107,6 +108,7 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
       roofline.train, spec, dict(mesh.shape), B, T, config.learner.grad_accum_steps
     ),
     bytes_per_device((actor(spec, mesh), buffer(config, rules, mesh))),
+    micro_batches=config.learner.grad_accum_steps,
   )
 
 
