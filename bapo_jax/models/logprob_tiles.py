@@ -88,29 +88,13 @@ def forward(
   chunks, block = hidden_BTD.shape[1] // chunk, head_VD.shape[0] // blocks
   token_BT = token_BT - _first(head_VD, sharded)
 
-  def reduce_tile(j, tiles):
+  def reduce_tile(j: Array, tiles: tuple[Array, ...]) -> tuple[Array, ...]:
     hidden_BtD, token_Bt = (
       _cut(x, j // blocks, chunk, 1) for x in (hidden_BTD, token_BT)
     )
     head_vD = _block_of(head_VD, j % blocks, block, hidden_BTD.dtype)
     logits_Btv = _logits(hidden_BtD, head_vD, temperature)
-    most_Bt = logits_Btv.max(-1)
-    below_Btv = logits_Btv - most_Bt[..., None]
-    share_Btv = jnp.exp(below_Btv)
-    at_Bt = token_Bt - j % blocks * block
-    logit_Bt1 = jnp.take_along_axis(
-      logits_Btv, jnp.clip(at_Bt, 0, block - 1)[..., None], -1
-    )
-    chosen_logit_Bt = jnp.where(
-      (at_Bt >= 0) & (at_Bt < block), logit_Bt1[..., 0], -jnp.inf
-    )
-    square_Btv = share_Btv**2
-    sums = [
-      x_Btv.sum(-1)
-      for part_Btv in (share_Btv, square_Btv)
-      for x_Btv in (part_Btv, part_Btv * below_Btv)
-    ]
-    found = most_Bt, *sums, chosen_logit_Bt
+    found = _reduced(logits_Btv, token_Bt - j % blocks * block)
     return tuple(
       jax.lax.dynamic_update_index_in_dim(all_jBt, x_Bt, j, 0)
       for all_jBt, x_Bt in zip(tiles, found, strict=True)
@@ -131,6 +115,32 @@ def forward(
     for x_BT in _combine(most, total, spread, square, square_spread, chosen, sharded)
   )
   return logp_BT, entropy_BT, covariance_BT, lse_BT
+
+
+def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
+  """What `_combine` wants of a tile: its maximum, four sums, and the chosen logit.
+
+  Args:
+    at_Bt: the token to score, as a column of the tile; outside of it the chosen
+      logit is -inf.
+  """
+  most_Bt = logits_Btv.max(-1)
+  below_Btv = logits_Btv - most_Bt[..., None]
+  share_Btv = jnp.exp(below_Btv)
+  block = logits_Btv.shape[-1]
+  logit_Bt1 = jnp.take_along_axis(
+    logits_Btv, jnp.clip(at_Bt, 0, block - 1)[..., None], -1
+  )
+  chosen_logit_Bt = jnp.where(
+    (at_Bt >= 0) & (at_Bt < block), logit_Bt1[..., 0], -jnp.inf
+  )
+  square_Btv = share_Btv**2
+  sums = [
+    x_Btv.sum(-1)
+    for part_Btv in (share_Btv, square_Btv)
+    for x_Btv in (part_Btv, part_Btv * below_Btv)
+  ]
+  return most_Bt, *sums, chosen_logit_Bt
 
 
 def _combine(

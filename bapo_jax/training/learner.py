@@ -158,7 +158,9 @@ def learn(
 ) -> tuple[Tree, Tree, dict[str, Array]]:
   """One optimiser update on one minibatch; returns (params, opt, metrics).
 
-  It is skipped, and counted in learner/skipped, where loss or gradient is not finite.
+  It is skipped, and counted in learner/skipped, where loss or gradient is not finite,
+  or what the sampler recorded: rows without an advantage are not computed, and would
+  not tell that the weights are lost.
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
@@ -166,7 +168,8 @@ def learn(
   own_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(own_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
   norm = optax.tree.norm(grads)
-  finite = jnp.isfinite(value) & jnp.isfinite(norm)
+  sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
+  finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
   rule = objective.loss_rule
   metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
     'loss/value': value,

@@ -101,6 +101,14 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   return state + actor + gathered + casts + rows * T * per_token + logits
 
 
+def kinds(platform: str) -> tuple[str, ...]:
+  """What auto chooses from, least computed again first.
+
+  A CPU writes all that is kept more slowly than it computes all but products again.
+  """
+  return KINDS[1:] if platform == 'cpu' else KINDS
+
+
 def limit(mesh: Mesh) -> float:
   """Bytes of memory that a device of the mesh may use."""
   device = mesh.devices.flat[0]
@@ -122,9 +130,8 @@ def resolve(
     memory: bytes that a device may use; 0: `limit` of the mesh.
   """
   auto, tensor = config.model.remat == 'auto', mesh.shape['tensor']
-  # A CPU writes what is kept more slowly than it computes all but products again.
-  kinds = KINDS[1:] if mesh.devices.flat[0].platform == 'cpu' else KINDS
-  remats = kinds if auto else (config.model.remat,)
+  able = kinds(mesh.devices.flat[0].platform)
+  remats = able if auto else (config.model.remat,)
   shards = {'on': (True,), 'off': (False,), 'auto': (False, True)[: 1 + (tensor > 1)]}
   memory, found = memory or limit(mesh), spec
   for remat, split in itertools.product(remats, shards[config.model.sequence_sharding]):

@@ -124,12 +124,17 @@ def test_bins_hold_the_worst_case_by_hand():
 
 
 def test_the_widest_bin_by_hand():
-  # D = 16, H = 4, K = 2, C = 8, F = 32: 2 x 16 x 6 x 8 + 3 x 16 x 32 = 3072 weights,
-  # 6144 products per token; scores and values take 4 x 32 per key, 614 / 128 = 4.8.
+  # 2 x 64 x 6 x 16 + 3 x 64 x 192 = 49152 weights and as many products per token;
+  # scores and values take 2 x 64 per key: 2 % of the former are 7.7 of the latter.
   spec = dataclasses.replace(
-    making.SPEC, width=16, heads=4, kv_heads=2, head_width=8, ffn=32
+    making.SPEC, width=64, heads=4, kv_heads=2, head_width=16, ffn=192
   )
-  assert packing.widest(spec) == 4
+  assert packing.widest(spec) == 7
+  # SmolLM2-135M: 2 x 576 x 12 x 64 + 3 x 576 x 1536, against 2 x 576.
+  spec = dataclasses.replace(
+    making.SPEC, width=576, heads=9, kv_heads=3, head_width=64, ffn=1536
+  )
+  assert packing.widest(spec) == 61
 
 
 @pytest.mark.parametrize('micro_batches', [1, 3])

@@ -105,6 +105,6 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   material = setup.read(config, str(tmp_path / 'work'))
   experiment.welcome(config, 'work', material)
   text = capsys.readouterr().out
-  assert 'remat none (auto): the backward pass computes nothing again' in text
+  assert 'remat dots (auto): the backward pass computes all but products again' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
   assert line.split(None, 1)[1] == f"{path}, 28 tokens, template '{{problem}}='"

@@ -68,7 +68,8 @@ def parsed(**model):
   return config_lib.parse(config.to_dict())
 
 
-def test_auto_takes_the_least_that_must_be_computed_again():
+def test_auto_takes_the_least_that_must_be_computed_again(monkeypatch):
+  monkeypatch.setattr(remat, 'kinds', lambda platform: remat.KINDS)
   config, mesh = parsed(), sharding.make(2, 2, 2)
   spec = policy.spec_of(config, policy.load_tokenizer(config))
   kinds = list(itertools.product(remat.KINDS, (False, True)))
@@ -126,11 +127,13 @@ def test_the_limit_is_the_devices_or_its_part_of_the_host(
   assert remat.limit(mesh) == pytest.approx(expected)
 
 
-def test_a_small_run_computes_nothing_again():
+def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
+  assert remat.kinds('cpu') == ('dots', 'full')
+  assert remat.kinds('tpu') == remat.kinds('gpu') == ('none', 'dots', 'full')
   config, mesh = parsed(), sharding.make()
   spec = policy.spec_of(config, policy.load_tokenizer(config))
-  assert remat.resolve(config, spec, mesh).remat == 'none'
-  assert 'remat none (auto)' in remat.sentence(
+  assert remat.resolve(config, spec, mesh).remat == 'dots'
+  assert 'remat dots (auto)' in remat.sentence(
     config, remat.resolve(config, spec, mesh), mesh
   )
 
