@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +82,15 @@ class RolloutEngine:
     return min(self.prefill_batch_size, self.max_num_seqs)
 
   @property
-  def prefill_prompts(self) -> int:
-    """R, the most prompts that so many neighbouring responses can answer."""
-    return min(self.prefill_rows, -(-self.prefill_rows // self.group_size) + 1)
+  def prefill_sizes(self) -> list[int]:
+    """Numbers of prompts that are prefilled at once, rising.
+
+    A block of responses that starts with its group has one prompt less than one that
+    cuts two groups; a program of its own where that is a tenth of the work.
+    """
+    whole = -(-self.prefill_rows // self.group_size)
+    most = min(self.prefill_rows, whole + 1)
+    return [whole, most] if most > 1.1 * whole else [most]
 
   @property
   def segment_sizes(self) -> list[int]:
@@ -151,9 +158,9 @@ class RolloutEngine:
     slots, rows = self.empty(places * self.group_size)
     zeros = np.zeros(self.prefill_rows, np.int32)
     nowhere, uid = zeros + self.max_num_seqs, zeros.astype(np.uint32)
-    ones = np.ones(self.prefill_prompts, np.int32)
-    for width in shapes.prefill_widths(self.max_prompt_tokens):
-      tokens_RT = np.zeros((self.prefill_prompts, width), np.int32)
+    widths = shapes.prefill_widths(self.max_prompt_tokens)
+    for R, width in itertools.product(self.prefill_sizes, widths):
+      tokens_RT, ones = np.zeros((R, width), np.int32), np.ones(R, np.int32)
       slots = self.admit(
         params, slots, tokens_RT, ones, zeros, nowhere, zeros, uid, zeros
       )

@@ -147,9 +147,10 @@ class PartialRollouts:
   def _admit(self, params: Tree, free: np.ndarray) -> None:
     """The oldest waiting rows into the first free slots."""
     e = self.engine
-    A, S, R = e.prefill_rows, e.max_num_seqs, e.prefill_prompts
+    A, S = e.prefill_rows, e.max_num_seqs
     rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
+    R = next(n for n in e.prefill_sizes if n >= len(places))
     count, pad = len(rows), (0, A - len(rows))
     longest = self.length_W[places].max()
     widths = shapes.prefill_widths(e.max_prompt_tokens)

@@ -109,8 +109,8 @@ def config_of(rows: int, longest: int, *, pack: bool) -> Config:
     prompts={'count': rows // GROUP, 'max_prompt_tokens': longest // 4},
     sampler={'group_size': GROUP, 'max_new_tokens': longest - longest // 4},
     clip={'rule': 'fixed'},
-    # The best of each: padded in one piece, packed in quarters that may stay empty.
-    learner={'minibatches': 1, 'pack': pack, 'grad_accum_steps': 4 if pack else 1},
+    # The best of each: padded in one piece, packed in pieces, few of them part empty.
+    learner={'minibatches': 1, 'pack': pack, 'grad_accum_steps': 16 if pack else 1},
     optimizer={'lr': 1e-6, 'warmup': 0},
   )
 
