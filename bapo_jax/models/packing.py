@@ -144,7 +144,7 @@ def pack(
   Args:
     wanted_BT: bool, tokens whose statistics are wanted; none in column 0.
     micro_batches, width: see `shape_of`.
-    packed: False: every row, whole, in the bin of its own number.
+    packed: False: every row, whole, in the bin of its own number, all tokens wanted.
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()
@@ -152,7 +152,8 @@ def pack(
   if not packed:
     row_B = jnp.arange(B, dtype=jnp.int32)
     bins = row_B, jnp.zeros_like(row_B), jnp.full_like(row_B, T - 1)
-    return Packed(tokens_BT, wanted_BT, shape, *bins, jnp.int32(-(-B // shape.bins)))
+    all_BT = jnp.broadcast_to(jnp.arange(T) > 0, wanted_BT.shape)
+    return Packed(tokens_BT, all_BT, shape, *bins, jnp.int32(-(-B // shape.bins)))
   length_B = jnp.where(wanted_BT, jnp.arange(T, dtype=jnp.int32), 0).max(1)
   order_B = jnp.argsort(-length_B, stable=True)
   free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)

@@ -37,7 +37,7 @@ class Objective:
     temperature: of sampling: the policy is the distribution that was sampled from.
     chunk: see `logprobs.packed_stats`.
     pack: rows are packed, and those without an advantage are not computed where
-      nothing but the advantage has a gradient; False: every row, in a bin of its own.
+      nothing but the advantage has a gradient; False: every token of every row.
     grad_accum_steps: the most micro-batches of a minibatch, their gradients summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
