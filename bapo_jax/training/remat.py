@@ -104,7 +104,8 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
 def kinds(platform: str) -> tuple[str, ...]:
   """What auto chooses from, least computed again first.
 
-  A CPU writes all that is kept more slowly than it computes all but products again.
+  A CPU writes what the backward pass would read more slowly than it computes all but
+  products again.
   """
   return KINDS[1:] if platform == 'cpu' else KINDS
 

@@ -159,7 +159,7 @@ def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
   found = variant(all_of, jnp.asarray(tokens_BT), jnp.asarray(wanted_BT))
   shown_BT = wanted_BT if packed else np.ones_like(wanted_BT)
   for name, a, b in zip(whole._fields, found, whole, strict=True):
-    np.testing.assert_allclose(a, np.where(shown_BT, b, 0), atol=3e-6, err_msg=name)
+    np.testing.assert_allclose(a, np.where(shown_BT, b, 0), atol=5e-6, err_msg=name)
 
 
 def test_a_text_sees_no_other_text_of_its_bin():
