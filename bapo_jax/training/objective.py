@@ -174,7 +174,9 @@ def gradient(
 
     def find(ratio_BT: Array) -> Bounds:
       own = search(ratio_BT)
-      several = jnp.where(together, parts.packed.used > 1, False)
+      if not together:
+        return own
+      several = parts.packed.used > 1
       return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, own)
 
     value, found = o.loss(stats.logp_BT, part, scale_B, find)
