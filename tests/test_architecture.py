@@ -100,6 +100,7 @@ HOUSE = {
     'knobs',
     'optimizer',
     'scoring',
+    'accumulation',
     'objective',
     'learner',
     'sft',

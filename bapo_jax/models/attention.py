@@ -24,6 +24,7 @@ AUTO = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}  # other platforms: pl
 NEEDS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
 KINDS = ('auto', 'plain', 'cudnn', 'splash')
 XLA_NAMES: dict[str, Literal['xla', 'cudnn']] = {'plain': 'xla', 'cudnn': 'cudnn'}
+ATTENDED = 'attended'  # by this name a remat policy saves what the TPU's kernel found
 LANES = 128  # of a TPU's vector unit: head width and row length are padded to them
 
 
@@ -261,6 +262,7 @@ def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Ar
     q_seq_shards=1,
     block_sizes=sizes,
     interpret=interpret,
+    residual_checkpoint_name=ATTENDED,
   )
 
 

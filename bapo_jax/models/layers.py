@@ -17,11 +17,17 @@ from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
-# What the backward pass reads back: nothing, the products with weights, everything.
+# What the backward pass reads back: nothing; the products with weights, and what the
+# TPU's kernel attended; everything.
+_SAVED = jax.checkpoint_policies
 REMAT = {
   'full': jax.checkpoint,
   'dots': functools.partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    jax.checkpoint,
+    policy=_SAVED.save_from_both_policies(
+      _SAVED.dots_with_no_batch_dims_saveable,
+      _SAVED.save_only_these_names(attention.ATTENDED),
+    ),
   ),
   'none': lambda layer: layer,
 }

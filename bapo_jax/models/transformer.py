@@ -49,6 +49,7 @@ class ModelSpec:
   attention: str = _D.attention  # a kind of attention.py
   remat: str = 'full'  # a key of layers.REMAT
   sequence_sharding: bool = False  # columns between layers over the tensor axis
+  bounds_pass: str = 'again'  # or 'stored', see objective.gradient
 
 
 def describe(spec: ModelSpec) -> dict[str, Initialiser]:

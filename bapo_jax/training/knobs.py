@@ -27,6 +27,12 @@ class LearnerConfig(Section):
   bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
     'minibatch', 'Tokens of one bound search; micro_batch saves a forward pass.'
   )
+  bounds_pass: Literal['auto', 'stored', 'again'] = knob(
+    'auto',
+    'Bounds over several micro-batches: stored has all forward passes first, and what '
+    'their backward passes read in memory until then; again has a forward pass more; '
+    'auto takes what fits and computes least.',
+  )
   recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
     'auto',
     "The learner's log-probabilities replace the sampler's; auto: where model.compute "

@@ -18,6 +18,7 @@ from bapo_jax.models import logprobs, packing
 from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.training import accumulation
 from bapo_jax.types import (
   Batch,
   Bounds,
@@ -57,6 +58,16 @@ class Objective:
   length: int = 1
   kl: float = 0.0
   kl_direction: KlDirection = LossConfig().kl_direction
+
+  @property
+  def together(self) -> bool:
+    """Whether bounds are those of all tokens of the minibatch."""
+    return self.bounds_scope == 'minibatch'
+
+  @property
+  def stores(self) -> bool:
+    """Whether all forward passes come before the bounds, and those before the rest."""
+    return self.together and self.spec.bounds_pass == 'stored'
 
   def computed(self, batch: Batch) -> Batch:
     """The batch whose mask holds the tokens that are computed.
@@ -150,13 +161,14 @@ def gradient(
   """The loss of one minibatch and its gradient.
 
   Only what teaches is computed (`Objective.computed`), packed, in as many micro-batches
-  as it fills: the loop is one program, whatever the batch.
+  as it fills: the loops are one program, whatever the batch.
 
   Bounds are found once, over all tokens of the minibatch: over every device, and over
   every micro-batch. What fits into one micro-batch has them from the forward pass that
-  the gradient needs anyway. With more, a forward pass without gradient comes first;
-  bounds_scope='micro_batch' saves it and gives every micro-batch the bounds of its own
-  tokens, a mixture of objectives.
+  the gradient needs anyway. With more, spec.bounds_pass says where they come from: a
+  forward pass without gradient first ('again'), or the only one, whose arrays wait for
+  the bounds ('stored'). bounds_scope='micro_batch' needs neither and gives every
+  micro-batch the bounds of its own tokens, a mixture of objectives.
 
   Returns:
     (loss, gradients, (statistics of the computed tokens, 0 elsewhere, bounds)).
@@ -165,7 +177,36 @@ def gradient(
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
   scale_B *= filled_share(batch)
   parts = micro_batches(batch, o)
-  together = o.bounds_scope == 'minibatch'
+  if o.stores and parts.packed.shape.micro_batches > 1:
+    return _of_all(params, parts, scale_B, o)
+  return _one_by_one(params, parts, scale_B, o)
+
+
+def _of_all(
+  params: Tree, parts: MicroBatches, scale_B: Array, objective: Objective
+) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
+  """`gradient`, every forward pass before the bounds, and those before the rest."""
+  o, batch = objective, parts.batch
+  stats, backward = accumulation.forward_all(
+    lambda params, n: parts.stats(params, n, o),
+    params,
+    parts.packed.shape.micro_batches,
+    parts.packed.used,
+  )
+
+  def value_of(stats: TokenStats) -> tuple[Array, Bounds]:
+    search = o.search(stats.logp_BT, batch, scale_B)
+    return o.loss(stats.logp_BT, batch, scale_B, search)
+
+  (value, bounds), d_stats = jax.value_and_grad(value_of, has_aux=True)(stats)
+  return value, backward(d_stats), (stats, bounds)
+
+
+def _one_by_one(
+  params: Tree, parts: MicroBatches, scale_B: Array, objective: Objective
+) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
+  """`gradient` with the backward pass of each micro-batch right after its forward."""
+  o, together = objective, objective.together
   bounds = _bounds_of_all(params, parts, scale_B, o)
 
   def value_of(params: Tree, n: Array) -> tuple[Array, tuple[TokenStats, Bounds]]:
@@ -182,25 +223,20 @@ def gradient(
     value, found = o.loss(stats.logp_BT, part, scale_B, find)
     return value, (stats, found)
 
-  def add(n: Array, state: tuple) -> tuple:
-    total, seen = state
-    (value, (stats, found)), grads = jax.value_and_grad(value_of, has_aux=True)(
-      params, n
-    )
+  def merge(
+    n: Array, so_far: tuple[TokenStats, Bounds], found: tuple[TokenStats, Bounds]
+  ) -> tuple[TokenStats, Bounds]:
     of_rows = True if together else parts.mine(n)
-    seen = jax.tree.map(lambda old, new: jnp.where(of_rows, new, old), seen, found)
-    return jax.tree.map(jnp.add, total, (value, grads, stats)), seen
+    bounds = jax.tree.map(
+      lambda old, new: jnp.where(of_rows, new, old), so_far[1], found[1]
+    )
+    return jax.tree.map(jnp.add, so_far[0], found[0]), bounds
 
-  # Sums of bfloat16 gradients lose what is small: float32, whatever the parameters are.
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-  nothing_BT = jnp.zeros(batch.tokens_BT.shape, jnp.float32)
-  total = jnp.float32(0), zeros, TokenStats(nothing_BT, nothing_BT, nothing_BT)
+  nothing_BT = jnp.zeros(parts.batch.tokens_BT.shape, jnp.float32)
   if not together:
     bounds = jax.tree.map(lambda x: jnp.full((len(scale_B), 1), x), bounds)
-  (value, grads, stats), seen = jax.lax.fori_loop(
-    0, parts.packed.used, add, (total, bounds)
-  )
-  return value, grads, (stats, seen)
+  nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT), bounds
+  return accumulation.summed(value_of, params, parts.packed.used, nothing, merge)
 
 
 def _bounds_of_all(
@@ -212,7 +248,7 @@ def _bounds_of_all(
   def add(n: Array, logp_BT: Array) -> Array:
     return logp_BT + parts.stats(params, n, o).logp_BT
 
-  together = o.bounds_scope == 'minibatch' and parts.packed.shape.micro_batches > 1
+  together = o.together and parts.packed.shape.micro_batches > 1
   several = jnp.where(parts.packed.used > 1, parts.packed.used, 0) if together else 0
   logp_BT = jax.lax.fori_loop(0, several, add, jnp.zeros(shape, jnp.float32))
   batch = parts.batch

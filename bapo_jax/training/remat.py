@@ -2,11 +2,13 @@
 
 1. `saved_bytes` counts the bytes per token of each kind of `model.remat`;
 2. `needs` adds up the memory of an update on one device, `limit` says what there is;
-3. `resolve` takes the kind that computes least again among those that fit.
+3. `resolve` takes what computes least again among that which fits: in the backward
+   pass, and before it for the bounds of several micro-batches.
 """
 
 import dataclasses
 import itertools
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,6 +18,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
 from bapo_jax.training.config import Config
 
+BOUNDS = {'stored': 'no forward pass of their own', 'again': 'one forward pass more'}
 KINDS = ('none', 'dots', 'full')  # what is computed again: nothing to everything
 BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
 # The rest is for the allocator's gaps; a host's also for verifiers and other programs.
@@ -34,6 +37,7 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
 
     full  the residual stream                              c D
     dots  that and the products q, k, v, o, gate, up       c (2 D + (H + 2K) C + 2F)
+          splash: what was attended and its divisors       c H C + 4 H
     none  two norms: input and quotient, float32; output   16 D + 2 c D
           q, k, v, attended                                c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
@@ -55,7 +59,8 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
   if kind == 'full':
     return c * D
   if kind == 'dots':
-    return c * (2 * D + (H + 2 * K) * C + 2 * F)
+    attended = (c * C + 4) * H if spec.attention == 'splash' else 0
+    return c * (2 * D + (H + 2 * K) * C + 2 * F) + attended
   norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
   scores = (8 if c == 4 else 10) * H * length if spec.attention == 'plain' else 4 * H
   return norms + c * (2 * H + 2 * K) * C + 6 * c * F + scores
@@ -66,9 +71,10 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
 
   Weights, moments and gradients over fsdp and tensor; the actor, one layer's and the
   head's gathered weights and their gradients over tensor; per token of a micro-batch
-  what all layers keep, one layer's own backward pass (all it computes, the gradient of
-  that, and the queries' gradients by block of keys) and the hidden states with theirs;
-  three blocks of logits. Within 17 % of twelve compiled TPU programs.
+  (of all where spec.bounds_pass is 'stored') what all layers keep and the hidden states
+  with their gradients; per token of one, a layer's own backward pass (all it computes,
+  the gradient of that, and the queries' gradients by block of keys); three blocks of
+  logits. Within 17 % of twelve compiled TPU programs.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -87,10 +93,9 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   gathered = (2 * c + 4) * layer / tensor + (c + 4) * head / tensor
   casts = c * layer * spec.layers / tensor
   casts *= spec.remat == 'none' and spec.compute != spec.dtype
-  per_token = spec.layers * saved_bytes(spec, T, tensor) + 2 * saved_bytes(
-    spec, T, tensor, 'none'
-  )
-  per_token += (c + 4) * spec.width
+  at_once = config.learner.grad_accum_steps if spec.bounds_pass == 'stored' else 1
+  held = spec.layers * saved_bytes(spec, T, tensor) + (c + 4) * spec.width
+  per_token = held * at_once + 2 * saved_bytes(spec, T, tensor, 'none')
   if spec.attention == 'splash':
     # Its fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
@@ -98,16 +103,39 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     per_token += blocks * c * spec.heads * spec.head_width / tensor
   logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
   actor = c * weights / tensor
-  return state + actor + gathered + casts + rows * T * per_token + logits
+  return state + actor + gathered + casts * at_once + rows * T * per_token + logits
 
 
-def kinds(platform: str) -> tuple[str, ...]:
-  """What auto chooses from, least computed again first.
+def choices(config: Config, mesh: Mesh) -> list[dict[str, Any]]:
+  """What auto chooses from, as fields of the spec: the least computed again first.
 
   A CPU writes what the backward pass would read more slowly than it computes all but
-  products again.
+  products again. Forward passes computed again, `remat` and 'again' for bounds: dots
+  about 0.2, full 1, again 1. Each comes with whole columns first, where sequence
+  sharding is auto as well: split ones send more bytes over links.
   """
-  return KINDS[1:] if platform == 'cpu' else KINDS
+  c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
+  remats = (KINDS[1:] if cpu else KINDS) if c.model.remat == 'auto' else [c.model.remat]
+  passes = ('stored', 'again') if bounds_wait(c) else ('again',)
+  if c.learner.bounds_pass != 'auto':
+    passes = (c.learner.bounds_pass,)
+  again = {'none': 0.0, 'dots': 0.2, 'full': 1.0, 'stored': 0.0, 'again': 1.0}
+  both = sorted(
+    itertools.product(remats, passes), key=lambda x: again[x[0]] + again[x[1]]
+  )
+  auto = (False, True) if mesh.shape['tensor'] > 1 else (False,)
+  shards = {'on': (True,), 'off': (False,), 'auto': auto}[c.model.sequence_sharding]
+  return [
+    {'remat': kind, 'bounds_pass': bounds_pass, 'sequence_sharding': split}
+    for (kind, bounds_pass), split in itertools.product(both, shards)
+  ]
+
+
+def bounds_wait(config: Config) -> bool:
+  """Whether the bounds of several micro-batches wait for all their ratios."""
+  learner, constant = config.learner, config.clip.rule in ('fixed', 'unclipped')
+  several = learner.grad_accum_steps > 1 and learner.bounds_scope == 'minibatch'
+  return several and not constant
 
 
 def limit(mesh: Mesh) -> float:
@@ -122,21 +150,17 @@ def limit(mesh: Mesh) -> float:
 def resolve(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> ModelSpec:
-  """The spec with `model.remat` and `model.sequence_sharding` decided.
+  """The spec with remat, bounds_pass and sequence_sharding decided.
 
-  Each stays what its knob says; where that is auto, the first of these that fits:
-  little computed again before few collectives, whose bytes sequence sharding adds to.
+  Each stays what its knob says; where that is auto, the first of `choices` that fits,
+  or the last.
 
   Args:
     memory: bytes that a device may use; 0: `limit` of the mesh.
   """
-  auto, tensor = config.model.remat == 'auto', mesh.shape['tensor']
-  able = kinds(mesh.devices.flat[0].platform)
-  remats = able if auto else (config.model.remat,)
-  shards = {'on': (True,), 'off': (False,), 'auto': (False, True)[: 1 + (tensor > 1)]}
   memory, found = memory or limit(mesh), spec
-  for remat, split in itertools.product(remats, shards[config.model.sequence_sharding]):
-    found = dataclasses.replace(spec, remat=remat, sequence_sharding=split)
+  for choice in choices(config, mesh):
+    found = dataclasses.replace(spec, **choice)
     if needs(config, found, mesh) <= memory:
       break
   return found
@@ -151,8 +175,11 @@ def sentence(config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0) -
   again = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
   room, needed = (memory or limit(mesh)) / 2**30, needs(config, spec, mesh) / 2**30
   columns = ', columns split over tensor' if spec.sequence_sharding else ''
+  bounds = ''
+  if bounds_wait(config):
+    bounds = f', the bounds {BOUNDS[spec.bounds_pass]}'
   auto = ' (auto)' if config.model.remat == 'auto' else ''
   return (
     f'remat {spec.remat}{auto}: the backward pass computes {again[spec.remat]} again'
-    f'{columns}; about {needed:.3g} of {room:.3g} GiB per device'
+    f'{bounds}{columns}; about {needed:.3g} of {room:.3g} GiB per device'
   )

@@ -22,7 +22,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, packing, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import progress_bar
-from bapo_jax.training import optimizer
+from bapo_jax.training import accumulation, optimizer
 from bapo_jax.types import Tree
 
 Solve = Callable[[Any, np.random.Generator, float, float], str]
@@ -84,15 +84,13 @@ def imitate(
   )
   total = jnp.maximum(weight_BT.sum(), 1)
 
-  def objective(params: Tree, n: Array) -> Array:
+  def objective(params: Tree, n: Array) -> tuple[Array, None]:
     stats = logprobs.packed_stats(params, packed.cells(n), spec, 1.0)
-    return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total
+    return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 
-  def add(n: Array, sums: tuple[Array, Tree]) -> tuple[Array, Tree]:
-    return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(params, n))
-
-  zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-  value, grads = jax.lax.fori_loop(0, packed.used, add, zeros)
+  value, grads, _ = accumulation.summed(
+    objective, params, packed.used, None, lambda n, so_far, found: None
+  )
   updates, opt = tx.update(grads, opt, params)
   return optax.apply_updates(params, updates), opt, value
 

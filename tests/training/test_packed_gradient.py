@@ -1,5 +1,6 @@
 """What teaches, packed, gives the gradient and the bounds of all rows, padded."""
 
+import dataclasses
 import functools
 import itertools
 import typing
@@ -14,7 +15,7 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.algorithms.knobs import LossConfig
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.training import learner
 from bapo_jax.training import objective as objective_lib
 
@@ -59,11 +60,11 @@ def example():
   return params, jax.tree.map(jnp.asarray, batch._replace(tokens_BT=tokens_BT))
 
 
-def objective(loss_rule, aggregate, **knobs):
+def objective(loss_rule, aggregate, spec=SPEC, **knobs):
   return objective_lib.Objective(
     clip_rule=CLIPS[loss_rule],
     loss_rule=loss.RULES[loss_rule],
-    spec=SPEC,
+    spec=spec,
     temperature=0.8,
     chunk=16,
     aggregate=aggregate,
@@ -100,13 +101,19 @@ def cases():
     yield pytest.param(loss_rule, how, parts, spread, marks=marks)
 
 
-@pytest.mark.parametrize(('loss_rule', 'aggregate', 'parts', 'spread'), cases())
+@pytest.mark.parametrize(('loss_rule', 'aggregate', 'parts', 'spread'), list(cases()))
 def test_pruned_and_packed_gradients_are_those_of_all_rows(
   loss_rule, aggregate, parts, spread
 ):
-  value, wanted, (_, bounds) = gradient(loss_rule, aggregate, pack=False)
-  found_value, found, (_, found_bounds) = gradient(
-    loss_rule, aggregate, grad_accum_steps=parts, mesh=eight() if spread else None
+  mesh = eight() if spread else None
+  check(loss_rule, aggregate, grad_accum_steps=parts, mesh=mesh)
+
+
+def check(loss_rule, aggregate, **knobs):
+  """Value, gradient and bounds under these knobs are those of all rows, padded."""
+  value, wanted, (stats, bounds) = gradient(loss_rule, aggregate, pack=False)
+  found_value, found, (found_stats, found_bounds) = gradient(
+    loss_rule, aggregate, **knobs
   )
   np.testing.assert_allclose(found_value, value, rtol=1e-5, atol=1e-7)
   error = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), found, wanted)
@@ -116,6 +123,54 @@ def test_pruned_and_packed_gradients_are_those_of_all_rows(
     np.testing.assert_array_equal(getattr(found_bounds, name), bound, err_msg=name)
   if CLIPS[loss_rule] in (clip.balanced, CLIPS['clipped']):
     assert bounds.search_steps > 0
+  teaches_B1 = (example()[1].adv_B != 0)[:, None] & example()[1].loss_mask_BT
+  for name, x_BT in stats._asdict().items():
+    np.testing.assert_allclose(
+      getattr(found_stats, name), np.where(teaches_B1, x_BT, 0), atol=2e-5, err_msg=name
+    )
+
+
+STORED = dataclasses.replace(SPEC, bounds_pass='stored')
+
+
+@pytest.mark.parametrize('aggregate', AGGREGATES)
+@pytest.mark.parametrize('loss_rule', loss.RULES)
+def test_bounds_of_all_need_no_second_forward_pass(loss_rule, aggregate):
+  check(loss_rule, aggregate, spec=STORED, grad_accum_steps=3)
+
+
+@pytest.mark.parametrize('remat', layers.REMAT)
+def test_what_waits_for_the_bounds_may_be_any_part_of_a_layer(remat):
+  spec = dataclasses.replace(STORED, remat=remat)
+  check('clipped', 'token', spec=spec, grad_accum_steps=2)
+
+
+@pytest.mark.parametrize('remat', layers.REMAT)
+def test_what_waits_saves_one_forward_pass(remat):
+  params, batch = example()
+
+  def products(function):  # the compiler counts the body of a loop once
+    compiled = jax.jit(function).lower(params, batch).compile()
+    return compiled.cost_analysis()['flops']
+
+  def of(bounds_pass):
+    spec = dataclasses.replace(SPEC, remat=remat, bounds_pass=bounds_pass)
+    return objective('clipped', 'token', spec=spec, grad_accum_steps=3)
+
+  def forward(params, batch):
+    found = objective_lib.micro_batches(batch, of('again'))
+    return found.stats(params, 0, of('again'))
+
+  again, stored = (
+    products(functools.partial(objective_lib.gradient, objective=of(name)))
+    for name in ('again', 'stored')
+  )
+  assert (again - stored) / products(forward) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.slow
+def test_what_waits_for_the_bounds_lies_on_its_devices():
+  check('clipped', 'token', spec=STORED, grad_accum_steps=3, mesh=eight())
 
 
 def test_a_row_without_an_advantage_is_computed_only_for_a_penalty():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import types
 
 import jax
@@ -51,50 +50,123 @@ def test_what_is_kept_by_hand():
   # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
   spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
   assert remat.saved_bytes(spec, T, kind='full') == 2 * 48
-  assert remat.saved_bytes(spec, T, kind='dots') == 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
+  # The kernel's results: what was attended, and a float32 divisor of each head.
+  attended = 2 * 64 + 4 * 4
+  products = 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
+  assert remat.saved_bytes(spec, T, kind='dots') == products + attended
+  plain = dataclasses.replace(spec, attention='plain')
+  assert remat.saved_bytes(plain, T, kind='dots') == products
   everything = 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4
   assert remat.saved_bytes(spec, T, kind='none') == everything
   # Two devices share heads and feed-forward width, and the stream between the layers
   # where columns are split.
-  shared = 2 * (64 + 2 * 32 + 2 * 160) / 2
+  shared = 2 * (64 + 2 * 32 + 2 * 160) / 2 + attended / 2
   assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 2 * 48 + shared
   spec = dataclasses.replace(spec, sequence_sharding=True)
   assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 48 + shared
 
 
-def parsed(**model):
+def parsed(learner=(), **model):
   config = aime.tiny()
   config.model.update(**model)
+  config.learner.update(dict(learner))
   return config_lib.parse(config.to_dict())
 
 
+FIELDS = 'remat', 'bounds_pass', 'sequence_sharding'
+
+
+def decided(spec):
+  return tuple(getattr(spec, name) for name in FIELDS)
+
+
+def on_tpu(monkeypatch):
+  """As if the mesh were of TPUs: nothing that a CPU is bad at is left out."""
+  mesh = sharding.make(2, 2, 2)
+  device = types.SimpleNamespace(platform='tpu')
+  fake = types.SimpleNamespace(
+    devices=np.array([device] * 8), shape=dict(mesh.shape), axis_names=mesh.axis_names
+  )
+  monkeypatch.setattr(remat.sharding, 'row_shards', lambda mesh: 4)
+  return fake
+
+
 def test_auto_takes_the_least_that_must_be_computed_again(monkeypatch):
-  monkeypatch.setattr(remat, 'kinds', lambda platform: remat.KINDS)
-  config, mesh = parsed(), sharding.make(2, 2, 2)
+  mesh, config = on_tpu(monkeypatch), parsed()
   spec = policy.spec_of(config, policy.load_tokenizer(config))
-  kinds = list(itertools.product(remat.KINDS, (False, True)))
+  order = [
+    (kind, bounds, split)
+    for kind, bounds in (
+      ('none', 'stored'),
+      ('dots', 'stored'),
+      ('none', 'again'),
+      ('full', 'stored'),
+      ('dots', 'again'),
+      ('full', 'again'),
+    )
+    for split in (False, True)
+  ]
   needed = {
     kind: remat.needs(
-      config, dataclasses.replace(spec, remat=kind[0], sequence_sharding=kind[1]), mesh
+      config, dataclasses.replace(spec, **dict(zip(FIELDS, kind, strict=True))), mesh
     )
-    for kind in kinds
+    for kind in order
   }
-  assert sorted(needed.values(), reverse=True) == list(needed.values())
-  for kind, memory in needed.items():
-    found = remat.resolve(config, spec, mesh, memory)
-    assert (found.remat, found.sequence_sharding) == kind
-  least = remat.resolve(config, spec, mesh, 1.0)  # nothing fits: the least memory
-  assert (least.remat, least.sequence_sharding) == ('full', True)
+  memories = sorted(needed.values())
+  assert len(set(memories)) == len(order)
+  for memory in (*memories, 1e15):
+    first = next(kind for kind in order if needed[kind] <= memory)
+    assert decided(remat.resolve(config, spec, mesh, memory)) == first
+  # Nothing fits: what needs the least memory.
+  assert decided(remat.resolve(config, spec, mesh, 1.0)) == ('full', 'again', True)
   alone = sharding.make(devices=jax.devices()[:1])
   assert not remat.resolve(config, spec, alone, 1.0).sequence_sharding
 
 
+@pytest.mark.parametrize(
+  ('rule', 'learner', 'wait'),
+  [
+    ('balanced', {}, True),
+    ('recipe', {}, True),
+    ('fixed', {}, False),
+    ('unclipped', {}, False),
+    ('balanced', {'grad_accum_steps': 1}, False),
+    ('balanced', {'bounds_scope': 'micro_batch'}, False),
+  ],
+)
+def test_nothing_waits_that_needs_no_bounds_of_others(rule, learner, wait):
+  config = parsed(learner)
+  clip = config.clip.model_copy(update={'rule': rule})
+  config = config.model_copy(update={'clip': clip})
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  found = remat.resolve(config, spec, sharding.make(), 1e15)
+  assert found.bounds_pass == ('stored' if wait else 'again')
+  said = remat.sentence(config, found, sharding.make(), 1e15)
+  assert ('no forward pass of their own' in said) == wait
+
+
+def test_what_waits_is_counted_once_per_micro_batch():
+  learner, mesh = {'grad_accum_steps': 4}, sharding.make(devices=jax.devices()[:1])
+  config = parsed(learner)
+  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  again, stored = (
+    remat.needs(config, dataclasses.replace(spec, bounds_pass=name), mesh)
+    for name in ('again', 'stored')
+  )
+  rows = max(config.sft.batch, config.micro_batch_rows)
+  layer = remat.saved_bytes(spec, config.row_length)
+  hidden = (4 + 4) * spec.width
+  tokens = rows * config.row_length
+  assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
+
+
 @pytest.mark.parametrize('kind', remat.KINDS)
 def test_a_knob_is_obeyed(kind):
-  config, mesh = parsed(remat=kind, sequence_sharding='on'), sharding.make(2, 2, 2)
+  learner, mesh = {'bounds_pass': 'again'}, sharding.make(2, 2, 2)
+  config = parsed(learner, remat=kind, sequence_sharding='on')
   spec = policy.spec_of(config, policy.load_tokenizer(config))
   found = remat.resolve(config, spec, mesh, 1e15)
-  assert (found.remat, found.sequence_sharding) == (kind, True)
+  assert decided(found) == (kind, 'again', True)
   assert f'remat {kind}:' in remat.sentence(config, found, mesh, 1e15)
 
 
@@ -128,8 +200,10 @@ def test_the_limit_is_the_devices_or_its_part_of_the_host(
 
 
 def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
-  assert remat.kinds('cpu') == ('dots', 'full')
-  assert remat.kinds('tpu') == remat.kinds('gpu') == ('none', 'dots', 'full')
+  assert {choice['remat'] for choice in remat.choices(parsed(), sharding.make())} == {
+    'dots',
+    'full',
+  }
   config, mesh = parsed(), sharding.make()
   spec = policy.spec_of(config, policy.load_tokenizer(config))
   assert remat.resolve(config, spec, mesh).remat == 'dots'

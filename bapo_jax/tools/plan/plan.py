@@ -133,6 +133,8 @@ def ladder(
   if not spec.sequence_sharding and mesh.shape['tensor'] > 1:
     yield 'model.sequence_sharding', 'on'
   if name == 'train step':
+    if spec.bounds_pass == 'stored':
+      yield 'learner.bounds_pass', 'again'
     for kind in remat.KINDS[remat.KINDS.index(spec.remat) + 1 :]:
       yield 'model.remat', kind
   steps = 2 * config.learner.grad_accum_steps

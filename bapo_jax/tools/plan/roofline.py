@@ -111,18 +111,19 @@ def train(
   """One optimiser update on `rows` rows: 3 forward passes' worth of mathematics.
 
   Recomputed: the head once (chunks), the layers once with remat='full' (attention alone
-  with 'dots'), and everything once more where several micro-batches share the bounds of
-  the minibatch.
+  with 'dots', unless the kernel's results are saved), and everything once more where
+  several micro-batches share the bounds of the minibatch and nothing waits for them.
 
   Args:
     rows, length: of the minibatch, on all devices.
     linked: see Cost.
   """
   devices, tokens = math.prod(shape.values()), rows * length
-  once, several = forward(spec, length / 2), grad_accum_steps > 1
+  once = forward(spec, length / 2)
+  several = grad_accum_steps > 1 and spec.bounds_pass == 'again'
   recomputed = {
     'full': once.layers + once.attention,
-    'dots': once.attention,
+    'dots': 0.0 if spec.attention == 'splash' else once.attention,
     'none': 0.0,
   }[spec.remat]
   recomputed += once.head + (once.all if several else 0)
