@@ -67,7 +67,7 @@ def forward_all(
     stats, stored = state
     found, read = forward(n)
     put = jax.lax.dynamic_update_index_in_dim
-    stored = [put(xs, x, n, 0) for xs, x in zip(stored, read, strict=True)]
+    stored: list[Array] = [put(*pair, n, 0) for pair in zip(stored, read, strict=True)]
     return jax.tree.map(jnp.add, stats, found), stored
 
   shapes, read = jax.eval_shape(forward, jnp.int32(0))

@@ -42,7 +42,9 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
           q, k, v, attended                                c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
           gate, up, sigmoid, silu and what they multiply   6 c F
-          the plain kernel's exponentials and quotients    8 H T, bfloat16 10 H T
+          plain: exponentials of the live scores (L of T   4 H L, bfloat16 6 H L
+          a query), their sums, and of the values;         12 H + 4 H C
+          of n blocks, keys and values up to their ends    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
   Heads and F are divided by `tensor`; D as well with spec.sequence_sharding.
@@ -62,8 +64,21 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
     attended = (c * C + 4) * H if spec.attention == 'splash' else 0
     return c * (2 * D + (H + 2 * K) * C + 2 * F) + attended
   norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
-  scores = (8 if c == 4 else 10) * H * length if spec.attention == 'plain' else 4 * H
-  return norms + c * (2 * H + 2 * K) * C + 6 * c * F + scores
+  scores, blocks = 4 * H, 1.0
+  if spec.attention == 'plain':
+    live, blocks = _blocks(length)
+    scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
+  return norms + c * (2 * H + 2 * K * blocks) * C + 6 * c * F + scores
+
+
+def _blocks(length: int) -> tuple[float, float]:
+  """Of `attention.blockwise`: keys that a query meets, and that a row's blocks hold
+  over its columns, on average."""
+  size = attention.query_block(length)
+  ends = [min(start + size, length) for start in range(0, length, size)]
+  sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+  live = sum(n * end for n, end in zip(sizes, ends, strict=True))
+  return live / length, sum(ends) / length
 
 
 def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:

@@ -1,17 +1,13 @@
 """What a decode step must at least take on this machine, and what it takes.
 
-1. `gemm_rate` and `copy_rate` measure the machine;
-2. `step_seconds` times `decode.run` at half of a row's length;
-3. `share` sets the step beside the larger of products / GEMM rate and bytes / copy
+1. `step_seconds` times `decode.run` at half of a row's length;
+2. `share` sets the step beside the larger of products / GEMM rate and bytes / copy
    rate, which holds even if the two overlap wholly, and beside their sum: a core that
    reads each weight once for a few rows overlaps them in part.
 """
 
-import functools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,37 +17,9 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.sampling import SamplingParams
 from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Tree
+from benchmarks import machine
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
-
-
-def seconds(call: Callable[[], Any], times: int = 10) -> float:
-  """Median of the wall time of a call, the first left out."""
-  jax.block_until_ready(call())
-  took = []
-  for _ in range(times):
-    begun = time.perf_counter()
-    jax.block_until_ready(call())
-    took.append(time.perf_counter() - begun)
-  return statistics.median(took)
-
-
-def gemm_rate(n: int = 2048, dtype: str = 'float32') -> float:
-  """FLOP/s of a product of two square matrices."""
-  a = jnp.ones((n, n), dtype)
-  return 2 * n**3 / seconds(functools.partial(jax.jit(jnp.matmul), a, a))
-
-
-def copy_rate(size: int = 2**29) -> float:
-  """Bytes per second that are read and written where `size` floats change in place."""
-  held = [jnp.zeros(size, jnp.float32)]
-  add = jax.jit(lambda x: x + 1, donate_argnums=0)
-
-  def again() -> jax.Array:
-    held[0] = add(held[0])
-    return held[0]
-
-  return 2 * held[0].nbytes / seconds(again)
 
 
 def step_seconds(
@@ -88,7 +56,7 @@ def share(
   actor: Tree, spec: ModelSpec, slots: int, length: int, *, greedy: bool
 ) -> dict[str, float]:
   """The step, its lower bound and the machine's rates, by name."""
-  gemm, copy = gemm_rate(dtype=spec.compute), copy_rate()
+  gemm, copy = machine.gemm_rate(spec.compute), machine.copy_rate()
   took, cache = step_seconds(actor, spec, slots, length, greedy=greedy)
   cost = roofline.decode(spec, ALONE, slots, length, cache, 0.0)
   products, memory = cost.flops / gemm, cost.bytes / copy

@@ -43,18 +43,10 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Prompts, Tree
+from benchmarks import machine
 from benchmarks.rollout import bound, peers
 
-SMALL = transformer.ModelSpec(
-  vocab=32000,
-  width=384,
-  layers=8,
-  heads=6,
-  kv_heads=2,
-  head_width=64,
-  ffn=1024,
-  positions=512,
-)
+SMALL = machine.QWEN2_25M
 LARGE = transformer.ModelSpec(
   vocab=151936,
   width=1536,
@@ -179,7 +171,10 @@ def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
   )
   for batch in map(int, args.batch.split(',')):
     rows = args.waves * batch
-    prompts, wanted_B = prompts_of(rows // GROUP, SMALL), lengths(rows, batch)
+    prompts, wanted_B = (
+      prompts_of(rows // GROUP, SMALL),
+      lengths(rows, batch),
+    )
     seen: dict[str, list[float]] = {name: [] for name in found}
     measure = functools.partial(sample, actor, SMALL, prompts, wanted_B, batch)
     for _ in range(args.rounds):
@@ -261,7 +256,7 @@ def on_device(args: argparse.Namespace) -> dict[str, str | float]:
   actor = decoder.actor(transformer.init(spec, jax.random.key(0)), spec)
   took, cache = bound.step_seconds(actor, spec, S, PROMPT + 1024, greedy=False, n=64)
   read = sum(x.nbytes for x in jax.tree.leaves(actor)) + cache
-  rate, card = read / took, bound.copy_rate()
+  rate, card = read / took, machine.copy_rate()
   print(f'{S / took:.0f} tokens/s, {rate / 1e9:.0f} of {card / 1e9:.0f} GB/s')
   return {
     'device': jax.devices()[0].device_kind,

@@ -9,12 +9,14 @@ row its prompt; the longest row has `length` tokens, the mean row as much of tha
 case says: 1:4 is a quarter. In those of a quarter only one in four groups has
 an advantage. A useful token is one of a response with an advantage.
 
-The two take turns in one process, `rounds` times; medians, the first update of each
-left out. `fraction` is the rate of the FLOPs that the useful rows need (see rates.py)
-beside that of a float32 product of 2048 cubed. The last line is one JSON object.
+The two take turns in one process, `rounds` times, with float32 products of 2048 cubed
+between them, since a machine is not as fast in one minute as in the next; medians, the
+first update of each left out. `fraction` is the rate of the FLOPs that the useful rows
+need (see rates.py) beside that of the products. The last line is one JSON object.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -28,19 +30,10 @@ from bapo_jax.models import transformer
 from bapo_jax.training import rules, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch
+from benchmarks import machine
 from benchmarks.training import rates
 
-SPEC = transformer.ModelSpec(
-  vocab=32000,
-  width=384,
-  layers=8,
-  heads=6,
-  kv_heads=2,
-  head_width=64,
-  ffn=1024,
-  positions=4096,
-  remat='dots',
-)
+SPEC = dataclasses.replace(machine.QWEN2_25M, remat='dots')
 GROUP = 8
 LEAST = 4  # tokens of the shortest row
 CASES = ('1:1', '1:2', '1:4', '1:1-quarter', '1:2-quarter', '1:4-quarter')
@@ -137,32 +130,33 @@ def main() -> None:
   updates = {
     side: updater(args.rows, args.length, pack=pack) for side, pack in SIDES.items()
   }
-  gemm = rates.gemm_rate()
-  print(f'float32 product of {rates.GEMM_SIZE} cubed: {gemm / 1e9:.0f} GFLOP/s')
   print(
-    f'{"case":13}{"mean:longest":>13}{"padded tokens/s":>17}{"packed":>9}{"times":>7}'
+    f'{"case":13}{"GFLOP/s":>8}{"mean:longest":>13}{"padded tokens/s":>17}'
+    f'{"packed":>9}{"times":>7}'
     f'{"fraction padded":>17}{"packed":>8}'
   )
   result = {}
   for case in args.cases.split(','):
     batch = example(args.rows, args.length, case)
-    seconds = {side: [] for side in SIDES}
+    seconds, products = {side: [] for side in SIDES}, []
     for i in range(args.rounds + 1):
       for side, update in updates.items():
+        products.append(machine.gemm_rate(times=3))
         took = update(batch)
         if i:  # the first compiles
           seconds[side].append(took)
     useful = rates.teaching(batch)
     tokens, flops = int(useful.response_R.sum()), rates.useful_flops(SPEC, [useful])
-    row = {}
+    gemm = statistics.median(products)
+    row = {'gemm_gflops': round(gemm / 1e9, 1)}
     for side, each in seconds.items():
       row[f'{side}_tps'] = round(tokens / statistics.median(each), 1)
       row[f'{side}_fraction'] = round(flops / statistics.median(each) / gemm, 4)
     result[case] = row
     mean = float(lengths(args.rows, args.length, factor(case)).mean())
     print(
-      f'{case:13}{f"1:{args.length / mean:.2f}":>13}{row["padded_tps"]:17.1f}'
-      f'{row["packed_tps"]:9.1f}{row["packed_tps"] / row["padded_tps"]:7.2f}'
+      f'{case:13}{gemm / 1e9:8.0f}{f"1:{args.length / mean:.2f}":>13}'
+      f'{row["padded_tps"]:17.1f}{row["packed_tps"]:9.1f}{row["packed_tps"] / row["padded_tps"]:7.2f}'
       f'{row["padded_fraction"]:17.3f}{row["packed_fraction"]:8.3f}',
       flush=True,
     )

@@ -100,11 +100,12 @@ def learner_figures(spec: Any, counted: list, phases: list[dict]) -> dict[str, f
     counted: a `rates.Teaching` per update.
     phases: seconds by phase of each step.
   """
+  from benchmarks import machine
   from benchmarks.training import rates
 
   updating = sum(phase.get('update', 0.0) for phase in phases) or float('nan')
   teaching = sum(int(update.response_R.sum()) for update in counted)
-  rate, gemm = rates.useful_flops(spec, counted) / updating, rates.gemm_rate()
+  rate, gemm = rates.useful_flops(spec, counted) / updating, machine.gemm_rate()
   return {
     'teaching': teaching / max(sum(update.trained for update in counted), 1),
     'teaching_tps': teaching / updating,

@@ -1,24 +1,18 @@
-"""What the benchmarks of training count: teaching rows, their FLOPs, the GEMM rate.
+"""What the benchmarks of training count: teaching rows and their FLOPs.
 
 1. `teaching` says which rows of a batch teach, and how long they are;
-2. `useful_flops` counts what their gradient must at least take;
-3. `gemm_rate` is what this machine reaches in one large product.
+2. `useful_flops` counts what their gradient must at least take.
 """
 
-import statistics
-import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Batch
 
-GEMM_SIZE = 2048
 PASSES = 3  # forward, and twice as much backward
 
 
@@ -54,16 +48,3 @@ def useful_flops(spec: ModelSpec, seen: Iterable[Teaching]) -> float:
       once = roofline.forward(spec, length / 2)
       total += PASSES * (length * (once.layers + once.attention) + response * once.head)
   return total
-
-
-def gemm_rate(rounds: int = 7) -> float:
-  """FLOP/s of a float32 product of GEMM_SIZE cubed, the median of `rounds`."""
-  x_NN = jnp.ones((GEMM_SIZE, GEMM_SIZE), jnp.float32)
-  product = jax.jit(jnp.matmul)
-  product(x_NN, x_NN).block_until_ready()
-  seconds = []
-  for _ in range(rounds):
-    begun = time.perf_counter()
-    product(x_NN, x_NN).block_until_ready()
-    seconds.append(time.perf_counter() - begun)
-  return 2 * GEMM_SIZE**3 / statistics.median(seconds)

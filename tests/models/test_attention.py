@@ -58,6 +58,47 @@ def test_a_kernel_equals_the_oracle(kernel, packed):
   np.testing.assert_allclose(found, oracle(*args), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ('length', 'size'),
+  [(1, 1), (88, 88), (127, 127), (128, 64), (200, 67), (256, 64), (9216, 1152)],
+)
+def test_few_blocks_of_queries(length, size):
+  assert attention.query_block(length) == size
+
+
+@pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+def test_blocks_of_queries_are_the_whole(compute, packed):
+  # Three blocks, the last shorter, against XLA's own attention, in both directions.
+  rng, T = np.random.default_rng(3), 200
+  args = [
+    jnp.asarray(rng.standard_normal((2, T, heads, 8)), compute) for heads in (6, 2, 2)
+  ]
+  weight = jnp.asarray(rng.standard_normal((2, T, 6, 8)), jnp.float32)
+  segment_BT = jnp.asarray(np.arange(T)[None] // np.asarray([[70], [90]]))
+  mask = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
+
+  def xla(*args):
+    return jax.nn.dot_product_attention(
+      *args, mask=mask if packed else None, is_causal=True, implementation='xla'
+    )
+
+  def blocks(*args):
+    return attention.causal(
+      *args, kind='plain', segment_BT=segment_BT if packed else None
+    )
+
+  def both(kernel):
+    total = lambda *x: (kernel(*x).astype(jnp.float32) * weight).sum()  # noqa: E731
+    return kernel(*args), *jax.grad(total, argnums=(0, 1, 2))(*args)
+
+  off = 2e-6 if compute == 'float32' else 2e-2
+  for found, wanted in zip(both(blocks), both(xla), strict=True):
+    assert found.dtype == wanted.dtype
+    found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+    np.testing.assert_allclose(found, wanted, atol=off * np.abs(wanted).max())
+
+
 def test_splash_has_the_gradient_of_plain():
   weight = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, H, C)))
 
