@@ -1,6 +1,7 @@
 """Log-probabilities of whole groups under given weights, by the learner's program.
 
-1. `score` computes them, packed, a micro-batch at a time, without a gradient;
+1. `score` computes them, packed, a micro-batch at a time, without a gradient, by
+   `packed_logprobs`;
 2. `recompute` puts them in place of the sampler's, where the weights are those that
    sampled, and measures how far the two were apart.
 """
@@ -26,6 +27,34 @@ class Recompute(Protocol):
     """See `recompute`."""
 
 
+def packed_logprobs(
+  params: Tree,
+  tokens_BT: Array,
+  wanted_BT: Array,
+  *,
+  micro_batches: int,
+  spec: ModelSpec,
+  temperature: float,
+  chunk: int,
+) -> Array:
+  """Log-probabilities [B, T] of the wanted tokens of rows, 0 elsewhere.
+
+  Args:
+    wanted_BT: bool, none in column 0.
+    micro_batches: the most of them, one after the other.
+    temperature, chunk: see `logprobs.packed_stats`.
+  """
+  packed = packing.pack(tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec))
+
+  def add(n: Array, logp_BT: Array) -> Array:
+    cells = packed.cells(n)
+    stats = logprobs.packed_stats(params, cells, spec, temperature, chunk=chunk)
+    return logp_BT + packed.unpack(stats.logp_BT, n)
+
+  nothing_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
+  return jax.lax.fori_loop(0, packed.used, add, nothing_BT)
+
+
 def score(
   params: Tree,
   groups: Groups,
@@ -41,19 +70,15 @@ def score(
     rows: responses of a micro-batch, if all are of full length; packed, it takes more.
   """
   P, G, T = groups.tokens_PGT.shape
-  tokens_BT = groups.tokens_PGT.reshape(-1, T)
-  wanted_BT = groups.response_mask_PGT.reshape(-1, T)
-  packed = packing.pack(
-    tokens_BT, wanted_BT, -(-P * G // rows), width=packing.widest(spec)
+  logp_BT = packed_logprobs(
+    params,
+    groups.tokens_PGT.reshape(-1, T),
+    groups.response_mask_PGT.reshape(-1, T),
+    micro_batches=-(-P * G // rows),
+    spec=spec,
+    temperature=temperature,
+    chunk=chunk,
   )
-
-  def add(n: Array, logp_BT: Array) -> Array:
-    cells = packed.cells(n)
-    stats = logprobs.packed_stats(params, cells, spec, temperature, chunk=chunk)
-    return logp_BT + packed.unpack(stats.logp_BT, n)
-
-  logp_BT = jnp.zeros((P * G, T), jnp.float32)
-  logp_BT = jax.lax.fori_loop(0, packed.used, add, logp_BT)
   return logp_BT.reshape(P, G, T)
 
 

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, decoder, logprobs, transformer
+from bapo_jax.models import attention, decoder, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import policy, setup
+from bapo_jax.training import policy, scoring, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules, Tree
 
@@ -113,20 +113,24 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
 
 
 def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
-  """The log-probabilities of one micro-batch, without a gradient."""
+  """The log-probabilities of one micro-batch, packed, without a gradient."""
   B = config.minibatch_rows // config.learner.grad_accum_steps
   T = config.row_length
   function = functools.partial(
-    logprobs.sequence_logprobs,
+    scoring.packed_logprobs,
+    micro_batches=1,
     spec=spec,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
   params, opt = learner_state(config, spec, mesh)
-  tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=sharding.over_rows(mesh))
+  rows = sharding.over_rows(mesh)
+  tokens_BT, wanted_BT = (
+    jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in ('int32', 'bool')
+  )
   return Program(
     jax.jit(function),
-    (params, tokens_BT),
+    (params, tokens_BT, wanted_BT),
     {},
     functools.partial(roofline.score, spec, dict(mesh.shape), B, T),
     bytes_per_device((opt, actor(spec, mesh), buffer(config, rules, mesh))),
