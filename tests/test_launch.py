@@ -1,0 +1,249 @@
+"""Launchers: what they would run, and that shellcheck accepts them.
+
+No cluster is at hand: gcloud and srun are programs of these tests.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAUNCH = ROOT / 'launch'
+SCRIPTS = sorted([*LAUNCH.rglob('*.sh'), *LAUNCH.rglob('*.sbatch')])
+FLAGS = ['--config=configs/aime.py:7b', '--config.title=two words', "--workdir=it's"]
+
+# Where its variables say, this is a worker: what it is sent runs in $WORKER, and Python
+# is a program that leaves with the next status of $STATUSES.
+GCLOUD = """\
+#!/usr/bin/env bash
+set -e
+printf '%q ' "$@" >> "$WORKER/calls"; echo >> "$WORKER/calls"
+cd "$WORKER"
+case "$*" in
+  *describe*state*) cat state ;;
+  *describe*) echo 10.0.0.1 ;;
+  *' create '*) echo READY > state ;;
+  *' scp '*:bapo_jax.tar.gz*) cp "$5" bapo_jax.tar.gz ;;
+  *' scp '*:bapo_jax/run.log*) cp bapo_jax/run.log "$6" ;;
+  *--command=*'pip install'*)
+    mkdir -p bapo_jax/.venv/bin; tar -xzf bapo_jax.tar.gz -C bapo_jax
+    mkdir -p bapo_jax/launch; cp "$OLDPWD/launch/restarts.sh" bapo_jax/launch
+    cp python bapo_jax/.venv/bin/python ;;
+  *--command=*) for last; do :; done; bash -c "${last#--command=}" ;;
+esac
+"""
+PYTHON = """\
+#!/usr/bin/env bash
+printf '%s\\n' "$@" >> "$WORKER/given"
+read -r status rest <<< "$(cat "$WORKER/statuses")"
+echo "$rest" > "$WORKER/statuses"
+echo "leaves with $status"
+exit "$status"
+"""
+
+
+def run(*command, env=None, status=0, timeout=120):
+  """stdout of a command of this repository.
+
+  Args:
+    env: added to the environment, without what JAX reads of it.
+  """
+  kept = {
+    k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS')
+  }
+  done = subprocess.run(
+    [str(part) for part in command],
+    cwd=ROOT,
+    env=kept | (env or {}),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
+  assert done.returncode == status, done.stdout + done.stderr
+  return done.stdout
+
+
+def words(line):
+  """The words of a printed command, as bash reads them."""
+  text = run('bash', '-c', f"printf '%s\\0' {line.removesuffix('&')}")
+  return text.split('\0')[:-1]
+
+
+def programs(directory, **texts):
+  """A PATH on which these programs come first."""
+  for name, text in texts.items():
+    (directory / name).write_text(text)
+    (directory / name).chmod(0o755)
+  return f'{directory}:{os.environ["PATH"]}'
+
+
+@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script):
+  found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
+  assert found, 'requirements-dev.txt has it'
+  run(found, '--external-sources', '--source-path', ROOT, script)
+
+
+@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
+def test_every_launcher_says_what_it_needs_in_its_head(script):
+  first, *lines = script.read_text().splitlines()
+  assert first == '#!/usr/bin/env bash' and os.access(script, os.X_OK)
+  head = [line for line in lines if not line.startswith('#SBATCH')]
+  head = head[: next(i for i, line in enumerate(head) if not line.startswith('#'))]
+  text = ' '.join(line.removeprefix('# ') for line in head)
+  assert 'Usage: ' in text and ('needs' in text or 'after the README' in text), text
+
+
+def test_the_processes_of_a_dry_run():
+  flags = ['--devices=6', *FLAGS]
+  lines = run(LAUNCH / 'processes.sh', 3, '--dry-run', *flags).splitlines()
+  assert len(lines) == 3
+  ports = set()
+  for i, line in enumerate(lines):
+    parts = words(line)
+    assert line.endswith(' &') and parts[:3] == [
+      'env',
+      'JAX_PLATFORMS=cpu',
+      'XLA_FLAGS=--xla_force_host_platform_device_count=2',
+    ]
+    assert parts[3:10] == ['.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS]
+    address, *rest = parts[10:]
+    ports.add(address)
+    assert rest == [f'--process={i}', '--processes=3']
+  (address,) = ports
+  assert address.startswith('--coordinator=127.0.0.1:2')
+
+
+def test_gpus_are_divided():
+  flags = ['--dry-run', '--devices=4']
+  text = run(LAUNCH / 'processes.sh', 2, *flags, env={'JAX_PLATFORMS': 'cuda'})
+  found = [w for line in text.splitlines() for w in words(line) if 'CUDA' in w]
+  assert found == ['CUDA_VISIBLE_DEVICES=0,1', 'CUDA_VISIBLE_DEVICES=2,3']
+  assert 'XLA_FLAGS' not in text
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [
+    [],
+    ['0'],
+    ['two'],
+    ['3', '--devices=4'],
+    ['2', '--restarts=x'],
+    ['2', '--devices='],
+  ],
+  ids=' '.join,
+)
+def test_wrong_numbers_of_processes_are_refused(wrong):
+  if wrong == ['2', '--devices=']:  # empty: one device each
+    assert 'count=1' in run(LAUNCH / 'processes.sh', *wrong, '--dry-run')
+  else:
+    run(LAUNCH / 'processes.sh', *wrong, '--dry-run', status=2)
+  run(LAUNCH / 'processes.sh', 2, '--dry-run', env={'JAX_PLATFORMS': 'tpu'}, status=2)
+
+
+def test_slurm_runs_one_process_per_task():
+  text = run(LAUNCH / 'slurm.sbatch', '--dry-run', *FLAGS, env={'RESTARTS': '5'})
+  assert words(text.strip()) == [
+    *(
+      'launch/restarts.sh',
+      '5',
+      'srun',
+      '--label',
+      '--kill-on-bad-exit=0',
+      '--wait=60',
+    ),
+    *('.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS),
+  ]
+  given = dict(
+    line.removeprefix('#SBATCH --').split('=', 1)
+    for line in (LAUNCH / 'slurm.sbatch').read_text().splitlines()
+    if line.startswith('#SBATCH')
+  )
+  # JAX gives a task the one GPU of its number on the node.
+  assert given['ntasks-per-node'] == given['gpus-per-node']
+  assert given['signal'].startswith('B:TERM@')
+
+
+@pytest.mark.parametrize(
+  ('status', 'requeue', 'calls'),
+  [(0, '1', ''), (3, '1', ''), (143, '', ''), (143, '1', 'requeue 77')],
+)
+def test_slurm_enters_the_queue_again_only_when_asked_to(
+  tmp_path, status, requeue, calls
+):
+  path = programs(
+    tmp_path,
+    srun=f'#!/bin/sh\nexit {status}\n',
+    scontrol=f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n',
+  )
+  env = {'PATH': path, 'REQUEUE': requeue, 'SLURM_JOB_ID': '77', 'RESTARTS': '0'}
+  run(LAUNCH / 'slurm.sbatch', *FLAGS, env=env, status=status)
+  called = tmp_path / 'calls'
+  assert (called.read_text().strip() if called.exists() else '') == calls
+
+
+def dry_pod(what, *flags, **env):
+  """The commands of a dry run of tpu_pod.sh, in words."""
+  env = {'NAME': 'mine', 'ZONE': 'z', 'TYPE': 'v5p-32', **env}
+  text = run(LAUNCH / 'tpu_pod.sh', '--dry-run', what, *flags, env=env)
+  return [words(line) for line in text.splitlines()]
+
+
+def test_a_pod_is_made_filled_and_started():
+  gcloud, on_all = ['gcloud', 'compute', 'tpus', 'tpu-vm'], ['mine', '--zone=z']
+  create, archive, copy, _, install, share, start, follow, *_, status = dry_pod(
+    'run', *FLAGS, SHARE='10.0.0.2:/share', SPOT='1'
+  )
+  wanted = ['--accelerator-type=v5p-32', '--version=v2-alpha-tpuv5', '--spot']
+  assert create == [*gcloud, 'create', *on_all, *wanted]
+  assert archive[:2] == ['git', 'archive'] and archive[-1] == 'HEAD'
+  assert copy[4] == 'scp' and copy[6:] == [
+    'mine:bapo_jax.tar.gz',
+    '--zone=z',
+    '--worker=all',
+  ]
+  for command in (install, share, start):
+    assert command[:8] == [*gcloud, 'ssh', *on_all, '--worker=all']
+  assert 'pip install -q -r requirements-tpu.txt -c constraints.txt' in install[8]
+  assert 'mount -t nfs 10.0.0.2:/share share' in share[8]
+  assert 'launch/restarts.sh 3 .venv/bin/python -u -m bapo_jax.main' in start[8]
+  assert follow[7] == status[7] == '--worker=0'
+  assert not any('mount' in word for line in dry_pod('run') for word in line)
+
+
+def test_a_pod_is_stopped_fetched_and_deleted():
+  (stop,) = dry_pod('stop')
+  assert stop[7] == '--worker=all' and 'pkill -TERM' in stop[8]
+  assert [line[0] for line in dry_pod('logs')] == ['mkdir', 'gcloud']
+  (delete,) = dry_pod('delete')
+  assert delete[4:] == ['delete', 'mine', '--zone=z', '--quiet']
+  run(LAUNCH / 'tpu_pod.sh', 'remove', status=2)
+
+
+@pytest.mark.parametrize('state', ['', 'READY', 'PREEMPTED'])
+def test_a_run_on_a_pod_from_its_creation_to_its_status(tmp_path, state):
+  worker = tmp_path / 'worker'
+  worker.mkdir()
+  (worker / 'state').write_text(state)
+  (worker / 'statuses').write_text('1 3')
+  path = programs(worker, gcloud=GCLOUD, python=PYTHON)
+  env = {'PATH': path, 'WORKER': str(worker), 'LOGS': f'{tmp_path}/logs'}
+  env['RESTART_AFTER'] = '0'
+  # Restarted after 1, and 3 is final.
+  text = run(LAUNCH / 'tpu_pod.sh', 'run', *FLAGS, env=env, status=3)
+  log = (tmp_path / 'logs' / '0.log').read_text()
+  assert [line for line in log.splitlines() if line.startswith('leaves')] == [
+    'leaves with 1',
+    'leaves with 3',
+  ]
+  assert 'leaves with 3' in text
+  asked = ['-u', '-m', 'bapo_jax.main', *FLAGS]
+  assert (worker / 'given').read_text().splitlines() == 2 * asked
+  calls = [line.split() for line in (worker / 'calls').read_text().splitlines()]
+  made = [c[3] for c in calls if c[3] in ('create', 'delete')]
+  assert made == {'': ['create'], 'READY': [], 'PREEMPTED': ['delete', 'create']}[state]

@@ -1,0 +1,206 @@
+"""launch/processes.sh and restarts.sh with a program in place of main: what they print,
+how they end, what they run again, and what a signal does.
+"""
+
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+WAIT_S = 60
+
+# --p1=hang,-9,3 is what process 1 does in its first, second and third attempt: it
+# waits, kills itself, or leaves with a status. Files say what has happened.
+FAKE = """\
+import os, pathlib, signal, subprocess, sys, time
+flags = dict(arg[2:].partition('=')[::2] for arg in sys.argv[1:])
+number, home = flags['process'], pathlib.Path(flags['home'])
+attempt = len(list(home.glob(f'begun{number}.*')))
+def stop(signal_number, frame):
+  print('asked by', signal_number, flush=True)
+  time.sleep(1)
+  print('saved', flush=True)
+  sys.exit(128 + signal_number)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+tries = flags.get('p' + number, '0').split(',')
+what = tries[min(attempt, len(tries) - 1)]
+print('attempt', attempt, flush=True)
+print('an error', file=sys.stderr, flush=True)
+child = subprocess.Popen(['sleep', '600']) if what == 'hang' else None
+(home / f'begun{number}.{attempt}').write_text(str(child and child.pid))
+if what == 'hang':
+  time.sleep(600)
+if what.startswith('-'):
+  os.kill(os.getpid(), -int(what))
+print('without an end', end='', flush=True)
+sys.exit(int(what))
+"""
+
+
+class Launcher:
+  """processes.sh with the program above in place of main."""
+
+  def __init__(self, home):
+    (home / 'fake_main.py').write_text(FAKE)
+    self.home = home
+    env = {'PYTHON': sys.executable, 'MAIN': 'fake_main', 'PYTHONPATH': str(home)}
+    self.env = os.environ | env
+
+  def command(self, *flags):
+    return ['launch/processes.sh', *map(str, flags), f'--home={self.home}']
+
+  def run(self, *flags):
+    """(status, lines of output) of a launch that ends by itself."""
+    done = subprocess.run(
+      self.command(*flags),
+      cwd=ROOT,
+      env=self.env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=WAIT_S,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+  def begun(self, number):
+    """How often the process of this number was started."""
+    return len(list(self.home.glob(f'begun{number}.*')))
+
+  def wait_for(self, name):
+    """The text of a file, once it is there."""
+    deadline = time.monotonic() + WAIT_S
+    while not ((self.home / name).exists() and (self.home / name).read_text()):
+      assert time.monotonic() < deadline, name
+      time.sleep(0.05)
+    return (self.home / name).read_text()
+
+
+def alive(process):
+  """Whether it runs; one that ended and that nobody has asked for does not."""
+  state = subprocess.run(['ps', '-o', 'stat=', '-p', str(process)], capture_output=True)
+  return state.stdout.strip()[:1] not in (b'', b'Z')
+
+
+@pytest.fixture
+def launcher(tmp_path):
+  return Launcher(tmp_path)
+
+
+def test_each_line_has_its_process_in_front(launcher):
+  status, lines = launcher.run(3, '--devices=6')
+  assert status == 0
+  wanted = [
+    f'[{i}] {text}'
+    for i in range(3)
+    for text in ('attempt 0', 'an error', 'without an end')
+  ]
+  assert sorted(lines) == sorted(wanted)
+
+
+def test_the_first_failure_ends_all_with_its_status(launcher):
+  status, _ = launcher.run(
+    3, '--p0=hang', '--p1=hang', '--p2=7', '--restarts=0', '--grace=1'
+  )
+  assert status == 7
+  assert [launcher.begun(i) for i in range(3)] == [1, 1, 1]
+  for i in range(2):  # and what they had started
+    child = int((launcher.home / f'begun{i}.0').read_text())
+    assert not alive(child)
+
+
+@pytest.mark.parametrize(
+  ('tries', 'status', 'count'),
+  [
+    ('0', 0, 1),
+    ('2,0', 2, 1),  # a wrong knob stays wrong
+    ('3,0', 3, 1),  # what diverged would diverge again
+    ('4,0', 0, 2),
+    ('1,137,143,0', 0, 4),
+    ('-9,3', 3, 2),
+    ('-9', 137, 3),
+  ],
+)
+def test_what_is_run_again(launcher, tries, status, count):
+  most = 3 if count > 3 else 2
+  found, lines = launcher.run(2, f'--p1={tries}', '--p0=0', f'--restarts={most}')
+  assert found == status, lines
+  assert launcher.begun(0) == launcher.begun(1) == count
+  said = [line for line in lines if line.startswith('launch: ')]
+  assert len(said) == count - 1
+  if count == 3:
+    assert said[1] == 'launch: status 137; restart 2 of 2'
+
+
+@pytest.mark.parametrize(
+  ('number', 'status'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_is_passed_on_and_nothing_runs_again(launcher, number, status):
+  with subprocess.Popen(
+    launcher.command(2, '--p0=hang', '--p1=hang', '--grace=0'),
+    cwd=ROOT,
+    env=launcher.env,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+    for i in range(2):
+      launcher.wait_for(f'begun{i}.0')
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=WAIT_S)
+  # Without a grace they may still save: they were asked to stop.
+  for i in range(2):
+    assert text.count(f'[{i}] asked by {number}\n') == 1 == text.count(f'[{i}] saved\n')
+    assert launcher.begun(i) == 1
+  assert process.returncode == status
+
+
+def test_ctrl_c_reaches_each_process_once(launcher):
+  child, terminal = pty.fork()
+  if child == 0:
+    os.chdir(ROOT)
+    command = launcher.command(2, '--p0=hang', '--p1=hang')
+    os.execve(command[0], command, launcher.env)
+  for i in range(2):
+    launcher.wait_for(f'begun{i}.0')
+  os.write(terminal, b'\x03')
+  text = b''
+  while True:
+    try:
+      text += (part := os.read(terminal, 4096))
+    except OSError:  # the end, on Linux
+      break
+    if not part:
+      break
+  os.close(terminal)
+  assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+  for i in range(2):
+    assert text.decode().count(f'[{i}] asked by 2\r\n') == 1
+    assert f'[{i}] saved' in text.decode()
+
+
+def test_a_signal_between_two_attempts_ends_it(tmp_path):
+  command = ['bash', '-c', f'echo x >> {tmp_path}/tries; exit 1']
+  with subprocess.Popen(
+    ['launch/restarts.sh', '5', *command],
+    cwd=ROOT,
+    env=os.environ | {'RESTART_AFTER': '600'},
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as process:
+    assert process.stderr
+    assert process.stderr.readline() == 'launch: status 1; restart 1 of 5\n'
+    process.terminate()
+    assert process.wait(timeout=WAIT_S) == 1
+  assert (tmp_path / 'tries').read_text() == 'x\n'
+
+
+@pytest.mark.parametrize('wrong', [[], ['3'], ['x', 'true']])
+def test_restarts_need_a_number_and_a_command(wrong):
+  done = subprocess.run(['launch/restarts.sh', *wrong], cwd=ROOT, capture_output=True)
+  assert done.returncode == 2 and b'Usage: ' in done.stderr
