@@ -66,6 +66,9 @@ TOPOLOGY = flags.DEFINE_string(
 MEAN_SHARE = flags.DEFINE_float(
   'mean_share', 1.0, 'Mean row over the longest, for --mode=plan.', 1e-6, 1.0
 )
+SEARCH = flags.DEFINE_boolean(
+  'search', False, '--mode=plan compares all meshes by hand counts, compiling nothing.'
+)
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
@@ -195,17 +198,6 @@ def fail(error: object) -> NoReturn:
   sys.exit(2)
 
 
-# What libtpu wants on a host without a TPU; the two efforts halve the time to compile
-# and leave the memory as it is.
-PLANNING = {
-  'JAX_PLATFORMS': 'cpu',
-  'TPU_SKIP_MDS_QUERY': '1',
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-  'JAX_EXEC_TIME_OPTIMIZATION_EFFORT': '-1',
-  'JAX_MEMORY_FITTING_EFFORT': '-1',
-}
-
-
 def plan(config: Config) -> int:
   """Compiles for --topology; the exit status is 0 where all of it fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
@@ -213,9 +205,13 @@ def plan(config: Config) -> int:
       '--mode=plan compiles with libtpu, which is not installed; '
       'pip install -r requirements-tpu.txt (no TPU is needed)'
     )
+  from bapo_jax.tools.plan.environment import PLANNING
+
   os.environ.update(PLANNING)
   from bapo_jax.tools.plan import plan
 
+  if SEARCH.value:
+    return 0 if plan.run_search(config, TOPOLOGY.value) else 1
   return 0 if plan.run(config, TOPOLOGY.value, MEAN_SHARE.value) else 1
 
 

@@ -95,7 +95,9 @@ def path_name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh, layout: str = 'train') -> P:
+def spec_of(
+  name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, layout: str = 'train'
+) -> P:
   """The PartitionSpec of the parameter at path `name`.
 
   Key/value heads that their mesh axis does not divide are replicated, as in every

@@ -121,7 +121,16 @@ HOUSE = {
     'report',
     'experiment',
   ),
-  'tools.plan': ('roofline', 'programs', 'hlo', 'plan'),
+  'tools.plan': (
+    'environment',
+    'roofline',
+    'programs',
+    'hlo',
+    'tables',
+    'hosts',
+    'search',
+    'plan',
+  ),
   'tools': (
     'config_docs',
     'export',

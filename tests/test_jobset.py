@@ -1,4 +1,4 @@
-"""launch/gke/jobset.yaml has known fields only, a pod per host, and the rule of restarts.
+"""launch/gke/jobset.yaml has known fields, a pod per host, and the rule of restarts.
 
 The schema is written by hand, after the definitions of JobSet and of Kubernetes.
 """

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.tools.plan import plan, programs, roofline
+from bapo_jax.tools.plan import plan, programs, roofline, tables
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import rules, setup
 from configs import aime
@@ -177,7 +177,7 @@ def test_packing_is_an_assumption_that_is_printed(config, mesh):
   spec = programs.tpu_spec(config)
   program = programs.train_step(config, rules.bind(config), spec, mesh)
   row, chip = plan.Row(0, 0, 0, 0, 0, 0, [], 0.0), roofline.CHIPS['v5p']
-  text = plan.roofline_table(
+  text = tables.roofline_table(
     {'train step': row}, {'train step': program}, chip, config, 0.25
   )
   # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.

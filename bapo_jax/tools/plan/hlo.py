@@ -1,16 +1,19 @@
 """Collectives that a compiled program runs in its loops, read from its HLO text.
 
 1. `computations` splits the text into computations and their instructions;
-2. `in_loops` walks from the entry into loop bodies and the computations that they call,
-   multiplying trip counts on the way.
+2. `runs` walks from the entry into loop bodies and the computations that they call,
+   multiplying trip counts on the way; `in_loops` adds up what runs in loops;
+3. `groups` says which devices take part in a collective together.
 
 XLA's own cost analysis counts a loop's body once, so it is of no use here.
 """
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 KINDS = (
@@ -34,6 +37,13 @@ BRANCHES = re.compile(r'(?:branch|called)_computations=\{([^}]*)\}')
 LOOP = re.compile(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 BOUND = re.compile(r' constant\((\d+)\)')
+# Groups of devices are listed, or those of a permuted iota, or axes of a small mesh.
+LISTED = re.compile(r'(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}')
+IOTA = r'\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?'
+TILED = re.compile(rf'replica_groups={IOTA}')
+AXES = re.compile(
+  rf"replica_groups=mesh\[(.+?)\](?:, device_ids=\({IOTA}\))? \{{('[^}}]*)\}}"
+)
 
 
 class Collective(NamedTuple):
@@ -62,29 +72,53 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
   return found, entry
 
 
-def in_loops(text: str, most: int = 1) -> list[Collective]:
-  """The collectives that run inside loops, the most bytes first.
+class Run(NamedTuple):
+  """An instruction that is a collective, and how often it runs."""
+
+  kind: str
+  bytes: int  # as in Collective
+  times: int  # per run of the program
+  looped: bool
+  line: str
+  where: str  # its computation
+
+
+def runs(text: str, most: int = 1) -> Iterator[Run]:
+  """The collectives of the program, once for each way that leads to them.
 
   Args:
     most: iterations of a loop that ends when its data do, at most.
   """
   bodies, entry = computations(text)
+
+  def walk(name: str, repeats: int, looped: bool) -> Iterator[Run]:
+    for line in bodies.get(name, ()):
+      if found := COLLECTIVE.search(line):
+        bytes_ = size(found[1], found[2], bool(found[3]), line)
+        kind = 'reduce-scatter' if name.startswith(SCATTER) else found[2]
+        yield Run(kind, bytes_, repeats, looped, line, name)
+      if loop := LOOP.search(line):
+        count = repeats * trips(line, bodies.get(loop[1], ()), most)
+        yield from walk(loop[2], count, True)
+      for called in callees(line):
+        yield from walk(called, repeats, looped)
+
+  return walk(entry, 1, False)
+
+
+def in_loops(text: str, most: int = 1) -> list[Collective]:
+  """The collectives that run inside loops, the most bytes first.
+
+  Args:
+    most: of `runs`.
+  """
   sites: dict[tuple[str, int], set[tuple[str, str]]] = {}
   times: dict[tuple[str, int], int] = {}
-
-  def walk(name: str, repeats: int, looped: bool) -> None:
-    for line in bodies.get(name, ()):
-      if looped and (found := COLLECTIVE.search(line)):
-        bytes_ = size(found[1], found[2], bool(found[3]), line)
-        key = ('reduce-scatter' if name.startswith(SCATTER) else found[2]), bytes_
-        sites.setdefault(key, set()).add((name, line))
-        times[key] = times.get(key, 0) + repeats
-      if loop := LOOP.search(line):
-        walk(loop[2], repeats * trips(line, bodies.get(loop[1], ()), most), True)
-      for called in callees(line):
-        walk(called, repeats, looped)
-
-  walk(entry, 1, False)
+  for run in runs(text, most):
+    if run.looped:
+      key = run.kind, run.bytes
+      sites.setdefault(key, set()).add((run.where, run.line))
+      times[key] = times.get(key, 0) + run.times
   found = [
     Collective(kind, n, len(where), times[kind, n])
     for (kind, n), where in sites.items()
@@ -126,12 +160,41 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
 
 
 def members(line: str) -> int:
-  """Devices in a group of the collective."""
-  if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', line):
-    return listed[1].count(',') + 1
-  if tiled := re.search(r'replica_groups=\[\d+,(\d+)\]', line):
-    return int(tiled[1])
-  return 1
+  """Devices in a group of the collective; 1 where the line names no groups."""
+  found = groups(line)
+  return len(found[0]) if found else 1
+
+
+def groups(line: str) -> list[list[int]]:
+  """The groups of devices of a collective, by their place in the mesh.
+
+  A permute has one pair (from, to) for each transfer; [] where the line names none.
+  """
+  if listed := LISTED.search(line):
+    return [_numbers(part) for part in listed[1].strip('{}').split('},{')]
+  if tiled := TILED.search(line):
+    return _iota(*tiled.groups()).tolist()
+  if axes := AXES.search(line):
+    dims = dict(part.split('=') for part in axes[1].split(','))
+    shape, chosen = [int(n) for n in dims.values()], axes[5].split(',')
+    ids = _iota(*axes.groups()[1:4]) if axes[2] else np.arange(math.prod(shape))
+    inside = [i for i, name in enumerate(dims) if name in chosen]
+    outside = [i for i in range(len(dims)) if i not in inside]
+    moved = ids.reshape(shape).transpose(*outside, *inside)
+    return moved.reshape(-1, math.prod(shape[i] for i in inside)).tolist()
+  return []
+
+
+def _iota(shape: str, of: str | None, order: str | None) -> np.ndarray:
+  """The numbers that '[shape]<=[of]T(order)' abbreviates, in that shape."""
+  ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(of or shape))
+  ids = ids.transpose(_numbers(order)) if order else ids
+  # Of '[64,4]T(1,0)' alone the shape is that before the axes are permuted.
+  return ids.reshape(_numbers(shape)) if of else ids
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(n) for n in text.split(',')]
 
 
 def itemsize(dtype: str) -> int:

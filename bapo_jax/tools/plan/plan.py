@@ -3,7 +3,8 @@
 1. `attach` turns 'v5p:4x4x4' into devices to compile for;
 2. `compiled` runs the TPU's compiler and reads memory and collectives of a program;
 3. `remedy` searches the largest batch that fits if the configured one does not;
-4. `run` does so for every program and prints memory, collectives and a roofline.
+4. `run` does so for every program and prints memory, collectives, a roofline and what
+   several hosts add; `run_search` compares meshes without compiling.
 
 No weight is loaded and no program runs: a config.json is enough.
 """
@@ -12,33 +13,20 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, programs, roofline
+from bapo_jax.tools.plan import hlo, hosts, programs, roofline, search, tables
+from bapo_jax.tools.plan.tables import Row
 from bapo_jax.training import remat, rules, setup
 from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
-COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
-
-
-class Row(NamedTuple):
-  """Memory and collectives of a compiled program; bytes on one device."""
-
-  arguments: float
-  output: float  # beyond donated arguments
-  temporaries: float
-  cache: float  # part of the arguments
-  resident: float  # memory of the run that the program does not take
-  total: float
-  loops: list[hlo.Collective]
-  seconds: float  # to compile
 
 
 def attach(topology: str) -> tuple[roofline.Chip, Sequence[Any]]:
@@ -79,6 +67,7 @@ def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
   assert m is not None, 'every TPU has it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
   own = m.argument_size_in_bytes + output + m.temp_size_in_bytes
+  text = executable.as_text() or ''
   return Row(
     m.argument_size_in_bytes,
     output,
@@ -86,8 +75,9 @@ def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
     program.cache,
     program.resident,
     own + program.resident,
-    hlo.in_loops(executable.as_text() or '', program.micro_batches),
+    hlo.in_loops(text, program.micro_batches),
     time.time() - begun,
+    hosts.crossing(text, hosts.processes(mesh), program.micro_batches),
   )
 
 
@@ -207,102 +197,30 @@ def run(
       found = remedy(name, config, spec, mesh, chip, echo)
       verdicts[name] = f'{over:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
+  between = {name: row.between for name, row in known.items()}
+  steps = {name: program.steps for name, program in made.items()}
   for table in (
-    memory_table(rows, verdicts),
-    loops_table(known),
-    roofline_table(known, made, chip, config, mean_share),
+    tables.memory_table(rows, verdicts),
+    tables.loops_table(known),
+    tables.roofline_table(known, made, chip, config, mean_share),
+    hosts.table(config, bound, spec, mesh, between, steps),
   ):
     echo('')
     echo(table)
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
-def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
-  """One line per program, GiB on one device."""
-  lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
-  for name, row in rows.items():
-    if isinstance(row, Row):
-      cells = ''.join(f'{getattr(row, c) / GIB:12.2f}' for c in COLUMNS)
-    else:
-      cells = f'{"":60}{row / GIB:12.2f}'
-    lines.append(f'{name:16}{cells}  {verdicts[name]}')
-  lines.append(
-    'cache is part of the arguments; resident is memory of the run that the '
-    'program does not take (the learner, the actor, the buffer)'
-  )
-  for name, row in rows.items():
-    if isinstance(row, Row) and row.cache:
-      share = row.temporaries / row.cache
-      lines.append(f'{name}: temporaries are {share:.1%} of the cache')
-  return '\n'.join(lines)
+def run_search(
+  config: Config, topology: str, echo: Callable[[str], object] = print
+) -> bool:
+  """Prints the meshes of the topology, the fastest first; True if one of them fits.
 
-
-def loops_table(rows: dict[str, Row]) -> str:
-  """The collectives inside loops of each program, largest first."""
-  lines = [f'{"in loops":16}{"kind":>20}{"MiB":>10}{"sites":>7}{"times":>8}{"GiB":>10}']
-  for name, row in rows.items():
-    heavy = [c for c in row.loops if c.received > 2**20]
-    for c in heavy[:8]:
-      lines.append(
-        f'{name:16}{c.kind:>20}{c.bytes / 2**20:10.2f}{c.sites:7}{c.times:8}'
-        f'{c.received / GIB:10.2f}'
-      )
-    rest = sum(c.received for c in row.loops if c not in heavy[:8])
-    lines.append(f'{name:16}{"all others":>20}{"":25}{rest / GIB:10.2f}')
-  return '\n'.join(lines)
-
-
-def roofline_table(
-  rows: dict[str, Row],
-  made: dict[str, programs.Program],
-  chip: roofline.Chip,
-  config: Config,
-  mean_share: float,
-) -> str:
-  """Lower bounds on the seconds of each program, and of a whole step."""
-  bounds = ('products', 'memory', 'links')
-  lines = [
-    f'{"seconds, at least":18}' + ''.join(f'{b:>12}' for b in bounds) + '  of one'
-  ]
-  took = {}
-  for name, row in rows.items():
-    linked = sum(c.received for c in row.loops) / made[name].steps
-    cost = made[name].cost(linked)
-    seconds = cost.seconds(chip)
-    took[name] = max(seconds.values())
-    cells = ''.join(f'{seconds[b]:12.4g}' for b in bounds)
-    share = cost.model_flops / chip.flops / took[name]
-    lines.append(
-      f'{name:18}{cells}  {programs.UNIT[name]}: {cost.model_flops / 1e12:.4g} TFLOP '
-      f'of the model per device, {cost.flops / 1e12:.4g} computed, '
-      f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
-    )
-  return '\n'.join([*lines, *_step_lines(took, config, mean_share)])
-
-
-def _step_lines(
-  took: dict[str, float], config: Config, mean_share: float
-) -> Iterator[str]:
-  """Lower bounds on decoding and learning of one step, given those of the programs."""
-  sampler = config.sampler
-  if 'decode' in took:
-    tokens = sampler.max_num_seqs / took['decode']
-    rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-    hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
-    yield (
-      f'decoding: at most {tokens:.0f} tokens/s; a rollout of responses of '
-      f'{sampler.max_new_tokens} tokens at least {hours:.2f} h'
-    )
-  if 'train step' in took:
-    updates = config.updates_per_step
-    hours = updates * took['train step'] / 3600
-    columns = updates * config.minibatch_rows * config.row_length
-    yield (
-      f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
-      f'at least {hours:.3g} h'
-    )
-    yield (
-      f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
-      f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
-      f'{mean_share * hours:.3g} h'
-    )
+  Raises:
+    ValueError: topology or model do not exist.
+  """
+  chip, devices = attach(topology)
+  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  found, refused = search.search(config, bound, spec, chip, devices, room(chip))
+  echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm} GiB')
+  echo(search.table(found, refused))
+  return bool(found)

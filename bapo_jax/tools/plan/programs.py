@@ -90,9 +90,14 @@ def actor(spec: ModelSpec, mesh: Mesh) -> Tree:
   return place(made, sharding.shardings(made, mesh, 'decode'))
 
 
+def empty_buffer(config: Config, rules: Rules) -> Tree:
+  """The replay buffer, not placed."""
+  return jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+
+
 def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
   """The replay buffer, whole on every device."""
-  made = jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+  made = empty_buffer(config, rules)
   return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
 
 

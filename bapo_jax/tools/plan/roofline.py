@@ -2,7 +2,8 @@
 
 1. `CHIPS` lists the memory and the peak rates of a device of each kind;
 2. `forward` counts one token's products; `train`, `score`, `prefill` and `decode` add
-   them up to the cost of a program;
+   them up to the cost of a program; `train_links` and `decode_links` count what links
+   bring where no compiled program says it;
 3. `Cost.seconds` divides: each is a lower bound, reached only if nothing waits.
 """
 
@@ -145,6 +146,42 @@ def train(
     bytes=moved,
     linked=linked,
   )
+
+
+def train_links(
+  spec: ModelSpec,
+  shape: MeshShape,
+  rows: int,
+  length: int,
+  grad_accum_steps: int,
+) -> float:
+  """Bytes that a device must at least receive for one update, without a compiler.
+
+  Per micro-batch the weights are gathered over fsdp for each forward pass and for the
+  backward pass; their gradients are scattered over fsdp, and summed in float32 over
+  data. Per pass and layer two sums of the hidden states go round over tensor.
+
+  Args: of `train`.
+  """
+  data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
+  several, c = grad_accum_steps > 1, itemsize(spec)
+  weights = transformer.count(spec) / tensor
+  gathered = c * weights * (1 - 1 / fsdp) * (3 + several)
+  summed = 2 * 4 * weights / fsdp * (1 - 1 / data)
+  passes = 2 + several + (spec.remat == 'full')
+  return grad_accum_steps * (gathered + summed) + passes * _hidden_sums(
+    spec, tensor, rows * length / (data * fsdp)
+  )
+
+
+def decode_links(spec: ModelSpec, shape: MeshShape, slots: int) -> float:
+  """Bytes that a device must at least receive for one token in each slot."""
+  return _hidden_sums(spec, shape['tensor'], slots / (shape['data'] * shape['fsdp']))
+
+
+def _hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
+  """Bytes of two sums of hidden states per layer; a sum goes round twice."""
+  return 4 * itemsize(spec) * spec.width * spec.layers * tokens * (1 - 1 / tensor)
 
 
 def score(

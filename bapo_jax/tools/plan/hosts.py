@@ -1,0 +1,187 @@
+"""What several hosts add to a plan: what crosses between them, and what each remembers.
+
+1. `processes` says on which host each device of the mesh is;
+2. `crossing` counts the bytes that a program's collectives bring into one host,
+   `weight_sync` those of a new actor;
+3. `memory` counts what a process holds on its host;
+4. `table` prints them, with the axes of the mesh that stay inside a host.
+
+Bytes are those that must cross, whatever way the collectives take: each host needs what
+its own devices do not have, once. All are counted by hand or read from HLO text.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.tools.plan import hlo, programs, roofline
+from bapo_jax.training import memory as memory_lib
+from bapo_jax.training.config import Config
+from bapo_jax.types import Rules
+
+GIB = 2**30
+LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
+
+
+def processes(mesh: Mesh) -> list[int]:
+  """The process of each device, in the order of the mesh."""
+  return [device.process_index for device in mesh.devices.flat]
+
+
+def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
+  """Bytes that the collectives bring into one host, per run of the program.
+
+  Of n devices that gather an array, k on one host: the host needs (n - k) / n of it; a
+  scatter is a gather backwards, a sum is both.
+
+  Args:
+    text: HLO.
+    process_of: of `processes`.
+    most: of hlo.runs.
+
+  Returns:
+    Those of the host that receives most.
+  """
+  shares: dict[tuple[str, str], dict[int, float]] = {}
+  total: dict[int, float] = defaultdict(float)
+  for run in hlo.runs(text, most):
+    key = run.kind, run.line
+    if key not in shares:
+      shares[key] = _shares(run.kind, hlo.groups(run.line), process_of)
+    for host, share in shares[key].items():
+      total[host] += share * run.bytes * run.times
+  return max(total.values(), default=0)
+
+
+def _shares(
+  kind: str, groups: list[list[int]], process_of: Sequence[int]
+) -> dict[int, float]:
+  """Host -> bytes into it per byte of the collective."""
+  found: dict[int, float] = defaultdict(float)
+  if kind == 'collective-permute':
+    for source, target in groups:
+      found[process_of[target]] += process_of[source] != process_of[target]
+    return found
+  for group in groups or [list(range(len(process_of)))]:
+    for host, k in Counter(process_of[device] for device in group).items():
+      share = 1 - k / len(group)
+      if kind == 'all-reduce':
+        share *= 2
+      elif kind.endswith('all-to-all'):  # every device receives parts of its own
+        share *= k
+      found[host] += share
+  return found
+
+
+def weight_sync(
+  spec: ModelSpec, shape: roofline.MeshShape, process_of: Sequence[int]
+) -> float:
+  """Bytes into one host for a new actor: the columns over fsdp are gathered, once.
+
+  Args:
+    shape: of the mesh.
+    process_of: of `processes`.
+  """
+  F, tensor = shape['fsdp'], shape['tensor']
+  layout = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
+  gathered = 0
+  for name, x in transformer.flatten(transformer.abstract(spec)).items():
+    axes = sharding.spec_of(name, x.shape, layout)
+    if 'fsdp' in axes:
+      gathered += x.size // (tensor if 'tensor' in axes else 1)
+  held: dict[tuple[int, int], set[int]] = {}  # (host, part) -> columns
+  for i, host in enumerate(process_of):
+    held.setdefault((host, i % tensor), set()).add(i // tensor % F)
+  parts: dict[int, float] = defaultdict(float)
+  for (host, _), columns in held.items():
+    parts[host] += 1 - len(columns) / F
+  return roofline.itemsize(spec) * gathered * max(parts.values())
+
+
+def memory(
+  config: Config, rules: Rules, spec: ModelSpec, hosts: int
+) -> dict[str, float]:
+  """Bytes of host memory of one process, by what holds them; an upper limit.
+
+  Rows are counted whole in every process. Python, the compiler (2 GiB), problems and
+  verifiers come on top.
+  """
+  T, sampler = config.row_length, config.sampler
+  narrow = spec.dtype != 'float32'  # the optimiser then keeps float32 copies
+  numbers = (2 if narrow else 4) + 8 + 4 * narrow + roofline.itemsize(spec)
+  buffer = jax.tree.leaves(programs.empty_buffer(config, rules))
+  rows = config.prompts.count * sampler.group_size
+  return {
+    'weights, while they are read': LOADING * hf_weights.BLOCK,
+    'a checkpoint, while it is written': numbers * transformer.count(spec) / hosts,
+    'replay buffer': sum(x.size * x.dtype.itemsize for x in buffer),
+    'slots': memory_lib.DECODED * sampler.max_num_seqs * T,
+    'responses of a step': memory_lib.RECORDED * rows * T,
+  }
+
+
+def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
+  """The axes of the mesh along which all neighbours are on one host."""
+  placed = np.reshape(process_of, tuple(shape.values()))
+  return [
+    axis
+    for i, (axis, n) in enumerate(shape.items())
+    if n > 1 and (placed == placed.take([0], axis=i)).all()
+  ]
+
+
+def table(
+  config: Config,
+  rules: Rules,
+  spec: ModelSpec,
+  mesh: Mesh,
+  between: Mapping[str, float],
+  steps: Mapping[str, int],
+) -> str:
+  """Hosts, bytes into one of them per step, and its memory.
+
+  Args:
+    between: program -> bytes into one host per run, of `crossing`.
+    steps: program -> tokens (or other units) of one run.
+  """
+  process_of, shape = processes(mesh), dict(mesh.shape)
+  hosts = len(set(process_of))
+  lines = [
+    f'{hosts} {"hosts" if hosts > 1 else "host"} of {mesh.size // hosts} devices; '
+    f'inside a host: {", ".join(inside(shape, process_of)) or "no axis of the mesh"}'
+  ]
+  if hosts > 1:
+    sync = weight_sync(spec, shape, process_of)
+    lines += [f'{"into a host":16}{"GiB":>12}{"runs a step":>14}{"GiB a step":>12}']
+    lines += _crossing_lines(config, between, steps, sync)
+  held = memory(config, rules, spec, hosts)
+  lines += [f'{"host memory":36}{"GiB a process, at most":>22}']
+  lines += [f'{name:36}{bytes_ / GIB:22.2f}' for name, bytes_ in held.items()]
+  return '\n'.join([*lines, f'{"together":36}{sum(held.values()) / GIB:22.2f}'])
+
+
+def _crossing_lines(
+  config: Config,
+  between: Mapping[str, float],
+  steps: Mapping[str, int],
+  sync: float,
+) -> Iterator[str]:
+  sampler = config.sampler
+  rows = config.prompts.count * sampler.group_size
+  rounds = rows / sampler.max_num_seqs
+  runs = {
+    'train step': config.updates_per_step,
+    'decode': rounds * sampler.max_new_tokens / steps.get('decode', 1),
+    'prefill': rows / sampler.prefill_batch_size,
+  }
+  every = config.rollout.weight_sync_interval
+  counted = [(name, between[name], n) for name, n in runs.items() if name in between]
+  for name, bytes_, n in itertools.chain(counted, [('weight sync', sync, 1 / every)]):
+    yield f'{name:16}{bytes_ / GIB:12.4g}{n:14.4g}{bytes_ * n / GIB:12.4g}'

@@ -1,0 +1,238 @@
+"""All meshes of a topology, compared by hand counts: nothing is compiled.
+
+1. `shapes` lists the ways to lay out n devices as (data, fsdp, tensor);
+2. `judge` finds the micro-batches and slots that fit one of them and are fastest, or
+   says why none do;
+3. `search` does so for all and sorts them; `table` prints the best and the refused.
+
+Memory is that of training/remat, time that of the roofline with hand-counted links: of
+programs that were compiled it found a half to two thirds of the bytes on links.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.models import transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.tools.plan import programs, roofline
+from bapo_jax.training import remat
+from bapo_jax.training.config import Config
+from bapo_jax.types import Rules
+
+GIB = 2**30
+BEST = 5
+
+
+class Choice(NamedTuple):
+  """What fits best on one mesh; seconds are lower bounds, bytes those of a device."""
+
+  shape: dict[str, int]
+  grad_accum_steps: int
+  spec: ModelSpec  # with remat and sequence_sharding decided
+  slots: int
+  update_bytes: float
+  decode_bytes: float
+  update: dict[str, float]  # what bounds an update -> its seconds
+  token: dict[str, float]  # likewise, of a token in every slot
+  seconds: float  # of a step: all its updates and its rollout
+
+  @property
+  def flags(self) -> str:
+    """The flags that make a run of it."""
+    sizes = ' '.join(f'--config.mesh.{axis}={n}' for axis, n in self.shape.items())
+    return (
+      f'{sizes} --config.learner.grad_accum_steps={self.grad_accum_steps} '
+      f'--config.sampler.max_num_seqs={self.slots}'
+    )
+
+
+def divisors(n: int) -> list[int]:
+  """Of n, from the least."""
+  return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def shapes(n: int) -> Iterator[dict[str, int]]:
+  """Every (data, fsdp, tensor) whose product is n."""
+  for tensor in divisors(n):
+    for data in divisors(n // tensor):
+      yield {'data': data, 'fsdp': n // tensor // data, 'tensor': tensor}
+
+
+def name(shape: roofline.MeshShape) -> str:
+  """'1x64x4'."""
+  return 'x'.join(map(str, shape.values()))
+
+
+def search(
+  config: Config,
+  rules: Rules,
+  spec: ModelSpec,
+  chip: roofline.Chip,
+  devices: Sequence[Any],
+  memory: float,
+) -> tuple[list[Choice], dict[str, str]]:
+  """(meshes that fit, the fastest first; name -> why another does not).
+
+  Args:
+    spec: whose remat and columns are decided anew where their knobs are auto.
+    devices: of the topology, in order.
+    memory: bytes that a device may use.
+  """
+  found, refused = [], {}
+  for shape in shapes(len(devices)):
+    mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
+    try:
+      found.append(judge(config, rules, spec, chip, mesh, memory))
+    except ValueError as error:
+      refused[name(shape)] = str(error)
+  # Where products bound several of them, the one with the least on its links.
+  return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
+
+
+def judge(
+  config: Config,
+  rules: Rules,
+  spec: ModelSpec,
+  chip: roofline.Chip,
+  mesh: Mesh,
+  memory: float,
+) -> Choice:
+  """The fastest micro-batches and slots that fit this mesh.
+
+  Raises:
+    ValueError: none does; or the mesh does not divide the model or its rows.
+  """
+  sharding.shardings(transformer.abstract(spec), mesh)
+  shards, rows = sharding.row_shards(mesh), config.minibatch_rows
+  if rows % shards:
+    raise ValueError(f'{rows} responses of a minibatch do not divide over data x fsdp')
+  config = config.with_values(mesh=dict(mesh.shape))
+  extra = programs.bytes_per_device(programs.buffer(config, rules, mesh))
+  steps, decided, update_bytes, update = min(
+    _updates(config, spec, chip, mesh, memory - extra),
+    key=lambda option: (max(option[3].values()), option[0]),
+  )
+  slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory - extra)
+  responses = config.prompts.count * config.sampler.group_size
+  tokens = responses / slots * config.sampler.max_new_tokens
+  seconds = config.updates_per_step * max(update.values())
+  return Choice(
+    dict(mesh.shape),
+    steps,
+    decided,
+    slots,
+    update_bytes + extra,
+    decode_bytes + extra,
+    update,
+    token,
+    seconds + tokens * max(token.values()),
+  )
+
+
+def _updates(
+  config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
+) -> list[tuple[int, ModelSpec, float, dict[str, float]]]:
+  """(micro-batches, spec, bytes, seconds) of an update, for all that fit.
+
+  Raises:
+    ValueError: none fits.
+  """
+  found, least, shape = [], math.inf, dict(mesh.shape)
+  rows, T = config.minibatch_rows, config.row_length
+  for steps in divisors(rows // sharding.row_shards(mesh)):
+    changed = config.with_values(learner={'grad_accum_steps': steps})
+    decided = remat.resolve(changed, spec, mesh, memory)
+    needed = remat.needs(changed, decided, mesh)
+    least = min(least, needed)
+    if needed <= memory:
+      linked = roofline.train_links(decided, shape, rows, T, steps)
+      cost = roofline.train(decided, shape, rows, T, steps, linked)
+      found.append((steps, decided, needed, cost.seconds(chip)))
+  if not found:
+    raise ValueError(
+      f'an update needs {least / GIB:.0f} of {memory / GIB:.0f} GiB, even with a row '
+      'at a time'
+    )
+  return found
+
+
+def _decoding(
+  config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
+) -> tuple[int, float, dict[str, float]]:
+  """(slots, bytes, seconds of a token in each), the most slots that fit.
+
+  Tried: the configured number, doubled or halved.
+
+  Raises:
+    ValueError: none fits.
+  """
+  shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
+  T, responses = config.row_length, config.prompts.count * config.sampler.group_size
+  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
+  own, needed = programs.bytes_per_device(held), math.inf
+  for power in itertools.count(6, -1):
+    slots = int(config.sampler.max_num_seqs * 2.0**power)
+    if slots < shards or slots % shards:
+      break
+    if slots > responses:
+      continue
+    cache = cache_bytes(spec, shape, slots, T)
+    needed = own + cache
+    if needed <= memory:
+      linked = roofline.decode_links(spec, shape, slots)
+      cost = roofline.decode(spec, shape, slots, T, cache, linked)
+      return slots, needed, cost.seconds(chip)
+  raise ValueError(
+    f'decoding needs {needed / GIB:.0f} of {memory / GIB:.0f} GiB, even with {shards} '
+    'slots or fewer'
+    if needed < math.inf
+    else f'slots do not divide over {shards} shards; change sampler.max_num_seqs'
+  )
+
+
+def cache_bytes(
+  spec: ModelSpec, shape: roofline.MeshShape, slots: int, length: int
+) -> float:
+  """Bytes on a device of the keys and values of `slots` slots of `length` tokens."""
+  heads = spec.kv_heads / (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
+  per_token = 2 * spec.layers * heads * spec.head_width * roofline.itemsize(spec)
+  return slots / (shape['data'] * shape['fsdp']) * length * per_token
+
+
+def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
+  """The best, a line each, the flags of the first, and the refused by reason."""
+  lines = [
+    f'{"data x fsdp x tensor":21}{"micro-batches":>14}{"remat":>14}{"GiB":>7}'
+    f'{"update, s":>18}{"slots":>8}{"GiB":>7}{"token, ms":>18}{"step, h":>9}'
+  ]
+  for c in found[:BEST]:
+    again = c.spec.remat + (' split' if c.spec.sequence_sharding else '')
+    lines.append(
+      f'{name(c.shape):21}{c.grad_accum_steps:14}{again:>14}'
+      f'{c.update_bytes / GIB:7.1f}{_bound(c.update, 1):>18}{c.slots:8}'
+      f'{c.decode_bytes / GIB:7.1f}{_bound(c.token, 1e3):>18}{c.seconds / 3600:9.3g}'
+    )
+  if found:
+    lines += [
+      'seconds and hours at least, by what bounds them; GiB of a device, by hand',
+      f'the first: {found[0].flags}',
+    ]
+  slower = [name(c.shape) for c in found[BEST:]]
+  reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
+  for mesh, reason in refused.items():
+    reasons.setdefault(reason, []).append(mesh)
+  return '\n'.join(
+    lines + [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
+  )
+
+
+def _bound(seconds: dict[str, float], scale: float) -> str:
+  """The largest of several lower bounds, with its name."""
+  what = max(seconds, key=lambda key: seconds[key])
+  return f'{scale * seconds[what]:.4g} {what}'

@@ -1,0 +1,132 @@
+"""The search tries all meshes, refuses with a reason, and counts as the plan does."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from test_plan import SMALL
+
+from bapo_jax import main, sharding
+from bapo_jax.tools.plan import plan, programs, roofline, search
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import remat, rules
+from configs import aime
+
+CHIP = roofline.CHIPS['v5p']
+
+
+@pytest.fixture
+def config(tmp_path):
+  """The 7B config with a model of two layers and 12 heads, and few rows."""
+  (tmp_path / 'config.json').write_text(json.dumps(SMALL))
+  config = aime.seven()
+  config.model.path = str(tmp_path)
+  config.prompts.update(count=32, max_prompt_tokens=128)
+  config.sampler.update(max_new_tokens=1920, max_num_seqs=64, prefill_batch_size=8)
+  return config_lib.parse(config.to_dict())
+
+
+def searched(config, memory):
+  """(found, refused) on the eight virtual devices."""
+  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  return search.search(config, bound, spec, CHIP, jax.devices(), memory)
+
+
+def test_every_layout_is_tried_once():
+  found = [tuple(shape.values()) for shape in search.shapes(64)]
+  # 2^6 in three factors: 8 choose 2 ways.
+  assert len(found) == len(set(found)) == 28
+  assert all(math.prod(shape) == 64 for shape in found)
+
+
+def test_what_does_not_divide_is_refused_with_its_reason(config):
+  found, refused = searched(config, 2.0**60)
+  # 12 heads divide over 1, 2 and 4.
+  assert len(found) == 4 + 3 + 2 and set(refused) == {'1x1x8'}
+  assert 'heads=12 does not divide over mesh.tensor=8' in refused['1x1x8']
+  few = config.with_values(
+    prompts={'count': 3}, sampler={'group_size': 1}, learner={'minibatches': 1}
+  )
+  _, refused = searched(few, 2.0**60)
+  assert refused['8x1x1'] == (
+    '3 responses of a minibatch do not divide over data x fsdp'
+  )
+
+
+def test_what_does_not_fit_is_refused_with_its_size(config):
+  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1, 1), sharding.AXES)
+  # The state of the learner and the actor, whole on each device, and one slot too few.
+  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
+  own = programs.bytes_per_device(held)
+  with pytest.raises(ValueError, match=r'^an update needs \d+ of 1 GiB'):
+    search.judge(config, bound, spec, CHIP, mesh, 2.0**30)
+  cache = search.cache_bytes(spec, dict(mesh.shape), 8, config.row_length)
+  with pytest.raises(ValueError, match=r'^decoding needs '):
+    search._decoding(config, spec, CHIP, mesh, own + cache - 1)
+  slots, needed, _ = search._decoding(config, spec, CHIP, mesh, own + cache)
+  assert (slots, needed) == (8, own + cache)
+  found, refused = searched(config, 1.0)
+  assert not found and len(refused) == 10
+
+
+def test_the_choice_is_the_fastest_that_fits(config):
+  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 2), sharding.AXES)
+  memory = 8.0 * 2**30
+  best = search.judge(config, bound, spec, CHIP, mesh, memory)
+  assert best.update_bytes <= memory and best.decode_bytes <= memory
+  times = []
+  for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
+    changed = config.with_values(learner={'grad_accum_steps': steps})
+    decided = remat.resolve(changed, spec, mesh, memory)
+    if remat.needs(changed, decided, mesh) <= memory:
+      shape, rows, T = dict(mesh.shape), config.minibatch_rows, config.row_length
+      linked = roofline.train_links(decided, shape, rows, T, steps)
+      cost = roofline.train(decided, shape, rows, T, steps, linked)
+      times.append(max(cost.seconds(CHIP).values()))
+  assert len(times) > 1 and max(best.update.values()) == min(times)
+  tokens = config.prompts.count * config.sampler.group_size / best.slots
+  tokens *= config.sampler.max_new_tokens
+  own = config.updates_per_step * min(times) + tokens * max(best.token.values())
+  assert best.seconds == pytest.approx(own)
+  assert f'--config.learner.grad_accum_steps={best.grad_accum_steps}' in best.flags
+
+
+@pytest.mark.parametrize('shape', [(1, 4, 2), (2, 1, 4), (8, 1, 1)])
+def test_the_cache_is_that_of_the_program(config, shape):
+  # 2 key/value heads do not divide over 4.
+  spec = programs.tpu_spec(config)
+  mesh = Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
+  _, cache = programs.slots_of(config, spec, mesh)
+  found = search.cache_bytes(spec, dict(mesh.shape), 64, config.row_length)
+  assert found == cache
+
+
+def test_the_fastest_come_first_and_the_flags_run(config):
+  found, refused = searched(config, 2.0**60)
+  assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+  text = search.table(found, refused)
+  _, *lines = text.splitlines()
+  assert [line.split()[0] for line in lines[:5]] == [
+    search.name(c.shape) for c in found[:5]
+  ]
+  slower = ', '.join(search.name(c.shape) for c in found[5:])
+  assert f'not {slower}: it fits and is slower' in lines
+  assert f'not 1x1x8: {refused["1x1x8"]}' in lines
+  given = main.overrides(found[0].flags.split())
+  assert given['mesh.tensor'] == found[0].shape['tensor']
+  assert search.table([], {'8x1x1': 'no'}).splitlines()[1:] == ['not 8x1x1: no']
+
+
+def test_a_search_compiles_nothing(monkeypatch, config):
+  monkeypatch.setattr(plan, 'attach', lambda _: (CHIP, jax.devices()))
+  monkeypatch.setattr(plan, 'compiled', None)
+  said = []
+  assert plan.run_search(config, 'v5p:2x2x2', said.append)
+  assert said[0].endswith('on v5p:2x2x2: 8 devices of 95.74 GiB')
+  monkeypatch.setattr(plan, 'room', lambda _: 1.0)
+  assert not plan.run_search(config, 'v5p:2x2x2', said.append)
