@@ -24,7 +24,7 @@ number, home = flags['process'], pathlib.Path(flags['home'])
 attempt = len(list(home.glob(f'begun{number}.*')))
 def stop(signal_number, frame):
   print('asked by', signal_number, flush=True)
-  time.sleep(1)
+  time.sleep(1 + 2 * int(number))
   print('saved', flush=True)
   sys.exit(128 + signal_number)
 signal.signal(signal.SIGTERM, stop)
@@ -33,7 +33,7 @@ tries = flags.get('p' + number, '0').split(',')
 what = tries[min(attempt, len(tries) - 1)]
 print('attempt', attempt, flush=True)
 print('an error', file=sys.stderr, flush=True)
-child = subprocess.Popen(['sleep', '600']) if what == 'hang' else None
+child = subprocess.Popen(['sleep', '600']) if what in ('hang', '7') else None
 (home / f'begun{number}.{attempt}').write_text(str(child and child.pid))
 if what == 'hang':
   time.sleep(600)
@@ -81,6 +81,17 @@ class Launcher:
       time.sleep(0.05)
     return (self.home / name).read_text()
 
+  def writers(self):
+    """The processes that number the lines."""
+    listed = subprocess.run(['ps', '-eo', 'pid=,ppid=,args='], capture_output=True)
+    rows = [line.split(maxsplit=2) for line in listed.stdout.decode().splitlines()]
+    shells = {
+      int(pid): int(parent)
+      for pid, parent, args in rows
+      if str(self.home) in args and '--once' in args
+    }
+    return [pid for pid, parent in shells.items() if parent in shells]
+
 
 def alive(process):
   """Whether it runs; one that ended and that nobody has asked for does not."""
@@ -110,7 +121,7 @@ def test_the_first_failure_ends_all_with_its_status(launcher):
   )
   assert status == 7
   assert [launcher.begun(i) for i in range(3)] == [1, 1, 1]
-  for i in range(2):  # and what they had started
+  for i in range(3):  # and what they had started
     child = int((launcher.home / f'begun{i}.0').read_text())
     assert not alive(child)
 
@@ -151,6 +162,8 @@ def test_a_signal_is_passed_on_and_nothing_runs_again(launcher, number, status):
   ) as process:
     for i in range(2):
       launcher.wait_for(f'begun{i}.0')
+    for writer in launcher.writers():
+      os.kill(writer, number)  # as where a whole control group is asked to end
     process.send_signal(number)
     text, _ = process.communicate(timeout=WAIT_S)
   # Without a grace they may still save: they were asked to stop.
