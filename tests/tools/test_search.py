@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
   assert (slots, needed) == (8, own + cache)
   found, refused = searched(config, 1.0)
   assert not found and len(refused) == 10
+  assert 'heads=12' in refused['1x1x8']  # before it is counted
 
 
 def test_the_choice_is_the_fastest_that_fits(config):
