@@ -8,24 +8,19 @@ An error of the user is one sentence on stderr and exit status 2, before anythin
 written or compiled.
 """
 
-import ast
-import difflib
 import importlib.util
 import os
-import re
 import sys
-import typing
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict
 
-from bapo_jax import knobs
-from bapo_jax.runtime import signals
+from bapo_jax.runtime import hosts, signals
 from bapo_jax.training.config import Config
 from bapo_jax.training.config import parse as parse_config
+from bapo_jax.training.overrides import OVERRIDE, load, overrides
 
 CONFIG = flags.DEFINE_string(
   'config', None, 'A file of configs/, with `:variant` where it has some.'
@@ -69,9 +64,14 @@ MEAN_SHARE = flags.DEFINE_float(
 SEARCH = flags.DEFINE_boolean(
   'search', False, '--mode=plan compares all meshes by hand counts, compiling nothing.'
 )
-OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
-TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
-LONGEST = 10_000  # characters of a tuple
+COORDINATOR = flags.DEFINE_string(
+  'coordinator', '', 'host:port of process 0, where several run; empty: detected.'
+)
+PROCESS = flags.DEFINE_integer('process', None, 'Which of them this is, from 0.')
+PROCESSES = flags.DEFINE_integer('processes', None, 'How many there are.')
+START_S = flags.DEFINE_float(
+  'start_s', hosts.START_S, 'Seconds to wait for the other processes.', lower_bound=1
+)
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -109,92 +109,11 @@ def read_config(file: str, given: list[str], *, trained_here: bool = True) -> Co
   return parse_config(values, trained_here=trained_here)
 
 
-def load(file: str) -> dict[str, Any]:
-  """The values that a config file sets, as nested dicts.
-
-  Args:
-    file: its path; after a colon the variant, the argument of its get_config.
-
-  Raises:
-    ValueError: the file cannot be read, or raises.
-  """
-  path, *variant = file.split(':', 1)
-  try:
-    spec = importlib.util.spec_from_file_location('config', path)
-    if spec is None or spec.loader is None:
-      raise OSError(f'not a file that ends in .py: {path!r}')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config(*variant)
-    if not isinstance(config, ConfigDict):
-      raise TypeError(f'get_config() returns {config!r:.60}, not a ConfigDict')
-    return config.to_dict()
-  except (ValueError, OSError) as error:
-    raise ValueError(f'--config={file}: {error}') from None
-  except (Exception, SystemExit) as error:  # somebody's file may raise anything
-    raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
-
-
-def overrides(given: list[str]) -> dict[str, Any]:
-  """Knob -> value of arguments such as --config.steps=10; the last of a name counts.
-
-  Raises:
-    ValueError: no such knob, or a text that is no value of its type.
-  """
-  known = {name: field for name, field, _ in knobs.fields(Config())}
-  found = {}
-  for arg in given:
-    match = OVERRIDE.fullmatch(arg)
-    assert match
-    no, name, text = match.groups()
-    if name not in known:
-      near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-      raise ValueError(f'no knob --config.{name}; the nearest are {", ".join(near)}')
-    kind = known[name].annotation
-    if text is None and kind is bool:
-      text = 'false' if no else 'true'
-    try:
-      found[name] = from_text(kind, text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-      wanted, text = knobs.expected(known[name]), text or ''
-      text = knobs.shorten(text if text.isprintable() else repr(text))
-      raise ValueError(f'{name}={text}: give {wanted}') from None
-  return found
-
-
-def from_text(kind: Any, text: str | None) -> Any:
-  """The value of a knob of this type, its range not checked.
-
-  Raises:
-    ValueError, SyntaxError, RecursionError, MemoryError: the text is no such value.
-  """
-  if text is None:
-    raise ValueError('no value')
-  if kind is bool:
-    if text.lower() not in TRUTH:
-      raise ValueError(text)
-    return TRUTH[text.lower()]
-  if kind in (int, float):
-    return kind(text)
-  if typing.get_origin(kind) is not tuple:
-    return text
-  if text.isidentifier():  # a string without its quotes
-    return (text,)
-  if len(text) > LONGEST:
-    raise ValueError(f'{len(text)} characters')
-  with warnings.catch_warnings():
-    warnings.simplefilter('error')  # Python warns of '1if'; the next line refuses it
-    value = ast.literal_eval(text)
-  inner, *rest = typing.get_args(kind)
-  if isinstance(value, list):
-    return tuple(value)
-  single = rest == [...] and typing.get_origin(inner) is not tuple
-  return (value,) if single and not isinstance(value, tuple) else value
-
-
 def fail(error: object) -> NoReturn:
-  """Prints one sentence on stderr and exits with status 2."""
-  print(f'bapo_jax: {" ".join(str(error).split())}', file=sys.stderr)
+  """Prints one sentence on stderr and exits with status 2, with all processes."""
+  sentence = ' '.join(str(error).split())
+  print(f'bapo_jax: {sentence}', file=sys.stderr)
+  hosts.leave(2, sentence)
   sys.exit(2)
 
 
@@ -277,6 +196,27 @@ MODES: dict[str, Callable[[Config], int]] = {
 }
 
 
+def join(config: Config) -> None:
+  """Joins the other processes, if any, and checks that all run the same.
+
+  Raises:
+    ValueError: there are several, and this is no training run; or they differ.
+  """
+  if MODE.value != 'train' or config.cells:
+    if PROCESSES.value is not None:
+      what = f'--mode={MODE.value}' if MODE.value != 'train' else 'a sweep'
+      raise ValueError(
+        f'--processes={PROCESSES.value}: {what} runs in one process; only a training '
+        'run has several'
+      )
+    return
+  hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
+  if hosts.processes() > 1:
+    from bapo_jax.runtime import versions
+
+    hosts.same_everywhere({'config': config.model_dump()} | versions.all_of_them())
+
+
 def run(config: Config) -> int:
   """Does what --mode says; returns the exit status."""
   mode = MODE.value
@@ -307,7 +247,9 @@ def main(argv: list[str]) -> None:
     fail('give a --config, for instance --config=configs/aime.py')
   try:
     with signals.none_lost():
-      status = run(read_config(file, argv[1:], trained_here=MODE.value != 'plan'))
+      config = read_config(file, argv[1:], trained_here=MODE.value != 'plan')
+      join(config)
+      status = run(config)
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:
@@ -318,7 +260,13 @@ def main(argv: list[str]) -> None:
     )
     sys.stdout.flush()
     sys.stderr.flush()
+    hosts.leave(130, 'stopped at once')
     os._exit(130)  # sys.exit waits for a checkpoint that is being written
+  except Exception as error:
+    if hosts.processes() == 1:
+      raise
+    hosts.failed(error)
+  hosts.finish(status)
   sys.exit(status)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bapo_jax.types import Tree
+from bapo_jax.types import AnyTree, Tree
 
 Args = ParamSpec('Args')
 Result = TypeVar('Result')
@@ -147,6 +147,18 @@ def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
       rows: results may have any length, only inputs of a program must divide.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
+
+
+def layout_of_rows(tree: Tree, mesh: Mesh) -> Tree:
+  """`over_rows` of every array of a tree; scalars are replicated."""
+  return jax.tree.map(
+    lambda x: over_rows(mesh, x.shape[0]) if x.ndim else replicated(mesh), tree
+  )
+
+
+def split_rows(tree: AnyTree, mesh: Mesh) -> AnyTree:
+  """The tree laid out so, whatever layout a program gave it; as it is on one device."""
+  return tree if mesh.size == 1 else jax.device_put(tree, layout_of_rows(tree, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -16,10 +16,10 @@ import time
 import jax
 import pytest
 
-from bapo_jax import knobs, main, sharding
+from bapo_jax import knobs, sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
-from bapo_jax.training import policy, rules, setup
+from bapo_jax.training import overrides, policy, rules, setup
 from bapo_jax.training.config import Config, parse, plain
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -111,7 +111,7 @@ def run_trials(seed: int, trials: int, shaped: int) -> None:
     assert time.perf_counter() - began < 5, values
     given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
     try:
-      main.overrides([given])
+      overrides.overrides([given])
     except ValueError as error:
       check_sentence(error)
     assert time.perf_counter() - began < 5, given

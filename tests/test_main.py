@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from bapo_jax import main
+from bapo_jax.training import overrides
 from bapo_jax.training.config import Config, parse
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -126,7 +127,7 @@ DICT = 'from ml_collections import ConfigDict\nget_config = lambda: ConfigDict({
 def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
   (tmp_path / 'own.py').write_text(text)
   with pytest.raises(ValueError) as error:
-    main.load(str(tmp_path / 'own.py'))
+    overrides.load(str(tmp_path / 'own.py'))
   assert message in ' '.join(str(error.value).split())
   assert str(error.value).startswith(f'--config={tmp_path}/own.py: ')
 
@@ -177,11 +178,11 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
 )
 def test_an_override_is_read_by_the_type_of_its_knob(given, value):
   name = given.split('config.')[1].split('=')[0]
-  assert main.overrides([given]) == {name: value}
+  assert overrides.overrides([given]) == {name: value}
 
 
 def test_a_plan_may_exceed_this_machine():
-  values = main.load(TINY) | {'model': {'layers': 1024, 'width': 65536}}
+  values = overrides.load(TINY) | {'model': {'layers': 1024, 'width': 65536}}
   with pytest.raises(ValueError, match=r'most of it for weights .*model\.'):
     parse(values)
   assert parse(values, trained_here=False).model.width == 65536

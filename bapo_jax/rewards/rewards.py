@@ -17,6 +17,7 @@ from jax import Array
 from bapo_jax.rewards import knobs, verifiers
 from bapo_jax.rewards.verdict import Verdict
 from bapo_jax.rewards.verifier_pool import VerifierPool
+from bapo_jax.runtime import exchange
 from bapo_jax.types import Groups
 
 _R = knobs.RewardsConfig()
@@ -189,10 +190,11 @@ def shaped(
   """
   if not format_bonus and not overlong_penalty and truncated == 'verified':
     return plain(groups, texts)
-  id_B = np.repeat(np.asarray(groups.id_P), groups.correct_PG.shape[1])
+  id_B = np.repeat(exchange.whole(groups.id_P), groups.correct_PG.shape[1])
   own = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
   formatted = (verifiers.READERS[r](x) for r, x in zip(own, texts, strict=True))
-  formatted_B = np.asarray([found is not None for found in formatted], bool)
+  # A response of another process is '' here, in which no format finds an answer.
+  formatted_B = exchange.total([found is not None for found in formatted]) > 0
   response_mask_PGT = groups.response_mask_PGT
   reward_PG, teaches_PG = shape(
     groups.correct_PG,

@@ -307,12 +307,7 @@ def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows
 
   def grouped(x_BT: Array, nothing: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]
-    return jnp.where(filled_P[:, None, None], x_PGT, nothing)
+    x_PGT = jnp.where(filled_P[:, None, None], x_PGT, nothing)
+    return sharding.constrain(x_PGT, sharding.ROWS)
 
   return Rows(*map(grouped, rows, (0, 0.0, -1)))
-
-
-@jax.jit
-def take_rows(rows: Rows, row_B: Array) -> Rows:
-  """The rows at these indices, in their order."""
-  return jax.tree.map(lambda x_BT: x_BT[row_B], rows)

@@ -15,7 +15,6 @@ import collections
 import math
 from collections.abc import Callable
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -23,6 +22,7 @@ from bapo_jax import sharding
 from bapo_jax.rollout import decode, shapes
 from bapo_jax.rollout.decode import Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.runtime import exchange
 from bapo_jax.types import Prompts, Tree
 
 OnFinished = Callable[[list[int]], object]  # receives rows that have ended
@@ -43,6 +43,7 @@ class PartialRollouts:
     self.engine = engine
     B, S = places * engine.group_size, engine.max_num_seqs
     self.slots, self.rows = engine.empty(B)
+    self.own_B = exchange.owned(self.rows.tokens_BT)  # what this process verifies
     # What the host knows of places, of rows and of slots.
     self.submitted_W = np.full(places, -1)  # learner step; -1: the place is free
     self.id_W = np.full(places, -1, np.int32)
@@ -224,10 +225,8 @@ class PartialRollouts:
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
     group_size, mesh = self.engine.group_size, self.engine.mesh
-    rows = decode.take_groups(self.rows, np.pad(places, pad), filled_P, group_size)
-    if jax.process_count() > 1 and mesh is not None:  # every host reads them
-      rows = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(rows)
-    return rows
+    take = sharding.under(mesh, decode.take_groups)
+    return take(self.rows, np.pad(places, pad), filled_P, group_size)
 
   def free(self, places: np.ndarray) -> None:
     """Frees these places: their groups are recorded elsewhere."""
@@ -258,9 +257,9 @@ class PartialRollouts:
     for name in self.SAVED:
       setattr(self, name, np.array(state['host'][name]))
     self.cache_lost = True
-    self.row_S = np.array(self.slots.row_S)
-    self.reach_S = np.array(self.slots.position_S, int)
-    self.limit_S = np.array(self.slots.limit_S, int)
+    self.row_S = np.array(exchange.whole(self.slots.row_S))
+    self.reach_S = np.array(exchange.whole(self.slots.position_S), int)
+    self.limit_S = np.array(exchange.whole(self.slots.limit_S), int)
     self.first_dispatch_S[:] = self.dispatched
     # In the order of submission: the oldest first, then by place.
     rows = np.arange(len(self.done_B))

@@ -24,10 +24,11 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
-from bapo_jax.rollout import decode, knobs
+from bapo_jax.rollout import knobs
 from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
+from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
@@ -39,8 +40,10 @@ class Rollout(NamedTuple):
   """Groups, and what was read in their responses: P * G of each, row by row."""
 
   groups: Groups
-  texts: list[str]
-  verdicts: list[Verdict]
+  texts: list[str]  # of the responses that this process verified; '' of the others
+  verdicts: list[Verdict]  # likewise
+  own: np.ndarray | None = None  # which of the P * G responses these are; None: all
+  undecided: int = 0  # of all responses
   logp_diff: LogpDiff | None = None  # where the learner scored the responses again
   submits: bool = True  # prompts of its own; False: only groups of earlier ones
 
@@ -206,46 +209,34 @@ class PendingVerifications:
     return self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
 
   def _request(self, rows: list[int]) -> None:
-    """Submits these finished rows, and notes where their verdicts will be."""
-    engine = self._rollouts.engine
-    block, group_size = engine.max_num_seqs, engine.group_size
-    for first in range(0, len(rows), block):  # one shape, one compile
-      part = rows[first : first + block]
-      padded = np.pad(part, (0, block - len(part)))
-      found = decode.take_rows(self._rollouts.rows, padded)
-      texts = _read(self._tokenizer, found.tokens_BT, found.response_mask_BT)
-      ids = self._rollouts.id_W[np.asarray(part) // group_size]
-      pending = self._submit(ids, texts[: len(part)])
-      self._requested |= {row: (pending, i) for i, row in enumerate(part)}
+    """Submits those of these finished rows that this process holds."""
+    own = [row for row in rows if self._rollouts.own_B[row]]
+    if not own:
+      return
+    texts = decode_rows(self._tokenizer, self._rollouts.rows, own)
+    ids = self._rollouts.id_W[np.asarray(own, int) // self._rollouts.engine.group_size]
+    pending = self._submit(ids, texts)
+    self._requested |= {row: (pending, i) for i, row in enumerate(own)}
 
   def record(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """The rows of these places, then empty seats, with their verdicts; waits."""
-    P = len(rows.tokens_BT)
-    id_P = np.pad(self._rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
-    texts = _read(self._tokenizer, rows.tokens_BT, rows.response_mask_BT)
-    verdicts = self._verdicts(places, id_P, texts)
-    correct_B = np.asarray([verdict.right is True for verdict in verdicts], bool)
-    return Rollout(_fold(rows, id_P, correct_B, step), texts, verdicts)
+    """The rows of these places, then empty seats, with their verdicts; waits.
 
-  def _verdicts(
-    self, places: np.ndarray, id_P: np.ndarray, texts: list[str]
-  ) -> list[Verdict]:
-    """A verdict per text."""
-    group_size = self._rollouts.engine.group_size
-    id_B = np.repeat(id_P, group_size)
-    filled = np.flatnonzero(id_B >= 0)
-    verdicts = [EMPTY_SEAT] * len(texts)
-    if not self._early:
-      found = self._submit(id_B[filled], [texts[i] for i in filled]).result()
-    else:
-      row_B = (places[:, None] * group_size + np.arange(group_size)).ravel()
-      rows = row_B[filled].tolist()
-      self._request([row for row in rows if row not in self._requested])
-      requested = (self._requested[row] for row in rows)
-      found = [pending.one(i) for pending, i in requested]
-    for i, verdict in zip(filled, found, strict=True):
-      verdicts[i] = verdict
-    return verdicts
+    A process verifies the responses on its own devices; the verdicts are summed.
+    """
+    P, G, _ = rows.tokens_BT.shape
+    id_P = np.pad(self._rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
+    row_B = (places[:, None] * G + np.arange(G)).ravel()
+    filled_B = np.repeat(id_P >= 0, G)[: len(row_B)]
+    own = np.flatnonzero(filled_B & self._rollouts.own_B[row_B])
+    self._request([row for row in row_B[own].tolist() if row not in self._requested])
+    texts, verdicts = [''] * (P * G), [EMPTY_SEAT] * (P * G)
+    for seat in own:
+      pending, i = self._requested[int(row_B[seat])]
+      texts[seat], verdicts[seat] = pending.texts[i], pending.one(i)
+    counts = [[verdict.right is each for verdict in verdicts] for each in (True, None)]
+    right_B, undecided_B = exchange.total(counts)
+    groups = _fold(rows, id_P, right_B > 0, step)
+    return Rollout(groups, texts, verdicts, own, int(undecided_B.sum()))
 
 
 @jax.jit
@@ -267,18 +258,19 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
 
 def texts(tokenizer: Tokenizer, groups: Groups) -> list[list[str]]:
   """The responses as text, a list per group."""
-  P, G, _ = groups.tokens_PGT.shape
-  flat = _read(tokenizer, groups.tokens_PGT, groups.response_mask_PGT)
+  P, G, T = groups.tokens_PGT.shape
+  flat = tokenizer_lib.decode_responses(
+    tokenizer,
+    *(
+      np.asarray(x).reshape(P * G, T)
+      for x in (groups.tokens_PGT, groups.response_mask_PGT)
+    ),
+  )
   return [flat[i * G : (i + 1) * G] for i in range(P)]
 
 
-def _read(
-  tokenizer: Tokenizer, tokens_PGT: Array, response_mask_PGT: Array
-) -> list[str]:
-  """The responses as text, P * G of them."""
-  T = tokens_PGT.shape[-1]
-  return tokenizer_lib.decode_responses(
-    tokenizer,
-    np.asarray(tokens_PGT).reshape(-1, T),
-    np.asarray(response_mask_PGT).reshape(-1, T),
-  )
+def decode_rows(tokenizer: Tokenizer, rows: Rows, own: list[int]) -> list[str]:
+  """These responses as text; their rows are on devices of this process."""
+  version_BT = exchange.rows_of(rows.policy_version_BT, own)
+  tokens_BT = exchange.rows_of(rows.tokens_BT, own)
+  return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

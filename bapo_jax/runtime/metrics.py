@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bapo_jax.runtime import files, markdown
+from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.progress import log
 
@@ -231,7 +231,7 @@ def open_writers(
   wandb: bool,
   config: dict | None = None,
 ) -> Writers:
-  """Writers into `workdir`; only one process of a run may hold them.
+  """Writers into `workdir`; those of all processes but the first write nothing.
 
   Args:
     workdir: made if it does not exist.
@@ -244,6 +244,8 @@ def open_writers(
   Raises:
     ValueError: a package is missing; then no row is dropped.
   """
+  if not hosts.is_first():
+    return Writers([])
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   sinks = []

@@ -15,6 +15,8 @@ from typing import TextIO
 from absl import logging
 from tqdm import tqdm
 
+from bapo_jax.runtime import hosts
+
 TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
 
 
@@ -106,11 +108,17 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
     dynamic_ncols=terminal,
     smoothing=0.1,
     leave=None,
+    disable=not hosts.is_first(),
   )
 
 
 def log(text: str) -> None:
-  """Prints a line to stdout; a bar on the same terminal is lifted out of its way."""
+  """Prints a line to stdout; a bar on the same terminal is lifted out of its way.
+
+  Of several processes the first one prints.
+  """
+  if not hosts.is_first():
+    return
   tqdm.write(text, file=sys.stdout)
   sys.stdout.flush()  # a log followed from outside sees the line now
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.runtime import files
+from bapo_jax.runtime import files, hosts
 from bapo_jax.runtime.progress import log
 
 # Errors of writing only, whatever the file.
@@ -34,16 +34,20 @@ LOCK = '.lock'
 
 @contextlib.contextmanager
 def locked(workdir: str) -> Iterator[None]:
-  """Makes the directory and holds its lock: one process at a time writes a run.
+  """Makes the directory and holds its lock: one run at a time writes there.
 
   The kernel releases the lock when the process ends, however it ends; the file stays.
   On NFS the lock holds across machines, unless it is mounted with local_lock; a file
-  system without locks is named, and the run goes on without one.
+  system without locks is named, and the run goes on without one. Of several processes
+  of a run the first one holds it.
 
   Raises:
     ValueError: another process holds it, or the directory cannot be written.
   """
   path = os.path.join(workdir, LOCK)
+  if not hosts.is_first():
+    yield
+    return
   with contextlib.ExitStack() as stack:
     try:
       os.makedirs(workdir, exist_ok=True)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from bapo_jax.runtime import digests
+from bapo_jax.runtime import digests, hosts
 from bapo_jax.runtime.progress import quiet_absl
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
@@ -47,7 +47,9 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   Raises:
     ValueError: there are checkpoints, and none is whole.
   """
-  damage.set_damaged_aside(workdir)
+  if hosts.is_first():
+    damage.set_damaged_aside(workdir)
+  hosts.together('checkpoints')
   policies = ocp.checkpoint_managers
   ranked = policies.BestN(
     get_metric_fn=operator.itemgetter('accuracy'),
@@ -197,9 +199,10 @@ def restore_newest(
     if why := damage.not_finite(arrays):
       damaged[step] = why
       continue
-    for other, reason in damaged.items():
+    for other, reason in damaged.items() if hosts.is_first() else ():
       damage.set_aside(workdir, other, reason)
     if damaged:
+      hosts.together('set aside')
       checkpoints.reload()
     return step, arrays, meta
   if damaged:

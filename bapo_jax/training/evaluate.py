@@ -10,12 +10,13 @@
 import collections
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import Array
 
+from bapo_jax import sharding
 from bapo_jax.data import prompts
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
-from bapo_jax.runtime import files, tables
+from bapo_jax.runtime import exchange, files, hosts, tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
@@ -56,10 +57,14 @@ def evaluate(
     extracted (the answer found), tokens, truncated (no end token), logp (its sum, nats)
     and uid, which with the key names the noise.
   """
+  pad = 0  # of several processes each has as many rows
+  if hosts.processes() > 1 and engine.mesh:
+    pad = -len(problems.id_N) % sharding.row_shards(engine.mesh)
+  id_P = np.pad(problems.id_N, (0, pad), constant_values=-1)
   sampled = rollout(
-    PartialRollouts(engine, len(problems.id_N)),
+    PartialRollouts(engine, len(id_P)),
     params,
-    prompts.prompts_by_id(problems, problems.id_N),
+    prompts.prompts_by_id(problems, id_P),
     key,
     problems=problems,
     tokenizer=tokenizer,
@@ -68,11 +73,21 @@ def evaluate(
     step=step,
     policy_version=step,
   )
-  columns = sampled.texts, sampled.verdicts, _numbers(sampled, tokenizer.eos)
-  samples = [
-    _sample(uid, problems, engine.group_size, text, verdict, verifier.rule) | numbers
-    for uid, (text, verdict, numbers) in enumerate(zip(*columns, strict=True))
-  ]
+  uids = range(len(problems.id_N) * engine.group_size)
+  read = {
+    str(uid): _sample(
+      uid,
+      problems,
+      engine.group_size,
+      sampled.texts[uid],
+      sampled.verdicts[uid],
+      verifier.rule,
+    )
+    for uid in (uids if sampled.own is None else sampled.own.tolist())
+  }
+  counted = exchange.merged(_numbers(sampled, tokenizer.eos))
+  read = exchange.merged(read)
+  samples = [read[str(uid)] | counted[str(uid)] for uid in uids]
   return summarize(samples, engine.group_size, ks), samples
 
 
@@ -100,19 +115,24 @@ def _sample(
   }
 
 
-def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-  """Tokens, truncation and log-probability of each response, in their order."""
+def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+  """uid -> tokens, truncation and log-probability of the responses on this host."""
   groups = sampled.groups
-  mask_PGT = np.asarray(groups.response_mask_PGT)
-  logp_PGT = np.asarray(groups.behavior_logp_PGT, float)
-  ended_PGT = mask_PGT & np.isin(np.asarray(groups.tokens_PGT), eos)
-  for tokens, ended, logp in zip(
+  own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
+  mask_PGT = exchange.rows_of(groups.response_mask_PGT, own)
+  logp_PGT = exchange.rows_of(groups.behavior_logp_PGT, own).astype(float)
+  ended_PGT = mask_PGT & np.isin(exchange.rows_of(groups.tokens_PGT, own), eos)
+  G = mask_PGT.shape[1]
+  columns = (
+    (own[:, None] * G + np.arange(G)).ravel(),
     mask_PGT.sum(2).ravel(),
     ended_PGT.any(2).ravel(),
     np.where(mask_PGT, logp_PGT, 0).sum(2).ravel(),
-    strict=True,
-  ):
-    yield {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
+  )
+  return {
+    str(uid): {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
+    for uid, tokens, ended, logp in zip(*columns, strict=True)
+  }
 
 
 def summarize(

@@ -15,19 +15,18 @@ from typing import Any
 import jax
 
 from bapo_jax.data import prompts
-from bapo_jax.models import transformer
 from bapo_jax.rollout import decode
-from bapo_jax.runtime import files, machine, metrics
+from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
-from bapo_jax.training import checkpoint, evaluate, policy, remat, report, setup
+from bapo_jax.training import checkpoint, evaluate, report, setup
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
-from bapo_jax.training.setup import Material
 from bapo_jax.training.state import Metrics, Trainer, TrainState
 from bapo_jax.training.trainer import finished, train_loop
+from bapo_jax.training.welcome import welcome
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -46,10 +45,13 @@ def train(config: Config, workdir: str) -> int:
       use by another process, or holds no whole checkpoint.
   """
   timer, began = PhaseTimer(), time.perf_counter()
-  setup.check_available(config)
+  with hosts.first_ahead('available'):  # it downloads
+    setup.check_available(config)
   setup.make_mesh(config)
   with locked(workdir), writable(workdir):
-    claim(workdir, config)
+    if hosts.is_first():
+      claim(workdir, config)
+    hosts.together('claimed')
     return _run(config, workdir, timer, began)
 
 
@@ -71,9 +73,10 @@ def claim(workdir: str, config: Config) -> None:
 
 def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   """From the problems to the report; OSErrors name the file that was refused."""
-  with timer('load'):
+  with timer('load'), hosts.first_ahead('read'):  # it makes data sets
     material = setup.read(config, workdir)
   identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
+  hosts.same_everywhere({'problems (fingerprints)': identity})
   welcome(config, workdir, material)
   verifier = setup.make_verifier(config)
   checkpoints = checkpoint.manager(
@@ -84,7 +87,7 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   if checkpoints.latest_step() is not None:
     record_again(t, workdir, s)
   s, spent = resume(checkpoints, t, s, same)
-  if s.step:
+  if s.step and hosts.is_first():
     metrics.report_lost(workdir, s.step)
   log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
   for name, seconds in spent['phases'].items():
@@ -119,6 +122,8 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   if status:
     log(f'Saved. The same command with --workdir={workdir} continues.')
     return status
+  if not hosts.is_first():
+    return 0
   with files.naming(os.path.join(workdir, 'report.md')):
     finish(config, workdir, s.step, cost())
   return 0
@@ -173,12 +178,13 @@ class Run:
         lost = s.updates == 0 < s.consecutive_skips  # none of the run was applied
         diverged = lost or s.consecutive_skips >= config.learner.max_consecutive_skips
         done = finished(config, s)
-        self.save_if_due(s, row, last=done or diverged or bool(stop.signal))
+        stopped, diverged = exchange.agree([stop.signal, diverged])
+        self.save_if_due(s, row, last=done or bool(diverged or stopped))
         if diverged:
           self.log_divergence(s)
           return s, DIVERGED
-        if stop.signal and not done:
-          return s, 128 + stop.signal
+        if stopped and not done:
+          return s, 128 + stopped
     return s, 0
 
   def report_step(self, s: TrainState, row: Metrics) -> None:
@@ -192,7 +198,9 @@ class Run:
     log(metrics.line(s.step, config.steps, row))
     if message:
       log(message)
-    if s.idle_steps == report.IDLE:  # a longer row of them is one and the same
+    if (
+      s.idle_steps == report.IDLE and hosts.is_first()
+    ):  # a longer row of them is one and the same
       log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
 
   def log_divergence(self, s: TrainState) -> None:
@@ -241,8 +249,9 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
   path = evaluate.recorded_path(workdir, s.step)
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
-  os.makedirs(os.path.dirname(path), exist_ok=True)
-  files.write_json(path, {'result': result, 'samples': samples})
+  if hosts.is_first():
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    files.write_json(path, {'result': result, 'samples': samples})
   return result
 
 
@@ -251,10 +260,14 @@ def record_again(t: Trainer, workdir: str, s: TrainState) -> None:
 
   The same weights, prompts and noise give the same responses: nothing is lost.
   """
-  try:
-    evaluate.read_recorded(workdir, s.step)
-  except ValueError as error:
-    log(f'{error}. Step {s.step} is evaluated again.')
+  lost = False
+  if hosts.is_first():
+    try:
+      evaluate.read_recorded(workdir, s.step)
+    except ValueError as error:
+      log(f'{error}. Step {s.step} is evaluated again.')
+      lost = True
+  if any(exchange.agree([lost])):
     record_evaluation(t, workdir, s)
 
 
@@ -284,28 +297,6 @@ def timings(seconds: dict[str, float], tokens: float) -> Metrics:
     'time/step': sum(seconds.values()),
     'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
   }
-
-
-def welcome(config: Config, workdir: str, material: Material) -> None:
-  """The first screen: what will run."""
-  c, mesh, devices = config, setup.make_mesh(config), jax.devices()
-  spec = remat.resolve(c, policy.spec_of(c, material.tokenizer), mesh)
-  model = c.model.path or 'embedded policy'
-  log(
-    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
-    f'responses, {c.updates_per_step} updates per step\n'
-    f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})\n'
-    f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens, '
-    f'template {c.tokenizer.template!r:.60}\n'
-    f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
-    f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
-    f'  verifier   {c.rewards.rule}\n'
-    f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
-    f'{c.clip.rule}, loss {c.loss.rule}\n'
-    f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores\n'
-    f'  memory     {remat.sentence(c, spec, mesh)}\n'
-    f'  results    {workdir}; Ctrl-C saves, the same command continues'
-  )
 
 
 def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:

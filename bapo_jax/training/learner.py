@@ -20,6 +20,7 @@ import optax
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics, loss
+from bapo_jax.runtime import exchange
 from bapo_jax.training import objective as objective_lib
 from bapo_jax.training.objective import Objective
 from bapo_jax.types import (
@@ -105,7 +106,7 @@ def update(
     place: puts a batch onto the mesh.
   """
   source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
-  filled_P = np.asarray(source_P >= 0)
+  filled_P = exchange.whole(source_P >= 0)
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups)

@@ -19,7 +19,7 @@ from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import hf_directory, hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.runtime import hub_names
+from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import checkpoint, damage, remat, sft
 from bapo_jax.training import config as config_lib
@@ -115,7 +115,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
     },
   }
   path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
-  if os.path.lexists(path):
+  if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
     like = transformer.abstract(spec)
     layout = sharding.shardings(like, mesh)
     like = jax.tree.map(

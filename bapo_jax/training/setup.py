@@ -242,13 +242,15 @@ def initial_state(t: Trainer, params: Tree) -> TrainState:
   """The state at step 0."""
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
-  buffer = empty_buffer(t.config, t.rules)
+  make = functools.partial(empty_buffer, t.config, t.rules)
+  rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
+  buffer = jax.jit(make, out_shardings=rows)()
   partial = t.config.rollout.max_off_policy_steps > 0
   return TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
     actor=decode.sync_actor(params, t.spec, t.mesh),
-    buffer=jax.device_put(buffer, sharding.replicated(t.mesh)),
+    buffer=buffer,
     partial=PartialRollouts(t.engine, t.config.places) if partial else None,
   )
 

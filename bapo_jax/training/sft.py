@@ -21,6 +21,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, packing, transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
 from bapo_jax.training import accumulation, optimizer
 from bapo_jax.types import Tree
@@ -114,7 +115,7 @@ def fit(
   """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each."""
   tx = optimizer.adamw(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
-  params = jax.device_put(params, sharding.shardings(params, mesh))
+  params = exchange.placed(params, sharding.shardings(params, mesh))
   opt = tx.init(params)
   rng = np.random.default_rng(seed)
 
@@ -134,7 +135,7 @@ def fit(
 
   with progress_bar(clean + noisy, 'warm start', 'step') as progress:
     for rows_BT in batches():
-      tokens_BT, weight_BT = jax.device_put(rows_BT, sharding.over_rows(mesh))
+      tokens_BT, weight_BT = exchange.placed(rows_BT, sharding.over_rows(mesh))
       params, opt, value = imitate(params, opt, tokens_BT, weight_BT, tx=tx, spec=spec)
       nats = float(value)
       progress.update()

@@ -15,6 +15,7 @@ from jax import Array
 
 from bapo_jax.algorithms import diagnostics
 from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.runtime import exchange
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.types import SOURCES, Groups, ReplayBuffer, masked_mean, trained_on
 
@@ -53,16 +54,16 @@ def idle_steps(before: int, groups: Groups, source_P: Array) -> int:
     groups, source_P: the batch. Where every group's rewards are equal, every advantage
       is 0.
   """
-  reward_PG = np.asarray(groups.reward_PG)
+  reward_PG = exchange.whole(groups.reward_PG)
   differ_P = reward_PG.max(1) > reward_PG.min(1)
-  return 0 if (differ_P & (np.asarray(source_P) >= 0)).any() else before + 1
+  return 0 if (differ_P & (exchange.whole(source_P) >= 0)).any() else before + 1
 
 
 def of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
   """The undecided share; and sampler against learner, where a pass compared them."""
-  verdicts = [verdict for each in rollouts for verdict in each.verdicts]
-  undecided = sum(verdict.right is None for verdict in verdicts)
-  row = {'rollout/undecided': undecided / max(len(verdicts), 1)}
+  verdicts = sum(len(each.verdicts) for each in rollouts)
+  undecided = sum(each.undecided for each in rollouts)
+  row = {'rollout/undecided': undecided / max(verdicts, 1)}
   diffs = [each.logp_diff for each in rollouts if each.logp_diff is not None]
   if not diffs:
     return row

@@ -20,6 +20,7 @@ from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
+from bapo_jax.runtime import exchange
 from bapo_jax.training import learner, step_metrics
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepKeys, Trainer, TrainState
@@ -71,7 +72,8 @@ def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
   """The hard problems to re-evaluate in this step, longest not tried first."""
   due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
   rows = t.config.buffer.reevaluate if due else 0
-  return prompts.prompts_by_id(t.problems, replay_buffer.draw(s.buffer.hard, rows).id_P)
+  id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
+  return prompts.prompts_by_id(t.problems, id_P)
 
 
 def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
@@ -186,8 +188,11 @@ def fill_batch(
   while True:
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
+      batch, source_P = t.rules.batch(
+        fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
+      )
       batch, source_P = jax.block_until_ready(
-        t.rules.batch(fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats)
+        sharding.split_rows((batch, source_P), t.mesh)
       )
     if not (source_P >= 0).all() and next_round <= last:
       rounds.append(sample_fresh(t, s, next_round, keys.fresh))
@@ -248,20 +253,19 @@ def insert(
   if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):
-    buffer, moves = jax.block_until_ready(
-      replay_buffer.insert(
-        s.buffer,
-        groups,
-        reevaluated.groups,
-        batch,
-        source_P,
-        s.step,
-        thresholds=t.rules.thresholds,
-        max_off_policy_steps=t.config.buffer.max_off_policy_steps,
-        max_reuse=t.config.buffer.max_reuse,
-        hard_order=t.config.buffer.hard_order,
-      )
+    buffer, moves = replay_buffer.insert(
+      s.buffer,
+      groups,
+      reevaluated.groups,
+      batch,
+      source_P,
+      s.step,
+      thresholds=t.rules.thresholds,
+      max_off_policy_steps=t.config.buffer.max_off_policy_steps,
+      max_reuse=t.config.buffer.max_reuse,
+      hard_order=t.config.buffer.hard_order,
     )
+    buffer = jax.block_until_ready(sharding.split_rows(buffer, t.mesh))
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}
 
 

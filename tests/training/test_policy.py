@@ -8,7 +8,7 @@ from runs import source, tiny
 
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.training import experiment, policy, setup
+from bapo_jax.training import experiment, policy, setup, welcome
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
@@ -103,7 +103,7 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
   config = tiny(**knobs)
   material = setup.read(config, str(tmp_path / 'work'))
-  experiment.welcome(config, 'work', material)
+  welcome.welcome(config, 'work', material)
   text = capsys.readouterr().out
   assert 'remat dots (auto): the backward pass computes all but products again' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)

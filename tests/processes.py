@@ -1,0 +1,101 @@
+"""Several processes of one run on this machine, with four virtual devices in all."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import runs
+
+DEVICES = 4
+PATIENCE_S = 900  # the machine may be busy with something else
+
+
+def free_port() -> int:
+  """A port that was free a moment ago."""
+  with socket.create_server(('', 0)) as server:
+    return server.getsockname()[1]
+
+
+def environment(processes: int) -> dict[str, str]:
+  """Of a process that has its share of the devices."""
+  flag = f'--xla_force_host_platform_device_count={DEVICES // processes}'
+  return os.environ | {
+    'XLA_FLAGS': flag,
+    'PYTHONUNBUFFERED': '1',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': f'{runs.ROOT}{os.pathsep}{runs.ROOT / "tests"}',
+  }
+
+
+def start(commands: Sequence[dict[str, Any]], folder: pathlib.Path) -> list:
+  """Starts the commands, (process i)'s output in folder/<i>.txt."""
+  started = []
+  for i, command in enumerate(commands):
+    with open(folder / f'{i}.txt', 'w') as file:
+      started.append(subprocess.Popen(**command, stdout=file, stderr=subprocess.STDOUT))
+  return started
+
+
+def ended(started: list, folder: pathlib.Path) -> tuple[list[int], list[str]]:
+  """(exit statuses, outputs) of the processes, once all have ended."""
+  try:
+    statuses = [process.wait(PATIENCE_S) for process in started]
+  finally:
+    for process in started:
+      process.kill()
+  return statuses, [(folder / f'{i}.txt').read_text() for i in range(len(started))]
+
+
+def scripts(source: str, processes: int, folder: pathlib.Path) -> list:
+  """Starts processes that join each other and run the source, with `hosts` in it."""
+  port = free_port()
+  head = (
+    'import sys, time, os\n'
+    'from bapo_jax.runtime import exchange, hosts\n'
+    f'hosts.initialise("127.0.0.1:{port}", int(sys.argv[1]), {processes}, 900)\n'
+  )
+  command = [sys.executable, '-c', head + source]
+  return start(
+    [
+      {'args': [*command, str(i)], 'cwd': runs.ROOT, 'env': environment(processes)}
+      for i in range(processes)
+    ],
+    folder,
+  )
+
+
+def trainings(
+  workdir: pathlib.Path,
+  processes: int,
+  each: Sequence[dict[str, Any]] = (),
+  **overrides: Any,
+) -> list:
+  """Starts a tiny run in so many processes.
+
+  Args:
+    each: more overrides, of each process.
+  """
+  address = f'127.0.0.1:{free_port()}'
+  knobs = {'mesh.data': 2, 'mesh.fsdp': 2} | overrides
+  commands = []
+  for i in range(processes):
+    command = runs.command(workdir, **knobs, **(each[i] if each else {}))
+    flags = [f'--coordinator={address}', f'--process={i}', f'--processes={processes}']
+    command['args'] += flags if processes > 1 else []
+    command['env'] = environment(processes)
+    commands.append(command)
+  folder = workdir.parent / f'{workdir.name}.output'
+  folder.mkdir(exist_ok=True)
+  return start(commands, folder)
+
+
+def trained(workdir: pathlib.Path, processes: int, **overrides: Any) -> list[str]:
+  """Runs to the end; the outputs."""
+  started = trainings(workdir, processes, **overrides)
+  statuses, outputs = ended(started, workdir.parent / f'{workdir.name}.output')
+  assert statuses == [0] * processes, outputs
+  return outputs
