@@ -70,6 +70,11 @@ def file_axes(parameter: str, rank: int) -> tuple[int, ...]:
   return tuple(ours.index(axis) for axis in theirs.replace(' ', ''))
 
 
+def leading_axes(parameter: str) -> int:
+  """How many of these axes make the first axis of the file."""
+  return len(AXES[parameter][1].split()[0]) if parameter in AXES else 1
+
+
 def file_shape(parameter: str, tail: Shape) -> Shape:
   """The shape in the file of one tensor of shape `tail` here."""
   if parameter not in AXES:

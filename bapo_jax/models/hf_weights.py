@@ -101,16 +101,23 @@ def _placed(
     for device, cuts in layout.addressable_devices_indices_map(shape).items()
     if cuts is not None
   }
+  lead = hf_tensors.leading_axes(parameter)
   shards: dict[jax.Device, jax.Array] = {}
   # Devices that hold the same rows share the blocks read.
   for first, last in sorted({span[0] for span in spans.values()}):
-    row_bytes = math.prod(size[1:]) * dtype.itemsize
+    mine = {d: span for d, span in spans.items() if span[0] == (first, last)}
+    hull = _hull(list(mine.values()))
+    held = [y - x for x, y in hull]
+    # Of each row of the file only what these devices hold: one axis is split, at most.
+    inner, split = math.prod(size[lead + 1 :]), hull[lead - 1 : lead]
+    columns = (split[0][0] * inner, split[0][1] * inner) if split else None
+    row_bytes = math.prod(held) * dtype.itemsize
     for group, a, b in _blocks(layers, first, last, row_bytes, block):
-      rows = np.empty((len(group), b - a, *size[1:]), dtype)
+      rows = np.empty((len(group), b - a, *held), dtype)
       for i, layer in enumerate(group):
         tensor = found[hf_tensors.NAMES[parameter].format(layer)]
         fine = tensor.shape[0] // size[0]  # C rows of the file are one head
-        read = safetensors_io.read(tensor, a * fine, b * fine)
+        read = safetensors_io.read(tensor, a * fine, b * fine, columns)
         rows[i] = read.reshape(rows.shape[1:])
         # After the cast: a large float32 is infinite in bfloat16.
         if not safetensors_io.finite(rows[i]):
@@ -118,8 +125,10 @@ def _placed(
             f'{tensor.file}: {hf_tensors.NAMES[parameter].format(layer)} holds NaN or '
             'infinity; fetch the file again, or choose another model'
           )
-      for device in (d for d, span in spans.items() if span[0] == (first, last)):
-        window = [slice(None)] * 2 + [slice(*cut) for cut in spans[device][1:]]
+      for device, span in mine.items():
+        cuts = zip(span[1:], hull, strict=True)
+        window = [slice(x - low, y - low) for (x, y), (low, _) in cuts]
+        window = [slice(None)] * 2 + window
         piece = rows[tuple(window)].transpose(0, *(np.argsort(order) + 1))
         start = np.zeros(piece.ndim, np.int32)
         start[0], start[1 + order[0]] = group[0], a - first
@@ -131,6 +140,12 @@ def _placed(
   return jax.make_array_from_single_device_arrays(
     shape, layout, [shards[device] for device in spans]
   )
+
+
+def _hull(spans: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
+  """(first, last) of every axis but the first: what some of the devices hold."""
+  lows, highs = np.min(spans, 0)[1:, 0], np.max(spans, 0)[1:, 1]
+  return list(zip(lows.tolist(), highs.tolist(), strict=True))
 
 
 def _blocks(

@@ -169,15 +169,29 @@ def finite(array: np.ndarray) -> bool:
   return bool(largest < infinity)
 
 
-def read(tensor: Tensor, first: int, last: int) -> np.ndarray:
-  """Rows first..last-1, flat; a row is one index of the leading axis."""
+def read(
+  tensor: Tensor, first: int, last: int, columns: tuple[int, int] | None = None
+) -> np.ndarray:
+  """Rows first..last-1, flat; a row is one index of the leading axis.
+
+  Args:
+    columns: (first, last) numbers of a row that are read, no byte of the others; None:
+      all of them.
+  """
   row = math.prod(tensor.shape[1:])
-  return np.fromfile(
-    tensor.file,
-    tensor.dtype,
-    (last - first) * row,
-    offset=tensor.start + first * row * tensor.dtype.itemsize,
-  )
+  a, b = columns or (0, row)
+  size = tensor.dtype.itemsize
+  start = tensor.start + first * row * size
+  if b - a == row:
+    return np.fromfile(tensor.file, tensor.dtype, (last - first) * row, offset=start)
+  found = np.empty((last - first, (b - a) * size), np.uint8)
+  with open(tensor.file, 'rb', buffering=0) as file:
+    for i, part in enumerate(found):
+      if os.preadv(file.fileno(), [part.data], start + (i * row + a) * size) < len(
+        part
+      ):
+        raise ValueError(f'{tensor.file} is cut short; fetch it again')
+  return found.view(tensor.dtype).ravel()
 
 
 def write(

@@ -1,0 +1,84 @@
+"""A process reads the bytes of its own shards, and no others."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import processes
+import pytest
+import runs
+
+from bapo_jax import sharding
+from bapo_jax.models import hf_weights, safetensors_io, transformer
+
+READ = """
+import jax, numpy as np
+from bapo_jax import sharding
+from bapo_jax.models import hf_weights, safetensors_io, transformer
+path, whole, shape = PATH, np.load(WHOLE), SHAPE
+read, bytes_read = safetensors_io.read, 0
+def counting(*where):
+  global bytes_read
+  found = read(*where)
+  bytes_read += found.nbytes
+  return found
+safetensors_io.read = counting
+spec = hf_weights.spec(path, 'float32')
+params = hf_weights.load(path, spec, sharding.make(**shape))
+held = total = 0
+for name, array in transformer.flatten(params).items():
+  shards = {str(shard.index): shard for shard in array.addressable_shards}
+  for shard in shards.values():
+    assert np.array_equal(shard.data, whole[name][shard.index]), name
+  held += sum(shard.data.nbytes for shard in shards.values())
+  total += array.nbytes
+print(f'{bytes_read} read, {held} held, of {total}')
+hosts.finish(0)
+"""
+
+
+@pytest.mark.parametrize(
+  'shape', [{'data': 1, 'fsdp': 4}, {'data': 1, 'tensor': 2, 'fsdp': 2}]
+)
+def test_two_processes_read_each_its_half_of_a_checkpoint(tmp_path, shape):
+  path = runs.source(tmp_path / 'model')
+  spec = hf_weights.spec(path, 'float32')
+  one = sharding.make(devices=jax.devices()[:1])
+  params = hf_weights.load(path, spec, one)
+  flat = {k: np.asarray(x) for k, x in transformer.flatten(params).items()}
+  np.savez(tmp_path / 'whole.npz', **flat)
+  values = {'PATH': path, 'WHOLE': str(tmp_path / 'whole.npz'), 'SHAPE': shape}
+  source = READ
+  for name, value in values.items():
+    source = source.replace(name, repr(value))
+  started = processes.scripts(source, 2, tmp_path)
+  statuses, outputs = processes.ended(started, tmp_path)
+  assert statuses == [0, 0], outputs
+  # Norms, which every device holds, are read by both.
+  norms = sum(x.nbytes for name, x in flat.items() if name.endswith('norm'))
+  for text in outputs:
+    found = re.search(r'(\d+) read, (\d+) held, of (\d+)', text)
+    assert found, text
+    read, held, total = map(int, found.groups())
+    half = (total - norms) // 2 + norms
+    assert held == half
+    # The file is bfloat16, the parameters here float32: half as many bytes.
+    assert read == held // 2 or read == held
+
+
+def test_columns_of_rows_are_read_alone(tmp_path: pathlib.Path, monkeypatch):
+  x = np.arange(60, dtype=np.float32).reshape(6, 10)
+  path = tmp_path / 'model.safetensors'
+  safetensors_io.write(str(path), 'float32', {'x': x.shape}, [x])
+  tensor = safetensors_io.header(str(path))['x']
+  asked = []
+  preadv = safetensors_io.os.preadv
+  monkeypatch.setattr(
+    safetensors_io.os,
+    'preadv',
+    lambda file, parts, at: asked.append(len(parts[0])) or preadv(file, parts, at),
+  )
+  found = safetensors_io.read(tensor, 1, 4, (3, 7))
+  np.testing.assert_array_equal(found.reshape(3, 4), x[1:4, 3:7])
+  assert asked == [16] * 3  # bytes: four numbers of each of three rows
