@@ -99,7 +99,7 @@ def _join(place: Place, start_s: float) -> None:
       return _watch[0].silent(0)
     return f'{name}: the runtime of JAX aborted; its own words stand above'
 
-  watch.on_abort(aborted)
+  watch.on_abort(aborted, lambda: _watch[0].status if _watch else None)
   import jax
 
   # A survivor gets an exception, not SIGABRT; signals are ours (runtime/signals.py).

@@ -53,6 +53,7 @@ class Watch:
     self.process, self.processes, self._store = process, processes, store
     self._beat_s = beat_s
     self._leaving = threading.Lock()
+    self.status: int | None = None  # with which this process is about to exit
     self._beats: dict[int, str] = {}  # of those watched: the newest seen
     self._ends: dict[int, tuple[int, str]] = {}  # process -> its status and sentence
     self._lost: set[int] = set()  # nobody waits for these
@@ -97,7 +98,8 @@ class Watch:
     missed = dict.fromkeys(others, 0)
     while True:
       time.sleep(self._beat_s)
-      if ended := {i: end for i, end in self._ends.items() if i != self.process}:
+      others_ends = {i: end for i, end in self._ends.items() if i != self.process}
+      if ended := {i: end for i, end in others_ends.items() if end[1]}:
         i = min(ended)
         status, sentence = ended[i]
         self._end(status, f'{self.name} ends with process {i}: {sentence}')
@@ -128,7 +130,12 @@ class Watch:
     os._exit(status)
 
   def _announce(self, status: int, sentence: str) -> None:
-    """Tells the others; process 0 waits until they have read it, or GRACE_S."""
+    """Tells the others; process 0 waits until they have read it, or GRACE_S.
+
+    Args:
+      sentence: why; '' where all come to their end together.
+    """
+    self.status = status
 
     def tell() -> None:
       with contextlib.suppress(Exception):
@@ -156,9 +163,14 @@ class Watch:
     sys.stdout.flush()
     sys.stderr.flush()
     a_week = 7 * 24 * 3600 * 1000
-    self._store.wait_at_barrier('bapo/finish', a_week)
-    self._leaving.acquire()
-    self._announce(status, 'the run is over')
+    try:
+      self._store.wait_at_barrier('bapo/finish', a_week)
+    except Exception:  # another is gone: the watch says so
+      self.explain()
+      os._exit(LOST)
+    if not self._leaving.acquire(blocking=False):
+      time.sleep(10 * GRACE_S)
+    self._announce(status, '')
     os._exit(status)
 
   def explain(self) -> None:
@@ -170,15 +182,23 @@ HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _handlers: list[Any] = []  # C holds no reference
 
 
-def on_abort(sentence: Callable[[], str]) -> None:
+def on_abort(
+  sentence: Callable[[], str], status: Callable[[], int | None] = lambda: None
+) -> None:
   """When the runtime aborts, prints the sentence and exits with the status LOST.
 
   By C's `signal`: a handler of Python's runs in the main thread, and abort() does not
   wait for it.
+
+  Args:
+    status: of a process that is leaving in any case; None: it was to go on.
   """
 
   def handle(number: int) -> None:
     del number
+    leaving = status()
+    if leaving is not None:
+      os._exit(leaving)
     console(sentence())
     os._exit(LOST)
 

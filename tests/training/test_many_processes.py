@@ -143,14 +143,15 @@ def test_sigterm_to_one_process_saves_the_same_step_in_all(start_from):
 
 
 @pytest.mark.nightly
-def test_a_killed_run_ends_as_the_unbroken_one(start_from):
+@pytest.mark.parametrize(('kills', 'steps'), [(2, 4), (12, 12)])
+def test_a_killed_run_ends_as_the_unbroken_one(start_from, kills, steps):
   whole, broken = start_from('whole'), start_from('broken')
-  knobs = RULES | PARTIAL | {'steps': 12}
+  knobs = RULES | PARTIAL | {'steps': steps}
   processes.trained(whole, 2, **knobs)
   rng, output = random.Random(0), broken.parent / 'broken.output'
-  for kill in range(12):
+  for kill in range(kills):
     started = processes.trainings(broken, 2, **knobs)
-    wait_for_step(broken, min(kill, 11), started)
+    wait_for_step(broken, min(kill, steps - 1), started)
     time.sleep(3 * rng.random())
     victim = rng.randrange(2)
     started[victim].send_signal(signal.SIGKILL)
