@@ -235,6 +235,7 @@ class PendingVerifications:
       texts[seat], verdicts[seat] = pending.texts[i], pending.one(i)
     counts = [[verdict.right is each for verdict in verdicts] for each in (True, None)]
     right_B, undecided_B = exchange.total(counts)
+    assert right_B.max(initial=0) <= 1, 'a response is verified by one process'
     groups = _fold(rows, id_P, right_B > 0, step)
     return Rollout(groups, texts, verdicts, own, int(undecided_B.sum()))
 
