@@ -1,0 +1,79 @@
+"""Seconds of a learner step in one process, and in several with the same devices.
+
+  python -m benchmarks.training.processes [--devices=4] [--of=1,2] [--rounds=2]
+      [--steps=8] [--workdir=runs/processes] [overrides]
+
+The embedded default after a short warm start, on `devices` virtual devices of this
+machine, in as many processes as --of says, by launch/processes.sh; they take turns,
+`rounds` times. The first step, which waits for what others compile, and evaluations are
+left out; a figure is the median of the steps of all rounds. All ways must end with the
+same responses and verdicts. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+from bapo_jax.runtime import metrics
+
+SHORT = [
+  '--config.sft.clean=60',
+  '--config.sft.noisy=5',
+  '--config.evaluate.every=1000',
+]
+
+
+def run(processes: int, args: argparse.Namespace, workdir: str, given: list) -> list:
+  """The metric rows of one run, by step."""
+  command = ['launch/processes.sh', str(processes), f'--devices={args.devices}']
+  command += ['--restarts=0', '--config=configs/aime.py', f'--workdir={workdir}']
+  subprocess.run(
+    [*command, f'--config.steps={args.steps}', *SHORT, *given],
+    check=True,
+    stdout=subprocess.DEVNULL,
+    env=os.environ | {'PYTHON': sys.executable, 'JAX_PLATFORMS': 'cpu'},
+  )
+  return [row for row in metrics.read(workdir) if 'time/step' in row]
+
+
+def seconds(rows: list) -> list[float]:
+  """Of each step but the first, without its evaluation."""
+  return [row['time/step'] - row.get('time/eval', 0.0) for row in rows[1:]]
+
+
+def main() -> None:
+  """Prints the table and the JSON line."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  for name, value in {'devices': 4, 'rounds': 2, 'steps': 8}.items():
+    parser.add_argument(f'--{name}', type=int, default=value)
+  parser.add_argument('--of', default='1,2')
+  parser.add_argument('--workdir', default='runs/processes')
+  args, given = parser.parse_known_args()
+  ways = [int(n) for n in args.of.split(',')]
+  steps, phases, ends = {n: [] for n in ways}, {n: {} for n in ways}, set()
+  for i in range(args.rounds):
+    for n in ways:
+      rows = run(n, args, os.path.join(args.workdir, f'{n}-{i}'), given)
+      steps[n] += seconds(rows)
+      for name in rows[-1]:
+        if name.startswith('time/'):
+          phases[n].setdefault(name, []).extend(row.get(name, 0.0) for row in rows[1:])
+      ends.add((rows[-1]['rollout/responses'], rows[-1]['rollout/tokens']))
+  result = {}
+  print(f'{"processes":>10}{"s/step":>9}{"times":>7}  phases, s')
+  for n in ways:
+    median = statistics.median(steps[n])
+    result[n] = {'step_s': round(median, 4)}
+    result[n]['over_one'] = round(median / statistics.median(steps[ways[0]]), 4)
+    parts = {k[5:]: statistics.median(v) for k, v in phases[n].items()}
+    named = '  '.join(f'{k} {v:.3f}' for k, v in sorted(parts.items()) if v > 5e-4)
+    print(f'{n:10}{median:9.3f}{result[n]["over_one"]:7.2f}  {named}')
+  print('responses and tokens of the last step are equal' if len(ends) == 1 else ends)
+  print(json.dumps(result))
+
+
+if __name__ == '__main__':
+  main()
