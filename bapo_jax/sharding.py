@@ -156,9 +156,11 @@ def layout_of_rows(tree: Tree, mesh: Mesh) -> Tree:
   )
 
 
-def split_rows(tree: AnyTree, mesh: Mesh) -> AnyTree:
+def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
   """The tree laid out so, whatever layout a program gave it; as it is on one device."""
-  return tree if mesh.size == 1 else jax.device_put(tree, layout_of_rows(tree, mesh))
+  if mesh is None or mesh.size == 1:
+    return tree
+  return jax.device_put(tree, layout_of_rows(tree, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
