@@ -56,6 +56,7 @@ HOUSE = {
     'tokenizer',
     'synthetic',
     'countdown',
+    'field_values',
     'schemas',
     'local_files',
     'builder',

@@ -48,7 +48,7 @@ class StoredInfo(tfds.core.DatasetInfo):
 class StoredProblems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Rows with ids, which count through all splits from 0."""
 
-  VERSION = tfds.core.Version('1.1.0')
+  VERSION = tfds.core.Version('1.2.0')
 
   def __init__(self, **knobs: Any):
     with quiet_absl():  # the library warns of a config that no list of its own names

@@ -24,19 +24,30 @@ WALL = 600  # seconds; for a process that neither computes nor ends
 
 
 def render(
-  template: str, special_tokens: dict[str, str], messages: Sequence[str]
+  template: str,
+  special_tokens: dict[str, str],
+  messages: Sequence[str],
+  systems: Sequence[str] = (),
 ) -> list[str]:
   """The prompt of each message of a user, with the generation prompt after it.
 
   Args:
     template: Jinja, as transformers' apply_chat_template reads it.
     special_tokens: name -> token, as the template sees them.
+    systems: the system message before each, '' for none; () for none at all.
 
   Raises:
-    ValueError: the template fails, or takes too much time or memory.
+    ValueError: the template fails, leaves a system message out, or takes too much time
+      or memory.
   """
   limit = SECONDS + len(messages) // PROMPTS_PER_SECOND
-  request = json.dumps([limit, template, special_tokens, messages], default=str)
+  systems = systems or [''] * len(messages)
+  conversations = [
+    [{'role': 'system', 'content': system}] * bool(system)
+    + [{'role': 'user', 'content': message}]
+    for system, message in zip(systems, messages, strict=True)
+  ]
+  request = json.dumps([limit, template, special_tokens, conversations], default=str)
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
   try:
@@ -57,6 +68,9 @@ def render(
     prompts, error = None, f'its process ended with status {done.returncode}'
   if prompts is None:
     raise ValueError(error)
+  for system, prompt in zip(systems, prompts, strict=True):
+    if system.strip() not in prompt:
+      raise ValueError(f'it leaves out the system message {system[:60]!r}')
   return prompts
 
 
@@ -65,11 +79,11 @@ def main() -> None:
   from transformers.utils import chat_template_utils
 
   request = sys.stdin.buffer.read()
-  limit, template, special_tokens, messages = json.loads(request)
+  limit, template, special_tokens, conversations = json.loads(request)
   _restrict(limit, MEMORY + 50 * len(request))
   try:
     prompts, _ = chat_template_utils.render_jinja_template(
-      conversations=[[{'role': 'user', 'content': text}] for text in messages],
+      conversations=conversations,
       chat_template=template,
       add_generation_prompt=True,
       **special_tokens,

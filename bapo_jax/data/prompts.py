@@ -35,6 +35,7 @@ class Problems(NamedTuple):
   text: Sequence[str]  # as the data set states them
   answer: Sequence[str]
   verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
+  system: Sequence[str] = ()  # system message of each; '' or (): none
 
 
 def load(
@@ -69,7 +70,9 @@ def load(
 def _tokenize(
   tokenizer: Tokenizer, rows: list[Row], max_prompt_tokens: int, *, drop: bool
 ) -> Problems:
-  encoded = tokenizer_lib.encode_prompts(tokenizer, [row.problem for row in rows])
+  encoded = tokenizer_lib.encode_prompts(
+    tokenizer, [row.problem for row in rows], [row.system for row in rows]
+  )
   if drop:
     fits = [i for i, ids in enumerate(encoded) if len(ids) <= max_prompt_tokens]
     if len(fits) < len(rows):
@@ -88,14 +91,20 @@ def _tokenize(
     text,
     [row.answer for row in rows],
     [row.verifier for row in rows],
+    [row.system for row in rows] if any(row.system for row in rows) else (),
   )
 
 
 def fingerprint(problems: Problems) -> str:
-  """Sixteen hexadecimal digits that change with any id, text, answer or verifier."""
+  """Sixteen hexadecimal digits that change with any id, text, answer or verifier.
+
+  Or system message: problems without one have the digits that they always had.
+  """
   digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)
-  columns = (problems.id_N.tolist(), problems.text, problems.answer, verifier)
+  columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
+  if any(problems.system):
+    columns.append(problems.system)
   for row in zip(*columns, strict=True):
     digest.update(json.dumps(row).encode() + b'\n')
   return digest.hexdigest()[:16]

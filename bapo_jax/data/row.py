@@ -9,3 +9,4 @@ class Row(NamedTuple):
   problem: str  # as the data set states it; the template is applied later
   answer: str  # as the verifier reads it
   verifier: str = ''  # the rule that verifies the answer; '': rewards.rule
+  system: str = ''  # the system message before the problem; '': none

@@ -191,21 +191,36 @@ def tokenize_prompts(
   return pad(encode_prompts(tokenizer, problems), problems, width)
 
 
-def encode_prompts(tokenizer: Tokenizer, problems: Sequence[str]) -> list[list[int]]:
-  """Token ids of each problem in its template, however many."""
+def encode_prompts(
+  tokenizer: Tokenizer, problems: Sequence[str], systems: Sequence[str] = ()
+) -> list[list[int]]:
+  """Token ids of each problem in its template, however many.
+
+  Args:
+    systems: the system message before each problem, '' for none; () for none at all.
+
+  Raises:
+    ValueError: a system message has no place in the template.
+  """
   prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
   if prompts and tokenizer.template.startswith('chat:'):
     backend = tokenizer.backend
     texts = [p.removeprefix('chat:') for p in prompts]
     try:
       prompts = chat_templates.render(
-        backend.get_chat_template(), backend.special_tokens_map, texts
+        backend.get_chat_template(), backend.special_tokens_map, texts, systems
       )
     except ValueError as error:
       raise ValueError(
         f'tokenizer.template: the chat template of {backend.name_or_path!r} cannot be '
         f'used: {error}; write the whole prompt out, without chat:, or mend it'
       ) from None
+  elif system := next(filter(None, systems), ''):
+    raise ValueError(
+      f'tokenizer.template={tokenizer.template[:30]!r} has no place for the system '
+      f'message {system[:60]!r} of the problems; begin it with chat:, or take the '
+      'system messages out of the data'
+    )
   return encode(tokenizer, prompts)
 
 

@@ -20,7 +20,7 @@ SECONDS, MEGABYTES = 10, 1000  # what reading a file may cost
 ADDRESS_SPACE = 6 << 30  # a reader without bounds ends here and not with the machine
 
 GOOD = {'problem': '1+1', 'answer': '2'}
-READ = [['1+1', '2', '']]  # the rows of a file that holds GOOD
+READ = [['1+1', '2', '', '']]  # the rows of a file that holds GOOD
 LINE = json.dumps(GOOD) + '\n'
 Write = bytes | Callable[[str], None]
 
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
   'nested row': ('a.jsonl', lines(GOOD, nested('[', ']', 975)), 'aime', 'line 2: '),
   'list in lines': ('a.jsonl', lines([GOOD]), 'aime', 'is no JSON object'),
   'list after a blank': ('a.json', b' \n' + lines([GOOD]), 'aime', READ),
-  'object of lists': ('a.json', lines({'data': [GOOD]}), 'aime', 'are of no schema'),
+  'object of lists': ('a.json', lines({'data': [GOOD]}), 'aime', 'is of no schema'),
   'list of numbers': ('a.json', b'[1, 2]', 'aime', 'row 1: 1 is no JSON object'),
   'field twice': (
     'a.jsonl',
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
     'a.jsonl',
     lines({f'field{i}': i for i in range(100_000)}),
     'aime',
-    'are of no schema',
+    'is of no schema',
   ),
   'a million messages': (
     'a.jsonl',
@@ -268,7 +268,7 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
     'a.jsonl',
     lines({'problem': '1\b\x7f', 'answer': '2'}),
     'aime',
-    [['1\b\x7f', '2', '']],
+    [['1\b\x7f', '2', '', '']],
   ),
   'huge problem': (
     'a.jsonl',
@@ -300,7 +300,12 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
     'exact',
     'holds 2 answers, not one',
   ),
-  'one answer in a list': ('a.jsonl', answer(['3']), 'aime', [*READ, ['1+2', '3', '']]),
+  'one answer in a list': (
+    'a.jsonl',
+    answer(['3']),
+    'aime',
+    [*READ, ['1+2', '3', '', '']],
+  ),
   'object': ('a.jsonl', answer({'value': 3}), 'exact', 'which is no answer'),
   'blank answer': ('a.jsonl', answer(' \n'), 'exact', "field 'answer' is empty"),
   'surrogate': (
@@ -364,7 +369,12 @@ CASES: dict[str, tuple[str, Write, str, list | str]] = {
     'gsm8k',
     "the right answer 'two' is not one numb",
   ),
-  'words for exact': ('a.jsonl', answer('two'), 'exact', [*READ, ['1+2', 'two', '']]),
+  'words for exact': (
+    'a.jsonl',
+    answer('two'),
+    'exact',
+    [*READ, ['1+2', 'two', '', '']],
+  ),
   'text for countdown': (
     'a.jsonl',
     lines(GOOD),

@@ -131,9 +131,97 @@ def test_no_file_and_files_that_are_none_are_named(tmp_path):
   with pytest.raises(ValueError, match=re.escape(path) + ' is no whole parquet file'):
     local_files.read(path)
   path = file_with(tmp_path, '{"question": "1+1", "solutions": []}')
-  message = r", line 1: its fields \['question', 'solutions'\] are of no schema"
+  message = (
+    r", line 1: its row \{'question': '1\+1', 'solutions': \[\]\} is of no schema"
+  )
   with pytest.raises(ValueError, match=re.escape(path) + message):
     local_files.read(path)
   (tmp_path / 'latin.jsonl').write_bytes(GOOD.encode() + b'\n\xe9')
   with pytest.raises(ValueError, match=r'latin\.jsonl is not UTF-8'):
     local_files.read(str(tmp_path / 'latin.jsonl'))
+
+
+SYSTEM = {'role': 'system', 'content': 'Be brief.'}
+SAID = {'role': 'user', 'content': '1+1'}
+SOLVED = {'role': 'assistant', 'content': r'It is \boxed{2}.'}
+# Schema: its row, what it says, a value that breaks it, the reason.
+LAYOUTS = {
+  'TRL, text': (
+    {'prompt': '1+1', 'solution': r'$\frac{4}{2}$'},
+    Row('1+1', r'\frac{4}{2}'),
+    {'solution': ''},
+    "field 'solution' is empty",
+  ),
+  'TRL, conversation': (
+    {'prompt': [SYSTEM, SAID], 'solution': r'so $\boxed{2}$'},
+    Row('1+1', '2', '', 'Be brief.'),
+    {'prompt': [SAID, SOLVED]},
+    "field 'prompt' holds messages by ['user', 'assistant'], not one by the user",
+  ),
+  'TRL, ground truth': (
+    {'prompt': [SAID], 'ground_truth': '2', 'data_source': 'openai/gsm8k'},
+    Row('1+1', '2', 'gsm8k'),
+    {'ground_truth': None},
+    "field 'ground_truth' holds None, which is no answer",
+  ),
+  'verl': (
+    {
+      'data_source': 'openai/gsm8k',
+      'prompt': [SYSTEM, SAID],
+      'ability': 'math',
+      'reward_model': {'style': 'rule', 'ground_truth': '2'},
+      'extra_info': {'split': 'train', 'index': 0},
+    },
+    Row('1+1', '2', 'gsm8k', 'Be brief.'),
+    {'reward_model': {'style': 'rule', 'ground_truth': None}},
+    "field 'reward_model.ground_truth' holds None, which is no answer",
+  ),
+  'open-instruct': (
+    {'messages': [SYSTEM, SAID, SOLVED], 'ground_truth': '2', 'dataset': 'MATH'},
+    Row('1+1', '2', 'math', 'Be brief.'),
+    {'messages': [SYSTEM, SOLVED]},
+    "field 'messages' holds messages by ['system', 'assistant'], not one by the user",
+  ),
+  'messages': (
+    {'messages': [SYSTEM, SAID, SOLVED]},
+    Row('1+1', '2', '', 'Be brief.'),
+    {'messages': [SAID, SOLVED | {'content': 'It is 2.'}]},
+    r"field 'messages': 'It is 2.' has no \boxed{}",
+  ),
+  'messages and answer': (
+    {'messages': [SAID], 'answer': '2'},
+    Row('1+1', '2'),
+    {'messages': [SYSTEM | {'content': ''}, SAID]},
+    "field 'messages' holds '', which is no system message",
+  ),
+}
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_a_layout_reads_the_same_in_jsonl_and_parquet(name, tmp_path):
+  row, expected, broken, reason = LAYOUTS[name]
+  good, bad = [row] * 2, [row, row | broken]
+  for write, place in (
+    (lambda rows: file_with(tmp_path, *map(json.dumps, rows)), 'line 2'),
+    (lambda rows: parquet(tmp_path, rows), 'row 2'),
+  ):
+    assert local_files.read(write(good)) == [expected] * 2
+    path = write(bad)
+    with pytest.raises(ValueError, match=re.escape(f'{path}, {place}: {reason}')):
+      local_files.read(path)
+
+
+def test_a_file_of_no_layout_is_refused_with_its_row_and_the_nearest(tmp_path):
+  row = {'prompt': '1+1', 'reply': '2'}
+  for path, place in (
+    (file_with(tmp_path, json.dumps(row)), 'line 1'),
+    (parquet(tmp_path, [row]), 'row 1'),
+  ):
+    with pytest.raises(ValueError) as error:
+      local_files.read(path)
+    assert str(error.value) == (
+      f"{path}, {place}: its row {{'prompt': '1+1', 'reply': '2'}} is of no schema "
+      'known here; the nearest are TRL (prompt with answer; lacks answer), verl '
+      '(prompt with reward_model.ground_truth; lacks reward_model.ground_truth), slime '
+      '(prompt with label; lacks label): name its fields as one of them does'
+    )

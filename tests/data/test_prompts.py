@@ -221,3 +221,13 @@ def test_too_few_problems_are_refused_when_they_are_loaded(load):
 
 def test_nothing_is_logged_where_nothing_is_left_out(load):
   assert load(train=TRAIN[:1], test=TEST[:1])[2] == []
+
+
+def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
+  first = prompts.fingerprint(problems)
+  assert first == prompts.fingerprint(problems._replace(system=[''] * N))
+  others = [
+    prompts.fingerprint(problems._replace(system=['a'] * i + [''] * (N - i)))
+    for i in (1, 2)
+  ]
+  assert len({first, *others}) == 3

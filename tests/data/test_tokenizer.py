@@ -201,6 +201,43 @@ def test_chat_templates_are_rendered_as_transformers_renders_them(tmp_path):
   assert expected[3] == '43 + 3<eos>='
 
 
+# ChatML, with the system message that a model brings where none is given.
+CHATML = (
+  "{% if messages[0].role != 'system' %}<system>Help.\n{% endif %}"
+  '{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}'
+  '{% if add_generation_prompt %}<assistant>{% endif %}'
+)
+
+
+def test_a_system_message_is_rendered_before_its_problem():
+  assert chat_templates.render(CHATML, {}, ['1+1', '2+2'], ['Be brief.', '']) == [
+    '<system>Be brief.\n<user>1+1\n<assistant>',
+    '<system>Help.\n<user>2+2\n<assistant>',
+  ]
+
+
+def test_a_system_message_reaches_the_tokens():
+  backend = tokenizer_lib.characters()
+  backend.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'
+  chat = tokenizer_lib.Tokenizer(backend, (1,), 'chat:{problem}+')
+  rows = tokenizer_lib.encode_prompts(chat, ['1', '2'], ['33', ''])
+  assert [backend.decode(row) for row in rows] == ['33=1+=', '2+=']
+
+
+def test_a_system_message_without_a_place_is_refused():
+  with pytest.raises(ValueError) as error:
+    tokenizer_lib.encode_prompts(TOKENIZER, ['1+1', '1+2'], ['', 'Be brief.'])
+  assert str(error.value) == (
+    "tokenizer.template='{problem}\\n' has no place for the system message 'Be brief.' "
+    'of the problems; begin it with chat:, or take the system messages out of the data'
+  )
+  assert tokenizer_lib.encode_prompts(TOKENIZER, ['1'], ['']) == [[7, 4]]
+  # The embedded template writes the last message alone.
+  chat = TOKENIZER._replace(template='chat:{problem}')
+  with pytest.raises(ValueError, match="leaves out the system message 'Be brief'"):
+    tokenizer_lib.encode_prompts(chat, ['1+1'], ['Be brief'])
+
+
 def test_a_chat_template_that_never_ends_is_stopped():
   loop, end = '{% for i in range(99999) %}', '{% endfor %}'
   with pytest.raises(
