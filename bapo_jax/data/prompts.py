@@ -38,6 +38,18 @@ class Problems(NamedTuple):
   system: Sequence[str] = ()  # system message of each; '' or (): none
 
 
+def load_held_out(
+  tokenizer: Tokenizer, workdir: str, prompts: PromptsConfig, problems: ProblemsConfig
+) -> Problems:
+  """The held-out problems alone, for an evaluation without training.
+
+  Raises:
+    ValueError: as `load`.
+  """
+  held_out = sources.load(problems, 'test_source', os.path.join(workdir, 'data'))
+  return _tokenize(tokenizer, held_out, prompts.max_prompt_tokens, drop=False)
+
+
 def load(
   tokenizer: Tokenizer, workdir: str, prompts: PromptsConfig, problems: ProblemsConfig
 ) -> tuple[Problems, Problems]:

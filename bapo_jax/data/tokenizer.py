@@ -263,6 +263,15 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
   return rows
 
 
+def decode_prompts(
+  tokenizer: Tokenizer, tokens_NT: ArrayLike, length_N: ArrayLike
+) -> list[str]:
+  """Each prompt as the policy reads it: in its template, with special tokens."""
+  rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
+  prompts = [row[:length] for row, length in rows]
+  return tokenizer.backend.batch_decode(prompts, skip_special_tokens=False)
+
+
 def decode_responses(
   tokenizer: Tokenizer, tokens_BT: ArrayLike, response_mask_BT: ArrayLike
 ) -> list[str]:

@@ -2,7 +2,8 @@
 
 1. the weights are those of a checkpoint of the workdir; without one, of model.path;
 2. responses to problems.test_source come through the rollout function of training;
-3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit.
+3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit:
+   the prompt stands there as the policy reads it.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.data import prompts
+from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import files
@@ -89,8 +92,7 @@ def _run(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """(source of the weights, result, samples); the step None stands for model.path."""
   mesh, timer = setup.make_mesh(config), PhaseTimer()
-  # Without training a problem set of any size will do.
-  material = setup.read(config.with_values(prompts={'count': 1}), workdir)
+  material = read(config, workdir)
   if step is None:
     source = config.model.path
     spec, params = policy.load(config, workdir, material.tokenizer, mesh, timer)
@@ -100,7 +102,26 @@ def _run(
     params = restored(workdir, step, spec, mesh)
   with contextlib.closing(setup.make_verifier(config)) as verifier:
     t = setup.make_trainer(config, material, spec, mesh, verifier, timer)
-    return source, *experiment.evaluation(t, params, step or 0)
+    result, samples = experiment.evaluation(t, params, step or 0)
+  held_out = material.held_out
+  texts = tokenizer_lib.decode_prompts(
+    material.tokenizer, held_out.tokens_NT, held_out.length_N
+  )
+  return source, result, [s | {'prompt': texts[s['id']]} for s in samples]
+
+
+def read(config: Config, workdir: str) -> setup.Material:
+  """Tokenizer and held-out problems, which stand in for those of training too.
+
+  One set is read, so no overlap of two is reported.
+
+  Raises:
+    ValueError: as `setup.read`.
+  """
+  tokenizer = policy.load_tokenizer(config)
+  policy.check_vocabulary(config, tokenizer)
+  held_out = prompts.load_held_out(tokenizer, workdir, config.prompts, config.problems)
+  return setup.Material(tokenizer, held_out, held_out)
 
 
 def restored(workdir: str, step: int, spec: ModelSpec, mesh: Mesh) -> Tree:

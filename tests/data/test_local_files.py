@@ -142,7 +142,7 @@ def test_no_file_and_files_that_are_none_are_named(tmp_path):
 
 
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
-SAID = {'role': 'user', 'content': '1+1'}
+ASKED = {'role': 'user', 'content': '1+1'}
 SOLVED = {'role': 'assistant', 'content': r'It is \boxed{2}.'}
 # Schema: its row, what it says, a value that breaks it, the reason.
 LAYOUTS = {
@@ -153,13 +153,13 @@ LAYOUTS = {
     "field 'solution' is empty",
   ),
   'TRL, conversation': (
-    {'prompt': [SYSTEM, SAID], 'solution': r'so $\boxed{2}$'},
+    {'prompt': [SYSTEM, ASKED], 'solution': r'so $\boxed{2}$'},
     Row('1+1', '2', '', 'Be brief.'),
-    {'prompt': [SAID, SOLVED]},
+    {'prompt': [ASKED, SOLVED]},
     "field 'prompt' holds messages by ['user', 'assistant'], not one by the user",
   ),
   'TRL, ground truth': (
-    {'prompt': [SAID], 'ground_truth': '2', 'data_source': 'openai/gsm8k'},
+    {'prompt': [ASKED], 'ground_truth': '2', 'data_source': 'openai/gsm8k'},
     Row('1+1', '2', 'gsm8k'),
     {'ground_truth': None},
     "field 'ground_truth' holds None, which is no answer",
@@ -167,7 +167,7 @@ LAYOUTS = {
   'verl': (
     {
       'data_source': 'openai/gsm8k',
-      'prompt': [SYSTEM, SAID],
+      'prompt': [SYSTEM, ASKED],
       'ability': 'math',
       'reward_model': {'style': 'rule', 'ground_truth': '2'},
       'extra_info': {'split': 'train', 'index': 0},
@@ -177,21 +177,21 @@ LAYOUTS = {
     "field 'reward_model.ground_truth' holds None, which is no answer",
   ),
   'open-instruct': (
-    {'messages': [SYSTEM, SAID, SOLVED], 'ground_truth': '2', 'dataset': 'MATH'},
+    {'messages': [SYSTEM, ASKED, SOLVED], 'ground_truth': '2', 'dataset': 'MATH'},
     Row('1+1', '2', 'math', 'Be brief.'),
     {'messages': [SYSTEM, SOLVED]},
     "field 'messages' holds messages by ['system', 'assistant'], not one by the user",
   ),
   'messages': (
-    {'messages': [SYSTEM, SAID, SOLVED]},
+    {'messages': [SYSTEM, ASKED, SOLVED]},
     Row('1+1', '2', '', 'Be brief.'),
-    {'messages': [SAID, SOLVED | {'content': 'It is 2.'}]},
+    {'messages': [ASKED, SOLVED | {'content': 'It is 2.'}]},
     r"field 'messages': 'It is 2.' has no \boxed{}",
   ),
   'messages and answer': (
-    {'messages': [SAID], 'answer': '2'},
+    {'messages': [ASKED], 'answer': '2'},
     Row('1+1', '2'),
-    {'messages': [SYSTEM | {'content': ''}, SAID]},
+    {'messages': [SYSTEM | {'content': ''}, ASKED]},
     "field 'messages' holds '', which is no system message",
   ),
 }

@@ -223,6 +223,31 @@ def test_nothing_is_logged_where_nothing_is_left_out(load):
   assert load(train=TRAIN[:1], test=TEST[:1])[2] == []
 
 
+def test_system_messages_are_loaded_and_become_prompts(tmp_path, capsys):
+  backend = tokenizer.characters()
+  backend.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'
+  chat = tokenizer.Tokenizer(backend, (1,), 'chat:{problem}')
+  user = {'role': 'user', 'content': '1+1'}
+  rows = [
+    {'prompt': [{'role': 'system', 'content': 'mod 7'}, user], 'solution': '2'},
+    {'prompt': [user | {'content': '1+2'}], 'solution': '3'},
+  ]
+  path = str(tmp_path / 'set.jsonl')
+  (tmp_path / 'set.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  found = prompts.load_held_out(
+    chat,
+    str(tmp_path),
+    PromptsConfig(max_prompt_tokens=20),
+    ProblemsConfig(source=path, test_source=path),
+  )
+  assert found.text == ['1+1', '1+2'] and found.system == ['mod 7', '']
+  assert tokenizer.decode_prompts(chat, found.tokens_NT, found.length_N) == [
+    'mod 7=1+1=',
+    '1+2=',
+  ]
+  assert capsys.readouterr().out == ''
+
+
 def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
   first = prompts.fingerprint(problems)
   assert first == prompts.fingerprint(problems._replace(system=[''] * N))

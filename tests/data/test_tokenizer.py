@@ -238,6 +238,15 @@ def test_a_system_message_without_a_place_is_refused():
     tokenizer_lib.encode_prompts(chat, ['1+1'], ['Be brief'])
 
 
+def test_prompts_come_back_as_the_policy_reads_them():
+  backend = tokenizer_lib.characters()
+  backend.chat_template = '<eos>{{ messages[0].content }}<eos>='
+  chat = tokenizer_lib.Tokenizer(backend, (1,), 'chat:{problem} mod 7')
+  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(chat, ['1+1', '10'], 20)
+  found = tokenizer_lib.decode_prompts(chat, tokens_NT, length_N)
+  assert found == ['<eos>1+1 mod 7<eos>=', '<eos>10 mod 7<eos>=']
+
+
 def test_a_chat_template_that_never_ends_is_stopped():
   loop, end = '{% for i in range(99999) %}', '{% endfor %}'
   with pytest.raises(

@@ -39,6 +39,8 @@ def test_a_checkpoint_is_evaluated_as_training_did(trained, one_device, capsys):
   assert len(found) == 16 * GROUP
   for now, then in zip(found, before['samples'], strict=True):
     settings = now.pop('settings')
+    # The embedded chat template adds the line's end.
+    assert now.pop('prompt') == now['problem'] + '\n'
     assert now == then  # the same function, the same weights, the same noise
   assert settings['model'] == f'{workdir}/checkpoints/2'
   assert settings['seed'] == 0
@@ -74,7 +76,7 @@ def test_other_settings_go_into_another_file(trained, one_device, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_problem_set_is_evaluated(trained, one_device, tmp_path):
+def test_another_problem_set_is_evaluated(trained, one_device, tmp_path, capsys):
   workdir, knobs = trained
   given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
   (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in given))
@@ -83,6 +85,8 @@ def test_another_problem_set_is_evaluated(trained, one_device, tmp_path):
   found = rows(tmp_path / 'out.jsonl')
   assert [row['problem'] for row in found] == ['3+1 mod 10'] * 3 + ['4+1 mod 10'] * 3
   assert [row['answer'] for row in found] == ['4'] * 3 + ['5'] * 3
+  # One set is asked: it is not also that of training.
+  assert 'training problems too' not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -93,6 +97,15 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   assert eval_checkpoint.eval_checkpoint(config, str(tmp_path / 'run'), '') == 0
   (file,) = (tmp_path / 'run' / 'eval').glob('model-*.jsonl')
   assert {row['settings']['model'] for row in rows(file)} == {path}
+
+
+def test_one_set_is_read_and_nothing_said_of_two(tmp_path, capsys):
+  (tmp_path / 'set.jsonl').write_text('{"problem": "3+1", "answer": "4"}\n')
+  path = str(tmp_path / 'set.jsonl')
+  config = tiny(**{'problems.source': path, 'problems.test_source': path})
+  found = eval_checkpoint.read(config, str(tmp_path))
+  assert found.held_out.text == ['3+1'] and found.problems is found.held_out
+  assert capsys.readouterr().out == ''
 
 
 def test_without_weights_it_says_what_to_do(tmp_path):
