@@ -234,18 +234,23 @@ def test_system_messages_are_loaded_and_become_prompts(tmp_path, capsys):
   ]
   path = str(tmp_path / 'set.jsonl')
   (tmp_path / 'set.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  found = prompts.load_held_out(
-    chat,
-    str(tmp_path),
-    PromptsConfig(max_prompt_tokens=20),
-    ProblemsConfig(source=path, test_source=path),
-  )
+
+  def load(width):
+    own = PromptsConfig(max_prompt_tokens=width)
+    problems = ProblemsConfig(source=path, test_source=path)
+    return prompts.load_held_out(chat, str(tmp_path), own, problems)
+
+  found = load(20)
   assert found.text == ['1+1', '1+2'] and found.system == ['mod 7', '']
   assert tokenizer.decode_prompts(chat, found.tokens_NT, found.length_N) == [
     'mod 7=1+1=',
     '1+2=',
   ]
   assert capsys.readouterr().out == ''
+  # mod 7=1+1= is m o d, a space, 7 = 1 + 1 =, one token each.
+  assert found.length_N.tolist() == [10, 4]
+  with pytest.raises(ValueError, match=r'=9 is too small: the prompt .* has 10 tokens'):
+    load(9)
 
 
 def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
