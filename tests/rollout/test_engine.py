@@ -354,6 +354,7 @@ import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 import test_engine as t
+from jax.experimental import multihost_utils
 from bapo_jax import sharding
 from bapo_jax.rollout import decode
 mesh = sharding.make(data=2, tensor=2)
@@ -367,11 +368,11 @@ rollouts.decode(actor, t.KEY, max_tokens=5)
 rollouts.refresh(actor)
 rollouts.decode(actor, t.KEY)
 rows = rollouts.read(rollouts.finished(), t.P)
-np.savez(
-  sys.argv[3],
-  tokens=np.asarray(rows.tokens_BT),
-  versions=np.asarray(rows.policy_version_BT),
+tokens, versions = (
+  multihost_utils.process_allgather(x, tiled=True)
+  for x in (rows.tokens_BT, rows.policy_version_BT)
 )
+np.savez(sys.argv[3], tokens=tokens, versions=versions)
 """
 
 
