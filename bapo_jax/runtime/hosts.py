@@ -62,9 +62,10 @@ def initialise(
   """
   given = (coordinator or None, process, processes)
   if None in given and given != (None, None, None):
+    named = zip(('coordinator', 'process', 'processes'), given, strict=True)
+    found = ' '.join(f'--{name}={x}' for name, x in named if x is not None)
     raise ValueError(
-      f'--coordinator={coordinator} --process={process} --processes={processes}: give '
-      'all three, or none of them'
+      f'{found}: give --coordinator, --process and --processes, or none of them'
     )
   if coordinator and process is not None and processes is not None:
     place = Place(coordinator, process, processes)

@@ -198,9 +198,8 @@ class Run:
     log(metrics.line(s.step, config.steps, row))
     if message:
       log(message)
-    if (
-      s.idle_steps == report.IDLE and hosts.is_first()
-    ):  # a longer row of them is one and the same
+    # A longer row of them is one and the same; process 0 has the metrics.
+    if s.idle_steps == report.IDLE and hosts.is_first():
       log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
 
   def log_divergence(self, s: TrainState) -> None:

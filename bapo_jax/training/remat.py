@@ -72,8 +72,8 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
 
 
 def _blocks(length: int) -> tuple[float, float]:
-  """Of `attention.blockwise`: keys that a query meets, and that a row's blocks hold
-  over its columns, on average."""
+  """Of `attention.blockwise`: (keys that a query meets, on average; keys of all blocks
+  of a row, a column of which several hold, over its columns)."""
   size = attention.query_block(length)
   ends = [min(start + size, length) for start in range(0, length, size)]
   sizes = [b - a for a, b in itertools.pairwise([0, *ends])]

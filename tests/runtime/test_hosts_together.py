@@ -14,8 +14,8 @@ from bapo_jax import sharding
 from bapo_jax.runtime import cluster, exchange, hosts, watch
 
 WRONG = [  # coordinator, process, processes, what the sentence says
-  ('', 0, None, 'give all three, or none'),
-  ('here:1', None, 2, 'give all three, or none'),
+  ('', 0, None, '--process=0: give --coordinator, --process and --processes, or none'),
+  ('here:1', None, 2, '--coordinator=here:1 --processes=2: give --coordinator, '),
   ('here:1', 2, 2, '--process=2: give 0 to 1'),
   ('here', 0, 2, 'give host:port'),
   ('here:0', 0, 2, 'give host:port'),
