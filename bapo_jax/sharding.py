@@ -174,9 +174,9 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """The sharding of keys and values [S, T, K, C]: that of their projections."""
+  """The sharding of keys and values [S, K, ...]: that of their projections."""
   return NamedSharding(
-    mesh, P(ROWS, None, None if kv_heads % mesh.shape['tensor'] else 'tensor')
+    mesh, P(ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
   )
 
 

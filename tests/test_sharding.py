@@ -144,8 +144,8 @@ def test_a_mesh_is_ambient_within_current_and_under():
 
 def test_keys_and_values_are_placed_as_their_projections():
   devices = sharding.make(2, 2, 2)
-  assert sharding.over_cache(devices, 2).spec == P(sharding.ROWS, None, 'tensor')
-  assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS, None, None)
+  assert sharding.over_cache(devices, 2).spec == P(sharding.ROWS, 'tensor')
+  assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS, None)
 
 
 def test_an_unmatched_path_raises():

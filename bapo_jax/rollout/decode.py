@@ -46,7 +46,7 @@ class Slots(NamedTuple):
   position_S: Int32[Array, ' S']  # column of the next token
   limit_S: Int32[Array, ' S']  # column at which the response is cut
   done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
-  cache: Tree  # per layer a list of segments: keys and values [S, columns, K, C]
+  cache: Tree  # per layer segments of keys and values, as in decoder.empty_cache
 
 
 class Rows(NamedTuple):
@@ -110,7 +110,7 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
 def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
   """The sharding of each array of the slots: by slot, keys and values by head too."""
   rows = sharding.over_rows(mesh)
-  heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[2])
+  heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
   return jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
 
@@ -118,21 +118,21 @@ def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
 def _store(cache: Tree, prefilled: Tree, slot_A: Array, from_A: Array) -> Tree:
   """The cache with prefilled keys and values in these slots; slot S is nowhere."""
   filled = []
-  for layer, (k_RTKC, v_RTKC) in zip(cache, prefilled, strict=True):
+  for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
     start, new = 0, []
-    for k_StKC, v_StKC in layer:
-      columns = slice(start, start + k_StKC.shape[1])
-      piece_k, piece_v = k_RTKC[:, columns], v_RTKC[:, columns]
-      at = (slot_A, slice(0, piece_k.shape[1]))
+    for k_SKCt, v_SKtC in layer:
+      end = start + v_SKtC.shape[2]
+      piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
+      head = slice(0, piece_v.shape[2])
       new.append(
         (
-          k_StKC.at[at].set(piece_k[from_A], mode='drop'),
-          v_StKC.at[at].set(piece_v[from_A], mode='drop'),
+          k_SKCt.at[slot_A, :, :, head].set(piece_k[from_A], mode='drop'),
+          v_SKtC.at[slot_A, :, head].set(piece_v[from_A], mode='drop'),
         )
-        if piece_k.shape[1]
-        else (k_StKC, v_StKC)
+        if head.stop
+        else (k_SKCt, v_SKtC)
       )
-      start = columns.stop
+      start = end
     filled.append(new)
   return filled
 

@@ -119,10 +119,10 @@ def test_slots_may_be_at_different_positions():
   cache = [(k * 100, v * 100) for k, v in prefill(actor, tokens_BT, QWEN2)]
   truth = prefill(actor, tokens_BT, QWEN2)
   position_S = np.asarray([3, 8, 0])
-  before = (np.arange(T)[None] < position_S[:, None])[:, :, None, None]
+  before = (np.arange(T)[None] < position_S[:, None])[:, None, None]
   mixed = [
-    [tuple(jnp.where(before, right, wrong) for right, wrong in zip(r, w, strict=True))]
-    for r, w in zip(truth, cache, strict=True)
+    [(jnp.where(before, *k), jnp.where(before.swapaxes(2, 3), *v))]
+    for k, v in (zip(r, w, strict=True) for r, w in zip(truth, cache, strict=True))
   ]
   hidden_SD, _ = decode(
     actor, tokens_BT[[0, 1, 2], position_S], position_S, mixed, QWEN2
@@ -180,13 +180,13 @@ def test_count_by_hand():
 
 
 def test_a_token_goes_to_its_segment_and_nowhere_else():
-  shape = (3, 4, 1, 2)
-  segments = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(3)]
+  segments = [(jnp.zeros((3, 1, 2, 4)), jnp.zeros((3, 1, 4, 2))) for _ in range(3)]
   one = jnp.ones((3, 1, 2))
   new = decoder._extend(segments, one, 2 * one, jnp.asarray([3, 4, 11]))
-  k_StKC, v_StKC = (jnp.concatenate(x, 1) for x in zip(*new, strict=True))
-  assert np.argwhere(k_StKC[..., 0, 0]).tolist() == [[0, 3], [1, 4], [2, 11]]
-  np.testing.assert_array_equal(v_StKC, 2 * k_StKC)
+  k_SKCT = jnp.concatenate([k for k, _ in new], 3)
+  v_SKTC = jnp.concatenate([v for _, v in new], 2)
+  assert np.argwhere(k_SKCT[:, 0, 0]).tolist() == [[0, 3], [1, 4], [2, 11]]
+  np.testing.assert_array_equal(v_SKTC, 2 * k_SKCT.swapaxes(2, 3))
 
 
 @pytest.mark.parametrize(
