@@ -177,6 +177,8 @@ def test_ctrl_c_reaches_each_process_once(launcher):
   child, terminal = pty.fork()
   if child == 0:
     os.chdir(ROOT)
+    # A shell cannot trap what was ignored before it, as under nohup and in background.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = launcher.command(2, '--p0=hang', '--p1=hang')
     os.execve(command[0], command, launcher.env)
   for i in range(2):
