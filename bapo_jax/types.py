@@ -77,6 +77,12 @@ class TokenStats(NamedTuple):
   covariance_BT: Float32[Array, 'B T']  # Cov_pi[pi, log pi] = sum over words of pi^2 (log pi + H); no gradient
 
 
+class UpdatedTokens(NamedTuple):
+  logp_BT: Float32[Array, 'B T']   # log pi(token), nats, of the weights before the update; 0 where it was not computed
+  ratio_BT: Float32[Array, 'B T']  # the ratio that the loss rule clipped; 0 outside the loss mask
+  cut_BT: Bool[Array, 'B T']       # True where A != 0 and the bounds left no gradient
+
+
 class Bounds(NamedTuple):
   low: Float32[Array, '']         # ratio below which a negative token is no longer pushed down
   high: Float32[Array, '']        # ratio above which a positive token is no longer pushed up

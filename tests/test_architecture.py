@@ -120,6 +120,7 @@ HOUSE = {
     'state',
     'trainer',
     'damage',
+    'step_record',
     'checkpoint',
     'resume',
     'policy',

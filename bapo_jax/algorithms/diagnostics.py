@@ -15,6 +15,7 @@ from bapo_jax.types import (
   Groups,
   LossRule,
   TokenStats,
+  UpdatedTokens,
   masked_mean,
 )
 
@@ -92,6 +93,23 @@ def diagnose(
   }
 
 
+def updated_tokens(
+  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
+) -> UpdatedTokens:
+  """What an update made of each of its tokens, for the record of the step.
+
+  Args:
+    bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
+  """
+  ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
+  weight_BT = loss.weights(rule, logp_BT, batch, bounds)
+  return UpdatedTokens(
+    logp_BT,
+    jnp.where(batch.loss_mask_BT, ratio_BT, 0),
+    _cut(weight_BT, batch),
+  )
+
+
 def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
   """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
 
@@ -150,10 +168,16 @@ def _signs(batch: Batch) -> tuple[Array, Array]:
   return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
 
+def _cut(weight_BT: Array, batch: Batch) -> Array:
+  """True where a token has an advantage and no gradient."""
+  up_BT, down_BT = _signs(batch)
+  return (up_BT | down_BT) & (weight_BT == 0)
+
+
 def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
   """The tokens without a gradient, by sign, and their probability when sampled."""
   up_BT, down_BT = _signs(batch)
-  cut_BT = (up_BT | down_BT) & (weight_BT == 0)
+  cut_BT = _cut(weight_BT, batch)
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
   mu_BT = jnp.exp(jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0))
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
@@ -168,8 +192,7 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
   Half the mean of |r - 1| over tokens estimates the total variation between the policy
   and the one that sampled the rows (arXiv:2602.20722, Theorem 3.2).
   """
-  up_BT, down_BT = _signs(batch)
-  cut_BT = (up_BT | down_BT) & (weight_BT == 0)
+  cut_BT = _cut(weight_BT, batch)
   metrics = {}
   for i, source in enumerate(SOURCES):
     mine_BT = batch.loss_mask_BT & (batch.source_B == i)[:, None]

@@ -1,11 +1,11 @@
 """Values that all processes make together, and the doors between host and devices.
 
 1. `total` and `agree` are small collectives of host values, `merged` one of texts;
-2. `whole` and `rows_of` read global arrays, all of a small one or a process's own rows
-   (`owned`); `placed` puts equal host arrays on the devices.
+2. `whole`, `taken` and `rows_of` read global arrays: all of a small one, a few rows, or
+   a process's own rows (`owned`); `placed` puts equal host arrays on the devices.
 
-Every call of `total`, `agree`, `merged` and `whole` is made by all processes, in the
-same order; for a single one they are free.
+Every call of `total`, `agree`, `merged`, `whole` and `taken` is made by all processes,
+in the same order; for a single one they are free.
 """
 
 import functools
@@ -118,6 +118,16 @@ def placed(tree: Any, layout: Any) -> Any:
   )
 
 
+def taken(tree: Any, rows: np.ndarray) -> Any:
+  """These rows of global arrays, few enough for the host of every process.
+
+  A collective, like `whole`: all processes call it, in the same order.
+  """
+  import jax
+
+  return jax.tree.map(whole, _take()(tree, rows))
+
+
 def owned(array: Any) -> np.ndarray:
   """bool, row by row: whether this process answers for it.
 
@@ -158,10 +168,10 @@ def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 @functools.cache
-def _take() -> Callable[[Array, np.ndarray], Array]:
+def _take() -> Callable[[Any, np.ndarray], Any]:
   import jax
 
-  return jax.jit(lambda x, index: x[index])
+  return jax.jit(lambda tree, index: jax.tree.map(lambda x: x[index], tree))
 
 
 @functools.cache

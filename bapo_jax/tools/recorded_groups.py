@@ -1,7 +1,8 @@
 """Groups of responses that a run recorded, read back from its workdir.
 
-1. `read` returns the reusable groups of a checkpoint's replay buffer, with the
-   log-probability of every token, then the responses of the newest evaluation, as text;
+1. `read` returns what the newest recorded step trained on, then the reusable groups of
+   a checkpoint's replay buffer, both with the log-probability of every token, then the
+   responses of the newest evaluation, as text;
 2. `ratios` compares the policy of the checkpoint with the one that sampled the tokens.
 """
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 
 from bapo_jax import types
 from bapo_jax.data import tokenizer as tokenizer_lib
@@ -26,7 +27,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, policy, rules
+from bapo_jax.training import checkpoint, evaluate, policy, rules, step_record
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups
@@ -41,6 +42,18 @@ class Response(NamedTuple):
   advantage: float
   pieces: list[str] | None  # its tokens, each as text; None: text only is recorded
   logp_T: Float32[np.ndarray, ' T'] | None  # log mu of each token, nats
+  ratio_T: Float32[np.ndarray, ' T'] | None = (
+    None  # clipped in its update; None: not in one
+  )
+  cut_T: Bool[np.ndarray, ' T'] | None = None  # True: the update's bounds cut it
+
+
+class OfUpdate(NamedTuple):
+  """The optimiser update that a recorded group was in."""
+
+  number: int  # in its step, from 1
+  low: float
+  high: float
 
 
 class RecordedGroup(NamedTuple):
@@ -50,7 +63,9 @@ class RecordedGroup(NamedTuple):
   prompt: str
   answer: str  # '' where it was not recorded
   responses: list[Response]
-  arrays: Groups | None  # of this group alone; None: text only is recorded
+  arrays: Groups | None  # of this group alone; None: not of the replay buffer
+  step: int | None = None  # learner steps done with the one that trained on it
+  update: OfUpdate | None = None
 
 
 def last_step(workdir: str, which: str) -> float:
@@ -77,14 +92,60 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
     raise ValueError(f'{path} holds no config of this version: {error}') from error
   rule = rules.bind(config).advantage
   step, until = checkpoint.choose(workdir, which), last_step(workdir, which)
-  found = [*_buffered(workdir, step, config, rule), *_evaluated(workdir, until, rule)]
+  found = [
+    *trained(workdir, step_record.newest(workdir, until)),
+    *_buffered(workdir, step, config, rule),
+    *_evaluated(workdir, until, rule),
+  ]
   if not found:
     raise ValueError(
       f'--workdir={workdir} has no group recorded yet: the first evaluation records '
-      'its responses, and a checkpoint its replay buffer where batch.rule is replay or '
-      'adapted'
+      'its responses, and the first checkpoint what its step trained on'
     )
   return found
+
+
+def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
+  """What a step trained on, as far as it is recorded; [] for None.
+
+  Raises:
+    ValueError: nothing is recorded of this step.
+  """
+  if step is None:
+    return []
+  return [_of_record(row) for row in step_record.read(workdir, step)]
+
+
+def _of_record(row: dict[str, Any]) -> RecordedGroup:
+  """A group from its line in groups/<step>.jsonl."""
+  responses = [
+    Response(
+      r['response'],
+      r['correct'],
+      _number(r['reward']),
+      _number(r['advantage']),
+      r['pieces'],
+      _numbers(r['sampler_logp']),
+      _numbers(r['ratio']),
+      None if r['cut'] is None else np.asarray(r['cut'], bool),
+    )
+    for r in row['responses']
+  ]
+  update = None
+  source = f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}'
+  if row['update'] is not None:
+    update = OfUpdate(row['update'], _number(row['low']), _number(row['high']))
+  return RecordedGroup(
+    source, row['prompt'], row['answer'], responses, None, row['step'], update
+  )
+
+
+def _number(value: float | None) -> float:
+  return math.nan if value is None else value
+
+
+def _numbers(values: list[float | None] | None) -> Float32[np.ndarray, ' T'] | None:
+  return None if values is None else np.asarray([*map(_number, values)], np.float32)
 
 
 def _buffered(

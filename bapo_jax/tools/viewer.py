@@ -71,16 +71,17 @@ def _views(
   texts: list[Text] = []
   if not views & {'p', 'c'}:
     return texts, []
-  if group.arrays is None:
-    text = (
-      'An evaluation records text only; the replay buffer, which batch.rule=adapted '
-    )
-    return [Text(f'{text}and replay fill, has tokens too.', style='yellow')], []
+  if all(response.logp_T is None for response in group.responses):
+    text = 'An evaluation records text only; what a step trained on has tokens too.'
+    return [Text(text, style='yellow')], []
   by_view: list[Notes] = []
   if 'p' in views:
     texts.append(Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim'))
     by_view.append([_unlikely(response) for response in group.responses])
-  if 'c' in views and not bounds:
+  if 'c' in views and group.arrays is None:
+    texts.append(_of_update(group))
+    by_view.append([_cut(response) for response in group.responses])
+  elif 'c' in views and not bounds:
     texts.append(Text('No step has reported clip bounds yet.', style='yellow'))
   elif 'c' in views:
     low, high = bounds['clip/low'], bounds['clip/high']
@@ -95,9 +96,29 @@ def _views(
   return texts, notes
 
 
+def _of_update(group: RecordedGroup) -> Text:
+  """Explains the clip status of a group that a step trained on."""
+  if group.update is None:
+    return Text('No update of the step had this group.', style='yellow')
+  number, low, high = group.update
+  text = (
+    f'[] ratio of a token cut by the bounds of update {number} of step {group.step}'
+  )
+  return Text(f'{text}, {low:.2f} and {high:.2f}', 'dim')
+
+
+def _cut(response: Response) -> list[str]:
+  """The ratio of every token that its update cut."""
+  if response.ratio_T is None or response.cut_T is None:
+    return [''] * len(response.pieces or ())
+  pairs = zip(response.ratio_T, response.cut_T, strict=True)
+  return [f'[{ratio:.2f}]' if cut else '' for ratio, cut in pairs]
+
+
 def _unlikely(response: Response) -> list[str]:
   """The probability of every token that is not likely."""
-  assert response.logp_T is not None
+  if response.logp_T is None:
+    return []
   p_T = np.exp(response.logp_T)
   return [f'⟨{p:.2f}⟩'.replace('0.', '.') if p < LIKELY else '' for p in p_T]
 

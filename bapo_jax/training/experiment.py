@@ -20,7 +20,7 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
-from bapo_jax.training import checkpoint, evaluate, report, setup
+from bapo_jax.training import checkpoint, evaluate, report, setup, step_record
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
@@ -238,6 +238,7 @@ class Run:
       if s.step not in self.checkpoints.all_steps():
         meta = self.cost() | {'run': scalars(s)}
         accuracy = row.get('eval/accuracy')
+        step_record.write(self.t, self.workdir)
         checkpoint.save(self.checkpoints, s.step, arrays(self.t, s), meta, accuracy)
       if last:
         checkpoint.wait(self.checkpoints)

@@ -11,7 +11,7 @@ The learner is blind to the method: it is handed a clip, a loss and an advantage
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,12 @@ from bapo_jax.types import (
   Batch,
   Groups,
   Tree,
+  UpdatedTokens,
   take,
   trained_on,
 )
+
+TOKENS = 'tokens'  # beside the metrics of an update: its UpdatedTokens
 
 
 class TrainStep(Protocol):
@@ -38,8 +41,19 @@ class TrainStep(Protocol):
 
   def __call__(
     self, params: Tree, opt: Tree, batch: Batch
-  ) -> tuple[Tree, Tree, dict[str, Array]]:
-    """(params, opt, metrics); params and opt are donated."""
+  ) -> tuple[Tree, Tree, dict[str, Any]]:
+    """(params, opt, metrics); params and opt are donated.
+
+    Beside the metrics TOKENS may stand: what the update made of each token.
+    """
+
+
+class Updated(NamedTuple):
+  """One optimiser update, for the record of its step."""
+
+  seats_P: np.ndarray  # of the batch: its groups, in the order of the rows of `tokens`
+  metrics: dict[str, Array]
+  tokens: UpdatedTokens
 
 
 def flatten(
@@ -92,6 +106,7 @@ def update(
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
+  record: Callable[[Updated], object] = lambda updated: None,
 ) -> tuple[Tree, Tree, list[dict[str, Array]]]:
   """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
 
@@ -104,6 +119,7 @@ def update(
     proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
       first update, for the loss rules that ask for them; None for those that do not.
     place: puts a batch onto the mesh.
+    record: called with every update whose train step gives its tokens.
   """
   source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
   filled_P = exchange.whole(source_P >= 0)
@@ -118,7 +134,9 @@ def update(
         _part(groups, source_P, prox_PGT, part, version, advantage_rule, weights)
       )
       params, opt, found = train_step(params, opt, batch)
-      metrics.append(found)
+      metrics.append({k: v for k, v in found.items() if k != TOKENS})
+      if TOKENS in found:
+        record(Updated(part, metrics[-1], found[TOKENS]))
   return params, opt, metrics
 
 
@@ -156,12 +174,16 @@ def learn(
   *,
   tx: optax.GradientTransformation,
   objective: Objective,
-) -> tuple[Tree, Tree, dict[str, Array]]:
+  record: bool = False,
+) -> tuple[Tree, Tree, dict[str, Any]]:
   """One optimiser update on one minibatch; returns (params, opt, metrics).
 
   It is skipped, and counted in learner/skipped, where loss or gradient is not finite,
   or what the sampler recorded: rows without an advantage are not computed, and would
   not tell that the weights are lost.
+
+  Args:
+    record: TOKENS stands beside the metrics.
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
@@ -172,7 +194,9 @@ def learn(
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
   rule = objective.loss_rule
-  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
+  metrics: dict[str, Any] = diagnostics.diagnose(
+    rule, stats, computed, bounds, scale_B
+  ) | {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
@@ -181,6 +205,9 @@ def learn(
     'rollout/logp_diff': diff_BT.sum() / own_BT.sum(),
     'rollout/logp_diff_max': jnp.where(own_BT.any(), diff_BT.max(), jnp.nan),
   }
+
+  if record:
+    metrics[TOKENS] = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
 
   def apply(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     params, opt = state

@@ -148,7 +148,9 @@ def make_train_step(
     kl=config.loss.kl,
     kl_direction=config.loss.kl_direction,
   )
-  step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
+  step = functools.partial(
+    learner.learn, tx=optimizer(config), objective=objective, record=True
+  )
   return jax.jit(step, donate_argnums=(0, 1))
 
 

@@ -16,11 +16,32 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.training.learner import TrainStep
+from bapo_jax.training.learner import TrainStep, Updated
 from bapo_jax.training.scoring import Recompute
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]
+
+
+@dataclasses.dataclass
+class NewestStep:
+  """What the newest learner step trained on, for its record; no step reads it."""
+
+  step: int = -1  # learner steps done before it
+  groups: Groups | None = None  # its batch
+  source_P: Array | None = None
+  updates: list[Updated] = dataclasses.field(default_factory=list)
+
+  def hold(
+    self, step: int, groups: Groups, source_P: Array, updates: list[Updated]
+  ) -> None:
+    """Replaces the step before; computes nothing."""
+    self.step, self.groups, self.source_P, self.updates = (
+      step,
+      groups,
+      source_P,
+      updates,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +61,7 @@ class Trainer:
   proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
   recompute: Recompute | None  # scores what was sampled, where asked for
   timer: PhaseTimer
+  newest: NewestStep = dataclasses.field(default_factory=NewestStep)
 
 
 class TrainState(struct.PyTreeNode):

@@ -208,6 +208,7 @@ def update(
 ) -> tuple[TrainState, list[dict]]:
   """All optimiser updates of the step; the metrics of each."""
   weights = t.config.batch.weights
+  newest: list[learner.Updated] = []
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -224,8 +225,10 @@ def update(
         weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: jax.device_put(batch, sharding.over_rows(t.mesh)),
         version=s.step,
+        record=newest.append,
       )
     )
+  t.newest.hold(s.step, batch, source_P, newest)
   s = s.replace(
     params=params,
     opt=opt,

@@ -72,6 +72,47 @@ def test_the_newest_evaluation_is_paged_by_problem(tmp_path):
   assert 'advantage +0.00' in second and '--show_group' not in second
 
 
+def response(text, right, adv, **numbers):
+  """A response of groups/<step>.jsonl, its tokens its characters."""
+  found = dict(response=text, correct=right, reward=float(right), advantage=adv)
+  found |= dict(taught=True, tokens=len(text), truncated=False, version=[6, 6])
+  names = ('pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
+  return found | dict.fromkeys(names) | numbers
+
+
+def record(workdir, step, responses, **values):
+  """Leaves a recorded step of one group in the workdir."""
+  group = dict(step=step, id=4, answer='3', source='reused', completed_step=6)
+  group |= dict(prompt='1+2 mod 7\n', prompt_tokens=9, update=2, low=0.8, high=1.25)
+  (workdir / 'groups').mkdir(exist_ok=True)
+  path = workdir / 'groups' / f'{step}.jsonl'
+  path.write_text(json.dumps(group | values | {'responses': responses}) + '\n')
+
+
+def test_what_the_newest_step_trained_on_comes_first(tmp_path):
+  workdir = evaluated(tmp_path, *TWO)
+  logp = np.log([0.5, 0.95]).tolist()
+  cut = dict(pieces=['4', '3'], sampler_logp=logp, ratio=[1.3, None], cut=[1, 0])
+  record(workdir, 7, [response('43', True, 1.5, **cut), response('x' * 9, False, -0.5)])
+  record(workdir, 6, [])
+  drawn = printed(workdir, 1)
+  assert 'group 1 of 3: problem 4, trained on in step 7, reused' in drawn
+  assert '1/2 ✓ right  reward 1.00  advantage +1.50  2 tokens' in drawn
+  assert '2/2 ✗ wrong  reward 0.00  advantage -0.50' in drawn
+  assert '\x1b[32m43' in printed(workdir, 1, terminal=True)
+  assert '4⟨.50⟩3' in printed(workdir, 1, 'p')
+  with_bounds = ' '.join(printed(workdir, 1, 'c').split())
+  assert '4[1.30]3' in with_bounds and 'xxxxxxxxx' in with_bounds
+  assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
+
+
+def test_a_group_that_no_update_had_says_so(tmp_path):
+  workdir = evaluated(tmp_path, *TWO)
+  alone = response('4', True, 0.0, pieces=['4'], sampler_logp=[0.0])
+  record(workdir, 8, [alone], update=None, low=None, high=None)
+  assert 'No update of the step had this group' in printed(workdir, 1, 'c')
+
+
 def test_a_view_of_tokens_explains_why_it_is_empty(tmp_path):
   drawn = ' '.join(printed(evaluated(tmp_path, *TWO), 1, 'pc').split())
   assert 'An evaluation records text only' in drawn and '⟨' not in drawn

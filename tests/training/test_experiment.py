@@ -56,6 +56,7 @@ def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
   assert experiment.train(config.model_copy(update={'steps': 3}), parts) == 0
   assert experiment.train(config, parts) == 0
 
+  assert recorded(workdir) == recorded(parts)
   whole, resumed = last_run(workdir), last_run(parts)
   assert whole.scalars == resumed.scalars and whole.scalars['step'] == 4
   assert same(whole.arrays, resumed.arrays)
@@ -90,6 +91,19 @@ def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']
   assert (workdir / 'curves.png').stat().st_size > 10_000
+
+
+def recorded(workdir: pathlib.Path | str) -> dict[str, str]:
+  """The recorded steps, as text; their ratios are those of their log-probabilities."""
+  found = {p.name: p.read_text() for p in pathlib.Path(workdir, 'groups').iterdir()}
+  assert '4.jsonl' in found  # a step without a filled seat records nothing
+  rows = [json.loads(line) for text in found.values() for line in text.splitlines()]
+  responses = [r for row in rows for r in row['responses'] if r['ratio'] is not None]
+  assert responses
+  for r in responses:
+    wanted = np.exp(np.subtract(r['learner_logp'], r['sampler_logp']))
+    np.testing.assert_allclose(r['ratio'], wanted, rtol=1e-3)
+  return found
 
 
 def assert_shared(row: dict[str, str], other: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import experiment, rules, step_metrics, trainer
+from bapo_jax.training.state import NewestStep
 
 P, G, T = 2, 8, 3
 MADE = {'learner/skipped': 0.0, 'learner/tokens': 9.0}
@@ -74,6 +75,7 @@ class Fake:
       'engine': python_types.SimpleNamespace(group_size=group_size, length=T),
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': PhaseTimer(),
+      'newest': NewestStep(),
     }
     self.trainer = trainer.Trainer(**fields)
 
