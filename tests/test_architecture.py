@@ -147,6 +147,7 @@ HOUSE = {
     'sweep',
     'recorded_groups',
     'viewer',
+    'run_plots',
   ),
 }
 FLOW = [
@@ -172,7 +173,7 @@ ONLY = {  # package -> the modules that may import it
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
   'ml_collections': {'training.overrides'},
-  'matplotlib': {'training.report_plots'},
+  'matplotlib': {'training.report_plots', 'tools.run_plots'},
   'orbax': {'training.damage', 'training.checkpoint'},
   'huggingface_hub': {'models.hf_directory', 'data.hub'},
   'math_verify': {'rewards.symbolic'},

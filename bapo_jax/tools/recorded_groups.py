@@ -46,6 +46,7 @@ class Response(NamedTuple):
     None  # clipped in its update; None: not in one
   )
   cut_T: Bool[np.ndarray, ' T'] | None = None  # True: the update's bounds cut it
+  length: int | None = None  # tokens; None: not recorded
 
 
 class OfUpdate(NamedTuple):
@@ -128,6 +129,7 @@ def _of_record(row: dict[str, Any]) -> RecordedGroup:
       _numbers(r['sampler_logp']),
       _numbers(r['ratio']),
       None if r['cut'] is None else np.asarray(r['cut'], bool),
+      r['tokens'],
     )
     for r in row['responses']
   ]

@@ -109,22 +109,24 @@ def running_mean(
   return step_N[half : len(step_N) - half], smooth
 
 
-def _figure(width: float, height: float) -> 'Figure':
+def new_figure(width: float, height: float, dpi: int = 150) -> 'Figure':
+  """An empty figure of so many inches."""
   # Slow to import; a figure made without pyplot is Agg's.
   from matplotlib.figure import Figure
   from matplotlib.layout_engine import ConstrainedLayoutEngine
 
   layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-  return Figure(figsize=(width, height), dpi=150, layout=layout)
+  return Figure(figsize=(width, height), dpi=dpi, layout=layout)
 
 
-def _dress(ax: 'Axes', title: str) -> None:
+def dress(ax: 'Axes', title: str) -> None:
+  """Titles the axes, in the report's style."""
   ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
   ax.spines[['top', 'right']].set_visible(False)
   ax.tick_params(labelsize=9)
 
 
-def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
+def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
   """The raw values thin and pale, their running mean strong; few points are dotted."""
   width = len(value_N) // FEW | 1
   if width > 1:
@@ -134,7 +136,7 @@ def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> 
   ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
 
 
-def _errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
+def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
   """Evaluations: few points, each with its standard error where it has one."""
   step_N, value_N = series(rows, 'eval/accuracy')
   error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
@@ -156,16 +158,16 @@ def _target(ax: 'Axes', rows: Sequence[Row], target: float) -> None:
 
 
 def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) -> None:
-  _dress(ax, panel.title)
+  dress(ax, panel.title)
   found = {name: series(rows, name) for name in panel.names}
   found = {name: points for name, points in found.items() if len(points[0])}
   colours = dict(zip(panel.names, (BLUE, ORANGE, GREY), strict=False))
   for name, points in found.items():
     if name == 'eval/accuracy':
-      _errors(ax, rows, color=colours[name])
+      errors(ax, rows, color=colours[name])
     else:
       label = panel.labels[name.split('/')[1]]
-      _curve(ax, *points, color=colours[name], label=label)
+      curve(ax, *points, color=colours[name], label=label)
   if not found:
     ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
@@ -200,7 +202,7 @@ def draw_curves(
   Args:
     target: the positive share aimed at, drawn as a line; None for no target.
   """
-  figure = _figure(11, 16)
+  figure = new_figure(11, 16)
   steps = [r['step'] for r in rows] or [0]
   margin = max(1, 0.03 * (max(steps) - min(steps)))
   axes = figure.subplots(len(PANELS) // 2, 2)
@@ -219,14 +221,14 @@ def draw_phases(
   Args:
     phases: seconds by phase, in the order of the bars.
   """
-  figure = _figure(8, 1.0 + 0.35 * len(phases))
+  figure = new_figure(8, 1.0 + 0.35 * len(phases))
   ax = figure.subplots()
   percent = [100 * s / wall_s for s in phases.values()]
   colours = [GREY if name == 'other' else BLUE for name in phases]
   bars = ax.barh(list(phases), percent, color=colours, height=0.7)
   text = [f'{100 * s / wall_s:.1f} %  ({duration(s)})' for s in phases.values()]
   ax.bar_label(bars, text, padding=4, fontsize=9)
-  _dress(ax, 'Wall time by phase')
+  dress(ax, 'Wall time by phase')
   ax.set_xlabel('percent of the wall time', fontsize=9)
   ax.set_xlim(0, max(1.0, *percent) * 1.3)  # room for the labels
   ax.invert_yaxis()
