@@ -11,7 +11,7 @@ from typing import Any
 import runs
 
 DEVICES = 4
-PATIENCE_S = 900  # the machine may be busy with something else
+PATIENCE_S = 7200  # the machine may be busy with something else
 
 
 def free_port() -> int:
@@ -72,12 +72,14 @@ def trainings(
   workdir: pathlib.Path,
   processes: int,
   each: Sequence[dict[str, Any]] = (),
+  apart: Sequence[dict[str, Any]] = (),
   **overrides: Any,
 ) -> list:
   """Starts a tiny run in so many processes.
 
   Args:
     each: more overrides, of each process.
+    apart: other arguments of subprocess.Popen, of each process.
   """
   address = f'127.0.0.1:{free_port()}'
   knobs = {'mesh.data': 2, 'mesh.fsdp': 2} | overrides
@@ -86,7 +88,7 @@ def trainings(
     command = runs.command(workdir, **knobs, **(each[i] if each else {}))
     flags = [f'--coordinator={address}', f'--process={i}', f'--processes={processes}']
     command['args'] += flags if processes > 1 else []
-    command['env'] = environment(processes)
+    command |= {'env': environment(processes)} | dict(apart[i] if apart else {})
     commands.append(command)
   folder = workdir.parent / f'{workdir.name}.output'
   folder.mkdir(exist_ok=True)

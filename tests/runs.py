@@ -32,6 +32,7 @@ from bapo_jax.types import ReplayBuffer, Tree
 from configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = ROOT / 'configs' / 'aime.py'
 TINY: dict[str, Any] = {
   'steps': 4,
   'model.width': 16,
@@ -105,7 +106,7 @@ def tiny(**overrides: Any) -> Config:
 def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
   """Arguments of subprocess.run for a tiny run on one device."""
   flags = [f'--config.{name}={value}' for name, value in (TINY | overrides).items()]
-  arguments = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
+  arguments = [sys.executable, '-m', 'bapo_jax.main', f'--config={CONFIG}']
   return {
     'args': [*arguments, f'--workdir={workdir}', *flags],
     'cwd': ROOT,

@@ -3,7 +3,8 @@
 1. `locked` makes the directory and keeps a second process out of it;
 2. `open_workdir` refuses a directory that cannot be used or holds another run;
 3. `writable` turns an error of the system into a sentence that names the file;
-4. `checkpoint_steps` lists the complete checkpoints.
+4. `check_shared` refuses processes of one run that see different directories;
+5. `checkpoint_steps` lists the complete checkpoints.
 """
 
 import contextlib
@@ -11,11 +12,13 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.runtime import files, hosts
+from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.runtime.progress import log
 
 # Errors of writing only, whatever the file.
@@ -30,6 +33,7 @@ MISPLACED = (
   errno.ELOOP,
 )
 LOCK = '.lock'
+SHARED_S = 10.0  # a file system of several hosts shows a new file to all within seconds
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def locked(workdir: str) -> Iterator[None]:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       file.seek(0)
-      holder = file.read(200).strip() or 'another process'
+      holder = file.readline(200).strip() or 'another process'
       raise ValueError(
         f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop '
         'it, or give another --workdir'
@@ -72,8 +76,41 @@ def locked(workdir: str) -> Iterator[None]:
     with writable(workdir), files.naming(path):
       file.truncate(0)
       file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+      file.write(f'{secrets.token_hex(8)}\n')  # of this run alone, for `check_shared`
       file.flush()
+      os.fsync(file.fileno())  # other hosts read it while it is open here
     yield
+
+
+def check_shared(workdir: str) -> None:
+  """Returns when every process has seen the lock that process 0 holds in its directory.
+
+  Raises:
+    ValueError: this one does not see it, within SHARED_S.
+  """
+  if hosts.processes() == 1:
+    return
+  path = os.path.join(workdir, LOCK)
+  held = exchange.merged({'lock': _text(path)} if hosts.is_first() else {})['lock']
+  deadline = time.monotonic() + SHARED_S
+  while _text(path) != held:
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
+        'is another directory than that of process 0; give one on a file system that '
+        'all processes share'
+      )
+    time.sleep(0.2)
+  hosts.together('shared')
+
+
+def _text(path: str) -> str:
+  """The content of a small file; '' where there is none that can be read."""
+  try:
+    with open(path, encoding='utf-8', errors='replace') as file:
+      return file.read(400)
+  except OSError:
+    return ''
 
 
 def check_writable(path: str, knob: str) -> None:

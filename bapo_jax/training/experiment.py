@@ -19,7 +19,13 @@ from bapo_jax.rollout import decode
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.runtime.workdir import locked, log_mesh_change, open_workdir, writable
+from bapo_jax.runtime.workdir import (
+  check_shared,
+  locked,
+  log_mesh_change,
+  open_workdir,
+  writable,
+)
 from bapo_jax.training import checkpoint, evaluate, report, setup, step_record
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
@@ -51,7 +57,7 @@ def train(config: Config, workdir: str) -> int:
   with locked(workdir), writable(workdir):
     if hosts.is_first():
       claim(workdir, config)
-    hosts.together('claimed')
+    check_shared(workdir)
     return _run(config, workdir, timer, began)
 
 
