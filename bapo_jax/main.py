@@ -20,7 +20,7 @@ from absl import app, flags, logging
 from bapo_jax.runtime import hosts, signals
 from bapo_jax.training.config import Config
 from bapo_jax.training.config import parse as parse_config
-from bapo_jax.training.overrides import OVERRIDE, load, overrides
+from bapo_jax.training.overrides import OVERRIDE, decided, load, overrides
 
 CONFIG = flags.DEFINE_string(
   'config', None, 'A file of configs/, with `:variant` where it has some.'
@@ -106,7 +106,7 @@ def read_config(file: str, given: list[str], *, trained_here: bool = True) -> Co
       if not isinstance(section, dict):
         raise ValueError(f'{each}={section!r}: it is a section; set its knobs instead')
     section[key] = value
-  return parse_config(values, trained_here=trained_here)
+  return parse_config(decided(values), trained_here=trained_here)
 
 
 def fail(error: object) -> NoReturn:
@@ -225,6 +225,10 @@ def run(config: Config) -> int:
       f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
       'always goes on from the newest'
     )
+  if config.derived and mode != 'table':
+    from bapo_jax.training import derive
+
+    config = derive.resolve(config, WORKDIR.value)
   return MODES[mode](config)
 
 

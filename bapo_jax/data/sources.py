@@ -8,6 +8,7 @@
 1. `missing` makes or reads all that is on this machine, and lists absent files;
 2. `download` fetches a data set given by name;
 3. `load` returns the rows, each problem once, and stores them in the data directory;
+   `rows` only returns them;
 4. `sft_problems` returns those that the warm start imitates.
 
 builder and hub are imported late: tensorflow-datasets takes a second, and `missing`
@@ -123,6 +124,23 @@ def load(problems: ProblemsConfig, knob: Knob, data_dir: str) -> list[Row]:
   name = os.path.splitext(os.path.basename(source))[0]
   stored = builder.stored(data_dir, name, {'rows': rows}, 'rows')
   return [stored[i] for i in range(len(rows))]
+
+
+def rows(problems: ProblemsConfig, knob: Knob) -> list[Row]:
+  """The rows that `load` returns, in some order; nothing is stored or logged.
+
+  Raises:
+    ValueError: they cannot be made or read.
+  """
+  source = getattr(problems, knob)
+  if source in MADE:
+    made = _generate(problems, source)
+    split = slice(problems.train) if knob == 'source' else slice(problems.train, None)
+    found = made[split]
+  else:
+    found = _read(knob, source)
+  drop = problems.duplicates == 'drop'
+  return dedup.deduplicate(found, source)[0] if drop else found
 
 
 def _deduplicate(problems: ProblemsConfig, knob: Knob, rows: list[Row]) -> list[Row]:

@@ -1,8 +1,11 @@
-"""Whether a data set's answers can be verified at all, asked when they are read.
+r"""Whether a data set's answers can be verified at all, asked when they are read.
 
 The verifier itself reads the answer, beside an empty response: what it cannot read then
 it could not read beside any other. `math` is too slow for that, and may hang; its
 answers are bounded only.
+
+`stating` writes a response that gives the right answer: where even that is not right,
+nothing would be.
 """
 
 import functools
@@ -46,6 +49,22 @@ def _unread(name: str, answer: str) -> str:
   except (ValueError, ArithmeticError, RecursionError) as error:
     return f'the right answer {answer[:40]!r} is unreadable ({type(error).__name__})'
   return verdict.reason if verdict.right is None else ''
+
+
+def stating(rule: str, answer: str) -> str:
+  r"""A response that gives the right answer in the place where the verifier reads it.
+
+  In braces of its own for `math`, which else compares the letters before it parses.
+  Of countdown, whose answer is the problem, an empty one.
+
+  Args:
+    rule: a key of verifiers.RULES.
+  """
+  if rule == 'countdown':
+    return ''
+  if rule == 'gsm8k':
+    return f'#### {answer.rpartition("####")[2].strip()}'
+  return f'\\boxed{{{{{answer}}}}}' if rule == 'math' else f'\\boxed{{{answer}}}'
 
 
 def _countdown(answer: str) -> str:

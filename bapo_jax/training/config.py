@@ -56,6 +56,9 @@ class Config(Section):
   cells: tuple[tuple[str, str, str], ...] = knob(
     (), 'Runs of a sweep, each (name, batch rule, clip rule); (): a single run.'
   )
+  derived: tuple[str, ...] = knob(
+    (), 'Knobs that a new run derives: those that the config file leaves None.'
+  )
   mesh: MeshConfig = knob(MeshConfig, 'The device mesh.')
   model: ModelConfig = knob(ModelConfig, 'The policy.')
   logprobs: LogprobsConfig = knob(LogprobsConfig, 'Log-probabilities.')

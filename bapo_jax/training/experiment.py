@@ -73,7 +73,7 @@ def claim(workdir: str, config: Config) -> None:
   """
   free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
   accepted = ('problems',) if config.problems.changed == 'accept' else ()
-  free = (*free, 'mesh', 'problems.changed', *accepted)
+  free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
   open_workdir(workdir, config_lib.plain(config), free)
 
 

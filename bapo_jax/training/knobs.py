@@ -6,6 +6,29 @@ import pydantic
 
 from bapo_jax.knobs import Section, knob
 
+# Knobs that a config file may leave None, for a new run to derive: see derive.py.
+DERIVABLE = (
+  'mesh.data',
+  'mesh.fsdp',
+  'model.compute',
+  'rewards.rule',
+  'tokenizer.template',
+  'prompts.max_prompt_tokens',
+  'sampler.max_new_tokens',
+  'prompts.count',
+  'learner.minibatches',
+  'steps',
+  'sampler.max_num_seqs',
+  'sampler.prefill_batch_size',
+  'sampler.tokens_per_dispatch',
+  'sampler.cache_segments',
+  'sampler.done_check_lag',
+  'learner.grad_accum_steps',
+  'model.remat',
+  'learner.bounds_pass',
+  'optimizer.lr',
+)
+
 
 class LearnerConfig(Section):
   """Optimiser updates per rollout batch."""

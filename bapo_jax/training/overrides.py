@@ -1,7 +1,8 @@
 """A config file, and the knobs that the command line sets.
 
 1. `load` runs the file and returns what it sets;
-2. `overrides` reads arguments such as --config.steps=10.
+2. `overrides` reads arguments such as --config.steps=10;
+3. `decided` takes out what both leave None, for the run to derive.
 """
 
 import ast
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 
 from bapo_jax import knobs
 from bapo_jax.training.config import Config
+from bapo_jax.training.knobs import DERIVABLE
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
@@ -73,6 +75,36 @@ def overrides(given: list[str]) -> dict[str, Any]:
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
   return found
+
+
+def decided(values: dict[str, Any]) -> dict[str, Any]:
+  """The values without those that are None; `derived` names them.
+
+  Raises:
+    ValueError: one of them is for the user to set.
+  """
+  found, names = _without_none(values)
+  if missing := [name for name in names if name not in DERIVABLE]:
+    wanted = ', '.join(f'--config.{name}=...' for name in missing)
+    raise ValueError(f'the config file leaves this to you: give {wanted}')
+  return found | {'derived': tuple(names)} if names else found
+
+
+def _without_none(
+  values: dict[str, Any], name: str = ''
+) -> tuple[dict[str, Any], list[str]]:
+  """(values that are not None, dotted names of the others)."""
+  found, names = {}, []
+  for key, value in values.items():
+    dotted = f'{name}.{key}' if name else key
+    if isinstance(value, dict):
+      found[key], inner = _without_none(value, dotted)
+      names += inner
+    elif value is None:
+      names.append(dotted)
+    else:
+      found[key] = value
+  return found, names
 
 
 def from_text(kind: Any, text: str | None) -> Any:

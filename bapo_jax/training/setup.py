@@ -48,15 +48,18 @@ class Material(NamedTuple):
   held_out: Problems
 
 
-def check_available(config: Config) -> None:
+def check_available(config: Config, *, decided: bool = True) -> None:
   """Raises one ValueError that names all that is wanted and not to be had.
 
   Problems are made and files are read, all of them: what is wrong is then known, and
   every answer is one that its verifier can use.
+
+  Args:
+    decided: False where verifier and lengths are derived later: they are not checked.
   """
   problems, path = config.problems, config.model.path
   lacks = hf_directory.missing(path) if path else []
-  check = gold.check(config.rewards.rule)
+  check = gold.check(config.rewards.rule) if decided else None
   absent = [x for k in sources.SPLITS for x in sources.missing(problems, k, check)]
   if lacks and (absent or not hub_names.parse(path)):
     absent.insert(
@@ -78,7 +81,8 @@ def check_available(config: Config) -> None:
     directory = hf_directory.here(path)
     spec = hf_weights.spec(directory, compute=config.model.compute)
     hf_weights.check(directory, spec)
-    config_lib.check_positions(config, spec.positions)
+    if decided:
+      config_lib.check_positions(config, spec.positions)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

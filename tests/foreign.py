@@ -1,0 +1,97 @@
+"""Models of others in miniature: random weights and tokenizers of their own."""
+
+import json
+import pathlib
+
+import oracles
+import tokenizers
+import transformers
+from flax import traverse_util
+
+from bapo_jax.models import hf_weights
+
+# Of Qwen2, Qwen3 and Llama each what the others lack.
+OWN = {
+  'qwen2': {'architectures': ['Qwen2ForCausalLM'], 'tie_word_embeddings': True},
+  'qwen3': {'architectures': ['Qwen3ForCausalLM'], 'head_dim': 16},
+  'llama': {'architectures': ['LlamaForCausalLM'], 'attention_bias': False},
+}
+SIZES = {
+  'hidden_size': 16,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 2,
+  'num_key_value_heads': 1,
+  'intermediate_size': 24,
+  'max_position_embeddings': 256,
+  'rms_norm_eps': 1e-5,
+}
+CHAT = (
+  "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+  '{% if add_generation_prompt %}<|assistant|>{% endif %}'
+)
+ENDS = '<|end|>'
+SPECIAL = [ENDS, '<|user|>', '<|system|>', '<|assistant|>']
+
+
+def problems(n: int, start: int = 0) -> list[dict[str, str]]:
+  """Sums, each another one."""
+  found = []
+  for i in range(start, start + n):
+    a, b = divmod(i, 10)
+    found.append({'problem': f'What is {a} + {b}?', 'answer': str(a + b)})
+  return found
+
+
+def rows(path: pathlib.Path, found: list[dict]) -> str:
+  """Writes them as jsonl; returns the path."""
+  path.write_text(''.join(json.dumps(row) + '\n' for row in found))
+  return str(path)
+
+
+def tokenizer(kind: str, chat: str | None = CHAT, end: str | None = ENDS):
+  """Byte-level BPE with merges of its own; of a Llama, Unigram with visible blanks."""
+  texts = [row['problem'] + row['answer'] for row in problems(100)] + [
+    'Please reason step by step, and put your final answer within \\boxed{}.\n'
+  ]
+  if kind == 'llama':
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+      vocab_size=120, special_tokens=['<unk>', *SPECIAL], unk_token='<unk>'
+    )
+  else:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+      vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet
+    )
+  backend.train_from_iterator(texts, trainer)
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    eos_token=end,
+    unk_token='<unk>' if kind == 'llama' else None,
+    chat_template=chat,
+  )
+
+
+def model(path: pathlib.Path, kind: str, chat: str | None = CHAT, **config) -> str:
+  """A directory as `save_pretrained` leaves it; returns its path.
+
+  Args:
+    kind: a key of OWN. chat: the chat template, None for a base model.
+    config: other options of its config.json.
+  """
+  path.mkdir()
+  backend = tokenizer(kind, chat)
+  backend.save_pretrained(path)
+  # A multiple of 8 beyond the last token, as published models have.
+  vocab = {'vocab_size': -(-len(backend) // 8) * 8 + 8}
+  values = {'model_type': kind} | SIZES | OWN[kind] | vocab | config
+  (path / 'config.json').write_text(json.dumps(values))
+  spec = hf_weights.spec(str(path), 'float32')
+  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
+  hf_weights.save(str(path), flat.__getitem__, spec, 'float32')
+  return str(path)
