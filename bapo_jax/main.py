@@ -49,6 +49,12 @@ SHOW_WITH = flags.DEFINE_string(
 EXPORT_TO = flags.DEFINE_string(
   'export_to', '', 'A new directory; empty: <workdir>/export/<step>.'
 )
+EXPORT_AS = flags.DEFINE_enum(
+  'export_as',
+  'merged',
+  ['merged', 'adapter'],
+  'adapter: lora.* adapters alone, as a directory that peft loads.',
+)
 EXPORT_DTYPE = flags.DEFINE_enum(
   'export_dtype', 'float32', ['float32', 'bfloat16'], 'Of the exported numbers.'
 )
@@ -154,6 +160,7 @@ def export(config: Config) -> int:
     EXPORT_DTYPE.value,
     int(EXPORT_SHARD_GB.value * 1e9),
     CHECKPOINT.value,
+    adapter=EXPORT_AS.value == 'adapter',
   )
 
 

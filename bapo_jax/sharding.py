@@ -40,6 +40,13 @@ PATHS = (
   (r'layers/out$', ('layer', None, 'width')),  # likewise
   (r'layers/down$', ('layer', 'ffn', 'width')),
   (r'layers/o_bias$', None),
+  (r'layers/(q|k|v|gate|up)/a$', ('layer', 'width', None)),  # of adapters
+  (r'layers/o/a$', ('layer', 'heads', None, None)),
+  (r'layers/down/a$', ('layer', 'ffn', None)),
+  (r'layers/q/b$', ('layer', None, 'heads', None)),
+  (r'layers/[kv]/b$', ('layer', None, 'kv_heads', None)),
+  (r'layers/(gate|up)/b$', ('layer', None, 'ffn')),
+  (r'layers/(o|down)/b$', ('layer', None, 'width')),
   (r'_norm$', None),  # replicated, whatever its rank
   (r'(^|/)(count|step)$', None),
 )

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, layers, transformer
+from bapo_jax.models import attention, layers, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -35,10 +35,10 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
       their parts: fewer, larger products, of two axes each: of three, XLA's CPU backend
       transposes the weights first.
   """
-  cast = transformer.cast(params, spec.compute)
 
   def layer(i: int) -> Tree:
-    w = {name: x[i] for name, x in cast['layers'].items()}
+    w = {name: lora.layer(x, i) for name, x in params['layers'].items()}
+    w = transformer.cast(w, spec.compute)
     if joined:
       qkv = [w.pop(name).reshape(spec.width, -1) for name in 'qkv']
       w['qkv'] = jnp.concatenate(qkv, 1)
@@ -46,7 +46,9 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
       w['out'] = w.pop('o').reshape(-1, spec.width)
     return w
 
-  return cast | {'layers': [layer(i) for i in range(spec.layers)]}
+  rest = {name: x for name, x in params.items() if name != 'layers'}
+  rest = transformer.cast(rest, spec.compute)
+  return rest | {'layers': [layer(i) for i in range(spec.layers)]}
 
 
 def joins(mesh: Mesh) -> bool:

@@ -63,6 +63,23 @@ def load(
   return transformer.unflatten(flat)
 
 
+def reader(path: str, spec: transformer.ModelSpec) -> Callable[[str], np.ndarray]:
+  """From a parameter to its array on the host, in spec.dtype; it reads no other.
+
+  Raises:
+    ValueError: as `load`.
+  """
+  found, like = check(path, spec), transformer.flatten(transformer.abstract(spec))
+  alone = sharding.make(devices=jax.local_devices(backend='cpu')[:1])
+
+  def read(parameter: str) -> np.ndarray:
+    shape, dtype = like[parameter].shape, like[parameter].dtype
+    layout = sharding.replicated(alone)
+    return np.asarray(_placed(parameter, shape, layout, found, dtype, BLOCK))
+
+  return read
+
+
 def check(path: str, spec: transformer.ModelSpec) -> dict[str, safetensors_io.Tensor]:
   """The tensors of the directory, by name; only headers are read.
 

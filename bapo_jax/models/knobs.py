@@ -1,5 +1,7 @@
-"""Knobs of the policy, its log-probabilities and the mesh."""
+"""Knobs of the policy, its adapters, its log-probabilities and the mesh."""
 
+import difflib
+import re
 from typing import Literal
 
 import pydantic
@@ -8,6 +10,9 @@ from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
 POSITIONS = 32768  # of the embedded policy
+# What adapters may be added to -> axes of the weight that a product sums over.
+PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
+PROJECTIONS |= {'layers/o': 2}
 
 
 class MeshConfig(Section):
@@ -78,6 +83,42 @@ class ModelConfig(Section):
     """Number of parameters of the embedded policy, without its vocabulary."""
     D, H, K, C = self.width, self.heads, self.kv_heads, self.head_width
     return self.layers * (2 * D * (H + K) * C + 3 * D * self.ffn)
+
+
+class LoraConfig(Section):
+  """Low-rank adapters, trained in place of the weights, which are frozen."""
+
+  rank: int = knob(0, 'Rank of the adapters; 0: all weights are trained.', least=0)
+  alpha: float = knob(
+    32.0, 'What the adapters add counts alpha / rank.', above=0, most=65536
+  )
+  targets: str = knob(
+    'layers/(q|k|v|o|gate|up|down)',
+    'Projections with an adapter: a regular expression that matches the whole path.',
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _matches(self) -> 'LoraConfig':
+    try:
+      found = [path for path in PROJECTIONS if re.fullmatch(self.targets, path)]
+    except re.error as error:
+      raise ValueError(
+        f'targets={self.targets!r}: no regular expression ({error}); give one such as '
+        "'layers/(q|v)'"
+      ) from None
+    if not found:
+      near = sorted(PROJECTIONS, key=self._distance)[:3]
+      raise ValueError(
+        f'targets={self.targets!r} matches none of the projections '
+        f'{", ".join(PROJECTIONS)}; the nearest are {", ".join(near)}'
+      )
+    return self
+
+  def _distance(self, path: str) -> float:
+    """Of a path or its last part from the targets, so that q_proj is near layers/q."""
+    names = (path, path.rpartition('/')[2])
+    likeness = (difflib.SequenceMatcher(None, self.targets, name) for name in names)
+    return -max(each.ratio() for each in likeness)
 
 
 class LogprobsConfig(Section):

@@ -9,10 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import attention
+from bapo_jax.models.lora import Adapted
 from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
@@ -20,17 +22,45 @@ from bapo_jax.types import Tree
 # What the backward pass reads back: nothing; the products with weights, and what the
 # TPU's kernel attended; everything.
 _SAVED = jax.checkpoint_policies
+_ADAPTED = 'adapted product'  # the sum, in place of its two products
 REMAT = {
   'full': jax.checkpoint,
   'dots': functools.partial(
     jax.checkpoint,
     policy=_SAVED.save_from_both_policies(
       _SAVED.dots_with_no_batch_dims_saveable,
-      _SAVED.save_only_these_names(attention.ATTENDED),
+      _SAVED.save_only_these_names(attention.ATTENDED, _ADAPTED),
     ),
   ),
   'none': lambda layer: layer,
 }
+
+
+def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
+  """x [..., *in] times a weight [*in, *out], in the dtype of x.
+
+  An adapted weight is not merged: the gradient by A and B needs no product as large as
+  that by W, which would be a third of all.
+
+  Args:
+    axes: those that are summed over.
+  """
+
+  def times(x: Array, w: Array, axes: int) -> Array:
+    # The last axis first, as einsum orders them: its sums, to the last bit.
+    inner = list(reversed(range(axes)))
+    outer = [i - axes for i in inner]
+    return jnp.tensordot(x, w.astype(x.dtype), (outer, inner))
+
+  if not isinstance(w, Adapted):
+    return times(x, w, axes)
+
+  def both(x: Array, w: Adapted) -> Array:
+    low = w.adapter.scale * times(x, w.adapter.a, axes)
+    return times(x, w.base, axes) + times(low, w.adapter.b, 1)
+
+  # x A is computed again, and neither product is stored: their sum is.
+  return checkpoint_name(jax.checkpoint(both, prevent_cse=False)(x, w), _ADAPTED)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -83,10 +113,7 @@ def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
   def of(name: str) -> Array:
-    if joined:
-      out = joined[name]
-    else:
-      out = jnp.einsum('...d,dhc->...hc', y, w[name].astype(y.dtype))
+    out = joined[name] if joined else product(y, w[name])
     bias = w.get(f'{name}_bias')
     if bias is not None:
       out += bias.astype(y.dtype).reshape((1,) * (out.ndim - 2) + bias.shape)
@@ -117,7 +144,7 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   if 'out' in w:
     x += attended.reshape(*x.shape[:-1], -1) @ w['out'].astype(x.dtype)
   else:
-    x = x + jnp.einsum('...hc,hcd->...d', attended, w['o'].astype(x.dtype))
+    x = x + product(attended, w['o'], 2)
   if spec.o_bias:
     x += w['o_bias'].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
@@ -125,8 +152,8 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   if 'gate_up' in w:
     gate, up = jnp.split(y @ w['gate_up'].astype(y.dtype), 2, axis=-1)
   else:
-    gate, up = (y @ w[name].astype(y.dtype) for name in ('gate', 'up'))
-  y = (jax.nn.silu(gate) * up) @ w['down'].astype(y.dtype)
+    gate, up = (product(y, w[name]) for name in ('gate', 'up'))
+  y = product(jax.nn.silu(gate) * up, w['down'])
   return x + y.reshape(x.shape)
 
 

@@ -222,11 +222,13 @@ def _block_gradient(
   d_hidden_BTD: Array,
   chunk: int,
   used: Array,
-) -> tuple[Array, Array]:
+  trained: bool,
+) -> tuple[Array, Array | None]:
   """(d_hidden_BTD with one block's share added, d_head_vD), chunk by chunk.
 
   Args:
     used: i32, chunks with a wanted column.
+    trained: of the head; d_head_vD is None where it is frozen.
   """
 
   def add_chunk(i, grads):
@@ -235,15 +237,16 @@ def _block_gradient(
     d_hidden_BtD = _cut(d_hidden_BTD, i, chunk, 1) + jnp.einsum(
       'btv,vd->btd', d_logits_Btv, head_vD, preferred_element_type=jnp.float32
     )
-    d_head_vD += jnp.einsum(
-      'btv,btd->vd', d_logits_Btv, hidden_BtD, preferred_element_type=jnp.float32
-    )
+    if trained:
+      d_head_vD += jnp.einsum(
+        'btv,btd->vd', d_logits_Btv, hidden_BtD, preferred_element_type=jnp.float32
+      )
     d_hidden_BTD = jax.lax.dynamic_update_slice_in_dim(
       d_hidden_BTD, d_hidden_BtD, i * chunk, 1
     )
     return d_hidden_BTD, d_head_vD
 
-  zeros_vD = jnp.zeros(head_vD.shape, jnp.float32)
+  zeros_vD = jnp.zeros(head_vD.shape, jnp.float32) if trained else None
   return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, zeros_vD))
 
 
@@ -260,7 +263,8 @@ def backward(
   *,
   sizes: tuple[int, int],
   sharded: bool,
-) -> tuple[Array, Array]:
+  trained: bool = True,
+) -> tuple[Array, Array | None]:
   """The gradients of hidden_BTD and head_VD, in their dtypes.
 
   Block after block of the vocabulary, all chunks each: a block's share of the head's
@@ -271,6 +275,7 @@ def backward(
     d_logp_BT, d_entropy_BT: gradients by the outputs; None: the loss does not depend
       on that one.
     sizes, sharded: as for `forward`.
+    trained: of the head; its gradient is None where it is frozen.
   """
   dtype = head_VD.dtype
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
@@ -285,16 +290,21 @@ def backward(
     head_vD = _block_of(head_VD, k, block, hidden_BTD.dtype)
     id_v = k * block + jnp.arange(block)
     d_hidden_BTD, d_head_vD = _block_gradient(
-      given, head_vD, id_v, temperature, d_hidden_BTD, chunk, used
+      given, head_vD, id_v, temperature, d_hidden_BTD, chunk, used, trained
     )
+    if d_head_vD is None:
+      return d_hidden_BTD, None
     return d_hidden_BTD, d_head_vD.astype(jnp.float32 if sharded else dtype)
 
   zeros_BTD = jnp.zeros(hidden_BTD.shape, jnp.float32)
   d_hidden_BTD, d_head_bvD = jax.lax.scan(add_block, zeros_BTD, jnp.arange(blocks))
   d_hidden_BTD = d_hidden_BTD.astype(hidden_BTD.dtype)
-  d_head_VD = d_head_bvD.reshape(head_VD.shape)
   if sharded:
     d_hidden_BTD = jax.lax.psum(d_hidden_BTD, 'tensor')
+  if d_head_bvD is None:
+    return d_hidden_BTD, None
+  d_head_VD = d_head_bvD.reshape(head_VD.shape)
+  if sharded:
     d_head_VD = jax.lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
     d_head_VD = jax.lax.psum(d_head_VD, 'data')
   return d_hidden_BTD, d_head_VD.astype(dtype)

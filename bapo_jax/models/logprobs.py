@@ -171,15 +171,18 @@ def _token_logprobs(sizes, *args):
 
 
 def _token_logprobs_forward(sizes, *args):
+  trained = () if args[1].perturbed else None  # a frozen head needs no gradient
   args = tuple(arg.value for arg in args)
   *stats, lse_BT = _over_mesh(logprob_tiles.forward, sizes, *args)
-  return tuple(stats), (*args, lse_BT, stats[1])
+  return tuple(stats), ((*args, lse_BT, stats[1]), trained)
 
 
 def _token_logprobs_backward(sizes, residuals, cotangents):
   unused = jax.custom_derivatives.SymbolicZero
   wanted = (None if type(d) is unused else d for d in cotangents[:2])
-  grads = _over_mesh(logprob_tiles.backward, sizes, *residuals, *wanted)
+  args, trained = residuals
+  backward = functools.partial(logprob_tiles.backward, trained=trained is not None)
+  grads = _over_mesh(backward, sizes, *args, *wanted)
   return (*grads, None, None, None)
 
 
@@ -206,6 +209,6 @@ def _over_mesh(
     functools.partial(tiled, sharded=True),
     # Arguments are rows, except the head, the temperature and the columns.
     in_specs=(rows, head, rows, P(), P(), *[rows] * (len(args) - 5)),
-    out_specs=(rows, head) if function is logprob_tiles.backward else rows,
+    out_specs=rows if function is logprob_tiles.forward else (rows, head),
     check_vma=False,
   )(*args)

@@ -61,6 +61,11 @@ def damage(directory: str, label: str, skip: str = '') -> str:
   return ''
 
 
+def of_text(text: str) -> str:
+  """The digest of a text."""
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def _files(directory: str) -> Iterator[str]:
   """Paths of all files below the directory, relative to it, sorted."""
   for folder, folders, names in os.walk(directory):

@@ -24,7 +24,7 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, experiment, policy, setup
+from bapo_jax.training import checkpoint, evaluate, experiment, policy, setup, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
@@ -99,7 +99,7 @@ def _run(
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
     spec = policy.spec_of(config, material.tokenizer)
-    params = restored(workdir, step, spec, mesh)
+    params = restored(policy.reader(config, workdir, step), spec, mesh)
   with contextlib.closing(setup.make_verifier(config)) as verifier:
     t = setup.make_trainer(config, material, spec, mesh, verifier, timer)
     result, samples = experiment.evaluation(t, params, step or 0)
@@ -124,10 +124,9 @@ def read(config: Config, workdir: str) -> setup.Material:
   return setup.Material(tokenizer, held_out, held_out)
 
 
-def restored(workdir: str, step: int, spec: ModelSpec, mesh: Mesh) -> Tree:
+def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
   """The weights of a checkpoint on the mesh, read one parameter at a time."""
   like = transformer.abstract(spec)
   layout = traverse_util.flatten_dict(sharding.shardings(like, mesh), sep='/')
-  read = checkpoint.read_params(workdir, step)
   flat = {path: jax.device_put(read(path), layout[path]) for path in layout}
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -1,5 +1,7 @@
 """--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
 
+Adapters are merged into their weights, or written alone, for peft.
+
 1. `check_config` refuses a checkpoint of another model;
 2. tensors are read and written parameter by parameter: no device, no second copy;
 3. `write_configs` adds config.json and generation_config.json; the tokenizer's follow;
@@ -14,11 +16,12 @@ from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_config, hf_directory, hf_weights
+from bapo_jax.models import hf_config, hf_directory, hf_weights, peft_directory
+from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
-from bapo_jax.training import checkpoint, policy
+from bapo_jax.training import checkpoint, policy, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 
@@ -30,6 +33,7 @@ def export(
   dtype: str,
   shard_bytes: int,
   which: str = 'newest',
+  adapter: bool = False,
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`.
 
@@ -38,6 +42,7 @@ def export(
     dtype: 'float32' keeps the trained weights to the last bit; 'bfloat16' halves them.
     shard_bytes: largest size of a file of tensors.
     which: newest, best or a step; see checkpoint.choose.
+    adapter: adapters alone, as peft has them; else they are merged into the weights.
 
   Returns:
     The exit status, 0.
@@ -52,6 +57,12 @@ def export(
       'without --mode=export)'
     )
   check_config(config, workdir)
+  if adapter and not (config.lora.rank and config.model.path):
+    raise ValueError(
+      f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
+      f'{config.model.path!r}: only adapters of a published model stand alone; give '
+      '--export_as=merged'
+    )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
@@ -60,12 +71,15 @@ def export(
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)
-  # bfloat16 parameters are the optimiser's float32 weights, rounded.
-  part_of_state = 'params' if config.model.dtype == 'float32' else 'opt/master'
-  get: Callable[[str], Any] = checkpoint.read_params(workdir, step, part_of_state)
-  hf_weights.save(part, get, spec, dtype, shard_bytes)
+  get: Callable[[str], Any]
+  if adapter:
+    get = weights.read_params(workdir, step)
+    peft_directory.save(part, get, spec, config.lora, config.model.path, dtype)
+  else:
+    get = policy.reader(config, workdir, step, exact=True)
+    hf_weights.save(part, get, spec, dtype, shard_bytes)
+    write_configs(part, config, spec, tokenizer, dtype)
   tokenizer_lib.save(tokenizer, policy.tokenizer_directory(config), part)
-  write_configs(part, config, spec, tokenizer, dtype)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0
@@ -75,7 +89,8 @@ def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config_lib.plain(config)))
-  for section in ('model', 'tokenizer'):
+  before = json.loads(json.dumps({'lora': LoraConfig().model_dump()})) | before
+  for section in ('model', 'lora', 'tokenizer'):
     for name, old, new in differences(before.get(section), now[section], section):
       raise ValueError(
         f'--workdir={workdir} was trained with {name}={old!r}, not {new!r}; '

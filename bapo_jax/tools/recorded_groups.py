@@ -27,7 +27,14 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, policy, rules, step_record
+from bapo_jax.training import (
+  checkpoint,
+  evaluate,
+  policy,
+  rules,
+  step_record,
+  weights,
+)
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups
@@ -156,7 +163,7 @@ def _buffered(
   """The reusable groups in the checkpoint of `step`, newest group first."""
   if step is None or not config.batch.uses_buffer:
     return
-  array = checkpoint.read_params(workdir, step, part='buffer/reusable')
+  array = weights.read_params(workdir, step, part='buffer/reusable')
   arrays: list[Any] = [array(name) for name in Groups._fields]  # on the host
   groups = Groups(*arrays)
   tokenizer = policy.load_tokenizer(config)
@@ -234,7 +241,7 @@ def ratios(
   spec = policy.spec_of(config, policy.load_tokenizer(config))
   step = checkpoint.choose(workdir, which)
   assert step is not None, 'groups with tokens come from a checkpoint'
-  array = checkpoint.read_params(workdir, step)
+  array = policy.reader(config, workdir, step)
   names = transformer.describe(spec)
   params = transformer.unflatten({name: jnp.asarray(array(name)) for name in names})
   score = jax.jit(

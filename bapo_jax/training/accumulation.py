@@ -45,7 +45,11 @@ def summed(
 
 
 def forward_all(
-  stats_of: Callable[[Tree, Array], Tree], params: Tree, count: int, used: Array
+  stats_of: Callable[[Tree, Array], Tree],
+  params: Tree,
+  count: int,
+  used: Array,
+  frozen: Tree = None,
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
   """(statistics summed over the micro-batches, their cotangents -> gradients).
 
@@ -56,8 +60,9 @@ def forward_all(
   Args:
     stats_of: (params, n) -> statistics of micro-batch n.
     count: the most micro-batches; `used` of them are computed.
+    frozen: arrays that `stats_of` reads besides; there once, too.
   """
-  own = {id(x) for x in jax.tree.leaves(params)}
+  own = {id(x) for x in jax.tree.leaves((params, frozen))}
 
   def forward(n: Array) -> tuple[Tree, list[Array]]:
     stats, pull = jax.vjp(lambda params: stats_of(params, n), params)

@@ -7,8 +7,7 @@
 3. digests of its files are part of it: a damaged one is set aside, never restored;
 4. the newest stay, from which a run goes on, and the best by evaluation;
 5. restored arrays lie as the new mesh wants them, whatever mesh saved them.
-
-Weights alone, as the warm start leaves them, are saved the same way.
+6. arrays that a run does not ask for, as an older version stored them, are not read.
 """
 
 import contextlib
@@ -22,10 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from bapo_jax.runtime import digests, hosts
+from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import quiet_absl
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
@@ -141,7 +139,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
   """Turns the system's refusal into an OSError and gives its space back."""
   path = os.path.join(checkpoints.directory, str(step))
   try:
-    with _as_oserror(path):
+    with as_oserror(path):
       yield
   except OSError:
     for half in glob.glob(glob.escape(str(checkpoints.directory)) + f'/*{HALF}'):
@@ -150,7 +148,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _as_oserror(path: str) -> Iterator[None]:
+def as_oserror(path: str) -> Iterator[None]:
   """Tensorstore raises a ValueError; the system's number stands in its text."""
   try:
     yield
@@ -165,25 +163,69 @@ def _as_oserror(path: str) -> Iterator[None]:
 def restore(
   checkpoints: CheckpointManager, step: int, like: Tree
 ) -> tuple[Tree, dict[str, Any]]:
-  """(arrays, meta) of `step`, laid out as the arrays of `like` are."""
+  """(arrays, meta) of `step`, laid out as the arrays of `like` are.
+
+  Of weights alone the numbers of the optimiser are those of `like`.
+
+  Raises:
+    ValueError: an array is not in the checkpoint.
+  """
+  meta, stored = read_meta(checkpoints, step), _stored(checkpoints, step)
   leaves, treedef = jax.tree.flatten_with_path(like)
-  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _solid(like))
-  found = checkpoints.restore(
-    step,
-    args=ocp.args.Composite(
-      arrays=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
-    ),
-  )
-  arrays = [found['arrays'].get(path_name(path), leaf) for path, leaf in leaves]
-  return treedef.unflatten(arrays), found['meta']
+  wanted = _solid(like)
+  lacks = sorted(set(wanted) - stored)
+  if meta.get('weights_only'):
+    lacks = [name for name in lacks if not name.startswith('opt/')]
+  if lacks:
+    raise ValueError(
+      f'the checkpoint of step {step} has no {", ".join(lacks[:3])}: another version '
+      'of this program, or another config, has written it'
+    )
+  wanted = {name: leaf for name, leaf in wanted.items() if name in stored}
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+  if stored - set(wanted):
+    found = _part(checkpoints, step, target)
+  else:
+    found = checkpoints.restore(
+      step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target))
+    )['arrays']
+  arrays = [
+    found[name] if (name := path_name(path)) in wanted else leaf
+    for path, leaf in leaves
+  ]
+  return treedef.unflatten(arrays), meta
+
+
+def _stored(checkpoints: CheckpointManager, step: int) -> set[str]:
+  """Paths of the arrays in the checkpoint of `step`."""
+  path = os.path.join(checkpoints.directory, str(step), 'arrays')
+  with quiet_absl(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    return set(checkpointer.metadata(path).item_metadata.tree)
+
+
+def _part(checkpoints: CheckpointManager, step: int, target: Tree) -> dict[str, Any]:
+  """Some of the arrays in the checkpoint of `step`: StandardRestore refuses others."""
+  path = os.path.join(checkpoints.directory, str(step), 'arrays')
+  with quiet_absl(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    return checkpointer.restore(
+      path,
+      args=ocp.args.PyTreeRestore(
+        item=target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        partial_restore=True,
+      ),
+    )
 
 
 def restore_newest(
-  checkpoints: CheckpointManager, like: Tree
+  checkpoints: CheckpointManager, like: Callable[[int], Tree]
 ) -> tuple[int, Tree, dict[str, Any]] | None:
   """(step, arrays, meta) of the newest whole checkpoint; None where there is none.
 
   One with a weight, or a number of the optimiser, that is not finite is damaged, too.
+
+  Args:
+    like: from a step to the arrays of a run after it.
 
   Raises:
     ValueError: there are checkpoints, and none is whole.
@@ -195,7 +237,7 @@ def restore_newest(
     if damaged and (why := damage.of_checkpoint(workdir, step)):
       damaged[step] = why
       continue
-    arrays, meta = restore(checkpoints, step, like)
+    arrays, meta = restore(checkpoints, step, like(step))
     if why := damage.not_finite(arrays):
       damaged[step] = why
       continue
@@ -253,70 +295,7 @@ def _steps(workdir: str) -> dict[int, float | None]:
   return found
 
 
-def read_params(
-  workdir: str, step: int, part: str = 'params'
-) -> Callable[[str], np.ndarray]:
-  """A function from a parameter's path to its array on the host; it reads no other.
-
-  Args:
-    part: of the run's arrays, such as 'buffer/reusable'.
-
-  Raises:
-    ValueError: the checkpoint is damaged, or (from the function) the array not finite.
-  """
-  path = os.path.join(damage.home(workdir), str(step), 'arrays')
-  way_out = f'--checkpoint=<step> takes another: {checkpoint_steps(workdir)} are there'
-  if why := damage.of_checkpoint(workdir, step):
-    raise ValueError(f'the checkpoint of step {step} is damaged ({why}); {way_out}')
-
-  def read(parameter: str) -> np.ndarray:
-    name = f'{part}/{parameter}'
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      found = checkpointer.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-          item={name: np.zeros(())},
-          restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
-          partial_restore=True,
-        ),
-      )
-    if why := damage.not_finite(found):
-      raise ValueError(f'the checkpoint of step {step} is damaged ({why}); {way_out}')
-    return found[name]
-
-  return read
-
-
 def _solid(tree: Tree) -> dict[str, Any]:
   """path -> leaf, without arrays of no elements: orbax refuses to save those."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
-
-
-def save_params(path: str, params: Tree) -> None:
-  """Writes weights to the directory `path`, whole or not at all.
-
-  Raises:
-    OSError: the system refused.
-  """
-  with (
-    _as_oserror(path),
-    ocp.StandardCheckpointer(temporary_path_class=damage.Digested) as checkpointer,
-  ):
-    checkpointer.save(os.path.abspath(path), params, force=True)
-
-
-def restore_params(path: str, like: Tree) -> Tree:
-  """The weights at `path`, laid out as `like` is.
-
-  Raises:
-    ValueError: they are damaged, in words.
-  """
-  if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(why)
-  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-  with ocp.StandardCheckpointer() as checkpointer:
-    params = checkpointer.restore(os.path.abspath(path), target)
-  if why := damage.not_finite({'params': params}):
-    raise ValueError(why)
-  return params

@@ -23,7 +23,13 @@ from bapo_jax.algorithms.knobs import (
 )
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
-from bapo_jax.models.knobs import POSITIONS, LogprobsConfig, MeshConfig, ModelConfig
+from bapo_jax.models.knobs import (
+  POSITIONS,
+  LogprobsConfig,
+  LoraConfig,
+  MeshConfig,
+  ModelConfig,
+)
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.runtime import machine
@@ -61,6 +67,7 @@ class Config(Section):
   )
   mesh: MeshConfig = knob(MeshConfig, 'The device mesh.')
   model: ModelConfig = knob(ModelConfig, 'The policy.')
+  lora: LoraConfig = knob(LoraConfig, 'Low-rank adapters.')
   logprobs: LogprobsConfig = knob(LogprobsConfig, 'Log-probabilities.')
   tokenizer: TokenizerConfig = knob(TokenizerConfig, 'Tokenizer and template.')
   problems: ProblemsConfig = knob(ProblemsConfig, 'Data.')

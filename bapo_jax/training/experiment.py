@@ -26,10 +26,10 @@ from bapo_jax.runtime.workdir import (
   open_workdir,
   writable,
 )
-from bapo_jax.training import checkpoint, evaluate, report, setup, step_record
+from bapo_jax.training import checkpoint, evaluate, report, setup, step_record, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
-from bapo_jax.training.resume import Spent, arrays, resume, same_problems, scalars
+from bapo_jax.training.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.training.state import Metrics, Trainer, TrainState
 from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.training.welcome import welcome
@@ -102,12 +102,14 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
     record_again(t, workdir, s)
   else:
     t = compiled(t, s)
+  base = weights.fingerprint(t.base)
 
   def cost() -> Spent:
     return {
       'wall_s': spent['wall_s'] + time.perf_counter() - began,
       'phases': timer.seconds,
       'problems': identity,
+      'base': base,
       'peak_rss_bytes': max(spent['peak_rss_bytes'], machine.peak_rss()),
       'mesh': dict(t.mesh.shape),
     }
@@ -242,10 +244,11 @@ class Run:
       return
     with self.t.timer('save'):
       if s.step not in self.checkpoints.all_steps():
-        meta = self.cost() | {'run': scalars(s)}
+        arrays, meta = snapshot(self.t, s)
         accuracy = row.get('eval/accuracy')
-        step_record.write(self.t, self.workdir)
-        checkpoint.save(self.checkpoints, s.step, arrays(self.t, s), meta, accuracy)
+          meta |= self.cost()
+          step_record.write(self.t, self.workdir)
+          checkpoint.save(self.checkpoints, s.step, arrays, meta, accuracy)
       if last:
         checkpoint.wait(self.checkpoints)
 
@@ -283,7 +286,7 @@ def evaluation(
   """(result, samples) on the held-out problems, through the door of training."""
   knobs = t.config.evaluate
   return evaluate.evaluate(
-    decode.sync_actor(params, t.spec, t.mesh),
+    decode.sync_actor(t.weights(params), t.spec, t.mesh),
     t.held_out,
     t.tokenizer,
     jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1),

@@ -139,3 +139,8 @@ class CheckpointConfig(Section):
   every: int = knob(10, 'Learner steps between checkpoints.', least=1)
   keep: int = knob(2, 'Newest checkpoints that remain.', least=1)
   best: int = knob(1, 'Best evaluated checkpoints that remain as well.', least=0)
+  final: Literal['run', 'weights'] = knob(
+    'run',
+    'What the checkpoint of a finished run holds: all, so that more steps can follow, '
+    'or no optimiser state, to be evaluated and exported only.',
+  )

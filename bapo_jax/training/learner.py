@@ -171,6 +171,7 @@ def learn(
   params: Tree,
   opt: Tree,
   batch: Batch,
+  base: Tree = None,
   *,
   tx: optax.GradientTransformation,
   objective: Objective,
@@ -183,9 +184,10 @@ def learn(
   not tell that the weights are lost.
 
   Args:
+    base: see `objective.gradient`.
     record: TOKENS stands beside the metrics.
   """
-  value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective)
+  value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
   computed = objective.computed(batch)
   own_BT = computed.loss_mask_BT & batch.on_policy_BT

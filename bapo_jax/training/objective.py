@@ -14,7 +14,7 @@ from jax import Array
 
 from bapo_jax.algorithms import loss
 from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
-from bapo_jax.models import logprobs, packing
+from bapo_jax.models import logprobs, lora, packing
 from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
@@ -127,10 +127,12 @@ class MicroBatches(NamedTuple):
 
   batch: Batch  # its mask holds the tokens that are computed
   packed: Packed
+  base: Tree  # of `lora.attach`
 
   def stats(self, params: Tree, n: Array | int, objective: Objective) -> TokenStats:
     """Statistics of the tokens of micro-batch n at their places [B, T]; 0 elsewhere."""
-    found = objective.token_stats(params, self.packed.cells(n))
+    weights = lora.attach(self.base, params)
+    found = objective.token_stats(weights, self.packed.cells(n))
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), found)
 
   def mine(self, n: Array | int) -> Array:
@@ -142,7 +144,9 @@ class MicroBatches(NamedTuple):
     return self.batch._replace(loss_mask_BT=self.batch.loss_mask_BT & self.mine(n))
 
 
-def micro_batches(batch: Batch, objective: Objective) -> MicroBatches:
+def micro_batches(
+  batch: Batch, objective: Objective, base: Tree = None
+) -> MicroBatches:
   """What an objective computes of a batch, packed."""
   o, batch = objective, objective.computed(batch)
   packed = packing.pack(
@@ -152,11 +156,11 @@ def micro_batches(batch: Batch, objective: Objective) -> MicroBatches:
     width=packing.widest(o.spec),
     packed=o.pack,
   )
-  return MicroBatches(batch, packed)
+  return MicroBatches(batch, packed, base)
 
 
 def gradient(
-  params: Tree, batch: Batch, objective: Objective
+  params: Tree, batch: Batch, objective: Objective, base: Tree = None
 ) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
   """The loss of one minibatch and its gradient.
 
@@ -170,13 +174,16 @@ def gradient(
   the bounds ('stored'). bounds_scope='micro_batch' needs neither and gives every
   micro-batch the bounds of its own tokens, a mixture of objectives.
 
+  Args:
+    base: frozen weights where `params` are adapters; None: there are none.
+
   Returns:
     (loss, gradients, (statistics of the computed tokens, 0 elsewhere, bounds)).
   """
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
   scale_B *= filled_share(batch)
-  parts = micro_batches(batch, o)
+  parts = micro_batches(batch, o, base)
   if o.stores and parts.packed.shape.micro_batches > 1:
     return _of_all(params, parts, scale_B, o)
   return _one_by_one(params, parts, scale_B, o)
@@ -192,6 +199,7 @@ def _of_all(
     params,
     parts.packed.shape.micro_batches,
     parts.packed.used,
+    parts.base,
   )
 
   def value_of(stats: TokenStats) -> tuple[Array, Bounds]:

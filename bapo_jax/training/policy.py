@@ -10,6 +10,7 @@ import functools
 import os
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -17,12 +18,13 @@ from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_directory, hf_weights, transformer
+from bapo_jax.models import hf_directory, hf_weights, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import checkpoint, damage, remat, sft
+from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import damage, remat, sft, weights
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
@@ -76,7 +78,17 @@ def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
 
   Args:
     tokenizer: gives the vocabulary of the embedded policy; not read for another.
+
+  Raises:
+    ValueError: adapters do not fit the model.
   """
+  spec = _spec_of(config, tokenizer)
+  if config.lora.rank:
+    lora.shapes(spec, config.lora.rank, config.lora.targets)
+  return spec
+
+
+def _spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding'})
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
@@ -102,8 +114,36 @@ def load(
   return dataclasses.replace(spec, dtype=dtype), cast(params)
 
 
-def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
-  """The embedded policy after its warm start; the workdir holds it for the next run."""
+def reader(
+  config: Config, workdir: str, step: int, exact: bool = False
+) -> weights.Read:
+  """The weights of a checkpoint, a parameter at a time; adapters are merged into them.
+
+  Args:
+    exact: in float32, where bfloat16 weights are the optimiser's, rounded.
+
+  Raises:
+    ValueError: the checkpoint, or what its adapters belong to, is damaged or not there.
+  """
+  if not config.lora.rank:
+    master = exact and config.model.dtype != 'float32'
+    return weights.read_params(workdir, step, 'opt/master' if master else 'params')
+  spec = spec_of(config, load_tokenizer(config))
+  if path := config.model.path:
+    base = hf_weights.reader(hf_directory.here(path), spec)
+  else:
+    own = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
+    saved = weights.read_saved(warm_start_path(own, workdir))
+    dtypes = transformer.flatten(transformer.abstract(spec))
+
+    def base(parameter: str) -> np.ndarray:
+      return saved(parameter).astype(dtypes[parameter].dtype)
+
+  return weights.merged(config, spec, base, weights.read_params(workdir, step))
+
+
+def warm_start_path(config: Config, workdir: str) -> str:
+  """Where the workdir holds the embedded policy after its warm start."""
   problems = config.problems
   kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
   recipe = {
@@ -114,7 +154,12 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
     },
   }
-  path = os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
+  return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
+
+
+def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
+  """The embedded policy after its warm start; the workdir holds it for the next run."""
+  path = warm_start_path(config, workdir)
   if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
     like = transformer.abstract(spec)
     layout = sharding.shardings(like, mesh)
@@ -122,7 +167,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout
     )
     try:
-      return checkpoint.restore_params(path, like)
+      return weights.restore_params(path, like)
     except ValueError as error:  # nothing is lost: the recipe is at hand
       log(f'The warm start {path} is damaged ({error}): it is made again.')
   with timer('warm start'):
@@ -131,11 +176,11 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       spec,
       mesh,
       config.row_length,
-      *sources.sft_problems(problems),
+      *sources.sft_problems(config.problems),
       seed=config.seed,
       **config.sft.model_dump(),
     )
   if bad := damage.not_finite({'params': params}):
     raise ValueError(f'the warm start diverged: {bad}; lower sft.lr={config.sft.lr}')
-  checkpoint.save_params(path, params)
+  weights.save_params(path, params)
   return params

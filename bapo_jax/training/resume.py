@@ -4,8 +4,9 @@ from typing import Any
 
 from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import checkpoint
+from bapo_jax.training import checkpoint, weights
 from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.training.trainer import finished
 
 Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
 
@@ -23,12 +24,30 @@ SCALARS = (
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """The part of a state that is arrays.
 
-  The actor is laid out as the parameters are: its own layout depends on the mesh, and
-  another one may resume.
+  The actor is among them where the next step decodes with it; else that step begins
+  with the weights of now. It is laid out as the parameters are: its own layout depends
+  on the mesh, and another one may resume. One that is merged from adapters is them:
+  frozen weights are no part of a state.
   """
-  actor = decode.params_of(s.actor, t.spec, t.mesh)
-  found = {'params': s.params, 'opt': s.opt, 'actor': actor, 'buffer': s.buffer}
+  found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
+    found['actor'] = s.actor_adapters
+  elif s.step % t.config.rollout.weight_sync_interval:
+    found['actor'] = decode.params_of(s.actor, t.spec, t.mesh)
   return found if s.partial is None else found | {'partial': s.partial.state()}
+
+
+def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+  """(arrays, meta) of a checkpoint of this state.
+
+  A run that does not go on needs no optimiser state; its float32 weights stay.
+  """
+  found = arrays(t, s)
+  bare = t.config.checkpoint.final == 'weights' and finished(t.config, s)
+  if bare:
+    master = getattr(s.opt, 'master', None)
+    found['opt'] = {} if master is None else {'master': master}
+  return found, {'run': scalars(s), 'weights_only': bare}
 
 
 def scalars(s: TrainState) -> dict[str, int]:
@@ -49,20 +68,52 @@ def resume(
       rollouts name other ones, and are left out.
 
   Raises:
-    ValueError: there are checkpoints, and none is whole.
+    ValueError: there are checkpoints, and none is whole; or the newest does not fit:
+      weights alone, of a run that is to go on, or adapters of other frozen weights.
   """
-  newest = checkpoint.restore_newest(checkpoints, arrays(t, s))
+  newest = checkpoint.restore_newest(
+    checkpoints, lambda step: arrays(t, s.replace(step=step))
+  )
   if newest is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
   step, found, meta = newest
   log(f'Resuming after step {step}.')
+  s = _whole_actor(t, s.replace(**meta['run']), found)
+  _check(t, s, meta)
   partial = found.pop('partial', None)
-  found['actor'] = decode.sync_actor(found['actor'], t.spec, t.mesh)
   if not same:
     found['buffer'] = s.buffer
   elif partial and s.partial is not None:
     s.partial.restore(partial)
-  return s.replace(**found, **meta['run']), meta
+  return s.replace(**found), meta
+
+
+def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
+  """The state with its actor, which is taken out of `found`, or made of its weights."""
+  params = found.pop('actor', None)
+  version = s.step if params is None else s.actor_version
+  params = found['params'] if params is None else params
+  return s.replace(
+    actor=decode.sync_actor(t.weights(params), t.spec, t.mesh),
+    actor_adapters=t.adapters(params),
+    actor_version=version,
+  )
+
+
+def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
+  """Raises ValueError unless a run can go on from a checkpoint of this meta."""
+  if meta.get('weights_only') and not finished(t.config, s):
+    raise ValueError(
+      f'the checkpoint of step {s.step} holds no optimiser state, as '
+      'checkpoint.final=weights asked for, and no run goes on from it; export it '
+      '(--mode=export) and start in another --workdir with it as model.path'
+    )
+  if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:
+    raise ValueError(
+      f'the frozen weights are not those that the adapters of step {s.step} were '
+      f'trained on (fingerprints, {meta["base"]} then, {now} now); bring back those of '
+      f'model.path={t.config.model.path!r}, or start in another --workdir'
+    )
 
 
 def same_problems(

@@ -20,7 +20,7 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts, sources
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import attention, hf_directory, hf_weights
+from bapo_jax.models import attention, hf_directory, hf_weights, lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
@@ -129,15 +129,21 @@ def make_engine(
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-  """AdamW, with float32 weights of its own where the parameters are less."""
-  master = config.model.dtype != 'float32'
+  """AdamW, with float32 weights of its own where the parameters are less.
+
+  Adapters are float32 in any case; model.dtype is then that of the frozen weights.
+  """
+  master = config.model.dtype != 'float32' and not config.lora.rank
   return optimizer_lib.adamw(master=master, **config.optimizer.model_dump())
 
 
 def make_train_step(
   config: Config, rules: Rules, spec: ModelSpec
 ) -> jax.stages.Wrapped:
-  """One optimiser update, jitted; parameters and optimiser state are donated."""
+  """One optimiser update, jitted; parameters and optimiser state are donated.
+
+  Frozen weights, which stay, are its keyword `base`.
+  """
   objective = Objective(
     clip_rule=rules.clip,
     loss_rule=rules.loss,
@@ -178,7 +184,8 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
   step = make_train_step(t.config, t.rules, t.spec)
   with sharding.current(t.mesh):
     batch = abstract_batch(t.config, t.mesh)
-    return step.lower(s.params, s.opt, batch).compile()
+    compiled = step.lower(s.params, s.opt, batch, base=t.base).compile()
+  return functools.partial(compiled, base=t.base)
 
 
 def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
@@ -193,12 +200,13 @@ def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
 
 
 def _proximal(
-  config: Config, spec: ModelSpec, mesh: Mesh
+  config: Config, spec: ModelSpec, mesh: Mesh, base: Tree
 ) -> Callable[[Tree, Groups], Array] | None:
   """Scores a batch by the weights of the step's start, where the loss rule asks."""
   if not config.loss.needs_proximal:
     return None
-  return sharding.under(mesh, jax.jit(_score(config, spec)))
+  score = sharding.under(mesh, jax.jit(_score(config, spec)))
+  return lambda params, groups: score(lora.attach(base, params), groups)
 
 
 def _recompute(config: Config, spec: ModelSpec, mesh: Mesh) -> Recompute | None:
@@ -217,9 +225,11 @@ def make_trainer(
   mesh: Mesh,
   verifier: Verifier,
   timer: PhaseTimer,
+  base: Tree = None,
 ) -> Trainer:
   """Everything that is fixed for a run."""
   bound = rules.bind(config)
+  train_step = sharding.under(mesh, make_train_step(config, bound, spec))
   return Trainer(
     config=config,
     rules=bound,
@@ -230,10 +240,11 @@ def make_trainer(
     held_out=material.held_out,
     engine=make_engine(config, spec, material.tokenizer, mesh),
     verifier=verifier,
-    train_step=sharding.under(mesh, make_train_step(config, bound, spec)),
-    proximal=_proximal(config, spec, mesh),
+    train_step=functools.partial(train_step, base=base),
+    proximal=_proximal(config, spec, mesh, base),
     recompute=_recompute(config, spec, mesh),
     timer=timer,
+    base=base,
   )
 
 
@@ -255,10 +266,26 @@ def initial_state(t: Trainer, params: Tree) -> TrainState:
   return TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
-    actor=decode.sync_actor(params, t.spec, t.mesh),
+    actor=decode.sync_actor(t.weights(params), t.spec, t.mesh),
+    actor_adapters=t.adapters(params),
     buffer=buffer,
     partial=PartialRollouts(t.engine, t.config.places) if partial else None,
   )
+
+
+def trained(
+  config: Config, spec: ModelSpec, weights: Tree, mesh: Mesh
+) -> tuple[Tree, Tree]:
+  """(base, params): new adapters of these weights, or None and the weights themselves.
+
+  The warm start of the embedded policy trains all weights, which are then frozen.
+  """
+  if not config.lora.rank:
+    return None, weights
+  make = functools.partial(lora.init, spec, **config.lora.model_dump())
+  key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 3)
+  layout = sharding.shardings(jax.eval_shape(make, key), mesh)
+  return weights, jax.jit(make, out_shardings=layout)(key)
 
 
 def start(
@@ -272,9 +299,10 @@ def start(
   mesh = make_mesh(config)
   with timer('load'):
     material = material or read(config, workdir)
-  spec, params = policy.load(config, workdir, material.tokenizer, mesh, timer)
+  spec, weights = policy.load(config, workdir, material.tokenizer, mesh, timer)
+  base, params = trained(config, spec, weights, mesh)
   if warning := sharding.kv_replication_warning(mesh, spec.kv_heads):
     log(warning)
   verifier = verifier or make_verifier(config)
-  t = make_trainer(config, material, spec, mesh, verifier, timer)
+  t = make_trainer(config, material, spec, mesh, verifier, timer, base)
   return t, initial_state(t, params)

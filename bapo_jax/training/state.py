@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models import lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
@@ -62,15 +65,25 @@ class Trainer:
   recompute: Recompute | None  # scores what was sampled, where asked for
   timer: PhaseTimer
   newest: NewestStep = dataclasses.field(default_factory=NewestStep)
+  base: Tree = None  # frozen weights, where adapters are trained
+
+  def weights(self, params: Tree) -> Tree:
+    """What the model computes with, given what is trained."""
+    return lora.attach(self.base, params)
+
+  def adapters(self, params: Tree) -> Tree:
+    """A copy of the adapters that an actor is merged from; None without a base."""
+    return None if self.base is None else jax.tree.map(jnp.copy, params)
 
 
 class TrainState(struct.PyTreeNode):
   """Everything that changes in a run: save it and everything is saved."""
 
-  params: Tree
+  params: Tree  # what is trained: all weights, or adapters
   opt: Tree
   actor: Tree  # the weights that decode, up to weight_sync_interval steps old
   buffer: ReplayBuffer
+  actor_adapters: Tree = None  # those that the actor is merged from
   step: int = struct.field(pytree_node=False, default=0)  # learner steps done
   actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
   prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled

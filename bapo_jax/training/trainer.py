@@ -64,8 +64,9 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
-  actor = decode.sync_actor(s.params, t.spec, t.mesh)
-  return s.replace(actor=actor, actor_version=s.step)
+  actor = decode.sync_actor(t.weights(s.params), t.spec, t.mesh)
+  adapters = t.adapters(s.params)
+  return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
@@ -82,7 +83,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     return nothing(t.engine)
   actor = s.actor
   if s.actor_version != s.step:
-    actor = decode.sync_actor(s.params, t.spec, t.mesh)
+    actor = decode.sync_actor(t.weights(s.params), t.spec, t.mesh)
   found = rollout(
     PartialRollouts(t.engine, len(hard.id_P)),
     actor,
@@ -91,7 +92,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     policy_version=s.step,
     **_rollout_knobs(t, s, s.prompt_round, hard),
   )
-  return recompute(t, found, s.params, s.step)
+  return recompute(t, found, t.weights(s.params), s.step)
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
@@ -117,12 +118,15 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
 def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
   """`recompute` of what the actor sampled."""
   if t.recompute is None or s.actor_version == s.step:
-    return recompute(t, found, s.params, s.actor_version)
-  params = decode.params_of(s.actor, t.spec, t.mesh)
-  return recompute(t, found, params, s.actor_version)
+    return recompute(t, found, t.weights(s.params), s.actor_version)
+  if s.actor_adapters is not None:
+    weights = t.weights(s.actor_adapters)
+  else:
+    weights = decode.params_of(s.actor, t.spec, t.mesh)
+  return recompute(t, found, weights, s.actor_version)
 
 
-def recompute(t: Trainer, found: Rollout, params: Tree, version: int) -> Rollout:
+def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollout:
   """The rollout with the learner's log-probabilities, where the config asks for them.
 
   Now, since at the next step the weights of learner step `version` may be gone.
@@ -130,7 +134,7 @@ def recompute(t: Trainer, found: Rollout, params: Tree, version: int) -> Rollout
   if t.recompute is None:
     return found
   with t.timer('score'):
-    groups, diff = jax.block_until_ready(t.recompute(params, found.groups, version))
+    groups, diff = jax.block_until_ready(t.recompute(weights, found.groups, version))
   return found._replace(groups=groups, logp_diff=diff)
 
 

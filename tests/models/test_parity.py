@@ -26,7 +26,7 @@ from bapo_jax.models import (
 )
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, policy
+from bapo_jax.training import policy, weights
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
@@ -250,7 +250,7 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
   reader = policy.load_tokenizer(config)
   spec = policy.spec_of(config, reader)
-  read = checkpoint.read_params(str(tmp_path), 1)
+  read = weights.read_params(str(tmp_path), 1)
   params = transformer.unflatten(
     {name: read(name) for name in transformer.describe(spec)}
   )

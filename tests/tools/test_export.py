@@ -17,7 +17,7 @@ from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import hf_weights, transformer
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, experiment
+from bapo_jax.training import checkpoint, experiment, weights
 
 
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])
@@ -132,7 +132,7 @@ def test_one_parameter_is_read_without_the_others(tmp_path):
   devices = sharding.make(2, 2, 2)
   placed = jax.device_put(params, sharding.shardings(params, devices))
   saved(tmp_path, placed)
-  get = checkpoint.read_params(str(tmp_path), 1)
+  get = weights.read_params(str(tmp_path), 1)
   for path, array in traverse_util.flatten_dict(params, sep='/').items():
     found = get(path)
     assert type(found) is np.ndarray

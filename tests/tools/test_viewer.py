@@ -15,7 +15,7 @@ from bapo_jax.algorithms import advantage, replay_buffer
 from bapo_jax.data import tokenizer
 from bapo_jax.models import layers, transformer
 from bapo_jax.tools import recorded_groups, viewer
-from bapo_jax.training import checkpoint, config, policy
+from bapo_jax.training import checkpoint, config, policy, weights
 from bapo_jax.training.config import Config
 
 TEXT = tokenizer.load('characters', '{problem}\n')
@@ -232,7 +232,7 @@ def test_another_checkpoint_is_shown_with_what_was_known_by_then(buffered, monke
     sources('4')
   assert recorded_groups.last_step(workdir, '3') == 3
   assert recorded_groups.last_step(workdir, 'newest') == math.inf
-  embed = [checkpoint.read_params(workdir, step)('embed') for step in (3, 5)]
+  embed = [weights.read_params(workdir, step)('embed') for step in (3, 5)]
   assert not np.array_equal(*embed)
   (group,) = recorded_groups.read(workdir, '3')[:1]
   ratios = [recorded_groups.ratios(config, workdir, w)(group)[0] for w in ('3', 'best')]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import last_run, tiny
 
-from bapo_jax.training import checkpoint, experiment
+from bapo_jax.training import experiment, weights
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, one_device, capsys):
   # The weights that are saved are those before: they were changed, and are finite.
   for name in ('embed', 'final_norm'):
     before, last = (
-      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
+      weights.read_params(str(workdir), n)(name) for n in (step - 1, step)
     )
     assert np.isfinite(last).all() and np.abs(last).max() > 1e20
     np.testing.assert_array_equal(last, before)

@@ -1,0 +1,88 @@
+"""Adapters as a directory that peft loads beside the model that they belong to.
+
+1. `stored` lists its tensors: A and B of each projection of each layer;
+2. `config_of` is its adapter_config.json;
+3. `save` writes both.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bapo_jax.models import hf_tensors, lora, safetensors_io
+from bapo_jax.models.hf_tensors import Shape
+from bapo_jax.models.knobs import LoraConfig
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import hub_names
+
+WEIGHTS = 'adapter_model.safetensors'
+
+
+def save(
+  path: str,
+  get: Callable[[str], Any],
+  spec: ModelSpec,
+  knobs: LoraConfig,
+  model: str,
+  dtype: str,
+) -> None:
+  """Writes adapter_config.json and the tensors to the directory `path`.
+
+  Args:
+    get: returns A [L, *in, rank] or B [L, rank, *out] by its path, 'layers/q/a'.
+    model: model.path of the run.
+    dtype: of all tensors: 'float32', 'float16' or 'bfloat16'.
+  """
+  with open(os.path.join(path, 'adapter_config.json'), 'w') as file:
+    json.dump(config_of(spec, knobs, model), file, indent=2)
+  shapes, kind = stored(spec, knobs), jnp.dtype(dtype)
+  tensors = _as_stored(get, spec, knobs, kind)
+  safetensors_io.write(os.path.join(path, WEIGHTS), kind.name, shapes, tensors)
+
+
+def config_of(spec: ModelSpec, knobs: LoraConfig, model: str) -> dict[str, Any]:
+  """adapter_config.json: what peft needs to know."""
+  hub = hub_names.parse(model)
+  adapted = lora.shapes(spec, knobs.rank, knobs.targets)
+  modules = sorted(hf_tensors.NAMES[path].split('.')[-2] for path in adapted)
+  return {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': hub.repository if hub else model,
+    'revision': hub.revision if hub else None,
+    'r': knobs.rank,
+    'lora_alpha': knobs.alpha,
+    'lora_dropout': 0.0,
+    'target_modules': modules,
+    'bias': 'none',
+    'fan_in_fan_out': False,
+    'inference_mode': True,
+  }
+
+
+def stored(spec: ModelSpec, knobs: LoraConfig) -> dict[str, Shape]:
+  """Every tensor: name -> shape, [rank, in] and [out, rank]."""
+  shapes: dict[str, Shape] = {}
+  for path, (a, b) in lora.shapes(spec, knobs.rank, knobs.targets).items():
+    for i in range(spec.layers):
+      name = f'base_model.model.{hf_tensors.NAMES[path].format(i)}'
+      name = name.removesuffix('.weight')
+      shapes[f'{name}.lora_A.weight'] = (knobs.rank, math.prod(a[1:-1]))
+      shapes[f'{name}.lora_B.weight'] = (math.prod(b[2:]), knobs.rank)
+  return shapes
+
+
+def _as_stored(
+  get: Callable[[str], Any], spec: ModelSpec, knobs: LoraConfig, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+  """The tensors, in the order of `stored`: heads and their widths are one axis."""
+  for path in lora.shapes(spec, knobs.rank, knobs.targets):
+    a, b = (np.asarray(get(f'{path}/{side}')) for side in 'ab')
+    for i in range(spec.layers):
+      yield np.ascontiguousarray(a[i].reshape(-1, knobs.rank).T.astype(dtype))
+      yield np.ascontiguousarray(b[i].reshape(knobs.rank, -1).T.astype(dtype))

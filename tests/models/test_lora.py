@@ -1,0 +1,193 @@
+"""Adapters: what they add, which weights have one, and that the rest stays frozen."""
+
+import dataclasses
+import math
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.models import decoder, knobs, layers, logprobs, lora, transformer
+
+SPEC = dataclasses.replace(making.SPEC, heads=4, kv_heads=2, ffn=24, vocab=12)
+ALL = knobs.LoraConfig().targets
+
+
+def adapters(spec=SPEC, rank=3, alpha=6.0, targets=ALL, seed=0):
+  """Adapters in which neither A nor B is zero."""
+  made = lora.init(spec, jax.random.key(seed), rank=rank, alpha=alpha, targets=targets)
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: x + jnp.float32(rng.normal(0, 0.3, x.shape)), made)
+
+
+def logits(weights, tokens_BT, spec=SPEC):
+  """[B, T, V] of whole rows."""
+  hidden_BTD = layers.forward(weights, tokens_BT, spec)
+  return jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(weights))
+
+
+def test_a_product_with_an_adapter_by_hand():
+  # W = 1, A = [1, 2], B = [3, 4], scale 1/2: 5 (1 + (1*3 + 2*4) / 2) = 32.5
+  adapter = lora.Adapter(jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [4.0]]), 0.5)
+  w = lora.Adapted(jnp.ones((1, 1)), adapter)
+  assert layers.product(jnp.full((1, 1), 5.0), w) == 32.5
+  stacked = jax.tree.map(lambda x: x[None], w)
+  assert lora.layer(stacked, 0) == 6.5
+  assert lora.merge({'w': stacked})['w'].shape == (1, 1, 1)
+
+
+def test_new_adapters_add_nothing_and_a_has_the_variance_of_peft():
+  spec = dataclasses.replace(SPEC, width=64, ffn=96)
+  made = lora.init(spec, jax.random.key(0), rank=8, alpha=32.0, targets=ALL)
+  for path, adapter in transformer.flatten(made).items():
+    inputs = math.prod(adapter.a.shape[1:-1])
+    assert not adapter.b.any() and adapter.scale == 4
+    # Uniform on +-1 / sqrt(n): variance 1 / 3n.
+    assert np.abs(adapter.a).max() <= inputs**-0.5
+    assert adapter.a.var() * 3 * inputs == pytest.approx(1, abs=0.15), path
+  params = making.params(spec)
+  tokens_BT = jnp.arange(10).reshape(2, 5)
+  np.testing.assert_array_equal(
+    logits(lora.attach(params, made), tokens_BT, spec), logits(params, tokens_BT, spec)
+  )
+
+
+@pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
+def test_merged_weights_give_the_logits_of_unmerged_ones(remat):
+  spec = dataclasses.replace(SPEC, remat=remat)
+  params, made = making.params(spec), adapters(spec)
+  weights = lora.attach(params, made)
+  tokens_BT = jnp.arange(12).reshape(2, 6)
+  unmerged = logits(weights, tokens_BT, spec)
+  assert np.abs(unmerged - logits(params, tokens_BT, spec)).max() > 0.1
+  np.testing.assert_allclose(
+    logits(lora.merge(weights), tokens_BT, spec), unmerged, atol=1e-5
+  )
+
+
+def test_decoding_reads_merged_weights():
+  weights = lora.attach(making.params(SPEC), adapters())
+  for joined in (False, True):
+    merged = decoder.params_of(decoder.actor(weights, SPEC, joined), SPEC)
+    for path, w in transformer.flatten(lora.merge(weights)).items():
+      np.testing.assert_array_equal(transformer.flatten(merged)[path], w, path)
+
+
+def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once():
+  spec = dataclasses.replace(SPEC, compute='bfloat16', dtype='bfloat16')
+  base, made = transformer.cast(making.params(spec), 'bfloat16'), adapters(spec)
+  found = decoder.actor(lora.attach(base, made), spec, joined=False)['layers'][1]['up']
+  up = transformer.flatten(made)['layers/up']
+  wide = base['layers']['up'][1].astype('float32') + up.scale * up.a[1] @ up.b[1]
+  assert found.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(found, wide.astype(jnp.bfloat16))
+
+
+def test_targets_choose_by_the_whole_path():
+  chosen = lora.shapes(SPEC, 2, 'layers/(q|v)')
+  assert sorted(chosen) == ['layers/q', 'layers/v']
+  # [L, D, rank] and [L, rank, H, C]
+  assert chosen['layers/q'] == ((2, 16, 2), (2, 2, 4, 8))
+  # What is summed over has two axes: [L, H, C, rank] and [L, rank, D].
+  assert lora.shapes(SPEC, 2, '.*o') == {'layers/o': ((2, 4, 8, 2), (2, 2, 16))}
+  assert len(lora.shapes(SPEC, 2, '.*')) == len(knobs.PROJECTIONS)
+  # L (in + out) rank of each: q 16, 32; k and v 16, 16; o 32, 16; three of 16, 24.
+  assert lora.count(SPEC, 2, ALL) == 2 * 2 * (48 + 32 + 32 + 48 + 3 * 40)
+
+
+def test_a_rank_above_the_smaller_side_of_a_weight_is_refused():
+  with pytest.raises(ValueError) as error:
+    lora.shapes(SPEC, 17, ALL)
+  assert str(error.value) == (
+    'lora.rank=17: layers/q has 16 inputs and 32 outputs, whose products have rank 16 '
+    'at most; give 1 to 16, or other lora.targets'
+  )
+
+
+@pytest.mark.parametrize(
+  ('targets', 'says'),
+  [
+    ('q_proj', 'the nearest are layers/q, layers/o, layers/'),
+    ('layers/q_bias', 'the nearest are layers/q, layers/'),
+    ('layers/(q', 'no regular expression (missing ), unterminated subpattern'),
+  ],
+)
+def test_targets_that_match_nothing_are_refused(targets, says):
+  with pytest.raises(ValueError, match='targets=') as error:
+    knobs.LoraConfig(targets=targets)
+  assert says in str(error.value)
+
+
+def products(function, argument):
+  """The sorted shapes of all products in a program, those in its loops included."""
+  found = set()
+
+  def visit(jaxpr):
+    for equation in jaxpr.eqns:
+      if equation.primitive.name == 'dot_general':
+        found.add(tuple(sorted(equation.outvars[0].aval.shape)))
+      for inner in jax.extend.core.jaxprs_in_params(equation.params):
+        visit(inner)
+
+  visit(jax.make_jaxpr(function)(argument).jaxpr)
+  return found
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_no_product_of_the_gradient_is_as_large_as_a_frozen_weight(tied):
+  spec = dataclasses.replace(SPEC, tied=tied, ffn=40, vocab=56)
+  base = making.params(spec)
+  tokens_BT = jnp.zeros((2, 6), jnp.int32)
+
+  def loss(weights):
+    return logprobs.sequence_logprobs(weights, tokens_BT, spec, 1.0)[0].sum()
+
+  shapes = {
+    path: tuple(sorted(shape[1:] if path.startswith('layers') else shape))
+    for path, (shape, _) in transformer.describe(spec).items()
+    if path in knobs.PROJECTIONS or path in ('embed', 'head')
+  }
+  full = products(jax.grad(loss), base)
+  unmerged = products(
+    jax.grad(lambda made: loss(lora.attach(base, made))), adapters(spec)
+  )
+  if not tied:
+    del shapes['embed']  # read by row: without a product
+  for path, shape in shapes.items():
+    assert shape in full, path
+    assert shape not in unmerged, path
+
+
+def test_adapters_lie_on_the_mesh_as_the_sides_of_their_weight_do():
+  mesh = sharding.make(2, 2, 2)
+  layout = sharding.shardings(jax.eval_shape(adapters), mesh)
+  flat = transformer.flatten(layout)
+  assert flat['layers/q'].a.spec == P(None, 'fsdp', None)
+  assert flat['layers/q'].b.spec == P(None, None, 'tensor', None)
+  assert flat['layers/o'].a.spec == P(None, 'tensor', None, None)
+  assert flat['layers/o'].b.spec == P(None, None, 'fsdp')
+  assert flat['layers/down'].a.spec == P(None, 'tensor', None)
+  assert flat['layers/up'].b.spec == P(None, None, 'tensor')
+
+
+def test_eight_devices_give_the_logits_of_one():
+  mesh = sharding.make(2, 2, 2)
+  weights = lora.attach(making.params(SPEC), adapters())
+  tokens_BT = jnp.arange(24).reshape(4, 6) % 12
+  spread = jax.device_put(
+    lora.attach(
+      *(
+        jax.device_put(x, sharding.shardings(x, mesh))
+        for x in (making.params(SPEC), adapters())
+      )
+    )
+  )
+  found = sharding.under(mesh, jax.jit(logits, static_argnames='spec'))(
+    spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
+  )
+  np.testing.assert_allclose(found, logits(weights, tokens_BT), atol=1e-5)
