@@ -210,7 +210,7 @@ def _filled(
 
 def save(
   path: str,
-  get: Callable[[str], jax.Array],
+  get: Callable[[str], jax.Array | np.ndarray],
   spec: transformer.ModelSpec,
   dtype: str = 'float32',
   shard_bytes: int = 5 * 10**9,
@@ -243,7 +243,9 @@ def save(
 
 
 def _as_stored(
-  get: Callable[[str], jax.Array], spec: transformer.ModelSpec, dtype: np.dtype
+  get: Callable[[str], jax.Array | np.ndarray],
+  spec: transformer.ModelSpec,
+  dtype: np.dtype,
 ) -> Iterator[np.ndarray]:
   """The tensors, in the order and with the axes of `stored`."""
   for parameter, (shape, _) in transformer.describe(spec).items():

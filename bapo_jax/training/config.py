@@ -23,13 +23,7 @@ from bapo_jax.algorithms.knobs import (
 )
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
-from bapo_jax.models.knobs import (
-  POSITIONS,
-  LogprobsConfig,
-  LoraConfig,
-  MeshConfig,
-  ModelConfig,
-)
+from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.runtime import machine
@@ -65,10 +59,10 @@ class Config(Section):
   derived: tuple[str, ...] = knob(
     (), 'Knobs that a new run derives: those that the config file leaves None.'
   )
-  mesh: MeshConfig = knob(MeshConfig, 'The device mesh.')
-  model: ModelConfig = knob(ModelConfig, 'The policy.')
-  lora: LoraConfig = knob(LoraConfig, 'Low-rank adapters.')
-  logprobs: LogprobsConfig = knob(LogprobsConfig, 'Log-probabilities.')
+  mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
+  model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
+  lora: models.LoraConfig = knob(models.LoraConfig, 'Low-rank adapters.')
+  logprobs: models.LogprobsConfig = knob(models.LogprobsConfig, 'Log-probabilities.')
   tokenizer: TokenizerConfig = knob(TokenizerConfig, 'Tokenizer and template.')
   problems: ProblemsConfig = knob(ProblemsConfig, 'Data.')
   prompts: PromptsConfig = knob(PromptsConfig, 'Prompts.')
@@ -162,7 +156,7 @@ def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
   for check in (_cells, _packages, _rules, _rewards, _problems, _batch, _elements):
     check(config)
   if not config.model.path:
-    check_positions(config, POSITIONS)
+    check_positions(config, models.POSITIONS)
   if trained_here:
     _memory(config)
   return config

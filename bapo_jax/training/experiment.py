@@ -246,9 +246,9 @@ class Run:
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
         accuracy = row.get('eval/accuracy')
-          meta |= self.cost()
-          step_record.write(self.t, self.workdir)
-          checkpoint.save(self.checkpoints, s.step, arrays, meta, accuracy)
+        meta |= self.cost()
+        step_record.write(self.t, self.workdir)
+        checkpoint.save(self.checkpoints, s.step, arrays, meta, accuracy)
       if last:
         checkpoint.wait(self.checkpoints)
 
