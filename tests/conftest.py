@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,11 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
 import jax
 import pytest
+
+# A shell that starts pytest in the background has it ignore SIGINT, and so would every
+# process of the tests: they would wait for an interrupt that never comes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -334,7 +334,7 @@ SEED = 7
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('kills', 'steps'), [(5, STEPS), pytest.param(30, 120, marks=pytest.mark.nightly)]
+  ('kills', 'steps'), [(3, STEPS), pytest.param(30, 120, marks=pytest.mark.nightly)]
 )
 def test_killed_often_a_run_ends_where_an_unbroken_one_does(
   kills, steps, warm, request
