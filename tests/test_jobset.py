@@ -142,3 +142,13 @@ def test_the_jobset_has_one_pod_per_host_and_the_rule_of_restarts(jobset):
   assert f'case $status in {" | ".join(map(str, sorted(final)))})' in text
   mounted = {mount['name'] for mount in container['volumeMounts']}
   assert mounted == {volume['name'] for volume in pod['volumes']}
+
+
+def test_the_image_has_what_a_run_reads():
+  lines = (LAUNCH / 'gke' / 'Dockerfile').read_text().splitlines()
+  copied = [line.split()[1:-1] for line in lines if line.startswith('COPY ')]
+  there = {name for names in copied for name in names}
+  assert all((LAUNCH.parent / name).exists() for name in there)
+  assert {'bapo_jax', 'configs', 'constraints.txt', 'requirements-tpu.txt'} <= there
+  wanted = (LAUNCH.parent / 'requirements-tpu.txt').read_text().splitlines()
+  assert {line.split()[1] for line in wanted if line.startswith('-r ')} <= there

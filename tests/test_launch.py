@@ -25,7 +25,7 @@ printf '%q ' "$@" >> "$WORKER/calls"; echo >> "$WORKER/calls"
 cd "$WORKER"
 case "$*" in
   *describe*state*) cat state ;;
-  *describe*) echo 10.0.0.1 ;;
+  *describe*) echo '10.0.0.1;10.0.0.2' ;;
   *' create '*) echo READY > state ;;
   *' scp '*:bapo_jax.tar.gz*) cp "$5" bapo_jax.tar.gz ;;
   *' scp '*:bapo_jax/run.log*) cp bapo_jax/run.log "$6" ;;
@@ -146,6 +146,36 @@ def test_wrong_numbers_of_processes_are_refused(wrong):
   run(LAUNCH / 'processes.sh', 2, '--dry-run', env={'JAX_PLATFORMS': 'tpu'}, status=2)
 
 
+def started(tmp_path, script, *flags, **env):
+  """The arguments of each program that a script starts in place of Python."""
+  text = '#!/bin/bash\necho "$XLA_FLAGS"; printf \'%q \' "$@"; echo\n'
+  programs(tmp_path, python=text)
+  env = {'PYTHON': str(tmp_path / 'python'), **env}
+  lines = run(LAUNCH / script, *flags, env=env).splitlines()
+  return lines[::2], [words(line) for line in lines[1::2]]
+
+
+def test_one_host_has_eight_devices_on_every_axis(tmp_path):
+  (devices,), (command,) = started(tmp_path, 'local.sh', *FLAGS)
+  assert devices.strip() == '--xla_force_host_platform_device_count=8'
+  main, (default, *axes, workdir), own = command[:2], command[2:7], command[7:]
+  assert main == ['-m', 'bapo_jax.main'] and own == FLAGS
+  assert default == '--config=configs/aime.py' and workdir == '--workdir=runs/local'
+  assert axes == [f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')]
+
+
+def test_a_sweep_runs_every_seed_and_then_their_table(tmp_path):
+  _, commands = started(tmp_path, 'sweep.sh', *FLAGS, SEEDS='3 5', RUNS='my runs')
+  main = ['-m', 'bapo_jax.main', '--config=configs/countdown.py']
+  assert commands == [
+    *(
+      [*main, f'--workdir=my runs/seed{n}', f'--config.seed={n}', *FLAGS]
+      for n in (3, 5)
+    ),
+    [*main, '--mode=table', '--workdir=my runs'],
+  ]
+
+
 def test_slurm_runs_one_process_per_task():
   text = run(LAUNCH / 'slurm.sbatch', '--dry-run', *FLAGS, env={'RESTARTS': '5'})
   assert words(text.strip()) == [
@@ -231,11 +261,14 @@ def test_a_run_on_a_pod_from_its_creation_to_its_status(tmp_path, state):
   worker.mkdir()
   (worker / 'state').write_text(state)
   (worker / 'statuses').write_text('1 3')
+  (worker / 'bapo_jax').mkdir()
+  (worker / 'bapo_jax' / 'run.status').write_text('0')  # of an earlier run
   path = programs(worker, gcloud=GCLOUD, python=PYTHON)
   env = {'PATH': path, 'WORKER': str(worker), 'LOGS': f'{tmp_path}/logs'}
   env['RESTART_AFTER'] = '0'
   # Restarted after 1, and 3 is final.
   text = run(LAUNCH / 'tpu_pod.sh', 'run', *FLAGS, env=env, status=3)
+  assert sorted(os.listdir(tmp_path / 'logs')) == ['0.log', '1.log']
   log = (tmp_path / 'logs' / '0.log').read_text()
   assert [line for line in log.splitlines() if line.startswith('leaves')] == [
     'leaves with 1',
