@@ -137,29 +137,32 @@ def _extend(
     columns = v_SKtC.shape[2]
     # A negative index would count from the end; past the end is dropped.
     at_S = jnp.where(position_S < start, columns, position_S - start)
-    new.append((_put(k_SKCt, k_SKC, at_S, 3), _put(v_SKtC, v_SKC, at_S, 2)))
+    new.append((put(k_SKCt, k_SKC, at_S, 3), put(v_SKtC, v_SKC, at_S, 2)))
     start += columns
   return new
 
 
-def _put(cache: Array, new_SKC: Array, at_S: Array, axis: int) -> Array:
-  """`cache` with each slot's keys or values at its column of `axis`; past it nowhere.
+def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
+  """`x` [S, ...] with each slot's new value at its index of `axis`; past it nowhere.
 
-  As a scatter within slots. Of `.at[slots, ..., columns]`, and of `vmap` of it, XLA's
-  TPU backend makes a second cache in another layout: 16.9 GB of temporaries for 16.9 GB
-  (7B, 2048 slots of 9216 columns).
+  A scatter within slots. Of one that is given the slots' numbers as well, a mesh that
+  splits slots gathers all values on every device, and XLA's TPU backend makes a second
+  cache: 16.9 GB of temporaries for 16.9 GB (7B, 2048 slots of 9216 columns).
+
+  Args:
+    new: as `x` without `axis`.
   """
   within_slots = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(1, 2, 3),
+    update_window_dims=tuple(range(1, x.ndim)),
     inserted_window_dims=(),
     scatter_dims_to_operand_dims=(axis,),
     operand_batching_dims=(0,),
     scatter_indices_batching_dims=(0,),
   )
   return jax.lax.scatter(
-    cache,
+    x,
     at_S[:, None],
-    jnp.expand_dims(new_SKC, axis),
+    jnp.expand_dims(new, axis),
     within_slots,
     indices_are_sorted=True,
     unique_indices=True,

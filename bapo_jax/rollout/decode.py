@@ -251,10 +251,10 @@ def _step(
   s: Slots,
 ) -> Slots:
   """One token in every busy slot."""
-  row_S, ends = jnp.arange(s.row_S.shape[0]), jnp.asarray(eos)
+  ends = jnp.asarray(eos)
   # The newest token, read again at its own position: so a prompt's last token needs
   # no logits at prefill, and a finished slot rewrites what is there already.
-  token_S = s.tokens_ST[row_S, s.position_S - 1]
+  token_S = jnp.take_along_axis(s.tokens_ST, s.position_S[:, None] - 1, 1)[:, 0]
   hidden_SD, cache = decoder.decode(params, token_S, s.position_S - 1, s.cache, spec)
   logits_SV = jnp.einsum(
     'sd,vd->sv',
@@ -266,13 +266,14 @@ def _step(
     uid_S=s.uid_S, position_S=s.position_S, logits_SV=logits_SV
   )
   live_S = ~s.done_S & (s.row_S >= 0)
-  at = (row_S, jnp.where(live_S, s.position_S, s.tokens_ST.shape[1]))
+  at_S = jnp.where(live_S, s.position_S, s.tokens_ST.shape[1])
+  version_S = jnp.full_like(at_S, policy_version)
   position_S = s.position_S + live_S
   ended_S = (token_S[:, None] == ends[None]).any(1)
   return s._replace(
-    tokens_ST=s.tokens_ST.at[at].set(token_S, mode='drop'),
-    logp_ST=s.logp_ST.at[at].set(logp_S, mode='drop'),
-    policy_version_ST=s.policy_version_ST.at[at].set(policy_version, mode='drop'),
+    tokens_ST=decoder.put(s.tokens_ST, token_S, at_S),
+    logp_ST=decoder.put(s.logp_ST, logp_S, at_S),
+    policy_version_ST=decoder.put(s.policy_version_ST, version_S, at_S),
     position_S=position_S,
     done_S=~live_S | ended_S | (position_S >= s.limit_S),
     cache=cache,

@@ -17,6 +17,7 @@ from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.tools.plan import hlo
 from bapo_jax.types import Prompts
 
 # One layer: each way of dispatching compiles anew, and test_model.py has two.
@@ -448,3 +449,18 @@ def test_without_prompts_all_rows_are_empty():
   nothing = generate(prompts()._replace(length_P=0 * LENGTH_P))
   assert not np.asarray(nothing.tokens_BT).any()
   assert (np.asarray(nothing.policy_version_BT) == -1).all()
+
+
+def test_a_token_in_every_slot_needs_nothing_of_another_device():
+  mesh, spec = sharding.make(data=4, fsdp=2), SPEC
+  slots = jax.eval_shape(lambda: decode.empty(spec, 16, 16, 2))
+  place = lambda tree, layout: jax.tree.map(  # noqa: E731
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout
+  )
+  slots = place(slots, decode.slot_shardings(slots, mesh))
+  actor = place(ACTOR, sharding.shardings(ACTOR, mesh, 'decode'))
+  with sharding.current(mesh):
+    lowered = decode.run.lower(actor, slots, KEY, 1.0, 4, 0, spec=spec, eos=EOS, live=2)
+  text = lowered.compile().as_text()
+  assert hlo.in_loops(text) == []
+  assert ' while(' in text
