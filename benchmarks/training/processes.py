@@ -7,7 +7,9 @@ The embedded default after a short warm start, on `devices` virtual devices of t
 machine, in as many processes as --of says, by launch/processes.sh; they take turns,
 `rounds` times. The first step, which waits for what others compile, and evaluations are
 left out; a figure is the median of the steps of all rounds. All ways must end with the
-same responses and verdicts. The last line is one JSON object.
+same responses and verdicts. Under the table stand the milliseconds of one collective in
+each way, and how many collectives the compiled programs have: their product is at least
+what a step in several processes takes longer. The last line is one JSON object.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 
 from bapo_jax.runtime import metrics
 
+COLLECTIVES = 'benchmarks.training.collectives'
 SHORT = [
   '--config.sft.clean=60',
   '--config.sft.noisy=5',
@@ -26,16 +29,32 @@ SHORT = [
 ]
 
 
+def launched(processes: int, devices: int, main: str, flags: list[str]) -> str:
+  """The output of so many processes of a program, each line with its process."""
+  command = ['launch/processes.sh', str(processes), f'--devices={devices}']
+  return subprocess.run(
+    [*command, '--restarts=0', *flags],
+    check=True,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'PYTHON': sys.executable, 'JAX_PLATFORMS': 'cpu', 'MAIN': main},
+  ).stdout
+
+
+def collectives(processes: int, devices: int, given: list[str]) -> dict:
+  """What benchmarks.training.collectives finds; counts are those of one process."""
+  flags = given if processes > 1 else [*given, '--count']
+  lines = launched(processes, devices, COLLECTIVES, flags).splitlines()
+  return json.loads(
+    next(s for s in lines if s.startswith('[0] {')).removeprefix('[0] ')
+  )
+
+
 def run(processes: int, args: argparse.Namespace, workdir: str, given: list) -> list:
   """The metric rows of one run, by step."""
-  command = ['launch/processes.sh', str(processes), f'--devices={args.devices}']
-  command += ['--restarts=0', '--config=configs/aime.py', f'--workdir={workdir}']
-  subprocess.run(
-    [*command, f'--config.steps={args.steps}', *SHORT, *given],
-    check=True,
-    stdout=subprocess.DEVNULL,
-    env=os.environ | {'PYTHON': sys.executable, 'JAX_PLATFORMS': 'cpu'},
-  )
+  flags = ['--config=configs/aime.py', f'--workdir={workdir}']
+  flags += [f'--config.steps={args.steps}', *SHORT, *given]
+  launched(processes, args.devices, 'bapo_jax.main', flags)
   return [row for row in metrics.read(workdir) if 'time/step' in row]
 
 
@@ -72,6 +91,13 @@ def main() -> None:
     named = '  '.join(f'{k} {v:.3f}' for k, v in sorted(parts.items()) if v > 5e-4)
     print(f'{n:10}{median:9.3f}{result[n]["over_one"]:7.2f}  {named}')
   print('responses and tokens of the last step are equal' if len(ends) == 1 else ends)
+  for n in ways:
+    found = collectives(n, args.devices, given)
+    result[n] |= found
+    sums = ', '.join(f'{size} numbers {ms} ms' for size, ms in found['ms'].items())
+    print(f'a sum over {args.devices} devices of {n} processes: {sums}')
+    for name, parts in found.get('count', {}).items():
+      print(f'  collectives of {name}:', *(f'{k} {v}' for k, v in parts.items()))
   print(json.dumps(result))
 
 
