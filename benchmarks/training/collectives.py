@@ -71,7 +71,8 @@ def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
     program = programs.PROGRAMS[name](config, bound, spec, mesh)
     with sharding.current(mesh):
       lowered = program.function.lower(*program.args, **program.static)
-    looped = [run.looped for run in hlo.runs(lowered.compile().as_text())]
+    text = lowered.compile().as_text() or ''
+    looped = [run.looped for run in hlo.runs(text)]
     found[name] = {'in loops': sum(looped), 'outside': len(looped) - sum(looped)}
   return found
 
@@ -88,7 +89,7 @@ def main() -> None:
     hosts.initialise(args.coordinator, args.process, args.processes)
   config = main_lib.read_config('configs/aime.py', given)
   mesh = sharding.make(**config.mesh.model_dump())
-  result = {'ms': latency(mesh, args.length, args.times)}
+  result: dict[str, dict] = {'ms': latency(mesh, args.length, args.times)}
   if args.count:
     result['count'] = count(config, mesh)
   if hosts.is_first():
