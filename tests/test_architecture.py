@@ -140,6 +140,7 @@ HOUSE = {
   'tools.plan': (
     'environment',
     'roofline',
+    'adapters',
     'programs',
     'hlo',
     'tables',

@@ -13,7 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, transformer
+from bapo_jax.models import attention, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
 from bapo_jax.training.config import Config
@@ -81,10 +81,28 @@ def _blocks(length: int) -> tuple[float, float]:
   return live / length, sum(ends) / length
 
 
+def adapters(config: Config, spec: ModelSpec) -> int:
+  """Numbers of the adapters that are trained; 0 where all weights are."""
+  if not config.lora.rank:
+    return 0
+  return lora.count(spec, config.lora.rank, config.lora.targets)
+
+
+def held_bytes(spec: ModelSpec, adapters: int) -> tuple[float, float]:
+  """Bytes of (weights, what training adds): moments, gradients and their sums.
+
+  Two moments of 4 bytes, a gradient and its sum of 4, a float32 copy of weights below
+  it; adapters are float32 themselves, 20 bytes per number.
+  """
+  weights, copy = transformer.count(spec), spec.dtype != 'float32'
+  own = numbers(spec.dtype) * weights
+  return (own, 20 * adapters) if adapters else (own, (16 + 4 * copy) * weights)
+
+
 def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   """Bytes of an update on one device, counted by hand; a compiler knows better.
 
-  Weights, moments and gradients over fsdp and tensor; the actor, one layer's and the
+  `held_bytes` over fsdp and tensor; the actor, one layer's and the
   head's gathered weights and their gradients over tensor; per token of a micro-batch
   (of all where spec.bounds_pass is 'stored') what all layers keep and the hidden states
   with their gradients; per token of one, a layer's own backward pass (all it computes,
@@ -101,11 +119,12 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   if not config.model.path:
     rows = max(rows, config.sft.batch)
   rows = rows if rows % sharding.row_shards(mesh) else rows // sharding.row_shards(mesh)
-  weights, copy = transformer.count(spec), spec.dtype != 'float32'
-  state = weights * (numbers(spec.dtype) + 8 + 4 * copy + 8) / split
+  weights, few = transformer.count(spec), adapters(config, spec)
+  state = sum(held_bytes(spec, few)) / split
   head = spec.vocab * spec.width
   layer = (weights - head * (2 - spec.tied)) / spec.layers
-  gathered = (2 * c + 4) * layer / tensor + (c + 4) * head / tensor
+  own = 0 if few else 4  # bytes of the gradient of a gathered weight
+  gathered = (2 * c + own) * layer / tensor + (c + own) * head / tensor
   casts = c * layer * spec.layers / tensor
   casts *= spec.remat == 'none' and spec.compute != spec.dtype
   at_once = config.learner.grad_accum_steps if spec.bounds_pass == 'stored' else 1

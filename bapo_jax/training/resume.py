@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from bapo_jax.models import transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import checkpoint, weights
+from bapo_jax.training import checkpoint, memory, remat, weights
+from bapo_jax.training.config import Config
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.trainer import finished
 
@@ -35,6 +38,24 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   elif s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = decode.params_of(s.actor, t.spec, t.mesh)
   return found if s.partial is None else found | {'partial': s.partial.state()}
+
+
+def sizes(config: Config, spec: ModelSpec) -> dict[str, float]:
+  """Bytes of what a checkpoint holds, by hand; unfinished responses come besides.
+
+  The actor is counted where some checkpoints hold one.
+  """
+  few, number = remat.adapters(config, spec), remat.numbers
+  trained, own = few or transformer.count(spec), 4 if few else number(spec.dtype)
+  lags = config.rollout.weight_sync_interval > 1
+  rows = 2 * config.buffer.capacity * config.sampler.group_size
+  found = {
+    'adapters' if few else 'weights': own * trained,
+    'optimiser': (8 + 4 * (own < 4)) * trained,
+    'actor': lags * (4 if few else number(spec.compute)) * trained,
+    'buffer': config.batch.uses_buffer * rows * config.row_length * memory.RECORDED,
+  }
+  return {name: float(size) for name, size in found.items() if size}
 
 
 def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -64,6 +64,9 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
+  for x in jax.tree.leaves(s.actor):
+    if isinstance(x, Array):
+      x.delete()  # beside adapters, two actors would be the most memory of a run
   actor = decode.sync_actor(t.weights(s.params), t.spec, t.mesh)
   adapters = t.adapters(s.params)
   return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)

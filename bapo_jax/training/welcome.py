@@ -5,9 +5,10 @@ import os
 import jax
 
 from bapo_jax.models import transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import policy, remat, setup
+from bapo_jax.training import policy, remat, resume, setup
 from bapo_jax.training.config import Config
 from bapo_jax.training.setup import Material
 
@@ -22,7 +23,8 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
-    f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})\n'
+    f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})'
+    f'{_adapters(c, spec)}\n'
     f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
@@ -33,5 +35,26 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
     f'  memory     {remat.sentence(c, spec, mesh)}\n'
+    f'  disk       {disk(c, spec)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
+  )
+
+
+def _adapters(config: Config, spec: ModelSpec) -> str:
+  """What is trained in place of them, if anything is."""
+  few = remat.adapters(config, spec)
+  if not few:
+    return ''
+  return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
+
+
+def disk(config: Config, spec: ModelSpec) -> str:
+  """What a checkpoint weighs, and how many lie on the disk."""
+  sizes = resume.sizes(config, spec)
+  parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
+  most = config.checkpoint.keep + config.checkpoint.best
+  total = sum(sizes.values())
+  return (
+    f'{total / 2**20:.3g} MiB per checkpoint ({parts}), {most} at most: '
+    f'{most * total / 2**30:.3g} GiB'
   )

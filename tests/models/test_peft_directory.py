@@ -1,7 +1,7 @@
 """An exported directory of adapters is one that peft loads, with the same logits.
 
-The comparison needs peft (`pip install -r requirements-parity.txt`, then `pip install
---no-deps peft accelerate`); without it that test is skipped.
+The comparison needs peft (`pip install -r requirements-parity.txt`); without it that test
+is skipped.
 """
 
 import json
@@ -77,7 +77,7 @@ def directory(path, spec, params):
 @pytest.mark.parametrize('kind', ['qwen2', 'qwen3', 'llama'])
 def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   torch = pytest.importorskip('torch', reason='needs requirements-parity.txt')
-  peft = pytest.importorskip('peft', reason='needs peft and accelerate')
+  peft = pytest.importorskip('peft', reason='needs requirements-parity.txt')
   import transformers
 
   options = {

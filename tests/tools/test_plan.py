@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
+from bapo_jax.models import lora, transformer
 from bapo_jax.tools.plan import plan, programs, roofline, tables
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules, setup
+from bapo_jax.training import remat, rules, setup
 from configs import aime
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,7 +104,8 @@ def test_the_programs_are_those_of_the_run(config, mesh):
   spec = programs.tpu_spec(config)
   assert spec.attention == 'splash' and spec.layers == 2 and spec.tied is False
   program = programs.train_step(config, rules.bind(config), spec, mesh)
-  params, opt, batch = program.args
+  params, opt, batch, base = program.args
+  assert base is None
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
   assert batch.loss_mask_BT.dtype == bool and batch.adv_B.shape == (128,)
   assert batch.tokens_BT.sharding.spec == P(sharding.ROWS)
@@ -115,8 +117,28 @@ def test_the_programs_are_those_of_the_run(config, mesh):
   assert programs.bytes_per_device((params, opt)) == pytest.approx(own, rel=1e-6)
 
 
+def test_adapters_are_trained_beside_frozen_weights(config, mesh):
+  adapted = config.with_values(lora={'rank': 4}, model={'dtype': 'bfloat16'})
+  spec, bound = programs.tpu_spec(adapted), rules.bind(adapted)
+  params, opt, _, base = programs.train_step(adapted, bound, spec, mesh).args
+  assert jax.tree.structure(params) == jax.tree.structure(opt[1][0].mu)
+  numbers = sum(x.size for x in jax.tree.leaves(params))
+  assert numbers == lora.count(spec, 4, adapted.lora.targets)
+  # 4 bytes each, and two moments.
+  assert {x.dtype.name for x in jax.tree.leaves((params, opt[1][0].mu))} == {'float32'}
+  weights = [x for x in jax.tree.leaves(base) if x.ndim > 2]
+  assert {x.dtype.name for x in weights} == {'bfloat16'}
+  assert sum(x.size for x in jax.tree.leaves(base)) == transformer.count(spec)
+  held = remat.held_bytes(spec, numbers)
+  full = remat.held_bytes(dataclasses.replace(spec, dtype='float32'), 0)
+  assert held == (2 * transformer.count(spec), 20 * numbers)
+  assert full == (4 * transformer.count(spec), 16 * transformer.count(spec))
+
+
+@pytest.mark.parametrize('rank', [0, 4])
 @pytest.mark.parametrize('name', programs.PROGRAMS)
-def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name):
+def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name, rank):
+  config = config.with_values(lora={'rank': rank})
   spec = programs.tpu_spec(config)
   program = programs.PROGRAMS[name](config, rules.bind(config), spec, mesh)
   with sharding.current(mesh):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, layers, transformer
+from bapo_jax.models import attention, layers, lora, transformer
+from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.runtime import machine
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, remat
@@ -23,24 +24,33 @@ SPEC = transformer.ModelSpec(
 B, T = 4, 64
 
 
-def temporaries(spec, T):
+def temporaries(spec, T, rank=0):
   """Bytes that the compiler allocates for a gradient, beyond arguments and results."""
 
-  def total(params, tokens_BT):
-    return layers.forward(params, tokens_BT, spec).sum()
+  def total(params, base, tokens_BT):
+    return layers.forward(lora.attach(base, params), tokens_BT, spec).sum()
 
+  params, base = transformer.abstract(spec), None
+  if rank:
+    knobs = LoraConfig(rank=rank).model_dump()
+    make = functools.partial(lora.init, spec, **knobs)
+    params, base = jax.eval_shape(make, jax.random.key(0)), params
   tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
-  lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), tokens_BT)
+  lowered = jax.jit(jax.grad(total)).lower(params, base, tokens_BT)
   return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(('qk_norm', 'T'), [(False, 64), (True, 64), (False, 256)])
-def test_the_count_is_the_compilers(qk_norm, T):
+@pytest.mark.parametrize(
+  ('qk_norm', 'T', 'rank'),
+  [(False, 64, 0), (True, 64, 0), (False, 256, 0), (False, 64, 4)],
+)
+def test_the_count_is_the_compilers(qk_norm, T, rank):
   # What does not depend on the depth is left out: a difference of two depths.
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
   for kind in remat.KINDS:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, remat=kind, layers=n), T) for n in (24, 8)
+      temporaries(dataclasses.replace(spec, remat=kind, layers=n), T, rank)
+      for n in (24, 8)
     )
     counted = remat.saved_bytes(spec, T, kind=kind)
     assert (deep - shallow) / 16 / (B * T) == pytest.approx(counted, rel=0.02), kind

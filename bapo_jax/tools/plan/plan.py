@@ -20,7 +20,15 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, hosts, programs, roofline, search, tables
+from bapo_jax.tools.plan import (
+  adapters,
+  hlo,
+  hosts,
+  programs,
+  roofline,
+  search,
+  tables,
+)
 from bapo_jax.tools.plan.tables import Row
 from bapo_jax.training import remat, rules, setup
 from bapo_jax.training.config import Config
@@ -199,7 +207,9 @@ def run(
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   between = {name: row.between for name, row in known.items()}
   steps = {name: program.steps for name, program in made.items()}
+  ranks = config.lora.rank and adapters.of_model(config.title, spec)
   for table in (
+    *([ranks, adapters.table()] if ranks else []),
     tables.memory_table(rows, verdicts),
     tables.loops_table(known),
     tables.roofline_table(known, made, chip, config, mean_share),

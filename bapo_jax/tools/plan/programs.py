@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, decoder, transformer
+from bapo_jax.models import attention, decoder, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import policy, scoring, setup
+from bapo_jax.training import policy, remat, scoring, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules, Tree
 
@@ -74,11 +74,17 @@ def bytes_per_device(tree: Tree) -> int:
   )
 
 
-def learner_state(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree]:
-  """(params, opt), placed as in training."""
-  params = transformer.abstract(spec)
+def learner_state(
+  config: Config, spec: ModelSpec, mesh: Mesh
+) -> tuple[Tree, Tree, Tree]:
+  """(params, opt, base), placed as in training; base is None without adapters."""
+  params, base = transformer.abstract(spec), None
+  if config.lora.rank:
+    make = functools.partial(lora.init, spec, **config.lora.model_dump())
+    params, base = jax.eval_shape(make, jax.random.key(0)), params
   opt = jax.eval_shape(setup.optimizer(config).init, params)
-  return place((params, opt), sharding.shardings((params, opt), mesh))
+  found = params, opt, base
+  return place(found, sharding.shardings(found, mesh))
 
 
 def actor(spec: ModelSpec, mesh: Mesh) -> Tree:
@@ -104,13 +110,19 @@ def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
 def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """One optimiser update on one minibatch."""
   B, T = config.minibatch_rows, config.row_length
-  params, opt = learner_state(config, spec, mesh)
+  params, opt, base = learner_state(config, spec, mesh)
   return Program(
     setup.make_train_step(config, rules, spec),
-    (params, opt, setup.abstract_batch(config, mesh)),
+    (params, opt, setup.abstract_batch(config, mesh), base),
     {},
     functools.partial(
-      roofline.train, spec, dict(mesh.shape), B, T, config.learner.grad_accum_steps
+      roofline.train,
+      spec,
+      dict(mesh.shape),
+      B,
+      T,
+      config.learner.grad_accum_steps,
+      adapters=remat.adapters(config, spec),
     ),
     bytes_per_device((actor(spec, mesh), buffer(config, rules, mesh))),
     micro_batches=config.learner.grad_accum_steps,
@@ -128,14 +140,14 @@ def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
-  params, opt = learner_state(config, spec, mesh)
+  params, opt, base = learner_state(config, spec, mesh)
   rows = sharding.over_rows(mesh)
   tokens_BT, wanted_BT = (
     jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in ('int32', 'bool')
   )
   return Program(
     jax.jit(function),
-    (params, tokens_BT, wanted_BT),
+    (lora.attach(base, params), tokens_BT, wanted_BT),
     {},
     functools.partial(roofline.score, spec, dict(mesh.shape), B, T),
     bytes_per_device((opt, actor(spec, mesh), buffer(config, rules, mesh))),

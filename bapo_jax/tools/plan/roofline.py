@@ -108,8 +108,11 @@ def train(
   length: int,
   grad_accum_steps: int,
   linked: float,
+  adapters: int = 0,
 ) -> Cost:
   """One optimiser update on `rows` rows: 3 forward passes' worth of mathematics.
+
+  Frozen weights have 2: their own gradient is not computed.
 
   Recomputed: the head once (chunks), the layers once with remat='full' (attention alone
   with 'dots', unless the kernel's results are saved), and everything once more where
@@ -118,9 +121,13 @@ def train(
   Args:
     rows, length: of the minibatch, on all devices.
     linked: see Cost.
+    adapters: numbers of adapters, which are trained in place of the weights; 0: none.
   """
   devices, tokens = math.prod(shape.values()), rows * length
-  once = forward(spec, length / 2)
+  once, trained = forward(spec, length / 2), adapters or transformer.count(spec)
+  model = 3 * once.all
+  if adapters:
+    model += 6 * adapters - once.layers - once.head
   several = grad_accum_steps > 1 and spec.bounds_pass == 'again'
   recomputed = {
     'full': once.layers + once.attention,
@@ -132,7 +139,7 @@ def train(
   # Each micro-batch writes and reads the gathered weights once per pass; the backward
   # pass reads them twice.
   passes = 3 + (spec.remat == 'full') + several
-  state = 4 * transformer.count(spec) / (shape['fsdp'] * shape['tensor'])
+  state = 4 * trained / (shape['fsdp'] * shape['tensor'])
   local = tokens / (devices / shape['tensor'])
   moved = (
     2 * weights * passes * grad_accum_steps
@@ -141,8 +148,8 @@ def train(
     + local * activations(spec, shape['tensor']) * passes
   )
   return Cost(
-    model_flops=3 * once.all * tokens / devices,
-    flops=(3 * once.all + recomputed) * tokens / devices,
+    model_flops=model * tokens / devices,
+    flops=(model + recomputed) * tokens / devices,
     bytes=moved,
     linked=linked,
   )

@@ -152,7 +152,8 @@ def _updates(
     least = min(least, needed)
     if needed <= memory:
       linked = roofline.train_links(decided, shape, rows, T, steps)
-      cost = roofline.train(decided, shape, rows, T, steps, linked)
+      adapters = remat.adapters(config, spec)
+      cost = roofline.train(decided, shape, rows, T, steps, linked, adapters)
       found.append((steps, decided, needed, cost.seconds(chip)))
   if not found:
     raise ValueError(
