@@ -103,6 +103,7 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '4⟨.50⟩3' in printed(workdir, 1, 'p')
   with_bounds = ' '.join(printed(workdir, 1, 'c').split())
   assert '4[1.30]3' in with_bounds and 'xxxxxxxxx' in with_bounds
+  assert '3[' not in with_bounds
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
 
 
