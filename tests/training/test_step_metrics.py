@@ -15,7 +15,7 @@ from runs import tiny
 
 from bapo_jax.rewards import verifiers
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import setup, trainer
+from bapo_jax.training import learner, setup, trainer
 from bapo_jax.types import Batch
 
 
@@ -45,7 +45,8 @@ def steps(workdir, **knobs) -> list[Step]:
   def record(params, opt, batch):
     on_host = Batch(*map(np.array, batch))
     params, opt, metrics = t.train_step(params, opt, batch)
-    updates.append((on_host, {name: float(x) for name, x in metrics.items()}))
+    numbers = {k: float(x) for k, x in metrics.items() if k != learner.TOKENS}
+    updates.append((on_host, numbers))
     return params, opt, metrics
 
   recording = dataclasses.replace(t, train_step=record)
