@@ -31,7 +31,7 @@ WORKDIR = flags.DEFINE_string(
 MODE = flags.DEFINE_enum(
   'mode',
   'train',
-  ['train', 'eval', 'export', 'plan', 'show', 'table'],
+  ['train', 'check', 'eval', 'export', 'plan', 'show', 'table'],
   'What to do; table: compares the seeds of a sweep, in the folders of --workdir.',
 )
 CHECKPOINT = flags.DEFINE_string(
@@ -149,6 +149,13 @@ def show(config: Config) -> int:
   )
 
 
+def check(config: Config) -> int:
+  """Checks a run before it begins; the exit status is 1 where a mistake is certain."""
+  from bapo_jax.training import check
+
+  return check.check(config, WORKDIR.value)
+
+
 def export(config: Config) -> int:
   """Exports a checkpoint."""
   from bapo_jax.tools import export
@@ -195,6 +202,7 @@ def train(config: Config) -> int:
 # Each imports what it needs: a bad flag does not wait for JAX to load.
 MODES: dict[str, Callable[[Config], int]] = {
   'train': train,
+  'check': check,
   'eval': evaluate,
   'export': export,
   'plan': plan,

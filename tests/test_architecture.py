@@ -132,6 +132,8 @@ HOUSE = {
     'derive_text',
     'derive_sizes',
     'derive',
+    'check_rules',
+    'check',
     'report_plots',
     'report',
     'welcome',

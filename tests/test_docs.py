@@ -11,7 +11,8 @@ from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffe
 from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training.config import Config, parse, plain
-from configs import aime, countdown
+from bapo_jax.training.overrides import decided
+from configs import aime, countdown, finetune
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -22,7 +23,11 @@ KNOBS = {name for name, _, _ in fields(Config())}
 SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
-CONFIGS = {'aime': aime.get_config, 'countdown': countdown.get_config}
+CONFIGS = {
+  'aime': aime.get_config,
+  'countdown': countdown.get_config,
+  'finetune': lambda variant: finetune.get_config(),
+}
 
 
 def code(text: str) -> list[str]:
@@ -63,7 +68,7 @@ def overridden(line: str) -> Config:
     kind = type(section[last])
     value = value_of(text)
     section[last] = kind(value) if kind is float else value
-  return parse(values)
+  return parse(decided(values))
 
 
 COMMANDS = sorted(

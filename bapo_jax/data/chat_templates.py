@@ -1,6 +1,7 @@
 """Chat templates, rendered in a process that a template cannot outlive or outgrow.
 
 1. `render` sends template and messages to a process and takes the prompts back;
+   `ending` asks for what stands after an answer;
 2. `main`, in that process, limits its own time and memory before it renders.
 
 A chat template is a program that came with a model. The sandbox that transformers
@@ -40,14 +41,50 @@ def render(
     ValueError: the template fails, leaves a system message out, or takes too much time
       or memory.
   """
-  limit = SECONDS + len(messages) // PROMPTS_PER_SECOND
   systems = systems or [''] * len(messages)
   conversations = [
     [{'role': 'system', 'content': system}] * bool(system)
     + [{'role': 'user', 'content': message}]
     for system, message in zip(systems, messages, strict=True)
   ]
-  request = json.dumps([limit, template, special_tokens, conversations], default=str)
+  prompts = _rendered(template, special_tokens, conversations, answered=False)
+  for system, prompt in zip(systems, prompts, strict=True):
+    if system.strip() not in prompt:
+      raise ValueError(f'it leaves out the system message {system[:60]!r}')
+  return prompts
+
+
+def ending(template: str, special_tokens: dict[str, str]) -> str:
+  """What stands after an answer of the assistant, '' where the template shows none.
+
+  Raises:
+    ValueError: as `render`.
+  """
+  answer = 'forty-two'
+  exchange = [
+    {'role': 'user', 'content': 'six times seven'},
+    {'role': 'assistant', 'content': answer},
+  ]
+  (text,) = _rendered(template, special_tokens, [exchange], answered=True)
+  return text.rpartition(answer)[2] if answer in text else ''
+
+
+def _rendered(
+  template: str,
+  special_tokens: dict[str, str],
+  conversations: Sequence[Sequence[dict[str, str]]],
+  *,
+  answered: bool,
+) -> list[str]:
+  """Each conversation as text; unless it is answered, with a generation prompt.
+
+  Raises:
+    ValueError: the template fails, or takes too much time or memory.
+  """
+  limit = SECONDS + len(conversations) // PROMPTS_PER_SECOND
+  request = json.dumps(
+    [limit, template, special_tokens, conversations, not answered], default=str
+  )
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
   try:
@@ -68,9 +105,6 @@ def render(
     prompts, error = None, f'its process ended with status {done.returncode}'
   if prompts is None:
     raise ValueError(error)
-  for system, prompt in zip(systems, prompts, strict=True):
-    if system.strip() not in prompt:
-      raise ValueError(f'it leaves out the system message {system[:60]!r}')
   return prompts
 
 
@@ -79,13 +113,13 @@ def main() -> None:
   from transformers.utils import chat_template_utils
 
   request = sys.stdin.buffer.read()
-  limit, template, special_tokens, conversations = json.loads(request)
+  limit, template, special_tokens, conversations, generation = json.loads(request)
   _restrict(limit, MEMORY + 50 * len(request))
   try:
     prompts, _ = chat_template_utils.render_jinja_template(
       conversations=conversations,
       chat_template=template,
-      add_generation_prompt=True,
+      add_generation_prompt=generation,
       **special_tokens,
     )
     reply = json.dumps([prompts, None])

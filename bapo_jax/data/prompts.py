@@ -47,7 +47,7 @@ def load_held_out(
     ValueError: as `load`.
   """
   held_out = sources.load(problems, 'test_source', os.path.join(workdir, 'data'))
-  return _tokenize(tokenizer, held_out, prompts.max_prompt_tokens, drop=False)
+  return tokenize(tokenizer, held_out, prompts.max_prompt_tokens, drop=False)
 
 
 def load(
@@ -72,16 +72,21 @@ def load(
     log(message + '; problems.overlap=keep')
   most = prompts.max_prompt_tokens
   loaded = (
-    _tokenize(tokenizer, training, most, drop=prompts.overlong == 'drop'),
-    _tokenize(tokenizer, held_out, most, drop=False),
+    tokenize(tokenizer, training, most, drop=prompts.overlong == 'drop'),
+    tokenize(tokenizer, held_out, most, drop=False),
   )
   check_count(loaded[0], prompts.count)
   return loaded
 
 
-def _tokenize(
-  tokenizer: Tokenizer, rows: list[Row], max_prompt_tokens: int, *, drop: bool
+def tokenize(
+  tokenizer: Tokenizer, rows: Sequence[Row], max_prompt_tokens: int, *, drop: bool
 ) -> Problems:
+  """The problems of these rows; longer ones are dropped and counted where `drop` is.
+
+  Raises:
+    ValueError: a prompt is too long.
+  """
   encoded = tokenizer_lib.encode_prompts(
     tokenizer, [row.problem for row in rows], [row.system for row in rows]
   )

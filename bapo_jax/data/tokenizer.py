@@ -224,6 +224,26 @@ def encode_prompts(
   return encode(tokenizer, prompts)
 
 
+def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
+  """(token, whether it ends a response) that the chat template writes after an answer.
+
+  None without a chat template, or where it writes no special token there.
+
+  Raises:
+    ValueError: the chat template fails.
+  """
+  backend = tokenizer.backend
+  if not backend.chat_template:
+    return None
+  template, names = backend.get_chat_template(), backend.special_tokens_map
+  text = chat_templates.ending(template, names)
+  special = {*backend.all_special_ids, *backend.added_tokens_decoder}
+  for i in backend(text, add_special_tokens=False)['input_ids']:
+    if i in special:
+      return backend.convert_ids_to_tokens(i), i in tokenizer.eos
+  return None
+
+
 def pad(
   rows: Sequence[list[int]], problems: Sequence[str], width: int
 ) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:

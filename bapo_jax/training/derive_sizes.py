@@ -23,6 +23,7 @@ CACHE_SHARE = 0.8  # of what weights and optimiser leave, for keys and values
 PREFILL = 16384  # tokens of prompts at once
 SEGMENT = 1024  # columns of a part of the cache
 LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the smallest model they train
+LR_MOST = 1e-4  # below 15 M weights, of which nothing was measured
 LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 2025
 
 
@@ -173,10 +174,10 @@ def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
 
 def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
   """optimizer.lr: the papers', more for small models and for adapters."""
-  scale = max(1.0, LR_SIZE / facts.parameters)
+  scale = min(max(1.0, LR_SIZE / facts.parameters), LR_MOST / LR)
   found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
   if scale > 1:
-    words += f'; inversely to size below (here {facts.parameters / 1e9:.2g} B)'
+    words += f'; inversely to size below (here {facts.size})'
   if is_lora(config):
     found *= LORA_FACTOR
     words += f'; {LORA_FACTOR} times that for LoRA (LoRA Without Regret, 2025)'

@@ -39,8 +39,8 @@ def rule(config: Config, facts: Facts) -> tuple[str, str]:
   if found == 'aime' and facts.parameters < SMALL and not asks_for_box(rows):
     found = 'gsm8k'
     reason += (
-      '; aime reads boxes, which a model of '
-      f'{facts.parameters / 1e9:.2g} B rarely writes, gsm8k the last number too'
+      f'; aime reads boxes, which a model of {facts.size} rarely writes, gsm8k the '
+      'last number too'
     )
   check = facts.verified(found)
   reason += f'; {check.right} of {check.tried} verify against themselves'

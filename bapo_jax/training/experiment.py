@@ -17,16 +17,18 @@ import jax
 from bapo_jax.data import prompts
 from bapo_jax.rollout import decode
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
+from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.runtime.workdir import (
-  check_shared,
-  locked,
-  log_mesh_change,
-  open_workdir,
-  writable,
+from bapo_jax.training import (
+  check,
+  checkpoint,
+  evaluate,
+  report,
+  setup,
+  step_record,
+  weights,
 )
-from bapo_jax.training import checkpoint, evaluate, report, setup, step_record, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resume import Spent, resume, same_problems, snapshot
@@ -54,10 +56,10 @@ def train(config: Config, workdir: str) -> int:
   with hosts.first_ahead('available'):  # it downloads
     setup.check_available(config)
   setup.make_mesh(config)
-  with locked(workdir), writable(workdir):
+  with workdirs.locked(workdir), workdirs.writable(workdir):
     if hosts.is_first():
       claim(workdir, config)
-    check_shared(workdir)
+    workdirs.check_shared(workdir)
     return _run(config, workdir, timer, began)
 
 
@@ -74,7 +76,7 @@ def claim(workdir: str, config: Config) -> None:
   free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
   accepted = ('problems',) if config.problems.changed == 'accept' else ()
   free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
-  open_workdir(workdir, config_lib.plain(config), free)
+  workdirs.open_workdir(workdir, config_lib.plain(config), free)
 
 
 def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
@@ -89,13 +91,15 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
     workdir, config.checkpoint.keep, config.checkpoint.best
   )
   same = same_problems(checkpoints, identity, config.problems.changed)
+  if config.model.path and checkpoints.latest_step() is None and hosts.is_first():
+    log(check.short(config, material, workdir))
   t, s = setup.start(config, workdir, timer, verifier, material)
   if checkpoints.latest_step() is not None:
     record_again(t, workdir, s)
   s, spent = resume(checkpoints, t, s, same)
   if s.step and hosts.is_first():
     metrics.report_lost(workdir, s.step)
-  log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
+  workdirs.log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
   for name, seconds in spent['phases'].items():
     timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
   if finished(config, s):

@@ -5,19 +5,22 @@
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
+from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.training import policy, remat, setup
 from bapo_jax.training.config import Config
@@ -38,7 +41,7 @@ class Facts(NamedTuple):
   """What is known before a run is decided."""
 
   spec: ModelSpec
-  chat: bool  # the tokenizer has a chat template
+  tokenizer: Tokenizer  # with any template
   training: Sequence[Row]
   held_out: Sequence[Row]
   lengths: Callable[[str], Lengths]  # of the prompts in this template
@@ -52,9 +55,20 @@ class Facts(NamedTuple):
     return [*self.training, *self.held_out]
 
   @property
+  def chat(self) -> bool:
+    """Whether the tokenizer has a chat template."""
+    return bool(self.tokenizer.backend.chat_template)
+
+  @property
   def parameters(self) -> int:
     """Weights of the model."""
     return transformer.count(self.spec)
+
+  @property
+  def size(self) -> str:
+    """Weights of the model, for a sentence."""
+    n = self.parameters
+    return f'{n / 1e9:.3g} B' if n >= 1e9 else f'{n / 1e6:.3g} M'
 
   @property
   def cpu(self) -> bool:
@@ -70,7 +84,35 @@ def gather(config: Config) -> Facts:
   """
   setup.check_available(config, decided=False)
   backend = opened(config)
-  training, held_out = (sources.rows(config.problems, k) for k in sources.SPLITS)
+  # The verifier's own knobs: rule and shaping change nothing that is read here.
+  rewards = config.rewards.model_copy(
+    update={'rule': 'exact', 'shaping': ShapingConfig()}
+  )
+  sources_ = [getattr(config.problems, knob) for knob in sources.SPLITS]
+  paths = [x for source in sources_ for x in source.split(',') if os.path.isfile(x)]
+  versions = tuple((os.path.getsize(x), os.stat(x).st_mtime_ns) for x in paths)
+  directory = policy.tokenizer_directory(config)
+  read = _read(directory, config.problems, rewards, versions)
+  return Facts(
+    spec=policy.spec_of(config, None),
+    tokenizer=backend,
+    **read,
+    devices=jax.devices(),
+    memory=remat.limit(sharding.make()),
+  )
+
+
+@functools.lru_cache(maxsize=1)  # a check asks again for what was derived from
+def _read(
+  directory: str,
+  problems: ProblemsConfig,
+  rewards: RewardsConfig,
+  versions: tuple[tuple[int, int], ...],
+) -> dict[str, Any]:
+  """Problems, and the functions that measure them, as fields of Facts."""
+  del versions  # of the files, a part of the cache's key
+  backend = tokenizer_lib.load(directory, '{problem}')
+  training, held_out = (sources.rows(problems, k) for k in sources.SPLITS)
 
   @functools.cache
   def lengths(template: str) -> Lengths:
@@ -83,18 +125,14 @@ def gather(config: Config) -> Facts:
     found = [len(ids) for ids in encoded]
     return found[: len(training)], found[len(training) :]
 
-  return Facts(
-    spec=policy.spec_of(config, None),
-    chat=bool(backend.backend.chat_template),
-    training=training,
-    held_out=held_out,
-    lengths=lengths,
-    verified=functools.cache(
-      functools.partial(verified, [*training, *held_out], config)
-    ),
-    devices=jax.devices(),
-    memory=remat.limit(sharding.make()),
-  )
+  rows = [*training, *held_out]
+  check = functools.cache(functools.partial(verified, rows, rewards))
+  return {
+    'training': training,
+    'held_out': held_out,
+    'lengths': lengths,
+    'verified': check,
+  }
 
 
 def opened(config: Config) -> Tokenizer:
@@ -108,7 +146,7 @@ def opened(config: Config) -> Tokenizer:
   return tokenizer_lib.load(policy.tokenizer_directory(config), '{problem}')
 
 
-def verified(rows: Sequence[Row], config: Config, rule: str) -> Verified:
+def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
   """Whether right answers are right: DRAWN of them, each given by a response.
 
   Args:
@@ -116,7 +154,7 @@ def verified(rows: Sequence[Row], config: Config, rule: str) -> Verified:
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  knobs = config.rewards.model_dump(exclude={'shaping', 'rule'})
+  knobs = rewards.model_dump(exclude={'shaping', 'rule'})
   verifier = Verifier('exact', **knobs)
   try:
     texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]

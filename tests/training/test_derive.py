@@ -10,6 +10,7 @@ from runs import last_run
 
 from bapo_jax import main, sharding
 from bapo_jax.data.row import Row
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import (
   derive,
@@ -34,6 +35,11 @@ SMALL = ModelSpec(
 )
 
 
+CHAT, BASE = (
+  Tokenizer(types.SimpleNamespace(chat_template=each), (0,), '') for each in ('x', '')
+)
+
+
 def three(*paths: str, **overrides: object) -> list[str]:
   """The three knobs of the command line, and others."""
   given = dict(zip(THREE, paths, strict=False)) | overrides
@@ -53,7 +59,7 @@ def known(**changes) -> Facts:
   """The facts of a small chat model on one CPU."""
   found = Facts(
     spec=SMALL,
-    chat=True,
+    tokenizer=CHAT,
     training=SUMS[:60],
     held_out=SUMS[60:],
     lengths=lambda template: ([len(template)] * 60, [len(template)] * 20),
@@ -114,7 +120,7 @@ def test_rows_that_name_a_verifier_decide():
 
 
 def test_a_base_model_gets_a_plain_template_and_the_reason_says_so():
-  _, found = derive.derive(asked(), known(chat=False))
+  _, found = derive.derive(asked(), known(tokenizer=BASE))
   template = {each.knob: each for each in found}['tokenizer.template']
   assert template.value == '{problem}\n'
   assert 'no chat template' in template.reason
@@ -224,10 +230,10 @@ def test_every_line_has_a_reason():
 
 def test_right_answers_are_verified_against_themselves():
   rows = [Row('p', '5'), Row('p', 'x+1', 'math'), Row('p', '1/0', 'math')]
-  found = facts.verified(rows, asked(), 'aime')
+  found = facts.verified(rows, asked().rewards, 'aime')
   assert found[:2] == (2, 3)
   assert found.wrong.startswith("'1/0': ")
-  assert facts.verified(rows, asked(), 'exact').right == 2
+  assert facts.verified(rows, asked().rewards, 'exact').right == 2
 
 
 @pytest.mark.parametrize('kind', foreign.OWN)
