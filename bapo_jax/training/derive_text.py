@@ -22,7 +22,7 @@ REQUEST = '\nPlease reason step by step, and put your final answer within \\boxe
 # (configs/aime.py); of the others room for a worked solution.
 LONGEST = {'aime': 8192, 'math': 8192, 'gsm8k': 1024, 'countdown': 1024, 'exact': 256}
 LONGEST_CPU = 512
-PER_PROBLEM = 3  # tokens of a response per token of the longest problem, where short
+PER_PROBLEM = 5  # tokens of a response per token of the longest problem, where short
 SHORT = ('gsm8k', 'exact')  # verifiers whose answers need no long reasoning
 OUTLIER = 2.0  # a longest prompt of more than so many times the 99th percentile
 

@@ -154,7 +154,7 @@ def test_responses_fit_the_positions_and_the_kind():
 
   assert tokens('math') == 8192
   assert tokens('math', platform='cpu') == 512
-  assert tokens('gsm8k') == 32  # 3 x len('{problem}'), in steps of 16
+  assert tokens('gsm8k') == 48  # 5 x len('{problem}'), in steps of 16
   assert tokens('math', prompt=32_000) == 32_768 - 32_000
 
 
