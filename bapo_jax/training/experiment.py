@@ -66,9 +66,8 @@ def train(config: Config, workdir: str) -> int:
 def claim(workdir: str, config: Config) -> None:
   """Opens the workdir for this config.
 
-  Sections that leave the results as they are may change between the parts of one run,
-  and so may the mesh, on which sums round differently; where other problems are
-  accepted, what names them may change as well.
+  Sections that leave the results as they are may change between the parts of a run, and
+  so may the mesh, on which sums round differently; with other problems, their names.
 
   Raises:
     ValueError: it cannot be written, or holds a run with another config.
@@ -87,9 +86,8 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   hosts.same_everywhere({'problems (fingerprints)': identity})
   welcome(config, workdir, material)
   verifier = setup.make_verifier(config)
-  checkpoints = checkpoint.manager(
-    workdir, config.checkpoint.keep, config.checkpoint.best
-  )
+  stored = config.checkpoint
+  checkpoints = checkpoint.manager(workdir, stored.keep, stored.best)
   same = same_problems(checkpoints, identity, config.problems.changed)
   if config.model.path and checkpoints.latest_step() is None and hosts.is_first():
     log(check.short(config, material, workdir))
@@ -118,11 +116,9 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
       'mesh': dict(t.mesh.shape),
     }
 
+  values = config_lib.plain(config)
   write = metrics.open_writers(
-    workdir,
-    s.step or -1,
-    **config.metrics.model_dump(),
-    config=config_lib.plain(config),
+    workdir, s.step or -1, **config.metrics.model_dump(), config=values
   )
   run = Run(t, workdir, checkpoints, write, cost)
   with (
