@@ -110,14 +110,14 @@ def resume(
 
 
 def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
-  """The state with its actor, which is taken out of `found`, or made of its weights."""
-  params = found.pop('actor', None)
-  version = s.step if params is None else s.actor_version
-  params = found['params'] if params is None else params
+  """The state with its actor, which is taken out of `found`.
+
+  Where none is stored the next step replaces it, and its version, before it decodes.
+  """
+  params = found.pop('actor', found['params'])
   return s.replace(
     actor=decode.sync_actor(t.weights(params), t.spec, t.mesh),
     actor_adapters=t.adapters(params),
-    actor_version=version,
   )
 
 

@@ -282,10 +282,13 @@ def trained(
   """
   if not config.lora.rank:
     return None, weights
-  make = functools.partial(lora.init, spec, **config.lora.model_dump())
-  key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 3)
-  layout = sharding.shardings(jax.eval_shape(make, key), mesh)
-  return weights, jax.jit(make, out_shardings=layout)(key)
+
+  def make() -> Tree:
+    key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 3)
+    return lora.init(spec, key, **config.lora.model_dump())
+
+  layout = sharding.shardings(jax.eval_shape(make), mesh)
+  return weights, jax.jit(make, out_shardings=layout)()
 
 
 def start(

@@ -17,7 +17,7 @@ from jax import Array
 
 from bapo_jax.models import lora
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.runtime import digests
+from bapo_jax.runtime import digests, exchange
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
 from bapo_jax.training import checkpoint, damage
@@ -145,7 +145,7 @@ def fingerprint(weights: Tree) -> str:
   with any number of processes, and no array leaves its devices.
   """
   leaves = jax.tree.leaves_with_path(weights)
-  sums = [np.asarray(_mixed(x)) for _, x in leaves]
+  sums = [exchange.whole(_mixed(x)) for _, x in leaves]
   names = [path_name(path) for path, _ in leaves]
   return digests.of_text(f'{names} {[s.tolist() for s in sums]}') if leaves else ''
 

@@ -1,7 +1,7 @@
 """An exported directory of adapters is one that peft loads, with the same logits.
 
-The comparison needs peft (`pip install -r requirements-parity.txt`); without it it is
-skipped.
+The comparison needs peft (`pip install -r requirements-parity.txt`); without it that
+test is skipped.
 """
 
 import json

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 LAST = 4
 KNOBS = {'checkpoint.keep': 3, 'checkpoint.best': 1, 'steps': LAST}
 KNOBS |= {'batch.rule': 'adapted'}  # a checkpoint has a buffer, too
+KNOBS |= {'rollout.weight_sync_interval': 3}  # and the newest an actor of its own
 Damage = Callable[[pathlib.Path], None]
 
 
