@@ -193,6 +193,12 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
   assert less < most and more > fewest
   assert most == 64, 'all responses of a step'
 
+  # Where no bounds wait, more micro-batches rather than whole layers computed again.
+  constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
+  constant = asked(**constant, **{'prompts.max_prompt_tokens': 64})
+  config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
+  assert config.model.remat == 'dots'
+
 
 def test_what_does_not_fit_is_said():
   _, found = derive.derive(asked(), known(spec=BIG, memory=2**32))
