@@ -71,7 +71,7 @@ def test_every_knob_refuses_what_it_excludes(path):
     expected = f'{path}={knobs.shown(value)}: give {knobs.expected(field)}'
     assert refusal(**{path: value}) == expected
   if isinstance(default, tuple) and path != 'cells':  # elements and length
-    for value in ((*default, None), ({},) * len(default)):
+    for value in ((*default, None), ({},) * max(1, len(default))):
       assert refusal(**{path: value}).startswith(
         f'{path}={knobs.shown(value)}: give a tuple'
       )

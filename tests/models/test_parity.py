@@ -187,10 +187,11 @@ def test_decoding_with_a_cache_equals_the_whole_row(pair):
   start_P = LENGTH_P // 3
   actor = decoder.actor(params, spec)
   prefilled = prefill(actor, tokens_PT, spec)
-  before_PT = np.arange(T) < start_P[:, None]
+  before_P11T = (np.arange(T) < start_P[:, None])[:, None, None]
+  before_P1T1 = before_P11T.swapaxes(2, 3)
   cache = [
-    [tuple(jnp.where(before_PT[..., None, None], x, 1e3) for x in layer)]
-    for layer in prefilled
+    [(jnp.where(before_P11T, k, 1e3), jnp.where(before_P1T1, v, 1e3))]
+    for k, v in prefilled
   ]
   worst = 0.0
   for t in range(T - int(start_P.min())):

@@ -419,7 +419,7 @@ def test_an_interrupted_warm_start_says_so(tmp_path):
 @pytest.mark.slow
 def test_local_launch_shards_over_eight_devices(tmp_path):
   call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'sft.clean': 2})
-  flags = call['args'][call['args'].index('--config=configs/aime.py') + 1 :]
+  flags = call['args'][call['args'].index(f'--config={runs.CONFIG}') + 1 :]
   run = subprocess.run(
     ['bash', 'launch/local.sh', *flags],
     cwd=runs.ROOT,
