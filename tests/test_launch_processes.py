@@ -143,10 +143,10 @@ def test_what_is_run_again(launcher, tries, status, count):
   found, lines = launcher.run(2, f'--p1={tries}', '--p0=0', f'--restarts={most}')
   assert found == status, lines
   assert launcher.begun(0) == launcher.begun(1) == count
-  said = [line for line in lines if line.startswith('launch: ')]
-  assert len(said) == count - 1
+  sentences = [line for line in lines if line.startswith('launch: ')]
+  assert len(sentences) == count - 1
   if count == 3:
-    assert said[1] == 'launch: status 137; restart 2 of 2'
+    assert sentences[1] == 'launch: status 137; restart 2 of 2'
 
 
 @pytest.mark.parametrize(

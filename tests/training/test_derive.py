@@ -202,8 +202,8 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
 
 def test_what_does_not_fit_is_said():
   _, found = derive.derive(asked(), known(spec=BIG, memory=2**32))
-  said = {each.knob: each.reason for each in found}
-  assert 'NOTHING FITS' in said['learner.grad_accum_steps']
+  reasons = {each.knob: each.reason for each in found}
+  assert 'NOTHING FITS' in reasons['learner.grad_accum_steps']
 
 
 def test_weights_go_over_all_devices_where_one_has_no_room():

@@ -250,8 +250,8 @@ def refused(workdir: pathlib.Path, words: str, **arguments: Any) -> None:
   )
   assert statuses == [2, 2], outputs
   for text in outputs:
-    said = [line for line in text.splitlines() if line.startswith('bapo_jax: ')]
-    assert len(said) == 1 and re.search(words, said[0]), text
+    sentences = [line for line in text.splitlines() if line.startswith('bapo_jax: ')]
+    assert len(sentences) == 1 and re.search(words, sentences[0]), text
     assert 'Traceback' not in text
   assert not (workdir / 'metrics.jsonl').exists()
   assert not workdir_lib.checkpoint_steps(str(workdir))
