@@ -80,7 +80,8 @@ def test_the_gradient_is_that_of_all_weights_projected(remat, parts, bounds_pass
   after, _, metrics = step(params, PLAIN.init(params), rows, base)
   whole, _, expected = step(merged, PLAIN.init(merged), rows)
   assert 0 < metrics['clip/fraction'] < 1
-  np.testing.assert_allclose(metrics['loss/value'], expected['loss/value'], rtol=1e-5)
+  # Advantages of both signs cancel in the loss: its error is that of terms of about 1.
+  np.testing.assert_allclose(metrics['loss/value'], expected['loss/value'], atol=1e-6)
   found, d_weights = gradients(params, after), gradients(merged, whole)
   for path, adapter in transformer.flatten(params).items():
     rank = adapter.a.shape[-1]
