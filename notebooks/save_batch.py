@@ -40,6 +40,7 @@ def restored(workdir: str) -> tuple[Trainer, TrainState]:
 def stale_minibatch(t: Trainer, s: TrainState) -> dict[str, np.ndarray]:
   """Groups with right and wrong responses, and the policy after STEPS more steps."""
   keys = trainer.step_keys(t.config.seed, s.step)
+  s = trainer.sync_actor_if_due(t, s)
   groups = trainer.sample_fresh(t, s, s.prompt_round, keys.fresh).groups
   source_P = jnp.zeros(len(groups.id_P), jnp.int32)
   later = s

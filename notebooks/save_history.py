@@ -87,6 +87,7 @@ def main() -> None:
       hard = trainer.hard_prompts(t, s)
       reevaluated = trainer.reevaluate(t, s, hard, keys.reevaluate)
       s, fresh, batch, source_P = trainer.fill_batch(t, s, reevaluated.groups, keys)
+      s = trainer.free_actor_if_due(t, s)
       s, _ = trainer.update(t, s, batch, source_P, keys.update)
       s, moves = trainer.insert(t, s, fresh, reevaluated, batch, source_P)
       s = dataclasses.replace(s, step=s.step + 1)

@@ -137,6 +137,7 @@ def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout
   """(seconds, the first groups of the run), its programs compiled before."""
   key = trainer.step_keys(t.config.seed, 0).fresh
   with timer('compile'):
+    s = trainer.sync_actor_if_due(t, s)
     t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
   began = time.perf_counter()
   found = trainer.sample_fresh(t, s, 0, key)

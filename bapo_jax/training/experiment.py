@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from bapo_jax.data import prompts
-from bapo_jax.rollout import decode
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
@@ -26,6 +25,7 @@ from bapo_jax.training import (
   evaluate,
   report,
   setup,
+  step_metrics,
   step_record,
   weights,
 )
@@ -144,8 +144,12 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
   with t.timer('compile'):
     places = t.config.places if s.partial else t.config.prompts.count
     key = jax.random.key(t.config.seed)
-    t.engine.warm_up(s.actor, key, places=places, refreshed=s.partial is not None)
+    actor = t.actor(s.params) if s.actor is None else s.actor
+    t.engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
+    del actor
+    machine.trim()  # or the first updates would come on top of it
     train_step = setup.compile_train_step(t, s)
+    machine.trim()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')
   return dataclasses.replace(t, train_step=train_step)
 
@@ -201,7 +205,7 @@ class Run:
     if finished(config, s) or s.step % config.evaluate.every == 0:
       results, message = self.evaluate(s)
       row |= results
-    row |= timings(self.t.timer.since(), row['rollout/tokens'])
+    row |= step_metrics.timings(self.t.timer.since(), row['rollout/tokens'])
     self.write(s.step, row)
     log(metrics.line(s.step, config.steps, row))
     if message:
@@ -286,7 +290,7 @@ def evaluation(
   """(result, samples) on the held-out problems, through the door of training."""
   knobs = t.config.evaluate
   return evaluate.evaluate(
-    decode.sync_actor(t.weights(params), t.spec, t.mesh),
+    t.actor(params),
     t.held_out,
     t.tokenizer,
     jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1),
@@ -297,15 +301,6 @@ def evaluation(
     step=step,
     ks=knobs.k,
   )
-
-
-def timings(seconds: dict[str, float], tokens: float) -> Metrics:
-  """time/* of a step; phases without a name of their own are `other`."""
-  named = {f'time/{name}': s for name, s in seconds.items()}
-  return named | {
-    'time/step': sum(seconds.values()),
-    'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
-  }
 
 
 def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:

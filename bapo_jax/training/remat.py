@@ -102,7 +102,7 @@ def held_bytes(spec: ModelSpec, adapters: int) -> tuple[float, float]:
 def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   """Bytes of an update on one device, counted by hand; a compiler knows better.
 
-  `held_bytes` over fsdp and tensor; the actor, one layer's and the
+  `held_bytes` over fsdp and tensor; an actor that is not freed, one layer's and the
   head's gathered weights and their gradients over tensor; per token of a micro-batch
   (of all where spec.bounds_pass is 'stored') what all layers keep and the hidden states
   with their gradients; per token of one, a layer's own backward pass (all it computes,
@@ -136,7 +136,8 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     blocks = wide / attention.key_block(wide)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
   logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
-  actor = c * weights / tensor
+  lags = config.rollout.weight_sync_interval > 1
+  actor = lags * c * weights / tensor
   return state + actor + gathered + casts * at_once + rows * T * per_token + logits
 
 

@@ -36,7 +36,8 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
     found['actor'] = s.actor_adapters
   elif s.step % t.config.rollout.weight_sync_interval:
-    found['actor'] = decode.params_of(s.actor, t.spec, t.mesh)
+    actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
+    found['actor'] = decode.params_of(actor, t.spec, t.mesh)
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 
@@ -112,13 +113,12 @@ def resume(
 def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
   """The state with its actor, which is taken out of `found`.
 
-  Where none is stored the next step replaces it, and its version, before it decodes.
+  Where none is stored the next step makes one, and its version, before it decodes.
   """
-  params = found.pop('actor', found['params'])
-  return s.replace(
-    actor=decode.sync_actor(t.weights(params), t.spec, t.mesh),
-    actor_adapters=t.adapters(params),
-  )
+  params = found.pop('actor', None)
+  if params is None:
+    return s
+  return s.replace(actor=t.actor(params), actor_adapters=t.adapters(params))
 
 
 def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:

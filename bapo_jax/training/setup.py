@@ -24,7 +24,6 @@ from bapo_jax.models import attention, hf_directory, hf_weights, lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
@@ -266,7 +265,7 @@ def initial_state(t: Trainer, params: Tree) -> TrainState:
   return TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
-    actor=decode.sync_actor(t.weights(params), t.spec, t.mesh),
+    actor=None,
     actor_adapters=t.adapters(params),
     buffer=buffer,
     partial=PartialRollouts(t.engine, t.config.places) if partial else None,

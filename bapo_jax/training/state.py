@@ -15,6 +15,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer
@@ -71,6 +72,10 @@ class Trainer:
     """What the model computes with, given what is trained."""
     return lora.attach(self.base, params)
 
+  def actor(self, params: Tree) -> Tree:
+    """What decodes with these: a copy of the weights, laid out for it."""
+    return decode.sync_actor(self.weights(params), self.spec, self.mesh)
+
   def adapters(self, params: Tree) -> Tree:
     """A copy of the adapters that an actor is merged from; None without a base."""
     return None if self.base is None else jax.tree.map(jnp.copy, params)
@@ -81,7 +86,7 @@ class TrainState(struct.PyTreeNode):
 
   params: Tree  # what is trained: all weights, or adapters
   opt: Tree
-  actor: Tree  # the weights that decode, up to weight_sync_interval steps old
+  actor: Tree | None  # what decodes, up to weight_sync_interval steps old, or freed
   buffer: ReplayBuffer
   actor_adapters: Tree = None  # those that the actor is merged from
   step: int = struct.field(pytree_node=False, default=0)  # learner steps done
@@ -92,6 +97,13 @@ class TrainState(struct.PyTreeNode):
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
   partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
+
+  def without_actor(self) -> 'TrainState':
+    """The state with its actor's memory given back, whoever else holds this one."""
+    for x in jax.tree.leaves(self.actor):
+      if isinstance(x, Array):
+        x.delete()
+    return self.replace(actor=None)
 
 
 class StepKeys(NamedTuple):

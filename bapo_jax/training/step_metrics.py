@@ -216,3 +216,12 @@ def _step_metrics(
     age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
     metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
   return metrics
+
+
+def timings(seconds: dict[str, float], tokens: float) -> dict[str, float]:
+  """time/* of a step; phases without a name of their own are `other`."""
+  named = {f'time/{name}': s for name, s in seconds.items()}
+  return named | {
+    'time/step': sum(seconds.values()),
+    'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
+  }

@@ -40,6 +40,7 @@ def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]
     s = sync_actor_if_due(t, s)
     reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
     s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
+    s = free_actor_if_due(t, s)
     s, updates = update(t, s, batch, source_P, keys.update)
     s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
     metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
@@ -64,12 +65,17 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
-  for x in jax.tree.leaves(s.actor):
-    if isinstance(x, Array):
-      x.delete()  # beside adapters, two actors would be the most memory of a run
-  actor = decode.sync_actor(t.weights(s.params), t.spec, t.mesh)
+  s = s.without_actor()  # two of them would be the most memory of a run
   adapters = t.adapters(s.params)
-  return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)
+  return s.replace(
+    actor=t.actor(s.params), actor_adapters=adapters, actor_version=s.step
+  )
+
+
+def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
+  """Frees the actor where the next step makes another: its memory is the updates'."""
+  due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
+  return s.without_actor() if due else s
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
@@ -86,7 +92,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     return nothing(t.engine)
   actor = s.actor
   if s.actor_version != s.step:
-    actor = decode.sync_actor(t.weights(s.params), t.spec, t.mesh)
+    actor = t.actor(s.params)
   found = rollout(
     PartialRollouts(t.engine, len(hard.id_P)),
     actor,

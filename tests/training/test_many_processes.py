@@ -157,15 +157,12 @@ def test_one_two_and_four_processes_make_the_same_run(grid, cell, request):
 @pytest.mark.nightly
 def test_a_run_goes_on_in_another_number_of_processes_and_on_another_mesh(start_from):
   whole, parts = start_from('whole'), start_from('parts')
-  processes.trained(whole, 1, **RULES | PARTIAL)
-  processes.trained(parts, 2, steps=1, **RULES | PARTIAL)
-  processes.trained(
-    parts, 4, steps=2, **RULES | PARTIAL | {'mesh.fsdp': 4, 'mesh.data': 1}
-  )
-  processes.trained(parts, 1, steps=3, **RULES | PARTIAL)
-  processes.trained(
-    parts, 2, steps=4, **RULES | PARTIAL | {'mesh.fsdp': 1, 'mesh.data': 4}
-  )
+  knobs = RULES | PARTIAL | {'evaluate.every': 1}  # as the last step of each part is
+  processes.trained(whole, 1, **knobs)
+  processes.trained(parts, 2, steps=1, **knobs)
+  processes.trained(parts, 4, steps=2, **knobs | {'mesh.fsdp': 4, 'mesh.data': 1})
+  processes.trained(parts, 1, steps=3, **knobs)
+  processes.trained(parts, 2, steps=4, **knobs | {'mesh.fsdp': 1, 'mesh.data': 4})
   assert_equal_runs(whole, parts)
 
 

@@ -155,6 +155,7 @@ def test_the_format_bonus_is_by_the_verifier_of_the_problem(warm, one_device):
     patch.setitem(verifiers.READERS, 'exact', lambda text: None)
     own = ['gsm8k', ''] * (n // 2)
     t = dataclasses.replace(t, problems=t.problems._replace(verifier=own))
+    s = trainer.sync_actor_if_due(t, s)
     found = trainer.sample_fresh(t, s, 0, trainer.step_keys(0, 0).fresh)
   bonus_PG = np.asarray(found.groups.reward_PG - found.groups.correct_PG)
   id_B = np.repeat(np.asarray(found.groups.id_P), bonus_PG.shape[1])

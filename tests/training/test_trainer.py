@@ -5,6 +5,7 @@ import types as python_types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
@@ -230,6 +231,29 @@ def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
     lagged = weights if actor == step else f'params of copy of weights {actor}'
     assert scored[2 * step : 2 * step + 2] == [(weights, step), (lagged, actor)]
     assert (keywords['step'], keywords['policy_version']) == (step, step)
+
+
+@pytest.mark.parametrize(('interval', 'freed'), [(1, [0, 1, 2, 3, 4]), (3, [2])])
+def test_an_actor_that_the_next_step_replaces_is_freed_before_the_updates(
+  monkeypatch, interval, freed
+):
+  knobs = {'rollout.weight_sync_interval': interval}
+  fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **knobs)
+  actors, found = [], []
+
+  def sync_actor(*_):
+    actors.append({'w': jnp.ones(3)})
+    return actors[-1]
+
+  def update(params, opt, groups, source_P, key, **_):
+    found.append(actors[-1]['w'].is_deleted())
+    return fake.update(params, opt, groups, source_P, key)
+
+  monkeypatch.setattr(trainer.decode, 'sync_actor', sync_actor)
+  monkeypatch.setattr(trainer.learner, 'update', update)
+  states = [s for s, _ in fake.loop()]
+  assert [i for i, gone in enumerate(found) if gone] == freed
+  assert [i for i, s in enumerate(states) if s.actor is None] == freed
 
 
 def test_skipped_updates_are_counted_over_steps(monkeypatch):

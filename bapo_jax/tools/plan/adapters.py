@@ -34,8 +34,13 @@ class Bytes(NamedTuple):
 
   frozen: float  # weights, or with all trained their own bytes
   trained: float  # what training adds, see remat.held_bytes
-  actor: float
+  actor: float  # while it decodes; freed before an update
   passes: float  # residual stream of all layers; one layer and the head, gathered
+
+  @property
+  def most(self) -> float:
+    """Of decoding without its cache, and of an update."""
+    return self.frozen + self.trained + max(self.actor, self.passes)
 
 
 def bytes_of(spec: ModelSpec, rank: int, fsdp: int = 1, tensor: int = 1) -> Bytes:
@@ -63,7 +68,7 @@ def devices(spec: ModelSpec, rank: int, memory: float) -> tuple[int, int] | None
     for tensor in (1, 2, 4, MOST_TENSOR):
       whole = count % tensor == 0 and spec.heads % tensor == 0
       if whole and spec.kv_heads % tensor == 0:
-        needed = sum(bytes_of(spec, rank, count // tensor, tensor))
+        needed = bytes_of(spec, rank, count // tensor, tensor).most
         if needed <= remat.DEVICE_SHARE * memory:
           return count // tensor, tensor
   return None
@@ -79,7 +84,7 @@ def _rows(models: Mapping[str, ModelSpec]) -> Iterator[list[str]]:
         name,
         str(rank or 'all'),
         f'{(few or transformer.count(spec)) / 1e6:,.0f}',
-        *(f'{x / GIB:.1f}' for x in (*found, sum(found))),
+        *(f'{x / GIB:.1f}' for x in (*found, found.most)),
         *(f'{m[0] * m[1]} ({m[0]} x {m[1]})' if m else '-' for m in meshes),
       ]
 
@@ -87,7 +92,7 @@ def _rows(models: Mapping[str, ModelSpec]) -> Iterator[list[str]]:
 def table(models: Mapping[str, ModelSpec] = MODELS) -> str:
   """Markdown: GiB of an update on one device, and the fewest devices that suffice."""
   header = ['model', 'rank', 'trained, 10^6', 'weights', 'training', 'actor', 'passes']
-  header += ['sum, GiB', *(f'{name}, {room:.0f} GiB' for name, room in MEMORY.items())]
+  header += ['most, GiB', *(f'{name}, {room:.0f} GiB' for name, room in MEMORY.items())]
   return tables.markdown(_rows(models), header, 'lr' + 'r' * (len(header) - 2))
 
 

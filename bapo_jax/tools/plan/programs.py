@@ -96,6 +96,12 @@ def actor(spec: ModelSpec, mesh: Mesh) -> Tree:
   return place(made, sharding.shardings(made, mesh, 'decode'))
 
 
+def held_actor(config: Config, spec: ModelSpec, mesh: Mesh) -> Tree | None:
+  """The actor beside an update; None where it is freed, see trainer.train_loop."""
+  lags = config.rollout.weight_sync_interval > 1
+  return actor(spec, mesh) if lags else None
+
+
 def empty_buffer(config: Config, rules: Rules) -> Tree:
   """The replay buffer, not placed."""
   return jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
@@ -124,7 +130,7 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
       config.learner.grad_accum_steps,
       adapters=remat.adapters(config, spec),
     ),
-    bytes_per_device((actor(spec, mesh), buffer(config, rules, mesh))),
+    bytes_per_device((held_actor(config, spec, mesh), buffer(config, rules, mesh))),
     micro_batches=config.learner.grad_accum_steps,
   )
 
