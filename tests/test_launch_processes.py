@@ -35,6 +35,7 @@ print('attempt', attempt, flush=True)
 print('an error', file=sys.stderr, flush=True)
 child = subprocess.Popen(['sleep', '600']) if what in ('hang', '7') else None
 (home / f'begun{number}.{attempt}').write_text(str(child and child.pid))
+(home / f'coordinator{number}').write_text(flags['coordinator'])
 if what == 'hang':
   time.sleep(600)
 if what.startswith('-'):
@@ -113,6 +114,8 @@ def test_each_line_has_its_process_in_front(launcher):
     for text in ('attempt 0', 'an error', 'without an end')
   ]
   assert sorted(lines) == sorted(wanted)
+  met = {path.read_text() for path in launcher.home.glob('coordinator*')}
+  assert len(met) == 1, 'all meet at one port'
 
 
 def test_the_first_failure_ends_all_with_its_status(launcher):
