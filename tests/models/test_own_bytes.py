@@ -1,5 +1,6 @@
 """A process reads the bytes of its own shards, and no others."""
 
+import json
 import pathlib
 import re
 
@@ -66,6 +67,64 @@ def test_two_processes_read_each_its_half_of_a_checkpoint(tmp_path, shape):
     assert held == half
     # The file is bfloat16, of two bytes a number.
     assert read == held * 2 // jnp.dtype(spec.dtype).itemsize
+
+
+# Qwen2.5's kind, 1.05 GB in bfloat16.
+LARGE = runs.SOURCE | {
+  'vocab_size': 151936,
+  'hidden_size': 1024,
+  'num_hidden_layers': 18,
+  'num_attention_heads': 16,
+  'num_key_value_heads': 4,
+  'intermediate_size': 3072,
+  'head_dim': 64,
+}
+COUNT = """
+import jax
+from bapo_jax import sharding
+from bapo_jax.models import hf_weights, transformer
+def system_count():
+  with open('/proc/self/io') as file:
+    return int(file.readline().split()[1])
+spec, mesh = hf_weights.spec(PATH, 'float32'), sharding.make(**SHAPE)
+jax.block_until_ready(jax.numpy.zeros(3) + 1)
+before = system_count()
+params = jax.block_until_ready(hf_weights.load(PATH, spec, mesh))
+held = sum(
+  sum({str(s.index): s.data.size for s in x.addressable_shards}.values())
+  for x in jax.tree.leaves(params)
+)
+print(f'{system_count() - before} read, {2 * held} held')  # bfloat16 in the file
+hosts.finish(0)
+"""
+
+
+@pytest.mark.nightly
+def test_of_a_gigabyte_each_process_reads_its_half_by_the_systems_count(tmp_path):
+  path = tmp_path / 'model'
+  path.mkdir()
+  (path / 'config.json').write_text(json.dumps(LARGE))
+  spec = hf_weights.spec(str(path), 'float32')
+  shapes = transformer.flatten(transformer.abstract(spec))
+  noise = np.random.default_rng(0).normal(size=10**6).astype(jnp.bfloat16)
+  hf_weights.save(
+    str(path), lambda name: np.resize(noise, shapes[name].shape), spec, 'bfloat16'
+  )
+  size = (path / safetensors_io.ONE_FILE).stat().st_size
+  assert size > 10**9
+  source = COUNT.replace('PATH', repr(str(path)))
+  source = source.replace('SHAPE', repr({'data': 1, 'fsdp': 4}))
+  started = processes.scripts(source, 2, tmp_path)
+  statuses, outputs = processes.ended(started, tmp_path)
+  assert statuses == [0, 0], outputs
+  for text in outputs:
+    found = re.search(r'(\d+) read, (\d+) held', text)
+    assert found, text
+    read, held = map(int, found.groups())
+    print(f'of {size} bytes {read} were read for the {held} that are held')
+    assert held < 0.501 * size
+    # The header is read as well, and modules that are imported on the way.
+    assert held <= read < held + 2**22
 
 
 def test_columns_of_rows_are_read_alone(tmp_path: pathlib.Path, monkeypatch):
