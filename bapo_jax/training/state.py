@@ -18,6 +18,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep, Updated
@@ -103,6 +104,7 @@ class TrainState(struct.PyTreeNode):
     for x in jax.tree.leaves(self.actor):
       if isinstance(x, Array):
         x.delete()
+    machine.trim()  # of a CPU, whose memory is the C library's
     return self.replace(actor=None)
 
 
