@@ -2,7 +2,8 @@
 
 1. `missing` lists the files that this machine lacks, `here` gives the directory;
 2. `find` downloads a name of the hub, `hub:owner/name@revision`, if files are missing;
-3. `hint` says how to spell a path that looks like a hub's name.
+3. `hint` says how to spell a path that looks like a hub's name;
+4. `identity` says whether two machines have the same model.
 """
 
 import os
@@ -10,9 +11,17 @@ import re
 from collections.abc import Sequence
 
 from bapo_jax.models import safetensors_io
-from bapo_jax.runtime import hub_names
+from bapo_jax.runtime import digests, hub_names
 
 MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
+BESIDE_WEIGHTS = (  # what a run reads of a model, where it is there
+  'config.json',
+  'generation_config.json',
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'chat_template.jinja',
+)
 LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
 
 
@@ -79,6 +88,20 @@ def here(name: str) -> str:
     return _snapshot(hub, local=True)
   except (OSError, ValueError):
     return name
+
+
+def identity(name: str) -> dict[str, list[int | str]]:
+  """File -> size and digest of what a run reads of a model; {} for ''.
+
+  Of weights parts alone: a process reads no more than its own shards of them, and two
+  revisions of a model differ everywhere.
+  """
+  if not name:
+    return {}
+  path = here(name)
+  beside = {n: digests.of_file(path, n) for n in BESIDE_WEIGHTS if _is_file(path, n)}
+  weights = safetensors_io.files(path)
+  return beside | {n: digests.sampled(os.path.join(path, n)) for n in weights}
 
 
 def hint(name: str) -> str:

@@ -1,7 +1,8 @@
 """Digests of the files of a directory: a byte that changed since is found.
 
 1. `write` records the length and the digest of every file, in one file beside them;
-2. `damage` compares, and says in words what differs first.
+2. `damage` compares, and says in words what differs first;
+3. `sampled` looks at parts of a file, for what is too large to be read whole.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ def write(directory: str, label: str) -> None:
   Raises:
     OSError: the system refused.
   """
-  digests = {path: _digest(directory, path) for path in _files(directory)}
+  digests = {path: of_file(directory, path) for path in _files(directory)}
   with open(os.path.join(directory, NAME), 'w', encoding='utf-8') as file:
     json.dump({'label': label, 'files': digests}, file, indent=1)
 
@@ -51,7 +52,7 @@ def damage(directory: str, label: str, skip: str = '') -> str:
     if skip and path.startswith(f'{skip}/'):
       continue
     try:
-      found = _digest(directory, path)
+      found = of_file(directory, path)
     except FileNotFoundError:
       return f'{path} is missing'
     except OSError as error:
@@ -66,6 +67,16 @@ def of_text(text: str) -> str:
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def sampled(path: str, blocks: int = 64, block: int = 4096) -> list[int | str]:
+  """[bytes, digest of blocks spread over them] of a file; up to 256 KiB, of all."""
+  size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
+  with open(path, 'rb') as file:
+    for i in range(blocks):
+      file.seek(max(size - block, 0) * i // (blocks - 1))
+      digest.update(file.read(block))
+  return [size, digest.hexdigest()]
+
+
 def _files(directory: str) -> Iterator[str]:
   """Paths of all files below the directory, relative to it, sorted."""
   for folder, folders, names in os.walk(directory):
@@ -76,7 +87,7 @@ def _files(directory: str) -> Iterator[str]:
         yield path
 
 
-def _digest(directory: str, path: str) -> list[int | str]:
+def of_file(directory: str, path: str) -> list[int | str]:
   """[bytes, blake2b of them] of a file."""
   with open(os.path.join(directory, path), 'rb') as file:
     digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from bapo_jax.data import prompts
+from bapo_jax.models import hf_directory
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
@@ -83,7 +84,8 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   with timer('load'), hosts.first_ahead('read'):  # it makes data sets
     material = setup.read(config, workdir)
   identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
-  hosts.same_everywhere({'problems (fingerprints)': identity})
+  own = {'problems (fingerprints)': identity}
+  hosts.same_everywhere(own | {'model': hf_directory.identity(config.model.path)})
   welcome(config, workdir, material)
   verifier = setup.make_verifier(config)
   stored = config.checkpoint

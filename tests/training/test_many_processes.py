@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import processes
 import pytest
+import runs
 from runs import Saved, copied, last_run
 
 from bapo_jax.runtime import metrics, watch
@@ -293,6 +294,18 @@ def test_a_process_with_other_problems_is_refused_by_all(tmp_path):
   files = {'problems.source': 'problems.jsonl', 'problems.test_source': 'test.jsonl'}
   differs = r'process 1 of 2 differs from process 0: problems \(fingerprints\) \['
   refused(tmp_path / 'run', differs, apart=apart, **files)
+
+
+@pytest.mark.slow
+def test_a_process_with_other_weights_is_refused_by_all(tmp_path):
+  apart = folders(tmp_path)
+  for bit, arguments in enumerate(apart):
+    file = pathlib.Path(runs.source(arguments['cwd'] / 'model')) / 'model.safetensors'
+    content = bytearray(file.read_bytes())
+    content[-2] ^= bit  # of the last number the least significant one
+    file.write_bytes(content)
+  differs = r'process 1 of 2 differs from process 0: model\.model\.safetensors \['
+  refused(tmp_path / 'run', differs, apart=apart, **{'model.path': 'model'})
 
 
 @pytest.mark.slow
