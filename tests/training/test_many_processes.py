@@ -61,6 +61,19 @@ def texts(workdir: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
   }
 
 
+def recorded(workdir: pathlib.Path) -> dict[str, list]:
+  """File -> of each recorded group its problem, seat and responses with verdicts."""
+  found = {}
+  for path in (workdir / 'groups').glob('*.jsonl'):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found[path.name] = [
+      (row['id'], row['source'], row['update'])
+      + tuple((r['response'], r['correct'], r['version']) for r in row['responses'])
+      for row in rows
+    ]
+  return found
+
+
 def metric_differences(one: Saved, other: Saved) -> dict[str, float]:
   """Largest relative differences of metrics: of those that count, and of the rest."""
   far = {'counts': 0.0, 'metrics': 0.0}
@@ -86,6 +99,7 @@ def assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
   learned = [float(row.get('learner/grad_norm', 0)) > 0 for row in a.rows.values()]
   assert any(learned)
   assert texts(one) == texts(other) != {}
+  assert recorded(one) == recorded(other) != {}
   far = differences(a, b) | metric_differences(a, b)
   figures = ' '.join(f'{name} {value:.2g}' for name, value in far.items())
   print(
@@ -116,7 +130,7 @@ CELLS = [
   pytest.param({'batch.rule': batch, 'clip.rule': clip} | partial, id=f'{name}-{how}')
   for name, batch, clip in countdown.CELLS
   for how, partial in (('whole', {}), ('partial', PARTIAL))
-]
+] + [pytest.param(RULES | PARTIAL | {'lora.rank': 2}, id='adapters-partial')]
 # Groups of eight: of four, most are all wrong and teach nothing.
 GRID = {'sampler.group_size': 8, 'steps': 3, 'evaluate.every': 3, 'checkpoint.every': 3}
 RUN_ALL = """
