@@ -63,6 +63,22 @@ class CountdownConfig(Section):
     return self
 
 
+class PairConfig(Section):
+  """Problems of the family `pair`."""
+
+  hard: float = knob(
+    0.0,
+    'Share of hard problems, whose numbers the warm start never reads.',
+    least=0,
+    below=1,
+  )
+  stops: bool = knob(
+    True,
+    'Worked solutions stop at the solution, so that wrong responses are longer; off: '
+    'they try every candidate, and right and wrong ones are equally long.',
+  )
+
+
 class ProblemsConfig(Section):
   """Training and held-out problems."""
 
@@ -72,11 +88,14 @@ class ProblemsConfig(Section):
     'hub:owner/name:split (owner/name@revision pins one) or tfds:name:split.',
   )
   test_source: str = knob('synthetic', 'Held-out problems, named likewise.')
-  family: Literal['trial', 'chain'] = knob('trial', 'Family of the synthetic problems.')
+  family: Literal['trial', 'chain', 'pair'] = knob(
+    'trial', 'Family of the synthetic problems.'
+  )
   level: int = knob(3, 'Difficulty of the synthetic problems.', least=1, most=4)
   seed: int = knob(0, 'Seed of the made problems.', least=0)
   train: int = knob(2048, 'Made training problems.', least=1, most=50_000)
   test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
+  pair: PairConfig = knob(PairConfig, 'Problems of the family pair.')
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
   duplicates: Literal['drop', 'keep'] = knob(
     'drop', 'Repeated problems: the first of each counts, or all; reported either way.'

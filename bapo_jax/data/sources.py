@@ -77,8 +77,7 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
     ValueError: they cannot be made, or the embedded policy cannot read them.
   """
   if problems.source != 'countdown':
-    solver = synthetic.FAMILIES[problems.family].solve
-    return synthetic.generate(problems)[: problems.train], solver
+    return synthetic.to_imitate(problems)
   if (wording := problems.countdown.wording) != 'short':
     raise ValueError(
       f'problems.countdown.wording={wording!r} is not for the embedded policy '

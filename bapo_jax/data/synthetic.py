@@ -1,4 +1,4 @@
-r"""Two families of problems that need no file: their texts and worked solutions.
+r"""Three families of problems that need no file: their texts and worked solutions.
 
 `trial`: find x with ax + c = b (mod m). The worked solution reduces a, c and b, then
   tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
@@ -13,6 +13,19 @@ r"""Two families of problems that need no file: their texts and worked solutions
   not.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
   are equally long, so the positive share is 1/2 and an adaptive bound has no work.
+`pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
+  tries candidates, writing x and ax; where ax is b it writes dx and e, and ends if they
+  are equal:
+
+    16x=32 mod 10|7x=4  ->  6x=2|50|72=94|...|22=44\boxed{2}
+
+  A solution that reduces a or b wrongly meets no candidate that passes both, and runs
+  into the limit: wrong responses are as long as sampler.max_new_tokens, right ones are
+  not, and so that knob sets the ratio of their lengths. An equation that was reduced
+  wrongly cannot fake a solution, since d and e are read from the problem. Where
+  problems.pair.stops is off a solution tries every candidate before it answers, and
+  both are equally long. A share problems.pair.hard of the problems has an a and a b
+  above 100, which the warm start never reads.
 
 Every number has a fixed width, the number of digits of m - 1. Answers are 0..999.
 """
@@ -50,7 +63,7 @@ class Solver(Protocol):
 class Family(NamedTuple):
   """How problems of a family are drawn, and solved."""
 
-  draw: Callable[[np.random.Generator, int], Problem]  # (rng, level)
+  draw: Callable[[np.random.Generator, ProblemsConfig], Problem]
   solve: Solver
 
 
@@ -63,11 +76,19 @@ TRIAL_LEVELS = {
 }
 # Level -> (modulus, operations): the difficulty of `chain`.
 CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
+# Level -> (moduli, largest coefficient): the difficulty of `pair`.
+PAIR_LEVELS = {
+  1: ((6,), 40),
+  2: ((8,), 40),
+  3: ((8, 9, 10), 40),
+  4: ((12, 14, 15, 18, 20), 99),
+}
+HARD = 100  # added to a and b of a hard problem of `pair`
 
 
-def draw_trial(rng: np.random.Generator, level: int) -> Problem:
+def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """a x + c = b (mod m) with one solution that is neither 0 nor visible at once."""
-  moduli, largest = TRIAL_LEVELS[level]
+  moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:
     a, c, b = (int(n) for n in rng.integers(1, largest + 1, 3))
@@ -103,9 +124,9 @@ def solve_trial(
   return '|'.join(written)
 
 
-def draw_chain(rng: np.random.Generator, level: int) -> Problem:
+def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """A left-to-right chain of +, - and * modulo m; `numbers` are its results and m."""
-  m, operations = CHAIN_LEVELS[level]
+  m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
   text, results = str(value), []
   for _ in range(operations):
@@ -132,6 +153,73 @@ def solve_chain(
   return '|'.join(written) + rf'\boxed{{{results[-1]}}}'
 
 
+def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
+  """a x = b and d x = e (mod m), with one solution of both that is not 0."""
+  moduli, largest = PAIR_LEVELS[problems.level]
+  m = moduli[rng.integers(len(moduli))]
+  above = HARD * int(rng.random() < problems.pair.hard)
+  # Several x solve the first equation: a solution has candidates that fail the second,
+  # or the policy would learn to write e in place of dx.
+  a = d = 1
+  while not 1 < math.gcd(a, m) < m:
+    a = above + int(rng.integers(2, largest + 1))
+  while d == 1 or math.gcd(d, m) > 1:
+    d = int(rng.integers(2, m))
+  x = int(rng.integers(1, m))
+  least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
+  b = least + m * int(rng.integers((above + largest - least) // m + 1))
+  e = d * x % m
+  return Problem(f'{a}x={b} mod {m}|{d}x={e}', x, (a, b, m, d, e))
+
+
+def is_hard(problem: Problem) -> bool:
+  """Whether a problem of `pair` is one that the warm start leaves out."""
+  return problem.numbers[1] > HARD
+
+
+def solve_pair(
+  problem: Problem,
+  rng: np.random.Generator,
+  slip: float,
+  repeat: float,
+  *,
+  stops: bool = True,
+) -> str:
+  """Worked trials; a or b is reduced wrongly with chance `slip`.
+
+  Args:
+    stops: at the solution; False: after all candidates, with the solution that was
+      found, or any candidate.
+  """
+  a, b, m, d, e = problem.numbers
+  digits = len(str(m - 1))
+  reduced = [a % m, b % m]
+  if rng.random() < slip:
+    wrong = int(rng.integers(2))
+    reduced[wrong] = (reduced[wrong] + int(rng.integers(1, m))) % m
+  first, right = reduced
+  written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
+  found, untried, tried = int(rng.integers(m)), list(rng.permutation(m)), []
+  for _ in range(m if not stops else 6 * m):  # without a solution it has no end
+    if not untried:
+      untried = list(rng.permutation(m))
+    repeats = stops and tried and rng.random() < repeat
+    x = int(tried[rng.integers(len(tried))] if repeats else untried.pop())
+    tried.append(x)
+    trial = _join((x, first * x % m), digits)
+    if first * x % m == right:
+      trial += '=' + _join((d * x % m, e), digits)
+    written.append(trial)
+    if '=' in trial and d * x % m == e:
+      found = x
+      if stops:
+        break
+  else:
+    if stops:
+      return '|'.join(written)
+  return '|'.join(written) + rf'\boxed{{{found}}}'
+
+
 def _join(numbers: Iterable[int], digits: int) -> str:
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
@@ -139,7 +227,21 @@ def _join(numbers: Iterable[int], digits: int) -> str:
 FAMILIES = {
   'trial': Family(draw_trial, solve_trial),
   'chain': Family(draw_chain, solve_chain),
+  'pair': Family(draw_pair, solve_pair),
 }
+
+
+def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
+  """The training problems that a warm start imitates, and their solver.
+
+  Raises:
+    ValueError: the level has fewer problems.
+  """
+  found, solve = generate(problems)[: problems.train], FAMILIES[problems.family].solve
+  if problems.family == 'pair':
+    found = tuple(problem for problem in found if not is_hard(problem))
+    solve = functools.partial(solve_pair, stops=problems.pair.stops)
+  return found, solve
 
 
 @functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
@@ -153,7 +255,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   rng = np.random.default_rng((problems.seed, level))
 
   def draw() -> tuple[str, Problem]:
-    problem = FAMILIES[family].draw(rng, level)
+    problem = FAMILIES[family].draw(rng, problems)
     return problem.text, problem
 
   found = draw_distinct(draw, count)

@@ -146,6 +146,8 @@ def warm_start_path(config: Config, workdir: str) -> str:
   """Where the workdir holds the embedded policy after its warm start."""
   problems = config.problems
   kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
+  if 'family' in kind and problems.family == 'pair':
+    kind |= {'pair'}
   recipe = {
     'seed': config.seed,
     'length': config.row_length,

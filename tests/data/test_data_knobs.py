@@ -67,7 +67,11 @@ def test_the_choices_are_those_that_the_code_knows():
 
   assert choices(ProblemsConfig, 'family') == set(synthetic.FAMILIES)
   assert choices(CountdownConfig, 'wording') == set(countdown.WORDINGS)
-  for levels in (synthetic.TRIAL_LEVELS, synthetic.CHAIN_LEVELS):
+  for levels in (
+    synthetic.TRIAL_LEVELS,
+    synthetic.CHAIN_LEVELS,
+    synthetic.PAIR_LEVELS,
+  ):
     for level in levels:
       knobs.validate(ProblemsConfig, {'level': level})
     for level in (min(levels) - 1, max(levels) + 1):

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from bapo_jax.data import synthetic, tokenizer
-from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.knobs import PairConfig, ProblemsConfig
 from bapo_jax.rewards import verifiers
 
 BOX = r'\boxed{'
 EVERY_LEVEL = pytest.mark.parametrize(
   ('family', 'level'),
   [('trial', level) for level in synthetic.TRIAL_LEVELS]
-  + [('chain', level) for level in synthetic.CHAIN_LEVELS],
+  + [('chain', level) for level in synthetic.CHAIN_LEVELS]
+  + [('pair', level) for level in synthetic.PAIR_LEVELS],
 )
 
 
@@ -38,10 +39,26 @@ def value(chain: str, m: int) -> list[int]:
   return results
 
 
-def solve(problem, seed=0, slip=0.0, repeat=0.0) -> str:
-  family = 'trial' if 'x' in problem.text else 'chain'
+def solve(problem, seed=0, slip=0.0, repeat=0.0, **knobs) -> str:
+  family = (
+    'pair' if '|' in problem.text else 'trial' if 'x' in problem.text else 'chain'
+  )
   rng = np.random.default_rng(seed)
-  return synthetic.FAMILIES[family].solve(problem, rng, slip, repeat)
+  return synthetic.FAMILIES[family].solve(problem, rng, slip, repeat, **knobs)
+
+
+def pairs(count=300, level=3, **knobs):
+  """Problems of the family `pair`."""
+  made = ProblemsConfig(
+    family='pair', level=level, train=count - 1, test=1, pair=PairConfig(**knobs)
+  )
+  return synthetic.generate(made)
+
+
+def coefficients(problem):
+  """(a, b, m, d, e) as the text has them."""
+  found = re.fullmatch(r'(\d+)x=(\d+) mod (\d+)\|(\d+)x=(\d+)', problem.text)
+  return tuple(int(n) for n in found.groups())
 
 
 def trials(problem, solution):
@@ -63,8 +80,11 @@ def test_answers_are_right_and_unique(family, level):
   count = 40
   for problem in generate(family, level, 0, count):
     question, m = problem.text.split(' mod ')
-    m = int(m)
-    if family == 'trial':
+    m = int(m.split('|')[0])
+    if family == 'pair':
+      a, b, m, d, e = coefficients(problem)
+      roots = [x for x in range(m) if (a * x - b) % m == 0 == (d * x - e) % m]
+    elif family == 'trial':
       a, c, b = (
         int(n) for n in re.fullmatch(r'(\d+)x\+(\d+)=(\d+)', question).groups()
       )
@@ -75,6 +95,24 @@ def test_answers_are_right_and_unique(family, level):
     assert 0 <= problem.answer <= 999
     # No level of `trial` gives its answer away: neither 0 nor the reduced b.
     assert family == 'chain' or (problem.answer and a % m != 1)
+    # One equation of `pair` leaves several x.
+    assert family != 'pair' or sum((a * x - b) % m == 0 for x in range(m)) > 1
+
+
+def check_pair(problem, solution):
+  """Every trial of a clean solution is right, and only the last one passes both."""
+  a, b, m, d, e = coefficients(problem)
+  digits = len(str(m - 1))
+  head, *tried = solution.split(BOX)[0].split('|')
+  assert [int(n) for n in head.split('x=')] == [a % m, b % m]
+  numbers = [re.findall(rf'\d{{{digits}}}', t) for t in tried]
+  for trial, (x, ax, *both) in zip(tried, numbers, strict=True):
+    x = int(x)
+    assert int(ax) == a * x % m
+    assert ('=' in trial) == (a * x % m == b % m)
+    assert [int(n) for n in both] == ([d * x % m, e] if both else [])
+  passed = [int(x) for x, _, *both in numbers if both and both[0] == both[1]]
+  assert passed == [problem.answer] == [int(numbers[-1][0])]
 
 
 @EVERY_LEVEL
@@ -83,6 +121,9 @@ def test_a_clean_solution_is_right_in_every_step(family, level):
     solution = solve(problem, seed)
     assert verifiers.aime(str(problem.answer), solution).right
     assert solution.endswith(f'{BOX}{problem.answer}}}')
+    if family == 'pair':
+      check_pair(problem, solution)
+      continue
     *_, m = problem.numbers
     if family == 'chain':
       results = value(problem.text.split(' mod ')[0], m)
@@ -136,7 +177,52 @@ def test_unlucky_trials_are_longer_than_lucky_ones(noise):
   assert np.mean(lengths[False]) / np.mean(lengths[True]) > 1.2
 
 
-@pytest.mark.parametrize('family', synthetic.FAMILIES)
+@pytest.mark.parametrize(('limit', 'least'), [(48, 1.5), (75, 2), (110, 3)])
+def test_a_wrong_reduction_runs_into_the_limit_which_sets_the_ratio(limit, least):
+  lengths = {True: [], False: []}
+  for seed, problem in enumerate(pairs()):
+    solution = solve(problem, seed, slip=0.5, repeat=0.15)
+    cut = solution.replace(BOX, '#')[:limit].replace('#', BOX)
+    right = verifiers.aime(str(problem.answer), cut).right
+    lengths[right].append(min(length(problem, solution), limit))
+  assert min(len(x) for x in lengths.values()) > 100
+  assert np.mean(lengths[False]) / np.mean(lengths[True]) > least
+
+
+def test_a_wrong_reduction_seldom_fakes_a_solution():
+  solutions = [solve(p, seed, slip=1.0) for seed, p in enumerate(pairs())]
+  answered = [BOX in solution for solution in solutions]
+  assert np.mean(answered) < 0.1  # a coincidence of both equations, and then right
+  for problem, solution in zip(pairs(), solutions, strict=True):
+    assert BOX not in solution or solution.endswith(f'{BOX}{problem.answer}}}')
+
+
+def test_solutions_that_do_not_stop_are_equally_long_right_or_wrong():
+  lengths = {True: [], False: []}
+  for seed, problem in enumerate(pairs(stops=False)):
+    solution = solve(problem, seed, slip=0.5, repeat=0.15, stops=False)
+    right = verifiers.aime(str(problem.answer), solution).right
+    lengths[right].append(length(problem, solution))
+    assert solution.count('|') == coefficients(problem)[2]
+  assert min(len(x) for x in lengths.values()) > 100
+  # A wrong reduction meets fewer candidates that are checked, at three tokens each.
+  assert 0.85 < np.mean(lengths[False]) / np.mean(lengths[True]) < 1
+
+
+def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
+  knobs = ProblemsConfig(family='pair', train=999, test=1, pair=PairConfig(hard=0.3))
+  made = synthetic.generate(knobs)
+  hard = [coefficients(p) for p in made if synthetic.is_hard(p)]
+  assert 0.25 < len(hard) / len(made) < 0.35
+  assert all(100 < n <= 140 for a, b, *_ in hard for n in (a, b))
+  imitated, solve = synthetic.to_imitate(knobs)
+  assert {p.text for p in imitated} == {
+    p.text for p in made[:999] if max(coefficients(p)[:2]) <= 40
+  }
+  assert solve.keywords == {'stops': True}
+
+
+@pytest.mark.parametrize('family', ['chain', 'trial'])
 def test_chains_are_equally_long_and_trials_are_not(family):
   lengths = {
     length(p, solve(p, seed)) - len(str(p.answer))
@@ -164,6 +250,26 @@ GOLDEN = {  # (family, level) -> the first three problems and answers of seed 0
     ('82x+82=57 mod 11', 6),
     ('99x+66=4 mod 13', 2),
   ],
+  ('pair', 1): [
+    ('40x=38 mod 6|5x=4', 2),
+    ('4x=2 mod 6|5x=4', 2),
+    ('39x=3 mod 6|5x=5', 1),
+  ],
+  ('pair', 2): [
+    ('10x=6 mod 8|5x=3', 7),
+    ('14x=38 mod 8|7x=7', 1),
+    ('12x=28 mod 8|7x=3', 5),
+  ],
+  ('pair', 3): [
+    ('24x=12 mod 9|4x=5', 8),
+    ('30x=6 mod 9|2x=7', 8),
+    ('25x=35 mod 10|3x=3', 1),
+  ],
+  ('pair', 4): [
+    ('80x=45 mod 15|7x=3', 9),
+    ('69x=93 mod 12|7x=3', 9),
+    ('40x=14 mod 18|7x=11', 17),
+  ],
   ('chain', 1): [('6*9-4 mod 10', 0), ('8+9*2 mod 10', 4), ('2+4*4 mod 10', 4)],
   ('chain', 2): [('9+4-3 mod 100', 10), ('6*3-2 mod 100', 16), ('2+9+9 mod 100', 20)],
   ('chain', 3): [
@@ -186,12 +292,12 @@ def test_the_first_problems_are_those_of_recorded_runs(family, level):
 
 
 # Of `trial` level 1 has 336 problems and level 2 4580, of `chain` levels 1 and 2 have
-# 8 * (3 * 8)^2 = 4608 each.
+# 8 * (3 * 8)^2 = 4608 each; of `pair` only level 4 has fifty thousand.
 @EVERY_LEVEL
 def test_fifty_thousand_problems_are_made_or_refused_within_seconds(family, level):
   problems = ProblemsConfig(family=family, level=level, train=50_000)
   begun = time.process_time()
-  if level < 3:
+  if level < (4 if family == 'pair' else 3):
     message = (
       rf'level {level} of {family} has about \d+ .* fewer than train \+ test = 5'
     )

@@ -40,7 +40,7 @@ def exported(tmp_path_factory):
 
 def problems():
   """Texts of every family and level of the made problems."""
-  for family in ('trial', 'chain'):
+  for family in ('trial', 'chain', 'pair'):
     for level in (1, 4):
       made = ProblemsConfig(family=family, level=level, train=40, test=1)
       yield from (p.text for p in synthetic.generate(made))
