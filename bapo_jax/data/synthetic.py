@@ -78,10 +78,10 @@ TRIAL_LEVELS = {
 CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
 # Level -> (moduli, largest coefficient): the difficulty of `pair`.
 PAIR_LEVELS = {
-  1: ((6,), 40),
-  2: ((8,), 40),
-  3: ((8, 9, 10), 40),
-  4: ((12, 14, 15, 18, 20), 99),
+  1: ((10,), 40),
+  2: ((8, 9), 40),
+  3: ((8, 9, 10), 60),
+  4: ((12, 14, 15, 16, 18, 20, 21, 22), 99),
 }
 HARD = 100  # added to a and b of a hard problem of `pair`
 
@@ -160,16 +160,22 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   above = HARD * int(rng.random() < problems.pair.hard)
   # Several x solve the first equation: a solution has candidates that fail the second,
   # or the policy would learn to write e in place of dx.
-  a = d = 1
+  a = 1
   while not 1 < math.gcd(a, m) < m:
     a = above + int(rng.integers(2, largest + 1))
-  while d == 1 or math.gcd(d, m) > 1:
-    d = int(rng.integers(2, m))
+  # Of two values: a policy that does not know its products dx fakes solutions.
+  d = _units(m)[rng.integers(2)]
   x = int(rng.integers(1, m))
   least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
   b = least + m * int(rng.integers((above + largest - least) // m + 1))
   e = d * x % m
   return Problem(f'{a}x={b} mod {m}|{d}x={e}', x, (a, b, m, d, e))
+
+
+@functools.cache
+def _units(m: int) -> list[int]:
+  """The numbers from 2 to m - 1 that have an inverse modulo m."""
+  return [n for n in range(2, m) if math.gcd(n, m) == 1]
 
 
 def is_hard(problem: Problem) -> bool:
