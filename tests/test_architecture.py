@@ -155,6 +155,8 @@ HOUSE = {
     'export',
     'eval_checkpoint',
     'sweep',
+    'sweep_grid',
+    'sweep_runner',
     'recorded_groups',
     'viewer',
     'run_plots',
