@@ -157,6 +157,7 @@ HOUSE = {
     'sweep',
     'sweep_grid',
     'sweep_runner',
+    'claims',
     'recorded_groups',
     'viewer',
     'run_plots',

@@ -140,7 +140,7 @@ def outcome(
 
   An object of
     arm, levels, seed; config: fingerprint; commit, versions: that it was made with;
-    diverged: its updates were not finite, and it ended early;
+    diverged: its updates were not finite, and it ended early; planned: its steps;
     evaluations: (step, accuracy, standard error, responses sampled) of each;
     right: step -> right responses to each held-out problem, of the first and the last
     evaluation; group_size: of how many;
@@ -168,6 +168,7 @@ def outcome(
     'commit': commit,
     'versions': dict(versions),
     'diverged': diverged,
+    'planned': run.config.steps,
     'evaluations': [[_short(x) for x in e] for e in evaluations],
     'right': {str(s): _right(workdir, s, size) for s in _ends(evaluations)},
     'group_size': size,

@@ -32,6 +32,7 @@ def result(run, **changed):
     'commit': 'c0ffee',
     'versions': {'code': 'a'},
     'diverged': False,
+    'planned': 3,
     'evaluations': [[0, 0.25, 0.02, 0], [3, 0.5, 0.02, 96]],
     'right': {'0': [0, 1], '3': [1, 1]},
     'group_size': 2,

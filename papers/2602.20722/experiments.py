@@ -1,0 +1,108 @@
+"""The experiments on Batch Adaptation PO (arXiv:2602.20722) for a small policy.
+
+The protocol is ../protocol.md. "Settings" is the paper's table of settings, "section"
+and "Definition" are of the paper, "script" is its public code; the rest is ours, and is
+listed in README.md.
+"""
+
+from typing import Any
+
+from bapo_jax.tools.sweep_grid import Experiment
+from configs import base
+
+TUNING = (100, 101, 102, 103)  # seeds that choose values
+TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
+NAMES = ('tuning', 'main', 'hardness', 'delay')
+
+NONE_REUSABLE = (0.0625, 0.0625)  # no pass rate of eight responses lies there
+
+ARMS: dict[str, dict[str, Any]] = {
+  'grpo': {'batch.rule': 'fresh_only'},
+  'dapo': {  # dynamic sampling and clip-higher, arXiv:2503.14476
+    'batch.rule': 'learnable_only',
+    'clip.fixed.high': 1.28,
+  },
+  'replay': {'batch.rule': 'replay', 'buffer.thresholds.rule': 'everything'},
+  'without_x2': {'batch.rule': 'adapted', 'buffer.reevaluate': 0},
+  'without_x3': {
+    'batch.rule': 'adapted',
+    'buffer.thresholds.fixed.reusable': NONE_REUSABLE,
+  },
+  'adapted': {'batch.rule': 'adapted'},  # Definition 3.1
+  'both': {'batch.rule': 'adapted', 'clip.rule': 'balanced'},
+}
+OTHERS = ('grpo', 'dapo', 'replay', 'without_x2', 'without_x3')
+
+# experiment -> (arm, the arms it is compared with, outcome)
+COMPARED = {
+  'tuning': ('lr0.0003', ('lr0.0001', 'lr0.001'), 'final'),
+  'main': ('adapted', OTHERS, 'newly_solved'),
+  'hardness': ('adapted', ('grpo',), 'newly_solved'),
+  'delay': ('adapted', ('grpo',), 'final'),
+}
+HARDNESS: dict[str, dict[str, Any]] = {
+  f'hard{share}': {'problems.pair.hard': share / 100} for share in (0, 30, 60)
+}
+DELAY: dict[str, dict[str, Any]] = {  # v = m of the settings
+  f'every{v}': {'rollout.weight_sync_interval': v, 'buffer.reeval_interval': v}
+  for v in (1, 2, 5)
+}
+
+
+def shared() -> dict[str, Any]:
+  """What all runs have in common, as nested values."""
+  config = base.get_config()
+  config.steps = 120
+  config.responses = 15_360.0  # 60 steps of GRPO; re-evaluations and extra rounds count
+  config.problems.update(family='pair', level=3, train=1024, test=128)
+  config.problems.pair.hard = 0.6
+  config.prompts.update(count=32, max_prompt_tokens=21)
+  config.sampler.group_size = 8  # G, settings
+  config.sampler.max_new_tokens = 84
+  config.sampler.max_num_seqs = 256
+  config.sampler.prefill_batch_size = 256
+  config.model.remat = 'none'
+  config.sft.update(clean=700, noisy=80, batch=64, slip=0.5)
+  config.learner.update(minibatches=4, grad_accum_steps=1)  # settings: 256 / 64
+  config.rollout.weight_sync_interval = 2  # v: 5 in the settings, 2 in the script
+  config.buffer.update(
+    capacity=256,
+    reevaluate=16,  # settings: half as many as a step has prompts
+    reeval_interval=2,  # m: 5 in the settings, 2 in the script
+    hard_order='fifo',  # section 3
+    max_off_policy_steps=3,  # section 3
+  )
+  config.buffer.thresholds.rule = 'fixed'  # settings
+  config.buffer.thresholds.fixed.update(
+    hard=1 / 8,  # c1, settings
+    reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
+  )
+  config.advantage.rule = 'group_relative'  # section 3
+  config.clip.rule = 'fixed'  # settings: epsilon = 0.2
+  config.clip.fixed.update(low=0.8, high=1.2)
+  config.clip.balanced.target = 0.4  # arXiv:2510.18927, section 5
+  config.optimizer.lr = 3e-4  # 1e-6 in the settings
+  config.loss.kl = 0.0  # script; .001 to .01 in the settings
+  config.evaluate.update(every=30, group_size=16)  # their 0 of 16 responses
+  config.checkpoint.update(every=1000, keep=1, best=0)
+  config.metrics.tensorboard = False
+  config.mesh.data = 1
+  return config.to_dict()
+
+
+def get_experiment(name: str) -> Experiment:
+  """One of NAMES.
+
+  Raises:
+    KeyError: no such experiment.
+  """
+  two = {arm: ARMS[arm] for arm in ('grpo', 'adapted')}
+  rates = {
+    f'lr{lr:g}': ARMS['grpo'] | {'optimizer.lr': lr} for lr in (1e-4, 3e-4, 1e-3)
+  }
+  return {
+    'tuning': Experiment(shared(), rates, TUNING[:2]),
+    'main': Experiment(shared(), ARMS, TEST),
+    'hardness': Experiment(shared(), two, TEST[:4], {'hardness': HARDNESS}),
+    'delay': Experiment(shared(), two, TEST[:4], {'delay': DELAY}),
+  }[name]
