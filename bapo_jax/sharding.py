@@ -30,6 +30,15 @@ ROWS = ('data', 'fsdp')  # every batch-like axis is split over both
 
 PATHS = (
   (r'(^|/)(embed|head)$', ('vocab', 'width')),
+  (r'vision/patch$', (None, None, None, None, 'width')),
+  (r'vision/layers/qkv$', ('layer', 'width', None, 'heads', None)),
+  (r'vision/layers/qkv_bias$', ('layer', None, 'heads', None)),
+  (r'vision/layers/(gate|up)_bias$', ('layer', 'ffn')),
+  (r'vision/layers/(o|down)_bias$', None),
+  (r'vision/merger_in$', ('width', 'ffn')),
+  (r'vision/merger_in_bias$', ('ffn',)),
+  (r'vision/merger_out$', ('ffn', 'width')),
+  (r'vision/merger_out_bias$', None),
   (r'layers/q$', ('layer', 'width', 'heads', None)),
   (r'layers/[kv]$', ('layer', 'width', 'kv_heads', None)),
   (r'layers/q_bias$', ('layer', 'heads', None)),

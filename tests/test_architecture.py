@@ -37,6 +37,7 @@ HOUSE = {
     'knobs',
     'rope',
     'attention',
+    'vision_spec',
     'transformer',
     'lora',
     'layers',
@@ -51,6 +52,7 @@ HOUSE = {
     'hf_weights',
     'peft_directory',
   ),
+  'models.vision': ('grids', 'tower'),
   'data': (
     'knobs',
     'row',

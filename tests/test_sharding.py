@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, transformer
+from bapo_jax.models import decoder, transformer, vision_spec
 from bapo_jax.training import setup
 from bapo_jax.training.config import Config
 
@@ -18,6 +18,12 @@ QWEN2 = transformer.ModelSpec(
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
 LLAMA = dataclasses.replace(QWEN2, qkv_bias=False)
 UNTIED = dataclasses.replace(QWEN2, tied=False)
+SEEING = dataclasses.replace(
+  QWEN2,
+  vision=vision_spec.VisionSpec(
+    width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
+  ),
+)
 SPECS = pytest.mark.parametrize(
   'spec', [QWEN2, QWEN3, LLAMA, UNTIED], ids=['qwen2', 'qwen3', 'llama', 'untied']
 )
@@ -66,6 +72,28 @@ def test_every_parameter_has_a_place(spec, layout):
       assert split == {'tensor'}
     elif not name.endswith('norm'):
       assert split == ({'fsdp', 'tensor'} if layout == 'train' else {'tensor'})
+
+
+@pytest.mark.parametrize('layout', ['train', 'decode'])
+def test_every_parameter_of_a_tower_has_a_place(layout):
+  devices = sharding.make(2, 2, 2)
+  tree = transformer.abstract(SEEING)
+  assert set(tree) == set(transformer.abstract(QWEN2)) | {'vision'}
+  placed = sharding.shardings(tree, devices, layout)['vision']
+  split = {
+    sharding.path_name(path): set(x.spec) - {None}
+    for path, x in jax.tree.leaves_with_path(placed)
+  }
+  both = {'fsdp', 'tensor'} if layout == 'train' else {'tensor'}
+  for name, axes in split.items():
+    if name.endswith(('norm', 'o_bias', 'down_bias', 'out_bias')):
+      assert not axes, name
+    elif name.endswith('bias'):
+      assert axes == {'tensor'}, name
+    elif name == 'patch':  # no axis of it is of heads
+      assert axes == both - {'tensor'}, name
+    else:
+      assert axes == both, name
 
 
 @SPECS

@@ -1,8 +1,8 @@
-"""Causal attention: queries, keys and values in, mixed values out.
+"""Attention: queries, keys and values in, mixed values out.
 
 1. `resolve` maps the knob `model.attention` to a kernel of the platform;
 2. `causal` attends over whole rows: our `blockwise` on a CPU, cuDNN's on a GPU, splash
-   on a TPU;
+   on a TPU; `within_segments` does so in both directions;
 3. `cached` attends while decoding: one query per slot over the live part of its cache.
 
 The two kernels never hold the [T, T] scores; ours does, half of them.
@@ -73,12 +73,41 @@ def causal(
     segment_BT: for packed rows, the text that a column belongs to; a query then sees
       the columns of its own text only.
   """
+  return _attend(q_BTHC, k_BTKC, v_BTKC, kind, segment_BT, True)
+
+
+def within_segments(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  *,
+  kind: str = 'auto',
+  segment_BT: Array,
+) -> Array:
+  """Attention of each query to all keys of its own segment, [B, T, H, C].
+
+  Args:
+    q_BTHC, k_BTKC, v_BTKC, kind: as for `causal`.
+    segment_BT: the segment of each column; one where nothing is, such as -1, is like
+      any other.
+  """
+  return _attend(q_BTHC, k_BTKC, v_BTKC, kind, segment_BT, False)
+
+
+def _attend(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  kind: str,
+  segment_BT: Array | None,
+  is_causal: bool,
+) -> Array:
   if kind == 'auto':
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
   if kind == 'splash':
-    return splash(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+    return splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
   if kind == 'plain':
-    return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+    return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
   mask = None
   if segment_BT is not None:
     mask = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
@@ -87,7 +116,7 @@ def causal(
     k_BTKC,
     v_BTKC,
     mask=mask,
-    is_causal=True,
+    is_causal=is_causal,
     implementation='cudnn',
   )
 
@@ -102,9 +131,14 @@ def query_block(length: int) -> int:
 
 
 def blockwise(
-  q_BTHC: Array, k_BTKC: Array, v_BTKC: Array, segment_BT: Array | None = None
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  segment_BT: Array | None = None,
+  *,
+  is_causal: bool = True,
 ) -> Array:
-  """`causal` in plain JAX: a block of queries meets the keys up to its own end alone.
+  """Attention in plain JAX; if causal, a block of queries meets no keys past its end.
 
   The queries of a key head are the rows of one product, and what is divided by the sum
   of a softmax is its result [T, C], not the shares [T, T]: half the time of
@@ -117,15 +151,18 @@ def blockwise(
   size, column_T, mixed = query_block(T), jnp.arange(T), []
   for start in range(0, T, size):
     end = min(start + size, T)
-    live_Btj = (column_T[start:end, None] >= column_T[None, :end])[None]
+    seen = end if is_causal else T
+    live_Btj = (column_T[start:end, None] >= column_T[None, :seen])[None]
+    if not is_causal:
+      live_Btj = jnp.ones_like(live_Btj)
     if segment_BT is not None:
-      live_Btj &= segment_BT[:, start:end, None] == segment_BT[:, None, :end]
+      live_Btj &= segment_BT[:, start:end, None] == segment_BT[:, None, :seen]
     # G times, once for each query head of a key head: [B, 1, G t, j].
     live_B1Xj = jnp.tile(live_Btj, (1, H // K, 1))[:, None]
     scores_BKXj = jnp.einsum(
       'bkxc,bkjc->bkxj',
       q_BKGTC[:, :, :, start:end].reshape(B, K, -1, C),
-      k_BKTC[:, :, :end],
+      k_BKTC[:, :, :seen],
       preferred_element_type=jnp.float32,
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
@@ -135,7 +172,7 @@ def blockwise(
     sum_BKXC = jnp.einsum(
       'bkxj,bkjc->bkxc',
       weight_BKXj.astype(v_BTKC.dtype),
-      v_BKTC[:, :, :end],
+      v_BKTC[:, :, :seen],
       preferred_element_type=jnp.float32,
     )
     sum_BKXC /= weight_BKXj.sum(-1, keepdims=True)
@@ -178,16 +215,17 @@ def splash(
   v_BTKC: Array,
   segment_BT: Array | None = None,
   *,
+  is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
-  """`causal` by the TPU's kernel, one shard of rows and heads per device.
+  """Attention by the TPU's kernel, one shard of rows and heads per device.
 
   XLA cannot split a kernel over devices by itself, so under a mesh this does.
 
   Args:
     interpret: emulate the kernel on any platform, for tests.
   """
-  run = functools.partial(_splash, interpret=interpret)
+  run = functools.partial(_splash, is_causal=is_causal, interpret=interpret)
   devices = sharding.ambient()
   if devices is None:
     return run(q_BTHC, k_BTKC, v_BTKC, segment_BT)
@@ -213,19 +251,21 @@ def _splash(
   k_BTKC: Array,
   v_BTKC: Array,
   segment_BT: Array | None,
+  is_causal: bool,
   interpret: bool,
 ) -> Array:
   """The kernel on one device's rows and heads, padded to whole lanes."""
   _, T, H, C = q_BTHC.shape
   pad, wide = -T % LANES, -C % LANES
-  # Padded columns come last and the mask is causal: no real query sees them.
+  # Padded columns come last, after a causal mask or in a segment of their own: no real
+  # query sees them.
   q, k, v = (
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
     for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
   )
-  kernel, ids = _splash_kernel(T + pad, H, interpret), None
+  kernel, ids = _splash_kernel(T + pad, H, is_causal, interpret), None
   if segment_BT is not None:
-    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-1)
+    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-2)
     ids = _splash_lib().splash_attention_kernel.SegmentIds(segment_BT, segment_BT)
   out_BHTC = jax.vmap(kernel)(q, k, v, ids)
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
@@ -243,8 +283,10 @@ def key_block(length: int) -> int:
   return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
 
 
-def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Array]:
-  """The causal kernel for one row of `length` columns."""
+def _splash_kernel(
+  length: int, heads: int, is_causal: bool, interpret: bool
+) -> Callable[..., Array]:
+  """The kernel for one row of `length` columns."""
   lib = _splash_lib()
   n = next(size for size in (512, 256, LANES) if length % size == 0)
   sizes = lib.splash_attention_kernel.BlockSizes(
@@ -255,9 +297,10 @@ def _splash_kernel(length: int, heads: int, interpret: bool) -> Callable[..., Ar
     block_kv_dkv_compute=n,
     use_fused_bwd_kernel=True,
   )
-  mask = lib.splash_attention_mask.CausalMask((length, length))
+  masks = lib.splash_attention_mask
+  mask = (masks.CausalMask if is_causal else masks.FullMask)((length, length))
   return lib.make_splash_mha(
-    lib.splash_attention_mask.MultiHeadMask([mask] * heads),
+    masks.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=sizes,

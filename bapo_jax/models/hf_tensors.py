@@ -31,6 +31,24 @@ NAMES = {
   'layers/gate': 'model.layers.{}.mlp.gate_proj.weight',
   'layers/up': 'model.layers.{}.mlp.up_proj.weight',
   'layers/down': 'model.layers.{}.mlp.down_proj.weight',
+  'vision/patch': 'visual.patch_embed.proj.weight',
+  'vision/layers/attn_norm': 'visual.blocks.{}.norm1.weight',
+  'vision/layers/qkv': 'visual.blocks.{}.attn.qkv.weight',
+  'vision/layers/qkv_bias': 'visual.blocks.{}.attn.qkv.bias',
+  'vision/layers/o': 'visual.blocks.{}.attn.proj.weight',
+  'vision/layers/o_bias': 'visual.blocks.{}.attn.proj.bias',
+  'vision/layers/mlp_norm': 'visual.blocks.{}.norm2.weight',
+  'vision/layers/gate': 'visual.blocks.{}.mlp.gate_proj.weight',
+  'vision/layers/gate_bias': 'visual.blocks.{}.mlp.gate_proj.bias',
+  'vision/layers/up': 'visual.blocks.{}.mlp.up_proj.weight',
+  'vision/layers/up_bias': 'visual.blocks.{}.mlp.up_proj.bias',
+  'vision/layers/down': 'visual.blocks.{}.mlp.down_proj.weight',
+  'vision/layers/down_bias': 'visual.blocks.{}.mlp.down_proj.bias',
+  'vision/merger_norm': 'visual.merger.ln_q.weight',
+  'vision/merger_in': 'visual.merger.mlp.0.weight',
+  'vision/merger_in_bias': 'visual.merger.mlp.0.bias',
+  'vision/merger_out': 'visual.merger.mlp.2.weight',
+  'vision/merger_out_bias': 'visual.merger.mlp.2.bias',
 }
 # parameter -> its axes here and in the file: letters without a space are one axis.
 AXES = {
@@ -44,6 +62,16 @@ AXES = {
   'layers/gate': ('DF', 'F D'),
   'layers/up': ('DF', 'F D'),
   'layers/down': ('FD', 'D F'),
+  # Pixels' channel, frame, row and column; queries, keys and values are one axis N.
+  'vision/patch': ('cthwD', 'D c t h w'),
+  'vision/layers/qkv': ('DNHC', 'NHC D'),
+  'vision/layers/qkv_bias': ('NHC', 'NHC'),
+  'vision/layers/o': ('HCD', 'D HC'),
+  'vision/layers/gate': ('DF', 'F D'),
+  'vision/layers/up': ('DF', 'F D'),
+  'vision/layers/down': ('FD', 'D F'),
+  'vision/merger_in': ('XY', 'Y X'),
+  'vision/merger_out': ('XD', 'D X'),
 }
 
 

@@ -16,10 +16,9 @@ from flax import traverse_util
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.models import knobs
+from bapo_jax.models import knobs, vision_spec
+from bapo_jax.models.vision_spec import Initialiser
 from bapo_jax.types import Tree
-
-Initialiser = tuple[tuple[int, ...], float | str]  # (shape, scale)
 
 _D = knobs.ModelConfig()
 
@@ -50,6 +49,7 @@ class ModelSpec:
   remat: str = 'full'  # a key of layers.REMAT
   sequence_sharding: bool = False  # columns between layers over the tensor axis
   bounds_pass: str = 'again'  # or 'stored', see objective.gradient
+  vision: vision_spec.VisionSpec | None = None  # the tower, of a model that sees
 
 
 def describe(spec: ModelSpec) -> dict[str, Initialiser]:
@@ -83,6 +83,9 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
     tree |= {'layers/q_norm': ((L, C), 'ones'), 'layers/k_norm': ((L, C), 'ones')}
   if not spec.tied:
     tree['head'] = ((V, D), inner)
+  if spec.vision:
+    tower = vision_spec.describe(spec.vision)
+    tree |= {f'vision/{path}': entry for path, entry in tower.items()}
   return tree
 
 

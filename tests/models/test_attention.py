@@ -25,7 +25,7 @@ def segments():
   return jnp.asarray((np.arange(T)[None, :, None] >= ends[:, None]).sum(-1), jnp.int32)
 
 
-def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None):
+def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
   """Row by row, head by head, query by query, in float64."""
   q, k, v = (np.asarray(x, np.float64) for x in (q_BTHC, k_BTKC, v_BTKC))
   out = np.zeros_like(q)
@@ -33,9 +33,9 @@ def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None):
     for h in range(H):
       own = h * k.shape[2] // H
       for t in range(T):
-        seen = np.arange(t + 1)
+        seen = np.arange(t + 1 if is_causal else T)
         if segment_BT is not None:
-          seen = seen[np.asarray(segment_BT[b, : t + 1] == segment_BT[b, t])]
+          seen = seen[np.asarray(segment_BT[b, seen] == segment_BT[b, t])]
         score = k[b, seen, own] @ q[b, t, h] / np.sqrt(C)
         share = np.exp(score - score.max())
         out[b, t, h] = share @ v[b, seen, own] / share.sum()
@@ -56,6 +56,33 @@ def test_a_kernel_equals_the_oracle(kernel, packed):
   args = (*example(), segments()) if packed else example()
   found = jax.jit(kernel)(*args)
   np.testing.assert_allclose(found, oracle(*args), atol=1e-5)
+
+
+def test_within_segments_a_query_sees_later_keys():
+  # Three segments in each row, the last one as where nothing is.
+  segment_BT = jnp.where(segments() == 2, -1, segments())
+  kernels = {
+    'plain': lambda *args: attention.within_segments(
+      *args[:3], kind='plain', segment_BT=args[3]
+    ),
+    'splash': lambda *args: attention.splash(*args, is_causal=False, interpret=True),
+  }
+  args = (*example(), segment_BT)
+  for name, kernel in kernels.items():
+    np.testing.assert_allclose(
+      jax.jit(kernel)(*args), oracle(*args, is_causal=False), atol=1e-5, err_msg=name
+    )
+
+
+def test_within_segments_in_several_blocks():
+  rng, T = np.random.default_rng(5), 200
+  args = [jnp.asarray(rng.standard_normal((2, T, 4, 8), np.float32)) for _ in range(3)]
+  segment_BT = jnp.asarray(np.arange(T)[None] // np.asarray([[70], [90]]))
+  found = attention.within_segments(*args, kind='plain', segment_BT=segment_BT)
+  wanted = jax.nn.dot_product_attention(
+    *args, mask=segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
+  )
+  np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize(

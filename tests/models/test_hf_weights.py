@@ -44,7 +44,7 @@ def directory(path, params, **changes):
   tensors = {}
   for parameter, tensor in hf_tensors.NAMES.items():
     head, _, tail = parameter.rpartition('/')
-    array = (params[head] if head else params).get(tail)
+    array = transformer.flatten(params).get(parameter)
     if array is None:
       continue
     if not head:

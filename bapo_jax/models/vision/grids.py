@@ -1,0 +1,94 @@
+"""Where each patch of a row of pictures lies: its picture, its place, its window.
+
+A row holds up to I pictures, one after the other, in Z patches; what is left is empty.
+The patches of a picture come as Qwen2.5-VL's processor writes them: merged patches from
+left to right and from top to bottom, the patches of each in the same order. Nothing is
+moved: attention within windows gathers patches by the slots of windows, and brings them
+back. Letters beyond those of types.py:
+
+  R rows of pictures   I pictures of a row   Z patches of a row   M merged patches
+  W windows of a row   Y patches of a window   E numbers of a patch
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+from bapo_jax.models.vision_spec import VisionSpec
+
+
+class Layout(NamedTuple):
+  """Of all patches of some rows."""
+
+  picture_RZ: Int32[Array, 'R Z']  # the picture of each patch; -1 where nothing is
+  place_RZ2: Int32[Array, 'R Z 2']  # its row and column in the picture, in patches
+  slot_RZ: Int32[Array, 'R Z']  # its place among all of its row's windows; W * Y: none
+  patch_RWY: Int32[Array, 'R W Y']  # the patch in each place of a window; -1: none
+
+
+def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout:
+  """The layout of rows of pictures.
+
+  A window at the right or lower edge of a picture is partly empty.
+
+  Args:
+    grid_RI2: patches of each picture along height and width, multiples of v.merge; 0
+      for no picture. They must fit into `patches` and `windows`.
+    patches: Z of a row.
+    windows: W of a row.
+  """
+  m, side, Y = v.merge, v.window_side, v.window_patches
+  high_RI, wide_RI = grid_RI2[..., 0] // m, grid_RI2[..., 1] // m  # in merged patches
+  size_RI = grid_RI2[..., 0] * grid_RI2[..., 1]
+  end_RI = jnp.cumsum(size_RI, 1)
+  patch_Z = jnp.arange(patches, dtype=jnp.int32)
+  # As many pictures lie before a patch as end at it or sooner.
+  picture_RZ = (patch_Z[None, None] >= end_RI[:, :, None]).sum(1, dtype=jnp.int32)
+  live_RZ = picture_RZ < grid_RI2.shape[1]
+
+  def own(x_RI: Array) -> Array:
+    """Of each patch the value of its picture."""
+    return jnp.take_along_axis(x_RI, picture_RZ, 1, mode='clip')
+
+  local_RZ = patch_Z[None] - own(end_RI - size_RI)
+  merged_RZ, inside_RZ = local_RZ // m**2, local_RZ % m**2
+  across_RZ = jnp.maximum(own(wide_RI), 1)
+  down_RZ, right_RZ = merged_RZ // across_RZ, merged_RZ % across_RZ
+  row_RZ, column_RZ = down_RZ * m + inside_RZ // m, right_RZ * m + inside_RZ % m
+
+  count_RI = -(-high_RI // side) * -(-wide_RI // side)
+  window_RZ = own(jnp.cumsum(count_RI, 1) - count_RI)
+  window_RZ += down_RZ // side * -(-across_RZ // side) + right_RZ // side
+  in_window_RZ = (down_RZ % side * side + right_RZ % side) * m**2 + inside_RZ
+  slot_RZ = jnp.where(live_RZ, window_RZ * Y + in_window_RZ, windows * Y)
+  R = grid_RI2.shape[0]
+  patch_RX = jnp.full((R, windows * Y), -1, jnp.int32)
+  patch_RX = patch_RX.at[jnp.arange(R)[:, None], slot_RZ].set(
+    jnp.broadcast_to(patch_Z[None], slot_RZ.shape), mode='drop'
+  )
+  return Layout(
+    picture_RZ=jnp.where(live_RZ, picture_RZ, -1),
+    place_RZ2=jnp.stack([row_RZ, column_RZ], -1),
+    slot_RZ=slot_RZ,
+    patch_RWY=patch_RX.reshape(R, windows, Y),
+  )
+
+
+def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
+  """Windows that suffice for any pictures of so many patches together.
+
+  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
+  most (ab + s - 1) / s, which a strip of width 1 reaches.
+  """
+  side = v.window_side
+  return (patches // v.merge**2 + pictures * (side - 1)) // side
+
+
+def count_windows(grids: Sequence[tuple[int, int]] | np.ndarray, v: VisionSpec) -> int:
+  """Windows of these pictures, each given by its patches along height and width."""
+  edge = v.window_side * v.merge
+  return sum(-(-int(high) // edge) * -(-int(wide) // edge) for high, wide in grids)

@@ -1,0 +1,155 @@
+"""Qwen2.5-VL's vision tower as pure functions: patches in, embeddings of tokens out.
+
+1. `embed_patches` normalises pixels and projects each patch;
+2. every layer attends within windows, or within pictures (`VisionSpec.full_layers`);
+3. the merger joins 2 x 2 patches into one embedding of the language model.
+
+Queries and keys are turned by the row of their patch in one half of the pairs and by
+its column in the other. Letters as in grids.py; norms, rotary positions and softmax are
+float32, matrix products run in `spec.compute`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bapo_jax import sharding
+from bapo_jax.models import attention, rope
+from bapo_jax.models.layers import REMAT, product, rms_norm, rotate
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import grids
+from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.types import Tree
+
+
+def forward(
+  params: Tree,
+  pixels_RZE: Array,
+  grid_RI2: Array,
+  spec: ModelSpec,
+  windows: int | None = None,
+) -> Array:
+  """Embeddings [R, M, D of the language model] of the merged patches of each row.
+
+  Args:
+    params: the tree below `vision`.
+    pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
+    grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
+    windows: of a row, for all rows; None: as many as any pictures can have.
+  """
+  v = vision_of(spec)
+  x_RZD, at = hidden(params, pixels_RZE, grid_RI2, spec, windows)
+  R, Z, D = x_RZD.shape
+  y_RMX = rms_norm(x_RZD, params['merger_norm'], v.norm_eps)
+  y_RMX = y_RMX.reshape(R, Z // v.merge**2, D * v.merge**2)
+  y_RMX = _affine(y_RMX, params, 'merger_in')
+  merged_RMD = _affine(jax.nn.gelu(y_RMX, approximate=False), params, 'merger_out')
+  live_RM1 = (at.picture_RZ[:, :: v.merge**2] >= 0)[..., None]
+  return jnp.where(live_RM1, merged_RMD, 0)
+
+
+def hidden(
+  params: Tree,
+  pixels_RZE: Array,
+  grid_RI2: Array,
+  spec: ModelSpec,
+  windows: int | None = None,
+) -> tuple[Array, grids.Layout]:
+  """(hidden states [R, Z, D] before the merger, the layout); arguments of `forward`."""
+  v = vision_of(spec)
+  Z = pixels_RZE.shape[1]
+  if windows is None:
+    windows = grids.most_windows(Z, grid_RI2.shape[1], v)
+  at = grids.layout(grid_RI2, Z, windows, v)
+  turn = rotations(at.place_RZ2, v)
+
+  def layer(x_RZD: Array, each: tuple[Tree, Array]) -> tuple[Array, None]:
+    w, whole = each
+    qkv_RZ3HC = _affine(rms_norm(x_RZD, w['attn_norm'], v.norm_eps), w, 'qkv')
+    q, k, value = (qkv_RZ3HC[:, :, i] for i in range(3))
+    turned = rotate(q, *turn), rotate(k, *turn), value
+    attended_RZHC = jax.lax.cond(
+      whole,
+      lambda q, k, value: attention.within_segments(
+        q, k, value, kind=spec.attention, segment_BT=at.picture_RZ
+      ),
+      lambda q, k, value: in_windows(q, k, value, at),
+      *turned,
+    )
+    x_RZD = x_RZD + _affine(attended_RZHC, w, 'o', 2)
+    y_RZD = rms_norm(x_RZD, w['mlp_norm'], v.norm_eps)
+    y_RZF = jax.nn.silu(_affine(y_RZD, w, 'gate')) * _affine(y_RZD, w, 'up')
+    x_RZD = x_RZD + _affine(y_RZF, w, 'down')
+    return sharding.constrain(x_RZD, sharding.ROWS), None
+
+  whole_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
+  x_RZD = embed_patches(params, pixels_RZE, spec)
+  x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
+  each = params['layers'], whole_L
+  x_RZD, _ = jax.lax.scan(REMAT[spec.remat](layer), x_RZD, each)
+  return x_RZD, at
+
+
+def vision_of(spec: ModelSpec) -> VisionSpec:
+  """The tower of a model.
+
+  Raises:
+    ValueError: it has none.
+  """
+  if spec.vision is None:
+    raise ValueError('this model has no vision tower; choose one of Qwen2.5-VL')
+  return spec.vision
+
+
+def embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
+  """Each patch [R, Z, D], of uint8 pixels.
+
+  The kernel spans two frames, and a picture is both of them: its sum over frames meets
+  the pixels once.
+  """
+  v = vision_of(spec)
+  mean_E, std_E = (
+    jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
+  )
+  x_RZE = pixels_RZE.astype(jnp.float32) / 255
+  x_RZE = (x_RZE - mean_E[None, None]) / std_E[None, None]
+  kernel_ED = params['patch'].sum(1).reshape(v.numbers, v.width)
+  return product(x_RZE.astype(spec.compute), kernel_ED)
+
+
+def rotations(place_RZ2: Array, v: VisionSpec) -> tuple[Array, Array]:
+  """(sine, cosine) [R, Z, C / 2]: half of the pairs by the row, half by the column."""
+  frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
+  angle = place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
+  angle = angle.reshape(*place_RZ2.shape[:2], v.head_width // 2)
+  return jnp.sin(angle), jnp.cos(angle)
+
+
+def in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
+  """Attention of each patch to those of its window, [R, Z, H, C].
+
+  Windows are small and of one size, so that all are one dense product on any platform.
+  """
+  R, W, Y = at.patch_RWY.shape
+  H, C = q_RZHC.shape[2:]
+  patch_RX11 = jnp.maximum(at.patch_RWY, 0).reshape(R, W * Y, 1, 1)
+
+  def windows(x_RZHC: Array) -> Array:
+    x_RXHC = jnp.take_along_axis(x_RZHC, patch_RX11, 1)
+    return x_RXHC.reshape(R * W, Y, H, C)
+
+  attended_NYHC = attention.within_segments(
+    *map(windows, (q_RZHC, k_RZHC, v_RZHC)),
+    kind='plain',
+    # What fills no place of a window sees its like alone, and nothing sees it.
+    segment_BT=jnp.where(at.patch_RWY < 0, -1, 0).reshape(R * W, Y),
+  )
+  slot_RZ11 = jnp.minimum(at.slot_RZ, W * Y - 1)[..., None, None]
+  return jnp.take_along_axis(attended_NYHC.reshape(R, W * Y, H, C), slot_RZ11, 1)
+
+
+def _affine(x: Array, w: Tree, name: str, axes: int = 1) -> Array:
+  """x [..., *in] times a weight [*in, *out], and its bias."""
+  bias = w[f'{name}_bias'].astype(x.dtype)
+  out = product(x, w[name], axes)
+  return out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
