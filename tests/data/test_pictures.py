@@ -1,0 +1,235 @@
+"""Pictures become the patches that transformers makes of them, or are refused."""
+
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from bapo_jax.data import pictures
+from bapo_jax.models.vision_spec import VisionSpec
+
+V = VisionSpec(
+  width=16, layers=1, heads=2, ffn=16, out=16, full_layers=(0,), image_token=5
+)
+SMALL = VisionSpec(
+  **vars(V) | {'patch': 7, 'least_pixels': 28 * 28, 'most_pixels': 84 * 84}
+)
+
+
+def drawn(height, width, seed=0):
+  """A picture with smooth and sharp parts."""
+  rng = np.random.default_rng(seed)
+  y, x = np.mgrid[:height, :width]
+  wave = 127 + 90 * np.sin(x[..., None] / (3 + np.arange(3)) + y[..., None] / 7)
+  noise = rng.integers(0, 38, (height, width, 3))
+  pixels = (wave + noise).astype(np.uint8)
+  pixels[height // 3 : height // 2] = 0
+  return PIL.Image.fromarray(pixels)
+
+
+def saved(picture, kind='PNG', **options):
+  file = io.BytesIO()
+  picture.save(file, kind, **options)
+  return file.getvalue()
+
+
+def sizes():
+  """50 sizes: both limits, strips, odd numbers, halves that round to even."""
+  rng = np.random.default_rng(0)
+  fixed = [(1, 1), (14, 14), (42, 70), (56, 56), (57, 55), (28, 1400), (1400, 28)]
+  fixed += [(448, 448), (1, 200), (200, 1), (1100, 1000), (900, 1400), (29, 2800)]
+  return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(37)]
+
+
+def theirs(v, **options):
+  from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+  return module.Qwen2VLImageProcessorPil(
+    patch_size=v.patch,
+    merge_size=v.merge,
+    size={'shortest_edge': v.least_pixels, 'longest_edge': v.most_pixels},
+    **options,
+  )
+
+
+def frames(found, v):
+  """Their patches without their normalisation, frame by frame: [frames, Z, E]."""
+  x = np.asarray(found['pixel_values'])
+  x = x.reshape(len(x), 3, v.frames, v.patch, v.patch).transpose(2, 0, 1, 3, 4)
+  mean, std = (np.reshape(x, (1, 1, 3, 1, 1)) for x in (v.mean, v.std))
+  return np.rint(255 * (x * std + mean)).reshape(v.frames, -1, v.numbers)
+
+
+@pytest.mark.parametrize('v', [V, SMALL], ids=['published', 'small'])
+def test_fifty_sizes_have_the_patches_of_transformers(v):
+  assert len(sizes()) == 50
+  processor = theirs(v)
+  for seed, (height, width) in enumerate(sizes()):
+    picture = drawn(height, width, seed)
+    found = pictures.patches(picture, v)
+    wanted = processor([picture])
+    assert [1, *found.grid] == wanted['image_grid_thw'][0].tolist(), (height, width)
+    assert found.pixels_ZE.dtype == np.uint8
+    for frame_ZE in frames(wanted, v):
+      off = np.abs(frame_ZE - found.pixels_ZE).max()
+      assert off <= 1, (height, width, off)
+
+
+def test_the_order_of_patches_is_exact():
+  # Sizes that are not resized: every byte is where they have it.
+  for height, width in [(56, 84), (112, 56), (140, 280)]:
+    picture = drawn(height, width)
+    found = pictures.patches(picture, V)
+    np.testing.assert_array_equal(
+      frames(theirs(V)([picture]), V)[0], found.pixels_ZE.astype(float)
+    )
+    assert found.tokens(V) == height * width // 28**2
+
+
+def test_the_first_patches_by_hand():
+  # The second patch is right of the first, the third below it, the fifth right of them.
+  pixels = np.arange(56 * 56 * 3).reshape(56, 56, 3).astype(np.uint8)
+  found = pictures.patches(PIL.Image.fromarray(pixels), V)
+  assert found.grid == (4, 4)
+  for i, (top, left) in enumerate([(0, 0), (0, 14), (14, 0), (14, 14), (0, 28)]):
+    patch = pixels[top : top + 14, left : left + 14].transpose(2, 0, 1)
+    np.testing.assert_array_equal(found.pixels_ZE[i], patch.ravel())
+
+
+def test_a_resized_picture_keeps_the_limits():
+  for height, width in sizes():
+    high, wide = pictures.resized_size(height, width, V)
+    assert high % 28 == wide % 28 == 0
+    assert high * wide >= V.least_pixels
+    strip = max(height, width) > 40 * min(height, width)  # one unit wide at least
+    assert strip or high * wide <= V.most_pixels
+
+
+@pytest.mark.parametrize('kind', ['PNG', 'JPEG', 'WEBP', 'BMP', 'GIF'])
+def test_formats(kind):
+  options = {'lossless': True} if kind == 'WEBP' else {}
+  read = pictures.read(saved(drawn(30, 40), kind, **options))
+  assert read.mode == 'RGB'
+  assert read.size == (40, 30)
+  if kind in ('PNG', 'WEBP', 'BMP'):
+    np.testing.assert_array_equal(read, drawn(30, 40))
+
+
+def test_what_is_transparent_lies_on_white():
+  pixels = np.zeros((4, 4, 4), np.uint8)
+  pixels[0, 0] = 10, 20, 30, 255
+  read = np.asarray(pictures.read(saved(PIL.Image.fromarray(pixels, 'RGBA'))))
+  assert read[0, 0].tolist() == [10, 20, 30]
+  assert (read.reshape(-1, 3)[1:] == 255).all()
+  palette = PIL.Image.fromarray(np.zeros((4, 4), np.uint8), 'P')
+  palette.putpalette([1, 2, 3])
+  assert np.asarray(pictures.read(saved(palette, transparency=0))).min() == 255
+
+
+def test_a_photograph_is_turned_upright():
+  exif = PIL.Image.Exif()
+  exif[0x0112] = 6  # turned by a quarter
+  read = pictures.read(saved(drawn(30, 40), 'JPEG', exif=exif.tobytes()))
+  assert read.size == (30, 40)
+
+
+def png(width, height):
+  """The head of a PNG that claims these sizes, and hardly any pixel."""
+
+  def chunk(name, data):
+    check = zlib.crc32(name + data)
+    return struct.pack('>I', len(data)) + name + data + struct.pack('>I', check)
+
+  head = struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)
+  body = chunk(b'IHDR', head) + chunk(b'IDAT', zlib.compress(b'\0' * 100))
+  return b'\x89PNG\r\n\x1a\n' + body + chunk(b'IEND', b'')
+
+
+def animation():
+  file = io.BytesIO()
+  one, two = drawn(9, 9, 1), drawn(9, 9, 2)
+  one.save(file, 'GIF', save_all=True, append_images=[two])
+  return file.getvalue()
+
+
+WHOLE = saved(drawn(30, 40))
+BROKEN = {
+  'empty': (b'', 'an empty file is no picture in PNG, JPEG, WEBP, BMP, GIF'),
+  'text': (b'hello world', "a file that begins with b'hello wo' is no picture in PNG"),
+  'another format': (
+    saved(drawn(9, 9), 'TIFF'),
+    "a file that begins with b'II*",
+  ),
+  'truncated': (WHOLE[: len(WHOLE) // 2], 'the picture cannot be decoded ('),
+  'a byte changed': (
+    WHOLE[:60] + bytes([WHOLE[60] ^ 255]) + WHOLE[61:],
+    'the picture cannot be decoded (',
+  ),
+  'truncated jpeg': (
+    saved(drawn(300, 400), 'JPEG')[:900],
+    'the picture cannot be decoded (',
+  ),
+  'bomb': (png(9000, 9000), 'the picture has 9000 x 9000 pixels, more than 67,108,864'),
+  'warned of': (png(10_000, 10_000), 'the picture has 10000 x 10000 pixels, more than'),
+  'larger bomb': (png(60_000, 60_000), 'the picture has more than 67,108,864 pixels'),
+  'strip': (png(4020, 20), 'one side is more than 200 times the other; cut or pad it'),
+  'animation': (animation(), 'the picture has 2 frames; take one of them'),
+  'no pixels': (png(0, 10), 'is no picture in PNG, JPEG, WEBP, BMP, GIF; convert it'),
+}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_broken_picture_is_refused_in_one_sentence(name):
+  data, message = BROKEN[name]
+  with warnings.catch_warnings(), pytest.raises(ValueError) as error:
+    warnings.simplefilter('error')
+    pictures.read(data)
+  assert message in str(error.value)
+  assert '\n' not in str(error.value)
+  assert len(str(error.value)) < 250
+
+
+def test_a_file_of_too_many_bytes(monkeypatch):
+  monkeypatch.setattr(pictures, 'MOST_BYTES', 1000)
+  with pytest.raises(ValueError) as error:
+    pictures.read(b'x' * 1001)
+  assert str(error.value) == (
+    'the picture has 1,001 bytes, more than 1,000; make it smaller'
+  )
+
+
+def test_damaged_bytes_never_end_in_another_error():
+  rng = np.random.default_rng(0)
+  for kind in ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF'):
+    whole = bytearray(saved(drawn(40, 50), kind))
+    for _ in range(40):
+      data = bytearray(whole)
+      for at in rng.integers(0, len(data), 4):
+        data[at] = rng.integers(256)
+      try:
+        assert pictures.read(bytes(data)).mode == 'RGB'
+      except ValueError as error:
+        assert '\n' not in str(error)
+
+
+@pytest.mark.parametrize(
+  ('problem', 'count', 'message'),
+  [
+    ('Find x.', 1, 'the problem has 0 <image> for 1 picture; write one <image> where'),
+    ('<image>Find x.', 0, 'the problem has 1 <image> for 0 pictures; write one'),
+    ('<image><image>', 3, 'the problem has 2 <image> for 3 pictures; write one'),
+  ],
+)
+def test_places_that_do_not_match(problem, count, message):
+  with pytest.raises(ValueError) as error:
+    pictures.check_placeholders(problem, [None] * count)
+  assert message in str(error.value)
+
+
+def test_places_that_match():
+  pictures.check_placeholders('Find x.', [])
+  pictures.check_placeholders('<image>As in <image>, find x.', [None, None])
