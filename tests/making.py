@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import decoder, transformer
+from bapo_jax.models import decoder, transformer, vision_spec
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
@@ -13,6 +13,20 @@ from bapo_jax.types import Batch, Groups
 
 SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
+)
+
+SEEING = transformer.ModelSpec(
+  vocab=20,
+  width=16,
+  layers=2,
+  heads=4,
+  kv_heads=4,
+  head_width=4,
+  ffn=16,
+  mrope=(1, 1, 0),
+  vision=vision_spec.VisionSpec(
+    width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
+  ),
 )
 
 # Contribution and weight of a bound search.

@@ -52,7 +52,7 @@ HOUSE = {
     'hf_weights',
     'peft_directory',
   ),
-  'models.vision': ('grids', 'tower'),
+  'models.vision': ('grids', 'tower', 'sequence', 'hf_vision'),
   'data': (
     'knobs',
     'row',

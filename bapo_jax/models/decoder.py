@@ -93,8 +93,15 @@ def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
   turn_RTc = layers.rotations(
     jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape), spec
   )
-  x_RTD = sharding.constrain(layers.embed_rows(actor, tokens_RT, spec), sharding.ROWS)
-  found = []
+  x_RTD = layers.embed_rows(actor, tokens_RT, spec)
+  return prefill_embedded(actor, x_RTD, turn_RTc, spec)
+
+
+def prefill_embedded(
+  actor: Tree, x_RTD: Array, turn_RTc: tuple[Array, Array], spec: ModelSpec
+) -> list[KeysValues]:
+  """`prefill` of prompts that are embedded; `turn_RTc` are rotations of positions."""
+  x_RTD, found = sharding.constrain(x_RTD, sharding.ROWS), []
   for w in actor['layers']:
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     found.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
@@ -112,13 +119,19 @@ def decode(
   position_S: Array,
   cache: list[Segments],
   spec: ModelSpec,
+  shift_S: Array | None = None,
 ) -> tuple[Array, list[Segments]]:
   """One token per slot: (final hidden states [S, D], the cache with these tokens).
 
   Unrolled: scanning the layers here would copy each layer's cache at each token (211
   MiB of temporaries against 14 at 28 layers).
+
+  Args:
+    position_S: column of each token in the cache, and its position.
+    shift_S: added to its position alone, after pictures (`sequence.prefill`).
   """
-  turn_Sc = layers.rotations(position_S, spec)
+  turned_S = position_S if shift_S is None else position_S + shift_S
+  turn_Sc = layers.rotations(turned_S, spec)
   x_SD, new = layers.embed(actor, token_S, spec), []
   for w, segments in zip(actor['layers'], cache, strict=True):
     q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)

@@ -75,6 +75,20 @@ AXES = {
 }
 
 
+def published(name: str) -> str:
+  """A tensor's name as published checkpoints of Qwen2.5-VL have it.
+
+  Some programs write the modules of transformers' class instead.
+  """
+  for prefix, own in (
+    ('model.language_model.', 'model.'),
+    ('model.visual.', 'visual.'),
+  ):
+    if name.startswith(prefix):
+      return own + name.removeprefix(prefix)
+  return name
+
+
 def stored(spec: transformer.ModelSpec) -> dict[str, Shape]:
   """Every tensor of a checkpoint of this model: name -> shape in the file."""
   shapes = {}

@@ -91,6 +91,8 @@ def check(path: str, spec: transformer.ModelSpec) -> dict[str, safetensors_io.Te
     found.pop(hf_tensors.NAMES['head'], None)  # some files repeat the embedding
   # Old Llama files hold the frequencies, which are computed here.
   found = {n: t for n, t in found.items() if not n.endswith('rotary_emb.inv_freq')}
+  if spec.vision:
+    found = {hf_tensors.published(name): t for name, t in found.items()}
   wanted = hf_tensors.stored(spec)
   if set(wanted) != set(found):
     lost, left = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
@@ -135,7 +137,9 @@ def _placed(
         tensor = found[hf_tensors.NAMES[parameter].format(layer)]
         fine = tensor.shape[0] // size[0]  # C rows of the file are one head
         read = safetensors_io.read(tensor, a * fine, b * fine, columns)
-        rows[i] = read.reshape(rows.shape[1:])
+        # Of axes merged with the first one all is read, whatever part is held.
+        read = read.reshape(b - a, *size[1:lead], *held[lead - 1 :])
+        rows[i] = read[(slice(None), *(slice(x, y) for x, y in hull[: lead - 1]))]
         # After the cast: a large float32 is infinite in bfloat16.
         if not safetensors_io.finite(rows[i]):
           raise ValueError(

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -80,6 +81,22 @@ def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
   )
   shape = (1,) * position.ndim + frequency.shape
   angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
+  return factor * jnp.sin(angle), factor * jnp.cos(angle)
+
+
+def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
+  """`rotations` at positions [..., 3] of three parts, time, row and column.
+
+  The first spec.mrope[0] pairs of a head are turned by the first part, the next ones by
+  the second and the rest by the third (Wang et al., 2024, arXiv:2409.12191). Where the
+  three are equal, as in a text, the result is that of `rotations`, to the last bit.
+  """
+  frequency, factor = frequency_table(
+    spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
+  )
+  part = np.repeat(np.arange(3), spec.mrope)
+  shape = (1,) * (position.ndim - 1) + frequency.shape
+  angle = position[..., part].astype(jnp.float32) * frequency.reshape(shape)
   return factor * jnp.sin(angle), factor * jnp.cos(angle)
 
 
@@ -219,7 +236,22 @@ def forward(
   """
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-  turn = rotations(position_BT, spec)
+  x_BTD = embed_rows(params, tokens_BT, spec)
+  return through(params, x_BTD, rotations(position_BT, spec), spec, segment_BT)
+
+
+def through(
+  params: Tree,
+  x_BTD: Array,
+  turn: tuple[Array, Array],
+  spec: ModelSpec,
+  segment_BT: Array | None = None,
+) -> Array:
+  """`forward` of rows that are embedded.
+
+  Args:
+    turn: rotations of all positions.
+  """
 
   def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
@@ -228,6 +260,6 @@ def forward(
     )
     return split(add_out(w, x_BTD, attended_BTHC, spec), spec), None
 
-  x_BTD = split(embed_rows(params, tokens_BT, spec), spec)
+  x_BTD = split(x_BTD, spec)
   x_BTD, _ = jax.lax.scan(REMAT[spec.remat](layer), x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)

@@ -37,6 +37,7 @@ class ModelSpec:
   rope_theta: float = _D.rope_theta
   rope_type: str = 'default'  # a key of rope.RULES
   rope_knobs: tuple[tuple[str, float], ...] = ()
+  mrope: tuple[int, ...] = ()  # pairs of a head turned by time, row and column
   norm_eps: float = 1e-6
   positions: int = knobs.POSITIONS
   tied: bool = True

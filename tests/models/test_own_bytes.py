@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import processes
 import pytest
@@ -13,6 +14,7 @@ import runs
 
 from bapo_jax import sharding
 from bapo_jax.models import hf_weights, safetensors_io, transformer
+from bapo_jax.models.vision import hf_vision
 
 READ = """
 import jax, numpy as np
@@ -125,6 +127,31 @@ def test_of_a_gigabyte_each_process_reads_its_half_by_the_systems_count(tmp_path
     assert held < 0.501 * size
     # The header is read as well, and modules that are imported on the way.
     assert held <= read < held + 2**22
+
+
+def test_two_processes_read_each_its_heads_of_a_tower(tmp_path):
+  # Queries, keys and values are one tensor: its rows are of all heads three times.
+  path, spec = tmp_path / 'model', making.SEEING
+  path.mkdir()
+  flat = transformer.flatten(making.params(spec))
+  hf_weights.save(str(path), flat.__getitem__, spec)
+  files = {'config.json': hf_vision.config_of(spec)}
+  files['preprocessor_config.json'] = hf_vision.preprocessor_of(spec.vision)
+  for name, content in files.items():
+    (path / name).write_text(json.dumps(content))
+  np.savez(tmp_path / 'whole.npz', **flat)
+  values = {'PATH': str(path), 'WHOLE': str(tmp_path / 'whole.npz')}
+  source = READ.replace('SHAPE', repr({'data': 1, 'tensor': 4}))
+  for name, value in values.items():
+    source = source.replace(name, repr(value))
+  source = source.replace('hf_weights.spec(', 'hf_vision.spec(')
+  source = source.replace(
+    'import hf_weights,',
+    'import hf_weights; from bapo_jax.models.vision import'
+    ' hf_vision; from bapo_jax.models import',
+  )
+  statuses, outputs = processes.ended(processes.scripts(source, 2, tmp_path), tmp_path)
+  assert statuses == [0, 0], outputs
 
 
 def test_columns_of_rows_are_read_alone(tmp_path: pathlib.Path, monkeypatch):

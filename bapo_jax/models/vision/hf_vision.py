@@ -1,0 +1,234 @@
+"""config.json of Qwen2.5-VL to ModelSpec and back; no option is ignored silently.
+
+1. `spec` reads a directory: the language model as a Qwen2 with three-part positions,
+   the tower, and from preprocessor_config.json how pixels are resized and normalised;
+2. `config_of` and `preprocessor_of` write both files, as published.
+
+Published files hold the language model's options beside the tower's, transformers 5
+writes them as `text_config`; both are read.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+from bapo_jax.models import hf_config, vision_spec
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import json_files
+
+NAME, KIND = 'Qwen2_5_VLForConditionalGeneration', 'qwen2_5_vl'
+THETA = 1_000_000.0  # of the language model, where config.json names none
+# Field of VisionSpec -> its names in vision_config, the first that is there counts, and
+# the value where none is; None: it must be there.
+SIZES: dict[str, tuple[tuple[str, ...], int | None]] = {
+  'width': (('hidden_size',), None),
+  'layers': (('depth',), None),
+  'heads': (('num_heads',), None),
+  'ffn': (('intermediate_size',), None),
+  'out': (('out_hidden_size',), None),
+  'window': (('window_size',), 112),
+  'patch': (('patch_size', 'spatial_patch_size'), 14),
+  'frames': (('temporal_patch_size',), 2),
+  'merge': (('spatial_merge_size',), 2),
+}
+LARGEST = 10**6  # of any of these sizes
+# Options that would change the computation -> the values that are implemented.
+ONLY = {
+  'hidden_act': ('silu',),
+  'in_channels': (vision_spec.CHANNELS,),
+  'in_chans': (vision_spec.CHANNELS,),
+}
+
+
+def spec(path: str, compute: str) -> ModelSpec:
+  """The ModelSpec of a directory of Qwen2.5-VL.
+
+  Args:
+    compute: dtype of the matrix products.
+
+  Raises:
+    ValueError: an architecture or an option is not supported, by its name.
+  """
+  found = json_files.read(os.path.join(path, 'config.json'))
+  pixels = os.path.join(path, 'preprocessor_config.json')
+  try:
+    return spec_of(
+      found, compute, json_files.read(pixels) if os.path.exists(pixels) else {}
+    )
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from None
+
+
+def spec_of(c: dict[str, Any], compute: str, pixels: dict[str, Any]) -> ModelSpec:
+  """The ModelSpec of these files.
+
+  Args:
+    c: the contents of config.json.
+    compute: dtype of the matrix products.
+    pixels: the contents of preprocessor_config.json; {} if there is none.
+
+  Raises:
+    ValueError: an architecture or an option is not supported, by its name.
+  """
+  if c.get('model_type') != KIND or c.get('architectures') not in (None, [NAME]):
+    raise ValueError(
+      f'model_type {c.get("model_type")!r} with architectures '
+      f'{c.get("architectures")!r:.60} is not supported here; choose a {NAME}'
+    )
+  text, sections = _text(c)
+  model = hf_config.spec_of(text, compute)
+  if 2 * sum(sections) != model.head_width:
+    raise ValueError(
+      f'mrope_section={list(sections)} does not add up to {model.head_width // 2}, '
+      'half of the width of a head'
+    )
+  vision = _vision(c, pixels)
+  if vision.out != model.width:
+    raise ValueError(
+      f'out_hidden_size={vision.out} of its vision_config is not '
+      f'hidden_size={model.width} of the language model'
+    )
+  return dataclasses.replace(model, mrope=sections, vision=vision)
+
+
+def _text(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+  """(options of the language model as those of a Qwen2, its mrope_section)."""
+  text = dict(_object(c, 'text_config') or c)
+  text['model_type'], text['architectures'] = 'qwen2', None
+  tied = c.get('tie_word_embeddings') or text.get('tie_word_embeddings')
+  text['tie_word_embeddings'] = tied
+  name = 'rope_scaling' if text.get('rope_scaling') else 'rope_parameters'
+  scaling = dict(_object(text, name))
+  sections = scaling.pop('mrope_section', None)
+  fits = isinstance(sections, list) and len(sections) == 3
+  if not fits or not all(type(n) is int and n >= 0 for n in sections):
+    raise ValueError(f'mrope_section={sections!r:.60}: three integers are wanted')
+  for key in ('type', 'rope_type'):
+    if scaling.get(key) == 'mrope':
+      scaling[key] = 'default'
+  text[name] = scaling
+  if not (text.get('rope_theta') or scaling.get('rope_theta')):
+    text['rope_theta'] = THETA
+  return text, tuple(sections)
+
+
+def _vision(c: dict[str, Any], pixels: dict[str, Any]) -> vision_spec.VisionSpec:
+  tower = _object(c, 'vision_config')
+  for option, values in ONLY.items():
+    if tower.get(option) not in (None, *values):
+      raise ValueError(
+        f'{option}={tower[option]!r:.60} of its vision_config is not supported, only '
+        f'{values[0]!r}; choose another model'
+      )
+  sizes: dict[str, Any] = {f: _size(tower, *names) for f, names in SIZES.items()}
+  whole = tower.get('fullatt_block_indexes')
+  if not isinstance(whole, list) or not all(type(i) is int for i in whole):
+    raise ValueError(
+      f'fullatt_block_indexes={whole!r:.60}: a list of integers is wanted'
+    )
+  rope = _object(tower, 'rope_parameters')
+  if rope.get('rope_type', 'axial') != 'axial':
+    raise ValueError(
+      f'rope_type {rope["rope_type"]!r:.60} of its vision_config is not supported, '
+      "only 'axial'"
+    )
+  v = vision_spec.VisionSpec(
+    **sizes,
+    full_layers=tuple(whole),
+    image_token=_size(c, ('image_token_id',), None),
+    rope_theta=_number(rope, 'rope_theta', 10_000.0),
+    **_preprocessing(pixels),
+  )
+  vision_spec.check(v)
+  return v
+
+
+def _preprocessing(pixels: dict[str, Any]) -> dict[str, Any]:
+  """Fields of VisionSpec from preprocessor_config.json."""
+  found: dict[str, Any] = {}
+  for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
+    if (values := pixels.get(name)) is not None:
+      if not isinstance(values, list) or len(values) != vision_spec.CHANNELS:
+        raise ValueError(f'{name}={values!r:.60}: three numbers are wanted')
+      channels = dict(enumerate(values))
+      found[field] = tuple(_number(channels, i, 0.0, name) for i in channels)
+  if 0.0 in found.get('std', ()):
+    raise ValueError('image_std holds 0, by which pixels would be divided')
+  limits = _object(pixels, 'size')
+  for field, old, new in (
+    ('least_pixels', 'min_pixels', 'shortest_edge'),
+    ('most_pixels', 'max_pixels', 'longest_edge'),
+  ):
+    # Where both stand there, transformers reads min_pixels and max_pixels.
+    held = {old: pixels.get(old, limits.get(new))}
+    if held[old] is not None:
+      found[field] = _size(held, (old,), None, 2**40)
+  return found
+
+
+def _object(c: dict[str, Any], name: str) -> dict[str, Any]:
+  """The object in an option; {} for none."""
+  value = c.get(name)
+  if value is not None and not isinstance(value, dict):
+    raise ValueError(f'{name}={value!r:.60} in its config.json: an object is wanted')
+  return value or {}
+
+
+def _size(
+  c: dict[str, Any], names: tuple[str, ...], default: int | None, most: int = LARGEST
+) -> int:
+  """The integer in the first of these options that is there."""
+  name = next((name for name in names if c.get(name) is not None), names[0])
+  value = default if c.get(name) is None else c[name]
+  if type(value) is not int or not 1 <= value <= most:
+    raise ValueError(
+      f'{name}={value!r:.60}: an integer from 1 to {most} is wanted; fetch its '
+      'config.json again'
+    )
+  return value
+
+
+def _number(c: dict[Any, Any], key: Any, default: float, name: str = '') -> float:
+  """The finite number in an option."""
+  value = default if c.get(key) is None else c[key]
+  if type(value) not in (int, float) or not 0 <= value < 1e30:
+    raise ValueError(f'{name or key}={value!r:.60}: a number from 0 on is wanted')
+  return float(value)
+
+
+def config_of(spec: ModelSpec) -> dict[str, Any]:
+  """The contents of config.json, as published."""
+  v = spec.vision
+  if v is None:
+    raise ValueError('this model has no vision tower: hf_config.config_of writes it')
+  text = hf_config.config_of(dataclasses.replace(spec, vision=None))
+  scaling = text.pop('rope_scaling', {}) or {'type': 'mrope'}
+  sizes = {names[0]: getattr(v, field) for field, (names, _) in SIZES.items()}
+  return text | {
+    'architectures': [NAME],
+    'model_type': KIND,
+    'image_token_id': v.image_token,
+    'rope_scaling': scaling | {'mrope_section': list(spec.mrope)},
+    'vision_config': sizes
+    | {
+      'model_type': KIND,
+      'hidden_act': 'silu',
+      'in_chans': vision_spec.CHANNELS,
+      'fullatt_block_indexes': list(v.full_layers),
+      'rope_parameters': {'rope_type': 'axial', 'rope_theta': v.rope_theta},
+    },
+  }
+
+
+def preprocessor_of(v: vision_spec.VisionSpec) -> dict[str, Any]:
+  """The contents of preprocessor_config.json."""
+  return {
+    'image_processor_type': 'Qwen2VLImageProcessor',
+    'image_mean': list(v.mean),
+    'image_std': list(v.std),
+    'min_pixels': v.least_pixels,
+    'max_pixels': v.most_pixels,
+    'patch_size': v.patch,
+    'temporal_patch_size': v.frames,
+    'merge_size': v.merge,
+  }

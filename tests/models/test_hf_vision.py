@@ -1,0 +1,167 @@
+"""The files of Qwen2.5-VL are read as published; no option is ignored."""
+
+import copy
+import dataclasses
+
+import pytest
+
+from bapo_jax.models import transformer
+from bapo_jax.models.vision import hf_vision
+
+# Qwen2.5-VL-3B-Instruct, as published.
+PUBLISHED = {
+  'architectures': ['Qwen2_5_VLForConditionalGeneration'],
+  'attention_dropout': 0.0,
+  'hidden_act': 'silu',
+  'hidden_size': 2048,
+  'image_token_id': 151655,
+  'intermediate_size': 11008,
+  'max_position_embeddings': 128000,
+  'max_window_layers': 70,
+  'model_type': 'qwen2_5_vl',
+  'num_attention_heads': 16,
+  'num_hidden_layers': 36,
+  'num_key_value_heads': 2,
+  'rms_norm_eps': 1e-06,
+  'rope_scaling': {'mrope_section': [16, 24, 24], 'type': 'mrope'},
+  'rope_theta': 1000000.0,
+  'sliding_window': 32768,
+  'tie_word_embeddings': True,
+  'torch_dtype': 'bfloat16',
+  'use_sliding_window': False,
+  'vision_config': {
+    'depth': 32,
+    'fullatt_block_indexes': [7, 15, 23, 31],
+    'hidden_act': 'silu',
+    'hidden_size': 1280,
+    'in_chans': 3,
+    'intermediate_size': 3420,
+    'num_heads': 16,
+    'out_hidden_size': 2048,
+    'patch_size': 14,
+    'spatial_merge_size': 2,
+    'spatial_patch_size': 14,
+    'temporal_patch_size': 2,
+    'tokens_per_second': 2,
+    'window_size': 112,
+  },
+  'vocab_size': 151936,
+}
+PIXELS = {
+  'image_mean': [0.5, 0.4, 0.3],
+  'image_std': [0.2, 0.25, 0.3],
+  'max_pixels': 12845056,
+  'merge_size': 2,
+  'min_pixels': 3136,
+  'patch_size': 14,
+}
+
+
+def spec(pixels=None, vision=None, **changes):
+  config = copy.deepcopy(PUBLISHED) | changes
+  config['vision_config'] |= vision or {}
+  config['vision_config'] = {
+    k: v for k, v in config['vision_config'].items() if v != 'absent'
+  }
+  config = {k: v for k, v in config.items() if v != 'absent'}
+  return hf_vision.spec_of(config, 'bfloat16', PIXELS if pixels is None else pixels)
+
+
+def test_the_published_3b():
+  found = spec()
+  v = found.vision
+  assert (found.width, found.layers, found.heads, found.kv_heads) == (2048, 36, 16, 2)
+  assert (found.mrope, found.rope_theta, found.rope_type) == (
+    (16, 24, 24),
+    1e6,
+    'default',
+  )
+  assert found.tied and found.qkv_bias
+  assert (v.width, v.layers, v.heads, v.ffn, v.out) == (1280, 32, 16, 3420, 2048)
+  assert (v.full_layers, v.window, v.image_token) == ((7, 15, 23, 31), 112, 151655)
+  assert (v.mean, v.std) == ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+  assert (v.least_pixels, v.most_pixels) == (3136, 12845056)
+  # 3.75 B parameters, 0.67 B of them the tower's.
+  whole = transformer.count(found)
+  tower = whole - transformer.count(dataclasses.replace(found, vision=None))
+  assert round(whole / 1e9, 2) == 3.75
+  assert round(tower / 1e9, 2) == 0.67
+
+
+def test_the_spelling_of_transformers_5():
+  text = {k: v for k, v in PUBLISHED.items() if k not in ('vision_config',)}
+  rope = {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]}
+  nested = {
+    'model_type': 'qwen2_5_vl',
+    'architectures': PUBLISHED['architectures'],
+    'image_token_id': 151655,
+    'tie_word_embeddings': True,
+    'text_config': {k: v for k, v in text.items() if not k.startswith('rope_')}
+    | {'rope_parameters': rope, 'model_type': 'qwen2_5_vl_text'},
+    'vision_config': PUBLISHED['vision_config'] | {'in_channels': 3},
+  }
+  assert hf_vision.spec_of(nested, 'bfloat16', PIXELS) == spec()
+
+
+def test_defaults():
+  found = spec(
+    pixels={},
+    rope_theta='absent',
+    vision={'window_size': 'absent', 'patch_size': 'absent', 'in_chans': 'absent'},
+  )
+  assert found.rope_theta == 1e6
+  assert (found.vision.window, found.vision.patch) == (112, 14)
+  assert found.vision.mean[0] == 0.48145466
+  limits = {'size': {'shortest_edge': 784, 'longest_edge': 7840}}
+  v = spec(pixels=limits).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 7840)
+
+
+@pytest.mark.parametrize('changes', [{}, {'tie_word_embeddings': False}])
+def test_what_is_written_is_read(changes):
+  found = spec(**changes)
+  config, pixels = hf_vision.config_of(found), hf_vision.preprocessor_of(found.vision)
+  assert hf_vision.spec_of(config, 'bfloat16', pixels) == found
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model_type': 'qwen2_vl'}, "model_type 'qwen2_vl' with architectures"),
+    ({'architectures': ['Other']}, "architectures ['Other'] is not supported here"),
+    ({'image_token_id': 'absent'}, 'image_token_id=None: an integer from 1'),
+    ({'rope_scaling': None}, 'mrope_section=None: three integers are wanted'),
+    (
+      {'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 23]}},
+      'mrope_section=[16, 24, 23] does not add up to 64',
+    ),
+    (
+      {'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24, 0]}},
+      'mrope_section=[16, 24, 24, 0]: three integers are wanted',
+    ),
+    ({'rope_scaling': [1]}, 'rope_scaling=[1] in its config.json: an object is wanted'),
+    ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
+    ({'vision': {'hidden_act': 'gelu'}}, "hidden_act='gelu' of its vision_config"),
+    ({'vision': {'in_chans': 1}}, 'in_chans=1 of its vision_config'),
+    ({'vision': {'depth': 'absent'}}, 'depth=None: an integer from 1 to 1000000'),
+    ({'vision': {'num_heads': 0}}, 'num_heads=0: an integer from 1'),
+    ({'vision': {'num_heads': 7}}, 'hidden_size=1280 over num_heads=7'),
+    ({'vision': {'out_hidden_size': 99}}, 'out_hidden_size=99 of its vision_config'),
+    ({'vision': {'fullatt_block_indexes': 7}}, 'fullatt_block_indexes=7: a list'),
+    ({'vision': {'fullatt_block_indexes': [32]}}, 'names layer 32 of 32 layers'),
+    ({'vision': {'window_size': 20}}, 'window_size=20 holds no merged patch'),
+    (
+      {'vision': {'rope_parameters': {'rope_type': 'yarn'}}},
+      "rope_type 'yarn' of its vision_config",
+    ),
+    ({'pixels': {'image_mean': [0.5]}}, 'image_mean=[0.5]: three numbers'),
+    ({'pixels': {'image_std': [0.1, 0, 0.1]}}, 'image_std holds 0'),
+    ({'pixels': {'image_std': [0.1, 'a', 1]}}, "image_std='a': a number from 0 on"),
+    ({'pixels': {'max_pixels': -3}}, 'max_pixels=-3: an integer from 1'),
+  ],
+)
+def test_what_is_not_supported_is_named(changes, message):
+  with pytest.raises(ValueError) as error:
+    spec(**changes)
+  assert message in str(error.value)
+  assert '\n' not in str(error.value)

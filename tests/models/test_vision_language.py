@@ -1,0 +1,323 @@
+"""Texts with pictures: the same weights give the same here and in transformers.
+
+Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+from bapo_jax import sharding
+from bapo_jax.models import decoder, hf_weights, layers, transformer
+from bapo_jax.models.vision import hf_vision, sequence
+
+torch = pytest.importorskip(
+  'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+)
+
+IMAGE, START, END, EOS = 5, 6, 7, 3
+TEXT = {
+  'vocab_size': 40,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'max_position_embeddings': 96,
+  'rms_norm_eps': 1e-6,
+  'bos_token_id': None,
+  'eos_token_id': EOS,
+  'pad_token_id': 0,
+}
+MODELS = {  # options of the whole model, of its text, of its tower
+  'untied': (
+    {'tie_word_embeddings': False},
+    {'hidden_size': 32, 'intermediate_size': 40, 'rope_parameters': [1, 2, 1]},
+    {'depth': 3, 'hidden_size': 32, 'num_heads': 2, 'fullatt_block_indexes': [1]},
+  ),
+  'tied': (
+    {'tie_word_embeddings': True},
+    {'hidden_size': 48, 'intermediate_size': 28, 'rope_parameters': [2, 3, 1]},
+    {
+      'depth': 2,
+      'hidden_size': 16,
+      'num_heads': 2,
+      'fullatt_block_indexes': [1],
+      'patch_size': 6,
+      'window_size': 24,
+    },
+  ),
+}
+GRIDS = [[(4, 6)], [(8, 2), (4, 4)], [], [(2, 2), (2, 8), (6, 6)]]
+PATCHES, PICTURES, NEW, T = 64, 3, 8, 48
+
+
+@pytest.fixture(params=MODELS, scope='module')
+def trio(request, tmp_path_factory):
+  """(torch's model, our spec, our parameters, the directory) of one saved model."""
+  whole, text, vision = MODELS[request.param]
+  sections = text['rope_parameters']
+  rope = {'rope_type': 'default', 'rope_theta': 100.0, 'mrope_section': sections}
+  torch.manual_seed(0)
+  config = transformers.Qwen2_5_VLConfig(
+    text_config=TEXT | text | {'rope_parameters': rope},
+    vision_config={
+      'intermediate_size': 36,
+      'out_hidden_size': text['hidden_size'],
+      **vision,
+    },
+    image_token_id=IMAGE,
+    video_token_id=39,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+    **whole,
+  )
+  theirs = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+  # Every bias and every scale must matter, and activations stay near 1 at any width.
+  with torch.no_grad():
+    for parameter in theirs.parameters():
+      size = 1.2 * text['hidden_size'] ** -0.5
+      parameter.add_(size * torch.randn_like(parameter))
+  path = str(tmp_path_factory.mktemp('model'))
+  theirs.save_pretrained(path)
+  spec = hf_vision.spec(path, 'float32')
+  params = hf_weights.load(path, spec, sharding.make(data=2, fsdp=2, tensor=2))
+  # Off the mesh: what is computed below is computed on one device.
+  return theirs, spec, jax.tree.map(jnp.asarray, jax.device_get(params)), path
+
+
+def rows(v):
+  """(tokens [B, T], length_B, pictures) of texts with random pictures."""
+  rng = np.random.default_rng(1)
+  B, E = len(GRIDS), v.numbers
+  tokens_BT = np.zeros((B, T), np.int32)
+  pixels_BZE = np.zeros((B, PATCHES, E), np.uint8)
+  grid_BI2 = np.zeros((B, PICTURES, 2), np.int32)
+  length_B = []
+  for b, pictures in enumerate(GRIDS):
+    row, z = rng.integers(8, 30, 3 + 2 * b).tolist(), 0
+    for i, (high, wide) in enumerate(pictures):
+      n = high * wide
+      pixels_BZE[b, z : z + n] = rng.integers(0, 256, (n, E))
+      grid_BI2[b, i], z = (high, wide), z + n
+      row += [START, *[IMAGE] * (n // v.merge**2), END]
+      row += rng.integers(8, 30, i + 1).tolist()
+    tokens_BT[b, : len(row)] = row
+    length_B.append(len(row))
+  return tokens_BT, np.asarray(length_B), sequence.Pictures(pixels_BZE, grid_BI2)
+
+
+def inputs(tokens_T, pictures, b, v):
+  """What their model is given for one row."""
+  pictures_b = [(high, wide) for high, wide in pictures.grid_BI2[b] if high]
+  n = sum(high * wide for high, wide in pictures_b)
+  tokens = torch.tensor(np.asarray(tokens_T)[None], dtype=torch.long)
+  given = {'input_ids': tokens, 'attention_mask': torch.ones_like(tokens)}
+  if not n:
+    return given
+  x = pictures.pixels_BZE[b, :n].reshape(n, 3, 1, v.patch, v.patch) / np.float32(255)
+  mean, std = (np.reshape(x, (1, 3, 1, 1, 1)) for x in (v.mean, v.std))
+  x = np.broadcast_to((x - mean) / std, (n, 3, v.frames, v.patch, v.patch))
+  return given | {
+    'pixel_values': torch.tensor(x.reshape(n, -1), dtype=torch.float32),
+    'image_grid_thw': torch.tensor([[1, high, wide] for high, wide in pictures_b]),
+    'mm_token_type_ids': (tokens == IMAGE).int(),
+  }
+
+
+def logits_of(theirs, given):
+  theirs.model.rope_deltas = None
+  with torch.no_grad():
+    return theirs(**given).logits[0]
+
+
+def test_log_probabilities(trio):
+  theirs, spec, params, _ = trio
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  hidden_BTD = jax.jit(sequence.forward, static_argnames='spec')(
+    params, tokens_BT, pictures, spec
+  )
+  found_BTV = jax.nn.log_softmax(hidden_BTD @ transformer.head(params).T, -1)
+  for b, n in enumerate(length_B):
+    given = inputs(tokens_BT[b, :n], pictures, b, spec.vision)
+    wanted = torch.log_softmax(logits_of(theirs, given), -1).numpy()
+    np.testing.assert_allclose(found_BTV[b, :n], wanted, rtol=0, atol=1e-4)
+
+
+def test_the_pictures_are_read(trio):
+  _, spec, params, _ = trio
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  run = jax.jit(sequence.forward, static_argnames='spec')
+  seen = run(params, tokens_BT, pictures, spec)
+  blank = pictures._replace(pixels_BZE=np.zeros_like(pictures.pixels_BZE))
+  unseen = run(params, tokens_BT, blank, spec)
+  for b, n in enumerate(length_B):
+    off = np.abs(seen[b, n - 1] - unseen[b, n - 1]).max()
+    assert off > 0.01 if GRIDS[b] else off == 0, b
+
+
+def test_positions_are_those_of_transformers(trio):
+  theirs, spec, _, _ = trio
+  v = spec.vision
+  tokens_BT, length_B, pictures = rows(v)
+  at = jax.jit(sequence.place, static_argnums=2)(tokens_BT, pictures.grid_BI2, v)
+  for b, n in enumerate(length_B):
+    given = inputs(tokens_BT[b, :n], pictures, b, v)
+    if not GRIDS[b]:
+      assert (at.position_BT3[b] == np.arange(T)[:, None]).all()
+      assert at.shift_B[b] == 0
+      continue
+    wanted, delta = theirs.model.get_rope_index(
+      given['input_ids'], given['mm_token_type_ids'], given['image_grid_thw']
+    )
+    np.testing.assert_array_equal(at.position_BT3[b, :n].T, wanted[:, 0].numpy())
+    assert at.shift_B[b] == delta.item()
+    # After the prompt come texts.
+    after_t3 = at.position_BT3[b, n:]
+    assert (after_t3 == (np.arange(n, T) + delta.item())[:, None]).all()
+
+
+def test_a_sampled_image_token_is_text(trio):
+  _, spec, _, _ = trio
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  at = sequence.place(tokens_BT, pictures.grid_BI2, spec.vision)
+  more_BT = tokens_BT.copy()
+  for b, n in enumerate(length_B):
+    more_BT[b, n:] = IMAGE
+  found = sequence.place(more_BT, pictures.grid_BI2, spec.vision)
+  jax.tree.map(np.testing.assert_array_equal, found, at)
+
+
+def test_in_a_text_three_parts_turn_as_one(trio):
+  _, spec, params, _ = trio
+  tokens_BT = rows(spec.vision)[0]
+  position_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
+  parts_BT3 = jnp.broadcast_to(position_BT[..., None], (*tokens_BT.shape, 3))
+  for one, three in zip(
+    layers.rotations(position_BT, spec),
+    layers.rotations_by_parts(parts_BT3, spec),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(one, three)
+  nothing = sequence.Pictures(
+    np.zeros((4, 16, spec.vision.numbers), np.uint8), np.zeros((4, 1, 2), np.int32)
+  )
+  tokens_BT[tokens_BT == IMAGE] = 9
+  np.testing.assert_array_equal(
+    jax.jit(sequence.forward, static_argnames='spec')(params, tokens_BT, nothing, spec),
+    jax.jit(layers.forward, static_argnames='spec')(params, tokens_BT, spec),
+  )
+
+
+def decoded(params, spec, tokens_BT, length_B, pictures, columns, choose):
+  """Hidden states [columns, B, D] of tokens decoded one by one after the prompts.
+
+  Args:
+    choose: (column, hidden [B, D] or None for the first) -> the tokens to feed.
+  """
+  actor = decoder.actor(params, spec)
+  keys_values, shift_B = jax.jit(sequence.prefill, static_argnames='spec')(
+    actor, tokens_BT, pictures, spec
+  )
+  grow = ((0, 0), (0, 0), (0, 0), (0, columns)), ((0, 0), (0, 0), (0, columns), (0, 0))
+  cache = [[(jnp.pad(k, grow[0]), jnp.pad(v, grow[1]))] for k, v in keys_values]
+  decode = jax.jit(decoder.decode, static_argnames='spec')
+  found, hidden_BD = [], None
+  for t in range(columns):
+    token_B = choose(t, hidden_BD)
+    position_B = np.asarray(length_B) - 1 + t
+    hidden_BD, cache = decode(
+      actor, np.asarray(token_B, np.int32), position_B, cache, spec, shift_B
+    )
+    found.append(np.asarray(hidden_BD))
+  return np.stack(found)
+
+
+def test_decoding_with_a_cache_equals_the_whole_row(trio):
+  _, spec, params, _ = trio
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  # The last token of each prompt, then texts of NEW tokens.
+  rng, whole_BT = np.random.default_rng(2), np.pad(tokens_BT, ((0, 0), (0, NEW)))
+  for b, n in enumerate(length_B):
+    whole_BT[b, n : n + NEW] = rng.integers(8, 30, NEW)
+  whole_BTD = jax.jit(sequence.forward, static_argnames='spec')(
+    params, whole_BT, pictures, spec
+  )
+  at_B = np.arange(len(length_B))
+  found = decoded(
+    params,
+    spec,
+    tokens_BT,
+    length_B,
+    pictures,
+    NEW,
+    lambda t, _: whole_BT[at_B, length_B - 1 + t],
+  )
+  for t in range(NEW):
+    wanted_BD = whole_BTD[at_B, length_B - 1 + t]
+    np.testing.assert_allclose(found[t], wanted_BD, rtol=0, atol=1e-5)
+
+
+def test_greedy_decoding(trio):
+  theirs, spec, params, _ = trio
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  last_B = tokens_BT[np.arange(len(length_B)), length_B - 1]
+
+  def choose(t, hidden_BD):
+    if not t:
+      return last_B
+    return np.asarray(hidden_BD @ transformer.head(params).T).argmax(-1)
+
+  hidden = decoded(params, spec, tokens_BT, length_B, pictures, NEW, choose)
+  chosen = (hidden @ np.asarray(transformer.head(params)).T).argmax(-1).T
+  for b, n in enumerate(length_B):
+    theirs.model.rope_deltas = None
+    # Their model has no tokens of a picture to sample again, and ours none to end by.
+    wanted = theirs.generate(
+      **inputs(tokens_BT[b, :n], pictures, b, spec.vision),
+      do_sample=False,
+      max_new_tokens=NEW,
+      eos_token_id=-1,
+    )
+    assert chosen[b].tolist() == wanted[0, n:].tolist(), b
+
+
+def test_weights_are_written_as_they_were_read(trio, tmp_path):
+  theirs, spec, params, _ = trio
+  flat = transformer.flatten(params)
+  hf_weights.save(str(tmp_path), flat.__getitem__, spec, shard_bytes=20_000)
+  config = hf_vision.config_of(spec) | {'torch_dtype': 'float32'}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  pixels = hf_vision.preprocessor_of(spec.vision)
+  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(pixels))
+  assert hf_vision.spec(str(tmp_path), 'float32') == spec
+  again = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
+  jax.tree.map(np.testing.assert_array_equal, again, params)
+  read = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
+  before, after = theirs.state_dict(), read.state_dict()
+  assert set(before) == set(after)
+  for name, tensor in before.items():
+    assert torch.equal(tensor, after[name]), name
+  tokens_BT, length_B, pictures = rows(spec.vision)
+  for b, n in enumerate(length_B):
+    given = inputs(tokens_BT[b, :n], pictures, b, spec.vision)
+    assert torch.equal(logits_of(theirs, given), logits_of(read.eval(), given))
+
+
+def test_names_of_transformers_modules_are_read(trio, tmp_path):
+  from safetensors.numpy import load_file, save_file
+
+  _, spec, params, path = trio
+  tensors = load_file(f'{path}/model.safetensors')
+  renamed = {}
+  for name, x in tensors.items():
+    if name.startswith('model.'):
+      name = 'model.language_model.' + name.removeprefix('model.')
+    elif name.startswith('visual.'):
+      name = 'model.' + name
+    renamed[name] = x
+  save_file(renamed, tmp_path / 'model.safetensors')
+  found = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
+  jax.tree.map(np.testing.assert_array_equal, found, params)
