@@ -64,6 +64,7 @@ HOUSE = {
     'pictures',
     'schemas',
     'local_files',
+    'pictured_files',
     'builder',
     'hub',
     'dedup',

@@ -36,19 +36,26 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
   Raises:
     ValueError: no such file, or a row that cannot be read; names file, row and field.
   """
-  size, changed = _check_file(path)
-  try:
+  size, changed = check_file(path)
+  with in_one_sentence(path):
     # Read to be checked and a second time to be used: cached while it does not change.
     unit, rows = _read(path, (changed, size))
-  except OSError as error:
-    raise ValueError(f'{path} cannot be read ({_reason(error)})') from error
   if check:
     for i, row in enumerate(rows, 1):
       _at(path, (f'{unit} {i}', row), check)
   return list(rows)
 
 
-def _check_file(path: str) -> tuple[int, int]:
+@contextlib.contextmanager
+def in_one_sentence(path: str) -> Iterator[None]:
+  """Raises ValueError where the system refuses to read the file."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read ({_reason(error)})') from error
+
+
+def check_file(path: str) -> tuple[int, int]:
   """(bytes, time of the last change) of a file that can be opened.
 
   Raises:
@@ -75,14 +82,34 @@ def _check_file(path: str) -> tuple[int, int]:
 def _read(path: str, version: tuple[int, int]) -> tuple[str, tuple[Row, ...]]:
   """('line' or 'row', the rows)."""
   del version  # a part of the cache's key
+  (place, _), schema = first_row(path)
+  once: dict[Row, Row] = {}  # of 17k problems a hundred times over, 17k are held
+  parse = functools.partial(schemas.parse, schema=schema)
+  rows = parsed(path, schema.fields, parse)
+  return place.split()[0], tuple(once.setdefault(row, row) for row in rows)
+
+
+def first_row(path: str) -> tuple[Place, schemas.Schema]:
+  """The first row of a file, with its place, and the schema that it has.
+
+  Raises:
+    ValueError: there is none, or it is of no schema.
+  """
   first = next(_items(path, None), None)
   if first is None:
     raise ValueError(f'{path} holds no problem')
-  schema = _at(path, first, schemas.detect)
-  parse = functools.partial(schemas.parse, schema=schema)
-  once: dict[Row, Row] = {}  # of 17k problems a hundred times over, 17k are held
-  rows = (_at(path, item, parse) for item in _items(path, schema.fields))
-  return first[0].split()[0], tuple(once.setdefault(row, row) for row in rows)
+  return first, _at(path, first, schemas.detect)
+
+
+def parsed(
+  path: str, fields: list[str], parse: Callable[[Any], Result]
+) -> Iterator[Result]:
+  """parse(row) of each row; its error is raised with the place of the row.
+
+  Args:
+    fields: of a parquet file the columns that are read.
+  """
+  return (_at(path, item, parse) for item in _items(path, fields))
 
 
 def _at(path: str, item: Place, function: Callable[[Any], Result]) -> Result:
