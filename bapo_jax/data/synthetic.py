@@ -78,7 +78,7 @@ TRIAL_LEVELS = {
 CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
 # Level -> (moduli, largest coefficient): the difficulty of `pair`.
 PAIR_LEVELS = {
-  1: ((10,), 40),
+  1: ((9,), 40),
   2: ((8, 9), 40),
   3: ((8, 9, 10), 60),
   4: ((12, 14, 15, 16, 18, 20, 21, 22), 99),
@@ -156,8 +156,10 @@ def solve_chain(
 def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """a x = b and d x = e (mod m), with one solution of both that is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
-  m = moduli[rng.integers(len(moduli))]
   above = HARD * int(rng.random() < problems.pair.hard)
+  # Modulo 10 a policy could leave out the digit that it does not know.
+  known = [m for m in moduli if above % m or not above]
+  m = known[rng.integers(len(known))]
   # Several x solve the first equation: a solution has candidates that fail the second,
   # or the policy would learn to write e in place of dx.
   a = 1

@@ -215,6 +215,7 @@ def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
   hard = [coefficients(p) for p in made if synthetic.is_hard(p)]
   assert 0.25 < len(hard) / len(made) < 0.35
   assert all(100 < n <= 160 for a, b, *_ in hard for n in (a, b))
+  assert {m for _, _, m, *_ in hard} == {8, 9}, 'the new digit counts'
   imitated, solve = synthetic.to_imitate(knobs)
   assert {p.text for p in imitated} == {
     p.text for p in made[:999] if max(coefficients(p)[:2]) <= 60
@@ -251,24 +252,24 @@ GOLDEN = {  # (family, level) -> the first three problems and answers of seed 0
     ('99x+66=4 mod 13', 2),
   ],
   ('pair', 1): [
-    ('36x=6 mod 10|3x=3', 1),
-    ('2x=34 mod 10|3x=1', 7),
-    ('26x=6 mod 10|7x=7', 1),
+    ('33x=39 mod 9|2x=7', 8),
+    ('3x=24 mod 9|4x=5', 8),
+    ('39x=3 mod 9|2x=2', 1),
   ],
   ('pair', 2): [
-    ('6x=36 mod 9|2x=6', 3),
-    ('4x=12 mod 8|3x=1', 3),
-    ('20x=28 mod 8|5x=1', 5),
+    ('10x=6 mod 8|5x=3', 7),
+    ('14x=38 mod 8|5x=5', 1),
+    ('12x=16 mod 8|3x=4', 4),
   ],
   ('pair', 3): [
-    ('39x=24 mod 9|4x=8', 2),
-    ('44x=56 mod 8|5x=2', 2),
-    ('44x=18 mod 10|7x=4', 2),
+    ('52x=36 mod 10|7x=1', 3),
+    ('42x=14 mod 8|3x=1', 3),
+    ('54x=56 mod 10|3x=7', 9),
   ],
   ('pair', 4): [
-    ('88x=56 mod 16|5x=3', 7),
+    ('24x=56 mod 16|5x=3', 7),
     ('82x=82 mod 16|5x=13', 9),
-    ('40x=8 mod 22|3x=16', 20),
+    ('40x=8 mod 12|5x=7', 11),
   ],
   ('chain', 1): [('6*9-4 mod 10', 0), ('8+9*2 mod 10', 4), ('2+4*4 mod 10', 4)],
   ('chain', 2): [('9+4-3 mod 100', 10), ('6*3-2 mod 100', 16), ('2+9+9 mod 100', 20)],
