@@ -76,7 +76,7 @@ PLANE = ('grpo', 'start', 'own_mean', 'balanced')
 
 # experiment -> (arm, the arms it is compared with, outcome)
 COMPARED = {
-  'tuning': ('target0.40', ('target0.36', 'target0.44', 'target0.48'), 'area'),
+  'tuning': ('target0.40', ('target0.32', 'target0.36', 'target0.44'), 'area'),
   'main': ('balanced', FIXED, 'area'),
   'plane': ('balanced', ('grpo', 'start', 'own_mean'), 'area'),
   'entropy': ('high', ('grpo', 'low'), 'entropy'),
@@ -151,7 +151,7 @@ def tuning() -> dict[str, dict[str, Any]]:
   rates = {
     f'lr{lr:g}': ARMS['grpo'] | {'optimizer.lr': lr} for lr in (1e-4, 3e-4, 1e-3)
   }
-  targets = {f'target{t:.2f}': balanced(t) for t in (0.36, 0.40, 0.44, 0.48)}
+  targets = {f'target{t:.2f}': balanced(t) for t in (0.32, 0.36, 0.40, 0.44)}
   narrow = {'gspo_paper': ARMS['gspo'] | fixed(0.9997, 1.0004)}
   return rates | targets | narrow | {'gspo_wide': ARMS['gspo']}
 
