@@ -165,6 +165,7 @@ HOUSE = {
     'recorded_groups',
     'viewer',
     'run_plots',
+    'counterfactual',
   ),
 }
 FLOW = [

@@ -14,6 +14,7 @@ NOTEBOOKS = {
   '2_clip_rule.ipynb': ('positive share', 6),
   '3_batch_rule.ipynb': ('in the hard part, at every step: True', 5),
   '4_your_run.ipynb': ('clip.rule: fixed | balanced', 3),
+  '5_counterfactual.ipynb': ('Freed: ', 2),
 }
 
 

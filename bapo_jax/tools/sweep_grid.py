@@ -102,7 +102,7 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
   for seed, level, arm in itertools.product(experiment.seeds, levels, experiment.arms):
     knobs = {name: value for f in level for name, value in factors[f][level[f]].items()}
     name = '-'.join([arm, *level.values(), f'seed{seed}'])
-    values = _with(
+    values = with_knobs(
       experiment.values, knobs | dict(experiment.arms[arm]) | {'seed': seed}
     )
     try:
@@ -119,12 +119,12 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
   return made
 
 
-def _with(values: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
+def with_knobs(values: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
   """Nested values with these knobs."""
   changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
   for name, value in knobs.items():
     head, _, rest = name.partition('.')
-    changed[head] = _with(changed.get(head, {}), {rest: value}) if rest else value
+    changed[head] = with_knobs(changed.get(head, {}), {rest: value}) if rest else value
   return changed
 
 
