@@ -65,6 +65,7 @@ HOUSE = {
     'schemas',
     'local_files',
     'pictured_files',
+    'pictured_prompts',
     'builder',
     'hub',
     'dedup',

@@ -16,8 +16,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+Content = str | list[dict[str, str]]  # of a message: a text, or texts and pictures
+Conversation = Sequence[Mapping[str, Content]]
 # Processor time, which a busy machine does not shorten; a prompt takes 0.1 to 1 ms.
 SECONDS, PROMPTS_PER_SECOND = 3, 200
 MEMORY = 400 << 20  # bytes beyond what the process has when it begins
@@ -27,7 +29,7 @@ WALL = 600  # seconds; for a process that neither computes nor ends
 def render(
   template: str,
   special_tokens: dict[str, str],
-  messages: Sequence[str],
+  messages: Sequence[Content],
   systems: Sequence[str] = (),
 ) -> list[str]:
   """The prompt of each message of a user, with the generation prompt after it.
@@ -72,7 +74,7 @@ def ending(template: str, special_tokens: dict[str, str]) -> str:
 def _rendered(
   template: str,
   special_tokens: dict[str, str],
-  conversations: Sequence[Sequence[dict[str, str]]],
+  conversations: Sequence[Conversation],
   *,
   answered: bool,
 ) -> list[str]:

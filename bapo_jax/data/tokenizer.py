@@ -9,7 +9,7 @@ r"""Tokenizers and prompt templates: the only importer of transformers.
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,12 +192,16 @@ def tokenize_prompts(
 
 
 def encode_prompts(
-  tokenizer: Tokenizer, problems: Sequence[str], systems: Sequence[str] = ()
+  tokenizer: Tokenizer,
+  problems: Sequence[str],
+  systems: Sequence[str] = (),
+  parts: Callable[[str], chat_templates.Content] = str,
 ) -> list[list[int]]:
   """Token ids of each problem in its template, however many.
 
   Args:
     systems: the system message before each problem, '' for none; () for none at all.
+    parts: from the text of a message to what the chat template is given in its place.
 
   Raises:
     ValueError: a system message has no place in the template.
@@ -205,7 +209,7 @@ def encode_prompts(
   prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
   if prompts and tokenizer.template.startswith('chat:'):
     backend = tokenizer.backend
-    texts = [p.removeprefix('chat:') for p in prompts]
+    texts = [parts(p.removeprefix('chat:')) for p in prompts]
     try:
       prompts = chat_templates.render(
         backend.get_chat_template(), backend.special_tokens_map, texts, systems
