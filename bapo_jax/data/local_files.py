@@ -82,11 +82,21 @@ def check_file(path: str) -> tuple[int, int]:
 def _read(path: str, version: tuple[int, int]) -> tuple[str, tuple[Row, ...]]:
   """('line' or 'row', the rows)."""
   del version  # a part of the cache's key
-  (place, _), schema = first_row(path)
+  first, schema = first_row(path)
+  _at(path, first, _check_blind)
   once: dict[Row, Row] = {}  # of 17k problems a hundred times over, 17k are held
   parse = functools.partial(schemas.parse, schema=schema)
   rows = parsed(path, schema.fields, parse)
-  return place.split()[0], tuple(once.setdefault(row, row) for row in rows)
+  return first[0].split()[0], tuple(once.setdefault(row, row) for row in rows)
+
+
+def _check_blind(row: dict[str, Any]) -> None:
+  """Raises ValueError where a row has pictures, which a policy of texts never sees."""
+  if field := next((name for name in schemas.PICTURES if row.get(name)), ''):
+    raise ValueError(
+      f'field {field!r} holds pictures, which the policy does not see; take the field '
+      'out, and the problems that need it'
+    )
 
 
 def first_row(path: str) -> tuple[Place, schemas.Schema]:

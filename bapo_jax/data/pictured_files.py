@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from bapo_jax.data import field_values, local_files, pictures, schemas
 from bapo_jax.data.row import Row
 
-FIELDS = ('images', 'image')  # the first that is there counts
 MOST = 64  # pictures of one problem
 
 
@@ -41,7 +40,7 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Pictured
   local_files.check_file(path)
   with local_files.in_one_sentence(path):
     (_, first), schema = local_files.first_row(path)
-    field = next((name for name in FIELDS if name in first), '')
+    field = next((name for name in schemas.PICTURES if name in first), '')
     parse = functools.partial(
       _parse, schema=schema, field=field, folder=os.path.dirname(path), check=check
     )

@@ -56,6 +56,7 @@ MEANT = {'nums', 'numbers', 'target'} | {
   for names in spellings
   for name in names
 }
+PICTURES = ('images', 'image')  # fields of pictures; the first that is there counts
 ALIKE = 0.7  # of difflib's ratio: less is chance
 MOST_NAMES = 50  # that an unknown row is compared by; a file may have 100,000 columns
 

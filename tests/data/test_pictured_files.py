@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from bapo_jax.data import pictured_files
+from bapo_jax.data import local_files, pictured_files
 from bapo_jax.data.row import Row
 
 
@@ -173,6 +173,19 @@ def test_a_broken_line_is_refused_in_one_sentence(tmp_path, images, message):
   assert str(error.value).startswith(f'{path}, line 1: ')
   assert message in str(error.value)
   assert len(str(error.value)) < 500
+
+
+def test_a_policy_of_texts_is_not_given_problems_with_pictures(tmp_path):
+  path = geometry3k(tmp_path / 'train.parquet', [row(png())])
+  with pytest.raises(ValueError) as error:
+    local_files.read(path)
+  assert str(error.value) == (
+    f"{path}, row 1: field 'images' holds pictures, which the policy does not see; "
+    'take the field out, and the problems that need it'
+  )
+  # A column of none is none.
+  path = geometry3k(tmp_path / 'texts.parquet', [row(problem='Find $x$.')])
+  assert local_files.read(path) == [Row('Find $x$.', '3')]
 
 
 def test_a_file_that_is_not_there(tmp_path):

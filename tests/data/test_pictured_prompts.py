@@ -1,50 +1,19 @@
 """A prompt has as many tokens for a picture as the tower makes of it."""
 
-import io
+import dataclasses
 
 import jax
 import making
 import numpy as np
-import PIL.Image
 import pytest
-import tokenizers
-import transformers
+from pictured import WORDS, png, reader
 
 from bapo_jax.data import pictured_prompts, pictures
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
-from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision import sequence
 
 V = making.SEEING.vision
-# As Qwen2.5-VL's own writes one message: texts, and pictures between two marks.
-CHAT = (
-  "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}"
-  "{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-  "{% if c['type'] == 'image' %}<s><image_pad><e>{% else %}{{ c['text'] }}{% endif %}"
-  '{% endfor %}{% endif %}{% endfor %}[assistant]'
-)
-SPECIAL = ['<s>', '<e>', '[user]', '[system]', '[assistant]']
-WORDS = ['<unk>', '<eos>', 'Find', 'x', 'and', '<image_pad>', *SPECIAL]
-
-
-def reader(template='chat:{problem}', chat=CHAT):
-  """A tokenizer of words; <image_pad> is token 5."""
-  vocab = {word: i for i, word in enumerate(WORDS)}
-  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token='<unk>'))
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-  made.add_special_tokens([*SPECIAL, '<image_pad>'])
-  backend = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, unk_token='<unk>', eos_token='<eos>', chat_template=chat
-  )
-  return Tokenizer(backend, (1,), template)
-
-
-def png(height, width, seed=0):
-  pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-  file = io.BytesIO()
-  PIL.Image.fromarray(pixels).save(file, 'PNG')
-  return file.getvalue()
 
 
 def row(problem, *sizes, system=''):
@@ -157,8 +126,6 @@ def test_what_does_not_fit_is_refused(call, message):
 
 
 def test_a_tokenizer_without_the_token_of_pictures():
-  import dataclasses
-
   with pytest.raises(ValueError, match='no token 99, which stands for a picture'):
     pictured_prompts.encode(
       reader(), [row('Find')], dataclasses.replace(V, image_token=99)

@@ -3,15 +3,22 @@
 Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
 """
 
+import dataclasses
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import transformers
+from pictured import png, reader
 
 from bapo_jax import sharding
+from bapo_jax.data import pictured_files, pictured_prompts
 from bapo_jax.models import decoder, hf_weights, layers, transformer
 from bapo_jax.models.vision import hf_vision, sequence
 
@@ -282,6 +289,58 @@ def test_greedy_decoding(trio):
       eos_token_id=-1,
     )
     assert chosen[b].tolist() == wanted[0, n:].tolist(), b
+
+
+def test_a_mesh_computes_the_same(trio):
+  _, spec, params, _ = trio
+  tokens_BT, _, pictures = rows(spec.vision)
+  run = jax.jit(sequence.forward, static_argnames='spec')
+  alone = run(params, tokens_BT, pictures, spec)
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
+  placed = jax.device_put(params, sharding.shardings(params, mesh))
+  given = sharding.split_rows((tokens_BT, pictures), mesh)
+  found = sharding.under(mesh, run)(placed, *given, spec)
+  np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+
+
+def test_from_a_file_to_log_probabilities(trio, tmp_path):
+  """From a picture in a parquet file, beside their own processor of pictures."""
+  from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+  theirs, spec, params, _ = trio
+  v = dataclasses.replace(spec.vision, least_pixels=24**2, most_pixels=84**2)
+  files = [png(40, 60, seed=1), png(90, 25, seed=2)]
+  images = pa.list_(pa.struct([('bytes', pa.binary()), ('path', pa.string())]))
+  columns = [('images', images), ('problem', pa.string()), ('answer', pa.string())]
+  line = {
+    'images': [{'bytes': data, 'path': None} for data in files],
+    'problem': 'Find <image> and <image>',
+    'answer': '7',
+  }
+  path = str(tmp_path / 'train.parquet')
+  pa.parquet.write_table(pa.Table.from_pylist([line], pa.schema(columns)), path)
+  found = pictured_files.read(path)
+  (prompt,) = pictured_prompts.encode(reader(), found, v)
+  held = pictured_prompts.pixels(found, v, 2 * PATCHES, PICTURES)
+  tokens_1T = np.asarray([prompt.tokens], np.int32)
+  hidden_1TD = jax.jit(sequence.forward, static_argnames='spec')(
+    params, tokens_1T, sequence.Pictures(*held), spec
+  )
+  logp_TV = jax.nn.log_softmax(hidden_1TD[0] @ transformer.head(params).T, -1)
+
+  processor = module.Qwen2VLImageProcessorPil(
+    patch_size=v.patch,
+    size={'shortest_edge': v.least_pixels, 'longest_edge': v.most_pixels},
+  )
+  seen = processor([PIL.Image.open(io.BytesIO(data)) for data in files])
+  given = {
+    'input_ids': torch.tensor(tokens_1T, dtype=torch.long),
+    'mm_token_type_ids': torch.tensor(tokens_1T == IMAGE).int(),
+    'pixel_values': torch.tensor(np.asarray(seen['pixel_values'])),
+    'image_grid_thw': torch.tensor(np.asarray(seen['image_grid_thw'])),
+  }
+  wanted = torch.log_softmax(logits_of(theirs, given), -1).numpy()
+  np.testing.assert_allclose(logp_TV, wanted, rtol=0, atol=1e-4)
 
 
 def test_weights_are_written_as_they_were_read(trio, tmp_path):
