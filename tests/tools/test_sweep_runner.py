@@ -120,8 +120,8 @@ def test_what_is_done_is_left_alone(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(sweep_runner, 'commit', lambda: 'c0ffee')
   monkeypatch.setattr(sweep_runner.versions, 'all_of_them', lambda: {'code': 'a'})
   done = sweep_grid.runs(sweep_grid.load(f'{file}:main'))['a-seed0']
-  kept = {'config': sweep_grid.fingerprint(done.config), 'versions': {'code': 'a'}}
-  sweep_grid.write(str(tmp_path / 'results' / 'main'), 'a-seed0', kept)
+  stored = {'config': sweep_grid.fingerprint(done.config), 'versions': {'code': 'a'}}
+  sweep_grid.write(str(tmp_path / 'results' / 'main'), 'a-seed0', stored)
   commands = []
 
   def start(command, folder, run, core):
