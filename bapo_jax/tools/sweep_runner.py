@@ -191,12 +191,12 @@ def main(argv: list[str] | None = None) -> int:
     if not sweep_grid.is_done(results, run, spec, made_by)
   }
   log(f'{len(runs) - len(waiting)} of {len(runs)} runs are done.')
-  again = [sys.executable, '-m', 'bapo_jax.tools.sweep_runner', flags.experiment]
-  again += [f'--results={flags.results}', f'--runs={flags.runs}']
+  command = [sys.executable, '-m', 'bapo_jax.tools.sweep_runner', flags.experiment]
+  command += [f'--results={flags.results}', f'--runs={flags.runs}']
   with locked(folder), writable(folder):
     summary = drive(
       waiting,
-      lambda run, core: _start([*again, f'--only={run}'], folder, run, core),
+      lambda run, core: _start([*command, f'--only={run}'], folder, run, core),
       lambda run, start: share(folder, run, start),
       flags.workers,
     )

@@ -84,8 +84,8 @@ def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   with timer('load'), hosts.first_ahead('read'):  # it makes data sets
     material = setup.read(config, workdir)
   identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
-  own = {'problems (fingerprints)': identity}
-  hosts.same_everywhere(own | {'model': hf_directory.identity(config.model.path)})
+  model = hf_directory.identity(config.model.path)
+  hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
   welcome(config, workdir, material)
   verifier = setup.make_verifier(config)
   stored = config.checkpoint

@@ -101,6 +101,8 @@ class TrainState(struct.PyTreeNode):
 
   def without_actor(self) -> 'TrainState':
     """The state with its actor's memory given back, whoever else holds this one."""
+    if self.actor is None:
+      return self
     for x in jax.tree.leaves(self.actor):
       if isinstance(x, Array):
         x.delete()

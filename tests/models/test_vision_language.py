@@ -352,8 +352,8 @@ def test_weights_are_written_as_they_were_read(trio, tmp_path):
   pixels = hf_vision.preprocessor_of(spec.vision)
   (tmp_path / 'preprocessor_config.json').write_text(json.dumps(pixels))
   assert hf_vision.spec(str(tmp_path), 'float32') == spec
-  again = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
-  jax.tree.map(np.testing.assert_array_equal, again, params)
+  loaded = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
   read = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
   before, after = theirs.state_dict(), read.state_dict()
   assert set(before) == set(after)
