@@ -77,6 +77,9 @@ class PairConfig(Section):
     'Worked solutions stop at the solution, so that wrong responses are longer; off: '
     'they try every candidate, and right and wrong ones are equally long.',
   )
+  answer: Literal['x', 'all'] = knob(
+    'x', 'The answer: x, or the digits of the reduced a and b and of x.'
+  )
 
 
 class ProblemsConfig(Section):

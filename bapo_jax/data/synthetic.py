@@ -25,9 +25,12 @@ r"""Three families of problems that need no file: their texts and worked solutio
   wrongly cannot fake a solution, since d and e are read from the problem. Where
   problems.pair.stops is off a solution tries every candidate before it answers, and
   both are equally long. A share problems.pair.hard of the problems has an a and a b
-  above 100, which the warm start never reads.
+  above 100, which the warm start never reads. A wrong reduction can still meet the
+  right x; where problems.pair.answer is 'all' the answer is the digits of the reduced a
+  and b and of x, 622 above, and luck of that kind is wrong.
 
-Every number has a fixed width, the number of digits of m - 1. Answers are 0..999.
+Every number has a fixed width, the number of digits of m - 1. Answers are 0..999, or
+of six digits where `pair` states all at level 4.
 """
 
 import functools
@@ -171,7 +174,9 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
   b = least + m * int(rng.integers((above + largest - least) // m + 1))
   e = d * x % m
-  return Problem(f'{a}x={b} mod {m}|{d}x={e}', x, (a, b, m, d, e))
+  stated = (a % m, b % m, x) if problems.pair.answer == 'all' else (x,)
+  answer = int(_join(stated, len(str(m - 1))))
+  return Problem(f'{a}x={b} mod {m}|{d}x={e}', answer, (a, b, m, d, e))
 
 
 @functools.cache
@@ -192,12 +197,14 @@ def solve_pair(
   repeat: float,
   *,
   stops: bool = True,
+  answer: str = 'x',
 ) -> str:
   """Worked trials; a or b is reduced wrongly with chance `slip`.
 
   Args:
     stops: at the solution; False: after all candidates, with the solution that was
       found, or any candidate.
+    answer: what it states, as problems.pair.answer.
   """
   a, b, m, d, e = problem.numbers
   digits = len(str(m - 1))
@@ -225,7 +232,8 @@ def solve_pair(
   else:
     if stops:
       return '|'.join(written)
-  return '|'.join(written) + rf'\boxed{{{found}}}'
+  stated = _join((first, right, found), digits) if answer == 'all' else str(found)
+  return '|'.join(written) + rf'\boxed{{{stated}}}'
 
 
 def _join(numbers: Iterable[int], digits: int) -> str:
@@ -248,7 +256,8 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   found, solve = generate(problems)[: problems.train], FAMILIES[problems.family].solve
   if problems.family == 'pair':
     found = tuple(problem for problem in found if not is_hard(problem))
-    solve = functools.partial(solve_pair, stops=problems.pair.stops)
+    pair = problems.pair
+    solve = functools.partial(solve_pair, stops=pair.stops, answer=pair.answer)
   return found, solve
 
 

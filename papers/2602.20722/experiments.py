@@ -55,7 +55,7 @@ def shared() -> dict[str, Any]:
   config.steps = 120
   config.responses = 15_360.0  # 60 steps of GRPO; re-evaluations and extra rounds count
   config.problems.update(family='pair', level=3, train=1024, test=128)
-  config.problems.pair.hard = 0.6
+  config.problems.pair.update(hard=0.6, answer='all')
   config.prompts.update(count=32, max_prompt_tokens=21)
   config.sampler.group_size = 8  # G, settings
   config.sampler.max_new_tokens = 84

@@ -220,7 +220,23 @@ def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
   assert {p.text for p in imitated} == {
     p.text for p in made[:999] if max(coefficients(p)[:2]) <= 60
   }
-  assert solve.keywords == {'stops': True}
+  assert solve.keywords == {'stops': True, 'answer': 'x'}
+
+
+def test_a_wrong_reduction_is_never_right_where_all_is_stated():
+  made = pairs(hard=0.3, answer='all')
+  x = pairs(hard=0.3)
+  assert [p.text for p in made] == [p.text for p in x]
+  met = 0
+  for seed, (problem, other) in enumerate(zip(made, x, strict=True)):
+    a, b, m, *_ = coefficients(problem)
+    assert str(problem.answer) == f'{a % m}{b % m}{other.answer}'
+    clean = solve(problem, seed, answer='all')
+    assert verifiers.aime(str(problem.answer), clean).right
+    wrong = solve(problem, seed, slip=1.0, answer='all')
+    assert not verifiers.aime(str(problem.answer), wrong).right
+    met += BOX in wrong
+  assert met > 3, 'none met the right x by a coincidence of both equations'
 
 
 @pytest.mark.parametrize('family', ['chain', 'trial'])
