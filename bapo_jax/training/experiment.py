@@ -57,6 +57,7 @@ def train(config: Config, workdir: str) -> int:
   with hosts.first_ahead('available'):  # it downloads
     setup.check_available(config)
   setup.make_mesh(config)
+  machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
     if hosts.is_first():
       claim(workdir, config)
