@@ -210,6 +210,7 @@ def _start(command: list[str], folder: str, run: str, core: int) -> subprocess.P
   environment = os.environ | {
     # One program serves all runs of its shapes.
     'JAX_COMPILATION_CACHE_DIR': os.path.abspath(os.path.join(folder, 'compiled')),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',  # many small ones add up
   }
   with open(os.path.join(folder, f'{run}.log'), 'a', encoding='utf-8') as output:
     process = subprocess.Popen(

@@ -12,15 +12,15 @@ from configs import base
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
-NAMES = ('tuning', 'main', 'plane', 'entropy', 'partial')
+NAMES = ('imbalance', 'tuning', 'main', 'plane', 'entropy', 'partial')
 
 # Wrong to right length -> limit of a response in tokens; the solutions of `even` try
 # every candidate, so that right and wrong ones are equally long.
 IMBALANCE: dict[str, dict[str, Any]] = {
   'even': {'problems.pair.stops': False, 'sampler.max_new_tokens': 56},
-  'ratio1.5': {'sampler.max_new_tokens': 60},
-  'ratio2': {'sampler.max_new_tokens': 84},
-  'ratio3': {'sampler.max_new_tokens': 160},
+  'ratio1.5': {'sampler.max_new_tokens': 68},
+  'ratio2': {'sampler.max_new_tokens': 110},
+  'ratio3': {'sampler.max_new_tokens': 220},
 }
 # Updates per rollout batch, the staleness of Fig. 2 and 11.
 UPDATES: dict[str, dict[str, Any]] = {
@@ -76,6 +76,7 @@ PLANE = ('grpo', 'start', 'own_mean', 'balanced')
 
 # experiment -> (arm, the arms it is compared with, outcome)
 COMPARED = {
+  'imbalance': ('grpo', (), 'area'),
   'tuning': ('target0.40', ('target0.32', 'target0.36', 'target0.44'), 'area'),
   'main': ('balanced', FIXED, 'area'),
   'plane': ('balanced', ('grpo', 'start', 'own_mean'), 'area'),
@@ -87,12 +88,11 @@ COMPARED = {
 def shared() -> dict[str, Any]:
   """What all runs have in common, as nested values."""
   config = base.get_config()
-  config.steps = 60
+  config.steps = 40
   config.problems.update(family='pair', level=3, train=1024, test=256)
   config.problems.pair.hard = 0.3
   config.prompts.update(count=32, max_prompt_tokens=21)
   config.sampler.group_size = 8
-  config.sampler.max_new_tokens = 84
   config.sampler.max_num_seqs = 256
   config.sampler.prefill_batch_size = 256
   config.model.remat = 'none'
@@ -103,7 +103,7 @@ def shared() -> dict[str, Any]:
   config.learner.minibatches = 16
   config.learner.grad_accum_steps = 1
   config.optimizer.lr = 3e-4  # 2e-6 in section 5
-  config.evaluate.update(every=15, group_size=4)
+  config.evaluate.update(every=10, group_size=4)
   config.checkpoint.update(every=1000, keep=1, best=0)
   config.metrics.tensorboard = False
   config.mesh.data = 1
@@ -121,6 +121,13 @@ def get_experiment(name: str) -> Experiment:
     'updates': {'k16': UPDATES['k16']},
   }
   return {
+    # Whether the levels are what they promise, before they are used.
+    'imbalance': Experiment(
+      shared(),
+      {'grpo': ARMS['grpo']},
+      TUNING[:2],
+      {'imbalance': IMBALANCE, 'updates': {k: UPDATES[k] for k in ('k1', 'k16')}},
+    ),
     'tuning': Experiment(shared(), tuning(), TUNING[:2], main),
     'main': Experiment(shared(), ARMS, TEST, main),
     'plane': Experiment(

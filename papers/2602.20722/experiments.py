@@ -53,7 +53,7 @@ def shared() -> dict[str, Any]:
   """What all runs have in common, as nested values."""
   config = base.get_config()
   config.steps = 120
-  config.responses = 15_360.0  # 60 steps of GRPO; re-evaluations and extra rounds count
+  config.responses = 10_240.0  # 40 steps of GRPO; re-evaluations and extra rounds count
   config.problems.update(family='pair', level=3, train=1024, test=128)
   config.problems.pair.update(hard=0.6, answer='all')
   config.prompts.update(count=32, max_prompt_tokens=21)
@@ -83,7 +83,7 @@ def shared() -> dict[str, Any]:
   config.clip.balanced.target = 0.4  # arXiv:2510.18927, section 5
   config.optimizer.lr = 3e-4  # 1e-6 in the settings
   config.loss.kl = 0.0  # script; .001 to .01 in the settings
-  config.evaluate.update(every=30, group_size=16)  # their 0 of 16 responses
+  config.evaluate.update(every=20, group_size=16)  # their 0 of 16 responses
   config.checkpoint.update(every=1000, keep=1, best=0)
   config.metrics.tensorboard = False
   config.mesh.data = 1
