@@ -2,14 +2,15 @@
 
   python -m bapo_jax.tools.claims papers/2510.18927 [--check]
 
-1. `OUTCOMES` computes what is compared from the result of one run;
-2. arms are compared seed by seed: `bootstrap_interval` and `sign_flip` of their
-   differences, `holm` over a family of comparisons, `smallest_effect` for its power;
-3. `page` writes the tables of every experiment between the markers of the README.
+writes into README.md, between markers: the claims with their verdicts
+(claim_verdicts.py), and for every experiment the mean of each outcome and the
+differences of arms, seed by seed (claim_statistics.py); and its figures
+(claim_plots.py). --check writes nothing.
 
-A folder of papers/ holds README.md, experiments.py and results/<experiment>/<run>.json.
-experiments.py has NAMES, COMPARED (experiment -> (arm, the arms it is compared with))
-and `get_experiment`.
+A folder of papers/ holds README.md, results/<experiment>/<run>.json, and
+  experiments.py: NAMES and `get_experiment`, what is run;
+  claims.py: CLAIMS, COMPARED (experiment -> (arm, those it is compared with, outcome))
+    and FIGURES (experiment -> (how it is drawn, the arms)), what is made of it.
 """
 
 import argparse
@@ -20,142 +21,24 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from bapo_jax.runtime import files, tables
 from bapo_jax.runtime.statistics import mean_and_error
-from bapo_jax.tools import sweep_grid
+from bapo_jax.tools import claim_plots, claim_verdicts, sweep_grid
+from bapo_jax.tools.claim_statistics import (
+  OUTCOMES,
+  Result,
+  bootstrap_interval,
+  cells,
+  holm,
+  sign_flip,
+  smallest_effect,
+)
 
-Result = Mapping[str, Any]  # as sweep_grid.outcome makes it
-COLLAPSE = 2 / 3  # of the best accuracy of a run
-SPIKE = 5.0  # times the median gradient norm of a run
-DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
 EMPTY = 'Not run: there are no results yet.'
-
-
-def area(result: Result) -> float:
-  """Mean held-out accuracy over the steps, by trapezoids; 0 after a divergence."""
-  step_N, accuracy_N = _evaluations(result)
-  return float(np.trapezoid(accuracy_N, step_N) / (step_N[-1] - step_N[0]))
-
-
-def final(result: Result) -> float:
-  """Held-out accuracy of the last evaluation; 0 after a divergence."""
-  return float(_evaluations(result)[1][-1])
-
-
-def collapsed(result: Result) -> float:
-  """1 where the last accuracy is a third below the best one of the run, else 0."""
-  accuracy_N = _evaluations(result)[1]
-  return float(accuracy_N[-1] < COLLAPSE * accuracy_N.max())
-
-
-def spikes(result: Result) -> float:
-  """Share of the steps whose gradient norm is above five times the run's median."""
-  norm_S = _finite(result, 'learner/grad_norm')
-  return float((norm_S > SPIKE * np.median(norm_S)).mean()) if len(norm_S) else 0.0
-
-
-def newly_solved(result: Result) -> float:
-  """Of the held-out problems failed in every response at first, the share solved last.
-
-  Solved: right in at least one response. nan where none was failed.
-  """
-  first, *_, last = (np.asarray(right) for right in result['right'].values())
-  failed_P = first == 0
-  return float((last[failed_P] > 0).mean()) if failed_P.any() else math.nan
-
-
-def mean_of(metric: str) -> Callable[[Result], float]:
-  """The mean of a metric over the steps of a run; nan without any value."""
-
-  def outcome(result: Result) -> float:
-    value_S = _finite(result, metric)
-    return float(value_S.mean()) if len(value_S) else math.nan
-
-  return outcome
-
-
-# name -> (heading, what it is of a run)
-OUTCOMES: dict[str, tuple[str, Callable[[Result], float]]] = {
-  'area': ('accuracy, mean over the run', area),
-  'final': ('accuracy at the end', final),
-  'newly_solved': ('solved of those failed before', newly_solved),
-  'collapsed': ('collapsed', collapsed),
-  'entropy': ('entropy', mean_of('loss/entropy')),
-  'grad_norm': ('gradient norm', mean_of('learner/grad_norm')),
-  'spikes': ('spikes', spikes),
-  'share_start': ('share before', mean_of('clip/share_start')),
-  'share': ('share after', mean_of('clip/share')),
-  'low': ('lower bound', mean_of('clip/low')),
-  'high': ('upper bound', mean_of('clip/high')),
-}
-
-
-def _evaluations(result: Result) -> tuple[np.ndarray, np.ndarray]:
-  """(step_N, accuracy_N); after a divergence 0, up to the last step it should have."""
-  found = [(step, accuracy) for step, accuracy, *_ in result['evaluations']]
-  if result['diverged']:
-    over = found[-1][0] + 1
-    found += [(over, 0.0), (max(over + 1, result['planned']), 0.0)]
-  step_N, accuracy_N = np.asarray(found, float).T
-  return step_N, accuracy_N
-
-
-def _finite(result: Result, metric: str) -> np.ndarray:
-  values = result['steps'][metric]
-  return np.asarray([value for value in values if value is not None], float)
-
-
-def bootstrap_interval(difference_S: np.ndarray) -> tuple[float, float]:
-  """The percentile interval of the mean of differences, one per seed.
-
-  Seeds are drawn again with replacement, from a generator of a fixed seed.
-  """
-  rng = np.random.default_rng(0)
-  n = len(difference_S)
-  means = difference_S[rng.integers(n, size=(DRAWS, n))].mean(1)
-  low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-  return float(low), float(high)
-
-
-def sign_flip(difference_S: np.ndarray) -> float:
-  """The exact two-sided p-value of the mean, over all 2^n signs of the differences."""
-  sign_FS = np.asarray(list(itertools.product((1, -1), repeat=len(difference_S))))
-  mean_F = np.abs(sign_FS @ difference_S)
-  return float((mean_F >= mean_F[0] - 1e-12).mean())
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-  """p-values adjusted for their number (Holm, 1979), each at most 1, in their order."""
-  adjusted, largest = [0.0] * len(p_values), 0.0
-  for rank, i in enumerate(np.argsort(p_values, kind='stable')):
-    largest = max(largest, (len(p_values) - rank) * p_values[i])
-    adjusted[i] = min(1.0, largest)
-  return adjusted
-
-
-def smallest_effect(difference_S: np.ndarray) -> float:
-  """The mean difference that all seeds would share in sign with a chance of 80 %.
-
-  With eight seeds the adjusted p-value of the smallest of five is below .05 only then.
-  Differences are taken as normal, with the spread of these.
-  """
-  n = len(difference_S)
-  return float(difference_S.std(ddof=1)) * NormalDist().inv_cdf(POWER ** (1 / n))
-
-
-def cells(results: Mapping[str, Result]) -> dict[tuple[str, ...], dict[int, Result]]:
-  """(arm, level, ...) -> seed -> result."""
-  found: dict[tuple[str, ...], dict[int, Result]] = {}
-  for result in results.values():
-    key = (result['arm'], *result['levels'].values())
-    found.setdefault(key, {})[result['seed']] = result
-  return found
 
 
 def means(results: Mapping[str, Result]) -> str:
@@ -203,42 +86,75 @@ def comparisons(
 
 
 def load(folder: str) -> types.ModuleType:
-  """experiments.py of a folder."""
-  path = os.path.join(folder, 'experiments.py')
-  spec = importlib.util.spec_from_file_location('experiments', path)
-  if spec is None or spec.loader is None or not os.path.isfile(path):
-    raise ValueError(f'{folder} has no experiments.py')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  """experiments.py of a folder, with what its claims.py adds.
+
+  Raises:
+    ValueError: one of them is missing.
+  """
+  module = types.ModuleType('experiments')
+  for name in ('experiments.py', 'claims.py'):
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+      raise ValueError(f'{folder} has no {name}')
+    spec = importlib.util.spec_from_file_location(name.removesuffix('.py'), path)
+    assert spec and spec.loader
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    vars(module).update(
+      {key: value for key, value in vars(found).items() if key[:1] != '_'}
+    )
   return module
 
 
-def page(folder: str) -> str:
-  """README.md of a folder, the tables of its experiments written anew.
+def read(folder: str) -> Mapping[str, Mapping[str, Result]]:
+  """Experiment -> run -> result, of what is there.
 
   Raises:
-    ValueError: the markers of an experiment are not there, or a result is refused.
+    ValueError: a result is refused.
   """
-  path, module = os.path.join(folder, 'README.md'), load(folder)
-  with open(path, encoding='utf-8') as file:
-    text = file.read()
-  for name in module.NAMES:
-    where = os.path.join(folder, 'results', name)
-    results = sweep_grid.read(module.get_experiment(name), where)
+  module = load(folder)
+  return {
+    name: sweep_grid.read(
+      module.get_experiment(name), os.path.join(folder, 'results', name)
+    )
+    for name in module.NAMES
+  }
+
+
+def page(folder: str) -> str:
+  """README.md of a folder, its claims and the tables of its experiments written anew.
+
+  Raises:
+    ValueError: the markers of a table are not there, or a result is refused.
+  """
+  module, results = load(folder), read(folder)
+  with open(os.path.join(folder, 'README.md'), encoding='utf-8') as file:
+    text = _between(file.read(), 'claims', claim_verdicts.table(module, results))
+  for name, found in results.items():
     content = EMPTY
-    if results:
-      first = next(iter(results.values()))
-      made = f'{len(results)} runs at commit `{first["commit"][:12]}`.'
+    if found:
+      first, planned = next(iter(found.values())), module.get_experiment(name)
+      made = (
+        f'{len(found)} of {len(sweep_grid.runs(planned))} runs, at commit '
+        f'`{first["commit"][:12]}`.'
+      )
       arm, others, outcome = module.COMPARED[name]
-      parts = [made, means(results), comparisons(results, arm, others, outcome)]
+      parts = [made, means(found), comparisons(found, arm, others, outcome)]
+      if name in module.FIGURES:
+        parts.insert(1, f'![{name}](figures/{name}.png)')
       content = '\n\n'.join(part for part in parts if part)
-    begin, end = f'<!-- results of {name} -->', f'<!-- end of {name} -->'
-    if text.count(begin) != 1 or text.count(end) != 1:
-      raise ValueError(f'{path} needs the markers {begin} and {end}, once each')
-    block = f'{begin}\n\n{content}\n\n{end}'
-    pattern = re.escape(begin) + '.*?' + re.escape(end)
-    text = re.sub(pattern, lambda _, block=block: block, text, flags=re.DOTALL)
+    text = _between(text, f'results of {name}', content)
   return text
+
+
+def _between(text: str, what: str, content: str) -> str:
+  """The text with this content between the markers of `what`."""
+  begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
+  if text.count(begin) != 1 or text.count(end) != 1:
+    raise ValueError(f'README.md needs the markers {begin} and {end}, once each')
+  block = f'{begin}\n\n{content}\n\n{end}'
+  pattern = re.escape(begin) + '.*?' + re.escape(end)
+  return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open(path, encoding='utf-8') as file:
       return int(file.read() != text)
   files.write(path, text)
+  claim_plots.write(load(flags.folder), read(flags.folder), flags.folder)
   return 0
 
 

@@ -12,7 +12,7 @@ from configs import base
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
-NAMES = ('imbalance', 'tuning', 'main', 'plane', 'entropy', 'partial')
+NAMES = ('imbalance', 'tuning', 'main', 'staleness', 'entropy', 'partial', 'plane')
 
 # Wrong to right length -> limit of a response in tokens; the solutions of `even` try
 # every candidate, so that right and wrong ones are equally long.
@@ -71,18 +71,7 @@ ARMS: dict[str, dict[str, Any]] = {
   'cispo': {**fixed(0.0, 1.28), 'loss.rule': 'cispo'},  # arXiv:2506.13585
   'decoupled': {**fixed(0.8, 1.2), 'loss.rule': 'decoupled'},  # arXiv:2505.24298
 }
-FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
-PLANE = ('grpo', 'start', 'own_mean', 'balanced')
-
-# experiment -> (arm, the arms it is compared with, outcome)
-COMPARED = {
-  'imbalance': ('grpo', (), 'area'),
-  'tuning': ('target0.40', ('target0.32', 'target0.36', 'target0.44'), 'area'),
-  'main': ('balanced', FIXED, 'area'),
-  'plane': ('balanced', ('grpo', 'start', 'own_mean'), 'area'),
-  'entropy': ('high', ('grpo', 'low'), 'entropy'),
-  'partial': ('balanced', ('grpo',), 'area'),
-}
+PLANE = ('balanced', 'grpo', 'own_mean')
 
 
 def shared() -> dict[str, Any]:
@@ -130,11 +119,21 @@ def get_experiment(name: str) -> Experiment:
     ),
     'tuning': Experiment(shared(), tuning(), TUNING[:2], main),
     'main': Experiment(shared(), ARMS, TEST, main),
+    'staleness': Experiment(
+      shared(),
+      {'grpo': ARMS['grpo']},
+      TEST,
+      {'imbalance': {'ratio2': IMBALANCE['ratio2']}, 'updates': UPDATES},
+    ),
+    # Without k1, where ratios are 1 and all bounds do the same.
     'plane': Experiment(
       shared(),
       {arm: ARMS[arm] for arm in PLANE},
       TEST[:4],
-      {'imbalance': IMBALANCE, 'updates': UPDATES},
+      {
+        'imbalance': IMBALANCE,
+        'updates': {k: UPDATES[k] for k in UPDATES if k != 'k1'},
+      },
     ),
     # Fig. 7: the entropy rises with a higher upper bound, falls with a lower lower one.
     'entropy': Experiment(

@@ -31,15 +31,6 @@ ARMS: dict[str, dict[str, Any]] = {
   'adapted': {'batch.rule': 'adapted'},  # Definition 3.1
   'both': {'batch.rule': 'adapted', 'clip.rule': 'balanced'},
 }
-OTHERS = ('grpo', 'dapo', 'replay', 'without_x2', 'without_x3')
-
-# experiment -> (arm, the arms it is compared with, outcome)
-COMPARED = {
-  'tuning': ('lr0.0003', ('lr0.0001', 'lr0.001'), 'final'),
-  'main': ('adapted', OTHERS, 'newly_solved'),
-  'hardness': ('adapted', ('grpo',), 'newly_solved'),
-  'delay': ('adapted', ('grpo',), 'final'),
-}
 HARDNESS: dict[str, dict[str, Any]] = {
   f'hard{share}': {'problems.pair.hard': share / 100} for share in (0, 30, 60)
 }
