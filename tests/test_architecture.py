@@ -170,6 +170,7 @@ HOUSE = {
     'viewer',
     'run_plots',
     'counterfactual',
+    'entropy_change',
   ),
 }
 FLOW = [

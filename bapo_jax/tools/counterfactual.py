@@ -43,6 +43,7 @@ class Recorded(NamedTuple):
   loss_mask_BT: np.ndarray
   pieces: list[list[str]]  # the tokens of each row, as text
   prompts: list[str]  # of each row
+  ids: list[tuple[list[int], list[int]]] | None  # tokens of prompt and response
 
 
 class Applied(NamedTuple):
@@ -98,6 +99,9 @@ def read(workdir: str) -> Recorded:
     np.arange(length_B.max()) < length_B[:, None],
     [response['pieces'] for _, _, response in rows],
     [group['prompt'] for _, group, _ in rows],
+    [(group['prompt_ids'], response['ids']) for _, group, response in rows]
+    if all('prompt_ids' in group for group in groups)  # older records have none
+    else None,
   )
 
 

@@ -57,7 +57,8 @@ def train(config: Config, workdir: str) -> int:
   with hosts.first_ahead('available'):  # it downloads
     setup.check_available(config)
   setup.make_mesh(config)
-  machine.hold_freed_memory()
+  if not config.model.path:  # beside the work on a real model clearing pages is little
+    machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
     if hosts.is_first():
       claim(workdir, config)

@@ -7,7 +7,7 @@
 A line is an object of
   step: learner steps done, with this one; id: of the problem; answer; source: one of
   types.SOURCES; completed_step: learner step at which the group was completed;
-  prompt: as the policy reads it; prompt_tokens: its length;
+  prompt: as the policy reads it; prompt_tokens: its length; prompt_ids: its tokens;
   update: which update of the step, from 1, had the group, the last one where several
   had; low, high: its bounds, means over it; null where none had it;
   responses: a list of objects of
@@ -15,10 +15,11 @@ A line is an object of
     weight of the source; taught: false where it was left out of the loss; tokens;
     truncated: no end token; version: learner steps of the oldest and the newest weights
     that sampled it;
-    pieces: its tokens, each as text; sampler_logp: their log-probabilities, nats, under
-    the distribution sampled from; learner_logp: those of the weights before the update,
-    null where nothing was computed since the advantage is 0; ratio: what the loss rule
-    clipped; cut: 1 where the bounds left a token with an advantage no gradient.
+    ids: its tokens; pieces: each as text; sampler_logp: their log-probabilities, nats,
+    under the distribution sampled from; learner_logp: those of the weights before the
+    update, null where nothing was computed since the advantage is 0; ratio: what the
+    loss rule clipped; cut: 1 where the bounds left a token with an advantage no
+    gradient.
     All null in responses beyond MOST_TOKENS of the file.
 Numbers that are not finite are null.
 """
@@ -44,7 +45,7 @@ from bapo_jax.types import SOURCES, Groups, UpdatedTokens
 FOLDER = 'groups'
 MOST_GROUPS = 16  # of a file, spread over the filled seats
 MOST_TOKENS = 2**15  # of a file that have numbers: some 40 bytes each
-OF_TOKENS = ('pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
+OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
 
 
 def path_of(workdir: str, step: int) -> str:
@@ -129,7 +130,8 @@ def _prompt(tokenizer: Tokenizer, group: Groups) -> dict[str, Any]:
   """The prompt as the policy reads it, and its length."""
   length = int(group.response_mask_PGT.any(0).argmax())  # that of all its responses
   (text,) = tokenizer_lib.decode_prompts(tokenizer, group.tokens_PGT[:1], [length])
-  return {'prompt': text, 'prompt_tokens': length}
+  ids = np.asarray(group.tokens_PGT[0, :length]).tolist()
+  return {'prompt': text, 'prompt_tokens': length, 'prompt_ids': ids}
 
 
 def _responses(
@@ -164,7 +166,8 @@ def _responses(
     numbers = dict.fromkeys(OF_TOKENS)
     if left >= 0:
       pieces = tokenizer.backend.batch_decode(tokens_N[:, None].tolist())
-      numbers |= {'pieces': pieces, 'sampler_logp': _numbers(logp_GT[g, mask_T])}
+      numbers |= {'ids': tokens_N.tolist(), 'pieces': pieces}
+      numbers |= {'sampler_logp': _numbers(logp_GT[g, mask_T])}
       numbers |= _of_update(of_seat, g, mask_T)
     found.append(response | numbers)
   return found
