@@ -1,12 +1,14 @@
 """The pages of the two papers: protocol first, seeds apart, numbers from results."""
 
+import json
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 
-from bapo_jax.tools import claim_verdicts, claims, sweep_grid
+from bapo_jax.tools import claim_verdicts, claims, sweep_grid, sweep_runner
 
 PAPERS = pathlib.Path(__file__).parents[1] / 'papers'
 FOLDERS = ('2510.18927', '2602.20722')
@@ -77,3 +79,32 @@ def test_links_and_commands_are_those_of_the_repository(path):
     assert '://' in link or (PAPERS / path).parent.joinpath(link).exists(), link
   for name in re.findall(r'experiments\.py:(\w+)', text):
     assert name in claims.load(str((PAPERS / path).parent)).NAMES
+
+
+# The smallest figure of each page: its experiment, and the runs of its first seed.
+SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay'}
+
+
+@pytest.mark.nightly
+@EVERY
+def test_the_smallest_figure_has_the_same_numbers_when_it_is_made_again(
+  folder, tmp_path
+):
+  where, name = PAPERS / folder, SMALLEST[folder]
+  module = claims.load(str(where))
+  experiment = module.get_experiment(name)
+  there = sweep_grid.read(experiment, str(where / 'results' / name))
+  if not there:
+    pytest.skip(f'{name} has no results yet')
+  again = [run for run in there if run.endswith(f'seed{experiment.seeds[0]}')]
+  for run in again:
+    start = sweep_runner.warm_start(sweep_grid.runs(experiment)[run])
+    sweep_runner.share(str(tmp_path / name), run, start)
+    command = [sys.executable, '-m', 'bapo_jax.tools.sweep_runner', f'--only={run}']
+    command += [f'{where}/experiments.py:{name}', f'--results={tmp_path}/results']
+    subprocess.run([*command, f'--runs={tmp_path}'], check=True, cwd=PAPERS.parent)
+    path = sweep_grid.path_of(f'{tmp_path}/results/{name}', run)
+    made = json.loads(pathlib.Path(path).read_text())
+    # Another kind of processor rounds otherwise, and then samples other responses.
+    for what in ('evaluations', 'right', 'steps'):
+      assert made[what] == there[run][what], f'{run}: {what}'

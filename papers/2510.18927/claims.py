@@ -20,7 +20,10 @@ COMPARED = {
 # experiment -> (how it is drawn, the arms)
 FIGURES = {
   'imbalance': ('levels', ('grpo',)),
-  'main': ('curves', ('balanced', *FIXED, 'recipe', 'gspo', 'cispo', 'decoupled')),
+  'main': (
+    'curves',
+    ('balanced', *FIXED, 'recipe', 'gspo', 'cispo', 'decoupled', 'grpo_slow'),
+  ),
   'staleness': ('curves', ('grpo',)),
   'entropy': ('curves', ('grpo', 'high', 'low')),
   'partial': ('curves', ('balanced', 'grpo')),
