@@ -19,7 +19,7 @@ NAMES = ('imbalance', 'tuning', 'main', 'plane', 'entropy', 'partial')
 IMBALANCE: dict[str, dict[str, Any]] = {
   'even': {'problems.pair.stops': False, 'sampler.max_new_tokens': 56},
   'ratio1.5': {'sampler.max_new_tokens': 68},
-  'ratio2': {'sampler.max_new_tokens': 110},
+  'ratio2': {'sampler.max_new_tokens': 120},
   'ratio3': {'sampler.max_new_tokens': 220},
 }
 # Updates per rollout batch, the staleness of Fig. 2 and 11.
