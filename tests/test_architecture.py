@@ -165,12 +165,13 @@ HOUSE = {
     'claim_statistics',
     'claim_verdicts',
     'claim_plots',
-    'claims',
     'recorded_groups',
     'viewer',
     'run_plots',
     'counterfactual',
     'entropy_change',
+    'claim_recorded',
+    'claims',
   ),
 }
 FLOW = [

@@ -74,6 +74,8 @@ OUTCOMES: dict[str, tuple[str, Callable[[Result], float]]] = {
   'spikes': ('spikes', spikes),
   'share_start': ('share before', mean_of('clip/share_start')),
   'share': ('share after', mean_of('clip/share')),
+  'target_met': ('target met', mean_of('clip/target_met')),
+  'clipped': ('tokens cut', mean_of('clip/fraction')),
   'low': ('lower bound', mean_of('clip/low')),
   'high': ('upper bound', mean_of('clip/high')),
 }

@@ -1,16 +1,18 @@
 """From the results of experiments to the numbers of a page, as its protocol has them.
 
-  python -m bapo_jax.tools.claims papers/2510.18927 [--check]
+  python -m bapo_jax.tools.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
 
 writes into README.md, between markers: the claims with their verdicts
 (claim_verdicts.py), and for every experiment the mean of each outcome and the
 differences of arms, seed by seed (claim_statistics.py); and its figures
-(claim_plots.py). --check writes nothing.
+(claim_plots.py). --runs first reads the recorded batches of the workdirs there
+(claim_recorded.py). --check writes nothing.
 
 A folder of papers/ holds README.md, results/<experiment>/<run>.json, and
   experiments.py: NAMES and `get_experiment`, what is run;
   claims.py: CLAIMS, COMPARED (experiment -> (arm, those it is compared with, outcome))
-    and FIGURES (experiment -> (how it is drawn, the arms)), what is made of it.
+    and FIGURES (experiment -> (how it is drawn, the arms)), what is made of it; perhaps
+    RECORDED.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import numpy as np
 
 from bapo_jax.runtime import files, tables
 from bapo_jax.runtime.statistics import mean_and_error
-from bapo_jax.tools import claim_plots, claim_verdicts, sweep_grid
+from bapo_jax.tools import claim_plots, claim_recorded, claim_verdicts, sweep_grid
 from bapo_jax.tools.claim_statistics import (
   OUTCOMES,
   Result,
@@ -144,6 +146,10 @@ def page(folder: str) -> str:
         parts.insert(1, f'![{name}](figures/{name}.png)')
       content = '\n\n'.join(part for part in parts if part)
     text = _between(text, f'results of {name}', content)
+  if hasattr(module, 'RECORDED'):
+    stored = claim_recorded.read(folder)
+    shown = claim_recorded.table(stored) if stored else EMPTY
+    text = _between(text, 'results of recorded', shown)
   return text
 
 
@@ -162,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description='The numbers of a page from its results')
   parser.add_argument('folder')
   parser.add_argument('--check', action='store_true')
+  parser.add_argument('--runs', default='', help='workdirs, to read their last batches')
   flags = parser.parse_args(argv)
+  if flags.runs:
+    claim_recorded.store(load(flags.folder), flags.folder, flags.runs)
   path, text = os.path.join(flags.folder, 'README.md'), page(flags.folder)
   if flags.check:
     with open(path, encoding='utf-8') as file:

@@ -29,6 +29,8 @@ FIGURES = {
   'partial': ('curves', ('balanced', 'grpo')),
   'plane': ('plane', PLANE),
 }
+# (experiment, arm of the runs, arms whose rules are applied to their last batch)
+RECORDED = ('main', 'balanced', (*FIXED, 'balanced', 'recipe', 'gspo', 'cispo'))
 MAIN = ('ratio2', 'k16')  # levels of the main comparison
 
 

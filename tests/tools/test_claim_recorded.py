@@ -1,0 +1,69 @@
+"""Recorded batches under the rules of every arm: numbers by hand, and the table."""
+
+import json
+import pathlib
+import shutil
+import types
+
+import pytest
+
+from bapo_jax.tools import claim_recorded, sweep_grid
+from bapo_jax.training.config import Config, plain
+
+RUN = pathlib.Path(__file__).parents[2] / 'notebooks' / '5_run'
+ARMS = {
+  'grpo': {'clip.rule': 'fixed', 'clip.fixed.low': 0.8, 'clip.fixed.high': 1.2},
+  'widest': {'clip.rule': 'fixed', 'clip.fixed.low': 0.9, 'clip.fixed.high': 3.0},
+}
+
+
+def module():
+  """A description with two runs of the arm whose batches are read."""
+  experiment = sweep_grid.Experiment(plain(Config()), ARMS, (0, 1))
+  return types.SimpleNamespace(
+    ARMS=ARMS,
+    RECORDED=('main', 'grpo', ('grpo', 'widest')),
+    get_experiment=lambda name: experiment,
+  )
+
+
+def test_the_tokens_that_no_bounds_cut_are_counted_from_the_record():
+  found = claim_recorded.summarise(str(RUN), ARMS)
+  (path,) = (RUN / 'groups').glob('*.jsonl')
+  inside = tokens = 0
+  for line in path.read_text().splitlines():
+    for response in json.loads(line)['responses']:
+      if response['learner_logp']:
+        tokens += response['tokens']
+        inside += sum(0.9 < ratio < 1.2 for ratio in response['ratio'])
+  assert found['tokens'] == tokens
+  assert found['inside'] == pytest.approx(inside / tokens, abs=2e-3)
+  assert found['arms']['grpo']['low'] == pytest.approx(0.8)
+  # A higher upper bound frees tokens with A > 0, a higher lower one cuts others.
+  grpo, widest = found['arms']['grpo'], found['arms']['widest']
+  assert widest['cut_positive'] < grpo['cut_positive']
+  assert widest['cut_negative'] > grpo['cut_negative']
+
+
+def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
+  for run in ('grpo-seed0', 'widest-seed0'):
+    shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
+  claim_recorded.store(module(), str(tmp_path), str(tmp_path / 'runs'))
+  stored = claim_recorded.read(str(tmp_path))
+  assert [p.name for p in (tmp_path / 'results' / 'recorded').iterdir()] == [
+    'grpo-seed0.json'
+  ]
+  assert stored == [claim_recorded.summarise(str(RUN), ARMS)]
+  one = {
+    'tokens': 10,
+    'inside': 0.8,
+    'arms': {'grpo': dict.fromkeys(claim_recorded.COLUMNS, 0.25)},
+  }
+  two = one | {
+    'inside': 0.9,
+    'arms': {'grpo': dict.fromkeys(claim_recorded.COLUMNS, 0.35)},
+  }
+  text = claim_recorded.table([one, two])
+  assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
+  assert '| grpo | 0.300 ± 0.050 |' in text
+  assert claim_recorded.read(str(tmp_path / 'elsewhere')) == []
