@@ -15,7 +15,7 @@ COMPARED = {
 }
 # experiment -> (how it is drawn, the arms)
 FIGURES = {
-  'main': ('curves', ('adapted', *OTHERS, 'both')),
+  'main': ('curves', ('adapted', *OTHERS, 'balanced', 'both')),
   'hardness': ('curves', ('adapted', 'grpo')),
   'delay': ('curves', ('adapted', 'grpo')),
 }
