@@ -12,8 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# Programs of tests are compiled more often than run: LLVM need not optimise them.
 os.environ['XLA_FLAGS'] = (
-  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+  os.environ.get('XLA_FLAGS', '')
+  + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 )
 # Whole runs compile the same tiny programs: most of their time. One cache per session;
 # the process that pytest was started in makes it before its workers start, and they and

@@ -1,14 +1,17 @@
 """Small records for tests, filled with what tells them apart."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import decoder, transformer, vision_spec
+from bapo_jax.algorithms import advantage
+from bapo_jax.models import decoder, logprobs, transformer, vision_spec
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.training import learner
 from bapo_jax.types import Batch, Groups
 
 SPEC = transformer.ModelSpec(
@@ -168,3 +171,13 @@ def mixed_tokens(B=8, T=5, seed=0):
   adv_B = np.asarray([1, -1, 2, -2, 0, 0.5, -0.5, 1])[:B]
   loss_mask_BT = rng.random((B, T)) < 0.8
   return logp_BT, batch(adv_B, loss_mask_BT, old_BT, prox_BT, [0, 1, 2, 2] * (B // 4))
+
+
+def off_policy(params, spec, P, G, T, temperature) -> Batch:
+  """A batch off-policy by half a nat per token, so that some of it is clipped."""
+  made = groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
+  rows = learner.flatten(made, jnp.zeros(P, int), advantage.group_relative)
+  logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, spec, temperature)[0]
+  noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
+  loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
+  return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)

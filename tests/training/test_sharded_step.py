@@ -4,15 +4,14 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import making
 import numpy as np
 import optax
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import advantage, clip, loss
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.models import transformer
 from bapo_jax.training import learner
 from bapo_jax.training import objective as objective_lib
 
@@ -31,13 +30,7 @@ PLAIN = optax.sgd(1.0)  # the weights move by the gradient itself
 
 
 def batch(params):
-  """A batch off-policy by half a nat per token, so that some of it is clipped."""
-  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
-  rows = learner.flatten(groups, jnp.zeros(P, int), advantage.group_relative)
-  logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, SPEC, TEMPERATURE)[0]
-  noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
-  loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
-  return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)
+  return making.off_policy(params, SPEC, P, G, T, TEMPERATURE)
 
 
 @pytest.mark.slow

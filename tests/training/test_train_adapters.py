@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import advantage, clip, loss
-from bapo_jax.models import knobs, logprobs, lora, transformer
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.models import knobs, lora, transformer
 from bapo_jax.training import learner
 from bapo_jax.training import objective as objective_lib
 
@@ -32,13 +32,7 @@ def adapters(spec=SPEC):
 
 
 def batch(weights):
-  """A batch off-policy by half a nat per token, so that some of it is clipped."""
-  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
-  rows = learner.flatten(groups, jnp.zeros(P, int), advantage.group_relative)
-  logp_BT = logprobs.sequence_logprobs(weights, rows.tokens_BT, SPEC, TEMPERATURE)[0]
-  noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
-  loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
-  return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)
+  return making.off_policy(weights, SPEC, P, G, T, TEMPERATURE)
 
 
 def learn(spec, parts=1):
