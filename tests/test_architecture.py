@@ -66,6 +66,7 @@ HOUSE = {
     'local_files',
     'pictured_files',
     'pictured_prompts',
+    'drawn',
     'builder',
     'hub',
     'dedup',

@@ -63,6 +63,30 @@ class CountdownConfig(Section):
     return self
 
 
+class DrawnConfig(Section):
+  """Problems whose pictures are drawn from the seed."""
+
+  kind: Literal['bars', 'dots', 'lengths', 'dials', 'mixed'] = knob(
+    'bars', 'What a picture shows; mixed: each of them, drawn evenly.'
+  )
+  shown: int = knob(3, 'Quantities that a picture shows.', least=2, most=4)
+  terms: int = knob(2, 'Quantities that a problem asks for.', least=1, most=4)
+  sides: tuple[int, ...] = knob(
+    (56,), 'Pixels along each side of a picture, drawn evenly.', least=56, most=1024
+  )
+  wording: Literal['sentence', 'short'] = knob(
+    'short', 'English, or the short form that the embedded policy reads.'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _fits(self) -> 'DrawnConfig':
+    if self.terms > self.shown:
+      raise ValueError(f'terms={self.terms}: give at most shown={self.shown}')
+    if not self.sides:
+      raise ValueError('sides=(): give how large a picture is, as in (56,)')
+    return self
+
+
 class PairConfig(Section):
   """Problems of the family `pair`."""
 

@@ -117,6 +117,13 @@ def _reason(error: Exception) -> str:
   return text.splitlines()[0].rstrip('.')[:100]
 
 
+def png(pixels_HW3: UInt8[np.ndarray, 'H W 3']) -> bytes:
+  """The file of a picture, without loss."""
+  file = io.BytesIO()
+  PIL.Image.fromarray(pixels_HW3).save(file, 'PNG')
+  return file.getvalue()
+
+
 def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
   """(height, width) in pixels after the resize, both multiples of a merged patch.
 

@@ -25,9 +25,9 @@ from bapo_jax.runtime import json_files
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three,
-# not nine.
-BOX = r'\boxed{'
-CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()')
+# not nine. `<image>` stands for a merged patch of a picture.
+BOX, IMAGE = r'\boxed{', '<image>'
+CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 
 
 class Tokenizer(NamedTuple):
@@ -58,7 +58,9 @@ def characters() -> Any:
   backend.decoder = tokenizers.decoders.ByteLevel()
   # An added token, since Qwen2's splitting lets no merge cross from \boxed to {. It is
   # not a special one: decoding without special tokens must not drop it.
-  backend.add_tokens([tokenizers.AddedToken(BOX, normalized=False)])
+  backend.add_tokens(
+    [tokenizers.AddedToken(each, normalized=False) for each in (BOX, IMAGE)]
+  )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
     unk_token='<pad>',  # `encode` refuses it

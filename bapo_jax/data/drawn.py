@@ -1,0 +1,218 @@
+r"""Problems whose pictures are drawn from a seed; nothing else tells their answers.
+
+A picture shows some quantities, each a digit from 0 to 9 drawn evenly: heights of bars
+on an axis, columns of dots, lengths on a grid, or hands of dials. The text asks for a
+sum or difference of some of them modulo 10. Of a picture that is not seen every answer
+is equally likely, whatever the text: chance is 1 / 10.
+
+The worked solution reads the quantities off, in the order of the question:
+
+    <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
+
+A slip is a quantity read wrongly, as any other digit; the sum is right all the same.
+Two wordings: `sentence` for a model that reads English, `short` for the embedded
+policy.
+
+Letters of the axes: H and W rows and columns of pixels.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from bapo_jax.data import pictures
+from bapo_jax.data.knobs import DrawnConfig
+from bapo_jax.data.pictured_files import PicturedRow
+from bapo_jax.data.row import Row
+from bapo_jax.data.synthetic import draw_distinct
+
+Canvas = UInt8[np.ndarray, 'H W 3']
+BASE = 10  # quantities are 0..9, and answers are modulo it
+LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
+GRID = np.array((215, 215, 215), np.uint8)  # fainter, since things lie upon it
+
+
+class Drawn(NamedTuple):
+  """A problem, what it was made from, and its picture."""
+
+  text: str
+  answer: int
+  numbers: tuple[int, ...]  # the quantities shown
+  terms: tuple[int, ...]  # those asked for, counted from 1; below 0: subtracted
+  picture: bytes  # as PNG
+
+  def pictured(self) -> PicturedRow:
+    """The problem as files of problems with pictures have it."""
+    return PicturedRow(Row(self.text, str(self.answer)), (self.picture,))
+
+
+class Kind(NamedTuple):
+  """How quantities are drawn, and how a sentence names them."""
+
+  draw: Callable[[np.random.Generator, Canvas, Sequence[int]], None]
+  name: str
+
+
+@functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
+def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
+  """`count` problems; no two have the same quantities and text.
+
+  Raises:
+    ValueError: there are fewer different problems.
+  """
+  rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
+  kinds = list(KINDS) if knobs.kind == 'mixed' else [knobs.kind]
+
+  def draw() -> tuple[tuple, tuple]:
+    kind = kinds[rng.integers(len(kinds))]
+    numbers = tuple(int(n) for n in rng.integers(0, BASE, knobs.shown))
+    chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
+    signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
+    signs[0] = 1
+    made = kind, numbers, tuple(int(n) for n in chosen * signs)
+    return made, made
+
+  found = draw_distinct(draw, count)
+  if len(found) < count:
+    raise ValueError(
+      f'problems: drawn {knobs.kind} with shown={knobs.shown} and terms={knobs.terms} '
+      f'have about {len(found)} different problems, fewer than train + test = {count}; '
+      'ask for fewer or raise problems.drawn.shown'
+    )
+  return tuple(
+    Drawn(
+      _text(kind, numbers, terms, knobs.wording),
+      _value([numbers[abs(n) - 1] for n in terms], terms),
+      numbers,
+      terms,
+      _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides),
+    )
+    for i, (kind, numbers, terms) in enumerate(found)
+  )
+
+
+def solve(problem: Drawn, rng: np.random.Generator, slip: float, repeat: float) -> str:
+  """The quantities asked for, each read wrongly with chance `slip`, and their sum.
+
+  With chance `repeat` this is written a second time, before the answer.
+  """
+  read = [problem.numbers[abs(n) - 1] for n in problem.terms]
+  for i, _ in enumerate(read):
+    if rng.random() < slip:
+      read[i] = (read[i] + int(rng.integers(1, BASE))) % BASE
+  value = _value(read, problem.terms)
+  line = f'{_sum(read, problem.terms)}={value}'
+  lines = [line] * (2 if rng.random() < repeat else 1)
+  return '|'.join(lines) + rf'\boxed{{{value}}}'
+
+
+def _value(read: Sequence[int], terms: Sequence[int]) -> int:
+  return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
+
+
+def _sum(values: Sequence[object], terms: Sequence[int]) -> str:
+  signed = zip(values, terms, strict=True)
+  text = ''.join(f'{"+" if n > 0 else "-"}{value}' for value, n in signed)
+  return text.removeprefix('+')
+
+
+def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str) -> str:
+  asked = f'{_sum([f"x{abs(n)}" for n in terms], terms)} mod {BASE}'
+  if wording == 'short':
+    return f'{pictures.PLACEHOLDER}{asked}'
+  names = ', '.join(f'x{i + 1}' for i in range(len(numbers)))
+  return (
+    f'{pictures.PLACEHOLDER}Let {names} be {KINDS[kind].name}. Find {asked}, from 0 to '
+    rf'{BASE - 1}, and give it in \boxed{{}}.'
+  )
+
+
+def _picture(
+  rng: np.random.Generator, kind: str, numbers: Sequence[int], sides: Sequence[int]
+) -> bytes:
+  """A square picture in which all but the quantities is at random."""
+  side = sides[int(rng.integers(len(sides)))]
+  light = rng.integers(230, 256, 3)
+  canvas_HW3 = np.tile(light.astype(np.uint8), (side, side, 1))
+  KINDS[kind].draw(rng, canvas_HW3, numbers)
+  return pictures.png(canvas_HW3)
+
+
+def _dark(rng: np.random.Generator) -> np.ndarray:
+  return rng.integers(0, 150, 3).astype(np.uint8)
+
+
+def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+  """Bars on a line, beside an axis with a tick at every unit."""
+  side, axis = len(canvas), 4
+  unit, wide = (side - 6) // BASE, (side - axis) // len(numbers)
+  ground = side - 3
+  canvas[ground, :] = canvas[:, axis - 1] = LINE
+  for k in range(BASE):
+    canvas[ground - k * unit, :axis] = LINE
+  for i, n in enumerate(numbers):
+    width = int(rng.integers(wide // 2, wide - 1))
+    left = axis + i * wide + int(rng.integers(0, wide - width))
+    colour = _dark(rng)
+    canvas[ground - n * unit : ground, left : left + width] = colour
+    canvas[ground + 1 :, left : left + width] = colour  # a height of 0 is seen, too
+
+
+def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+  """Columns of dots, in some of ten places each, with a line between columns."""
+  wide = len(canvas) // len(numbers)
+  across, down = (wide - 2) // 2, len(canvas) // 5
+  size = min(across, down) - 2
+  for i, n in enumerate(numbers):
+    canvas[:, i * wide] = GRID
+    colour = _dark(rng)
+    for place in rng.permutation(BASE)[:n]:
+      top = int(place) // 2 * down + int(rng.integers(0, down - size))
+      left = i * wide + 2 + int(place) % 2 * across
+      left += int(rng.integers(0, across - size))
+      canvas[top : top + size, left : left + size] = colour
+
+
+def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+  """Segments one below the other, from anywhere, on a grid of one unit."""
+  unit, high = (len(canvas) - 2) // BASE, len(canvas) // len(numbers)
+  canvas[:, : BASE * unit + 1 : unit] = GRID
+  for i, n in enumerate(numbers):
+    left = int(rng.integers(0, BASE - n)) * unit
+    row, colour = i * high + int(rng.integers(3, high - 4)), _dark(rng)
+    canvas[row : row + 2, left : left + n * unit + 1] = colour
+    for end in (left, left + n * unit):  # a length of 0 is a mark, too
+      canvas[row - 3 : row + 5, end : end + 2] = colour
+
+
+def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+  """Dials in rows, each with a hand turned by tenths of a turn from the top."""
+  across = math.ceil(math.sqrt(len(numbers)))
+  cell = len(canvas) // across
+  row_HW, column_HW = np.indices(canvas.shape[:2])
+  for i, n in enumerate(numbers):
+    radius = cell / 2 - 2 - rng.random()
+    down = row_HW - (i // across + 0.5) * cell
+    right = column_HW - (i % across + 0.5) * cell
+    canvas[abs(np.hypot(down, right) - radius) < 0.8] = LINE
+    angle = 2 * math.pi * n / BASE
+    along = right * math.sin(angle) - down * math.cos(angle)
+    aside = right * math.cos(angle) + down * math.sin(angle)
+    canvas[(along > -1) & (along < radius) & (abs(aside) < 1.3)] = _dark(rng)
+
+
+KINDS = {
+  'bars': Kind(_bars, 'the heights of the bars in ticks of the axis, from the left'),
+  'dots': Kind(_dots, 'the numbers of dots in the columns, from the left'),
+  'lengths': Kind(
+    _lengths, 'the lengths of the segments in units of the grid, from the top'
+  ),
+  'dials': Kind(
+    _dials,
+    'the angles of the hands, clockwise from the top in tenths of a turn, row by row',
+  ),
+}

@@ -1,0 +1,186 @@
+"""Pictures show what their problems ask for, and nothing else tells the answer."""
+
+import collections
+import io
+import math
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from bapo_jax.data import drawn, pictured_prompts, pictures, tokenizer
+from bapo_jax.data.knobs import DrawnConfig
+from bapo_jax.models.vision_spec import VisionSpec
+
+KINDS = sorted(drawn.KINDS)
+READER = tokenizer.load('characters', '{problem}\n')
+V = VisionSpec(
+  width=16,
+  layers=1,
+  heads=2,
+  ffn=16,
+  out=16,
+  full_layers=(0,),
+  image_token=tokenizer.CHARACTERS.index('<image>'),
+  window=28,
+  patch=7,
+)
+
+
+def made(count=200, seed=0, **knobs):
+  return drawn.generate(DrawnConfig(**knobs), seed, count)
+
+
+def dark_HW(data):
+  """Where a picture is darker than its background and its grid."""
+  return np.asarray(PIL.Image.open(io.BytesIO(data))).max(2) < 200
+
+
+def read_bars(dark, shown):
+  side = len(dark)
+  bars_HW = dark[: side - 3, 4:]
+  thirds = np.array_split(bars_HW[:, : (side - 4) // shown * shown], shown, 1)
+  return [round(each.any(1).sum() / ((side - 6) // 10)) for each in thirds]
+
+
+def read_dots(dark, shown):
+  wide = len(dark) // shown
+  size = min((wide - 2) // 2, len(dark) // 5) - 2
+  return [dark[:, i * wide : (i + 1) * wide].sum() / size**2 for i in range(shown)]
+
+
+def read_lengths(dark, shown):
+  high, unit = len(dark) // shown, (len(dark) - 2) // 10
+  spans = [np.flatnonzero(dark[i * high : (i + 1) * high].any(0)) for i in range(shown)]
+  return [(span[-1] - span[0] - 1) / unit for span in spans]
+
+
+def read_dials(dark, shown):
+  across = math.ceil(math.sqrt(shown))
+  cell = len(dark) // across
+  row, column = np.indices((cell, cell)) - cell / 2
+  tenths = []
+  for i in range(shown):
+    top, left = i // across * cell, i % across * cell
+    hand = dark[top : top + cell, left : left + cell] & (
+      np.hypot(row, column) < cell / 2 - 5
+    )
+    angle = math.atan2(column[hand].sum(), -row[hand].sum())
+    tenths.append(round(10 * angle / (2 * math.pi)) % 10)
+  return tenths
+
+
+READ = {
+  'bars': read_bars,
+  'dots': read_dots,
+  'lengths': read_lengths,
+  'dials': read_dials,
+}
+
+
+@pytest.mark.parametrize('side', [56, 112])
+@pytest.mark.parametrize('shown', [2, 3, 4])
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_picture_shows_its_quantities(kind, shown, side):
+  for problem in made(60, kind=kind, shown=shown, sides=(side,)):
+    found = READ[kind](dark_HW(problem.picture), shown)
+    assert tuple(found) == problem.numbers
+
+
+def test_the_answer_is_what_the_text_asks_for():
+  problem = drawn.Drawn('<image>x1-x3+x2 mod 10', 6, (4, 9, 7), (1, -3, 2), b'')
+  assert drawn.solve(problem, np.random.default_rng(0), 0, 0) == r'4-7+9=6\boxed{6}'
+  assert (
+    drawn.solve(problem, np.random.default_rng(0), 0, 1) == r'4-7+9=6|4-7+9=6\boxed{6}'
+  )
+  for problem in made(100, shown=4, terms=3):
+    asked = problem.text.removeprefix('<image>').removesuffix(' mod 10')
+    for i, n in enumerate(problem.numbers, 1):
+      asked = asked.replace(f'x{i}', str(n))
+    assert eval(asked) % 10 == problem.answer
+    work, _, answer = drawn.solve(problem, np.random.default_rng(1), 0, 0).partition(
+      '\\boxed'
+    )
+    assert work == f'{asked}={problem.answer}' and answer == f'{{{problem.answer}}}'
+
+
+def test_a_slip_is_a_quantity_read_as_another_digit():
+  problem, rng = made(1)[0], np.random.default_rng(0)
+  exact = drawn.solve(problem, rng, 0, 0).partition('=')[0]
+  first = [exact.partition('-')[0].partition('+')[0]]
+  wrong = collections.Counter(drawn.solve(problem, rng, 0.3, 0)[0] for _ in range(3000))
+  assert abs(wrong[first[0]] / 3000 - 0.7) < 5 * math.sqrt(0.3 * 0.7 / 3000)
+  assert set(wrong) == set('0123456789')
+  always = [drawn.solve(problem, rng, 1, 0)[0] for _ in range(200)]
+  assert first[0] not in always
+
+
+@pytest.mark.parametrize('kind', [*KINDS, 'mixed'])
+def test_without_the_picture_every_answer_is_as_likely(kind):
+  problems = made(4000, kind=kind)
+  by_text = collections.defaultdict(collections.Counter)
+  for problem in problems:
+    by_text[problem.text][problem.answer] += 1
+  assert len(by_text) == 12  # six pairs, added or subtracted
+  for counts in [*by_text.values(), sum(by_text.values(), collections.Counter())]:
+    n = counts.total()
+    assert set(counts) == set(range(10))
+    # Five standard errors of a chance of 1/10.
+    assert max(abs(c / n - 0.1) for c in counts.values()) < 5 * math.sqrt(0.09 / n)
+
+
+def test_no_two_problems_have_the_same_quantities_and_text():
+  problems = made(3000)
+  assert len({(p.text, p.numbers) for p in problems}) == 3000
+  assert made(50) == made(50) == made(80)[:50]
+  assert made(50, seed=1) != made(50)
+  # The kind changes what is seen, and nothing else.
+  assert [p[:4] for p in made(50, kind='dials')] == [p[:4] for p in made(50)]
+
+
+def test_too_few_problems_are_refused():
+  with pytest.raises(ValueError) as error:
+    made(300, shown=2, terms=1)
+  assert str(error.value) == (
+    'problems: drawn bars with shown=2 and terms=1 have about 200 different problems, '
+    'fewer than train + test = 300; ask for fewer or raise problems.drawn.shown'
+  )
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'message'),
+  [
+    ({'terms': 4}, 'terms=4: give at most shown=3'),
+    ({'sides': ()}, 'sides=(): give how large a picture is, as in (56,)'),
+  ],
+)
+def test_knobs_that_do_not_fit_are_refused(knobs, message):
+  with pytest.raises(ValueError, match='give') as error:
+    DrawnConfig(**knobs)
+  assert message in str(error.value)
+
+
+def test_the_embedded_policy_reads_problem_picture_and_solution():
+  problems = made(40, kind='mixed', sides=(56, 112), shown=4, terms=3)
+  rows = [problem.pictured() for problem in problems]
+  encoded = pictured_prompts.encode(READER, rows, V)
+  assert {e.grids for e in encoded} == {((8, 8),), ((16, 16),)}
+  for (row, files), prompt in zip(rows, encoded, strict=True):
+    pictures.check_placeholders(row.problem, files)
+    assert row.answer == str(int(row.answer))
+    count = prompt.grids[0][0] * prompt.grids[0][1] // 4
+    assert prompt.tokens[:count] == [V.image_token] * count
+    text = READER.backend.decode(prompt.tokens[count:])
+    assert text == row.problem.removeprefix('<image>') + '\n'
+  rng = np.random.default_rng(0)
+  solutions = [drawn.solve(problem, rng, 0.5, 0.5) for problem in problems]
+  tokenizer.encode(READER, solutions)  # refuses what it does not know
+
+
+def test_sentences_name_what_is_shown():
+  (problem,) = made(1, kind='dials', wording='sentence')
+  assert problem.text == (
+    '<image>Let x1, x2, x3 be the angles of the hands, clockwise from the top in '
+    'tenths of a turn, row by row. Find x3-x1 mod 10, from 0 to 9, and give it in '
+    r'\boxed{}.'
+  )
