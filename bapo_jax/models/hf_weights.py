@@ -19,7 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_config, hf_tensors, safetensors_io, transformer
+from bapo_jax.models import (
+  hf_config,
+  hf_tensors,
+  hf_vision,
+  safetensors_io,
+  transformer,
+)
 from bapo_jax.models.hf_tensors import Shape
 from bapo_jax.runtime import json_files
 from bapo_jax.types import Tree
@@ -30,13 +36,20 @@ BLOCK = 1 << 21
 
 
 def spec(path: str, compute: str) -> transformer.ModelSpec:
-  """The ModelSpec of the config.json in the directory `path`.
+  """The ModelSpec of a directory, with a tower where it is one of Qwen2.5-VL.
+
+  Args:
+    compute: dtype of the matrix products.
 
   Raises:
     ValueError: an architecture or an option is not supported, by its name.
   """
   config = json_files.read(os.path.join(path, 'config.json'))
+  pixels = os.path.join(path, hf_vision.PIXELS)
   try:
+    if config.get('model_type') == hf_vision.KIND:
+      found = json_files.read(pixels) if os.path.exists(pixels) else {}
+      return hf_vision.spec_of(config, compute, found)
     return hf_config.spec_of(config, compute)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from None

@@ -4,7 +4,8 @@ Adapters are merged into their weights, or written alone, for peft.
 
 1. `check_config` refuses a checkpoint of another model;
 2. tensors are read and written parameter by parameter: no device, no second copy;
-3. `write_configs` adds config.json and generation_config.json; the tokenizer's follow;
+3. `write_configs` adds config.json and generation_config.json, and of a model that sees
+   preprocessor_config.json; the tokenizer's follow;
 4. the directory appears under its name when it is whole.
 """
 
@@ -16,7 +17,13 @@ from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_config, hf_directory, hf_weights, peft_directory
+from bapo_jax.models import (
+  hf_config,
+  hf_directory,
+  hf_vision,
+  hf_weights,
+  peft_directory,
+)
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
@@ -101,9 +108,10 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(
   path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
 ) -> None:
-  """Writes config.json and generation_config.json, from the source model's if any."""
+  """Writes what transformers reads beside weights, from the source model's if any."""
   source = hf_directory.here(config.model.path) if config.model.path else ''
-  described = _read(source, 'config.json') or hf_config.config_of(spec)
+  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
+  described = _read(source, 'config.json') or config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {
@@ -119,6 +127,9 @@ def write_configs(
     'config.json': described | {'torch_dtype': dtype},
     'generation_config.json': generation,
   }
+  if spec.vision:
+    pixels = _read(source, hf_vision.PIXELS) or hf_vision.preprocessor_of(spec.vision)
+    files[hf_vision.PIXELS] = pixels
   for name, value in files.items():
     with open(os.path.join(path, name), 'w') as file:
       json.dump(value, file, indent=2)

@@ -92,6 +92,11 @@ def _spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding'})
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
+    if spec.vision:
+      raise ValueError(
+        f'model.path={path}: a model that reads pictures cannot be trained or '
+        'evaluated here yet; choose a language model'
+      )
     own = {name: knobs[name] for name in ('attention', 'dtype')}
     return dataclasses.replace(spec, **own)
   assert tokenizer is not None

@@ -2,11 +2,11 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 
-from bapo_jax.models import transformer
-from bapo_jax.models.vision import hf_vision
+from bapo_jax.models import hf_vision, hf_weights, transformer
 
 # Qwen2.5-VL-3B-Instruct, as published.
 PUBLISHED = {
@@ -122,6 +122,17 @@ def test_what_is_written_is_read(changes):
   found = spec(**changes)
   config, pixels = hf_vision.config_of(found), hf_vision.preprocessor_of(found.vision)
   assert hf_vision.spec_of(config, 'bfloat16', pixels) == found
+
+
+def test_a_directory_is_read_with_its_preprocessor(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(PUBLISHED))
+  assert hf_weights.spec(str(tmp_path), 'bfloat16') == spec(pixels={})
+  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(PIXELS))
+  assert hf_weights.spec(str(tmp_path), 'bfloat16') == spec()
+  (tmp_path / 'preprocessor_config.json').write_text('{"image_std": [0, 1, 1]}')
+  with pytest.raises(ValueError) as error:
+    hf_weights.spec(str(tmp_path), 'bfloat16')
+  assert str(error.value).startswith(f'{tmp_path}: image_std holds 0')
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 import runs
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, safetensors_io, transformer
-from bapo_jax.models.vision import hf_vision
+from bapo_jax.models import hf_vision, hf_weights, safetensors_io, transformer
 
 READ = """
 import jax, numpy as np
@@ -144,12 +143,6 @@ def test_two_processes_read_each_its_heads_of_a_tower(tmp_path):
   source = READ.replace('SHAPE', repr({'data': 1, 'tensor': 4}))
   for name, value in values.items():
     source = source.replace(name, repr(value))
-  source = source.replace('hf_weights.spec(', 'hf_vision.spec(')
-  source = source.replace(
-    'import hf_weights,',
-    'import hf_weights; from bapo_jax.models.vision import'
-    ' hf_vision; from bapo_jax.models import',
-  )
   statuses, outputs = processes.ended(processes.scripts(source, 2, tmp_path), tmp_path)
   assert statuses == [0, 0], outputs
 

@@ -5,7 +5,6 @@ Needs torch (`pip install -r requirements-parity.txt`); without it the file is s
 
 import dataclasses
 import io
-import json
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,13 @@ import pyarrow.parquet
 import pytest
 import transformers
 from pictured import png, reader
+from runs import tiny
 
 from bapo_jax import sharding
 from bapo_jax.data import pictured_files, pictured_prompts
 from bapo_jax.models import decoder, hf_weights, layers, transformer
-from bapo_jax.models.vision import hf_vision, sequence
+from bapo_jax.models.vision import sequence
+from bapo_jax.tools import export
 
 torch = pytest.importorskip(
   'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
@@ -89,7 +90,7 @@ def trio(request, tmp_path_factory):
       parameter.add_(size * torch.randn_like(parameter))
   path = str(tmp_path_factory.mktemp('model'))
   theirs.save_pretrained(path)
-  spec = hf_vision.spec(path, 'float32')
+  spec = hf_weights.spec(path, 'float32')
   params = hf_weights.load(path, spec, sharding.make(data=2, fsdp=2, tensor=2))
   # Off the mesh: what is computed below is computed on one device.
   return theirs, spec, jax.tree.map(jnp.asarray, jax.device_get(params)), path
@@ -343,15 +344,17 @@ def test_from_a_file_to_log_probabilities(trio, tmp_path):
   np.testing.assert_allclose(logp_TV, wanted, rtol=0, atol=1e-4)
 
 
-def test_weights_are_written_as_they_were_read(trio, tmp_path):
-  theirs, spec, params, _ = trio
+@pytest.mark.parametrize('has_source', [False, True])
+def test_what_is_exported_is_what_was_read(trio, has_source, tmp_path):
+  theirs, spec, params, path = trio
+  if not has_source:  # limits that are not the defaults
+    vision = dataclasses.replace(spec.vision, least_pixels=28 * 28)
+    spec = dataclasses.replace(spec, vision=vision)
   flat = transformer.flatten(params)
   hf_weights.save(str(tmp_path), flat.__getitem__, spec, shard_bytes=20_000)
-  config = hf_vision.config_of(spec) | {'torch_dtype': 'float32'}
-  (tmp_path / 'config.json').write_text(json.dumps(config))
-  pixels = hf_vision.preprocessor_of(spec.vision)
-  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(pixels))
-  assert hf_vision.spec(str(tmp_path), 'float32') == spec
+  config = tiny(**{'model.path': path} if has_source else {})
+  export.write_configs(str(tmp_path), config, spec, reader(), 'float32')
+  assert hf_weights.spec(str(tmp_path), 'float32') == spec
   loaded = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   read = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)

@@ -5,8 +5,10 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import oracles
+import pictured
 import pytest
 import transformers
 from flax import traverse_util
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import hf_vision, hf_weights, transformer
 from bapo_jax.tools import export
 from bapo_jax.training import checkpoint, experiment, weights
 
@@ -113,6 +115,23 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match='holds no checkpoint; train there first'):
       export.export(tiny(), str(workdir), '', 'float32', 10**9)
   assert not list(tmp_path.iterdir())
+
+
+def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path):
+  source, to = tmp_path / 'source', tmp_path / 'out'
+  source.mkdir(), to.mkdir()
+  files = {
+    'config.json': hf_vision.config_of(making.SEEING) | {'video_token_id': 7},
+    'preprocessor_config.json': {'min_pixels': 784, 'do_rescale': True},
+  }
+  for name, content in files.items():
+    (source / name).write_text(json.dumps(content))
+  config = tiny(**{'model.path': str(source)})
+  export.write_configs(str(to), config, making.SEEING, pictured.reader(), 'bfloat16')
+  for name, content in files.items():
+    written = json.loads((to / name).read_text())
+    written.pop('torch_dtype', None)
+    assert written == content
 
 
 def test_the_newest_checkpoint_is_by_number(tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 
+import making
 import pytest
 from refusals import refusal
 from runs import source, tiny
 
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models import hf_vision
 from bapo_jax.training import experiment, policy, setup, welcome
 
 
@@ -49,6 +51,16 @@ def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
   setup.check_available(config)
   material = setup.read(config, str(tmp_path / 'work'))
   assert tokenizer_lib.encode(material.tokenizer, ['78']) == [[14, 13]]
+
+
+def test_a_model_with_a_tower_is_refused(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(hf_vision.config_of(making.SEEING)))
+  with pytest.raises(ValueError) as error:
+    policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
+  assert str(error.value) == (
+    f'model.path={tmp_path}: a model that reads pictures cannot be trained or '
+    'evaluated here yet; choose a language model'
+  )
 
 
 def beyond(path, where):

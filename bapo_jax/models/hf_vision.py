@@ -1,7 +1,7 @@
 """config.json of Qwen2.5-VL to ModelSpec and back; no option is ignored silently.
 
-1. `spec` reads a directory: the language model as a Qwen2 with three-part positions,
-   the tower, and from preprocessor_config.json how pixels are resized and normalised;
+1. `spec_of` reads the language model as a Qwen2 with three-part positions, the tower,
+   and from preprocessor_config.json how pixels are resized and normalised;
 2. `config_of` and `preprocessor_of` write both files, as published.
 
 Published files hold the language model's options beside the tower's, transformers 5
@@ -9,14 +9,13 @@ writes them as `text_config`; both are read.
 """
 
 import dataclasses
-import os
 from typing import Any
 
 from bapo_jax.models import hf_config, vision_spec
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.runtime import json_files
 
 NAME, KIND = 'Qwen2_5_VLForConditionalGeneration', 'qwen2_5_vl'
+PIXELS = 'preprocessor_config.json'
 THETA = 1_000_000.0  # of the language model, where config.json names none
 # Field of VisionSpec -> its names in vision_config, the first that is there counts, and
 # the value where none is; None: it must be there.
@@ -38,25 +37,6 @@ ONLY = {
   'in_channels': (vision_spec.CHANNELS,),
   'in_chans': (vision_spec.CHANNELS,),
 }
-
-
-def spec(path: str, compute: str) -> ModelSpec:
-  """The ModelSpec of a directory of Qwen2.5-VL.
-
-  Args:
-    compute: dtype of the matrix products.
-
-  Raises:
-    ValueError: an architecture or an option is not supported, by its name.
-  """
-  found = json_files.read(os.path.join(path, 'config.json'))
-  pixels = os.path.join(path, 'preprocessor_config.json')
-  try:
-    return spec_of(
-      found, compute, json_files.read(pixels) if os.path.exists(pixels) else {}
-    )
-  except ValueError as error:
-    raise ValueError(f'{path}: {error}') from None
 
 
 def spec_of(c: dict[str, Any], compute: str, pixels: dict[str, Any]) -> ModelSpec:
