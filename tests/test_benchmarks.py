@@ -1,14 +1,16 @@
 """The benchmarks of a step: what they start, and what they count."""
 
 import json
+import math
 import types
 
 import numpy as np
 import pytest
 
 from bapo_jax import main
-from bapo_jax.models import transformer
+from bapo_jax.models import transformer, vision_spec
 from bapo_jax.tools.plan import roofline
+from benchmarks.models import tower
 from benchmarks.training import learner, our_step, rates, rl_step, trl_step
 
 SPEC = transformer.ModelSpec(
@@ -86,6 +88,21 @@ def test_useful_flops_by_hand():
   assert rates.useful_flops(SPEC, [one]) == 3 * (body + 2 * once.head)
   # Two updates add up.
   assert rates.useful_flops(SPEC, [one, one]) == 6 * (body + 2 * once.head)
+
+
+@pytest.mark.parametrize('name', tower.TOWERS)
+def test_flops_of_a_tower_are_those_of_its_products(name):
+  v = tower.spec_of(name).vision
+  grid = 16, 8  # two windows of 64 patches
+  sizes = {p: math.prod(s) for p, (s, _) in vision_spec.describe(v).items()}
+  kernels = {p: n for p, n in sizes.items() if not p.endswith(('bias', 'norm'))}
+  kernels['patch'] //= v.frames  # both frames are one picture
+  for path in ('merger_in', 'merger_out'):
+    kernels[path] //= v.merge**2
+  # Scores and their products with values: two numbers of each channel of a key.
+  full = len(v.full_layers)
+  attention = 2 * v.width * (full * 128 + (v.layers - full) * 64)
+  assert tower.flops(v, grid) == 2 * 128 * (sum(kernels.values()) + attention)
 
 
 def test_problems_are_written_in_the_order_of_the_run(tmp_path):
