@@ -11,6 +11,10 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
   S decode slots    V vocabulary   D model width   H query heads   K key/value heads
   C head width      F feed-forward width   L layers   R rows prefilled at once
   N problems in a data set
+
+and of what is seen:
+
+  I pictures of a prompt   Z patches   M merged patches   E numbers of a patch
 """
 
 # fmt: off
@@ -22,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
 AnyTree = TypeVar('AnyTree')
@@ -32,6 +36,16 @@ class Prompts(NamedTuple):
   id_P: Int32[np.ndarray, ' P']        # problem id; -1 marks an empty row
   tokens_PT: Int32[np.ndarray, 'P T']  # the prompt from column 0, then padding
   length_P: Int32[np.ndarray, ' P']    # tokens in the prompt
+
+
+class Pictures(NamedTuple):
+  pixels_PZE: UInt8[Array, 'P Z E']  # the patches of a prompt's pictures, one picture after the other; 0 where nothing is
+  grid_PI2: Int32[Array, 'P I 2']    # patches of each picture along height and width; 0 for no picture
+
+
+class EmbeddedPictures(NamedTuple):
+  merged_PMD: Float[Array, 'P M D']  # their merged patches, as the vision tower embeds them
+  grid_PI2: Int32[Array, 'P I 2']    # as of Pictures
 
 
 class Groups(NamedTuple):
@@ -69,6 +83,7 @@ class Batch(NamedTuple):
   adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
+  pictures: EmbeddedPictures | Pictures | None = None  # of its P prompts, whose B / P responses follow each other; None: texts
 
 
 class TokenStats(NamedTuple):

@@ -1,13 +1,22 @@
 """A tokenizer, pictures and rows for tests of models that see."""
 
 import io
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
 import tokenizers
 import transformers
 
+from bapo_jax.data import gallery, pictured_prompts
+from bapo_jax.data.gallery import Gallery
+from bapo_jax.data.pictured_files import PicturedRow
+from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.types import Prompts
 
 # As Qwen2.5-VL's own writes one message: texts, and pictures between two marks.
 CHAT = (
@@ -38,3 +47,60 @@ def png(height: int, width: int, seed: int = 0) -> bytes:
   file = io.BytesIO()
   PIL.Image.fromarray(pixels).save(file, 'PNG')
   return file.getvalue()
+
+
+# A model that sees: patches of 4 pixels, windows of 16 of them, both kinds of layers.
+SEEING = ModelSpec(
+  vocab=24,
+  width=16,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_width=8,
+  ffn=24,
+  mrope=(1, 2, 1),
+  vision=VisionSpec(
+    width=16,
+    layers=2,
+    heads=2,
+    ffn=20,
+    out=16,
+    full_layers=(1,),
+    image_token=5,
+    patch=4,
+    window=16,
+    least_pixels=64,
+    most_pixels=1024,
+  ),
+)
+SIZES = ((16, 24),), ((8, 16), (24, 8)), (), ((32, 16),), ((8, 8),), ()
+
+
+class Pictured(NamedTuple):
+  """Problems of noise, some without a picture."""
+
+  prompts: Prompts
+  gallery: Gallery
+
+
+def problems(
+  sizes: Sequence[Sequence[tuple[int, int]]] = SIZES,
+  spec: ModelSpec = SEEING,
+  seed: int = 0,
+) -> Pictured:
+  """A problem for each entry, with pictures of these heights and widths."""
+  v = spec.vision
+  rng = np.random.default_rng(seed)
+  rows = []
+  for each in sizes:
+    words = rng.choice(['Find', 'x', 'and'], rng.integers(1, 4)).tolist()
+    files = tuple(png(*size, seed=int(rng.integers(1000))) for size in each)
+    rows.append(PicturedRow(Row(' '.join(words + ['<image>'] * len(each)), '7'), files))
+  encoded = pictured_prompts.encode(reader(), rows, v)
+  length_P = np.asarray([len(each.tokens) for each in encoded], np.int32)
+  tokens_PT = np.zeros((len(rows), max(length_P)), np.int32)
+  for p, each in enumerate(encoded):
+    tokens_PT[p, : length_P[p]] = each.tokens
+  room = gallery.capacity([each.grids for each in encoded], v)
+  prompts = Prompts(np.arange(len(rows), dtype=np.int32), tokens_PT, length_P)
+  return Pictured(prompts, Gallery(rows, v, room))

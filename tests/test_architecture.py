@@ -68,6 +68,7 @@ HOUSE = {
     'pictured_files',
     'pictured_prompts',
     'drawn',
+    'gallery',
     'builder',
     'hub',
     'dedup',
@@ -114,6 +115,7 @@ HOUSE = {
   'training': (
     'knobs',
     'optimizer',
+    'pictured',
     'scoring',
     'accumulation',
     'objective',

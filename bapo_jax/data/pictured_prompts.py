@@ -9,15 +9,15 @@ Patches are made when a step needs them: those of a whole data set would take gi
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, UInt8
 
 from bapo_jax.data import pictures, tokenizer
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.types import Pictures
 
 Grid = tuple[int, int]  # patches along height and width
 
@@ -27,13 +27,6 @@ class PicturedPrompt(NamedTuple):
 
   tokens: list[int]
   grids: tuple[Grid, ...]
-
-
-class Pixels(NamedTuple):
-  """The pictures of P prompts; I of each, in Z patches of E numbers together."""
-
-  pixels_PZE: UInt8[np.ndarray, 'P Z E']  # 0 where nothing is
-  grid_PI2: Int32[np.ndarray, 'P I 2']  # 0 for no picture
 
 
 def encode(
@@ -93,7 +86,7 @@ def parts(message: str) -> str | list[dict[str, str]]:
 
 def pixels(
   rows: Sequence[PicturedRow], v: VisionSpec, patches: int, most_pictures: int
-) -> Pixels:
+) -> Pictures:
   """The pictures of these prompts, in a fixed capacity.
 
   Args:
@@ -103,8 +96,8 @@ def pixels(
   Raises:
     ValueError: a prompt has more patches or pictures.
   """
-  pixels_PZE = np.zeros((len(rows), patches, v.numbers), np.uint8)
-  grid_PI2 = np.zeros((len(rows), most_pictures, 2), np.int32)
+  pixels_PZE: Any = np.zeros((len(rows), patches, v.numbers), np.uint8)
+  grid_PI2: Any = np.zeros((len(rows), most_pictures, 2), np.int32)
   for p, (row, files) in enumerate(rows):
     found = [_patches(data, v) for data in files]
     count = sum(len(each.pixels_ZE) for each in found)
@@ -117,7 +110,7 @@ def pixels(
     if found:
       pixels_PZE[p, :count] = np.concatenate([each.pixels_ZE for each in found])
       grid_PI2[p, : len(found)] = [each.grid for each in found]
-  return Pixels(pixels_PZE, grid_PI2)
+  return Pictures(pixels_PZE, grid_PI2)
 
 
 def _patches(data: bytes, v: VisionSpec) -> pictures.Patches:

@@ -112,6 +112,34 @@ def prefill_embedded(
   return found
 
 
+def store(
+  cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
+) -> list[Segments]:
+  """The cache with prefilled keys and values in these slots; slot S is nowhere.
+
+  Args:
+    from_A: which of the prefilled rows each slot gets.
+  """
+  filled = []
+  for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
+    start, new = 0, []
+    for k_SKCt, v_SKtC in layer:
+      end = start + v_SKtC.shape[2]
+      piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
+      head = slice(0, piece_v.shape[2])
+      new.append(
+        (
+          k_SKCt.at[slot_A, :, :, head].set(piece_k[from_A], mode='drop'),
+          v_SKtC.at[slot_A, :, head].set(piece_v[from_A], mode='drop'),
+        )
+        if head.stop
+        else (k_SKCt, v_SKtC)
+      )
+      start = end
+    filled.append(new)
+  return filled
+
+
 @functools.partial(jax.named_call, name='decode')
 def decode(
   actor: Tree,

@@ -203,6 +203,18 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
   )
 
 
+def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
+  """Embedded rows with merged patches in their places.
+
+  Args:
+    merged_BT: the patch in the place of each token, of all X; -1: a text's token.
+  """
+  # Any row may read any of them: of a picture of each prompt that is little.
+  patch_XD = sharding.constrain(patch_XD, None)
+  patch_BTD = patch_XD[jnp.maximum(merged_BT, 0)].astype(x_BTD.dtype)
+  return jnp.where(merged_BT[..., None] >= 0, patch_BTD, x_BTD)
+
+
 def split(x_BTD: Array, spec: ModelSpec) -> Array:
   """The residual stream on its devices: rows, and columns by spec.sequence_sharding.
 

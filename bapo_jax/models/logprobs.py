@@ -110,6 +110,7 @@ def packed_stats(
   temperature: float | Array,
   *,
   chunk: int = _D.chunk,
+  patch_XD: Array | None = None,
 ) -> TokenStats:
   """Statistics [R, T] of the wanted targets of packed rows, 0 elsewhere.
 
@@ -118,10 +119,9 @@ def packed_stats(
 
   Args:
     chunk: cells of a device projected at once; memory is chunk * 4096 floats.
+    patch_XD: embeddings of the merged patches that cells.places names.
   """
-  hidden_RTD = layers.forward(
-    params, cells.tokens_RT, spec, cells.position_RT, cells.row_RT
-  )
+  hidden_RTD = _hidden(params, cells, spec, patch_XD)
   (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
 
@@ -145,6 +145,20 @@ def packed_stats(
     return jnp.where(cells.wanted_RT, x_RT, 0)
 
   return TokenStats(*map(as_packed, stats))
+
+
+def _hidden(
+  params: Tree, cells: Cells, spec: transformer.ModelSpec, patch_XD: Array | None
+) -> Array:
+  """Final hidden states [R, T, D] of packed rows."""
+  if cells.places is None or patch_XD is None:
+    return layers.forward(
+      params, cells.tokens_RT, spec, cells.position_RT, cells.row_RT
+    )
+  x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
+  x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
+  turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
+  return layers.through(params, x_RTD, turn, spec, cells.row_RT)
 
 
 def sequence_logprobs(

@@ -97,17 +97,16 @@ def attach(base: Tree | None, trained: Tree) -> Tree:
 
   Args:
     base: frozen weights; None where `trained` are all of them.
-    trained: adapters, or all weights.
+    trained: adapters of frozen weights, and weights that are not among these.
   """
   if base is None:
     return trained
-  adapters = transformer.flatten(trained)
-  return transformer.unflatten(
-    {
-      path: Adapted(w, adapters[path]) if path in adapters else w
-      for path, w in transformer.flatten(base).items()
-    }
-  )
+  flat = transformer.flatten(trained)
+  frozen = {
+    path: Adapted(w, flat[path]) if path in flat else w
+    for path, w in transformer.flatten(base).items()
+  }
+  return transformer.unflatten(flat | frozen)
 
 
 def layer(w: Array | Adapted, i: int) -> Array:

@@ -33,6 +33,15 @@ class Shape(NamedTuple):
   width: int  # cells of a bin
 
 
+class Places(NamedTuple):
+  """Of rows, or of cells, with pictures among their tokens."""
+
+  parts_BT3: Int32[Array, 'B T 3']  # time, row and column of each token
+  merged_BT: Int32[
+    Array, 'B T'
+  ]  # merged patch in its place, of all; -1: a text's token
+
+
 class Cells(NamedTuple):
   """A micro-batch of bins."""
 
@@ -41,6 +50,7 @@ class Cells(NamedTuple):
   row_RT: Int32[Array, 'R T']  # row of the batch; -1 where nothing is
   target_RT: Int32[Array, 'R T']  # the next token of its row
   wanted_RT: Bool[Array, 'R T']  # statistics of the target are wanted
+  places: Places | None = None  # [R, T], where prompts have pictures
 
 
 class Packed(NamedTuple):
@@ -53,6 +63,7 @@ class Packed(NamedTuple):
   start_B: Int32[Array, ' B']  # its first cell in that bin
   length_B: Int32[Array, ' B']  # its cells: the tokens before its last wanted one
   used: Int32[Array, '']  # micro-batches with a row in them: the first ones
+  places: Places | None = None  # of the rows' tokens, where prompts have pictures
 
   def mine(self, n: Array | int) -> Array:
     """bool [B]: the rows of micro-batch n."""
@@ -75,6 +86,17 @@ class Packed(NamedTuple):
       row_RT=jnp.where(filled_RT, at_RT // T, -1),
       target_RT=jnp.where(filled_RT, tokens[at_RT + 1], 0),
       wanted_RT=filled_RT & wanted[at_RT + 1],
+      places=self._places(at_RT, filled_RT),
+    )
+
+  def _places(self, at_RT: Array, filled_RT: Array) -> Places | None:
+    """Of the cells that hold these tokens of all rows."""
+    if self.places is None:
+      return None
+    parts_X3, merged_X = self.places.parts_BT3.reshape(-1, 3), self.places.merged_BT
+    return Places(
+      jnp.where(filled_RT[..., None], parts_X3[at_RT], 0),
+      jnp.where(filled_RT, merged_X.ravel()[at_RT], -1),
     )
 
   def unpack(self, x_RT: Array, n: Array | int) -> Array:

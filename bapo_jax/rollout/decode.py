@@ -25,9 +25,10 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
-from bapo_jax.types import Tree
+from bapo_jax.types import Pictures, Tree
 
 DONE_CHECK_INTERVAL = 8  # tokens between two checks whether any slot is still busy
 
@@ -47,6 +48,7 @@ class Slots(NamedTuple):
   limit_S: Int32[Array, ' S']  # column at which the response is cut
   done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
   cache: Tree  # per layer segments of keys and values, as in decoder.empty_cache
+  shift_S: Int32[Array, ' S'] | None = None  # of `sequence.prefill`, of a seeing model
 
 
 class Rows(NamedTuple):
@@ -76,6 +78,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
     limit_S=zeros(jnp.int32),
     done_S=jnp.ones(slots, bool),
     cache=decoder.empty_cache(spec, slots, shapes.segment_sizes(length, parts)),
+    shift_S=zeros(jnp.int32) if spec.vision else None,
   )
 
 
@@ -115,28 +118,6 @@ def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
   return jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
 
 
-def _store(cache: Tree, prefilled: Tree, slot_A: Array, from_A: Array) -> Tree:
-  """The cache with prefilled keys and values in these slots; slot S is nowhere."""
-  filled = []
-  for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
-    start, new = 0, []
-    for k_SKCt, v_SKtC in layer:
-      end = start + v_SKtC.shape[2]
-      piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
-      head = slice(0, piece_v.shape[2])
-      new.append(
-        (
-          k_SKCt.at[slot_A, :, :, head].set(piece_k[from_A], mode='drop'),
-          v_SKtC.at[slot_A, :, head].set(piece_v[from_A], mode='drop'),
-        )
-        if head.stop
-        else (k_SKCt, v_SKtC)
-      )
-      start = end
-    filled.append(new)
-  return filled
-
-
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='slots')
 def admit(
   params: Tree,
@@ -148,6 +129,7 @@ def admit(
   row_A: Array,
   uid_A: Array,
   new_A: Array,
+  pictures: Pictures | None = None,
   *,
   spec: ModelSpec,
 ) -> Slots:
@@ -158,6 +140,7 @@ def admit(
     slot_A: its slot; S, past the end, is nowhere: such an entry is padding.
     row_A, uid_A: its output row, and its name for the noise.
     new_A: most tokens of the response, its end token included.
+    pictures: of the R prompts; None: texts.
   """
   tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
 
@@ -165,7 +148,7 @@ def admit(
     return x.at[slot_A].set(value, mode='drop')
 
   head = (slot_A, slice(0, tokens_RT.shape[1]))
-  return slots._replace(
+  slots = slots._replace(
     row_S=put(slots.row_S, row_A),
     uid_S=put(slots.uid_S, uid_A),
     tokens_ST=slots.tokens_ST.at[head].set(tokens_AT, mode='drop'),
@@ -173,21 +156,45 @@ def admit(
     position_S=put(slots.position_S, length_A),
     limit_S=put(slots.limit_S, length_A + new_A),
     done_S=put(slots.done_S, False),
-    cache=_store(slots.cache, decoder.prefill(params, tokens_RT, spec), slot_A, from_A),
   )
+  prefilled, shift_R = _prefill(params, tokens_RT, pictures, spec)
+  return slots._replace(
+    cache=decoder.store(slots.cache, prefilled, slot_A, from_A),
+    shift_S=None if slots.shift_S is None else put(slots.shift_S, shift_R[from_A]),
+  )
+
+
+def _prefill(
+  params: Tree, tokens_RT: Array, pictures: Pictures | None, spec: ModelSpec
+) -> tuple[list[decoder.KeysValues], Array]:
+  """(keys and values, shift_R) of rows, by their pictures if there are any."""
+  if pictures is None:
+    shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
+    return decoder.prefill(params, tokens_RT, spec), shift_R
+  return sequence.prefill(params, tokens_RT, pictures, spec)
 
 
 @functools.partial(
   jax.jit, static_argnames=('spec', 'columns'), donate_argnames='slots'
 )
 def refresh(
-  params: Tree, slots: Slots, slot_A: Array, *, spec: ModelSpec, columns: int
+  params: Tree,
+  slots: Slots,
+  slot_A: Array,
+  pictures: Pictures | None = None,
+  *,
+  spec: ModelSpec,
+  columns: int,
 ) -> Slots:
-  """Computes the first `columns` of the cache of these slots from their tokens."""
+  """Computes the first `columns` of the cache of these slots from their tokens.
+
+  Args:
+    pictures: of the A prompts in them, as `admit` has had them.
+  """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
-  prefilled = decoder.prefill(params, tokens_At, spec)
+  prefilled, _ = _prefill(params, tokens_At, pictures, spec)
   each_A = jnp.arange(slot_A.shape[0])
-  return slots._replace(cache=_store(slots.cache, prefilled, slot_A, each_A))
+  return slots._replace(cache=decoder.store(slots.cache, prefilled, slot_A, each_A))
 
 
 @functools.partial(
@@ -255,7 +262,9 @@ def _step(
   # The newest token, read again at its own position: so a prompt's last token needs
   # no logits at prefill, and a finished slot rewrites what is there already.
   token_S = jnp.take_along_axis(s.tokens_ST, s.position_S[:, None] - 1, 1)[:, 0]
-  hidden_SD, cache = decoder.decode(params, token_S, s.position_S - 1, s.cache, spec)
+  hidden_SD, cache = decoder.decode(
+    params, token_S, s.position_S - 1, s.cache, spec, s.shift_S
+  )
   logits_SV = jnp.einsum(
     'sd,vd->sv',
     hidden_SD,

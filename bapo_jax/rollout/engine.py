@@ -17,11 +17,12 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.data.gallery import Gallery
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode, knobs, shapes
 from bapo_jax.rollout.decode import Rows, Slots
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams
-from bapo_jax.types import Tree
+from bapo_jax.types import Pictures, Tree
 
 _D = knobs.SamplerConfig()
 
@@ -46,6 +47,8 @@ class RolloutEngine:
       dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
     mesh: where given, slots and rows are split over its data and fsdp axes.
+    gallery: pictures of the problems by their ids; None: texts. Others of the same
+      capacity, those of held-out problems, are decoded by the same programs.
 
   Raises:
     ValueError: rows of these sizes cannot be decoded or cannot end.
@@ -66,6 +69,7 @@ class RolloutEngine:
   top_k: int = SOFTMAX.top_k
   top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
+  gallery: Gallery | None = None
 
   def __post_init__(self):
     # Before anything is made or compiled.
@@ -119,15 +123,33 @@ class RolloutEngine:
     )
     return jax.jit(make, out_shardings=layout)()
 
-  def admit(self, params: Tree, slots: Slots, *rows: np.ndarray) -> Slots:
-    """`decode.admit` under the mesh; `rows` are its arrays from tokens_RT to new_A."""
-    return sharding.under(self.mesh, decode.admit)(params, slots, *rows, spec=self.spec)
+  def pictures(self, id_P: np.ndarray) -> Pictures | None:
+    """Those of problems with these ids, -1 without any; None: there is no gallery."""
+    return None if self.gallery is None else self.gallery.of(id_P)
 
-  def refresh(self, params: Tree, slots: Slots, slot_A: np.ndarray, live: int) -> Slots:
-    """`decode.refresh` of the first `live` segments under the mesh."""
+  def admit(
+    self, params: Tree, slots: Slots, id_R: np.ndarray, *rows: np.ndarray
+  ) -> Slots:
+    """`decode.admit` under the mesh; `rows` are its arrays from tokens_RT to new_A.
+
+    Args:
+      id_R: problems of the prompts.
+    """
+    admit = sharding.under(self.mesh, decode.admit)
+    return admit(params, slots, *rows, self.pictures(id_R), spec=self.spec)
+
+  def refresh(
+    self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
+  ) -> Slots:
+    """`decode.refresh` of the first `live` segments under the mesh.
+
+    Args:
+      id_A: problems of the rows in these slots.
+    """
     columns = sum(self.segment_sizes[:live])
     refresh = sharding.under(self.mesh, decode.refresh)
-    return refresh(params, slots, slot_A, spec=self.spec, columns=columns)
+    pictures = self.pictures(id_A)
+    return refresh(params, slots, slot_A, pictures, spec=self.spec, columns=columns)
 
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
@@ -158,14 +180,15 @@ class RolloutEngine:
     slots, rows = self.empty(places * self.group_size)
     zeros = np.zeros(self.prefill_rows, np.int32)
     nowhere, uid = zeros + self.max_num_seqs, zeros.astype(np.uint32)
+    nothing = zeros - 1
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
       tokens_RT, ones = np.zeros((R, width), np.int32), np.ones(R, np.int32)
       slots = self.admit(
-        params, slots, tokens_RT, ones, zeros, nowhere, zeros, uid, zeros
+        params, slots, nothing[:R], tokens_RT, ones, zeros, nowhere, zeros, uid, zeros
       )
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
-        slots = self.refresh(params, slots, nowhere, live)
+        slots = self.refresh(params, slots, nothing, nowhere, live)
       slots, _ = self.run(params, slots, key, 0, 0, live)
     jax.block_until_ready(decode.harvest(slots, rows))

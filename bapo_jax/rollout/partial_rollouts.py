@@ -164,6 +164,7 @@ class PartialRollouts:
     self.slots = e.admit(
       params,
       self.slots,
+      np.pad(self.id_W[places], (0, R - len(places)), constant_values=-1),
       tokens_RT,
       length_R,
       np.pad(from_A, pad).astype(np.int32),
@@ -241,14 +242,18 @@ class PartialRollouts:
       if len(block):
         reached = int(self.reach_S[block].max())
         live = shapes.segments_reached(self.engine.segment_sizes, reached)
-        slot_A = np.pad(block, (0, A - len(block)), constant_values=S).astype(np.int32)
-        self.slots = self.engine.refresh(params, self.slots, slot_A, live)
+        pad = (0, A - len(block))
+        slot_A = np.pad(block, pad, constant_values=S).astype(np.int32)
+        id_A = self.id_W[self.row_S[block] // self.engine.group_size]
+        id_A = np.pad(id_A, pad, constant_values=-1)
+        self.slots = self.engine.refresh(params, self.slots, id_A, slot_A, live)
 
   def state(self) -> dict[str, dict]:
     """Everything but the cache, as arrays: the content of a checkpoint."""
-    slots = self.slots._replace(cache=())
+    slots = self.slots._replace(cache=())._asdict()
+    slots = {name: x for name, x in slots.items() if x is not None}  # those of a text
     host = {name: getattr(self, name) for name in self.SAVED}
-    return {'slots': slots._asdict(), 'rows': self.rows._asdict(), 'host': host}
+    return {'slots': slots, 'rows': self.rows._asdict(), 'host': host}
 
   def restore(self, state: dict[str, dict]) -> None:
     """Goes on from a state; call `refresh` before the next `decode`."""

@@ -23,6 +23,7 @@ from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.runtime import exchange
 from bapo_jax.training import objective as objective_lib
 from bapo_jax.training.objective import Objective
+from bapo_jax.training.pictured import Seen
 from bapo_jax.types import (
   AdvantageRule,
   Batch,
@@ -63,6 +64,7 @@ def flatten(
   prox_PGT: Array | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   version: int | Array = -1,
+  pictures: Seen = None,
 ) -> Batch:
   """The flat batch [P*G, T]; an empty seat and a masked response teach nothing.
 
@@ -73,6 +75,7 @@ def flatten(
       advantage, so that clip rules see it too.
     version: learner step of the weights that the first update starts from; -1 where
       none of the tokens is theirs.
+    pictures: of the groups' problems.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
@@ -88,6 +91,7 @@ def flatten(
     adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
     source_B=jnp.repeat(source_P, G),
     on_policy_BT=on_policy_PGT.reshape(P * G, T),
+    pictures=pictures,
   )
 
 
@@ -102,7 +106,8 @@ def update(
   advantage_rule: AdvantageRule,
   epochs: int,
   minibatches: int,
-  proximal: Callable[[Tree, Groups], Array] | None = None,
+  proximal: Callable[[Tree, Groups, Seen], Array] | None = None,
+  pictures: Seen = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
@@ -115,9 +120,9 @@ def update(
   `_minibatches`; one without a token to train on gets none: the list is empty.
 
   Args:
-    weights, version: see `flatten`.
-    proximal: (params, groups) -> log-probabilities [P, G, T] of the weights before the
-      first update, for the loss rules that ask for them; None for those that do not.
+    weights, version, pictures: see `flatten`.
+    proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
+      before the first update, for the loss rules that ask; None for those that do not.
     place: puts a batch onto the mesh.
     record: called with every update whose train step gives its tokens.
   """
@@ -125,13 +130,15 @@ def update(
   filled_P = exchange.whole(source_P >= 0)
   if not filled_P.any():
     return params, opt, []
-  prox_PGT = None if proximal is None else proximal(params, groups)
+  prox_PGT = None if proximal is None else proximal(params, groups, pictures)
   metrics = []
   for epoch_key in jax.random.split(key, epochs):
     order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
     for part in _minibatches(order_P, filled_P, minibatches):
       batch = place(
-        _part(groups, source_P, prox_PGT, part, version, advantage_rule, weights)
+        _part(
+          (groups, source_P, prox_PGT, pictures), part, version, advantage_rule, weights
+        )
       )
       params, opt, found = train_step(params, opt, batch)
       metrics.append({k: v for k, v in found.items() if k != TOKENS})
@@ -162,9 +169,9 @@ def _minibatches(
 
 
 @functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
-def _part(groups, source_P, prox_PGT, part, version, advantage_rule, weights) -> Batch:
-  groups, source_P, prox_PGT = take((groups, source_P, prox_PGT), part)
-  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, version)
+def _part(whole, part, version, advantage_rule, weights) -> Batch:
+  groups, source_P, prox_PGT, pictures = take(whole, part)
+  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, version, pictures)
 
 
 def learn(

@@ -14,15 +14,17 @@ from jax import Array
 
 from bapo_jax.algorithms import loss
 from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
-from bapo_jax.models import logprobs, lora, packing
+from bapo_jax.models import logprobs, lora
 from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.training import accumulation
+from bapo_jax.training import accumulation, pictured
+from bapo_jax.training.pictured import Variables
 from bapo_jax.types import (
   Batch,
   Bounds,
   ClipRule,
+  EmbeddedPictures,
   FindBounds,
   LossRule,
   TokenStats,
@@ -80,10 +82,12 @@ class Objective:
     teaches_B1 = (batch.adv_B != 0)[:, None]
     return batch._replace(loss_mask_BT=batch.loss_mask_BT & teaches_B1)
 
-  def token_stats(self, params: Tree, cells: Cells) -> TokenStats:
+  def token_stats(
+    self, params: Tree, cells: Cells, patch_XD: Array | None = None
+  ) -> TokenStats:
     """Statistics [R, T] of the targets of packed rows under these parameters."""
     return logprobs.packed_stats(
-      params, cells, self.spec, self.temperature, chunk=self.chunk
+      params, cells, self.spec, self.temperature, chunk=self.chunk, patch_XD=patch_XD
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
@@ -128,11 +132,15 @@ class MicroBatches(NamedTuple):
   batch: Batch  # its mask holds the tokens that are computed
   packed: Packed
   base: Tree  # of `lora.attach`
+  pictures: EmbeddedPictures | None = None  # of the batch
 
-  def stats(self, params: Tree, n: Array | int, objective: Objective) -> TokenStats:
+  def stats(
+    self, trained: Variables, n: Array | int, objective: Objective
+  ) -> TokenStats:
     """Statistics of the tokens of micro-batch n at their places [B, T]; 0 elsewhere."""
-    weights = lora.attach(self.base, params)
-    found = objective.token_stats(weights, self.packed.cells(n))
+    weights = lora.attach(self.base, trained.params)
+    patch_XD = trained.patches(self.pictures)
+    found = objective.token_stats(weights, self.packed.cells(n), patch_XD)
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), found)
 
   def mine(self, n: Array | int) -> Array:
@@ -145,18 +153,22 @@ class MicroBatches(NamedTuple):
 
 
 def micro_batches(
-  batch: Batch, objective: Objective, base: Tree = None
+  batch: Batch,
+  objective: Objective,
+  base: Tree = None,
+  pictures: EmbeddedPictures | None = None,
 ) -> MicroBatches:
   """What an objective computes of a batch, packed."""
   o, batch = objective, objective.computed(batch)
-  packed = packing.pack(
+  packed = pictured.pack(
     batch.tokens_BT,
     batch.loss_mask_BT,
     o.grad_accum_steps,
-    width=packing.widest(o.spec),
+    o.spec,
+    pictures,
     packed=o.pack,
   )
-  return MicroBatches(batch, packed, base)
+  return MicroBatches(batch, packed, base, pictures)
 
 
 def gradient(
@@ -183,23 +195,25 @@ def gradient(
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
   scale_B *= filled_share(batch)
-  parts = micro_batches(batch, o, base)
-  if o.stores and parts.packed.shape.micro_batches > 1:
-    return _of_all(params, parts, scale_B, o)
-  return _one_by_one(params, parts, scale_B, o)
+  trained, seen, of_params = pictured.variables(params, batch.pictures, o.spec)
+  parts = micro_batches(batch, o, base, seen)
+  stored = o.stores and parts.packed.shape.micro_batches > 1
+  run = _of_all if stored else _one_by_one
+  value, grads, found = run(trained, parts, scale_B, o)
+  return value, of_params(grads), found
 
 
 def _of_all(
-  params: Tree, parts: MicroBatches, scale_B: Array, objective: Objective
-) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
+  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
+) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
   """`gradient`, every forward pass before the bounds, and those before the rest."""
   o, batch = objective, parts.batch
   stats, backward = accumulation.forward_all(
-    lambda params, n: parts.stats(params, n, o),
-    params,
+    lambda trained, n: parts.stats(trained, n, o),
+    trained,
     parts.packed.shape.micro_batches,
     parts.packed.used,
-    parts.base,
+    (parts.base, parts.pictures),
   )
 
   def value_of(stats: TokenStats) -> tuple[Array, Bounds]:
@@ -211,14 +225,14 @@ def _of_all(
 
 
 def _one_by_one(
-  params: Tree, parts: MicroBatches, scale_B: Array, objective: Objective
-) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
+  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
+) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
   """`gradient` with the backward pass of each micro-batch right after its forward."""
   o, together = objective, objective.together
-  bounds = _bounds_of_all(params, parts, scale_B, o)
+  bounds = _bounds_of_all(trained, parts, scale_B, o)
 
-  def value_of(params: Tree, n: Array) -> tuple[Array, tuple[TokenStats, Bounds]]:
-    stats, part = parts.stats(params, n, o), parts.rows(n)
+  def value_of(trained: Variables, n: Array) -> tuple[Array, tuple[TokenStats, Bounds]]:
+    stats, part = parts.stats(trained, n, o), parts.rows(n)
     search = o.search(stats.logp_BT, part, scale_B)
 
     def find(ratio_BT: Array) -> Bounds:
@@ -244,17 +258,17 @@ def _one_by_one(
   if not together:
     bounds = jax.tree.map(lambda x: jnp.full((len(scale_B), 1), x), bounds)
   nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT), bounds
-  return accumulation.summed(value_of, params, parts.packed.used, nothing, merge)
+  return accumulation.summed(value_of, trained, parts.packed.used, nothing, merge)
 
 
 def _bounds_of_all(
-  params: Tree, parts: MicroBatches, scale_B: Array, objective: Objective
+  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> Bounds:
   """The bounds of several micro-batches together; for one or none those of no token."""
   o, shape = objective, parts.batch.tokens_BT.shape
 
   def add(n: Array, logp_BT: Array) -> Array:
-    return logp_BT + parts.stats(params, n, o).logp_BT
+    return logp_BT + parts.stats(trained, n, o).logp_BT
 
   together = o.together and parts.packed.shape.micro_batches > 1
   several = jnp.where(parts.packed.used > 1, parts.packed.used, 0) if together else 0

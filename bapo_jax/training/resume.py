@@ -37,7 +37,7 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
     found['actor'] = s.actor_adapters
   elif s.step % t.config.rollout.weight_sync_interval:
     actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
-    found['actor'] = decode.params_of(actor, t.spec, t.mesh)
+    found['actor'] = t.trained(decode.params_of(actor, t.spec, t.mesh))
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 

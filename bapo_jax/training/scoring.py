@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.models import logprobs, packing
+from bapo_jax.models import logprobs
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence
+from bapo_jax.training import pictured
+from bapo_jax.training.pictured import Seen
 from bapo_jax.types import Groups, LogpDiff, Tree
 
 
@@ -22,7 +25,7 @@ class Recompute(Protocol):
   """The learner's log-probabilities in place of the sampler's, jitted."""
 
   def __call__(
-    self, params: Tree, groups: Groups, version: int, /
+    self, params: Tree, groups: Groups, version: int, pictures: Seen, /
   ) -> tuple[Groups, LogpDiff]:
     """See `recompute`."""
 
@@ -36,6 +39,7 @@ def packed_logprobs(
   spec: ModelSpec,
   temperature: float,
   chunk: int,
+  pictures: Seen = None,
 ) -> Array:
   """Log-probabilities [B, T] of the wanted tokens of rows, 0 elsewhere.
 
@@ -43,12 +47,17 @@ def packed_logprobs(
     wanted_BT: bool, none in column 0.
     micro_batches: the most of them, one after the other.
     temperature, chunk: see `logprobs.packed_stats`.
+    pictures: see `pictured.pack`; pixels are embedded by the tower of these weights.
   """
-  packed = packing.pack(tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec))
+  seen = None if pictures is None else sequence.embedded(params, pictures, spec)
+  packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
+  patch_XD = pictured.Variables(params).patches(seen)
 
   def add(n: Array, logp_BT: Array) -> Array:
     cells = packed.cells(n)
-    stats = logprobs.packed_stats(params, cells, spec, temperature, chunk=chunk)
+    stats = logprobs.packed_stats(
+      params, cells, spec, temperature, chunk=chunk, patch_XD=patch_XD
+    )
     return logp_BT + packed.unpack(stats.logp_BT, n)
 
   nothing_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
@@ -58,6 +67,7 @@ def packed_logprobs(
 def score(
   params: Tree,
   groups: Groups,
+  pictures: Seen = None,
   *,
   rows: int,
   spec: ModelSpec,
@@ -67,6 +77,7 @@ def score(
   """Log-probabilities [P, G, T] of the responses of groups, 0 elsewhere.
 
   Args:
+    pictures: of the groups' problems.
     rows: responses of a micro-batch, if all are of full length; packed, it takes more.
   """
   P, G, T = groups.tokens_PGT.shape
@@ -78,6 +89,7 @@ def score(
     spec=spec,
     temperature=temperature,
     chunk=chunk,
+    pictures=pictures,
   )
   return logp_BT.reshape(P, G, T)
 
@@ -86,8 +98,9 @@ def recompute(
   params: Tree,
   groups: Groups,
   version: int | Array,
+  pictures: Seen = None,
   *,
-  score: Callable[[Tree, Groups], Array],
+  score: Callable[[Tree, Groups, Seen], Array],
 ) -> tuple[Groups, LogpDiff]:
   """The groups with the learner's log-probabilities in place of the sampler's.
 
@@ -98,12 +111,13 @@ def recompute(
 
   Args:
     params: the weights that sampled, of learner step `version`.
+    pictures: of the groups' problems.
 
   Returns:
     (groups, how far the two were apart before).
   """
   own_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
-  logp_PGT = score(params, groups)
+  logp_PGT = score(params, groups, pictures)
   diff_PGT = jnp.where(own_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
   logp_PGT = jnp.where(own_PGT, logp_PGT, groups.behavior_logp_PGT)
   diff = LogpDiff(diff_PGT.sum(), diff_PGT.max(), own_PGT.sum())

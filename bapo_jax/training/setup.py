@@ -29,11 +29,12 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import learner, policy, rules, scoring
+from bapo_jax.training import learner, pictured, policy, rules, scoring
 from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
 from bapo_jax.training.objective import Objective
+from bapo_jax.training.pictured import Seen
 from bapo_jax.training.scoring import Recompute
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
@@ -163,31 +164,44 @@ def make_train_step(
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> Batch:
-  """A minibatch of the run as shapes, placed on the mesh."""
+def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
+  """A minibatch of the run as shapes, placed on the mesh.
+
+  Args:
+    pictures: of its prompts, as `pictured.abstract` gives them.
+  """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
   kinds = {'tokens': jnp.int32, 'source': jnp.int32}
   kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   fields: list[Any] = []
-  for field in Batch._fields:  # the name says the axes
+  for field in Batch._fields[:-1]:  # the name says the axes
     name, _, axes = field.rpartition('_')
     shape = tuple(size[axis] for axis in axes)
     kind = kinds.get(name, jnp.float32)
     rows = sharding.over_rows(mesh)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
-  return Batch(*fields)
+  if pictures is not None:
+    place = functools.partial(sharding.layout_of_rows, mesh=mesh)
+    pictures = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      pictures,
+      place(pictures),
+    )
+  return Batch(*fields, pictures=pictures)
 
 
 def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
   """The train step, compiled for the state's arrays."""
   step = make_train_step(t.config, t.rules, t.spec)
   with sharding.current(t.mesh):
-    batch = abstract_batch(t.config, t.mesh)
+    groups = t.config.minibatch_rows // t.config.sampler.group_size
+    pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
+    batch = abstract_batch(t.config, t.mesh, pictures)
     compiled = step.lower(s.params, s.opt, batch, base=t.base).compile()
   return functools.partial(compiled, base=t.base)
 
 
-def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
+def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups, Seen], Array]:
   """The log-probabilities of groups, a micro-batch of rows at a time."""
   return functools.partial(
     scoring.score,
@@ -200,12 +214,12 @@ def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups], Array]:
 
 def _proximal(
   config: Config, spec: ModelSpec, mesh: Mesh, base: Tree
-) -> Callable[[Tree, Groups], Array] | None:
+) -> Callable[[Tree, Groups, Seen], Array] | None:
   """Scores a batch by the weights of the step's start, where the loss rule asks."""
   if not config.loss.needs_proximal:
     return None
   score = sharding.under(mesh, jax.jit(_score(config, spec)))
-  return lambda params, groups: score(lora.attach(base, params), groups)
+  return lambda params, groups, seen: score(lora.attach(base, params), groups, seen)
 
 
 def _recompute(config: Config, spec: ModelSpec, mesh: Mesh) -> Recompute | None:

@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import logprobs, packing, transformer
+from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
-from bapo_jax.training import accumulation, optimizer
-from bapo_jax.types import Tree
+from bapo_jax.training import accumulation, optimizer, pictured
+from bapo_jax.training.pictured import Variables
+from bapo_jax.types import Pictures, Tree
 
 Solve = Callable[[Any, np.random.Generator, float, float], str]
 
@@ -74,25 +75,30 @@ def imitate(
   opt: Tree,
   tokens_BT: Array,
   weight_BT: Array,
+  pictures: Pictures | None = None,
   *,
   tx: optax.GradientTransformation,
   spec: ModelSpec,
 ) -> tuple[Tree, Tree, Array]:
-  """One supervised step; returns (params, opt, nats per weighted token)."""
+  """One supervised step; returns (params, opt, nats per weighted token).
 
-  packed = packing.pack(
-    tokens_BT, weight_BT > 0, MICRO_BATCHES, width=packing.widest(spec)
-  )
+  Args:
+    pictures: of the rows' prompts, whose tower is trained with the rest; None: texts.
+  """
+  trained, seen, of_params = pictured.variables(params, pictures, spec)
+  packed = pictured.pack(tokens_BT, weight_BT > 0, MICRO_BATCHES, spec, seen)
   total = jnp.maximum(weight_BT.sum(), 1)
 
-  def objective(params: Tree, n: Array) -> tuple[Array, None]:
-    stats = logprobs.packed_stats(params, packed.cells(n), spec, 1.0)
+  def objective(trained: Variables, n: Array) -> tuple[Array, None]:
+    stats = logprobs.packed_stats(
+      trained.params, packed.cells(n), spec, 1.0, patch_XD=trained.patches(seen)
+    )
     return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 
   value, grads, _ = accumulation.summed(
-    objective, params, packed.used, None, lambda n, so_far, found: None
+    objective, trained, packed.used, None, lambda n, so_far, found: None
   )
-  updates, opt = tx.update(grads, opt, params)
+  updates, opt = tx.update(of_params(grads), opt, params)
   return optax.apply_updates(params, updates), opt, value
 
 

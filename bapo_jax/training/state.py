@@ -22,6 +22,7 @@ from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep, Updated
+from bapo_jax.training.pictured import OfProblems, Seen
 from bapo_jax.training.scoring import Recompute
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
@@ -63,11 +64,18 @@ class Trainer:
   engine: RolloutEngine
   verifier: Verifier
   train_step: TrainStep  # jitted once
-  proximal: Callable[[Tree, Groups], Array] | None  # scores a batch, where asked for
+  proximal: (
+    Callable[[Tree, Groups, Seen], Array] | None
+  )  # scores a batch, where asked for
   recompute: Recompute | None  # scores what was sampled, where asked for
   timer: PhaseTimer
   newest: NewestStep = dataclasses.field(default_factory=NewestStep)
-  base: Tree = None  # frozen weights, where adapters are trained
+  base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
+  pictures: OfProblems | None = None  # of problems for the learner; None: texts
+
+  def seen(self, groups: Groups) -> Seen:
+    """The pictures of the groups' problems; None: all are texts."""
+    return None if self.pictures is None else self.pictures(groups.id_P)
 
   def weights(self, params: Tree) -> Tree:
     """What the model computes with, given what is trained."""
@@ -78,8 +86,12 @@ class Trainer:
     return decode.sync_actor(self.weights(params), self.spec, self.mesh)
 
   def adapters(self, params: Tree) -> Tree:
-    """A copy of the adapters that an actor is merged from; None without a base."""
-    return None if self.base is None else jax.tree.map(jnp.copy, params)
+    """A copy of the adapters that an actor is merged from; None without any."""
+    return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
+
+  def trained(self, weights: Tree) -> Tree:
+    """What is trained of all weights, where it is no adapters."""
+    return {name: w for name, w in weights.items() if name not in (self.base or {})}
 
 
 class TrainState(struct.PyTreeNode):

@@ -143,7 +143,9 @@ def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollou
   if t.recompute is None:
     return found
   with t.timer('score'):
-    groups, diff = jax.block_until_ready(t.recompute(weights, found.groups, version))
+    groups, diff = jax.block_until_ready(
+      t.recompute(weights, found.groups, version, t.seen(found.groups))
+    )
   return found._replace(groups=groups, logp_diff=diff)
 
 
@@ -235,8 +237,9 @@ def update(
         epochs=t.config.learner.epochs,
         minibatches=t.config.learner.minibatches,
         proximal=t.proximal,
+        pictures=t.seen(batch),
         weights=tuple(getattr(weights, source) for source in SOURCES),
-        place=lambda batch: jax.device_put(batch, sharding.over_rows(t.mesh)),
+        place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
         record=newest.append,
       )

@@ -119,13 +119,13 @@ def rows(v):
 
 def inputs(tokens_T, pictures, b, v):
   """What their model is given for one row."""
-  pictures_b = [(high, wide) for high, wide in pictures.grid_BI2[b] if high]
+  pictures_b = [(high, wide) for high, wide in pictures.grid_PI2[b] if high]
   n = sum(high * wide for high, wide in pictures_b)
   tokens = torch.tensor(np.asarray(tokens_T)[None], dtype=torch.long)
   given = {'input_ids': tokens, 'attention_mask': torch.ones_like(tokens)}
   if not n:
     return given
-  x = pictures.pixels_BZE[b, :n].reshape(n, 3, 1, v.patch, v.patch) / np.float32(255)
+  x = pictures.pixels_PZE[b, :n].reshape(n, 3, 1, v.patch, v.patch) / np.float32(255)
   mean, std = (np.reshape(x, (1, 3, 1, 1, 1)) for x in (v.mean, v.std))
   x = np.broadcast_to((x - mean) / std, (n, 3, v.frames, v.patch, v.patch))
   return given | {
@@ -159,7 +159,7 @@ def test_the_pictures_are_read(trio):
   tokens_BT, length_B, pictures = rows(spec.vision)
   run = jax.jit(sequence.forward, static_argnames='spec')
   seen = run(params, tokens_BT, pictures, spec)
-  blank = pictures._replace(pixels_BZE=np.zeros_like(pictures.pixels_BZE))
+  blank = pictures._replace(pixels_PZE=np.zeros_like(pictures.pixels_PZE))
   unseen = run(params, tokens_BT, blank, spec)
   for b, n in enumerate(length_B):
     off = np.abs(seen[b, n - 1] - unseen[b, n - 1]).max()
@@ -170,7 +170,7 @@ def test_positions_are_those_of_transformers(trio):
   theirs, spec, _, _ = trio
   v = spec.vision
   tokens_BT, length_B, pictures = rows(v)
-  at = jax.jit(sequence.place, static_argnums=2)(tokens_BT, pictures.grid_BI2, v)
+  at = jax.jit(sequence.place, static_argnums=2)(tokens_BT, pictures.grid_PI2, v)
   for b, n in enumerate(length_B):
     given = inputs(tokens_BT[b, :n], pictures, b, v)
     if not GRIDS[b]:
@@ -190,11 +190,11 @@ def test_positions_are_those_of_transformers(trio):
 def test_a_sampled_image_token_is_text(trio):
   _, spec, _, _ = trio
   tokens_BT, length_B, pictures = rows(spec.vision)
-  at = sequence.place(tokens_BT, pictures.grid_BI2, spec.vision)
+  at = sequence.place(tokens_BT, pictures.grid_PI2, spec.vision)
   more_BT = tokens_BT.copy()
   for b, n in enumerate(length_B):
     more_BT[b, n:] = IMAGE
-  found = sequence.place(more_BT, pictures.grid_BI2, spec.vision)
+  found = sequence.place(more_BT, pictures.grid_PI2, spec.vision)
   jax.tree.map(np.testing.assert_array_equal, found, at)
 
 

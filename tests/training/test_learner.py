@@ -285,7 +285,7 @@ def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
   groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
   scored, seen = [], []
 
-  def proximal(params, groups):
+  def proximal(params, groups, pictures):
     scored.append(params)
     return scoring.score(
       params, groups, rows=8, spec=making.SPEC, temperature=TEMPERATURE, chunk=256

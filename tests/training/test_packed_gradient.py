@@ -16,7 +16,7 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.models import layers, logprobs, transformer
-from bapo_jax.training import learner
+from bapo_jax.training import learner, pictured
 from bapo_jax.training import objective as objective_lib
 
 SPEC = transformer.ModelSpec(
@@ -166,7 +166,7 @@ def test_what_waits_saves_one_forward_pass(remat):
 
   def forward(params, batch):
     found = objective_lib.micro_batches(batch, of('again'))
-    return found.stats(params, 0, of('again'))
+    return found.stats(pictured.Variables(params), 0, of('again'))
 
   again, stored = (
     products(functools.partial(objective_lib.gradient, objective=of(name)))

@@ -208,7 +208,7 @@ def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
   fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **HARD, **knobs)
   scored: list[tuple[str, int]] = []
 
-  def recompute(params, groups, version):
+  def recompute(params, groups, version, pictures):
     scored.append((params, version))
     return groups, types.LogpDiff(0.0, 0.0, 0)
 

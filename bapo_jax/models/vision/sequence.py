@@ -5,7 +5,8 @@
    equal in a text, and within a picture its patch's place (mrope of Qwen2-VL, Wang et
    al., 2024, arXiv:2409.12191);
 2. `embed` puts the patches in their places;
-3. `forward` and `prefill` are those of layers.py and decoder.py with both.
+3. `forward` and `prefill` are those of layers.py and decoder.py with both;
+4. `embedded` and `place_responses` are for packed rows, several to a prompt.
 
 Letters beyond those of types.py: I pictures of a row, Z patches and M merged patches of
 a row, E numbers of a patch.
@@ -15,20 +16,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int32
 
 from bapo_jax.models import decoder, layers
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.models.vision_spec import VisionSpec
-from bapo_jax.types import Tree
-
-
-class Pictures(NamedTuple):
-  """The pictures of some rows, in a fixed capacity."""
-
-  pixels_BZE: UInt8[Array, 'B Z E']  # patches, see data/pictures.py; 0 where nothing is
-  grid_BI2: Int32[Array, 'B I 2']  # patches along height and width; 0 for no picture
+from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 
 class Placed(NamedTuple):
@@ -93,6 +87,31 @@ def embed(
   return jnp.where(at.merged_BT[..., None] >= 0, patch_BTD.astype(x_BTD.dtype), x_BTD)
 
 
+def embedded(
+  params: Tree, pictures: EmbeddedPictures | Pictures, spec: ModelSpec
+) -> EmbeddedPictures:
+  """The pictures as the tower of these weights embeds them, if they are not yet."""
+  if isinstance(pictures, EmbeddedPictures):
+    return pictures
+  merged_PMD = tower.forward(params['vision'], *pictures, spec)
+  return EmbeddedPictures(merged_PMD, pictures.grid_PI2)
+
+
+def place_responses(
+  tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
+) -> Placed:
+  """`place` of rows that share pictures: B / P of them, one after the other, to each.
+
+  `merged_BT` counts through the merged patches of all prompts, [P * M].
+  """
+  P, M, _ = pictures.merged_PMD.shape
+  rows = tokens_BT.shape[0] // P
+  at = place(tokens_BT, jnp.repeat(pictures.grid_PI2, rows, axis=0), v)
+  first_B1 = jnp.repeat(M * jnp.arange(P, dtype=jnp.int32), rows)[:, None]
+  merged_BT = jnp.where(at.merged_BT < 0, -1, at.merged_BT + first_B1)
+  return at._replace(merged_BT=merged_BT)
+
+
 def forward(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
 ) -> Array:
@@ -116,7 +135,7 @@ def _embedded(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
 ) -> tuple[Array, tuple[Array, Array], Placed]:
   """(embeddings, rotations, places) of rows with pictures."""
-  at = place(tokens_BT, pictures.grid_BI2, tower.vision_of(spec))
+  at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   merged_BMD = tower.forward(params['vision'], *pictures, spec)
   x_BTD = embed(params, tokens_BT, merged_BMD, at, spec)
   return x_BTD, layers.rotations_by_parts(at.position_BT3, spec), at

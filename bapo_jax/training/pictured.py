@@ -1,0 +1,151 @@
+"""Pictures in the learner: embedded once, read by the packed rows of all responses.
+
+1. `embedder` gives the pictures of problems by their ids: embedded, once for a step,
+   where the tower is frozen, and as pixels where it is trained;
+2. `pack` packs rows together with the places of their tokens;
+3. `variables` are what a loss is differentiated by: with a trained tower also the
+   embedded patches, so that the tower runs once per minibatch, not per micro-batch.
+
+Without pictures all three do nothing: the programs of texts are what they would be.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.data.gallery import Gallery
+from bapo_jax.models import packing
+from bapo_jax.models.packing import Packed, Places
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence, tower
+from bapo_jax.runtime import exchange
+from bapo_jax.types import EmbeddedPictures, Pictures, Tree, concat, take
+
+Seen = EmbeddedPictures | Pictures | None
+OfProblems = Callable[[Array | np.ndarray], Seen]  # from ids [P]; -1 has no picture
+
+BLOCK = 8  # prompts of a device whose pictures are embedded at once
+
+
+def embedder(
+  gallery: Gallery | None, spec: ModelSpec, mesh: Mesh, base: Tree
+) -> OfProblems | None:
+  """From ids of problems to their pictures on the mesh; None without a gallery.
+
+  Args:
+    base: frozen weights; a tower among them embeds the pictures here.
+  """
+  if gallery is None:
+    return None
+
+  def pixels(id_P: np.ndarray) -> Pictures:
+    return _placed(gallery.of(id_P), mesh)
+
+  if not base or 'vision' not in base:
+    return lambda id_P: pixels(exchange.whole(id_P))
+  embed = sharding.under(mesh, jax.jit(sequence.embedded, static_argnames='spec'))
+  size = BLOCK * sharding.row_shards(mesh)
+
+  def embedded(id_P: Array | np.ndarray) -> EmbeddedPictures:
+    whole_P = exchange.whole(id_P)
+    P = len(whole_P)
+    padded_P = np.pad(whole_P, (0, -P % size), constant_values=-1)
+    blocks = [
+      embed(base, pixels(block), spec)
+      for block in np.split(padded_P, range(size, len(padded_P), size))
+    ]
+    return sharding.split_rows(take(concat(*blocks), slice(P)), mesh)
+
+  return embedded
+
+
+def _placed(pictures: Pictures, mesh: Mesh) -> Pictures:
+  """Over the rows of the mesh, where it divides their number."""
+  return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
+
+
+def abstract(
+  gallery: Gallery | None, prompts: int, spec: ModelSpec, base: Tree
+) -> Seen:
+  """The shapes of what `embedder` gives for so many prompts."""
+  if gallery is None:
+    return None
+  pixels = jax.eval_shape(lambda: gallery.empty(prompts))
+  if not base or 'vision' not in base:
+    return pixels
+  return jax.eval_shape(
+    lambda base, seen: sequence.embedded(base, seen, spec), base, pixels
+  )
+
+
+def pack(
+  tokens_BT: Array,
+  wanted_BT: Array,
+  micro_batches: int,
+  spec: ModelSpec,
+  pictures: EmbeddedPictures | None = None,
+  *,
+  packed: bool = True,
+) -> Packed:
+  """`packing.pack` at the model's width, with the places of tokens and of patches.
+
+  Args:
+    pictures: of P prompts, whose B / P rows follow each other; None: texts.
+  """
+  found = packing.pack(
+    tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
+  )
+  if pictures is None:
+    return found
+  at = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))
+  return found._replace(places=Places(at.position_BT3, at.merged_BT))
+
+
+class Variables(NamedTuple):
+  """What a loss is differentiated by."""
+
+  params: Tree
+  merged_PMD: Array | None = None  # of pictures, where the tower is among the params
+
+  def patches(self, pictures: EmbeddedPictures | None) -> Array | None:
+    """[P * M, D]: these patches, or those that are given; None: texts."""
+    if pictures is None:
+      return None
+    merged_PMD = pictures.merged_PMD if self.merged_PMD is None else self.merged_PMD
+    return merged_PMD.reshape(-1, merged_PMD.shape[-1])
+
+
+def variables(
+  params: Tree, pictures: Seen, spec: ModelSpec
+) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
+  """(variables, embedded pictures, from gradients by these to those by the params).
+
+  Args:
+    params: what is trained, the tower among it where pictures are given as pixels.
+  """
+  if not isinstance(pictures, Pictures):
+    return Variables(params), pictures, lambda grads: grads.params
+  grid_PI2 = pictures.grid_PI2
+
+  def embed(vision: Tree) -> Array:
+    return sequence.embedded({'vision': vision}, pictures, spec).merged_PMD
+
+  merged_PMD, pull = jax.vjp(embed, params['vision'])
+
+  def gradients(grads: Variables) -> Tree:
+    assert grads.merged_PMD is not None
+    (vision,) = pull(grads.merged_PMD.astype(merged_PMD.dtype))
+    vision = jax.tree.map(lambda x: x.astype(jnp.float32), vision)
+    return grads.params | {'vision': vision}
+
+  return (
+    Variables(params, merged_PMD),
+    EmbeddedPictures(merged_PMD, grid_PI2),
+    gradients,
+  )

@@ -1,0 +1,39 @@
+"""Pictures by the ids of problems, in one capacity."""
+
+import numpy as np
+import pytest
+from pictured import SEEING, problems
+
+from bapo_jax.data import gallery, pictured_prompts
+from bapo_jax.data.gallery import Capacity, Gallery
+
+V = SEEING.vision
+
+
+def test_every_problem_has_its_own_pictures_and_no_others():
+  _, held = problems()
+  ids = [4, -1, 1, 2, 1]
+  found = held.of(ids)
+  assert found.pixels_PZE.shape == (5, held.room.patches, V.numbers)
+  assert found.grid_PI2.shape == (5, 2, 2) and held.room == Capacity(32, 2)
+  assert found.grid_PI2[:, :, 0].tolist() == [[2, 0], [0, 0], [2, 6], [0, 0], [2, 6]]
+  for p, i in enumerate(ids):
+    if i < 0:
+      assert not found.pixels_PZE[p].any()
+      continue
+    (alone,) = pictured_prompts.pixels([held.rows[i]], V, *held.room).pixels_PZE
+    np.testing.assert_array_equal(found.pixels_PZE[p], alone)
+  assert held.of([]).pixels_PZE.shape == (0, 32, V.numbers)
+
+
+def test_the_capacity_is_that_of_the_largest_in_whole_windows():
+  # 2 x 4 + 3 x 4 = 20 patches are more than one window of 16 and take two.
+  assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], V) == (32, 3)
+  assert gallery.capacity([[], []], V) == (0, 0)
+
+
+def test_a_problem_without_room_is_named():
+  _, held = problems()
+  small = Gallery(held.rows, V, Capacity(16, 2))
+  with pytest.raises(ValueError, match='has 1 pictures of 32 patches, more than 2 of'):
+    small.of([3])

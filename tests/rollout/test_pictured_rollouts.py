@@ -1,0 +1,160 @@
+"""Prompts with and without pictures in one batch, sampled as the learner scores."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from pictured import SEEING, problems
+
+from bapo_jax import sharding
+from bapo_jax.models import decoder, transformer
+from bapo_jax.models.vision import sequence
+from bapo_jax.rollout import decode
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.types import Pictures
+
+G, NEW, TEMPERATURE, EOS = 2, 7, 0.7, (3, 7)
+PROMPTS, GALLERY = problems()
+P, WIDTH = PROMPTS.tokens_PT.shape
+UID_B = np.arange(P * G, dtype=np.uint32) + 100
+KEY = jax.random.key(10)
+PARAMS, OTHER = oracles.noisy(SEEING, 0), oracles.noisy(SEEING, 1)
+ACTOR, OTHER_ACTOR = (decoder.actor(x, SEEING) for x in (PARAMS, OTHER))
+KNOBS = {
+  'group_size': G,
+  'max_new_tokens': NEW,
+  'temperature': TEMPERATURE,
+  'eos': EOS,
+  'max_num_seqs': 4,
+  'prefill_batch_size': 3,
+  'tokens_per_dispatch': 4,
+  'gallery': GALLERY,
+}
+WHOLE = {'max_num_seqs': P * G, 'prefill_batch_size': P * G}
+
+
+def rollouts(**changes) -> PartialRollouts:
+  engine = RolloutEngine(SEEING, max_prompt_tokens=WIDTH, **KNOBS | changes)
+  found = PartialRollouts(engine, P)
+  found.submit(PROMPTS, UID_B)
+  return found
+
+
+def of_rows() -> Pictures:
+  """The pictures of every response."""
+  return GALLERY.of(np.repeat(PROMPTS.id_P, G))
+
+
+@functools.partial(jax.jit, static_argnames='temperature')
+def logits(params, tokens_BT, pictures, temperature):
+  hidden_BTD = sequence.forward(params, tokens_BT, pictures, SEEING)
+  return hidden_BTD @ transformer.head(params).T / temperature
+
+
+def logp_of(params, tokens_BT):
+  """Log-probabilities [B, T] of whole rows, without a cache; 0 in column 0."""
+  logp_BTV = jax.nn.log_softmax(logits(params, tokens_BT, of_rows(), TEMPERATURE))
+  next_BT1 = jnp.roll(tokens_BT, -1, 1)[..., None]
+  return jnp.roll(jnp.take_along_axis(logp_BTV, next_BT1, 2)[..., 0], 1, 1)
+
+
+@pytest.fixture(scope='module')
+def sampled():
+  run = rollouts()
+  run.decode(ACTOR, KEY)
+  return jax.tree.map(np.asarray, run.rows)
+
+
+def test_recorded_logp_is_that_of_whole_rows(sampled):
+  mask_BT = sampled.response_mask_BT
+  assert (mask_BT.any(1)).all() and len({tuple(x) for x in sampled.tokens_BT}) > P
+  wanted_BT = logp_of(PARAMS, sampled.tokens_BT)
+  np.testing.assert_allclose(sampled.logp_BT[mask_BT], wanted_BT[mask_BT], atol=1e-5)
+
+
+def test_the_text_depends_on_the_pictures(sampled):
+  blank = rollouts()
+  blank.id_W[:] = -1
+  blank.decode(ACTOR, KEY)
+  seen_B = np.repeat([bool(row.pictures) for row in GALLERY.rows], G)
+  same_B = (np.asarray(blank.rows.logp_BT) == sampled.logp_BT).all(1)
+  np.testing.assert_array_equal(same_B, ~seen_B)
+
+
+def test_greedy_text_is_that_without_a_cache():
+  run = rollouts(temperature=0)
+  run.decode(ACTOR, KEY)
+  tokens_BT = np.zeros((P * G, WIDTH + NEW), np.int32)
+  length_B, done_B = np.repeat(PROMPTS.length_P, G), np.zeros(P * G, bool)
+  tokens_BT[:, :WIDTH] = np.repeat(PROMPTS.tokens_PT, G, 0)
+  each_B = np.arange(P * G)
+  for t in range(NEW):
+    next_BT = np.asarray(logits(PARAMS, tokens_BT, of_rows(), 1.0)).argmax(-1)
+    next_B = next_BT[each_B, length_B + t - 1]
+    tokens_BT[each_B, length_B + t] = np.where(done_B, 0, next_B)
+    done_B |= np.isin(next_B, EOS)
+  np.testing.assert_array_equal(run.rows.tokens_BT, tokens_BT)
+
+
+@pytest.mark.parametrize(
+  'changes', [{'max_num_seqs': 2, 'prefill_batch_size': 1}, WHOLE]
+)
+def test_the_text_does_not_depend_on_the_slots(sampled, changes):
+  other = rollouts(**changes)
+  other.decode(ACTOR, KEY)
+  np.testing.assert_array_equal(other.rows.tokens_BT, sampled.tokens_BT)
+  np.testing.assert_allclose(other.rows.logp_BT, sampled.logp_BT, atol=1e-5)
+
+
+def test_a_refreshed_cache_is_that_of_the_new_weights():
+  run = rollouts(**WHOLE)
+  run.decode(ACTOR, KEY, policy_version=3, max_tokens=2)
+  run.refresh(OTHER_ACTOR)
+  run.decode(OTHER_ACTOR, KEY, policy_version=5)
+  version_BT = np.asarray(run.rows.policy_version_BT)
+  assert (version_BT == 5).sum() > P
+  for version, params in ((3, PARAMS), (5, OTHER)):
+    of = version_BT == version
+    wanted_BT = logp_of(params, run.rows.tokens_BT)
+    np.testing.assert_allclose(run.rows.logp_BT[of], wanted_BT[of], atol=1e-5)
+
+
+def test_a_state_without_its_cache_goes_on_to_the_same_text(sampled):
+  before = rollouts()
+  before.decode(ACTOR, KEY, max_tokens=5)
+  assert 0 < before.unfinished < P * G
+  state = jax.tree.map(np.asarray, before.state())
+  after = PartialRollouts(before.engine, P)
+  after.restore(state)
+  after.refresh(ACTOR)
+  after.decode(ACTOR, KEY)
+  np.testing.assert_array_equal(after.rows.tokens_BT, sampled.tokens_BT)
+  np.testing.assert_allclose(after.rows.logp_BT, sampled.logp_BT, atol=1e-5)
+
+
+def test_eight_devices_sample_the_same(sampled):
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
+  run = rollouts(mesh=mesh, max_num_seqs=8, prefill_batch_size=4)
+  placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh))
+  actor = decode.sync_actor(placed, SEEING, mesh)
+  run.decode(actor, KEY, max_tokens=3)
+  run.refresh(actor)
+  run.decode(actor, KEY)
+  np.testing.assert_array_equal(run.rows.tokens_BT, sampled.tokens_BT)
+  np.testing.assert_allclose(run.rows.logp_BT, sampled.logp_BT, atol=1e-5)
+
+
+def test_every_shape_is_compiled_at_the_start():
+  run = rollouts()
+  run.engine.warm_up(ACTOR, KEY, places=P)
+  compiled = [f._cache_size() for f in (decode.admit, decode.refresh, decode.run)]
+  run.decode(ACTOR, KEY, max_tokens=3)
+  run.refresh(ACTOR)
+  run.decode(ACTOR, KEY)
+  assert compiled == [
+    f._cache_size() for f in (decode.admit, decode.refresh, decode.run)
+  ]
