@@ -72,7 +72,7 @@ def beyond(path, where):
   held = json.loads((path / 'tokenizer.json').read_text())
   vocab = held['model']['vocab']
   if where == 'an added token':  # ids go on after the vocabulary
-    vocab |= {f'w{i}': i for i in range(28, 40)}
+    vocab |= {f'w{i}': i for i in range(29, 40)}
     held['added_tokens'].append(held['added_tokens'][0] | {'id': 40, 'content': '<x>'})
   else:
     vocab['9'] = 40
@@ -119,4 +119,4 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   text = capsys.readouterr().out
   assert 'remat dots (auto): the backward pass computes all but products again' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
-  assert line.split(None, 1)[1] == f"{path}, 28 tokens, template '{{problem}}='"
+  assert line.split(None, 1)[1] == f"{path}, 29 tokens, template '{{problem}}='"
