@@ -74,6 +74,7 @@ HOUSE = {
     'dedup',
     'sources',
     'prompts',
+    'pictured_problems',
   ),
   'rewards': (
     'knobs',

@@ -7,7 +7,7 @@ import pydantic
 from bapo_jax.knobs import Section, knob, shown
 
 EMBEDDED = 'characters'  # name of the tokenizer of the embedded policy
-MADE = ('synthetic', 'countdown')  # sources that are made from a seed
+MADE = ('synthetic', 'countdown', 'drawn')  # sources that are made from a seed
 
 
 class TokenizerConfig(Section):
@@ -111,8 +111,9 @@ class ProblemsConfig(Section):
 
   source: str = knob(
     'synthetic',
-    'Training problems: synthetic, countdown, files (a.jsonl,b.parquet), '
-    'hub:owner/name:split (owner/name@revision pins one) or tfds:name:split.',
+    'Training problems: synthetic, countdown, drawn (with pictures), files '
+    '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins one) or '
+    'tfds:name:split.',
   )
   test_source: str = knob('synthetic', 'Held-out problems, named likewise.')
   family: Literal['trial', 'chain', 'pair'] = knob(
@@ -124,6 +125,7 @@ class ProblemsConfig(Section):
   test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
   pair: PairConfig = knob(PairConfig, 'Problems of the family pair.')
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
+  drawn: DrawnConfig = knob(DrawnConfig, 'Problems with pictures drawn from the seed.')
   duplicates: Literal['drop', 'keep'] = knob(
     'drop', 'Repeated problems: the first of each counts, or all; reported either way.'
   )
@@ -143,7 +145,9 @@ class ProblemsConfig(Section):
   def _sources(self) -> 'ProblemsConfig':
     for name in ('source', 'test_source'):
       if not getattr(self, name):
-        raise ValueError(f"{name}='': give synthetic, countdown, a file or a name")
+        raise ValueError(
+          f"{name}='': give synthetic, countdown, drawn, a file or a name"
+        )
     if self.test_source == 'synthetic' != self.source:
       raise ValueError(
         f"test_source='synthetic' beside problems.source={self.source!r}: name "

@@ -36,6 +36,8 @@ class Problems(NamedTuple):
   answer: Sequence[str]
   verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
   system: Sequence[str] = ()  # system message of each; '' or (): none
+  pictures: Sequence[tuple[bytes, ...]] = ()  # files of those of each; (): texts
+  grids: Sequence[tuple[tuple[int, int], ...]] = ()  # patches of each picture
 
 
 def load_held_out(
@@ -91,14 +93,31 @@ def tokenize(
     tokenizer, [row.problem for row in rows], [row.system for row in rows]
   )
   if drop:
-    fits = [i for i, ids in enumerate(encoded) if len(ids) <= max_prompt_tokens]
-    if len(fits) < len(rows):
-      log(
-        f'prompts.max_prompt_tokens={max_prompt_tokens}: {len(rows) - len(fits)} of '
-        f'{len(rows)} training prompts are longer, up to {max(map(len, encoded))} '
-        'tokens, and left out'
-      )
+    fits = fitting(encoded, max_prompt_tokens)
     rows, encoded = [rows[i] for i in fits], [encoded[i] for i in fits]
+  return table(rows, encoded, max_prompt_tokens)
+
+
+def fitting(encoded: Sequence[list[int]], max_prompt_tokens: int) -> list[int]:
+  """Which of these training prompts are not too long; counts the others."""
+  fits = [i for i, ids in enumerate(encoded) if len(ids) <= max_prompt_tokens]
+  if len(fits) < len(encoded):
+    log(
+      f'prompts.max_prompt_tokens={max_prompt_tokens}: {len(encoded) - len(fits)} of '
+      f'{len(encoded)} training prompts are longer, up to {max(map(len, encoded))} '
+      'tokens, and left out'
+    )
+  return fits
+
+
+def table(
+  rows: Sequence[Row], encoded: Sequence[list[int]], max_prompt_tokens: int
+) -> Problems:
+  """The problems of these rows, whose prompts are these token ids.
+
+  Raises:
+    ValueError: a prompt is too long.
+  """
   text = [row.problem for row in rows]
   tokens_NT, length_N = tokenizer_lib.pad(encoded, text, max_prompt_tokens)
   return Problems(
@@ -115,16 +134,24 @@ def tokenize(
 def fingerprint(problems: Problems) -> str:
   """Sixteen hexadecimal digits that change with any id, text, answer or verifier.
 
-  Or system message: problems without one have the digits that they always had.
+  Or system message or picture: problems without them have the digits that they always
+  had.
   """
   digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   if any(problems.system):
     columns.append(problems.system)
+  if any(problems.pictures):
+    columns.append([picture_digests(files) for files in problems.pictures])
   for row in zip(*columns, strict=True):
     digest.update(json.dumps(row).encode() + b'\n')
   return digest.hexdigest()[:16]
+
+
+def picture_digests(files: Sequence[bytes]) -> list[str]:
+  """Sixteen hexadecimal digits for each picture."""
+  return [hashlib.sha256(data).hexdigest()[:16] for data in files]
 
 
 def check_count(problems: Problems, count: int) -> None:

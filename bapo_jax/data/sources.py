@@ -1,6 +1,7 @@
 """From problems.source and problems.test_source to rows.
 
   synthetic, countdown       made from the seed; splits `train` and `test`
+  drawn                      likewise, with pictures
   a.jsonl, a.jsonl,b.parquet files, read in this order
   hub:owner/name:split       files of a data set on the hub; owner/name@revision pins it
   tfds:name:split            a data set of tensorflow-datasets
@@ -8,7 +9,7 @@
 1. `missing` makes or reads all that is on this machine, and lists absent files;
 2. `download` fetches a data set given by name;
 3. `load` returns the rows, each problem once, and stores them in the data directory;
-   `rows` only returns them;
+   `rows` only returns them, `pictured_rows` with their pictures;
 4. `sft_problems` returns those that the warm start imitates.
 
 builder and hub are imported late: tensorflow-datasets takes a second, and `missing`
@@ -18,12 +19,23 @@ runs before the first screen.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from bapo_jax.data import countdown, dedup, local_files, synthetic
+from numpy.random import Generator
+
+from bapo_jax.data import (
+  countdown,
+  dedup,
+  drawn,
+  local_files,
+  pictured_files,
+  synthetic,
+)
+from bapo_jax.data.drawn import Drawn
 from bapo_jax.data.knobs import MADE, ProblemsConfig
+from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
-from bapo_jax.data.synthetic import Problem, Solver
+from bapo_jax.data.synthetic import Problem
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import log
 
@@ -35,7 +47,10 @@ SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}
 
 
 def missing(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  pictured: bool = False,
 ) -> list[str]:
   """The files of a source that are not on this machine; names are not looked up.
 
@@ -43,12 +58,15 @@ def missing(
 
   Args:
     check: raises ValueError where a row's answer cannot be verified.
+    pictured: pictures are read, too.
 
   Raises:
     ValueError: they cannot be made or read, or a name is malformed.
   """
   source = getattr(problems, knob)
-  if source in MADE:
+  if source == 'drawn' and pictured:
+    _drawn(problems)
+  elif source in MADE:
     _generate(problems, source)
   elif _by_name(source):
     _parse_name(knob, source)
@@ -56,8 +74,9 @@ def missing(
     paths = source.split(',')
     if absent := [path for path in paths if not os.path.lexists(path)]:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
+    read = pictured_files.read if pictured else local_files.read
     for path in paths:
-      local_files.read(path, check)
+      read(path, check)
   return []
 
 
@@ -68,7 +87,9 @@ def _hint(path: str) -> str:
   return '' if path.endswith(local_files.SUFFIXES) else f' (or hub:{path}?)'
 
 
-def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
+def sft_problems(
+  problems: ProblemsConfig,
+) -> tuple[Sequence[Problem | Drawn], Callable[[Any, Generator, float, float], str]]:
   """The problems that the warm start imitates, those of training, and their solver.
 
   For a source that is not made, the problems of problems.family stand in.
@@ -76,29 +97,40 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   Raises:
     ValueError: they cannot be made, or the embedded policy cannot read them.
   """
-  if problems.source != 'countdown':
+  source = problems.source
+  if source not in ('countdown', 'drawn'):
     return synthetic.to_imitate(problems)
-  if (wording := problems.countdown.wording) != 'short':
+  if (wording := getattr(problems, source).wording) != 'short':
     raise ValueError(
-      f'problems.countdown.wording={wording!r} is not for the embedded policy '
+      f'problems.{source}.wording={wording!r} is not for the embedded policy '
       "(model.path=''), whose tokenizer has no such letters; give wording='short', or "
       'a model.path'
     )
+  if source == 'drawn':
+    return _drawn(problems)[: problems.train], drawn.solve
   solver = functools.partial(countdown.solve, largest=problems.countdown.target)
   return countdown.generate(problems)[: problems.train], solver
 
 
-def download(problems: ProblemsConfig, knob: Knob, check: Check | None = None) -> None:
+def download(
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  pictured: bool = False,
+) -> None:
   """Downloads a data set given by name, unless it is on this machine, and reads it.
 
   Args:
     check: raises ValueError where a row's answer cannot be verified.
+    pictured: pictures are read, too.
 
   Raises:
     ValueError: it cannot be downloaded, or a row cannot be read.
   """
   source = getattr(problems, knob)
-  if _by_name(source):
+  if _by_name(source) and pictured:
+    pictured_rows(problems, knob, check)
+  elif _by_name(source):
     _fetch(knob, source)(check)
 
 
@@ -134,12 +166,43 @@ def rows(problems: ProblemsConfig, knob: Knob) -> list[Row]:
   source = getattr(problems, knob)
   if source in MADE:
     made = _generate(problems, source)
-    split = slice(problems.train) if knob == 'source' else slice(problems.train, None)
-    found = made[split]
+    found = made[_split(problems, knob)]
   else:
     found = _read(knob, source)
   drop = problems.duplicates == 'drop'
   return dedup.deduplicate(found, source)[0] if drop else found
+
+
+def pictured_rows(
+  problems: ProblemsConfig, knob: Knob, check: Check | None = None
+) -> list[PicturedRow]:
+  """The rows of a source with their pictures, repeats among them.
+
+  Args:
+    check: raises ValueError where an answer cannot be verified.
+
+  Raises:
+    ValueError: they cannot be made or read.
+  """
+  source = getattr(problems, knob)
+  if source == 'drawn':
+    return [problem.pictured() for problem in _drawn(problems)[_split(problems, knob)]]
+  if source in MADE or source.startswith('tfds:'):
+    return [PicturedRow(row, ()) for row in rows(problems, knob)]
+  paths = source.split(',')
+  if _by_name(source):
+    paths = _found_on_hub(knob, source)
+  return [row for path in paths for row in pictured_files.read(path, check)]
+
+
+def _split(problems: ProblemsConfig, knob: Knob) -> slice:
+  """Of made problems those of a knob."""
+  train = problems.train
+  return slice(train) if knob == 'source' else slice(train, None)
+
+
+def _drawn(problems: ProblemsConfig) -> Sequence[Drawn]:
+  return drawn.generate(problems.drawn, problems.seed, problems.count)
 
 
 def _deduplicate(problems: ProblemsConfig, knob: Knob, rows: list[Row]) -> list[Row]:
@@ -153,9 +216,14 @@ def _deduplicate(problems: ProblemsConfig, knob: Knob, rows: list[Row]) -> list[
 
 
 def _generate(problems: ProblemsConfig, source: str) -> list[Row]:
-  """Made problems as rows, the training problems first."""
+  """Made problems as rows, the training problems first; raises ValueError."""
   if source == 'synthetic':
     return [Row(p.text, str(p.answer)) for p in synthetic.generate(problems)]
+  if source == 'drawn':
+    raise ValueError(
+      "problems.source='drawn' has pictures, which the policy does not see; choose "
+      'other problems, or a model with a vision tower'
+    )
   wording = problems.countdown.wording
   found = countdown.generate(problems)
   return [countdown.row(p.numbers, p.answer, wording) for p in found]
@@ -193,13 +261,20 @@ def _on_hub(name: str) -> bool:
   return hub_names.NAME.fullmatch(name) is not None
 
 
+def _found_on_hub(knob: Knob, source: str) -> Sequence[str]:
+  """The files of a data set on the hub, downloaded."""
+  from bapo_jax.data import hub
+
+  _, name, split = _parse_name(knob, source)
+  return hub.find_files(name, split, f'problems.{knob}')
+
+
 def _fetch(knob: Knob, source: str) -> Callable[[Check | None], list[Row]]:
   """Downloads a data set given by name; returns its reader, which takes a check."""
   from bapo_jax.data import hub
 
   where, name, split = _parse_name(knob, source)
   if where == 'hub':
-    paths = hub.find_files(name, split, f'problems.{knob}')
-    return functools.partial(_read_files, paths)
+    return functools.partial(_read_files, _found_on_hub(knob, source))
   prepared = hub.prepare_tfds(name, split, f'problems.{knob}')
   return functools.partial(hub.read_tfds, prepared, split)

@@ -9,6 +9,7 @@ import pydantic
 from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
+MERGE = 2  # patches along each side of one token of a picture
 POSITIONS = 32768  # of the embedded policy
 # What adapters may be added to -> axes of the weight that a product sums over.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
@@ -38,6 +39,33 @@ class MeshConfig(Section):
     return self
 
 
+class TowerConfig(Section):
+  """The vision tower of the embedded policy; its last layer attends to whole pictures,
+  the others to windows."""
+
+  layers: int = knob(0, 'Layers; 0: the policy reads texts alone.', least=0, most=1024)
+  width: int = knob(32, 'Width of the tower.', least=4, most=65536)
+  heads: int = knob(2, 'Heads, each of a width that is a multiple of 4.', least=1)
+  ffn: int = knob(96, 'Feed-forward width.', least=1, most=1 << 20)
+  patch: int = knob(
+    7, 'Pixels along each side of a patch; 2 x 2 of them are a token.', least=1, most=64
+  )
+  window: int = knob(28, 'Pixels along each side of a window.', least=2, most=4096)
+
+  @pydantic.model_validator(mode='after')
+  def _fits(self) -> 'TowerConfig':
+    if self.width % (4 * self.heads):
+      raise ValueError(
+        f'width={self.width}: give a multiple of 4 heads={4 * self.heads}'
+      )
+    if self.window % (MERGE * self.patch):
+      raise ValueError(
+        f'window={self.window}: give a multiple of {MERGE * self.patch}, the side of '
+        f'{MERGE} patches'
+      )
+    return self
+
+
 class ModelConfig(Section):
   """A model from a directory or the hub, or the sizes of the embedded policy."""
 
@@ -50,6 +78,7 @@ class ModelConfig(Section):
   kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024)
   head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
   ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
+  tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
   rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
   dtype: DType = knob(
     'float32',

@@ -24,7 +24,6 @@ from bapo_jax.models import (
   hf_weights,
   peft_directory,
 )
-from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
@@ -96,9 +95,11 @@ def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config_lib.plain(config)))
-  before = json.loads(json.dumps({'lora': LoraConfig().model_dump()})) | before
+  defaults = json.loads(json.dumps(config_lib.plain(Config())))
   for section in ('model', 'lora', 'tokenizer'):
-    for name, old, new in differences(before.get(section), now[section], section):
+    # A run from before a knob was there had its default.
+    was = defaults[section] | before.get(section, {})
+    for name, old, new in differences(was, now[section], section):
       raise ValueError(
         f'--workdir={workdir} was trained with {name}={old!r}, not {new!r}; '
         'give the config it was trained with'

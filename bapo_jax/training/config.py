@@ -38,6 +38,7 @@ from bapo_jax.training.knobs import (
 )
 
 MOST_CELLS = 64
+WORDED = ('countdown', 'drawn')  # made problems in English or in a short form
 PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
 
@@ -228,10 +229,11 @@ def _problems(config: Config) -> None:
       f'prompts.count={count}: give 1 to problems.train={problems.train}, the problems '
       'that are made'
     )
-  wording, made = problems.countdown.wording, problems.source == 'countdown'
+  source = problems.source if problems.source in WORDED else WORDED[0]
+  wording, made = getattr(problems, source).wording, problems.source == source
   if made and not config.model.path and wording != 'short':
     raise ValueError(
-      f'problems.countdown.wording={wording!r} has letters that the tokenizer of the '
+      f'problems.{source}.wording={wording!r} has letters that the tokenizer of the '
       "embedded policy (model.path='') lacks; give wording='short', or a model.path"
     )
 

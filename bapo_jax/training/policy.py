@@ -18,8 +18,10 @@ from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_directory, hf_weights, lora, transformer
+from bapo_jax.models import hf_directory, hf_weights, lora, transformer, vision_spec
+from bapo_jax.models.knobs import MERGE
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
@@ -83,25 +85,49 @@ def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
     ValueError: adapters do not fit the model.
   """
   spec = _spec_of(config, tokenizer)
+  if spec.vision:
+    raise ValueError(
+      f'model.path={config.model.path!r} and model.tower.layers='
+      f'{config.model.tower.layers}: a model that reads pictures cannot be trained or '
+      'evaluated here yet; choose a language model'
+    )
   if config.lora.rank:
     lora.shapes(spec, config.lora.rank, config.lora.targets)
   return spec
 
 
 def _spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
-  knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding'})
+  knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding', 'tower'})
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
-    if spec.vision:
-      raise ValueError(
-        f'model.path={path}: a model that reads pictures cannot be trained or '
-        'evaluated here yet; choose a language model'
-      )
     own = {name: knobs[name] for name in ('attention', 'dtype')}
     return dataclasses.replace(spec, **own)
   assert tokenizer is not None
   # Rounded up, as published models do, so that the vocabulary divides over devices.
-  return ModelSpec(vocab=-(-len(tokenizer.backend) // 8) * 8, **knobs)
+  spec = ModelSpec(vocab=-(-len(tokenizer.backend) // 8) * 8, **knobs)
+  return _seeing(config, spec, tokenizer) if config.model.tower.layers else spec
+
+
+def _seeing(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+  """The embedded policy with a vision tower.
+
+  Pairs of a head are divided as Qwen2.5-VL divides them: a quarter turns by time, the
+  rest by row and column.
+  """
+  knobs = config.model.tower.model_dump()
+  tower = VisionSpec(
+    **knobs,
+    out=spec.width,
+    full_layers=(knobs['layers'] - 1,),
+    image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
+    merge=MERGE,
+    # A picture smaller than a window is enlarged to one.
+    least_pixels=knobs['window'] ** 2,
+  )
+  vision_spec.check(tower)
+  side = 3 * spec.head_width // 16
+  sections = spec.head_width // 2 - 2 * side, side, side
+  return dataclasses.replace(spec, vision=tower, mrope=sections)
 
 
 def load(
@@ -150,7 +176,8 @@ def reader(
 def warm_start_path(config: Config, workdir: str) -> str:
   """Where the workdir holds the embedded policy after its warm start."""
   problems = config.problems
-  kind = {'countdown'} if problems.source == 'countdown' else {'family', 'level'}
+  made = problems.source in ('countdown', 'drawn')
+  kind = {problems.source} if made else {'family', 'level'}
   if 'family' in kind and problems.family == 'pair':
     kind |= {'pair'}
   recipe = {
@@ -161,6 +188,8 @@ def warm_start_path(config: Config, workdir: str) -> str:
       name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
     },
   }
+  if not config.model.tower.layers:  # the recipe of a policy that reads texts alone
+    del recipe['model']['tower']
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
 
 

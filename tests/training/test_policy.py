@@ -58,8 +58,8 @@ def test_a_model_with_a_tower_is_refused(tmp_path):
   with pytest.raises(ValueError) as error:
     policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
   assert str(error.value) == (
-    f'model.path={tmp_path}: a model that reads pictures cannot be trained or '
-    'evaluated here yet; choose a language model'
+    f'model.path={str(tmp_path)!r} and model.tower.layers=0: a model that reads '
+    'pictures cannot be trained or evaluated here yet; choose a language model'
   )
 
 
@@ -120,3 +120,55 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   assert 'remat dots (auto): the backward pass computes all but products again' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
   assert line.split(None, 1)[1] == f"{path}, 29 tokens, template '{{problem}}='"
+
+
+def seeing(**knobs):
+  """The spec of the embedded policy with a tower."""
+  config = tiny(**{'model.tower.layers': 2} | knobs)
+  return policy._spec_of(config, policy.load_tokenizer(config))
+
+
+def test_the_embedded_policy_has_the_tower_of_its_knobs():
+  spec = seeing(**{'model.head_width': 16, 'model.tower.ffn': 40})
+  v = spec.vision
+  assert (v.layers, v.width, v.heads, v.ffn, v.out) == (2, 32, 2, 40, spec.width)
+  assert (v.full_layers, v.patch, v.window, v.merge) == ((1,), 7, 28, 2)
+  assert v.least_pixels == 28 * 28
+  assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'
+  assert spec.vocab == tiny_spec().vocab > v.image_token
+  assert spec.mrope == (2, 3, 3)  # of 8 pairs, as Qwen2.5-VL has 16, 24, 24 of 64
+  for width in (2, 6, 8, 64):
+    assert 2 * sum(seeing(**{'model.head_width': width}).mrope) == width
+
+
+def tiny_spec():
+  return policy.spec_of(tiny(), policy.load_tokenizer(tiny()))
+
+
+@pytest.mark.parametrize(
+  ('knob', 'value', 'message'),
+  [
+    ('heads', 3, 'width=32: give a multiple of 4 heads=12'),
+    ('window', 30, 'window=30: give a multiple of 14, the side of 2 patches'),
+  ],
+)
+def test_a_tower_that_does_not_fit_is_refused(knob, value, message):
+  assert refusal(**{f'model.tower.{knob}': value}) == f'model.tower.{message}'
+
+
+def test_a_warm_start_is_found_by_what_it_depends_on():
+  without = {'model.tower.ffn': 8, 'problems.drawn.kind': 'dials'}
+  assert policy.warm_start_path(tiny(), 'w') == policy.warm_start_path(
+    tiny(**without), 'w'
+  )
+  other = {'problems.source': 'drawn', 'problems.test_source': 'drawn'}
+  paths = {
+    policy.warm_start_path(tiny(**other | knobs), 'w')
+    for knobs in (
+      {},
+      {'model.tower.layers': 1},
+      {'model.tower.layers': 1, 'model.tower.ffn': 8},
+      {'problems.drawn.kind': 'dials'},
+    )
+  }
+  assert len(paths) == 4
