@@ -19,6 +19,7 @@ HOUSE = {
     'machine',
     'hub_names',
     'files',
+    'picture_files',
     'json_files',
     'digests',
     'versions',

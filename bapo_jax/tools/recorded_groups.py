@@ -74,6 +74,7 @@ class RecordedGroup(NamedTuple):
   arrays: Groups | None  # of this group alone; None: not of the replay buffer
   step: int | None = None  # learner steps done with the one that trained on it
   update: OfUpdate | None = None
+  pictures: tuple[str, ...] = ()  # their files, where they are recorded
 
 
 def last_step(workdir: str, which: str) -> float:
@@ -121,10 +122,10 @@ def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
   """
   if step is None:
     return []
-  return [_of_record(row) for row in step_record.read(workdir, step)]
+  return [_of_record(workdir, row) for row in step_record.read(workdir, step)]
 
 
-def _of_record(row: dict[str, Any]) -> RecordedGroup:
+def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
   """A group from its line in groups/<step>.jsonl."""
   responses = [
     Response(
@@ -145,8 +146,20 @@ def _of_record(row: dict[str, Any]) -> RecordedGroup:
   if row['update'] is not None:
     update = OfUpdate(row['update'], _number(row['low']), _number(row['high']))
   return RecordedGroup(
-    source, row['prompt'], row['answer'], responses, None, row['step'], update
+    source,
+    row['prompt'],
+    row['answer'],
+    responses,
+    None,
+    row['step'],
+    update,
+    _pictures(workdir, row),
   )
+
+
+def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
+  """The files of the pictures of a recorded row."""
+  return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
 
 
 def _number(value: float | None) -> float:
@@ -223,7 +236,10 @@ def _evaluated(
       for g, s in enumerate(of_one)
     ]
     source = f'evaluation at step {max(steps)}'
-    yield RecordedGroup(source, problem, of_one[0]['answer'], responses, None)
+    pictures = _pictures(workdir, of_one[0])
+    yield RecordedGroup(
+      source, problem, of_one[0]['answer'], responses, None, pictures=pictures
+    )
 
 
 def ratios(

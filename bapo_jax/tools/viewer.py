@@ -1,6 +1,7 @@
 """--mode=show: responses on the terminal, group by group.
 
-1. `page` draws one group: its prompt, and responses in the colour of their advantage;
+1. `page` draws one group: its prompt, where its pictures lie, and responses in the
+   colour of their advantage;
 2. `show` prints one page, or turns pages by keys where the output is a terminal.
 """
 
@@ -54,6 +55,7 @@ def page(
     Rule(f'group {at + 1} of {len(groups)}: {group.source}'),
     Panel(prompt, title='prompt', title_align='left'),
   ]
+  parts.extend(Text(f'picture: {_visible(path)}') for path in group.pictures)
   if group.answer:
     parts.append(Text(f'right answer: {_visible(group.answer)}'))
   explanations, notes = _views(group, views, bounds, ratios)

@@ -25,7 +25,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, rollout
-from bapo_jax.runtime import exchange, files, hosts, tables
+from bapo_jax.runtime import exchange, files, hosts, picture_files, tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
@@ -220,6 +220,29 @@ def table(result: dict[str, Any], title: str) -> str:
   )
   size = f'{result["n"]} problems x {result["group_size"]} responses'
   return f'{title}: {size}\n\n{tables.markdown(cells, header, "lrr")}\n'
+
+
+def record(
+  workdir: str,
+  step: int,
+  result: dict[str, Any],
+  samples: Sequence[dict[str, Any]],
+  problems: Problems,
+) -> None:
+  """Writes an evaluation of training, and the pictures of its problems.
+
+  Args:
+    problems: those that were evaluated, by their ids.
+
+  Raises:
+    OSError: the system refused to write one of the files.
+  """
+  path = recorded_path(workdir, step)
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  if any(problems.pictures):
+    names = [picture_files.write(workdir, each) for each in problems.pictures]
+    samples = [sample | {'pictures': names[sample['id']]} for sample in samples]
+  files.write_json(path, {'result': result, 'samples': samples})
 
 
 def recorded_path(workdir: str, step: int) -> str:

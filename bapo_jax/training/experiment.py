@@ -263,12 +263,10 @@ class Run:
 
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
   """Evaluates the state and writes eval/<step>.json; returns the result."""
-  path = evaluate.recorded_path(workdir, s.step)
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
   if hosts.is_first():
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    files.write_json(path, {'result': result, 'samples': samples})
+    evaluate.record(workdir, s.step, result, samples, t.held_out)
   return result
 
 

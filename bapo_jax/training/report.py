@@ -156,6 +156,8 @@ def _sample_blocks(
         problem = sample['problem']
         yield f'Problem (answer: {markdown.inline(sample["answer"])})'
         yield markdown.fence(problem, SHOWN)
+        for number, path in enumerate(sample.get('pictures', ()), 1):
+          yield f'![Picture {number}]({path})'
       yield f'{when}: **{"right" if sample["correct"] else "wrong"}**'
       yield markdown.fence(sample['response'], SHOWN)
 

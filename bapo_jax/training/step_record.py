@@ -37,7 +37,7 @@ from jax import Array
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.runtime import exchange, files, hosts
+from bapo_jax.runtime import exchange, files, hosts, picture_files
 from bapo_jax.training.learner import Updated
 from bapo_jax.training.state import Trainer
 from bapo_jax.types import SOURCES, Groups, UpdatedTokens
@@ -84,6 +84,9 @@ def write(t: Trainer, workdir: str) -> None:
     head = {'step': held.step + 1, 'id': int(group.id_P), 'answer': answer}
     head |= {'source': source, 'completed_step': int(group.completed_step_P)}
     head |= _prompt(t.tokenizer, group) | _bounds(of_seat)
+    if any(t.problems.pictures):
+      pictures = t.problems.pictures[int(group.id_P)]
+      head |= {'pictures': picture_files.write(workdir, pictures)}
     lines.append(json.dumps(head | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break

@@ -107,6 +107,23 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
 
 
+def test_where_the_pictures_of_a_group_lie(tmp_path):
+  workdir = evaluated(tmp_path, *TWO)
+  assert 'picture' not in printed(workdir)
+  path = workdir / 'eval' / '10.json'
+  held = json.loads(path.read_text())
+  for sample in held['samples'][:4]:
+    sample['pictures'] = ['pictures/a.png', 'pictures/b.jpg']
+  path.write_text(json.dumps(held))
+  record(workdir, 7, [response('43', True, 1.5)], pictures=['pictures/c.png'])
+  wide = Console(file=io.StringIO(), width=500, _environ={})
+  for number in (1, 2, 3):
+    viewer.show(Config(), str(workdir), number, '', wide)
+  shown = re.findall(r'picture: (\S+)', wide.file.getvalue())
+  names = ('c.png', 'a.png', 'b.jpg')  # trained on; evaluated; without a picture
+  assert shown == [f'{workdir}/pictures/{name}' for name in names]
+
+
 def test_a_group_that_no_update_had_says_so(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
   alone = response('4', True, 0.0, pieces=['4'], sampler_logp=[0.0])

@@ -173,6 +173,22 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   assert verifiers == ['aime', 'exact', 'aime']
 
 
+def test_an_evaluation_is_recorded_with_its_pictures(tmp_path):
+  problems = prompts.Problems(
+    np.arange(2), None, None, ['a', 'b'], ['1', '2'], pictures=[(b'GIF8',), ()]
+  )
+  samples = [{'id': i, 'correct': True} for i in (0, 0, 1)]
+  result = {'accuracy': 1.0}
+  evaluate.record(str(tmp_path), 4, result, samples, problems)
+  found = evaluate.read_recorded(str(tmp_path), 4)
+  names = [sample.pop('pictures') for sample in found['samples']]
+  assert found == {'result': result, 'samples': samples}
+  assert names[0] == names[1] and names[2] == []
+  assert (tmp_path / names[0][0]).read_bytes() == b'GIF8'
+  evaluate.record(str(tmp_path), 5, result, samples, problems._replace(pictures=()))
+  assert evaluate.read_recorded(str(tmp_path), 5)['samples'] == samples
+
+
 def test_undecided_is_wrong_and_counted_as_undecided():
   class Lost(making.OddVerifier):
     def verdict(self, text):

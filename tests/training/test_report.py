@@ -78,6 +78,15 @@ def test_numbers_by_hand(tmp_path):
     assert (tmp_path / name).read_bytes().startswith(b'\x89PNG')
 
 
+def test_pictures_stand_beside_the_sample(tmp_path):
+  sample = dict(problem='<image>?', answer='5', response='5', correct=True)
+  sample['pictures'] = ['pictures/a.png', 'pictures/b.png']
+  page, _ = write_report(tmp_path, [], samples_before=[sample], samples_after=[sample])
+  shown = page[page.index('### Sample 1') : page.index('Before:')]
+  assert '![Picture 1](pictures/a.png)\n\n![Picture 2](pictures/b.png)' in shown
+  assert page.count('pictures/a.png') == 1
+
+
 @pytest.mark.parametrize(
   'rows',
   [

@@ -22,7 +22,7 @@ P, G, T = 5, 2, 6
 TEXT = tokenizer.load('characters', '{problem}\n')
 
 
-def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1))):
+def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
   """A trainer that holds a step of 5 seats: 2 tokens of prompt, then 3, 4, 5, end."""
   groups = making.groups(range(P), [1, 2, 1, 1, 0], [7] * P, G, T)
   row = np.asarray([*tokenizer.encode(TEXT, ['1+345'])[0], TEXT.eos[0]])
@@ -56,9 +56,19 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1))):
     newest=newest,
     config=config,
     tokenizer=TEXT,
-    problems=python_types.SimpleNamespace(answer=[f'answer {i}' for i in range(P)]),
+    problems=python_types.SimpleNamespace(
+      answer=[f'answer {i}' for i in range(P)], pictures=pictures
+    ),
     rules=python_types.SimpleNamespace(advantage=advantage.group_relative),
   )
+
+
+def test_a_group_has_the_pictures_of_its_problem(tmp_path):
+  assert 'pictures' not in recorded(held_step(), tmp_path)[0]
+  files = [(b'GIF8%d' % i,) * (i % 3) for i in range(P)]
+  for row in recorded(held_step(pictures=files), tmp_path):
+    found = [(tmp_path / name).read_bytes() for name in row['pictures']]
+    assert found == list(files[row['id']])
 
 
 def recorded(t, workdir):
