@@ -104,3 +104,20 @@ def problems(
   room = gallery.capacity([each.grids for each in encoded], v)
   prompts = Prompts(np.arange(len(rows), dtype=np.int32), tokens_PT, length_P)
   return Pictured(prompts, Gallery(rows, v, room))
+
+
+# A tiny run on drawn pictures; see runs.TINY.
+DRAWN = {
+  'problems.source': 'drawn',
+  'problems.test_source': 'drawn',
+  'problems.drawn.shown': 2,
+  'problems.drawn.terms': 1,
+  'prompts.max_prompt_tokens': 26,
+  'prompts.count': 4,
+  'sampler.max_num_seqs': 8,
+  'sampler.prefill_batch_size': 8,
+  'model.tower.layers': 2,
+  'model.tower.width': 8,
+  'model.tower.ffn': 8,
+  'sft.clean': 80,
+}

@@ -136,6 +136,7 @@ HOUSE = {
     'step_record',
     'checkpoint',
     'weights',
+    'frozen',
     'resume',
     'policy',
     'setup',

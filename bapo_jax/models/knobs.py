@@ -78,6 +78,9 @@ class ModelConfig(Section):
   kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024)
   head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
   ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
+  train_tower: bool = knob(
+    False, 'The vision tower is trained with the rest; off: it is frozen.'
+  )
   tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
   rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
   dtype: DType = knob(

@@ -121,9 +121,10 @@ def init(spec: ModelSpec, key: Array) -> Tree:
   return cast(unflatten(flat), spec.dtype)
 
 
-def count(spec: ModelSpec) -> int:
-  """Number of parameters."""
-  return sum(math.prod(shape) for shape, _ in describe(spec).values())
+def count(spec: ModelSpec, below: str = '') -> int:
+  """Number of parameters, or of those whose paths begin with `below`."""
+  shapes = {path: shape for path, (shape, _) in describe(spec).items()}
+  return sum(math.prod(s) for path, s in shapes.items() if path.startswith(below))
 
 
 def cast(params: Tree, dtype: str) -> Tree:

@@ -16,7 +16,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import prompts
+from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
@@ -120,7 +120,12 @@ def read(config: Config, workdir: str) -> setup.Material:
   """
   tokenizer = policy.load_tokenizer(config)
   policy.check_vocabulary(config, tokenizer)
-  held_out = prompts.load_held_out(tokenizer, workdir, config.prompts, config.problems)
+  vision = policy.spec_of(config, tokenizer).vision
+  knobs = config.prompts, config.problems
+  if vision is None:
+    held_out = prompts.load_held_out(tokenizer, workdir, *knobs)
+  else:
+    held_out = pictured_problems.load_held_out(tokenizer, *knobs, vision)
   return setup.Material(tokenizer, held_out, held_out)
 
 

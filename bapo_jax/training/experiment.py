@@ -297,7 +297,10 @@ def evaluation(
     t.tokenizer,
     jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1),
     engine=dataclasses.replace(
-      t.engine, group_size=knobs.group_size, **knobs.sampling.model_dump()
+      t.engine,
+      group_size=knobs.group_size,
+      gallery=t.held_out_gallery,
+      **knobs.sampling.model_dump(),
     ),
     verifier=t.verifier,
     step=step,

@@ -1,7 +1,7 @@
 """Pictures in the learner: embedded once, read by the packed rows of all responses.
 
-1. `embedder` gives the pictures of problems by their ids: embedded, once for a step,
-   where the tower is frozen, and as pixels where it is trained;
+1. `galleries` hold the pictures of a run, and `embedder` gives those of some problems:
+   embedded, once for a step, where the tower is frozen, and pixels where it is trained;
 2. `pack` packs rows together with the places of their tokens;
 3. `variables` are what a loss is differentiated by: with a trained tower also the
    embedded patches, so that the tower runs once per minibatch, not per micro-batch.
@@ -19,7 +19,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data.gallery import Gallery
+from bapo_jax.data.gallery import Gallery, capacity
+from bapo_jax.data.pictured_files import PicturedRow
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.row import Row
 from bapo_jax.models import packing
 from bapo_jax.models.packing import Packed, Places
 from bapo_jax.models.transformer import ModelSpec
@@ -31,6 +34,25 @@ Seen = EmbeddedPictures | Pictures | None
 OfProblems = Callable[[Array | np.ndarray], Seen]  # from ids [P]; -1 has no picture
 
 BLOCK = 8  # prompts of a device whose pictures are embedded at once
+
+
+def galleries(
+  training: Problems, held_out: Problems, spec: ModelSpec
+) -> tuple[Gallery | None, Gallery | None]:
+  """Of training and held-out problems, of one capacity; None where all are texts."""
+  grids = [*training.grids, *held_out.grids]
+  if spec.vision is None or not any(grids):
+    return None, None
+  room = capacity(grids, spec.vision)
+
+  def of(problems: Problems) -> Gallery:
+    rows = [
+      PicturedRow(Row(text, ''), files)
+      for text, files in zip(problems.text, problems.pictures, strict=True)
+    ]
+    return Gallery(rows, tower.vision_of(spec), room)
+
+  return of(training), of(held_out)
 
 
 def embedder(
@@ -45,7 +67,7 @@ def embedder(
     return None
 
   def pixels(id_P: np.ndarray) -> Pictures:
-    return _placed(gallery.of(id_P), mesh)
+    return placed(gallery.of(id_P), mesh)
 
   if not base or 'vision' not in base:
     return lambda id_P: pixels(exchange.whole(id_P))
@@ -65,7 +87,7 @@ def embedder(
   return embedded
 
 
-def _placed(pictures: Pictures, mesh: Mesh) -> Pictures:
+def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
   """Over the rows of the mesh, where it divides their number."""
   return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
 

@@ -8,6 +8,7 @@
 import dataclasses
 import functools
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +27,12 @@ from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import damage, remat, sft, weights
+from bapo_jax.training import damage, frozen, remat, sft, weights
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
+
+# Knobs of `model` that are no field of a ModelSpec, or are resolved.
+OWN = {'remat', 'sequence_sharding', 'tower', 'train_tower'}
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -82,22 +86,32 @@ def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
     tokenizer: gives the vocabulary of the embedded policy; not read for another.
 
   Raises:
-    ValueError: adapters do not fit the model.
+    ValueError: adapters do not fit the model, or it has no tower to be trained.
   """
   spec = _spec_of(config, tokenizer)
-  if spec.vision:
-    raise ValueError(
-      f'model.path={config.model.path!r} and model.tower.layers='
-      f'{config.model.tower.layers}: a model that reads pictures cannot be trained or '
-      'evaluated here yet; choose a language model'
-    )
+  frozen.check(config, spec)
   if config.lora.rank:
     lora.shapes(spec, config.lora.rank, config.lora.targets)
   return spec
 
 
+def sees(config: Config) -> bool:
+  """Whether the policy reads pictures; of a model that is yet to be fetched: it may.
+
+  Raises:
+    ValueError: its config.json cannot be read.
+  """
+  path = config.model.path
+  if not path:
+    return config.model.tower.layers > 0
+  if hf_directory.missing(path):
+    return hub_names.parse(path) is not None
+  found = hf_weights.spec(hf_directory.here(path), compute=config.model.compute)
+  return found.vision is not None
+
+
 def _spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
-  knobs = config.model.model_dump(exclude={'remat', 'sequence_sharding', 'tower'})
+  knobs = config.model.model_dump(exclude=OWN)
   if path := knobs.pop('path'):
     spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
     own = {name: knobs[name] for name in ('attention', 'dtype')}
@@ -156,10 +170,13 @@ def reader(
   Raises:
     ValueError: the checkpoint, or what its adapters belong to, is damaged or not there.
   """
-  if not config.lora.rank:
-    master = exact and config.model.dtype != 'float32'
-    return weights.read_params(workdir, step, 'opt/master' if master else 'params')
+  master = exact and config.model.dtype != 'float32' and not config.lora.rank
+  trained = weights.read_params(workdir, step, 'opt/master' if master else 'params')
+  if not config.lora.rank and not sees(config):
+    return trained
   spec = spec_of(config, load_tokenizer(config))
+  if not config.lora.rank and config.model.train_tower:
+    return trained
   if path := config.model.path:
     base = hf_weights.reader(hf_directory.here(path), spec)
   else:
@@ -170,7 +187,7 @@ def reader(
     def base(parameter: str) -> np.ndarray:
       return saved(parameter).astype(dtypes[parameter].dtype)
 
-  return weights.merged(config, spec, base, weights.read_params(workdir, step))
+  return frozen.whole(config, spec, base, trained)
 
 
 def warm_start_path(config: Config, workdir: str) -> str:
@@ -180,7 +197,7 @@ def warm_start_path(config: Config, workdir: str) -> str:
   kind = {problems.source} if made else {'family', 'level'}
   if 'family' in kind and problems.family == 'pair':
     kind |= {'pair'}
-  recipe = {
+  recipe: dict[str, Any] = {
     'seed': config.seed,
     'length': config.row_length,
     'problems': problems.model_dump(include=kind | {'train', 'test', 'seed'}),
@@ -188,6 +205,7 @@ def warm_start_path(config: Config, workdir: str) -> str:
       name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
     },
   }
+  del recipe['model']['train_tower']  # the warm start trains all weights
   if not config.model.tower.layers:  # the recipe of a policy that reads texts alone
     del recipe['model']['tower']
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))

@@ -88,15 +88,23 @@ def adapters(config: Config, spec: ModelSpec) -> int:
   return lora.count(spec, config.lora.rank, config.lora.targets)
 
 
-def held_bytes(spec: ModelSpec, adapters: int) -> tuple[float, float]:
+def frozen_tower(config: Config, spec: ModelSpec) -> int:
+  """Numbers of a vision tower that is not trained."""
+  return 0 if config.model.train_tower else transformer.count(spec, 'vision/')
+
+
+def held_bytes(spec: ModelSpec, adapters: int, tower: int = 0) -> tuple[float, float]:
   """Bytes of (weights, what training adds): moments, gradients and their sums.
 
   Two moments of 4 bytes, a gradient and its sum of 4, a float32 copy of weights below
   it; adapters are float32 themselves, 20 bytes per number.
+
+  Args:
+    adapters, tower: numbers of adapters, and of a tower that is not trained.
   """
   weights, copy = transformer.count(spec), spec.dtype != 'float32'
-  own = numbers(spec.dtype) * weights
-  return (own, 20 * adapters) if adapters else (own, (16 + 4 * copy) * weights)
+  own, trained = numbers(spec.dtype) * weights, weights - tower
+  return (own, 20 * adapters) if adapters else (own, (16 + 4 * copy) * trained)
 
 
 def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
@@ -107,7 +115,8 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   (of all where spec.bounds_pass is 'stored') what all layers keep and the hidden states
   with their gradients; per token of one, a layer's own backward pass (all it computes,
   the gradient of that, and the queries' gradients by block of keys); three blocks of
-  logits. Within 17 % of twelve compiled TPU programs.
+  logits. Within 17 % of twelve compiled TPU programs of texts; of a vision tower the
+  weights are counted alone.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -120,9 +129,10 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
     rows = max(rows, config.sft.batch)
   rows = rows if rows % sharding.row_shards(mesh) else rows // sharding.row_shards(mesh)
   weights, few = transformer.count(spec), adapters(config, spec)
-  state = sum(held_bytes(spec, few)) / split
+  state = sum(held_bytes(spec, few, frozen_tower(config, spec))) / split
   head = spec.vocab * spec.width
-  layer = (weights - head * (2 - spec.tied)) / spec.layers
+  tower = transformer.count(spec, 'vision/')
+  layer = (weights - tower - head * (2 - spec.tied)) / spec.layers
   own = 0 if few else 4  # bytes of the gradient of a gathered weight
   gathered = (2 * c + own) * layer / tensor + (c + own) * head / tensor
   casts = c * layer * spec.layers / tensor

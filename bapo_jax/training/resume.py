@@ -47,7 +47,8 @@ def sizes(config: Config, spec: ModelSpec) -> dict[str, float]:
   The actor is counted where some checkpoints hold one.
   """
   few, number = remat.adapters(config, spec), remat.numbers
-  trained, own = few or transformer.count(spec), 4 if few else number(spec.dtype)
+  all_trained = transformer.count(spec) - remat.frozen_tower(config, spec)
+  trained, own = few or all_trained, 4 if few else number(spec.dtype)
   lags = config.rollout.weight_sync_interval > 1
   rows = 2 * config.buffer.capacity * config.sampler.group_size
   found = {

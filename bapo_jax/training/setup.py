@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts, sources
+from bapo_jax.data import pictured_problems, prompts, sources
+from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import attention, hf_directory, hf_weights, lora
@@ -29,7 +30,7 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import learner, pictured, policy, rules, scoring
+from bapo_jax.training import frozen, learner, pictured, policy, rules, scoring
 from bapo_jax.training import optimizer as optimizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.learner import TrainStep
@@ -60,7 +61,10 @@ def check_available(config: Config, *, decided: bool = True) -> None:
   problems, path = config.problems, config.model.path
   lacks = hf_directory.missing(path) if path else []
   check = gold.check(config.rewards.rule) if decided else None
-  absent = [x for k in sources.SPLITS for x in sources.missing(problems, k, check)]
+  seen = policy.sees(config)
+  absent = [
+    x for k in sources.SPLITS for x in sources.missing(problems, k, check, seen)
+  ]
   if lacks and (absent or not hub_names.parse(path)):
     absent.insert(
       0, f'--config.model.path={path} (no {", ".join(lacks)}){hf_directory.hint(path)}'
@@ -74,7 +78,7 @@ def check_available(config: Config, *, decided: bool = True) -> None:
   if not path:
     sources.sft_problems(problems)
   for knob in sources.SPLITS:
-    sources.download(problems, knob, check)
+    sources.download(problems, knob, check, seen)
   if lacks:  # downloaded only when nothing else is wanting
     hf_directory.find(path, 'model.path')
   if path:
@@ -106,8 +110,11 @@ def read(config: Config, workdir: str) -> Material:
   """
   tokenizer = policy.load_tokenizer(config)
   policy.check_vocabulary(config, tokenizer)
-  loaded = prompts.load(tokenizer, workdir, config.prompts, config.problems)
-  return Material(tokenizer, *loaded)
+  vision = policy.spec_of(config, tokenizer).vision
+  knobs = config.prompts, config.problems
+  if vision is None:
+    return Material(tokenizer, *prompts.load(tokenizer, workdir, *knobs))
+  return Material(tokenizer, *pictured_problems.load(tokenizer, *knobs, vision))
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -116,14 +123,19 @@ def make_verifier(config: Config) -> Verifier:
 
 
 def make_engine(
-  config: Config, spec: ModelSpec, tokenizer: Tokenizer, mesh: Mesh
+  config: Config,
+  spec: ModelSpec,
+  tokenizer: Tokenizer,
+  mesh: Mesh,
+  gallery: Gallery | None = None,
 ) -> RolloutEngine:
-  """The engine of training."""
+  """The engine of training; `gallery` has the pictures of its problems."""
   return RolloutEngine(
     spec,
     max_prompt_tokens=config.prompts.max_prompt_tokens,
     eos=tokenizer.eos,
     mesh=mesh if mesh.size > 1 else None,
+    gallery=gallery,
     **config.sampler.model_dump(),
   )
 
@@ -243,6 +255,7 @@ def make_trainer(
   """Everything that is fixed for a run."""
   bound = rules.bind(config)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec))
+  gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
   return Trainer(
     config=config,
     rules=bound,
@@ -251,13 +264,15 @@ def make_trainer(
     tokenizer=material.tokenizer,
     problems=material.problems,
     held_out=material.held_out,
-    engine=make_engine(config, spec, material.tokenizer, mesh),
+    engine=make_engine(config, spec, material.tokenizer, mesh, gallery),
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=_proximal(config, spec, mesh, base),
     recompute=_recompute(config, spec, mesh),
     timer=timer,
     base=base,
+    pictures=pictured.embedder(gallery, spec, mesh, base),
+    held_out_gallery=held_out,
   )
 
 
@@ -286,24 +301,6 @@ def initial_state(t: Trainer, params: Tree) -> TrainState:
   )
 
 
-def trained(
-  config: Config, spec: ModelSpec, weights: Tree, mesh: Mesh
-) -> tuple[Tree, Tree]:
-  """(base, params): new adapters of these weights, or None and the weights themselves.
-
-  The warm start of the embedded policy trains all weights, which are then frozen.
-  """
-  if not config.lora.rank:
-    return None, weights
-
-  def make() -> Tree:
-    key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 3)
-    return lora.init(spec, key, **config.lora.model_dump())
-
-  layout = sharding.shardings(jax.eval_shape(make), mesh)
-  return weights, jax.jit(make, out_shardings=layout)()
-
-
 def start(
   config: Config,
   workdir: str,
@@ -316,7 +313,7 @@ def start(
   with timer('load'):
     material = material or read(config, workdir)
   spec, weights = policy.load(config, workdir, material.tokenizer, mesh, timer)
-  base, params = trained(config, spec, weights, mesh)
+  base, params = frozen.trained(config, spec, weights, mesh)
   if warning := sharding.kv_replication_warning(mesh, spec.kv_heads):
     log(warning)
   verifier = verifier or make_verifier(config)

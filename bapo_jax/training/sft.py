@@ -17,7 +17,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.data import pictured_prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.drawn import Drawn
+from bapo_jax.data.gallery import Gallery, capacity
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
@@ -41,6 +44,7 @@ def rows(
   seed: int | tuple[int, ...],
   slip: float,
   repeat: float,
+  prompts: Sequence[list[int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
   """(tokens_NT, weight_NT): prompts with worked solutions, cut at `length` tokens.
 
@@ -49,11 +53,13 @@ def rows(
 
   Args:
     solve: (problem, rng, slip, repeat) -> its worked solution.
+    prompts: token ids of their prompts; (): their texts in the template.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
-  texts = [tokenizer.template.replace('{problem}', p.text) for p in problems]
-  prompts = tokenizer_lib.encode(tokenizer, texts)
+  if not prompts:
+    texts = [tokenizer.template.replace('{problem}', p.text) for p in problems]
+    prompts = tokenizer_lib.encode(tokenizer, texts)
   answers = tokenizer_lib.encode(tokenizer, solutions)
   (box,) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
   tokens_NT = np.zeros((len(problems), length), np.int32)
@@ -102,6 +108,18 @@ def imitate(
   return optax.apply_updates(params, updates), opt, value
 
 
+def seen(
+  tokenizer: Tokenizer, problems: Sequence[Any], spec: ModelSpec
+) -> tuple[list[list[int]], Gallery | None]:
+  """(token ids of each prompt, the pictures); ([], None) where problems are texts."""
+  if spec.vision is None or not isinstance(problems[0], Drawn):
+    return [], None
+  shown = [problem.pictured() for problem in problems]
+  found = pictured_prompts.encode(tokenizer, shown, spec.vision)
+  room = capacity([each.grids for each in found], spec.vision)
+  return [each.tokens for each in found], Gallery(shown, spec.vision, room)
+
+
 def fit(
   tokenizer: Tokenizer,
   spec: ModelSpec,
@@ -124,25 +142,36 @@ def fit(
   params = exchange.placed(params, sharding.shardings(params, mesh))
   opt = tx.init(params)
   rng = np.random.default_rng(seed)
+  encoded, gallery = seen(tokenizer, problems, spec)
+  step = None
 
-  def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens_BT, weight_BT) of every step; each sees new solutions."""
+  def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(tokens_BT, weight_BT, index_B) of every step; each sees new solutions."""
     for name, steps, chances in (
       ('clean', clean, (0.0, 0.0)),
       ('noisy', noisy, (slip, repeat)),
     ):
       for start in range(0, steps, CHUNK):
         count = min(CHUNK, steps - start)
-        drawn = [problems[i] for i in rng.integers(len(problems), size=count * batch)]
+        index = rng.integers(len(problems), size=count * batch)
+        drawn, own = (
+          [problems[i] for i in index],
+          [encoded[i] for i in index if encoded],
+        )
         purpose = (seed, start, len(name))
-        made = rows(tokenizer, drawn, solve, length, purpose, *chances)
+        made = rows(tokenizer, drawn, solve, length, purpose, *chances, own)
         tokens, weights = (x.reshape(count, batch, -1) for x in made)
-        yield from zip(tokens, weights, strict=True)
+        yield from zip(tokens, weights, index.reshape(count, batch), strict=True)
 
   with progress_bar(clean + noisy, 'warm start', 'step') as progress:
-    for rows_BT in batches():
+    for *rows_BT, index_B in batches():
       tokens_BT, weight_BT = exchange.placed(rows_BT, sharding.over_rows(mesh))
-      params, opt, value = imitate(params, opt, tokens_BT, weight_BT, tx=tx, spec=spec)
+      shown = gallery and pictured.placed(gallery.of(index_B), mesh)
+      args = params, opt, tokens_BT, weight_BT, shown
+      # Once: results of a program lie otherwise than what it was first given, and
+      # `imitate` would be compiled for them again.
+      step = step or imitate.lower(*args, tx=tx, spec=spec).compile()
+      params, opt, value = step(*args)
       nats = float(value)
       progress.update()
       rate = (progress.format_dict['rate'] or 0) * tokens_BT.size

@@ -10,6 +10,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import Mesh
 
+from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import lora
@@ -72,6 +73,7 @@ class Trainer:
   newest: NewestStep = dataclasses.field(default_factory=NewestStep)
   base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
   pictures: OfProblems | None = None  # of problems for the learner; None: texts
+  held_out_gallery: Gallery | None = None  # those of the held-out problems
 
   def seen(self, groups: Groups) -> Seen:
     """The pictures of the groups' problems; None: all are texts."""

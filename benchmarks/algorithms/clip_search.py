@@ -70,7 +70,8 @@ def minibatch(B: int, T: int) -> tuple[Array, Batch]:
   tokens_BT = rng.integers(0, 40, (B, T)).astype(np.int32)
   source_B, on_policy_BT = np.zeros(B, np.int32), np.zeros((B, T), bool)
   arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, source_B, on_policy_BT
-  return jnp.asarray(logp_BT), Batch(*map(jnp.asarray, arrays))
+  fields: list[Any] = [jnp.asarray(x) for x in arrays]
+  return jnp.asarray(logp_BT), Batch(*fields)
 
 
 def path(index: int) -> tuple[float, float]:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,8 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
   logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
   source_B = np.zeros(rows, np.int32)
   arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, source_B, loss_mask_BT
-  batch = Batch(*(jax.numpy.asarray(x) for x in arrays))
+  fields: list[Any] = [jax.numpy.asarray(x) for x in arrays]
+  batch = Batch(*fields)
 
   def step() -> float:
     nonlocal params, opt

@@ -53,14 +53,30 @@ def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
   assert tokenizer_lib.encode(material.tokenizer, ['78']) == [[14, 13]]
 
 
-def test_a_model_with_a_tower_is_refused(tmp_path):
+def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(hf_vision.config_of(making.SEEING)))
+  found = policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
+  assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
+  for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):
+    assert policy.sees(tiny(**knobs)) == sees
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'message'),
+  [
+    ({}, 'model.train_tower=True: this model has no vision tower; give False'),
+    (
+      {'lora.rank': 2, 'model.tower.layers': 1},
+      'model.train_tower=True beside lora.rank=2: adapters leave all weights as they '
+      'are; give one of the two',
+    ),
+  ],
+)
+def test_a_tower_that_cannot_be_trained_is_refused(knobs, message):
+  made = tiny(**{'model.train_tower': True} | knobs)
   with pytest.raises(ValueError) as error:
-    policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
-  assert str(error.value) == (
-    f'model.path={str(tmp_path)!r} and model.tower.layers=0: a model that reads '
-    'pictures cannot be trained or evaluated here yet; choose a language model'
-  )
+    policy.spec_of(made, policy.load_tokenizer(made))
+  assert str(error.value) == message
 
 
 def beyond(path, where):
