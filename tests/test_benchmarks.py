@@ -93,7 +93,7 @@ def test_useful_flops_by_hand():
 @pytest.mark.parametrize('name', tower.TOWERS)
 def test_flops_of_a_tower_are_those_of_its_products(name):
   v = tower.spec_of(name).vision
-  grid = 16, 8  # two windows of 64 patches
+  # Pictures of 16 x 8 patches: two windows of 64.
   sizes = {p: math.prod(s) for p, (s, _) in vision_spec.describe(v).items()}
   kernels = {p: n for p, n in sizes.items() if not p.endswith(('bias', 'norm'))}
   kernels['patch'] //= v.frames  # both frames are one picture
@@ -102,7 +102,10 @@ def test_flops_of_a_tower_are_those_of_its_products(name):
   # Scores and their products with values: two numbers of each channel of a key.
   full = len(v.full_layers)
   attention = 2 * v.width * (full * 128 + (v.layers - full) * 64)
-  assert tower.flops(v, grid) == 2 * 128 * (sum(kernels.values()) + attention)
+  alone = {'data': 1, 'fsdp': 1, 'tensor': 1}
+  found = roofline.tower(tower.spec_of(name), alone, 3, 128, 0)
+  assert found.flops == 3 * 2 * 128 * (sum(kernels.values()) + attention)
+  assert found.bytes == 4 * sum(sizes.values())
 
 
 def test_problems_are_written_in_the_order_of_the_run(tmp_path):

@@ -28,7 +28,23 @@ def load(
     ValueError: a source or a picture cannot be read, a prompt is too long, or too few
       are left.
   """
-  training, held_out = (unique_rows(problems, knob) for knob in sources.SPLITS)
+  rows = [unique_rows(problems, knob) for knob in sources.SPLITS]
+  return tables(tokenizer, prompts_knobs, problems, rows, v)
+
+
+def tables(
+  tokenizer: Tokenizer,
+  prompts_knobs: PromptsConfig,
+  problems: ProblemsConfig,
+  rows: Sequence[Sequence[PicturedRow]],
+  v: VisionSpec,
+) -> tuple[Problems, Problems]:
+  """Training and held-out problems of these rows, two lists, as `load` gives them.
+
+  Raises:
+    ValueError: as `load`.
+  """
+  training, held_out = rows
   both, message = dedup.overlap(_keyed(training), _keyed(held_out))
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]

@@ -19,12 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bapo_jax.data import prompts
+from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models.vision import tower
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import check_rules, derive, facts, policy, setup, trainer
+from bapo_jax.training import check_rules, derive, facts, frozen, policy, setup, trainer
 from bapo_jax.training.check_rules import Finding, Sampled
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS
@@ -82,6 +83,10 @@ def problems(
   config: Config, known: Facts, tokenizer: tokenizer_lib.Tokenizer
 ) -> tuple[prompts.Problems, prompts.Problems]:
   """Training and held-out problems as `prompts.load` returns them, nothing stored."""
+  if known.pictured:
+    vision = tower.vision_of(known.spec)
+    knobs = config.prompts, config.problems
+    return pictured_problems.tables(tokenizer, *knobs, known.pictured, vision)
   training, held_out = known.training, known.held_out
   if config.problems.overlap == 'drop':
     both, _ = prompts.dedup.overlap(training, held_out)
@@ -128,8 +133,9 @@ def start(
 ) -> tuple[Trainer, TrainState]:
   """Trainer and state at step 0."""
   mesh = setup.make_mesh(config)
-  spec, params = policy.load(config, '', material.tokenizer, mesh, timer)
-  t = setup.make_trainer(config, material, spec, mesh, verifier, timer)
+  spec, weights = policy.load(config, '', material.tokenizer, mesh, timer)
+  base, params = frozen.trained(config, spec, weights, mesh)
+  t = setup.make_trainer(config, material, spec, mesh, verifier, timer, base)
   return t, setup.initial_state(t, params)
 
 

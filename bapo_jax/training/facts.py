@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import jax
 
 from bapo_jax import sharding
-from bapo_jax.data import sources
+from bapo_jax.data import pictured_problems, pictured_prompts, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
@@ -48,6 +50,7 @@ class Facts(NamedTuple):
   verified: Callable[[str], Verified]  # of the right answers by this rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
+  pictured: tuple[Sequence[PicturedRow], ...] = ()  # both with pictures; (): texts
 
   @property
   def rows(self) -> list[Row]:
@@ -91,10 +94,10 @@ def gather(config: Config) -> Facts:
   sources_ = [getattr(config.problems, knob) for knob in sources.SPLITS]
   paths = [x for source in sources_ for x in source.split(',') if os.path.isfile(x)]
   versions = tuple((os.path.getsize(x), os.stat(x).st_mtime_ns) for x in paths)
-  directory = policy.tokenizer_directory(config)
-  read = _read(directory, config.problems, rewards, versions)
+  directory, spec = policy.tokenizer_directory(config), policy.spec_of(config, None)
+  read = _read(directory, config.problems, rewards, versions, spec.vision)
   return Facts(
-    spec=policy.spec_of(config, None),
+    spec=spec,
     tokenizer=backend,
     **read,
     devices=jax.devices(),
@@ -108,20 +111,28 @@ def _read(
   problems: ProblemsConfig,
   rewards: RewardsConfig,
   versions: tuple[tuple[int, int], ...],
+  vision: VisionSpec | None,
 ) -> dict[str, Any]:
   """Problems, and the functions that measure them, as fields of Facts."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
-  training, held_out = (sources.rows(problems, k) for k in sources.SPLITS)
+  pictured: tuple[Sequence[PicturedRow], ...] = ()
+  if vision is None:
+    training, held_out = (sources.rows(problems, k) for k in sources.SPLITS)
+  else:
+    pictured = tuple(pictured_problems.unique_rows(problems, k) for k in sources.SPLITS)
+    training, held_out = ([row for row, _ in rows] for rows in pictured)
 
   @functools.cache
   def lengths(template: str) -> Lengths:
-    rows = [*training, *held_out]
-    encoded = tokenizer_lib.encode_prompts(
-      backend._replace(template=template),
-      [row.problem for row in rows],
-      [row.system for row in rows],
-    )
+    reader = backend._replace(template=template)
+    if vision is None:
+      encoded = tokenizer_lib.encode_prompts(
+        reader, [row.problem for row in rows], [row.system for row in rows]
+      )
+    else:
+      shown = [row for each in pictured for row in each]
+      encoded = [each.tokens for each in pictured_prompts.encode(reader, shown, vision)]
     found = [len(ids) for ids in encoded]
     return found[: len(training)], found[len(training) :]
 
@@ -132,6 +143,7 @@ def _read(
     'held_out': held_out,
     'lengths': lengths,
     'verified': check,
+    'pictured': pictured,
   }
 
 

@@ -30,6 +30,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids, tower
 from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.runtime import tables
+from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Tree
 from benchmarks.machine import gemm_rate
 
@@ -68,17 +69,6 @@ def spec_of(name: str) -> ModelSpec:
     vision=v,
     remat='none',
   )
-
-
-def flops(v: VisionSpec, grid: tuple[int, int]) -> float:
-  """Of the products of one picture; attention counts what a patch may see."""
-  patches, D = grid[0] * grid[1], v.width
-  layer = 4 * D**2 + 3 * D * v.ffn
-  inside = v.layers - len(v.full_layers)
-  seen = len(v.full_layers) * patches + inside * min(v.window_patches, patches)
-  merged = v.merge**2 * D
-  per_patch = v.numbers * D + v.layers * layer + 2 * seen * D
-  return 2 * patches * (per_patch + (merged**2 + merged * v.out) / v.merge**2)
 
 
 def ours(params: Tree, spec: ModelSpec, pixels_NZE: np.ndarray, grid: Any) -> Run:
@@ -177,7 +167,8 @@ def main() -> None:
   for kind in ATTENTION:
     sides[f'torch, {kind}'] = theirs(params, spec, pixels_NZE, grid, kind)
   batches = [int(n) for n in known.batches.split(',') if int(n) <= known.pictures]
-  work = flops(v, grid) * known.pictures
+  alone = {'data': 1, 'fsdp': 1, 'tensor': 1}
+  work = roofline.tower(spec, alone, known.pictures, shape[1], 0).flops
   cells, best, found = [], {}, {}
   for name, run in sides.items():
     for batch in batches:

@@ -149,6 +149,69 @@ def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name, rank):
   assert program.cost(linked=0.0).flops > 0
 
 
+VISION = {  # Qwen2.5-VL's tower in all but depth
+  'depth': 2,
+  'fullatt_block_indexes': [1],
+  'hidden_size': 1280,
+  'intermediate_size': 3420,
+  'num_heads': 16,
+  'out_hidden_size': 1536,
+}
+SEEING = SMALL | {
+  'model_type': 'qwen2_5_vl',
+  'image_token_id': 151655,
+  'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24]},
+  'vision_config': VISION,
+}
+
+
+@pytest.fixture
+def seeing(config, tmp_path):
+  """The config with a model that sees, and room for 256 tokens of a picture."""
+  (tmp_path / 'config.json').write_text(json.dumps(SEEING))
+  return config.with_values(prompts={'max_prompt_tokens': 256 + programs.TEXT})
+
+
+def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
+  spec, bound = programs.tpu_spec(seeing), rules.bind(seeing)
+  params, opt, batch, base = programs.train_step(seeing, bound, spec, mesh).args
+  tower = transformer.count(spec) - transformer.count(programs.language(spec))
+  assert sum(x.size for x in jax.tree.leaves(base)) == tower
+  assert 'vision' not in params and jax.tree.structure(opt[1][0].mu) == (
+    jax.tree.structure(params)
+  )
+  # 8 prompts of a minibatch, each of 256 tokens of a picture of 4 patches each.
+  assert batch.pictures.merged_PMD.shape == (8, 256, 1536)
+  pixels = programs.tower(seeing, bound, spec, mesh).args[1]
+  assert pixels.pixels_PZE.shape == (8 * 4, 1024, 3 * 14 * 14)
+  trained = seeing.with_values(model={'train_tower': True})
+  params, _, batch, base = programs.train_step(trained, bound, spec, mesh).args
+  assert base is None and 'vision' in params
+  assert batch.pictures.pixels_PZE.shape == (8, 1024, 3 * 14 * 14)
+
+
+@pytest.mark.parametrize('name', [*programs.PROGRAMS, 'tower'])
+def test_every_program_of_a_model_that_sees_is_lowered(seeing, mesh, name):
+  spec = programs.tpu_spec(seeing)
+  made = programs.programs_of(spec)
+  program = made[name](seeing, rules.bind(seeing), spec, mesh)
+  with sharding.current(mesh):
+    traced = program.function.trace(*program.args, **program.static)
+    text = traced.lower(lowering_platforms=('tpu',)).as_text()
+  assert ('tpu_custom_call' in text) == (name != 'decode')
+  assert program.cost(linked=0.0).flops > 0
+
+
+def test_a_prefill_costs_its_pictures_too(seeing, mesh):
+  spec, bound = programs.tpu_spec(seeing), rules.bind(seeing)
+  shape = dict(mesh.shape)
+  found = programs.prefill(seeing, bound, spec, mesh).cost(7.0)
+  text = roofline.prefill(programs.language(spec), shape, 8, 512, 7.0)
+  pictures = roofline.tower(spec, shape, 8, 1024, 0.0)
+  assert found.flops == text.flops + pictures.flops
+  assert found.bytes == text.bytes + pictures.bytes and found.linked == 7
+
+
 def test_a_plan_needs_a_config_json(config, tmp_path):
   (tmp_path / 'config.json').unlink()
   with pytest.raises(ValueError, match='a plan needs no other file'):

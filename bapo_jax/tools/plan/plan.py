@@ -128,6 +128,8 @@ def ladder(
       yield f'sampler.{knob}', n
       n //= 2
     return
+  if name == 'tower':  # its block is fixed
+    return
   if not spec.sequence_sharding and mesh.shape['tensor'] > 1:
     yield 'model.sequence_sharding', 'on'
   if name == 'train step':
@@ -157,7 +159,9 @@ def remedy(
     flags[knob] = f'--config.{knob}={value}'
     echo(f'  {name}: trying {" ".join(flags.values())}')
     tried = remat.resolve(changed, programs.tpu_spec(changed), mesh, room(chip))
-    program = programs.PROGRAMS[name](changed, rules.bind(changed), tried, mesh)
+    program = programs.programs_of(tried)[name](
+      changed, rules.bind(changed), tried, mesh
+    )
     row = compiled(program, mesh)
     if isinstance(row, Row) and excess(row, chip) <= 0:
       left = -excess(row, chip) / GIB
@@ -193,7 +197,7 @@ def run(
     f'attention {spec.attention}\n{remat.sentence(config, spec, mesh, memory)}'
   )
   made, rows, verdicts = {}, {}, {}
-  for name, make in programs.PROGRAMS.items():
+  for name, make in programs.programs_of(spec).items():
     made[name] = make(config, bound, spec, mesh)
     rows[name] = row = compiled(made[name], mesh)
     over = excess(row, chip) / GIB

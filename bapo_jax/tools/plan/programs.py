@@ -2,7 +2,11 @@
 
 1. `tpu_spec` reads the model of a config from its config.json alone;
 2. `PROGRAMS` makes the train step, the log-probabilities, prefill and decode as the run
-   itself calls them, for any mesh, of attached devices or not.
+   itself calls them, for any mesh, of attached devices or not; `programs_of` adds the
+   vision tower of a model that has one.
+
+A plan knows no problems: of a model that sees, each prompt has one picture, as large as
+the prompt has room for beside TEXT tokens of text.
 """
 
 import dataclasses
@@ -18,13 +22,18 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from bapo_jax import sharding
+from bapo_jax.data import gallery
+from bapo_jax.data.gallery import Gallery
 from bapo_jax.models import attention, decoder, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import policy, remat, scoring, setup
+from bapo_jax.training import frozen, pictured, policy, remat, scoring, setup
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules, Tree
+from bapo_jax.types import Pictures, Rules, Tree
+
+TEXT = 256  # tokens of a prompt beside its picture
 
 
 class Program(NamedTuple):
@@ -74,14 +83,32 @@ def bytes_per_device(tree: Tree) -> int:
   )
 
 
+def gallery_of(config: Config, spec: ModelSpec) -> Gallery | None:
+  """Room for the largest picture of a prompt; None for a model that reads texts."""
+  v = spec.vision
+  if v is None:
+    return None
+  room = max(1, config.prompts.max_prompt_tokens - TEXT)
+  merged = min(v.most_pixels // (v.merge * v.patch) ** 2, room)
+  grid = v.merge, merged * v.merge  # of so many merged patches, in a row
+  return Gallery([], v, gallery.capacity([[grid]], v))
+
+
+def language(spec: ModelSpec) -> ModelSpec:
+  """The language model without its tower, as hand counts want it."""
+  return dataclasses.replace(spec, vision=None)
+
+
 def learner_state(
   config: Config, spec: ModelSpec, mesh: Mesh
 ) -> tuple[Tree, Tree, Tree]:
-  """(params, opt, base), placed as in training; base is None without adapters."""
+  """(params, opt, base), placed as in training; base is None where all is trained."""
   params, base = transformer.abstract(spec), None
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
+  elif frozen.has_tower(config, spec):
+    base = {frozen.TOWER: params.pop(frozen.TOWER)}
   opt = jax.eval_shape(setup.optimizer(config).init, params)
   found = params, opt, base
   return place(found, sharding.shardings(found, mesh))
@@ -117,13 +144,14 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
   """One optimiser update on one minibatch."""
   B, T = config.minibatch_rows, config.row_length
   params, opt, base = learner_state(config, spec, mesh)
+  seen = embedded(config, spec, mesh, B // config.sampler.group_size)
   return Program(
     setup.make_train_step(config, rules, spec),
-    (params, opt, setup.abstract_batch(config, mesh), base),
+    (params, opt, setup.abstract_batch(config, mesh, seen), base),
     {},
     functools.partial(
       roofline.train,
-      spec,
+      language(spec),
       dict(mesh.shape),
       B,
       T,
@@ -133,6 +161,42 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
     bytes_per_device((held_actor(config, spec, mesh), buffer(config, rules, mesh))),
     micro_batches=config.learner.grad_accum_steps,
   )
+
+
+def embedded(
+  config: Config, spec: ModelSpec, mesh: Mesh, prompts: int
+) -> pictured.Seen:
+  """The pictures of so many prompts as the learner has them, placed."""
+  _, _, base = learner_state(config, spec, mesh)
+  seen = pictured.abstract(gallery_of(config, spec), prompts, spec, base)
+  return place(seen, sharding.layout_of_rows(seen, mesh))
+
+
+def tower(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+  """The pictures of a block of prompts through the tower, once for their responses."""
+  params, opt, base = learner_state(config, spec, mesh)
+  pixels = pixels_of(config, spec, mesh, pictured.BLOCK * sharding.row_shards(mesh))
+  weights = {frozen.TOWER: (base or params)[frozen.TOWER]}
+  rest = {name: w for name, w in params.items() if name != frozen.TOWER}
+  return Program(
+    jax.jit(sequence.embedded, static_argnames='spec'),
+    (weights, pixels),
+    {'spec': spec},
+    functools.partial(
+      roofline.tower, spec, dict(mesh.shape), *pixels.pixels_PZE.shape[:2]
+    ),
+    bytes_per_device(
+      (rest, opt, held_actor(config, spec, mesh), buffer(config, rules, mesh))
+    ),
+  )
+
+
+def pixels_of(config: Config, spec: ModelSpec, mesh: Mesh, prompts: int) -> Pictures:
+  """The pictures of so many prompts, placed."""
+  held = gallery_of(config, spec)
+  assert held is not None, 'only models that see are asked'
+  pixels = jax.eval_shape(lambda: held.empty(prompts))
+  return place(pixels, sharding.layout_of_rows(pixels, mesh))
 
 
 def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
@@ -151,11 +215,12 @@ def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   tokens_BT, wanted_BT = (
     jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in ('int32', 'bool')
   )
+  seen = embedded(config, spec, mesh, max(1, B // config.sampler.group_size))
   return Program(
     jax.jit(function),
     (lora.attach(base, params), tokens_BT, wanted_BT),
-    {},
-    functools.partial(roofline.score, spec, dict(mesh.shape), B, T),
+    {} if seen is None else {'pictures': seen},
+    functools.partial(roofline.score, language(spec), dict(mesh.shape), B, T),
     bytes_per_device((opt, actor(spec, mesh), buffer(config, rules, mesh))),
   )
 
@@ -182,11 +247,21 @@ def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Progra
   prompts = like((R, width), jnp.int32), like((R,), jnp.int32)
   kinds = ('int32', 'int32', 'int32', 'uint32', 'int32')  # from, slot, row, uid, new
   responses = [like((R,), kind) for kind in kinds]
+  seen = [pixels_of(config, spec, mesh, R)] if spec.vision else []
+
+  def cost(linked: float) -> roofline.Cost:
+    text = roofline.prefill(language(spec), dict(mesh.shape), R, width, linked)
+    if not seen:
+      return text
+    patches = seen[0].pixels_PZE.shape[1]
+    of_pictures = roofline.tower(spec, dict(mesh.shape), R, patches, 0)
+    return roofline.Cost(*(sum(both) for both in zip(text, of_pictures, strict=True)))
+
   return Program(
     decode_lib.admit,
-    (actor(spec, mesh), slots, *prompts, *responses),
+    (actor(spec, mesh), slots, *prompts, *responses, *seen),
     {'spec': spec},
-    functools.partial(roofline.prefill, spec, dict(mesh.shape), R, width),
+    cost,
     bytes_per_device((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
   )
@@ -202,7 +277,7 @@ def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program
     decode_lib.run,
     (actor(spec, mesh), slots, key, config.sampler.temperature, n, 0),
     {'spec': spec, 'eos': (0,), 'live': len(slots.cache[0])},
-    lambda linked: roofline.decode(spec, shape, S, T, cache, linked),
+    lambda linked: roofline.decode(language(spec), shape, S, T, cache, linked),
     bytes_per_device((learner_state(config, spec, mesh), buffer(config, rules, mesh))),
     cache,
     n,
@@ -216,9 +291,18 @@ PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
   'decode': decode,
 }
 
+
+def programs_of(
+  spec: ModelSpec,
+) -> dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]]:
+  """The programs of a run of this model, by name."""
+  return PROGRAMS | ({'tower': tower} if spec.vision else {})
+
+
 UNIT = {  # of which each cost is
   'train step': 'update',
   'log-prob pass': 'micro-batch',
   'prefill': 'batch of prompts',
   'decode': 'token per slot',
+  'tower': 'block of prompts',
 }

@@ -214,6 +214,26 @@ def prefill(
   return Cost(flops, flops, moved, linked)
 
 
+def tower(
+  spec: ModelSpec, shape: MeshShape, rows: int, patches: int, linked: float
+) -> Cost:
+  """`rows` pictures of `patches` patches through the vision tower, forward.
+
+  A patch attends to its window, in some layers to its picture; the merger sees four
+  patches at once. Weights are read once: all that is moved is at least that.
+  """
+  v = spec.vision
+  assert v is not None, 'only models that see are asked'
+  devices, D, merged = math.prod(shape.values()), v.width, v.merge**2
+  full = len(v.full_layers)
+  seen = full * patches + (v.layers - full) * min(v.window_patches, patches)
+  per_patch = v.numbers * D + v.layers * (4 * D**2 + 3 * D * v.ffn) + 2 * seen * D
+  per_patch += merged * D**2 + D * v.out
+  flops = 2 * per_patch * rows * patches / devices
+  moved = itemsize(spec) * transformer.count(spec, 'vision/') / shape['tensor']
+  return Cost(flops, flops, moved, linked)
+
+
 def decode(
   spec: ModelSpec,
   shape: MeshShape,
