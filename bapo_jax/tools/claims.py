@@ -50,14 +50,16 @@ def means(results: Mapping[str, Result]) -> str:
     row = [', '.join(key), f'{len(by_seed)}']
     for _, outcome in OUTCOMES.values():
       mean, error = mean_and_error([outcome(r) for r in by_seed.values()])
-      row.append(_number(mean) if math.isnan(error) else f'{mean:.3f} ± {error:.3f}')
+      row.append(_number(mean, error))
     rows.append(row)
   header = ['arm', 'seeds', *(heading for heading, _ in OUTCOMES.values())]
   return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1))
 
 
-def _number(value: float) -> str:
-  return '-' if math.isnan(value) else f'{value:.3f}'
+def _number(mean: float, error: float) -> str:
+  if math.isnan(mean):
+    return '-'
+  return f'{mean:.3f} ± {error:.3f}' if error > 0 else f'{mean:.3f}'
 
 
 def comparisons(

@@ -146,7 +146,7 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
   assert claims.main([where]) == 0 and claims.main([where, '--check']) == 0
   text = (tmp_path / 'README.md').read_text()
   assert '6 of 6 runs, at commit `c0ffee`.' in text and 'old' not in text
-  assert '| a | 3 | 0.200 ± 0.000 | 0.200 ± 0.000 | 1.000 ± 0.000 |' in text
+  assert '| a | 3 | 0.200 | 0.200 | 1.000 | 0.000 |' in text
   # .1, .2, .3 have the mean .2; the exact p of three seeds is 2/8; one comparison.
   assert '| b minus a | 3 | +0.200 | +0.100 to +0.300 | 0.250 |' in text
   claim = '| b is better | Fig. 1 | tiny | seen | b less a +0.200 (+0.100 to +0.300), '
