@@ -59,7 +59,7 @@ def means(results: Mapping[str, Result]) -> str:
 def _number(mean: float, error: float) -> str:
   if math.isnan(mean):
     return '-'
-  return f'{mean:.3f} ± {error:.3f}' if error > 0 else f'{mean:.3f}'
+  return f'{mean:.3f} ± {error:.3f}' if error >= 0.0005 else f'{mean:.3f}'
 
 
 def comparisons(
