@@ -24,6 +24,7 @@ PANELS = (
   ('Gradient norm', 'learner/grad_norm'),
 )
 DPI = 90
+COLOURS = 10  # of matplotlib's cycle
 SMOOTH = 5  # steps under the running mean of a curve
 PROMISED = (0.40, 0.33, 0.25)  # shares of the levels of imbalance
 
@@ -47,13 +48,15 @@ def curves(results: Mapping[str, Result], chosen: Sequence[str]) -> 'Figure':
   """Four panels over the steps: mean over seeds, and its standard error, per cell."""
   axes = _axes(2, 2, (11, 7))
   found = {key: by for key, by in cells(results).items() if key[0] in chosen}
+  found = dict(sorted(found.items(), key=lambda item: chosen.index(item[0][0])))
   for (title, metric), ax in zip(PANELS, axes.flat, strict=True):
-    for key, by_seed in found.items():
+    for i, (key, by_seed) in enumerate(found.items()):
       x, y_SN = _series(list(by_seed.values()), metric)
       mean_N = np.nanmean(y_SN, 0)
       error_N = np.nanstd(y_SN, 0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0
       bold = key[0] == chosen[0]
-      (line,) = ax.plot(x, mean_N, lw=2.2 if bold else 1, label=', '.join(key))
+      how = {'lw': 2.5 if bold else 1, 'ls': '-' if i < COLOURS else '--'}
+      (line,) = ax.plot(x, mean_N, label=', '.join(key), **how)
       ax.fill_between(
         x, mean_N - error_N, mean_N + error_N, color=line.get_color(), alpha=0.12, lw=0
       )
