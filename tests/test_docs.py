@@ -12,7 +12,7 @@ from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training.config import Config, parse, plain
 from bapo_jax.training.overrides import decided
-from configs import aime, countdown, finetune
+from configs import aime, countdown, finetune, geometry
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -26,6 +26,7 @@ OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
 CONFIGS = {
   'aime': aime.get_config,
   'countdown': countdown.get_config,
+  'geometry': geometry.get_config,
   'finetune': lambda variant: finetune.get_config(),
 }
 

@@ -65,7 +65,7 @@ def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
     ValueError: there are fewer different problems.
   """
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
-  kinds = list(KINDS) if knobs.kind == 'mixed' else [knobs.kind]
+  kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
 
   def draw() -> tuple[tuple, tuple]:
     kind = kinds[rng.integers(len(kinds))]
@@ -205,7 +205,12 @@ def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> 
     canvas[(along > -1) & (along < radius) & (abs(aside) < 1.3)] = _dark(rng)
 
 
+def _nothing(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+  """An empty picture, by which a policy shows what it knows without one."""
+
+
 KINDS = {
+  'blank': Kind(_nothing, 'quantities that the picture does not show'),
   'bars': Kind(_bars, 'the heights of the bars in ticks of the axis, from the left'),
   'dots': Kind(_dots, 'the numbers of dots in the columns, from the left'),
   'lengths': Kind(

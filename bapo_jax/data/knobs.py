@@ -66,8 +66,10 @@ class CountdownConfig(Section):
 class DrawnConfig(Section):
   """Problems whose pictures are drawn from the seed."""
 
-  kind: Literal['bars', 'dots', 'lengths', 'dials', 'mixed'] = knob(
-    'bars', 'What a picture shows; mixed: each of them, drawn evenly.'
+  kind: Literal['bars', 'dots', 'lengths', 'dials', 'mixed', 'blank'] = knob(
+    'bars',
+    'What a picture shows; mixed: each of them, drawn evenly; blank: nothing, of the '
+    'same problems, for an evaluation that shows whether pictures are read.',
   )
   shown: int = knob(3, 'Quantities that a picture shows.', least=2, most=4)
   terms: int = knob(2, 'Quantities that a problem asks for.', least=1, most=4)

@@ -12,7 +12,7 @@ from bapo_jax.data import drawn, pictured_prompts, pictures, tokenizer
 from bapo_jax.data.knobs import DrawnConfig
 from bapo_jax.models.vision_spec import VisionSpec
 
-KINDS = sorted(drawn.KINDS)
+KINDS = sorted(drawn.KINDS.keys() - {'blank'})
 READER = tokenizer.load('characters', '{problem}\n')
 V = VisionSpec(
   width=16,
@@ -135,7 +135,17 @@ def test_no_two_problems_have_the_same_quantities_and_text():
   assert made(50) == made(50) == made(80)[:50]
   assert made(50, seed=1) != made(50)
   # The kind changes what is seen, and nothing else.
-  assert [p[:4] for p in made(50, kind='dials')] == [p[:4] for p in made(50)]
+  for kind in ('dials', 'blank'):
+    assert [p[:4] for p in made(50, kind=kind)] == [p[:4] for p in made(50)]
+
+
+def test_a_blank_picture_shows_nothing():
+  for problem in made(20, kind='blank'):
+    pixels_HW3 = np.asarray(pictures.read(problem.picture))
+    assert (pixels_HW3 == pixels_HW3[0, 0]).all()
+  assert not {p.picture for p in made(20, kind='blank')} & {
+    p.picture for p in made(200, kind='mixed')
+  }
 
 
 def test_too_few_problems_are_refused():

@@ -7,9 +7,10 @@ import pytest
 from runs import plain
 
 from bapo_jax.knobs import fields
+from bapo_jax.tools.plan import programs
 from bapo_jax.training import rules
 from bapo_jax.training.config import Config, parse
-from configs import aime
+from configs import aime, geometry
 
 # arXiv:2510.18927: target, ranges, steps, lr, temperature, response length; its public
 # script: 256 prompts, minibatches of 64, n = 16, 2 epochs, no KL, weight decay 0.1.
@@ -119,6 +120,20 @@ def test_the_runs_of_one_model_have_the_settings_of_balanced_po():
     assert found['model.path'] == f'models/DeepSeek-R1-Distill-Qwen-{model}'
     for knob, value in BALANCED.items():
       assert found[knob] == value, knob
+
+
+@pytest.mark.parametrize('name', ['3b', '7b'])
+def test_the_runs_on_pictures_have_the_settings_of_batch_adaptation(name):
+  found = values(parse(geometry.get_config(name).to_dict(), trained_here=False))
+  assert found['model.path'] == f'models/Qwen2.5-VL-{name.upper()}-Instruct'
+  for knob, value in BATCH.items():
+    assert found[knob] == value, knob
+  default = values(parse(plain()))
+  changed = {knob for knob, value in found.items() if value != default[knob]}
+  assert changed <= BATCH.keys() | OURS | {'rewards.rule'}
+  # A picture of 1024 tokens, and text.
+  assert found['prompts.max_prompt_tokens'] == 1024 + programs.TEXT
+  assert not found['model.train_tower']
 
 
 @pytest.mark.parametrize('name', PRESETS)

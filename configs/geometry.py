@@ -1,0 +1,85 @@
+r"""RL on pictures: what is asked for stands in the picture alone.
+
+  python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry
+  python -m bapo_jax.main --config=configs/geometry.py --config.seed=1
+  python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry \
+    --mode=eval --config.problems.drawn.kind=blank
+
+The default: bars that are drawn from a seed beside an axis, and a question such as
+`x1-x3 mod 10` (bapo_jax/data/drawn.py), for a policy of 0.16 M parameters, a tower of
+two layers included. A supervised warm start teaches both to read the bars, then to
+misread them; RL is what remains. Whoever does not see the picture is right one time in
+ten: the third command evaluates the run on the same problems with empty pictures. It
+takes minutes on two CPU cores; LOG.md has the held-out accuracy.
+
+`:3b` and `:7b` are Qwen2.5-VL-3B-Instruct and -7B-Instruct on Geometry3K
+(hub:hiyouga/geometry3k), the paper's kind of run, with the settings of Batch Adaptation
+PO (arXiv:2602.20722), each with its place in the paper beside it in configs/aime.py,
+`batch_paper`. Ours are: prompts of up to 1280 tokens, of which a picture takes at most
+1024; responses of 2048 tokens; the frozen tower; the mesh, 16 devices, for which
+--mode=plan compiles them. They need an accelerator pod and
+
+  --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
+"""
+
+from ml_collections import ConfigDict
+
+from configs import aime, base
+
+
+def get_config(arg: str = 'tiny') -> ConfigDict:
+  """The config of one variant.
+
+  Raises:
+    ValueError: no such variant.
+  """
+  variants = {'tiny': tiny, '3b': three, '7b': seven}
+  arg = arg or 'tiny'
+  if arg not in variants:
+    raise ValueError(
+      f'configs/geometry.py has no variant {arg!r}; choose one of {sorted(variants)}'
+    )
+  return variants[arg]()
+
+
+def tiny() -> ConfigDict:
+  """Bars for the embedded policy."""
+  config = base.get_config()
+  config.title = 'drawn bars, tiny'
+  config.steps = 40
+  config.model.tower.layers = 2
+  config.model.remat = 'none'  # there is memory enough
+  config.problems.update(source='drawn', test_source='drawn', train=4096, test=512)
+  config.prompts.max_prompt_tokens = 29  # 16 of the picture, 13 of the question
+  config.sampler.max_new_tokens = 16
+  config.sft.update(clean=700, noisy=100, batch=64, slip=0.35, repeat=0.1)
+  config.evaluate.every = 10
+  return config
+
+
+def geometry3k(size: str) -> ConfigDict:
+  """Qwen2.5-VL of this size on Geometry3K."""
+  config = aime.batch_paper()
+  config.title = f'Geometry3K, Qwen2.5-VL-{size}'
+  config.model.path = f'models/Qwen2.5-VL-{size}-Instruct'
+  config.tokenizer.template = (
+    'chat:{problem}\nPlease reason step by step, and put your final answer within '
+    '\\boxed{}.'
+  )
+  config.problems.source = 'hub:hiyouga/geometry3k:train'
+  config.problems.test_source = 'hub:hiyouga/geometry3k:test'
+  config.rewards.rule = 'math'  # answers such as 2\sqrt{221}
+  config.prompts.max_prompt_tokens = 1280
+  config.sampler.update(max_new_tokens=2048, cache_segments=4)
+  config.evaluate.update(every=20, group_size=1)
+  return config
+
+
+def three() -> ConfigDict:
+  """The 3B for 16 devices."""
+  return geometry3k('3B')
+
+
+def seven() -> ConfigDict:
+  """The 7B for 16 devices."""
+  return geometry3k('7B')
