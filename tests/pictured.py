@@ -119,5 +119,7 @@ DRAWN = {
   'model.tower.layers': 2,
   'model.tower.width': 8,
   'model.tower.ffn': 8,
-  'sft.clean': 80,
+  'problems.test': 4,
+  'sampler.max_new_tokens': 8,
+  'sft.clean': 2,
 }

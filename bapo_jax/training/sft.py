@@ -108,7 +108,7 @@ def imitate(
   return optax.apply_updates(params, updates), opt, value
 
 
-def seen(
+def pictured_problems(
   tokenizer: Tokenizer, problems: Sequence[Any], spec: ModelSpec
 ) -> tuple[list[list[int]], Gallery | None]:
   """(token ids of each prompt, the pictures); ([], None) where problems are texts."""
@@ -142,7 +142,7 @@ def fit(
   params = exchange.placed(params, sharding.shardings(params, mesh))
   opt = tx.init(params)
   rng = np.random.default_rng(seed)
-  encoded, gallery = seen(tokenizer, problems, spec)
+  encoded, gallery = pictured_problems(tokenizer, problems, spec)
   step = None
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

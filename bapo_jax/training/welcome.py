@@ -24,7 +24,7 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})'
-    f'{_adapters(c, spec)}\n'
+    f'{_frozen(c, spec)}\n'
     f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
@@ -40,12 +40,12 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
   )
 
 
-def _adapters(config: Config, spec: ModelSpec) -> str:
-  """What is trained in place of them, if anything is."""
-  few = remat.adapters(config, spec)
-  if not few:
-    return ''
-  return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
+def _frozen(config: Config, spec: ModelSpec) -> str:
+  """Which of them are not trained, and what is in their place, if anything is."""
+  if few := remat.adapters(config, spec):
+    return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
+  tower = remat.frozen_tower(config, spec)
+  return f', {tower:,} of them, the vision tower, frozen' if tower else ''
 
 
 def disk(config: Config, spec: ModelSpec) -> str:
