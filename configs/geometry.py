@@ -76,8 +76,11 @@ def geometry3k(size: str) -> ConfigDict:
 
 
 def three() -> ConfigDict:
-  """The 3B for 16 devices."""
-  return geometry3k('3B')
+  """The 3B for 16 devices of 16 GB, of which an actor that is not split takes 6."""
+  config = geometry3k('3B')
+  config.mesh.update(fsdp=8, tensor=2)
+  config.learner.grad_accum_steps = 32
+  return config
 
 
 def seven() -> ConfigDict:

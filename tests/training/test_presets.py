@@ -130,7 +130,7 @@ def test_the_runs_on_pictures_have_the_settings_of_batch_adaptation(name):
     assert found[knob] == value, knob
   default = values(parse(plain()))
   changed = {knob for knob, value in found.items() if value != default[knob]}
-  assert changed <= BATCH.keys() | OURS | {'rewards.rule'}
+  assert changed <= BATCH.keys() | OURS | {'rewards.rule', 'mesh.tensor'}
   # A picture of 1024 tokens, and text.
   assert found['prompts.max_prompt_tokens'] == 1024 + programs.TEXT
   assert not found['model.train_tower']
