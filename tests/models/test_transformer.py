@@ -10,7 +10,6 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, layers, transformer
-from bapo_jax.rollout import decode as decode_lib
 
 QWEN2 = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
@@ -74,7 +73,7 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
     if prompt:
       prefilled = decoder.prefill(actor, tokens_BT[:, :prompt], spec)
       each = jnp.arange(3)
-      cache = decode_lib._store(cache, prefilled, each, each)
+      cache = decoder.store(cache, prefilled, each, each)
     # As in the sampler, the prompt's last token is read once more.
     first = max(prompt - 1, 0)
 

@@ -34,7 +34,7 @@ FAST = {'xla_backend_optimization_level': 0}
 class Direct(objective_lib.Objective):
   """The parameters are the log-probabilities themselves."""
 
-  def token_stats(self, params, cells):
+  def token_stats(self, params, cells, patch_XD=None):
     logp_RT = params[cells.row_RT, jnp.minimum(cells.position_RT + 1, T)]
     logp_RT = jnp.where(cells.wanted_RT, logp_RT, 0)
     return TokenStats(logp_RT, jnp.ones_like(logp_RT), jnp.zeros_like(logp_RT))

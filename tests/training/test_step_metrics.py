@@ -125,8 +125,8 @@ def test_tokens_of_other_weights_retain_the_samplers_numbers(warm, one_device):
   own, sampled = t.recompute, []
   assert own is not None
 
-  def record(params, groups, version):
-    new, diff = own(params, groups, version)
+  def record(params, groups, version, pictures):
+    new, diff = own(params, groups, version, pictures)
     sampled.append((groups, new, version, diff))
     return new, diff
 
