@@ -9,7 +9,7 @@ import PIL.Image
 import tokenizers
 import transformers
 
-from bapo_jax.data import gallery, pictured_prompts
+from bapo_jax.data import gallery, pictured_prompts, tokenizer
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
@@ -123,3 +123,15 @@ DRAWN = {
   'sampler.max_new_tokens': 8,
   'sft.clean': 2,
 }
+
+# The embedded policy's reader, and a tower of one layer for its token of pictures.
+READER = tokenizer.load('characters', '{problem}\n')
+ONE_LAYER = VisionSpec(
+  width=16,
+  layers=1,
+  heads=2,
+  ffn=16,
+  out=16,
+  full_layers=(0,),
+  image_token=tokenizer.CHARACTERS.index('<image>'),
+)

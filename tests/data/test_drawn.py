@@ -1,30 +1,20 @@
 """Pictures show what their problems ask for, and nothing else tells the answer."""
 
 import collections
+import dataclasses
 import io
 import math
 
 import numpy as np
 import PIL.Image
 import pytest
+from pictured import ONE_LAYER, READER
 
 from bapo_jax.data import drawn, pictured_prompts, pictures, tokenizer
 from bapo_jax.data.knobs import DrawnConfig
-from bapo_jax.models.vision_spec import VisionSpec
 
 KINDS = sorted(drawn.KINDS.keys() - {'blank'})
-READER = tokenizer.load('characters', '{problem}\n')
-V = VisionSpec(
-  width=16,
-  layers=1,
-  heads=2,
-  ffn=16,
-  out=16,
-  full_layers=(0,),
-  image_token=tokenizer.CHARACTERS.index('<image>'),
-  window=28,
-  patch=7,
-)
+V = dataclasses.replace(ONE_LAYER, window=28, patch=7)
 
 
 def made(count=200, seed=0, **knobs):

@@ -4,22 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from pictured import png
+from pictured import ONE_LAYER, READER, png
 
-from bapo_jax.data import drawn, pictured_problems, prompts, sources, tokenizer
+from bapo_jax.data import drawn, pictured_problems, prompts, sources
 from bapo_jax.data.knobs import DrawnConfig, ProblemsConfig, PromptsConfig
-from bapo_jax.models.vision_spec import VisionSpec
 
-READER = tokenizer.load('characters', '{problem}\n')
-V = VisionSpec(
-  width=16,
-  layers=1,
-  heads=2,
-  ffn=16,
-  out=16,
-  full_layers=(0,),
-  image_token=tokenizer.CHARACTERS.index('<image>'),
-)
+V = ONE_LAYER
 KNOBS = PromptsConfig(count=2, max_prompt_tokens=40)
 
 
@@ -65,8 +55,8 @@ def test_the_same_text_with_another_picture_is_another_problem(tmp_path, capsys)
   assert (
     '4 rows hold 3 different problems; the first of each' in capsys.readouterr().out
   )
-  kept = problems.model_copy(update={'duplicates': 'keep'})
-  assert len(pictured_problems.load(READER, KNOBS, kept, V)[0].text) == 4
+  repeated = problems.model_copy(update={'duplicates': 'keep'})
+  assert len(pictured_problems.load(READER, KNOBS, repeated, V)[0].text) == 4
 
 
 def test_problems_of_both_sets_are_found_by_their_pictures(tmp_path, capsys):
