@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -228,6 +229,32 @@ def is_done(results: str, name: str, run: RunSpec, versions: Mapping[str, str]) 
       'go on there, or remove the results of that commit'
     )
   return True
+
+
+def borrow(
+  results: str, undone: Mapping[str, RunSpec], versions: Mapping[str, str]
+) -> set[str]:
+  """Writes the results that another experiment beside this one has; returns which.
+
+  What is one config at one version of the code is one run, whatever experiment and arm
+  name it; it is trained once.
+
+  Args:
+    results: folder of this experiment's results, in one folder with all others'.
+    undone: name -> run, of those whose results are not there.
+  """
+  made = {}
+  for path in sorted(pathlib.Path(results).parent.glob('*/*.json')):
+    found = files.read_json(str(path), WAY_OUT)
+    if isinstance(found, dict) and found.get('versions') == dict(versions):
+      made[found.get('config')] = found
+  borrowed = set()
+  for name, run in undone.items():
+    if (found := made.get(fingerprint(run.config))) is not None:
+      identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
+      write(results, name, found | identity)
+      borrowed.add(name)
+  return borrowed
 
 
 def read(experiment: Experiment, results: str) -> dict[str, dict[str, Any]]:

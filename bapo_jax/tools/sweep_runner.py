@@ -6,7 +6,8 @@ r"""Runs an experiment: workers side by side, resumed anywhere, what is done lef
 1. every run is a process on a core of its own, which trains in <runs>/<run> and then
    writes <results>/<name of the experiment>/<run>.json;
 2. runs that share a warm start wait until one of them has made it;
-3. Ctrl-C ends all after their step; the same command goes on where they stopped.
+3. a run that another experiment under <results> has done is taken from there;
+4. Ctrl-C ends all after their step; the same command goes on where they stopped.
 
 A result names its commit, so changes that are not committed are refused; so is a result
 of another config or another version of the code that lies where a run would write.
@@ -185,12 +186,19 @@ def main(argv: list[str] | None = None) -> int:
     return train(runs[flags.only], flags.only, folder, results)
   commit()
   made_by = versions.all_of_them()
-  waiting = {
-    run: warm_start(spec)
+  undone = {
+    run: spec
     for run, spec in runs.items()
     if not sweep_grid.is_done(results, run, spec, made_by)
   }
-  log(f'{len(runs) - len(waiting)} of {len(runs)} runs are done.')
+  borrowed = sweep_grid.borrow(results, undone, made_by)
+  waiting = {
+    run: warm_start(spec) for run, spec in undone.items() if run not in borrowed
+  }
+  log(
+    f'{len(runs) - len(waiting)} of {len(runs)} runs are done, {len(borrowed)} of them '
+    'by another experiment.'
+  )
   command = [sys.executable, '-m', 'bapo_jax.tools.sweep_runner', flags.experiment]
   command += [f'--results={flags.results}', f'--runs={flags.runs}']
   with locked(folder), writable(folder):

@@ -86,6 +86,20 @@ def test_a_result_counts_where_config_and_code_are_the_same(tmp_path):
     sweep_grid.is_done(where, name, other, code)
 
 
+def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
+  main, other = experiment(), experiment({'base': ARMS['grpo']}, {}, (0, 1, 2))
+  made = sweep_grid.runs(main)
+  for name, code in (('grpo-k8-seed0', 'a'), ('grpo-k8-seed1', 'b')):
+    stored = result(made[name], versions={'code': code})
+    sweep_grid.write(str(tmp_path / 'main'), name, stored)
+  undone, where = sweep_grid.runs(other), str(tmp_path / 'other')
+  assert sweep_grid.borrow(where, undone, {'code': 'a'}) == {'base-seed0'}
+  found = sweep_grid.read(other, where)
+  assert list(found) == ['base-seed0']
+  assert found['base-seed0'] == result(undone['base-seed0'])
+  assert sweep_grid.is_done(where, 'base-seed0', undone['base-seed0'], {'code': 'a'})
+
+
 def test_results_of_two_versions_are_not_read_together(tmp_path):
   made, where = experiment(), str(tmp_path)
   runs = sweep_grid.runs(made)

@@ -133,7 +133,9 @@ def test_what_is_done_is_left_alone(tmp_path, monkeypatch, capsys):
   call = [f'{file}:main', *flags]
   assert sweep_runner.main(call) == 0
   assert commands == [([*call, '--only=b-seed0'], 'b-seed0')]
-  assert '1 of 2 runs are done.' in capsys.readouterr().out
+  assert '1 of 2 runs are done, 0 of them by another' in capsys.readouterr().out
+  assert sweep_runner.main([f'{file}:twin', *flags]) == 0  # the one run is borrowed
+  assert len(commands) == 2 and commands[1][1] == 'b-seed0'
 
 
 @pytest.mark.slow
