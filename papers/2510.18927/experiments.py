@@ -127,14 +127,14 @@ def get_experiment(name: str) -> Experiment:
       TEST,
       {'imbalance': {'ratio2': IMBALANCE['ratio2']}, 'updates': UPDATES},
     ),
-    # Without k1, where ratios are 1 and all bounds do the same.
+    # Without k1, where ratios are 1 and all bounds do the same; epochs are in staleness.
     'plane': Experiment(
       shared(),
       {arm: ARMS[arm] for arm in PLANE},
       TEST[:4],
       {
         'imbalance': IMBALANCE,
-        'updates': {k: UPDATES[k] for k in UPDATES if k != 'k1'},
+        'updates': {k: UPDATES[k] for k in ('k4', 'k16')},
       },
     ),
     # Fig. 7: the entropy rises with a higher upper bound, falls with a lower lower one.
