@@ -52,7 +52,7 @@ def tiny() -> ConfigDict:
   config.problems.update(source='drawn', test_source='drawn', train=4096, test=512)
   config.prompts.max_prompt_tokens = 29  # 16 of the picture, 13 of the question
   config.sampler.max_new_tokens = 16
-  config.sft.update(clean=1000, noisy=100, batch=64, slip=0.35, repeat=0.1)
+  config.sft.update(clean=1000, noisy=100, batch=64, slip=0.5, repeat=0.1)
   config.evaluate.every = 10
   return config
 
