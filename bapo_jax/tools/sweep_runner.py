@@ -83,11 +83,14 @@ def share(folder: str, name: str, start: str) -> bool:
   """Copies a warm start that another run has made; returns whether it is there.
 
   A kill leaves a whole copy or none.
+
+  Args:
+    folder: of an experiment's runs; those of other experiments lie beside it.
   """
   own = pathlib.Path(folder, name, 'warmstart', start)
   if not start or own.is_dir():
     return True
-  made = pathlib.Path(folder).glob(f'*/warmstart/{start}')
+  made = pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}')
   source = next((path for path in made if path.is_dir()), None)
   if source is None:
     return False

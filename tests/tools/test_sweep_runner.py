@@ -33,18 +33,20 @@ def test_a_run_waits_for_the_warm_start_that_another_makes():
   assert sweep_runner.choose({'a2': 'a'}, {'a'}, lambda run, start: True) == 'a2'
 
 
-def test_a_warm_start_is_copied_from_any_other_run(tmp_path):
-  assert not sweep_runner.share(str(tmp_path), 'two', 'abc')
-  made = tmp_path / 'one' / 'warmstart' / 'abc'
+@pytest.mark.parametrize('of', ['main', 'staleness'])
+def test_a_warm_start_is_copied_from_any_other_run(tmp_path, of):
+  folder = tmp_path / 'main'
+  assert not sweep_runner.share(str(folder), 'two', 'abc')
+  made = tmp_path / of / 'one' / 'warmstart' / 'abc'
   made.mkdir(parents=True)
   (made / 'weights').write_text('1 2 3')
-  torn = tmp_path / 'two' / 'warmstart' / 'abc.copy'
+  torn = folder / 'two' / 'warmstart' / 'abc.copy'
   torn.mkdir(parents=True)
   (torn / 'torn').write_text('')
-  assert sweep_runner.share(str(tmp_path), 'two', 'abc')
-  copy = tmp_path / 'two' / 'warmstart' / 'abc'
+  assert sweep_runner.share(str(folder), 'two', 'abc')
+  copy = folder / 'two' / 'warmstart' / 'abc'
   assert [p.name for p in copy.iterdir()] == ['weights'] and not torn.exists()
-  assert sweep_runner.share(str(tmp_path), 'two', ''), 'a model of its own needs none'
+  assert sweep_runner.share(str(folder), 'two', ''), 'a model of its own needs none'
 
 
 def test_all_runs_are_done_by_so_many_workers_each_on_its_core(tmp_path):
