@@ -127,7 +127,7 @@ def get_experiment(name: str) -> Experiment:
       TEST,
       {'imbalance': {'ratio2': IMBALANCE['ratio2']}, 'updates': UPDATES},
     ),
-    # Without k1, where ratios are 1 and all bounds do the same; epochs are in staleness.
+    # Without k1, where ratios are 1 and bounds do the same; `staleness` has epochs.
     'plane': Experiment(
       shared(),
       {arm: ARMS[arm] for arm in PLANE},
