@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,14 @@ def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
     raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is no JSON ({error}); {way_out}') from error
+
+
+def copy_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+  """Copies a folder to where none is; a kill leaves a whole copy or none."""
+  part = f'{os.fspath(target)}.tmp'
+  shutil.rmtree(part, ignore_errors=True)
+  shutil.copytree(source, part)
+  os.replace(part, target)
 
 
 @contextlib.contextmanager

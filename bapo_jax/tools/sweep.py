@@ -11,7 +11,6 @@ Cells are compared at equal `config.responses`: re-evaluations count as any othe
 
 import math
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,9 +133,7 @@ def share_warm_start(workdir: str, name: str, cells: Sequence[str]) -> None:
   source = next(filter(os.path.isdir, others), None)
   if source is None or os.path.exists(own):
     return
-  shutil.rmtree(own + '.tmp', ignore_errors=True)
-  shutil.copytree(source, own + '.tmp')
-  os.replace(own + '.tmp', own)  # a kill leaves a whole copy or none
+  files.copy_folder(source, own)
 
 
 def read_cell(folder: str) -> dict[str, float]:

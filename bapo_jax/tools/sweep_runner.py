@@ -16,14 +16,13 @@ of another config or another version of the code that lies where a run would wri
 import argparse
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from bapo_jax.runtime import versions
+from bapo_jax.runtime import files, versions
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
@@ -82,8 +81,6 @@ def warm_start(run: RunSpec) -> str:
 def share(folder: str, name: str, start: str) -> bool:
   """Copies a warm start that another run has made; returns whether it is there.
 
-  A kill leaves a whole copy or none.
-
   Args:
     folder: of an experiment's runs; those of other experiments lie beside it.
   """
@@ -94,10 +91,7 @@ def share(folder: str, name: str, start: str) -> bool:
   source = next((path for path in made if path.is_dir()), None)
   if source is None:
     return False
-  copy = own.with_name(f'{start}.copy')
-  shutil.rmtree(copy, ignore_errors=True)
-  shutil.copytree(source, copy)
-  os.replace(copy, own)
+  files.copy_folder(source, own)
   return True
 
 

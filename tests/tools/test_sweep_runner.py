@@ -40,7 +40,7 @@ def test_a_warm_start_is_copied_from_any_other_run(tmp_path, of):
   made = tmp_path / of / 'one' / 'warmstart' / 'abc'
   made.mkdir(parents=True)
   (made / 'weights').write_text('1 2 3')
-  torn = folder / 'two' / 'warmstart' / 'abc.copy'
+  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
   torn.mkdir(parents=True)
   (torn / 'torn').write_text('')
   assert sweep_runner.share(str(folder), 'two', 'abc')
