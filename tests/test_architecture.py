@@ -170,6 +170,7 @@ HOUSE = {
     'sweep_grid',
     'sweep_runner',
     'claim_statistics',
+    'claim_shown',
     'claim_verdicts',
     'claim_plots',
     'recorded_groups',

@@ -18,6 +18,7 @@ Result = Mapping[str, Any]  # as sweep_grid.outcome makes it
 COLLAPSE = 2 / 3  # of the best accuracy of a run
 SPIKE = 5.0  # times the median gradient norm of a run
 DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
+FEWEST = 6  # seeds of a test; of five the smallest p of two sides is 1/16
 
 
 def area(result: Result) -> float:
@@ -46,11 +47,66 @@ def spikes(result: Result) -> float:
 def newly_solved(result: Result) -> float:
   """Of the held-out problems failed in every response at first, the share solved last.
 
-  Solved: right in at least one response. nan where none was failed.
+  Solved: right in at least one response. nan where none was failed, 0 after a
+  divergence.
   """
-  first, *_, last = (np.asarray(right) for right in result['right'].values())
-  failed_P = first == 0
-  return float((last[failed_P] > 0).mean()) if failed_P.any() else math.nan
+  first_P, last_P = _right(result)
+  return _share(last_P > 0, first_P == 0)
+
+
+def newly_failed(result: Result) -> float:
+  """Of the held-out problems solved at first, the share failed in every response last.
+
+  nan where none was solved, 1 after a divergence.
+  """
+  first_P, last_P = _right(result)
+  return _share(last_P == 0, first_P > 0)
+
+
+def accuracy_of_failed(result: Result) -> float:
+  """Accuracy at the end on the held-out problems failed in every response at first.
+
+  Unlike `newly_solved` it does not grow with the number of responses. nan where none
+  was failed, 0 after a divergence.
+  """
+  first_P, last_P = _right(result)
+  return _share(last_P / result['group_size'], first_P == 0)
+
+
+def _right(result: Result) -> tuple[np.ndarray, np.ndarray]:
+  """Right responses to each held-out problem, first and last; 0 after a divergence."""
+  every = [np.asarray(right) for right in result['right'].values()]
+  return every[0], np.zeros_like(every[0]) if result['diverged'] else every[-1]
+
+
+def _share(value_P: np.ndarray, of_P: np.ndarray) -> float:
+  return float(value_P[of_P].mean()) if of_P.any() else math.nan
+
+
+def bound_where_moved(metric: str) -> Callable[[Result], float]:
+  """A bound in the updates in which the search moved it; nan where it never did.
+
+  The mean bound of a step is a line in the share of its updates that moved: at 0 it is
+  the start of the search, at 1 this.
+  """
+
+  def outcome(result: Result) -> float:
+    every = zip(
+      *(result['steps'][name] for name in ('clip/moved', metric)), strict=True
+    )
+    found = [pair for pair in every if None not in pair]
+    moved_S, bound_S = np.asarray(found, float).reshape(-1, 2).T
+    if len(set(moved_S.tolist())) < 2:
+      return math.nan
+    return float(np.polyval(np.polyfit(moved_S, bound_S, 1), 1))
+
+  return outcome
+
+
+def mean_with_target(metric: str) -> Callable[[Result], float]:
+  """The mean of a metric of the bound search; nan of a rule that searches nothing."""
+  mean, moved = mean_of(metric), mean_of('clip/moved')
+  return lambda result: mean(result) if moved(result) > 0 else math.nan
 
 
 def mean_of(metric: str) -> Callable[[Result], float]:
@@ -63,21 +119,42 @@ def mean_of(metric: str) -> Callable[[Result], float]:
   return outcome
 
 
+def last_of(metric: str) -> Callable[[Result], float]:
+  """The last value of a metric; nan without any."""
+
+  def outcome(result: Result) -> float:
+    value_S = _finite(result, metric)
+    return float(value_S[-1]) if len(value_S) else math.nan
+
+  return outcome
+
+
 # name -> (heading, what it is of a run)
 OUTCOMES: dict[str, tuple[str, Callable[[Result], float]]] = {
   'area': ('accuracy, mean over the run', area),
   'final': ('accuracy at the end', final),
   'newly_solved': ('solved of those failed before', newly_solved),
+  'newly_failed': ('failed of those solved before', newly_failed),
+  'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
   'collapsed': ('collapsed', collapsed),
   'entropy': ('entropy', mean_of('loss/entropy')),
   'grad_norm': ('gradient norm', mean_of('learner/grad_norm')),
   'spikes': ('spikes', spikes),
   'share_start': ('share before', mean_of('clip/share_start')),
   'share': ('share after', mean_of('clip/share')),
-  'target_met': ('target met', mean_of('clip/target_met')),
+  'target_met': ('target met', mean_with_target('clip/target_met')),
+  'moved': ('moved', mean_with_target('clip/moved')),
   'clipped': ('tokens cut', mean_of('clip/fraction')),
   'low': ('lower bound', mean_of('clip/low')),
   'high': ('upper bound', mean_of('clip/high')),
+  'low_moved': ('lower, where moved', bound_where_moved('clip/low')),
+  'high_moved': ('upper, where moved', bound_where_moved('clip/high')),
+  'learnable': ('learnable', mean_of('batch/learnable')),
+  'filled': ('seats filled', mean_of('batch/filled')),
+  'reevaluated': ('re-evaluated', mean_of('batch/reevaluated')),
+  'reused': ('reused', mean_of('batch/reused')),
+  'updates': ('updates', last_of('learner/updates')),
+  'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
 }
 
 

@@ -3,12 +3,14 @@
 A claim has parts, one comparison each. A comparison has one number per seed: an outcome
 of some cells of an experiment, less that of others, or less a constant.
 
-  seen      every part has the claimed sign, with an adjusted p below .05;
-  opposite  one has the other sign, with such a p;
-  not seen  neither;
-  not run   a run of these cells is missing, or the claim has no experiment here.
+  seen       every part has the claimed sign, with p < .05 by Holm over the parts;
+  opposite   one has the other sign, with such a p;
+  not seen   neither;
+  not run    a run of these cells is missing, or the claim has no experiment here;
+  by design  the experiment was made so, and nothing is tested.
 
-With fewer than six seeds no p can be below .05: a sign counts that all seeds share.
+With fewer than six seeds no p can be below .05: a sign counts that all seeds share, and
+the verdict says so. By chance alone four seeds share one in one of eight cases.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import numpy as np
 from bapo_jax.runtime import tables
 from bapo_jax.tools import sweep_grid
 from bapo_jax.tools.claim_statistics import (
+  FEWEST,
   OUTCOMES,
   Result,
   bootstrap_interval,
@@ -29,8 +32,8 @@ from bapo_jax.tools.claim_statistics import (
 
 Cell = tuple[str, ...]  # (arm, level, ...)
 SEEN, OPPOSITE, NOT_SEEN, NOT_RUN = 'seen', 'opposite', 'not seen', 'not run'
+BY_DESIGN = 'by design'
 SIGNIFICANT = 0.05
-FEWEST = 6  # seeds; of five the smallest p of two sides is 1/16
 
 
 class Part(NamedTuple):
@@ -52,6 +55,7 @@ class Claim(NamedTuple):
   scale: str
   experiment: str = ''
   parts: tuple[Part, ...] = ()
+  by_design: bool = False  # a premise that the experiment was made to have
 
 
 class Found(NamedTuple):
@@ -79,30 +83,36 @@ def differences(
 def judge(claim: Claim, results: Mapping[str, Result], seeds: Sequence[int]) -> Found:
   """The verdict on a claim, by the results of all seeds of its experiment."""
   every = [differences(part, results, seeds) for part in claim.parts]
-  there = [d for d in every if d is not None]
+  there = [d for d in every if d is not None and len(d) > 1]
   if not claim.parts or len(there) < len(every):
     return Found(NOT_RUN, [])
   adjusted = holm([sign_flip(d) for d in there])
+  tested = len(seeds) >= FEWEST and not claim.by_design
   verdicts, effects = [], []
   for part, d, p in zip(claim.parts, there, adjusted, strict=True):
     one_sign = bool((d > 0).all() or (d < 0).all())
-    counts = p < SIGNIFICANT if len(d) >= FEWEST else one_sign and len(d) > 1
+    counts = p < SIGNIFICANT if tested else one_sign
     agrees = part.sign * d.mean() > 0
     verdicts.append((SEEN if agrees else OPPOSITE) if counts else NOT_SEEN)
-    effects.append(_effect(part, d, p))
-  if OPPOSITE in verdicts:
-    return Found(OPPOSITE, effects)
-  return Found(SEEN if set(verdicts) == {SEEN} else NOT_SEEN, effects)
+    last = f'p = {p:.3f}' if tested else _agreement(part, d)
+    effects.append(_effect(part, d, '' if claim.by_design else last))
+  if claim.by_design:
+    return Found(BY_DESIGN, effects)
+  found = SEEN if set(verdicts) == {SEEN} else NOT_SEEN
+  found = OPPOSITE if OPPOSITE in verdicts else found
+  few = '' if tested or found == NOT_SEEN else f' on all {len(seeds)} seeds'
+  return Found(found + few, effects)
 
 
-def _effect(part: Part, difference_S: np.ndarray, p: float) -> str:
-  """Mean, interval, and p or, of few seeds, how many have the sign of the claim."""
+def _effect(part: Part, difference_S: np.ndarray, evidence: str) -> str:
   low, high = bootstrap_interval(difference_S)
-  n = len(difference_S)
+  mean = f'{part.text} {difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
+  return f'{mean}, {evidence}' if evidence else mean
+
+
+def _agreement(part: Part, difference_S: np.ndarray) -> str:
   agree = int((part.sign * difference_S > 0).sum())
-  last = f'p = {p:.3f}' if n >= FEWEST else f'{agree} of {n} seeds as claimed'
-  mean = difference_S.mean()
-  return f'{part.text} {mean:+.3f} ({low:+.3f} to {high:+.3f}), {last}'
+  return f'{agree} of {len(difference_S)} seeds as claimed'
 
 
 def table(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
@@ -117,8 +127,9 @@ def table(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
     name = claim.experiment
     seeds = module.get_experiment(name).seeds if claim.parts else ()
     found = judge(claim, results.get(name, {}), seeds)
-    shown = found.verdict != NOT_RUN and name in module.FIGURES
-    link = f'[{name}](figures/{name}.png)' if shown else name
+    figure = next(iter(module.SHOWN[name].figures), '') if claim.parts else ''
+    shown = found.verdict != NOT_RUN and figure
+    link = f'[{name}](figures/{figure}.png)' if shown else name
     effect = '; '.join(found.effects)
     rows.append([claim.text, claim.source, claim.scale, found.verdict, effect, link])
   header = ['claim', 'in the paper', 'scale', 'verdict', 'effect here', 'experiment']

@@ -3,21 +3,43 @@
 B1 to B4 are the hypotheses of ../protocol.md.
 """
 
+from bapo_jax.tools.claim_shown import Compared, Drawn, Shown
 from bapo_jax.tools.claim_verdicts import Claim, Part
 
 OTHERS = ('grpo', 'dapo', 'replay', 'without_x2', 'without_x3')
-# experiment -> (arm, the arms it is compared with, outcome)
-COMPARED = {
-  'tuning': ('lr0.0003', ('lr0.0001', 'lr0.001'), 'final'),
-  'main': ('adapted', OTHERS, 'newly_solved'),
-  'hardness': ('adapted', ('grpo',), 'newly_solved'),
-  'delay': ('adapted', ('grpo',), 'final'),
-}
-# experiment -> (how it is drawn, the arms)
-FIGURES = {
-  'main': ('curves', ('adapted', *OTHERS, 'balanced', 'both')),
-  'hardness': ('curves', ('adapted', 'grpo')),
-  'delay': ('curves', ('adapted', 'grpo')),
+CELLS = ('balanced', 'both')  # of both methods; grpo and adapted are the other two
+SOLVED = ('newly_solved', 'newly_failed', 'accuracy_of_failed')
+LEARNING = ('area', 'final', *SOLVED, 'entropy')
+COST = ('steps', 'updates', 'learnable', 'filled', 'reevaluated', 'reused')
+SHOWN = {
+  'main': Shown(
+    (LEARNING, COST),
+    (
+      Compared('adapted', OTHERS, 'newly_solved', tested=True),
+      Compared('adapted', (*OTHERS, *CELLS), 'final'),
+      Compared('adapted', (*OTHERS, *CELLS), 'accuracy_of_failed'),
+      Compared('adapted', CELLS, 'newly_solved'),
+    ),
+    {
+      'main': Drawn('curves', ('adapted', *OTHERS)),
+      'main-differences': Drawn('differences', ('adapted', *OTHERS), 'newly_solved'),
+      'main-cells': Drawn('curves', ('both', 'adapted', 'balanced', 'grpo')),
+    },
+  ),
+  'hardness': Shown(
+    (LEARNING, COST),
+    (
+      Compared('adapted', ('grpo',), 'final'),
+      Compared('adapted', ('grpo',), 'newly_solved'),
+    ),
+    {'hardness': Drawn('curves', ('adapted', 'grpo'))},
+  ),
+  'delay': Shown(
+    (LEARNING, COST),
+    (Compared('adapted', ('grpo',), 'final'),),
+    {'delay': Drawn('curves', ('adapted', 'grpo'))},
+  ),
+  'tuning': Shown((LEARNING,)),
 }
 
 
@@ -67,7 +89,7 @@ CLAIMS = (
     (growth('final', 'every5', 'every1'),),
   ),
   Claim(
-    'The gain comes from hard problems (B3)',
+    'The gain over GRPO comes from hard problems: it grows with their share (B3)',
     'section 3',
     '0.1 M',
     'hardness',

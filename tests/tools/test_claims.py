@@ -6,13 +6,26 @@ import math
 import numpy as np
 import pytest
 
-from bapo_jax.tools import claim_statistics, claim_verdicts, claims, sweep_grid
+from bapo_jax.tools import (
+  claim_shown,
+  claim_statistics,
+  claim_verdicts,
+  claims,
+  sweep_grid,
+)
+from bapo_jax.tools.claim_shown import Compared
 from bapo_jax.tools.claim_verdicts import Claim, Part
 
 CLAIMS = """
+from bapo_jax.tools.claim_shown import Compared, Drawn, Shown
 from bapo_jax.tools.claim_verdicts import Claim, Part
-COMPARED = {'main': ('b', ('a',), 'area')}
-FIGURES = {'main': ('curves', ('b', 'a'))}
+SHOWN = {
+  'main': Shown(
+    (('area', 'final', 'newly_solved', 'collapsed'), ('moved',)),
+    (Compared('b', ('a',), 'area', tested=True),),
+    {'lines': Drawn('curves', ('b', 'a')), 'pairs': Drawn('differences', ('b', 'a'))},
+  )
+}
 PART = Part('b less a', 'area', (('b',),), (('a',),))
 CLAIMS = (
   Claim('b is better', 'Fig. 1', 'tiny', 'main', (PART,)),
@@ -38,8 +51,9 @@ def result(evaluations, *, diverged=False, right=None, **steps):
     'seed': 0,
     'diverged': diverged,
     'planned': 10,
-    'evaluations': [[step, accuracy, 0.01, 0] for step, accuracy in evaluations],
+    'evaluations': [[step, right, 0.01, 8.0 * step] for step, right in evaluations],
     'right': right or {'0': [0, 1], '10': [1, 1]},
+    'group_size': 4,
     'steps': empty | steps,
   }
 
@@ -76,6 +90,32 @@ def test_newly_solved_counts_the_problems_failed_in_every_response():
   assert math.isnan(
     claim_statistics.newly_solved(result([(0, 0)], right={'0': [1], '10': [0]}))
   )
+
+
+def test_what_is_lost_counts_as_what_is_won():
+  found = result([(0, 0), (10, 1)], right={'0': [0, 0, 3, 2], '10': [1, 2, 0, 4]})
+  assert claim_statistics.newly_failed(found) == 1 / 2
+  assert claim_statistics.accuracy_of_failed(found) == (1 / 4 + 2 / 4) / 2
+
+
+def test_a_run_that_diverged_has_solved_nothing():
+  for right in ({'0': [0, 2], '10': [4, 4]}, {'0': [0, 2]}):
+    found = result([(0, 0.2)], right=right, diverged=True)
+    assert claim_statistics.newly_solved(found) == 0
+    assert claim_statistics.accuracy_of_failed(found) == 0
+    assert claim_statistics.newly_failed(found) == 1
+
+
+def test_bounds_where_the_search_moved_are_apart_from_those_where_it_did_not():
+  # Of four updates one, two and none move the bound from .6 to .9.
+  steps = {'clip/moved': [0.25, 0.5, 0.0, None], 'clip/low': [0.675, 0.75, 0.6, 0.7]}
+  found = claim_statistics.bound_where_moved('clip/low')(result([(0, 0)], **steps))
+  assert found == pytest.approx(0.9)
+  still = {'clip/moved': [0.0, 0.0], 'clip/low': [0.6, 0.6], 'clip/target_met': [1, 1]}
+  for name in ('low_moved', 'moved', 'target_met'):
+    assert math.isnan(
+      claim_statistics.OUTCOMES[name][1](result([(0, 0), (1, 0)], **still))
+    )
 
 
 def test_the_sign_test_is_exact():
@@ -147,13 +187,16 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
   text = (tmp_path / 'README.md').read_text()
   assert '6 of 6 runs, at commit `c0ffee`.' in text and 'old' not in text
   assert '| a | 3 | 0.200 | 0.200 | 1.000 | 0.000 |' in text
-  # .1, .2, .3 have the mean .2; the exact p of three seeds is 2/8; one comparison.
-  assert '| b minus a | 3 | +0.200 | +0.100 to +0.300 | 0.250 |' in text
-  claim = '| b is better | Fig. 1 | tiny | seen | b less a +0.200 (+0.100 to +0.300), '
-  assert f'{claim}3 of 3 seeds as claimed | [main](figures/main.png) |' in text
-  assert '| b is worse | Fig. 2 | tiny | opposite |' in text
+  assert '| a | 3 | - |' not in text, 'nothing to say'
+  # .1, .2, .3 have the mean .2; three seeds are too few for a test.
+  assert '| b minus a | +0.200 | +0.100 to +0.300 | 3 of 3 |' in text
+  claim = '| b is better | Fig. 1 | tiny | seen on all 3 seeds | b less a +0.200 '
+  claim += '(+0.100 to +0.300), 3 of 3 seeds as claimed | [main](figures/lines.png) |'
+  assert claim in text
+  assert '| b is worse | Fig. 2 | tiny | opposite on all 3 seeds |' in text
   assert '| b is huge | Table 1 | 7 B | not run |  |  |' in text
-  assert (tmp_path / 'figures' / 'main.png').stat().st_size > 1000
+  for figure in ('lines', 'pairs'):
+    assert (tmp_path / 'figures' / f'{figure}.png').stat().st_size > 1000
   assert text.startswith('# Page') and text.endswith('Last.\n')
 
 
@@ -175,10 +218,10 @@ def test_differences_are_paired_by_seed():
   ):
     made = result([(0, accuracy), (10, accuracy)]) | {'arm': arm, 'seed': seed}
     runs[f'{arm}{seed}'] = made
-  assert claims.comparisons(runs, 'b', ['a'], 'area') == '', 'one seed in common'
+  compared = Compared('b', ('a',), 'area')
+  assert claim_shown.comparisons(runs, compared) == '', 'one seed in common'
   runs['b0'] = runs['b1'] | {'seed': 0}
-  text = claims.comparisons(runs, 'b', ['a'], 'area')
-  assert '| b minus a | 2 | +0.200 |' in text
+  assert '| b minus a | +0.200 |' in claim_shown.comparisons(runs, compared)
 
 
 def of_arms(differences):
@@ -189,6 +232,15 @@ def of_arms(differences):
       one = result([(0, accuracy), (10, accuracy)]) | {'arm': arm, 'seed': seed}
       made[f'{arm}{seed}'] = one
   return made
+
+
+@pytest.mark.parametrize(('tested', 'seeds'), [(True, 8), (True, 5), (False, 8)])
+def test_only_hypotheses_with_seeds_enough_have_a_p(tested, seeds):
+  compared = Compared('b', ('a',), 'area', tested)
+  text = claim_shown.comparisons(of_arms([0.1] * seeds), compared)
+  # Of 256 signs two have so large a mean; equal differences have no spread.
+  assert text.endswith('8 of 8 | 0.008 | 0.000 |') == (tested and seeds == 8)
+  assert ('p, Holm over 1' in text) == (tested and seeds == 8)
 
 
 BETTER = Part('b less a', 'area', (('b',),), (('a',),))
@@ -205,15 +257,34 @@ CONSTANT = Part('a less .4', 'area', (('a',),), (), 0.4)
     ([BETTER, CONSTANT], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, -0.1], 'not seen'),
     ([BETTER, WORSE], [0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2], 'opposite'),
     ([CONSTANT], [0.1] * 8, 'seen'),
-    ([BETTER], [0.1, 0.2, 0.1, 0.2], 'seen'),
+    ([BETTER], [0.1, 0.2, 0.1, 0.2], 'seen on all 4 seeds'),
     ([BETTER], [0.1, 0.2, -0.1, 0.2], 'not seen'),
-    ([BETTER], [0.1], 'not seen'),
+    ([BETTER], [0.1], 'not run'),
   ],
 )
 def test_a_verdict_needs_every_part_and_enough_seeds(parts, differences, verdict):
   claim = Claim('', '', '', 'main', tuple(parts))
   found = claim_verdicts.judge(claim, of_arms(differences), range(len(differences)))
-  assert found.verdict == verdict and len(found.effects) == len(parts)
+  assert found.verdict == verdict
+  assert len(found.effects) == len(parts) * (verdict != 'not run')
+
+
+def test_what_was_made_so_has_no_verdict():
+  claim = Claim('', '', '', 'main', (BETTER,), by_design=True)
+  found = claim_verdicts.judge(claim, of_arms([0.1] * 8), range(8))
+  assert found == ('by design', ['b less a +0.100 (+0.100 to +0.100)'])
+
+
+def test_seeds_without_a_value_do_not_make_a_sign_count():
+  # Two of eight runs had failed a problem at first, and both have solved it.
+  part = Part('', 'newly_solved', (('b',),))
+  runs = of_arms([0.1] * 8)
+  for seed in range(2, 8):
+    runs[f'b{seed}'] |= {'right': {'0': [1, 1], '10': [1, 1]}}
+  claim = Claim('', '', '', 'main', (part,))
+  assert claim_verdicts.judge(claim, runs, range(8)).verdict == 'not seen'
+  runs['b1'] |= {'right': {'0': [1, 1], '10': [1, 1]}}
+  assert claim_verdicts.judge(claim, runs, range(8)).verdict == 'not run'
 
 
 def test_a_claim_is_not_run_until_every_seed_is_there():
