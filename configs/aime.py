@@ -1,7 +1,8 @@
 r"""RL with verifiable rewards on problems whose answers are integers in \boxed{}.
 
   python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny
-  python -m bapo_jax.main --config=configs/aime.py --config.clip.rule=fixed
+  python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny_fixed \
+    --config.clip.rule=fixed
 
 `tiny` (the default): the made problems of bapo_jax/data/synthetic.py and a policy of
 0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes

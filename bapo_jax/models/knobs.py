@@ -93,7 +93,8 @@ class ModelConfig(Section):
   )
   remat: Literal['auto', 'full', 'dots', 'none'] = knob(
     'auto',
-    'What the backward pass computes again; auto: as little as memory allows.',
+    'What the backward pass computes again; auto: as little as memory allows, on a CPU '
+    'dots or full.',
   )
   sequence_sharding: Literal['auto', 'on', 'off'] = knob(
     'auto',
