@@ -28,7 +28,7 @@ def module():
 
 
 def test_the_tokens_that_no_bounds_cut_are_counted_from_the_record():
-  found = claim_recorded.summarise(str(RUN), ARMS)
+  found = claim_recorded.summarise(str(RUN), ARMS, 'grpo')
   (path,) = (RUN / 'groups').glob('*.jsonl')
   inside = tokens = 0
   for line in path.read_text().splitlines():
@@ -43,6 +43,32 @@ def test_the_tokens_that_no_bounds_cut_are_counted_from_the_record():
   grpo, widest = found['arms']['grpo'], found['arms']['widest']
   assert widest['cut_positive'] < grpo['cut_positive']
   assert widest['cut_negative'] > grpo['cut_negative']
+  assert not any(found['searches'].values()), 'its bounds were fixed'
+  # Where the policy is the one that sampled no ratio is cut, and all are inside.
+  staler = found['staler']
+  assert staler['0']['inside'] == 1 and staler['0']['cut_negative'] == 0
+  assert staler['1'] == grpo
+  assert staler['8']['inside'] < found['inside'] < 1
+  assert staler['8']['cut_negative'] > grpo['cut_negative']
+
+
+def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
+  run = tmp_path / 'run'
+  shutil.copytree(RUN, run)
+  config = json.loads((run / 'config.json').read_text())
+  config['clip']['rule'] = 'balanced'
+  config['clip']['balanced'] |= {'low': [0.6, 0.9], 'high': [1.2, 3.0]}
+  (run / 'config.json').write_text(json.dumps(config))
+  (path,) = (run / 'groups').glob('*.jsonl')
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  first, second, *_ = dict.fromkeys(line['update'] for line in lines)
+  bounds = {first: (0.6, 1.2), second: (0.9, 3.0)}
+  for line in lines:
+    line['low'], line['high'] = bounds.get(line['update'], (0.6, 1.7))
+  path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
+  others = len({line['update'] for line in lines}) - 2
+  found = claim_recorded.summarise(str(run), ARMS, 'grpo')['searches']
+  assert found == {'start': 1, 'between': others, 'ends': 1} and others > 5
 
 
 def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
@@ -53,11 +79,13 @@ def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path)
   assert [p.name for p in (tmp_path / 'results' / 'recorded').iterdir()] == [
     'grpo-seed0.json'
   ]
-  assert stored == [claim_recorded.summarise(str(RUN), ARMS)]
+  assert stored == [claim_recorded.summarise(str(RUN), ARMS, 'grpo')]
   one = {
     'tokens': 10,
     'inside': 0.8,
     'arms': {'grpo': dict.fromkeys(claim_recorded.COLUMNS, 0.25)},
+    'searches': {'start': 1, 'between': 2, 'ends': 4},
+    'staler': {'2': dict.fromkeys([*claim_recorded.COLUMNS, 'inside'], 0.5)},
   }
   two = one | {
     'inside': 0.9,
@@ -65,5 +93,6 @@ def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path)
   }
   text = claim_recorded.table([one, two])
   assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
-  assert '| grpo | 0.300 ± 0.050 |' in text
+  assert 'Of their 14 recorded updates 2 have the bounds of the start, 8 those' in text
+  assert '| grpo | 0.300 ± 0.050 |' in text and '| 2 | 0.500 ± 0.000 |' in text
   assert claim_recorded.read(str(tmp_path / 'elsewhere')) == []
