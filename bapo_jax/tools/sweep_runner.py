@@ -151,6 +151,16 @@ def progress(name: str, status: int, summary: Summary, total: int, s: float) -> 
   return f'{name}: {how}. {over} of {total} over in {s / 60:.1f} min{pace}.'
 
 
+def on_one_core() -> None:
+  """Keeps this process to one core, if it has more.
+
+  With another number of threads a product is summed in other parts, and rounds
+  otherwise: a run would not be the one that its result is of.
+  """
+  if hasattr(os, 'sched_setaffinity'):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def train(run: RunSpec, name: str, folder: str, results: str) -> int:
   """Trains one run and writes its result; returns an exit status.
 
@@ -180,6 +190,7 @@ def main(argv: list[str] | None = None) -> int:
   folder, results = (os.path.join(f, name) for f in (flags.runs, flags.results))
   runs = sweep_grid.runs(sweep_grid.load(flags.experiment))
   if flags.only:
+    on_one_core()
     return train(runs[flags.only], flags.only, folder, results)
   commit()
   made_by = versions.all_of_them()

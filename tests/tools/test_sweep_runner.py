@@ -140,6 +140,14 @@ def test_what_is_done_is_left_alone(tmp_path, monkeypatch, capsys):
   assert len(commands) == 2 and commands[1][1] == 'b-seed0'
 
 
+@pytest.mark.skipif(not hasattr(os, 'sched_setaffinity'), reason='Linux alone has it')
+def test_a_run_by_itself_has_one_core_as_the_runs_of_workers_have():
+  code = 'import os\nfrom bapo_jax.tools import sweep_runner\n'
+  code += 'sweep_runner.on_one_core()\nprint(len(os.sched_getaffinity(0)))'
+  call = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+  assert call.stdout.split() == ['1'], call.stderr
+
+
 @pytest.mark.slow
 def test_a_run_writes_its_result(tmp_path, monkeypatch):
   monkeypatch.setattr(sweep_runner, 'commit', lambda: 'c0ffee')
