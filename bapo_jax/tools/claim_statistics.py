@@ -153,6 +153,7 @@ OUTCOMES: dict[str, tuple[str, Callable[[Result], float]]] = {
   'filled': ('seats filled', mean_of('batch/filled')),
   'reevaluated': ('re-evaluated', mean_of('batch/reevaluated')),
   'reused': ('reused', mean_of('batch/reused')),
+  'responses': ('responses', last_of('rollout/responses')),
   'updates': ('updates', last_of('learner/updates')),
   'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
 }

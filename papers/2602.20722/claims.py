@@ -10,7 +10,7 @@ OTHERS = ('grpo', 'dapo', 'replay', 'without_x2', 'without_x3')
 CELLS = ('balanced', 'both')  # of both methods; grpo and adapted are the other two
 SOLVED = ('newly_solved', 'newly_failed', 'accuracy_of_failed')
 LEARNING = ('area', 'final', *SOLVED, 'entropy')
-COST = ('steps', 'updates', 'learnable', 'filled', 'reevaluated', 'reused')
+COST = ('responses', 'steps', 'updates', 'learnable', 'filled', 'reevaluated', 'reused')
 SHOWN = {
   'main': Shown(
     (LEARNING, COST),
