@@ -34,7 +34,7 @@ ARMS: dict[str, dict[str, Any]] = {
   'both': {'batch.rule': 'adapted', 'clip.rule': 'balanced'},
 }
 HARDNESS: dict[str, dict[str, Any]] = {
-  f'hard{share}': {'problems.pair.hard': share / 100} for share in (0, 30, 60)
+  f'hard{share}': {'problems.pair.hard': share / 100} for share in (0, 60)
 }
 # v of the settings. m stays 2: with another number of re-evaluations a run of equal
 # responses would have another number of updates.
