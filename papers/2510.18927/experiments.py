@@ -12,7 +12,16 @@ from configs import base
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
-NAMES = ('imbalance', 'tuning', 'main', 'staleness', 'entropy', 'partial', 'plane')
+NAMES = (
+  'imbalance',
+  'tuning',
+  'main',
+  'staleness',
+  'entropy',
+  'partial',
+  'plane',
+  'epochs',
+)
 
 # Wrong to right length -> limit of a response in tokens; the solutions of `even` try
 # every candidate, so that right and wrong ones are equally long.
@@ -133,8 +142,20 @@ def get_experiment(name: str) -> Experiment:
       {arm: ARMS[arm] for arm in PLANE},
       TEST[:4],
       {
-        'imbalance': IMBALANCE,
+        'imbalance': {
+          level: IMBALANCE[level] for level in ('even', 'ratio2', 'ratio3')
+        },
         'updates': {k: UPDATES[k] for k in ('k4', 'k16')},
+      },
+    ),
+    # Where `staleness` has shown it to do most harm; exploratory.
+    'epochs': Experiment(
+      shared(),
+      {arm: ARMS[arm] for arm in PLANE},
+      TEST[:4],
+      {
+        'imbalance': {'ratio2': IMBALANCE['ratio2']},
+        'updates': {'k16epochs': UPDATES['k16epochs']},
       },
     ),
     # Fig. 7: the entropy rises with a higher upper bound, falls with a lower lower one.
