@@ -6,6 +6,7 @@ r"""Tokenizers and prompt templates: the only importer of transformers.
 3. `decode_responses` turns rows into text.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -290,12 +291,32 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
 
 
 def decode_prompts(
-  tokenizer: Tokenizer, tokens_NT: ArrayLike, length_N: ArrayLike
+  tokenizer: Tokenizer,
+  tokens_NT: ArrayLike,
+  length_N: ArrayLike,
+  image_token: int | None = None,
 ) -> list[str]:
-  """Each prompt as the policy reads it: in its template, with special tokens."""
+  """Each prompt as the policy reads it: in its template, with special tokens.
+
+  Args:
+    image_token: its runs, a token for each patch of a picture, are written once, with
+      their length: `(<|image_pad|> x 1024)`. None: no token is left out.
+  """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
   prompts = [row[:length] for row, length in rows]
-  return tokenizer.backend.batch_decode(prompts, skip_special_tokens=False)
+  if image_token is None:
+    return tokenizer.backend.batch_decode(prompts, skip_special_tokens=False)
+  (name,) = tokenizer.backend.batch_decode([[image_token]], skip_special_tokens=False)
+  found = []
+  for prompt in prompts:
+    runs = [(i, len([*run])) for i, run in itertools.groupby(prompt)]
+    lengths = iter([n for i, n in runs if i == image_token])
+    once = [i for i, n in runs for _ in range(1 if i == image_token else n)]
+    (text,) = tokenizer.backend.batch_decode([once], skip_special_tokens=False)
+    parts = text.split(name)
+    shown = (f'({name} x {n})' for n in lengths)
+    found.append(parts[0] + ''.join(next(shown, name) + part for part in parts[1:]))
+  return found
 
 
 def decode_responses(

@@ -52,6 +52,11 @@ class ModelSpec:
   bounds_pass: str = 'again'  # or 'stored', see objective.gradient
   vision: vision_spec.VisionSpec | None = None  # the tower, of a model that sees
 
+  @property
+  def image_token(self) -> int | None:
+    """The token in whose place a merged patch stands; None: the model reads texts."""
+    return self.vision.image_token if self.vision else None
+
 
 def describe(spec: ModelSpec) -> dict[str, Initialiser]:
   """path -> (shape, scale); a scale is a standard deviation, 'ones' or 'zeros'."""

@@ -3,7 +3,8 @@
 1. the weights are those of a checkpoint of the workdir; without one, of model.path;
 2. responses to problems.test_source come through the rollout function of training;
 3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit:
-   the prompt stands there as the policy reads it.
+   the prompt stands there as the policy reads it, the patches of a picture as their
+   number.
 """
 
 import contextlib
@@ -105,7 +106,7 @@ def _run(
     result, samples = experiment.evaluation(t, params, step or 0)
   held_out = material.held_out
   texts = tokenizer_lib.decode_prompts(
-    material.tokenizer, held_out.tokens_NT, held_out.length_N
+    material.tokenizer, held_out.tokens_NT, held_out.length_N, spec.image_token
   )
   return source, result, [s | {'prompt': texts[s['id']]} for s in samples]
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
@@ -52,7 +53,7 @@ def check(config: Config, workdir: str) -> int:
     )
   began, timer = time.perf_counter(), PhaseTimer()
   setup.check_available(config)
-  known = facts.gather(config)
+  known = facts.gather(config, available=True)
   tokenizer = policy.load_tokenizer(config)
   policy.check_vocabulary(config, tokenizer)
   material = Material(tokenizer, *problems(config, known, tokenizer))
@@ -73,9 +74,9 @@ def check(config: Config, workdir: str) -> int:
 
 def short(config: Config, material: Material, workdir: str) -> str:
   """One prompt as the model sees it, and what is wrong with the config; for `train`."""
-  known = facts.gather(config)
+  known = facts.gather(config, available=True)
   findings = check_rules.of_config(config, known, free_bytes(workdir))
-  text = prompt_texts(material, 1)[0]
+  text = prompt_texts(material, 1, known.spec)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
 
 
@@ -166,11 +167,11 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   )
 
 
-def prompt_texts(material: Material, n: int) -> list[str]:
+def prompt_texts(material: Material, n: int, spec: ModelSpec) -> list[str]:
   """The first prompts of the training problems, special tokens and all."""
   found = material.problems
   return tokenizer_lib.decode_prompts(
-    material.tokenizer, found.tokens_NT[:n], found.length_N[:n]
+    material.tokenizer, found.tokens_NT[:n], found.length_N[:n], spec.image_token
   )
 
 
@@ -183,7 +184,7 @@ def described(config: Config, known: Facts, material: Material, workdir: str) ->
   """The prompts, their lengths, the right answers and the disk."""
   found, verified = material.problems, known.verified(config.rewards.rule)
   lines = [f'Check of {config.model.path} on {config.problems.source}']
-  for i, text in enumerate(prompt_texts(material, SHOWN)):
+  for i, text in enumerate(prompt_texts(material, SHOWN, known.spec)):
     answer = found.answer[i]
     lines.append(
       f'prompt {i + 1}, {found.length_N[i]} tokens, right answer {answer[:40]!r}:\n'

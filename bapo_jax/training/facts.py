@@ -79,13 +79,17 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config) -> Facts:
+def gather(config: Config, *, available: bool = False) -> Facts:
   """Reads model, problems and devices; what is not at hand is downloaded.
+
+  Args:
+    available: `setup.check_available` has looked at this config; True: not again.
 
   Raises:
     ValueError: one sentence, where something is missing or broken.
   """
-  setup.check_available(config, decided=False)
+  if not available:
+    setup.check_available(config, decided=False)
   backend = opened(config)
   # The verifier's own knobs: rule and shaping change nothing that is read here.
   rewards = config.rewards.model_copy(

@@ -7,7 +7,9 @@
 A line is an object of
   step: learner steps done, with this one; id: of the problem; answer; source: one of
   types.SOURCES; completed_step: learner step at which the group was completed;
-  prompt: as the policy reads it; prompt_tokens: its length; prompt_ids: its tokens;
+  prompt: as the policy reads it, the patches of a picture as their number;
+  prompt_tokens: its length; prompt_ids: its tokens, all of them;
+  pictures: files of the workdir, where problems have pictures;
   update: which update of the step, from 1, had the group, the last one where several
   had; low, high: its bounds, means over it; null where none had it;
   responses: a list of objects of
@@ -83,7 +85,7 @@ def write(t: Trainer, workdir: str) -> None:
     answer = t.problems.answer[int(group.id_P)]
     head = {'step': held.step + 1, 'id': int(group.id_P), 'answer': answer}
     head |= {'source': source, 'completed_step': int(group.completed_step_P)}
-    head |= _prompt(t.tokenizer, group) | _bounds(of_seat)
+    head |= _prompt(t.tokenizer, group, t.spec.image_token) | _bounds(of_seat)
     if any(t.problems.pictures):
       pictures = t.problems.pictures[int(group.id_P)]
       head |= {'pictures': picture_files.write(workdir, pictures)}
@@ -129,10 +131,13 @@ def _bounds(of_seat: OfSeat | None) -> dict[str, Any]:
   return {'update': of_seat.number, 'low': low, 'high': high}
 
 
-def _prompt(tokenizer: Tokenizer, group: Groups) -> dict[str, Any]:
+def _prompt(
+  tokenizer: Tokenizer, group: Groups, image_token: int | None
+) -> dict[str, Any]:
   """The prompt as the policy reads it, and its length."""
   length = int(group.response_mask_PGT.any(0).argmax())  # that of all its responses
-  (text,) = tokenizer_lib.decode_prompts(tokenizer, group.tokens_PGT[:1], [length])
+  tokens_1T = group.tokens_PGT[:1]  # of the first response, without P
+  (text,) = tokenizer_lib.decode_prompts(tokenizer, tokens_1T, [length], image_token)
   ids = np.asarray(group.tokens_PGT[0, :length]).tolist()
   return {'prompt': text, 'prompt_tokens': length, 'prompt_ids': ids}
 

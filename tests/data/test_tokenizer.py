@@ -247,6 +247,17 @@ def test_prompts_come_back_as_the_policy_reads_them():
   assert found == ['<eos>1+1 mod 7<eos>=', '<eos>10 mod 7<eos>=']
 
 
+def test_the_patches_of_a_picture_are_written_as_their_number():
+  tokenizer = tokenizer_lib.Tokenizer(tokenizer_lib.characters(), (1,), '{problem}')
+  image = tokenizer_lib.CHARACTERS.index(tokenizer_lib.IMAGE)
+  texts = ['<image>' * 16 + '7*<image><image>3', '<image>=1', '4']
+  rows = tokenizer_lib.encode(tokenizer, texts)
+  tokens_NT, length_N = tokenizer_lib.pad(rows, texts, 24)
+  assert tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N) == texts
+  found = tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N, image)
+  assert found == ['(<image> x 16)7*(<image> x 2)3', '(<image> x 1)=1', '4']
+
+
 def test_a_chat_template_that_never_ends_is_stopped():
   loop, end = '{% for i in range(99999) %}', '{% endfor %}'
   with pytest.raises(

@@ -10,7 +10,7 @@ from bapo_jax.data import drawn, pictured_problems
 from bapo_jax.data.knobs import DrawnConfig
 from bapo_jax.models import hf_weights, transformer
 from bapo_jax.tools import export
-from bapo_jax.training import check, facts, policy
+from bapo_jax.training import check, facts, policy, setup
 
 
 @pytest.fixture(scope='module')
@@ -50,10 +50,20 @@ def test_lengths_count_what_pictures_take(config, one_device):
     assert one.pictures == other.pictures and one.grids == other.grids
 
 
+def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
+  config, one_device, tmp_path, monkeypatch
+):
+  material = setup.read(config, str(tmp_path))
+  monkeypatch.setattr(setup, 'check_available', None)
+  shown = check.short(config, material, str(tmp_path))
+  assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
+
+
 @pytest.mark.slow
 def test_a_model_that_sees_is_checked(config, one_device, tmp_path, capsys):
   assert check.check(config, str(tmp_path / 'work')) in (0, 1)
   text = capsys.readouterr().out
   assert 'prompt 1, 26 tokens, right answer' in text
+  assert '  | (<image> x 16)x' in text
   assert 'a step     about' in text and 'Checked in' in text
   assert not list(tmp_path.iterdir())

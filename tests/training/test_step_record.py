@@ -56,6 +56,7 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
     newest=newest,
     config=config,
     tokenizer=TEXT,
+    spec=making.SPEC,
     problems=python_types.SimpleNamespace(
       answer=[f'answer {i}' for i in range(P)], pictures=pictures
     ),
@@ -66,9 +67,14 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
 def test_a_group_has_the_pictures_of_its_problem(tmp_path):
   assert 'pictures' not in recorded(held_step(), tmp_path)[0]
   files = [(b'GIF8%d' % i,) * (i % 3) for i in range(P)]
-  for row in recorded(held_step(pictures=files), tmp_path):
+  t = held_step(pictures=files)
+  image_token = tokenizer.CHARACTERS.index('+')
+  t.spec = python_types.SimpleNamespace(image_token=image_token)
+  for row in recorded(t, tmp_path):
     found = [(tmp_path / name).read_bytes() for name in row['pictures']]
     assert found == list(files[row['id']])
+    # The number of its patches for people, all tokens for a program.
+    assert row['prompt'] == '1(+ x 1)' and row['prompt_ids'][1] == image_token
 
 
 def recorded(t, workdir):
