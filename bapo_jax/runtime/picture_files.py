@@ -35,7 +35,8 @@ def _written(workdir: str | os.PathLike[str], data: bytes) -> str:
   if not os.path.exists(path):
     with files.naming(path):
       os.makedirs(os.path.dirname(path), exist_ok=True)
-      with open(f'{path}.tmp', 'wb') as file:
+      part = f'{path}.{os.getpid()}.tmp'  # --mode=show may write beside a run
+      with open(part, 'wb') as file:
         file.write(data)
-      os.replace(f'{path}.tmp', path)
+      os.replace(part, path)
   return name

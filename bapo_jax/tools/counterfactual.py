@@ -44,6 +44,7 @@ class Recorded(NamedTuple):
   pieces: list[list[str]]  # the tokens of each row, as text
   prompts: list[str]  # of each row
   ids: list[tuple[list[int], list[int]]] | None  # tokens of prompt and response
+  pictured: bool = False  # problems of theirs have pictures
 
 
 class Applied(NamedTuple):
@@ -102,6 +103,7 @@ def read(workdir: str) -> Recorded:
     [(group['prompt_ids'], response['ids']) for _, group, response in rows]
     if all('prompt_ids' in group for group in groups)  # older records have none
     else None,
+    pictured=any(group.get('pictures') for group in groups),
   )
 
 

@@ -62,8 +62,13 @@ def changes(
       others keep their proportion to it.
 
   Raises:
-    ValueError: the record has no token ids.
+    ValueError: the record has no token ids, or its problems have pictures.
   """
+  if recorded.pictured:
+    raise ValueError(
+      'the recorded problems have pictures, which this forward pass does not read; '
+      'take the record of a run on texts'
+    )
   if recorded.ids is None:
     raise ValueError(
       'the record has no token ids; a checkpoint of this version records them'

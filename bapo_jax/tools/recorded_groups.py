@@ -3,7 +3,8 @@
 1. `read` returns what the newest recorded step trained on, then the reusable groups of
    a checkpoint's replay buffer, both with the log-probability of every token, then the
    responses of the newest evaluation, as text;
-2. `ratios` compares the policy of the checkpoint with the one that sampled the tokens.
+2. `ratios` compares the policy of the checkpoint with the one that sampled the tokens,
+   with the pictures that `gallery_of` finds.
 """
 
 import functools
@@ -22,16 +23,23 @@ import pydantic
 from jaxtyping import Bool, Float32
 
 from bapo_jax import types
+from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import transformer
+from bapo_jax.runtime import picture_files
+from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
 from bapo_jax.training import (
   checkpoint,
   evaluate,
+  pictured,
   policy,
   rules,
+  scoring,
+  setup,
   step_record,
   weights,
 )
@@ -49,9 +57,8 @@ class Response(NamedTuple):
   advantage: float
   pieces: list[str] | None  # its tokens, each as text; None: text only is recorded
   logp_T: Float32[np.ndarray, ' T'] | None  # log mu of each token, nats
-  ratio_T: Float32[np.ndarray, ' T'] | None = (
-    None  # clipped in its update; None: not in one
-  )
+  # Clipped in its update; None: not in one.
+  ratio_T: Float32[np.ndarray, ' T'] | None = None
   cut_T: Bool[np.ndarray, ' T'] | None = None  # True: the update's bounds cut it
   length: int | None = None  # tokens; None: not recorded
 
@@ -92,13 +99,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: none is recorded.
   """
-  path = os.path.join(workdir, 'config.json')
-  if not os.path.exists(path):
-    raise ValueError(f'--workdir={workdir} holds no run; train there first')
-  try:
-    config = config_lib.from_json(read_config(path))
-  except pydantic.ValidationError as error:
-    raise ValueError(f'{path} holds no config of this version: {error}') from error
+  config = _config_of(workdir)
   rule = rules.bind(config).advantage
   step, until = checkpoint.choose(workdir, which), last_step(workdir, which)
   found = [
@@ -112,6 +113,17 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
       'its responses, and the first checkpoint what its step trained on'
     )
   return found
+
+
+def _config_of(workdir: str) -> Config:
+  """The config of the run there; raises ValueError."""
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.exists(path):
+    raise ValueError(f'--workdir={workdir} holds no run; train there first')
+  try:
+    return config_lib.from_json(read_config(path))
+  except pydantic.ValidationError as error:
+    raise ValueError(f'{path} holds no config of this version: {error}') from error
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
@@ -173,28 +185,63 @@ def _numbers(values: list[float | None] | None) -> Float32[np.ndarray, ' T'] | N
 def _buffered(
   workdir: str, step: int | None, config: Config, rule: AdvantageRule
 ) -> Iterator[RecordedGroup]:
-  """The reusable groups in the checkpoint of `step`, newest group first."""
+  """The reusable groups in the checkpoint of `step`, newest group first.
+
+  Their pictures are written beside those that the run has recorded.
+  """
   if step is None or not config.batch.uses_buffer:
     return
   array = weights.read_params(workdir, step, part='buffer/reusable')
   arrays: list[Any] = [array(name) for name in Groups._fields]  # on the host
   groups = Groups(*arrays)
   tokenizer = policy.load_tokenizer(config)
+  length_P = np.asarray(groups.response_mask_PGT)[:, 0].argmax(1)
+  image = policy.spec_of(config, tokenizer).image_token
+  tokens_PT = groups.tokens_PGT[:, 0]
+  prompt_P = tokenizer_lib.decode_prompts(tokenizer, tokens_PT, length_P, image)
   completed_step_P = np.asarray(groups.completed_step_P)
-  for p in np.argsort(-completed_step_P, kind='stable'):
-    if completed_step_P[p] >= 0:
-      source = f'step {completed_step_P[p]}, replay buffer of step {step}'
-      yield _of_arrays(tokenizer, types.take(groups, [p]), rule, source)
+  order = np.argsort(-completed_step_P, kind='stable')
+  order = order[completed_step_P[order] >= 0]
+  files = {}
+  try:
+    if len(order) and (gallery := gallery_of(workdir, step)):
+      rows = {p: gallery.rows[int(groups.id_P[p])] for p in order}
+      files = {p: picture_files.write(workdir, x.pictures) for p, x in rows.items()}
+  except (OSError, ValueError) as error:  # texts and probabilities are there without
+    log(f'The pictures of the replay buffer are not named: {error}')
+  for p in order:
+    source = f'step {completed_step_P[p]}, replay buffer of step {step}'
+    group = _of_arrays(tokenizer, prompt_P[p], types.take(groups, [p]), rule, source)
+    yield group._replace(pictures=_pictures(workdir, {'pictures': files.get(p, ())}))
+
+
+@functools.lru_cache(maxsize=1)  # named on a page, and read where its ratios are
+def gallery_of(workdir: str, step: int) -> Gallery | None:
+  """The pictures of the training problems of a run; None where it has none.
+
+  Raises:
+    ValueError: they cannot be read, or are not those of the checkpoint.
+  """
+  config = _config_of(workdir)
+  if not policy.sees(config):
+    return None
+  material = setup.read(config, workdir)
+  before = checkpoint.meta_of(workdir, step)['problems'][0]
+  if (now := prompts.fingerprint(material.problems)) != before:
+    raise ValueError(
+      f'problems.source={config.problems.source} has other problems or pictures than '
+      f'at step {step} (fingerprints, {before} then, {now} now); bring those back'
+    )
+  spec = policy.spec_of(config, material.tokenizer)
+  return pictured.galleries(material.problems, material.held_out, spec)[0]
 
 
 def _of_arrays(
-  tokenizer: Tokenizer, group: Groups, rule: AdvantageRule, source: str
+  tokenizer: Tokenizer, prompt: str, group: Groups, rule: AdvantageRule, source: str
 ) -> RecordedGroup:
   """One group of arrays as text."""
   tokens_GT, response_mask_GT, logp_GT = (np.asarray(x[0]) for x in group[1:4])
   adv_G = np.asarray(rule(group.reward_PG))[0]
-  prompt_length = response_mask_GT[0].argmax()
-  (prompt,) = tokenizer.backend.batch_decode([tokens_GT[0, :prompt_length]])
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, response_mask_GT)
   responses = [
     Response(
@@ -235,11 +282,9 @@ def _evaluated(
       Response(s['response'], s['correct'], reward_PG[0, g], adv_PG[0, g], None, None)
       for g, s in enumerate(of_one)
     ]
-    source = f'evaluation at step {max(steps)}'
-    pictures = _pictures(workdir, of_one[0])
-    yield RecordedGroup(
-      source, problem, of_one[0]['answer'], responses, None, pictures=pictures
-    )
+    source, first = f'evaluation at step {max(steps)}', of_one[0]
+    group = RecordedGroup(source, problem, first['answer'], responses, None)
+    yield group._replace(pictures=_pictures(workdir, first))
 
 
 def ratios(
@@ -251,18 +296,21 @@ def ratios(
   are read now; the first group compiles.
 
   Raises:
-    ValueError: the config is of another model than the run's.
+    ValueError: the config is of another model than the run's, or its problems have
+      pictures that are not at hand.
   """
   export.check_config(config, workdir)
   spec = policy.spec_of(config, policy.load_tokenizer(config))
   step = checkpoint.choose(workdir, which)
   assert step is not None, 'groups with tokens come from a checkpoint'
+  gallery = gallery_of(workdir, step)
   array = policy.reader(config, workdir, step)
   names = transformer.describe(spec)
   params = transformer.unflatten({name: jnp.asarray(array(name)) for name in names})
   score = jax.jit(
     functools.partial(
-      logprobs.sequence_logprobs,
+      scoring.score,
+      rows=config.micro_batch_rows,
       spec=spec,
       temperature=config.sampler.temperature,
       chunk=config.logprobs.chunk,
@@ -270,9 +318,11 @@ def ratios(
   )
 
   def of_group(group: RecordedGroup) -> list[np.ndarray]:
-    assert group.arrays is not None
-    tokens_GT, response_mask_GT, logp_GT = (np.asarray(x[0]) for x in group.arrays[1:4])
-    ratio_GT = np.exp(np.asarray(score(params, jnp.asarray(tokens_GT))[0]) - logp_GT)
-    return [row[mask] for row, mask in zip(ratio_GT, response_mask_GT, strict=True)]
+    held = group.arrays
+    assert held is not None
+    seen = None if gallery is None else gallery.of(held.id_P)
+    ratio_PGT = np.exp(np.asarray(score(params, held, seen)) - held.behavior_logp_PGT)
+    rows = zip(ratio_PGT[0], np.asarray(held.response_mask_PGT[0]), strict=True)
+    return [ratio_T[mask_T] for ratio_T, mask_T in rows]
 
   return of_group

@@ -258,6 +258,13 @@ def read_meta(checkpoints: CheckpointManager, step: int) -> dict[str, Any]:
   return checkpoints.restore(step, args=meta)['meta']
 
 
+def meta_of(workdir: str, step: int) -> dict[str, Any]:
+  """`read_meta` of a whole checkpoint; makes and clears nothing."""
+  path = os.path.join(damage.home(workdir), str(step), 'meta', 'metadata')
+  with open(path, encoding='utf-8') as file:
+    return json.load(file)
+
+
 def choose(workdir: str, which: str = 'newest') -> int | None:
   """The step of a checkpoint, or None without any; makes and clears nothing.
 
