@@ -15,9 +15,8 @@ import numpy as np
 
 from bapo_jax.data import dedup
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import transformer
 from bapo_jax.runtime.statistics import clustered_error
-from bapo_jax.training import derive_sizes, derive_text, remat
+from bapo_jax.training import derive_sizes, derive_text, remat, resume
 from bapo_jax.training.config import Config
 from bapo_jax.training.facts import Facts
 
@@ -226,11 +225,9 @@ def _memory(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: Config, known: Facts) -> int:
-  """Bytes of one checkpoint: weights, moments, actor; the buffer is small."""
+  """Bytes of one checkpoint."""
   spec = derive_sizes.spec_of(config, known)
-  numbers = remat.numbers(spec.dtype)
-  copy = 4 * (spec.dtype != 'float32')
-  return transformer.count(spec) * (2 * numbers + 8 + copy)
+  return int(sum(resume.sizes(config, spec).values()))
 
 
 def disk_bytes(config: Config, known: Facts) -> int:

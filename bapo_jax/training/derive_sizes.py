@@ -205,9 +205,12 @@ def spec_of(config: Config, facts: Facts) -> ModelSpec:
 
 def state_bytes(config: Config, facts: Facts, split: int) -> float:
   """Bytes of weights, moments and actor on a device, the first two over `split`."""
-  half, whole = (remat.numbers(x) for x in (config.model.compute, config.model.dtype))
-  copy = 4 * (config.model.dtype != 'float32')
-  return facts.parameters * ((whole + 8 + copy) / split + half)
+  spec, n = spec_of(config, facts), facts.parameters
+  few, trained = remat.adapters(config, spec), remat.trained(config, spec)
+  # Of adapters themselves and two moments; else moments, and a copy of narrow weights.
+  added = 12 if few else 8 + 4 * (spec.dtype != 'float32')
+  held = remat.numbers(spec.dtype) * n + added * trained
+  return held / split + remat.numbers(spec.compute) * n
 
 
 def slot_bytes(spec: ModelSpec, length: int, tensor: int) -> float:

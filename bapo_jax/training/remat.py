@@ -93,6 +93,11 @@ def frozen_tower(config: Config, spec: ModelSpec) -> int:
   return 0 if config.model.train_tower else transformer.count(spec, 'vision/')
 
 
+def trained(config: Config, spec: ModelSpec) -> int:
+  """Numbers that are trained: adapters, or all weights but a tower that is not."""
+  return adapters(config, spec) or transformer.count(spec) - frozen_tower(config, spec)
+
+
 def held_bytes(spec: ModelSpec, adapters: int, tower: int = 0) -> tuple[float, float]:
   """Bytes of (weights, what training adds): moments, gradients and their sums.
 

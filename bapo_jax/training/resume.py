@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import log
@@ -47,8 +46,7 @@ def sizes(config: Config, spec: ModelSpec) -> dict[str, float]:
   The actor is counted where some checkpoints hold one.
   """
   few, number = remat.adapters(config, spec), remat.numbers
-  all_trained = transformer.count(spec) - remat.frozen_tower(config, spec)
-  trained, own = few or all_trained, 4 if few else number(spec.dtype)
+  trained, own = remat.trained(config, spec), 4 if few else number(spec.dtype)
   lags = config.rollout.weight_sync_interval > 1
   rows = 2 * config.buffer.capacity * config.sampler.group_size
   found = {

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import making
 import numpy as np
 import pytest
 
@@ -98,16 +99,21 @@ def test_the_memory_of_a_process_by_hand(spec):
   config = config_lib.parse(config.to_dict())
   T, count = config.row_length, transformer.count(spec)
   found = hosts.memory(config, rules.bind(config), spec, hosts=4)
-  # Parameters, two moments, and the actor in bfloat16.
-  assert found['a checkpoint, while it is written'] == (4 + 4 + 4 + 2) * count / 4
+
+  def written(config, spec):
+    held = hosts.memory(config, rules.bind(config), spec, 4)
+    return held['a checkpoint, while it is written']
+
+  # Parameters and two moments.
+  assert written(config, spec) == (4 + 4 + 4) * count / 4
   narrow = dataclasses.replace(spec, dtype='bfloat16')
-  # Parameters, the optimiser's copy of them, two moments, the actor.
-  assert (
-    hosts.memory(config, rules.bind(config), narrow, 4)[
-      'a checkpoint, while it is written'
-    ]
-    == (2 + 4 + 4 + 4 + 2) * count / 4
-  )
+  # Parameters, the optimiser's copy of them, two moments; an actor that is older.
+  assert written(config, narrow) == (2 + 4 + 4 + 4) * count / 4
+  lagging = config.with_values(rollout={'weight_sync_interval': 2})
+  assert written(lagging, narrow) == (2 + 4 + 4 + 4 + 2) * count / 4
+  # Of a frozen tower nothing.
+  seeing = dataclasses.replace(spec, vision=making.SEEING.vision)
+  assert written(config, seeing) == (4 + 4 + 4) * count / 4
   assert found['weights, while they are read'] == 9 * 2**21
   assert found['slots'] == 12 * config.sampler.max_num_seqs * T
   rows = config.prompts.count * config.sampler.group_size

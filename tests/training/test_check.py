@@ -155,7 +155,7 @@ def test_9_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
   )
   known = facts.gather(config)
   each = check_rules.checkpoint_bytes(config, known)
-  assert each == 16 * known.parameters, 'weights, two moments and the actor'
+  assert each == 12 * known.parameters, 'weights and two moments'
   assert check_rules.disk_bytes(config, known) == 3 * each
   assert findings(tmp_path, chat_model, free=2 * each) == {'disk': 'warning'}
 

@@ -23,6 +23,7 @@ from bapo_jax.models import hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import hlo, programs, roofline
 from bapo_jax.training import memory as memory_lib
+from bapo_jax.training import resume
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules
 
@@ -114,13 +115,13 @@ def memory(
   verifiers come on top.
   """
   T, sampler = config.row_length, config.sampler
-  narrow = spec.dtype != 'float32'  # the optimiser then keeps float32 copies
-  numbers = (2 if narrow else 4) + 8 + 4 * narrow + roofline.itemsize(spec)
+  stored = resume.sizes(config, spec)
+  stored.pop('buffer', None)
   buffer = jax.tree.leaves(programs.empty_buffer(config, rules))
   rows = config.prompts.count * sampler.group_size
   return {
     'weights, while they are read': LOADING * hf_weights.BLOCK,
-    'a checkpoint, while it is written': numbers * transformer.count(spec) / hosts,
+    'a checkpoint, while it is written': sum(stored.values()) / hosts,
     'replay buffer': sum(x.size * x.dtype.itemsize for x in buffer),
     'slots': memory_lib.DECODED * sampler.max_num_seqs * T,
     'responses of a step': memory_lib.RECORDED * rows * T,
