@@ -90,7 +90,7 @@ def resume(
 
   Raises:
     ValueError: there are checkpoints, and none is whole; or the newest does not fit:
-      weights alone, of a run that is to go on, or adapters of other frozen weights.
+      weights alone, of a run that is to go on, or beside other frozen weights.
   """
   newest = checkpoint.restore_newest(
     checkpoints, lambda step: arrays(t, s.replace(step=step))
@@ -129,10 +129,12 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
       '(--mode=export) and start in another --workdir with it as model.path'
     )
   if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:
+    path = t.config.model.path
+    where = f'those of model.path={path!r}' if path else 'its folder warmstart/'
     raise ValueError(
-      f'the frozen weights are not those that the adapters of step {s.step} were '
-      f'trained on (fingerprints, {meta["base"]} then, {now} now); bring back those of '
-      f'model.path={t.config.model.path!r}, or start in another --workdir'
+      f'the frozen weights of this run are not those beside which step {s.step} was '
+      f'trained (fingerprints, {meta["base"]} then, {now} now); bring back {where}, or '
+      'start in another --workdir'
     )
 
 

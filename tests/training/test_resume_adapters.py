@@ -92,10 +92,11 @@ def test_adapters_of_other_frozen_weights_are_refused(trained, tmp_path):
   object.__setattr__(t, 'base', other)
   with (
     checkpoint.manager(str(workdir), 9, 1) as checkpoints,
-    pytest.raises(ValueError, match='the frozen weights are not those') as error,
+    pytest.raises(ValueError, match='the frozen weights of this run are not') as error,
   ):
     resume.resume(checkpoints, t, s)
-  assert 'of step 2 were trained on' in str(error.value)
+  assert 'those beside which step 2 was trained' in str(error.value)
+  assert 'bring back its folder warmstart/, or' in str(error.value)
 
 
 def test_a_fingerprint_is_of_the_numbers_and_their_places():
