@@ -18,6 +18,7 @@ BESIDE_WEIGHTS = (  # what a run reads of a model, where it is there
   'config.json',
   'generation_config.json',
   'preprocessor_config.json',
+  'processor_config.json',
   'tokenizer.json',
   'tokenizer_config.json',
   'special_tokens_map.json',

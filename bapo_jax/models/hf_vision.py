@@ -1,21 +1,24 @@
 """config.json of Qwen2.5-VL to ModelSpec and back; no option is ignored silently.
 
 1. `spec_of` reads the language model as a Qwen2 with three-part positions, the tower,
-   and from preprocessor_config.json how pixels are resized and normalised;
+   and how pixels are resized and normalised, which `read_pixels` finds;
 2. `config_of` and `preprocessor_of` write both files, as published.
 
 Published files hold the language model's options beside the tower's, transformers 5
-writes them as `text_config`; both are read.
+writes them as `text_config`; both are read. The same holds for pictures: a file of
+their own, or an object within that of the whole processor.
 """
 
 import dataclasses
+import os
 from typing import Any
 
 from bapo_jax.models import hf_config, vision_spec
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import json_files
 
 NAME, KIND = 'Qwen2_5_VLForConditionalGeneration', 'qwen2_5_vl'
-PIXELS = 'preprocessor_config.json'
+PIXELS, PROCESSOR = 'preprocessor_config.json', 'processor_config.json'
 THETA = 1_000_000.0  # of the language model, where config.json names none
 # Field of VisionSpec -> its names in vision_config, the first that is there counts, and
 # the value where none is; None: it must be there.
@@ -39,13 +42,30 @@ ONLY = {
 }
 
 
+def read_pixels(path: str) -> dict[str, Any]:
+  """How the pixels of pictures are made, as a model directory says; {} if it does not.
+
+  Of both files that of the whole processor counts, as in transformers 5.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for name in (PROCESSOR, PIXELS):
+    file = os.path.join(path, name)
+    found[name] = json_files.read(file) if os.path.exists(file) else {}
+  if found[PROCESSOR].get('image_processor') is None:
+    return found[PIXELS]
+  return _object(found[PROCESSOR], 'image_processor', PROCESSOR)
+
+
 def spec_of(c: dict[str, Any], compute: str, pixels: dict[str, Any]) -> ModelSpec:
   """The ModelSpec of these files.
 
   Args:
     c: the contents of config.json.
     compute: dtype of the matrix products.
-    pixels: the contents of preprocessor_config.json; {} if there is none.
+    pixels: what `read_pixels` found.
 
   Raises:
     ValueError: an architecture or an option is not supported, by its name.
@@ -124,7 +144,7 @@ def _vision(c: dict[str, Any], pixels: dict[str, Any]) -> vision_spec.VisionSpec
 
 
 def _preprocessing(pixels: dict[str, Any]) -> dict[str, Any]:
-  """Fields of VisionSpec from preprocessor_config.json."""
+  """Fields of VisionSpec from what `read_pixels` found."""
   found: dict[str, Any] = {}
   for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
     if (values := pixels.get(name)) is not None:
@@ -146,11 +166,11 @@ def _preprocessing(pixels: dict[str, Any]) -> dict[str, Any]:
   return found
 
 
-def _object(c: dict[str, Any], name: str) -> dict[str, Any]:
+def _object(c: dict[str, Any], name: str, file: str = 'config.json') -> dict[str, Any]:
   """The object in an option; {} for none."""
   value = c.get(name)
   if value is not None and not isinstance(value, dict):
-    raise ValueError(f'{name}={value!r:.60} in its config.json: an object is wanted')
+    raise ValueError(f'{name}={value!r:.60} in its {file}: an object is wanted')
   return value or {}
 
 

@@ -45,11 +45,9 @@ def spec(path: str, compute: str) -> transformer.ModelSpec:
     ValueError: an architecture or an option is not supported, by its name.
   """
   config = json_files.read(os.path.join(path, 'config.json'))
-  pixels = os.path.join(path, hf_vision.PIXELS)
   try:
     if config.get('model_type') == hf_vision.KIND:
-      found = json_files.read(pixels) if os.path.exists(pixels) else {}
-      return hf_vision.spec_of(config, compute, found)
+      return hf_vision.spec_of(config, compute, hf_vision.read_pixels(path))
     return hf_config.spec_of(config, compute)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from None

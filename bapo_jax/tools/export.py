@@ -5,7 +5,7 @@ Adapters are merged into their weights, or written alone, for peft.
 1. `check_config` refuses a checkpoint of another model;
 2. tensors are read and written parameter by parameter: no device, no second copy;
 3. `write_configs` adds config.json and generation_config.json, and of a model that sees
-   preprocessor_config.json; the tokenizer's follow;
+   how pictures are prepared; the tokenizer's follow;
 4. the directory appears under its name when it is whole.
 """
 
@@ -129,8 +129,11 @@ def write_configs(
     'generation_config.json': generation,
   }
   if spec.vision:
-    pixels = _read(source, hf_vision.PIXELS) or hf_vision.preprocessor_of(spec.vision)
-    files[hf_vision.PIXELS] = pixels
+    found = hf_vision.read_pixels(source) if source else {}
+    # Alone as well where the processor holds it: transformers 4 reads no other.
+    files[hf_vision.PIXELS] = found or hf_vision.preprocessor_of(spec.vision)
+    if processor := _read(source, hf_vision.PROCESSOR):
+      files[hf_vision.PROCESSOR] = processor
   for name, value in files.items():
     with open(os.path.join(path, name), 'w') as file:
       json.dump(value, file, indent=2)

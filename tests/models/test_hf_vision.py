@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bapo_jax.models import hf_vision, hf_weights, transformer
+from bapo_jax.models import hf_directory, hf_vision, hf_weights, transformer
 
 # Qwen2.5-VL-3B-Instruct, as published.
 PUBLISHED = {
@@ -133,6 +133,28 @@ def test_a_directory_is_read_with_its_preprocessor(tmp_path):
   with pytest.raises(ValueError) as error:
     hf_weights.spec(str(tmp_path), 'bfloat16')
   assert str(error.value).startswith(f'{tmp_path}: image_std holds 0')
+
+
+def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
+  def read():
+    v = hf_weights.spec(str(tmp_path), 'bfloat16').vision
+    return v.least_pixels, v.most_pixels
+
+  (tmp_path / 'config.json').write_text(json.dumps(PUBLISHED))
+  limits = {'size': {'shortest_edge': 784, 'longest_edge': 7840}}
+  whole = tmp_path / 'processor_config.json'
+  whole.write_text(json.dumps({'image_processor': limits}))
+  assert read() == (784, 7840)
+  # Processes of one run compare it.
+  assert 'processor_config.json' in hf_directory.identity(str(tmp_path))
+  (tmp_path / 'preprocessor_config.json').write_text(json.dumps(PIXELS))
+  assert read() == (784, 7840)
+  # Of a processor whose parts have files of their own.
+  whole.write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+  assert read() == (3136, 12845056)
+  whole.write_text('{"image_processor": [1]}')
+  with pytest.raises(ValueError, match=r'in its processor_config\.json: an object'):
+    read()
 
 
 @pytest.mark.parametrize(

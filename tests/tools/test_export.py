@@ -117,21 +117,36 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path):
+SIZE = {'shortest_edge': 784, 'longest_edge': 1568}
+
+
+@pytest.mark.parametrize(
+  ('pictures', 'alone'),
+  [
+    ({'preprocessor_config.json': {'min_pixels': 784, 'do_rescale': True}}, {}),
+    # As transformers 5 writes it: within the processor. That of version 4 is added.
+    (
+      {'processor_config.json': {'image_processor': {'size': SIZE}, 'other': 3}},
+      {'preprocessor_config.json': {'size': SIZE}},
+    ),
+  ],
+  ids=['transformers 4', 'transformers 5'],
+)
+def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path, pictures, alone):
   source, to = tmp_path / 'source', tmp_path / 'out'
   source.mkdir(), to.mkdir()
-  files = {
-    'config.json': hf_vision.config_of(making.SEEING) | {'video_token_id': 7},
-    'preprocessor_config.json': {'min_pixels': 784, 'do_rescale': True},
-  }
+  config = hf_vision.config_of(making.SEEING) | {'video_token_id': 7}
+  files = {'config.json': config} | pictures
   for name, content in files.items():
     (source / name).write_text(json.dumps(content))
   config = tiny(**{'model.path': str(source)})
   export.write_configs(str(to), config, making.SEEING, pictured.reader(), 'bfloat16')
-  for name, content in files.items():
+  for name, content in (files | alone).items():
     written = json.loads((to / name).read_text())
     written.pop('torch_dtype', None)
     assert written == content
+  now, before = (hf_weights.spec(str(path), 'float32') for path in (to, source))
+  assert now == before
 
 
 def test_the_newest_checkpoint_is_by_number(tmp_path):
