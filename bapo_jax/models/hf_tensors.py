@@ -75,18 +75,28 @@ AXES = {
 }
 
 
+# Of Qwen2.5-VL: how names begin in transformers' class, and in published checkpoints.
+CLASS_AND_FILE = (('model.language_model.', 'model.'), ('model.visual.', 'visual.'))
+
+
 def published(name: str) -> str:
   """A tensor's name as published checkpoints of Qwen2.5-VL have it.
 
   Some programs write the modules of transformers' class instead.
   """
-  for prefix, own in (
-    ('model.language_model.', 'model.'),
-    ('model.visual.', 'visual.'),
-  ):
+  for prefix, own in CLASS_AND_FILE:
     if name.startswith(prefix):
       return own + name.removeprefix(prefix)
   return name
+
+
+def module(parameter: str, spec: transformer.ModelSpec) -> str:
+  """The module of a weight in transformers' class; {} is the layer."""
+  name = NAMES[parameter].removesuffix('.weight')
+  if spec.vision is None:
+    return name
+  prefix, own = next(pair for pair in CLASS_AND_FILE if name.startswith(pair[1]))
+  return prefix + name.removeprefix(own)
 
 
 def stored(spec: transformer.ModelSpec) -> dict[str, Shape]:

@@ -8,6 +8,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,8 +49,6 @@ def save(
 def config_of(spec: ModelSpec, knobs: LoraConfig, model: str) -> dict[str, Any]:
   """adapter_config.json: what peft needs to know."""
   hub = hub_names.parse(model)
-  adapted = lora.shapes(spec, knobs.rank, knobs.targets)
-  modules = sorted(hf_tensors.NAMES[path].split('.')[-2] for path in adapted)
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
@@ -58,11 +57,21 @@ def config_of(spec: ModelSpec, knobs: LoraConfig, model: str) -> dict[str, Any]:
     'r': knobs.rank,
     'lora_alpha': knobs.alpha,
     'lora_dropout': 0.0,
-    'target_modules': modules,
+    'target_modules': _targets(spec, knobs),
     'bias': 'none',
     'fan_in_fan_out': False,
     'inference_mode': True,
   }
+
+
+def _targets(spec: ModelSpec, knobs: LoraConfig) -> list[str] | str:
+  """The last names of the adapted modules, or an expression for their whole names."""
+  adapted = lora.shapes(spec, knobs.rank, knobs.targets)
+  modules = sorted(hf_tensors.module(path, spec) for path in adapted)
+  if spec.vision is None:
+    return sorted(name.rpartition('.')[2] for name in modules)
+  # The layers of the tower have projections of the same last names.
+  return '|'.join(re.escape(name).replace(r'\{\}', r'\d+') for name in modules)
 
 
 def stored(spec: ModelSpec, knobs: LoraConfig) -> dict[str, Shape]:
@@ -70,8 +79,7 @@ def stored(spec: ModelSpec, knobs: LoraConfig) -> dict[str, Shape]:
   shapes: dict[str, Shape] = {}
   for path, (a, b) in lora.shapes(spec, knobs.rank, knobs.targets).items():
     for i in range(spec.layers):
-      name = f'base_model.model.{hf_tensors.NAMES[path].format(i)}'
-      name = name.removesuffix('.weight')
+      name = f'base_model.model.{hf_tensors.module(path, spec).format(i)}'
       shapes[f'{name}.lora_A.weight'] = (knobs.rank, math.prod(a[1:-1]))
       shapes[f'{name}.lora_B.weight'] = (math.prod(b[2:]), knobs.rank)
   return shapes

@@ -5,6 +5,7 @@ test is skipped.
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from runs import saved, source, tiny
 from bapo_jax import sharding
 from bapo_jax.models import (
   hf_config,
+  hf_vision,
   hf_weights,
   layers,
   lora,
@@ -64,17 +66,34 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
   np.testing.assert_array_equal(a, expected)
 
 
+def test_of_a_model_that_sees_the_language_model_alone_is_adapted(tmp_path):
+  spec, knobs = making.SEEING, LoraConfig(rank=1, targets='layers/(q|gate)')
+  get = reader(adapters(spec, knobs))
+  peft_directory.save(str(tmp_path), get, spec, knobs, 'there', 'float32')
+  targets = json.loads((tmp_path / 'adapter_config.json').read_text())['target_modules']
+  found = safetensors.numpy.load_file(tmp_path / 'adapter_model.safetensors')
+  modules = {
+    name.removeprefix('base_model.model.').partition('.lora_')[0] for name in found
+  }
+  module = 'model.{}.{}.mlp.gate_proj'
+  assert module.format('language_model.layers', 1) in modules
+  assert all(re.fullmatch(targets, name) for name in modules)
+  for other in (module.format('visual.blocks', 1), module.format('layers', 1)):
+    assert not re.fullmatch(targets, other)
+
+
 def directory(path, spec, params):
   """A published model with these weights."""
   path.mkdir()
   flat = transformer.flatten(params)
   hf_weights.save(str(path), flat.__getitem__, spec)
-  config = hf_config.config_of(spec) | {'torch_dtype': 'float32'}
+  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
+  config = config_of(spec) | {'torch_dtype': 'float32'}
   (path / 'config.json').write_text(json.dumps(config))
   return path
 
 
-@pytest.mark.parametrize('kind', ['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize('kind', ['qwen2', 'qwen3', 'llama', 'qwen2_5_vl'])
 def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   torch = pytest.importorskip('torch', reason='needs requirements-parity.txt')
   peft = pytest.importorskip('peft', reason='needs requirements-parity.txt')
@@ -84,6 +103,11 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
     'qwen2': {},
     'qwen3': {'qkv_bias': False, 'qk_norm': True, 'tied': False},
     'llama': {'qkv_bias': False, 'tied': False},
+    'qwen2_5_vl': {
+      'mrope': making.SEEING.mrope,
+      'head_width': 4,
+      'vision': making.SEEING.vision,
+    },
   }[kind]
   spec = transformer.ModelSpec(
     vocab=20,
@@ -91,10 +115,9 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
     layers=2,
     heads=4,
     kv_heads=2,
-    head_width=8,
     ffn=24,
     positions=64,
-    **options,
+    **{'head_width': 8} | options,
   )
   params, made = making.params(spec), adapters(spec)
   model = directory(tmp_path / 'model', spec, params)
@@ -102,8 +125,12 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   peft_directory.save(
     str(tmp_path / 'adapter'), reader(made), spec, KNOBS, str(model), 'float32'
   )
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+  seeing = transformers.Qwen2_5_VLForConditionalGeneration
+  theirs = seeing if spec.vision else transformers.AutoModelForCausalLM
+  theirs = theirs.from_pretrained(model)
   theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / 'adapter').eval()
+  adapted = [name for name, _ in theirs.named_modules() if name.endswith('.lora_A')]
+  assert len(adapted) == 7 * spec.layers
   tokens_BT = np.random.default_rng(0).integers(0, 20, (3, 9))
   with torch.no_grad():
     expected = theirs(torch.tensor(tokens_BT)).logits.numpy()
