@@ -131,6 +131,11 @@ def read_tfds(
   rows = []
   for i, row in enumerate(found, 1):
     try:
+      if field := schemas.pictured_field(row):
+        raise ValueError(
+          f'field {field!r} holds pictures, which are read from files and from the hub '
+          'alone; give a parquet file, or hub:owner/name:split'
+        )
       rows.append(schemas.parse(row, schemas.detect(found[0])))
       if check:
         check(rows[-1])

@@ -82,21 +82,27 @@ def check_file(path: str) -> tuple[int, int]:
 def _read(path: str, version: tuple[int, int]) -> tuple[str, tuple[Row, ...]]:
   """('line' or 'row', the rows)."""
   del version  # a part of the cache's key
-  first, schema = first_row(path)
-  _at(path, first, _check_blind)
+  (place, first), schema = first_row(path)
   once: dict[Row, Row] = {}  # of 17k problems a hundred times over, 17k are held
-  parse = functools.partial(schemas.parse, schema=schema)
-  rows = parsed(path, schema.fields, parse)
-  return first[0].split()[0], tuple(once.setdefault(row, row) for row in rows)
+  parse = functools.partial(_parse_blind, schema=schema)
+  rows = parsed(path, columns(first, schema), parse)
+  return place.split()[0], tuple(once.setdefault(row, row) for row in rows)
 
 
-def _check_blind(row: dict[str, Any]) -> None:
-  """Raises ValueError where a row has pictures, which a policy of texts never sees."""
-  if field := next((name for name in schemas.PICTURES if row.get(name)), ''):
+def _parse_blind(row: dict[str, Any], schema: schemas.Schema) -> Row:
+  """A row for a policy of texts; raises ValueError where it has pictures."""
+  if field := schemas.pictured_field(row):
     raise ValueError(
       f'field {field!r} holds pictures, which the policy does not see; take the field '
-      'out, and the problems that need it'
+      'out, and the problems that need it, or choose a policy that sees: for the '
+      'embedded one --config.model.tower.layers=2'
     )
+  return schemas.parse(row, schema)
+
+
+def columns(first: dict[str, Any], schema: schemas.Schema) -> list[str]:
+  """The columns of a table that are read, by its first row: pictures are among them."""
+  return list(dict.fromkeys([*schema.fields, *schemas.picture_fields(first)]))
 
 
 def first_row(path: str) -> tuple[Place, schemas.Schema]:

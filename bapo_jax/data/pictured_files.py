@@ -1,8 +1,8 @@
 """Problems with pictures from users' files, jsonl, json or parquet.
 
-A row is as local_files reads it, with a field of pictures beside it: `images`, a list,
-or `image`. In a parquet file a picture is its bytes, or `bytes` and `path` as the
-library `datasets` writes them (Geometry3K); elsewhere it is a path, relative to the
+A row is as local_files reads it, and may have a field of pictures beside it: `images`,
+a list, or `image`. In a parquet file a picture is its bytes, or `bytes` and `path` as
+the library `datasets` writes them (Geometry3K); elsewhere it is a path, relative to the
 folder of the file. Its place in the problem is `<image>`.
 """
 
@@ -40,26 +40,25 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Pictured
   local_files.check_file(path)
   with local_files.in_one_sentence(path):
     (_, first), schema = local_files.first_row(path)
-    field = next((name for name in schemas.PICTURES if name in first), '')
     parse = functools.partial(
-      _parse, schema=schema, field=field, folder=os.path.dirname(path), check=check
+      _parse, schema=schema, folder=os.path.dirname(path), check=check
     )
-    columns = schema.fields + [field] * bool(field)
+    columns = local_files.columns(first, schema)
     return list(local_files.parsed(path, columns, parse))
 
 
 def _parse(
   row: dict[str, Any],
   schema: schemas.Schema,
-  field: str,
   folder: str,
   check: Callable[[Row], None] | None,
 ) -> PicturedRow:
   parsed = schemas.parse(row, schema)
   if check:
     check(parsed)
-  found = row.get(field) if field else None
-  listed = found if isinstance(found, list) else [] if found is None else [found]
+  field = schemas.pictured_field(row)
+  found = row[field] if field else []
+  listed = found if isinstance(found, list) else [found]
   if len(listed) > MOST:
     raise ValueError(
       f'field {field!r} holds {len(listed)} pictures, more than {MOST}; take the row '

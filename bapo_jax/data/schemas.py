@@ -56,7 +56,7 @@ MEANT = {'nums', 'numbers', 'target'} | {
   for names in spellings
   for name in names
 }
-PICTURES = ('images', 'image')  # fields of pictures; the first that is there counts
+PICTURES = ('images', 'image')  # fields of pictures; the first with any counts
 ALIKE = 0.7  # of difflib's ratio: less is chance
 MOST_NAMES = 50  # that an unknown row is compared by; a file may have 100,000 columns
 
@@ -160,6 +160,21 @@ def _answer_format(schema: str, answer: str, found: Any) -> str:
 
 def _has_hashes(found: Any) -> bool:
   return isinstance(found, str) and '####' in found
+
+
+def picture_fields(row: dict[str, Any]) -> list[str]:
+  """The fields of pictures, as the row spells them, the first in order first."""
+  return [field for name in PICTURES for field in row if _plain(field) == name]
+
+
+def pictured_field(row: dict[str, Any]) -> str:
+  """The field that holds the row's pictures; '' where none does."""
+  for field in picture_fields(row):
+    value = row[field]
+    empty = isinstance(value, (str, list, dict)) and not value
+    if value is not None and not empty:
+      return field
+  return ''
 
 
 def parse(row: dict[str, Any], schema: Schema) -> Row:

@@ -222,7 +222,8 @@ def _generate(problems: ProblemsConfig, source: str) -> list[Row]:
   if source == 'drawn':
     raise ValueError(
       "problems.source='drawn' has pictures, which the policy does not see; choose "
-      'other problems, or a model with a vision tower'
+      'other problems, or a policy that sees: a model with a vision tower, or for the '
+      'embedded one --config.model.tower.layers=2'
     )
   wording = problems.countdown.wording
   found = countdown.generate(problems)

@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import types
 
 import huggingface_hub
+import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
@@ -200,6 +202,18 @@ def test_a_library_name_is_prepared_and_read(library, monkeypatch, tmp_path):
   assert sorted(rows) == sorted(PARSED)
   with pytest.raises(ValueError, match=r"no split 'dev'; choose one of \['train'\]"):
     sources.download(problems('tfds:gsm8k_like:dev'), 'source')
+
+
+def test_pictures_of_the_library_are_not_left_out(monkeypatch):
+  texts = {'question': 'Q', 'answer': '1', 'image': None}
+  rows = [texts, texts | {'image': np.zeros((4, 4, 3), np.uint8)}]
+  monkeypatch.setattr(hub_lib.builder_lib, 'read', lambda *_: rows)
+  with pytest.raises(ValueError) as error:
+    hub_lib.read_tfds(types.SimpleNamespace(name='seen'), 'train')
+  assert str(error.value) == (
+    "tfds:seen:train, row 2: field 'image' holds pictures, which are read from files "
+    'and from the hub alone; give a parquet file, or hub:owner/name:split'
+  )
 
 
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(

@@ -84,6 +84,20 @@ def test_one_picture_without_a_list(tmp_path):
   assert pictured_files.read(str(path)) == [(Row('<image>Q', '4'), (png(),))]
 
 
+def test_each_row_says_whether_it_has_pictures(tmp_path):
+  (tmp_path / 'a.png').write_bytes(png())
+  lines = [
+    {'problem': '1+1', 'answer': '2'},
+    {'problem': '<image>Q', 'answer': '3', 'images': ['a.png']},
+    {'problem': 'Q<image>', 'answer': '4', 'images': [], 'Image': 'a.png'},
+    {'problem': '1+2', 'answer': '3', 'image': ''},
+  ]
+  path = tmp_path / 'train.jsonl'
+  path.write_text('\n'.join(map(json.dumps, lines)))
+  found = pictured_files.read(str(path))
+  assert [each.pictures for each in found] == [(), (png(),), (png(),), ()]
+
+
 def test_a_table_with_paths(tmp_path):
   (tmp_path / 'a.png').write_bytes(png())
   one = row(png()) | {'images': [{'bytes': None, 'path': 'a.png'}]}
@@ -181,8 +195,18 @@ def test_a_policy_of_texts_is_not_given_problems_with_pictures(tmp_path):
     local_files.read(path)
   assert str(error.value) == (
     f"{path}, row 1: field 'images' holds pictures, which the policy does not see; "
-    'take the field out, and the problems that need it'
+    'take the field out, and the problems that need it, or choose a policy that sees: '
+    'for the embedded one --config.model.tower.layers=2'
   )
+  # Whatever the first row has.
+  path = geometry3k(tmp_path / 'b.parquet', [row(problem='Find $x$.'), row(png())])
+  with pytest.raises(ValueError, match="row 2: field 'images' holds pictures"):
+    local_files.read(path)
+  lines = [{'problem': '1+1', 'answer': '2'}]
+  lines += [{'problem': '<image>Q', 'answer': '3', 'Image': 'a.png'}]
+  (tmp_path / 'c.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  with pytest.raises(ValueError, match="line 2: field 'Image' holds pictures"):
+    local_files.read(str(tmp_path / 'c.jsonl'))
   # A column of none is none.
   path = geometry3k(tmp_path / 'texts.parquet', [row(problem='Find $x$.')])
   assert local_files.read(path) == [Row('Find $x$.', '3')]

@@ -108,7 +108,8 @@ def test_pictures_are_read_where_the_policy_sees(tmp_path):
   problems = files(tmp_path, ('<image>1', '3', 0))
   for each in (problems, made()):
     assert sources.missing(each, 'source', pictured=True) == []
-    with pytest.raises(ValueError, match='pictures, which the policy does not see'):
+    message = r'pictures, which the policy .* --config\.model\.tower\.layers=2'
+    with pytest.raises(ValueError, match=message):
       sources.missing(each, 'source')
   (tmp_path / '0.png').write_bytes(b'broken')
   with pytest.raises(ValueError, match='picture 1: a file that begins with'):
