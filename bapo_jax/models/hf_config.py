@@ -28,6 +28,7 @@ ARCHITECTURES = {
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
 }
+SEES = 'qwen2_5_vl'  # the model_type with a vision tower, which hf_vision reads
 # Options that would change the computation -> the only value that is implemented.
 ONLY = {
   'hidden_act': 'silu',
@@ -165,7 +166,7 @@ def _check(c: dict[str, Any]) -> Architecture:
   if implied is None:
     raise ValueError(
       f'model_type {c.get("model_type")!r} is not supported; choose a model of '
-      f'{sorted(ARCHITECTURES)}'
+      f'{sorted([*ARCHITECTURES, SEES])}'
     )
   if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(

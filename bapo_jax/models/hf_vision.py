@@ -17,22 +17,24 @@ from bapo_jax.models import hf_config, vision_spec
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import json_files
 
-NAME, KIND = 'Qwen2_5_VLForConditionalGeneration', 'qwen2_5_vl'
+NAME, KIND = 'Qwen2_5_VLForConditionalGeneration', hf_config.SEES
 PIXELS, PROCESSOR = 'preprocessor_config.json', 'processor_config.json'
 THETA = 1_000_000.0  # of the language model, where config.json names none
 # Field of VisionSpec -> its names in vision_config, the first that is there counts, and
-# the value where none is; None: it must be there.
-SIZES: dict[str, tuple[tuple[str, ...], int | None]] = {
-  'width': (('hidden_size',), None),
-  'layers': (('depth',), None),
-  'heads': (('num_heads',), None),
-  'ffn': (('intermediate_size',), None),
-  'out': (('out_hidden_size',), None),
+# the value where none is, that of transformers' class.
+SIZES: dict[str, tuple[tuple[str, ...], int]] = {
+  'width': (('hidden_size',), 3584),
+  'layers': (('depth',), 32),
+  'heads': (('num_heads',), 16),
+  'ffn': (('intermediate_size',), 3420),
+  'out': (('out_hidden_size',), 3584),
   'window': (('window_size',), 112),
   'patch': (('patch_size', 'spatial_patch_size'), 14),
   'frames': (('temporal_patch_size',), 2),
   'merge': (('spatial_merge_size',), 2),
 }
+FULL_LAYERS = (7, 15, 23, 31)  # likewise, of those that the tower has
+IMAGE_TOKEN = 151655  # likewise
 LARGEST = 10**6  # of any of these sizes
 # Options that would change the computation -> the values that are implemented.
 ONLY = {
@@ -122,6 +124,8 @@ def _vision(c: dict[str, Any], pixels: dict[str, Any]) -> vision_spec.VisionSpec
       )
   sizes: dict[str, Any] = {f: _size(tower, *names) for f, names in SIZES.items()}
   whole = tower.get('fullatt_block_indexes')
+  if whole is None:
+    whole = [i for i in FULL_LAYERS if i < sizes['layers']]
   if not isinstance(whole, list) or not all(type(i) is int for i in whole):
     raise ValueError(
       f'fullatt_block_indexes={whole!r:.60}: a list of integers is wanted'
@@ -135,7 +139,7 @@ def _vision(c: dict[str, Any], pixels: dict[str, Any]) -> vision_spec.VisionSpec
   v = vision_spec.VisionSpec(
     **sizes,
     full_layers=tuple(whole),
-    image_token=_size(c, ('image_token_id',), None),
+    image_token=_size(c, ('image_token_id',), IMAGE_TOKEN),
     rope_theta=_number(rope, 'rope_theta', 10_000.0),
     **_preprocessing(pixels),
   )

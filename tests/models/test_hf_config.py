@@ -109,7 +109,8 @@ def test_options_that_change_nothing_are_accepted(changes):
   [
     (
       {'model_type': 'gemma'},
-      "model_type 'gemma' is not supported; choose a model of [",
+      "model_type 'gemma' is not supported; choose a model of ['llama', 'qwen2', "
+      "'qwen2_5_vl', 'qwen3']",
     ),
     (
       {'architectures': ['LlamaForSequenceClassification']},

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+import transformers
 
 from bapo_jax.models import hf_directory, hf_vision, hf_weights, transformer
 
@@ -117,6 +118,29 @@ def test_defaults():
   assert (v.least_pixels, v.most_pixels) == (784, 7840)
 
 
+def test_the_defaults_are_those_of_transformers():
+  config = transformers.Qwen2_5_VLConfig()
+  theirs = config.vision_config.to_dict()
+  ours = {names[0]: value for names, value in hf_vision.SIZES.values()}
+  assert ours == {name: theirs[name] for name in ours}
+  assert list(theirs['fullatt_block_indexes']) == list(hf_vision.FULL_LAYERS)
+  assert config.image_token_id == hf_vision.IMAGE_TOKEN
+  # A model of the default sizes may name none of them.
+  found = spec(
+    vision=dict.fromkeys(PUBLISHED['vision_config'], 'absent'),
+    image_token_id='absent',
+    hidden_size=3584,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+  )
+  v = found.vision
+  assert (v.width, v.layers, v.heads, v.ffn, v.out) == (3584, 32, 16, 3420, 3584)
+  assert (v.full_layers, v.image_token) == ((7, 15, 23, 31), 151655)
+  # Of layers that a shallower tower does not have, transformers runs none.
+  shallow = spec(vision={'depth': 10, 'fullatt_block_indexes': 'absent'}).vision
+  assert shallow.full_layers == (7,)
+
+
 @pytest.mark.parametrize('changes', [{}, {'tie_word_embeddings': False}])
 def test_what_is_written_is_read(changes):
   found = spec(**changes)
@@ -162,7 +186,7 @@ def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
   [
     ({'model_type': 'qwen2_vl'}, "model_type 'qwen2_vl' with architectures"),
     ({'architectures': ['Other']}, "architectures ['Other'] is not supported here"),
-    ({'image_token_id': 'absent'}, 'image_token_id=None: an integer from 1'),
+    ({'image_token_id': 'a'}, "image_token_id='a': an integer from 1"),
     ({'rope_scaling': None}, 'mrope_section=None: three integers are wanted'),
     (
       {'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 23]}},
@@ -176,7 +200,7 @@ def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
     ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
     ({'vision': {'hidden_act': 'gelu'}}, "hidden_act='gelu' of its vision_config"),
     ({'vision': {'in_chans': 1}}, 'in_chans=1 of its vision_config'),
-    ({'vision': {'depth': 'absent'}}, 'depth=None: an integer from 1 to 1000000'),
+    ({'vision': {'depth': '32'}}, "depth='32': an integer from 1 to 1000000"),
     ({'vision': {'num_heads': 0}}, 'num_heads=0: an integer from 1'),
     ({'vision': {'num_heads': 7}}, 'hidden_size=1280 over num_heads=7'),
     ({'vision': {'out_hidden_size': 99}}, 'out_hidden_size=99 of its vision_config'),
