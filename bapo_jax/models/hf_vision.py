@@ -10,6 +10,7 @@ their own, or an object within that of the whole processor.
 """
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -41,6 +42,24 @@ ONLY = {
   'hidden_act': ('silu',),
   'in_channels': (vision_spec.CHANNELS,),
   'in_chans': (vision_spec.CHANNELS,),
+}
+# Options of a preprocessor -> the only value that is implemented.
+ONLY_PIXELS = {
+  'do_resize': True,
+  'resample': 3,  # cubic interpolation
+  'do_rescale': True,
+  'rescale_factor': 1 / 255,
+  'do_normalize': True,
+}
+# Its options that config.json has as well -> the field of VisionSpec.
+REPEATED = {
+  'patch_size': 'patch',
+  'temporal_patch_size': 'frames',
+  'merge_size': 'merge',
+}
+LIMITS = {  # field of VisionSpec -> the option, and its name within `size`
+  'least_pixels': ('min_pixels', 'shortest_edge'),
+  'most_pixels': ('max_pixels', 'longest_edge'),
 }
 
 
@@ -130,6 +149,7 @@ def _vision(c: dict[str, Any], pixels: dict[str, Any]) -> vision_spec.VisionSpec
     raise ValueError(
       f'fullatt_block_indexes={whole!r:.60}: a list of integers is wanted'
     )
+  _check_pixels(pixels, sizes)
   rope = _object(tower, 'rope_parameters')
   if rope.get('rope_type', 'axial') != 'axial':
     raise ValueError(
@@ -158,16 +178,39 @@ def _preprocessing(pixels: dict[str, Any]) -> dict[str, Any]:
       found[field] = tuple(_number(channels, i, 0.0, name) for i in channels)
   if 0.0 in found.get('std', ()):
     raise ValueError('image_std holds 0, by which pixels would be divided')
-  limits = _object(pixels, 'size')
-  for field, old, new in (
-    ('least_pixels', 'min_pixels', 'shortest_edge'),
-    ('most_pixels', 'max_pixels', 'longest_edge'),
-  ):
+  limits = _object(pixels, 'size', 'preprocessor')
+  for field, (option, edge) in LIMITS.items():
     # Where both stand there, transformers reads min_pixels and max_pixels.
-    held = {old: pixels.get(old, limits.get(new))}
-    if held[old] is not None:
-      found[field] = _size(held, (old,), None, 2**40)
+    name = edge if pixels.get(option) is None else option
+    value = limits.get(edge) if name == edge else pixels[option]
+    if value is None and limits:
+      raise ValueError(
+        f'size={limits!r:.60} of its preprocessor lacks {edge}, a number of pixels; '
+        'add it, or take size out'
+      )
+    if value is not None:
+      found[field] = _size({name: value}, (name,), None, 2**40)
   return found
+
+
+def _check_pixels(pixels: dict[str, Any], sizes: dict[str, int]) -> None:
+  """Raises ValueError where pixels would be made in another way than they are here."""
+  same = {name: sizes[field] for name, field in REPEATED.items()}
+  for option, wanted in (ONLY_PIXELS | same).items():
+    value = pixels.get(option)
+    if value is not None and not _same(value, wanted):
+      of = ' as in its config.json' if option in REPEATED else ''
+      raise ValueError(
+        f'{option}={value!r:.60} of its preprocessor is not supported, only '
+        f'{wanted!r}{of}; correct it there, or choose another model'
+      )
+
+
+def _same(value: Any, wanted: Any) -> bool:
+  """Whether an option has this value; numbers to eight digits, as files are rounded."""
+  if type(value) is float and type(wanted) is float:
+    return math.isclose(value, wanted, rel_tol=1e-8)
+  return type(value) is type(wanted) and value == wanted
 
 
 def _object(c: dict[str, Any], name: str, file: str = 'config.json') -> dict[str, Any]:

@@ -116,6 +116,18 @@ def test_defaults():
   limits = {'size': {'shortest_edge': 784, 'longest_edge': 7840}}
   v = spec(pixels=limits).vision
   assert (v.least_pixels, v.most_pixels) == (784, 7840)
+  # No value is none; of both spellings the older one counts.
+  v = spec(pixels=limits | {'min_pixels': None, 'max_pixels': 3136}).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 3136)
+
+
+def test_what_transformers_writes_of_pixels_is_supported():
+  from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+  written = module.Qwen2VLImageProcessorPil(min_pixels=784).to_dict()
+  assert {*hf_vision.ONLY_PIXELS, *hf_vision.REPEATED} <= set(written)
+  v = spec(pixels=json.loads(json.dumps(written, default=dict))).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 28 * 28 * 1280)
 
 
 def test_the_defaults_are_those_of_transformers():
@@ -215,6 +227,31 @@ def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
     ({'pixels': {'image_std': [0.1, 0, 0.1]}}, 'image_std holds 0'),
     ({'pixels': {'image_std': [0.1, 'a', 1]}}, "image_std='a': a number from 0 on"),
     ({'pixels': {'max_pixels': -3}}, 'max_pixels=-3: an integer from 1'),
+    (
+      {'pixels': {'size': {'shortest_edge': 9}}},
+      "size={'shortest_edge': 9} of its preprocessor lacks longest_edge, a number of",
+    ),
+    (
+      {'pixels': {'size': {'shortest_edge': 0, 'longest_edge': 9}}},
+      'shortest_edge=0: an integer from 1',
+    ),
+    (
+      {'pixels': {'do_resize': False}},
+      'do_resize=False of its preprocessor is not supported, only True; correct it',
+    ),
+    ({'pixels': {'do_rescale': False}}, 'do_rescale=False of its preprocessor'),
+    ({'pixels': {'do_normalize': False}}, 'do_normalize=False of its preprocessor'),
+    (
+      {'pixels': {'rescale_factor': 1}},
+      'rescale_factor=1 of its preprocessor is not supported, only 0.00392156862745098',
+    ),
+    ({'pixels': {'resample': 2}}, 'resample=2 of its preprocessor is not supported'),
+    (
+      {'pixels': {'patch_size': 16}},
+      'patch_size=16 of its preprocessor is not supported, only 14 as in its config',
+    ),
+    ({'pixels': {'merge_size': 1}}, 'merge_size=1 of its preprocessor is not'),
+    ({'pixels': {'temporal_patch_size': 1}}, 'temporal_patch_size=1 of its'),
   ],
 )
 def test_what_is_not_supported_is_named(changes, message):
