@@ -101,11 +101,20 @@ def _check(picture: PIL.Image.Image) -> None:
 
 def _upright(picture: PIL.Image.Image) -> PIL.Image.Image:
   picture = PIL.ImageOps.exif_transpose(picture)
+  if picture.mode == 'I' or picture.mode.startswith('I;16'):
+    picture = _eight_bits(picture)
   if 'A' in picture.getbands() or picture.info.get('transparency') is not None:
     picture = picture.convert('RGBA')
     white = PIL.Image.new('RGBA', picture.size, (255, 255, 255, 255))
     picture = PIL.Image.alpha_composite(white, picture)
   return picture.convert('RGB')
+
+
+def _eight_bits(picture: PIL.Image.Image) -> PIL.Image.Image:
+  """A grey picture of 16 bits, which Pillow would cut off at 255, in eight."""
+  grey_HW = np.asarray(picture).astype(np.int32)
+  grey_HW = np.where(grey_HW == picture.info.get('transparency'), 65535, grey_HW)
+  return PIL.Image.fromarray(((grey_HW + 128) // 257).clip(0, 255).astype(np.uint8))
 
 
 def _start(data: bytes) -> str:

@@ -130,6 +130,23 @@ def test_what_is_transparent_lies_on_white():
   assert np.asarray(pictures.read(saved(palette, transparency=0))).min() == 255
 
 
+def test_grey_of_16_bits_is_scaled():
+  # 257 steps of 16 bits are one of eight: 65535 = 255 * 257.
+  values = np.array([[0, 257, 128 * 257 + 100], [65535, 65000, 128]], np.uint16)
+  expected = np.array([[0, 1, 128], [255, 253, 0]])
+  data = saved(PIL.Image.fromarray(values))
+  assert PIL.Image.open(io.BytesIO(data)).mode == 'I;16'
+  np.testing.assert_array_equal(pictures.read(data), expected[..., None].repeat(3, 2))
+  # Older versions of Pillow open the same file as 32 bits.
+  wide = PIL.Image.fromarray(values.astype(np.int32))
+  assert wide.mode == 'I'
+  found = pictures._upright(wide)
+  np.testing.assert_array_equal(found, expected[..., None].repeat(3, 2))
+  expected[0, 0] = 255  # what is transparent lies on white
+  found = pictures.read(saved(PIL.Image.fromarray(values), transparency=0))
+  np.testing.assert_array_equal(found, expected[..., None].repeat(3, 2))
+
+
 def test_a_photograph_is_turned_upright():
   exif = PIL.Image.Exif()
   exif[0x0112] = 6  # turned by a quarter
