@@ -26,9 +26,9 @@ class PicturedRow(NamedTuple):
 
 
 def read(path: str, check: Callable[[Row], None] | None = None) -> list[PicturedRow]:
-  """The rows of a file, in its order; every picture is decoded once to be checked.
+  """The rows of a file, in its order; each picture is decoded once to be checked.
 
-  Pictures are held as they lie in their files.
+  Pictures are held as they lie in their files, and decoded again when they are needed.
 
   Args:
     check: raises ValueError where an answer cannot be verified.
@@ -68,8 +68,7 @@ def _parse(
   files = []
   for i, value in enumerate(listed, 1):
     try:
-      files.append(_bytes(value, folder))
-      pictures.read(files[-1])
+      files.append(pictures.checked(_bytes(value, folder)).data)
     except ValueError as error:
       raise ValueError(f'field {field!r}, picture {i}: {error}') from error
   return PicturedRow(parsed, tuple(files))

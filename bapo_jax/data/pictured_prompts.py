@@ -60,7 +60,7 @@ def encode(
         f'for {len(files)} pictures; take {image} out of the problem, or choose '
         'another chat template'
       )
-    grids = tuple(_patches(data, v).grid for data in files)
+    grids = tuple(pictures.grid(data, v) for data in files)
     each = iter(grids)
     tokens = [
       token

@@ -1,15 +1,18 @@
 """From the bytes of a picture to patches of pixels, as Qwen2.5-VL's processor has them.
 
-1. `read` decodes a file into red, green and blue, within limits;
+1. `read` decodes a file into red, green and blue, within limits; `checked` does so
+   once for each file, whoever asks, and holds its size;
 2. `resized_size` gives both sides as multiples of a merged patch, with about the
    picture's own proportions and a number of pixels between two limits;
 3. `patches` resizes and cuts: merged patches from left to right and from top to bottom,
    the patches of each in the same order, each as channels, rows and columns;
-4. `check_placeholders` counts the places for pictures in a problem.
+4. `grid` counts the patches without making them;
+5. `check_placeholders` counts the places for pictures in a problem.
 
 Pixels stay bytes, a quarter of the floats; the tower normalises them.
 """
 
+import functools
 import io
 import math
 import warnings
@@ -27,6 +30,7 @@ PLACEHOLDER = '<image>'  # of a picture in the text of a problem
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF')  # those of published data sets
 MOST_BYTES = 50_000_000  # of a file
 MOST_PIXELS = 1 << 26  # of a picture before it is resized: 200 MB once it is decoded
+REMEMBERED = 1 << 17  # files that are decoded once; a run holds the bytes of its own
 LONGEST_SIDE = 200  # times the shorter one, as in Qwen's processor
 
 
@@ -36,9 +40,23 @@ class Patches(NamedTuple):
   pixels_ZE: UInt8[np.ndarray, 'Z E']  # patch by patch: channels, rows, columns
   grid: tuple[int, int]  # patches along height and width
 
-  def tokens(self, v: VisionSpec) -> int:
-    """Tokens that the picture takes in a prompt: its merged patches."""
-    return len(self.pixels_ZE) // v.merge**2
+
+class Checked(NamedTuple):
+  """A file that could be decoded."""
+
+  data: bytes  # equal files are one object
+  size: tuple[int, int]  # height and width of the upright picture
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def checked(data: bytes) -> Checked:
+  """The file and the size of its picture, which is decoded once.
+
+  Raises:
+    ValueError: as `read`.
+  """
+  width, height = read(data).size
+  return Checked(data, (height, width))
 
 
 def read(data: bytes) -> PIL.Image.Image:
@@ -165,6 +183,16 @@ def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
   )
   pixels_ZE = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, v.numbers)
   return Patches(np.ascontiguousarray(pixels_ZE), (height // p, width // p))
+
+
+def grid(data: bytes, v: VisionSpec) -> tuple[int, int]:
+  """Patches along height and width of the picture in a file, as `patches` makes them.
+
+  Raises:
+    ValueError: as `read`.
+  """
+  height, width = resized_size(*checked(data).size, v)
+  return height // v.patch, width // v.patch
 
 
 def check_placeholders(problem: str, pictures: Sequence[object]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pictured import ONE_LAYER, READER, png
 
-from bapo_jax.data import drawn, pictured_problems, prompts, sources
+from bapo_jax.data import drawn, pictured_problems, pictures, prompts, sources
 from bapo_jax.data.knobs import DrawnConfig, ProblemsConfig, PromptsConfig
 
 V = ONE_LAYER
@@ -102,6 +102,21 @@ def test_sources_without_pictures_are_rows_without(tmp_path):
     made(source='synthetic', test_source='synthetic'), 'source'
   )
   assert len(rows) == 40 and all(row.pictures == () for row in rows)
+
+
+def test_a_picture_is_decoded_once_however_often_it_is_read(tmp_path, monkeypatch):
+  rows = [(f'<image>{i}', '3', i) for i in range(3)]
+  problems = files(tmp_path, *rows, overlap='keep')
+  pictures.checked.cache_clear()
+  read, decoded = pictures.read, []
+  monkeypatch.setattr(pictures, 'read', lambda data: decoded.append(data) or read(data))
+  for _ in range(2):
+    sources.missing(problems, 'source', pictured=True)
+    pictured_problems.load(READER, KNOBS, problems, V)
+  assert len(decoded) == len(set(decoded)) == 3
+  # And held once.
+  again = sources.pictured_rows(problems, 'source')
+  assert all(any(a is b for b in decoded) for row in again for a in row.pictures)
 
 
 def test_pictures_are_read_where_the_policy_sees(tmp_path):
