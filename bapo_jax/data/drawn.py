@@ -59,21 +59,19 @@ class Kind(NamedTuple):
 
 @functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
 def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
-  """`count` problems; no two have the same quantities and text.
+  """`count` problems, the same of every kind; no two have the same numbers and terms.
 
   Raises:
     ValueError: there are fewer different problems.
   """
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
-  kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
 
   def draw() -> tuple[tuple, tuple]:
-    kind = kinds[rng.integers(len(kinds))]
     numbers = tuple(int(n) for n in rng.integers(0, BASE, knobs.shown))
     chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
     signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
     signs[0] = 1
-    made = kind, numbers, tuple(int(n) for n in chosen * signs)
+    made = numbers, tuple(int(n) for n in chosen * signs)
     return made, made
 
   found = draw_distinct(draw, count)
@@ -83,6 +81,10 @@ def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
       f'have about {len(found)} different problems, fewer than train + test = {count}; '
       'ask for fewer or raise problems.drawn.shown'
     )
+  # From a stream of their own: problems are the same whatever their kinds.
+  kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
+  stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
+  kind_of = [kinds[stream.integers(len(kinds))] for _ in found]
   return tuple(
     Drawn(
       _text(kind, numbers, terms, knobs.wording),
@@ -91,7 +93,7 @@ def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
       terms,
       _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides),
     )
-    for i, (kind, numbers, terms) in enumerate(found)
+    for i, (kind, (numbers, terms)) in enumerate(zip(kind_of, found, strict=True))
   )
 
 

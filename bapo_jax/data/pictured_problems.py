@@ -46,6 +46,8 @@ def tables(
   """
   training, held_out = rows
   both, message = dedup.overlap(_keyed(training), _keyed(held_out))
+  if problems.source == problems.test_source == 'drawn':
+    both = set()  # they differ by construction, even where blank pictures hide it
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]
     log(message + '; they are not trained on')
@@ -78,10 +80,14 @@ def load_held_out(
 def unique_rows(problems: ProblemsConfig, knob: sources.Knob) -> list[PicturedRow]:
   """The rows of a source, each once unless problems.duplicates='keep'; logs repeats.
 
+  Drawn problems differ by construction, even where blank pictures hide it.
+
   Raises:
     ValueError: they cannot be made or read.
   """
   rows = sources.pictured_rows(problems, knob)
+  if getattr(problems, knob) == 'drawn':
+    return rows
   keyed = _keyed(rows)
   unique, message = dedup.deduplicate(
     keyed, f'problems.{knob}={getattr(problems, knob)}'

@@ -125,8 +125,24 @@ def test_no_two_problems_have_the_same_quantities_and_text():
   assert made(50) == made(50) == made(80)[:50]
   assert made(50, seed=1) != made(50)
   # The kind changes what is seen, and nothing else.
-  for kind in ('dials', 'blank'):
+  for kind in ('dials', 'blank', 'mixed'):
     assert [p[:4] for p in made(50, kind=kind)] == [p[:4] for p in made(50)]
+  assert made(50, kind='mixed') == made(80, kind='mixed')[:50]
+
+
+def test_mixed_problems_are_of_every_kind_evenly():
+  problems = made(400, kind='mixed', wording='sentence')
+  texts = {
+    kind: [p.text for p in made(400, kind=kind, wording='sentence')] for kind in KINDS
+  }
+  # Only the text says of which kind a problem is.
+  counts = [
+    sum(p.text == text for p, text in zip(problems, texts[kind], strict=True))
+    for kind in KINDS
+  ]
+  assert sum(counts) == 400
+  # Five standard errors of a chance of 1/4.
+  assert max(abs(n - 100) for n in counts) < 5 * math.sqrt(400 * 3 / 16)
 
 
 def test_a_blank_picture_shows_nothing():

@@ -46,6 +46,16 @@ def test_drawn_problems_are_split_and_tokenised():
   assert alone.pictures == held_out.pictures and alone.text == held_out.text
 
 
+def test_blank_pictures_leave_out_no_problem(capsys):
+  # Few texts and one background: blank problems look alike, and have other answers.
+  for kind in ('bars', 'blank'):
+    problems = made(train=500, test=300, drawn={'kind': kind})
+    training, held_out = pictured_problems.load(READER, KNOBS, problems, V)
+    assert (len(training.text), len(held_out.text)) == (500, 300)
+  assert training.answer != held_out.answer
+  assert capsys.readouterr().out == ''
+
+
 def test_the_same_text_with_another_picture_is_another_problem(tmp_path, capsys):
   same = ('<image>1', '3')
   problems = files(tmp_path, (*same, 0), (*same, 1), (*same, 0), ('2', '4'))
