@@ -45,9 +45,7 @@ def tables(
     ValueError: as `load`.
   """
   training, held_out = rows
-  both, message = dedup.overlap(_keyed(training), _keyed(held_out))
-  if problems.source == problems.test_source == 'drawn':
-    both = set()  # they differ by construction, even where blank pictures hide it
+  both, message = overlap(problems, training, held_out)
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]
     log(message + '; they are not trained on')
@@ -60,6 +58,17 @@ def tables(
   )
   prompts.check_count(loaded[0], prompts_knobs.count)
   return loaded
+
+
+def overlap(
+  problems: ProblemsConfig,
+  training: Sequence[PicturedRow],
+  held_out: Sequence[PicturedRow],
+) -> tuple[set[int], str]:
+  """Training problems that are held out too, as `dedup.overlap`."""
+  if problems.source == problems.test_source == 'drawn':
+    return set(), ''  # they differ by construction, even where blank pictures hide it
+  return dedup.overlap(_keyed(training), _keyed(held_out))
 
 
 def load_held_out(

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bapo_jax.data import dedup
+from bapo_jax.data import dedup, pictured_problems
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.training import derive_sizes, derive_text, remat, resume
@@ -185,7 +185,10 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
   """Held-out problems among the training problems."""
-  both, message = dedup.overlap(known.training, known.held_out)
+  if known.pictured:  # other pictures make other problems of the same text
+    both, message = pictured_problems.overlap(config.problems, *known.pictured)
+  else:
+    both, message = dedup.overlap(known.training, known.held_out)
   if not both:
     return
   drop = config.problems.overlap == 'drop'

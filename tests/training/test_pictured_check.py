@@ -1,16 +1,18 @@
 """--mode=check of a model that sees: its prompts have room for their pictures."""
 
+import json
+
 import numpy as np
 import oracles
 import pytest
-from pictured import DRAWN
+from pictured import DRAWN, png
 from runs import tiny
 
 from bapo_jax.data import drawn, pictured_problems
 from bapo_jax.data.knobs import DrawnConfig
 from bapo_jax.models import hf_weights, transformer
 from bapo_jax.tools import export
-from bapo_jax.training import check, facts, policy, setup
+from bapo_jax.training import check, check_rules, facts, policy, setup
 
 
 @pytest.fixture(scope='module')
@@ -57,6 +59,28 @@ def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
   monkeypatch.setattr(setup, 'check_available', None)
   shown = check.short(config, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
+
+
+def test_a_problem_of_the_same_text_with_another_picture_is_another(
+  config, one_device, tmp_path
+):
+  paths = []
+  for name in ('train', 'test'):
+    (tmp_path / f'{name}.png').write_bytes(png(28, 28, len(paths)))
+    row = {'problem': '<image>1', 'answer': '3', 'images': [f'{name}.png']}
+    paths.append(tmp_path / f'{name}.jsonl')
+    paths[-1].write_text(json.dumps(row))
+
+  def overlap(source, test_source):
+    problems = {'source': str(source), 'test_source': str(test_source)}
+    asked = config.model_copy(
+      update={'problems': config.problems.model_copy(update=problems)}
+    )
+    return [x.name for x in check_rules._overlap(asked, facts.gather(asked))]
+
+  assert overlap(*paths) == []
+  assert overlap(paths[0], paths[0]) == ['overlap']
+  assert overlap('drawn', 'drawn') == []
 
 
 @pytest.mark.slow
