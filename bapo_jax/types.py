@@ -14,7 +14,7 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
 
 and of what is seen:
 
-  I pictures of a prompt   Z patches   M merged patches   E numbers of a patch
+  I pictures of a prompt   Z patches   M merged patches   W windows   E numbers of a patch
 """
 
 # fmt: off
@@ -41,6 +41,7 @@ class Prompts(NamedTuple):
 class Pictures(NamedTuple):
   pixels_PZE: UInt8[Array, 'P Z E']  # the patches of a prompt's pictures, one picture after the other; 0 where nothing is
   grid_PI2: Int32[Array, 'P I 2']    # patches of each picture along height and width; 0 for no picture
+  window_PW: Bool[Array, 'P W'] | None = None  # True for each window that they have, from column 0; None: W is bounded from Z
 
 
 class EmbeddedPictures(NamedTuple):

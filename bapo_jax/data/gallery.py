@@ -17,6 +17,7 @@ from bapo_jax.data import pictured_prompts
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.pictured_prompts import Grid
 from bapo_jax.data.row import Row
+from bapo_jax.models.vision.grids import count_windows
 from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.types import Pictures
 
@@ -29,20 +30,23 @@ class Capacity(NamedTuple):
 
   patches: int  # Z
   pictures: int  # I
+  windows: int  # W
 
 
 def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
-  """Room for the pictures of any of these problems; (0, 0) where there is none.
+  """Room for the pictures of any of these problems; zeros where there is none.
 
   Args:
     grids: of the pictures of each problem.
   """
-  patches, most = 0, 0
+  patches, most, windows = 0, 0, 0
   for each in grids:
     patches = max(patches, sum(high * wide for high, wide in each))
     most = max(most, len(each))
+    windows = max(windows, count_windows(each, v))
   # Whole windows, in which most layers attend.
-  return Capacity(-(-patches // v.window_patches) * v.window_patches, most)
+  patches = -(-patches // v.window_patches) * v.window_patches
+  return Capacity(patches, most, windows)
 
 
 class Gallery:

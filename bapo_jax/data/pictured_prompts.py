@@ -16,6 +16,7 @@ import numpy as np
 from bapo_jax.data import pictures, tokenizer
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models.vision import grids
 from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.types import Pictures
 
@@ -60,14 +61,14 @@ def encode(
         f'for {len(files)} pictures; take {image} out of the problem, or choose '
         'another chat template'
       )
-    grids = tuple(pictures.grid(data, v) for data in files)
-    each = iter(grids)
+    grid_of = tuple(pictures.grid(data, v) for data in files)
+    each = iter(grid_of)
     tokens = [
       token
       for i in ids
       for token in ([i] * _tokens(next(each), v) if i == v.image_token else [i])
     ]
-    prompts.append(PicturedPrompt(tokens, grids))
+    prompts.append(PicturedPrompt(tokens, grid_of))
   return prompts
 
 
@@ -85,32 +86,40 @@ def parts(message: str) -> str | list[dict[str, str]]:
 
 
 def pixels(
-  rows: Sequence[PicturedRow], v: VisionSpec, patches: int, most_pictures: int
+  rows: Sequence[PicturedRow],
+  v: VisionSpec,
+  patches: int,
+  most_pictures: int,
+  windows: int,
 ) -> Pictures:
   """The pictures of these prompts, in a fixed capacity.
 
   Args:
     patches: Z of a prompt.
     most_pictures: I of a prompt.
+    windows: W of a prompt.
 
   Raises:
-    ValueError: a prompt has more patches or pictures.
+    ValueError: a prompt has more patches, pictures or windows.
   """
   pixels_PZE: Any = np.zeros((len(rows), patches, v.numbers), np.uint8)
   grid_PI2: Any = np.zeros((len(rows), most_pictures, 2), np.int32)
+  window_PW: Any = np.zeros((len(rows), windows), bool)
   for p, (row, files) in enumerate(rows):
     found = [_patches(data, v) for data in files]
     count = sum(len(each.pixels_ZE) for each in found)
-    if count > patches or len(found) > most_pictures:
+    needed = grids.count_windows([each.grid for each in found], v)
+    if count > patches or len(found) > most_pictures or needed > windows:
       raise ValueError(
         f'the problem {row.problem[:60]!r} has {len(found)} pictures of {count} '
-        f'patches, more than {most_pictures} of {patches}; make them smaller or take '
-        'it out'
+        f'patches in {needed} windows, more than {most_pictures} of {patches} in '
+        f'{windows}; make them smaller or take it out'
       )
+    window_PW[p, :needed] = True
     if found:
       pixels_PZE[p, :count] = np.concatenate([each.pixels_ZE for each in found])
       grid_PI2[p, : len(found)] = [each.grid for each in found]
-  return Pictures(pixels_PZE, grid_PI2)
+  return Pictures(pixels_PZE, grid_PI2, window_PW)
 
 
 def _patches(data: bytes, v: VisionSpec) -> pictures.Patches:

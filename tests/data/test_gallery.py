@@ -15,7 +15,7 @@ def test_every_problem_has_its_own_pictures_and_no_others():
   ids = [4, -1, 1, 2, 1]
   found = held.of(ids)
   assert found.pixels_PZE.shape == (5, held.room.patches, V.numbers)
-  assert found.grid_PI2.shape == (5, 2, 2) and held.room == Capacity(32, 2)
+  assert found.grid_PI2.shape == (5, 2, 2) and held.room == Capacity(32, 2, 3)
   assert found.grid_PI2[:, :, 0].tolist() == [[2, 0], [0, 0], [2, 6], [0, 0], [2, 6]]
   for p, i in enumerate(ids):
     if i < 0:
@@ -27,13 +27,20 @@ def test_every_problem_has_its_own_pictures_and_no_others():
 
 
 def test_the_capacity_is_that_of_the_largest_in_whole_windows():
-  # 2 x 4 + 3 x 4 = 20 patches are more than one window of 16 and take two.
-  assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], V) == (32, 3)
-  assert gallery.capacity([[], []], V) == (0, 0)
+  # 2 x 4 + 3 x 4 = 20 patches are more than one window of 16 and take two; three small
+  # pictures have three windows.
+  assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], V) == (32, 3, 3)
+  assert gallery.capacity([[], []], V) == (0, 0, 0)
 
 
 def test_a_problem_without_room_is_named():
   _, held = problems()
-  small = Gallery(held.rows, V, Capacity(16, 2))
-  with pytest.raises(ValueError, match='has 1 pictures of 32 patches, more than 2 of'):
+  small = Gallery(held.rows, V, Capacity(16, 2, 2))
+  with pytest.raises(
+    ValueError, match='has 1 pictures of 32 patches in 2 windows, mor'
+  ):
     small.of([3])
+  # Of as many patches as others have, but in a strip.
+  narrow = Gallery(held.rows, V, Capacity(32, 2, 1))
+  with pytest.raises(ValueError, match='more than 2 of 32 in 1; make them smaller'):
+    narrow.of([3])

@@ -68,7 +68,7 @@ def test_every_patch_has_its_token_and_every_token_its_patch():
     row('<image> and <image>', (30, 200), (56, 56)),
   ]
   prompts = pictured_prompts.encode(reader(), rows, V)
-  pixels_PZE, grid_PI2 = pictured_prompts.pixels(rows, V, 64, 2)
+  pixels_PZE, grid_PI2, _ = pictured_prompts.pixels(rows, V, 64, 2, 9)
   width = max(len(each.tokens) for each in prompts)
   tokens_PT = np.zeros((3, width), np.int32)
   for p, each in enumerate(prompts):
@@ -109,12 +109,13 @@ def test_every_patch_has_its_token_and_every_token_its_patch():
       "a file that begins with b'x' is no picture",
     ),
     (
-      lambda: pictured_prompts.pixels([row('<image>', (56, 84))], V, 23, 2),
-      "the problem '<image>' has 1 pictures of 24 patches, more than 2 of 23; make",
+      lambda: pictured_prompts.pixels([row('<image>', (56, 84))], V, 23, 2, 9),
+      "the problem '<image>' has 1 pictures of 24 patches in 1 windows, more than 2 of "
+      '23 in 9; make',
     ),
     (
-      lambda: pictured_prompts.pixels([row('', (56, 56), (56, 56))], V, 99, 1),
-      'has 2 pictures of 32 patches, more than 1 of 99; make them smaller',
+      lambda: pictured_prompts.pixels([row('', (56, 56), (56, 56))], V, 99, 1, 9),
+      'has 2 pictures of 32 patches in 2 windows, more than 1 of 99 in 9; make them',
     ),
   ],
 )

@@ -322,7 +322,7 @@ def test_from_a_file_to_log_probabilities(trio, tmp_path):
   pa.parquet.write_table(pa.Table.from_pylist([line], pa.schema(columns)), path)
   found = pictured_files.read(path)
   (prompt,) = pictured_prompts.encode(reader(), found, v)
-  held = pictured_prompts.pixels(found, v, 2 * PATCHES, PICTURES)
+  held = pictured_prompts.pixels(found, v, 2 * PATCHES, PICTURES, 20)
   tokens_1T = np.asarray([prompt.tokens], np.int32)
   hidden_1TD = jax.jit(sequence.forward, static_argnames='spec')(
     params, tokens_1T, sequence.Pictures(*held), spec

@@ -15,7 +15,7 @@ from pictured import SEEING, problems
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.models import transformer
-from bapo_jax.models.vision import sequence
+from bapo_jax.models.vision import grids, sequence
 from bapo_jax.training import learner, pictured, scoring, sft
 from bapo_jax.training import objective as objective_lib
 
@@ -162,6 +162,24 @@ def test_eight_devices_compute_the_same_gradient(trained):
     value, found, _ = gradient(LANGUAGE, embedded, FROZEN, **knobs)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   close(found, {name: grads[name] for name in found})
+
+
+def test_the_tower_lays_out_the_windows_that_there_are(monkeypatch):
+  counted, pixels = GALLERY.room.windows, PIXELS.pixels_PZE
+  bounded = PIXELS._replace(window_PW=None)
+  laid_out, layout = [], grids.layout
+
+  def record(grid_RI2, patches, windows, v):
+    laid_out.append(windows)
+    return layout(grid_RI2, patches, windows, v)
+
+  monkeypatch.setattr(grids, 'layout', record)
+  found, wanted = (sequence.embedded(PARAMS, x, SEEING) for x in (PIXELS, bounded))
+  bound = grids.most_windows(pixels.shape[1], PIXELS.grid_PI2.shape[1], SEEING.vision)
+  assert laid_out == [counted, bound] and counted < bound
+  np.testing.assert_allclose(found.merged_PMD, wanted.merged_PMD, rtol=0, atol=1e-6)
+  grad, other = (gradient(PARAMS, x)[1] for x in (PIXELS, bounded))
+  close(grad, other, atol=1e-6)
 
 
 def test_a_frozen_tower_embeds_each_picture_once():

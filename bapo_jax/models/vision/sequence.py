@@ -93,8 +93,15 @@ def embedded(
   """The pictures as the tower of these weights embeds them, if they are not yet."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
-  merged_PMD = tower.forward(params['vision'], *pictures, spec)
+  merged_PMD = _merged(params, pictures, spec)
   return EmbeddedPictures(merged_PMD, pictures.grid_PI2)
+
+
+def _merged(params: Tree, pictures: Pictures, spec: ModelSpec) -> Array:
+  """The merged patches [P, M, D] of pictures, in windows that are counted."""
+  pixels_PZE, grid_PI2, window_PW = pictures
+  windows = None if window_PW is None else window_PW.shape[1]
+  return tower.forward(params['vision'], pixels_PZE, grid_PI2, spec, windows)
 
 
 def place_responses(
@@ -136,6 +143,6 @@ def _embedded(
 ) -> tuple[Array, tuple[Array, Array], Placed]:
   """(embeddings, rotations, places) of rows with pictures."""
   at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
-  merged_BMD = tower.forward(params['vision'], *pictures, spec)
+  merged_BMD = _merged(params, pictures, spec)
   x_BTD = embed(params, tokens_BT, merged_BMD, at, spec)
   return x_BTD, layers.rotations_by_parts(at.position_BT3, spec), at

@@ -84,13 +84,14 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def gallery_of(config: Config, spec: ModelSpec) -> Gallery | None:
-  """Room for the largest picture of a prompt; None for a model that reads texts."""
+  """Room for the largest picture of a prompt, as good as square; None for texts."""
   v = spec.vision
   if v is None:
     return None
   room = max(1, config.prompts.max_prompt_tokens - TEXT)
   merged = min(v.most_pixels // (v.merge * v.patch) ** 2, room)
-  grid = v.merge, merged * v.merge  # of so many merged patches, in a row
+  high = math.isqrt(merged)
+  grid = high * v.merge, -(-merged // high) * v.merge
   return Gallery([], v, gallery.capacity([[grid]], v))
 
 
