@@ -69,7 +69,7 @@ def prompts(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
-  """learner.minibatches: as both papers, where the batch divides."""
+  """learner.minibatches: as in both public scripts, where the batch divides."""
   shards, G = sharding.row_shards(mesh_of(config, facts)), config.sampler.group_size
   fitting = [
     n
@@ -77,7 +77,7 @@ def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
     if not config.seats % n and not config.seats // n * G % shards
   ]
   n = max(fitting, default=1)
-  return n, f'{config.seats // n} groups an update; {UPDATES} in both papers'
+  return n, f'{config.seats // n} groups an update; {UPDATES} in both public scripts'
 
 
 def steps(config: Config, facts: Facts) -> tuple[int, str]:
