@@ -137,7 +137,8 @@ def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     text = f'{difference_S.mean():+.3f}\n{int((difference_S > 0).sum())} of '
     text += f'{len(difference_S)} seeds above 0'
     axes[o].text(c, r, text, ha='center', va='center', fontsize=8)
-  largest = max(0.01, float(np.nanmax(np.abs(gain_ORC), initial=0.0)))
+  # Twice the largest: no cell is so dark that its numbers cannot be read.
+  largest = 2 * max(0.01, float(np.nanmax(np.abs(gain_ORC), initial=0.0)))
   for ax, other, gain_RC in zip(axes, others, gain_ORC, strict=True):
     image = ax.imshow(gain_RC, cmap='RdBu', vmin=-largest, vmax=largest, aspect='auto')
     ax.set_xticks(range(len(columns)), columns)
