@@ -5,6 +5,7 @@ public code; what the paper leaves open, or what a policy of 0.1 M parameters ne
 otherwise, is ours, and is listed in README.md.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from bapo_jax.tools.sweep_grid import Experiment
@@ -110,54 +111,40 @@ def shared() -> dict[str, Any]:
   return config.to_dict()
 
 
+def crossed(
+  arms: Iterable[str],
+  seeds: tuple[int, ...],
+  imbalance: Iterable[str] = ('ratio2',),
+  updates: Iterable[str] = ('k16',),
+) -> Experiment:
+  """Arms by imbalance by updates; the levels are those of the main comparison."""
+  return Experiment(
+    shared(),
+    {arm: ARMS[arm] for arm in arms},
+    seeds,
+    {
+      'imbalance': {level: IMBALANCE[level] for level in imbalance},
+      'updates': {level: UPDATES[level] for level in updates},
+    },
+  )
+
+
 def get_experiment(name: str) -> Experiment:
   """One of NAMES.
 
   Raises:
     KeyError: no such experiment.
   """
-  main = {
-    'imbalance': {'ratio2': IMBALANCE['ratio2']},
-    'updates': {'k16': UPDATES['k16']},
-  }
   return {
     # Whether the levels are what they promise, before they are used.
-    'imbalance': Experiment(
-      shared(),
-      {'grpo': ARMS['grpo']},
-      TUNING[:2],
-      {'imbalance': IMBALANCE, 'updates': {k: UPDATES[k] for k in ('k1', 'k16')}},
-    ),
-    'tuning': Experiment(shared(), tuning(), TUNING[:2], main),
-    'main': Experiment(shared(), ARMS, TEST, main),
-    'staleness': Experiment(
-      shared(),
-      {'grpo': ARMS['grpo']},
-      TEST,
-      {'imbalance': {'ratio2': IMBALANCE['ratio2']}, 'updates': UPDATES},
-    ),
-    # Without k1, where ratios are 1 and bounds do the same; `staleness` has epochs.
-    'plane': Experiment(
-      shared(),
-      {arm: ARMS[arm] for arm in PLANE},
-      TEST[:4],
-      {
-        'imbalance': {
-          level: IMBALANCE[level] for level in ('even', 'ratio2', 'ratio3')
-        },
-        'updates': {k: UPDATES[k] for k in ('k4', 'k16')},
-      },
-    ),
+    'imbalance': crossed(('grpo',), TUNING[:2], IMBALANCE, ('k1', 'k16')),
+    'tuning': crossed((), TUNING[:2])._replace(arms=tuning()),
+    'main': crossed(ARMS, TEST),
+    'staleness': crossed(('grpo',), TEST, updates=UPDATES),
+    # Without k1, where ratios are 1 and bounds do the same.
+    'plane': crossed(PLANE, TEST[:4], ('even', 'ratio2', 'ratio3'), ('k4', 'k16')),
     # Where `staleness` has shown it to do most harm; exploratory.
-    'epochs': Experiment(
-      shared(),
-      {arm: ARMS[arm] for arm in PLANE},
-      TEST[:4],
-      {
-        'imbalance': {'ratio2': IMBALANCE['ratio2']},
-        'updates': {'k16epochs': UPDATES['k16epochs']},
-      },
-    ),
+    'epochs': crossed(PLANE, TEST[:4], updates=('k16epochs',)),
     # Fig. 7: the entropy rises with a higher upper bound, falls with a lower lower one.
     'entropy': Experiment(
       shared(),
