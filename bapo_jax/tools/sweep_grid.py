@@ -85,7 +85,13 @@ def load(description: str) -> Experiment:
     raise ValueError(f'{path} is no Python file; give path/experiments.py:name')
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  experiment = module.get_experiment(name)
+  try:
+    experiment = module.get_experiment(name)
+  except KeyError as error:
+    if error.args != (name,):
+      raise  # of the description itself
+    there = f'; choose one of {module.NAMES}' if hasattr(module, 'NAMES') else ''
+    raise ValueError(f'{path} has no experiment {name!r}{there}') from None
   assert isinstance(experiment, Experiment)
   return experiment
 

@@ -126,6 +126,8 @@ def test_a_description_is_a_file_and_a_name(tmp_path):
   assert sweep_grid.load(f'{file}:main').seeds == (1, 2)
   with pytest.raises(ValueError, match=r'none\.py is no Python file'):
     sweep_grid.load(f'{tmp_path}/none.py:main')
+  with pytest.raises(ValueError, match=r"experiments\.py has no experiment 'mian'"):
+    sweep_grid.load(f'{file}:mian')
 
 
 def test_a_result_holds_what_the_workdir_says(tmp_path):
