@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bapo_jax.tools.claim_shown import Drawn, paired
+from bapo_jax.tools.claim_shown import Drawn, differences_of, paired
 from bapo_jax.tools.claim_statistics import OUTCOMES, Result, bootstrap_interval, cells
 from bapo_jax.training import report_plots
 
@@ -85,13 +85,8 @@ def _varies(found: Mapping[tuple[str, ...], Any], i: int) -> bool:
 
 def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """The first arm less each other in each cell: seeds, their mean and its interval."""
-  found, (arm, *others) = cells(results), drawn.arms
-  pairs, levels = {}, dict.fromkeys(key[1:] for key in found)
-  for level in levels:
-    for other in others:
-      difference_S = paired(found, (arm, *level), (other, *level), drawn.outcome)
-      if len(difference_S) > 1:
-        pairs[', '.join([other, *(level if len(levels) > 1 else ())])] = difference_S
+  arm, *others = drawn.arms
+  pairs = differences_of(results, arm, others, drawn.outcome)
   ax = _axes(1, 1, (8, 1.2 + 0.4 * len(pairs))).flat[0]
   for row, difference_S in enumerate(pairs.values()):
     ax.plot(difference_S, np.full(len(difference_S), row), 'o', ms=4, alpha=0.4)
@@ -99,9 +94,9 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     ax.plot([low, high], [row, row], color='black', lw=1.5)
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
   ax.axvline(0, color='#777777', lw=0.8)
-  ax.set_yticks(range(len(pairs)), list(pairs))
+  ax.set_yticks(range(len(pairs)), [name.removeprefix(f'{arm} ') for name in pairs])
   ax.invert_yaxis()
-  report_plots.dress(ax, f'{arm} less others, seed by seed')
+  report_plots.dress(ax, f'{arm} minus others, seed by seed')
   ax.set(xlabel=f'difference in {OUTCOMES[drawn.outcome][0]}; line: 95 % interval')
   return ax.figure
 

@@ -83,7 +83,7 @@ def comparisons(results: Mapping[str, Result], compared: Compared) -> str:
   would have shown, stand only where a hypothesis is tested with seeds enough.
   """
   arm, others, outcome, tested = compared
-  pairs = _pairs(results, arm, others, outcome)
+  pairs = differences_of(results, arm, others, outcome)
   tested &= all(len(d) >= FEWEST for d in pairs.values())
   rows = []
   for text, d in pairs.items():
@@ -100,10 +100,10 @@ def comparisons(results: Mapping[str, Result], compared: Compared) -> str:
   return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
 
 
-def _pairs(
+def differences_of(
   results: Mapping[str, Result], arm: str, others: Sequence[str], outcome: str
 ) -> dict[str, np.ndarray]:
-  """What is compared -> differences, one per seed that has both."""
+  """What is compared, in words -> differences, one per seed that has both."""
   found, pairs = cells(results), dict[str, np.ndarray]()
   levels = dict.fromkeys(key[1:] for key in found)
   for level, other in itertools.product(levels, others):
