@@ -151,7 +151,7 @@ def show(config: Config) -> int:
 
 def check(config: Config) -> int:
   """Checks a run before it begins; the exit status is 1 where a mistake is certain."""
-  from bapo_jax.training import check
+  from bapo_jax.autosetup import check
 
   return check.check(config, WORKDIR.value)
 
@@ -194,7 +194,7 @@ def train(config: Config) -> int:
     from bapo_jax.tools import sweep
 
     return sweep.run(config, WORKDIR.value)
-  from bapo_jax.training import experiment
+  from bapo_jax.run import experiment
 
   return experiment.train(config, WORKDIR.value)
 
@@ -241,7 +241,7 @@ def run(config: Config) -> int:
       'always goes on from the newest'
     )
   if config.derived and mode != 'table':
-    from bapo_jax.training import derive
+    from bapo_jax.autosetup import derive
 
     config = derive.resolve(config, WORKDIR.value)
   return MODES[mode](config)

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bapo_jax.learner import learner
 from bapo_jax.models import layers, transformer
+from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, learner, resume, setup, trainer
+from bapo_jax.training import checkpoint, setup, trainer
 from bapo_jax.training.config import parse
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree, take

@@ -12,10 +12,10 @@ import pathlib
 import shutil
 import tempfile
 
+from bapo_jax.run import experiment, step_record
 from bapo_jax.runtime import digests
 from bapo_jax.tools import claims, sweep_grid
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import experiment, step_record
 from bapo_jax.training.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]

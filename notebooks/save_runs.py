@@ -14,10 +14,10 @@ import tempfile
 
 from ml_collections import ConfigDict
 
+from bapo_jax.run import experiment, step_record
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import run_plots
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import experiment, step_record
 from configs import base
 
 FOLDER = pathlib.Path(__file__).with_name('4_runs')

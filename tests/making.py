@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.algorithms import advantage
+from bapo_jax.learner import learner
 from bapo_jax.models import decoder, logprobs, transformer, vision_spec
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.training import learner
 from bapo_jax.types import Batch, Groups
 
 SPEC = transformer.ModelSpec(

@@ -22,10 +22,11 @@ from flax import traverse_util
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import hf_weights
+from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, config, experiment, policy, resume, setup
+from bapo_jax.training import checkpoint, config, policy, setup
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree

@@ -1,6 +1,7 @@
-"""The house has rules, and they are checked: order of flow, size, words, glossary."""
+"""Checks the direction of imports, short functions, docstrings and the glossary."""
 
 import ast
+import graphlib
 import pathlib
 import re
 
@@ -9,193 +10,28 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'bapo_jax'
 
-# Folder by folder, in flow order: a folder imports only folders above it, a module only
-# modules above it in its folder.
-HOUSE = {
-  '': ('knobs', 'types', 'sharding'),
-  'runtime': (
-    'statistics',
-    'tables',
-    'machine',
-    'hub_names',
-    'files',
-    'picture_files',
-    'json_files',
-    'digests',
-    'versions',
-    'cluster',
-    'watch',
-    'hosts',
-    'exchange',
-    'progress',
-    'signals',
-    'workdir',
-    'glossary',
-    'markdown',
-    'metrics',
-  ),
-  'models': (
-    'knobs',
-    'rope',
-    'attention',
-    'vision_spec',
-    'transformer',
-    'lora',
-    'layers',
-    'decoder',
-    'packing',
-    'logprob_tiles',
-    'logprobs',
-    'safetensors_io',
-    'hf_config',
-    'hf_vision',
-    'hf_tensors',
-    'hf_directory',
-    'hf_weights',
-    'peft_directory',
-  ),
-  'models.vision': ('grids', 'tower', 'sequence'),
-  'data': (
-    'knobs',
-    'row',
-    'chat_templates',
-    'tokenizer',
-    'synthetic',
-    'countdown',
-    'field_values',
-    'pictures',
-    'schemas',
-    'local_files',
-    'pictured_files',
-    'pictured_prompts',
-    'drawn',
-    'gallery',
-    'builder',
-    'hub',
-    'dedup',
-    'sources',
-    'prompts',
-    'pictured_problems',
-  ),
-  'rewards': (
-    'knobs',
-    'answer_extraction',
-    'verdict',
-    'spelling',
-    'latex_trees',
-    'closed_forms',
-    'structures',
-    'symbolic',
-    'math_rule',
-    'number_rules',
-    'verifiers',
-    'gold',
-    'verifier_worker',
-    'verifier_pool',
-    'rewards',
-  ),
-  'rollout': (
-    'knobs',
-    'sampling',
-    'shapes',
-    'decode',
-    'engine',
-    'partial_rollouts',
-    'rollout',
-  ),
-  'algorithms': (
-    'knobs',
-    'batch_knobs',
-    'replay_buffer',
-    'batch_rules',
-    'advantage',
-    'bound_search',
-    'clip',
-    'loss',
-    'diagnostics',
-  ),
-  'training': (
-    'knobs',
-    'optimizer',
-    'pictured',
-    'scoring',
-    'accumulation',
-    'objective',
-    'learner',
-    'sft',
-    'evaluate',
-    'memory',
-    'config',
-    'overrides',
-    'remat',
-    'rules',
-    'step_metrics',
-    'state',
-    'trainer',
-    'damage',
-    'step_record',
-    'checkpoint',
-    'weights',
-    'frozen',
-    'resume',
-    'policy',
-    'setup',
-    'facts',
-    'derive_text',
-    'derive_sizes',
-    'derive',
-    'check_rules',
-    'check',
-    'report_plots',
-    'report',
-    'welcome',
-    'experiment',
-  ),
-  'tools.plan': (
-    'environment',
-    'roofline',
-    'adapters',
-    'programs',
-    'hlo',
-    'tables',
-    'hosts',
-    'search',
-    'plan',
-  ),
-  'tools': (
-    'config_docs',
-    'export',
-    'eval_checkpoint',
-    'sweep',
-    'sweep_grid',
-    'sweep_runner',
-    'claim_statistics',
-    'claim_shown',
-    'claim_verdicts',
-    'claim_plots',
-    'recorded_groups',
-    'viewer',
-    'run_plots',
-    'counterfactual',
-    'entropy_change',
-    'claim_recorded',
-    'claims',
-  ),
-}
-FLOW = [
-  f'{folder}.{module}' if folder else module
-  for folder, modules in HOUSE.items()
-  for module in modules
-] + ['main']
+# In flow order: a folder imports only itself and the folders above it.
+FOLDERS = (
+  '',
+  'runtime',
+  'algorithms',
+  'models',
+  'data',
+  'rewards',
+  'rollout',
+  'learner',
+  'training',
+  'autosetup',
+  'run',
+  'tools',
+)
 
-# Siblings of the slots know the records, their knobs, and nothing of each other.
-BLIND = {
-  f'algorithms.{name}': {'types', 'algorithms.knobs', 'algorithms.batch_knobs'}
-  for name in ('replay_buffer', 'batch_rules', 'advantage', 'clip', 'loss')
-}
-BLIND['algorithms.clip'] = BLIND['algorithms.clip'] | {'algorithms.bound_search'}
+# Rules of one slot know the records and their knobs, and no other slot.
+SLOTS = {'replay_buffer', 'batch_rules', 'advantage', 'clip', 'loss'}
+SLOTS = {f'algorithms.{name}' for name in SLOTS}
+HELPERS = {'algorithms.bound_search', 'algorithms.knobs', 'algorithms.batch_knobs'}
 
-# The learner is handed its rules; one module looks their names up.
+# The learner receives its rules; one module looks their names up.
 RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}
 MAY_NAME_RULES = {'training.rules'}
 
@@ -206,15 +42,12 @@ ONLY = {  # package -> the modules that may import it
   'rich': {'tools.viewer'},
   'ml_collections': {'training.overrides'},
   'PIL': {'data.pictures'},
-  'matplotlib': {'training.report_plots', 'tools.claim_plots', 'tools.run_plots'},
   'orbax': {'training.damage', 'training.checkpoint', 'training.weights'},
   'huggingface_hub': {'models.hf_directory', 'data.hub'},
   'math_verify': {'rewards.symbolic'},
   'latex2sympy2_extended': {'rewards.symbolic'},
 }
-# A bad knob is refused before any of these is loaded.
-LIGHT = [m for m in FLOW if m.endswith('knobs')]
-LIGHT += ['runtime.machine', 'training.memory', 'training.config']
+# A bad knob is refused before any of these packages is imported.
 HEAVY = {
   'jax',
   'numpy',
@@ -231,6 +64,10 @@ def name_of(path):
 
 
 MODULES = {name_of(p): p for p in PACKAGE.rglob('*.py') if p.name != '__init__.py'}
+
+
+def folder_of(name):
+  return name.split('.')[0] if '.' in name else ''
 
 
 def imports(path):
@@ -254,67 +91,56 @@ def imports(path):
   return inside, outside
 
 
-def broken_order(name, needs):
-  """The modules among `needs` that do not stand before `name`."""
-  return needs - set(FLOW[: FLOW.index(name)])
+def against_the_flow(name, needs):
+  """The modules among `needs` in a folder below the folder of `name`."""
+  place = FOLDERS.index(folder_of(name))
+  return {other for other in needs if FOLDERS.index(folder_of(other)) > place}
 
 
-def test_every_module_has_its_room():
-  assert set(MODULES) == set(FLOW)
-  assert len(FLOW) == len(set(FLOW))
+def test_every_folder_has_a_place_in_the_flow():
+  assert {folder_of(name) for name in MODULES} == set(FOLDERS)
 
 
-def test_the_design_lists_the_files_in_the_order_of_the_flow():
-  text = (ROOT / 'docs' / 'design.md').read_text()
-  listed = re.findall(r'^\| `bapo_jax/([^`]+)\.py` \|', text, re.M)
-  assert [name.replace('/', '.') for name in listed] == FLOW
+@pytest.mark.parametrize('folder', [f for f in FOLDERS if f])
+def test_imports_follow_the_flow(folder):
+  for name in (m for m in MODULES if folder_of(m) == folder):
+    needs, outside = imports(MODULES[name])
+    late = against_the_flow(name, needs)
+    assert not late, f'{name} imports {late}, which come after it'
+    if name in SLOTS:
+      assert not needs & SLOTS, f'{name} imports another slot: {needs & SLOTS}'
+    if folder in ('learner', 'training') and name not in MAY_NAME_RULES:
+      assert not needs & RULES, f'{name} imports {needs & RULES}; rules are passed in'
+    for package, allowed in ONLY.items():
+      assert package not in outside or name in allowed, f'{name} imports {package}'
 
 
-@pytest.mark.parametrize('name', FLOW)
-def test_imports_follow_the_flow(name):
-  needs, outside = imports(MODULES[name])
-  late = broken_order(name, needs)
-  assert not late, f'{name} imports {late}, which come after it'
-  if name in BLIND:
-    assert needs <= BLIND[name], f'{name} imports {needs}: siblings are blind'
-  if name.startswith('training.') and name not in MAY_NAME_RULES:
-    assert not needs & RULES, f'{name} imports {needs & RULES}; rules are handed to it'
-  for package, allowed in ONLY.items():
-    assert package not in outside or name in allowed, f'{name} imports {package}'
+def test_modules_import_each_other_in_one_direction():
+  needs = {name: imports(path)[0] - {name} for name, path in MODULES.items()}
+  graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize('name', LIGHT)
-def test_knobs_are_checked_before_jax_is_loaded(name):
-  needs, outside = imports(MODULES[name])
-  assert not outside & HEAVY
-  assert needs <= set(LIGHT)
-
-
-@pytest.mark.parametrize(
-  ('name', 'line', 'late'),
-  [
-    ('algorithms.clip', 'from bapo_jax.training import learner', 'training.learner'),
-    (
-      'runtime.workdir',
-      'from bapo_jax.training import checkpoint',
-      'training.checkpoint',
-    ),
-    ('rollout.decode', 'from bapo_jax.rollout import engine', 'rollout.engine'),
-    ('models.rope', 'from bapo_jax.data.prompts import Problems', 'data.prompts'),
-  ],
-)
-def test_an_import_against_the_flow_is_found(name, line, late, tmp_path):
+def test_an_import_against_the_flow_is_found(tmp_path):
   path = tmp_path / 'module.py'
-  path.write_text(f'def f():\n  {line}\n')
-  assert broken_order(name, imports(path)[0]) == {late}
+  path.write_text('def f():\n  from bapo_jax.learner import learner\n')
+  assert against_the_flow('algorithms.clip', imports(path)[0]) == {'learner.learner'}
 
 
-@pytest.mark.parametrize('folder', [f for f in HOUSE if f])
-def test_every_folder_says_what_flows_through_it(folder):
-  path = PACKAGE.joinpath(*folder.split('.'), '__init__.py')
+def test_knobs_are_checked_before_jax_is_imported():
+  light, seen = ['training.config'], set()
+  while light:
+    needs, outside = imports(MODULES[name := light.pop()])
+    assert not outside & HEAVY, f'{name} imports {outside & HEAVY}'
+    seen.add(name)
+    light += needs - seen
+  assert 'models.knobs' in seen
+
+
+@pytest.mark.parametrize('folder', [f for f in FOLDERS if f])
+def test_every_folder_has_a_docstring_and_nothing_else(folder):
+  path = PACKAGE.joinpath(folder, '__init__.py')
   tree = ast.parse(path.read_text())
-  lines = (ast.get_docstring(tree) or '').splitlines()
-  assert len(lines) >= 3, f'{path}: three lines: what flows in, out, and the order'
+  assert ast.get_docstring(tree), path
   assert len(tree.body) == 1, 'nothing but the docstring'
 
 
@@ -324,15 +150,13 @@ def functions(path):
       yield node
 
 
-def test_files_and_functions_stay_short():
-  long = []
-  for name, path in MODULES.items():
-    lines = path.read_text().count('\n')
-    if lines > 330:
-      long.append(f'{name}: {lines} lines')
-    for node in functions(path):
-      if (lines := node.end_lineno - node.lineno + 1) > 60:
-        long.append(f'{name}.{node.name}: {lines} lines')
+def test_functions_stay_short():
+  long = [
+    f'{name}.{node.name}: {lines} lines'
+    for name, path in MODULES.items()
+    for node in functions(path)
+    if (lines := node.end_lineno - node.lineno + 1) > 60
+  ]
   assert not long, long
 
 
@@ -385,55 +209,14 @@ def test_public_functions_are_annotated():
   assert not bare, bare
 
 
-# The private vocabulary that the field's words replaced (docs/design.md).
-GONE = re.compile(
-  r'(?<![A-Za-z])('
-  r'told|said|kept|speak|speaker|untold|shelf|shelves|shelve|shelved|Shelves|Flight|'
-  r'flight|flying|recheck|rechecked|refills?|refilled|give_up|refresh_every|'
-  r'actor_born|born|examine|Judge|judging|Marks|Band|SHELFLESS|RECHECKED|REFILLED|'
-  r'LOOK|Pick|of_rows|max_age|mismatch'
-  r')(?![A-Za-z])'
+REPORTING = (
+  'algorithms.diagnostics',
+  'algorithms.replay_buffer',
+  'learner.learner',
+  'training.step_metrics',
+  'training.trainer',
+  'run.experiment',
 )
-
-
-def words(path):
-  """(line, word) of every identifier, argument, keyword, knob and metric of a file."""
-  for node in ast.walk(ast.parse(path.read_text())):
-    found = []
-    match node:
-      case ast.Name(id=name) | ast.arg(arg=name) | ast.alias(name=name):
-        found = [name]
-      case ast.Attribute(attr=name):
-        found = [name]
-      case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-        found = [name]
-      case ast.keyword(arg=str(name)):
-        found = [name]
-      case ast.Constant(value=str(text)):
-        found = [text]
-    for text in found:
-      for match in GONE.finditer(text.replace('_', ' ')):
-        yield getattr(node, 'lineno', 0), match[0]
-
-
-SOURCES = sorted(
-  p
-  for folder in ('bapo_jax', 'configs', 'benchmarks', 'notebooks')
-  for p in (ROOT / folder).rglob('*.py')
-)
-
-
-@pytest.mark.parametrize('path', SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_private_vocabulary_is_gone(path):
-  assert not list(words(path))
-
-
-REPORTING = [
-  *(f'algorithms.{name}' for name in ('diagnostics', 'replay_buffer')),
-  *(
-    f'training.{name}' for name in ('learner', 'step_metrics', 'trainer', 'experiment')
-  ),
-]
 
 
 def test_what_a_step_reports_is_in_the_glossary():

@@ -11,7 +11,7 @@ HEAD = """
 from jax import Array
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import rollout
-from bapo_jax.training import learner
+from bapo_jax.learner import learner
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, Prompts, Weigh
 

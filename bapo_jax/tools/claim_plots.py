@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bapo_jax.run import report_plots
 from bapo_jax.tools.claim_shown import Drawn, differences_of, paired
 from bapo_jax.tools.claim_statistics import OUTCOMES, Result, bootstrap_interval, cells
-from bapo_jax.training import report_plots
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from bapo_jax.run import step_record
 from bapo_jax.runtime import files, tables
 from bapo_jax.runtime.statistics import mean_and_error
 from bapo_jax.tools import counterfactual, sweep_grid
-from bapo_jax.training import step_record
 
 FOLDER = 'recorded'
 COLUMNS = {  # of counterfactual.summary -> heading

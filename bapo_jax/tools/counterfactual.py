@@ -22,10 +22,11 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import loss
+from bapo_jax.run import step_record
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import sweep_grid
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules, step_record
+from bapo_jax.training import rules
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Batch, Bounds
 

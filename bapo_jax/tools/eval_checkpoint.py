@@ -21,11 +21,12 @@ from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.run import experiment
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, experiment, policy, setup, weights
+from bapo_jax.training import checkpoint, evaluate, policy, setup, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree

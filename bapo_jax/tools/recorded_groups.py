@@ -27,22 +27,14 @@ from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import transformer
+from bapo_jax.run import step_record
 from bapo_jax.runtime import picture_files
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
-from bapo_jax.training import (
-  checkpoint,
-  evaluate,
-  pictured,
-  policy,
-  rules,
-  scoring,
-  setup,
-  step_record,
-  weights,
-)
+from bapo_jax.training import checkpoint, evaluate, policy, rules, setup, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from bapo_jax.run import report_plots, step_record
+from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import recorded_groups
 from bapo_jax.tools.recorded_groups import RecordedGroup
-from bapo_jax.training import report_plots, step_record
-from bapo_jax.training.report_plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

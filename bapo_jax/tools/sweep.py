@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from bapo_jax.run import experiment, report
 from bapo_jax.runtime import files, metrics, tables
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.statistics import clustered_error, mean_and_error
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import experiment, report, setup
+from bapo_jax.training import setup
 from bapo_jax.training.config import Config
 
 

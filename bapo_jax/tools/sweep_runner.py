@@ -22,13 +22,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from bapo_jax.run import experiment
 from bapo_jax.runtime import files, versions
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import sweep_grid
 from bapo_jax.tools.sweep_grid import RunSpec
-from bapo_jax.training import experiment, policy
+from bapo_jax.training import policy
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ('bapo_jax', 'configs', 'papers/*.py')

@@ -16,6 +16,7 @@ from bapo_jax import sharding
 from bapo_jax.models import attention, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
+from bapo_jax.training import memory
 from bapo_jax.training.config import Config
 
 BOUNDS = {'stored': 'no forward pass of their own', 'again': 'one forward pass more'}
@@ -154,6 +155,24 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   lags = config.rollout.weight_sync_interval > 1
   actor = lags * c * weights / tensor
   return state + actor + gathered + casts * at_once + rows * T * per_token + logits
+
+
+def checkpoint_sizes(config: Config, spec: ModelSpec) -> dict[str, float]:
+  """Bytes of what a checkpoint holds, by hand; unfinished responses come besides.
+
+  The actor is counted where some checkpoints hold one.
+  """
+  few, number = adapters(config, spec), numbers
+  count, own = trained(config, spec), 4 if few else number(spec.dtype)
+  lags = config.rollout.weight_sync_interval > 1
+  rows = 2 * config.buffer.capacity * config.sampler.group_size
+  found = {
+    'adapters' if few else 'weights': own * count,
+    'optimiser': (8 + 4 * (own < 4)) * count,
+    'actor': lags * (4 if few else number(spec.compute)) * count,
+    'buffer': config.batch.uses_buffer * rows * config.row_length * memory.RECORDED,
+  }
+  return {name: float(size) for name, size in found.items() if size}
 
 
 def choices(config: Config, mesh: Mesh) -> list[dict[str, Any]]:

@@ -21,6 +21,12 @@ from bapo_jax.data import pictured_problems, prompts, sources
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.learner import learner, pictured, scoring
+from bapo_jax.learner import optimizer as optimizer_lib
+from bapo_jax.learner.learner import TrainStep
+from bapo_jax.learner.objective import Objective
+from bapo_jax.learner.pictured import Seen
+from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import attention, hf_directory, hf_weights, lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
@@ -30,13 +36,8 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import frozen, learner, pictured, policy, rules, scoring
-from bapo_jax.training import optimizer as optimizer_lib
+from bapo_jax.training import frozen, policy, rules
 from bapo_jax.training.config import Config
-from bapo_jax.training.learner import TrainStep
-from bapo_jax.training.objective import Objective
-from bapo_jax.training.pictured import Seen
-from bapo_jax.training.scoring import Recompute
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
 

@@ -22,12 +22,12 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.drawn import Drawn
 from bapo_jax.data.gallery import Gallery, capacity
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.learner import accumulation, optimizer, pictured
+from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
-from bapo_jax.training import accumulation, optimizer, pictured
-from bapo_jax.training.pictured import Variables
 from bapo_jax.types import Pictures, Tree
 
 Solve = Callable[[Any, np.random.Generator, float, float], str]

@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.learner.learner import TrainStep, Updated
+from bapo_jax.learner.pictured import OfProblems, Seen
+from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
@@ -22,9 +25,6 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.training.learner import TrainStep, Updated
-from bapo_jax.training.pictured import OfProblems, Seen
-from bapo_jax.training.scoring import Recompute
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]

@@ -16,12 +16,13 @@ from jax import Array
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
+from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
 from bapo_jax.runtime import exchange
-from bapo_jax.training import learner, step_metrics
+from bapo_jax.training import step_metrics
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepKeys, Trainer, TrainState
 from bapo_jax.types import (

@@ -33,9 +33,9 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, clip, loss
+from bapo_jax.learner import learner, optimizer
+from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import transformer
-from bapo_jax.training import learner, optimizer
-from bapo_jax.training import objective as objective_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Batch, Bounds, Weigh
 

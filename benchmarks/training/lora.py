@@ -58,9 +58,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> dict[str, float]:
   """The figures of one way in this process."""
   from bapo_jax import main as command_line
+  from bapo_jax.run import experiment
   from bapo_jax.runtime import machine
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import experiment, setup
+  from bapo_jax.training import setup
 
   before = machine.peak_rss()
   given = rl_step.overrides(CASE, args) + ways(args.rank)[args.way]

@@ -29,8 +29,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 def measure(workdir: str, overrides: list[str]) -> dict[str, Any]:
   """The figures of a run of `steps` steps in this process."""
   from bapo_jax import main as command_line
+  from bapo_jax.run import experiment
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import experiment, setup
+  from bapo_jax.training import setup
   from benchmarks.training import rates
 
   os.makedirs(workdir, exist_ok=True)

@@ -26,8 +26,8 @@ from bapo_jax.models import (
   transformer,
 )
 from bapo_jax.models.knobs import LoraConfig
+from bapo_jax.run import experiment
 from bapo_jax.tools import export
-from bapo_jax.training import experiment
 
 KNOBS = LoraConfig(rank=3, alpha=6.0)
 SPEC = making.SPEC

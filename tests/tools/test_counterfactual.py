@@ -7,8 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from bapo_jax.run import step_record
 from bapo_jax.tools import counterfactual
-from bapo_jax.training import step_record
 from bapo_jax.training.config import Config, plain
 
 RUNS = pathlib.Path(__file__).parents[2] / 'notebooks' / '4_runs'

@@ -8,9 +8,9 @@ import pytest
 from runs import copied, source, tiny
 from runs import one_device as on_one_device
 
+from bapo_jax.run import experiment
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import eval_checkpoint
-from bapo_jax.training import experiment
 
 GROUP = 3
 

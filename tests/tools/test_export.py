@@ -18,8 +18,9 @@ from safetensors.numpy import load_file
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import hf_vision, hf_weights, transformer
+from bapo_jax.run import experiment
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, experiment, weights
+from bapo_jax.training import checkpoint, weights
 
 
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])

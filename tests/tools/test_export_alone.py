@@ -15,9 +15,10 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
 from bapo_jax.models import hf_config
 from bapo_jax.rewards import verifiers
+from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
-from bapo_jax.training import experiment, policy, setup
+from bapo_jax.training import policy, setup
 
 TEXTS = (
   ''.join(tokenizer_lib.CHARACTERS[2:]),

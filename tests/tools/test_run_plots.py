@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from bapo_jax.run import report_plots
 from bapo_jax.runtime import glossary
 from bapo_jax.tools import run_plots
-from bapo_jax.training import report_plots
 
 LOGP = np.log([0.5, 0.25, 1.0]).tolist()
 

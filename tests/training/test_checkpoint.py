@@ -13,9 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 from runs import copied, same, tiny
 
+from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
-from bapo_jax.training import checkpoint, resume, setup, weights
+from bapo_jax.training import checkpoint, setup, weights
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree
 

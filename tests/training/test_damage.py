@@ -15,9 +15,10 @@ import pytest
 import runs
 from runs import copied, last_run, same, tiny
 
+from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics, workdir
 from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import checkpoint, experiment, resume
+from bapo_jax.training import checkpoint
 from bapo_jax.training.state import Trainer, TrainState
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,8 @@ from runs import source, tiny
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import hf_vision
-from bapo_jax.training import experiment, policy, setup, welcome
+from bapo_jax.run import experiment, welcome
+from bapo_jax.training import policy, setup
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from runs import tiny
 
+from bapo_jax.learner import learner
 from bapo_jax.rewards import verifiers
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import learner, setup, trainer
+from bapo_jax.training import setup, trainer
 from bapo_jax.types import Batch
 
 

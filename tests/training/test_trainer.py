@@ -14,8 +14,9 @@ from runs import last_run, same, tiny
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import experiment, rules, step_metrics, trainer
+from bapo_jax.training import rules, step_metrics, trainer
 from bapo_jax.training.state import NewestStep
 
 P, G, T = 2, 8, 3

@@ -23,7 +23,7 @@ from bapo_jax.models import hf_weights, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import hlo, programs, roofline
 from bapo_jax.training import memory as memory_lib
-from bapo_jax.training import resume
+from bapo_jax.training import remat
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules
 
@@ -115,7 +115,7 @@ def memory(
   verifiers come on top.
   """
   T, sampler = config.row_length, config.sampler
-  stored = resume.sizes(config, spec)
+  stored = remat.checkpoint_sizes(config, spec)
   stored.pop('buffer', None)
   buffer = jax.tree.leaves(programs.empty_buffer(config, rules))
   rows = config.prompts.count * sampler.group_size

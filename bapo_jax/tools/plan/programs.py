@@ -24,12 +24,13 @@ from jax.stages import Wrapped
 from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
+from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import attention, decoder, lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import frozen, pictured, policy, remat, scoring, setup
+from bapo_jax.training import frozen, policy, remat, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Rules, Tree
 

@@ -1,0 +1,220 @@
+"""Derived from model and devices: mesh, sizes of a step, memory, learning rate.
+
+A rule is a function of the config, in which all that comes before it is decided, and of
+the facts; it returns a value and the reason, for the first screen.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.autosetup.facts import Facts
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.training import memory, remat
+from bapo_jax.training.config import Config
+
+GIB = 2**30
+PROMPTS, PROMPTS_CPU = 64, 8
+UPDATES = 4  # minibatches of a step: the public scripts of both papers
+CACHE_SHARE = 0.8  # of what weights and optimiser leave, for keys and values
+PREFILL = 16384  # tokens of prompts at once
+SEGMENT = 1024  # columns of a part of the cache
+LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the smallest model they train
+LR_MOST = 1e-4  # below 15 M weights, of which nothing was measured
+LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 2025
+
+
+def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
+  """mesh.fsdp: the weights over all devices where one has no room for them."""
+  n, state = len(facts.devices), state_bytes(config, facts, 1)
+  words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
+  room = f'{facts.memory / GIB:.3g} GiB of a device'
+  if n > 1 and state > facts.memory / 2:
+    return -1, f'{words}, over all {n} devices: more than half of {room}'
+  return 1, f'{words}, whole on each of {n}: {room}'
+
+
+def data(config: Config, facts: Facts) -> tuple[int, str]:
+  """mesh.data: all devices that mesh.fsdp does not take."""
+  if config.mesh.fsdp == -1:
+    return 1, 'mesh.fsdp takes all devices'
+  return -1, f'rows over {len(facts.devices)} {facts.devices[0].platform}'
+
+
+def compute(config: Config, facts: Facts) -> tuple[str, str]:
+  """model.compute, by the device."""
+  if facts.cpu:
+    return 'float32', 'a CPU has no faster products in bfloat16'
+  return (
+    'bfloat16',
+    'products of accelerators; weights and log-probabilities are float32',
+  )
+
+
+def prompts(config: Config, facts: Facts) -> tuple[int, str]:
+  """prompts.count, a multiple of what divides over updates and devices."""
+  G, shards = config.sampler.group_size, sharding.row_shards(mesh_of(config, facts))
+  most = len(facts.training)
+  wanted = min(PROMPTS_CPU if facts.cpu else PROMPTS, most)
+  whole = shards // math.gcd(shards, G)  # prompts of the smallest minibatch
+  unit = whole * UPDATES
+  found = max(wanted // unit, 1) * unit
+  if found > most:
+    found = max(most // whole, 1) * whole
+  where = 'a CPU' if facts.cpu else f'{shards} devices'
+  return found, f'{found} x {G} responses a step on {where}; {most} problems'
+
+
+def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
+  """learner.minibatches: as in both public scripts, where the batch divides."""
+  shards, G = sharding.row_shards(mesh_of(config, facts)), config.sampler.group_size
+  fitting = [
+    n
+    for n in range(1, UPDATES + 1)
+    if not config.seats % n and not config.seats // n * G % shards
+  ]
+  n = max(fitting, default=1)
+  return n, f'{config.seats // n} groups an update; {UPDATES} in both public scripts'
+
+
+def steps(config: Config, facts: Facts) -> tuple[int, str]:
+  """steps: one pass over the problems."""
+  n, count = len(facts.training), config.prompts.count
+  found = min(max(n // count, 10), 400)
+  return found, f'{found * count / n:.3g} passes over {n} problems, {count} a step'
+
+
+def slots(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.max_num_seqs: as many responses as the cache has memory for."""
+  mesh = mesh_of(config, facts)
+  shards, spec = sharding.row_shards(mesh), spec_of(config, facts)
+  each = slot_bytes(spec, config.row_length, mesh.shape['tensor'])
+  split = mesh.shape['fsdp'] * mesh.shape['tensor']
+  room = CACHE_SHARE * (facts.memory - state_bytes(config, facts, split))
+  wanted = -(-config.places * config.sampler.group_size // shards) * shards
+  fitting = max(int(room / each), 1) * shards
+  found = wanted if fitting >= wanted else 1 << int(math.log2(fitting / shards))
+  found = found if fitting >= wanted else found * shards
+  whose = 'all responses of a step' if found == wanted else 'what fits'
+  return found, (
+    f'{whose}: {each / 2**20:.3g} MiB of cache each, {max(room, 0) / GIB:.3g} GiB '
+    'beside weights and optimiser'
+  )
+
+
+def prefill(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.prefill_batch_size: prompts of PREFILL tokens, with all their responses."""
+  shards = sharding.row_shards(mesh_of(config, facts))
+  width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
+  rows = min(config.sampler.max_num_seqs, max(1, PREFILL // width) * G * shards)
+  return rows, f'at most {PREFILL} tokens of prompts of {width} at once, on a device'
+
+
+def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.tokens_per_dispatch."""
+  found = min(8 if facts.cpu else 64, config.sampler.max_new_tokens)
+  return found, 'short, so that slots are filled again soon' if facts.cpu else (
+    'long, so that the host is not waited for'
+  )
+
+
+def segments(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.cache_segments."""
+  found = min(8, max(1, config.row_length // SEGMENT))
+  return found, f'rows of {config.row_length} tokens, parts of {SEGMENT} or more'
+
+
+def lag(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.done_check_lag."""
+  return (0, 'a CPU') if facts.cpu else (1, 'an accelerator is busy meanwhile')
+
+
+def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
+  """learner.grad_accum_steps: the fewest with which least is computed again."""
+  mesh, spec = mesh_of(config, facts), spec_of(config, facts)
+  least, fitting = remat.choices(config, mesh)[0]['remat'], []
+  n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
+  while n <= most:
+    tried = config.with_values(learner={'grad_accum_steps': n})
+    found = remat.resolve(tried, spec, mesh, facts.memory)
+    needed = remat.needs(tried, found, mesh)
+    if needed <= facts.memory:
+      fitting.append((n, found.remat, needed))
+      if found.remat == least:
+        break
+    n *= 2
+  rows, room = config.minibatch_rows, f'{facts.memory / GIB:.3g} GiB'
+  if not fitting:
+    return max(most, 1), f'NOTHING FITS: not even rows of one by one into {room}'
+  n, _, needed = next((x for x in fitting if x[1] == least), fitting[0])
+  return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
+
+
+def resolved(config: Config, facts: Facts) -> ModelSpec:
+  """The spec with what the backward pass computes again."""
+  mesh = mesh_of(config, facts)
+  return remat.resolve(config, spec_of(config, facts), mesh, facts.memory)
+
+
+def backward(config: Config, facts: Facts) -> tuple[str, str]:
+  """model.remat."""
+  return resolved(config, facts).remat, 'computes least again of what fits'
+
+
+def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
+  """learner.bounds_pass."""
+  found = resolved(config, facts).bounds_pass
+  if not remat.bounds_wait(config):
+    return found, 'one micro-batch: its bounds need no other pass'
+  return found, 'computes least again of what fits'
+
+
+def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
+  """optimizer.lr: the papers', more for small models and for adapters."""
+  scale = min(max(1.0, LR_SIZE / facts.parameters), LR_MOST / LR)
+  found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
+  if scale > 1:
+    words += f'; inversely to size below (here {facts.size})'
+  if is_lora(config):
+    found *= LORA_FACTOR
+    words += f'; {LORA_FACTOR} times that for LoRA (LoRA Without Regret, 2025)'
+  return float(f'{found:.1e}'), words
+
+
+def is_lora(config: Config) -> bool:
+  """Whether adapters are trained, and the weights are frozen."""
+  lora: Any = getattr(config, 'lora', None)
+  return bool(lora and lora.rank)
+
+
+def mesh_of(config: Config, facts: Facts) -> Mesh:
+  """The mesh of these devices."""
+  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
+
+
+def spec_of(config: Config, facts: Facts) -> ModelSpec:
+  """The model with the config's types and kernel."""
+  knobs = config.model
+  return dataclasses.replace(
+    facts.spec, dtype=knobs.dtype, compute=knobs.compute, attention=knobs.attention
+  )
+
+
+def state_bytes(config: Config, facts: Facts, split: int) -> float:
+  """Bytes of weights, moments and actor on a device, the first two over `split`."""
+  spec, n = spec_of(config, facts), facts.parameters
+  few, trained = remat.adapters(config, spec), remat.trained(config, spec)
+  # Of adapters themselves and two moments; else moments, and a copy of narrow weights.
+  added = 12 if few else 8 + 4 * (spec.dtype != 'float32')
+  held = remat.numbers(spec.dtype) * n + added * trained
+  return held / split + remat.numbers(spec.compute) * n
+
+
+def slot_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
+  """Bytes of a decode slot: keys and values, and what is recorded of each token."""
+  heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
+  numbers = 2 * spec.layers * heads * spec.head_width
+  return length * (memory.DECODED + remat.numbers(spec.compute) * numbers)

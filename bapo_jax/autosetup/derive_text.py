@@ -1,0 +1,136 @@
+r"""Derived from the problems: verifier, template, lengths.
+
+A rule is a function of the config, in which all that comes before it is decided, and of
+the facts; it returns a value and the reason, for the first screen.
+"""
+
+import collections
+import json
+from collections.abc import Sequence
+
+from bapo_jax.autosetup.facts import Facts
+from bapo_jax.data.row import Row
+from bapo_jax.rewards import number_rules
+from bapo_jax.training.config import Config
+
+# Weights below which a model is not asked for a box: of 400 responses of SmolLM2-135M
+# that were asked for one, none was right; without one 1 in 40 to 1 in 10 (LOG.md).
+SMALL = 400_000_000
+BOX = r'\boxed'
+REQUEST = '\nPlease reason step by step, and put your final answer within \\boxed{}.'
+# Most tokens of a response, on an accelerator. Of aime and math those of published runs
+# (configs/aime.py); of the others room for a worked solution.
+LONGEST = {'aime': 8192, 'math': 8192, 'gsm8k': 1024, 'countdown': 1024, 'exact': 256}
+LONGEST_CPU = 512
+PER_PROBLEM = 5  # tokens of a response per token of the longest problem, where short
+SHORT = ('gsm8k', 'exact')  # verifiers whose answers need no long reasoning
+OUTLIER = 2.0  # a longest prompt of more than so many times the 99th percentile
+
+
+def rule(config: Config, facts: Facts) -> tuple[str, str]:
+  """rewards.rule, by the right answers."""
+  rows = facts.rows
+  named = collections.Counter(row.verifier for row in rows if row.verifier)
+  unnamed = [row for row in rows if not row.verifier]
+  if not unnamed:
+    counts = ', '.join(f'{name} {n}' for name, n in named.most_common())
+    return named.most_common(1)[0][0], f'each problem names its verifier ({counts})'
+  found, reason = by_answers([row.answer for row in unnamed])
+  if found == 'aime' and facts.parameters < SMALL and not asks_for_box(rows):
+    found = 'gsm8k'
+    reason += (
+      f'; aime reads boxes, which a model of {facts.size} rarely writes, gsm8k the '
+      'last number too'
+    )
+  check = facts.verified(found)
+  reason += f'; {check.right} of {check.tried} verify against themselves'
+  return found, reason + (f', not {check.wrong}' if check.wrong else '')
+
+
+def by_answers(answers: Sequence[str]) -> tuple[str, str]:
+  """(verifier, reason): the narrowest that reads every one of these answers."""
+  n = len(answers)
+  kinds = {
+    'countdown': ('{numbers, target}', _countdown),
+    'aime': ('integers 0..999', lambda text: number_rules.integer(text) is not None),
+    'gsm8k': ('numbers', lambda text: number_rules.number(text) is not None),
+  }
+  best, other = '', ''
+  for name, (words, reads) in kinds.items():
+    unread = [text for text in answers if not reads(text)]
+    if not unread:
+      return name, f'all {n} answers are {words}'
+    if len(unread) < n:
+      best = f', {n - len(unread)} of {n} {words}'
+      other = f' ({unread[0][:30]!r} is not)'
+  if any(set(text) & set('0123456789\\^_{}') for text in answers):
+    return 'math', f'answers in LaTeX{best}{other}'
+  return 'exact', f'{n} answers are words'
+
+
+def _countdown(answer: str) -> bool:
+  try:
+    found = json.loads(answer)
+  except (ValueError, RecursionError):
+    return False
+  return isinstance(found, dict) and {'numbers', 'target'} <= found.keys()
+
+
+def asks_for_box(rows: Sequence[Row]) -> bool:
+  """Whether the problems, or most of them, ask for a box themselves."""
+  asking = sum(BOX in row.problem or BOX in row.system for row in rows)
+  return 2 * asking > len(rows)
+
+
+def template(config: Config, facts: Facts) -> tuple[str, str]:
+  """tokenizer.template: the model's chat template or a plain one; a box asked for."""
+  found = 'chat:{problem}' if facts.chat else '{problem}'
+  reason = 'the chat template of the model'
+  if not facts.chat:
+    reason = 'a plain one: the model has no chat template'
+  verifier = config.rewards.rule
+  boxed = verifier in ('aime', 'math')
+  boxed |= verifier in SHORT and facts.parameters >= SMALL
+  if not boxed:
+    reason += f', nothing added for {verifier}'
+  elif asks_for_box(facts.rows):
+    reason += '; the problems ask for a box themselves'
+  else:
+    found += REQUEST
+    reason += f', with a request for the box that {verifier} reads'
+  return found + ('' if facts.chat else '\n'), reason
+
+
+def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
+  """prompts.max_prompt_tokens: the longest, or the 99th percentile and its multiple."""
+  training, held_out = facts.lengths(config.tokenizer.template)
+  lengths = sorted([*training, *held_out])
+  longest, most = lengths[-1], lengths[99 * (len(lengths) - 1) // 100]
+  limit = facts.spec.positions // 2
+  if longest <= min(OUTLIER * most, limit):
+    return longest, f'the longest of {len(lengths)} prompts'
+  # Held-out problems are never left out: the score would be one of another set.
+  found = max(min(round(OUTLIER * most), limit), *held_out)
+  left_out = sum(n > found for n in training)
+  return found, (
+    f'{OUTLIER:g} times the 99th percentile, at most half of {facts.spec.positions} '
+    f'positions: {left_out} of {len(training)} training prompts are longer, up to '
+    f'{longest} tokens, and left out'
+  )
+
+
+def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
+  """sampler.max_new_tokens, by the verifier's kind, the positions and the device."""
+  verifier, positions = config.rewards.rule, facts.spec.positions
+  limits = {
+    f"{verifier}'s": LONGEST[verifier],
+    f"the model's {positions} positions": positions - config.prompts.max_prompt_tokens,
+  }
+  if facts.cpu:
+    limits['the most on a CPU'] = LONGEST_CPU
+  if verifier in SHORT:
+    longest = max(max(lengths) for lengths in facts.lengths('{problem}'))
+    tokens = max(32, -(-PER_PROBLEM * longest // 16) * 16)
+    limits[f'{PER_PROBLEM} x the longest problem ({longest})'] = tokens
+  words = min(limits, key=limits.__getitem__)
+  return max(1, limits[words]), words

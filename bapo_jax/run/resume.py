@@ -1,0 +1,149 @@
+"""From a checkpoint to the state of a run, and what may not have changed since."""
+
+from typing import Any
+
+from bapo_jax.rollout import decode
+from bapo_jax.runtime.progress import log
+from bapo_jax.training import checkpoint, weights
+from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.training.trainer import finished
+
+Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
+
+SCALARS = (
+  'step',
+  'actor_version',
+  'prompt_round',
+  'responses',
+  'updates',
+  'consecutive_skips',
+  'idle_steps',
+)
+
+
+def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
+  """The part of a state that is arrays.
+
+  The actor is among them where the next step decodes with it; else that step begins
+  with the weights of now. It is laid out as the parameters are: its own layout depends
+  on the mesh, and another one may resume. One that is merged from adapters is them:
+  frozen weights are no part of a state.
+  """
+  found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
+    found['actor'] = s.actor_adapters
+  elif s.step % t.config.rollout.weight_sync_interval:
+    actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
+    found['actor'] = t.trained(decode.params_of(actor, t.spec, t.mesh))
+  return found if s.partial is None else found | {'partial': s.partial.state()}
+
+
+def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+  """(arrays, meta) of a checkpoint of this state.
+
+  A run that does not go on needs no optimiser state; its float32 weights stay.
+  """
+  found = arrays(t, s)
+  bare = t.config.checkpoint.final == 'weights' and finished(t.config, s)
+  if bare:
+    master = getattr(s.opt, 'master', None)
+    found['opt'] = {} if master is None else {'master': master}
+  return found, {'run': scalars(s), 'weights_only': bare}
+
+
+def scalars(s: TrainState) -> dict[str, int]:
+  """The part of a state that is plain numbers."""
+  return {name: getattr(s, name) for name in SCALARS}
+
+
+def resume(
+  checkpoints: checkpoint.CheckpointManager,
+  t: Trainer,
+  s: TrainState,
+  same: bool = True,
+) -> tuple[TrainState, Spent]:
+  """Newest whole checkpoint (or the state given), and what the run has cost so far.
+
+  Args:
+    same: the checkpoint is of the same problems; else its buffer and its partial
+      rollouts name other ones, and are left out.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole; or the newest does not fit:
+      weights alone, of a run that is to go on, or beside other frozen weights.
+  """
+  newest = checkpoint.restore_newest(
+    checkpoints, lambda step: arrays(t, s.replace(step=step))
+  )
+  if newest is None:
+    return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
+  step, found, meta = newest
+  log(f'Resuming after step {step}.')
+  s = _whole_actor(t, s.replace(**meta['run']), found)
+  _check(t, s, meta)
+  partial = found.pop('partial', None)
+  if not same:
+    found['buffer'] = s.buffer
+  elif partial and s.partial is not None:
+    s.partial.restore(partial)
+  return s.replace(**found), meta
+
+
+def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
+  """The state with its actor, which is taken out of `found`.
+
+  Where none is stored the next step makes one, and its version, before it decodes.
+  """
+  params = found.pop('actor', None)
+  if params is None:
+    return s
+  return s.replace(actor=t.actor(params), actor_adapters=t.adapters(params))
+
+
+def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
+  """Raises ValueError unless a run can go on from a checkpoint of this meta."""
+  if meta.get('weights_only') and not finished(t.config, s):
+    raise ValueError(
+      f'the checkpoint of step {s.step} holds no optimiser state, as '
+      'checkpoint.final=weights asked for, and no run goes on from it; export it '
+      '(--mode=export) and start in another --workdir with it as model.path'
+    )
+  if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:
+    path = t.config.model.path
+    where = f'those of model.path={path!r}' if path else 'its folder warmstart/'
+    raise ValueError(
+      f'the frozen weights of this run are not those beside which step {s.step} was '
+      f'trained (fingerprints, {meta["base"]} then, {now} now); bring back {where}, or '
+      'start in another --workdir'
+    )
+
+
+def same_problems(
+  checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
+) -> bool:
+  """Whether the latest checkpoint is of these problems, or there is none.
+
+  Args:
+    identity: fingerprints of the training and the held-out problems.
+    changed: what to do where they are others: 'refuse' or 'accept' them.
+
+  Raises:
+    ValueError: they are others, and not accepted.
+  """
+  step = checkpoints.latest_step()
+  if step is None:
+    return True
+  before = checkpoint.read_meta(checkpoints, step)['problems']
+  if before == identity:
+    return True
+  names = ('training', 'held-out')
+  others = zip(names, before, identity, strict=True)
+  message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
+  if changed == 'refuse':
+    raise ValueError(
+      f'the problems are not those of step {step} (fingerprints, {message}); bring '
+      'those back, start in another --workdir, or go on with '
+      '--config.problems.changed=accept'
+    )
+  log(f'Other problems than at step {step} ({message}): accepted, the buffer is empty.')
+  return False

@@ -1,0 +1,60 @@
+"""The first screen of a run."""
+
+import os
+
+import jax
+
+from bapo_jax.models import transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import hosts
+from bapo_jax.runtime.progress import log
+from bapo_jax.training import policy, remat, setup
+from bapo_jax.training.config import Config
+from bapo_jax.training.setup import Material
+
+
+def welcome(config: Config, workdir: str, material: Material) -> None:
+  """The first screen: what will run."""
+  count = hosts.processes()
+  several = f', {count} processes' if count > 1 else ''
+  c, mesh, devices = config, setup.make_mesh(config), jax.devices()
+  spec = remat.resolve(c, policy.spec_of(c, material.tokenizer), mesh)
+  model = c.model.path or 'embedded policy'
+  log(
+    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
+    f'responses, {c.updates_per_step} updates per step\n'
+    f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})'
+    f'{_frozen(c, spec)}\n'
+    f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens, '
+    f'template {c.tokenizer.template!r:.60}\n'
+    f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
+    f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
+    f'  verifier   {c.rewards.rule}\n'
+    f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
+    f'{c.clip.rule}, loss {c.loss.rule}\n'
+    f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
+    f'{several}\n'
+    f'  memory     {remat.sentence(c, spec, mesh)}\n'
+    f'  disk       {disk(c, spec)}\n'
+    f'  results    {workdir}; Ctrl-C saves, the same command continues'
+  )
+
+
+def _frozen(config: Config, spec: ModelSpec) -> str:
+  """Which of them are not trained, and what is in their place, if anything is."""
+  if few := remat.adapters(config, spec):
+    return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
+  tower = remat.frozen_tower(config, spec)
+  return f', {tower:,} of them, the vision tower, frozen' if tower else ''
+
+
+def disk(config: Config, spec: ModelSpec) -> str:
+  """What a checkpoint weighs, and how many lie on the disk."""
+  sizes = remat.checkpoint_sizes(config, spec)
+  parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
+  most = config.checkpoint.keep + config.checkpoint.best
+  total = sum(sizes.values())
+  return (
+    f'{total / 2**20:.3g} MiB per checkpoint ({parts}), {most} at most: '
+    f'{most * total / 2**30:.3g} GiB'
+  )

@@ -1,0 +1,291 @@
+"""What a run decides by itself: by which fact, with which reason, and only once."""
+
+import json
+import types
+
+import foreign
+import jax
+import making
+import pytest
+from runs import last_run
+
+from bapo_jax import main, sharding
+from bapo_jax.autosetup import check_rules, derive, derive_sizes, derive_text, facts
+from bapo_jax.autosetup.facts import Facts, Verified
+from bapo_jax.data.row import Row
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models import lora, transformer
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.run import experiment
+from bapo_jax.training import remat
+from bapo_jax.training.knobs import DERIVABLE
+
+FINETUNE = 'configs/finetune.py'
+THREE = ('model.path', 'problems.source', 'problems.test_source')
+SUMS = [Row(row['problem'], row['answer']) for row in foreign.problems(80)]
+# Of Qwen2.5-1.5B, whose weights the papers' smallest model has.
+BIG = ModelSpec(
+  vocab=151936, width=1536, layers=28, heads=12, kv_heads=2, head_width=128, ffn=8960
+)
+SMALL = ModelSpec(
+  vocab=1000, width=64, layers=2, heads=4, kv_heads=2, head_width=16, ffn=128
+)
+
+
+CHAT, BASE = (
+  Tokenizer(types.SimpleNamespace(chat_template=each), (0,), '') for each in ('x', '')
+)
+
+
+def three(*paths: str, **overrides: object) -> list[str]:
+  """The three knobs of the command line, and others."""
+  given = dict(zip(THREE, paths, strict=False)) | overrides
+  return [f'--config.{name}={value}' for name, value in given.items()]
+
+
+def asked(**overrides: object):
+  """The config of configs/finetune.py before anything is derived."""
+  return main.read_config(FINETUNE, three('m', 'a.jsonl', 'b.jsonl', **overrides))
+
+
+def device(platform: str):
+  return types.SimpleNamespace(platform=platform)
+
+
+def known(**changes) -> Facts:
+  """The facts of a small chat model on one CPU."""
+  found = Facts(
+    spec=SMALL,
+    tokenizer=CHAT,
+    training=SUMS[:60],
+    held_out=SUMS[60:],
+    lengths=lambda template: ([len(template)] * 60, [len(template)] * 20),
+    verified=lambda rule: Verified(80, 80),
+    devices=jax.devices()[:1],
+    memory=2**34,
+  )
+  return found._replace(**changes)
+
+
+def values(config=None, **changes) -> dict:
+  """knob -> value, as derived from these facts."""
+  _, found = derive.derive(config or asked(), known(**changes))
+  return {each.knob: each.value for each in found}
+
+
+def test_a_config_leaves_exactly_what_there_are_rules_for():
+  assert set(asked().derived) == set(derive.RULES) == set(DERIVABLE)
+
+
+@pytest.mark.parametrize(
+  ('answers', 'rule'),
+  [
+    (['0', '7', '999'], 'aime'),
+    (['0', '7', '1000'], 'gsm8k'),
+    (['-3', '1,000', '5/2'], 'gsm8k'),
+    (['5', r'\frac{\pi}{2}'], 'math'),
+    (['x^2 + 1', '(3, 4)'], 'math'),
+    (['{"numbers": [3, 5], "target": 8}'], 'countdown'),
+    (['yes', 'no'], 'exact'),
+    (['A', 'B', 'C'], 'exact'),
+  ],
+)
+def test_the_verifier_is_the_narrowest_that_reads_all_answers(answers, rule):
+  assert derive_text.by_answers(answers)[0] == rule
+
+
+def test_one_answer_of_another_kind_is_named():
+  rule, reason = derive_text.by_answers(['1', '2', 'x^2'])
+  assert rule == 'math'
+  assert reason == "answers in LaTeX, 2 of 3 numbers ('x^2' is not)"
+
+
+def test_a_small_model_is_not_asked_for_a_box_and_a_large_one_is():
+  small, large = values(), values(spec=BIG)
+  assert small['rewards.rule'] == 'gsm8k' and large['rewards.rule'] == 'aime'
+  assert small['tokenizer.template'] == 'chat:{problem}'
+  assert r'\boxed{}' in large['tokenizer.template']
+  boxed = [row._replace(problem=row.problem + r' Use \boxed{}.') for row in SUMS]
+  found = values(training=boxed, held_out=boxed[:1])
+  assert found['rewards.rule'] == 'aime', 'the problems ask for it'
+  assert found['tokenizer.template'] == 'chat:{problem}', 'and once is enough'
+
+
+def test_rows_that_name_a_verifier_decide():
+  named = [row._replace(verifier='math') for row in SUMS]
+  assert values(training=named, held_out=named[:1])['rewards.rule'] == 'math'
+
+
+def test_a_base_model_gets_a_plain_template_and_the_reason_says_so():
+  _, found = derive.derive(asked(), known(tokenizer=BASE))
+  template = {each.knob: each for each in found}['tokenizer.template']
+  assert template.value == '{problem}\n'
+  assert 'no chat template' in template.reason
+
+
+def lengths_of(training, held_out):
+  return lambda template: (training, held_out)
+
+
+def test_prompts_are_as_long_as_the_longest_unless_one_is_out_of_all_proportion():
+  def length(training, held_out, **changes):
+    facts_ = known(lengths=lengths_of(training, held_out), **changes)
+    return derive_text.prompt_tokens(
+      asked(**{'tokenizer.template': '{problem}'}), facts_
+    )
+
+  usual = [10] * 300
+  assert length(usual, [20])[0] == 20
+  # The 99th percentile is 10: longer ones than 20 are left out, and counted.
+  found, reason = length([*usual, 900], [10])
+  assert found == 20
+  assert '1 of 301 training prompts are longer, up to 900 tokens' in reason
+  assert length(usual, [900])[0] == 900, 'held-out problems are never left out'
+
+
+def test_responses_fit_the_positions_and_the_kind():
+  def tokens(rule, spec=SMALL, platform='tpu', prompt=10):
+    config = asked(**{'rewards.rule': rule, 'prompts.max_prompt_tokens': prompt})
+    facts_ = known(spec=spec, devices=[device(platform)])
+    return derive_text.response_tokens(config, facts_)[0]
+
+  assert tokens('math') == 8192
+  assert tokens('math', platform='cpu') == 512
+  assert tokens('gsm8k') == 48  # 5 x len('{problem}'), in steps of 16
+  assert tokens('math', prompt=32_000) == 32_768 - 32_000
+
+
+@pytest.mark.parametrize(
+  ('parameters', 'rate'),
+  [(7.6e9, 1e-6), (1.5e9, 1e-6), (0.5e9, 3e-6), (1.35e8, 1.1e-5)],
+)
+def test_the_learning_rate_is_the_papers_and_grows_as_the_model_shrinks(
+  parameters, rate, monkeypatch
+):
+  sized = known()
+  monkeypatch.setattr(Facts, 'parameters', property(lambda _: parameters))
+  assert derive_sizes.learning_rate(asked(), sized)[0] == pytest.approx(rate)
+  monkeypatch.setattr(derive_sizes, 'is_lora', lambda config: True)
+  assert derive_sizes.learning_rate(asked(), sized)[0] == pytest.approx(10 * rate)
+
+
+@pytest.mark.parametrize('gib', [200, 64, 40])
+def test_a_run_takes_what_memory_there_is_and_no_more(gib):
+  facts_ = known(spec=BIG, memory=gib * 2**30)
+  config, _ = derive.derive(asked(), facts_)
+  mesh = derive_sizes.mesh_of(config, facts_)
+  spec = remat.resolve(config, derive_sizes.spec_of(config, facts_), mesh, gib * 2**30)
+  assert spec.remat == config.model.remat, 'a later start decides the same'
+  assert remat.needs(config, spec, mesh) <= gib * 2**30
+
+
+def test_less_memory_means_fewer_slots_and_more_micro_batches():
+  long = asked(**{'sampler.max_new_tokens': 8192, 'prompts.max_prompt_tokens': 64})
+
+  def sizes(gib):
+    found = values(long, spec=BIG, memory=gib * 2**30)
+    return found['sampler.max_num_seqs'], found['learner.grad_accum_steps']
+
+  (most, fewest), (less, more) = sizes(400), sizes(48)
+  assert less < most and more > fewest
+  assert most == 64, 'all responses of a step'
+
+  # Where no bounds wait, more micro-batches rather than whole layers computed again.
+  constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
+  constant = asked(**constant, **{'prompts.max_prompt_tokens': 64})
+  config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
+  assert config.model.remat == 'dots'
+
+
+def test_memory_and_disk_count_the_moments_of_what_is_trained():
+  spec, config = making.SEEING, asked(**{'batch.rule': 'fresh_only'})
+  facts_ = known(spec=spec)
+  n, tower = transformer.count(spec), transformer.count(spec, 'vision/')
+  few = lora.count(spec, 2, config.lora.targets)
+  actor = remat.numbers(config.model.compute) * n
+
+  def found(**knobs):
+    made = asked(**{'batch.rule': 'fresh_only'} | knobs)
+    memory = derive_sizes.state_bytes(made, facts_, 1) - actor
+    return memory, check_rules.checkpoint_bytes(made, facts_)
+
+  # Weights of 4 bytes and two moments; a frozen tower, or frozen weights, are held.
+  assert found(**{'model.train_tower': True}) == (12 * n, 12 * n)
+  assert found() == (4 * n + 8 * (n - tower), 12 * (n - tower))
+  assert found(**{'lora.rank': 2}) == (4 * n + 12 * few, 12 * few)
+
+
+def test_what_does_not_fit_is_said():
+  _, found = derive.derive(asked(), known(spec=BIG, memory=2**32))
+  reasons = {each.knob: each.reason for each in found}
+  assert 'NOTHING FITS' in reasons['learner.grad_accum_steps']
+
+
+def test_weights_go_over_all_devices_where_one_has_no_room():
+  eight = jax.devices()
+  assert len(eight) == 8
+  found = values(spec=BIG, devices=eight, memory=2**34)
+  assert (found['mesh.fsdp'], found['mesh.data']) == (-1, 1)
+  found = values(devices=eight)
+  assert (found['mesh.fsdp'], found['mesh.data']) == (1, -1)
+  config, _ = derive.derive(asked(), known(devices=eight))
+  mesh = sharding.make(**config.mesh.model_dump(), devices=eight)
+  assert not config.minibatch_rows % sharding.row_shards(mesh)
+
+
+def test_an_override_wins_and_the_screen_says_so():
+  config = asked(**{'optimizer.lr': 0.5, 'rewards.rule': 'exact'})
+  decided, found = derive.derive(config, known())
+  assert decided.optimizer.lr == 0.5 and decided.rewards.rule == 'exact'
+  lines = derive.screen(found)
+  assert 'optimizer.lr=0.5, GIVEN (derived: ' in lines
+  assert 'nothing added for exact' in lines, 'what follows sees the override'
+
+
+def test_every_line_has_a_reason():
+  _, found = derive.derive(asked(), known())
+  assert [each.knob for each in found] == list(derive.RULES)
+  assert all(len(each.reason) > 3 for each in found)
+  assert all(len(line) <= derive.WIDTH for line in derive.screen(found).splitlines())
+
+
+def test_right_answers_are_verified_against_themselves():
+  rows = [Row('p', '5'), Row('p', 'x+1', 'math'), Row('p', '1/0', 'math')]
+  found = facts.verified(rows, asked().rewards, 'aime')
+  assert found[:2] == (2, 3)
+  assert found.wrong.startswith("'1/0': ")
+  assert facts.verified(rows, asked().rewards, 'exact').right == 2
+
+
+@pytest.mark.parametrize('kind', foreign.OWN)
+def test_models_of_others_train_by_three_knobs(kind, tmp_path, one_device, capsys):
+  path = foreign.model(tmp_path / 'model', kind)
+  training = foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24))
+  held_out = foreign.rows(tmp_path / 'b.jsonl', foreign.problems(6, 24))
+  work = tmp_path / 'work'
+  flags = three(path, training, held_out)
+
+  def run(given):
+    return derive.resolve(main.read_config(FINETUNE, given), str(work))
+
+  config = run(flags)
+  assert config.tokenizer.template == 'chat:{problem}'
+  # One step of ten, for the time it takes: `steps` may change when a run goes on.
+  short = config.model_copy(update={'steps': 1})
+  assert experiment.train(short, str(work)) == 0
+  assert last_run(work).scalars['step'] == 1
+  stored = json.loads((work / 'config.json').read_text())
+  assert stored['optimizer']['lr'] == config.optimizer.lr
+  capsys.readouterr()
+  # Whatever has changed since, a run that has begun goes on as it began.
+  foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24, 100))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(facts, 'gather', lambda config: pytest.fail('derived anew'))
+    again = run(flags)
+  assert again == short
+  assert 'Derived when this run began' in capsys.readouterr().out
+
+
+def test_what_is_yours_is_asked_for():
+  with pytest.raises(ValueError, match=r'give --config\.model\.path=\.\.\., --config'):
+    main.read_config(FINETUNE, [])

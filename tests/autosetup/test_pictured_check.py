@@ -1,0 +1,94 @@
+"""--mode=check of a model that sees: its prompts have room for their pictures."""
+
+import json
+
+import numpy as np
+import oracles
+import pytest
+from pictured import DRAWN, png
+from runs import tiny
+
+from bapo_jax.autosetup import check, check_rules, facts
+from bapo_jax.data import drawn, pictured_problems
+from bapo_jax.data.knobs import DrawnConfig
+from bapo_jax.models import hf_weights, transformer
+from bapo_jax.tools import export
+from bapo_jax.training import policy, setup
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+  """Of a run on drawn pictures with a model that is read from a directory."""
+  path = str(tmp_path_factory.mktemp('model'))
+  embedded = tiny(**DRAWN)
+  tokenizer = policy.load_tokenizer(embedded)
+  spec = policy.spec_of(embedded, tokenizer)
+  flat = transformer.flatten(oracles.noisy(spec, 0))
+  hf_weights.save(path, flat.__getitem__, spec)
+  export.write_configs(path, embedded, spec, tokenizer, 'float32')
+  tokenizer.backend.save_pretrained(path)
+  own = {'model.path': path, 'tokenizer.template': '{problem}\n'}
+  return tiny(**{k: v for k, v in DRAWN.items() if 'tower' not in k} | own)
+
+
+def test_lengths_count_what_pictures_take(config, one_device):
+  known = facts.gather(config)
+  problems = drawn.generate(DrawnConfig(shown=2, terms=1), 0, config.problems.count)
+  # 16 tokens of a picture, and 'x1 mod 10' with its newline.
+  assert known.lengths('{problem}\n') == (
+    [26] * config.problems.train,
+    [26] * config.problems.test,
+  )
+  assert [row.problem for row in known.training] == [
+    p.text for p in problems[: config.problems.train]
+  ]
+  assert known.verified('aime').right == known.verified('aime').tried > 0
+  tokenizer = policy.load_tokenizer(config)
+  found = check.problems(config, known, tokenizer)
+  wanted = pictured_problems.load(
+    tokenizer, config.prompts, config.problems, known.spec.vision
+  )
+  for one, other in zip(found, wanted, strict=True):
+    np.testing.assert_array_equal(one.tokens_NT, other.tokens_NT)
+    assert one.pictures == other.pictures and one.grids == other.grids
+
+
+def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
+  config, one_device, tmp_path, monkeypatch
+):
+  material = setup.read(config, str(tmp_path))
+  monkeypatch.setattr(setup, 'check_available', None)
+  shown = check.short(config, material, str(tmp_path))
+  assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
+
+
+def test_a_problem_of_the_same_text_with_another_picture_is_another(
+  config, one_device, tmp_path
+):
+  paths = []
+  for name in ('train', 'test'):
+    (tmp_path / f'{name}.png').write_bytes(png(28, 28, len(paths)))
+    row = {'problem': '<image>1', 'answer': '3', 'images': [f'{name}.png']}
+    paths.append(tmp_path / f'{name}.jsonl')
+    paths[-1].write_text(json.dumps(row))
+
+  def overlap(source, test_source):
+    problems = {'source': str(source), 'test_source': str(test_source)}
+    asked = config.model_copy(
+      update={'problems': config.problems.model_copy(update=problems)}
+    )
+    return [x.name for x in check_rules._overlap(asked, facts.gather(asked))]
+
+  assert overlap(*paths) == []
+  assert overlap(paths[0], paths[0]) == ['overlap']
+  assert overlap('drawn', 'drawn') == []
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_is_checked(config, one_device, tmp_path, capsys):
+  assert check.check(config, str(tmp_path / 'work')) in (0, 1)
+  text = capsys.readouterr().out
+  assert 'prompt 1, 26 tokens, right answer' in text
+  assert '  | (<image> x 16)x' in text
+  assert 'a step     about' in text and 'Checked in' in text
+  assert not list(tmp_path.iterdir())

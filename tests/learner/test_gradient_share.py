@@ -1,0 +1,296 @@
+"""The share that a clip rule balances and reports is that of the gradient applied.
+
+The oracle differentiates the whole scalar loss by the log-probabilities and adds up
+what comes out: P over tokens with A > 0, N over tokens with A < 0. Log-probabilities
+stand in for the parameters, so that everything runs through `learner.learn`.
+"""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import pytest
+from refusals import nested
+
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.learner import learner
+from bapo_jax.learner import objective as objective_lib
+from bapo_jax.training import rules
+from bapo_jax.training.config import parse
+from bapo_jax.types import TokenStats
+
+AGGREGATES = 'token', 'sequence', 'constant'
+T = 8
+# So long a step that where the parameters started is rounded away: it is the gradient.
+LONG = optax.sgd(2.0**24)
+START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
+FAST = {'xla_backend_optimization_level': 0}
+
+
+class Direct(objective_lib.Objective):
+  """The parameters are the log-probabilities themselves."""
+
+  def token_stats(self, params, cells, patch_XD=None):
+    logp_RT = params[cells.row_RT, jnp.minimum(cells.position_RT + 1, T)]
+    logp_RT = jnp.where(cells.wanted_RT, logp_RT, 0)
+    return TokenStats(logp_RT, jnp.ones_like(logp_RT), jnp.zeros_like(logp_RT))
+
+
+def objective(**values) -> Direct:
+  """The objective of these knobs, as a run has it."""
+  config = parse(nested(values))
+  bound = rules.bind(config)
+  return Direct(
+    clip_rule=bound.clip,
+    loss_rule=bound.loss,
+    spec=making.SPEC,
+    temperature=1.0,
+    aggregate=config.loss.aggregate,
+    length=T,
+    grad_accum_steps=config.learner.grad_accum_steps,
+  )
+
+
+def placed(logp_BT, batch):
+  """(logp_BT, batch) as arrays of the device, behind a column that predicts them."""
+
+  def behind(x):
+    return np.pad(x, ((0, 0), (1, 0))) if np.ndim(x) == 2 else x
+
+  logp_BT, batch = behind(logp_BT), jax.tree.map(behind, batch)
+  return jnp.float32(logp_BT), jax.tree.map(jnp.asarray, batch)
+
+
+def stale(seed, B=16, mean=-0.1):
+  """(logp_BT, batch): ratios off by .5 nats, all sources and weights, ragged rows.
+
+  Advantages have this mean.
+  """
+  rng = np.random.default_rng(seed)
+  old_BT = -rng.exponential(1, (B, T)) - 2
+  logp_BT, prox_BT = (old_BT + rng.normal(0, 0.5, (B, T)) for _ in range(2))
+  source_B = np.arange(B) % 4 - 1
+  adv_B = rng.normal(mean, 1, B) * np.asarray([1, 0.5, 0.25, 1])[source_B]
+  mask_BT = (np.arange(T) < rng.integers(1, T + 1, B)[:, None]) & (source_B >= 0)[
+    :, None
+  ]
+  return placed(logp_BT, making.batch(adv_B, mask_BT, old_BT, prox_BT, source_B))
+
+
+def sides(grads_BT, batch):
+  """(P, N): what tokens with A > 0 and with A < 0 have in this gradient."""
+  size_BT, adv_B1 = jnp.abs(grads_BT), batch.adv_B[:, None]
+  return jnp.where(adv_B1 > 0, size_BT, 0).sum(), jnp.where(
+    adv_B1 < 0, size_BT, 0
+  ).sum()
+
+
+@functools.cache
+def compiled(chosen):
+  """(logp_BT, batch) -> (P and N of the update, metrics), jitted."""
+
+  def run(logp_BT, batch):
+    opt = LONG.init(logp_BT)
+    after_BT, _, metrics = learner.learn(logp_BT, opt, batch, tx=LONG, objective=chosen)
+    return sides(after_BT - logp_BT, batch), metrics
+
+  return jax.jit(run, compiler_options=FAST)
+
+
+def path_of(rule):
+  """The points of Algorithm 1's path, upper bound first."""
+  points = (clip.points(rule[n], rule[f'{n}_step']) for n in ('low', 'high'))
+  lows, highs = points
+  return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
+
+
+@functools.cache
+def on_the_path(chosen):
+  """(points, logp_BT, batch) -> P and N of the gradient at each point."""
+
+  def at(point, logp_BT, batch):
+    scale_B = loss.row_scale(batch.loss_mask_BT, chosen.aggregate, chosen.length)
+    knobs = chosen.clip_rule.keywords
+    given = clip.unclipped(logp_BT, batch, None)._replace(
+      low=point[0], high=point[1], cap=knobs['reused_high'], dual=knobs['dual']
+    )
+
+    def value(logp_BT):
+      return chosen.loss(logp_BT, batch, scale_B, lambda _: given)[0]
+
+    return sides(jax.grad(value)(logp_BT), batch)
+
+  return jax.jit(jax.vmap(at, (0, None, None)), compiler_options=FAST)
+
+
+def pairs():
+  """Every pair of clip and loss rule with each aggregate, limits on."""
+  for clip_rule, loss_rule, how in itertools.product(
+    clip.RULES, loss.RULES, AGGREGATES
+  ):
+    values = {'clip.rule': clip_rule, 'loss.rule': loss_rule, 'loss.aggregate': how}
+    values['clip.fixed.dual'] = values['clip.balanced.dual'] = 1.8
+    yield values | {'clip.balanced.reused_high': 1.3, 'clip.balanced.target': 0.55}
+    if loss_rule == 'decoupled':
+      yield values | {'loss.decoupled.beyond_cap': 'mask', 'loss.decoupled.cap': 1.2}
+
+
+def refused(values) -> bool:
+  clip_rule, loss_rule = values['clip.rule'], values['loss.rule']
+  if loss_rule == 'tis':
+    return clip_rule != 'unclipped'
+  if clip_rule == 'recipe':
+    return (loss_rule, values['loss.aggregate']) != ('clipped', 'token')
+  return clip_rule == 'balanced' and loss_rule == 'cispo'
+
+
+@pytest.mark.parametrize(
+  'values', list(pairs()), ids=lambda values: '-'.join(map(str, values.values()))
+)
+def test_the_share_reported_is_that_of_the_gradient_or_the_pair_is_refused(values):
+  if refused(values):
+    with pytest.raises(
+      ValueError, match=re.escape(f"clip.rule='{values['clip.rule']}'")
+    ):
+      objective(**values)
+    return
+  for seed in range(4):
+    data = stale(seed)
+    (P, N), metrics = compiled(objective(**values))(*data)
+    np.testing.assert_allclose(metrics['clip/share'], P / (P + N), atol=1e-5)
+    assert 0.02 < metrics['clip/share'] < 0.98
+
+
+@pytest.mark.parametrize('aggregate', AGGREGATES)
+@pytest.mark.parametrize('loss_rule', ['clipped', 'decoupled', 'masked', 'sequence'])
+def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
+  loss_rule, aggregate
+):
+  values = {
+    'loss.rule': loss_rule.replace('masked', 'decoupled'),
+    'loss.aggregate': aggregate,
+    'clip.balanced.target': 0.5,
+    'clip.balanced.reused_high': 1.25,
+    'clip.balanced.dual': 1.8,
+    'loss.clipped.limit': 0.9,
+    'loss.decoupled.cap': 1.2,
+    'loss.decoupled.beyond_cap': 'mask' if loss_rule == 'masked' else 'truncate',
+  }
+  if loss_rule == 'sequence':  # the mean over a response hardly leaves 1
+    narrow = {'low': (0.7, 1.0), 'high': (1.0, 1.5)}
+    values |= {f'clip.balanced.{name}': value for name, value in narrow.items()}
+  chosen, outcomes = objective(**values), set()
+  path = path_of(chosen.clip_rule.keywords)
+  for seed in range(12):
+    data = stale(seed, mean=0.1 * (seed - 8))
+    _, metrics = compiled(chosen)(*data)
+    P, N = on_the_path(chosen)(jnp.float32(path), *data)
+    share = np.asarray(P / (P + N))
+    enough = np.flatnonzero(share >= 0.5)
+    # Rounding would decide a tie.
+    assert np.abs(share - 0.5).min() > 1e-6
+    last = len(path) - 1
+    first = int(enough[0]) if len(enough) else last
+    found = [metrics[f'clip/{name}'] for name in ('search_steps', 'target_met')]
+    assert found == [first, len(enough) > 0]
+    assert (metrics['clip/low'], metrics['clip/high']) == path[first]
+    outcomes.add((first > 0, len(enough) > 0))
+  assert outcomes == {(False, True), (True, True), (True, False)}
+
+
+def one_token_rows(*rows, lengths=None):
+  """(logp_BT, batch) of rows (A, pi / mu, prox / mu, source), a ratio for a row."""
+  adv_B, ratio_B, prox_B, source_B = np.float32(rows).T
+  lengths = lengths or [1] * len(rows)
+  mask_BT = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
+  old_BT = np.full(mask_BT.shape, -3, np.float32)
+  prox_BT = old_BT + np.log(prox_B)[:, None]
+  batch = making.batch(adv_B, mask_BT, old_BT, prox_BT, source_B)
+  return placed(old_BT + np.log(ratio_B)[:, None], batch)
+
+
+def outcome(data, **values):
+  """(share of the gradient, metrics) under `balanced`, target 0.4 if none is given."""
+  chosen = objective(**{'clip.balanced.target': 0.4} | values)
+  (P, N), metrics = compiled(chosen)(*data)
+  return float(P / (P + N)), metrics
+
+
+def test_reused_rows_that_their_cap_cuts_do_not_meet_the_target():
+  # P is 1 of the fresh row, N is 2: 1/3. The reused row, at 1.15 below the bound 1.2
+  # and above its cap, has no gradient; with it the share would be 2.15 / 4.15.
+  data = one_token_rows((1, 1, 1, 0), (1, 1.15, 1, 2), (-1, 1, 1, 0), (-1, 1, 1, 0))
+  values = {'clip.balanced.reused_high': 1.1, 'clip.balanced.target': 0.45}
+  share, metrics = outcome(data, **values)
+  assert share == pytest.approx(1 / 3) and metrics['clip/target_met'] == 0
+
+
+def test_a_token_that_dual_clip_cuts_moves_no_bound():
+  # 2 of 3: the negative token at 10 is cut. With it the share would be 2 / 13.
+  data = one_token_rows((1, 1, 1, 0), (1, 1, 1, 0), (-1, 1, 1, 0), (-1, 10, 1, 0))
+  share, metrics = outcome(data, **{'clip.balanced.dual': 3.0})
+  assert share == pytest.approx(2 / 3) and metrics['clip/search_steps'] == 0
+  assert (metrics['clip/low'], metrics['clip/high']) == (
+    np.float32(0.6),
+    np.float32(1.2),
+  )
+
+
+def test_the_factor_of_the_decoupled_loss_counts():
+  # pi / prox is 1 in both rows; prox / mu is .22 and 1: .22 / 1.22.
+  data = one_token_rows((1, 0.22, 0.22, 0), (-1, 1, 1, 0))
+  share, metrics = outcome(data, **{'loss.rule': 'decoupled'})
+  assert share == pytest.approx(0.22 / 1.22) and metrics['clip/target_met'] == 0
+  assert metrics['clip/search_steps'] == 51  # a ratio of 1 is cut by no bounds
+
+
+def test_rows_count_as_the_aggregate_scales_them():
+  # A row of one token and a row of four: 1/2 each under `sequence`, 1/5 per token.
+  data = one_token_rows((1, 1, 1, 0), (-1, 1, 1, 0), lengths=[1, 4])
+  for how, share, steps in (('sequence', 1 / 2, 0), ('token', 1 / 5, 51)):
+    found, metrics = outcome(data, **{'loss.aggregate': how})
+    assert found == pytest.approx(share) and metrics['clip/search_steps'] == steps
+    np.testing.assert_allclose(metrics['clip/share'], share, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'values'),
+  [
+    # No advantage; no row of the searched sources; all that counts is cut for good.
+    (((0, 1, 1, 0), (0, 2, 1, 0)), {}),
+    (((0, 1, 1, 0), (0, 2, 1, 0)), {'learner.grad_accum_steps': 2}),
+    (((1, 1, 1, 2), (-1, 1, 1, 2)), {'clip.balanced.sources': ('fresh',)}),
+    (((-1, 4, 1, 0), (-1, 5, 1, 0)), {'clip.balanced.dual': 3.0}),
+    (((0, 1, 1, 0), (0, 2, 1, 0)), {'clip.balanced.resolution': 'continuous'}),
+    (((0, 1, 1, 0), (0, 2, 1, 0)), {'clip.balanced.order': 'lower'}),
+    (((0, 1, 1, 0), (0, 2, 1, 0)), {'clip.balanced.contribution': 'surrogate'}),
+  ],
+)
+def test_without_evidence_the_bounds_stay_at_their_start(rows, values):
+  _, metrics = outcome(one_token_rows(*rows), **values)
+  assert (metrics['clip/low'], metrics['clip/high']) == (
+    np.float32(0.6),
+    np.float32(1.2),
+  )
+  for name in ('search_steps', 'target_met', 'negatives_only'):
+    assert metrics[f'clip/{name}'] == 0, name
+  assert metrics['clip/no_evidence'] == 1
+
+
+def test_negatives_alone_run_to_the_last_bounds_and_are_reported():
+  _, metrics = outcome(one_token_rows((-1, 1, 1, 0), (-1, 2, 1, 0)))
+  assert [metrics['clip/low'], metrics['clip/high']] == LAST
+  assert metrics['clip/negatives_only'] == 1 and metrics['clip/no_evidence'] == 0
+  _, metrics = outcome(one_token_rows((1, 1, 1, 0), (-1, 2, 1, 0)))
+  assert metrics['clip/negatives_only'] == metrics['clip/no_evidence'] == 0
+  # The public code does the same, and stays where no token has an advantage.
+  recipe = {'clip.rule': 'recipe', 'loss.clipped.limit': 20.0}
+  _, metrics = outcome(one_token_rows((-1, 1, 1, 0)), **recipe)
+  assert (metrics['clip/high'], metrics['clip/negatives_only']) == (2, 1)
+  _, metrics = outcome(one_token_rows((0, 1, 1, 0)), **recipe)
+  assert metrics['clip/search_steps'] == 0 and metrics['clip/no_evidence'] == 1

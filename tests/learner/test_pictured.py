@@ -1,0 +1,258 @@
+"""Packed rows with pictures give what whole rows of `sequence.forward` give."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import oracles
+import pytest
+from pictured import SEEING, problems
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.learner import learner, pictured, scoring
+from bapo_jax.learner import objective as objective_lib
+from bapo_jax.models import transformer
+from bapo_jax.models.vision import grids, sequence
+from bapo_jax.training import sft
+
+PROMPTS, GALLERY = problems()
+P, WIDTH = PROMPTS.tokens_PT.shape
+G, NEW, TEMPERATURE = 4, 8, 0.8
+B, T = P * G, WIDTH + NEW
+PARAMS = oracles.noisy(SEEING, 0)
+PIXELS = GALLERY.of(PROMPTS.id_P)
+FROZEN = {'vision': PARAMS['vision']}
+LANGUAGE = {name: w for name, w in PARAMS.items() if name != 'vision'}
+MESH = sharding.make(devices=jax.devices()[:1])
+EMBEDDED = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
+
+
+def oracle(params, tokens_BT):
+  """Log-probabilities [B, T] of whole rows at TEMPERATURE; 0 in column 0."""
+  rows = jax.tree.map(lambda x: jnp.repeat(x, B // P, axis=0), PIXELS)
+  hidden_BTD = sequence.forward(params, tokens_BT, rows, SEEING)
+  logits_BTV = hidden_BTD @ transformer.head(params).T / TEMPERATURE
+  next_BT1 = jnp.roll(tokens_BT, -1, 1)[..., None]
+  logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), next_BT1, 2)[..., 0]
+  return jnp.pad(logp_BT[:, :-1], ((0, 0), (1, 0)))
+
+
+@functools.cache
+def example():
+  """A batch of responses of all lengths, a third of them without an advantage."""
+  rng = np.random.default_rng(3)
+  length_B = np.repeat(PROMPTS.length_P, G)[:, None]
+  tokens_BT = np.zeros((B, T), np.int32)
+  tokens_BT[:, :WIDTH] = np.repeat(PROMPTS.tokens_PT, G, 0)
+  column_T = np.arange(T)[None]
+  mask_BT = (column_T >= length_B) & (
+    column_T < length_B + rng.integers(1, NEW + 1, (B, 1))
+  )
+  # A policy may sample the token of a picture: it is a text's there.
+  tokens_BT = np.where(mask_BT, rng.integers(1, 24, (B, T)), tokens_BT)
+  assert (tokens_BT[mask_BT] == SEEING.vision.image_token).any()
+  logp_BT = np.asarray(jax.jit(oracle)(PARAMS, tokens_BT))
+  old_BT = logp_BT + 0.4 * rng.standard_normal((B, T))
+  adv_B = rng.normal(-0.1, 1, B) * (rng.random(B) < 0.7)
+  batch = making.batch(adv_B, mask_BT, old_BT)._replace(
+    tokens_BT=tokens_BT.astype(np.int32)
+  )
+  return jax.tree.map(jnp.asarray, batch), logp_BT
+
+
+def objective(**knobs):
+  return objective_lib.Objective(
+    clip_rule=functools.partial(clip.balanced, target=0.45),
+    loss_rule=loss.RULES['clipped'],
+    temperature=TEMPERATURE,
+    chunk=16,
+    length=T,
+    **{'spec': SEEING} | knobs,
+  )
+
+
+def gradient(params, pictures, base=None, mesh=None, **knobs):
+  batch = example()[0]._replace(pictures=pictures)
+  if mesh is not None:
+    params, base = jax.device_put(
+      (params, base), sharding.shardings((params, base), mesh)
+    )
+    batch = sharding.split_rows(batch, mesh)
+  run = jax.jit(functools.partial(objective_lib.gradient, objective=objective(**knobs)))
+  return sharding.under(mesh, run)(params, batch, base=base)
+
+
+@functools.cache
+def wanted():
+  """(loss, gradient, log-probabilities) of whole rows, one by one."""
+  batch, _ = example()
+  o = objective()
+  scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
+
+  def of(params):
+    logp_BT = oracle(params, batch.tokens_BT)
+    value, _ = o.loss(logp_BT, batch, scale_B, o.search(logp_BT, batch, scale_B))
+    return value, logp_BT
+
+  return jax.jit(jax.value_and_grad(of, has_aux=True))(PARAMS)
+
+
+def close(found, expected, atol=1e-5):
+  for path, x in transformer.flatten(found).items():
+    y = transformer.flatten(expected)[path]
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=path)
+
+
+def test_log_probabilities_are_those_of_whole_rows():
+  batch, logp_BT = example()
+  for pictures in (PIXELS, EMBEDDED):
+    found_BT = scoring.packed_logprobs(
+      PARAMS,
+      batch.tokens_BT,
+      batch.loss_mask_BT,
+      micro_batches=3,
+      spec=SEEING,
+      temperature=TEMPERATURE,
+      chunk=16,
+      pictures=pictures,
+    )
+    wanted_BT = np.where(batch.loss_mask_BT, logp_BT, 0)
+    # Of numbers up to 8; float32 is no finer through the layers of both models.
+    np.testing.assert_allclose(found_BT, wanted_BT, rtol=1e-5, atol=1e-5)
+
+
+KNOBS = [
+  {},
+  {'pack': False},
+  {'grad_accum_steps': 3},
+  {'grad_accum_steps': 3, 'spec': dataclasses.replace(SEEING, bounds_pass='stored')},
+]
+
+
+@pytest.mark.parametrize('knobs', KNOBS)
+@pytest.mark.parametrize('trained', [False, True])
+def test_the_gradient_is_that_of_whole_rows(trained, knobs):
+  (expected, _), grads = wanted()
+  if trained:
+    value, found, _ = gradient(PARAMS, PIXELS, **knobs)
+    assert set(found) == set(PARAMS)
+  else:
+    value, found, _ = gradient(LANGUAGE, EMBEDDED, FROZEN, **knobs)
+    assert set(found) == set(LANGUAGE)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(grads['vision']['layers']))
+  close(found, {name: grads[name] for name in found})
+
+
+@pytest.mark.parametrize('trained', [False, True])
+def test_eight_devices_compute_the_same_gradient(trained):
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
+  knobs = {'mesh': mesh, 'grad_accum_steps': 2}
+  (expected, _), grads = wanted()
+  if trained:
+    value, found, _ = gradient(PARAMS, PIXELS, **knobs)
+  else:
+    embedded = pictured.embedder(
+      GALLERY, SEEING, mesh, jax.device_put(FROZEN, sharding.shardings(FROZEN, mesh))
+    )(PROMPTS.id_P)
+    value, found, _ = gradient(LANGUAGE, embedded, FROZEN, **knobs)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  close(found, {name: grads[name] for name in found})
+
+
+def test_the_tower_lays_out_the_windows_that_there_are(monkeypatch):
+  counted, pixels = GALLERY.room.windows, PIXELS.pixels_PZE
+  bounded = PIXELS._replace(window_PW=None)
+  laid_out, layout = [], grids.layout
+
+  def record(grid_RI2, patches, windows, v):
+    laid_out.append(windows)
+    return layout(grid_RI2, patches, windows, v)
+
+  monkeypatch.setattr(grids, 'layout', record)
+  found, wanted = (sequence.embedded(PARAMS, x, SEEING) for x in (PIXELS, bounded))
+  bound = grids.most_windows(pixels.shape[1], PIXELS.grid_PI2.shape[1], SEEING.vision)
+  assert laid_out == [counted, bound] and counted < bound
+  np.testing.assert_allclose(found.merged_PMD, wanted.merged_PMD, rtol=0, atol=1e-6)
+  grad, other = (gradient(PARAMS, x)[1] for x in (PIXELS, bounded))
+  close(grad, other, atol=1e-6)
+
+
+def test_a_frozen_tower_embeds_each_picture_once():
+  merged_PMD = sequence.embedded(PARAMS, PIXELS, SEEING).merged_PMD
+  assert not EMBEDDED.merged_PMD[2].any() and EMBEDDED.merged_PMD[0].any()
+  np.testing.assert_allclose(EMBEDDED.merged_PMD, merged_PMD, rtol=1e-5, atol=1e-5)
+  again = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(
+    np.asarray([3, -1, *[0] * 9])
+  )
+  assert again.merged_PMD.shape[0] == 11 and not again.grid_PI2[1].any()
+  for row, p in ((0, 3), (2, 0), (10, 0)):
+    np.testing.assert_allclose(
+      again.merged_PMD[row], EMBEDDED.merged_PMD[p], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_shapes_are_known_before_a_picture_is_read():
+  for base, found in ((None, PIXELS), (FROZEN, EMBEDDED)):
+    like = pictured.abstract(GALLERY, P, SEEING, base)
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
+    assert shapes == [(x.shape, x.dtype) for x in jax.tree.leaves(found)]
+    assert type(like) is type(found)
+
+
+def test_minibatches_have_the_pictures_of_their_groups():
+  seen = []
+
+  def train_step(params, opt, batch):
+    seen.append(batch)
+    return params, opt, {}
+
+  made = making.groups(range(P), [1] * P, [0] * P, G, T)
+  tokens_PGT = np.repeat(np.pad(PROMPTS.tokens_PT, ((0, 0), (0, NEW)))[:, None], G, 1)
+  learner.update(
+    None,
+    None,
+    made._replace(tokens_PGT=tokens_PGT),
+    jnp.zeros(P, jnp.int32),
+    jax.random.key(0),
+    train_step=train_step,
+    advantage_rule=lambda reward_PG: reward_PG,
+    epochs=1,
+    minibatches=3,
+    pictures=EMBEDDED,
+  )
+  image = SEEING.vision.image_token
+  for batch in seen:
+    counts = (batch.tokens_BT[::G, :WIDTH] == image).sum(1)
+    merged = (batch.pictures.merged_PMD != 0).any(2).sum(1)
+    np.testing.assert_array_equal(counts, merged)
+  assert len(seen) == 3
+
+
+def test_the_warm_start_trains_the_tower():
+  batch, _ = example()
+  weight_BT = batch.loss_mask_BT.astype(jnp.float32)
+  rows = jax.tree.map(lambda x: np.repeat(x, G, axis=0), PIXELS)
+  tx = optax.sgd(1.0)
+  before = jax.tree.map(jnp.copy, PARAMS)
+  after, _, value = sft.imitate(
+    before, tx.init(before), batch.tokens_BT, weight_BT, rows, tx=tx, spec=SEEING
+  )
+
+  def of(params):
+    pictures = jax.tree.map(jnp.asarray, rows)
+    hidden_BTD = sequence.forward(params, batch.tokens_BT, pictures, SEEING)
+    logp_BTV = jax.nn.log_softmax(hidden_BTD @ transformer.head(params).T)
+    next_BT1 = jnp.roll(batch.tokens_BT, -1, 1)[..., None]
+    logp_BT = jnp.roll(jnp.take_along_axis(logp_BTV, next_BT1, 2)[..., 0], 1, 1)
+    return -(logp_BT * weight_BT).sum() / weight_BT.sum()
+
+  expected, grads = jax.jit(jax.value_and_grad(of))(PARAMS)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  moved = jax.tree.map(jnp.subtract, PARAMS, after)
+  close(moved, grads)

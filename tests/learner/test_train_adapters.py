@@ -1,0 +1,109 @@
+"""Training adapters: their gradient, on one device and on eight, and what stays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import optax
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.learner import learner
+from bapo_jax.learner import objective as objective_lib
+from bapo_jax.models import knobs, lora, transformer
+
+SPEC = transformer.ModelSpec(
+  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=False
+)
+P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+PLAIN = optax.sgd(1.0)  # the weights move by the gradient itself
+
+
+def adapters(spec=SPEC):
+  """Adapters in which neither A nor B is zero."""
+  targets = knobs.LoraConfig().targets
+  made = lora.init(spec, jax.random.key(0), rank=3, alpha=6.0, targets=targets)
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda x: x + jnp.float32(rng.normal(0, 0.1, x.shape)), made)
+
+
+def batch(weights):
+  return making.off_policy(weights, SPEC, P, G, T, TEMPERATURE)
+
+
+def learn(spec, parts=1):
+  """One update by the gradient itself."""
+  objective = objective_lib.Objective(
+    clip_rule=functools.partial(clip.balanced, target=0.4),
+    loss_rule=loss.clipped,
+    spec=spec,
+    temperature=TEMPERATURE,
+    chunk=4,
+    grad_accum_steps=parts,
+  )
+  return functools.partial(learner.learn, tx=PLAIN, objective=objective)
+
+
+def gradients(before, after):
+  """path -> gradient of each array."""
+  moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after)
+  leaves = jax.tree.leaves_with_path(moved)
+  return {sharding.path_name(path): x for path, x in leaves}
+
+
+def close(found, expected, name):
+  size = np.abs(expected).max()
+  assert size > 0, name
+  np.testing.assert_allclose(found, expected, atol=1e-5 * size, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ('remat', 'parts', 'bounds_pass'),
+  [('full', 1, 'again'), ('dots', 2, 'again'), ('none', 2, 'stored')],
+)
+def test_the_gradient_is_that_of_all_weights_projected(remat, parts, bounds_pass):
+  """W' = W + s A B: dA = s dW' B^T and dB = s A^T dW', layer by layer."""
+  spec = dataclasses.replace(SPEC, remat=remat, bounds_pass=bounds_pass)
+  base, params = making.params(spec), adapters(spec)
+  merged = lora.merge(lora.attach(base, params))
+  rows, step = batch(merged), jax.jit(learn(spec, parts))
+  after, _, metrics = step(params, PLAIN.init(params), rows, base)
+  whole, _, expected = step(merged, PLAIN.init(merged), rows)
+  assert 0 < metrics['clip/fraction'] < 1
+  # Advantages of both signs cancel in the loss: its error is that of terms of about 1.
+  np.testing.assert_allclose(metrics['loss/value'], expected['loss/value'], atol=1e-6)
+  found, d_weights = gradients(params, after), gradients(merged, whole)
+  for path, adapter in transformer.flatten(params).items():
+    rank = adapter.a.shape[-1]
+    for i in range(SPEC.layers):
+      a = np.asarray(adapter.a[i]).reshape(-1, rank)
+      b = np.asarray(adapter.b[i]).reshape(rank, -1)
+      d_w = d_weights[path][i].reshape(len(a), -1)
+      d_a, d_b = found[f'{path}/a'][i], found[f'{path}/b'][i]
+      close(d_a.reshape(a.shape), adapter.scale * d_w @ b.T, f'{path}/a')
+      close(d_b.reshape(b.shape), adapter.scale * a.T @ d_w, f'{path}/b')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('tied', 'parts', 'split', 'remat'),
+  [(False, 1, False, 'full'), (True, 2, True, 'dots')],
+)
+def test_eight_devices_give_the_gradient_of_one(tied, parts, split, remat):
+  spec = dataclasses.replace(SPEC, tied=tied, sequence_sharding=split, remat=remat)
+  base, params = making.params(spec), adapters(spec)
+  rows, opt = batch(making.params(SPEC)), PLAIN.init(params)
+  after, _, metrics = jax.jit(learn(spec, parts))(params, opt, rows, base)
+  mesh = sharding.make(2, 2, 2)
+  spread = jax.device_put((params, base), sharding.shardings((params, base), mesh))
+  step = sharding.under(mesh, jax.jit(learn(spec, parts)))
+  rows = jax.device_put(rows, sharding.over_rows(mesh))
+  after_spread, _, found = step(spread[0], opt, rows, spread[1])
+  np.testing.assert_allclose(found['loss/value'], metrics['loss/value'], rtol=1e-5)
+  expected = gradients(params, after)
+  for name, gradient in gradients(params, after_spread).items():
+    close(gradient, expected[name], name)

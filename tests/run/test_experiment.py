@@ -1,0 +1,433 @@
+"""Whole runs, tiny: the sweep, the report, exact resume, signals, kills."""
+
+import glob
+import itertools
+import json
+import os
+import pathlib
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+from runs import command, last_run, same, tiny
+
+from bapo_jax.run import experiment, resume
+from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import workdir as workdir_lib
+from bapo_jax.training import checkpoint
+
+CELLS = list(
+  itertools.product(('fresh_only', 'adapted'), ('fixed', 'balanced'), (0, 1))
+)
+# Every pair of values is in one of these four.
+PAIRWISE = {
+  ('fresh_only', 'fixed', 1),
+  ('fresh_only', 'balanced', 0),
+  ('adapted', 'fixed', 0),
+  ('adapted', 'balanced', 1),
+}
+PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('batch', 'clip', 'partial'),
+  [
+    pytest.param(*cell, marks=[] if cell in PAIRWISE else pytest.mark.nightly)
+    for cell in CELLS
+  ],
+)
+def test_every_cell_of_the_grid_runs_and_resumes_to_the_bit(
+  batch, clip, partial, warm, one_device
+):
+  rules = {'clip.rule': clip, 'batch.rule': batch, 'rollout.weight_sync_interval': 2}
+  config = tiny(**rules, **(PARTIAL if partial else {}))
+  workdir = warm('whole')
+  assert experiment.train(config, str(workdir)) == 0
+  # In two parts: the second starts from nothing but the workdir.
+  parts = str(warm('parts'))
+  assert experiment.train(config.model_copy(update={'steps': 3}), parts) == 0
+  assert experiment.train(config, parts) == 0
+
+  assert recorded(workdir) == recorded(parts)
+  whole, resumed = last_run(workdir), last_run(parts)
+  assert whole.scalars == resumed.scalars and whole.scalars['step'] == 4
+  assert same(whole.arrays, resumed.arrays)
+  if partial:  # some responses were unfinished, or nothing was tested
+    host = {name: whole.arrays[f'partial/host/{name}'] for name in ('done_B', 'id_W')}
+    submitted_W = whole.arrays['partial/host/submitted_W'] >= 0
+    done_W = host['done_B'].reshape(len(submitted_W), -1).all(1)
+    assert (submitted_W & ~done_W).any()
+  rows = whole.rows
+  assert sorted(rows) == sorted(resumed.rows) == [0, 1, 2, 3, 4]
+  learned = [float(row.get('learner/grad_norm', 0)) for row in rows.values()]
+  assert max(learned) > 0
+  for step in rows:  # step 3 was evaluated as the last of 3
+    assert_shared(rows[step], resumed.rows[step])
+  if batch == 'adapted':
+    filed = [float(rows[4][f'buffer/{part}']) for part in ('hard', 'reusable')]
+    assert sum(filed) > 0
+
+  report = json.loads((workdir / 'report.json').read_text())
+  assert set(report) == {
+    'eval_before',
+    'eval_after',
+    'wall_s',
+    'peak_rss_bytes',
+    'phases',
+    'clip_moved_fraction',
+    'length_ratio',
+    'steps',
+    'config_hash',
+    'responses',
+  }
+  assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
+  assert sum(report['phases'].values()) <= report['wall_s']
+  assert (workdir / 'curves.png').stat().st_size > 10_000
+
+
+def recorded(workdir: pathlib.Path | str) -> dict[str, str]:
+  """The recorded steps, as text; their ratios are those of their log-probabilities."""
+  found = {p.name: p.read_text() for p in pathlib.Path(workdir, 'groups').iterdir()}
+  assert '4.jsonl' in found  # a step without a filled seat records nothing
+  rows = [json.loads(line) for text in found.values() for line in text.splitlines()]
+  responses = [r for row in rows for r in row['responses'] if r['ratio'] is not None]
+  assert responses
+  for r in responses:
+    wanted = np.exp(np.subtract(r['learner_logp'], r['sampler_logp']))
+    np.testing.assert_allclose(r['ratio'], wanted, rtol=1e-3)
+  return found
+
+
+def assert_shared(row: dict[str, str], other: dict[str, str]) -> None:
+  """Metrics of both rows are equal; only an evaluated step has those of evaluation."""
+  names = row.keys() & other.keys()
+  assert {k: row[k] for k in names} == {k: other[k] for k in names}
+
+
+@pytest.mark.slow
+def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm, one_device):
+  # The ratio is 1 and nothing is clipped: the rule must not matter, to the last bit.
+  once = {'learner.minibatches': 1, 'steps': 3, 'checkpoint.keep': 3}
+  rules = (
+    {'clip.rule': 'fixed'},
+    {'clip.rule': 'balanced'},
+    {'clip.rule': 'balanced', 'clip.balanced.target': 1.0},
+  )
+  params = []
+  for i, rule in enumerate(rules):
+    workdir = warm(str(i))
+    experiment.train(tiny(**once, **rule), str(workdir))
+    run = last_run(workdir)
+    assert max(float(row.get('clip/fraction', 0)) for row in run.rows.values()) == 0
+    params.append(policy(run.arrays))
+  assert not same(policy(last_run(workdir, 1).arrays), params[0])
+  assert same(params[0], params[1])
+  assert same(params[0], params[2])
+
+
+def policy(arrays: dict[str, Any]) -> dict[str, Any]:
+  """The weights among the arrays of a state."""
+  return {name: x for name, x in arrays.items() if name.startswith('params/')}
+
+
+def test_another_config_is_refused_with_the_difference(tmp_path):
+  experiment.claim(str(tmp_path), tiny())
+  (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due
+  # A longer run is the same run, and so is one on another mesh.
+  experiment.claim(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
+  with pytest.raises(ValueError, match=r'sampler\.group_size: 4 then, 8 now'):
+    experiment.claim(str(tmp_path), tiny(**{'sampler.group_size': 8}))
+
+
+@pytest.mark.slow
+def test_other_problems_are_refused_on_resume_and_can_be_accepted(
+  tmp_path, one_device, capsys
+):
+  def write(*rows):
+    lines = (json.dumps({'problem': p, 'answer': a}) for p, a in rows)
+    (tmp_path / 'own.jsonl').write_text('\n'.join(lines))
+
+  def identity(step):
+    with checkpoint.manager(workdir, 2) as checkpoints:
+      found = checkpoint.read_meta(checkpoints, step)['problems']
+      assert resume.same_problems(checkpoints, found, 'refuse')
+    return found
+
+  first = [(f'{a}+{b}', a + b) for a in range(4) for b in range(4)]
+  write(*first)
+  own = {'problems.source': str(tmp_path / 'own.jsonl'), 'batch.rule': 'adapted'}
+  own |= {'problems.test_source': own['problems.source']}
+  workdir = str(tmp_path / 'run')
+  assert experiment.train(tiny(**own, steps=2), workdir) == 0
+  before = identity(2)
+  assert max(int(row['buffer/hard']) for row in metrics.read(workdir)[1:]) > 0
+
+  # Fewer of them: the ids in the buffer would be those of other problems, or of none.
+  write(*first[::-2])
+  with pytest.raises(
+    ValueError, match=r'not those of step 2 .*problems\.changed=accept'
+  ):
+    experiment.train(tiny(**own, steps=3), workdir)
+  accept = own | {'problems.changed': 'accept', 'buffer.reevaluate': 0, 'steps': 3}
+  with pytest.raises(ValueError, match=r'buffer\.reevaluate: 4 then, 0 now'):
+    experiment.train(tiny(**accept), workdir)  # that, and nothing else
+  accept.pop('buffer.reevaluate')
+  capsys.readouterr()
+  assert experiment.train(tiny(**accept), workdir) == 0
+  assert 'accepted, the buffer is empty' in capsys.readouterr().out
+  run = last_run(workdir)
+  assert run.scalars['step'] == 3
+  completed = [
+    run.arrays[f'buffer/{part}/completed_step_P'] for part in ('hard', 'reusable')
+  ]
+  assert set(np.concatenate(completed).tolist()) <= {-1, 2}, (
+    'no group of an earlier step is left'
+  )
+  # From here on these are its problems, and the knob is not needed any more.
+  assert identity(3) != before
+
+
+def test_a_workdir_that_cannot_be_used_is_refused(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='cannot be used'):
+    experiment.claim(str(tmp_path / 'file' / 'run'), tiny())
+
+
+def test_another_mesh_is_logged(capsys):
+  workdir_lib.log_mesh_change({'data': 1, 'tensor': 1}, {'data': 1, 'tensor': 1})
+  # A checkpoint from before it was noted.
+  workdir_lib.log_mesh_change(None, {'data': 1})
+  assert not capsys.readouterr().out
+  workdir_lib.log_mesh_change({'data': 1, 'tensor': 1}, {'data': 4, 'tensor': 2})
+  logged = capsys.readouterr().out
+  assert 'data 1 x tensor 1 then, data 4 x tensor 2 now' in logged
+  assert 'rounded differently' in logged
+
+
+@pytest.mark.parametrize('name', ['inside', 'elsewhere'])
+def test_a_refused_write_is_one_sentence(name, tmp_path):
+  # No file may grow beyond 100 bytes: the system refuses as a full disk does.
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  (tmp_path / 'run' / 'checkpoints' / '12').mkdir(parents=True)
+  path = str(tmp_path / ('run' if name == 'inside' else '') / 'eval.json')
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+  try:
+    with (
+      pytest.raises(ValueError) as error,
+      workdir_lib.writable(str(tmp_path / 'run')),
+    ):
+      files.write(path, 'x' * 1000)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  for part in (path, 'File too large', 'step 12', f'--workdir={tmp_path}/run goes on'):
+    assert part in str(error.value)
+  # An error that is not about writing, and not in the workdir, passes through.
+  with pytest.raises(FileNotFoundError), workdir_lib.writable(str(tmp_path / 'run')):
+    open(tmp_path / 'run2')  # noqa: SIM115
+
+
+STEPS = 24
+# Interrupted runs have all that a state can hold: a buffer and unfinished responses.
+BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced', **PARTIAL}
+BOTH |= {'steps': STEPS, 'evaluate.every': 4}
+
+
+@pytest.fixture(scope='session')
+def unbroken(warm_start, tmp_path_factory) -> pathlib.Path:
+  """The workdir of a run that nothing interrupts, with the checkpoint of every step."""
+
+  def make(workdir):
+    runs.copied(warm_start, workdir)
+    runs.run(workdir, **BOTH, **{'checkpoint.keep': STEPS})
+
+  return runs.shared(tmp_path_factory, 'unbroken', make)
+
+
+def assert_same_run(
+  workdir: pathlib.Path, unbroken: pathlib.Path, step: int = STEPS
+) -> None:
+  """After `step` both hold the same state, and their metrics are those of one run."""
+  found, whole = last_run(workdir), last_run(unbroken, step)
+  assert found.scalars == whole.scalars and found.scalars['step'] == step
+  assert same(found.arrays, whole.arrays)
+  assert sorted(found.rows) == sorted(whole.rows) == list(range(step + 1))
+  for number in whole.rows:
+    assert_shared(found.rows[number], whole.rows[number])
+
+
+def start_and_wait(workdir, logged, saved=0, **overrides):
+  """A run in a process of its own, once so many steps are logged and saved."""
+  process = subprocess.Popen(
+    **command(workdir, **overrides), stdout=subprocess.PIPE, text=True
+  )
+  wait_for(
+    process,
+    lambda: len(metrics.read(str(workdir))) > logged and newest(workdir) >= saved,
+  )
+  return process
+
+
+@pytest.mark.slow
+def test_killed_and_interrupted_runs_end_where_an_unbroken_one_does(warm, unbroken):
+  knobs, broken = BOTH | {'checkpoint.every': 3, 'checkpoint.best': 0}, warm('broken')
+  process = start_and_wait(broken, 5, saved=3, **knobs)
+  process.kill()
+  process.wait()
+  saved, rows = newest(broken), metrics.read(str(broken))
+  assert saved < rows[-1]['step'], 'steps are logged that are not saved'
+  process = start_and_wait(broken, 9, **knobs)
+  process.send_signal(signal.SIGINT)
+  out = process.communicate()[0]
+  assert process.returncode == 128 + signal.SIGINT
+  assert f'Resuming after step {saved}.' in out
+  assert f'--workdir={broken} continues' in out
+  assert 'Resuming after step' in runs.run(broken, **knobs)
+  assert_same_run(broken, unbroken)
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(warm):
+  # Two hundred epochs: seconds in which a step can be interrupted.
+  workdir = warm()
+  call, log = command(workdir, **{'learner.epochs': 200}), workdir / 'log'
+  with open(log, 'w') as file:
+    process = subprocess.Popen(**call, stdout=file, stderr=subprocess.PIPE, text=True)
+  wait_for(process, lambda: workdir_lib.checkpoint_steps(str(workdir)))
+  process.send_signal(signal.SIGTERM)
+  wait_for(process, lambda: 'once more' in log.read_text())
+  process.send_signal(signal.SIGTERM)
+  _, error = process.communicate(timeout=120)
+  assert process.returncode == 130  # 143 where the step was finished
+  assert 'Stopped at once' in error and 'Traceback' not in error
+  assert last_run(workdir).scalars['step'] in workdir_lib.checkpoint_steps(str(workdir))
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_run_that_then_goes_on(warm, unbroken):
+  full = warm('full')
+  runs.run(full, **BOTH | {'steps': 1})
+  call = command(full, **BOTH | {'steps': 4}) | {'capture_output': True, 'text': True}
+  # No file above 20 KiB, which is less than a checkpoint needs.
+  limited = ['bash', '-c', 'ulimit -f 20; exec "$@"', 'bash', *call['args']]
+  refused = subprocess.run(**call | {'args': limited})
+  assert refused.returncode == 2, refused.stderr
+  sentence = refused.stderr.strip().splitlines()[-1]
+  begin = f'bapo_jax: {full}/checkpoints/2 cannot be written (File too'
+  assert sentence.startswith(begin), refused.stderr
+  assert 'the checkpoint of step 1 is complete' in sentence
+  assert 'Traceback' not in refused.stderr
+  assert os.listdir(full / 'checkpoints') == ['1']
+  assert 'Resuming after step 1.' in subprocess.run(**call, check=True).stdout
+  assert_same_run(full, unbroken, 4)
+
+
+SEED = 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('kills', 'steps'), [(3, STEPS), pytest.param(30, 120, marks=pytest.mark.nightly)]
+)
+def test_killed_often_a_run_ends_where_an_unbroken_one_does(
+  kills, steps, warm, request
+):
+  knobs, broken = BOTH | {'steps': steps}, warm('broken')
+  if steps == STEPS:
+    whole = request.getfixturevalue('unbroken')
+  else:
+    whole = warm('whole')
+    runs.run(whole, **knobs)
+  inside = kill_often(broken, kills, random.Random(SEED), **knobs)
+  assert inside >= kills // 3, f'only {inside} kills fell into a save'
+  runs.run(broken, **knobs)
+  assert_same_run(broken, whole, steps)
+  assert not half_written(broken)
+
+
+def kill_often(workdir, kills, random_, **knobs) -> int:
+  """Starts and kills the run so many times; how many kills fell into a save."""
+  inside, until_saving, log = 0, 5.0, workdir / 'log'
+  for kill in range(kills):
+    where = f'seed {SEED}, kill {kill}'
+    before = newest(workdir)
+    with open(log, 'w') as file:
+      process = subprocess.Popen(**command(workdir, **knobs), stdout=file)
+    began = time.monotonic()
+    if kill % 3:  # a few milliseconds after the second save has begun, or the third
+
+      def saving(last=before):
+        return newest(workdir) > last and half_written(workdir)
+
+      wait_for(process, saving, where)
+      until_saving = time.monotonic() - began
+      time.sleep(random_.uniform(0, 0.06))
+    else:  # anywhere: loading, compiling, resuming, between two saves
+      time.sleep(random_.uniform(0, 1.1 * until_saving))
+    assert process.poll() is None, f'the run is over, {where}'
+    process.kill()
+    process.wait()
+    inside += bool(kill % 3 and half_written(workdir))
+    if before and 'Resuming' in log.read_text():
+      assert f'Resuming after step {before}.' in log.read_text(), where
+  return inside
+
+
+def newest(workdir: pathlib.Path) -> int:
+  """The step of the newest checkpoint; 0 without one."""
+  return max(workdir_lib.checkpoint_steps(str(workdir)), default=0)
+
+
+def half_written(workdir: pathlib.Path) -> list[str]:
+  """Directories of checkpoints that are not whole."""
+  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.HALF}')
+
+
+def wait_for(
+  process: subprocess.Popen, happened: Callable[[], object], where: str = ''
+) -> None:
+  """Returns once it has happened, while the process is running."""
+  deadline = time.monotonic() + 300
+  while not happened():
+    assert process.poll() is None, f'the run ended before it was stopped {where}'
+    assert time.monotonic() < deadline, where
+    time.sleep(0.001)
+
+
+def test_an_interrupted_warm_start_says_so(tmp_path):
+  call = command(tmp_path, **{'sft.clean': 100_000})
+  process = subprocess.Popen(
+    **call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  assert process.stdout is not None
+  while 'results' not in process.stdout.readline():
+    assert process.poll() is None
+  process.send_signal(signal.SIGINT)
+  _, error = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert 'a warm start is saved when it is done' in error
+  assert 'Traceback' not in error
+
+
+@pytest.mark.slow
+def test_local_launch_shards_over_eight_devices(tmp_path):
+  call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'sft.clean': 2})
+  flags = call['args'][call['args'].index(f'--config={runs.CONFIG}') + 1 :]
+  run = subprocess.run(
+    ['bash', 'launch/local.sh', *flags],
+    cwd=runs.ROOT,
+    env=call['env'] | {'PYTHON': sys.executable},
+    capture_output=True,
+    text=True,
+  )
+  assert run.returncode == 0, run.stderr[-2000:]
+  assert '8 cpu' in run.stdout
+  assert (tmp_path / 'report.md').exists()

@@ -1,0 +1,229 @@
+"""A run on one page: the numbers by hand, and no gap in the data breaks the page."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from markdown_it import MarkdownIt
+
+from bapo_jax.run import report, report_plots
+from bapo_jax.runtime import metrics
+
+NAN = math.nan
+
+
+def write_report(workdir, rows, **overrides):
+  with metrics.open_writers(workdir, -1, tensorboard=False, wandb=False) as write:
+    for step, row in enumerate(rows, 1):
+      write(step, row)
+  sample = dict(problem='What is 2+3?', answer='5', response='5', correct=True)
+  facts = dict(
+    title='A run',
+    config_text='seed = 0',
+    config_hash='abc',
+    eval_before=dict(accuracy=0.25, stderr=0.03, n=200),
+    eval_after=dict(accuracy=np.float32(0.5), stderr=0.04, n=200),
+    samples_before=[{**sample, 'response': '```\n4', 'correct': False}],
+    samples_after=[sample],
+    phases={'verify': 10.0, 'sample': 60.0},
+    wall_s=100.0,
+    peak_rss_bytes=3 * 2**29,
+    steps=len(rows),
+  )
+  page = report.write(workdir, **{**facts, **overrides}).read_text()
+  return page, json.loads((workdir / 'report.json').read_text())
+
+
+def lengths(right, wrong):
+  return {'rollout/length_right': right, 'rollout/length_wrong': wrong}
+
+
+def test_numbers_by_hand(tmp_path):
+  # ten steps: a fifth is two. First: wrong (30 + 50)/2 = 40 over right 20 (nan: none
+  # is right) = 2; last: wrong 60 over right (10 + 30)/2 = 20 = 3
+  rows = [lengths(20, 30), lengths(NAN, 50), *[lengths(1, 1000)] * 6]
+  rows += [lengths(10, 60), lengths(30, 60)]
+  rows = [dict(row, **{'clip/moved': i >= 6}) for i, row in enumerate(rows)]
+  page, facts = write_report(tmp_path, rows, target=0.4)
+  assert facts['length_ratio'] == {'first_fifth': 2.0, 'last_fifth': 3.0}
+  assert facts['clip_moved_fraction'] == 0.4  # 4 of 10
+  assert facts['eval_after'] == {'accuracy': 0.5, 'stderr': 0.04, 'n': 200}
+  assert facts['phases'] == {'verify': 10.0, 'sample': 60.0}
+  assert sorted(facts) == [
+    'clip_moved_fraction',
+    'config_hash',
+    'eval_after',
+    'eval_before',
+    'length_ratio',
+    'peak_rss_bytes',
+    'phases',
+    'responses',
+    'steps',
+    'wall_s',
+  ]
+  first = page.split('\n\n')[1]
+  assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in first
+  assert '10 steps, 1 min 40 s of wall time and 1.50 GiB' in first
+  assert 'more than two standard errors' in first  # 0.25 against 2 * 0.05
+  # phases longest first, then what they leave of 100 s
+  table = page[page.index('| sample | 60.0 | 60.0 |') :].splitlines()
+  assert table[1] == '| verify | 10.0 | 10.0 |'
+  assert table[2] == '| other | 30.0 | 30.0 |'
+  assert '| `rollout/length_right` | 20 | 20 |' in page
+  # the wrong response opens a fence of three: its block needs four to hold it
+  assert '````text\n```\n4\n````' in page
+  for name in ('curves.png', 'phases.png'):
+    assert (tmp_path / name).read_bytes().startswith(b'\x89PNG')
+
+
+def test_pictures_stand_beside_the_sample(tmp_path):
+  sample = dict(problem='<image>?', answer='5', response='5', correct=True)
+  sample['pictures'] = ['pictures/a.png', 'pictures/b.png']
+  page, _ = write_report(tmp_path, [], samples_before=[sample], samples_after=[sample])
+  shown = page[page.index('### Sample 1') : page.index('Before:')]
+  assert '![Picture 1](pictures/a.png)\n\n![Picture 2](pictures/b.png)' in shown
+  assert page.count('pictures/a.png') == 1
+
+
+@pytest.mark.parametrize(
+  'rows',
+  [
+    [],
+    [{'rollout/reward': 0.5}],
+    [{'eval/accuracy': 0.5}],  # no standard error, no training step
+    [{'loss/entropy': NAN, 'eval/accuracy': NAN, 'eval/stderr': NAN}] * 2,
+    [{'learner/grad_norm': g, 'clip/share': math.inf} for g in (1.0, 0.0, 1000.0)],
+  ],
+)
+def test_gaps_are_shown_as_gaps(tmp_path, rows):
+  page, facts = write_report(tmp_path, rows, samples_before=[])
+  assert facts['length_ratio'] == {'first_fifth': None, 'last_fifth': None}
+  assert facts['clip_moved_fraction'] is None
+  assert 'After: **right**' in page and 'Before:' not in page
+
+
+def test_a_running_mean_begins_and_ends_half_a_window_inside():
+  step_N, value_N = np.arange(5.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0])
+  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3; the raw last value stands nowhere
+  steps, smooth = report_plots.running_mean(step_N, value_N, 3)
+  assert steps.tolist() == [1, 2, 3]
+  np.testing.assert_allclose(smooth, [3, 3, 12], rtol=1e-15)
+  # window 1: the values themselves
+  steps, smooth = report_plots.running_mean(step_N, value_N, 1)
+  assert steps.tolist() == step_N.tolist() and smooth.tolist() == value_N.tolist()
+
+
+def test_no_curve_of_a_long_run_ends_on_its_last_value():
+  from matplotlib.figure import Figure
+
+  rows = [{'step': i, 'loss/kl': 1.0} for i in range(100)]
+  rows[-1]['loss/kl'] = 1000.0
+  ax = Figure().subplots()
+  kl = next(panel for panel in report_plots.PANELS if panel.names == ['loss/kl'])
+  report_plots._panel(ax, rows, None, kl)
+  raw, smooth = ax.lines
+  assert (raw.get_xdata()[-1], raw.get_ydata()[-1]) == (99, 1000)
+  # 5 values in the window: (4 * 1 + 1000) / 5 at its middle, two steps before the end
+  assert smooth.get_xdata()[-1] == 97
+  assert smooth.get_ydata()[-1] == pytest.approx(1004 / 5)
+
+
+def test_every_panel_draws_metrics_of_the_glossary():
+  names = [name for panel in report_plots.PANELS for name in panel.names]
+  assert set(names) | set(report.MAIN.split()) <= set(metrics.GLOSSARY)
+
+
+def test_a_missed_target_is_explained(tmp_path):
+  # 1/2, 0, 1: met in half of the updates; shares 0.3 to 0.5 have the mean 0.4
+  rows = [
+    {'clip/target_met': met, 'clip/share': share}
+    for met, share in ((0.5, 0.4), (0.0, 0.3), (1.0, 0.5))
+  ]
+  page, _ = write_report(tmp_path, rows, target=0.45)
+  sentence = page.split('\n\n')[2]
+  assert 'met its target of 0.45 in 50.0 % of the updates' in sentence
+  assert 'was 0.40 on average' in sentence and 'limits of both bounds' in sentence
+  (panel,) = (p for p in report_plots.PANELS if 'clip/share' in p.names)
+  from matplotlib.figure import Figure
+
+  ax = Figure().subplots()
+  report_plots._panel(ax, metrics.read(tmp_path), 0.45, panel)
+  (text,) = ax.texts
+  assert text.get_text() == 'target 0.45 met in 50.0 % of the updates'
+  for line in ax.lines[:-1]:  # no curve runs through the text
+    assert min(line.get_ydata()) > ax.get_ylim()[0]
+
+  met = report.target_sentence([{'step': 1, 'clip/target_met': 1.0}], 0.45)
+  assert met == 'The positive share met its target of 0.45 in 100.0 % of the updates.'
+  # 3/4 met, 1/4 without evidence: no search ended at its limits.
+  row = {
+    'step': 1,
+    'clip/target_met': 0.75,
+    'clip/no_evidence': 0.25,
+    'clip/share': 0.5,
+  }
+  blind = report.target_sentence([row], 0.45)
+  assert '25.0 % had no token with an advantage' in blind and 'limits' not in blind
+  none = report.target_sentence([row | {'clip/share': math.nan}], 0.45)
+  assert 'nan' not in none and 'on average' not in none
+  assert 'limits of both' in report.target_sentence([row | {'clip/target_met': 0.5}], 0)
+  assert report.target_sentence(metrics.read(tmp_path), None) == ''
+  assert report.target_sentence([], 0.45) == ''
+
+
+HOSTILE = (
+  '``` `` `\n```\n# heading\n\n</details></summary><script>alert(1)</script>\n'
+  '| a | b |\n|--|--|\n\x1b[31mred\x1b[0m\rback\x00\u202eright to left\ud800\n'
+  '<!-- [link](http://x) ![image](y.png) **strong** &lt;'
+)
+
+
+def test_texts_of_others_take_no_effect_on_the_page(tmp_path):
+  sample = dict(problem=HOSTILE, answer=HOSTILE, response=HOSTILE, correct=True)
+  page, _ = write_report(
+    tmp_path,
+    [{'rollout/reward': 0.5, 'batch/filled': 1.0}],
+    title=HOSTILE,
+    config_text=HOSTILE,
+    config_hash=HOSTILE,
+    samples_before=[sample],
+    samples_after=[sample, {**sample, 'problem': '# other'}],
+  )
+  assert not [c for c in page if not c.isprintable() and c != '\n']
+  parser = MarkdownIt('commonmark', {'html': True}).enable('table')
+  tokens = parser.parse(page)
+  inline = [token for token in tokens if token.type == 'inline']
+  headings = [
+    after.content
+    for token, after in itertools.pairwise(tokens)
+    if token.type == 'heading_open'
+  ]
+  assert headings[1:] == [
+    'Where the time went',
+    'First fifth against last fifth of the steps',
+    'Responses before and after',
+    'Sample 1',
+    'Sample 2',
+    'Config',
+  ]
+  # The only tags are ours: they fold the config away.
+  opened, closed = (t.content for t in tokens if t.type == 'html_block')
+  assert opened.startswith('<details>\n<summary>Fingerprint ``` `` `')
+  assert opened.count('<') == 3 and opened.endswith('</summary>\n')
+  assert closed == '</details>\n'
+  children = [child for token in inline for child in token.children]
+  assert 'html_inline' not in {child.type for child in children}
+  assert not [c for c in children if c.type == 'link_open']
+  images = [c.attrs['src'] for c in children if c.type == 'image']
+  assert images == ['curves.png', 'phases.png']
+  strong = [
+    b.content for a, b in itertools.pairwise(children) if a.type == 'strong_open'
+  ]
+  assert strong == ['wall', 'right', 'right', 'right']
+  fences = [token.content for token in tokens if token.type == 'fence']
+  assert len(fences) == 6  # two problems, three responses, the config
+  # The two tables are ours: a head and 4 rows, a head and 2.
+  assert sum(token.type == 'table_open' for token in tokens) == 2
+  assert sum(token.type == 'tr_open' for token in tokens) == 5 + 3
