@@ -19,10 +19,14 @@ from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import hf_directory, hf_weights, lora, transformer, vision_spec
+from bapo_jax.models import lora, transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import MERGE
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
@@ -106,14 +110,14 @@ def sees(config: Config) -> bool:
     return config.model.tower.layers > 0
   if hf_directory.missing(path):
     return hub_names.parse(path) is not None
-  found = hf_weights.spec(hf_directory.here(path), compute=config.model.compute)
+  found = hf_config.read_spec(hf_directory.resolve(path), compute=config.model.compute)
   return found.vision is not None
 
 
 def _spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   knobs = config.model.model_dump(exclude=OWN)
   if path := knobs.pop('path'):
-    spec = hf_weights.spec(hf_directory.here(path), compute=knobs['compute'])
+    spec = hf_config.read_spec(hf_directory.resolve(path), compute=knobs['compute'])
     own = {name: knobs[name] for name in ('attention', 'dtype')}
     return dataclasses.replace(spec, **own)
   assert tokenizer is not None
@@ -151,7 +155,7 @@ def load(
   spec = remat.resolve(config, spec_of(config, tokenizer), mesh)
   if path := config.model.path:
     with timer('load'):
-      return spec, hf_weights.load(hf_directory.here(path), spec, mesh)
+      return spec, hf_weights.load(hf_directory.resolve(path), spec, mesh)
   # The warm start is float32 in any case: it has no master copy.
   dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
   params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)
@@ -178,7 +182,7 @@ def reader(
   if not config.lora.rank and config.model.train_tower:
     return trained
   if path := config.model.path:
-    base = hf_weights.reader(hf_directory.here(path), spec)
+    base = hf_weights.reader(hf_directory.resolve(path), spec)
   else:
     own = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
     saved = weights.read_saved(warm_start_path(own, workdir))

@@ -27,7 +27,10 @@ from bapo_jax.learner.learner import TrainStep
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.learner.scoring import Recompute
-from bapo_jax.models import attention, hf_directory, hf_weights, lora
+from bapo_jax.models import attention, lora
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
@@ -83,8 +86,8 @@ def check_available(config: Config, *, decided: bool = True) -> None:
   if lacks:  # downloaded only when nothing else is wanting
     hf_directory.find(path, 'model.path')
   if path:
-    directory = hf_directory.here(path)
-    spec = hf_weights.spec(directory, compute=config.model.compute)
+    directory = hf_directory.resolve(path)
+    spec = hf_config.read_spec(directory, compute=config.model.compute)
     hf_weights.check(directory, spec)
     if decided:
       config_lib.check_positions(config, spec.positions)
