@@ -274,7 +274,7 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
 
 
 def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
-  """Evaluates the state again if eval/<step>.json, which the report needs, is missing.
+  """Evaluates the state again if eval/<step>.json is missing: the report needs it.
 
   The same weights, prompts and noise give the same responses.
   """
