@@ -22,6 +22,7 @@ from jax import Array
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import policy as policy_lib
+from bapo_jax.training import resolve
 from bapo_jax.types import Tree
 from lab.counterfactual import Applied, Recorded
 
@@ -39,11 +40,10 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   Raises:
     ValueError: the step has no checkpoint, or a damaged one.
   """
-  tokenizer = policy_lib.load_tokenizer(recorded.config)
-  spec = policy_lib.spec_of(recorded.config, tokenizer)
-  read = policy_lib.reader(recorded.config, workdir, recorded.step)
-  flat = {path: read(path) for path in transformer.describe(spec)}
-  return spec, traverse_util.unflatten_dict(flat, sep='/')
+  model = resolve.open_model(recorded.config)
+  read = policy_lib.reader(recorded.config, model, workdir, recorded.step)
+  flat = {path: read(path) for path in transformer.describe(model.spec)}
+  return model.spec, traverse_util.unflatten_dict(flat, sep='/')
 
 
 def changes(
