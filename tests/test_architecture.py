@@ -120,6 +120,11 @@ def test_modules_import_each_other_in_one_direction():
   graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
 
 
+def test_the_package_does_without_the_lab():
+  needs = {name: imports(path)[1] for name, path in MODULES.items()}
+  assert not [name for name, outside in needs.items() if 'lab' in outside]
+
+
 def test_an_import_against_the_flow_is_found(tmp_path):
   path = tmp_path / 'module.py'
   path.write_text('def f():\n  from bapo_jax.learner import learner\n')

@@ -67,7 +67,6 @@ def spec_of(name: str) -> ModelSpec:
     ffn=8,
     mrope=(8, 12, 12),
     vision=v,
-    remat='none',
   )
 
 
