@@ -20,7 +20,7 @@ from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier

@@ -16,7 +16,7 @@ import jax
 
 from bapo_jax.autosetup import check, derive
 from bapo_jax.data import prompts
-from bapo_jax.models import hf_directory
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.run.welcome import welcome

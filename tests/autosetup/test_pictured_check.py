@@ -11,7 +11,8 @@ from runs import tiny
 from bapo_jax.autosetup import check, check_rules, facts
 from bapo_jax.data import drawn, pictured_problems
 from bapo_jax.data.knobs import DrawnConfig
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
 from bapo_jax.training import build, resolve
 
