@@ -120,7 +120,7 @@ def read(config: Config, workdir: str) -> Material:
 
 def make_verifier(config: Config) -> Verifier:
   """Builds the verifier; worker processes start here, where the rule needs any."""
-  return Verifier(**config.rewards.model_dump(exclude={'shaping'}))
+  return Verifier(config.rewards)
 
 
 def make_engine(

@@ -185,7 +185,7 @@ def _verification_knobs(t: Trainer, s: TrainState) -> dict:
       rule=t.config.rewards.rule,
       rules=t.problems.verifier,
       longest=t.config.sampler.max_new_tokens,
-      **t.config.rewards.shaping.model_dump(),
+      k=t.config.rewards.shaping,
     ),
   )
 
