@@ -240,10 +240,10 @@ def run(config: Config) -> int:
       f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
       'always goes on from the newest'
     )
-  if config.derived and mode != 'table':
+  if mode in ('export', 'plan', 'show'):  # the others prepare the run themselves
     from bapo_jax.autosetup import derive
 
-    config = derive.resolve(config, WORKDIR.value)
+    config = derive.decide(config, WORKDIR.value)
   return MODES[mode](config)
 
 

@@ -437,12 +437,12 @@ def enter(path: str, workdir: str, template: str) -> None:
   import runs
 
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import policy, setup
+  from bapo_jax.training import build, policy, resolve
 
   config = runs.tiny(**{'model.path': path, 'tokenizer.template': template})
-  setup.check_available(config)
-  mesh = setup.make_mesh(config)
-  tokenizer = setup.read(config, workdir).tokenizer
+  resolve.check_available(config)
+  mesh = resolve.make_mesh(config)
+  tokenizer = build.read(config, resolve.open_model(config), workdir).tokenizer
   policy.load(config, workdir, tokenizer, mesh, PhaseTimer())
 
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,15 +23,15 @@ from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import frozen, policy, setup, trainer
+from bapo_jax.training import build, trainer
+from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS
-from bapo_jax.training.setup import Material
+from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import take
 
@@ -53,18 +52,16 @@ def check(config: Config, workdir: str) -> int:
       'policy has no weights before its warm start)'
     )
   began, timer = time.perf_counter(), PhaseTimer()
-  setup.check_available(config)
-  known = facts.gather(config, available=True)
-  tokenizer = policy.load_tokenizer(config)
-  policy.check_vocabulary(config, tokenizer)
-  material = Material(tokenizer, *problems(config, known, tokenizer))
+  r = derive.prepare(config, workdir)
+  config, known = r.config, known_of(r)
+  material = Material(*problems(config, known, r.tokenizer))
   findings = check_rules.of_config(config, known, free_bytes(workdir))
-  log(described(config, known, material, workdir))
-  small = shrunk(config)
-  with contextlib.closing(setup.make_verifier(small)) as verifier:
-    t, s = start(small, material, verifier, timer)
+  log(described(r, known, material, workdir))
+  small = dataclasses.replace(r, config=shrunk(config))
+  with contextlib.closing(build.make_verifier(config)) as verifier:
+    t, s = build.build(small, material, verifier, workdir, timer)
     seconds, rollout = sample(t, s, timer)
-    sampled = summary(rollout, tokenizer.eos)
+    sampled = summary(rollout, r.tokenizer.eos)
     log(shown_responses(config, t, rollout, sampled))
     findings += check_rules.of_responses(config, sampled)
     log(measured(config, t, s, rollout, seconds, timer))
@@ -73,12 +70,16 @@ def check(config: Config, workdir: str) -> int:
   return int(any(each.kind == 'mistake' for each in findings))
 
 
-def short(config: Config, material: Material, workdir: str) -> str:
-  """One prompt as the model sees it, and what is wrong with the config; for `train`."""
-  known = facts.gather(config, available=True)
-  findings = check_rules.of_config(config, known, free_bytes(workdir))
-  text = prompt_texts(material, 1, known.spec)[0]
+def short(r: Resolved, material: Material, workdir: str) -> str:
+  """Shows one prompt as the model sees it, and what is wrong with the config."""
+  findings = check_rules.of_config(r.config, known_of(r), free_bytes(workdir))
+  text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
+
+
+def known_of(r: Resolved) -> Facts:
+  """Returns the facts of a resolved run."""
+  return facts.gather(r.config, r.model)
 
 
 def problems(
@@ -130,17 +131,6 @@ def shrunk(config: Config) -> Config:
   )
 
 
-def start(
-  config: Config, material: Material, verifier: Any, timer: PhaseTimer
-) -> tuple[Trainer, TrainState]:
-  """Trainer and state at step 0."""
-  mesh = setup.make_mesh(config)
-  spec, weights = policy.load(config, '', material.tokenizer, mesh, timer)
-  base, params = frozen.trained(config, spec, weights, mesh)
-  t = setup.make_trainer(config, material, spec, mesh, verifier, timer, base)
-  return t, setup.initial_state(t, params)
-
-
 def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout]:
   """(seconds, the first groups of the run), its programs compiled before."""
   key = trainer.step_keys(t.config.seed, 0).fresh
@@ -168,11 +158,11 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   )
 
 
-def prompt_texts(material: Material, n: int, spec: ModelSpec) -> list[str]:
-  """The first prompts of the training problems, special tokens and all."""
-  found = material.problems
+def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
+  """Decodes the first prompts of the training problems, special tokens included."""
+  training = material.problems
   return tokenizer_lib.decode_prompts(
-    material.tokenizer, found.tokens_NT[:n], found.length_N[:n], spec.image_token
+    r.tokenizer, training.tokens_NT[:n], training.length_N[:n], r.spec.image_token
   )
 
 
@@ -181,11 +171,12 @@ def quoted(text: str) -> str:
   return '\n'.join(f'  | {line}' for line in text.split('\n'))
 
 
-def described(config: Config, known: Facts, material: Material, workdir: str) -> str:
-  """The prompts, their lengths, the right answers and the disk."""
-  found, verified = material.problems, known.verified(config.rewards.rule)
+def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
+  """Describes the prompts, their lengths, the right answers and the disk."""
+  config, found = r.config, material.problems
+  verified = known.verified(config.rewards.rule)
   lines = [f'Check of {config.model.path} on {config.problems.source}']
-  for i, text in enumerate(prompt_texts(material, SHOWN, known.spec)):
+  for i, text in enumerate(prompt_texts(r, material, SHOWN)):
     answer = found.answer[i]
     lines.append(
       f'prompt {i + 1}, {found.length_N[i]} tokens, right answer {answer[:40]!r}:\n'
@@ -256,7 +247,7 @@ def measured(
   teaching = int((spread_P[chosen] > 0).sum())
   one = t.config.with_values(prompts={'count': per_update}, learner={'minibatches': 1})
   with timer('compile'):
-    step = setup.compile_train_step(t, s)
+    step = build.compile_train_step(t, s)
   t = dataclasses.replace(t, config=one, train_step=step)
   key = trainer.step_keys(config.seed, 0).update
   batch, source_P = take(groups, chosen), np.zeros(per_update, np.int32)

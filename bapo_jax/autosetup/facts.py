@@ -24,8 +24,9 @@ from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.training import policy, remat, setup
+from bapo_jax.training import remat, resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
 Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prompts
@@ -79,18 +80,12 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, *, available: bool = False) -> Facts:
-  """Reads model, problems and devices; what is not at hand is downloaded.
-
-  Args:
-    available: `setup.check_available` has looked at this config; True: not again.
+def gather(config: Config, model: Model) -> Facts:
+  """Reads problems and devices; what is not here was downloaded before.
 
   Raises:
-    ValueError: one sentence, where something is missing or broken.
+    ValueError: a source of problems is damaged.
   """
-  if not available:
-    setup.check_available(config, decided=False)
-  backend = opened(config)
   # The verifier's own knobs: rule and shaping change nothing that is read here.
   rewards = config.rewards.model_copy(
     update={'rule': 'exact', 'shaping': ShapingConfig()}
@@ -98,11 +93,11 @@ def gather(config: Config, *, available: bool = False) -> Facts:
   sources_ = [getattr(config.problems, knob) for knob in sources.SPLITS]
   paths = [x for source in sources_ for x in source.split(',') if os.path.isfile(x)]
   versions = tuple((os.path.getsize(x), os.stat(x).st_mtime_ns) for x in paths)
-  directory, spec = policy.tokenizer_directory(config), policy.spec_of(config, None)
-  read = _read(directory, config.problems, rewards, versions, spec.vision)
+  directory = resolve.tokenizer_directory(config, model.directory)
+  read = _read(directory, config.problems, rewards, versions, model.spec.vision)
   return Facts(
-    spec=spec,
-    tokenizer=backend,
+    spec=model.spec,
+    tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
     memory=remat.limit(sharding.make()),
@@ -149,17 +144,6 @@ def _read(
     'verified': check,
     'pictured': pictured,
   }
-
-
-def opened(config: Config) -> Tokenizer:
-  """The tokenizer; with the config's template, unless that is derived.
-
-  Raises:
-    ValueError: it is not to be had, or has no place for the template.
-  """
-  if 'tokenizer.template' not in config.derived:
-    return policy.load_tokenizer(config)
-  return tokenizer_lib.load(policy.tokenizer_directory(config), '{problem}')
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:

@@ -1,7 +1,7 @@
 """What a step trained on, token by token, as a file of the workdir.
 
-1. `write` saves groups/<step>.jsonl, one line per group, from what the trainer holds of
-   its newest step: a few groups, whatever the batch rule;
+1. `write` saves groups/<step>.jsonl, one line per group, from the record that the loop
+   yields: a few groups, whatever the batch rule;
 2. `read` returns them, `newest` finds the last one.
 
 A line is an object of
@@ -41,7 +41,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated
 from bapo_jax.runtime import exchange, files, hosts, picture_files
-from bapo_jax.training.state import Trainer
+from bapo_jax.training.state import StepRecord, Trainer
 from bapo_jax.types import SOURCES, Groups, UpdatedTokens
 
 FOLDER = 'groups'
@@ -55,21 +55,20 @@ def path_of(workdir: str, step: int) -> str:
   return os.path.join(workdir, FOLDER, f'{step}.jsonl')
 
 
-def write(t: Trainer, workdir: str) -> None:
-  """Records the trainer's newest step; all processes call it, the first one writes.
+def write(t: Trainer, workdir: str, record: StepRecord) -> None:
+  """Writes the groups of a step; all processes call it, the first one writes.
 
   Raises:
     OSError: the system refuses, with the file's name.
   """
-  held = t.newest
-  if held.groups is None or held.source_P is None:
-    return
-  seats = chosen(exchange.whole(held.source_P) >= 0)
+  seats = chosen(exchange.whole(record.source_P) >= 0)
   if not len(seats):
     return
-  index = np.resize(seats, min(MOST_GROUPS, len(held.source_P)))  # one compiled shape
-  groups, source_P = exchange.taken((held.groups, held.source_P), index)
-  updated = [_updated(held.updates, seat, groups.reward_PG.shape[1]) for seat in seats]
+  index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
+  groups, source_P = exchange.taken((record.groups, record.source_P), index)
+  updated = [
+    _updated(record.updates, seat, groups.reward_PG.shape[1]) for seat in seats
+  ]
   if not hosts.is_first():
     return
   weights = t.config.batch.weights
@@ -83,7 +82,7 @@ def write(t: Trainer, workdir: str) -> None:
     left -= sum(response['tokens'] for response in responses)
     source = SOURCES[source_P[p]]
     answer = t.problems.answer[int(group.id_P)]
-    head = {'step': held.step + 1, 'id': int(group.id_P), 'answer': answer}
+    head = {'step': record.step + 1, 'id': int(group.id_P), 'answer': answer}
     head |= {'source': source, 'completed_step': int(group.completed_step_P)}
     head |= _prompt(t.tokenizer, group, t.spec.image_token) | _bounds(of_seat)
     if any(t.problems.pictures):
@@ -92,7 +91,7 @@ def write(t: Trainer, workdir: str) -> None:
     lines.append(json.dumps(head | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break
-  path = path_of(workdir, held.step + 1)
+  path = path_of(workdir, record.step + 1)
   with files.naming(path):
     os.makedirs(os.path.dirname(path), exist_ok=True)
   files.write(path, '\n'.join([*lines, '']))

@@ -22,7 +22,7 @@ from jax import Array
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.counterfactual import Applied, Recorded
-from bapo_jax.training import policy
+from bapo_jax.training import policy, resolve
 from bapo_jax.types import Tree
 
 
@@ -46,8 +46,9 @@ def weights_of(workdir: str, recorded: Recorded) -> Policy:
   Raises:
     ValueError: that step has no checkpoint, or a damaged one.
   """
-  spec = policy.spec_of(recorded.config, policy.load_tokenizer(recorded.config))
-  read = policy.reader(recorded.config, workdir, recorded.step)
+  model = resolve.open_model(recorded.config)
+  spec = model.spec
+  read = policy.reader(recorded.config, model, workdir, recorded.step)
   flat = {path: read(path) for path in transformer.describe(spec)}
   return Policy(spec, traverse_util.unflatten_dict(flat, sep='/'))
 

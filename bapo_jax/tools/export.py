@@ -16,20 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import (
   hf_config,
-  hf_directory,
   hf_vision,
   hf_weights,
   peft_directory,
 )
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
-from bapo_jax.training import checkpoint, policy, weights
+from bapo_jax.training import checkpoint, policy, resolve, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model
 
 
 def export(
@@ -72,8 +70,8 @@ def export(
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
-  tokenizer = policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  model = resolve.open_model(config)
+  directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)
@@ -82,10 +80,10 @@ def export(
     get = weights.read_params(workdir, step)
     peft_directory.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
-    get = policy.reader(config, workdir, step, exact=True)
+    get = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, get, spec, dtype, shard_bytes)
-    write_configs(part, config, spec, tokenizer, dtype)
-  tokenizer_lib.save(tokenizer, policy.tokenizer_directory(config), part)
+    write_configs(part, config, model, dtype)
+  tokenizer_lib.save(tokenizer, resolve.tokenizer_directory(config, directory), part)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0
@@ -106,11 +104,9 @@ def check_config(config: Config, workdir: str) -> None:
       )
 
 
-def write_configs(
-  path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
-) -> None:
-  """Writes what transformers reads beside weights, from the source model's if any."""
-  source = hf_directory.here(config.model.path) if config.model.path else ''
+def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
+  """Writes the files beside the weights, copying the source model's if it has any."""
+  source, tokenizer, spec = model
   config_of = hf_vision.config_of if spec.vision else hf_config.config_of
   described = _read(source, 'config.json') or config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.

@@ -23,7 +23,7 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.statistics import clustered_error, mean_and_error
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import setup
+from bapo_jax.training import resolve
 from bapo_jax.training.config import Config
 
 
@@ -75,8 +75,8 @@ def run(config: Config, workdir: str) -> int:
       there; before any cell is trained.
   """
   cells = {name: cell(config, name, *rules) for name, *rules in config.cells}
-  setup.check_available(config)
-  setup.make_mesh(config)
+  resolve.check_available(config)
+  resolve.make_mesh(config)
   with locked(workdir), writable(workdir):
     return _train(config, cells, workdir)
 

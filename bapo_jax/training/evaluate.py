@@ -24,7 +24,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, picture_files, tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
@@ -66,10 +66,8 @@ def evaluate(
     params,
     prompts.prompts_by_id(problems, id_P),
     key,
-    problems=problems,
-    tokenizer=tokenizer,
-    verifier=verifier,
-    timer=PhaseTimer(),  # of its own: the seconds of an evaluation are the caller's
+    # A timer of its own: the caller counts the seconds of an evaluation.
+    verification=Verification(problems, tokenizer, verifier, PhaseTimer()),
     step=step,
     policy_version=step,
   )

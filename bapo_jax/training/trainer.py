@@ -6,8 +6,8 @@
 Saving, logging and evaluating belong to the caller.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +20,17 @@ from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
-from bapo_jax.runtime import exchange
+from bapo_jax.rollout.rollout import (
+  Rollout,
+  Verification,
+  collect_due,
+  nothing,
+  rollout,
+)
+from bapo_jax.runtime import exchange, machine
 from bapo_jax.training import step_metrics
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import Metrics, StepKeys, Trainer, TrainState
+from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -34,19 +40,21 @@ from bapo_jax.types import (
 )
 
 
-def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
-  """Yields (state, metrics) after every learner step, until the run is finished."""
+def train_loop(
+  t: Trainer, s: TrainState
+) -> Iterator[tuple[TrainState, Metrics, StepRecord]]:
+  """Yields (state, metrics, record) after every learner step, until the run is done."""
   while not finished(t.config, s):
     keys = step_keys(t.config.seed, s.step)
     s = sync_actor_if_due(t, s)
     reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
     s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
     s = free_actor_if_due(t, s)
-    s, updates = update(t, s, batch, source_P, keys.update)
+    s, record = update(t, s, batch, source_P, keys.update)
     s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
-    metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
+    metrics = describe(t, s, fresh, reevaluated, record)
     s = s.replace(step=s.step + 1)
-    yield s, metrics | moves
+    yield s, metrics | moves, record
 
 
 def finished(config: Config, s: TrainState) -> bool:
@@ -66,7 +74,7 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
-  s = s.without_actor()  # two of them would be the most memory of a run
+  s = free_actor(s)  # two actors at once would be the peak of a run's memory
   adapters = t.adapters(s.params)
   return s.replace(
     actor=t.actor(s.params), actor_adapters=adapters, actor_version=s.step
@@ -74,9 +82,20 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
-  """Frees the actor where the next step makes another: its memory is the updates'."""
+  """Frees the actor if the next step makes another: updates use its memory."""
   due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
-  return s.without_actor() if due else s
+  return free_actor(s) if due else s
+
+
+def free_actor(s: TrainState) -> TrainState:
+  """Deletes the arrays of the actor, even if another variable refers to them."""
+  if s.actor is None:
+    return s
+  for x in jax.tree.leaves(s.actor):
+    if isinstance(x, Array):
+      x.delete()
+  machine.trim()  # returns a CPU's freed memory from the C library to the system
+  return s.replace(actor=None)
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
@@ -99,8 +118,10 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     actor,
     hard,
     key,
+    verification=verification(t),
+    step=s.step,
     policy_version=s.step,
-    **_rollout_knobs(t, s, s.prompt_round, hard),
+    first_uid=first_uid(t, s.prompt_round, hard),
   )
   return recompute(t, found, t.weights(s.params), s.step)
 
@@ -120,7 +141,9 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
     max_tokens_per_step=knobs.max_tokens_per_step,
     max_off_policy_steps=knobs.max_off_policy_steps,
     cache=knobs.cache,
-    **_rollout_knobs(t, s, prompt_round, now),
+    verification=verification(t),
+    step=s.step,
+    first_uid=first_uid(t, prompt_round, now),
   )
   return recompute_fresh(t, s, found)
 
@@ -159,35 +182,28 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
     s.partial,
     t.config.prompts.count,
     max_off_policy_steps=oldest,
-    **_verification_knobs(t, s),
+    verification=verification(t),
+    step=s.step,
   )
   return recompute_fresh(t, s, found)
 
 
-def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -> dict:
-  """What fresh and re-evaluated rollouts have in common."""
-  first_uid = prompt_round * len(now.id_P) * t.engine.group_size
-  return dict(first_uid=first_uid, **_verification_knobs(t, s))
+def first_uid(t: Trainer, prompt_round: int, now: Prompts) -> int:
+  """Returns the number of the first response of a round, which seeds its noise."""
+  return prompt_round * len(now.id_P) * t.engine.group_size
 
 
-def _verification_knobs(t: Trainer, s: TrainState) -> dict:
-  """How responses that have ended become groups."""
-  return dict(
-    problems=t.problems,
-    tokenizer=t.tokenizer,
-    verifier=t.verifier,
-    timer=t.timer,
-    step=s.step,
-    shape=lambda groups, texts: rewards.shaped(
-      groups,
-      texts,
-      eos=t.tokenizer.eos,
-      rule=t.config.rewards.rule,
-      rules=t.problems.verifier,
-      longest=t.config.sampler.max_new_tokens,
-      k=t.config.rewards.shaping,
-    ),
+def verification(t: Trainer) -> Verification:
+  """Returns how the run's responses are verified and rewarded."""
+  shape = functools.partial(
+    rewards.shaped,
+    eos=t.tokenizer.eos,
+    rule=t.config.rewards.rule,
+    rules=t.problems.verifier,
+    longest=t.config.sampler.max_new_tokens,
+    k=t.config.rewards.shaping,
   )
+  return Verification(t.problems, t.tokenizer, t.verifier, t.timer, shape)
 
 
 def fill_batch(
@@ -221,10 +237,9 @@ def fill_batch(
 
 def update(
   t: Trainer, s: TrainState, batch: Groups, source_P: Array, key: Array
-) -> tuple[TrainState, list[dict]]:
-  """All optimiser updates of the step; the metrics of each."""
+) -> tuple[TrainState, StepRecord]:
+  """Runs all optimiser updates of the step."""
   weights = t.config.batch.weights
-  newest: list[learner.Updated] = []
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -242,18 +257,17 @@ def update(
         weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
-        record=newest.append,
       )
     )
-  t.newest.hold(s.step, batch, source_P, newest)
+  metrics = [update.metrics for update in updates]
   s = s.replace(
     params=params,
     opt=opt,
-    updates=s.updates + step_metrics.applied(updates),
-    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, updates),
+    updates=s.updates + step_metrics.applied(metrics),
+    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, metrics),
     idle_steps=step_metrics.idle_steps(s.idle_steps, batch, source_P),
   )
-  return s, updates
+  return s, StepRecord(s.step, batch, source_P, updates)
 
 
 def insert(
@@ -299,20 +313,18 @@ def describe(
   s: TrainState,
   fresh: list[Rollout],
   reevaluated: Rollout,
-  batch: Groups,
-  source_P: Array,
-  updates: list[dict[str, Any]],
+  record: StepRecord,
 ) -> Metrics:
   """The metrics of the step."""
   with t.timer('log'):
     metrics = step_metrics.describe(
       concat(*(each.groups for each in fresh)),
       reevaluated.groups,
-      batch,
-      source_P,
+      record.groups,
+      record.source_P,
       s.buffer,
       s.step,
-      updates,
+      [update.metrics for update in record.updates],
       np.asarray(t.tokenizer.eos),
     )
   counts = {

@@ -45,7 +45,7 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
 
   from bapo_jax.algorithms.knobs import FixedClip
   from bapo_jax.models import transformer
-  from bapo_jax.training import rules, setup
+  from bapo_jax.training import build, rules
   from bapo_jax.training.config import Config
   from bapo_jax.types import Batch
 
@@ -64,9 +64,9 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
     ffn=SIZES['intermediate_size'],
     compute=kind,
   )
-  train_step = setup.make_train_step(config, rules.bind(config), spec)
+  train_step = build.make_train_step(config, rules.bind(config), spec)
   params = transformer.init(spec, jax.random.key(0))
-  opt = jax.jit(setup.optimizer(config).init)(params)
+  opt = jax.jit(build.optimizer(config).init)(params)
   tokens_BT, adv_B = example(rows, length)
   loss_mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
   # Close to the log-probabilities of random weights: ratios close to one.

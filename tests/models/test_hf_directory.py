@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from runs import tiny
 
 from bapo_jax.models import hf_directory
-from bapo_jax.training import setup
+from bapo_jax.training import build, resolve
 
 
 def test_missing_files_of_a_directory_are_listed(tmp_path):
@@ -138,7 +138,7 @@ def test_a_malformed_name_of_the_hub_is_refused(name, offline):
 def test_a_run_with_a_mistyped_path_says_how_the_hub_is_named(name, knob, offline):
   config = tiny(**{knob: name})
   with pytest.raises(ValueError) as error:
-    setup.check_available(config)
-    setup.read(config, 'work')
+    resolve.check_available(config)
+    build.read(config, resolve.open_model(config), 'work')
   assert f'(a model of the hub is written hub:{name})' in str(error.value)
   assert not offline

@@ -26,7 +26,7 @@ from bapo_jax.models import (
 )
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.tools import export
-from bapo_jax.training import policy, weights
+from bapo_jax.training import resolve, weights
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
@@ -249,8 +249,8 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   config, _ = trained(tmp_path)
   assert export.export(config, str(tmp_path), '', 'float32', 5000) == 0
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
-  reader = policy.load_tokenizer(config)
-  spec = policy.spec_of(config, reader)
+  reader = resolve.open_model(config).tokenizer
+  spec = resolve.open_model(config).spec
   read = weights.read_params(str(tmp_path), 1)
   params = transformer.unflatten(
     {name: read(name) for name in transformer.describe(spec)}

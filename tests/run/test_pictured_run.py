@@ -23,7 +23,7 @@ from bapo_jax.run import experiment
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import policy, setup, weights
+from bapo_jax.training import build, policy, resolve, weights
 
 CELLS = {
   'grpo': {'batch.rule': 'fresh_only', 'clip.rule': 'fixed'},
@@ -40,9 +40,9 @@ def warm(tmp_path_factory):
   path = tmp_path_factory.mktemp('warm')
   made = tiny(**DRAWN)
   with one_device():
-    material = setup.read(made, str(path))
+    material = build.read(made, resolve.open_model(made), str(path))
     policy.load(
-      made, str(path), material.tokenizer, setup.make_mesh(made), PhaseTimer()
+      made, str(path), material.tokenizer, resolve.make_mesh(made), PhaseTimer()
     )
   return path
 
@@ -50,7 +50,7 @@ def warm(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
   """Responses of an odd number of characters are right."""
-  monkeypatch.setattr(setup, 'make_verifier', lambda config: making.OddVerifier())
+  monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
 
 
 def config_of(**knobs):
