@@ -44,8 +44,8 @@ ONLY = {  # package -> the modules that may import it
   'PIL': {'data.pictures'},
   'orbax': {'training.damage', 'training.checkpoint', 'training.weights'},
   'huggingface_hub': {'models.hf.directory', 'data.hub'},
-  'math_verify': {'rewards.symbolic'},
-  'latex2sympy2_extended': {'rewards.symbolic'},
+  'math_verify': {'rewards.latex.symbolic'},
+  'latex2sympy2_extended': {'rewards.latex.symbolic'},
 }
 # A bad knob is refused before any of these packages is imported.
 HEAVY = {

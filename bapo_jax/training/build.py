@@ -77,7 +77,7 @@ def read_held_out(r: Resolved, workdir: str) -> Material:
 
 def make_verifier(config: Config) -> Verifier:
   """Builds the verifier, and starts its worker processes if the rule needs any."""
-  return Verifier(**config.rewards.model_dump(exclude={'shaping'}))
+  return Verifier(config.rewards)
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
