@@ -18,7 +18,8 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
   count = hosts.processes()
   several = f', {count} processes' if count > 1 else ''
   c, mesh, devices = config, setup.make_mesh(config), jax.devices()
-  spec = remat.resolve(c, policy.spec_of(c, material.tokenizer), mesh)
+  spec = policy.spec_of(c, material.tokenizer)
+  schedule = remat.resolve(c, spec, mesh)
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -34,7 +35,7 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'{c.clip.rule}, loss {c.loss.rule}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
-    f'  memory     {remat.sentence(c, spec, mesh)}\n'
+    f'  memory     {remat.sentence(c, spec, schedule, mesh)}\n'
     f'  disk       {disk(c, spec)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )

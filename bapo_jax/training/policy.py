@@ -80,8 +80,6 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 def spec_of(config: Config, tokenizer: Tokenizer | None) -> ModelSpec:
   """What the policy is: by its config.json, or by the config's own knobs.
 
-  `remat.resolve` decides what the backward pass computes again.
-
   Args:
     tokenizer: gives the vocabulary of the embedded policy; not read for another.
 
@@ -148,15 +146,16 @@ def load(
   config: Config, workdir: str, tokenizer: Tokenizer, mesh: Mesh, timer: PhaseTimer
 ) -> tuple[ModelSpec, Tree]:
   """(spec, params): a published model's, or random weights after their warm start."""
-  spec = remat.resolve(config, spec_of(config, tokenizer), mesh)
+  spec = spec_of(config, tokenizer)
   if path := config.model.path:
     with timer('load'):
       return spec, hf_weights.load(hf_directory.here(path), spec, mesh)
   # The warm start is float32 in any case: it has no master copy.
-  dtype, spec = spec.dtype, dataclasses.replace(spec, dtype='float32')
-  params = _warm_started(config, workdir, tokenizer, spec, mesh, timer)
-  cast = jax.jit(functools.partial(transformer.cast, dtype=dtype))
-  return dataclasses.replace(spec, dtype=dtype), cast(params)
+  schedule = remat.resolve(config, spec, mesh)
+  exact = dataclasses.replace(spec, dtype='float32')
+  params = _warm_started(config, workdir, tokenizer, exact, schedule, mesh, timer)
+  cast = jax.jit(functools.partial(transformer.cast, dtype=spec.dtype))
+  return spec, cast(params)
 
 
 def reader(
@@ -211,7 +210,7 @@ def warm_start_path(config: Config, workdir: str) -> str:
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
 
 
-def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
+def _warm_started(config, workdir, tokenizer, spec, schedule, mesh, timer) -> Tree:
   """The embedded policy after its warm start; the workdir holds it for the next run."""
   path = warm_start_path(config, workdir)
   if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
@@ -231,6 +230,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       mesh,
       config.row_length,
       *sources.sft_problems(config.problems),
+      schedule=schedule,
       seed=config.seed,
       **config.sft.model_dump(),
     )

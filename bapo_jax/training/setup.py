@@ -28,6 +28,7 @@ from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import attention, hf_directory, hf_weights, lora
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.rewards import Verifier
@@ -36,7 +37,7 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import frozen, policy, rules
+from bapo_jax.training import frozen, policy, remat, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
@@ -151,7 +152,7 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_train_step(
-  config: Config, rules: Rules, spec: ModelSpec
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> jax.stages.Wrapped:
   """One optimiser update, jitted; parameters and optimiser state are donated.
 
@@ -161,6 +162,7 @@ def make_train_step(
     clip_rule=rules.clip,
     loss_rule=rules.loss,
     spec=spec,
+    schedule=schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
     pack=config.learner.pack,
@@ -205,7 +207,7 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
 
 def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
   """The train step, compiled for the state's arrays."""
-  step = make_train_step(t.config, t.rules, t.spec)
+  step = make_train_step(t.config, t.rules, t.spec, t.schedule)
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
@@ -214,33 +216,38 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
   return functools.partial(compiled, base=t.base)
 
 
-def _score(config: Config, spec: ModelSpec) -> Callable[[Tree, Groups, Seen], Array]:
+def _score(
+  config: Config, spec: ModelSpec, schedule: Schedule
+) -> Callable[[Tree, Groups, Seen], Array]:
   """The log-probabilities of groups, a micro-batch of rows at a time."""
   return functools.partial(
     scoring.score,
     rows=config.micro_batch_rows,
     spec=spec,
+    schedule=schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
 
 
 def _proximal(
-  config: Config, spec: ModelSpec, mesh: Mesh, base: Tree
+  config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh, base: Tree
 ) -> Callable[[Tree, Groups, Seen], Array] | None:
   """Scores a batch by the weights of the step's start, where the loss rule asks."""
   if not config.loss.needs_proximal:
     return None
-  score = sharding.under(mesh, jax.jit(_score(config, spec)))
+  score = sharding.under(mesh, jax.jit(_score(config, spec, schedule)))
   return lambda params, groups, seen: score(lora.attach(base, params), groups, seen)
 
 
-def _recompute(config: Config, spec: ModelSpec, mesh: Mesh) -> Recompute | None:
+def _recompute(
+  config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Recompute | None:
   """Replaces the sampler's log-probabilities, where the config asks."""
   weighs_sampler = config.loss.weighs_sampler
   if not config.learner.recomputes(config.model.compute, weighs_sampler):
     return None
-  recompute = functools.partial(scoring.recompute, score=_score(config, spec))
+  recompute = functools.partial(scoring.recompute, score=_score(config, spec, schedule))
   return sharding.under(mesh, jax.jit(recompute))
 
 
@@ -254,13 +261,14 @@ def make_trainer(
   base: Tree = None,
 ) -> Trainer:
   """Everything that is fixed for a run."""
-  bound = rules.bind(config)
-  train_step = sharding.under(mesh, make_train_step(config, bound, spec))
+  bound, schedule = rules.bind(config), remat.resolve(config, spec, mesh)
+  train_step = sharding.under(mesh, make_train_step(config, bound, spec, schedule))
   gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
   return Trainer(
     config=config,
     rules=bound,
     spec=spec,
+    schedule=schedule,
     mesh=mesh,
     tokenizer=material.tokenizer,
     problems=material.problems,
@@ -268,11 +276,11 @@ def make_trainer(
     engine=make_engine(config, spec, material.tokenizer, mesh, gallery),
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
-    proximal=_proximal(config, spec, mesh, base),
-    recompute=_recompute(config, spec, mesh),
+    proximal=_proximal(config, spec, schedule, mesh, base),
+    recompute=_recompute(config, spec, schedule, mesh),
     timer=timer,
     base=base,
-    pictures=pictured.embedder(gallery, spec, mesh, base),
+    pictures=pictured.embedder(gallery, spec, mesh, base, schedule),
     held_out_gallery=held_out,
   )
 

@@ -20,6 +20,7 @@ Prints a table and, as the last line, one JSON object.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -148,7 +149,8 @@ def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
 def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   """One update of the embedded policy on `rows` rows, a micro-batch each if few."""
   config = Config()
-  knobs = config.model.model_dump(exclude={'path'})
+  fields = {field.name for field in dataclasses.fields(transformer.ModelSpec)}
+  knobs = config.model.model_dump(include=fields)
   spec = transformer.ModelSpec(vocab=40, **knobs)
   params = transformer.init(spec, jax.random.key(0))
   tx = optimizer.adamw(**config.optimizer.model_dump())
