@@ -33,8 +33,8 @@ WORKDIR = flags.DEFINE_string(
 MODE = flags.DEFINE_enum(
   'mode',
   'train',
-  ['train', 'check', 'eval', 'export', 'plan', 'show', 'table'],
-  'What to do; table: compares the seeds of a sweep, in the folders of --workdir.',
+  ['train', 'check', 'eval', 'export', 'plan', 'show'],
+  'What to do.',
 )
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', 'newest', 'Checkpoint to eval, export or show: newest, best or a step.'
@@ -187,20 +187,8 @@ def evaluate(config: Config) -> int:
   )
 
 
-def table(config: Config) -> int:
-  """Compares the seeds of a sweep."""
-  del config
-  from bapo_jax.tools import sweep
-
-  return sweep.table(WORKDIR.value)
-
-
 def train(config: Config) -> int:
-  """Trains one run, or every cell of a sweep."""
-  if config.cells:
-    from bapo_jax.tools import sweep
-
-    return sweep.run(config, WORKDIR.value)
+  """Trains the run."""
   from bapo_jax.run import experiment
 
   return experiment.train(config, WORKDIR.value)
@@ -214,7 +202,6 @@ MODES: dict[str, Callable[[Config], int]] = {
   'export': export,
   'plan': plan,
   'show': show,
-  'table': table,
 }
 
 
@@ -225,12 +212,11 @@ def join(config: Config) -> None:
     ValueError: there are several processes and this is not a training run; or they
       differ.
   """
-  if MODE.value != 'train' or config.cells:
+  if MODE.value != 'train':
     if PROCESSES.value is not None:
-      what = f'--mode={MODE.value}' if MODE.value != 'train' else 'a sweep'
       raise ValueError(
-        f'--processes={PROCESSES.value}: {what} runs in one process; only a training '
-        'run has several'
+        f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
+        'only a training run has several'
       )
     return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
@@ -243,7 +229,7 @@ def join(config: Config) -> None:
 def run(config: Config) -> int:
   """Does what --mode selects; returns the exit status."""
   mode = MODE.value
-  if mode in ('train', 'table') and CHECKPOINT.value != 'newest':
+  if mode == 'train' and CHECKPOINT.value != 'newest':
     fail(
       f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
       'always resumes from the newest'

@@ -154,8 +154,7 @@ def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  knobs = rewards.model_dump(exclude={'shaping', 'rule'})
-  verifier = Verifier('exact', **knobs)
+  verifier = Verifier(rewards.model_copy(update={'rule': 'exact'}))
   try:
     texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]
     rules = [row.verifier or rule for row in drawn]

@@ -66,7 +66,7 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
+  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate')
   accepted = ('problems',) if config.problems.changed == 'accept' else ()
   free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
   workdirs.open_workdir(workdir, config_lib.plain(config), free)

@@ -37,7 +37,6 @@ from bapo_jax.training.knobs import (
   SftConfig,
 )
 
-MOST_CELLS = 64
 WORDED = ('countdown', 'drawn')  # made problems in English or in a short form
 PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
@@ -53,9 +52,6 @@ class Config(Section):
     'Sampled training responses after which the run ends.',
     above=0,
     infinite=True,
-  )
-  cells: tuple[tuple[str, str, str], ...] = knob(
-    (), 'Runs of a sweep, each (name, batch rule, clip rule); (): a single run.'
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that a new run derives: those that the config file leaves None.'
@@ -154,34 +150,13 @@ def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  for check in (_cells, _packages, _rules, _rewards, _problems, _batch, _elements):
+  for check in (_packages, _rules, _rewards, _problems, _batch, _elements):
     check(config)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
   if trained_here:
     _memory(config)
   return config
-
-
-def _cells(config: Config) -> None:
-  """Raises ValueError where a cell has no name of its own, or cannot be trained."""
-  names = [name for name, *_ in config.cells]
-  if len(names) > MOST_CELLS:
-    raise ValueError(f'cells: {len(names)} cells; give {MOST_CELLS} at most')
-  for name in names:
-    if not name.isidentifier() or names.count(name) > 1:
-      raise ValueError(
-        f'cells: {name[:60]!r} cannot name a folder; give each cell a name of its own, '
-        'of letters, digits and _'
-      )
-  for name, batch, clip in config.cells:
-    values = plain(config) | {'cells': ()}
-    values['batch'] = values['batch'] | {'rule': batch}
-    values['clip'] = values['clip'] | {'rule': clip}
-    try:
-      parse(values)
-    except ValueError as error:
-      raise ValueError(f'cells: {name[:60]}: {error}') from None
 
 
 def _packages(config: Config) -> None:

@@ -202,7 +202,7 @@ def verification(t: Trainer) -> Verification:
     rule=t.config.rewards.rule,
     rules=t.problems.verifier,
     longest=t.config.sampler.max_new_tokens,
-    **t.config.rewards.shaping.model_dump(),
+    k=t.config.rewards.shaping,
   )
   return Verification(t.problems, t.tokenizer, t.verifier, t.timer, shape)
 

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from bapo_jax.models import decoder, layers
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.models.vision.spec import VisionSpec
@@ -79,20 +80,27 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
 
 
 def embedded(
-  params: Tree, pictures: EmbeddedPictures | Pictures, spec: ModelSpec
+  params: Tree,
+  pictures: EmbeddedPictures | Pictures,
+  spec: ModelSpec,
+  schedule: Schedule = Schedule(),
 ) -> EmbeddedPictures:
   """Embeds pictures with the tower of these weights, unless they are embedded."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
-  merged_PMD = _merged(params, pictures, spec)
+  merged_PMD = _merged(params, pictures, spec, schedule)
   return EmbeddedPictures(merged_PMD, pictures.grid_PI2)
 
 
-def _merged(params: Tree, pictures: Pictures, spec: ModelSpec) -> Array:
+def _merged(
+  params: Tree, pictures: Pictures, spec: ModelSpec, schedule: Schedule
+) -> Array:
   """Computes the merged patches [P, M, D] of pictures, in as many windows as given."""
   pixels_PZE, grid_PI2, window_PW = pictures
   windows = None if window_PW is None else window_PW.shape[1]
-  return tower.forward(params['vision'], pixels_PZE, grid_PI2, spec, windows)
+  return tower.forward(
+    params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
+  )
 
 
 def place_responses(
@@ -134,7 +142,8 @@ def _embedded(
 ) -> tuple[Array, tuple[Array, Array], Placed]:
   """Returns (embeddings, rotations, places) of rows with pictures."""
   at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
-  merged_BMD = _merged(params, pictures, spec)
+  # Nothing is differentiated here, so nothing is recomputed.
+  merged_BMD = _merged(params, pictures, spec, Schedule(remat='none'))
   x_BTD = layers.embed_rows(params, tokens_BT, spec)
   patch_BTD = jnp.take_along_axis(
     merged_BMD, jnp.maximum(at.merged_BT, 0)[..., None], 1, mode='clip'
