@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_jax.models import layers, logprobs, packing
+from bapo_jax.models import logprobs, packing
 
 
 def wanted_of(spans, T):
@@ -160,16 +160,6 @@ def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
   found = variant(all_of, jnp.asarray(tokens_BT), jnp.asarray(wanted_BT))
   shown_BT = wanted_BT if packed else np.ones_like(wanted_BT)
   oracles.close(found, [np.where(shown_BT, x_BT, 0) for x_BT in whole], 128)
-
-
-def test_a_text_sees_no_other_text_of_its_bin():
-  params, spec = making.params(), making.SPEC
-  tokens_1T = jnp.asarray([[3, 4, 5, 6, 7, 8, 9]])
-  position_1T = jnp.asarray([[0, 1, 2, 0, 1, 2, 3]])
-  row_1T = jnp.asarray([[0, 0, 0, 1, 1, 1, 1]])
-  hidden_1TD = layers.forward(params, tokens_1T, spec, position_1T, row_1T)
-  alone = [layers.forward(params, tokens_1T[:, at], spec) for at in np.s_[:3, 3:]]
-  oracles.close(hidden_1TD, jnp.concatenate(alone, 1), 32)
 
 
 def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():

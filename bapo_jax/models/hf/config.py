@@ -351,20 +351,15 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   Raises:
     ValueError: no architecture has these biases and norms.
   """
-  choice = {
-    (True, False, False): 'qwen2',
-    (False, False, False): 'llama',
-    (True, True, False): 'llama',
-    (False, False, True): 'qwen3',
-    (True, True, True): 'qwen3',
-  }
-  traits = (spec.qkv_bias, spec.o_bias, spec.qk_norm)
-  if traits not in choice:
+  if spec.qkv_bias == spec.o_bias:
+    kind = 'qwen3' if spec.qk_norm else 'llama'
+  elif spec.qkv_bias and not spec.qk_norm:
+    kind = 'qwen2'
+  else:
     raise ValueError(
-      f'no architecture has qkv_bias={traits[0]}, o_bias={traits[1]} and '
-      f'qk_norm={traits[2]}; choose those of one of {sorted(ARCHITECTURES)}'
+      f'no architecture has qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias} and '
+      f'qk_norm={spec.qk_norm}; choose those of one of {sorted(ARCHITECTURES)}'
     )
-  kind = choice[traits]
   config: dict[str, Any] = {
     'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,
