@@ -1,10 +1,6 @@
 """A response depends on (key, uid, position) alone, and no decoded token is lost."""
 
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
 
 import jax
 import making
@@ -334,64 +330,6 @@ def test_nothing_compiles_after_the_warm_up():
     rollouts.decode(ACTOR, KEY, max_tokens=9)
     rollouts.refresh(ACTOR)
   assert [function._cache_size() for function in jitted] == before
-
-
-PROCESS = """
-import sys
-import jax
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-import numpy as np
-import test_engine as t
-from jax.experimental import multihost_utils
-from bapo_jax import sharding
-from bapo_jax.rollout import decode
-mesh = sharding.make(data=2, tensor=2)
-params = jax.device_put(
-  jax.tree.map(np.asarray, t.PARAMS), sharding.shardings(t.PARAMS, mesh)
-)
-actor = decode.sync_actor(params, t.SPEC, mesh)
-rollouts = t.partial_rollouts(mesh=mesh)
-rollouts.submit(t.prompts(), t.UID_B)
-rollouts.decode(actor, t.KEY, max_tokens=5)
-rollouts.refresh(actor)
-rollouts.decode(actor, t.KEY)
-rows = rollouts.read(rollouts.finished(), t.P)
-tokens, versions = (
-  multihost_utils.process_allgather(x, tiled=True)
-  for x in (rows.tokens_BT, rows.policy_version_BT)
-)
-np.savez(sys.argv[3], tokens=tokens, versions=versions)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_decode_what_one_decodes(rows, tmp_path):
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    address = f'localhost:{free.getsockname()[1]}'
-  here = os.path.dirname(__file__)
-  paths = os.pathsep.join([here, os.path.dirname(here), os.getcwd()])
-  flags = '--xla_force_host_platform_device_count=2'
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags, 'PYTHONPATH': paths}
-  both = [
-    subprocess.Popen(
-      [sys.executable, '-c', PROCESS, address, str(i), str(tmp_path / f'{i}.npz')],
-      env=env,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  for one in both:
-    _, error = one.communicate(timeout=300)
-    assert one.returncode == 0, error[-2000:]
-  for i in range(2):
-    found = np.load(tmp_path / f'{i}.npz')
-    shape = rows.tokens_BT.shape
-    np.testing.assert_array_equal(found['tokens'].reshape(shape), rows.tokens_BT)
-    np.testing.assert_array_equal(
-      found['versions'].reshape(shape), rows.policy_version_BT
-    )
 
 
 @pytest.mark.parametrize(
