@@ -6,7 +6,8 @@ import numpy as np
 
 from bapo_jax.algorithms import advantage
 from bapo_jax.learner import learner
-from bapo_jax.models import decoder, logprobs, transformer, vision_spec
+from bapo_jax.models import decoder, logprobs, transformer
+from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict

@@ -6,9 +6,9 @@ import pytest
 
 from bapo_jax.models import layers, transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools import entropy_change
-from bapo_jax.tools.counterfactual import Applied, Recorded
 from bapo_jax.training.config import Config
+from lab import entropy_change
+from lab.counterfactual import Applied, Recorded
 
 SPEC = ModelSpec(
   vocab=16, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=32
@@ -20,25 +20,13 @@ MASK_BT = np.asarray([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
 @pytest.fixture(scope='module')
 def policy():
   params = transformer.init(SPEC, jax.random.key(0))
-  return entropy_change.Policy(SPEC, jax.tree.map(lambda x: 2 * x, params))
+  return SPEC, jax.tree.map(lambda x: 2 * x, params)
 
 
-def recorded(ids=IDS):
-  nothing = np.zeros(MASK_BT.shape, np.float32)
-  pieces = [[''] * 4, [''] * 2]
-  return Recorded(
-    Config(),
-    7,
-    np.zeros((1, 2)),
-    np.arange(2),
-    np.zeros(2),
-    nothing,
-    nothing,
-    MASK_BT,
-    pieces,
-    ['', ''],
-    ids,
-  )
+def recorded(ids=IDS, pictured=False):
+  fields = dict.fromkeys(Recorded._fields)
+  fields |= {'config': Config(), 'loss_mask_BT': MASK_BT}
+  return Recorded(**fields | {'ids': ids, 'pictured': pictured})
 
 
 def applied(weight_BT):
@@ -83,11 +71,11 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient(policy)
     step,
   )
   # The gradient by differences of the plain objective, in the largest of the arrays.
-  flat, tree = jax.tree.flatten(policy.params)
+  flat, tree = jax.tree.flatten(policy[1])
   length = sum(float((x**2).sum()) for x in flat) ** 0.5
-  gradient = jax.tree.flatten(
-    jax.grad(lambda p: _objective(p, weight_BT))(policy.params)
-  )[0]
+  gradient = jax.tree.flatten(jax.grad(lambda p: _objective(p, weight_BT))(policy[1]))[
+    0
+  ]
   i = int(np.argmax([x.size for x in flat]))
   at = np.unravel_index(int(np.abs(gradient[i]).argmax()), flat[i].shape)
   moved = [
@@ -99,7 +87,7 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient(policy)
   assert float(gradient[i][at]) == pytest.approx((moved[1] - moved[0]) / 2e-2, rel=1e-2)
   norm = sum(float((x**2).sum()) for x in gradient) ** 0.5
   after = [x + step * length / norm * g for x, g in zip(flat, gradient, strict=True)]
-  expected = entropy(tree.unflatten(after)) - entropy(policy.params)
+  expected = entropy(tree.unflatten(after)) - entropy(policy[1])
   assert found['one'].measured == pytest.approx(expected, abs=5e-6)
   assert abs(expected) > 3e-4
   # The derivative is what the difference tends to, and half the weight is half of it.
@@ -120,7 +108,7 @@ def _objective(params, weight_BT):
 
 
 def test_raising_what_is_likely_lowers_the_entropy(policy):
-  p_NV = distributions(policy.params)
+  p_NV = distributions(policy[1])
   tokens_N = np.concatenate([ids for _, ids in IDS])
   weight_BT = np.zeros(MASK_BT.shape, np.float32)
   # A = log p less its mean under p: along its gradient the entropy falls.
@@ -133,6 +121,11 @@ def test_raising_what_is_likely_lowers_the_entropy(policy):
   assert found['a'].predicted == pytest.approx(-opposite['a'].predicted, rel=1e-4)
 
 
-def test_a_record_without_token_ids_is_refused(policy):
-  with pytest.raises(ValueError, match='the record has no token ids'):
-    entropy_change.changes(recorded(None), {}, policy, 1e-3)
+@pytest.mark.parametrize(
+  ('ids', 'pictured', 'message'), [(None, False, 'token ids'), (IDS, True, 'pictures')]
+)
+def test_a_record_that_the_forward_pass_cannot_read_is_refused(
+  policy, ids, pictured, message
+):
+  with pytest.raises(ValueError, match=message):
+    entropy_change.changes(recorded(ids, pictured), {}, policy, 1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from bapo_jax.run import report_plots
 from bapo_jax.runtime import glossary
-from bapo_jax.tools import run_plots
+from lab import run_plots
 
 LOGP = np.log([0.5, 0.25, 1.0]).tolist()
 
@@ -59,7 +59,7 @@ def test_a_run_is_read_without_model_or_config(two, tmp_path):
   assert run_plots.differences(two) == {'a.b': [1, 2]}
   naked = run_plots.read_run(write(tmp_path / 'naked', [{'loss/kl': 0.0}]))
   assert run_plots.differences([full, naked]) == {'a.b': [1, None], 'a.c': [[2], None]}
-  with pytest.raises(ValueError, match='holds no row of metrics: give the workdir'):
+  with pytest.raises(ValueError, match='no rows of metrics'):
     run_plots.read_run(tmp_path / 'nowhere')
   with pytest.raises(ValueError, match=r'5\.jsonl cannot be read'):
     run_plots.read_run(tmp_path / 'full', step=5)
