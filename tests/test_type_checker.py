@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 HEAD = """
 from jax import Array
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import rollout
+from bapo_jax.rollout.rollout import Verification, rollout
 from bapo_jax.learner import learner
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, Prompts, Weigh
@@ -27,8 +27,8 @@ RIGHT = """
   s.replace(step=1)
 """
 ROLLOUT = (
-  'rollout(p, s.params, now, x, problems=t.problems, tokenizer=t.tokenizer, '
-  'verifier=t.verifier, timer=t.timer, step=3, policy_version=3)'
+  'rollout(p, s.params, now, x, verification=Verification(t.problems, t.tokenizer, '
+  't.verifier, t.timer), step=3, policy_version=3)'
 )
 WRONG = {
   'clip rule': 't.rules.clip(ratios_BT=x, batch=batch, weigh=weigh)',
