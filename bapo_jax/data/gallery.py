@@ -18,7 +18,7 @@ from bapo_jax.data import pictures as pictures_lib
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
 from bapo_jax.models.vision.grids import count_windows
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Pictures
 
 CACHED = 1 << 30  # bytes of patches that stay decoded

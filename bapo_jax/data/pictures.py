@@ -25,7 +25,7 @@ import PIL.ImageOps
 from jaxtyping import UInt8
 
 from bapo_jax.data.row import Row
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 
 Grid = tuple[int, int]  # patches along height and width
 PLACEHOLDER = '<image>'  # stands for a picture in the text of a problem

@@ -23,7 +23,7 @@ from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.types import Prompts
 

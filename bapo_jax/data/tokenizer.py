@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
-from bapo_jax.models import hf_directory
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime import json_files
 
 # Silences the warning that torch is missing: tokenizers do not need it.
