@@ -99,7 +99,7 @@ def resolve(config: Config, directory: str) -> Config:
     names = ', '.join(f'{k}={shown(value_of(found, k))}' for k in config.derived)
     log(wrapped(f'Derived when this run began ({path}): {names}', ''))
     return found
-  with hosts.first_ahead('derived'):  # it downloads
+  with hosts.first_ahead():  # it downloads
     known = facts.gather(config)
   decided, derived = derive(config, known)
   decided = config_lib.parse(config_lib.plain(decided))

@@ -47,14 +47,15 @@ def train(config: Config, workdir: str) -> int:
       use by another process, or holds no whole checkpoint.
   """
   timer, began = PhaseTimer(), time.perf_counter()
-  with hosts.first_ahead('available'):  # it downloads
+  with hosts.first_ahead():  # it downloads
     setup.check_available(config)
   setup.make_mesh(config)
   if not config.model.path:  # beside the work on a real model clearing pages is little
     machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
-    if hosts.is_first():
-      claim(workdir, config)
+    with hosts.together():
+      if hosts.is_first():
+        claim(workdir, config)
     workdirs.check_shared(workdir)
     return _run(config, workdir, timer, began)
 
@@ -76,7 +77,7 @@ def claim(workdir: str, config: Config) -> None:
 
 def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
   """From the problems to the report; OSErrors name the file that was refused."""
-  with timer('load'), hosts.first_ahead('read'):  # it makes data sets
+  with timer('load'), hosts.first_ahead():  # it makes data sets
     material = setup.read(config, workdir)
   identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
   model = hf_directory.identity(config.model.path)

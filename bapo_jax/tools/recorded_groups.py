@@ -218,7 +218,7 @@ def gallery_of(workdir: str, step: int) -> Gallery | None:
   if not policy.sees(config):
     return None
   material = setup.read(config, workdir)
-  before = checkpoint.meta_of(workdir, step)['problems'][0]
+  before = checkpoint.read_meta(checkpoint.home(workdir), step)['problems'][0]
   if (now := prompts.fingerprint(material.problems)) != before:
     raise ValueError(
       f'problems.source={config.problems.source} has other problems or pictures than '

@@ -26,8 +26,8 @@ from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
+from bapo_jax.training import checkpoint, frozen, remat, sft, weights
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import damage, frozen, remat, sft, weights
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
@@ -234,7 +234,7 @@ def _warm_started(config, workdir, tokenizer, spec, mesh, timer) -> Tree:
       seed=config.seed,
       **config.sft.model_dump(),
     )
-  if bad := damage.not_finite({'params': params}):
+  if bad := checkpoint.not_finite({'params': params}):
     raise ValueError(f'the warm start diverged: {bad}; lower sft.lr={config.sft.lr}')
   weights.save_params(path, params)
   return params

@@ -158,7 +158,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
 
   def identity(step):
     with checkpoint.manager(workdir, 2) as checkpoints:
-      found = checkpoint.read_meta(checkpoints, step)['problems']
+      found = checkpoint.read_meta(checkpoint.home(workdir), step)['problems']
       assert resume.same_problems(checkpoints, found, 'refuse')
     return found
 

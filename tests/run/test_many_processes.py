@@ -17,7 +17,7 @@ import pytest
 import runs
 from runs import Saved, copied, last_run
 
-from bapo_jax.runtime import metrics, watch
+from bapo_jax.runtime import hosts, metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from configs import countdown
 
@@ -243,7 +243,7 @@ def test_a_run_that_is_killed_twelve_times_ends_as_the_unbroken_one(start_from):
     status = other.wait(processes.PATIENCE_S)
     took, words = time.monotonic() - killed, moment.strip()
     print(f'kill {kill} of {victim}, after {words!r}: the other ended in {took:.1f} s')
-    assert (started[victim].wait(), status) == (-signal.SIGKILL, watch.LOST)
+    assert (started[victim].wait(), status) == (-signal.SIGKILL, hosts.LOST)
     assert 'is gone' in (output / f'{1 - victim}.txt').read_text()
   knobs |= {'steps': last_step(broken) + 2}
   for workdir in (broken, whole):
