@@ -2,8 +2,7 @@
 
 1. `read_params` reads a checkpoint's weights to the host, one parameter at a time;
 2. `save_params`, `restore_params` and `read_saved` keep a directory of weights alone;
-3. `merged` adds the adapters of a checkpoint to the frozen weights;
-4. `fingerprint` identifies weights, whatever their mesh.
+3. `fingerprint` identifies weights, whatever their mesh.
 """
 
 import hashlib
@@ -16,13 +15,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 
-from bapo_jax.models import lora
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import digests, exchange
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
 from bapo_jax.training import checkpoint
-from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
@@ -78,7 +74,8 @@ def restore_params(path: str, like: Tree) -> Tree:
   Raises:
     ValueError: they are damaged, in words.
   """
-  _check_saved(path)
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(why)
   leaves, treedef = jax.tree.flatten_with_path(like)
   restored = checkpoint.read(os.path.abspath(path), checkpoint.solid(like))
   params = treedef.unflatten(restored[path_name(key)] for key, _ in leaves)
@@ -93,39 +90,9 @@ def read_saved(path: str) -> Read:
   Raises:
     ValueError: the weights are missing or damaged.
   """
-  _check_saved(path)
-  return lambda name: checkpoint.read(os.path.abspath(path), {name: None})[name]
-
-
-def _check_saved(path: str) -> None:
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(f'{path} is damaged ({why})')
-
-
-def merged(config: Config, spec: ModelSpec, base: Read, adapters: Read) -> Read:
-  """Returns a function that reads weights with their adapters merged into them.
-
-  Args:
-    config: gives the adapters' rank, alpha and targets.
-    spec: the model.
-    base: reads the frozen weights.
-    adapters: reads the adapters' A and B.
-
-  Returns:
-    A function from a parameter's path to its array on the host; float32 if adapted.
-  """
-  knobs = config.lora
-  adapted = lora.shapes(spec, knobs.rank, knobs.targets)
-
-  def read(parameter: str) -> np.ndarray:
-    w = base(parameter)
-    if parameter not in adapted:
-      return w
-    a, b = (adapters(f'{parameter}/{side}') for side in 'ab')
-    adapter = lora.Adapter(jnp.asarray(a), jnp.asarray(b), knobs.alpha / knobs.rank)
-    return np.asarray(lora.merge(lora.Adapted(jnp.asarray(w), adapter)))
-
-  return read
+  return lambda name: checkpoint.read(os.path.abspath(path), {name: None})[name]
 
 
 def fingerprint(weights: Tree) -> str:

@@ -26,11 +26,12 @@ from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import attention, decoder, lora, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import frozen, policy, remat, setup
+from bapo_jax.training import build, policy, remat, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Rules, Tree
 
@@ -63,8 +64,11 @@ def tpu_spec(config: Config) -> ModelSpec:
     raise ValueError(
       f'--config.model.path={path} has no config.json; a plan needs no other file'
     )
-  tokenizer = None if path else policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  spec = (
+    resolve.open_model(config).spec
+    if not path
+    else (resolve.read_spec(config, path, None))
+  )
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -109,9 +113,9 @@ def learner_state(
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif frozen.has_tower(config, spec):
-    base = {frozen.TOWER: params.pop(frozen.TOWER)}
-  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  elif policy.freezes_tower(config, spec):
+    base = {policy.TOWER: params.pop(policy.TOWER)}
+  opt = jax.eval_shape(build.optimizer(config).init, params)
   found = params, opt, base
   return place(found, sharding.shardings(found, mesh))
 
@@ -133,7 +137,7 @@ def held_actor(config: Config, spec: ModelSpec, mesh: Mesh) -> Tree | None:
 
 def empty_buffer(config: Config, rules: Rules) -> Tree:
   """The replay buffer, not placed."""
-  return jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+  return jax.eval_shape(functools.partial(build.empty_buffer, config, rules))
 
 
 def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
@@ -142,18 +146,21 @@ def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
   return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
 
 
-def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def train_step(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """One optimiser update on one minibatch."""
   B, T = config.minibatch_rows, config.row_length
   params, opt, base = learner_state(config, spec, mesh)
   seen = embedded(config, spec, mesh, B // config.sampler.group_size)
   return Program(
-    setup.make_train_step(config, rules, spec),
-    (params, opt, setup.abstract_batch(config, mesh, seen), base),
+    build.make_train_step(config, rules, spec, schedule),
+    (params, opt, build.abstract_batch(config, mesh, seen), base),
     {},
     functools.partial(
       roofline.train,
       language(spec),
+      schedule,
       dict(mesh.shape),
       B,
       T,
@@ -174,16 +181,18 @@ def embedded(
   return place(seen, sharding.layout_of_rows(seen, mesh))
 
 
-def tower(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def tower(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """The pictures of a block of prompts through the tower, once for their responses."""
   params, opt, base = learner_state(config, spec, mesh)
   pixels = pixels_of(config, spec, mesh, pictured.BLOCK * sharding.row_shards(mesh))
-  weights = {frozen.TOWER: (base or params)[frozen.TOWER]}
-  rest = {name: w for name, w in params.items() if name != frozen.TOWER}
+  weights = {policy.TOWER: (base or params)[policy.TOWER]}
+  rest = {name: w for name, w in params.items() if name != policy.TOWER}
   return Program(
-    jax.jit(sequence.embedded, static_argnames='spec'),
+    jax.jit(sequence.embedded, static_argnames=('spec', 'schedule')),
     (weights, pixels),
-    {'spec': spec},
+    {'spec': spec, 'schedule': schedule},
     functools.partial(
       roofline.tower, spec, dict(mesh.shape), *pixels.pixels_PZE.shape[:2]
     ),
@@ -201,7 +210,9 @@ def pixels_of(config: Config, spec: ModelSpec, mesh: Mesh, prompts: int) -> Pict
   return place(pixels, sharding.layout_of_rows(pixels, mesh))
 
 
-def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def score(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """The log-probabilities of one micro-batch, packed, without a gradient."""
   B = config.minibatch_rows // config.learner.grad_accum_steps
   T = config.row_length
@@ -209,6 +220,7 @@ def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
     scoring.packed_logprobs,
     micro_batches=1,
     spec=spec,
+    schedule=schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
@@ -239,7 +251,9 @@ def slots_of(
   return slots, bytes_per_device(slots.cache)
 
 
-def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def prefill(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """Prompts into free slots."""
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
@@ -269,7 +283,9 @@ def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Progra
   )
 
 
-def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def decode(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """One dispatch of the sampler: `sampler.tokens_per_dispatch` tokens per slot."""
   n, T = config.sampler.tokens_per_dispatch, config.row_length
   slots, cache = slots_of(config, spec, mesh)
@@ -286,7 +302,8 @@ def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program
   )
 
 
-PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
+Make = Callable[[Config, Rules, ModelSpec, Schedule, Mesh], Program]
+PROGRAMS: dict[str, Make] = {
   'train step': train_step,
   'log-prob pass': score,
   'prefill': prefill,
@@ -294,9 +311,7 @@ PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
 }
 
 
-def programs_of(
-  spec: ModelSpec,
-) -> dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]]:
+def programs_of(spec: ModelSpec) -> dict[str, Make]:
   """The programs of a run of this model, by name."""
   return PROGRAMS | ({'tower': tower} if spec.vision else {})
 
