@@ -44,6 +44,18 @@ def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
     raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
 
 
+def read_object(path: str) -> dict[str, Any]:
+  """Reads a JSON file of a model, which has an object at its top.
+
+  Raises:
+    ValueError: the file is missing, cannot be read, or has no JSON object.
+  """
+  value = read_json(path, 'download it again')
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} has no JSON object; download it again')
+  return value
+
+
 def copy_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
   """Copies a folder to a new path; a kill leaves a complete copy or none."""
   part = f'{os.fspath(target)}.tmp'

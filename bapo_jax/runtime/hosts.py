@@ -95,12 +95,13 @@ def initialise(
     f'not all processes came to {place[0] if place else "the coordinator"} within '
     f'{start_s:.0f} s; start all of them, with the same --coordinator'
   )
-  if not _join(place, int(start_s)):
+  if _join(place, int(start_s)):
+    import jax
+
+    _here.update(process=jax.process_index(), processes=jax.process_count())
+  if _here['processes'] == 1:
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
-  import jax
-
-  _here.update(process=jax.process_index(), processes=jax.process_count())
   _explain_abort(
     f'process {_here["process"]} of {_here["processes"]}: another process is gone (it '
     'was killed, its host is gone, or it ended with an error of its own); the same '
@@ -207,8 +208,8 @@ def _console(sentence: str) -> None:
 def leave(status: int) -> None:
   """Ends this process; the others end as LOST. Returns if this process is alone.
 
-  Where all processes leave for the same reason, the short wait lets each of them do so
-  with its own status.
+  If all processes leave for the same reason, each of them keeps its status: it waits
+  GRACE_S for the others.
   """
   if processes() > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
@@ -256,7 +257,7 @@ def failed(error: BaseException) -> NoReturn:
 
 
 def everyones(text: str, block: int = BLOCK) -> list[str]:
-  """Returns the text of every process, in their order; a collective.
+  """Returns the texts of all processes, by process number; a collective.
 
   Args:
     block: bytes per message; the compiled program depends on this length.
@@ -275,7 +276,7 @@ def everyones(text: str, block: int = BLOCK) -> list[str]:
 
 
 def _share(sentence: str) -> None:
-  """Compares how all processes fared; a collective.
+  """Shares the errors of all processes; a collective.
 
   Args:
     sentence: the error of this process, '' for none.

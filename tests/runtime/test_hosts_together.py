@@ -167,11 +167,19 @@ def test_an_error_of_one_process_is_an_error_of_all(tmp_path, name):
   assert all(sentence in text and 'went on' not in text for text in outputs), outputs
 
 
-@pytest.mark.parametrize('victim', [0, 1])
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize('busy', ['sleeps', 'waits'])
+GONE = [  # what the survivor does, how the other one is lost, the one that is lost
+  ('sleeps', signal.SIGKILL, 0),
+  ('sleeps', signal.SIGKILL, 1),
+  ('waits', signal.SIGKILL, 1),
+  ('waits', signal.SIGSTOP, 0),
+  ('waits', signal.SIGSTOP, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('busy', 'number', 'victim'), GONE)
 def test_the_others_end_with_a_sentence_when_a_process_is_gone(
-  tmp_path, victim, number, busy
+  tmp_path, busy, number, victim
 ):
   source = (
     'print("up")\n'
@@ -193,6 +201,7 @@ def test_the_others_end_with_a_sentence_when_a_process_is_gone(
   assert 'Traceback' not in text
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_ends_all(tmp_path):
   source = (
     'if hosts.process() == 1:\n'
