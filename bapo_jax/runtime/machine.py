@@ -1,4 +1,4 @@
-"""What this machine has, known without JAX."""
+"""Reads the size of this machine, and tunes its C library; does not import JAX."""
 
 import contextlib
 import ctypes
@@ -7,30 +7,30 @@ import os
 import resource
 import sys
 
-# A process sees its accelerators as these files; TPU VMs have accel or vfio.
+# An accelerator appears as a device file; TPU VMs have accel or vfio.
 ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
-LARGEST_ACCELERATOR = 288 << 30  # bytes; of any that is sold (2026)
+LARGEST_ACCELERATOR = 288 << 30  # bytes; no larger one is sold (2026)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def accelerators() -> int:
-  """Accelerators that are attached, used or not."""
+  """Counts the attached accelerators, in use or not."""
   return sum(len(glob.glob(pattern)) for pattern in ACCELERATORS)
 
 
 def host_memory() -> int:
-  """Bytes of the host's memory."""
+  """Returns the host's memory, bytes."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
 
 def most_memory() -> int:
-  """Bytes that no run on this machine can exceed: an upper limit, not a promise."""
+  """Returns an upper limit, in bytes, of the memory that a run can use here."""
   return host_memory() + accelerators() * LARGEST_ACCELERATOR
 
 
 def peak_rss() -> int:
-  """Largest resident size of this process so far, bytes."""
-  # getrusage counts the process that this one was forked from, before its exec.
+  """Returns the largest resident size of this process so far, bytes."""
+  # getrusage includes the process that this one was forked from, before its exec.
   with contextlib.suppress(OSError), open('/proc/self/status') as file:
     return next(int(x.split()[1]) << 10 for x in file if x.startswith('VmHWM'))
   unit = 1 if sys.platform == 'darwin' else 1024
@@ -38,21 +38,21 @@ def peak_rss() -> int:
 
 
 def hold_freed_memory() -> None:
-  """Lets the C library hold up to 512 MiB of freed memory, where it is glibc.
+  """Lets glibc keep up to 512 MiB of freed memory; does nothing with another C library.
 
-  On a CPU every program allocates its temporaries anew. By its own measure glibc gives
-  pieces of more than 32 MiB back each time, and the kernel clears the pages again: a
-  third of the processor time of a small policy. `trim` gives back what is held.
+  On a CPU every program allocates its temporaries anew. By default glibc returns pieces
+  of more than 32 MiB each time, and the kernel clears the pages again: a third of the
+  processor time of a small policy. `trim` returns what is kept.
   """
   with contextlib.suppress(AttributeError, OSError):
-    for what, most in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
-      ctypes.CDLL(None).mallopt(what, most)
+    for what, limit in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
+      ctypes.CDLL(None).mallopt(what, limit)
 
 
 def trim() -> None:
-  """Gives the system back what the C library holds of memory that was freed.
+  """Returns freed memory that glibc keeps to the system.
 
-  Loading weights and compiling leave hundreds of MiB in pieces; only glibc can.
+  Loading weights and compiling leave hundreds of MiB in pieces.
   """
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)

@@ -228,7 +228,7 @@ def gallery_of(workdir: str, step: int) -> Gallery | None:
   if model.spec.vision is None:
     return None
   material = build.read(config, model, workdir)
-  before = checkpoint.meta_of(workdir, step)['problems'][0]
+  before = checkpoint.read_meta(checkpoint.home(workdir), step)['problems'][0]
   if (now := prompts.fingerprint(material.problems)) != before:
     raise ValueError(
       f'problems.source={config.problems.source} has other problems or pictures than '
