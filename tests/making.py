@@ -1,5 +1,7 @@
 """Small records for tests, filled with what tells them apart."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,13 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
     teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.asarray(completed_step_P),
   )
+
+
+def bound(rule, **knobs):
+  """The rule with these knobs of its section, the others at their defaults."""
+  if not knobs:
+    return rule
+  return functools.partial(rule, k=rule.__annotations__['k'](**knobs))
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:

@@ -130,12 +130,9 @@ def test_seats_beyond_the_last_candidate_are_empty():
 
 def replay(fresh, reusable, key, ratio):
   no_groups = types.empty_groups(0, G, 3)
-  seats = BatchConfig(rule='replay', replay=ReplayRule(replay_ratio=ratio)).seats(
-    len(fresh.id_P)
-  )
-  return batch_rules.replay(
-    fresh, no_groups, holding(reusable), NOW, key, seats, replay_ratio=ratio
-  )
+  k = ReplayRule(replay_ratio=ratio)
+  seats = BatchConfig(rule='replay', replay=k).seats(len(fresh.id_P))
+  return batch_rules.replay(fresh, no_groups, holding(reusable), NOW, key, seats, k)
 
 
 @pytest.mark.parametrize('ratio', [1, 2])

@@ -18,9 +18,8 @@ MINIBATCHES, GROUPS = 2000, 4  # of each contribution, weight and order
 
 def bound(rule, **knobs):
   """(ratio_BT, batch) -> Bounds, for the clipped loss."""
-  return lambda ratio_BT, batch: rule(
-    ratio_BT, batch, making.weigh(ratio_BT, batch), **knobs
-  )
+  rule = making.bound(rule, **knobs)
+  return lambda ratio_BT, batch: rule(ratio_BT, batch, making.weigh(ratio_BT, batch))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Loss rules: goldens by hand, gradients token by token, and sums that add up."""
 
-import functools
 import math
 
 import jax
@@ -77,7 +76,7 @@ def test_log_ratio_limit():
   # exp(20) at most, and no gradient beyond; without it the ratio overflows.
   logp_BT, batch = one(1.0, -1.0)
   far_BT = logp_BT + 200
-  rule = functools.partial(loss.clipped, limit=20.0)
+  rule = making.bound(loss.clipped, limit=20.0)
   gain_BT, _ = rule(far_BT, batch, lambda _: bounds())
   np.testing.assert_allclose(gain_BT, -np.exp(20), rtol=1e-5)
   assert loss.weights(rule, far_BT, batch, bounds())[0, 0] == 0
@@ -121,7 +120,7 @@ def test_decoupled_golden():
   found = gain_and_slope(loss.decoupled, *data, bounds())
   np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
   # Truncated at 1.2: 1.2 * 1.25; pi = 4 mu is cut at 1.5: 1.2 * 1.5.
-  rule = functools.partial(loss.decoupled, cap=1.2)
+  rule = making.bound(loss.decoupled, cap=1.2)
   found = gain_and_slope(rule, *data, bounds())
   np.testing.assert_allclose(found, (1.5, 0.75), rtol=1e-6)
   found = gain_and_slope(rule, *one(4.0, 1.0, prox_BT=prox), bounds())
@@ -131,11 +130,13 @@ def test_decoupled_golden():
 def test_decoupled_may_mask_what_is_beyond_its_cap():
   # AReaL's code: a token whose prox / mu is above the cap has no gain, one at it has.
   prox = np.log([[1.6]]) - 2
-  data, rule = one(2.0, 1.0, prox_BT=prox), functools.partial(loss.decoupled, cap=1.2)
-  masked = functools.partial(rule, beyond_cap='mask')
+  data = one(2.0, 1.0, prox_BT=prox)
+  masked = making.bound(loss.decoupled, cap=1.2, beyond_cap='mask')
   assert gain_and_slope(masked, *data, bounds()) == (0, 0)
   for cap in (1.7, math.inf):
-    found = gain_and_slope(functools.partial(masked, cap=cap), *data, bounds())
+    found = gain_and_slope(
+      making.bound(loss.decoupled, cap=cap, beyond_cap='mask'), *data, bounds()
+    )
     np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
 
 

@@ -45,7 +45,7 @@ def insert(
 
 @functools.cache
 def fixed(c1, c2, c3):
-  return functools.partial(replay_buffer.fixed, hard=c1, reusable=(c2, c3))
+  return making.bound(replay_buffer.fixed, hard=c1, reusable=(c2, c3))
 
 
 def live(groups):
@@ -211,7 +211,7 @@ def test_a_group_of_equal_rewards_is_not_reusable_unless_all_are():
 )
 def test_a_solved_problem_is_never_hard_whatever_the_float(G, c1, rate):
   for rule in (replay_buffer.fixed, replay_buffer.moving):
-    hard_max = int(rule(jnp.float32(rate), G, hard=c1).hard_max)
+    hard_max = int(making.bound(rule, hard=c1)(jnp.float32(rate), G).hard_max)
     # Within one response of the fraction, and never all G.
     assert hard_max <= G - 1
     assert c1 * G - 1.01 <= hard_max <= c1 * G + 0.01
@@ -222,5 +222,7 @@ def test_eq_8_moves_the_band_and_not_what_is_hard():
   falling = [replay_buffer.moving(jnp.float32(r), 8) for r in (0, 0.5, 1)]
   assert [tuple(map(int, t)) for t in falling] == [(1, 3, 7), (1, 2, 6), (1, 1, 5)]
   ends = {'low': (1 / 8, 3 / 8), 'high': (5 / 8, 7 / 8)}
-  rising = [replay_buffer.moving(jnp.float32(r), 8, **ends) for r in (0, 0.5, 1)]
+  rising = [
+    making.bound(replay_buffer.moving, **ends)(jnp.float32(r), 8) for r in (0, 0.5, 1)
+  ]
   assert [tuple(map(int, t)) for t in rising] == [(1, 1, 5), (1, 2, 6), (1, 3, 7)]

@@ -102,9 +102,11 @@ def compiled(chosen):
   return jax.jit(run, compiler_options=FAST)
 
 
-def path_of(rule):
+def path_of(k):
   """The points of Algorithm 1's path, upper bound first."""
-  points = (clip.points(rule[n], rule[f'{n}_step']) for n in ('low', 'high'))
+  points = (
+    clip.points(getattr(k, n), getattr(k, f'{n}_step')) for n in ('low', 'high')
+  )
   lows, highs = points
   return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
 
@@ -115,9 +117,9 @@ def on_the_path(chosen):
 
   def at(point, logp_BT, batch):
     scale_B = loss.row_scale(batch.loss_mask_BT, chosen.aggregate, chosen.length)
-    knobs = chosen.clip_rule.keywords
+    k = chosen.clip_rule.keywords['k']
     given = clip.unclipped(logp_BT, batch, None)._replace(
-      low=point[0], high=point[1], cap=knobs['reused_high'], dual=knobs['dual']
+      low=point[0], high=point[1], cap=k.reused_high, dual=k.dual
     )
 
     def value(logp_BT):
@@ -185,7 +187,7 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
     narrow = {'low': (0.7, 1.0), 'high': (1.0, 1.5)}
     values |= {f'clip.balanced.{name}': value for name, value in narrow.items()}
   chosen, outcomes = objective(**values), set()
-  path = path_of(chosen.clip_rule.keywords)
+  path = path_of(chosen.clip_rule.keywords['k'])
   for seed in range(12):
     data = stale(seed, mean=0.1 * (seed - 8))
     _, metrics = compiled(chosen)(*data)

@@ -22,12 +22,12 @@ from bapo_jax.types import Batch, ClipRule, Prompts
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
 AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 RULES = {
-  'fixed': functools.partial(clip.fixed, low=0.8, high=1.2),
-  'balanced': functools.partial(clip.balanced, target=0.4),
-  'to the caps': functools.partial(clip.balanced, target=1.0),
+  'fixed': making.bound(clip.fixed, low=0.8, high=1.2),
+  'balanced': making.bound(clip.balanced, target=0.4),
+  'to the caps': making.bound(clip.balanced, target=1.0),
 }
 # The mean over a response hardly leaves 1: what GSPO clips is narrow.
-NARROW = functools.partial(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
+NARROW = making.bound(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
 ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
 PLAIN = optax.sgd(0.1)

@@ -33,12 +33,12 @@ B, T = 32, 30
 FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
 AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 CLIPS = {
-  'clipped': functools.partial(clip.balanced, target=0.45),
-  'decoupled': functools.partial(clip.balanced, target=0.45),
-  'sequence': functools.partial(
+  'clipped': making.bound(clip.balanced, target=0.45),
+  'decoupled': making.bound(clip.balanced, target=0.45),
+  'sequence': making.bound(
     clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)
   ),
-  'cispo': functools.partial(clip.fixed, low=0.0, high=1.3),
+  'cispo': making.bound(clip.fixed, low=0.0, high=1.3),
   'tis': clip.unclipped,
 }
 

@@ -67,7 +67,7 @@ def example():
 
 def objective(**knobs):
   return objective_lib.Objective(
-    clip_rule=functools.partial(clip.balanced, target=0.45),
+    clip_rule=making.bound(clip.balanced, target=0.45),
     loss_rule=loss.RULES['clipped'],
     temperature=TEMPERATURE,
     chunk=16,

@@ -62,7 +62,7 @@ score = functools.partial(
 def first_update(params, groups: Groups) -> dict:
   """Metrics of GSPO with the paper's bounds (arXiv:2507.18071, section 5.1)."""
   objective = objective_lib.Objective(
-    clip_rule=functools.partial(clip.fixed, low=0.9997, high=1.0004),
+    clip_rule=making.bound(clip.fixed, low=0.9997, high=1.0004),
     loss_rule=loss.RULES['sequence'],
     spec=SPEC,
     temperature=1.0,

@@ -42,7 +42,7 @@ def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split,
   spec = dataclasses.replace(SPEC, tied=tied, sequence_sharding=split, remat=remat)
   params = making.params(spec)
   objective = objective_lib.Objective(
-    clip_rule=functools.partial(clip.balanced, target=0.4),
+    clip_rule=making.bound(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,
     temperature=TEMPERATURE,

@@ -38,7 +38,7 @@ def batch(weights):
 def learn(spec, parts=1):
   """One update by the gradient itself."""
   objective = objective_lib.Objective(
-    clip_rule=functools.partial(clip.balanced, target=0.4),
+    clip_rule=making.bound(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,
     temperature=TEMPERATURE,
