@@ -277,10 +277,30 @@ class TisLoss(LossKnobs):
   )
 
 
+class DppoTvLoss(LossKnobs):
+  """Divergence PPO, binary total variation."""
+
+  bounds = 'ignored'
+  weighs_sampler = True
+
+  low: float = knob(
+    0.2, 'Largest fall of the probability of a token with A <= 0.', above=0, most=1
+  )
+  high: float = knob(
+    0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
+  )
+  cap: float = knob(
+    20.0,
+    'Upper limit of pi / mu, the weight of a token; inf: none.',
+    above=0,
+    infinite=True,
+  )
+
+
 class LossConfig(Section):
   """The objective, token by token, and its sum."""
 
-  rule: Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis'] = knob(
+  rule: Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv'] = knob(
     'clipped', 'Loss rule: the objective of a token.'
   )
   aggregate: Aggregate = knob(
@@ -302,6 +322,7 @@ class LossConfig(Section):
   sequence: LossKnobs = knob(LossKnobs, 'GSPO.')
   cispo: CispoLoss = knob(CispoLoss, 'CISPO.')
   tis: TisLoss = knob(TisLoss, 'TIS.')
+  dppo_tv: DppoTvLoss = knob(DppoTvLoss, 'DPPO.')
 
   @property
   def active(self) -> LossKnobs:

@@ -121,6 +121,31 @@ def tis(
   return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
 
 
+def dppo_tv(
+  logp_BT: Array,
+  batch: Batch,
+  find: FindBounds,
+  k: knobs.DppoTvLoss = knobs.DppoTvLoss(),
+) -> tuple[Array, Bounds]:
+  """Computes sg(min(r, cap) M) A log pi: DPPO with the binary total variation.
+
+  arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that moved
+  further than the trust region in the direction of its advantage, p - q > k.high if
+  A > 0 and q - p > k.low otherwise, and 1 for all others. The region is measured from
+  the policy that sampled the token, so learner.recompute_logprobs='auto' does not
+  replace the sampler's log-probabilities.
+  """
+  log_q_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
+  log_p_BT = jnp.where(batch.loss_mask_BT, jax.lax.stop_gradient(logp_BT), 0)
+  moved_BT = jnp.exp(log_p_BT) - jnp.exp(log_q_BT)
+  inside_BT = jnp.where(
+    batch.adv_B[:, None] > 0, moved_BT <= k.high, moved_BT >= -k.low
+  )
+  ratio_BT = ratio(logp_BT, batch)
+  weight_BT = jnp.where(inside_BT, jnp.minimum(ratio_BT, k.cap), 0)
+  return _reinforce(weight_BT, logp_BT, batch), find(ratio_BT)
+
+
 def divergence(
   logp_BT: Array,
   batch: Batch,
@@ -243,4 +268,5 @@ RULES = {
   'sequence': sequence,
   'cispo': cispo,
   'tis': tis,
+  'dppo_tv': dppo_tv,
 }
