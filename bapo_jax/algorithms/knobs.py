@@ -297,12 +297,25 @@ class DppoTvLoss(LossKnobs):
   )
 
 
+class SapoLoss(LossKnobs):
+  """Soft adaptive PO."""
+
+  bounds = 'ignored'
+
+  positive: float = knob(
+    1.0, 'Temperature of the gate of tokens with A > 0.', least=1e-3, most=1e3
+  )
+  negative: float = knob(
+    1.05, 'Temperature of the gate of tokens with A <= 0.', least=1e-3, most=1e3
+  )
+
+
 class LossConfig(Section):
   """The objective, token by token, and its sum."""
 
-  rule: Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv'] = knob(
-    'clipped', 'Loss rule: the objective of a token.'
-  )
+  rule: Literal[
+    'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
+  ] = knob('clipped', 'Loss rule: the objective of a token.')
   aggregate: Aggregate = knob(
     'token',
     'Mean over tokens, over token means of responses, or over sums / max_new_tokens.',
@@ -323,6 +336,7 @@ class LossConfig(Section):
   cispo: CispoLoss = knob(CispoLoss, 'CISPO.')
   tis: TisLoss = knob(TisLoss, 'TIS.')
   dppo_tv: DppoTvLoss = knob(DppoTvLoss, 'DPPO.')
+  sapo: SapoLoss = knob(SapoLoss, 'SAPO.')
 
   @property
   def active(self) -> LossKnobs:

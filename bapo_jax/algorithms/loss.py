@@ -146,6 +146,25 @@ def dppo_tv(
   return _reinforce(weight_BT, logp_BT, batch), find(ratio_BT)
 
 
+def sapo(
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.SapoLoss = knobs.SapoLoss()
+) -> tuple[Array, Bounds]:
+  """Computes (4 / tau) sigmoid(tau (r - 1)) A: SAPO (arXiv:2511.20347).
+
+  A soft gate in place of a clip. The weight of a token is 4 s (1 - s) r A with
+  s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is k.positive if
+  A > 0, else k.negative. The paper averages over responses
+  (loss.aggregate='sequence').
+  """
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  # Far in the saturated part of the gate: its slope 0 times an infinite r would be nan.
+  ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
+  adv_B1 = batch.adv_B[:, None]
+  tau_B1 = jnp.where(adv_B1 > 0, k.positive, k.negative)
+  gain_BT = 4 / tau_B1 * jax.nn.sigmoid(tau_B1 * (ratio_BT - 1)) * adv_B1
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
+
+
 def divergence(
   logp_BT: Array,
   batch: Batch,
@@ -269,4 +288,5 @@ RULES = {
   'cispo': cispo,
   'tis': tis,
   'dppo_tv': dppo_tv,
+  'sapo': sapo,
 }
