@@ -16,20 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import (
-  hf_config,
-  hf_directory,
-  hf_vision,
-  hf_weights,
-  peft_directory,
-)
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import peft as hf_peft
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
-from bapo_jax.training import checkpoint, policy, weights
+from bapo_jax.training import checkpoint, policy, resolve, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model
 
 
 def export(
@@ -72,20 +67,20 @@ def export(
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
-  tokenizer = policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  model = resolve.open_model(config)
+  directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # what a kill left
   os.makedirs(part)
   get: Callable[[str], Any]
   if adapter:
     get = weights.read_params(workdir, step)
-    peft_directory.save(part, get, spec, config.lora, config.model.path, dtype)
+    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
-    get = policy.reader(config, workdir, step, exact=True)
+    get = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, get, spec, dtype, shard_bytes)
-    write_configs(part, config, spec, tokenizer, dtype)
-  tokenizer_lib.save(tokenizer, policy.tokenizer_directory(config), part)
+    write_configs(part, config, model, dtype)
+  tokenizer_lib.save(tokenizer, resolve.tokenizer_directory(config, directory), part)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0
@@ -106,13 +101,10 @@ def check_config(config: Config, workdir: str) -> None:
       )
 
 
-def write_configs(
-  path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
-) -> None:
-  """Writes what transformers reads beside weights, from the source model's if any."""
-  source = hf_directory.here(config.model.path) if config.model.path else ''
-  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
-  described = _read(source, 'config.json') or config_of(spec)
+def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
+  """Writes the files beside the weights, copying the source model's if it has any."""
+  source, tokenizer, spec = model
+  described = _read(source, 'config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {
@@ -129,11 +121,11 @@ def write_configs(
     'generation_config.json': generation,
   }
   if spec.vision:
-    found = hf_vision.read_pixels(source) if source else {}
+    found = hf_config.read_pixels(source) if source else {}
     # Alone as well where the processor holds it: transformers 4 reads no other.
-    files[hf_vision.PIXELS] = found or hf_vision.preprocessor_of(spec.vision)
-    if processor := _read(source, hf_vision.PROCESSOR):
-      files[hf_vision.PROCESSOR] = processor
+    files[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
+    if processor := _read(source, hf_config.PROCESSOR):
+      files[hf_config.PROCESSOR] = processor
   for name, value in files.items():
     with open(os.path.join(path, name), 'w') as file:
       json.dump(value, file, indent=2)

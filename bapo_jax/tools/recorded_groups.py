@@ -34,7 +34,15 @@ from bapo_jax.runtime import picture_files
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, policy, rules, setup, weights
+from bapo_jax.training import (
+  build,
+  checkpoint,
+  evaluate,
+  policy,
+  resolve,
+  rules,
+  weights,
+)
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import AdvantageRule, Groups
@@ -186,11 +194,12 @@ def _buffered(
   array = weights.read_params(workdir, step, part='buffer/reusable')
   arrays: list[Any] = [array(name) for name in Groups._fields]  # on the host
   groups = Groups(*arrays)
-  tokenizer = policy.load_tokenizer(config)
+  _, tokenizer, spec = resolve.open_model(config)
   length_P = np.asarray(groups.response_mask_PGT)[:, 0].argmax(1)
-  image = policy.spec_of(config, tokenizer).image_token
   tokens_PT = groups.tokens_PGT[:, 0]
-  prompt_P = tokenizer_lib.decode_prompts(tokenizer, tokens_PT, length_P, image)
+  prompt_P = tokenizer_lib.decode_prompts(
+    tokenizer, tokens_PT, length_P, spec.image_token
+  )
   completed_step_P = np.asarray(groups.completed_step_P)
   order = np.argsort(-completed_step_P, kind='stable')
   order = order[completed_step_P[order] >= 0]
@@ -215,17 +224,17 @@ def gallery_of(workdir: str, step: int) -> Gallery | None:
     ValueError: they cannot be read, or are not those of the checkpoint.
   """
   config = _config_of(workdir)
-  if not policy.sees(config):
+  model = resolve.open_model(config)
+  if model.spec.vision is None:
     return None
-  material = setup.read(config, workdir)
+  material = build.read(config, model, workdir)
   before = checkpoint.meta_of(workdir, step)['problems'][0]
   if (now := prompts.fingerprint(material.problems)) != before:
     raise ValueError(
       f'problems.source={config.problems.source} has other problems or pictures than '
       f'at step {step} (fingerprints, {before} then, {now} now); bring those back'
     )
-  spec = policy.spec_of(config, material.tokenizer)
-  return pictured.galleries(material.problems, material.held_out, spec)[0]
+  return pictured.galleries(material.problems, material.held_out, model.spec)[0]
 
 
 def _of_arrays(
@@ -292,11 +301,12 @@ def ratios(
       pictures that are not at hand.
   """
   export.check_config(config, workdir)
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  model = resolve.open_model(config)
+  spec = model.spec
   step = checkpoint.choose(workdir, which)
   assert step is not None, 'groups with tokens come from a checkpoint'
   gallery = gallery_of(workdir, step)
-  array = policy.reader(config, workdir, step)
+  array = policy.reader(config, model, workdir, step)
   names = transformer.describe(spec)
   params = transformer.unflatten({name: jnp.asarray(array(name)) for name in names})
   score = jax.jit(

@@ -43,7 +43,7 @@ def findings(tmp_path, model, training=None, held_out=None, free=PLENTY, **overr
   """name -> kind of what is found before anything is sampled."""
   given = flags(tmp_path, model, training, held_out, **overrides)
   config = derive.resolve(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  check.setup.check_available(config)
+  check.resolve.check_available(config)
   found = check_rules.of_config(config, facts.gather(config), free)
   assert all(len(each.way_out) > 10 for each in found)
   return {each.name: each.kind for each in found}

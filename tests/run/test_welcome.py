@@ -4,13 +4,13 @@ from runs import tiny
 
 from bapo_jax.models import lora, transformer
 from bapo_jax.run import welcome
-from bapo_jax.training import policy, remat
+from bapo_jax.training import remat, resolve
 
 
 def sizes(**knobs):
   """(sizes by hand, parameters, numbers of adapters) of a tiny run."""
   config = tiny(**knobs)
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   few = lora.count(spec, config.lora.rank or 1, config.lora.targets)
   return (
     remat.checkpoint_sizes(config, spec),

@@ -13,8 +13,8 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.vision import sequence
-from bapo_jax.tools import counterfactual, entropy_change, recorded_groups
-from bapo_jax.training import checkpoint, config, frozen, policy, setup, weights
+from bapo_jax.tools import recorded_groups
+from bapo_jax.training import build, checkpoint, config, policy, resolve, weights
 
 MADE = tiny(**DRAWN | {'batch.rule': 'adapted', 'sampler.temperature': 0.5})
 
@@ -25,10 +25,10 @@ def run(tmp_path_factory):
   workdir = str(tmp_path_factory.mktemp('run'))
   with open(f'{workdir}/config.json', 'w') as file:
     json.dump(config.plain(MADE), file)
-  material = setup.read(MADE, workdir)
-  whole = params(policy.spec_of(MADE, material.tokenizer))
+  material = build.read(MADE, resolve.open_model(MADE), workdir)
+  whole = params(resolve.open_model(MADE).spec)
   weights.save_params(policy.warm_start_path(MADE, workdir), whole)
-  trained = {name: x for name, x in whole.items() if name != frozen.TOWER}
+  trained = {name: x for name, x in whole.items() if name != policy.TOWER}
   T = MADE.row_length
   held = groups([5, 3, 2], [1, 1, 3], [1, -1, 2], G=4, T=T)
   tokens_PGT, mask_PGT = np.zeros((3, 4, T), np.int32), np.zeros((3, 4, T), bool)
@@ -65,7 +65,7 @@ def test_ratios_are_those_of_the_policy_that_sees_the_picture(run, one_device):
   workdir, material, whole = run
   group, _ = recorded_groups.read(workdir)
   found = recorded_groups.ratios(MADE, workdir)(group)
-  spec = policy.spec_of(MADE, material.tokenizer)
+  spec = resolve.open_model(MADE).spec
   seen = recorded_groups.gallery_of(workdir, 3).of([2] * 4)
   tokens_GT = group.arrays.tokens_PGT[0]
   n = material.problems.length_N[2]
@@ -90,10 +90,3 @@ def test_pictures_of_other_problems_are_not_taken_for_them(run, monkeypatch, cap
   assert 'pictures of the replay buffer are not named' in capsys.readouterr().out
   with pytest.raises(ValueError, match='has other problems or pictures than at step 3'):
     recorded_groups.ratios(MADE, workdir)
-
-
-def test_the_change_of_entropy_is_not_computed_without_the_pictures():
-  fields = dict.fromkeys(counterfactual.Recorded._fields)
-  recorded = counterfactual.Recorded(**fields | {'pictured': True})
-  with pytest.raises(ValueError, match='the recorded problems have pictures'):
-    entropy_change.changes(recorded, {}, None, 1e-3)

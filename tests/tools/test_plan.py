@@ -15,7 +15,7 @@ from bapo_jax import sharding
 from bapo_jax.models import lora, transformer
 from bapo_jax.tools.plan import plan, programs, roofline, tables
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import remat, rules, setup
+from bapo_jax.training import remat, resolve, rules
 from configs import aime
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
 def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
   config = config.with_values(sampler={'max_new_tokens': 3968})
-  mesh = setup.make_mesh(config, topology(name))
+  mesh = resolve.make_mesh(config, topology(name))
   bound, spec = rules.bind(config), programs.tpu_spec(config)
   for make in (programs.decode, programs.prefill):
     program = make(config, bound, spec, mesh)

@@ -15,7 +15,7 @@ from bapo_jax.algorithms import advantage, replay_buffer
 from bapo_jax.data import tokenizer
 from bapo_jax.models import layers, transformer
 from bapo_jax.tools import recorded_groups, viewer
-from bapo_jax.training import checkpoint, config, policy, weights
+from bapo_jax.training import checkpoint, config, resolve, weights
 from bapo_jax.training.config import Config
 
 TEXT = tokenizer.load('characters', '{problem}\n')
@@ -197,7 +197,7 @@ def buffered(tmp_path):
     response_mask_PGT=response_mask_PGT,
     behavior_logp_PGT=behavior_logp_PGT.astype(np.float32),
   )
-  spec = policy.spec_of(made, TEXT)
+  spec = resolve.open_model(made).spec
   with checkpoint.manager(str(tmp_path), 2) as checkpoints:
     buffer = replay_buffer.init(1, 4, 1)._replace(reusable=reusable)
     arrays = {'buffer': buffer, 'params': params(spec)}
@@ -230,7 +230,7 @@ def test_another_checkpoint_is_shown_with_what_was_known_by_then(buffered, monke
   with checkpoint.manager(workdir, 2) as checkpoints:
     buffer = replay_buffer.init(2, 4, 6)
     buffer = buffer._replace(reusable=groups([9, 9], [1, 1], [4, -1], G=4, T=6))
-    arrays = {'buffer': buffer, 'params': params(policy.spec_of(config, TEXT), 1)}
+    arrays = {'buffer': buffer, 'params': params(resolve.open_model(config).spec, 1)}
     checkpoint.save(checkpoints, 5, arrays, {}, accuracy=0.5)
   monkeypatch.setattr(tokenizer, 'decode_responses', lambda *_: ['?'] * 4)
 
@@ -262,7 +262,7 @@ def test_ratios_are_those_of_the_checkpoint_to_the_behaviour(buffered):
   (group, _) = recorded_groups.read(workdir)
   found = recorded_groups.ratios(config, workdir)(group)
   # Column t - 1 says what the policy makes of token t, at the sampler's temperature.
-  spec = policy.spec_of(config, TEXT)
+  spec = resolve.open_model(config).spec
   tokens_GT = np.asarray(group.arrays.tokens_PGT[0])
   weights = params(spec)
   hidden_GTD = layers.forward(weights, tokens_GT, spec)[:, 1:4]

@@ -15,7 +15,7 @@ from bapo_jax.models import attention, layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.runtime import machine
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import policy, remat
+from bapo_jax.training import remat, resolve
 from configs import aime
 
 SPEC = transformer.ModelSpec(
@@ -107,7 +107,7 @@ def on_tpu(monkeypatch):
 
 def test_auto_takes_the_least_that_must_be_computed_again(monkeypatch):
   mesh, config = on_tpu(monkeypatch), parsed()
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   order = [
     (kind, bounds, split)
     for kind, bounds in (
@@ -152,7 +152,7 @@ def test_nothing_waits_that_needs_no_bounds_of_others(rule, learner, wait):
   config = parsed(learner)
   clip = config.clip.model_copy(update={'rule': rule})
   config = config.model_copy(update={'clip': clip})
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   found = remat.resolve(config, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
   said = remat.sentence(config, found, sharding.make(), 1e15)
@@ -162,7 +162,7 @@ def test_nothing_waits_that_needs_no_bounds_of_others(rule, learner, wait):
 def test_what_waits_is_counted_once_per_micro_batch():
   learner, mesh = {'grad_accum_steps': 4}, sharding.make(devices=jax.devices()[:1])
   config = parsed(learner)
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   again, stored = (
     remat.needs(config, dataclasses.replace(spec, bounds_pass=name), mesh)
     for name in ('again', 'stored')
@@ -178,7 +178,7 @@ def test_what_waits_is_counted_once_per_micro_batch():
 def test_a_knob_is_obeyed(kind):
   learner, mesh = {'bounds_pass': 'again'}, sharding.make(2, 2, 2)
   config = parsed(learner, remat=kind, sequence_sharding='on')
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   found = remat.resolve(config, spec, mesh, 1e15)
   assert decided(found) == (kind, 'again', True)
   assert f'remat {kind}:' in remat.sentence(config, found, mesh, 1e15)
@@ -186,7 +186,7 @@ def test_a_knob_is_obeyed(kind):
 
 def test_the_kernels_gradients_of_queries_are_counted(monkeypatch):
   config, mesh = parsed(), sharding.make(devices=jax.devices()[:1])
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   spec = dataclasses.replace(spec, attention='splash')
   few = remat.needs(config, spec, mesh)
   columns = -(-config.row_length // 128) * 128
@@ -219,7 +219,7 @@ def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
     'full',
   }
   config, mesh = parsed(), sharding.make()
-  spec = policy.spec_of(config, policy.load_tokenizer(config))
+  spec = resolve.open_model(config).spec
   assert remat.resolve(config, spec, mesh).remat == 'dots'
   assert 'remat dots (auto)' in remat.sentence(
     config, remat.resolve(config, spec, mesh), mesh

@@ -30,7 +30,7 @@ from bapo_jax.tools.plan import (
   tables,
 )
 from bapo_jax.tools.plan.tables import Row
-from bapo_jax.training import remat, rules, setup
+from bapo_jax.training import remat, resolve, rules
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -188,7 +188,7 @@ def run(
     ValueError: topology, model or knobs do not fit together.
   """
   chip, devices = attach(topology)
-  mesh = setup.make_mesh(config, devices)
+  mesh = resolve.make_mesh(config, devices)
   bound, memory = rules.bind(config), room(chip)
   spec = remat.resolve(config, programs.tpu_spec(config), mesh, memory)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())

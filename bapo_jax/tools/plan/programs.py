@@ -30,7 +30,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import frozen, policy, remat, setup
+from bapo_jax.training import build, policy, remat, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Rules, Tree
 
@@ -63,8 +63,11 @@ def tpu_spec(config: Config) -> ModelSpec:
     raise ValueError(
       f'--config.model.path={path} has no config.json; a plan needs no other file'
     )
-  tokenizer = None if path else policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  spec = (
+    resolve.open_model(config).spec
+    if not path
+    else (resolve.read_spec(config, path, None))
+  )
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -109,9 +112,9 @@ def learner_state(
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif frozen.has_tower(config, spec):
-    base = {frozen.TOWER: params.pop(frozen.TOWER)}
-  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  elif policy.freezes_tower(config, spec):
+    base = {policy.TOWER: params.pop(policy.TOWER)}
+  opt = jax.eval_shape(build.optimizer(config).init, params)
   found = params, opt, base
   return place(found, sharding.shardings(found, mesh))
 
@@ -133,7 +136,7 @@ def held_actor(config: Config, spec: ModelSpec, mesh: Mesh) -> Tree | None:
 
 def empty_buffer(config: Config, rules: Rules) -> Tree:
   """The replay buffer, not placed."""
-  return jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+  return jax.eval_shape(functools.partial(build.empty_buffer, config, rules))
 
 
 def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
@@ -148,8 +151,8 @@ def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Pro
   params, opt, base = learner_state(config, spec, mesh)
   seen = embedded(config, spec, mesh, B // config.sampler.group_size)
   return Program(
-    setup.make_train_step(config, rules, spec),
-    (params, opt, setup.abstract_batch(config, mesh, seen), base),
+    build.make_train_step(config, rules, spec),
+    (params, opt, build.abstract_batch(config, mesh, seen), base),
     {},
     functools.partial(
       roofline.train,
@@ -178,8 +181,8 @@ def tower(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
   """The pictures of a block of prompts through the tower, once for their responses."""
   params, opt, base = learner_state(config, spec, mesh)
   pixels = pixels_of(config, spec, mesh, pictured.BLOCK * sharding.row_shards(mesh))
-  weights = {frozen.TOWER: (base or params)[frozen.TOWER]}
-  rest = {name: w for name, w in params.items() if name != frozen.TOWER}
+  weights = {policy.TOWER: (base or params)[policy.TOWER]}
+  rest = {name: w for name, w in params.items() if name != policy.TOWER}
   return Program(
     jax.jit(sequence.embedded, static_argnames='spec'),
     (weights, pixels),
