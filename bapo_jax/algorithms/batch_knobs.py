@@ -86,21 +86,21 @@ class BufferConfig(Section):
     most=1 << 20,
   )
   max_off_policy_steps: int = knob(
-    3, 'Age in learner steps up to which a reusable group is trained on.', least=1
+    3, 'Maximum age of a reusable group in training, learner steps.', least=1
   )
   max_reuse: int = knob(
     3, 'Times that a reusable group is trained on again before it is dropped.', least=1
   )
   reevaluate: int = knob(
-    16, 'Hard problems per re-evaluation, those tried longest ago first.', least=0
+    16, 'Hard problems per re-evaluation, oldest last attempt first.', least=0
   )
   reeval_interval: int = knob(
     2, 'Learner steps between re-evaluations of hard problems.', least=1
   )
   hard_order: HardOrder = knob(
     'fifo',
-    'Hard problem that leaves a full buffer: the one that entered first (the paper), '
-    'or the one tried longest ago.',
+    'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
+    'one with the oldest last attempt.',
   )
   thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Hard and reusable.')
 
@@ -135,7 +135,7 @@ class BatchConfig(Section):
   """Batch rule: selects the groups of a batch."""
 
   rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] = knob(
-    'fresh_only', 'Batch rule: the groups that a batch is made of.'
+    'fresh_only', 'Batch rule: selects the groups of a batch.'
   )
   max_extra_rounds: int = knob(
     2,

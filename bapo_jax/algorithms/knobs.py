@@ -93,7 +93,7 @@ class BalancedClip(Section):
 
   target: float = knob(
     0.42,
-    "rho_0: share of the policy gradient's mass that tokens with A > 0 shall have.",
+    'Target share of tokens with A > 0 in the policy gradient, rho_0.',
     least=0,
     most=1,
   )
@@ -103,7 +103,7 @@ class BalancedClip(Section):
   high_step: float = _step(0.05, 'upper bound, delta_1')
   contribution: Contribution = knob(
     'gradient',
-    "A token's part in the share: its gradient if not cut, or its clipped surrogate.",
+    'Contribution of a token: its gradient weight, or its clipped surrogate.',
   )
   weight: TokenWeight = knob(
     'one', 'Weight of a token in the share: 1, or its probability when it was sampled.'
@@ -118,7 +118,7 @@ class BalancedClip(Section):
   )
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
-    'Sources of the rows that the search counts; all rows live under its bounds.',
+    'Sources of the rows that the search counts; its bounds apply to all rows.',
   )
   reused_high: float = knob(
     math.inf,
@@ -143,7 +143,7 @@ class RecipeClip(Section):
 
   positive_to_negative: float = knob(
     0.5,
-    'Target P / N: surrogate of tokens with A > 0 over that of tokens with A < 0.',
+    'Target P / N: surrogate of the tokens with A > 0 over that with A < 0.',
     least=0,
     most=1e9,
   )

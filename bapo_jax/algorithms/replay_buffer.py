@@ -158,29 +158,24 @@ def insert(
   """Files the groups completed at step `now` (arXiv:2602.20722, section 3).
 
   The stored thresholds apply to this step; its verdicts enter the next thresholds. A
-  reusable group leaves before it is more than `max_off_policy_steps` steps old, or
-  after `max_reuse` further uses. A promoted group whose problem has no seat in the
-  batch becomes reusable regardless of its pass rate, with usage count -1: never
-  trained on.
+  promoted group whose problem has no seat in the batch becomes reusable regardless of
+  its pass rate, with usage count -1: never trained on.
 
   Args:
-    buffer: the buffer before the step.
     fresh, reevaluated: the groups completed at this step; if a problem is in both, the
       re-evaluated group counts.
     groups, source_P: the batch that the learner trained on.
-    now: the learner step.
-    thresholds: a rule of THRESHOLD_RULES, its knobs bound.
-    max_off_policy_steps: maximum age of a reusable group, learner steps.
-    max_reuse: maximum number of further uses of a reusable group.
+    max_off_policy_steps, max_reuse: maximum age, learner steps, and maximum number of
+      further uses of a reusable group.
     hard_order: the hard problem that leaves a full buffer: 'fifo', the first to enter,
       even if it was tried again; 'least_recent', the one with the oldest last attempt.
 
   Returns:
-    (buffer, counts): the numbers of problems that entered `hard` and that left it:
-    always solved on re-evaluation (graduated), sometimes solved (promoted), solved as a
-    fresh prompt (progressed), or displaced by newer problems (evicted).
+    (buffer, counts of problems that entered `hard` or left it: always solved on
+    re-evaluation (graduated), sometimes (promoted), solved as a fresh prompt
+    (progressed), or displaced by newer problems (evicted)).
   """
-  # Keep one attempt per problem: the last one, which is the re-evaluated one if any.
+  # One attempt per problem: the last row, re-evaluated if there is such a row.
   tried = concat(fresh, reevaluated)
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
@@ -188,8 +183,7 @@ def insert(
   usage_count_P = buffer.usage_count_P + _among(
     buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
-  # Promoted groups without a seat: re-evaluated, learnable, no longer hard, and their
-  # problem is not in the batch. Dropped, they would be lost untrained.
+  # Promoted without a seat: dropped, these groups would be lost untrained.
   waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
   waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
   waiting_P &= ~_among(tried.id_P, jnp.where(source_P >= 0, groups.id_P, -1))
@@ -206,11 +200,8 @@ def insert(
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
   responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
   rate = correct / jnp.maximum(responses, 1)
-  next_thresholds = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  after = ReplayBuffer(
-    hard, reusable, usage_count_P, correct, responses, next_thresholds
-  )
-  return after, counts
+  bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
+  return ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 
 from bapo_jax import sharding
@@ -45,14 +44,6 @@ def test_share_golden(variant):
   assert share(0.75, 0.5) == 0
   # Surrogate: P = 2 (0.5 + 1 + 1.25) = 5.5, N = 0.75 + 1 + 2 = 3.75.
   assert share(0.75, 1.25, contribution='surrogate') == np.float32(5.5 / 9.25)
-
-
-def test_share_weighs_by_the_behaviour_probability():
-  # mu = 1/2 for the positive token, 1 for the negative: 0.5 / (0.5 + 1).
-  batch = making.batch([1, -1], [[1], [1]], logp_BT=np.log([[0.5], [1.0]]))
-  k = BalancedClip(weight='behaviour')
-  share = bound_search.share(np.ones((2, 1)), batch, 0.5, 2.0, k)
-  np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
 
 
 def test_share_looks_at_its_sources_only():
@@ -170,12 +161,3 @@ def test_arrays_that_disagree_are_refused():
     bound_search.share(
       ratio_BT, batch._replace(adv_B=jnp.asarray(batch.adv_B[:7])), 0.8, 1.2
     )
-
-
-def test_the_oracle_knows_the_share():
-  ratio_BT, batch = making.exact_tokens(3)
-  for contribution, weight in making.KINDS:
-    P, N = oracles.sums(ratio_BT, batch, 0.75, 1.25, contribution, weight)
-    k = BalancedClip(contribution=contribution, weight=weight)
-    share = bound_search.share(ratio_BT, batch, 0.75, 1.25, k)
-    np.testing.assert_allclose(share, P / (P + N), rtol=1e-6)

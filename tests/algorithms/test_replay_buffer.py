@@ -128,13 +128,6 @@ def test_draw_gives_the_oldest_first_and_empty_rows_last():
   assert replay_buffer.draw(hard_problems([-1, -1]), 2).id_P.tolist() == [-1, -1]
 
 
-def test_a_buffer_of_capacity_0_stores_nothing():
-  buffer = replay_buffer.init(0, G, T)
-  buffer, _ = insert(buffer, making.groups([1, 2], [0, 4], [0, 0]), 0)
-  assert [len(s.id_P) for s in buffer[:2]] == [0, 0]
-  assert replay_buffer.draw(buffer.hard, 0).id_P.shape == (0,)
-
-
 def entered_one_by_one(steps, **knobs):
   """A buffer of three rows; problem i fails at step i, 0 again at each of `steps`."""
   buffer = replay_buffer.init(3, G, T)

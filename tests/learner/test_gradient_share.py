@@ -96,7 +96,9 @@ def compiled(chosen):
 
   def run(logp_BT, batch):
     opt = LONG.init(logp_BT)
-    after_BT, _, metrics = learner.learn(logp_BT, opt, batch, tx=LONG, objective=chosen)
+    after_BT, _, metrics, _ = learner.learn(
+      logp_BT, opt, batch, tx=LONG, objective=chosen
+    )
     return sides(after_BT - logp_BT, batch), metrics
 
   return jax.jit(run, compiler_options=FAST)
@@ -144,7 +146,7 @@ def pairs():
 
 def refused(values) -> bool:
   clip_rule, loss_rule = values['clip.rule'], values['loss.rule']
-  if loss_rule == 'tis':
+  if loss_rule in ('tis', 'dppo_tv', 'sapo'):
     return clip_rule != 'unclipped'
   if clip_rule == 'recipe':
     return (loss_rule, values['loss.aggregate']) != ('clipped', 'token')
@@ -164,7 +166,8 @@ def test_the_share_reported_is_that_of_the_gradient_or_the_pair_is_refused(value
   for seed in range(4):
     data = stale(seed)
     (P, N), metrics = compiled(objective(**values))(*data)
-    np.testing.assert_allclose(metrics['clip/share'], P / (P + N), atol=1e-5)
+    # The gradient is read off a step of 2^24: every number of it is rounded twice.
+    making.close(metrics['clip/share'], P / (P + N), count=data[0].size, terms=1)
     assert 0.02 < metrics['clip/share'] < 0.98
 
 
@@ -257,7 +260,7 @@ def test_rows_count_as_the_aggregate_scales_them():
   for how, share, steps in (('sequence', 1 / 2, 0), ('token', 1 / 5, 51)):
     found, metrics = outcome(data, **{'loss.aggregate': how})
     assert found == pytest.approx(share) and metrics['clip/search_steps'] == steps
-    np.testing.assert_allclose(metrics['clip/share'], share, rtol=1e-6)
+    np.testing.assert_allclose(metrics['clip/share'], share, rtol=making.RTOL)
 
 
 @pytest.mark.parametrize(
