@@ -259,7 +259,8 @@ def measured(
   return (
     f'a step     about {total:.3g} s: sampling {sampling:.3g}, '
     f'{config.updates_per_step} updates of {update:.3g} ({teaching} of {per_update} '
-    f'groups had mixed verdicts); {config.steps} steps {config.steps * total / 3600:.2g} h\n'
+    f'groups had mixed verdicts); '
+    f'{config.steps} steps {config.steps * total / 3600:.2g} h\n'
     f'memory     {peak(t)}; compiling took {timer.seconds["compile"]:.0f} s'
   )
 

@@ -215,8 +215,9 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
 def _memory(config: Config, known: Facts) -> Iterator[Finding]:
   """Finds an update that does not fit the memory of a device."""
   mesh = derive_sizes.mesh_of(config, known)
-  spec = derive_sizes.resolved(config, known)
-  needed = remat.needs(config, spec, mesh)
+  spec = derive_sizes.spec_of(config, known)
+  schedule = derive_sizes.resolved(config, known)
+  needed = remat.needs(config, spec, schedule, mesh)
   if needed > known.memory:
     yield Finding(
       'warning',

@@ -18,6 +18,7 @@ from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
 from bapo_jax.models.knobs import LogprobsConfig
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import (
@@ -39,6 +40,7 @@ class Objective:
   Args:
     clip_rule, loss_rule: the rules, bound to their knobs.
     spec: the network.
+    schedule: trades memory for time, see `layers.Schedule`.
     temperature: sampling temperature; the policy is the distribution sampled from.
     chunk: see `logprobs.packed_stats`.
     pack: packs rows, and skips rows without an advantage unless there is a penalty;
@@ -54,6 +56,7 @@ class Objective:
   loss_rule: LossRule
   spec: ModelSpec
   temperature: float
+  schedule: Schedule = Schedule()
   chunk: int = LogprobsConfig().chunk
   pack: bool = True
   grad_accum_steps: int = 1
@@ -71,7 +74,7 @@ class Objective:
   @property
   def stores(self) -> bool:
     """Whether all forward passes run first, then the search, then the backward ones."""
-    return self.together and self.spec.bounds_pass == 'stored'
+    return self.together and self.schedule.bounds_pass == 'stored'
 
   def computed(self, batch: Batch) -> Batch:
     """Returns the batch with a mask of the tokens to compute.
@@ -89,7 +92,13 @@ class Objective:
   ) -> TokenStats:
     """Returns the statistics [R, T] of the targets of packed rows."""
     return logprobs.packed_stats(
-      params, cells, self.spec, self.temperature, chunk=self.chunk, patch_XD=patch_XD
+      params,
+      cells,
+      self.spec,
+      self.temperature,
+      chunk=self.chunk,
+      patch_XD=patch_XD,
+      schedule=self.schedule,
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
@@ -186,9 +195,9 @@ def gradient(
 
   There is one bound search per minibatch, over the tokens of all devices and all
   micro-batches. If all tokens fit into one micro-batch, the search uses the forward
-  pass of the gradient. Otherwise spec.bounds_pass decides: 'again' runs a forward pass
-  without gradient first, 'stored' keeps the residuals of all forward passes until the
-  bounds are known. With bounds_scope='micro_batch' every micro-batch has its own
+  pass of the gradient. Otherwise schedule.bounds_pass decides: 'again' runs a forward
+  pass without gradient first, 'stored' keeps the residuals of all forward passes until
+  the bounds are known. With bounds_scope='micro_batch' every micro-batch has its own
   search, which needs neither but mixes objectives.
 
   Args:
@@ -203,7 +212,9 @@ def gradient(
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
   scale_B *= filled_share(batch)
-  trained, seen, of_params = pictured.variables(params, batch.pictures, o.spec)
+  trained, seen, of_params = pictured.variables(
+    params, batch.pictures, o.spec, o.schedule
+  )
   parts = micro_batches(batch, o, base, seen)
   stored = o.stores and parts.packed.shape.micro_batches > 1
   run = _of_all if stored else _one_by_one

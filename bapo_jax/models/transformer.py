@@ -48,9 +48,6 @@ class ModelSpec:
   dtype: str = _D.dtype  # of the parameters; norms are float32 in any case
   compute: str = _D.compute  # of the matrix products
   attention: str = _D.attention  # a kind of attention.py
-  remat: str = 'full'  # a key of layers.REMAT
-  sequence_sharding: bool = False  # columns between layers over the tensor axis
-  bounds_pass: str = 'again'  # or 'stored', see objective.gradient
   vision: vision_spec.VisionSpec | None = None  # the tower, of a model that sees
 
   @property

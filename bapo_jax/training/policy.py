@@ -158,6 +158,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
       mesh,
       config.row_length,
       *sources.sft_problems(config.problems),
+      schedule=r.schedule,
       seed=config.seed,
       **config.sft.model_dump(),
     )

@@ -25,6 +25,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import MERGE
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
@@ -53,6 +54,7 @@ class Resolved:
   config: Config  # with nothing left to derive
   model: Model
   mesh: Mesh
+  schedule: Schedule  # of the learner
 
   @property
   def spec(self) -> ModelSpec:
@@ -234,8 +236,8 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
-  spec = remat.resolve(config, spec, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh)
+  schedule = remat.resolve(config, spec, mesh)
+  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -25,6 +25,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner import accumulation, optimizer, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
@@ -74,7 +75,7 @@ def rows(
 
 
 @functools.partial(
-  jax.jit, static_argnames=('tx', 'spec'), donate_argnames=('params', 'opt')
+  jax.jit, static_argnames=('tx', 'spec', 'schedule'), donate_argnames=('params', 'opt')
 )
 def imitate(
   params: Tree,
@@ -85,19 +86,25 @@ def imitate(
   *,
   tx: optax.GradientTransformation,
   spec: ModelSpec,
+  schedule: Schedule = Schedule(),
 ) -> tuple[Tree, Tree, Array]:
   """Runs one supervised step; returns (params, opt, nats per weighted token).
 
   Args:
     pictures: of the rows' prompts, whose tower is trained too; None: texts.
   """
-  trained, seen, of_params = pictured.variables(params, pictures, spec)
+  trained, seen, of_params = pictured.variables(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, weight_BT > 0, MICRO_BATCHES, spec, seen)
   total = jnp.maximum(weight_BT.sum(), 1)
 
   def objective(trained: Variables, n: Array) -> tuple[Array, None]:
     stats = logprobs.packed_stats(
-      trained.params, packed.cells(n), spec, 1.0, patch_XD=trained.patches(seen)
+      trained.params,
+      packed.cells(n),
+      spec,
+      1.0,
+      patch_XD=trained.patches(seen),
+      schedule=schedule,
     )
     return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 
@@ -128,6 +135,7 @@ def fit(
   problems: Sequence[Any],
   solve: Solve,
   *,
+  schedule: Schedule = Schedule(),
   seed: int,
   clean: int,
   noisy: int,
@@ -170,7 +178,7 @@ def fit(
       args = params, opt, tokens_BT, weight_BT, shown
       # Once: results of a program lie otherwise than what it was first given, and
       # `imitate` would be compiled for them again.
-      step = step or imitate.lower(*args, tx=tx, spec=spec).compile()
+      step = step or imitate.lower(*args, tx=tx, spec=spec, schedule=schedule).compile()
       params, opt, value = step(*args)
       nats = float(value)
       progress.update()

@@ -17,6 +17,7 @@ from bapo_jax.learner.learner import TrainStep, Updated
 from bapo_jax.learner.pictured import OfProblems, Seen
 from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
@@ -45,6 +46,7 @@ class Trainer:
   config: Config
   rules: Rules
   spec: ModelSpec
+  schedule: Schedule
   mesh: Mesh
   tokenizer: Tokenizer
   problems: Problems

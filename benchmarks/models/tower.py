@@ -28,6 +28,7 @@ import numpy as np
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids, tower
 from bapo_jax.models.vision.spec import VisionSpec
@@ -76,7 +77,12 @@ def ours(params: Tree, spec: ModelSpec, pixels_NZE: np.ndarray, grid: Any) -> Ru
   """Our tower, each picture a row."""
   v = tower.vision_of(spec)
   run = jax.jit(
-    functools.partial(tower.forward, spec=spec, windows=grids.count_windows([grid], v))
+    functools.partial(
+      tower.forward,
+      spec=spec,
+      windows=grids.count_windows([grid], v),
+      schedule=Schedule(remat='none'),
+    )
   )
 
   def forward(batch: int) -> np.ndarray:
