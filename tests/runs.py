@@ -20,7 +20,8 @@ import pytest
 from flax import traverse_util
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
@@ -211,7 +212,7 @@ def source(path: pathlib.Path) -> str:
   """A directory as a hub model's: weights, config, tokenizer, generation config."""
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
-  spec = hf_weights.spec(str(path), 'float32')
+  spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
   tokenizer = tokenizer_lib.characters()

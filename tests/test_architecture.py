@@ -43,9 +43,9 @@ ONLY = {  # package -> the modules that may import it
   'ml_collections': {'training.overrides'},
   'PIL': {'data.pictures'},
   'orbax': {'training.damage', 'training.checkpoint', 'training.weights'},
-  'huggingface_hub': {'models.hf_directory', 'data.hub'},
-  'math_verify': {'rewards.symbolic'},
-  'latex2sympy2_extended': {'rewards.symbolic'},
+  'huggingface_hub': {'models.hf.directory', 'data.hub'},
+  'math_verify': {'rewards.latex.symbolic'},
+  'latex2sympy2_extended': {'rewards.latex.symbolic'},
 }
 # A bad knob is refused before any of these packages is imported.
 HEAVY = {

@@ -85,7 +85,7 @@ def check_trainable(config: Config) -> None:
   spec = resolve.open_model(config).spec
   params = transformer.abstract(spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
-  engine = setup.make_engine(config, spec, tokenizer, mesh)
+  engine = build.make_engine(config, spec, tokenizer, mesh)
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, rules.bind(config), spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))

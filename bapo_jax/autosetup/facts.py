@@ -1,7 +1,7 @@
-"""What a run's knobs are derived from: model, problems, tokens and devices.
+"""Gathers the facts from which knobs are derived: model, problems, tokens, devices.
 
-1. `gather` reads all of it once, and writes nothing;
-2. `Facts` hands it to the rules of derive.py, which are functions of it.
+1. `gather` reads all of them once, and writes nothing;
+2. `Facts` passes them to the rules of derive.py, which are functions of them.
 """
 
 import functools
@@ -20,7 +20,7 @@ from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
@@ -65,12 +65,12 @@ class Facts(NamedTuple):
 
   @property
   def parameters(self) -> int:
-    """Weights of the model."""
+    """The number of weights of the model."""
     return transformer.count(self.spec)
 
   @property
   def size(self) -> str:
-    """Weights of the model, for a sentence."""
+    """The number of weights of the model, for a sentence."""
     n = self.parameters
     return f'{n / 1e9:.3g} B' if n >= 1e9 else f'{n / 1e6:.3g} M'
 
@@ -112,7 +112,7 @@ def _read(
   versions: tuple[tuple[int, int], ...],
   vision: VisionSpec | None,
 ) -> dict[str, Any]:
-  """Problems, and the functions that measure them, as fields of Facts."""
+  """Reads the problems, and makes the functions that measure them."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
   pictured: tuple[Sequence[PicturedRow], ...] = ()
@@ -147,15 +147,14 @@ def _read(
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Whether right answers are right: DRAWN of them, each given by a response.
+  """Verifies DRAWN right answers against themselves, as if responses had given them.
 
   Args:
-    rule: of the rows that name no verifier.
+    rule: verifier of the rows that name none.
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  knobs = rewards.model_dump(exclude={'shaping', 'rule'})
-  verifier = Verifier('exact', **knobs)
+  verifier = Verifier(rewards.model_copy(update={'rule': 'exact'}))
   try:
     texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]
     rules = [row.verifier or rule for row in drawn]

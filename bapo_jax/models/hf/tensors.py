@@ -1,7 +1,7 @@
-"""Parameters and the tensors of a Hugging Face checkpoint: names, axes, shapes.
+"""Maps parameters to the tensors of a Hugging Face checkpoint: names, axes, shapes.
 
-1. `NAMES` maps a parameter to its tensor, one per layer where parameters are stacked;
-2. `AXES` gives the order of axes here and in the file, and which are merged there;
+1. `NAMES` maps a parameter to its tensor; a stacked parameter has one per layer;
+2. `AXES` gives the order of axes here and in the file, and which axes a file merges;
 3. `stored` lists every tensor of a model with its shape.
 """
 
@@ -11,7 +11,7 @@ from bapo_jax.models import transformer
 
 Shape = tuple[int, ...]
 
-# parameter -> tensor; {} is the layer. Projections are stored [out, in].
+# parameter -> tensor; {} is the layer. Files store projections as [out, in].
 NAMES = {
   'embed': 'model.embed_tokens.weight',
   'head': 'lm_head.weight',
@@ -50,7 +50,7 @@ NAMES = {
   'vision/merger_out': 'visual.merger.mlp.2.weight',
   'vision/merger_out_bias': 'visual.merger.mlp.2.bias',
 }
-# parameter -> its axes here and in the file: letters without a space are one axis.
+# parameter -> its axes here and in the file; a file merges letters without a space.
 AXES = {
   'layers/q': ('DHC', 'HC D'),
   'layers/k': ('DKC', 'KC D'),
@@ -62,7 +62,7 @@ AXES = {
   'layers/gate': ('DF', 'F D'),
   'layers/up': ('DF', 'F D'),
   'layers/down': ('FD', 'D F'),
-  # Pixels' channel, frame, row and column; queries, keys and values are one axis N.
+  # Channel, frame, row and column of a pixel; queries, keys and values share axis N.
   'vision/patch': ('cthwD', 'D c t h w'),
   'vision/layers/qkv': ('DNHC', 'NHC D'),
   'vision/layers/qkv_bias': ('NHC', 'NHC'),
@@ -74,33 +74,34 @@ AXES = {
   'vision/merger_out': ('XD', 'D X'),
 }
 
-
-# Of Qwen2.5-VL: how names begin in transformers' class, and in published checkpoints.
+# Prefixes of Qwen2.5-VL's tensor names in transformers' class and in published files.
 CLASS_AND_FILE = (('model.language_model.', 'model.'), ('model.visual.', 'visual.'))
 
 
 def published(name: str) -> str:
-  """A tensor's name as published checkpoints of Qwen2.5-VL have it.
+  """Returns a tensor's name as published checkpoints of Qwen2.5-VL spell it.
 
-  Some programs write the modules of transformers' class instead.
+  Some programs write the module names of transformers' class instead.
   """
-  for prefix, own in CLASS_AND_FILE:
-    if name.startswith(prefix):
-      return own + name.removeprefix(prefix)
+  for class_prefix, file_prefix in CLASS_AND_FILE:
+    if name.startswith(class_prefix):
+      return file_prefix + name.removeprefix(class_prefix)
   return name
 
 
 def module(parameter: str, spec: transformer.ModelSpec) -> str:
-  """The module of a weight in transformers' class; {} is the layer."""
+  """Returns the module of a weight in transformers' class; {} is the layer."""
   name = NAMES[parameter].removesuffix('.weight')
   if spec.vision is None:
     return name
-  prefix, own = next(pair for pair in CLASS_AND_FILE if name.startswith(pair[1]))
-  return prefix + name.removeprefix(own)
+  class_prefix, file_prefix = next(
+    pair for pair in CLASS_AND_FILE if name.startswith(pair[1])
+  )
+  return class_prefix + name.removeprefix(file_prefix)
 
 
 def stored(spec: transformer.ModelSpec) -> dict[str, Shape]:
-  """Every tensor of a checkpoint of this model: name -> shape in the file."""
+  """Lists every tensor of a checkpoint of this model: name -> shape in the file."""
   shapes = {}
   for parameter, (shape, _) in transformer.describe(spec).items():
     layers, tail = split(parameter, shape)
@@ -110,12 +111,12 @@ def stored(spec: transformer.ModelSpec) -> dict[str, Shape]:
 
 
 def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
-  """(number of tensors, shape of each) of a parameter; more than one if stacked."""
+  """Returns the number of tensors of a parameter, and the shape of each tensor here."""
   return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
 
 
 def file_axes(parameter: str, rank: int) -> tuple[int, ...]:
-  """Our axis of each axis in the file, before axes are merged."""
+  """Returns our axis for each axis of the file, before the file merges axes."""
   if parameter not in AXES:
     return tuple(range(rank))
   ours, theirs = AXES[parameter]
@@ -123,12 +124,12 @@ def file_axes(parameter: str, rank: int) -> tuple[int, ...]:
 
 
 def leading_axes(parameter: str) -> int:
-  """How many of these axes make the first axis of the file."""
+  """Returns how many of `file_axes` the file merges into its first axis."""
   return len(AXES[parameter][1].split()[0]) if parameter in AXES else 1
 
 
 def file_shape(parameter: str, tail: Shape) -> Shape:
-  """The shape in the file of one tensor of shape `tail` here."""
+  """Returns the shape in the file of a tensor that has the shape `tail` here."""
   if parameter not in AXES:
     return tail
   ours, theirs = AXES[parameter]

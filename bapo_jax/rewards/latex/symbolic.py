@@ -1,6 +1,6 @@
-r"""math-verify, behind one door: which of two expressions with variables are equal.
+r"""Compares expressions with variables by math-verify; no other module imports it.
 
-It receives the content of a box, never a text that it would search for one.
+math-verify receives the content of a box, never a text to search for a box.
 """
 
 import collections
@@ -13,22 +13,22 @@ NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
 
 
 def _numeral(s: str, *_: Any, **__: Any):
-  """A sympy number from a numeral; nothing else is parsed, and nothing evaluated."""
+  """Converts a numeral to a sympy number; evaluates nothing and refuses other text."""
   import sympy
 
   if s.isascii() and s.isdigit():
     return sympy.Integer(int(s))
   if not NUMERAL.fullmatch(s):
-    raise ValueError(f'{s[:40]!r} is no numeral')
+    raise ValueError(f'{s[:40]!r} is not a numeral')
   return sympy.Float(s)
 
 
 @functools.cache
 def _math_verify():
-  """math-verify, its way to eval closed.
+  """Imports math-verify and closes its path to Python's eval.
 
-  Numerals reach sympy as text, and sympy passes text to Python's eval by way of
-  parse_expr, whatever it is; `_numeral` replaces that.
+  latex2sympy hands numerals to sympy as text, and sympy's parse_expr evaluates any
+  text; `_numeral` replaces parse_expr.
   """
   import math_verify
   import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
@@ -39,7 +39,7 @@ def _math_verify():
 
 
 def _read(latex: str) -> tuple[Any, str]:
-  """(sympy's object or None, the normalised text)."""
+  """Returns the sympy object (None if the text cannot be parsed) and the text."""
   from latex2sympy2_extended import latex2sympy, normalize_latex
   from math_verify.grader import should_treat_as_complex
 
@@ -51,24 +51,24 @@ def _read(latex: str) -> tuple[Any, str]:
       text, is_real=real, convert_degrees=False, normalization_config=None
     )
   except MemoryError:
-    raise  # the worker process has to be replaced
-  except Exception:  # whatever the grammar trips over
+    raise  # the worker process must be replaced
+  except Exception:  # the parser raises many types
     parsed = None
   return parsed, text
 
 
 def equivalent(answer: str, given: str) -> bool:
-  """Whether two pieces of LaTeX mean the same; math-verify decides, or never returns.
+  """Returns whether math-verify finds two LaTeX expressions equal; may never return.
 
-  Only its LaTeX grammar is used: its reader of plain expressions is an eval. What the
-  grammar does not read is compared by spelling. Timeouts of 0 set no alarm, which only
-  a main thread could.
+  Uses only the LaTeX grammar of math-verify: its parser of plain expressions calls
+  eval. Text that the grammar cannot parse is compared character by character. A timeout
+  of 0 sets no alarm; an alarm would need the main thread.
   """
   math_verify = _math_verify()
-  (gold, gold_text), (found, found_text) = _read(answer), _read(given)
-  if gold is None or found is None:
-    return bool(gold_text.strip()) and gold_text.strip() == found_text.strip()
-  return math_verify.verify(gold, found, timeout_seconds=0, raise_on_error=True)
+  (gold, gold_text), (parsed, given_text) = _read(answer), _read(given)
+  if gold is None or parsed is None:
+    return bool(gold_text.strip()) and gold_text.strip() == given_text.strip()
+  return math_verify.verify(gold, parsed, timeout_seconds=0, raise_on_error=True)
 
 
 VARIABLES = re.compile(
@@ -80,10 +80,10 @@ HARMLESS = {r'\frac', r'\sqrt'}
 
 
 def no_new_parts(answer: str, given: str) -> bool:
-  """Whether `given` has no function, sign or variable that the answer lacks.
+  """Returns whether all functions, signs and variables of `given` are in the answer.
 
-  So an integral, a sum sign or a determinant is not an answer, unless the right one
-  has it, as often.
+  Each may occur at most as often as in the right answer: an integral, a sum sign or a
+  determinant that the right answer lacks has not been calculated.
   """
   allowed = collections.Counter(PARTS.findall(answer))
   extra = collections.Counter(PARTS.findall(given)) - allowed
