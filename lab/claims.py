@@ -40,11 +40,7 @@ def load(folder: str) -> types.ModuleType:
 
 
 def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
-  """Returns experiment -> run -> result, for the runs that are done.
-
-  Raises:
-    ValueError: a result is refused; see `experiments.read`.
-  """
+  """Returns experiment -> run -> result, from `experiments.read`."""
   return {
     name: experiments.read(module.get_experiment(name), f'{folder}/results/{name}')
     for name in module.NAMES

@@ -18,6 +18,7 @@ its own ratios. Rows without an advantage were never computed and are left out.
 import functools
 import itertools
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -190,12 +191,7 @@ def apply(recorded: Recorded, config: Config) -> Applied:
 
 
 def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
-  """Returns the numbers of a table row.
-
-  low, high: the bounds; share: the positive share; cut_positive, cut_negative: shares
-  of the tokens with A > 0 and A < 0 that are cut; norm: length of the vector of all
-  weights; inside: share of the tokens with a ratio inside INSIDE.
-  """
+  """Returns bounds, positive share, shares cut by sign, norm, and share in INSIDE."""
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
   ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])
   adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
@@ -262,15 +258,9 @@ def entropy_changes(
   Raises:
     ValueError: the record has no token ids, or its problems have pictures.
   """
-  if recorded.pictured:
-    raise ValueError(
-      'the recorded problems have pictures, which this forward pass does not read; '
-      'use the record of a run without pictures'
-    )
-  if recorded.ids is None:
-    raise ValueError(
-      'the record has no token ids; use a record written by this version'
-    )
+  if recorded.pictured or recorded.ids is None:
+    what = 'problems with pictures' if recorded.pictured else 'no token ids'
+    raise ValueError(f'the record has {what}; use that of a new run without pictures')
   # Rows of prompt and response, and the column of each recorded token in them.
   rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
   X = max(map(len, rows))
@@ -317,11 +307,10 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
     arm: the arm of the run, a key of `arms`.
 
   Returns:
-    tokens: their number; inside: the share of them that no bounds of the search cut;
-    arms: name -> `summary`, five digits;
-    staler: factor of the log-ratios -> the same under the run's own rules;
-    searches: number of recorded updates with bounds at the start, between, and at both
-      ends of the search; all 0 if the clip rule is not `balanced`.
+    the number of tokens; the share of them inside all bounds of the search; for each
+    arm, and for each factor of the log-ratios under the run's own rules, the `summary`;
+    and the number of recorded updates by where their search stopped, all 0 if the clip
+    rule is not `balanced`.
 
   Raises:
     ValueError: no step is recorded.
@@ -388,9 +377,8 @@ def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:
 
 def read_summaries(folder: str) -> list[dict[str, Any]]:
   """Returns the stored summaries, ordered by run name."""
-  path = os.path.join(folder, 'results', 'recorded')
-  names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-  return [files.read_json(os.path.join(path, n), experiments.WAY_OUT) for n in names]
+  paths = sorted(pathlib.Path(folder, 'results', 'recorded').glob('*.json'))
+  return [files.read_json(path, experiments.WAY_OUT) for path in paths]
 
 
 def store_summaries(module: Any, folder: str, runs: str) -> None:

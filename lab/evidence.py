@@ -37,7 +37,6 @@ from lab.outcomes import (
   smallest_effect,
 )
 
-UNKNOWN = '-'
 SEEN, OPPOSITE, NOT_SEEN, NOT_RUN = 'seen', 'opposite', 'not seen', 'not run'
 BY_DESIGN = 'by design'
 SIGNIFICANT = 0.05
@@ -101,8 +100,8 @@ def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
     for name in columns:
       mean, error = mean_and_error([OUTCOMES[name][1](r) for r in by_seed.values()])
       text = f'{mean:.3f} ± {error:.3f}' if error >= 0.0005 else f'{mean:.3f}'
-      row.append(UNKNOWN if math.isnan(mean) else text)
-    if set(row[2:]) != {UNKNOWN}:
+      row.append('-' if math.isnan(mean) else text)
+    if set(row[2:]) != {'-'}:
       rows.append(row)
   header = ['arm', 'seeds', *(OUTCOMES[name][0] for name in columns)]
   return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1))

@@ -31,28 +31,12 @@ Result = Mapping[str, Any]  # as returned by `outcome`
 
 # Metrics whose value after every step is part of a result.
 STEP_METRICS = (
-  'rollout/accuracy',
-  'rollout/length_right',
-  'rollout/length_wrong',
-  'rollout/truncated',
-  'rollout/responses',
-  'batch/learnable',
-  'batch/filled',
-  'batch/reevaluated',
-  'batch/reused',
-  'clip/share_start',
-  'clip/share',
-  'clip/low',
-  'clip/high',
-  'clip/moved',
-  'clip/target_met',
-  'clip/fraction',
-  'loss/entropy',
-  'loss/ratio_max',
-  'learner/grad_norm',
-  'learner/skipped',
-  'learner/updates',
-)
+  'rollout/accuracy', 'rollout/length_right', 'rollout/length_wrong',
+  'rollout/truncated', 'rollout/responses', 'batch/learnable', 'batch/filled',
+  'batch/reevaluated', 'batch/reused', 'clip/share_start', 'clip/share', 'clip/low',
+  'clip/high', 'clip/moved', 'clip/target_met', 'clip/fraction', 'loss/entropy',
+  'loss/ratio_max', 'learner/grad_norm', 'learner/skipped', 'learner/updates',
+)  # fmt: skip
 WAY_OUT = 'remove it, and the runner makes it again'
 
 

@@ -1,8 +1,6 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-`curves` draws metrics over the responses sampled, a line per cell; `differences` an arm
-less each of the others, a point per seed; `levels` the positive share before the bound
-search, a line per level; `plane` an arm less others in every cell of two factors.
+A figure is one of `curves`, `differences`, `levels` and `plane`.
 """
 
 import os

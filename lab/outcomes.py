@@ -1,11 +1,7 @@
 """Computes what is compared between runs, and the statistics of paired differences.
 
-1. `OUTCOMES` computes scalar outcomes from the result of one run.
-2. `cells` groups results by arm and levels; runs with equal seeds are pairs.
-3. `bootstrap_interval` and `sign_flip` describe paired differences, `holm` adjusts
-   p-values over a family of comparisons, `smallest_effect` gives the power.
-
-A run that diverged has an accuracy of 0 from there to its planned end.
+`OUTCOMES` computes scalar outcomes from the result of one run; a run that diverged has
+an accuracy of 0 from there to its planned end. `contrast` pairs runs with equal seeds.
 """
 
 import functools
@@ -84,11 +80,10 @@ def last_of(result: Result, metric: str) -> float:
 
 
 def bound_where_moved(result: Result, metric: str) -> float:
-  """Returns the mean bound of the updates in which the search moved it.
+  """Returns the mean bound of the updates in which the search moved it, or nan.
 
-  The mean bound of a step is linear in the share of its updates that moved: share 0
-  gives the start of the search, share 1 the value returned here. nan if all steps have
-  the same share.
+  The mean bound of a step is linear in the share of its updates that moved; the value
+  at share 1 is returned.
   """
   moved_S, bound_S = finite_pairs(result, 'clip/moved', metric)
   if len(set(moved_S.tolist())) < 2:

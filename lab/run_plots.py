@@ -152,9 +152,9 @@ def tokens(
     and response.cut_T is not None
     and np.sign(response.advantage) == sign
   ]
-  if not responses:
-    return np.zeros(0), np.zeros(0), np.zeros(0, bool)
-  mu_N, ratio_N, cut_N = (np.concatenate(x) for x in zip(*responses, strict=True))
+  none = np.zeros(0), np.zeros(0), np.zeros(0, bool)
+  columns = zip(none, *responses, strict=True)
+  mu_N, ratio_N, cut_N = (np.concatenate(column) for column in columns)
   return mu_N, ratio_N, cut_N
 
 

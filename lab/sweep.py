@@ -4,15 +4,12 @@ r"""Runs an experiment with several workers, and tabulates its arms over the see
   python -m lab.sweep papers/2510.18927/experiments.py:main \
     --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
 
-1. Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and
-   then writes <results>/<experiment>/<run>.json.
-2. Runs with equal warm starts wait until one of them has made it, and copy it.
-3. A run that another experiment under <results> has done is taken from there.
-4. Ctrl-C stops all runs after their step; the same command resumes.
-
-Overrides such as --config.steps=3 change the config that all runs share; --table only
-prints the table. A result names its commit: uncommitted changes are refused, and so are
-stored results of another config or another version of the code.
+Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
+writes <results>/<experiment>/<run>.json. Runs with equal warm starts wait until one of
+them has made it, and copy it. Ctrl-C stops all runs after their step; the same command
+resumes. Overrides such as --config.steps=3 change the config that all runs share;
+--table only prints the table. A result names its commit: uncommitted changes are
+refused, and so are stored results of another config or another version of the code.
 """
 
 import argparse
@@ -46,23 +43,19 @@ def commit() -> str:
   Raises:
     ValueError: there is no commit, or the source has uncommitted changes.
   """
-  texts = []
-  for arguments in (['status', '--porcelain', '--', *SOURCE], ['rev-parse', 'HEAD']):
-    call = subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True)
-    if call.returncode:
-      raise ValueError(f'results name a commit, and git has none: {call.stderr}')
-    texts.append(call.stdout.strip())
-  changed, revision = texts
-  if changed:
-    raise ValueError(f'results name a commit; commit these changes first: {changed}')
-  return revision
+  command = ['git', 'status', '--porcelain=v2', '--branch', '--', *SOURCE]
+  call = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  lines = call.stdout.splitlines()
+  changed = [line for line in lines if not line.startswith('# ')]
+  if call.returncode or changed:
+    raise ValueError(f'results name a commit; commit first: {call.stderr or changed}')
+  return lines[0].removeprefix('# branch.oid ')
 
 
 def warm_start(run: RunSpec) -> str:
   """Returns the name of a run's warm start; '' for a model read from files."""
-  if run.config.model.path:
-    return ''
-  return os.path.basename(policy.warm_start_path(run.config, ''))
+  path = policy.warm_start_path(run.config, '')
+  return '' if run.config.model.path else os.path.basename(path)
 
 
 def share(folder: str, name: str, start: str) -> bool:
