@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data import pictured_problems, pictured_prompts, sources
@@ -51,6 +52,7 @@ class Facts(NamedTuple):
   verified: Callable[[str], Verified]  # of the right answers by this rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
+  mesh: Mesh | None = None  # of the run; None: not decided yet
   pictured: tuple[Sequence[PicturedRow], ...] = ()  # both with pictures; (): texts
 
   @property
@@ -80,8 +82,11 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, model: Model) -> Facts:
+def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
   """Reads problems and devices; what is not here was downloaded before.
+
+  Args:
+    mesh: of the run; None if it is not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -100,7 +105,8 @@ def gather(config: Config, model: Model) -> Facts:
     tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
-    memory=remat.limit(sharding.make()),
+    memory=remat.limit(sharding.make() if mesh is None else mesh),
+    mesh=mesh,
   )
 
 

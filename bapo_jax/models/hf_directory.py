@@ -57,13 +57,12 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   return path
 
 
-def missing(name: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
-  """The files of a model that this machine lacks; `name` as for `find`.
+def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
+  """Lists the files that a model's directory, as `here` returns it, lacks.
 
   Raises:
-    ValueError: the index of the weights is damaged, or the name malformed.
+    ValueError: the index of the weights is damaged.
   """
-  path = here(name)
   present = os.path.isdir(path)
   lacks = [n for n in needs if '*' not in n and not _is_file(path, n)]
   if '*.safetensors' in needs:
@@ -92,15 +91,14 @@ def here(name: str) -> str:
     return name
 
 
-def identity(name: str) -> dict[str, list[int | str]]:
-  """File -> size and digest of what a run reads of a model; {} for ''.
+def identity(path: str) -> dict[str, list[int | str]]:
+  """Returns file -> size and digest of what a run reads of a model; {} for ''.
 
   Of weights parts alone: a process reads no more than its own shards of them, and two
   revisions of a model differ everywhere.
   """
-  if not name:
+  if not path:
     return {}
-  path = here(name)
   beside = {n: digests.of_file(path, n) for n in BESIDE_WEIGHTS if _is_file(path, n)}
   weights = safetensors_io.files(path)
   return beside | {n: digests.sampled(os.path.join(path, n)) for n in weights}

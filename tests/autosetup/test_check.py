@@ -7,7 +7,6 @@ import foreign
 import numpy as np
 import pytest
 
-from bapo_jax.training import resolve
 from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
