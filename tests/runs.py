@@ -21,7 +21,8 @@ import pytest
 from flax import traverse_util
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
@@ -281,7 +282,7 @@ def source(path: pathlib.Path) -> str:
   """A directory as a hub model's: weights, config, tokenizer, generation config."""
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
-  spec = hf_weights.spec(str(path), 'float32')
+  spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
   tokenizer = tokenizer_lib.characters()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bapo_jax import main
-from bapo_jax.models import transformer, vision_spec
+from bapo_jax.models import transformer
+from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.tools.plan import roofline
 from benchmarks.models import tower
 from benchmarks.training import learner, our_step, rates, rl_step, trl_step

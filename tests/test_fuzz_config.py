@@ -85,7 +85,7 @@ def check_trainable(config: Config) -> None:
   spec = resolve.open_model(config).spec
   params = transformer.abstract(spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
-  engine = setup.make_engine(config, spec, tokenizer, mesh)
+  engine = build.make_engine(config, spec, tokenizer, mesh)
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, rules.bind(config), spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
@@ -115,7 +115,7 @@ def run_trials(seed: int, trials: int, shaped: int) -> None:
     except ValueError as error:
       check_sentence(error)
     assert time.perf_counter() - began < 5, given
-  assert accepted > trials // 10, 'most trials are refused: they test little'
+  assert accepted > trials // 20, 'most trials are refused: they test little'
 
 
 def test_any_value_is_refused_in_one_sentence_or_can_be_trained():

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, transformer, vision_spec
+from bapo_jax.models import decoder, transformer
+from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.training import build
 from bapo_jax.training.config import Config
 

@@ -1,11 +1,11 @@
-"""--mode=check: a dry run, which trains nothing and writes nothing.
+"""Runs --mode=check: a dry run that trains nothing and writes nothing.
 
-1. prompts as the model sees them, right answers against themselves, disk;
-2. responses by the model as it is, with their verdicts: can a run learn from them?
-3. one update, for its seconds and its memory;
-4. findings, each with its way out. Status 1 where one of them is a mistake for certain.
+1. shows prompts as the model sees them, verifies the right answers, looks at the disk;
+2. samples responses from the model as it is: can a run learn from their verdicts?
+3. times one update and measures its memory;
+4. lists findings, each with its way out. The status is 1 if one is a certain mistake.
 
-`short` is the part that costs next to nothing: a new run begins with it.
+`short` is the cheap part, with which every new run begins.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ LONGEST = 300  # characters of a response
 
 
 def check(config: Config, workdir: str) -> int:
-  """Runs all of it; returns the exit status: 1 where a mistake is certain, else 0.
+  """Runs the whole check; returns the exit status: 1 for a certain mistake, else 0.
 
   Raises:
-    ValueError: one sentence, where the run would be refused.
+    ValueError: one sentence, if the run would be refused.
   """
   if not config.model.path:
     raise ValueError(
-      '--mode=check is for a model of yours; give --config.model.path (the embedded '
+      '--mode=check needs a published model; set --config.model.path (the embedded '
       'policy has no weights before its warm start)'
     )
   began, timer = time.perf_counter(), PhaseTimer()
@@ -66,7 +66,7 @@ def check(config: Config, workdir: str) -> int:
     findings += check_rules.of_responses(config, sampled)
     log(measured(config, t, s, rollout, seconds, timer))
   log(listed(findings))
-  log(f'Checked in {time.perf_counter() - began:.0f} s; nothing was written.')
+  log(f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written.')
   return int(any(each.kind == 'mistake' for each in findings))
 
 
@@ -79,13 +79,13 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 def known_of(r: Resolved) -> Facts:
   """Returns the facts of a resolved run."""
-  return facts.gather(r.config, r.model, r.mesh)
+  return facts.gather(r.config, r.model, r.mesh, r.schedule)
 
 
 def problems(
   config: Config, known: Facts, tokenizer: tokenizer_lib.Tokenizer
 ) -> tuple[prompts.Problems, prompts.Problems]:
-  """Training and held-out problems as `prompts.load` returns them, nothing stored."""
+  """Tokenizes training and held-out problems like `prompts.load`, storing nothing."""
   if known.pictured:
     vision = tower.vision_of(known.spec)
     knobs = config.prompts, config.problems
@@ -104,7 +104,7 @@ def problems(
 
 
 def free_bytes(workdir: str) -> int:
-  """Bytes that are free where the workdir is, or would be made."""
+  """Returns the free bytes where the workdir is, or would be made."""
   path = os.path.abspath(workdir)
   while not os.path.exists(path):
     path = os.path.dirname(path)
@@ -112,9 +112,9 @@ def free_bytes(workdir: str) -> int:
 
 
 def shrunk(config: Config) -> Config:
-  """The config of a step with one minibatch of the run's shape, or with GROUPS groups.
+  """Returns the config of a step with one minibatch, or with GROUPS groups if larger.
 
-  Synchronous, without a buffer: what is measured is one update on fresh responses.
+  It is synchronous and has no buffer: it measures one update on fresh responses.
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
@@ -132,7 +132,7 @@ def shrunk(config: Config) -> Config:
 
 
 def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout]:
-  """(seconds, the first groups of the run), its programs compiled before."""
+  """Compiles the sampler, then returns (seconds, the first groups of the run)."""
   key = trainer.step_keys(t.config.seed, 0).fresh
   with timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
@@ -143,7 +143,7 @@ def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
-  """What the findings need of a rollout."""
+  """Summarizes a rollout for the findings."""
   groups = rollout.groups
   mask_PGT, tokens_PGT = (
     np.asarray(x) for x in (groups.response_mask_PGT, groups.tokens_PGT)
@@ -167,7 +167,7 @@ def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
 
 
 def quoted(text: str) -> str:
-  """Lines of a text, each after a bar."""
+  """Puts a bar before every line of a text."""
   return '\n'.join(f'  | {line}' for line in text.split('\n'))
 
 
@@ -195,7 +195,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
 
 
 def lengths(tokens: Sequence[int]) -> str:
-  """Prompts by their tokens."""
+  """Describes the number and the lengths of prompts in tokens."""
   low, mid, high = np.percentile(tokens, [0, 50, 100]).astype(int)
   return f'{len(tokens)} of {low} to {high} tokens, median {mid}'
 
@@ -203,7 +203,7 @@ def lengths(tokens: Sequence[int]) -> str:
 def shown_responses(
   config: Config, t: Trainer, rollout: Rollout, sampled: Sampled
 ) -> str:
-  """Some responses with their verdicts, and what all of them are worth."""
+  """Describes some responses with their verdicts, and statistics of all."""
   ids = np.repeat(np.asarray(rollout.groups.id_P), t.config.sampler.group_size)
   order = sorted(range(len(ids)), key=lambda i: (i % t.config.sampler.group_size, i))
   right = [i for i in order if rollout.verdicts[i].right][:1]
@@ -239,7 +239,7 @@ def measured(
   seconds: float,
   timer: PhaseTimer,
 ) -> str:
-  """Seconds of a step and memory, by one update on a minibatch of these groups."""
+  """Times one update on a minibatch of these groups; describes a step and memory."""
   groups = rollout.groups
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
@@ -259,13 +259,14 @@ def measured(
   return (
     f'a step     about {total:.3g} s: sampling {sampling:.3g}, '
     f'{config.updates_per_step} updates of {update:.3g} ({teaching} of {per_update} '
-    f'groups taught); {config.steps} steps {config.steps * total / 3600:.2g} h\n'
+    f'groups had mixed verdicts); '
+    f'{config.steps} steps {config.steps * total / 3600:.2g} h\n'
     f'memory     {peak(t)}; compiling took {timer.seconds["compile"]:.0f} s'
   )
 
 
 def peak(t: Trainer) -> str:
-  """The most memory used so far."""
+  """Describes the peak of memory so far."""
   device = t.mesh.devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
   if stats and 'peak_bytes_in_use' in stats:
@@ -274,9 +275,9 @@ def peak(t: Trainer) -> str:
 
 
 def listed(findings: Sequence[Finding]) -> str:
-  """All findings, the worst first."""
+  """Formats all findings, the worst first."""
   order = ('mistake', 'warning', 'note')
   lines = sorted(findings, key=lambda each: order.index(each.kind))
   if not lines:
-    return 'Nothing is wrong, as far as was looked.'
+    return 'No problems found.'
   return '\n'.join(derive.wrapped(each.line, '') for each in lines)

@@ -1,4 +1,4 @@
-"""What a new run decides by itself, each value with its reason.
+"""Derives what a config leaves open, each value with its reason.
 
 1. a config file leaves knobs None, `overrides.decided` lists them in `derived`;
 2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
 
 
 class Derived(NamedTuple):
-  """One knob, and why it has its value."""
+  """One derived knob with the reason for its value."""
 
   knob: str
   value: Any  # that the rule gives
@@ -59,7 +59,7 @@ class Derived(NamedTuple):
 
   @property
   def line(self) -> str:
-    """For the first screen."""
+    """The knob, its value and the reason, for the first screen."""
     if self.given is None:
       return f'{self.knob}={shown(self.value)}: {self.reason}'
     same = self.given == self.value
@@ -68,13 +68,13 @@ class Derived(NamedTuple):
 
 
 def shown(value: Any) -> str:
-  """A value as the command line takes it; a text in quotes."""
+  """Formats a value as the command line accepts it; texts are quoted."""
   quoted = isinstance(value, str) and not value.isidentifier()
   return repr(value) if quoted else f'{value}'
 
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
-  """The config with the knobs of `derived` decided; all rules with their reasons."""
+  """Returns the config with the open knobs decided, and every rule with its reason."""
   found = []
   if wrong := [name for name in config.derived if name not in RULES]:
     raise ValueError(f'derived={wrong[0][:60]!r}: give some of {", ".join(RULES)}')
@@ -147,7 +147,7 @@ def _derived(config: Config, known: Facts) -> Config:
 
 
 def screen(derived: list[Derived]) -> str:
-  """All knobs that are derived, each with its reason."""
+  """Lists all derived knobs, each with its reason."""
   lines = '\n'.join(wrapped(each.line) for each in derived)
   return (
     f'Derived from model, problems and machine (--config.<knob>=... wins):\n{lines}'
@@ -155,7 +155,7 @@ def screen(derived: list[Derived]) -> str:
 
 
 def wrapped(line: str, indent: str = '  ') -> str:
-  """The line, broken where the screen ends."""
+  """Breaks a line at the width of the screen."""
   return textwrap.fill(
     line,
     WIDTH,
@@ -193,7 +193,7 @@ def _read(config: Config, workdir: str) -> Config:
 
 
 def value_of(config: Config, knob: str) -> Any:
-  """The value of a knob by its dotted name."""
+  """Returns the value of a knob by its dotted name."""
   found: Any = config
   for name in knob.split('.'):
     found = getattr(found, name)
@@ -201,7 +201,7 @@ def value_of(config: Config, knob: str) -> Any:
 
 
 def set_knob(config: Config, knob: str, value: Any) -> Config:
-  """The config with this value of a knob, not checked."""
+  """Returns the config with this value of a knob, which is not validated."""
   section, _, key = knob.rpartition('.')
   if section:
     return config.with_values(**{section: {key: value}})

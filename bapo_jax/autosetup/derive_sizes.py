@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import memory, remat
 from bapo_jax.training.config import Config
@@ -137,12 +138,12 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   """learner.grad_accum_steps: the fewest with which least is computed again."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  least, fitting = remat.choices(config, mesh)[0]['remat'], []
+  least, fitting = remat.choices(config, mesh)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
     tried = config.with_values(learner={'grad_accum_steps': n})
     found = remat.resolve(tried, spec, mesh, facts.memory)
-    needed = remat.needs(tried, found, mesh)
+    needed = remat.needs(tried, spec, found, mesh)
     if needed <= facts.memory:
       fitting.append((n, found.remat, needed))
       if found.remat == least:
@@ -155,10 +156,10 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
 
-def resolved(config: Config, facts: Facts) -> ModelSpec:
-  """Returns the spec with what the backward pass computes again."""
-  if facts.mesh is not None:  # decided with the mesh
-    return facts.spec
+def resolved(config: Config, facts: Facts) -> Schedule:
+  """Returns the schedule that fits the device memory."""
+  if facts.schedule is not None:
+    return facts.schedule
   mesh = mesh_of(config, facts)
   return remat.resolve(config, spec_of(config, facts), mesh, facts.memory)
 

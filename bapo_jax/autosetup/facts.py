@@ -1,7 +1,7 @@
-"""What a run's knobs are derived from: model, problems, tokens and devices.
+"""Gathers the facts from which knobs are derived: model, problems, tokens, devices.
 
-1. `gather` reads all of it once, and writes nothing;
-2. `Facts` hands it to the rules of derive.py, which are functions of it.
+1. `gather` reads all of them once, and writes nothing;
+2. `Facts` passes them to the rules of derive.py, which are functions of them.
 """
 
 import functools
@@ -20,8 +20,9 @@ from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
   mesh: Mesh | None = None  # of the run; None: not decided yet
+  schedule: Schedule | None = None  # likewise
   pictured: tuple[Sequence[PicturedRow], ...] = ()  # both with pictures; (): texts
 
   @property
@@ -67,12 +69,12 @@ class Facts(NamedTuple):
 
   @property
   def parameters(self) -> int:
-    """Weights of the model."""
+    """The number of weights of the model."""
     return transformer.count(self.spec)
 
   @property
   def size(self) -> str:
-    """Weights of the model, for a sentence."""
+    """The number of weights of the model, for a sentence."""
     n = self.parameters
     return f'{n / 1e9:.3g} B' if n >= 1e9 else f'{n / 1e6:.3g} M'
 
@@ -82,11 +84,16 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
+def gather(
+  config: Config,
+  model: Model,
+  mesh: Mesh | None = None,
+  schedule: Schedule | None = None,
+) -> Facts:
   """Reads problems and devices; what is not here was downloaded before.
 
   Args:
-    mesh: of the run; None if it is not decided yet.
+    mesh, schedule: of the run; None if they are not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -107,6 +114,7 @@ def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
     devices=jax.devices(),
     memory=remat.limit(sharding.make() if mesh is None else mesh),
     mesh=mesh,
+    schedule=schedule,
   )
 
 
@@ -118,7 +126,7 @@ def _read(
   versions: tuple[tuple[int, int], ...],
   vision: VisionSpec | None,
 ) -> dict[str, Any]:
-  """Problems, and the functions that measure them, as fields of Facts."""
+  """Reads the problems, and makes the functions that measure them."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
   pictured: tuple[Sequence[PicturedRow], ...] = ()
@@ -153,15 +161,14 @@ def _read(
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Whether right answers are right: DRAWN of them, each given by a response.
+  """Verifies DRAWN right answers against themselves, as if responses had given them.
 
   Args:
-    rule: of the rows that name no verifier.
+    rule: verifier of the rows that name none.
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  knobs = rewards.model_dump(exclude={'shaping', 'rule'})
-  verifier = Verifier('exact', **knobs)
+  verifier = Verifier(rewards.model_copy(update={'rule': 'exact'}))
   try:
     texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]
     rules = [row.verifier or rule for row in drawn]

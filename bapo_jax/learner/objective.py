@@ -18,6 +18,7 @@ from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
 from bapo_jax.models.knobs import LogprobsConfig
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import (
@@ -37,6 +38,7 @@ class Objective:
   """What an update maximises, and how it is computed.
 
   Args:
+    schedule: trades memory for time, see `layers.Schedule`.
     temperature: of sampling: the policy is the distribution that was sampled from.
     chunk: see `logprobs.packed_stats`.
     pack: rows are packed, and those without an advantage are not computed where
@@ -52,6 +54,7 @@ class Objective:
   loss_rule: LossRule
   spec: ModelSpec
   temperature: float
+  schedule: Schedule = Schedule()
   chunk: int = LogprobsConfig().chunk
   pack: bool = True
   grad_accum_steps: int = 1
@@ -69,7 +72,7 @@ class Objective:
   @property
   def stores(self) -> bool:
     """Whether all forward passes come before the bounds, and those before the rest."""
-    return self.together and self.spec.bounds_pass == 'stored'
+    return self.together and self.schedule.bounds_pass == 'stored'
 
   def computed(self, batch: Batch) -> Batch:
     """The batch whose mask holds the tokens that are computed.
@@ -87,7 +90,13 @@ class Objective:
   ) -> TokenStats:
     """Statistics [R, T] of the targets of packed rows under these parameters."""
     return logprobs.packed_stats(
-      params, cells, self.spec, self.temperature, chunk=self.chunk, patch_XD=patch_XD
+      params,
+      cells,
+      self.spec,
+      self.temperature,
+      chunk=self.chunk,
+      patch_XD=patch_XD,
+      schedule=self.schedule,
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
@@ -181,10 +190,10 @@ def gradient(
 
   Bounds are found once, over all tokens of the minibatch: over every device, and over
   every micro-batch. What fits into one micro-batch has them from the forward pass that
-  the gradient needs anyway. With more, spec.bounds_pass says where they come from: a
-  forward pass without gradient first ('again'), or the only one, whose arrays wait for
-  the bounds ('stored'). bounds_scope='micro_batch' needs neither and gives every
-  micro-batch the bounds of its own tokens, a mixture of objectives.
+  the gradient needs anyway. With more, schedule.bounds_pass decides: 'again' runs a
+  forward pass without a gradient first; 'stored' keeps the arrays of all forward passes
+  in memory until the bounds are known. bounds_scope='micro_batch' needs neither and
+  gives every micro-batch the bounds of its own tokens, a mixture of objectives.
 
   Args:
     base: frozen weights where `params` are adapters; None: there are none.
@@ -195,7 +204,9 @@ def gradient(
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
   scale_B *= filled_share(batch)
-  trained, seen, of_params = pictured.variables(params, batch.pictures, o.spec)
+  trained, seen, of_params = pictured.variables(
+    params, batch.pictures, o.spec, o.schedule
+  )
   parts = micro_batches(batch, o, base, seen)
   stored = o.stores and parts.packed.shape.micro_batches > 1
   run = _of_all if stored else _one_by_one

@@ -24,6 +24,7 @@ from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.row import Row
 from bapo_jax.models import packing
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Packed, Places
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence, tower
@@ -56,7 +57,11 @@ def galleries(
 
 
 def embedder(
-  gallery: Gallery | None, spec: ModelSpec, mesh: Mesh, base: Tree
+  gallery: Gallery | None,
+  spec: ModelSpec,
+  mesh: Mesh,
+  base: Tree,
+  schedule: Schedule = Schedule(),
 ) -> OfProblems | None:
   """From ids of problems to their pictures on the mesh; None without a gallery.
 
@@ -71,7 +76,9 @@ def embedder(
 
   if not base or 'vision' not in base:
     return lambda id_P: pixels(exchange.whole(id_P))
-  embed = sharding.under(mesh, jax.jit(sequence.embedded, static_argnames='spec'))
+  embed = sharding.under(
+    mesh, jax.jit(sequence.embedded, static_argnames=('spec', 'schedule'))
+  )
   size = BLOCK * sharding.row_shards(mesh)
 
   def embedded(id_P: Array | np.ndarray) -> EmbeddedPictures:
@@ -79,7 +86,7 @@ def embedder(
     P = len(whole_P)
     padded_P = np.pad(whole_P, (0, -P % size), constant_values=-1)
     blocks = [
-      embed(base, pixels(block), spec)
+      embed(base, pixels(block), spec, schedule)
       for block in np.split(padded_P, range(size, len(padded_P), size))
     ]
     return sharding.split_rows(take(concat(*blocks), slice(P)), mesh)
@@ -144,7 +151,7 @@ class Variables(NamedTuple):
 
 
 def variables(
-  params: Tree, pictures: Seen, spec: ModelSpec
+  params: Tree, pictures: Seen, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
   """(variables, embedded pictures, from gradients by these to those by the params).
 
@@ -156,7 +163,8 @@ def variables(
   grid_PI2 = pictures.grid_PI2
 
   def embed(vision: Tree) -> Array:
-    return sequence.embedded({'vision': vision}, pictures, spec).merged_PMD
+    found = sequence.embedded({'vision': vision}, pictures, spec, schedule)
+    return found.merged_PMD
 
   merged_PMD, pull = jax.vjp(embed, params['vision'])
 

@@ -16,6 +16,7 @@ from jax import Array
 from bapo_jax.learner import pictured
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.models import logprobs
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, LogpDiff, Tree
@@ -37,6 +38,7 @@ def packed_logprobs(
   *,
   micro_batches: int,
   spec: ModelSpec,
+  schedule: Schedule = Schedule(),
   temperature: float,
   chunk: int,
   pictures: Seen = None,
@@ -49,14 +51,22 @@ def packed_logprobs(
     temperature, chunk: see `logprobs.packed_stats`.
     pictures: see `pictured.pack`; pixels are embedded by the tower of these weights.
   """
-  seen = None if pictures is None else sequence.embedded(params, pictures, spec)
+  seen = (
+    None if pictures is None else sequence.embedded(params, pictures, spec, schedule)
+  )
   packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
   patch_XD = pictured.Variables(params).patches(seen)
 
   def add(n: Array, logp_BT: Array) -> Array:
     cells = packed.cells(n)
     stats = logprobs.packed_stats(
-      params, cells, spec, temperature, chunk=chunk, patch_XD=patch_XD
+      params,
+      cells,
+      spec,
+      temperature,
+      chunk=chunk,
+      patch_XD=patch_XD,
+      schedule=schedule,
     )
     return logp_BT + packed.unpack(stats.logp_BT, n)
 
@@ -71,6 +81,7 @@ def score(
   *,
   rows: int,
   spec: ModelSpec,
+  schedule: Schedule = Schedule(),
   temperature: float,
   chunk: int,
 ) -> Array:
@@ -87,6 +98,7 @@ def score(
     groups.response_mask_PGT.reshape(-1, T),
     micro_batches=-(-P * G // rows),
     spec=spec,
+    schedule=schedule,
     temperature=temperature,
     chunk=chunk,
     pictures=pictures,

@@ -5,6 +5,7 @@ products run in `spec.compute`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,14 @@ REMAT = {
   ),
   'none': lambda layer: layer,
 }
+
+
+class Schedule(NamedTuple):
+  """How an update is computed: trades memory for time, never changes a result."""
+
+  remat: str = 'full'  # key of REMAT
+  sequence_sharding: bool = False  # columns between layers over the mesh axis tensor
+  bounds_pass: str = 'again'  # or 'stored', see objective.gradient
 
 
 def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
@@ -215,8 +224,8 @@ def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
   return jnp.where(merged_BT[..., None] >= 0, patch_BTD, x_BTD)
 
 
-def split(x_BTD: Array, spec: ModelSpec) -> Array:
-  """The residual stream on its devices: rows, and columns by spec.sequence_sharding.
+def split(x_BTD: Array, schedule: Schedule) -> Array:
+  """Shards the residual stream: rows, and columns if schedule.sequence_sharding.
 
   Rows stay on their devices and weights move to them, whatever XLA would prefer.
   Columns over the tensor axis are Megatron's sequence parallelism (Korthikanti et al.,
@@ -225,7 +234,7 @@ def split(x_BTD: Array, spec: ModelSpec) -> Array:
   """
   mesh = sharding.ambient()
   whole = mesh is None or x_BTD.shape[1] % mesh.shape['tensor'] > 0
-  columns = 'tensor' if spec.sequence_sharding and not whole else None
+  columns = 'tensor' if schedule.sequence_sharding and not whole else None
   return sharding.constrain(x_BTD, sharding.ROWS, columns)
 
 
@@ -235,6 +244,8 @@ def forward(
   spec: ModelSpec,
   position_BT: Array | None = None,
   segment_BT: Array | None = None,
+  *,
+  schedule: Schedule = Schedule(),
 ) -> Array:
   """Final hidden states [B, T, D]; column t depends on tokens 0..t.
 
@@ -249,7 +260,8 @@ def forward(
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   x_BTD = embed_rows(params, tokens_BT, spec)
-  return through(params, x_BTD, rotations(position_BT, spec), spec, segment_BT)
+  turn = rotations(position_BT, spec)
+  return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)
 
 
 def through(
@@ -258,6 +270,8 @@ def through(
   turn: tuple[Array, Array],
   spec: ModelSpec,
   segment_BT: Array | None = None,
+  *,
+  schedule: Schedule = Schedule(),
 ) -> Array:
   """`forward` of rows that are embedded.
 
@@ -270,8 +284,8 @@ def through(
     attended_BTHC = attention.causal(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
-    return split(add_out(w, x_BTD, attended_BTHC, spec), spec), None
+    return split(add_out(w, x_BTD, attended_BTHC, spec), schedule), None
 
-  x_BTD = split(x_BTD, spec)
-  x_BTD, _ = jax.lax.scan(REMAT[spec.remat](layer), x_BTD, params['layers'])
+  x_BTD = split(x_BTD, schedule)
+  x_BTD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)

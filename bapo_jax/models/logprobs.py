@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import knobs, layers, logprob_tiles, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Cells
 from bapo_jax.types import TokenStats, Tree
 
@@ -111,6 +112,7 @@ def packed_stats(
   *,
   chunk: int = _D.chunk,
   patch_XD: Array | None = None,
+  schedule: Schedule = Schedule(),
 ) -> TokenStats:
   """Statistics [R, T] of the wanted targets of packed rows, 0 elsewhere.
 
@@ -121,7 +123,7 @@ def packed_stats(
     chunk: cells of a device projected at once; memory is chunk * 4096 floats.
     patch_XD: embeddings of the merged patches that cells.places names.
   """
-  hidden_RTD = _hidden(params, cells, spec, patch_XD)
+  hidden_RTD = _hidden(params, cells, spec, patch_XD, schedule)
   (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
 
@@ -148,17 +150,26 @@ def packed_stats(
 
 
 def _hidden(
-  params: Tree, cells: Cells, spec: transformer.ModelSpec, patch_XD: Array | None
+  params: Tree,
+  cells: Cells,
+  spec: transformer.ModelSpec,
+  patch_XD: Array | None,
+  schedule: Schedule,
 ) -> Array:
   """Final hidden states [R, T, D] of packed rows."""
   if cells.places is None or patch_XD is None:
     return layers.forward(
-      params, cells.tokens_RT, spec, cells.position_RT, cells.row_RT
+      params,
+      cells.tokens_RT,
+      spec,
+      cells.position_RT,
+      cells.row_RT,
+      schedule=schedule,
     )
   x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
   x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
   turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
-  return layers.through(params, x_RTD, turn, spec, cells.row_RT)
+  return layers.through(params, x_RTD, turn, spec, cells.row_RT, schedule=schedule)
 
 
 def sequence_logprobs(

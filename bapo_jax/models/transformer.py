@@ -16,8 +16,9 @@ from flax import traverse_util
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.models import knobs, vision_spec
-from bapo_jax.models.vision_spec import Initialiser
+from bapo_jax.models import knobs
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.models.vision.spec import Initialiser
 from bapo_jax.types import Tree
 
 _D = knobs.ModelConfig()
@@ -47,9 +48,6 @@ class ModelSpec:
   dtype: str = _D.dtype  # of the parameters; norms are float32 in any case
   compute: str = _D.compute  # of the matrix products
   attention: str = _D.attention  # a kind of attention.py
-  remat: str = 'full'  # a key of layers.REMAT
-  sequence_sharding: bool = False  # columns between layers over the tensor axis
-  bounds_pass: str = 'again'  # or 'stored', see objective.gradient
   vision: vision_spec.VisionSpec | None = None  # the tower, of a model that sees
 
   @property

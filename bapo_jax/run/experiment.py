@@ -16,7 +16,7 @@ import jax
 
 from bapo_jax.autosetup import check, derive
 from bapo_jax.data import prompts
-from bapo_jax.models import hf_directory
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.run.welcome import welcome
@@ -66,7 +66,7 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
+  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate')
   accepted = ('problems',) if config.problems.changed == 'accept' else ()
   free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
   workdirs.open_workdir(workdir, config_lib.plain(config), free)
@@ -274,7 +274,7 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
 
 
 def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
-  """Evaluates the state again if eval/<step>.json, which the report needs, is missing.
+  """Evaluates the state again if eval/<step>.json is missing: the report needs it.
 
   The same weights, prompts and noise give the same responses.
   """

@@ -19,6 +19,7 @@ def welcome(r: Resolved, workdir: str, material: Material) -> None:
   count = hosts.processes()
   several = f', {count} processes' if count > 1 else ''
   c, spec, mesh, devices = r.config, r.spec, r.mesh, jax.devices()
+  schedule = r.schedule
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -34,7 +35,7 @@ def welcome(r: Resolved, workdir: str, material: Material) -> None:
     f'{c.clip.rule}, loss {c.loss.rule}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
-    f'  memory     {remat.sentence(c, spec, mesh)}\n'
+    f'  memory     {remat.sentence(c, spec, schedule, mesh)}\n'
     f'  disk       {disk(c, spec)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )

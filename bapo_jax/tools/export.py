@@ -16,12 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import (
-  hf_config,
-  hf_vision,
-  hf_weights,
-  peft_directory,
-)
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import peft as hf_peft
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
 from bapo_jax.training import checkpoint, policy, resolve, weights
@@ -78,7 +75,7 @@ def export(
   get: Callable[[str], Any]
   if adapter:
     get = weights.read_params(workdir, step)
-    peft_directory.save(part, get, spec, config.lora, config.model.path, dtype)
+    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
     get = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, get, spec, dtype, shard_bytes)
@@ -107,8 +104,7 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   """Writes the files beside the weights, copying the source model's if it has any."""
   source, tokenizer, spec = model
-  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
-  described = _read(source, 'config.json') or config_of(spec)
+  described = _read(source, 'config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {
@@ -125,11 +121,11 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
     'generation_config.json': generation,
   }
   if spec.vision:
-    found = hf_vision.read_pixels(source) if source else {}
+    found = hf_config.read_pixels(source) if source else {}
     # Alone as well where the processor holds it: transformers 4 reads no other.
-    files[hf_vision.PIXELS] = found or hf_vision.preprocessor_of(spec.vision)
-    if processor := _read(source, hf_vision.PROCESSOR):
-      files[hf_vision.PROCESSOR] = processor
+    files[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
+    if processor := _read(source, hf_config.PROCESSOR):
+      files[hf_config.PROCESSOR] = processor
   for name, value in files.items():
     with open(os.path.join(path, name), 'w') as file:
       json.dump(value, file, indent=2)

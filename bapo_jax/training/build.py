@@ -28,6 +28,7 @@ from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
@@ -77,7 +78,7 @@ def read_held_out(r: Resolved, workdir: str) -> Material:
 
 def make_verifier(config: Config) -> Verifier:
   """Builds the verifier, and starts its worker processes if the rule needs any."""
-  return Verifier(**config.rewards.model_dump(exclude={'shaping'}))
+  return Verifier(config.rewards)
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
@@ -102,7 +103,7 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_train_step(
-  config: Config, rules: Rules, spec: ModelSpec
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> jax.stages.Wrapped:
   """Jits one optimiser update; parameters and optimiser state are donated.
 
@@ -112,6 +113,7 @@ def make_train_step(
     clip_rule=rules.clip,
     loss_rule=rules.loss,
     spec=spec,
+    schedule=schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
     pack=config.learner.pack,
@@ -156,7 +158,7 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
 
 def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
   """Compiles the train step for the arrays of a state."""
-  step = make_train_step(t.config, t.rules, t.spec)
+  step = make_train_step(t.config, t.rules, t.spec, t.schedule)
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
@@ -179,12 +181,13 @@ def make_trainer(
   """
   config, spec, mesh = r.config, r.spec, r.mesh
   bound = rules.bind(config)
-  train_step = sharding.under(mesh, make_train_step(config, bound, spec))
+  train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
   gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
   score = functools.partial(
     scoring.score,
     rows=config.micro_batch_rows,
     spec=spec,
+    schedule=r.schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
@@ -192,6 +195,7 @@ def make_trainer(
     config=config,
     rules=bound,
     spec=spec,
+    schedule=r.schedule,
     mesh=mesh,
     tokenizer=r.tokenizer,
     problems=material.problems,
@@ -203,7 +207,7 @@ def make_trainer(
     recompute=_recompute(config, mesh, score),
     timer=timer,
     base=base,
-    pictures=pictured.embedder(gallery, spec, mesh, base),
+    pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
     held_out_gallery=held_out,
   )
 

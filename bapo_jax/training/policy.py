@@ -16,7 +16,8 @@ import numpy as np
 
 from bapo_jax import sharding
 from bapo_jax.data import sources
-from bapo_jax.models import hf_weights, lora, transformer
+from bapo_jax.models import lora, transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.runtime.progress import PhaseTimer, log
@@ -157,6 +158,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
       mesh,
       config.row_length,
       *sources.sft_problems(config.problems),
+      schedule=r.schedule,
       seed=config.seed,
       **config.sft.model_dump(),
     )

@@ -8,12 +8,12 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models import attention, lora, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
 from bapo_jax.training import memory
@@ -31,7 +31,9 @@ def numbers(dtype: str) -> int:
   return 2 if dtype in ('bfloat16', 'float16') else 4
 
 
-def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -> float:
+def saved_bytes(
+  spec: ModelSpec, schedule: Schedule, length: int, tensor: int = 1
+) -> float:
   """Bytes per token that one layer's forward pass leaves for the backward pass.
 
   With c bytes per number of a product, and D, F, H, K, C as in transformer.describe:
@@ -48,15 +50,14 @@ def saved_bytes(spec: ModelSpec, length: int, tensor: int = 1, kind: str = '') -
           of n blocks, keys and values up to their ends    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
-  Heads and F are divided by `tensor`; D as well with spec.sequence_sharding.
+  Heads and F are divided by `tensor`; D as well with schedule.sequence_sharding.
 
   Args:
     length: T, which the plain kernel's scores grow with.
     tensor: devices along the mesh axis tensor.
-    kind: of KINDS; '': spec.remat.
   """
-  kind, c = kind or spec.remat, numbers(spec.compute)
-  D = spec.width / (tensor if spec.sequence_sharding else 1)
+  kind, c = schedule.remat, numbers(spec.compute)
+  D = spec.width / (tensor if schedule.sequence_sharding else 1)
   F, H = spec.ffn / tensor, spec.heads / tensor
   K, C = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor), spec.head_width
   if kind == 'full':
@@ -113,12 +114,12 @@ def held_bytes(spec: ModelSpec, adapters: int, tower: int = 0) -> tuple[float, f
   return (own, 20 * adapters) if adapters else (own, (16 + 4 * copy) * trained)
 
 
-def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
+def needs(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> float:
   """Bytes of an update on one device, counted by hand; a compiler knows better.
 
   `held_bytes` over fsdp and tensor; an actor that is not freed, one layer's and the
   head's gathered weights and their gradients over tensor; per token of a micro-batch
-  (of all where spec.bounds_pass is 'stored') what all layers keep and the hidden states
+  (of all where bounds_pass is 'stored') what all layers keep and the hidden states
   with their gradients; per token of one, a layer's own backward pass (all it computes,
   the gradient of that, and the queries' gradients by block of keys); three blocks of
   logits. Within 17 % of twelve compiled TPU programs of texts; of a vision tower the
@@ -142,10 +143,11 @@ def needs(config: Config, spec: ModelSpec, mesh: Mesh) -> float:
   own = 0 if few else 4  # bytes of the gradient of a gathered weight
   gathered = (2 * c + own) * layer / tensor + (c + own) * head / tensor
   casts = c * layer * spec.layers / tensor
-  casts *= spec.remat == 'none' and spec.compute != spec.dtype
-  at_once = config.learner.grad_accum_steps if spec.bounds_pass == 'stored' else 1
-  held = spec.layers * saved_bytes(spec, T, tensor) + (c + 4) * spec.width
-  per_token = held * at_once + 2 * saved_bytes(spec, T, tensor, 'none')
+  casts *= schedule.remat == 'none' and spec.compute != spec.dtype
+  at_once = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  held = spec.layers * saved_bytes(spec, schedule, T, tensor) + (c + 4) * spec.width
+  inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor)
+  per_token = held * at_once + 2 * inside
   if spec.attention == 'splash':
     # Its fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
@@ -175,8 +177,8 @@ def checkpoint_sizes(config: Config, spec: ModelSpec) -> dict[str, float]:
   return {name: float(size) for name, size in found.items() if size}
 
 
-def choices(config: Config, mesh: Mesh) -> list[dict[str, Any]]:
-  """What auto chooses from, as fields of the spec: the least computed again first.
+def choices(config: Config, mesh: Mesh) -> list[Schedule]:
+  """What auto chooses from: the least computed again first.
 
   A CPU writes what the backward pass would read more slowly than it computes all but
   products again. Forward passes computed again, `remat` and 'again' for bounds: dots
@@ -195,7 +197,7 @@ def choices(config: Config, mesh: Mesh) -> list[dict[str, Any]]:
   auto = (False, True) if mesh.shape['tensor'] > 1 else (False,)
   shards = {'on': (True,), 'off': (False,), 'auto': auto}[c.model.sequence_sharding]
   return [
-    {'remat': kind, 'bounds_pass': bounds_pass, 'sequence_sharding': split}
+    Schedule(kind, split, bounds_pass)
     for (kind, bounds_pass), split in itertools.product(both, shards)
   ]
 
@@ -218,8 +220,8 @@ def limit(mesh: Mesh) -> float:
 
 def resolve(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
-) -> ModelSpec:
-  """The spec with remat, bounds_pass and sequence_sharding decided.
+) -> Schedule:
+  """Chooses what an update computes again and how it is sharded.
 
   Each stays what its knob says; where that is auto, the first of `choices` that fits,
   or the last.
@@ -227,28 +229,29 @@ def resolve(
   Args:
     memory: bytes that a device may use; 0: `limit` of the mesh.
   """
-  memory, found = memory or limit(mesh), spec
-  for choice in choices(config, mesh):
-    found = dataclasses.replace(spec, **choice)
-    if needs(config, found, mesh) <= memory:
-      break
-  return found
+  memory, options = memory or limit(mesh), choices(config, mesh)
+  fitting = (x for x in options if needs(config, spec, x, mesh) <= memory)
+  return next(fitting, options[-1])
 
 
-def sentence(config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0) -> str:
+def sentence(
+  config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh, memory: float = 0.0
+) -> str:
   """What was decided, for the first screen.
 
   Args:
-    spec, memory: of `resolve`.
+    schedule, memory: of `resolve`.
   """
   again = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
-  room, needed = (memory or limit(mesh)) / 2**30, needs(config, spec, mesh) / 2**30
-  columns = ', columns split over tensor' if spec.sequence_sharding else ''
+  room = (memory or limit(mesh)) / 2**30
+  needed = needs(config, spec, schedule, mesh) / 2**30
+  columns = ', columns split over tensor' if schedule.sequence_sharding else ''
   bounds = ''
   if bounds_wait(config):
-    bounds = f', the bounds {BOUNDS[spec.bounds_pass]}'
+    bounds = f', the bounds {BOUNDS[schedule.bounds_pass]}'
   auto = ' (auto)' if config.model.remat == 'auto' else ''
   return (
-    f'remat {spec.remat}{auto}: the backward pass computes {again[spec.remat]} again'
-    f'{bounds}{columns}; about {needed:.3g} of {room:.3g} GiB per device'
+    f'remat {schedule.remat}{auto}: the backward pass computes '
+    f'{again[schedule.remat]} again{bounds}{columns}; about {needed:.3g} of '
+    f'{room:.3g} GiB per device'
   )

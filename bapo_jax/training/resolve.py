@@ -20,10 +20,15 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import attention, hf_directory, hf_weights, lora, vision_spec
+from bapo_jax.models import attention, lora
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import MERGE
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.runtime import hub_names
 from bapo_jax.training import config as config_lib
@@ -49,6 +54,7 @@ class Resolved:
   config: Config  # with nothing left to derive
   model: Model
   mesh: Mesh
+  schedule: Schedule  # of the learner
 
   @property
   def spec(self) -> ModelSpec:
@@ -74,7 +80,7 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
     ValueError: a list of everything that is missing, and how to get it.
   """
   path = config.model.path
-  directory = hf_directory.here(path) if path else ''
+  directory = hf_directory.resolve(path) if path else ''
   lacks = hf_directory.missing(directory) if path else []
   model = None if lacks else open_model(config, directory)
   # A model that is yet to be downloaded may have a vision tower.
@@ -133,7 +139,7 @@ def open_model(config: Config, directory: str | None = None) -> Model:
     ValueError: a file is missing or damaged, or adapters do not fit the model.
   """
   if directory is None:
-    directory = hf_directory.here(config.model.path) if config.model.path else ''
+    directory = hf_directory.resolve(config.model.path) if config.model.path else ''
   derived = 'tokenizer.template' in config.derived
   template = '{problem}' if derived else config.tokenizer.template
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
@@ -166,7 +172,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
   """
   knobs = config.model
   if directory:
-    spec = hf_weights.spec(directory, compute=knobs.compute)
+    spec = hf_config.read_spec(directory, compute=knobs.compute)
     spec = dataclasses.replace(spec, attention=knobs.attention, dtype=knobs.dtype)
   else:
     assert tokenizer is not None
@@ -234,8 +240,8 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
-  spec = remat.resolve(config, spec, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh)
+  schedule = remat.resolve(config, spec, mesh)
+  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

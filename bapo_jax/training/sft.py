@@ -1,8 +1,8 @@
-"""The supervised stage: gives the embedded default a policy worth improving.
+"""Runs the supervised warm start of the embedded policy.
 
 1. worked solutions, some clean and some with slips and repeats, become token rows;
 2. `fit` trains on clean ones until the policy can reason, then briefly on noisy ones,
-   so that it is right sometimes and knows how to go wrong.
+   so that it is sometimes right and sometimes wrong.
 """
 
 import functools
@@ -25,6 +25,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner import accumulation, optimizer, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
@@ -46,14 +47,14 @@ def rows(
   repeat: float,
   prompts: Sequence[list[int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(tokens_NT, weight_NT): prompts with worked solutions, cut at `length` tokens.
+  """Returns (tokens_NT, weight_NT) of prompts with worked solutions, cut at `length`.
 
-  The answer weighs four times a token of the work: it is one token in twenty, and a
-  policy that cannot end is worth nothing.
+  The answer has four times the weight of a token of the work: it is one token in
+  twenty, and a policy that never ends a response earns no reward.
 
   Args:
     solve: (problem, rng, slip, repeat) -> its worked solution.
-    prompts: token ids of their prompts; (): their texts in the template.
+    prompts: token ids of the prompts; (): the texts of the problems in the template.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
@@ -74,7 +75,7 @@ def rows(
 
 
 @functools.partial(
-  jax.jit, static_argnames=('tx', 'spec'), donate_argnames=('params', 'opt')
+  jax.jit, static_argnames=('tx', 'spec', 'schedule'), donate_argnames=('params', 'opt')
 )
 def imitate(
   params: Tree,
@@ -85,19 +86,25 @@ def imitate(
   *,
   tx: optax.GradientTransformation,
   spec: ModelSpec,
+  schedule: Schedule = Schedule(),
 ) -> tuple[Tree, Tree, Array]:
-  """One supervised step; returns (params, opt, nats per weighted token).
+  """Runs one supervised step; returns (params, opt, nats per weighted token).
 
   Args:
-    pictures: of the rows' prompts, whose tower is trained with the rest; None: texts.
+    pictures: of the rows' prompts, whose tower is trained too; None: texts.
   """
-  trained, seen, of_params = pictured.variables(params, pictures, spec)
+  trained, seen, of_params = pictured.variables(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, weight_BT > 0, MICRO_BATCHES, spec, seen)
   total = jnp.maximum(weight_BT.sum(), 1)
 
   def objective(trained: Variables, n: Array) -> tuple[Array, None]:
     stats = logprobs.packed_stats(
-      trained.params, packed.cells(n), spec, 1.0, patch_XD=trained.patches(seen)
+      trained.params,
+      packed.cells(n),
+      spec,
+      1.0,
+      patch_XD=trained.patches(seen),
+      schedule=schedule,
     )
     return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 
@@ -128,6 +135,7 @@ def fit(
   problems: Sequence[Any],
   solve: Solve,
   *,
+  schedule: Schedule = Schedule(),
   seed: int,
   clean: int,
   noisy: int,
@@ -136,7 +144,7 @@ def fit(
   slip: float,
   repeat: float,
 ) -> Tree:
-  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each."""
+  """Returns the parameters after `clean` + `noisy` steps of `batch` solutions each."""
   tx = optimizer.adamw(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
   params = exchange.placed(params, sharding.shardings(params, mesh))
@@ -146,7 +154,7 @@ def fit(
   step = None
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(tokens_BT, weight_BT, index_B) of every step; each sees new solutions."""
+    """Yields (tokens_BT, weight_BT, index_B) of every step, always new solutions."""
     for name, steps, chances in (
       ('clean', clean, (0.0, 0.0)),
       ('noisy', noisy, (slip, repeat)),
@@ -170,7 +178,7 @@ def fit(
       args = params, opt, tokens_BT, weight_BT, shown
       # Once: results of a program lie otherwise than what it was first given, and
       # `imitate` would be compiled for them again.
-      step = step or imitate.lower(*args, tx=tx, spec=spec).compile()
+      step = step or imitate.lower(*args, tx=tx, spec=spec, schedule=schedule).compile()
       params, opt, value = step(*args)
       nats = float(value)
       progress.update()

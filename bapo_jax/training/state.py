@@ -1,4 +1,4 @@
-"""What a run consists of: `Trainer` is fixed, `TrainState` is all that changes."""
+"""Defines what a run consists of: `Trainer` is fixed, `TrainState` changes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from bapo_jax.learner.learner import TrainStep, Updated
 from bapo_jax.learner.pictured import OfProblems, Seen
 from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
@@ -45,6 +46,7 @@ class Trainer:
   config: Config
   rules: Rules
   spec: ModelSpec
+  schedule: Schedule
   mesh: Mesh
   tokenizer: Tokenizer
   problems: Problems
@@ -62,23 +64,23 @@ class Trainer:
   held_out_gallery: Gallery | None = None  # those of the held-out problems
 
   def seen(self, groups: Groups) -> Seen:
-    """The pictures of the groups' problems; None: all are texts."""
+    """Returns the pictures of the groups' problems; None if all are texts."""
     return None if self.pictures is None else self.pictures(groups.id_P)
 
   def weights(self, params: Tree) -> Tree:
-    """What the model computes with, given what is trained."""
+    """Returns the weights that the model computes with, given the trained ones."""
     return lora.attach(self.base, params)
 
   def actor(self, params: Tree) -> Tree:
-    """What decodes with these: a copy of the weights, laid out for it."""
+    """Returns a copy of the weights, laid out for decoding."""
     return decode.sync_actor(self.weights(params), self.spec, self.mesh)
 
   def adapters(self, params: Tree) -> Tree:
-    """A copy of the adapters that an actor is merged from; None without any."""
+    """Copies the adapters that an actor is merged from; None without adapters."""
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
 
   def trained(self, weights: Tree) -> Tree:
-    """What is trained of all weights, where it is no adapters."""
+    """Selects the trained weights from all weights, if no adapters are trained."""
     return {name: w for name, w in weights.items() if name not in (self.base or {})}
 
 

@@ -1,6 +1,6 @@
-"""The loop: from one state to the next.
+"""Runs the loop: from one state to the next.
 
-1. `train_loop` yields the state and the metrics of every learner step;
+1. `train_loop` yields the state, the metrics and a record of every learner step;
 2. the functions below it are its lines, in their order.
 
 Saving, logging and evaluating belong to the caller.
@@ -58,12 +58,12 @@ def train_loop(
 
 
 def finished(config: Config, s: TrainState) -> bool:
-  """Whether all steps are done, or all responses are sampled."""
+  """Returns whether all steps are done, or all responses are sampled."""
   return s.step >= config.steps or s.responses >= config.responses
 
 
 def step_keys(seed: int, step: int) -> StepKeys:
-  """The keys of a learner step."""
+  """Returns the random keys of a learner step, a function of seed and step."""
   root = jax.random.key(seed)
   # Fresh responses are numbered through the run: theirs is one key for all steps.
   fresh = jax.random.fold_in(root, 2**31 - 2)
@@ -99,7 +99,7 @@ def free_actor(s: TrainState) -> TrainState:
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
-  """The hard problems to re-evaluate in this step, longest not tried first."""
+  """Returns the hard problems that are due, those tried longest ago first."""
   due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
   rows = t.config.buffer.reevaluate if due else 0
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
@@ -107,7 +107,7 @@ def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
 
 
 def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
-  """Groups of the hard problems, sampled by the current weights."""
+  """Samples groups of the hard problems with the current weights."""
   if not len(hard.id_P):
     return nothing(t.engine)
   actor = s.actor
@@ -127,7 +127,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
-  """Groups of the next prompts, sampled by the actor, all or as the budget allows."""
+  """Samples groups of the next prompts with the actor, within the token budget."""
   now = prompts.next_prompts(
     t.problems, prompt_round, t.config.seed, t.config.prompts.count
   )
@@ -149,7 +149,7 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
 
 
 def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
-  """`recompute` of what the actor sampled."""
+  """Recomputes the log-probabilities of what the actor sampled."""
   if t.recompute is None or s.actor_version == s.step:
     return recompute(t, found, t.weights(s.params), s.actor_version)
   if s.actor_adapters is not None:
@@ -160,9 +160,10 @@ def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
 
 
 def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollout:
-  """The rollout with the learner's log-probabilities, where the config asks for them.
+  """Replaces the sampler's log-probabilities by the learner's, if the config asks.
 
-  Now, since at the next step the weights of learner step `version` may be gone.
+  This happens in the step that sampled: one step later the weights of learner step
+  `version` may no longer exist.
   """
   if t.recompute is None:
     return found
@@ -174,7 +175,7 @@ def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollou
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
-  """Groups that are due in this step and not returned yet; None: there is none."""
+  """Returns groups that are due in this step and not yet returned, or None."""
   oldest = t.config.rollout.max_off_policy_steps
   if s.partial is None or not s.partial.due(s.step - oldest).any():
     return None
@@ -201,7 +202,7 @@ def verification(t: Trainer) -> Verification:
     rule=t.config.rewards.rule,
     rules=t.problems.verifier,
     longest=t.config.sampler.max_new_tokens,
-    **t.config.rewards.shaping.model_dump(),
+    k=t.config.rewards.shaping,
   )
   return Verification(t.problems, t.tokenizer, t.verifier, t.timer, shape)
 
@@ -209,10 +210,13 @@ def verification(t: Trainer) -> Verification:
 def fill_batch(
   t: Trainer, s: TrainState, reevaluated: Groups, keys: StepKeys
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
-  """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full.
+  """Samples rounds of prompts until the batch is full or the rounds are spent.
 
-  A group that is due is returned in this step, whether or not a seat is left for it:
-  one step later it would be older than rollout.max_off_policy_steps allows.
+  A group that is due is returned in this step even if no seat is left for it: one step
+  later it would be older than rollout.max_off_policy_steps allows.
+
+  Returns:
+    (state, fresh rollouts, groups of the batch, their source_P).
   """
   rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
   next_round = s.prompt_round + 1
@@ -278,7 +282,7 @@ def insert(
   batch: Groups,
   source_P: Array,
 ) -> tuple[TrainState, Metrics]:
-  """Files the step's groups in the replay buffer; counts of what moved."""
+  """Files the step's groups in the replay buffer; returns counts of the moves too."""
   groups = concat(*(each.groups for each in fresh))
   responses = s.responses + _count(groups) + _count(reevaluated.groups)
   s = s.replace(responses=responses)
@@ -304,7 +308,7 @@ def insert(
 
 
 def _count(groups: Groups) -> int:
-  """Responses in the groups that are not empty."""
+  """Counts the responses in the groups that are not empty."""
   return int((groups.completed_step_P >= 0).sum()) * groups.correct_PG.shape[1]
 
 
@@ -315,7 +319,7 @@ def describe(
   reevaluated: Rollout,
   record: StepRecord,
 ) -> Metrics:
-  """The metrics of the step."""
+  """Computes the metrics of the step."""
   with t.timer('log'):
     metrics = step_metrics.describe(
       concat(*(each.groups for each in fresh)),

@@ -65,10 +65,10 @@ def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   """Program -> its collectives outside loops, and those of one way round every loop."""
   bound = rules.bind(config)
   spec = resolve.open_model(config).spec
-  spec = remat.resolve(config, spec, mesh)
+  schedule = remat.resolve(config, spec, mesh)
   found = {}
   for name in COUNTED:
-    program = programs.PROGRAMS[name](config, bound, spec, mesh)
+    program = programs.PROGRAMS[name](config, bound, spec, schedule, mesh)
     with sharding.current(mesh):
       lowered = program.function.lower(*program.args, **program.static)
     text = lowered.compile().as_text() or ''

@@ -16,7 +16,6 @@ need (see rates.py) beside that of the products. The last line is one JSON objec
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 import time
@@ -27,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.training import build, rules
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch
 from benchmarks import machine
 from benchmarks.training import rates
 
-SPEC = dataclasses.replace(machine.QWEN2_25M, remat='dots')
+SPEC = machine.QWEN2_25M
 GROUP = 8
 LEAST = 4  # tokens of the shortest row
 CASES = ('1:1', '1:2', '1:4', '1:1-quarter', '1:2-quarter', '1:4-quarter')
@@ -111,7 +111,8 @@ def config_of(rows: int, longest: int, *, pack: bool) -> Config:
 def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
   """A function that makes one update, waits for it and returns its seconds."""
   config = config_of(rows, longest, pack=pack)
-  train_step = build.make_train_step(config, rules.bind(config), SPEC)
+  bound, schedule = rules.bind(config), Schedule(remat='dots')
+  train_step = build.make_train_step(config, bound, SPEC, schedule)
   params = transformer.init(SPEC, jax.random.key(0))
   opt = jax.jit(build.optimizer(config).init)(params)
 

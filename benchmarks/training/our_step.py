@@ -134,7 +134,8 @@ def write_problems(t: Any, path: str) -> None:
 def write_model(t: Any, params: Any, path: str) -> None:
   """These weights as a directory that transformers loads."""
   from bapo_jax.data import tokenizer
-  from bapo_jax.models import hf_weights, transformer
+  from bapo_jax.models import transformer
+  from bapo_jax.models.hf import weights as hf_weights
   from bapo_jax.tools import export
   from bapo_jax.training import resolve
 

@@ -174,9 +174,10 @@ def test_a_run_takes_what_memory_there_is_and_no_more(gib):
   facts_ = known(spec=BIG, memory=gib * 2**30)
   config, _ = derive.derive(asked(), facts_)
   mesh = derive_sizes.mesh_of(config, facts_)
-  spec = remat.resolve(config, derive_sizes.spec_of(config, facts_), mesh, gib * 2**30)
-  assert spec.remat == config.model.remat, 'a later start decides the same'
-  assert remat.needs(config, spec, mesh) <= gib * 2**30
+  spec = derive_sizes.spec_of(config, facts_)
+  schedule = remat.resolve(config, spec, mesh, gib * 2**30)
+  assert schedule.remat == config.model.remat, 'a later start decides the same'
+  assert remat.needs(config, spec, schedule, mesh) <= gib * 2**30
 
 
 def test_less_memory_means_fewer_slots_and_more_micro_batches():

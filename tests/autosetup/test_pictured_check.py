@@ -11,7 +11,8 @@ from runs import tiny
 from bapo_jax.autosetup import check, check_rules, facts
 from bapo_jax.data import drawn, pictured_problems
 from bapo_jax.data.knobs import DrawnConfig
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
 from bapo_jax.training import build, resolve
 
@@ -57,7 +58,7 @@ def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
   config, one_device, tmp_path, monkeypatch
 ):
   material = build.read(config, resolve.open_model(config), str(tmp_path))
-  monkeypatch.setattr(setup, 'check_available', None)
+  monkeypatch.setattr(resolve, 'check_available', None)
   shown = check.short(config, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
 

@@ -1,6 +1,5 @@
 """What teaches, packed, gives the gradient and the bounds of all rows, padded."""
 
-import dataclasses
 import functools
 import itertools
 import typing
@@ -18,6 +17,7 @@ from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.learner import learner, pictured
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, logprobs, transformer
+from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
   vocab=24,
@@ -60,11 +60,11 @@ def example():
   return params, jax.tree.map(jnp.asarray, batch._replace(tokens_BT=tokens_BT))
 
 
-def objective(loss_rule, aggregate, spec=SPEC, **knobs):
+def objective(loss_rule, aggregate, **knobs):
   return objective_lib.Objective(
     clip_rule=CLIPS[loss_rule],
     loss_rule=loss.RULES[loss_rule],
-    spec=spec,
+    spec=SPEC,
     temperature=0.8,
     chunk=16,
     aggregate=aggregate,
@@ -130,7 +130,7 @@ def check(loss_rule, aggregate, **knobs):
     )
 
 
-STORED = dataclasses.replace(SPEC, bounds_pass='stored')
+STORED = Schedule(bounds_pass='stored')
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ STORED = dataclasses.replace(SPEC, bounds_pass='stored')
   ],
 )
 def test_bounds_of_all_need_no_second_forward_pass(loss_rule, aggregate):
-  check(loss_rule, aggregate, spec=STORED, grad_accum_steps=3)
+  check(loss_rule, aggregate, schedule=STORED, grad_accum_steps=3)
 
 
 @pytest.mark.parametrize('remat', layers.REMAT)
 def test_what_waits_for_the_bounds_may_be_any_part_of_a_layer(remat):
-  spec = dataclasses.replace(STORED, remat=remat)
-  check('clipped', 'token', spec=spec, grad_accum_steps=2)
+  schedule = STORED._replace(remat=remat)
+  check('clipped', 'token', schedule=schedule, grad_accum_steps=2)
 
 
 @pytest.mark.parametrize('remat', layers.REMAT)
@@ -161,8 +161,8 @@ def test_what_waits_saves_one_forward_pass(remat):
     return compiled.cost_analysis()['flops']
 
   def of(bounds_pass):
-    spec = dataclasses.replace(SPEC, remat=remat, bounds_pass=bounds_pass)
-    return objective('clipped', 'token', spec=spec, grad_accum_steps=3)
+    schedule = Schedule(remat=remat, bounds_pass=bounds_pass)
+    return objective('clipped', 'token', schedule=schedule, grad_accum_steps=3)
 
   def forward(params, batch):
     found = objective_lib.micro_batches(batch, of('again'))
@@ -177,7 +177,7 @@ def test_what_waits_saves_one_forward_pass(remat):
 
 @pytest.mark.slow
 def test_what_waits_for_the_bounds_lies_on_its_devices():
-  check('clipped', 'token', spec=STORED, grad_accum_steps=3, mesh=eight())
+  check('clipped', 'token', schedule=STORED, grad_accum_steps=3, mesh=eight())
 
 
 def test_a_row_without_an_advantage_is_computed_only_for_a_penalty():

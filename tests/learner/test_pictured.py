@@ -1,6 +1,5 @@
 """Packed rows with pictures give what whole rows of `sequence.forward` give."""
 
-import dataclasses
 import functools
 
 import jax
@@ -17,6 +16,7 @@ from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import grids, sequence
 from bapo_jax.training import sft
 
@@ -130,7 +130,7 @@ KNOBS = [
   {},
   {'pack': False},
   {'grad_accum_steps': 3},
-  {'grad_accum_steps': 3, 'spec': dataclasses.replace(SEEING, bounds_pass='stored')},
+  {'grad_accum_steps': 3, 'schedule': Schedule(bounds_pass='stored')},
 ]
 
 

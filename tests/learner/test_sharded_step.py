@@ -14,6 +14,7 @@ from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
   vocab=24,
@@ -39,12 +40,13 @@ def batch(params):
   [(False, 1, False, 'full'), (True, 2, False, 'none'), (True, 2, True, 'dots')],
 )
 def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split, remat):
-  spec = dataclasses.replace(SPEC, tied=tied, sequence_sharding=split, remat=remat)
+  spec = dataclasses.replace(SPEC, tied=tied)
   params = making.params(spec)
   objective = objective_lib.Objective(
     clip_rule=functools.partial(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,
+    schedule=Schedule(remat, split),
     temperature=TEMPERATURE,
     chunk=4,
     grad_accum_steps=parts,

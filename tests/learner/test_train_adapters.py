@@ -15,6 +15,7 @@ from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import knobs, lora, transformer
+from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
   vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=False
@@ -35,12 +36,13 @@ def batch(weights):
   return making.off_policy(weights, SPEC, P, G, T, TEMPERATURE)
 
 
-def learn(spec, parts=1):
+def learn(spec, parts=1, **schedule):
   """One update by the gradient itself."""
   objective = objective_lib.Objective(
     clip_rule=functools.partial(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,
+    schedule=Schedule(**schedule),
     temperature=TEMPERATURE,
     chunk=4,
     grad_accum_steps=parts,
@@ -67,10 +69,10 @@ def close(found, expected, name):
 )
 def test_the_gradient_is_that_of_all_weights_projected(remat, parts, bounds_pass):
   """W' = W + s A B: dA = s dW' B^T and dB = s A^T dW', layer by layer."""
-  spec = dataclasses.replace(SPEC, remat=remat, bounds_pass=bounds_pass)
-  base, params = making.params(spec), adapters(spec)
+  base, params = making.params(SPEC), adapters(SPEC)
   merged = lora.merge(lora.attach(base, params))
-  rows, step = batch(merged), jax.jit(learn(spec, parts))
+  update = learn(SPEC, parts, remat=remat, bounds_pass=bounds_pass)
+  rows, step = batch(merged), jax.jit(update)
   after, _, metrics = step(params, PLAIN.init(params), rows, base)
   whole, _, expected = step(merged, PLAIN.init(merged), rows)
   assert 0 < metrics['clip/fraction'] < 1
@@ -94,13 +96,14 @@ def test_the_gradient_is_that_of_all_weights_projected(remat, parts, bounds_pass
   [(False, 1, False, 'full'), (True, 2, True, 'dots')],
 )
 def test_eight_devices_give_the_gradient_of_one(tied, parts, split, remat):
-  spec = dataclasses.replace(SPEC, tied=tied, sequence_sharding=split, remat=remat)
+  spec = dataclasses.replace(SPEC, tied=tied)
+  update = learn(spec, parts, sequence_sharding=split, remat=remat)
   base, params = making.params(spec), adapters(spec)
   rows, opt = batch(making.params(SPEC)), PLAIN.init(params)
-  after, _, metrics = jax.jit(learn(spec, parts))(params, opt, rows, base)
+  after, _, metrics = jax.jit(update)(params, opt, rows, base)
   mesh = sharding.make(2, 2, 2)
   spread = jax.device_put((params, base), sharding.shardings((params, base), mesh))
-  step = sharding.under(mesh, jax.jit(learn(spec, parts)))
+  step = sharding.under(mesh, jax.jit(update))
   rows = jax.device_put(rows, sharding.over_rows(mesh))
   after_spread, _, found = step(spread[0], opt, rows, spread[1])
   np.testing.assert_allclose(found['loss/value'], metrics['loss/value'], rtol=1e-5)

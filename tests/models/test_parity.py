@@ -16,15 +16,10 @@ from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer
-from bapo_jax.models import (
-  decoder,
-  hf_config,
-  hf_weights,
-  layers,
-  logprobs,
-  transformer,
-)
+from bapo_jax.models import decoder, layers, logprobs, transformer
 from bapo_jax.models import rope as rope_lib
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
 from bapo_jax.training import resolve, weights
 from bapo_jax.types import Prompts
@@ -132,7 +127,7 @@ def pair(request, tmp_path_factory):
       parameter.add_(size * torch.randn_like(parameter))
   path = str(tmp_path_factory.mktemp('model'))
   theirs.save_pretrained(path)
-  spec = hf_weights.spec(path, 'float32')
+  spec = hf_config.read_spec(path, 'float32')
   return theirs, spec, hf_weights.load(path, spec, sharding.make(data=8))
 
 
@@ -215,7 +210,7 @@ def test_frequencies_of_published_models(rope, tmp_path):
   )
   theirs = LlamaRotaryEmbedding(config)
   config.save_pretrained(tmp_path)
-  spec = hf_weights.spec(str(tmp_path), 'float32')
+  spec = hf_config.read_spec(str(tmp_path), 'float32')
   found, factor = rope_lib.table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )

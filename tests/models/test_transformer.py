@@ -206,24 +206,26 @@ def test_the_mesh_changes_nothing(spec, layout):
 
 @pytest.mark.parametrize('remat', ['dots', 'none'])
 def test_rematerialisation_changes_no_gradient(remat):
-  def total(params, spec):
-    return jnp.sin(layers.forward(params, tokens(2), spec)).sum()
+  def total(params, schedule):
+    hidden_BTD = layers.forward(params, tokens(2), QWEN2, schedule=schedule)
+    return jnp.sin(hidden_BTD).sum()
 
-  gradient = jax.jit(jax.grad(total), static_argnames='spec')
+  gradient = jax.jit(jax.grad(total), static_argnames='schedule')
   params = oracles.noisy(QWEN2, 0)
-  full = gradient(params, QWEN2)
-  other = gradient(params, dataclasses.replace(QWEN2, remat=remat))
+  full = gradient(params, layers.Schedule())
+  other = gradient(params, layers.Schedule(remat=remat))
   for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(full), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_less_rematerialisation_needs_more_memory():
   def temporaries(remat):
-    spec = dataclasses.replace(QWEN2, remat=remat, ffn=512, layers=6)
+    spec = dataclasses.replace(QWEN2, ffn=512, layers=6)
+    schedule = layers.Schedule(remat=remat)
     like = jax.ShapeDtypeStruct((64, 32), jnp.int32)
 
     def total(params, tokens_BT):
-      return layers.forward(params, tokens_BT, spec).sum()
+      return layers.forward(params, tokens_BT, spec, schedule=schedule).sum()
 
     lowered = jax.jit(jax.grad(total)).lower(transformer.abstract(spec), like)
     return lowered.compile().memory_analysis().temp_size_in_bytes

@@ -18,7 +18,9 @@ from rich.console import Console
 from runs import last_run, one_device, same, tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
@@ -149,7 +151,7 @@ def test_what_was_trained_is_exported_evaluated_and_shown(warm, tmp_path, knobs)
 def assert_exported(path, made, to):
   """The exported weights are those of the checkpoint; a frozen tower's of the start."""
   assert export.export(made, str(path), str(to), 'float32', 10**9) == 0
-  spec = hf_weights.spec(str(to), 'float32')
+  spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
   assert set(found) == set(transformer.describe(spec))
   start = weights.read_saved(policy.warm_start_path(made, str(path)))

@@ -7,14 +7,15 @@ import pytest
 
 from bapo_jax import main, sharding
 from bapo_jax.autosetup import check, derive
-from bapo_jax.models import hf_directory, hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import experiment
 from bapo_jax.tools import eval_checkpoint
 from bapo_jax.training import remat
 
 COUNTED = {
-  'config.json': [(hf_weights, 'spec')],
-  'directory': [(hf_directory, 'here'), (hf_directory, 'find')],
+  'config.json': [(hf_config, 'read_spec')],
+  'directory': [(hf_directory, 'resolve'), (hf_directory, 'find')],
   'mesh': [(sharding, 'make')],
   'schedule': [(remat, 'resolve')],
 }

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import adapters, roofline
 from bapo_jax.training import remat
 
@@ -67,7 +68,7 @@ def test_an_update_of_adapters_saves_the_products_of_frozen_weights():
   spec, shape = adapters.MODELS['1.5B'], {'data': 1, 'fsdp': 1, 'tensor': 1}
   once = roofline.forward(spec, 2048 / 2)
   full, few = (
-    roofline.train(spec, shape, 8, 2048, 1, 0.0, adapters=n) for n in (0, 10**6)
+    roofline.train(spec, Schedule(), shape, 8, 2048, 1, 0.0, n) for n in (0, 10**6)
   )
   saved = (once.layers + once.head - 6e6) * 8 * 2048
   assert full.model_flops - few.model_flops == pytest.approx(saved)

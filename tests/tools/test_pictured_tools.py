@@ -13,7 +13,7 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.vision import sequence
-from bapo_jax.tools import counterfactual, entropy_change, recorded_groups
+from bapo_jax.tools import recorded_groups
 from bapo_jax.training import build, checkpoint, config, policy, resolve, weights
 
 MADE = tiny(**DRAWN | {'batch.rule': 'adapted', 'sampler.temperature': 0.5})
@@ -90,10 +90,3 @@ def test_pictures_of_other_problems_are_not_taken_for_them(run, monkeypatch, cap
   assert 'pictures of the replay buffer are not named' in capsys.readouterr().out
   with pytest.raises(ValueError, match='has other problems or pictures than at step 3'):
     recorded_groups.ratios(MADE, workdir)
-
-
-def test_the_change_of_entropy_is_not_computed_without_the_pictures():
-  fields = dict.fromkeys(counterfactual.Recorded._fields)
-  recorded = counterfactual.Recorded(**fields | {'pictured': True})
-  with pytest.raises(ValueError, match='the recorded problems have pictures'):
-    entropy_change.changes(recorded, {}, None, 1e-3)

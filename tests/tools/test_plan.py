@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import lora, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline, tables
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import remat, resolve, rules
 from configs import aime
 
+AGAIN = Schedule()
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {  # Qwen2.5-1.5B in all but depth
   'model_type': 'qwen2',
@@ -85,7 +87,7 @@ def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
   mesh = resolve.make_mesh(config, topology(name))
   bound, spec = rules.bind(config), programs.tpu_spec(config)
   for make in (programs.decode, programs.prefill):
-    program = make(config, bound, spec, mesh)
+    program = make(config, bound, spec, AGAIN, mesh)
     row = plan.compiled(program, mesh)
     assert isinstance(row, plan.Row)
     # 64 rows over 4 and one of 2 heads: 2 layers, keys and values, 128 wide, bfloat16.
@@ -103,7 +105,7 @@ def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
 def test_the_programs_are_those_of_the_run(config, mesh):
   spec = programs.tpu_spec(config)
   assert spec.attention == 'splash' and spec.layers == 2 and spec.tied is False
-  program = programs.train_step(config, rules.bind(config), spec, mesh)
+  program = programs.train_step(config, rules.bind(config), spec, AGAIN, mesh)
   params, opt, batch, base = program.args
   assert base is None
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
@@ -120,7 +122,7 @@ def test_the_programs_are_those_of_the_run(config, mesh):
 def test_adapters_are_trained_beside_frozen_weights(config, mesh):
   adapted = config.with_values(lora={'rank': 4}, model={'dtype': 'bfloat16'})
   spec, bound = programs.tpu_spec(adapted), rules.bind(adapted)
-  params, opt, _, base = programs.train_step(adapted, bound, spec, mesh).args
+  params, opt, _, base = programs.train_step(adapted, bound, spec, AGAIN, mesh).args
   assert jax.tree.structure(params) == jax.tree.structure(opt[1][0].mu)
   numbers = sum(x.size for x in jax.tree.leaves(params))
   assert numbers == lora.count(spec, 4, adapted.lora.targets)
@@ -140,7 +142,7 @@ def test_adapters_are_trained_beside_frozen_weights(config, mesh):
 def test_every_program_is_lowered_for_an_absent_tpu(config, mesh, name, rank):
   config = config.with_values(lora={'rank': rank})
   spec = programs.tpu_spec(config)
-  program = programs.PROGRAMS[name](config, rules.bind(config), spec, mesh)
+  program = programs.PROGRAMS[name](config, rules.bind(config), spec, AGAIN, mesh)
   with sharding.current(mesh):
     traced = program.function.trace(*program.args, **program.static)
     text = traced.lower(lowering_platforms=('tpu',)).as_text()
@@ -174,7 +176,7 @@ def seeing(config, tmp_path):
 
 def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
   spec, bound = programs.tpu_spec(seeing), rules.bind(seeing)
-  params, opt, batch, base = programs.train_step(seeing, bound, spec, mesh).args
+  params, opt, batch, base = programs.train_step(seeing, bound, spec, AGAIN, mesh).args
   tower = transformer.count(spec) - transformer.count(programs.language(spec))
   assert sum(x.size for x in jax.tree.leaves(base)) == tower
   assert 'vision' not in params and jax.tree.structure(opt[1][0].mu) == (
@@ -182,10 +184,10 @@ def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
   )
   # 8 prompts of a minibatch, each of 256 tokens of a picture of 4 patches each.
   assert batch.pictures.merged_PMD.shape == (8, 256, 1536)
-  pixels = programs.tower(seeing, bound, spec, mesh).args[1]
+  pixels = programs.tower(seeing, bound, spec, AGAIN, mesh).args[1]
   assert pixels.pixels_PZE.shape == (8 * 4, 1024, 3 * 14 * 14)
   trained = seeing.with_values(model={'train_tower': True})
-  params, _, batch, base = programs.train_step(trained, bound, spec, mesh).args
+  params, _, batch, base = programs.train_step(trained, bound, spec, AGAIN, mesh).args
   assert base is None and 'vision' in params
   assert batch.pictures.pixels_PZE.shape == (8, 1024, 3 * 14 * 14)
 
@@ -194,7 +196,7 @@ def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
 def test_every_program_of_a_model_that_sees_is_lowered(seeing, mesh, name):
   spec = programs.tpu_spec(seeing)
   made = programs.programs_of(spec)
-  program = made[name](seeing, rules.bind(seeing), spec, mesh)
+  program = made[name](seeing, rules.bind(seeing), spec, AGAIN, mesh)
   with sharding.current(mesh):
     traced = program.function.trace(*program.args, **program.static)
     text = traced.lower(lowering_platforms=('tpu',)).as_text()
@@ -205,7 +207,7 @@ def test_every_program_of_a_model_that_sees_is_lowered(seeing, mesh, name):
 def test_a_prefill_costs_its_pictures_too(seeing, mesh):
   spec, bound = programs.tpu_spec(seeing), rules.bind(seeing)
   shape = dict(mesh.shape)
-  found = programs.prefill(seeing, bound, spec, mesh).cost(7.0)
+  found = programs.prefill(seeing, bound, spec, AGAIN, mesh).cost(7.0)
   text = roofline.prefill(programs.language(spec), shape, 8, 512, 7.0)
   pictures = roofline.tower(spec, shape, 8, 1024, 0.0)
   assert found.flops == text.flops + pictures.flops
@@ -233,7 +235,7 @@ def test_an_impossible_shape_is_refused(topology):
 
 def test_the_compilers_refusal_is_read(config, mesh):
   spec = programs.tpu_spec(config)
-  program = programs.decode(config, rules.bind(config), spec, mesh)
+  program = programs.decode(config, rules.bind(config), spec, AGAIN, mesh)
   program = program._replace(resident=2**30)
   own = programs.bytes_per_device(program.args)
   assert own > program.cache > 0
@@ -248,8 +250,7 @@ def test_the_compilers_refusal_is_read(config, mesh):
 
 
 def test_what_costs_no_products_is_tried_first(config, mesh):
-  spec = dataclasses.replace(programs.tpu_spec(config), remat='none')
-  tried = list(plan.ladder('train step', config, spec, mesh))
+  tried = list(plan.ladder('train step', config, Schedule('none'), mesh))
   assert tried[:4] == [
     ('model.sequence_sharding', 'on'),
     ('model.remat', 'dots'),
@@ -260,7 +261,7 @@ def test_what_costs_no_products_is_tried_first(config, mesh):
 
 def test_packing_is_an_assumption_that_is_printed(config, mesh):
   spec = programs.tpu_spec(config)
-  program = programs.train_step(config, rules.bind(config), spec, mesh)
+  program = programs.train_step(config, rules.bind(config), spec, AGAIN, mesh)
   row, chip = plan.Row(0, 0, 0, 0, 0, 0, [], 0.0), roofline.CHIPS['v5p']
   text = tables.roofline_table(
     {'train step': row}, {'train step': program}, chip, config, 0.25
@@ -326,9 +327,10 @@ def test_the_largest_batch_that_fits_is_found(
 
   monkeypatch.setattr(plan, 'compiled', compiled)
   monkeypatch.setitem(programs.PROGRAMS, name, lambda changed, *_: changed)
-  spec = dataclasses.replace(programs.tpu_spec(config), remat=remat)
-  spec = dataclasses.replace(spec, sequence_sharding=True)
-  found = plan.remedy(name, config, spec, mesh, roofline.CHIPS['v5e'], lambda _: None)
+  schedule = Schedule(remat, sequence_sharding=True)
+  found = plan.remedy(
+    name, config, schedule, mesh, roofline.CHIPS['v5e'], lambda _: None
+  )
   assert found.startswith(answer)
   if 'fits' in answer:
     assert found.endswith('5.8 GiB left')

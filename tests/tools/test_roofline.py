@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import roofline
 
 SPEC = transformer.ModelSpec(
@@ -30,8 +31,7 @@ def test_an_update_by_hand():
     ('full', 1, once.all),
     ('full', 2, 2 * once.all),
   ):
-    spec = dataclasses.replace(SPEC, remat=remat)
-    cost = roofline.train(spec, ALONE, 3, 8, grad_accum_steps, linked=7.0)
+    cost = roofline.train(SPEC, Schedule(remat), ALONE, 3, 8, grad_accum_steps, 7.0)
     assert cost.model_flops == 3 * once.all * tokens
     assert cost.flops == (3 * once.all + recomputed) * tokens
     assert cost.linked == 7.0
@@ -40,7 +40,7 @@ def test_an_update_by_hand():
 def test_devices_share_the_products_but_rows_alone_do_not_share_weights():
   spread = {'data': 2, 'fsdp': 2, 'tensor': 2}
   for make in (
-    lambda shape: roofline.train(SPEC, shape, 8, 8, 1, 0.0),
+    lambda shape: roofline.train(SPEC, Schedule(), shape, 8, 8, 1, 0.0),
     lambda shape: roofline.prefill(SPEC, shape, 8, 8, 0.0),
     lambda shape: roofline.score(SPEC, shape, 8, 8, 0.0),
   ):
@@ -56,23 +56,23 @@ def test_decoding_reads_the_weights_and_the_cache_once():
 
 
 def test_links_by_hand():
-  spec = dataclasses.replace(SPEC, remat='dots', compute='bfloat16')
+  spec, dots = dataclasses.replace(SPEC, compute='bfloat16'), Schedule('dots')
   weights = transformer.count(spec)
   # Two micro-batches: three gathers and a scatter, each of three quarters, 2 bytes.
   shape = {**ALONE, 'fsdp': 4}
-  found = roofline.train_links(spec, shape, 8, 8, 2)
+  found = roofline.train_links(spec, dots, shape, 8, 8, 2)
   assert found == pytest.approx(2 * 4 * 2 * weights * 3 / 4)
   # One micro-batch has no pass for its bounds. 2 layers x 2 sums of 8 tokens of 16
   # columns, forwards and backwards, of which half comes twice.
   shape = {**ALONE, 'tensor': 2}
   sums = 2 * 2 * (8 * 16 * 2) * 2 * (2 / 2)
-  assert roofline.train_links(spec, shape, 1, 8, 1) == pytest.approx(sums)
-  full = dataclasses.replace(spec, remat='full')
-  assert roofline.train_links(full, shape, 1, 8, 1) == pytest.approx(sums * 3 / 2)
+  assert roofline.train_links(spec, dots, shape, 1, 8, 1) == pytest.approx(sums)
+  found = roofline.train_links(spec, Schedule('full'), shape, 1, 8, 1)
+  assert found == pytest.approx(sums * 3 / 2)
   # Gradients in float32 of half the weights, half of them twice.
   shape = {'data': 2, 'fsdp': 2, 'tensor': 1}
   gathered = 3 * 2 * weights / 2
-  found = roofline.train_links(spec, shape, 4, 8, 1)
+  found = roofline.train_links(spec, dots, shape, 4, 8, 1)
   assert found == pytest.approx(gathered + 2 * 4 * weights / 2 / 2)
   shape = {**ALONE, 'tensor': 2}
   assert roofline.decode_links(spec, shape, 3) == 2 * 2 * (3 * 16 * 2) * 2 / 2

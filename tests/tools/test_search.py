@@ -84,10 +84,10 @@ def test_the_choice_is_the_fastest_that_fits(config):
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
     changed = config.with_values(learner={'grad_accum_steps': steps})
     decided = remat.resolve(changed, spec, mesh, memory)
-    if remat.needs(changed, decided, mesh) <= memory:
+    if remat.needs(changed, spec, decided, mesh) <= memory:
       shape, rows, T = dict(mesh.shape), config.minibatch_rows, config.row_length
-      linked = roofline.train_links(decided, shape, rows, T, steps)
-      cost = roofline.train(decided, shape, rows, T, steps, linked)
+      linked = roofline.train_links(spec, decided, shape, rows, T, steps)
+      cost = roofline.train(spec, decided, shape, rows, T, steps, linked)
       times.append(max(cost.seconds(CHIP).values()))
   assert len(times) > 1 and max(best.update.values()) == min(times)
   tokens = config.prompts.count * config.sampler.group_size / best.slots

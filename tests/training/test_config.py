@@ -107,12 +107,6 @@ def test_errors_name_knobs_that_do_not_fit_together(knobs, message):
     parse(plain(**knobs))
 
 
-def test_errors_name_the_cell_that_is_wrong():
-  cells = (('a', 'fresh_only', 'fixed'), ('b', 'fresh', 'fixed'))
-  with pytest.raises(ValueError, match=r"cells: b: batch\.rule='fresh': give one of"):
-    parse(plain() | {'cells': cells})
-
-
 @pytest.mark.parametrize(
   ('source', 'message'),
   [

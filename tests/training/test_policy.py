@@ -9,7 +9,7 @@ from runs import source, tiny
 
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_vision
+from bapo_jax.models.hf import config as hf_config
 from bapo_jax.run import experiment, welcome
 from bapo_jax.training import build, policy, resolve
 
@@ -55,7 +55,7 @@ def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
 
 
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
-  (tmp_path / 'config.json').write_text(json.dumps(hf_vision.config_of(making.SEEING)))
+  (tmp_path / 'config.json').write_text(json.dumps(hf_config.config_of(making.SEEING)))
   found = policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
   assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
   for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):

@@ -13,6 +13,7 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import attention, layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
+from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import remat, resolve
@@ -24,11 +25,12 @@ SPEC = transformer.ModelSpec(
 B, T = 4, 64
 
 
-def temporaries(spec, T, rank=0):
+def temporaries(spec, kind, T, rank=0):
   """Bytes that the compiler allocates for a gradient, beyond arguments and results."""
 
   def total(params, base, tokens_BT):
-    return layers.forward(lora.attach(base, params), tokens_BT, spec).sum()
+    weights = lora.attach(base, params)
+    return layers.forward(weights, tokens_BT, spec, schedule=Schedule(kind)).sum()
 
   params, base = transformer.abstract(spec), None
   if rank:
@@ -49,10 +51,9 @@ def test_the_count_is_the_compilers(qk_norm, T, rank):
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
   for kind in remat.KINDS:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, remat=kind, layers=n), T, rank)
-      for n in (24, 8)
+      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (24, 8)
     )
-    counted = remat.saved_bytes(spec, T, kind=kind)
+    counted = remat.saved_bytes(spec, Schedule(kind), T)
     if rank and kind == 'none':
       counted -= 2 * 4 * 48  # a norm's frozen scale needs no array of its own
     if kind == 'dots':
@@ -63,21 +64,20 @@ def test_the_count_is_the_compilers(qk_norm, T, rank):
 def test_what_is_kept_by_hand():
   # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
   spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
-  assert remat.saved_bytes(spec, T, kind='full') == 2 * 48
+  assert remat.saved_bytes(spec, Schedule('full'), T) == 2 * 48
   # The kernel's results: what was attended, and a float32 divisor of each head.
   attended = 2 * 64 + 4 * 4
   products = 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
-  assert remat.saved_bytes(spec, T, kind='dots') == products + attended
+  assert remat.saved_bytes(spec, Schedule('dots'), T) == products + attended
   plain = dataclasses.replace(spec, attention='plain')
-  assert remat.saved_bytes(plain, T, kind='dots') == products
+  assert remat.saved_bytes(plain, Schedule('dots'), T) == products
   everything = 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4
-  assert remat.saved_bytes(spec, T, kind='none') == everything
+  assert remat.saved_bytes(spec, Schedule('none'), T) == everything
   # Two devices share heads and feed-forward width, and the stream between the layers
   # where columns are split.
   shared = 2 * (64 + 2 * 32 + 2 * 160) / 2 + attended / 2
-  assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 2 * 48 + shared
-  spec = dataclasses.replace(spec, sequence_sharding=True)
-  assert remat.saved_bytes(spec, T, 2, 'dots') == 2 * 48 + shared
+  assert remat.saved_bytes(spec, Schedule('dots'), T, 2) == 2 * 2 * 48 + shared
+  assert remat.saved_bytes(spec, Schedule('dots', True), T, 2) == 2 * 48 + shared
 
 
 def parsed(learner=(), **model):
@@ -85,13 +85,6 @@ def parsed(learner=(), **model):
   config.model.update(**model)
   config.learner.update(dict(learner))
   return config_lib.parse(config.to_dict())
-
-
-FIELDS = 'remat', 'bounds_pass', 'sequence_sharding'
-
-
-def decided(spec):
-  return tuple(getattr(spec, name) for name in FIELDS)
 
 
 def on_tpu(monkeypatch):
@@ -109,7 +102,7 @@ def test_auto_takes_the_least_that_must_be_computed_again(monkeypatch):
   mesh, config = on_tpu(monkeypatch), parsed()
   spec = resolve.open_model(config).spec
   order = [
-    (kind, bounds, split)
+    Schedule(kind, split, bounds)
     for kind, bounds in (
       ('none', 'stored'),
       ('dots', 'stored'),
@@ -120,19 +113,14 @@ def test_auto_takes_the_least_that_must_be_computed_again(monkeypatch):
     )
     for split in (False, True)
   ]
-  needed = {
-    kind: remat.needs(
-      config, dataclasses.replace(spec, **dict(zip(FIELDS, kind, strict=True))), mesh
-    )
-    for kind in order
-  }
+  needed = {schedule: remat.needs(config, spec, schedule, mesh) for schedule in order}
   memories = sorted(needed.values())
   assert len(set(memories)) == len(order)
   for memory in (*memories, 1e15):
-    first = next(kind for kind in order if needed[kind] <= memory)
-    assert decided(remat.resolve(config, spec, mesh, memory)) == first
+    first = next(schedule for schedule in order if needed[schedule] <= memory)
+    assert remat.resolve(config, spec, mesh, memory) == first
   # Nothing fits: what needs the least memory.
-  assert decided(remat.resolve(config, spec, mesh, 1.0)) == ('full', 'again', True)
+  assert remat.resolve(config, spec, mesh, 1.0) == Schedule('full', True, 'again')
   alone = sharding.make(devices=jax.devices()[:1])
   assert not remat.resolve(config, spec, alone, 1.0).sequence_sharding
 
@@ -155,7 +143,7 @@ def test_nothing_waits_that_needs_no_bounds_of_others(rule, learner, wait):
   spec = resolve.open_model(config).spec
   found = remat.resolve(config, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
-  said = remat.sentence(config, found, sharding.make(), 1e15)
+  said = remat.sentence(config, spec, found, sharding.make(), 1e15)
   assert ('no forward pass of their own' in said) == wait
 
 
@@ -164,11 +152,11 @@ def test_what_waits_is_counted_once_per_micro_batch():
   config = parsed(learner)
   spec = resolve.open_model(config).spec
   again, stored = (
-    remat.needs(config, dataclasses.replace(spec, bounds_pass=name), mesh)
+    remat.needs(config, spec, Schedule(bounds_pass=name), mesh)
     for name in ('again', 'stored')
   )
   rows = max(config.sft.batch, config.micro_batch_rows)
-  layer = remat.saved_bytes(spec, config.row_length)
+  layer = remat.saved_bytes(spec, Schedule(), config.row_length)
   hidden = (4 + 4) * spec.width
   tokens = rows * config.row_length
   assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
@@ -180,18 +168,18 @@ def test_a_knob_is_obeyed(kind):
   config = parsed(learner, remat=kind, sequence_sharding='on')
   spec = resolve.open_model(config).spec
   found = remat.resolve(config, spec, mesh, 1e15)
-  assert decided(found) == (kind, 'again', True)
-  assert f'remat {kind}:' in remat.sentence(config, found, mesh, 1e15)
+  assert found == Schedule(kind, True, 'again')
+  assert f'remat {kind}:' in remat.sentence(config, spec, found, mesh, 1e15)
 
 
 def test_the_kernels_gradients_of_queries_are_counted(monkeypatch):
   config, mesh = parsed(), sharding.make(devices=jax.devices()[:1])
   spec = resolve.open_model(config).spec
   spec = dataclasses.replace(spec, attention='splash')
-  few = remat.needs(config, spec, mesh)
+  few = remat.needs(config, spec, Schedule(), mesh)
   columns = -(-config.row_length // 128) * 128
   monkeypatch.setattr(attention, 'key_block', lambda length: length / 3)
-  more = remat.needs(config, spec, mesh) - few
+  more = remat.needs(config, spec, Schedule(), mesh) - few
   blocks = 3 - columns / max(n for n in (128, 256, 512) if columns % n == 0)
   rows = max(config.sft.batch, config.minibatch_rows)
   # Float32 queries, once per block.
@@ -214,7 +202,7 @@ def test_the_limit_is_the_devices_or_its_part_of_the_host(
 
 
 def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
-  assert {choice['remat'] for choice in remat.choices(parsed(), sharding.make())} == {
+  assert {choice.remat for choice in remat.choices(parsed(), sharding.make())} == {
     'dots',
     'full',
   }
@@ -222,7 +210,7 @@ def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
   spec = resolve.open_model(config).spec
   assert remat.resolve(config, spec, mesh).remat == 'dots'
   assert 'remat dots (auto)' in remat.sentence(
-    config, remat.resolve(config, spec, mesh), mesh
+    config, spec, remat.resolve(config, spec, mesh), mesh
   )
 
 
@@ -231,20 +219,21 @@ def test_a_small_run_on_a_cpu_keeps_products_and_nothing_more():
 )
 def test_split_columns_change_no_gradient(kind, tokens):
   # 17 columns do not divide over two devices and stay whole.
-  spec = dataclasses.replace(SPEC, layers=2, remat=kind)
+  spec = dataclasses.replace(SPEC, layers=2)
   params = making.params(spec)
   tokens_BT = jax.random.randint(jax.random.key(1), (8, tokens), 0, spec.vocab)
   weight_D = jax.random.normal(jax.random.key(2), (spec.width,))
 
-  def total(params, tokens_BT, spec):
-    return jnp.sin(layers.forward(params, tokens_BT, spec) * weight_D[None, None]).sum()
+  def total(params, tokens_BT, split):
+    schedule = Schedule(kind, sequence_sharding=split)
+    hidden_BTD = layers.forward(params, tokens_BT, spec, schedule=schedule)
+    return jnp.sin(hidden_BTD * weight_D[None, None]).sum()
 
-  expected = jax.jit(jax.grad(functools.partial(total, spec=spec)))(params, tokens_BT)
+  gradient = jax.jit(jax.grad(total), static_argnames='split')
+  expected = gradient(params, tokens_BT, split=False)
   mesh = sharding.make(2, 2, 2)
-  split = dataclasses.replace(spec, sequence_sharding=True)
   spread = jax.device_put(params, sharding.shardings(params, mesh))
-  gradient = jax.jit(jax.grad(functools.partial(total, spec=split)))
-  found = sharding.under(mesh, gradient)(
+  found = sharding.under(mesh, functools.partial(gradient, split=True))(
     spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
   )
   for path, g in jax.tree.leaves_with_path(expected):
@@ -254,8 +243,7 @@ def test_split_columns_change_no_gradient(kind, tokens):
 
 @pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])
 def test_columns_are_split_where_they_divide(tokens, columns):
-  spec = dataclasses.replace(SPEC, sequence_sharding=True)
   mesh = sharding.make(2, 2, 2)
-  place = jax.jit(functools.partial(layers.split, spec=spec))
-  x_BTD = sharding.under(mesh, place)(jnp.zeros((8, tokens, spec.width)))
-  assert x_BTD.sharding.shard_shape(x_BTD.shape) == (2, columns, spec.width)
+  place = jax.jit(functools.partial(layers.split, schedule=Schedule('full', True)))
+  x_BTD = sharding.under(mesh, place)(jnp.zeros((8, tokens, SPEC.width)))
+  assert x_BTD.sharding.shard_shape(x_BTD.shape) == (2, columns, SPEC.width)

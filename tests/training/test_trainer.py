@@ -54,14 +54,13 @@ class Script:
     patch: pytest.MonkeyPatch,
     script: Sequence[tuple[int, ...]] = (),
     updates: Callable[[int], dict] = lambda step: MADE,
-    group_size: int = G,
     **knobs: Any,
   ):
-    self.script, self.updates, self.group_size = script, updates, group_size
+    self.script, self.updates = script, updates
     self.rollouts: list[tuple[float, Any, dict]] = []  # (updates, key, keywords)
     self.scored: list[tuple[float, int]] = []  # (updates, version)
     self.freed: list[bool] = []  # before each update, whether the actor was deleted
-    sizes = {'prompts.count': P, 'sampler.group_size': group_size}
+    sizes = {'prompts.count': P, 'sampler.group_size': G}
     self.config = tiny(**sizes, **{'learner.minibatches': 1}, **knobs)
     patch.setattr(trainer, 'rollout', self.rollout)
     patch.setattr(trainer, 'PartialRollouts', lambda engine, places: None)
@@ -71,7 +70,7 @@ class Script:
       'config': self.config,
       'rules': rules.bind(self.config),
       'problems': PROBLEMS,
-      'engine': python_types.SimpleNamespace(group_size=group_size, length=T),
+      'engine': python_types.SimpleNamespace(group_size=G, length=T),
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': PhaseTimer(),
       'train_step': self.train_step,
@@ -83,13 +82,13 @@ class Script:
     self.actor = params
     self.rollouts.append((float(params['updates']), key, keywords))
     ids = now.id_P
-    prompt_round = keywords['first_uid'] // (P * self.group_size)
+    prompt_round = keywords['first_uid'] // (P * G)
     correct = [0] * len(ids)
     if self.is_fresh(key):
       scripted = prompt_round < len(self.script)
       correct = self.script[prompt_round] if scripted else (4, 4)
     completed = np.where(ids < 0, -1, keywords['step'])
-    groups = making.groups(ids, correct, completed, self.group_size, T)
+    groups = making.groups(ids, correct, completed, G, T)
     return Rollout(groups, [], [])
 
   def is_fresh(self, key) -> bool:
@@ -105,7 +104,7 @@ class Script:
 
   def loop(self, **fields: int) -> list[tuple[TrainState, trainer.Metrics, Any]]:
     """Returns all steps, from a state whose buffer has two hard problems."""
-    buffer = replay_buffer.init(4, self.group_size, T, self.trainer.rules.thresholds)
+    buffer = replay_buffer.init(4, G, T, self.trainer.rules.thresholds)
     hard = making.groups([90, 91, -1, -1], [0] * 4, [3, 4, -1, -1], 1, 1)
     state = TrainState(
       params={'updates': jnp.float32(0)},
@@ -285,13 +284,12 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   assert [row['learner/idle_steps'] for _, row, _ in steps] == [5, 6, 0, 1]
 
 
-@pytest.mark.parametrize('group_size', [4, 8])
-def test_responses_are_numbered_through_the_rounds(group_size, monkeypatch):
+def test_responses_are_numbered_through_the_rounds(monkeypatch):
   rounds = [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2)]
-  script = Script(monkeypatch, rounds, group_size=group_size, steps=3, **EXTRA)
+  script = Script(monkeypatch, rounds, steps=3, **EXTRA)
   script.loop()
   first = [keywords['first_uid'] for _, _, keywords in script.rollouts]
-  assert first == [P * group_size * prompt_round for prompt_round in range(5)]
+  assert first == [P * G * prompt_round for prompt_round in range(5)]
 
 
 def test_theory_golden():

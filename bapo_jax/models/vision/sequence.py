@@ -19,9 +19,10 @@ from jax import Array
 from jaxtyping import Int32
 
 from bapo_jax.models import decoder, layers
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 
@@ -88,20 +89,27 @@ def embed(
 
 
 def embedded(
-  params: Tree, pictures: EmbeddedPictures | Pictures, spec: ModelSpec
+  params: Tree,
+  pictures: EmbeddedPictures | Pictures,
+  spec: ModelSpec,
+  schedule: Schedule = Schedule(),
 ) -> EmbeddedPictures:
   """The pictures as the tower of these weights embeds them, if they are not yet."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
-  merged_PMD = _merged(params, pictures, spec)
+  merged_PMD = _merged(params, pictures, spec, schedule)
   return EmbeddedPictures(merged_PMD, pictures.grid_PI2)
 
 
-def _merged(params: Tree, pictures: Pictures, spec: ModelSpec) -> Array:
+def _merged(
+  params: Tree, pictures: Pictures, spec: ModelSpec, schedule: Schedule
+) -> Array:
   """The merged patches [P, M, D] of pictures, in windows that are counted."""
   pixels_PZE, grid_PI2, window_PW = pictures
   windows = None if window_PW is None else window_PW.shape[1]
-  return tower.forward(params['vision'], pixels_PZE, grid_PI2, spec, windows)
+  return tower.forward(
+    params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
+  )
 
 
 def place_responses(
@@ -143,6 +151,6 @@ def _embedded(
 ) -> tuple[Array, tuple[Array, Array], Placed]:
   """(embeddings, rotations, places) of rows with pictures."""
   at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
-  merged_BMD = _merged(params, pictures, spec)
+  merged_BMD = _merged(params, pictures, spec, Schedule(remat='none'))
   x_BTD = embed(params, tokens_BT, merged_BMD, at, spec)
   return x_BTD, layers.rotations_by_parts(at.position_BT3, spec), at

@@ -15,10 +15,10 @@ from jax import Array
 
 from bapo_jax import sharding
 from bapo_jax.models import attention, rope
-from bapo_jax.models.layers import REMAT, product, rms_norm, rotate
+from bapo_jax.models.layers import REMAT, Schedule, product, rms_norm, rotate
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Tree
 
 
@@ -28,6 +28,8 @@ def forward(
   grid_RI2: Array,
   spec: ModelSpec,
   windows: int | None = None,
+  *,
+  schedule: Schedule = Schedule(),
 ) -> Array:
   """Embeddings [R, M, D of the language model] of the merged patches of each row.
 
@@ -38,7 +40,7 @@ def forward(
     windows: of a row, for all rows; None: as many as any pictures can have.
   """
   v = vision_of(spec)
-  x_RZD, at = hidden(params, pixels_RZE, grid_RI2, spec, windows)
+  x_RZD, at = hidden(params, pixels_RZE, grid_RI2, spec, windows, schedule=schedule)
   R, Z, D = x_RZD.shape
   y_RMX = rms_norm(x_RZD, params['merger_norm'], v.norm_eps)
   y_RMX = y_RMX.reshape(R, Z // v.merge**2, D * v.merge**2)
@@ -54,6 +56,8 @@ def hidden(
   grid_RI2: Array,
   spec: ModelSpec,
   windows: int | None = None,
+  *,
+  schedule: Schedule = Schedule(),
 ) -> tuple[Array, grids.Layout]:
   """(hidden states [R, Z, D] before the merger, the layout); arguments of `forward`."""
   v = vision_of(spec)
@@ -86,7 +90,7 @@ def hidden(
   x_RZD = embed_patches(params, pixels_RZE, spec)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
   each = params['layers'], whole_L
-  x_RZD, _ = jax.lax.scan(REMAT[spec.remat](layer), x_RZD, each)
+  x_RZD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, each)
   return x_RZD, at
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.knobs import LoraConfig
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import tables
 from bapo_jax.training import remat
@@ -56,8 +57,8 @@ def bytes_of(spec: ModelSpec, rank: int, fsdp: int = 1, tensor: int = 1) -> Byte
   layer = (weights - head * (2 - spec.tied)) / spec.layers
   own = 0 if rank else 4
   gathered = ((2 * c + own) * layer + (c + own) * head) / tensor
-  stream = spec.layers * remat.saved_bytes(spec, TOKENS, tensor, 'full')
-  inside = 2 * remat.saved_bytes(spec, TOKENS, tensor, 'none')
+  stream = spec.layers * remat.saved_bytes(spec, Schedule('full'), TOKENS, tensor)
+  inside = 2 * remat.saved_bytes(spec, Schedule('none'), TOKENS, tensor)
   passes = gathered + TOKENS * (stream + inside + (c + 4) * spec.width)
   return Bytes(frozen, trained, c * weights / tensor, passes)
 

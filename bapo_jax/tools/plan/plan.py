@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import (
   adapters,
   hlo,
@@ -110,7 +110,7 @@ def excess(row: Row | float, chip: roofline.Chip) -> float:
 
 
 def ladder(
-  name: str, config: Config, spec: ModelSpec, mesh: Mesh
+  name: str, config: Config, schedule: Schedule, mesh: Mesh
 ) -> Iterator[tuple[str, int | str]]:
   """(knob, value) to try in turn if a program does not fit.
 
@@ -118,7 +118,7 @@ def ladder(
   that the first that fits is the largest.
 
   Args:
-    spec: with the kind of rematerialisation that did not fit.
+    schedule: the one that did not fit.
   """
   shards = sharding.row_shards(mesh)
   if name in ('prefill', 'decode'):
@@ -130,12 +130,12 @@ def ladder(
     return
   if name == 'tower':  # its block is fixed
     return
-  if not spec.sequence_sharding and mesh.shape['tensor'] > 1:
+  if not schedule.sequence_sharding and mesh.shape['tensor'] > 1:
     yield 'model.sequence_sharding', 'on'
   if name == 'train step':
-    if spec.bounds_pass == 'stored':
+    if schedule.bounds_pass == 'stored':
       yield 'learner.bounds_pass', 'again'
-    for kind in remat.KINDS[remat.KINDS.index(spec.remat) + 1 :]:
+    for kind in remat.KINDS[remat.KINDS.index(schedule.remat) + 1 :]:
       yield 'model.remat', kind
   steps = 2 * config.learner.grad_accum_steps
   while config.minibatch_rows % (steps * shards) == 0:
@@ -146,21 +146,22 @@ def ladder(
 def remedy(
   name: str,
   config: Config,
-  spec: ModelSpec,
+  schedule: Schedule,
   mesh: Mesh,
   chip: roofline.Chip,
   echo: Callable[[str], object],
 ) -> str:
   """The flags that make the program fit, found by compiling it; a sentence."""
   changed, flags = config, {}
-  for knob, value in ladder(name, config, spec, mesh):
+  for knob, value in ladder(name, config, schedule, mesh):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
     echo(f'  {name}: trying {" ".join(flags.values())}')
-    tried = remat.resolve(changed, programs.tpu_spec(changed), mesh, room(chip))
-    program = programs.programs_of(tried)[name](
-      changed, rules.bind(changed), tried, mesh
+    spec = programs.tpu_spec(changed)
+    tried = remat.resolve(changed, spec, mesh, room(chip))
+    program = programs.programs_of(spec)[name](
+      changed, rules.bind(changed), spec, tried, mesh
     )
     row = compiled(program, mesh)
     if isinstance(row, Row) and excess(row, chip) <= 0:
@@ -190,15 +191,17 @@ def run(
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)
   bound, memory = rules.bind(config), room(chip)
-  spec = remat.resolve(config, programs.tpu_spec(config), mesh, memory)
+  spec = programs.tpu_spec(config)
+  schedule = remat.resolve(config, spec, mesh, memory)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
-    f'attention {spec.attention}\n{remat.sentence(config, spec, mesh, memory)}'
+    f'attention {spec.attention}\n'
+    f'{remat.sentence(config, spec, schedule, mesh, memory)}'
   )
   made, rows, verdicts = {}, {}, {}
   for name, make in programs.programs_of(spec).items():
-    made[name] = make(config, bound, spec, mesh)
+    made[name] = make(config, bound, spec, schedule, mesh)
     rows[name] = row = compiled(made[name], mesh)
     over = excess(row, chip) / GIB
     if isinstance(row, Row) and over <= 0:
@@ -206,7 +209,7 @@ def run(
       echo(f'  {name} compiled in {row.seconds:.0f} s')
     else:
       echo(f'  {name} does not fit; searching a smaller batch')
-      found = remedy(name, config, spec, mesh, chip, echo)
+      found = remedy(name, config, schedule, mesh, chip, echo)
       verdicts[name] = f'{over:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   between = {name: row.between for name, row in known.items()}

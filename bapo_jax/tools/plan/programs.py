@@ -26,6 +26,7 @@ from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import attention, decoder, lora, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
@@ -145,18 +146,21 @@ def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
   return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
 
 
-def train_step(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def train_step(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """One optimiser update on one minibatch."""
   B, T = config.minibatch_rows, config.row_length
   params, opt, base = learner_state(config, spec, mesh)
   seen = embedded(config, spec, mesh, B // config.sampler.group_size)
   return Program(
-    build.make_train_step(config, rules, spec),
+    build.make_train_step(config, rules, spec, schedule),
     (params, opt, build.abstract_batch(config, mesh, seen), base),
     {},
     functools.partial(
       roofline.train,
       language(spec),
+      schedule,
       dict(mesh.shape),
       B,
       T,
@@ -177,16 +181,18 @@ def embedded(
   return place(seen, sharding.layout_of_rows(seen, mesh))
 
 
-def tower(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def tower(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """The pictures of a block of prompts through the tower, once for their responses."""
   params, opt, base = learner_state(config, spec, mesh)
   pixels = pixels_of(config, spec, mesh, pictured.BLOCK * sharding.row_shards(mesh))
   weights = {policy.TOWER: (base or params)[policy.TOWER]}
   rest = {name: w for name, w in params.items() if name != policy.TOWER}
   return Program(
-    jax.jit(sequence.embedded, static_argnames='spec'),
+    jax.jit(sequence.embedded, static_argnames=('spec', 'schedule')),
     (weights, pixels),
-    {'spec': spec},
+    {'spec': spec, 'schedule': schedule},
     functools.partial(
       roofline.tower, spec, dict(mesh.shape), *pixels.pixels_PZE.shape[:2]
     ),
@@ -204,7 +210,9 @@ def pixels_of(config: Config, spec: ModelSpec, mesh: Mesh, prompts: int) -> Pict
   return place(pixels, sharding.layout_of_rows(pixels, mesh))
 
 
-def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def score(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """The log-probabilities of one micro-batch, packed, without a gradient."""
   B = config.minibatch_rows // config.learner.grad_accum_steps
   T = config.row_length
@@ -212,6 +220,7 @@ def score(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
     scoring.packed_logprobs,
     micro_batches=1,
     spec=spec,
+    schedule=schedule,
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
@@ -242,7 +251,9 @@ def slots_of(
   return slots, bytes_per_device(slots.cache)
 
 
-def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def prefill(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """Prompts into free slots."""
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
@@ -272,7 +283,9 @@ def prefill(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Progra
   )
 
 
-def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program:
+def decode(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> Program:
   """One dispatch of the sampler: `sampler.tokens_per_dispatch` tokens per slot."""
   n, T = config.sampler.tokens_per_dispatch, config.row_length
   slots, cache = slots_of(config, spec, mesh)
@@ -289,7 +302,8 @@ def decode(config: Config, rules: Rules, spec: ModelSpec, mesh: Mesh) -> Program
   )
 
 
-PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
+Make = Callable[[Config, Rules, ModelSpec, Schedule, Mesh], Program]
+PROGRAMS: dict[str, Make] = {
   'train step': train_step,
   'log-prob pass': score,
   'prefill': prefill,
@@ -297,9 +311,7 @@ PROGRAMS: dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]] = {
 }
 
 
-def programs_of(
-  spec: ModelSpec,
-) -> dict[str, Callable[[Config, Rules, ModelSpec, Mesh], Program]]:
+def programs_of(spec: ModelSpec) -> dict[str, Make]:
   """The programs of a run of this model, by name."""
   return PROGRAMS | ({'tower': tower} if spec.vision else {})
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
@@ -103,6 +104,7 @@ def activations(spec: ModelSpec, tensor: int) -> float:
 
 def train(
   spec: ModelSpec,
+  schedule: Schedule,
   shape: MeshShape,
   rows: int,
   length: int,
@@ -128,17 +130,17 @@ def train(
   model = 3 * once.all
   if adapters:
     model += 6 * adapters - once.layers - once.head
-  several = grad_accum_steps > 1 and spec.bounds_pass == 'again'
+  several = grad_accum_steps > 1 and schedule.bounds_pass == 'again'
   recomputed = {
     'full': once.layers + once.attention,
     'dots': 0.0 if spec.attention == 'splash' else once.attention,
     'none': 0.0,
-  }[spec.remat]
+  }[schedule.remat]
   recomputed += once.head + (once.all if several else 0)
   weights = itemsize(spec) * transformer.count(spec) / shape['tensor']
   # Each micro-batch writes and reads the gathered weights once per pass; the backward
   # pass reads them twice.
-  passes = 3 + (spec.remat == 'full') + several
+  passes = 3 + (schedule.remat == 'full') + several
   state = 4 * trained / (shape['fsdp'] * shape['tensor'])
   local = tokens / (devices / shape['tensor'])
   moved = (
@@ -157,6 +159,7 @@ def train(
 
 def train_links(
   spec: ModelSpec,
+  schedule: Schedule,
   shape: MeshShape,
   rows: int,
   length: int,
@@ -175,7 +178,7 @@ def train_links(
   weights = transformer.count(spec) / tensor
   gathered = c * weights * (1 - 1 / fsdp) * (3 + several)
   summed = 2 * 4 * weights / fsdp * (1 - 1 / data)
-  passes = 2 + several + (spec.remat == 'full')
+  passes = 2 + several + (schedule.remat == 'full')
   return grad_accum_steps * (gathered + summed) + passes * _hidden_sums(
     spec, tensor, rows * length / (data * fsdp)
   )

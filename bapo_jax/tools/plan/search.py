@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import programs, roofline
 from bapo_jax.training import remat
@@ -34,7 +35,7 @@ class Choice(NamedTuple):
 
   shape: dict[str, int]
   grad_accum_steps: int
-  spec: ModelSpec  # with remat and sequence_sharding decided
+  schedule: Schedule
   slots: int
   update_bytes: float
   decode_bytes: float
@@ -80,7 +81,6 @@ def search(
   """(meshes that fit, the fastest first; name -> why another does not).
 
   Args:
-    spec: whose remat and columns are decided anew where their knobs are auto.
     devices: of the topology, in order.
     memory: bytes that a device may use.
   """
@@ -137,8 +137,8 @@ def judge(
 
 def _updates(
   config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
-) -> list[tuple[int, ModelSpec, float, dict[str, float]]]:
-  """(micro-batches, spec, bytes, seconds) of an update, for all that fit.
+) -> list[tuple[int, Schedule, float, dict[str, float]]]:
+  """(micro-batches, schedule, bytes, seconds) of an update, for all that fit.
 
   Raises:
     ValueError: none fits.
@@ -148,12 +148,12 @@ def _updates(
   for steps in divisors(rows // sharding.row_shards(mesh)):
     changed = config.with_values(learner={'grad_accum_steps': steps})
     decided = remat.resolve(changed, spec, mesh, memory)
-    needed = remat.needs(changed, decided, mesh)
+    needed = remat.needs(changed, spec, decided, mesh)
     least = min(least, needed)
     if needed <= memory:
-      linked = roofline.train_links(decided, shape, rows, T, steps)
+      linked = roofline.train_links(spec, decided, shape, rows, T, steps)
       adapters = remat.adapters(config, spec)
-      cost = roofline.train(decided, shape, rows, T, steps, linked, adapters)
+      cost = roofline.train(spec, decided, shape, rows, T, steps, linked, adapters)
       found.append((steps, decided, needed, cost.seconds(chip)))
   if not found:
     raise ValueError(
@@ -213,7 +213,7 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
     f'{"update, s":>18}{"slots":>8}{"GiB":>7}{"token, ms":>18}{"step, h":>9}'
   ]
   for c in found[:BEST]:
-    again = c.spec.remat + (' split' if c.spec.sequence_sharding else '')
+    again = c.schedule.remat + (' split' if c.schedule.sequence_sharding else '')
     lines.append(
       f'{name(c.shape):21}{c.grad_accum_steps:14}{again:>14}'
       f'{c.update_bytes / GIB:7.1f}{_bound(c.update, 1):>18}{c.slots:8}'
