@@ -28,6 +28,11 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 import jax
 import pytest
 import runs
+from limits import (  # noqa: F401
+  pytest_addoption,
+  pytest_collection_modifyitems,
+  pytest_runtest_call,
+)
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would every
 # process of the tests: they would wait for an interrupt that never comes.

@@ -225,6 +225,7 @@ class Recorded(NamedTuple):
 
   config: Config
   workdir: pathlib.Path
+  verifier: Callable[[], Verifier] | None = None  # None: as the config says
 
 
 # The four runs that serve every test of a finished run, each with all checkpoints.
@@ -253,14 +254,14 @@ def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
     knobs = knobs | {'model.path': str(shared(factory, 'llama', source))}
   made = tiny(**knobs)
 
+  verifier = None if name in ('whole', 'partial') else making.OddVerifier
+
   def make(workdir: pathlib.Path) -> None:
-    verifier = making.OddVerifier
-    if name in ('whole', 'partial'):
+    if verifier is None:
       copied(shared(factory, 'warm_start', warm_start), workdir)
-      verifier = None
     assert train(made, workdir, verifier) == 0
 
-  return Recorded(made, shared(factory, f'recorded_{name}', make))
+  return Recorded(made, shared(factory, f'recorded_{name}', make), verifier)
 
 
 def truncated(run: Recorded, to: pathlib.Path, step: int) -> pathlib.Path:

@@ -28,7 +28,7 @@ from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout as rollout_lib
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import evaluate
 
@@ -44,7 +44,7 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
   small = jax.tree.map(lambda x: x[:2], problems())
   small = small._replace(text=PROBLEMS[:2], answer=['2', '32'])
 
-  def decoded(rollouts, params, prompts, key, *, verifier, step, **knobs):
+  def decoded(rollouts, params, prompts, key, *, verification, step, **knobs):
     assert (params, key, rollouts.engine.group_size) == ('weights', None, 2)
     assert (step, knobs['policy_version']) == (40, 40)
     np.testing.assert_array_equal(prompts.id_P, [0, 1])
@@ -56,7 +56,7 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
         groups.response_mask_PGT[p, g, at] = True
         groups.behavior_logp_PGT[p, g, at] = -0.5
     texts = ['3', '4567', '5', '6']
-    verdicts = verifier.submit(['2', '2', '32', '32'], texts).result()
+    verdicts = verification.verifier.submit(['2', '2', '32', '32'], texts).result()
     return Rollout(groups, texts, verdicts)
 
   monkeypatch.setattr(evaluate, 'rollout', decoded)
@@ -136,10 +136,7 @@ def test_the_evaluation_goes_through_the_same_door():
     ACTOR,
     prompts.prompts_by_id(problems(), [0, 1, 2]),
     jax.random.key(1),
-    problems=problems(),
-    tokenizer=TOKENIZER,
-    verifier=ODD,
-    timer=PhaseTimer(),
+    verification=Verification(problems(), TOKENIZER, ODD, PhaseTimer()),
     step=3,
     policy_version=3,
   ).groups
