@@ -60,11 +60,6 @@ def test_a_recorded_run_learned(recorded):
 
 
 def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
-  """Compares ratios with differences of rounded log-probabilities.
-
-  Log-probabilities are written with 4 decimals and ratios with 4 digits or more: the
-  relative error is at most 1e-4 + 1e-4, of which the tolerance is five times as much.
-  """
   lines = [
     line
     for path in (recorded.workdir / 'groups').iterdir()
@@ -75,7 +70,8 @@ def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
   assert responses
   for r in responses:
     wanted = np.exp(np.subtract(r['learner_logp'], r['sampler_logp']))
-    np.testing.assert_allclose(r['ratio'], wanted, rtol=1e-3)
+    # All three are written with 4 decimals: within 1e-4 of the ratio and 5e-5 beside.
+    np.testing.assert_allclose(r['ratio'], wanted, rtol=4e-4, atol=2e-4)
 
 
 def test_the_report_of_a_recorded_run(whole_run):
