@@ -80,7 +80,7 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 def known_of(r: Resolved) -> Facts:
   """Returns the facts of a resolved run."""
-  return facts.gather(r.config, r.model)
+  return facts.gather(r.config, r.model, r.mesh, r.schedule)
 
 
 def free_bytes(workdir: str) -> int:

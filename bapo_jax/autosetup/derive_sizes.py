@@ -5,9 +5,11 @@ the facts; it returns a value and the reason, for the first screen.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -156,6 +158,8 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
 
 def resolved(config: Config, facts: Facts) -> Schedule:
   """Returns the schedule that fits the device memory."""
+  if facts.schedule is not None:
+    return facts.schedule
   mesh = mesh_of(config, facts)
   return remat.resolve(config, spec_of(config, facts), mesh, facts.memory)
 
@@ -192,8 +196,16 @@ def is_lora(config: Config) -> bool:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """The mesh of these devices."""
-  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
+  """Returns the run's mesh, or lays one out that the rules of a derivation share."""
+  if facts.mesh is not None:
+    return facts.mesh
+  return _mesh(**config.mesh.model_dump(), devices=tuple(facts.devices))
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh(devices: tuple[jax.Device, ...], **sizes: int) -> Mesh:
+  """Lays out a mesh, once for the same sizes."""
+  return sharding.make(**sizes, devices=devices)
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:

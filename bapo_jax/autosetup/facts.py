@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data import prompts, sources
@@ -18,6 +19,7 @@ from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
@@ -50,6 +52,8 @@ class Facts(NamedTuple):
   verified: Callable[[str], Verified]  # of the right answers by this rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
+  mesh: Mesh | None = None  # of the run; None: not decided yet
+  schedule: Schedule | None = None  # likewise
 
   @property
   def rows(self) -> list[Row]:
@@ -78,8 +82,16 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, model: Model) -> Facts:
+def gather(
+  config: Config,
+  model: Model,
+  mesh: Mesh | None = None,
+  schedule: Schedule | None = None,
+) -> Facts:
   """Reads problems and devices; what is not here was downloaded before.
+
+  Args:
+    mesh, schedule: of the run; None if they are not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -98,7 +110,9 @@ def gather(config: Config, model: Model) -> Facts:
     tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
-    memory=remat.limit(sharding.make()),
+    memory=remat.limit(sharding.make() if mesh is None else mesh),
+    mesh=mesh,
+    schedule=schedule,
   )
 
 

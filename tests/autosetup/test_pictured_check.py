@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 
 def test_lengths_count_what_pictures_take(config, one_device):
-  known = facts.gather(config)
+  known = facts.gather(config, resolve.open_model(config))
   problems = drawn.generate(config.problems)
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (
@@ -44,12 +44,10 @@ def test_lengths_count_what_pictures_take(config, one_device):
   assert known.verified('aime').right == known.verified('aime').tried > 0
 
 
-def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
-  config, one_device, tmp_path, monkeypatch
-):
-  material = build.read(config, resolve.open_model(config), str(tmp_path))
-  monkeypatch.setattr(resolve, 'check_available', None)
-  shown = check.short(config, material, str(tmp_path))
+def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
+  r = resolve.resolve(config)
+  material = build.read(config, r.model, str(tmp_path))
+  shown = check.short(r, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
 
 
@@ -63,19 +61,20 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
     paths.append(tmp_path / f'{name}.jsonl')
     paths[-1].write_text(json.dumps(row))
 
+  model = resolve.open_model(config)
+
   def overlap(source, test_source):
     problems = {'source': str(source), 'test_source': str(test_source)}
     asked = config.model_copy(
       update={'problems': config.problems.model_copy(update=problems)}
     )
-    return [x.name for x in check_rules._overlap(asked, facts.gather(asked))]
+    return [x.name for x in check_rules._overlap(asked, facts.gather(asked, model))]
 
   assert overlap(*paths) == []
   assert overlap(paths[0], paths[0]) == ['overlap']
   assert overlap('drawn', 'drawn') == []
 
 
-@pytest.mark.slow
 def test_a_model_that_sees_is_checked(config, one_device, tmp_path, capsys):
   assert check.check(config, str(tmp_path / 'work')) in (0, 1)
   text = capsys.readouterr().out
