@@ -97,7 +97,7 @@ def parse(argv: list[str]) -> list[str]:
   return [left[0], *given]
 
 
-def read_config(file: str, given: list[str], *, trained_here: bool = True) -> Config:
+def read_config(file: str, given: list[str]) -> Config:
   """The config of a file and the overrides, validated.
 
   Raises:
@@ -112,7 +112,7 @@ def read_config(file: str, given: list[str], *, trained_here: bool = True) -> Co
       if not isinstance(section, dict):
         raise ValueError(f'{each}={section!r}: it is a section; set its knobs instead')
     section[key] = value
-  return parse_config(decided(values), trained_here=trained_here)
+  return parse_config(decided(values))
 
 
 def fail(error: object) -> NoReturn:
@@ -123,6 +123,17 @@ def fail(error: object) -> NoReturn:
   sys.exit(2)
 
 
+# What libtpu wants on a host without a TPU. The two efforts halve the time to compile
+# and do not change the memory.
+PLANNING = {
+  'JAX_PLATFORMS': 'cpu',
+  'TPU_SKIP_MDS_QUERY': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+  'JAX_EXEC_TIME_OPTIMIZATION_EFFORT': '-1',
+  'JAX_MEMORY_FITTING_EFFORT': '-1',
+}
+
+
 def plan(config: Config) -> int:
   """Compiles for --topology; the exit status is 0 where all of it fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
@@ -130,8 +141,6 @@ def plan(config: Config) -> int:
       '--mode=plan compiles with libtpu, which is not installed; '
       'pip install -r requirements-tpu.txt (no TPU is needed)'
     )
-  from bapo_jax.tools.plan.environment import PLANNING
-
   os.environ.update(PLANNING)
   from bapo_jax.tools.plan import plan
 
@@ -266,7 +275,7 @@ def main(argv: list[str]) -> None:
     fail('give a --config, for instance --config=configs/aime.py')
   try:
     with signals.none_lost():
-      config = read_config(file, argv[1:], trained_here=MODE.value != 'plan')
+      config = read_config(file, argv[1:])
       join(config)
       status = run(config)
   except ValueError as error:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bapo_jax.autosetup import check_rules, derive, facts
+from bapo_jax.autosetup import check_rules, derive, derive_sizes, facts
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import pictured_problems, prompts
@@ -192,7 +192,7 @@ def described(config: Config, known: Facts, material: Material, workdir: str) ->
       f'{quoted(text)}'
     )
   training, held_out = known.lengths(config.tokenizer.template)
-  disk = check_rules.disk_bytes(config, known) / 1e9
+  disk = derive_sizes.budget_of(config, known)[1].disk / 1e9
   lines += [
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}',

@@ -24,7 +24,7 @@ from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.training import policy, remat, setup
+from bapo_jax.training import budget, policy, setup
 from bapo_jax.training.config import Config
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
@@ -105,7 +105,7 @@ def gather(config: Config, *, available: bool = False) -> Facts:
     tokenizer=backend,
     **read,
     devices=jax.devices(),
-    memory=remat.limit(sharding.make()),
+    memory=budget.limit(sharding.make()),
   )
 
 

@@ -8,7 +8,8 @@ from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import policy, remat, setup
+from bapo_jax.training import budget, policy, setup
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 from bapo_jax.training.setup import Material
 
@@ -19,7 +20,9 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
   several = f', {count} processes' if count > 1 else ''
   c, mesh, devices = config, setup.make_mesh(config), jax.devices()
   spec = policy.spec_of(c, material.tokenizer)
-  schedule = remat.resolve(c, spec, mesh)
+  schedule = budget.choose_schedule(c, spec, mesh)
+  counted = budget.count(c, spec, schedule, mesh)
+  memory = budget.sentence(c, schedule, counted.update, budget.limit(mesh))
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -35,23 +38,23 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'{c.clip.rule}, loss {c.loss.rule}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
-    f'  memory     {remat.sentence(c, spec, schedule, mesh)}\n'
-    f'  disk       {disk(c, spec)}\n'
+    f'  memory     {memory}\n'
+    f'  disk       {disk(c, counted)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
 
 
 def _frozen(config: Config, spec: ModelSpec) -> str:
   """Which of them are not trained, and what is in their place, if anything is."""
-  if few := remat.adapters(config, spec):
+  if few := budget.adapters(config, spec):
     return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
-  tower = remat.frozen_tower(config, spec)
+  tower = budget.frozen_tower(config, spec)
   return f', {tower:,} of them, the vision tower, frozen' if tower else ''
 
 
-def disk(config: Config, spec: ModelSpec) -> str:
-  """What a checkpoint weighs, and how many lie on the disk."""
-  sizes = remat.checkpoint_sizes(config, spec)
+def disk(config: Config, counted: Budget) -> str:
+  """Describes the size of a checkpoint and of all that remain."""
+  sizes = counted.checkpoint
   parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
   most = config.checkpoint.keep + config.checkpoint.best
   total = sum(sizes.values())

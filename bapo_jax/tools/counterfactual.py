@@ -120,7 +120,7 @@ def config_of(recorded: Recorded, knobs: Mapping[str, Any]) -> Config:
     ValueError: a knob's value is invalid.
   """
   values = sweep_grid.with_knobs(config_lib.plain(recorded.config), knobs)
-  return config_lib.parse(values, trained_here=False)
+  return config_lib.parse(values)
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:

@@ -26,8 +26,8 @@ from bapo_jax.models.vision_spec import VisionSpec
 from bapo_jax.runtime import exchange, hosts, hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
+from bapo_jax.training import budget, damage, frozen, sft, weights
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import damage, frozen, remat, sft, weights
 from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
@@ -151,7 +151,7 @@ def load(
     with timer('load'):
       return spec, hf_weights.load(hf_directory.here(path), spec, mesh)
   # The warm start is float32 in any case: it has no master copy.
-  schedule = remat.resolve(config, spec, mesh)
+  schedule = budget.choose_schedule(config, spec, mesh)
   exact = dataclasses.replace(spec, dtype='float32')
   params = _warm_started(config, workdir, tokenizer, exact, schedule, mesh, timer)
   cast = jax.jit(functools.partial(transformer.cast, dtype=spec.dtype))

@@ -36,8 +36,8 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import hub_names
 from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.training import budget, frozen, policy, rules
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import frozen, policy, remat, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
@@ -261,7 +261,7 @@ def make_trainer(
   base: Tree = None,
 ) -> Trainer:
   """Everything that is fixed for a run."""
-  bound, schedule = rules.bind(config), remat.resolve(config, spec, mesh)
+  bound, schedule = rules.bind(config), budget.choose_schedule(config, spec, mesh)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec, schedule))
   gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
   return Trainer(
@@ -321,6 +321,9 @@ def start(
   mesh = make_mesh(config)
   with timer('load'):
     material = material or read(config, workdir)
+  spec = policy.spec_of(config, material.tokenizer)
+  schedule = budget.choose_schedule(config, spec, mesh)
+  budget.check(budget.count(config, spec, schedule, mesh), budget.capacity(mesh))
   spec, weights = policy.load(config, workdir, material.tokenizer, mesh, timer)
   base, params = frozen.trained(config, spec, weights, mesh)
   if warning := sharding.kv_replication_warning(mesh, spec.kv_heads):

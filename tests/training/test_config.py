@@ -141,11 +141,6 @@ def test_an_unknown_knob_is_refused(path):
     parse(values)
 
 
-def test_more_than_the_machine_has_is_refused_with_the_knob_that_asks_for_most():
-  with pytest.raises(ValueError, match=r'most of it for the KV cache .*max_num_seqs'):
-    parse(plain(**{'sampler.max_num_seqs': 1 << 20, 'model.width': 4096}))
-
-
 def test_rows_divide_over_the_mesh():
   # 12 prompts x 4 responses / 4 minibatches = 12 rows over 8 shards.
   knobs = {'prompts.count': 12, 'learner.minibatches': 4, 'sampler.group_size': 4}

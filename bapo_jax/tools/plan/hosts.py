@@ -20,12 +20,11 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, programs, roofline
-from bapo_jax.training import memory as memory_lib
-from bapo_jax.training import remat
+from bapo_jax.tools.plan import hlo, roofline
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules
 
 GIB = 2**30
 LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
@@ -106,25 +105,22 @@ def weight_sync(
   return roofline.itemsize(spec) * gathered * max(parts.values())
 
 
-def memory(
-  config: Config, rules: Rules, spec: ModelSpec, hosts: int
-) -> dict[str, float]:
+def memory(config: Config, spec: ModelSpec, mesh: Mesh, hosts: int) -> dict[str, float]:
   """Bytes of host memory of one process, by what holds them; an upper limit.
 
   Rows are counted whole in every process. Python, the compiler (2 GiB), problems and
   verifiers come on top.
   """
   T, sampler = config.row_length, config.sampler
-  stored = remat.checkpoint_sizes(config, spec)
-  stored.pop('buffer', None)
-  buffer = jax.tree.leaves(programs.empty_buffer(config, rules))
+  stored = dict(budget.count(config, spec, Schedule(), mesh).checkpoint)
+  buffer = stored.pop('buffer', 0.0)
   rows = config.prompts.count * sampler.group_size
   return {
     'weights, while they are read': LOADING * hf_weights.BLOCK,
     'a checkpoint, while it is written': sum(stored.values()) / hosts,
-    'replay buffer': sum(x.size * x.dtype.itemsize for x in buffer),
-    'slots': memory_lib.DECODED * sampler.max_num_seqs * T,
-    'responses of a step': memory_lib.RECORDED * rows * T,
+    'replay buffer': buffer,
+    'slots': budget.DECODED * sampler.max_num_seqs * T,
+    'responses of a step': budget.RECORDED * rows * T,
   }
 
 
@@ -140,7 +136,6 @@ def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
 
 def table(
   config: Config,
-  rules: Rules,
   spec: ModelSpec,
   mesh: Mesh,
   between: Mapping[str, float],
@@ -162,7 +157,7 @@ def table(
     sync = weight_sync(spec, shape, process_of)
     lines += [f'{"into a host":16}{"GiB":>12}{"runs a step":>14}{"GiB a step":>12}']
     lines += _crossing_lines(config, between, steps, sync)
-  held = memory(config, rules, spec, hosts)
+  held = memory(config, spec, mesh, hosts)
   lines += [f'{"host memory":36}{"GiB a process, at most":>22}']
   lines += [f'{name:36}{bytes_ / GIB:22.2f}' for name, bytes_ in held.items()]
   return '\n'.join([*lines, f'{"together":36}{sum(held.values()) / GIB:22.2f}'])

@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import (
-  adapters,
   hlo,
   hosts,
   programs,
@@ -30,7 +29,7 @@ from bapo_jax.tools.plan import (
   tables,
 )
 from bapo_jax.tools.plan.tables import Row
-from bapo_jax.training import remat, rules, setup
+from bapo_jax.training import budget, rules, setup
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -101,7 +100,7 @@ def bytes_needed(message: str, program: programs.Program) -> float:
 
 def room(chip: roofline.Chip) -> float:
   """Bytes of the chip that a hand count may fill; the compiler has the last word."""
-  return remat.DEVICE_SHARE * chip.hbm * GIB
+  return budget.DEVICE_SHARE * chip.hbm * GIB
 
 
 def excess(row: Row | float, chip: roofline.Chip) -> float:
@@ -135,7 +134,7 @@ def ladder(
   if name == 'train step':
     if schedule.bounds_pass == 'stored':
       yield 'learner.bounds_pass', 'again'
-    for kind in remat.KINDS[remat.KINDS.index(schedule.remat) + 1 :]:
+    for kind in budget.REMATS[budget.REMATS.index(schedule.remat) + 1 :]:
       yield 'model.remat', kind
   steps = 2 * config.learner.grad_accum_steps
   while config.minibatch_rows % (steps * shards) == 0:
@@ -159,7 +158,7 @@ def remedy(
     flags[knob] = f'--config.{knob}={value}'
     echo(f'  {name}: trying {" ".join(flags.values())}')
     spec = programs.tpu_spec(changed)
-    tried = remat.resolve(changed, spec, mesh, room(chip))
+    tried = budget.choose_schedule(changed, spec, mesh, room(chip))
     program = programs.programs_of(spec)[name](
       changed, rules.bind(changed), spec, tried, mesh
     )
@@ -192,12 +191,13 @@ def run(
   mesh = setup.make_mesh(config, devices)
   bound, memory = rules.bind(config), room(chip)
   spec = programs.tpu_spec(config)
-  schedule = remat.resolve(config, spec, mesh, memory)
+  schedule = budget.choose_schedule(config, spec, mesh, memory)
+  needed = budget.count(config, spec, schedule, mesh).update
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
     f'attention {spec.attention}\n'
-    f'{remat.sentence(config, spec, schedule, mesh, memory)}'
+    f'{budget.sentence(config, schedule, needed, memory)}'
   )
   made, rows, verdicts = {}, {}, {}
   for name, make in programs.programs_of(spec).items():
@@ -214,13 +214,11 @@ def run(
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   between = {name: row.between for name, row in known.items()}
   steps = {name: program.steps for name, program in made.items()}
-  ranks = config.lora.rank and adapters.of_model(config.title, spec)
   for table in (
-    *([ranks, adapters.table()] if ranks else []),
     tables.memory_table(rows, verdicts),
     tables.loops_table(known),
     tables.roofline_table(known, made, chip, config, mean_share),
-    hosts.table(config, bound, spec, mesh, between, steps),
+    hosts.table(config, spec, mesh, between, steps),
   ):
     echo('')
     echo(table)
@@ -236,8 +234,8 @@ def run_search(
     ValueError: topology or model do not exist.
   """
   chip, devices = attach(topology)
-  spec, bound = programs.tpu_spec(config), rules.bind(config)
-  found, refused = search.search(config, bound, spec, chip, devices, room(chip))
+  spec = programs.tpu_spec(config)
+  found, refused = search.search(config, spec, chip, devices, room(chip))
   echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm} GiB')
   echo(search.table(found, refused))
   return bool(found)

@@ -31,7 +31,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import frozen, policy, remat, setup
+from bapo_jax.training import budget, frozen, policy, setup
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Rules, Tree
 
@@ -132,15 +132,10 @@ def held_actor(config: Config, spec: ModelSpec, mesh: Mesh) -> Tree | None:
   return actor(spec, mesh) if lags else None
 
 
-def empty_buffer(config: Config, rules: Rules) -> Tree:
-  """The replay buffer, not placed."""
-  return jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
-
-
 def buffer(config: Config, rules: Rules, mesh: Mesh) -> Tree:
-  """The replay buffer, whole on every device."""
-  made = empty_buffer(config, rules)
-  return place(made, jax.tree.map(lambda _: sharding.replicated(mesh), made))
+  """Returns the replay buffer, its rows over the devices as in training."""
+  made = jax.eval_shape(functools.partial(setup.empty_buffer, config, rules))
+  return place(made, sharding.layout_of_rows(made, mesh))
 
 
 def train_step(
@@ -162,7 +157,7 @@ def train_step(
       B,
       T,
       config.learner.grad_accum_steps,
-      adapters=remat.adapters(config, spec),
+      adapters=budget.adapters(config, spec),
     ),
     bytes_per_device((held_actor(config, spec, mesh), buffer(config, rules, mesh))),
     micro_batches=config.learner.grad_accum_steps,

@@ -5,8 +5,8 @@
    says why none do;
 3. `search` does so for all and sorts them; `table` prints the best and the refused.
 
-Memory is that of training/remat, time that of the roofline with hand-counted links: of
-three train steps that were compiled it found 47 to 81 % of the bytes on links.
+Memory comes from training/budget.py, time from the roofline with hand-counted links: it
+found 47 to 81 % of the bytes on links of three compiled train steps.
 """
 
 import itertools
@@ -21,10 +21,9 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import programs, roofline
-from bapo_jax.training import remat
+from bapo_jax.tools.plan import roofline
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules
 
 GIB = 2**30
 BEST = 5
@@ -72,7 +71,6 @@ def name(shape: roofline.MeshShape) -> str:
 
 def search(
   config: Config,
-  rules: Rules,
   spec: ModelSpec,
   chip: roofline.Chip,
   devices: Sequence[Any],
@@ -88,7 +86,7 @@ def search(
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
-      found.append(judge(config, rules, spec, chip, mesh, memory))
+      found.append(judge(config, spec, chip, mesh, memory))
     except ValueError as error:
       refused[name(shape)] = str(error)
   # Where products bound several of them, the one with the least on its links.
@@ -97,7 +95,6 @@ def search(
 
 def judge(
   config: Config,
-  rules: Rules,
   spec: ModelSpec,
   chip: roofline.Chip,
   mesh: Mesh,
@@ -113,7 +110,7 @@ def judge(
   if rows % shards:
     raise ValueError(f'{rows} responses of a minibatch do not divide over data x fsdp')
   config = config.with_values(mesh=dict(mesh.shape))
-  extra = programs.bytes_per_device(programs.buffer(config, rules, mesh))
+  extra = budget.count(config, spec, Schedule(), mesh).buffer
   steps, decided, update_bytes, update = min(
     _updates(config, spec, chip, mesh, memory - extra),
     key=lambda option: (max(option[3].values()), option[0]),
@@ -147,12 +144,12 @@ def _updates(
   rows, T = config.minibatch_rows, config.row_length
   for steps in divisors(rows // sharding.row_shards(mesh)):
     changed = config.with_values(learner={'grad_accum_steps': steps})
-    decided = remat.resolve(changed, spec, mesh, memory)
-    needed = remat.needs(changed, spec, decided, mesh)
+    decided = budget.choose_schedule(changed, spec, mesh, memory)
+    needed = budget.count(changed, spec, decided, mesh).update
     least = min(least, needed)
     if needed <= memory:
       linked = roofline.train_links(spec, decided, shape, rows, T, steps)
-      adapters = remat.adapters(config, spec)
+      adapters = budget.adapters(config, spec)
       cost = roofline.train(spec, decided, shape, rows, T, steps, linked, adapters)
       found.append((steps, decided, needed, cost.seconds(chip)))
   if not found:
@@ -175,16 +172,16 @@ def _decoding(
   """
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
-  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
-  own, needed = programs.bytes_per_device(held), math.inf
+  b, needed = budget.count(config, spec, Schedule(), mesh), math.inf
+  held, each = b.decoding - b.cache, budget.cache_bytes(spec, T, shape['tensor'])
   for power in itertools.count(6, -1):
     slots = int(config.sampler.max_num_seqs * 2.0**power)
     if slots < shards or slots % shards:
       break
     if slots > responses:
       continue
-    cache = cache_bytes(spec, shape, slots, T)
-    needed = own + cache
+    cache = slots / shards * each
+    needed = held + cache
     if needed <= memory:
       linked = roofline.decode_links(spec, shape, slots)
       cost = roofline.decode(spec, shape, slots, T, cache, linked)
@@ -195,15 +192,6 @@ def _decoding(
     if needed < math.inf
     else f'slots do not divide over {shards} shards; change sampler.max_num_seqs'
   )
-
-
-def cache_bytes(
-  spec: ModelSpec, shape: roofline.MeshShape, slots: int, length: int
-) -> float:
-  """Bytes on a device of the keys and values of `slots` slots of `length` tokens."""
-  heads = spec.kv_heads / (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
-  per_token = 2 * spec.layers * heads * spec.head_width * roofline.itemsize(spec)
-  return slots / (shape['data'] * shape['fsdp']) * length * per_token
 
 
 def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
