@@ -151,10 +151,11 @@ def plan(config: Config) -> int:
 
 def show(config: Config) -> int:
   """Shows recorded groups."""
+  del config
   from bapo_jax.tools import viewer
 
   return viewer.show(
-    config, WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value
+    WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value
   )
 
 

@@ -141,7 +141,7 @@ def test_what_was_trained_is_exported_evaluated_and_shown(warm, tmp_path, knobs)
   with one_device():
     for number in (1, 2):
       console = Console(file=io.StringIO(), width=500, _environ={})
-      assert viewer.show(made, str(path), number, 'pc', console) == 0
+      assert viewer.show(str(path), number, 'pc', console) == 0
       shown = console.file.getvalue()
       assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
 
