@@ -9,7 +9,9 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import hosts
+from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import config as config_lib
 from configs import aime
 
@@ -46,6 +48,10 @@ def test_collectives_counted_by_hand():
 
 
 ALONE = sharding.make(devices=jax.devices()[:1])
+
+
+def memory(config, spec):
+  return hosts.memory(Job(config, spec, Schedule(), ALONE), hosts=4)
 
 
 @pytest.fixture
@@ -101,11 +107,10 @@ def test_the_memory_of_a_process_by_hand(spec):
   config.batch.rule = 'adapted'
   config = config_lib.parse(config.to_dict())
   T, count = config.row_length, transformer.count(spec)
-  found = hosts.memory(config, spec, ALONE, hosts=4)
+  found = memory(config, spec)
 
   def written(config, spec):
-    held = hosts.memory(config, spec, ALONE, 4)
-    return held['a checkpoint, while it is written']
+    return memory(config, spec)['a checkpoint, while it is written']
 
   # Parameters and two moments.
   assert written(config, spec) == (4 + 4 + 4) * count / 4
@@ -142,7 +147,8 @@ def test_the_table_adds_up_a_step(spec):
   mesh.shape, mesh.size = {'data': 1, 'fsdp': 4, 'tensor': 2}, 8
   gib = 2**30
   between = {'train step': 3 * gib, 'decode': gib}
-  text = hosts.table(config, spec, mesh, between, {'decode': 64})
+  job = Job(config, spec, Schedule(), mesh)
+  text = hosts.table(job, between, {'decode': 64})
   assert text.startswith('2 hosts of 4 devices; inside a host: tensor\n')
   lines = {line[:16].strip(): line[16:].split() for line in text.splitlines()}
   n = config.updates_per_step
@@ -155,5 +161,5 @@ def test_the_table_adds_up_a_step(spec):
   found = [float(x) for x in lines['weight sync']]
   assert found == pytest.approx([synced, 1 / 4, synced / 4], rel=1e-3)
   mesh.devices = np.asarray(jax.devices()).reshape(1, 4, 2)
-  alone = hosts.table(config, spec, mesh, between, {'decode': 64})
+  alone = hosts.table(job, between, {'decode': 64})
   assert alone.startswith('1 host of 8 devices') and 'weight sync' not in alone

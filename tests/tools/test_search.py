@@ -61,8 +61,9 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
   spec = programs.tpu_spec(config)
   mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1, 1), sharding.AXES)
   # The state of the learner and the actor, whole on each device, and one slot too few.
-  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
-  counted = budget.count(config, spec, Schedule(), mesh)
+  job = programs.Job(config, spec, Schedule(), mesh)
+  held = programs.learner_state(job), programs.actor(job)
+  counted = budget.count(*job)
   own = counted.decoding - counted.cache
   assert own == pytest.approx(programs.bytes_per_device(held), rel=1e-5)
   with pytest.raises(ValueError, match=r'^an update needs \d+ of 1 GiB'):
@@ -105,8 +106,9 @@ def test_the_cache_is_that_of_the_program(config, shape):
   # 2 key/value heads do not divide over 4.
   spec = programs.tpu_spec(config)
   mesh = Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
-  _, cache = programs.slots_of(config, spec, mesh)
-  assert budget.count(config, spec, Schedule(), mesh).cache == cache
+  job = programs.Job(config, spec, Schedule(), mesh)
+  _, cache = programs.slots_of(job)
+  assert budget.count(*job).cache == cache
 
 
 def test_the_fastest_come_first_and_the_flags_run(config):
