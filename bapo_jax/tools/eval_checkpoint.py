@@ -1,10 +1,9 @@
 """--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
 
-1. the weights are those of a checkpoint of the workdir; without one, of model.path;
-2. responses to problems.test_source come through the rollout function of training;
-3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit:
-   the prompt stands there as the policy reads it, the patches of a picture as their
-   number.
+1. the weights come from a checkpoint of the workdir; without one, from model.path;
+2. responses to problems.test_source are sampled and verified as in training;
+3. results go to a table (.md) and one JSON line per response (.jsonl), which has the
+   prompt as the policy reads it, with the number of a picture's patches.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import os
 from typing import Any
 
 import jax
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -46,20 +44,20 @@ SETTINGS = (
 def eval_checkpoint(
   config: Config, workdir: str, to: str, which: str = 'newest'
 ) -> int:
-  """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
+  """Evaluates weights, prints the table and writes `to`.jsonl and `to`.md.
 
   Args:
-    to: path without its suffix; '' stands for
-      <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+    to: path without suffix; '': <workdir>/eval/<step or 'model'>-<fingerprint of the
+      settings>.
     which: newest, best or a step; see checkpoint.choose.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    ValueError: no weights are there, or those of the workdir are of another model.
+    ValueError: there are no weights, or the workdir is of another model.
   """
-  # The training problems are of no use here, and need not be at hand.
+  # The training problems are not read, and may be absent.
   config = config.with_values(problems={'source': config.problems.test_source})
   step = checkpoint.choose(workdir, which)
   if step is not None:
@@ -92,7 +90,7 @@ def eval_checkpoint(
 def _run(
   config: Config, workdir: str, step: int | None
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-  """(source of the weights, result, samples); the step None stands for model.path."""
+  """Returns (source of the weights, result, samples); step None: model.path."""
   mesh, timer = setup.make_mesh(config), PhaseTimer()
   material = read(config, workdir)
   if step is None:
@@ -113,9 +111,9 @@ def _run(
 
 
 def read(config: Config, workdir: str) -> setup.Material:
-  """Tokenizer and held-out problems, which stand in for those of training too.
+  """Reads tokenizer and held-out problems, and uses them as training problems too.
 
-  One set is read, so no overlap of two is reported.
+  Only one set is read, so no overlap is reported.
 
   Raises:
     ValueError: as `setup.read`.
@@ -132,8 +130,11 @@ def read(config: Config, workdir: str) -> setup.Material:
 
 
 def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """The weights of a checkpoint on the mesh, read one parameter at a time."""
-  like = transformer.abstract(spec)
-  layout = traverse_util.flatten_dict(sharding.shardings(like, mesh), sep='/')
-  flat = {path: jax.device_put(read(path), layout[path]) for path in layout}
-  return traverse_util.unflatten_dict(flat, sep='/')
+  """Reads the weights of a checkpoint onto the mesh, one parameter at a time."""
+  layout = sharding.shardings(transformer.abstract(spec), mesh)
+  return transformer.unflatten(
+    {
+      path: jax.device_put(read(path), place)
+      for path, place in transformer.flatten(layout).items()
+    }
+  )

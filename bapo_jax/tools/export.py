@@ -3,10 +3,10 @@
 Adapters are merged into their weights, or written alone, for peft.
 
 1. `check_config` refuses a checkpoint of another model;
-2. tensors are read and written parameter by parameter: no device, no second copy;
-3. `write_configs` adds config.json and generation_config.json, and of a model that sees
-   how pictures are prepared; the tokenizer's follow;
-4. the directory appears under its name when it is whole.
+2. tensors are read and written one parameter at a time, on the host;
+3. `write_configs` adds config.json, generation_config.json and, for a vision model, how
+   pictures are prepared; the tokenizer's files follow;
+4. the directory gets its name when it is complete.
 """
 
 import json
@@ -44,17 +44,18 @@ def export(
   """Writes a checkpoint of `workdir` to the new directory `to`.
 
   Args:
-    to: '' stands for <workdir>/export/<step>.
+    to: '': <workdir>/export/<step>.
     dtype: 'float32' keeps the trained weights to the last bit; 'bfloat16' halves them.
     shard_bytes: largest size of a file of tensors.
     which: newest, best or a step; see checkpoint.choose.
-    adapter: adapters alone, as peft has them; else they are merged into the weights.
+    adapter: write adapters alone, for peft; else they are merged into the weights.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    ValueError: no such checkpoint, another model, or a directory that is not empty.
+    ValueError: the checkpoint does not exist or is of another model, or the directory
+      is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -66,7 +67,7 @@ def export(
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
       f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r}: only adapters of a published model stand alone; give '
+      f'{config.model.path!r} needs adapters of a published model; give '
       '--export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
@@ -75,7 +76,7 @@ def export(
   tokenizer = policy.load_tokenizer(config)
   spec = policy.spec_of(config, tokenizer)
   part = to.rstrip('/') + '.part'
-  shutil.rmtree(part, ignore_errors=True)  # what a kill left
+  shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   os.makedirs(part)
   get: Callable[[str], Any]
   if adapter:
@@ -92,12 +93,12 @@ def export(
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
+  """Raises ValueError unless the run in the workdir has this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config_lib.plain(config)))
   defaults = json.loads(json.dumps(config_lib.plain(Config())))
   for section in ('model', 'lora', 'tokenizer'):
-    # A run from before a knob was there had its default.
+    # A run older than a knob had its default value.
     was = defaults[section] | before.get(section, {})
     for name, old, new in differences(was, now[section], section):
       raise ValueError(
@@ -109,7 +110,10 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(
   path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
 ) -> None:
-  """Writes what transformers reads beside weights, from the source model's if any."""
+  """Writes the files that transformers reads beside weights.
+
+  They are those of the source model, if there is one.
+  """
   source = hf_directory.here(config.model.path) if config.model.path else ''
   config_of = hf_vision.config_of if spec.vision else hf_config.config_of
   described = _read(source, 'config.json') or config_of(spec)
@@ -130,7 +134,7 @@ def write_configs(
   }
   if spec.vision:
     found = hf_vision.read_pixels(source) if source else {}
-    # Alone as well where the processor holds it: transformers 4 reads no other.
+    # transformers 4 reads this file alone, 5 also the processor's.
     files[hf_vision.PIXELS] = found or hf_vision.preprocessor_of(spec.vision)
     if processor := _read(source, hf_vision.PROCESSOR):
       files[hf_vision.PROCESSOR] = processor
@@ -140,7 +144,7 @@ def write_configs(
 
 
 def _read(directory: str, name: str) -> dict[str, Any]:
-  """The content of a JSON file; {} if it does not exist."""
+  """Reads a JSON file; {} if it does not exist."""
   path = os.path.join(directory, name)
   if not directory or not os.path.exists(path):
     return {}
