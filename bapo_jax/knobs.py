@@ -1,8 +1,8 @@
-"""One description per knob: name, type, default, range, one sentence.
+"""Describes every knob once: name, type, default, range, one sentence.
 
-1. A section of the config is a frozen class whose fields are made by `knob`. It stands
-   in the folder whose code uses it, in a knobs.py that imports neither JAX nor NumPy: a
-   bad value is refused before either is loaded.
+1. A section of the config is a frozen class whose fields are made by `knob`. It is in
+   the folder whose code uses it, in a knobs.py that imports neither JAX nor NumPy, so
+   that a bad value is refused before either is imported.
 2. `validate` makes a section from plain values, or raises one sentence that names the
    knob, its value and its range.
 3. `describe` gives the line of each knob in docs/config.md.
@@ -57,15 +57,15 @@ def knob(
   infinite: bool = False,
   rising: bool = False,
 ) -> Any:
-  """A field of a section.
+  """Makes a field of a section.
 
   Args:
-    default: the default, or the class of a section within the section.
-    description: one sentence with the unit; it must stand alone in docs/config.md.
-    least, most: of the value, or of each value of a tuple; the ends are allowed.
-    above, below: likewise, the ends are not allowed.
-    infinite: infinity is allowed, and means: without a limit.
-    rising: no value of a tuple is below the one before it.
+    default: the default value, or the class of a nested section.
+    description: one sentence with the unit, complete by itself in docs/config.md.
+    least, most: inclusive limits of the value, or of each value of a tuple.
+    above, below: exclusive limits.
+    infinite: accepts infinity, which means no limit.
+    rising: no value of a tuple is below its predecessor.
   """
   if isinstance(default, type) and issubclass(default, Section):
     return pydantic.Field(default_factory=default, description=description)
@@ -78,7 +78,7 @@ def knob(
 def validate(
   section: type[AnySection], values: dict[str, Any], name: str = ''
 ) -> AnySection:
-  """The section with these values.
+  """Returns the section with these values.
 
   Args:
     values: of some or all knobs; the others have their defaults.
@@ -94,7 +94,7 @@ def validate(
 
 
 def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:
-  """(dotted name, field, value) of every knob in order, inner sections included."""
+  """Yields (dotted name, field, value) of every knob, nested sections included."""
   for key, field in type(section).model_fields.items():
     value, path = getattr(section, key), f'{name}.{key}' if name else key
     if isinstance(value, Section):
@@ -104,13 +104,13 @@ def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, A
 
 
 def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, str]]:
-  """(knob, default, range, sentence) of every knob."""
+  """Yields (knob, default, range, sentence) of every knob."""
   for path, field, value in fields(section, name):
     yield path, repr(value), expected(field), field.description or ''
 
 
 def expected(field: FieldInfo) -> str:
-  """The values a knob accepts, in words: 'an integer from 1 to 2147483647'."""
+  """Describes the accepted values: 'an integer from 1 to 2147483647'."""
   kind, limits = _kind(field.annotation), _limits(field)
   range_ = _range(limits, 'integer' in kind)
   kind += ' that do not fall' if limits.get('rising') else ''
@@ -122,7 +122,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-  """A value as an error shows it: on one line, at most 60 characters."""
+  """Formats a value for an error: on one line, at most 60 characters."""
   try:
     return shorten(repr(value))
   except Exception:  # an integer of 5000 digits, a class without a repr
@@ -130,12 +130,12 @@ def shown(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-  """The text, or its first 57 characters and three dots."""
+  """Cuts a text to 57 characters and three dots if it is longer than 60."""
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def _range(limits: dict[str, Any], whole: bool) -> str:
-  """The limits in words; '' where there are none."""
+  """Describes the limits in words; '' without limits."""
   most = limits.get('most', LARGEST if whole and 'below' not in limits else None)
   if 'least' in limits and most is not None:
     words = f'from {limits["least"]:g} to ' + (f'{most}' if whole else f'{most:g}')
@@ -154,7 +154,7 @@ def _range(limits: dict[str, Any], whole: bool) -> str:
 
 
 def _kind(annotation: Any) -> str:
-  """The type in words."""
+  """Describes the type in words."""
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is typing.Literal:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
@@ -177,14 +177,14 @@ def _limits(field: FieldInfo) -> dict[str, Any]:
 
 
 def _fits(value: Any, limits: dict[str, Any]) -> bool:
-  """Whether a value, or every value of a tuple, is in its range, and in its order."""
+  """Returns whether a value, or every value of a tuple, is in range and in order."""
   values = value if isinstance(value, tuple) else (value,)
   inside = all(_inside(one, limits) for one in values)
   return inside and (not limits.get('rising') or list(values) == sorted(values))
 
 
 def _inside(value: Any, limits: dict[str, Any]) -> bool:
-  """Whether a number is in its range; True for everything else."""
+  """Returns whether a number is in its range; True for everything else."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return True
   if value == math.inf:
@@ -223,7 +223,7 @@ def _place(
 
 
 def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
-  """pydantic's first error as one sentence."""
+  """Turns pydantic's first error into one sentence."""
   place = _place(section, values, error['loc'])
   path = '.'.join(filter(None, (name, place.path)))
   if error['type'] == 'value_error':  # raised by a validator of a section

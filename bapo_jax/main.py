@@ -2,7 +2,7 @@
 
 1. absl parses the flags, `load` runs the config file, `overrides` the --config.<knob>;
 2. `parse_config` validates every knob, before JAX is imported;
-3. `run` does what --mode says.
+3. `run` does what --mode selects.
 
 An error of the user is one sentence on stderr and exit status 2, before anything is
 written or compiled.
@@ -23,65 +23,72 @@ from bapo_jax.training.config import parse as parse_config
 from bapo_jax.training.overrides import OVERRIDE, decided, load, overrides
 
 CONFIG = flags.DEFINE_string(
-  'config', None, 'A file of configs/, with `:variant` where it has some.'
+  'config', None, 'A file of configs/, with `:variant` if it has variants.'
 )
 WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/default', 'Everything a run writes; give it again to resume.'
+  'workdir',
+  'runs/default',
+  'Directory of everything a run writes; give it again to resume.',
 )
 MODE = flags.DEFINE_enum(
   'mode',
   'train',
-  ['train', 'check', 'eval', 'export', 'plan', 'show', 'table'],
-  'What to do; table: compares the seeds of a sweep, in the folders of --workdir.',
+  ['train', 'check', 'eval', 'export', 'plan', 'show'],
+  'What to do.',
 )
 CHECKPOINT = flags.DEFINE_string(
-  'checkpoint', 'newest', 'Which to eval, export or show: newest, best or a step.'
+  'checkpoint', 'newest', 'Checkpoint to eval, export or show: newest, best or a step.'
 )
 EVAL_TO = flags.DEFINE_string(
-  'eval_to', '', 'Files <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
+  'eval_to', '', 'Writes <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
 )
 SHOW_GROUP = flags.DEFINE_integer(
-  'show_group', None, 'Prints this recorded group, from 1; none: turn pages by keys.'
+  'show_group', None, 'Prints this recorded group, from 1; not given: browse with keys.'
 )
 SHOW_WITH = flags.DEFINE_string(
-  'show_with', '', 'p: token probabilities, c: clip status, a: all of long responses.'
+  'show_with', '', 'p: token probabilities, c: clip status, a: long responses in full.'
 )
 EXPORT_TO = flags.DEFINE_string(
-  'export_to', '', 'A new directory; empty: <workdir>/export/<step>.'
+  'export_to', '', 'New directory to export to; empty: <workdir>/export/<step>.'
 )
 EXPORT_AS = flags.DEFINE_enum(
   'export_as',
   'merged',
   ['merged', 'adapter'],
-  'adapter: lora.* adapters alone, as a directory that peft loads.',
+  'adapter: exports the LoRA adapters alone, in the format of peft.',
 )
 EXPORT_DTYPE = flags.DEFINE_enum(
-  'export_dtype', 'float32', ['float32', 'bfloat16'], 'Of the exported numbers.'
+  'export_dtype', 'float32', ['float32', 'bfloat16'], 'Type of the exported numbers.'
 )
 EXPORT_SHARD_GB = flags.DEFINE_float(
-  'export_shard_gb', 5.0, 'Largest exported file, 10^9 bytes.', lower_bound=1e-9
+  'export_shard_gb',
+  5.0,
+  'Size limit of an exported file, 10^9 bytes.',
+  lower_bound=1e-9,
 )
 TOPOLOGY = flags.DEFINE_string(
-  'topology', 'v5p:2x2x4', 'What --mode=plan compiles for; it need not be attached.'
+  'topology',
+  'v5p:2x2x4',
+  'Devices that --mode=plan compiles for; they need not be attached.',
 )
 MEAN_SHARE = flags.DEFINE_float(
-  'mean_share', 1.0, 'Mean row over the longest, for --mode=plan.', 1e-6, 1.0
+  'mean_share', 1.0, 'Mean row length over the longest, for --mode=plan.', 1e-6, 1.0
 )
 SEARCH = flags.DEFINE_boolean(
-  'search', False, '--mode=plan compares all meshes by hand counts, compiling nothing.'
+  'search', False, '--mode=plan compares all meshes by counting, without compiling.'
 )
 COORDINATOR = flags.DEFINE_string(
-  'coordinator', '', 'host:port of process 0, where several run; empty: detected.'
+  'coordinator', '', 'host:port of process 0 of several; empty: detected.'
 )
-PROCESS = flags.DEFINE_integer('process', None, 'Which of them this is, from 0.')
-PROCESSES = flags.DEFINE_integer('processes', None, 'How many there are.')
+PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
+PROCESSES = flags.DEFINE_integer('processes', None, 'Number of processes.')
 START_S = flags.DEFINE_float(
   'start_s', hosts.START_S, 'Seconds to wait for the other processes.', lower_bound=1
 )
 
 
 def parse(argv: list[str]) -> list[str]:
-  """absl's parser.
+  """Parses the flags of absl.
 
   Returns:
     The name of the program and the overrides.
@@ -93,12 +100,12 @@ def parse(argv: list[str]) -> list[str]:
   except (flags.Error, OSError) as error:
     fail(error)
   if len(left) > 1:
-    fail(f'what is {left[1]!r}? Overrides look like --config.steps=10')
+    fail(f'unknown argument {left[1]!r}; an override is written --config.steps=10')
   return [left[0], *given]
 
 
 def read_config(file: str, given: list[str]) -> Config:
-  """The config of a file and the overrides, validated.
+  """Returns the validated config of a file and the overrides.
 
   Raises:
     ValueError: one sentence.
@@ -110,7 +117,7 @@ def read_config(file: str, given: list[str]) -> Config:
     for each in sections:
       section = section.setdefault(each, {})
       if not isinstance(section, dict):
-        raise ValueError(f'{each}={section!r}: it is a section; set its knobs instead')
+        raise ValueError(f'{each}={section!r} is a section; set its knobs instead')
     section[key] = value
   return parse_config(decided(values))
 
@@ -123,7 +130,7 @@ def fail(error: object) -> NoReturn:
   sys.exit(2)
 
 
-# What libtpu wants on a host without a TPU. The two efforts halve the time to compile
+# What libtpu needs on a host without a TPU. The two efforts halve the time to compile
 # and do not change the memory.
 PLANNING = {
   'JAX_PLATFORMS': 'cpu',
@@ -135,10 +142,10 @@ PLANNING = {
 
 
 def plan(config: Config) -> int:
-  """Compiles for --topology; the exit status is 0 where all of it fits, else 1."""
+  """Compiles for --topology; returns 0 if everything fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
     fail(
-      '--mode=plan compiles with libtpu, which is not installed; '
+      '--mode=plan needs libtpu, which is not installed; '
       'pip install -r requirements-tpu.txt (no TPU is needed)'
     )
   os.environ.update(PLANNING)
@@ -160,7 +167,7 @@ def show(config: Config) -> int:
 
 
 def check(config: Config) -> int:
-  """Checks a run before it begins; the exit status is 1 where a mistake is certain."""
+  """Checks a run before it begins; returns 1 for a certain mistake."""
   from bapo_jax.autosetup import check
 
   return check.check(config, WORKDIR.value)
@@ -190,20 +197,8 @@ def evaluate(config: Config) -> int:
   )
 
 
-def table(config: Config) -> int:
-  """Compares the seeds of a sweep."""
-  del config
-  from bapo_jax.tools import sweep
-
-  return sweep.table(WORKDIR.value)
-
-
 def train(config: Config) -> int:
-  """Trains one run, or every cell of a sweep."""
-  if config.cells:
-    from bapo_jax.tools import sweep
-
-    return sweep.run(config, WORKDIR.value)
+  """Trains the run."""
   from bapo_jax.run import experiment
 
   return experiment.train(config, WORKDIR.value)
@@ -217,22 +212,21 @@ MODES: dict[str, Callable[[Config], int]] = {
   'export': export,
   'plan': plan,
   'show': show,
-  'table': table,
 }
 
 
 def join(config: Config) -> None:
-  """Joins the other processes, if any, and checks that all run the same.
+  """Joins the other processes, if any, and checks that all run the same program.
 
   Raises:
-    ValueError: there are several, and this is no training run; or they differ.
+    ValueError: there are several processes and this is not a training run; or they
+      differ.
   """
-  if MODE.value != 'train' or config.cells:
+  if MODE.value != 'train':
     if PROCESSES.value is not None:
-      what = f'--mode={MODE.value}' if MODE.value != 'train' else 'a sweep'
       raise ValueError(
-        f'--processes={PROCESSES.value}: {what} runs in one process; only a training '
-        'run has several'
+        f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
+        'only a training run has several'
       )
     return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
@@ -243,17 +237,17 @@ def join(config: Config) -> None:
 
 
 def run(config: Config) -> int:
-  """Does what --mode says; returns the exit status."""
+  """Does what --mode selects; returns the exit status."""
   mode = MODE.value
-  if mode in ('train', 'table') and CHECKPOINT.value != 'newest':
+  if mode == 'train' and CHECKPOINT.value != 'newest':
     fail(
       f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
-      'always goes on from the newest'
+      'always resumes from the newest'
     )
-  if config.derived and mode != 'table':
+  if mode in ('export', 'plan', 'show'):  # the others prepare the run themselves
     from bapo_jax.autosetup import derive
 
-    config = derive.resolve(config, WORKDIR.value)
+    config = derive.decide(config, WORKDIR.value)
   return MODES[mode](config)
 
 
@@ -264,16 +258,16 @@ def ignore_duplicates(unraisable: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Does what the flags say; exits with the run's status."""
+  """Does what the flags select; exits with the run's status."""
   if not flags.FLAGS['verbosity'].present:
-    # orbax reports every file it opens, and an error with its traceback before raising.
+    # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
-  # Another duplicate of a refused write, after the sentence on a busy machine.
+  # Python warns of the same refused write again on a busy machine.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   file = CONFIG.value
   if file is None:
-    fail('give a --config, for instance --config=configs/aime.py')
+    fail('--config is missing; give one, for instance --config=configs/aime.py')
   try:
     with signals.none_lost():
       config = read_config(file, argv[1:])
@@ -283,8 +277,8 @@ def main(argv: list[str]) -> None:
     fail(error)
   except KeyboardInterrupt:
     print(
-      f'Stopped at once. The same command with --workdir={WORKDIR.value} goes on from '
-      'what is saved; a warm start is saved when it is done.',
+      f'Stopped at once. The same command with --workdir={WORKDIR.value} resumes from '
+      'the newest checkpoint; a warm start is saved once it is finished.',
       file=sys.stderr,
     )
     sys.stdout.flush()

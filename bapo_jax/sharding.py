@@ -1,12 +1,12 @@
-"""Placement of arrays: one table from parameter path to logical axes to mesh axes.
+"""Places arrays: one table from parameter path to logical axes to mesh axes.
 
 1. `make` lays the devices out as (data, fsdp, tensor);
-2. `PATHS` names the logical axes of each parameter, first match wins, no match raises;
+2. `PATHS` names the logical axes of each parameter; the first match wins;
 3. `LAYOUTS` maps each logical axis to the mesh axis it is split over: in training the
    weights are split over fsdp and tensor, in decoding over tensor alone, so that a
    token step gathers no weights;
-4. code that must know the mesh while it is traced (a kernel, a constraint) reads the
-   `ambient` one, which `current` and `under` set.
+4. code that needs the mesh while it is traced (a kernel, a constraint) reads the
+   `ambient` mesh, which `current` and `under` set.
 """
 
 import contextlib
@@ -83,11 +83,12 @@ def make(
   tensor: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A (data, fsdp, tensor) mesh.
+  """Makes a (data, fsdp, tensor) mesh.
 
   Args:
-    data, fsdp, tensor: devices along each axis; one of them may be -1, the rest.
-    devices: those of the mesh, in order; None: all devices of the process group.
+    data, fsdp, tensor: devices along each axis; at most one is -1, which takes all that
+      the others leave.
+    devices: of the mesh, in order; None: all devices of all processes.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
@@ -107,23 +108,23 @@ def make(
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """The key path of a leaf as one string: 'layers/q'."""
+  """Joins the key path of a leaf into a string such as 'layers/q'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def spec_of(
   name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, layout: str = 'train'
 ) -> P:
-  """The PartitionSpec of the parameter at path `name`.
+  """Returns the PartitionSpec of the parameter at path `name`.
 
-  Key/value heads that their mesh axis does not divide are replicated, as in every
-  implementation.
+  Key/value heads that do not divide over their mesh axis are replicated, as in every
+  implementation of grouped-query attention.
 
   Args:
     layout: a key of LAYOUTS.
 
   Raises:
-    ValueError: no line of PATHS matches, or the mesh does not divide another axis.
+    ValueError: no line of PATHS matches, or another axis does not divide over the mesh.
   """
   stacked = re.sub(r'(^|/)layers/\d+/', r'\1layers/', name)
   matches = [axes for pattern, axes in PATHS if re.search(pattern, stacked)]
@@ -146,7 +147,7 @@ def spec_of(
 
 
 def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
-  """The NamedShardings of a tree of parameters, or of moments shaped like them."""
+  """Returns the NamedShardings of a tree of parameters or of their moments."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: NamedSharding(
       mesh, spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
@@ -156,48 +157,48 @@ def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
 
 
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
-  """The sharding of arrays whose leading axis is a batch of rows.
+  """Returns the sharding of arrays whose leading axis is a batch of rows.
 
   Args:
-    rows: size of that axis. If the mesh does not divide it, every device holds all
-      rows: results may have any length, only inputs of a program must divide.
+    rows: size of that axis. If it does not divide over the mesh, every device gets all
+      rows; only inputs of a program must divide, results may have any length.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh) -> Tree:
-  """`over_rows` of every array of a tree; scalars are replicated."""
+  """Returns `over_rows` for every array of a tree; scalars are replicated."""
   return jax.tree.map(
     lambda x: over_rows(mesh, x.shape[0]) if x.ndim else replicated(mesh), tree
   )
 
 
 def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
-  """The tree laid out so, whatever layout a program gave it; as it is on one device."""
+  """Reshards the rows of a tree over the mesh; a no-op on one device."""
   if mesh is None or mesh.size == 1:
     return tree
   return jax.device_put(tree, layout_of_rows(tree, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The sharding of small arrays that every device holds whole."""
+  """Returns the sharding of small arrays that are whole on every device."""
   return NamedSharding(mesh, P())
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
-  """Number of pieces that a batch axis is cut into."""
+  """Returns the number of pieces that a batch axis is cut into."""
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """The sharding of keys and values [S, K, ...]: that of their projections."""
+  """Returns the sharding of keys and values [S, K, ...]: that of their projections."""
   return NamedSharding(
     mesh, P(ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
   )
 
 
 def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
-  """Warning if key/value heads are replicated, else ''."""
+  """Returns a warning if key/value heads are replicated, else ''."""
   tensor = mesh.shape['tensor']
   if kv_heads % tensor == 0:
     return ''
@@ -208,7 +209,7 @@ def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-  """The context in which this mesh is the ambient one; a no-op for a single device."""
+  """Makes the mesh the ambient one in a `with` block; a no-op on one device."""
   alone = mesh is None or mesh.size == 1
   return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
 
@@ -216,7 +217,7 @@ def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 def under(
   mesh: Mesh | None, function: Callable[Args, Result]
 ) -> Callable[Args, Result]:
-  """The function, always called with this mesh as the ambient one."""
+  """Wraps a function so that it always runs with this mesh as the ambient one."""
 
   @functools.wraps(function)
   def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -227,22 +228,22 @@ def under(
 
 
 def ambient() -> AbstractMesh | None:
-  """The ambient mesh, or None: then XLA places all arrays by itself."""
+  """Returns the ambient mesh; None: XLA places all arrays by itself."""
   found = jax.sharding.get_abstract_mesh()
   return found if found.axis_names == AXES and found.size > 1 else None
 
 
 def ambient_row_shards() -> int:
-  """`row_shards` of the ambient mesh; 1 without one."""
+  """Returns `row_shards` of the ambient mesh; 1 without a mesh."""
   found = ambient()
   return row_shards(found) if found else 1
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-  """x split over these axes of the ambient mesh; x itself if the mesh does not divide.
+  """Constrains x to these axes of the ambient mesh, if the mesh divides x.
 
   Args:
-    axes: one entry per leading axis of x: mesh axes, or None for a whole axis.
+    axes: for each leading axis of x a mesh axis, or None for an axis that is not split.
   """
   found = ambient()
   if found is None:

@@ -1,19 +1,19 @@
 r"""Countdown: four cells at equal numbers of responses, on the embedded policy.
 
-  python -m bapo_jax.main --config=configs/countdown.py --workdir=runs/countdown
   python -m bapo_jax.main --config=configs/countdown.py:both --workdir=runs/both
-  SEEDS="0 1 2" launch/sweep.sh
+  python -m lab.sweep configs/countdown.py:cells --results=runs/countdown --workers=2
 
-The first command runs the sweep of four cells, the second a single cell, the third the
-sweep for several seeds and a table of them.
+The first command trains a single cell. The second trains all four cells for seeds 0 to
+2 and prints a table of them.
 
 |                     | batch `fresh_only` | batch `adapted` |
 |---------------------|--------------------|-----------------|
 | clip `fixed`        | grpo               | batch           |
 | clip `balanced`     | clip               | both            |
 
-All cells start from one warm start. A cell ends once it has sampled `config.responses`
-responses, re-evaluations included: a cell that re-evaluates takes fewer steps.
+The cells of a seed share one warm start. A cell ends once it has sampled
+`config.responses` responses, re-evaluations included: a cell that re-evaluates takes
+fewer steps.
 
 A problem has two or three numbers from 1 to 9 and a target up to 30, and its prompt is
 `5 6 3=13`. The warm start teaches the policy of 0.1 M parameters to try random chains.
@@ -26,10 +26,16 @@ prompts; groups of 8; thresholds 1/8 (hard) and 1/8 to 5/8 (reusable). From Bala
 and the scores.
 """
 
+from typing import TYPE_CHECKING
+
 from ml_collections import ConfigDict
 
 from configs import base
 
+if TYPE_CHECKING:
+  from lab.experiments import Experiment
+
+NAMES = ('cells',)  # experiments
 CELLS = (  # name, batch rule, clip rule
   ('grpo', 'fresh_only', 'fixed'),
   ('clip', 'fresh_only', 'balanced'),
@@ -39,14 +45,13 @@ CELLS = (  # name, batch rule, clip rule
 
 
 def get_config(arg: str = '') -> ConfigDict:
-  """The sweep, or one of its cells.
+  """Returns the config of a cell; without a name that of the default rules.
 
   Raises:
-    ValueError: no such cell.
+    ValueError: the cell does not exist.
   """
   config = embedded()
   if not arg:
-    config.cells = CELLS
     return config
   rules = {name: rules for name, *rules in CELLS}
   if arg not in rules:
@@ -58,8 +63,20 @@ def get_config(arg: str = '') -> ConfigDict:
   return config
 
 
+def get_experiment(name: str) -> 'Experiment':
+  """Returns the experiment `cells`: the four cells with three seeds.
+
+  Raises:
+    KeyError: the name is not `cells`.
+  """
+  from lab.experiments import Experiment  # a training run does without lab
+
+  arms = {cell: {'batch.rule': batch, 'clip.rule': clip} for cell, batch, clip in CELLS}
+  return {'cells': Experiment(embedded().to_dict(), arms, (0, 1, 2))}[name]
+
+
 def embedded() -> ConfigDict:
-  """The knobs that all cells share."""
+  """Returns the knobs that all cells share."""
   config = base.get_config()
   config.title = 'countdown, tiny'
   config.steps = 60

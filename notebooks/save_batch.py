@@ -20,7 +20,7 @@ from bapo_jax.learner import learner
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, setup, trainer
+from bapo_jax.training import build, checkpoint, trainer
 from bapo_jax.training.config import parse
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree, take
@@ -33,7 +33,7 @@ STEPS, GROUPS = 4, 8  # learner steps on one rollout; groups that are stored
 def restored(workdir: str) -> tuple[Trainer, TrainState]:
   """Trainer and newest state of a run of the embedded default."""
   config = parse(base.get_config().to_dict())
-  t, s = setup.start(config, workdir, PhaseTimer())
+  t, s = build.start(config, workdir, PhaseTimer())
   with checkpoint.manager(workdir, config.checkpoint.keep) as checkpoints:
     s, _ = resume.resume(checkpoints, s)
   return t, s

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import setup, trainer
+from bapo_jax.training import build, trainer
 from bapo_jax.training.config import parse
 from bapo_jax.training.state import Metrics, TrainState
 from bapo_jax.types import Groups, concat
@@ -80,7 +80,7 @@ def main() -> None:
   """Trains, with the lines of `trainer.train_loop`, and writes the file."""
   config, steps = parse(get_config().to_dict()), []
   with tempfile.TemporaryDirectory() as workdir:
-    t, s = setup.start(config, workdir, PhaseTimer())
+    t, s = build.start(config, workdir, PhaseTimer())
     while not trainer.finished(config, s):
       keys = trainer.step_keys(config.seed, s.step)
       s = trainer.sync_actor_if_due(t, s)

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from bapo_jax.run import experiment, step_record
 from bapo_jax.runtime import metrics
-from bapo_jax.tools import run_plots
 from bapo_jax.training import config as config_lib
 from configs import base
+from lab import run_plots
 
 FOLDER = pathlib.Path(__file__).with_name('4_runs')
 RUNS = {'grpo': ('fixed', 'fresh_only'), 'both': ('balanced', 'adapted')}

@@ -8,7 +8,8 @@ import tokenizers
 import transformers
 from flax import traverse_util
 
-from bapo_jax.models import hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 
 # Of Qwen2, Qwen3 and Llama each what the others lack.
 OWN = {
@@ -91,7 +92,7 @@ def model(path: pathlib.Path, kind: str, chat: str | None = CHAT, **config) -> s
   vocab = {'vocab_size': -(-len(backend) // 8) * 8 + 8}
   values = {'model_type': kind} | SIZES | OWN[kind] | vocab | config
   (path / 'config.json').write_text(json.dumps(values))
-  spec = hf_weights.spec(str(path), 'float32')
+  spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'float32')
   return str(path)

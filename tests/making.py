@@ -6,7 +6,9 @@ import numpy as np
 
 from bapo_jax.algorithms import advantage
 from bapo_jax.learner import learner
-from bapo_jax.models import decoder, logprobs, transformer, vision_spec
+from bapo_jax.models import decoder, logprobs, transformer
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
@@ -112,7 +114,7 @@ class OddVerifier(Verifier):
   """
 
   def __init__(self, early: bool = False):
-    super().__init__('exact')
+    super().__init__(RewardsConfig(rule='exact'))
     self.early = early
     self.submitted: list[tuple[list[str], list[str]]] = []  # (answers, texts) per call
 

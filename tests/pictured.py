@@ -15,7 +15,7 @@ from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Prompts
 
 # As Qwen2.5-VL's own writes one message: texts, and pictures between two marks.

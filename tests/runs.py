@@ -19,14 +19,14 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import traverse_util
 
-from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, config, policy, setup
+from bapo_jax.training import build, checkpoint, config, policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -197,9 +197,9 @@ def warm_start(workdir: pathlib.Path) -> None:
   """Leaves in the workdir the problems and the warm start of a tiny run."""
   made = tiny()
   with one_device():
-    material = setup.read(made, str(workdir))
-    mesh = setup.make_mesh(made)
-    policy.load(made, str(workdir), material.tokenizer, mesh, PhaseTimer())
+    r = resolve.resolve(made)
+    build.read(made, r.model, str(workdir))
+    policy.load(r, str(workdir), PhaseTimer())
 
 
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -212,7 +212,7 @@ def source(path: pathlib.Path) -> str:
   """A directory as a hub model's: weights, config, tokenizer, generation config."""
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
-  spec = hf_weights.spec(str(path), 'float32')
+  spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
   tokenizer = tokenizer_lib.characters()
@@ -242,9 +242,8 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
 def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:
   """(config, parameters after a short warm start), saved in the workdir."""
   made = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
-  tokenizer = policy.load_tokenizer(made)
   experiment.claim(str(workdir), made)
-  mesh = sharding.make(devices=jax.devices()[:1])
-  _, params = policy.load(made, str(workdir), tokenizer, mesh, PhaseTimer())
+  r = resolve.resolve(made, devices=jax.devices()[:1])
+  params = policy.load(r, str(workdir), PhaseTimer())
   saved(workdir, params)
   return made, params

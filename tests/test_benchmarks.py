@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bapo_jax import main
-from bapo_jax.models import transformer, vision_spec
+from bapo_jax.models import transformer
+from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.tools.plan import roofline
 from benchmarks.models import tower
 from benchmarks.training import learner, our_step, rates, rl_step, trl_step
@@ -110,16 +111,16 @@ def test_flops_of_a_tower_are_those_of_its_products(name):
 
 def test_problems_are_written_in_the_order_of_the_run(tmp_path):
   from bapo_jax.data import prompts, tokenizer
-  from bapo_jax.training import setup
+  from bapo_jax.training import build, resolve
 
   config = main.read_config('configs/aime.py', ['--config.steps=2'])
-  problems = setup.read(config, str(tmp_path)).problems
+  problems = build.read(config, resolve.open_model(config), str(tmp_path)).problems
 
   t = types.SimpleNamespace(config=config, problems=problems)
   our_step.write_problems(t, tmp_path / 'problems.jsonl')
   rows = [json.loads(x) for x in (tmp_path / 'problems.jsonl').read_text().splitlines()]
   second = prompts.next_prompts(problems, 1, config.seed, config.prompts.count)
   tokens_PT, _ = tokenizer.tokenize_prompts(
-    setup.policy.load_tokenizer(config), [r['problem'] for r in rows[64:]], 17
+    resolve.open_model(config).tokenizer, [r['problem'] for r in rows[64:]], 17
   )
   assert (tokens_PT == second.tokens_PT).all()

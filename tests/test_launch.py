@@ -164,18 +164,6 @@ def test_one_host_has_eight_devices_on_every_axis(tmp_path):
   assert axes == [f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')]
 
 
-def test_a_sweep_runs_every_seed_and_then_their_table(tmp_path):
-  _, commands = started(tmp_path, 'sweep.sh', *FLAGS, SEEDS='3 5', RUNS='my runs')
-  main = ['-m', 'bapo_jax.main', '--config=configs/countdown.py']
-  assert commands == [
-    *(
-      [*main, f'--workdir=my runs/seed{n}', f'--config.seed={n}', *FLAGS]
-      for n in (3, 5)
-    ),
-    [*main, '--mode=table', '--workdir=my runs'],
-  ]
-
-
 def test_slurm_runs_one_process_per_task():
   text = run(LAUNCH / 'slurm.sbatch', '--dry-run', *FLAGS, env={'RESTARTS': '5'})
   assert words(text.strip()) == [

@@ -15,7 +15,6 @@ from bapo_jax.training.config import Config
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = 'configs/aime.py'
 GOOD = '--config=' + TINY
-COUNTDOWN = '--config=configs/countdown.py'
 CASES = [  # flags, what the sentence must say
   ([], 'give a --config'),
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
@@ -40,8 +39,6 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.evaluate.k=(1,8)'], 'evaluate.group_size=1'),
   ([GOOD, '--config.evaluate.k=' + '(' * 5000], 'evaluate.k=((((('),
   ([GOOD, '--config.metrics.wandb=maybe'], 'metrics.wandb=maybe: give True or False'),
-  ([GOOD, '--config.cells=5'], 'cells=5: give a tuple of tuples, each a tuple of 3'),
-  ([GOOD, "--config.cells=('grpo',)"], "cells=('grpo',): give a tuple of tuples"),
   ([GOOD, '--config.clip.rule=balnced'], "clip.rule='balnced': give one of 'uncl"),
   ([GOOD, '--config.clip.balanced.target=1.5'], 'target=1.5: give a number from 0'),
   ([GOOD, '--config.clip.balanced.low=(0.9,0.6)'], 'low=(0.9, 0.6)'),
@@ -74,7 +71,6 @@ CASES = [  # flags, what the sentence must say
   ),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/countdown.py:dapo'], "no cell 'dapo'"),
-  ([COUNTDOWN, '--mode=table'], 'no folder with a finished sweep'),
   (
     [GOOD, '--config.problems.source=countdown']
     + ['--config.problems.test_source=countdown'],
@@ -173,7 +169,6 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
     ('--config.evaluate.k=8', (8,)),
     ('--config.clip.balanced.sources=fresh', ('fresh',)),
     ("--config.clip.balanced.sources=('fresh','reused')", ('fresh', 'reused')),
-    ("--config.cells=(('a','fresh_only','fixed'),)", (('a', 'fresh_only', 'fixed'),)),
   ],
 )
 def test_an_override_is_read_by_the_type_of_its_knob(given, value):

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, transformer, vision_spec
-from bapo_jax.training import setup
+from bapo_jax.models import decoder, transformer
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.training import build
 from bapo_jax.training.config import Config
 
 QWEN2 = transformer.ModelSpec(
@@ -101,7 +102,7 @@ def test_adams_moments_are_placed_as_their_parameters(spec):
   devices = sharding.make(2, 2, 2)
   params = transformer.abstract(spec)
   for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
-    tx = setup.optimizer(Config().with_values(optimizer=knobs))
+    tx = build.optimizer(Config().with_values(optimizer=knobs))
     opt = jax.eval_shape(tx.init, params)
     placed = {
       sharding.path_name(path): x.spec

@@ -1,11 +1,11 @@
-"""--mode=check: a dry run, which trains nothing and writes nothing.
+"""Runs --mode=check: a dry run that trains nothing and writes nothing.
 
-1. prompts as the model sees them, right answers against themselves, disk;
-2. responses by the model as it is, with their verdicts: can a run learn from them?
-3. one update, for its seconds and its memory;
-4. findings, each with its way out. Status 1 where one of them is a mistake for certain.
+1. shows prompts as the model sees them, verifies the right answers, looks at the disk;
+2. samples responses from the model as it is: can a run learn from their verdicts?
+3. times one update and measures its memory;
+4. lists findings, each with its way out. The status is 1 if one is a certain mistake.
 
-`short` is the part that costs next to nothing: a new run begins with it.
+`short` is the cheap part, with which every new run begins.
 """
 
 import contextlib
@@ -14,25 +14,24 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from bapo_jax.autosetup import check_rules, derive, derive_sizes, facts
+from bapo_jax.autosetup import check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import pictured_problems, prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import frozen, policy, setup, trainer
+from bapo_jax.training import budget, build, trainer
+from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS
-from bapo_jax.training.setup import Material
+from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import take
 
@@ -42,49 +41,52 @@ LONGEST = 300  # characters of a response
 
 
 def check(config: Config, workdir: str) -> int:
-  """Runs all of it; returns the exit status: 1 where a mistake is certain, else 0.
+  """Runs the whole check; returns the exit status: 1 for a certain mistake, else 0.
 
   Raises:
-    ValueError: one sentence, where the run would be refused.
+    ValueError: one sentence, if the run would be refused.
   """
   if not config.model.path:
     raise ValueError(
-      '--mode=check is for a model of yours; give --config.model.path (the embedded '
+      '--mode=check needs a published model; set --config.model.path (the embedded '
       'policy has no weights before its warm start)'
     )
   began, timer = time.perf_counter(), PhaseTimer()
-  setup.check_available(config)
-  known = facts.gather(config, available=True)
-  tokenizer = policy.load_tokenizer(config)
-  policy.check_vocabulary(config, tokenizer)
-  material = Material(tokenizer, *problems(config, known, tokenizer))
+  r = derive.prepare(config, workdir)
+  budget.check(r.budget, budget.capacity(r.mesh))
+  config, known = r.config, known_of(r)
+  material = Material(*problems(config, known, r.tokenizer))
   findings = check_rules.of_config(config, known, free_bytes(workdir))
-  log(described(config, known, material, workdir))
-  small = shrunk(config)
-  with contextlib.closing(setup.make_verifier(small)) as verifier:
-    t, s = start(small, material, verifier, timer)
+  log(described(r, known, material, workdir))
+  small = dataclasses.replace(r, config=shrunk(config))
+  with contextlib.closing(build.make_verifier(config)) as verifier:
+    t, s = build.build(small, material, verifier, workdir, timer)
     seconds, rollout = sample(t, s, timer)
-    sampled = summary(rollout, tokenizer.eos)
+    sampled = summary(rollout, r.tokenizer.eos)
     log(shown_responses(config, t, rollout, sampled))
     findings += check_rules.of_responses(config, sampled)
     log(measured(config, t, s, rollout, seconds, timer))
   log(listed(findings))
-  log(f'Checked in {time.perf_counter() - began:.0f} s; nothing was written.')
+  log(f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written.')
   return int(any(each.kind == 'mistake' for each in findings))
 
 
-def short(config: Config, material: Material, workdir: str) -> str:
-  """One prompt as the model sees it, and what is wrong with the config; for `train`."""
-  known = facts.gather(config, available=True)
-  findings = check_rules.of_config(config, known, free_bytes(workdir))
-  text = prompt_texts(material, 1, known.spec)[0]
+def short(r: Resolved, material: Material, workdir: str) -> str:
+  """Shows one prompt as the model sees it, and what is wrong with the config."""
+  findings = check_rules.of_config(r.config, known_of(r), free_bytes(workdir))
+  text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
+
+
+def known_of(r: Resolved) -> Facts:
+  """Returns the facts of a resolved run."""
+  return facts.gather(r.config, r.model)
 
 
 def problems(
   config: Config, known: Facts, tokenizer: tokenizer_lib.Tokenizer
 ) -> tuple[prompts.Problems, prompts.Problems]:
-  """Training and held-out problems as `prompts.load` returns them, nothing stored."""
+  """Tokenizes training and held-out problems like `prompts.load`, storing nothing."""
   if known.pictured:
     vision = tower.vision_of(known.spec)
     knobs = config.prompts, config.problems
@@ -103,7 +105,7 @@ def problems(
 
 
 def free_bytes(workdir: str) -> int:
-  """Bytes that are free where the workdir is, or would be made."""
+  """Returns the free bytes where the workdir is, or would be made."""
   path = os.path.abspath(workdir)
   while not os.path.exists(path):
     path = os.path.dirname(path)
@@ -111,9 +113,9 @@ def free_bytes(workdir: str) -> int:
 
 
 def shrunk(config: Config) -> Config:
-  """The config of a step with one minibatch of the run's shape, or with GROUPS groups.
+  """Returns the config of a step with one minibatch, or with GROUPS groups if larger.
 
-  Synchronous, without a buffer: what is measured is one update on fresh responses.
+  It is synchronous and has no buffer: it measures one update on fresh responses.
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
@@ -130,19 +132,8 @@ def shrunk(config: Config) -> Config:
   )
 
 
-def start(
-  config: Config, material: Material, verifier: Any, timer: PhaseTimer
-) -> tuple[Trainer, TrainState]:
-  """Trainer and state at step 0."""
-  mesh = setup.make_mesh(config)
-  spec, weights = policy.load(config, '', material.tokenizer, mesh, timer)
-  base, params = frozen.trained(config, spec, weights, mesh)
-  t = setup.make_trainer(config, material, spec, mesh, verifier, timer, base)
-  return t, setup.initial_state(t, params)
-
-
 def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout]:
-  """(seconds, the first groups of the run), its programs compiled before."""
+  """Compiles the sampler, then returns (seconds, the first groups of the run)."""
   key = trainer.step_keys(t.config.seed, 0).fresh
   with timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
@@ -153,7 +144,7 @@ def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
-  """What the findings need of a rollout."""
+  """Summarizes a rollout for the findings."""
   groups = rollout.groups
   mask_PGT, tokens_PGT = (
     np.asarray(x) for x in (groups.response_mask_PGT, groups.tokens_PGT)
@@ -168,31 +159,32 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   )
 
 
-def prompt_texts(material: Material, n: int, spec: ModelSpec) -> list[str]:
-  """The first prompts of the training problems, special tokens and all."""
-  found = material.problems
+def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
+  """Decodes the first prompts of the training problems, special tokens included."""
+  training = material.problems
   return tokenizer_lib.decode_prompts(
-    material.tokenizer, found.tokens_NT[:n], found.length_N[:n], spec.image_token
+    r.tokenizer, training.tokens_NT[:n], training.length_N[:n], r.spec.image_token
   )
 
 
 def quoted(text: str) -> str:
-  """Lines of a text, each after a bar."""
+  """Puts a bar before every line of a text."""
   return '\n'.join(f'  | {line}' for line in text.split('\n'))
 
 
-def described(config: Config, known: Facts, material: Material, workdir: str) -> str:
-  """The prompts, their lengths, the right answers and the disk."""
-  found, verified = material.problems, known.verified(config.rewards.rule)
+def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
+  """Describes the prompts, their lengths, the right answers and the disk."""
+  config, found = r.config, material.problems
+  verified = known.verified(config.rewards.rule)
   lines = [f'Check of {config.model.path} on {config.problems.source}']
-  for i, text in enumerate(prompt_texts(material, SHOWN, known.spec)):
+  for i, text in enumerate(prompt_texts(r, material, SHOWN)):
     answer = found.answer[i]
     lines.append(
       f'prompt {i + 1}, {found.length_N[i]} tokens, right answer {answer[:40]!r}:\n'
       f'{quoted(text)}'
     )
   training, held_out = known.lengths(config.tokenizer.template)
-  disk = derive_sizes.budget_of(config, known)[1].disk / 1e9
+  disk = r.budget.disk / 1e9
   lines += [
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}',
@@ -204,7 +196,7 @@ def described(config: Config, known: Facts, material: Material, workdir: str) ->
 
 
 def lengths(tokens: Sequence[int]) -> str:
-  """Prompts by their tokens."""
+  """Describes the number and the lengths of prompts in tokens."""
   low, mid, high = np.percentile(tokens, [0, 50, 100]).astype(int)
   return f'{len(tokens)} of {low} to {high} tokens, median {mid}'
 
@@ -212,7 +204,7 @@ def lengths(tokens: Sequence[int]) -> str:
 def shown_responses(
   config: Config, t: Trainer, rollout: Rollout, sampled: Sampled
 ) -> str:
-  """Some responses with their verdicts, and what all of them are worth."""
+  """Describes some responses with their verdicts, and statistics of all."""
   ids = np.repeat(np.asarray(rollout.groups.id_P), t.config.sampler.group_size)
   order = sorted(range(len(ids)), key=lambda i: (i % t.config.sampler.group_size, i))
   right = [i for i in order if rollout.verdicts[i].right][:1]
@@ -248,7 +240,7 @@ def measured(
   seconds: float,
   timer: PhaseTimer,
 ) -> str:
-  """Seconds of a step and memory, by one update on a minibatch of these groups."""
+  """Times one update on a minibatch of these groups; describes a step and memory."""
   groups = rollout.groups
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
@@ -256,7 +248,7 @@ def measured(
   teaching = int((spread_P[chosen] > 0).sum())
   one = t.config.with_values(prompts={'count': per_update}, learner={'minibatches': 1})
   with timer('compile'):
-    step = setup.compile_train_step(t, s)
+    step = build.compile_train_step(t, s)
   t = dataclasses.replace(t, config=one, train_step=step)
   key = trainer.step_keys(config.seed, 0).update
   batch, source_P = take(groups, chosen), np.zeros(per_update, np.int32)
@@ -268,13 +260,14 @@ def measured(
   return (
     f'a step     about {total:.3g} s: sampling {sampling:.3g}, '
     f'{config.updates_per_step} updates of {update:.3g} ({teaching} of {per_update} '
-    f'groups taught); {config.steps} steps {config.steps * total / 3600:.2g} h\n'
+    f'groups had mixed verdicts); '
+    f'{config.steps} steps {config.steps * total / 3600:.2g} h\n'
     f'memory     {peak(t)}; compiling took {timer.seconds["compile"]:.0f} s'
   )
 
 
 def peak(t: Trainer) -> str:
-  """The most memory used so far."""
+  """Describes the peak of memory so far."""
   device = t.mesh.devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
   if stats and 'peak_bytes_in_use' in stats:
@@ -283,9 +276,9 @@ def peak(t: Trainer) -> str:
 
 
 def listed(findings: Sequence[Finding]) -> str:
-  """All findings, the worst first."""
+  """Formats all findings, the worst first."""
   order = ('mistake', 'warning', 'note')
   lines = sorted(findings, key=lambda each: order.index(each.kind))
   if not lines:
-    return 'Nothing is wrong, as far as was looked.'
+    return 'No problems found.'
   return '\n'.join(derive.wrapped(each.line, '') for each in lines)

@@ -1,10 +1,10 @@
-r"""What may be wrong with a run, each finding with its way out.
+"""Finds what may be wrong with a run, each finding with its way out.
 
-1. `of_config` looks at config and facts alone, in milliseconds;
-2. `of_responses` looks at responses that were sampled and verified.
+1. `of_config` reads config and facts alone, in milliseconds;
+2. `of_responses` reads responses that were sampled and verified.
 
-A `mistake` makes the run useless for certain; a `warning` is likely to be one; a `note`
-is to be known.
+A `mistake` makes the run useless for certain, a `warning` probably; a `note` is for
+information.
 """
 
 import re
@@ -28,7 +28,7 @@ ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
 
 
 class Finding(NamedTuple):
-  """One thing that is wrong, and the way out."""
+  """One problem of a run, and the way out."""
 
   kind: Kind
   name: str  # in two words, for a program
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
   @property
   def line(self) -> str:
-    """For the screen."""
+    """The finding as a line of the screen."""
     return f'{self.kind.upper()} ({self.name}): {self.sentence}; {self.way_out}'
 
 
@@ -51,15 +51,15 @@ class Sampled(NamedTuple):
 
   @property
   def mixed(self) -> int:
-    """Groups with right and wrong responses, from which a run learns."""
+    """The number of groups with mixed verdicts, which alone produce a gradient."""
     return int((self.correct_PG.any(1) & ~self.correct_PG.all(1)).sum())
 
 
 def of_config(config: Config, known: Facts, free: int) -> list[Finding]:
-  """What is wrong with the config of a new run.
+  """Returns the findings about the config of a new run.
 
   Args:
-    free: bytes that are free where the run writes.
+    free: free bytes where the run writes.
   """
   rules: Sequence[Callable[[Config, Facts], Iterator[Finding]]] = (
     _template,
@@ -77,7 +77,7 @@ def of_config(config: Config, known: Facts, free: int) -> list[Finding]:
 
 
 def _template(config: Config, known: Facts) -> Iterator[Finding]:
-  """A chat model without its template; special tokens written twice."""
+  """Finds a chat model without its template, and special tokens written twice."""
   template = config.tokenizer.template
   if known.chat and not template.startswith('chat:'):
     yield Finding(
@@ -100,7 +100,7 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _end_token(config: Config, known: Facts) -> Iterator[Finding]:
-  """The token after an answer does not end a response."""
+  """Finds a chat template whose turn end does not end a response."""
   if not config.tokenizer.template.startswith('chat:'):
     return
   found = tokenizer_lib.turn_end(known.tokenizer)
@@ -115,7 +115,7 @@ def _end_token(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
-  """Right answers that are not right, or that another verifier reads better."""
+  """Finds right answers that fail their verifier, or suit another one better."""
   given, check = config.rewards.rule, known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
@@ -137,7 +137,7 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _box(config: Config, known: Facts) -> Iterator[Finding]:
-  """A verifier that reads boxes, which no prompt asks for."""
+  """Finds a verifier that reads boxes although no prompt asks for a box."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
   asking = ASKED.search(config.tokenizer.template) or any(
     ASKED.search(row.problem) or ASKED.search(row.system) for row in known.training
@@ -155,7 +155,7 @@ def _box(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
-  """A learning rate that is off by ten."""
+  """Finds a learning rate that is off by a factor of ten."""
   usual, reason = derive_sizes.learning_rate(config, known)
   times = config.optimizer.lr / usual
   if not 1 / OFF < times < OFF:
@@ -169,7 +169,7 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
-  """Training prompts that are left out."""
+  """Counts training prompts that are too long and dropped."""
   training, _ = known.lengths(config.tokenizer.template)
   most = config.prompts.max_prompt_tokens
   cut = sum(n > most for n in training)
@@ -184,7 +184,7 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
-  """Held-out problems among the training problems."""
+  """Finds held-out problems among the training problems."""
   if known.pictured:  # other pictures make other problems of the same text
     both, message = pictured_problems.overlap(config.problems, *known.pictured)
   else:
@@ -212,7 +212,7 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _memory(config: Config, known: Facts) -> Iterator[Finding]:
-  """An update that does not fit, counted by hand."""
+  """Finds an update that does not fit the memory of a device."""
   needed = derive_sizes.budget_of(config, known)[1].update
   if needed > known.memory:
     yield Finding(
@@ -226,7 +226,7 @@ def _memory(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _disk(config: Config, known: Facts, free: int) -> Iterator[Finding]:
-  """Checkpoints that do not fit the disk."""
+  """Finds checkpoints that do not fit the disk."""
   _, b = derive_sizes.budget_of(config, known)
   each, wanted = sum(b.checkpoint.values()), b.disk
   if wanted > free:
@@ -242,7 +242,7 @@ def _disk(config: Config, known: Facts, free: int) -> Iterator[Finding]:
 
 
 def of_responses(config: Config, sampled: Sampled) -> list[Finding]:
-  """What is wrong with the responses of the model before any training."""
+  """Returns the findings about responses of the model before any training."""
   correct_PG, n = sampled.correct_PG, sampled.correct_PG.size
   groups = len(correct_PG)
   found = list(_learnable(correct_PG, sampled.mixed))
@@ -282,7 +282,7 @@ def of_responses(config: Config, sampled: Sampled) -> list[Finding]:
 
 
 def _learnable(correct_PG: np.ndarray, mixed: int) -> Iterator[Finding]:
-  """Groups that teach nothing."""
+  """Finds that no group has mixed verdicts."""
   groups, accuracy = len(correct_PG), float(correct_PG.mean())
   if mixed:
     return
@@ -301,6 +301,6 @@ def _learnable(correct_PG: np.ndarray, mixed: int) -> Iterator[Finding]:
 
 
 def accuracy(sampled: Sampled) -> str:
-  """The base accuracy with its standard error."""
+  """Formats the accuracy before training with its standard error."""
   error = clustered_error(sampled.correct_PG)
   return f'{sampled.correct_PG.mean():.3f} ± {error:.3f}'

@@ -1,8 +1,9 @@
-"""What a new run decides by itself, each value with its reason.
+"""Derives what a config leaves open, each value with its reason.
 
 1. a config file leaves knobs None, `overrides.decided` lists them in `derived`;
-2. `derive` runs through RULES in their order, each of which sees what is decided;
-3. `resolve` does so once: a run that has begun reads its values from its config.json.
+2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
+3. `prepare` does so once per run, and resolves the config; a run that has begun reads
+   its values from its config.json.
 """
 
 import json
@@ -13,10 +14,13 @@ from typing import Any, NamedTuple
 
 from bapo_jax.autosetup import derive_sizes, derive_text, facts
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.runtime import hosts, workdir
+from bapo_jax.runtime import hosts
+from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 
 WIDTH = 100  # columns of the first screen
 
@@ -46,7 +50,7 @@ RULES: dict[str, Rule] = {
 
 
 class Derived(NamedTuple):
-  """One knob, and why it has its value."""
+  """One derived knob with the reason for its value."""
 
   knob: str
   value: Any  # that the rule gives
@@ -55,7 +59,7 @@ class Derived(NamedTuple):
 
   @property
   def line(self) -> str:
-    """For the first screen."""
+    """The knob, its value and the reason, for the first screen."""
     if self.given is None:
       return f'{self.knob}={shown(self.value)}: {self.reason}'
     same = self.given == self.value
@@ -64,14 +68,16 @@ class Derived(NamedTuple):
 
 
 def shown(value: Any) -> str:
-  """A value as the command line takes it; a text in quotes."""
+  """Formats a value as the command line accepts it; texts are quoted."""
   quoted = isinstance(value, str) and not value.isidentifier()
   return repr(value) if quoted else f'{value}'
 
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
-  """The config with the knobs of `derived` decided; all rules with their reasons."""
+  """Returns the config with the open knobs decided, and every rule with its reason."""
   found = []
+  if wrong := [name for name in config.derived if name not in RULES]:
+    raise ValueError(f'derived={wrong[0][:60]!r}: give some of {", ".join(RULES)}')
   for knob, rule in RULES.items():
     value, reason = rule(config, known)
     if knob in config.derived:
@@ -82,25 +88,57 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
   return config, found
 
 
-def resolve(config: Config, directory: str) -> Config:
-  """The config with nothing left to derive; logs what was decided, and why.
+def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
+  """Finds the files of a run, derives what its config leaves open, decides the rest.
 
   Args:
-    directory: the workdir: a run that has begun there has decided.
+    workdir: of the run; if it has begun there, derived knobs are read from it.
+    trains: False for an evaluation, which needs no training problems: the held-out ones
+      take their place.
 
   Raises:
-    ValueError: one sentence, where something is missing or broken.
+    ValueError: a list of what is missing, or one sentence about what does not fit.
   """
-  if wrong := [name for name in config.derived if name not in RULES]:
-    raise ValueError(f'derived={wrong[0][:60]!r}: give some of {", ".join(RULES)}')
-  path = os.path.join(directory, 'config.json')
-  if workdir.has_begun(directory) and os.path.lexists(path):
-    found = read(config, path)
-    names = ', '.join(f'{k}={shown(value_of(found, k))}' for k in config.derived)
-    log(wrapped(f'Derived when this run began ({path}): {names}', ''))
-    return found
-  with hosts.first_ahead('derived'):  # it downloads
-    known = facts.gather(config)
+  undecided = bool(config.derived) and not _begun(workdir)
+  known = None
+  held_out = {'source': config.problems.test_source}
+  if not trains and not undecided:
+    config = config.with_values(problems=held_out)
+  with hosts.first_ahead('available'):  # one process downloads
+    model = resolve.check_available(config, decided=not config.derived)
+    if undecided:
+      known = facts.gather(config, model)
+  if known is not None:
+    config = _derived(config, known)
+    config = config if trains else config.with_values(problems=held_out)
+  elif config.derived:
+    config = _read(config, workdir)
+  if config.derived:  # the verifier is known now: answers are checked by it
+    resolve.check_problems(config, sees=model.spec.vision is not None)
+  return resolve.resolve(config, model)
+
+
+def decide(config: Config, workdir: str) -> Config:
+  """Returns the config with every knob derived, for modes that need no mesh.
+
+  Raises:
+    ValueError: as `prepare`.
+  """
+  if not config.derived:
+    return config
+  if _begun(workdir):
+    return _read(config, workdir)
+  return prepare(config, workdir).config
+
+
+def _begun(workdir: str) -> bool:
+  """Returns whether a run in the workdir has decided before."""
+  path = os.path.join(workdir, 'config.json')
+  return workdir_lib.has_begun(workdir) and os.path.lexists(path)
+
+
+def _derived(config: Config, known: Facts) -> Config:
+  """Derives the open knobs of a new run and logs each with its reason."""
   decided, derived = derive(config, known)
   decided = config_lib.parse(config_lib.plain(decided))
   hosts.same_everywhere({'derived': config_lib.plain(decided)})
@@ -109,7 +147,7 @@ def resolve(config: Config, directory: str) -> Config:
 
 
 def screen(derived: list[Derived]) -> str:
-  """All knobs that are derived, each with its reason."""
+  """Lists all derived knobs, each with its reason."""
   lines = '\n'.join(wrapped(each.line) for each in derived)
   return (
     f'Derived from model, problems and machine (--config.<knob>=... wins):\n{lines}'
@@ -117,7 +155,7 @@ def screen(derived: list[Derived]) -> str:
 
 
 def wrapped(line: str, indent: str = '  ') -> str:
-  """The line, broken where the screen ends."""
+  """Breaks a line at the width of the screen."""
   return textwrap.fill(
     line,
     WIDTH,
@@ -128,13 +166,14 @@ def wrapped(line: str, indent: str = '  ') -> str:
   )
 
 
-def read(config: Config, path: str) -> Config:
-  """The config with the values that its run has derived, from config.json.
+def _read(config: Config, workdir: str) -> Config:
+  """Returns the config with the values that its run has derived, from config.json.
 
   Raises:
-    ValueError: the file holds no config, or one without these knobs.
+    ValueError: the file has no config, or a config without these knobs.
   """
-  stored = workdir.read_config(path)
+  path = os.path.join(workdir, 'config.json')
+  stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config_lib.plain(config)))
   for knob in config.derived:
     *sections, key = knob.split('.')
@@ -147,11 +186,14 @@ def read(config: Config, path: str) -> Config:
       raise ValueError(
         f'{path} has no {knob}; give another --workdir, or put the config back'
       ) from None
-  return config_lib.parse(config_lib.plain(config_lib.from_json(values)))
+  config = config_lib.parse(config_lib.plain(config_lib.from_json(values)))
+  names = ', '.join(f'{k}={shown(value_of(config, k))}' for k in config.derived)
+  log(wrapped(f'Derived when this run began ({path}): {names}', ''))
+  return config
 
 
 def value_of(config: Config, knob: str) -> Any:
-  """The value of a knob by its dotted name."""
+  """Returns the value of a knob by its dotted name."""
   found: Any = config
   for name in knob.split('.'):
     found = getattr(found, name)
@@ -159,7 +201,7 @@ def value_of(config: Config, knob: str) -> Any:
 
 
 def set_knob(config: Config, knob: str, value: Any) -> Config:
-  """The config with this value of a knob, not checked."""
+  """Returns the config with this value of a knob, which is not validated."""
   section, _, key = knob.rpartition('.')
   if section:
     return config.with_values(**{section: {key: value}})

@@ -1,7 +1,7 @@
-r"""Derived from the problems: verifier, template, lengths.
+"""Derives verifier, template and lengths from the problems.
 
-A rule is a function of the config, in which all that comes before it is decided, and of
-the facts; it returns a value and the reason, for the first screen.
+A rule is a function of the config, in which the earlier knobs are decided, and of the
+facts; it returns a value and the reason, for the first screen.
 """
 
 import collections
@@ -28,7 +28,7 @@ OUTLIER = 2.0  # a longest prompt of more than so many times the 99th percentile
 
 
 def rule(config: Config, facts: Facts) -> tuple[str, str]:
-  """rewards.rule, by the right answers."""
+  """Derives rewards.rule from the right answers."""
   rows = facts.rows
   named = collections.Counter(row.verifier for row in rows if row.verifier)
   unnamed = [row for row in rows if not row.verifier]
@@ -48,7 +48,7 @@ def rule(config: Config, facts: Facts) -> tuple[str, str]:
 
 
 def by_answers(answers: Sequence[str]) -> tuple[str, str]:
-  """(verifier, reason): the narrowest that reads every one of these answers."""
+  """Returns (verifier, reason): the narrowest verifier that reads every answer."""
   n = len(answers)
   kinds = {
     'countdown': ('{numbers, target}', _countdown),
@@ -77,13 +77,13 @@ def _countdown(answer: str) -> bool:
 
 
 def asks_for_box(rows: Sequence[Row]) -> bool:
-  """Whether the problems, or most of them, ask for a box themselves."""
+  """Returns whether most problems ask for a box themselves."""
   asking = sum(BOX in row.problem or BOX in row.system for row in rows)
   return 2 * asking > len(rows)
 
 
 def template(config: Config, facts: Facts) -> tuple[str, str]:
-  """tokenizer.template: the model's chat template or a plain one; a box asked for."""
+  """Derives tokenizer.template: the model's chat template or a plain one."""
   found = 'chat:{problem}' if facts.chat else '{problem}'
   reason = 'the chat template of the model'
   if not facts.chat:
@@ -102,7 +102,7 @@ def template(config: Config, facts: Facts) -> tuple[str, str]:
 
 
 def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
-  """prompts.max_prompt_tokens: the longest, or the 99th percentile and its multiple."""
+  """Derives prompts.max_prompt_tokens from the distribution of prompt lengths."""
   training, held_out = facts.lengths(config.tokenizer.template)
   lengths = sorted([*training, *held_out])
   longest, most = lengths[-1], lengths[99 * (len(lengths) - 1) // 100]
@@ -120,7 +120,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.max_new_tokens, by the verifier's kind, the positions and the device."""
+  """Derives sampler.max_new_tokens from verifier, positions and device."""
   verifier, positions = config.rewards.rule, facts.spec.positions
   limits = {
     f"{verifier}'s": LONGEST[verifier],

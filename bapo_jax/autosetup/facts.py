@@ -1,7 +1,7 @@
-"""What a run's knobs are derived from: model, problems, tokens and devices.
+"""Gathers the facts from which knobs are derived: model, problems, tokens, devices.
 
-1. `gather` reads all of it once, and writes nothing;
-2. `Facts` hands it to the rules of derive.py, which are functions of it.
+1. `gather` reads all of them once, and writes nothing;
+2. `Facts` passes them to the rules of derive.py, which are functions of them.
 """
 
 import functools
@@ -20,12 +20,13 @@ from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.training import budget, policy, setup
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
 Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prompts
@@ -64,12 +65,12 @@ class Facts(NamedTuple):
 
   @property
   def parameters(self) -> int:
-    """Weights of the model."""
+    """The number of weights of the model."""
     return transformer.count(self.spec)
 
   @property
   def size(self) -> str:
-    """Weights of the model, for a sentence."""
+    """The number of weights of the model, for a sentence."""
     n = self.parameters
     return f'{n / 1e9:.3g} B' if n >= 1e9 else f'{n / 1e6:.3g} M'
 
@@ -79,18 +80,12 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, *, available: bool = False) -> Facts:
-  """Reads model, problems and devices; what is not at hand is downloaded.
-
-  Args:
-    available: `setup.check_available` has looked at this config; True: not again.
+def gather(config: Config, model: Model) -> Facts:
+  """Reads problems and devices; what is not here was downloaded before.
 
   Raises:
-    ValueError: one sentence, where something is missing or broken.
+    ValueError: a source of problems is damaged.
   """
-  if not available:
-    setup.check_available(config, decided=False)
-  backend = opened(config)
   # The verifier's own knobs: rule and shaping change nothing that is read here.
   rewards = config.rewards.model_copy(
     update={'rule': 'exact', 'shaping': ShapingConfig()}
@@ -98,11 +93,11 @@ def gather(config: Config, *, available: bool = False) -> Facts:
   sources_ = [getattr(config.problems, knob) for knob in sources.SPLITS]
   paths = [x for source in sources_ for x in source.split(',') if os.path.isfile(x)]
   versions = tuple((os.path.getsize(x), os.stat(x).st_mtime_ns) for x in paths)
-  directory, spec = policy.tokenizer_directory(config), policy.spec_of(config, None)
-  read = _read(directory, config.problems, rewards, versions, spec.vision)
+  directory = resolve.tokenizer_directory(config, model.directory)
+  read = _read(directory, config.problems, rewards, versions, model.spec.vision)
   return Facts(
-    spec=spec,
-    tokenizer=backend,
+    spec=model.spec,
+    tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
     memory=budget.limit(sharding.make()),
@@ -117,7 +112,7 @@ def _read(
   versions: tuple[tuple[int, int], ...],
   vision: VisionSpec | None,
 ) -> dict[str, Any]:
-  """Problems, and the functions that measure them, as fields of Facts."""
+  """Reads the problems, and makes the functions that measure them."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
   pictured: tuple[Sequence[PicturedRow], ...] = ()
@@ -151,27 +146,15 @@ def _read(
   }
 
 
-def opened(config: Config) -> Tokenizer:
-  """The tokenizer; with the config's template, unless that is derived.
-
-  Raises:
-    ValueError: it is not to be had, or has no place for the template.
-  """
-  if 'tokenizer.template' not in config.derived:
-    return policy.load_tokenizer(config)
-  return tokenizer_lib.load(policy.tokenizer_directory(config), '{problem}')
-
-
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Whether right answers are right: DRAWN of them, each given by a response.
+  """Verifies DRAWN right answers against themselves, as if responses had given them.
 
   Args:
-    rule: of the rows that name no verifier.
+    rule: verifier of the rows that name none.
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  knobs = rewards.model_dump(exclude={'shaping', 'rule'})
-  verifier = Verifier('exact', **knobs)
+  verifier = Verifier(rewards.model_copy(update={'rule': 'exact'}))
   try:
     texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]
     rules = [row.verifier or rule for row in drawn]

@@ -18,7 +18,7 @@ from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.pictured_prompts import Grid
 from bapo_jax.data.row import Row
 from bapo_jax.models.vision.grids import count_windows
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Pictures
 
 HELD = 1 << 30  # bytes of patches that stay decoded

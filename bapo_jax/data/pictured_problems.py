@@ -12,7 +12,7 @@ from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime.progress import log
 
 

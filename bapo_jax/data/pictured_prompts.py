@@ -17,7 +17,7 @@ from bapo_jax.data import pictures, tokenizer
 from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision import grids
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Pictures
 
 Grid = tuple[int, int]  # patches along height and width

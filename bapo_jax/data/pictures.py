@@ -24,7 +24,7 @@ import PIL.Image
 import PIL.ImageOps
 from jaxtyping import UInt8
 
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 
 PLACEHOLDER = '<image>'  # of a picture in the text of a problem
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF')  # those of published data sets

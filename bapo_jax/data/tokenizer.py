@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from bapo_jax.data import chat_templates
 from bapo_jax.data.knobs import EMBEDDED
-from bapo_jax.models import hf_directory
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime import json_files
 
 # Only tokenizers are used: that torch is missing is nothing to be warned about.

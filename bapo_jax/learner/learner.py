@@ -54,7 +54,7 @@ class Updated(NamedTuple):
 
   seats_P: np.ndarray  # of the batch: its groups, in the order of the rows of `tokens`
   metrics: dict[str, Array]
-  tokens: UpdatedTokens
+  tokens: UpdatedTokens | None = None  # None if the train step does not record them
 
 
 def flatten(
@@ -111,9 +111,8 @@ def update(
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
-  record: Callable[[Updated], object] = lambda updated: None,
-) -> tuple[Tree, Tree, list[dict[str, Array]]]:
-  """epochs x minibatches optimiser updates; returns (params, opt, list of metrics).
+) -> tuple[Tree, Tree, list[Updated]]:
+  """Runs epochs x minibatches optimiser updates; returns (params, opt, updates).
 
   Groups stay whole: a minibatch is a random set of prompts, so that what a group says
   about its own mean is never torn apart. An underfilled batch gets fewer updates, see
@@ -124,14 +123,13 @@ def update(
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
       before the first update, for the loss rules that ask; None for those that do not.
     place: puts a batch onto the mesh.
-    record: called with every update whose train step gives its tokens.
   """
   source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
   filled_P = exchange.whole(source_P >= 0)
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
-  metrics = []
+  updates = []
   for epoch_key in jax.random.split(key, epochs):
     order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
     for part in _minibatches(order_P, filled_P, minibatches):
@@ -141,10 +139,9 @@ def update(
         )
       )
       params, opt, found = train_step(params, opt, batch)
-      metrics.append({k: v for k, v in found.items() if k != TOKENS})
-      if TOKENS in found:
-        record(Updated(part, metrics[-1], found[TOKENS]))
-  return params, opt, metrics
+      metrics = {k: v for k, v in found.items() if k != TOKENS}
+      updates.append(Updated(part, metrics, found.get(TOKENS)))
+  return params, opt, updates
 
 
 def _minibatches(

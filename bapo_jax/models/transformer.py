@@ -16,8 +16,9 @@ from flax import traverse_util
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.models import knobs, vision_spec
-from bapo_jax.models.vision_spec import Initialiser
+from bapo_jax.models import knobs
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.models.vision.spec import Initialiser
 from bapo_jax.types import Tree
 
 _D = knobs.ModelConfig()

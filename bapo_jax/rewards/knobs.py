@@ -6,15 +6,18 @@ from bapo_jax.knobs import Section, knob
 
 
 class ShapingConfig(Section):
-  """Rewards beside 1 for right and 0 for wrong; the defaults change nothing."""
+  """Rewards besides 1 for a right and 0 for a wrong answer; off by default."""
 
   format_bonus: float = knob(
-    0.0, 'Added where an answer stands in its place, right or wrong.', least=0
+    0.0,
+    'Added if the response has an answer where the verifier looks for it, right or '
+    'wrong.',
+    least=0,
   )
   overlong_penalty: float = knob(
     0.0,
-    "DAPO's soft overlong punishment times this factor; 1.0: as published, which is "
-    'up to half the distance of right and wrong.',
+    "Factor of DAPO's soft overlong penalty; 1.0: as published, at most half of the "
+    'reward of a right answer.',
     least=0,
   )
   overlong_cache: int = knob(
@@ -22,7 +25,7 @@ class ShapingConfig(Section):
   )
   truncated: Literal['verified', 'wrong', 'masked'] = knob(
     'verified',
-    'A truncated response: verified as any other, wrong, or not trained on.',
+    'A truncated response is verified like any other, wrong, or not trained on.',
   )
 
 
@@ -34,8 +37,8 @@ class RewardsConfig(Section):
   )
   strict: bool = knob(
     True,
-    'The answer must be calculated; else `math` calculates and rounds, and `gsm8k` '
-    'overlooks what stands around a number.',
+    'Requires a calculated answer; else `math` evaluates and rounds, and `gsm8k` '
+    'ignores the text around a number.',
   )
   workers: int = knob(
     2, 'Verifier processes, for rules that may hang (math).', least=1, most=256
@@ -50,7 +53,9 @@ class RewardsConfig(Section):
     most=86400,
   )
   memory_mb: int = knob(
-    2048, 'Address space of a verifier process, 2^20 bytes.', least=512, most=1 << 20
+    2048, 'Address space of a verifier process, in MiB.', least=512, most=1 << 20
   )
-  recycle: int = knob(1000, 'Answers after which a process is replaced.', least=1)
+  recycle: int = knob(
+    1000, 'Answers after which a verifier process is replaced.', least=1
+  )
   shaping: ShapingConfig = knob(ShapingConfig, 'Shaped rewards.')

@@ -1,6 +1,6 @@
-r"""The rules `aime` and `gsm8k`: one number, and nothing that changes it.
+r"""Implements the rules `aime` and `gsm8k`, whose answer is one number.
 
-Both take time linear in the text; only what is short is read closely.
+Both rules take time linear in the length of the text; they parse only short answers.
 """
 
 import functools
@@ -8,17 +8,24 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from bapo_jax.rewards import closed_forms, latex_trees
-from bapo_jax.rewards.answer_extraction import box_or_line, hashes_or_box
-from bapo_jax.rewards.spelling import CHARACTERS, TEXT, is_label, spell, split, unwrap
-from bapo_jax.rewards.verdict import EQUAL, OTHER, Verdict, unusable
+from bapo_jax.rewards import answers
+from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.latex import trees
+from bapo_jax.rewards.latex.spelling import (
+  CHARACTERS,
+  TEXT,
+  is_label,
+  spell,
+  split,
+  unwrap,
+)
 
-DIGITS = 28  # that decimal holds exactly
-LONGEST = 200  # characters of a number with its label and unit
+DIGITS = 28  # digits that Decimal represents exactly
+LONGEST = 200  # characters of a number with label and unit
 
 
-def without_label(text: str) -> str | None:
-  r"""What follows `x =`; None where an equals sign has anything else before it."""
+def _without_label(text: str) -> str | None:
+  r"""Removes `x =`; returns None if anything but a label precedes an equals sign."""
   try:
     sides, marks = split(text, '=')
   except ValueError:
@@ -31,13 +38,16 @@ def without_label(text: str) -> str | None:
 INTEGER = re.compile(r'([0-9]{1,9})(?:\.0*)?')
 
 
-def integer(text: str | None) -> int | None:
-  """The integer 0..999 that the text spells in ASCII digits, leading zeros allowed."""
-  if text is None or len(text) > LONGEST:
+def integer(text: str) -> int | None:
+  """Returns the integer 0..999 that the text spells in ASCII digits, or None.
+
+  Leading zeros, decimals of 0, a label, degrees, \\text and braces are allowed.
+  """
+  if len(text) > LONGEST:
     return None
-  if text.isascii() and text.isdigit() and len(text) <= 9:  # most answers
+  if text.isascii() and text.isdigit() and len(text) <= 9:  # fast path
     return int(text) if int(text) <= 999 else None
-  bare = without_label(spell(text))
+  bare = _without_label(spell(text))
   if bare is None:
     return None
   digits = INTEGER.fullmatch(unwrap(unwrap(bare).removesuffix('°')))
@@ -45,22 +55,21 @@ def integer(text: str | None) -> int | None:
 
 
 def aime(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  r"""The last \boxed{} (else the last `Answer:` line) is the right integer 0..999.
+  r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`.
 
-  A label, degrees, text or braces around it and decimals of 0 are harmless. A lenient
-  verdict is the same.
+  `integer` says which notations are accepted. Strict and lenient verdicts are equal.
   """
   del strict
   right = integer(answer)
   if right is None:
-    return unusable(answer, 'an integer 0..999')
-  found = box_or_line(text)
-  if found is None:
+    return answers.unusable(answer, 'an integer 0..999')
+  content = answers.box_or_line(text)
+  if content is None:
     return Verdict(False, 'no box and no answer line', None)
-  given = integer(found)
+  given = integer(content)
   if given is None:
     return Verdict(False, 'not an integer 0..999', None)
-  return Verdict(given == right, EQUAL if given == right else OTHER, str(given))
+  return answers.compared(given == right, str(given))
 
 
 NUMBER = re.compile(
@@ -68,7 +77,7 @@ NUMBER = re.compile(
 )
 SIGNED = re.compile(r'(?:(?<![\w)}.])-)?' + NUMBER.pattern)
 WORD = re.compile(r'[A-Za-z]+')
-# Words that make another number of a number, or deny it.
+# Words that change the value of a number, or deny it.
 CHANGING = set(
   WORD.findall("""
   hundred thousand million billion trillion dozen dozens score half third quarter
@@ -81,8 +90,8 @@ CHANGING = set(
 NOUNS = re.compile(r'(?: *(?:\\text *\{([^{}]*)\}|([A-Za-z]{2,})))+')
 
 
-def without_nouns(text: str) -> str:
-  """A number without the thing that it counts: at most five words, none CHANGING."""
+def _without_nouns(text: str) -> str:
+  """Removes the counted noun after a number: at most five words, none in CHANGING."""
   start = re.search(r'(?<=[0-9.}%)]) *(?:\\text|[A-Za-z]{2,})', text)
   if not start:
     return text
@@ -99,30 +108,30 @@ BARE = re.compile(
 )
 
 
-@functools.lru_cache(maxsize=1024)  # the right answer of a group is read once
+@functools.lru_cache(maxsize=1024)  # a group repeats its right answer
 def number(text: str) -> Fraction | None:
-  """The number that a box or a line holds: 1,000 or 5/2, with its label and unit."""
+  """Parses a number such as 1,000 or 5/2, with label and unit; None for other text."""
   if len(text) > LONGEST:
     return None
-  if found := BARE.fullmatch(text):  # most answers; no parser needed
-    return Fraction(found[1].replace(',', ''))
-  bare = without_label(spell(text))
+  if match := BARE.fullmatch(text):  # fast path
+    return Fraction(match[1].replace(',', ''))
+  bare = _without_label(spell(text))
   if bare is None:
     return None
   try:
-    tree = latex_trees.parse(without_nouns(unwrap(bare)).removesuffix('%').strip())
+    tree = trees.parse(_without_nouns(unwrap(bare)).removesuffix('%').strip())
   except ValueError:
     return None
-  return closed_forms.plain(tree)
+  return trees.plain(tree)
 
 
-NEAR = 40  # characters before and after a number that say what it is
-PART = re.compile(  # of an expression, or denied: what stands before a number
+NEAR = 40  # characters of context before and after a number
+PART = re.compile(  # text before a number that is denied or part of an expression
   r'[A-Za-z0-9_^.]$|[\^_<>≤≥≠±√] *$|[0-9A-Za-z)\]}] *[+/] *$|[0-9)\]}] *[-*] *$|'
   r'[A-Za-z]-$|\\[a-zA-Z]+ *$|(?<!\\boxed)\{ *$|'
   r"\b(?:not|never|isn't|wasn't|than|least|most) *$"
 )
-CONTINUED = re.compile(  # what stands after a number
+CONTINUED = re.compile(  # text after a number that changes or denies it
   r'[_^({A-Za-z]|\\[a-zA-Z]|\*(?!\*) *[0-9A-Za-z(\\]|[/√]| *[π^]|'
   r' *\\(?:pi|cdot|times|sqrt|frac)(?![a-zA-Z])|'
   r' (?:hundred|thousand|million|billion|trillion|dozen)s?\b|'
@@ -130,69 +139,71 @@ CONTINUED = re.compile(  # what stands after a number
 )
 
 
-def last_number(text: str) -> Fraction | None:
-  """The last number of a text; None of a part of an expression, or of one denied."""
-  found = None
-  for found in NUMBER.finditer(text):  # noqa: B007 (the last one counts)
+def _last_number(text: str) -> Fraction | None:
+  """Returns the last number of a text, unless it is denied or in an expression."""
+  match = None
+  for match in NUMBER.finditer(text):  # noqa: B007 (the last match counts)
     pass
-  if found is None or len(found[0]) > DIGITS:
+  if match is None or len(match[0]) > DIGITS:
     return None
-  before = _quiet(text[max(0, found.start() - NEAR) : found.start()])
-  after = _quiet(text[found.end() : found.end() + NEAR])
+  before = _unify(text[max(0, match.start() - NEAR) : match.start()])
+  after = _unify(text[match.end() : match.end() + NEAR])
   if PART.search(before) or CONTINUED.match(after):
     return None
   sign = -1 if before.endswith('-') else 1
+  # The minus sign may itself continue an expression.
   if sign < 0 and PART.search(before[:-1].rstrip() + ' '):
     return None
-  return sign * Fraction(found[0].replace(',', ''))
+  return sign * Fraction(match[0].replace(',', ''))
 
 
-def _quiet(text: str) -> str:
-  """Characters in one spelling, without dollars."""
+def _unify(text: str) -> str:
+  """Replaces variants of characters and removes dollar signs."""
   return text.translate(CHARACTERS).replace('\\$', '').replace('$', '')
 
 
-def lenient_number(text: str) -> Fraction | None:
-  """The only number in a text, whatever stands around it."""
-  plain = _quiet(text).replace('{,}', ',').replace('\\!', '').replace(',\\,', ',')
-  found = SIGNED.findall(plain)
-  if len(found) != 1 or len(found[0]) > DIGITS:
+def _only_number(text: str) -> Fraction | None:
+  """Returns the only number in a text, whatever surrounds it."""
+  text = _unify(text).replace('{,}', ',').replace('\\!', '').replace(',\\,', ',')
+  numbers = SIGNED.findall(text)
+  if len(numbers) != 1 or len(numbers[0]) > DIGITS:
     return None
-  return Fraction(found[0].replace(',', ''))
+  return Fraction(numbers[0].replace(',', ''))
 
 
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """The number in the last box, else after ####, else the last number of all.
+  """Verifies the number in the last box, else after ####, else the last in the text.
 
-  A box or a #### that holds no number, or two, is wrong: nothing else is read.
-  The right answer may be a whole solution that ends in ####.
+  A box or a #### without exactly one number is wrong; no other place is searched then.
 
   Args:
-    strict: nothing stands beside the number but a label, a unit or what it counts;
-      else anything but another number may.
+    answer: the right answer, alone or at the end of a solution, after ####.
+    text: the response.
+    strict: allows only a label, a unit or the counted noun around the number. Otherwise
+      anything but a second number is allowed.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:
-    return unusable(answer, 'one number')
-  found = hashes_or_box(text)
-  if found is None:
-    given = last_number(text)
+    return answers.unusable(answer, 'one number')
+  content = answers.hashes_or_box(text)
+  if content is None:
+    given = _last_number(text)
   else:
-    given = number(found)
+    given = number(content)
     if given is None and not strict:
-      given = lenient_number(found)
+      given = _only_number(content)
   if given is None:
     return Verdict(False, 'no number, or several', None)
-  return Verdict(given == right, EQUAL if given == right else OTHER, spelled(given))
+  return answers.compared(given == right, _spelled(given))
 
 
-def spelled(value: Fraction) -> str:
-  """A number as votes are counted: a decimal where it ends, else a fraction."""
-  rest = value.denominator
+def _spelled(value: Fraction) -> str:
+  """Spells a number for counting votes: a decimal if it is finite, else a fraction."""
+  denominator = value.denominator
   for prime in (2, 5):
-    while rest % prime == 0:
-      rest //= prime
+    while denominator % prime == 0:
+      denominator //= prime
   digits = len(str(value.numerator)) + len(str(value.denominator))
-  if rest > 1 or digits > DIGITS:
+  if denominator > 1 or digits > DIGITS:
     return str(value)
   return f'{(Decimal(value.numerator) / Decimal(value.denominator)).normalize():f}'

@@ -1,127 +1,105 @@
-"""Verdicts on a batch of responses, and the rewards that the learner sees.
+"""Verifies batches of responses, and computes the rewards for the learner.
 
-1. `Verifier` verifies: rules that may hang in worker processes, the others here;
-2. `shape` makes rewards of verdicts: format, length and truncation.
+1. `Verifier` runs rules that may hang in worker processes, and all others in this one;
+2. `shape` turns verdicts into rewards: format, length and truncation may change them.
 
-An undecided response earns what a wrong one earns, and is counted.
+An undecided response earns the reward of a wrong one, and is counted.
 """
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax.rewards import knobs, verifiers
-from bapo_jax.rewards.verdict import Verdict
+from bapo_jax.rewards import verifiers
+from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
 from bapo_jax.types import Groups
 
-_R = knobs.RewardsConfig()
-_D = knobs.ShapingConfig()
-
 
 class PendingVerdicts(NamedTuple):
-  """The verdicts of one submission; worker processes may still be at some of them."""
+  """The verdicts of one submission; worker processes may still compute some of them."""
 
-  found: list[Verdict | Future[Verdict]]
+  verdicts: list[Verdict | Future[Verdict]]
   texts: Sequence[str]
   rules: Sequence[str]
 
   def result(self) -> list[Verdict]:
-    """The verdicts in the order of submission; waits for them."""
-    return [self.one(i) for i in range(len(self.found))]
+    """Waits for all verdicts and returns them in the order of submission."""
+    return [self.one(i) for i in range(len(self.verdicts))]
 
   def one(self, i: int) -> Verdict:
-    """The verdict on texts[i]; waits for it."""
-    verdict = self.found[i]
+    """Waits for the verdict on texts[i] and returns it."""
+    verdict = self.verdicts[i]
     if isinstance(verdict, Verdict):
       return verdict
     verdict = verdict.result()
-    if verdict.right is None and verdict.answer is None:  # its worker is gone
+    # A killed worker has not said which answer it read; votes need the answer.
+    if verdict.right is None and verdict.answer is None:
       answer = verifiers.READERS[self.rules[i]](self.texts[i])
       verdict = verdict._replace(answer=answer and ''.join(answer.split()))
     return verdict
 
 
 class Verifier:
-  """Verdicts by a rule's name: right, wrong or undecided, and why.
+  """Verifies responses by rules: right, wrong or undecided, with a reason.
+
+  Starts the worker processes at once if k.rule needs them, so that they are warm for
+  the first responses; otherwise with the first response that needs them.
 
   Args:
-    rule: a key of verifiers.RULES, for problems that name none.
-    strict: of verifiers.verify.
-    workers, deadline, batch_deadline, memory_mb, recycle: of the VerifierPool. It is
-      started at once where `rule` needs it, so that it is warm when the first responses
-      come; else by the first response that needs it.
+    k: the rule of problems that name none, strictness, and limits of the workers.
   """
 
-  def __init__(
-    self,
-    rule: str = _R.rule,
-    *,
-    strict: bool = _R.strict,
-    workers: int = _R.workers,
-    deadline: float = _R.deadline,
-    batch_deadline: float = _R.batch_deadline,
-    memory_mb: int = _R.memory_mb,
-    recycle: int = _R.recycle,
-  ):
-    self.rule, self._workers, self._strict = rule, workers, strict
-    self._limits: dict[str, Any] = {
-      'strict': strict,
-      'deadline': deadline,
-      'batch_deadline': batch_deadline,
-      'memory_mb': memory_mb,
-      'recycle': recycle,
-    }
-    self._pool: VerifierPool | None = None
-    if rule in verifiers.POOLED:
-      self._start_pool()
-
-  def _start_pool(self) -> VerifierPool:
-    if self._pool is None:
-      self._pool = VerifierPool(self._workers, **self._limits)
-    return self._pool
+  def __init__(self, k: RewardsConfig):
+    self.rule, self._knobs = k.rule, k
+    self._pool = VerifierPool(k) if k.rule in verifiers.POOLED else None
 
   def submit(
     self, answers: Sequence[str], texts: Sequence[str], rules: Sequence[str] = ()
   ) -> PendingVerdicts:
-    """Starts verifying texts[i] against answers[i]; `result()` waits for the verdicts.
+    """Starts to verify texts[i] against answers[i]; `result()` waits for the verdicts.
 
     Args:
-      rules: a rule's name per text; '', or none at all, for the verifier's own.
+      answers: right answers.
+      texts: responses.
+      rules: rule name per response; '', or an empty sequence, selects k.rule.
 
     Raises:
-      ValueError: answers, texts and rules are not equally many.
+      ValueError: answers, texts and rules differ in length.
     """
     names = [rule or self.rule for rule in rules or [''] * len(texts)]
-    rows = list(zip(names, answers, texts, strict=True))
-    pooled = [row for row in rows if row[0] in verifiers.POOLED]
-    futures = iter(self._start_pool().submit(pooled) if pooled else [])
-    found = [
+    requests = list(zip(names, answers, texts, strict=True))
+    pooled = [request for request in requests if request[0] in verifiers.POOLED]
+    if pooled and self._pool is None:
+      self._pool = VerifierPool(self._knobs)
+    futures = iter(self._pool.submit(pooled) if self._pool else [])
+    verdicts = [
       next(futures)
-      if rule in verifiers.POOLED
-      else verifiers.verify(rule, answer, text, strict=self._strict)
-      for rule, answer, text in rows
+      if request[0] in verifiers.POOLED
+      else verifiers.verify(*request, strict=self._knobs.strict)
+      for request in requests
     ]
-    return PendingVerdicts(found, texts, names)
+    return PendingVerdicts(verdicts, texts, names)
 
   def slow(self, rules: Iterable[str]) -> bool:
-    """Whether any of these rules takes so long that it is best submitted early."""
+    """Returns whether any of the rules is so slow that requests should start early."""
     return not verifiers.POOLED.isdisjoint(rule or self.rule for rule in rules)
 
   def close(self) -> None:
-    """Ends the worker processes; the verifier may be used again."""
+    """Ends the worker processes; a later `submit` starts new ones."""
     if self._pool is not None:
       self._pool.close()
       self._pool = None
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:
-  """The groups as they are: a reward is a verdict."""
+  """Returns the groups unchanged: 1 for a right response, 0 for a wrong one."""
   del texts
   return groups
 
@@ -133,35 +111,37 @@ def shape(
   formatted_PG: Array,
   *,
   longest: int,
-  format_bonus: float = _D.format_bonus,
-  overlong_penalty: float = _D.overlong_penalty,
-  overlong_cache: int = _D.overlong_cache,
-  truncated: str = _D.truncated,
+  k: ShapingConfig,
 ) -> tuple[Array, Array]:
-  """(reward_PG f32, teaches_PG bool) from verdicts; the defaults change nothing.
+  """Computes rewards from verdicts; the default knobs change nothing.
+
+  The overlong penalty is DAPO's (arXiv:2503.14476, equation 13): 0 for lengths up to
+  longest - overlong_cache, then linear, and full at `longest`. DAPO adds it to rewards
+  of -1 and 1 (equation 7). Here they are 0 and 1, so half of it is subtracted:
+  (R + R_length + 1) / 2 is the same reward, with the same standardised advantages.
 
   Args:
-    correct_PG: bool. truncated_PG: bool, no end token. formatted_PG: bool, an answer
-      stands in its place. length_PG: tokens, the end token included.
-    longest: L_max, the most tokens a response may have.
-    format_bonus: added where an answer is found, right or wrong.
-    overlong_penalty: DAPO's soft overlong punishment times this factor; half of it is
-      subtracted in full at `longest`, not at all up to longest - overlong_cache,
-      linearly between. Half, since DAPO's rewards are -1 and 1 (arXiv:2503.14476,
-      equations 7 and 13) and a verdict is 0 or 1: (R + R_length + 1) / 2 is one and
-      the same reward, and has the same standardised advantages.
-    truncated: the worth of the verdict on a truncated response. 'verified': that of any
-      other; 'wrong': nothing; 'masked': its tokens do not teach (DAPO's overlong
-      filtering), while its reward stays in the mean of its group.
+    correct_PG: bool, the verdicts.
+    length_PG: tokens of the responses, end token included.
+    truncated_PG: bool, True for a response without end token.
+    formatted_PG: bool, True if the reader of the rule finds an answer.
+    longest: L_max, the maximum number of tokens of a response.
+    k: format_bonus is added if an answer is found, right or wrong; overlong_penalty
+      multiplies the penalty. k.truncated says how a truncated response counts:
+      'verified' like any other, 'wrong' as wrong, 'masked' not in the loss (DAPO's
+      overlong filtering), though its reward stays in the mean of its group.
+
+  Returns:
+    reward_PG, f32, and teaches_PG, bool, False for responses masked out of the loss.
   """
-  verdict_PG = correct_PG & ~truncated_PG if truncated == 'wrong' else correct_PG
-  over_PG = (length_PG - (longest - overlong_cache)) / overlong_cache
+  verdict_PG = correct_PG & ~truncated_PG if k.truncated == 'wrong' else correct_PG
+  over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache
   reward_PG = (
     verdict_PG.astype(jnp.float32)
-    + format_bonus * formatted_PG
-    - overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
+    + k.format_bonus * formatted_PG
+    - k.overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
   )
-  teaches_PG = ~truncated_PG if truncated == 'masked' else jnp.ones_like(correct_PG)
+  teaches_PG = ~truncated_PG if k.truncated == 'masked' else jnp.ones_like(correct_PG)
   return reward_PG.astype(jnp.float32), teaches_PG
 
 
@@ -173,28 +153,28 @@ def shaped(
   rule: str,
   rules: Sequence[str] = (),
   longest: int,
-  format_bonus: float = _D.format_bonus,
-  overlong_penalty: float = _D.overlong_penalty,
-  overlong_cache: int = _D.overlong_cache,
-  truncated: str = _D.truncated,
+  k: ShapingConfig,
 ) -> Groups:
-  """Groups with the rewards of `shape`, and which of their responses teach.
+  """Returns the groups with the rewards and the masked responses of `shape`.
 
   Args:
-    texts: the responses, P * G of them.
-    eos: tokens that end a response.
-    rule: the rule whose format earns the bonus, a key of verifiers.READERS; it is that
-      of the problems that name none.
-    rules: of each problem, by its id; '' or (): `rule`.
-    longest, format_bonus, overlong_penalty, overlong_cache, truncated: of `shape`.
+    groups: verified groups of P prompts with G responses each.
+    texts: P * G responses; '' for responses that another process verifies.
+    eos: end tokens.
+    rule: rule of the problems that name none, a key of verifiers.READERS. Its reader
+      decides on the format bonus.
+    rules: rule of each problem, indexed by problem id; '', or an empty sequence,
+      selects `rule`.
+    longest: maximum number of tokens of a response.
+    k: see `shape`.
   """
-  if not format_bonus and not overlong_penalty and truncated == 'verified':
-    return plain(groups, texts)
+  if not k.format_bonus and not k.overlong_penalty and k.truncated == 'verified':
+    return groups
   id_B = np.repeat(exchange.whole(groups.id_P), groups.correct_PG.shape[1])
-  own = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
-  formatted = (verifiers.READERS[r](x) for r, x in zip(own, texts, strict=True))
-  # A response of another process is '' here, in which no format finds an answer.
-  formatted_B = exchange.total([found is not None for found in formatted]) > 0
+  rule_B = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
+  answers = (verifiers.READERS[r](x) for r, x in zip(rule_B, texts, strict=True))
+  # No reader finds an answer in '', so the sum counts every response once.
+  formatted_B = exchange.total([answer is not None for answer in answers]) > 0
   response_mask_PGT = groups.response_mask_PGT
   reward_PG, teaches_PG = shape(
     groups.correct_PG,
@@ -202,10 +182,7 @@ def shaped(
     ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     longest=longest,
-    format_bonus=format_bonus,
-    overlong_penalty=overlong_penalty,
-    overlong_cache=overlong_cache,
-    truncated=truncated,
+    k=k,
   )
   filled_P = groups.completed_step_P >= 0  # an empty seat earns nothing
   return groups._replace(

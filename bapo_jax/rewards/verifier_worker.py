@@ -1,12 +1,13 @@
-r"""The processes behind verifier_pool.py: a fork server and the workers that it forks.
+r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
 
-1. `main` loads math-verify once, then forks a warm worker for every socket sent to it;
-2. `work` reads requests from that socket, [rule, answer, text] as a line of JSON, and
-   replies {"verdict": [...], "exits": bool, "seconds": processor time}; its first
-   line is {"pid": number}.
+1. `main` loads math-verify once, then forks a warm worker for every socket it receives;
+2. a worker first sends {"pid": number}, then reads requests from its socket, lines of
+   JSON [seconds, rule, answer, text], and replies {"verdict": [...], "exits": bool,
+   "seconds": processor time}. If a verdict takes more than `seconds` of processor time,
+   the worker sends the byte OVERDUE instead and waits to be killed.
 
-Run by `python -m bapo_jax.rewards.verifier_worker MEMORY_MB RECYCLE STRICT` with a
-Unix socket as standard input. Neither JAX nor NumPy is loaded here.
+Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB RECYCLE STRICT` with a
+Unix socket as standard input. Loads neither JAX nor NumPy.
 """
 
 import json
@@ -18,22 +19,24 @@ import socket
 import sys
 import time
 
-from bapo_jax.rewards import symbolic, verifiers
-from bapo_jax.rewards.verdict import Verdict
+from bapo_jax.rewards import verifiers
+from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.latex import symbolic
 
-PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes of ru_maxrss
+OVERDUE = bytes([signal.SIGPROF])  # no JSON begins with this byte
+PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxrss
 
 
 def main(memory_mb: int, recycle: int, strict: bool) -> None:
-  """Forks a worker for every socket received; ends when the caller does.
+  """Forks a worker for every socket received; ends together with the caller.
 
   Args:
-    memory_mb: address space of a worker, 2^20 bytes.
+    memory_mb: address space of a worker, in MiB.
     recycle: answers after which a worker exits.
-    strict: of verifiers.verify.
+    strict: see verifiers.verify.
   """
   control = socket.socket(fileno=os.dup(0))
-  os.close(0)  # a worker must not hold it: the caller would not see this process die
+  os.close(0)  # a worker with this socket would hide the end of the server
   logging.disable()  # math-verify warns that its own alarms are off
   symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -42,49 +45,46 @@ def main(memory_mb: int, recycle: int, strict: bool) -> None:
       request, sockets, _, _ = socket.recv_fds(control, 1, 1)
     except OSError:
       request, sockets = b'', []
-    if not request:
-      os.killpg(0, signal.SIGKILL)  # workers that hang included, and itself
+    if not request:  # the caller has closed the socket, or has ended
+      os.killpg(0, signal.SIGKILL)  # this process and all workers, even hanging ones
     if os.fork() == 0:
       control.close()
       try:
-        work(socket.socket(fileno=sockets[0]), memory_mb, recycle, strict)
+        _work(socket.socket(fileno=sockets[0]), memory_mb, recycle, strict)
       finally:
         os._exit(0)
     os.close(sockets[0])
 
 
-def work(requests: socket.socket, memory_mb: int, recycle: int, strict: bool) -> None:
-  """Verifies line by line; returns after `recycle` answers, or where memory ran out."""
+def _work(requests: socket.socket, memory_mb: int, recycle: int, strict: bool) -> None:
+  """Verifies requests; returns after `recycle` answers or when memory runs out."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
+  # The interpreter's C code writes the number of a signal to this socket at once, even
+  # while Python waits for a C function such as a product of huge integers. Python
+  # accepts only a non-blocking socket here; the worker needs a blocking one.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+  signal.signal(signal.SIGPROF, lambda *_: None)
+  requests.setblocking(False)
+  signal.set_wakeup_fd(requests.fileno())
+  requests.setblocking(True)
   requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
   for count, line in enumerate(requests.makefile('rb'), 1):
-    exits, began = count == recycle, time.process_time()
+    exits, start = count == recycle, time.process_time()
     try:
-      rule, answer, text = json.loads(line)
+      limit, rule, answer, text = json.loads(line)
+      signal.setitimer(signal.ITIMER_PROF, limit)
       verdict = verifiers.verify(rule, answer, text, strict=strict)
     except MemoryError:
       verdict, exits = Verdict(None, f'took over {memory_mb} MiB', None), True
+    signal.setitimer(signal.ITIMER_PROF, 0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
-    exits |= peak > memory_mb << 19  # half: sympy's caches do not shrink
-    seconds = time.process_time() - began
+    exits |= peak > memory_mb << 19  # half of the limit: sympy's caches do not shrink
+    seconds = time.process_time() - start
     reply = {'verdict': verdict, 'exits': exits, 'seconds': seconds}
     requests.sendall(json.dumps(reply).encode() + b'\n')
     if exits:
       return
-
-
-def processor_time(pid: int) -> float:
-  """Seconds of processor time that a process has used.
-
-  Wall time where the system does not say (macOS), so that a limit still holds there.
-
-  Raises:
-    OSError: there is no such process.
-  """
-  if sys.platform != 'linux':
-    return time.monotonic()
-  return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
-r"""Rules that decide whether a response gives the right answer.
+r"""Defines the rules that decide whether a response gives the right answer.
 
-1. a reader (answer_extraction.py) finds the answer in a response;
-2. a rule compares it with the right one: right, wrong or undecided, and why.
+1. a reader (answers.py) extracts the answer from a response;
+2. a rule compares it with the right one: right, wrong or undecided, with a reason.
 
-Text is parsed, never evaluated. Every rule but `math` takes time linear in the text,
-whatever the text is; `math` may hang inside sympy and belongs in a process that can be
-killed (verifier_worker.py). This module loads neither JAX nor NumPy.
+Text is parsed, never evaluated. Every rule but `math` takes time linear in the length
+of the text, for any text; `math` may hang inside sympy and must run in a process that
+can be killed (verifier_worker.py). This module loads neither JAX nor NumPy.
 """
 
 import ast
@@ -15,10 +15,10 @@ import operator
 from collections.abc import Callable
 from fractions import Fraction
 
-from bapo_jax.rewards.answer_extraction import box_or_line, hashes_or_box, tagged
+from bapo_jax.rewards import answers
+from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.math_rule import math
 from bapo_jax.rewards.number_rules import aime, gsm8k
-from bapo_jax.rewards.verdict import EQUAL, OTHER, Verdict, unusable
 
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
   ast.Add: operator.add,
@@ -26,7 +26,7 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
   ast.Mult: operator.mul,
   ast.Div: operator.truediv,
 }
-# \frac{a}{b} becomes ((a)/(b)); braces of anything else become a syntax error.
+# \frac{a}{b} becomes ((a)/(b)); other braces become a syntax error.
 SPELLINGS = {
   r'\left': '',
   r'\right': '',
@@ -44,15 +44,18 @@ SPELLINGS = {
   '}': '))',
   '$': '',
 }
-LONGEST = 200  # characters of an expression; also bounds its depth and its numbers
+LONGEST = 200  # characters of an expression; bounds its depth and its numbers, too
 
 
 def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
-  """(value, how often each number is used) of integers, + - * /, signs, parentheses.
+  """Computes an expression of integers, + - * /, minus signs and parentheses.
+
+  Returns:
+    the value, and how often each number is used.
 
   Raises:
-    ValueError: the text is anything else, or longer than LONGEST.
-    ZeroDivisionError: it divides by 0.
+    ValueError: the text is not such an expression, or is longer than LONGEST.
+    ZeroDivisionError: the expression divides by 0.
   """
   if len(text) > LONGEST or not set(text) <= set('0123456789+-*/() '):
     raise ValueError(text[:LONGEST])
@@ -77,11 +80,14 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
 
 
 def countdown(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """An expression that uses each number exactly once and gives the target.
+  """Verifies an expression that uses each number exactly once and equals the target.
 
-  The right answer is JSON, {"numbers": [3, 5, 8], "target": 24}. The expression stands
-  in the last box or else in the last <answer></answer>; `= 24` may follow it. A lenient
-  verdict is the same.
+  The expression is in the last box or else in the last <answer></answer>; `= 24` may
+  follow it. Strict and lenient verdicts are equal.
+
+  Args:
+    answer: the problem as JSON, {"numbers": [3, 5, 8], "target": 24}.
+    text: the response.
   """
   del strict
   try:
@@ -89,41 +95,41 @@ def countdown(answer: str, text: str, *, strict: bool = True) -> Verdict:
     numbers_given = collections.Counter(int(n) for n in problem['numbers'])
     target = int(problem['target'])
   except (ValueError, KeyError, TypeError, RecursionError):
-    return unusable(answer, '{"numbers": [...], "target": ...}')
-  found = tagged(text)
-  if found is None:
+    return answers.unusable(answer, '{"numbers": [...], "target": ...}')
+  content = answers.tagged(text)
+  if content is None:
     return Verdict(False, 'no box and no <answer>', None)
-  if len(found) > 2 * LONGEST:
+  if len(content) > 2 * LONGEST:
     return Verdict(False, f'more than {LONGEST} characters', None)
-  for spelling, ours in SPELLINGS.items():
-    found = found.replace(spelling, ours)
-  found, equals, claimed = found.partition('=')
-  given = ''.join(found.split())
+  for spelling, replacement in SPELLINGS.items():
+    content = content.replace(spelling, replacement)
+  expression, equals, claimed = content.partition('=')
+  given = ''.join(expression.split())
   if equals and claimed.strip() != str(target):
     return Verdict(False, 'claims another number', given)
   try:
-    value, used = calculate(found.strip())
+    value, used = calculate(expression.strip())
   except ZeroDivisionError:
     return Verdict(False, 'divides by zero', given)
   except ValueError:
     return Verdict(False, 'not an expression of integers and + - * /', given)
   if used != numbers_given:
     return Verdict(False, 'not each number once', given)
-  return Verdict(value == target, EQUAL if value == target else OTHER, given)
+  return answers.compared(value == target, given)
 
 
 def exact(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """The last box, else the `Answer:` line, else the whole response, is the answer.
+  """Compares the last box, else the `Answer:` line, else the whole text, by characters.
 
-  Character by character, but for blanks around it; the right answer is read likewise. A
-  lenient verdict is the same.
+  Reads the right answer in the same way and ignores surrounding white space. Strict and
+  lenient verdicts are equal.
   """
   del strict
   given, right = (
-    (whole if found is None else found).strip()
-    for whole, found in ((text, box_or_line(text)), (answer, box_or_line(answer)))
+    (whole if (part := answers.box_or_line(whole)) is None else part).strip()
+    for whole in (text, answer)
   )
-  return Verdict(given == right, EQUAL if given == right else OTHER, given)
+  return answers.compared(given == right, given)
 
 
 RULES: dict[str, Callable[..., Verdict]] = {
@@ -133,31 +139,34 @@ RULES: dict[str, Callable[..., Verdict]] = {
   'countdown': countdown,
   'exact': exact,
 }
-POOLED = frozenset({'math'})  # rules that must run in a process that can be killed
-# Where a rule wants its answer: an answer there earns the format bonus.
+POOLED = frozenset({'math'})  # rules for processes that can be killed
+# Readers of the rules; an answer that they find earns the format bonus.
 READERS: dict[str, Callable[[str], str | None]] = {
-  'aime': box_or_line,
-  'math': box_or_line,
-  'gsm8k': hashes_or_box,
-  'countdown': tagged,
-  'exact': box_or_line,
+  'aime': answers.box_or_line,
+  'math': answers.box_or_line,
+  'gsm8k': answers.hashes_or_box,
+  'countdown': answers.tagged,
+  'exact': answers.box_or_line,
 }
 
 
 def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """The verdict of a rule; of text that is no Unicode, undecided or wrong.
+  """Verifies a response by a rule.
+
+  A right answer that is not valid Unicode leaves the response undecided; a response
+  that is not valid Unicode is wrong.
 
   Args:
     rule: a key of RULES.
-    answer: the right answer, as the rule wants it.
+    answer: the right answer, in the format of the rule.
     text: the response.
-    strict: the answer must be calculated; a lenient verdict calculates (`math`) or
-      overlooks what stands around a number (`gsm8k`).
+    strict: requires a calculated answer. Otherwise `math` evaluates the answer, and
+      `gsm8k` ignores the text around a number.
   """
   for part, right in ((answer, None), (text, False)):
     try:
       part.encode()
     except UnicodeEncodeError:  # half a surrogate pair
-      whose = 'the right answer' if right is None else 'the response'
-      return Verdict(right, f'{whose} is no Unicode text', None)
+      name = 'the right answer' if right is None else 'the response'
+      return Verdict(right, f'{name} is not valid Unicode', None)
   return RULES[rule](answer, text, strict=strict)

@@ -9,6 +9,7 @@ differ between them.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,18 @@ _D = knobs.RolloutConfig()
 EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # whatever the rule makes of no text
 
 
+@dataclasses.dataclass(frozen=True)
+class Verification:
+  """How finished responses become groups with rewards."""
+
+  problems: Problems
+  tokenizer: Tokenizer
+  verifier: Verifier
+  timer: PhaseTimer  # of phases 'sample' and 'verify'
+  # (groups, texts of the responses) -> groups with the rewards that the learner sees
+  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain
+
+
 class Rollout(NamedTuple):
   """Groups, and what was read in their responses: P * G of each, row by row."""
 
@@ -54,14 +67,10 @@ def rollout(
   prompts: Prompts,
   key: Array,
   *,
-  problems: Problems,
-  tokenizer: Tokenizer,
-  verifier: Verifier,
-  timer: PhaseTimer,
+  verification: Verification,
   step: int,
   policy_version: int,
   first_uid: int = 0,
-  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain,
   max_tokens_per_step: float = _D.max_tokens_per_step,
   max_off_policy_steps: int = _D.max_off_policy_steps,
   cache: str = _D.cache,
@@ -79,7 +88,7 @@ def rollout(
     params: the weights that decode, made by learner step `policy_version`.
     prompts: rows with id -1 are empty seats: nothing is sampled for them.
     key: keys the noise, with the uid of a response; uids count from `first_uid`.
-    timer: of phases 'sample', 'verify'. step: at which the groups are completed.
+    step: the learner step at which the groups are completed.
     cache: 'refresh': unfinished responses get the cache of these weights first, and
       new tokens' recorded log-probabilities are these weights'; 'keep': they go on with
       the keys and values of the older weights.
@@ -87,13 +96,13 @@ def rollout(
   P = len(prompts.id_P)
   if not P:
     return nothing(rollouts.engine)
-  with timer('sample'):
+  with verification.timer('sample'):
     if cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
     uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
     rollouts.submit(prompts, uid_B.astype(np.uint32), step)
-    verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
-    with _progress(rollouts, verifications.request_early) as on_finished:
+    pending = PendingVerifications(verification, rollouts)
+    with _progress(rollouts, pending.request_early) as on_finished:
       rollouts.decode(
         params,
         key,
@@ -103,19 +112,15 @@ def rollout(
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
-  return _recorded(rollouts, verifications, places, P, timer, step, shape)
+  return _recorded(rollouts, pending, places, P, verification, step)
 
 
 def collect_due(
   rollouts: PartialRollouts,
   seats: int,
   *,
-  problems: Problems,
-  tokenizer: Tokenizer,
-  verifier: Verifier,
-  timer: PhaseTimer,
+  verification: Verification,
   step: int,
-  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain,
   max_off_policy_steps: int,
 ) -> Rollout:
   """The finished groups that were submitted `max_off_policy_steps` ago or before.
@@ -129,27 +134,26 @@ def collect_due(
   """
   places = rollouts.finished()
   due_W = rollouts.due(step - max_off_policy_steps)
-  verifications = PendingVerifications(verifier, problems, tokenizer, rollouts)
+  pending = PendingVerifications(verification, rollouts)
   places = places[due_W[places]][:seats]
-  found = _recorded(rollouts, verifications, places, seats, timer, step, shape)
+  found = _recorded(rollouts, pending, places, seats, verification, step)
   return found._replace(submits=False)
 
 
 def _recorded(
   rollouts: PartialRollouts,
-  verifications: 'PendingVerifications',
+  pending: 'PendingVerifications',
   places: np.ndarray,
   seats: int,
-  timer: PhaseTimer,
+  verification: Verification,
   step: int,
-  shape: Callable[[Groups, Sequence[str]], Groups],
 ) -> Rollout:
   """The groups at these places, verified and with rewards; frees the places."""
-  with timer('sample'):
+  with verification.timer('sample'):
     rows = jax.block_until_ready(rollouts.read(places, seats))
-  with timer('verify'):
-    verified = verifications.record(rows, places, step)
-  groups = shape(verified.groups, verified.texts)
+  with verification.timer('verify'):
+    verified = pending.record(rows, places, step)
+  groups = verification.shape(verified.groups, verified.texts)
   rollouts.free(places)
   return verified._replace(groups=groups)
 
@@ -180,19 +184,14 @@ class PendingVerifications:
   """Verdicts of a rollout; slow ones are requested while other responses are decoded.
 
   Args:
-    verifier: verifies each response by the rule of its problem.
+    verification: verifies each response by the rule of its problem.
     rollouts: after the prompts are submitted.
   """
 
-  def __init__(
-    self,
-    verifier: Verifier,
-    problems: Problems,
-    tokenizer: Tokenizer,
-    rollouts: PartialRollouts,
-  ):
+  def __init__(self, verification: Verification, rollouts: PartialRollouts):
+    verifier, problems = verification.verifier, verification.problems
     self._verifier, self._problems = verifier, problems
-    self._tokenizer, self._rollouts = tokenizer, rollouts
+    self._tokenizer, self._rollouts = verification.tokenizer, rollouts
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
     self._early = verifier.slow({self._rules[i] for i in ids if i >= 0})

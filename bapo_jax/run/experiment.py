@@ -1,7 +1,8 @@
 """One training run as its user sees it, from the first screen to the report.
 
-1. `train` resumes or starts, evaluates, logs, saves, and stops cleanly when asked to;
-2. everything the report needs lies in the workdir, so a resumed run reports it all.
+1. `train` opens the workdir, resolves the config, builds the trainer, resumes;
+2. `Run` is the caller of the loop: it evaluates, writes metrics, logs and saves;
+3. everything that the report needs is in the workdir, so a resumed run reports it all.
 """
 
 import contextlib
@@ -9,14 +10,13 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from bapo_jax.autosetup import check
+from bapo_jax.autosetup import check, derive
 from bapo_jax.data import prompts
-from bapo_jax.models import hf_directory
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.run.welcome import welcome
@@ -24,118 +24,232 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.training import checkpoint, evaluate, setup, step_metrics, weights
+from bapo_jax.training import budget, build, checkpoint, evaluate, step_metrics, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import Metrics, Trainer, TrainState
+from bapo_jax.training.resolve import Resolved
+from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
-
-SHOWN = 6  # responses on the report's page; eval/ has them all
+SHOWN = 6  # responses in the report; eval/ has all of them
 
 
 def train(config: Config, workdir: str) -> int:
-  """Runs the config in the workdir, resuming what is there; returns an exit status.
+  """Trains in the workdir, resuming the run that is there; returns an exit status.
 
-  0 when all steps are done, 128 + signal number when a signal ended it earlier,
+  0 when all steps are done, 128 + signal number when a signal ended the run earlier,
   DIVERGED when the first update, or too many in a row, were not finite.
 
   Raises:
-    ValueError: in one sentence; also where the workdir can no longer be written, is in
-      use by another process, or holds no whole checkpoint.
+    ValueError: the config cannot be run here; the workdir cannot be written, is in use
+      by another process, belongs to another run, or has only damaged checkpoints.
   """
-  timer, began = PhaseTimer(), time.perf_counter()
-  with hosts.first_ahead('available'):  # it downloads
-    setup.check_available(config)
-  setup.make_mesh(config)
-  if not config.model.path:  # beside the work on a real model clearing pages is little
+  timer = PhaseTimer()
+  r = derive.prepare(config, workdir)
+  budget.check(r.budget, budget.capacity(r.mesh))
+  if not r.model.directory:  # a real model spends little of its time on clearing pages
     machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
     if hosts.is_first():
-      claim(workdir, config)
+      claim(workdir, r.config)
     workdirs.check_shared(workdir)
-    return _run(config, workdir, timer, began)
+    return _train(r, workdir, timer)
 
 
 def claim(workdir: str, config: Config) -> None:
-  """Opens the workdir for this config.
+  """Writes the config to the workdir, or compares it with the run that is there.
 
-  Sections that leave the results as they are may change between the parts of a run, and
+  Sections without influence on the results may change between the parts of a run, and
   so may the mesh, on which sums round differently; with other problems, their names.
 
   Raises:
-    ValueError: it cannot be written, or holds a run with another config.
+    ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  free = ('title', 'steps', 'responses', 'cells', 'metrics', 'checkpoint', 'evaluate')
+  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate')
   accepted = ('problems',) if config.problems.changed == 'accept' else ()
   free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
   workdirs.open_workdir(workdir, config_lib.plain(config), free)
 
 
-def _run(config: Config, workdir: str, timer: PhaseTimer, began: float) -> int:
-  """From the problems to the report; OSErrors name the file that was refused."""
-  with timer('load'), hosts.first_ahead('read'):  # it makes data sets
-    material = setup.read(config, workdir)
-  identity = [prompts.fingerprint(p) for p in (material.problems, material.held_out)]
-  model = hf_directory.identity(config.model.path)
+def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
+  """Runs from the problems to the report; OSErrors name the file."""
+  with timer('load'), hosts.first_ahead('read'):  # the first process makes data sets
+    material = build.read(r.config, r.model, workdir)
+  identity = [prompts.fingerprint(p) for p in material]
+  model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
-  welcome(config, workdir, material)
-  verifier = setup.make_verifier(config)
-  stored = config.checkpoint
-  checkpoints = checkpoint.manager(workdir, stored.keep, stored.best)
-  same = same_problems(checkpoints, identity, config.problems.changed)
-  if config.model.path and checkpoints.latest_step() is None and hosts.is_first():
-    log(check.short(config, material, workdir))
-  t, s = setup.start(config, workdir, timer, verifier, material)
-  if checkpoints.latest_step() is not None:
-    record_again(t, workdir, s)
-  s, spent = resume(checkpoints, t, s, same)
-  if s.step and hosts.is_first():
-    metrics.report_lost(workdir, s.step)
-  workdirs.log_mesh_change(spent.get('mesh'), dict(t.mesh.shape))
-  for name, seconds in spent['phases'].items():
-    timer.seconds[name] = timer.seconds.get(name, 0.0) + seconds
-  if finished(config, s):
-    record_again(t, workdir, s)
-  else:
-    t = compiled(t, s)
-  base = weights.fingerprint(t.base)
-
-  def cost() -> Spent:
-    return {
-      'wall_s': spent['wall_s'] + time.perf_counter() - began,
-      'phases': timer.seconds,
-      'problems': identity,
-      'base': base,
-      'peak_rss_bytes': max(spent['peak_rss_bytes'], machine.peak_rss()),
-      'mesh': dict(t.mesh.shape),
-    }
-
-  values = config_lib.plain(config)
-  write = metrics.open_writers(
-    workdir, s.step or -1, **config.metrics.model_dump(), config=values
-  )
-  run = Run(t, workdir, checkpoints, write, cost)
-  with (
-    contextlib.closing(write),
-    checkpoint.closing(checkpoints),
-    contextlib.closing(verifier),
-  ):
+  welcome(r, workdir, material)
+  with contextlib.ExitStack() as stack:
+    verifier = build.make_verifier(r.config)
+    stack.callback(verifier.close)
+    knobs = r.config.checkpoint
+    checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
+    stack.enter_context(checkpoint.closing(checkpoints))
+    same = same_problems(checkpoints, identity, r.config.problems.changed)
+    if r.model.directory and checkpoints.latest_step() is None and hosts.is_first():
+      log(check.short(r, material, workdir))
+    t, s = build.build(r, material, verifier, workdir, timer)
+    if checkpoints.latest_step() is not None:
+      evaluate_again_if_lost(t, workdir, s)
+    s, spent = resume(checkpoints, t, s, same)
+    run = Run(t, workdir, checkpoints, identity, spent)
+    s = run.start(s)
     s, status = run.loop(s)
   if status:
     log(f'Saved. The same command with --workdir={workdir} continues.')
     return status
-  if not hosts.is_first():
-    return 0
-  with files.naming(os.path.join(workdir, 'report.md')):
-    finish(config, workdir, s.step, cost())
+  if hosts.is_first():
+    with files.naming(os.path.join(workdir, 'report.md')):
+      finish(r.config, workdir, s.step, run.cost())
   return 0
 
 
+class Run:
+  """The caller of the loop: evaluates, writes, logs and saves what is due.
+
+  Args:
+    identity: fingerprints of the training and the held-out problems.
+    spent: what the run has cost before, as its newest checkpoint recorded it.
+  """
+
+  def __init__(
+    self,
+    t: Trainer,
+    workdir: str,
+    checkpoints: checkpoint.CheckpointManager,
+    identity: list[str],
+    spent: Spent,
+  ):
+    self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
+    self._identity, self._spent = identity, spent
+    self._base = weights.fingerprint(t.base)
+    for name, seconds in spent['phases'].items():
+      t.timer.seconds[name] = t.timer.seconds.get(name, 0.0) + seconds
+
+  def cost(self) -> Spent:
+    """Returns what the run has cost so far, and what it was trained on."""
+    return {
+      'wall_s': self._spent['wall_s'] + time.perf_counter() - self.t.timer.began,
+      'phases': self.t.timer.seconds,
+      'problems': self._identity,
+      'base': self._base,
+      'peak_rss_bytes': max(self._spent['peak_rss_bytes'], machine.peak_rss()),
+      'mesh': dict(self.t.mesh.shape),
+    }
+
+  def start(self, s: TrainState) -> TrainState:
+    """Compiles the programs, or evaluates again what a finished run has lost."""
+    if s.step and hosts.is_first():
+      metrics.report_lost(self.workdir, s.step)
+    workdirs.log_mesh_change(self._spent.get('mesh'), dict(self.t.mesh.shape))
+    if finished(self.t.config, s):
+      evaluate_again_if_lost(self.t, self.workdir, s)
+    else:
+      self.t = compiled(self.t, s)
+    return s
+
+  def loop(self, first: TrainState) -> tuple[TrainState, int]:
+    """Runs the steps, each followed by what is due; returns (state, exit status)."""
+    config, s = self.t.config, first
+    values = config_lib.plain(config)
+    write = metrics.open_writers(
+      self.workdir, s.step or -1, **config.metrics.model_dump(), config=values
+    )
+    with contextlib.closing(write):
+      if first.step == 0:
+        row, message = self.evaluate(first)
+        write(0, row)
+        log(message)
+      log(metrics.legend())
+      with (
+        stoppable() as stop,
+        progress_bar(config.steps, 'training', 'step', initial=first.step) as progress,
+      ):
+        self.t.timer.since()
+        for s, row, record in train_loop(self.t, first):
+          self.report_step(s, row, write)
+          progress.set_postfix_str(
+            f'{row["rollout/tokens_per_s"]:.0f} tokens/s', refresh=False
+          )
+          progress.update()
+          lost = s.updates == 0 < s.consecutive_skips
+          skips = s.consecutive_skips
+          diverged = lost or skips >= config.learner.max_consecutive_skips
+          done = finished(config, s)
+          # A signal or a divergence in one process is the decision of all.
+          stopped, diverged = exchange.agree([stop.signal, diverged])
+          last = done or bool(diverged or stopped)
+          self.save_if_due(s, row, record, last=last)
+          if diverged:
+            self.log_divergence(s)
+            return s, DIVERGED
+          if stopped and not done:
+            return s, 128 + stopped
+    return s, 0
+
+  def report_step(self, s: TrainState, row: Metrics, write: metrics.Writers) -> None:
+    """Evaluates if due, writes the row of metrics and logs its line."""
+    config, message = self.t.config, ''
+    if finished(config, s) or s.step % config.evaluate.every == 0:
+      results, message = self.evaluate(s)
+      row |= results
+    row |= step_metrics.timings(self.t.timer.since(), row['rollout/tokens'])
+    write(s.step, row)
+    log(metrics.line(s.step, config.steps, row))
+    if message:
+      log(message)
+    # Once per series of idle steps; the first process has the metrics.
+    if s.idle_steps == report.IDLE and hosts.is_first():
+      log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
+
+  def log_divergence(self, s: TrainState) -> None:
+    """Logs why the run ends, and where to look."""
+    if s.updates == 0:
+      return log(
+        f'The first update of the run is not finite, nor are the other '
+        f'{s.consecutive_skips - 1}: loss or gradient overflow, and nothing was '
+        'learned. Check the weights (model.path, model.dtype), the precision '
+        '(model.compute), rollout/logp_diff_max (sampler and learner disagree) and '
+        'loss/ratio_max in metrics.jsonl, and the scale of loss.kl and rewards.'
+      )
+    limit = self.t.config.learner.max_consecutive_skips
+    log(
+      f'{s.consecutive_skips} updates in a row were skipped because loss or gradient '
+      f'were not finite (learner.max_consecutive_skips={limit}). The saved weights are '
+      'those before them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+    )
+
+  def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
+    """Evaluates the state; returns its metrics and a message for the console."""
+    result = record_evaluation(self.t, self.workdir, s)
+    row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
+    return row, (
+      f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
+      f'{result["stderr"]:.3f} on {result["n"]} problems'
+    )
+
+  def save_if_due(
+    self, s: TrainState, row: Metrics, record: StepRecord, *, last: bool
+  ) -> None:
+    """Saves every checkpoint.every steps, after a ranked evaluation, and at the end."""
+    config = self.t.config.checkpoint
+    ranked = 'eval/accuracy' in row and config.best > 0
+    if not (last or ranked or s.step % config.every == 0):
+      return
+    with self.t.timer('save'):
+      if s.step not in self.checkpoints.all_steps():
+        arrays, meta = snapshot(self.t, s)
+        step_record.write(self.t, self.workdir, record)
+        accuracy = row.get('eval/accuracy')
+        checkpoint.save(self.checkpoints, s.step, arrays, meta | self.cost(), accuracy)
+      if last:
+        checkpoint.wait(self.checkpoints)
+
+
 def compiled(t: Trainer, s: TrainState) -> Trainer:
-  """The trainer, its sampler and its train step compiled."""
+  """Returns the trainer with its sampler and its train step compiled."""
   log('Compiling the sampler and the train step.')
   began = time.perf_counter()
   with t.timer('compile'):
@@ -144,118 +258,15 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
     actor = t.actor(s.params) if s.actor is None else s.actor
     t.engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
     del actor
-    machine.trim()  # or the first updates would come on top of it
-    train_step = setup.compile_train_step(t, s)
+    machine.trim()  # else the memory of the first updates would come on top of it
+    train_step = build.compile_train_step(t, s)
     machine.trim()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')
   return dataclasses.replace(t, train_step=train_step)
 
 
-class Run:
-  """The caller of the loop: evaluates, writes, logs and saves what is due."""
-
-  def __init__(
-    self,
-    t: Trainer,
-    workdir: str,
-    checkpoints: checkpoint.CheckpointManager,
-    write: metrics.Writers,
-    cost: Callable[[], Spent],
-  ):
-    self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
-    self.write, self.cost = write, cost
-
-  def loop(self, first: TrainState) -> tuple[TrainState, int]:
-    """Steps, each followed by what is due; the last state, and the exit status."""
-    config, s = self.t.config, first
-    if first.step == 0:
-      row, message = self.evaluate(first)
-      self.write(0, row)
-      log(message)
-    log(metrics.legend())
-    with (
-      stoppable() as stop,
-      progress_bar(config.steps, 'training', 'step', initial=first.step) as progress,
-    ):
-      self.t.timer.since()
-      for s, row in train_loop(self.t, first):
-        self.report_step(s, row)
-        progress.set_postfix_str(
-          f'{row["rollout/tokens_per_s"]:.0f} tokens/s', refresh=False
-        )
-        progress.update()
-        lost = s.updates == 0 < s.consecutive_skips  # none of the run was applied
-        diverged = lost or s.consecutive_skips >= config.learner.max_consecutive_skips
-        done = finished(config, s)
-        stopped, diverged = exchange.agree([stop.signal, diverged])
-        self.save_if_due(s, row, last=done or bool(diverged or stopped))
-        if diverged:
-          self.log_divergence(s)
-          return s, DIVERGED
-        if stopped and not done:
-          return s, 128 + stopped
-    return s, 0
-
-  def report_step(self, s: TrainState, row: Metrics) -> None:
-    """Evaluates where it is due, writes the row, logs its line."""
-    config, message = self.t.config, ''
-    if finished(config, s) or s.step % config.evaluate.every == 0:
-      results, message = self.evaluate(s)
-      row |= results
-    row |= step_metrics.timings(self.t.timer.since(), row['rollout/tokens'])
-    self.write(s.step, row)
-    log(metrics.line(s.step, config.steps, row))
-    if message:
-      log(message)
-    # A longer row of them is one and the same; process 0 has the metrics.
-    if s.idle_steps == report.IDLE and hosts.is_first():
-      log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
-
-  def log_divergence(self, s: TrainState) -> None:
-    """Why the run ends."""
-    if s.updates == 0:
-      return log(
-        f'The first update of the run is not finite, nor is any other of its '
-        f'{s.consecutive_skips}: loss or gradient overflow, and nothing was learned. '
-        'Look at the weights (model.path, model.dtype), at the precision '
-        '(model.compute), at rollout/logp_diff_max (sampler and learner disagree) and '
-        'at loss/ratio_max in metrics.jsonl, and at the scale of loss.kl and rewards.'
-      )
-    limit = self.t.config.learner.max_consecutive_skips
-    log(
-      f'{s.consecutive_skips} updates in a row were skipped: loss or gradient not '
-      f'finite (learner.max_consecutive_skips={limit}). The weights are those before '
-      'them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
-    )
-
-  def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
-    """(metrics, message) of an evaluation; eval/<step>.json holds all of it."""
-    result = record_evaluation(self.t, self.workdir, s)
-    row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
-    return row, (
-      f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
-      f'{result["stderr"]:.3f} on {result["n"]} problems'
-    )
-
-  def save_if_due(self, s: TrainState, row: Metrics, *, last: bool) -> None:
-    """Saves at its interval, after an evaluation that may rank, and at the end."""
-    config = self.t.config.checkpoint
-    ranked = 'eval/accuracy' in row and config.best > 0
-    if not (last or ranked or s.step % config.every == 0):
-      return
-    with self.t.timer('save'):
-      if s.step not in self.checkpoints.all_steps():
-        arrays, meta = snapshot(self.t, s)
-        accuracy = row.get('eval/accuracy')
-        meta |= self.cost()
-        step_record.write(self.t, self.workdir)
-        checkpoint.save(self.checkpoints, s.step, arrays, meta, accuracy)
-      if last:
-        checkpoint.wait(self.checkpoints)
-
-
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
-  """Evaluates the state and writes eval/<step>.json; returns the result."""
+  """Evaluates the state, writes eval/<step>.json and returns the result."""
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
   if hosts.is_first():
@@ -263,17 +274,17 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
   return result
 
 
-def record_again(t: Trainer, workdir: str, s: TrainState) -> None:
-  """Evaluates the state again where eval/<step>.json, which the report needs, is not.
+def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
+  """Evaluates the state again if eval/<step>.json is missing: the report needs it.
 
-  The same weights, prompts and noise give the same responses: nothing is lost.
+  The same weights, prompts and noise give the same responses.
   """
   lost = False
   if hosts.is_first():
     try:
       evaluate.read_recorded(workdir, s.step)
     except ValueError as error:
-      log(f'{error}. Step {s.step} is evaluated again.')
+      log(f'{error}. Evaluating step {s.step} again.')
       lost = True
   if any(exchange.agree([lost])):
     record_evaluation(t, workdir, s)
@@ -282,7 +293,7 @@ def record_again(t: Trainer, workdir: str, s: TrainState) -> None:
 def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """(result, samples) on the held-out problems, through the door of training."""
+  """Returns (result, samples) on the held-out problems, through training's rollout."""
   knobs = t.config.evaluate
   return evaluate.evaluate(
     t.actor(params),

@@ -1,6 +1,6 @@
-"""One page about a run: what happened, in words, curves, tables and samples.
+"""Writes one page about a run: what happened, in words, curves, tables and samples.
 
-1. numbers: means over steps, and the rest of the wall time;
+1. numbers: means over steps, and the wall time by phase;
 2. words: report.md for people, around the figures of report_plots;
 3. facts: report.json for programs.
 """
@@ -36,27 +36,27 @@ IDLE = 10  # steps without anything to learn, after which a run says so
 
 
 def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """The first and the last fifth of the training steps, one step at least."""
+  """Returns the first and the last fifth of the training steps, at least one each."""
   steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(steps) // 5)
   return steps[:n], steps[-n:]
 
 
 def length_ratio(rows: Sequence[Row]) -> float:
-  """Mean wrong length over mean right length; nan where either is missing."""
+  """Returns mean wrong length over mean right length; nan if either is missing."""
   right = mean(rows, 'rollout/length_right')
   return mean(rows, 'rollout/length_wrong') / right if right else math.nan
 
 
 def with_rest(phases: Mapping[str, float], wall_s: float) -> dict[str, float]:
-  """The phases, longest first, and under 'other' what they leave of the wall time."""
+  """Sorts the phases, longest first, and adds the remaining wall time as 'other'."""
   named = {k: float(v) for k, v in phases.items() if k != 'other'}
   named = dict(sorted(named.items(), key=lambda item: -item[1]))
   return {**named, 'other': max(0.0, wall_s - sum(named.values()))}
 
 
 def plain(tree: Any) -> Any:
-  """Plain Python values; a number that is not finite becomes None, JSON's null."""
+  """Converts to plain Python values; numbers that are not finite become JSON's null."""
   if isinstance(tree, dict):
     return {k: plain(v) for k, v in tree.items()}
   if hasattr(tree, 'item'):  # a NumPy or JAX scalar
@@ -71,7 +71,11 @@ def summary(
   wall_s: float,
   peak_rss_bytes: int,
 ) -> str:
-  """What happened, in words; `before` and `after` hold accuracy, stderr and n."""
+  """Describes the change of accuracy and the cost of the run.
+
+  Args:
+    before, after: accuracy, stderr and n of the first and the last evaluation.
+  """
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
@@ -87,7 +91,7 @@ def summary(
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
-  """How often the positive share met its target, and why not; '' without a target."""
+  """Says how often the positive share met its target; '' without a target."""
   met, share = mean(rows, 'clip/target_met'), mean(rows, 'clip/share')
   if target is None or not math.isfinite(met):
     return ''
@@ -112,7 +116,7 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
 
 
 def idle_sentence(rows: Sequence[Row]) -> str:
-  """When nothing was to be learned for IDLE steps or more, and where to look; or ''."""
+  """Says where nothing was learned for IDLE steps or more, and where to look; or ''."""
   steps, idle = series(rows, 'learner/idle_steps')
   longest = int(max(idle, default=0))
   if longest < IDLE:
@@ -185,7 +189,7 @@ def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
 
 
 def _config(fingerprint: str, text: str) -> Iterator[str]:
-  """The config, folded away; the empty lines between the blocks let Markdown in."""
+  """Folds the config away; empty lines between the blocks enable Markdown inside."""
   yield '## Config'
   yield f'<details>\n<summary>Fingerprint {markdown.html(fingerprint)}</summary>'
   yield markdown.fence(text)
@@ -210,14 +214,14 @@ def write(
 ) -> pathlib.Path:
   """Writes curves.png, phases.png, report.md and report.json; returns report.md's path.
 
-  No text of the config, the data or the model takes effect in report.md.
+  Texts of the config, the data and the model are escaped in report.md.
 
   Args:
-    workdir: holds metrics.jsonl.
+    workdir: contains metrics.jsonl.
     eval_before, eval_after: accuracy, stderr, n.
     samples_before, samples_after: dicts of problem, answer, response, correct.
-    phases: name -> seconds; what they leave of wall_s is shown as 'other'.
-    target: the positive share aimed at; None for no target.
+    phases: name -> seconds; the remaining part of wall_s is shown as 'other'.
+    target: the target of the positive share; None without a target.
 
   Raises:
     OSError: the system refused to write one of the files.
@@ -255,7 +259,7 @@ def write(
 
 
 def _from_rows(rows: Sequence[Row]) -> dict[str, Any]:
-  """The facts that the rows of metrics hold."""
+  """Computes the facts that come from the rows of metrics."""
   first, last = fifths(rows)
   return {
     'clip_moved_fraction': mean(rows, 'clip/moved'),

@@ -1,6 +1,6 @@
-"""The figures of the report: curves over the steps, and bars of the wall time.
+"""Draws the figures of the report: curves over the steps, and bars of the wall time.
 
-1. `series` and `mean` read a metric out of the rows, gaps left out;
+1. `series` and `mean` read a metric from the rows, skipping gaps;
 2. `draw_curves` draws panels, the raw values pale under their running means;
 3. `draw_phases` draws the wall time by phase.
 """
@@ -84,14 +84,14 @@ SPIKY = {
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
-  """(step_N, value_N) of the N rows in which the metric is there and finite."""
+  """Returns (step_N, value_N) of the N rows in which the metric is finite."""
   pairs = [(r['step'], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
   step_N, value_N = np.asarray(pairs, float).reshape(-1, 2).T
   return step_N, value_N
 
 
 def mean(rows: Sequence[Row], name: str) -> float:
-  """Mean over the rows that have the metric; nan where none has."""
+  """Averages over the rows that have the metric; nan if no row has it."""
   _, value_N = series(rows, name)
   return float(value_N.mean()) if len(value_N) else math.nan
 
@@ -99,10 +99,10 @@ def mean(rows: Sequence[Row], name: str) -> float:
 def running_mean(
   step_N: np.ndarray, value_N: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Means over whole windows of `width` (odd) values, each at its middle step.
+  """Averages whole windows of `width` (odd) values, each placed at its middle step.
 
-  The curve begins and ends half a window inside the values: each point is a mean of
-  `width` of them, and the last one is no more than a mean either.
+  The curve begins and ends half a window inside the values, so that every point is a
+  mean of `width` values.
   """
   half = width // 2
   smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
@@ -110,7 +110,7 @@ def running_mean(
 
 
 def new_figure(width: float, height: float, dpi: int = 150) -> 'Figure':
-  """An empty figure of so many inches."""
+  """Makes an empty figure of this size in inches."""
   # Slow to import; a figure made without pyplot is Agg's.
   from matplotlib.figure import Figure
   from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -120,14 +120,14 @@ def new_figure(width: float, height: float, dpi: int = 150) -> 'Figure':
 
 
 def dress(ax: 'Axes', title: str) -> None:
-  """Titles the axes, in the report's style."""
+  """Titles the axes in the report's style."""
   ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
   ax.spines[['top', 'right']].set_visible(False)
   ax.tick_params(labelsize=9)
 
 
 def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
-  """The raw values thin and pale, their running mean strong; few points are dotted."""
+  """Draws raw values thin and pale, their running mean strong; few points as dots."""
   width = len(value_N) // FEW | 1
   if width > 1:
     ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
@@ -137,7 +137,7 @@ def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> N
 
 
 def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
-  """Evaluations: few points, each with its standard error where it has one."""
+  """Draws evaluations: few points, each with its standard error if it has one."""
   step_N, value_N = series(rows, 'eval/accuracy')
   error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
   error_N = [error.get(s, 0.0) for s in step_N]
@@ -147,7 +147,7 @@ def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
 
 
 def _target(ax: 'Axes', rows: Sequence[Row], target: float) -> None:
-  """The target share as a line, and in how many updates it was met."""
+  """Draws the target share as a line, and writes how often updates met it."""
   ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
   met = mean(rows, 'clip/target_met')
   if math.isfinite(met):
@@ -197,10 +197,10 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
 def draw_curves(
   path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
 ) -> None:
-  """All panels over the steps, as one PNG.
+  """Draws all panels over the steps, as one PNG.
 
   Args:
-    target: the positive share aimed at, drawn as a line; None for no target.
+    target: the target of the positive share, drawn as a line; None without a target.
   """
   figure = new_figure(11, 16)
   steps = [r['step'] for r in rows] or [0]
@@ -216,7 +216,7 @@ def draw_curves(
 def draw_phases(
   path: str | os.PathLike[str], phases: Mapping[str, float], wall_s: float
 ) -> None:
-  """Horizontal bars of the wall time, as one PNG.
+  """Draws the wall time by phase as horizontal bars, as one PNG.
 
   Args:
     phases: seconds by phase, in the order of the bars.
@@ -236,7 +236,7 @@ def draw_phases(
 
 
 def duration(s: float) -> str:
-  """'1 h 02 min', '3 min 05 s' or '4.2 s'."""
+  """Formats seconds: '1 h 02 min', '3 min 05 s' or '4.2 s'."""
   if s < 60:
     return f'{s:.1f} s'
   m, s = divmod(round(s), 60)

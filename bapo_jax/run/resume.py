@@ -1,4 +1,4 @@
-"""From a checkpoint to the state of a run, and what may not have changed since."""
+"""Converts between a checkpoint and the state of a run; refuses what has changed."""
 
 from typing import Any
 
@@ -22,12 +22,13 @@ SCALARS = (
 
 
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
-  """The part of a state that is arrays.
+  """Returns the arrays of a state.
 
-  The actor is among them where the next step decodes with it; else that step begins
-  with the weights of now. It is laid out as the parameters are: its own layout depends
-  on the mesh, and another one may resume. One that is merged from adapters is them:
-  frozen weights are no part of a state.
+  The actor is among them if the next step decodes with it; otherwise that step copies
+  the current weights. It is stored in the layout of the parameters: its own layout
+  depends on the mesh, and a run may resume on another mesh. If the actor is merged from
+  adapters,
+  the adapters are stored: frozen weights are not part of a state.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
@@ -39,9 +40,10 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
 
 
 def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-  """(arrays, meta) of a checkpoint of this state.
+  """Returns (arrays, meta) of a checkpoint of this state.
 
-  A run that does not go on needs no optimiser state; its float32 weights stay.
+  A finished run with checkpoint.final=weights stores no optimiser state, except for
+  float32 master weights.
   """
   found = arrays(t, s)
   bare = t.config.checkpoint.final == 'weights' and finished(t.config, s)
@@ -52,7 +54,7 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def scalars(s: TrainState) -> dict[str, int]:
-  """The part of a state that is plain numbers."""
+  """Returns the plain numbers of a state."""
   return {name: getattr(s, name) for name in SCALARS}
 
 
@@ -62,15 +64,15 @@ def resume(
   s: TrainState,
   same: bool = True,
 ) -> tuple[TrainState, Spent]:
-  """Newest whole checkpoint (or the state given), and what the run has cost so far.
+  """Restores the newest whole checkpoint; returns the state and the cost so far.
 
   Args:
-    same: the checkpoint is of the same problems; else its buffer and its partial
-      rollouts name other ones, and are left out.
+    same: whether the checkpoint is of the same problems; otherwise its buffer and its
+      partial rollouts refer to other problems, and are dropped.
 
   Raises:
-    ValueError: there are checkpoints, and none is whole; or the newest does not fit:
-      weights alone, of a run that is to go on, or beside other frozen weights.
+    ValueError: all checkpoints are damaged; or the newest does not fit: it has weights
+      alone and the run is to continue, or was trained beside other frozen weights.
   """
   newest = checkpoint.restore_newest(
     checkpoints, lambda step: arrays(t, s.replace(step=step))
@@ -90,9 +92,9 @@ def resume(
 
 
 def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
-  """The state with its actor, which is taken out of `found`.
+  """Returns the state with its actor, which is removed from `found`.
 
-  Where none is stored the next step makes one, and its version, before it decodes.
+  If no actor is stored, the next step makes it, and its version, before it decodes.
   """
   params = found.pop('actor', None)
   if params is None:
@@ -101,7 +103,7 @@ def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState
 
 
 def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
-  """Raises ValueError unless a run can go on from a checkpoint of this meta."""
+  """Raises ValueError if a run cannot continue from a checkpoint of this meta."""
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(
       f'the checkpoint of step {s.step} holds no optimiser state, as '
@@ -121,14 +123,14 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
 def same_problems(
   checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
 ) -> bool:
-  """Whether the latest checkpoint is of these problems, or there is none.
+  """Returns whether the latest checkpoint is of these problems, or there is none.
 
   Args:
     identity: fingerprints of the training and the held-out problems.
-    changed: what to do where they are others: 'refuse' or 'accept' them.
+    changed: what to do if they differ: 'refuse' or 'accept'.
 
   Raises:
-    ValueError: they are others, and not accepted.
+    ValueError: they differ, and are not accepted.
   """
   step = checkpoints.latest_step()
   if step is None:

@@ -1,29 +1,12 @@
-"""What a step trained on, token by token, as a file of the workdir.
+"""Writes what a step trained on, token by token, to a file of the workdir.
 
-1. `write` saves groups/<step>.jsonl, one line per group, from what the trainer holds of
-   its newest step: a few groups, whatever the batch rule;
-2. `read` returns them, `newest` finds the last one.
+1. `write` saves groups/<step>.jsonl, one object per group, from the record that the
+loop
+   yields: a few groups, for every batch rule;
+2. `read` returns them, `newest` finds the last file.
 
-A line is an object of
-  step: learner steps done, with this one; id: of the problem; answer; source: one of
-  types.SOURCES; completed_step: learner step at which the group was completed;
-  prompt: as the policy reads it, the patches of a picture as their number;
-  prompt_tokens: its length; prompt_ids: its tokens, all of them;
-  pictures: files of the workdir, where problems have pictures;
-  update: which update of the step, from 1, had the group, the last one where several
-  had; low, high: its bounds, means over it; null where none had it;
-  responses: a list of objects of
-    response: the text, end tokens left out; correct; reward; advantage, times the
-    weight of the source; taught: false where it was left out of the loss; tokens;
-    truncated: no end token; version: learner steps of the oldest and the newest weights
-    that sampled it;
-    ids: its tokens; pieces: each as text; sampler_logp: their log-probabilities, nats,
-    under the distribution sampled from; learner_logp: those of the weights before the
-    update, null where nothing was computed since the advantage is 0; ratio: what the
-    loss rule clipped; cut: 1 where the bounds left a token with an advantage no
-    gradient.
-    All null in responses beyond MOST_TOKENS of the file.
-Numbers that are not finite are null.
+docs/running.md explains every field. Numbers that are not finite are null, and so are
+the numbers of tokens in responses beyond MOST_TOKENS of the file.
 """
 
 import json
@@ -41,7 +24,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated
 from bapo_jax.runtime import exchange, files, hosts, picture_files
-from bapo_jax.training.state import Trainer
+from bapo_jax.training.state import StepRecord, Trainer
 from bapo_jax.types import SOURCES, Groups, UpdatedTokens
 
 FOLDER = 'groups'
@@ -51,25 +34,24 @@ OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
 
 
 def path_of(workdir: str, step: int) -> str:
-  """The file of a step."""
+  """Returns the file of a step."""
   return os.path.join(workdir, FOLDER, f'{step}.jsonl')
 
 
-def write(t: Trainer, workdir: str) -> None:
-  """Records the trainer's newest step; all processes call it, the first one writes.
+def write(t: Trainer, workdir: str, record: StepRecord) -> None:
+  """Writes the groups of a step; all processes call it, the first one writes.
 
   Raises:
     OSError: the system refuses, with the file's name.
   """
-  held = t.newest
-  if held.groups is None or held.source_P is None:
-    return
-  seats = chosen(exchange.whole(held.source_P) >= 0)
+  seats = chosen(exchange.whole(record.source_P) >= 0)
   if not len(seats):
     return
-  index = np.resize(seats, min(MOST_GROUPS, len(held.source_P)))  # one compiled shape
-  groups, source_P = exchange.taken((held.groups, held.source_P), index)
-  updated = [_updated(held.updates, seat, groups.reward_PG.shape[1]) for seat in seats]
+  index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
+  groups, source_P = exchange.taken((record.groups, record.source_P), index)
+  updated = [
+    _updated(record.updates, seat, groups.reward_PG.shape[1]) for seat in seats
+  ]
   if not hosts.is_first():
     return
   weights = t.config.batch.weights
@@ -83,7 +65,7 @@ def write(t: Trainer, workdir: str) -> None:
     left -= sum(response['tokens'] for response in responses)
     source = SOURCES[source_P[p]]
     answer = t.problems.answer[int(group.id_P)]
-    head = {'step': held.step + 1, 'id': int(group.id_P), 'answer': answer}
+    head = {'step': record.step + 1, 'id': int(group.id_P), 'answer': answer}
     head |= {'source': source, 'completed_step': int(group.completed_step_P)}
     head |= _prompt(t.tokenizer, group, t.spec.image_token) | _bounds(of_seat)
     if any(t.problems.pictures):
@@ -92,21 +74,21 @@ def write(t: Trainer, workdir: str) -> None:
     lines.append(json.dumps(head | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break
-  path = path_of(workdir, held.step + 1)
+  path = path_of(workdir, record.step + 1)
   with files.naming(path):
     os.makedirs(os.path.dirname(path), exist_ok=True)
   files.write(path, '\n'.join([*lines, '']))
 
 
 def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
-  """At most so many of the filled seats, evenly spread: each source has its own."""
+  """Picks at most so many of the filled seats, evenly spread over the sources."""
   seats = np.flatnonzero(filled_P)
   count = min(most, len(seats))
   return seats[np.arange(count) * len(seats) // max(count, 1)]
 
 
 class OfSeat(NamedTuple):
-  """The last update that had a seat of the batch."""
+  """The last update that contained a seat of the batch."""
 
   number: int  # in the step, from 1
   metrics: dict[str, Array]
@@ -114,7 +96,7 @@ class OfSeat(NamedTuple):
 
 
 def _updated(updates: Sequence[Updated], seat: int, group_size: int) -> OfSeat | None:
-  """The last update that had this seat; None without any."""
+  """Returns the last update that contained this seat, or None."""
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
       rows = i * group_size + np.arange(group_size)
@@ -123,7 +105,7 @@ def _updated(updates: Sequence[Updated], seat: int, group_size: int) -> OfSeat |
 
 
 def _bounds(of_seat: OfSeat | None) -> dict[str, Any]:
-  """The update and its bounds, as JSON values."""
+  """Describes the update and its bounds as JSON values."""
   if of_seat is None:
     return {'update': None, 'low': None, 'high': None}
   low, high = (of_seat.metrics[f'clip/{name}'] for name in ('low', 'high'))
@@ -134,7 +116,7 @@ def _bounds(of_seat: OfSeat | None) -> dict[str, Any]:
 def _prompt(
   tokenizer: Tokenizer, group: Groups, image_token: int | None
 ) -> dict[str, Any]:
-  """The prompt as the policy reads it, and its length."""
+  """Describes the prompt as the policy reads it, and its length."""
   length = int(group.response_mask_PGT.any(0).argmax())  # that of all its responses
   tokens_1T = group.tokens_PGT[:1]  # of the first response, without P
   (text,) = tokenizer_lib.decode_prompts(tokenizer, tokens_1T, [length], image_token)
@@ -149,10 +131,10 @@ def _responses(
   of_seat: OfSeat | None,
   left: int,
 ) -> list[dict[str, Any]]:
-  """The responses of one group, its arrays [G, T], as JSON values.
+  """Describes the responses of one group, its arrays [G, T], as JSON values.
 
   Args:
-    left: tokens that may have numbers.
+    left: number of tokens that may still be written with their numbers.
   """
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
@@ -182,7 +164,7 @@ def _responses(
 
 
 def _of_update(of_seat: OfSeat | None, g: int, mask_T: np.ndarray) -> dict[str, Any]:
-  """What the update made of a response; {} where it computed nothing of it."""
+  """Describes what the update computed of a response; {} if nothing."""
   if of_seat is None or not of_seat.tokens.ratio_BT[g].any():
     return {}
   logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
@@ -194,13 +176,13 @@ def _of_update(of_seat: OfSeat | None, g: int, mask_T: np.ndarray) -> dict[str, 
 
 
 def _numbers(values: Any) -> list[float | None]:
-  """Numbers of four decimals for JSON; None where one is not finite."""
+  """Rounds numbers to four decimals for JSON; None for those that are not finite."""
   floats = np.asarray(values, float).tolist()
   return [round(x, 4) if math.isfinite(x) else None for x in floats]
 
 
 def newest(workdir: str, until: float = math.inf) -> int | None:
-  """The last recorded step up to `until`; None without any."""
+  """Returns the last recorded step up to `until`, or None."""
   names = (
     os.listdir(folder) if os.path.isdir(folder := os.path.join(workdir, FOLDER)) else ()
   )
@@ -209,10 +191,10 @@ def newest(workdir: str, until: float = math.inf) -> int | None:
 
 
 def read(workdir: str, step: int) -> list[dict[str, Any]]:
-  """The groups recorded of a step.
+  """Reads the recorded groups of a step.
 
   Raises:
-    ValueError: the file is not there or holds something else.
+    ValueError: the file is missing, or has other content.
   """
   path = path_of(workdir, step)
   way_out = 'delete it; the next checkpoint records its step'

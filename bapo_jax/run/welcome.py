@@ -8,28 +8,26 @@ from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import budget, policy, setup
+from bapo_jax.training import budget
 from bapo_jax.training.budget import Budget
+from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.setup import Material
+from bapo_jax.training.resolve import Resolved
 
 
-def welcome(config: Config, workdir: str, material: Material) -> None:
-  """The first screen: what will run."""
+def welcome(r: Resolved, workdir: str, material: Material) -> None:
+  """Logs the first screen: what will run."""
   count = hosts.processes()
   several = f', {count} processes' if count > 1 else ''
-  c, mesh, devices = config, setup.make_mesh(config), jax.devices()
-  spec = policy.spec_of(c, material.tokenizer)
-  schedule = budget.choose_schedule(c, spec, mesh)
-  counted = budget.count(c, spec, schedule, mesh)
-  memory = budget.sentence(c, schedule, counted.update, budget.limit(mesh))
+  c, spec, mesh, devices = r.config, r.spec, r.mesh, jax.devices()
+  memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(mesh))
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {model}, {transformer.count(spec):,} parameters ({c.model.dtype})'
     f'{_frozen(c, spec)}\n'
-    f'  tokenizer  {c.tokenizer.path}, {len(material.tokenizer.backend)} tokens, '
+    f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
@@ -39,7 +37,7 @@ def welcome(config: Config, workdir: str, material: Material) -> None:
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
     f'  memory     {memory}\n'
-    f'  disk       {disk(c, counted)}\n'
+    f'  disk       {disk(c, r.budget)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
 

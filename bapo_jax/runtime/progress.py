@@ -34,7 +34,7 @@ class PhaseTimer:
     self.seconds: dict[str, float] = {}
     self._now = now
     self._open: list[str] = []
-    self._mark = self._reported_at = now()
+    self.began = self._mark = self._reported_at = now()
     self._reported: dict[str, float] = {}
 
   def _charge(self) -> float:

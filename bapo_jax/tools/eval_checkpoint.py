@@ -1,9 +1,10 @@
 """--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
 
-1. the weights come from a checkpoint of the workdir; without one, from model.path;
-2. responses to problems.test_source are sampled and verified as in training;
-3. results go to a table (.md) and one JSON line per response (.jsonl), which has the
-   prompt as the policy reads it, with the number of a picture's patches.
+1. the weights are those of a checkpoint of the workdir; without one, of model.path;
+2. responses to problems.test_source come through the rollout function of training;
+3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit:
+   the prompt stands there as the policy reads it, the patches of a picture as their
+   number.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import pictured_problems, prompts
+from bapo_jax.autosetup import derive
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
@@ -24,9 +25,10 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, evaluate, policy, setup, weights
+from bapo_jax.training import build, checkpoint, evaluate, policy, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 from bapo_jax.types import Tree
 
 # Sections that determine the responses and their verdicts.
@@ -44,11 +46,11 @@ SETTINGS = (
 def eval_checkpoint(
   config: Config, workdir: str, to: str, which: str = 'newest'
 ) -> int:
-  """Evaluates weights, prints the table and writes `to`.jsonl and `to`.md.
+  """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
 
   Args:
-    to: path without suffix; '': <workdir>/eval/<step or 'model'>-<fingerprint of the
-      settings>.
+    to: path without its suffix; '' stands for
+      <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
     which: newest, best or a step; see checkpoint.choose.
 
   Returns:
@@ -57,8 +59,6 @@ def eval_checkpoint(
   Raises:
     ValueError: there are no weights, or the workdir is of another model.
   """
-  # The training problems are not read, and may be absent.
-  config = config.with_values(problems={'source': config.problems.test_source})
   step = checkpoint.choose(workdir, which)
   if step is not None:
     export.check_config(config, workdir)
@@ -67,8 +67,8 @@ def eval_checkpoint(
       f'--workdir={workdir} holds no checkpoint and --config.model.path names no '
       'model; train there first (the same command without --mode=eval), or give one'
     )
-  setup.check_available(config)
-  values = config_lib.plain(config)
+  r = derive.prepare(config, workdir, trains=False)
+  values = config_lib.plain(r.config)
   settings = {name: values[name] for name in SETTINGS}
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
@@ -77,7 +77,7 @@ def eval_checkpoint(
   for path in (workdir, os.path.dirname(to) or '.'):
     check_writable(path, knob)
   with writable(workdir):
-    source, result, samples = _run(config, workdir, step)
+    source, result, samples = _run(r, workdir, step)
   settings |= {'model': source}
   table = evaluate.table(result, f'{source} on {config.problems.test_source}')
   files.write(f'{to}.md', table)
@@ -88,53 +88,29 @@ def eval_checkpoint(
 
 
 def _run(
-  config: Config, workdir: str, step: int | None
+  r: Resolved, workdir: str, step: int | None
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """Returns (source of the weights, result, samples); step None: model.path."""
-  mesh, timer = setup.make_mesh(config), PhaseTimer()
-  material = read(config, workdir)
+  timer, config = PhaseTimer(), r.config
+  material = build.read_held_out(r, workdir)
   if step is None:
     source = config.model.path
-    spec, params = policy.load(config, workdir, material.tokenizer, mesh, timer)
+    params = policy.load(r, workdir, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
-    spec = policy.spec_of(config, material.tokenizer)
-    params = restored(policy.reader(config, workdir, step), spec, mesh)
-  with contextlib.closing(setup.make_verifier(config)) as verifier:
-    t = setup.make_trainer(config, material, spec, mesh, verifier, timer)
+    params = restored(policy.reader(config, r.model, workdir, step), r.spec, r.mesh)
+  with contextlib.closing(build.make_verifier(config)) as verifier:
+    t = build.make_trainer(r, material, verifier, timer)
     result, samples = experiment.evaluation(t, params, step or 0)
   held_out = material.held_out
   texts = tokenizer_lib.decode_prompts(
-    material.tokenizer, held_out.tokens_NT, held_out.length_N, spec.image_token
+    r.tokenizer, held_out.tokens_NT, held_out.length_N, r.spec.image_token
   )
   return source, result, [s | {'prompt': texts[s['id']]} for s in samples]
 
 
-def read(config: Config, workdir: str) -> setup.Material:
-  """Reads tokenizer and held-out problems, and uses them as training problems too.
-
-  Only one set is read, so no overlap is reported.
-
-  Raises:
-    ValueError: as `setup.read`.
-  """
-  tokenizer = policy.load_tokenizer(config)
-  policy.check_vocabulary(config, tokenizer)
-  vision = policy.spec_of(config, tokenizer).vision
-  knobs = config.prompts, config.problems
-  if vision is None:
-    held_out = prompts.load_held_out(tokenizer, workdir, *knobs)
-  else:
-    held_out = pictured_problems.load_held_out(tokenizer, *knobs, vision)
-  return setup.Material(tokenizer, held_out, held_out)
-
-
 def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Reads the weights of a checkpoint onto the mesh, one parameter at a time."""
-  layout = sharding.shardings(transformer.abstract(spec), mesh)
-  return transformer.unflatten(
-    {
-      path: jax.device_put(read(path), place)
-      for path, place in transformer.flatten(layout).items()
-    }
-  )
+  layout = transformer.flatten(sharding.shardings(transformer.abstract(spec), mesh))
+  flat = {path: jax.device_put(read(path), place) for path, place in layout.items()}
+  return transformer.unflatten(flat)

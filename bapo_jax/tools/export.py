@@ -3,10 +3,10 @@
 Adapters are merged into their weights, or written alone, for peft.
 
 1. `check_config` refuses a checkpoint of another model;
-2. tensors are read and written one parameter at a time, on the host;
-3. `write_configs` adds config.json, generation_config.json and, for a vision model, how
-   pictures are prepared; the tokenizer's files follow;
-4. the directory gets its name when it is complete.
+2. tensors are read and written parameter by parameter: no device, no second copy;
+3. `write_configs` adds config.json and generation_config.json, and of a model that sees
+   how pictures are prepared; the tokenizer's follow;
+4. the directory appears under its name when it is whole.
 """
 
 import json
@@ -16,20 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import (
-  hf_config,
-  hf_directory,
-  hf_vision,
-  hf_weights,
-  peft_directory,
-)
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import peft as hf_peft
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
-from bapo_jax.training import checkpoint, policy, weights
+from bapo_jax.training import checkpoint, policy, resolve, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model
 
 
 def export(
@@ -44,18 +39,17 @@ def export(
   """Writes a checkpoint of `workdir` to the new directory `to`.
 
   Args:
-    to: '': <workdir>/export/<step>.
+    to: '' stands for <workdir>/export/<step>.
     dtype: 'float32' keeps the trained weights to the last bit; 'bfloat16' halves them.
     shard_bytes: largest size of a file of tensors.
     which: newest, best or a step; see checkpoint.choose.
-    adapter: write adapters alone, for peft; else they are merged into the weights.
+    adapter: adapters alone, as peft has them; else they are merged into the weights.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    ValueError: the checkpoint does not exist or is of another model, or the directory
-      is not empty.
+    ValueError: no such checkpoint, another model, or a directory that is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -67,38 +61,38 @@ def export(
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
       f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r} needs adapters of a published model; give '
+      f'{config.model.path!r}: only adapters of a published model stand alone; give '
       '--export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--export_to={to} is not empty; give a new directory')
-  tokenizer = policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  model = resolve.open_model(config)
+  directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   os.makedirs(part)
   get: Callable[[str], Any]
   if adapter:
     get = weights.read_params(workdir, step)
-    peft_directory.save(part, get, spec, config.lora, config.model.path, dtype)
+    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
-    get = policy.reader(config, workdir, step, exact=True)
+    get = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, get, spec, dtype, shard_bytes)
-    write_configs(part, config, spec, tokenizer, dtype)
-  tokenizer_lib.save(tokenizer, policy.tokenizer_directory(config), part)
+    write_configs(part, config, model, dtype)
+  tokenizer_lib.save(tokenizer, resolve.tokenizer_directory(config, directory), part)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError unless the run in the workdir has this model and tokenizer."""
+  """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config_lib.plain(config)))
   defaults = json.loads(json.dumps(config_lib.plain(Config())))
   for section in ('model', 'lora', 'tokenizer'):
-    # A run older than a knob had its default value.
+    # A run from before a knob was there had its default.
     was = defaults[section] | before.get(section, {})
     for name, old, new in differences(was, now[section], section):
       raise ValueError(
@@ -107,16 +101,10 @@ def check_config(config: Config, workdir: str) -> None:
       )
 
 
-def write_configs(
-  path: str, config: Config, spec: ModelSpec, tokenizer: Tokenizer, dtype: str
-) -> None:
-  """Writes the files that transformers reads beside weights.
-
-  They are those of the source model, if there is one.
-  """
-  source = hf_directory.here(config.model.path) if config.model.path else ''
-  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
-  described = _read(source, 'config.json') or config_of(spec)
+def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
+  """Writes the files beside the weights, copying the source model's if it has any."""
+  source, tokenizer, spec = model
+  described = _read(source, 'config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {
@@ -133,18 +121,18 @@ def write_configs(
     'generation_config.json': generation,
   }
   if spec.vision:
-    found = hf_vision.read_pixels(source) if source else {}
+    found = hf_config.read_pixels(source) if source else {}
     # transformers 4 reads this file alone, 5 also the processor's.
-    files[hf_vision.PIXELS] = found or hf_vision.preprocessor_of(spec.vision)
-    if processor := _read(source, hf_vision.PROCESSOR):
-      files[hf_vision.PROCESSOR] = processor
+    files[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
+    if processor := _read(source, hf_config.PROCESSOR):
+      files[hf_config.PROCESSOR] = processor
   for name, value in files.items():
     with open(os.path.join(path, name), 'w') as file:
       json.dump(value, file, indent=2)
 
 
 def _read(directory: str, name: str) -> dict[str, Any]:
-  """Reads a JSON file; {} if it does not exist."""
+  """The content of a JSON file; {} if it does not exist."""
   path = os.path.join(directory, name)
   if not directory or not os.path.exists(path):
     return {}

@@ -1,8 +1,8 @@
-"""The config of a run: typed, frozen, validated once, before JAX is imported.
+"""Defines the config of a run: typed, frozen, validated once, before JAX is imported.
 
-1. `Config` is made of the sections of all folders, in the order of the flow;
-2. `parse` validates plain values, every knob by itself and then what must fit together,
-   and raises one sentence;
+1. `Config` consists of the sections of all folders, in the order of the flow;
+2. `parse` validates plain values, every knob by itself and then their combinations, and
+   raises one sentence;
 3. configs/*.py are ml_collections ConfigDicts of the same values (`plain`), so that
    every knob is an override: --config.clip.rule=fixed.
 """
@@ -35,7 +35,6 @@ from bapo_jax.training.knobs import (
   SftConfig,
 )
 
-MOST_CELLS = 64
 WORDED = ('countdown', 'drawn')  # made problems in English or in a short form
 PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
@@ -51,9 +50,6 @@ class Config(Section):
     'Sampled training responses after which the run ends.',
     above=0,
     infinite=True,
-  )
-  cells: tuple[tuple[str, str, str], ...] = knob(
-    (), 'Runs of a sweep, each (name, batch rule, clip rule); (): a single run.'
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that a new run derives: those that the config file leaves None.'
@@ -82,37 +78,37 @@ class Config(Section):
 
   @property
   def row_length(self) -> int:
-    """T, tokens of a row."""
+    """T, the tokens of a row."""
     return self.prompts.max_prompt_tokens + self.sampler.max_new_tokens
 
   @property
   def seats(self) -> int:
-    """Groups in a batch."""
+    """The number of groups in a batch."""
     return self.batch.seats(self.prompts.count)
 
   @property
   def minibatch_rows(self) -> int:
-    """B, rows of a minibatch."""
+    """B, the rows of a minibatch."""
     return self.seats // self.learner.minibatches * self.sampler.group_size
 
   @property
   def micro_batch_rows(self) -> int:
-    """Rows of a micro-batch, if all of them are of full length."""
+    """The rows of a micro-batch, if all of them have full length."""
     return -(-self.minibatch_rows // self.learner.grad_accum_steps)
 
   @property
   def places(self) -> int:
-    """Groups that are submitted and not yet trained on, at most."""
+    """The largest number of groups that are submitted and not yet trained on."""
     rounds = self.batch.extra_rounds + 1
     return self.prompts.count * (self.rollout.max_off_policy_steps * rounds + 1)
 
   @property
   def updates_per_step(self) -> int:
-    """Optimiser updates per learner step."""
+    """The optimiser updates per learner step."""
     return self.learner.epochs * self.learner.minibatches
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
-    """The config with other values: with_values(prompts={'count': 1})."""
+    """Returns a copy with other values: with_values(prompts={'count': 1})."""
     changed = {
       name: getattr(self, name).model_copy(update=values)
       for name, values in sections.items()
@@ -121,21 +117,21 @@ class Config(Section):
 
 
 def plain(config: Config) -> dict[str, Any]:
-  """The config as nested dicts, as ConfigDict and JSON want it."""
+  """Returns the config as nested dicts, the form of ConfigDict and JSON."""
   return config.model_dump()
 
 
 def fingerprint(values: dict[str, Any]) -> str:
-  """Twelve hexadecimal digits that change with any value."""
+  """Returns twelve hexadecimal digits that change with any value."""
   text = json.dumps(values, sort_keys=True, default=list).encode()
   return hashlib.sha256(text).hexdigest()[:12]
 
 
 def from_json(values: dict[str, Any]) -> Config:
-  """The config as config.json holds it, where tuples are lists.
+  """Restores the config from config.json, where tuples are lists.
 
   Raises:
-    ValueError: it is of another version.
+    ValueError: another version of the program wrote it.
   """
   return Config.model_validate_json(json.dumps(values))
 
@@ -149,36 +145,15 @@ def parse(values: dict[str, Any]) -> Config:
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  for check in (_cells, _packages, _rules, _rewards, _problems, _batch, _elements):
+  for check in (_packages, _rules, _rewards, _problems, _batch, _elements):
     check(config)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
   return config
 
 
-def _cells(config: Config) -> None:
-  """Raises ValueError where a cell has no name of its own, or cannot be trained."""
-  names = [name for name, *_ in config.cells]
-  if len(names) > MOST_CELLS:
-    raise ValueError(f'cells: {len(names)} cells; give {MOST_CELLS} at most')
-  for name in names:
-    if not name.isidentifier() or names.count(name) > 1:
-      raise ValueError(
-        f'cells: {name[:60]!r} cannot name a folder; give each cell a name of its own, '
-        'of letters, digits and _'
-      )
-  for name, batch, clip in config.cells:
-    values = plain(config) | {'cells': ()}
-    values['batch'] = values['batch'] | {'rule': batch}
-    values['clip'] = values['clip'] | {'rule': clip}
-    try:
-      parse(values)
-    except ValueError as error:
-      raise ValueError(f'cells: {name[:60]}: {error}') from None
-
-
 def _packages(config: Config) -> None:
-  """Raises ValueError where a package for metrics is not installed."""
+  """Raises ValueError if a package for metrics is not installed."""
   for name, package in PACKAGES.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
       raise ValueError(
@@ -187,7 +162,7 @@ def _packages(config: Config) -> None:
 
 
 def _rules(config: Config) -> None:
-  """Raises ValueError where rules do not fit together."""
+  """Raises ValueError if rules do not fit together."""
   check_clip(config.clip, config.loss)
   if (
     config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
@@ -207,7 +182,7 @@ def _rules(config: Config) -> None:
 
 
 def _rewards(config: Config) -> None:
-  """Raises ValueError where the overlong penalty begins before the response."""
+  """Raises ValueError if the overlong penalty begins before the response."""
   cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
   if cache > longest:
     limit = f'sampler.max_new_tokens={longest} tokens'
@@ -215,7 +190,7 @@ def _rewards(config: Config) -> None:
 
 
 def _problems(config: Config) -> None:
-  """Raises ValueError where made problems are too few, or unreadable."""
+  """Raises ValueError if made problems are too few, or unreadable."""
   problems, count = config.problems, config.prompts.count
   if problems.source in MADE and count > problems.train:
     raise ValueError(
@@ -244,7 +219,7 @@ def _batch(config: Config) -> None:
 
 
 def check_positions(config: Config, positions: int) -> None:
-  """Raises ValueError where a row is longer than the model's positions."""
+  """Raises ValueError if a row is longer than the model's positions."""
   prompt, new = config.prompts.max_prompt_tokens, config.sampler.max_new_tokens
   if prompt + new > positions:
     raise ValueError(
@@ -274,7 +249,7 @@ def check_shards(config: Config, shards: int) -> None:
 
 
 def _rows(config: Config) -> dict[str, int]:
-  """Rows of T tokens that a run holds at once, by the knobs that set their number."""
+  """Returns how many rows of T tokens a run stores at once, by their knobs."""
   c, G = config, config.sampler.group_size
   return {
     'responses in decoding (prompts.count x sampler.group_size)': c.places * G,
@@ -293,7 +268,7 @@ def _rows(config: Config) -> dict[str, int]:
 
 
 def _elements(config: Config) -> None:
-  """Raises ValueError where an array of rows has more elements than int32 counts."""
+  """Raises ValueError if an array of rows has more elements than int32 can index."""
   T = config.row_length
   for name, rows in _rows(config).items():
     if rows * T > knobs.LARGEST:

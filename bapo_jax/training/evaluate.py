@@ -24,7 +24,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, rollout
+from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, picture_files, tables
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
@@ -44,18 +44,19 @@ def evaluate(
   step: int,
   ks: Sequence[int] = (1,),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """Verified responses to every problem, `engine.group_size` each, and their summary.
+  """Samples and verifies `engine.group_size` responses to every problem.
 
   Args:
-    params: the weights as decoding reads them; `step` is their learner step.
-    ks: of pass@k and maj@k, none above the group size.
+    params: an actor, the weights laid out for decoding.
+    step: the learner step of these weights.
+    ks: k of pass@k and maj@k, at most the group size.
 
   Returns:
-    (result, samples): result is that of `summarize`; samples is a list of dicts, one
-    per response: id and text of the problem, answer, verifier (its rule's name: a text
-    may be right by one rule and wrong by another), response, correct, verdict, reason,
-    extracted (the answer found), tokens, truncated (no end token), logp (its sum, nats)
-    and uid, which with the key names the noise.
+    (result, samples): `result` as from `summarize`; samples is a list of dicts, one per
+    response: id and text of the problem, answer, verifier (the name of its rule),
+    response, correct, verdict, reason, extracted (the answer in the response), tokens,
+    truncated (no end token), logp (summed, nats) and uid, which with the key determines
+    the noise.
   """
   pad = 0  # of several processes each has as many rows
   if hosts.processes() > 1 and engine.mesh:
@@ -66,10 +67,8 @@ def evaluate(
     params,
     prompts.prompts_by_id(problems, id_P),
     key,
-    problems=problems,
-    tokenizer=tokenizer,
-    verifier=verifier,
-    timer=PhaseTimer(),  # of its own: the seconds of an evaluation are the caller's
+    # A timer of its own: the caller counts the seconds of an evaluation.
+    verification=Verification(problems, tokenizer, verifier, PhaseTimer()),
     step=step,
     policy_version=step,
   )
@@ -99,7 +98,7 @@ def _sample(
   verdict: Verdict,
   rule: str,
 ) -> dict[str, Any]:
-  """The response, its problem and its verdict; `rule` is of problems that name none."""
+  """Describes one response; `rule` is the verifier of problems that name none."""
   p = uid // group_size
   return {
     'id': int(problems.id_N[p]),
@@ -116,7 +115,7 @@ def _sample(
 
 
 def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """uid -> tokens, truncation and log-probability of the responses on this host."""
+  """Returns uid -> tokens, truncation and log-probability, for this host."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
   mask_PGT = exchange.rows_of(groups.response_mask_PGT, own)
@@ -138,7 +137,7 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
 def summarize(
   samples: Sequence[dict[str, Any]], group_size: int, ks: Sequence[int]
 ) -> dict[str, Any]:
-  """The measures of samples, `group_size` in a row of one problem.
+  """Computes the measures of samples, `group_size` in a row per problem.
 
   Returns:
     accuracy (avg@group_size) and its stderr, n problems, group_size, length (mean
@@ -170,13 +169,13 @@ def summarize(
 
 
 def _measure(values: Sequence[float]) -> dict[str, float]:
-  """Mean over problems and its standard error."""
+  """Returns the mean over problems and its standard error."""
   value_P = np.asarray(values, float)
   return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-  """Chance that k of n responses, c of them right, include a right one.
+  """Returns the chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
   section 2.1); the binomials are integers, so nothing overflows or cancels.
@@ -189,11 +188,11 @@ def pass_at(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-  """Share of maj@k that is right, over the n // k whole blocks of k responses.
+  """Returns the share of maj@k that is right, over n // k whole blocks of responses.
 
-  Equal answers vote together; a response without an answer does not vote. Of answers
-  that tie each counts in part, as a fair draw among them would on average. No vote at
-  all is wrong. Answers that mean the same and are spelled differently vote apart.
+  Equal answers vote together; a response without an answer does not vote. Answers that
+  tie each count in part, as a fair draw among them would on average. Without any vote
+  the block is wrong. Answers of equal meaning and different spelling vote apart.
   """
   shares = []
   for i in range(0, len(answers) - k + 1, k):
@@ -206,7 +205,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def table(result: dict[str, Any], title: str) -> str:
-  """The result of `summarize` as a Markdown table, which a terminal shows well too."""
+  """Formats the result of `summarize` as a Markdown table."""
   measures = {f'avg@{result["group_size"]}': (result['accuracy'], result['stderr'])}
   for name in ('pass', 'maj'):
     for k, value in result[name].items():
@@ -232,7 +231,7 @@ def record(
   """Writes an evaluation of training, and the pictures of its problems.
 
   Args:
-    problems: those that were evaluated, by their ids.
+    problems: the evaluated problems, by their ids.
 
   Raises:
     OSError: the system refused to write one of the files.
@@ -246,15 +245,15 @@ def record(
 
 
 def recorded_path(workdir: str, step: int) -> str:
-  """The file of an evaluation of training."""
+  """Returns the file of an evaluation of training."""
   return os.path.join(workdir, 'eval', f'{step}.json')
 
 
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:
-  """{'result', 'samples'} of an evaluation of training.
+  """Reads {'result', 'samples'} of an evaluation of training.
 
   Raises:
-    ValueError: the file is not there or holds something else.
+    ValueError: the file is missing, or is not an evaluation.
   """
   path = recorded_path(workdir, step)
   way_out = 'the command of the run makes those of step 0 and of its last step again'

@@ -1,8 +1,8 @@
-"""A config file, and the knobs that the command line sets.
+"""Reads a config file and the knobs that the command line sets.
 
-1. `load` runs the file and returns what it sets;
+1. `load` runs the file and returns the values that it sets;
 2. `overrides` reads arguments such as --config.steps=10;
-3. `decided` takes out what both leave None, for the run to derive.
+3. `decided` removes the knobs that both leave None: the run derives them.
 """
 
 import ast
@@ -25,7 +25,7 @@ LONGEST = 10_000  # characters of a tuple
 
 
 def load(file: str) -> dict[str, Any]:
-  """The values that a config file sets, as nested dicts.
+  """Returns the values that a config file sets, as nested dicts.
 
   Args:
     file: its path; after a colon the variant, the argument of its get_config.
@@ -51,10 +51,10 @@ def load(file: str) -> dict[str, Any]:
 
 
 def overrides(given: list[str]) -> dict[str, Any]:
-  """Knob -> value of arguments such as --config.steps=10; the last of a name counts.
+  """Parses arguments such as --config.steps=10; the last value of a name counts.
 
   Raises:
-    ValueError: no such knob, or a text that is no value of its type.
+    ValueError: an unknown knob, or a text that is not a value of its type.
   """
   known = {name: field for name, field, _ in knobs.fields(Config())}
   found = {}
@@ -78,7 +78,7 @@ def overrides(given: list[str]) -> dict[str, Any]:
 
 
 def decided(values: dict[str, Any]) -> dict[str, Any]:
-  """The values without those that are None; `derived` names them.
+  """Removes the values that are None; `derived` lists their names.
 
   Raises:
     ValueError: one of them is for the user to set.
@@ -93,7 +93,7 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
 def _without_none(
   values: dict[str, Any], name: str = ''
 ) -> tuple[dict[str, Any], list[str]]:
-  """(values that are not None, dotted names of the others)."""
+  """Returns (values that are not None, dotted names of the others)."""
   found, names = {}, []
   for key, value in values.items():
     dotted = f'{name}.{key}' if name else key
@@ -108,10 +108,10 @@ def _without_none(
 
 
 def from_text(kind: Any, text: str | None) -> Any:
-  """The value of a knob of this type, its range not checked.
+  """Parses the value of a knob of this type; its range is not checked.
 
   Raises:
-    ValueError, SyntaxError, RecursionError, MemoryError: the text is no such value.
+    ValueError, SyntaxError, RecursionError, MemoryError: the text is not such a value.
   """
   if text is None:
     raise ValueError('no value')

@@ -1,4 +1,4 @@
-"""From a config to its rules: the one place where a rule's name is looked up."""
+"""Binds the rules of a config: the one place where names of rules are looked up."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
-"""The supervised stage: gives the embedded default a policy worth improving.
+"""Runs the supervised warm start of the embedded policy.
 
 1. worked solutions, some clean and some with slips and repeats, become token rows;
 2. `fit` trains on clean ones until the policy can reason, then briefly on noisy ones,
-   so that it is right sometimes and knows how to go wrong.
+   so that it is sometimes right and sometimes wrong.
 """
 
 import functools
@@ -47,14 +47,14 @@ def rows(
   repeat: float,
   prompts: Sequence[list[int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(tokens_NT, weight_NT): prompts with worked solutions, cut at `length` tokens.
+  """Returns (tokens_NT, weight_NT) of prompts with worked solutions, cut at `length`.
 
-  The answer weighs four times a token of the work: it is one token in twenty, and a
-  policy that cannot end is worth nothing.
+  The answer has four times the weight of a token of the work: it is one token in
+  twenty, and a policy that never ends a response earns no reward.
 
   Args:
     solve: (problem, rng, slip, repeat) -> its worked solution.
-    prompts: token ids of their prompts; (): their texts in the template.
+    prompts: token ids of the prompts; (): the texts of the problems in the template.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
@@ -88,10 +88,10 @@ def imitate(
   spec: ModelSpec,
   schedule: Schedule = Schedule(),
 ) -> tuple[Tree, Tree, Array]:
-  """One supervised step; returns (params, opt, nats per weighted token).
+  """Runs one supervised step; returns (params, opt, nats per weighted token).
 
   Args:
-    pictures: of the rows' prompts, whose tower is trained with the rest; None: texts.
+    pictures: of the rows' prompts, whose tower is trained too; None: texts.
   """
   trained, seen, of_params = pictured.variables(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, weight_BT > 0, MICRO_BATCHES, spec, seen)
@@ -144,7 +144,7 @@ def fit(
   slip: float,
   repeat: float,
 ) -> Tree:
-  """Parameters after `clean` + `noisy` supervised steps of `batch` solutions each."""
+  """Returns the parameters after `clean` + `noisy` steps of `batch` solutions each."""
   tx = optimizer.adamw(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
   params = exchange.placed(params, sharding.shardings(params, mesh))
@@ -154,7 +154,7 @@ def fit(
   step = None
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(tokens_BT, weight_BT, index_B) of every step; each sees new solutions."""
+    """Yields (tokens_BT, weight_BT, index_B) of every step, always new solutions."""
     for name, steps, chances in (
       ('clean', clean, (0.0, 0.0)),
       ('noisy', noisy, (slip, repeat)),

@@ -1,4 +1,4 @@
-"""What a run consists of: `Trainer` is fixed, `TrainState` is all that changes."""
+"""Defines what a run consists of: `Trainer` is fixed, `TrainState` changes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
@@ -31,25 +30,13 @@ from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 Metrics = dict[str, float]
 
 
-@dataclasses.dataclass
-class NewestStep:
-  """What the newest learner step trained on, for its record; no step reads it."""
+class StepRecord(NamedTuple):
+  """What one learner step trained on, for its file in groups/."""
 
-  step: int = -1  # learner steps done before it
-  groups: Groups | None = None  # its batch
-  source_P: Array | None = None
-  updates: list[Updated] = dataclasses.field(default_factory=list)
-
-  def hold(
-    self, step: int, groups: Groups, source_P: Array, updates: list[Updated]
-  ) -> None:
-    """Replaces the step before; computes nothing."""
-    self.step, self.groups, self.source_P, self.updates = (
-      step,
-      groups,
-      source_P,
-      updates,
-    )
+  step: int  # learner steps done before it
+  groups: Groups  # its batch
+  source_P: Array  # index into types.SOURCES; -1 marks an empty seat
+  updates: list[Updated]  # its optimiser updates, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,29 +59,28 @@ class Trainer:
   )  # scores a batch, where asked for
   recompute: Recompute | None  # scores what was sampled, where asked for
   timer: PhaseTimer
-  newest: NewestStep = dataclasses.field(default_factory=NewestStep)
   base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
   pictures: OfProblems | None = None  # of problems for the learner; None: texts
   held_out_gallery: Gallery | None = None  # those of the held-out problems
 
   def seen(self, groups: Groups) -> Seen:
-    """The pictures of the groups' problems; None: all are texts."""
+    """Returns the pictures of the groups' problems; None if all are texts."""
     return None if self.pictures is None else self.pictures(groups.id_P)
 
   def weights(self, params: Tree) -> Tree:
-    """What the model computes with, given what is trained."""
+    """Returns the weights that the model computes with, given the trained ones."""
     return lora.attach(self.base, params)
 
   def actor(self, params: Tree) -> Tree:
-    """What decodes with these: a copy of the weights, laid out for it."""
+    """Returns a copy of the weights, laid out for decoding."""
     return decode.sync_actor(self.weights(params), self.spec, self.mesh)
 
   def adapters(self, params: Tree) -> Tree:
-    """A copy of the adapters that an actor is merged from; None without any."""
+    """Copies the adapters that an actor is merged from; None without adapters."""
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
 
   def trained(self, weights: Tree) -> Tree:
-    """What is trained of all weights, where it is no adapters."""
+    """Selects the trained weights from all weights, if no adapters are trained."""
     return {name: w for name, w in weights.items() if name not in (self.base or {})}
 
 
@@ -114,16 +100,6 @@ class TrainState(struct.PyTreeNode):
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
   partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
-
-  def without_actor(self) -> 'TrainState':
-    """The state with its actor's memory given back, whoever else holds this one."""
-    if self.actor is None:
-      return self
-    for x in jax.tree.leaves(self.actor):
-      if isinstance(x, Array):
-        x.delete()
-    machine.trim()  # of a CPU, whose memory is the C library's
-    return self.replace(actor=None)
 
 
 class StepKeys(NamedTuple):

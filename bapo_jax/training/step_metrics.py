@@ -1,4 +1,4 @@
-"""Metrics of one learner step, from its groups, its batch and its updates.
+"""Computes the metrics of one learner step from its groups, batch and updates.
 
 1. `describe` makes one row: means over the updates, and the maximum of every maximum;
 2. `theory` estimates the terms of Batch Adaptation PO's Theorem 3.2, by source.
@@ -30,29 +30,33 @@ OF_UPDATES = (
 
 
 def live(updates: Sequence[Update]) -> list[Update]:
-  """The updates that had a token to learn from."""
+  """Returns the updates that had a token to learn from."""
   return [update for update in updates if update['learner/tokens'] > 0]
 
 
 def applied(updates: Sequence[Update]) -> int:
-  """Updates that changed the weights: with a token, and finite."""
+  """Counts the updates that changed the weights: with a token, and finite."""
   return sum(not update['learner/skipped'] for update in live(updates))
 
 
 def consecutive_skips(before: int, updates: Sequence[Update]) -> int:
-  """Updates skipped in a row up to the last of these; `before`: up to their first."""
+  """Counts the updates skipped in a row up to the last of these.
+
+  Args:
+    before: the count up to the first of them.
+  """
   for update in live(updates):
     before = before + 1 if update['learner/skipped'] else 0
   return before
 
 
 def idle_steps(before: int, groups: Groups, source_P: Array) -> int:
-  """Steps in a row, this one included, whose batch had nothing to compare.
+  """Counts the steps in a row, this one included, whose batch taught nothing.
 
   Args:
-    before: up to the step before.
-    groups, source_P: the batch. Where every group's rewards are equal, every advantage
-      is 0.
+    before: the count up to the step before.
+    groups, source_P: the batch. If the rewards of every group are equal, every
+      advantage is 0.
   """
   reward_PG = exchange.whole(groups.reward_PG)
   differ_P = reward_PG.max(1) > reward_PG.min(1)
@@ -60,7 +64,7 @@ def idle_steps(before: int, groups: Groups, source_P: Array) -> int:
 
 
 def of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-  """The undecided share; and sampler against learner, where a pass compared them."""
+  """Returns the share of undecided verdicts, and sampler against learner."""
   verdicts = sum(len(each.verdicts) for each in rollouts)
   undecided = sum(each.undecided for each in rollouts)
   row = {'rollout/undecided': undecided / max(verdicts, 1)}
@@ -86,14 +90,14 @@ def describe(
   updates: Sequence[Update],
   eos: np.ndarray,
 ) -> dict[str, float]:
-  """One row of metrics: means over the updates, and the maximum of every maximum.
+  """Makes one row of metrics: means over the updates, the maximum of every maximum.
 
   Args:
     fresh, reevaluated: the groups sampled in the step.
     groups, source_P: its batch, and the index into SOURCES of each group or -1.
     buffer: the replay buffer after the step.
     now: the learner step.
-    updates: the metrics of each optimiser update; empty where no seat was filled.
+    updates: the metrics of each optimiser update; empty if no seat was filled.
     eos: tokens that end a response.
   """
   row = _of_updates(live(updates))
@@ -109,7 +113,7 @@ def describe(
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
-  """Means over the updates that had a token; without any all is nan but the counts."""
+  """Averages over the updates that had a token; nan, and counts of 0, without any."""
   if not updates:
     return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
@@ -138,20 +142,21 @@ def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
 def theory(
   row: Mapping[str, float], updates: Sequence[Update], spread: Mapping[str, float]
 ) -> dict[str, float]:
-  """Estimates of the terms of Theorem 3.2 (arXiv:2602.20722), by source, and their sum.
+  """Estimates the terms of Theorem 3.2 (arXiv:2602.20722) by source, and their sum.
 
-  gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), times the source's share of the filled
-  seats. Token-level total variation bounds nothing: the sum estimates, and may exceed
-  the true gain. gain and TV(pi, alpha) are means over the step's updates. pi_t is the
-  policy before the first of them: its distance is the one that the first update with a
-  token of the source sees, the nearest to pi_t that is measured. A source without a
-  group of both verdicts is no evidence: its terms are 0.
+  The sum over sources of gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), each times the
+  source's share of the filled seats. Token-level total variation bounds nothing: the
+  sum is an estimate, and may exceed the true gain. gain and TV(pi, alpha) are means
+  over the step's updates. pi_t is the policy before the first update; its distance is
+  taken from the first update with a token of the source, the nearest one that is
+  measured. A source
+  without a group of mixed verdicts gives no evidence: its terms are 0.
 
   Args:
     row: the metrics of the step.
     updates: the metrics of the updates that had a token.
-    spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without
-      any of both verdicts.
+    spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without a
+      group of mixed verdicts.
   """
   terms, estimate = {}, 0.0
   for source in SOURCES:
@@ -219,7 +224,7 @@ def _step_metrics(
 
 
 def timings(seconds: dict[str, float], tokens: float) -> dict[str, float]:
-  """time/* of a step; phases without a name of their own are `other`."""
+  """Returns time/* of a step; phases without a metric of their own are 'other'."""
   named = {f'time/{name}': s for name, s in seconds.items()}
   return named | {
     'time/step': sum(seconds.values()),

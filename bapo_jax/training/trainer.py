@@ -1,13 +1,13 @@
-"""The loop: from one state to the next.
+"""Runs the loop: from one state to the next.
 
-1. `train_loop` yields the state and the metrics of every learner step;
+1. `train_loop` yields the state, the metrics and a record of every learner step;
 2. the functions below it are its lines, in their order.
 
 Saving, logging and evaluating belong to the caller.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +20,17 @@ from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, collect_due, nothing, rollout
-from bapo_jax.runtime import exchange
+from bapo_jax.rollout.rollout import (
+  Rollout,
+  Verification,
+  collect_due,
+  nothing,
+  rollout,
+)
+from bapo_jax.runtime import exchange, machine
 from bapo_jax.training import step_metrics
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import Metrics, StepKeys, Trainer, TrainState
+from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -34,28 +40,30 @@ from bapo_jax.types import (
 )
 
 
-def train_loop(t: Trainer, s: TrainState) -> Iterator[tuple[TrainState, Metrics]]:
-  """Yields (state, metrics) after every learner step, until the run is finished."""
+def train_loop(
+  t: Trainer, s: TrainState
+) -> Iterator[tuple[TrainState, Metrics, StepRecord]]:
+  """Yields (state, metrics, record) after every learner step, until the run is done."""
   while not finished(t.config, s):
     keys = step_keys(t.config.seed, s.step)
     s = sync_actor_if_due(t, s)
     reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
     s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
     s = free_actor_if_due(t, s)
-    s, updates = update(t, s, batch, source_P, keys.update)
+    s, record = update(t, s, batch, source_P, keys.update)
     s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
-    metrics = describe(t, s, fresh, reevaluated, batch, source_P, updates)
+    metrics = describe(t, s, fresh, reevaluated, record)
     s = s.replace(step=s.step + 1)
-    yield s, metrics | moves
+    yield s, metrics | moves, record
 
 
 def finished(config: Config, s: TrainState) -> bool:
-  """Whether all steps are done, or all responses are sampled."""
+  """Returns whether all steps are done, or all responses are sampled."""
   return s.step >= config.steps or s.responses >= config.responses
 
 
 def step_keys(seed: int, step: int) -> StepKeys:
-  """The keys of a learner step."""
+  """Returns the random keys of a learner step, a function of seed and step."""
   root = jax.random.key(seed)
   # Fresh responses are numbered through the run: theirs is one key for all steps.
   fresh = jax.random.fold_in(root, 2**31 - 2)
@@ -66,7 +74,7 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
-  s = s.without_actor()  # two of them would be the most memory of a run
+  s = free_actor(s)  # two actors at once would be the peak of a run's memory
   adapters = t.adapters(s.params)
   return s.replace(
     actor=t.actor(s.params), actor_adapters=adapters, actor_version=s.step
@@ -74,13 +82,24 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
-  """Frees the actor where the next step makes another: its memory is the updates'."""
+  """Frees the actor if the next step makes another: updates use its memory."""
   due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
-  return s.without_actor() if due else s
+  return free_actor(s) if due else s
+
+
+def free_actor(s: TrainState) -> TrainState:
+  """Deletes the arrays of the actor, even if another variable refers to them."""
+  if s.actor is None:
+    return s
+  for x in jax.tree.leaves(s.actor):
+    if isinstance(x, Array):
+      x.delete()
+  machine.trim()  # returns a CPU's freed memory from the C library to the system
+  return s.replace(actor=None)
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
-  """The hard problems to re-evaluate in this step, longest not tried first."""
+  """Returns the hard problems that are due, those tried longest ago first."""
   due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
   rows = t.config.buffer.reevaluate if due else 0
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
@@ -88,7 +107,7 @@ def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
 
 
 def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
-  """Groups of the hard problems, sampled by the current weights."""
+  """Samples groups of the hard problems with the current weights."""
   if not len(hard.id_P):
     return nothing(t.engine)
   actor = s.actor
@@ -99,14 +118,16 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
     actor,
     hard,
     key,
+    verification=verification(t),
+    step=s.step,
     policy_version=s.step,
-    **_rollout_knobs(t, s, s.prompt_round, hard),
+    first_uid=first_uid(t, s.prompt_round, hard),
   )
   return recompute(t, found, t.weights(s.params), s.step)
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
-  """Groups of the next prompts, sampled by the actor, all or as the budget allows."""
+  """Samples groups of the next prompts with the actor, within the token budget."""
   now = prompts.next_prompts(
     t.problems, prompt_round, t.config.seed, t.config.prompts.count
   )
@@ -120,13 +141,15 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
     max_tokens_per_step=knobs.max_tokens_per_step,
     max_off_policy_steps=knobs.max_off_policy_steps,
     cache=knobs.cache,
-    **_rollout_knobs(t, s, prompt_round, now),
+    verification=verification(t),
+    step=s.step,
+    first_uid=first_uid(t, prompt_round, now),
   )
   return recompute_fresh(t, s, found)
 
 
 def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
-  """`recompute` of what the actor sampled."""
+  """Recomputes the log-probabilities of what the actor sampled."""
   if t.recompute is None or s.actor_version == s.step:
     return recompute(t, found, t.weights(s.params), s.actor_version)
   if s.actor_adapters is not None:
@@ -137,9 +160,10 @@ def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
 
 
 def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollout:
-  """The rollout with the learner's log-probabilities, where the config asks for them.
+  """Replaces the sampler's log-probabilities by the learner's, if the config asks.
 
-  Now, since at the next step the weights of learner step `version` may be gone.
+  This happens in the step that sampled: one step later the weights of learner step
+  `version` may no longer exist.
   """
   if t.recompute is None:
     return found
@@ -151,7 +175,7 @@ def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollou
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
-  """Groups that are due in this step and not returned yet; None: there is none."""
+  """Returns groups that are due in this step and not yet returned, or None."""
   oldest = t.config.rollout.max_off_policy_steps
   if s.partial is None or not s.partial.due(s.step - oldest).any():
     return None
@@ -159,44 +183,40 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
     s.partial,
     t.config.prompts.count,
     max_off_policy_steps=oldest,
-    **_verification_knobs(t, s),
+    verification=verification(t),
+    step=s.step,
   )
   return recompute_fresh(t, s, found)
 
 
-def _rollout_knobs(t: Trainer, s: TrainState, prompt_round: int, now: Prompts) -> dict:
-  """What fresh and re-evaluated rollouts have in common."""
-  first_uid = prompt_round * len(now.id_P) * t.engine.group_size
-  return dict(first_uid=first_uid, **_verification_knobs(t, s))
+def first_uid(t: Trainer, prompt_round: int, now: Prompts) -> int:
+  """Returns the number of the first response of a round, which seeds its noise."""
+  return prompt_round * len(now.id_P) * t.engine.group_size
 
 
-def _verification_knobs(t: Trainer, s: TrainState) -> dict:
-  """How responses that have ended become groups."""
-  return dict(
-    problems=t.problems,
-    tokenizer=t.tokenizer,
-    verifier=t.verifier,
-    timer=t.timer,
-    step=s.step,
-    shape=lambda groups, texts: rewards.shaped(
-      groups,
-      texts,
-      eos=t.tokenizer.eos,
-      rule=t.config.rewards.rule,
-      rules=t.problems.verifier,
-      longest=t.config.sampler.max_new_tokens,
-      **t.config.rewards.shaping.model_dump(),
-    ),
+def verification(t: Trainer) -> Verification:
+  """Returns how the run's responses are verified and rewarded."""
+  shape = functools.partial(
+    rewards.shaped,
+    eos=t.tokenizer.eos,
+    rule=t.config.rewards.rule,
+    rules=t.problems.verifier,
+    longest=t.config.sampler.max_new_tokens,
+    k=t.config.rewards.shaping,
   )
+  return Verification(t.problems, t.tokenizer, t.verifier, t.timer, shape)
 
 
 def fill_batch(
   t: Trainer, s: TrainState, reevaluated: Groups, keys: StepKeys
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
-  """(state, fresh rollouts, batch, source_P): rounds of prompts until it is full.
+  """Samples rounds of prompts until the batch is full or the rounds are spent.
 
-  A group that is due is returned in this step, whether or not a seat is left for it:
-  one step later it would be older than rollout.max_off_policy_steps allows.
+  A group that is due is returned in this step even if no seat is left for it: one step
+  later it would be older than rollout.max_off_policy_steps allows.
+
+  Returns:
+    (state, fresh rollouts, groups of the batch, their source_P).
   """
   rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
   next_round = s.prompt_round + 1
@@ -221,10 +241,9 @@ def fill_batch(
 
 def update(
   t: Trainer, s: TrainState, batch: Groups, source_P: Array, key: Array
-) -> tuple[TrainState, list[dict]]:
-  """All optimiser updates of the step; the metrics of each."""
+) -> tuple[TrainState, StepRecord]:
+  """Runs all optimiser updates of the step."""
   weights = t.config.batch.weights
-  newest: list[learner.Updated] = []
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -242,18 +261,17 @@ def update(
         weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
-        record=newest.append,
       )
     )
-  t.newest.hold(s.step, batch, source_P, newest)
+  metrics = [update.metrics for update in updates]
   s = s.replace(
     params=params,
     opt=opt,
-    updates=s.updates + step_metrics.applied(updates),
-    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, updates),
+    updates=s.updates + step_metrics.applied(metrics),
+    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, metrics),
     idle_steps=step_metrics.idle_steps(s.idle_steps, batch, source_P),
   )
-  return s, updates
+  return s, StepRecord(s.step, batch, source_P, updates)
 
 
 def insert(
@@ -264,7 +282,7 @@ def insert(
   batch: Groups,
   source_P: Array,
 ) -> tuple[TrainState, Metrics]:
-  """Files the step's groups in the replay buffer; counts of what moved."""
+  """Files the step's groups in the replay buffer; returns counts of the moves too."""
   groups = concat(*(each.groups for each in fresh))
   responses = s.responses + _count(groups) + _count(reevaluated.groups)
   s = s.replace(responses=responses)
@@ -290,7 +308,7 @@ def insert(
 
 
 def _count(groups: Groups) -> int:
-  """Responses in the groups that are not empty."""
+  """Counts the responses in the groups that are not empty."""
   return int((groups.completed_step_P >= 0).sum()) * groups.correct_PG.shape[1]
 
 
@@ -299,20 +317,18 @@ def describe(
   s: TrainState,
   fresh: list[Rollout],
   reevaluated: Rollout,
-  batch: Groups,
-  source_P: Array,
-  updates: list[dict[str, Any]],
+  record: StepRecord,
 ) -> Metrics:
-  """The metrics of the step."""
+  """Computes the metrics of the step."""
   with t.timer('log'):
     metrics = step_metrics.describe(
       concat(*(each.groups for each in fresh)),
       reevaluated.groups,
-      batch,
-      source_P,
+      record.groups,
+      record.source_P,
       s.buffer,
       s.step,
-      updates,
+      [update.metrics for update in record.updates],
       np.asarray(t.tokenizer.eos),
     )
   counts = {

@@ -2,8 +2,7 @@
 
 1. `read_params` reads a checkpoint's weights a parameter at a time, on the host;
 2. `save_params` and `restore_params` hold a directory of weights, whole or not at all;
-3. `merged` adds the adapters of a checkpoint to the weights that they belong to;
-4. `fingerprint` says whether weights are the same, whatever mesh they lie on.
+3. `fingerprint` says whether weights are the same, whatever mesh they lie on.
 """
 
 import os
@@ -15,13 +14,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 
-from bapo_jax.models import lora
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import digests, exchange
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
 from bapo_jax.training import checkpoint, damage
-from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
@@ -114,26 +110,6 @@ def read_saved(path: str) -> Read:
     for key in keys:
       found = found[key]
     return found
-
-  return read
-
-
-def merged(config: Config, spec: ModelSpec, base: Read, adapters: Read) -> Read:
-  """The weights with their adapters, on the host, adapted ones in float32.
-
-  Args:
-    base, adapters: of the frozen weights, and of the adapters' A and B.
-  """
-  knobs = config.lora
-  adapted = lora.shapes(spec, knobs.rank, knobs.targets)
-
-  def read(parameter: str) -> np.ndarray:
-    w = base(parameter)
-    if parameter not in adapted:
-      return w
-    a, b = (adapters(f'{parameter}/{side}') for side in 'ab')
-    adapter = lora.Adapter(jnp.asarray(a), jnp.asarray(b), knobs.alpha / knobs.rank)
-    return np.asarray(lora.merge(lora.Adapted(jnp.asarray(w), adapter)))
 
   return read
 

@@ -1,6 +1,7 @@
 """The bound search: the loop as published, the loop under jit, and ours.
 
   python -m benchmarks.algorithms.clip_search [--repeat=10] [--rows=1]
+      [--shapes=64x57,64x4096,256x8192]
 
 Per shape [B, T] of a minibatch, medians in milliseconds of one run:
 
@@ -20,7 +21,6 @@ Prints a table and, as the last line, one JSON object.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import statistics
@@ -40,7 +40,8 @@ from bapo_jax.models import transformer
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Batch, Bounds, Weigh
 
-SHAPES = ((64, 57), (64, 4096), (256, 8192))
+SHAPES = '64x57,64x4096,256x8192'
+SIZES = ('width', 'layers', 'heads', 'kv_heads', 'head_width', 'ffn')
 TARGET = 0.5
 LOWS, HIGHS = clip.points((0.6, 0.9), 0.02), clip.points((1.2, 3.0), 0.05)
 LAST = len(LOWS) + len(HIGHS) - 2  # index of the last point of the path
@@ -149,9 +150,8 @@ def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
 def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   """One update of the embedded policy on `rows` rows, a micro-batch each if few."""
   config = Config()
-  fields = {field.name for field in dataclasses.fields(transformer.ModelSpec)}
-  knobs = config.model.model_dump(include=fields)
-  spec = transformer.ModelSpec(vocab=40, **knobs)
+  sizes = {name: getattr(config.model, name) for name in SIZES}
+  spec = transformer.ModelSpec(vocab=40, **sizes)
   params = transformer.init(spec, jax.random.key(0))
   tx = optimizer.adamw(**config.optimizer.model_dump())
   objective = objective_lib.Objective(
@@ -200,9 +200,11 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
   parser.add_argument('--repeat', type=int, default=10)
   parser.add_argument('--rows', type=int, default=1)
+  parser.add_argument('--shapes', default=SHAPES, help='rows x tokens of a minibatch')
   args = parser.parse_args()
   table = {}
-  for B, T in SHAPES:
+  for shape in args.shapes.split(','):
+    B, T = map(int, shape.split('x'))
     table[f'{B}x{T}'] = figures = measure(B, T, args.repeat, args.rows)
     if len(table) == 1:
       print('     shape  ' + '  '.join(f'{name:>14}' for name in figures))

@@ -21,7 +21,9 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from bapo_jax.models import hf_config, hf_tensors, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import tensors as hf_tensors
 from bapo_jax.models.transformer import ModelSpec
 
 CASES = (  # dtype in the file, dtype of the parameters
@@ -70,11 +72,12 @@ LOAD = r"""
 import dataclasses, re, sys, time
 import jax
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 def rss():  # not getrusage: that remembers the process before exec, which was larger
   return 1024 * int(re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])
 path, dtype = sys.argv[1:]
-spec = dataclasses.replace(hf_weights.spec(path, 'float32'), dtype=dtype)
+spec = dataclasses.replace(hf_config.read_spec(path, 'float32'), dtype=dtype)
 mesh = sharding.make(data=1, fsdp=-1)
 jax.block_until_ready(jax.numpy.zeros(1))
 before, began = rss(), time.perf_counter()

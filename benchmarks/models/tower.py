@@ -25,11 +25,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bapo_jax.models import hf_vision, hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids, tower
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime import tables
 from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Tree
@@ -108,7 +110,7 @@ def theirs(
     hf_weights.save(path, flat.__getitem__, spec, 'float32')
     with open(f'{path}/config.json', 'w') as file:
       ends = {'bos_token_id': None, 'eos_token_id': None}
-      json.dump(hf_vision.config_of(spec) | ends, file)
+      json.dump(hf_config.config_of(spec) | ends, file)
     whole = module.Qwen2_5_VLForConditionalGeneration.from_pretrained(
       path, dtype=torch.float32, attn_implementation=kind
     )

@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 
+from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
 
 WORK = r'We have $x_{1} + y^{2} = \frac{a}{b}$ and 12, 34, so it follows that '
@@ -67,12 +68,9 @@ def main() -> None:
   for name, (rule, count, characters) in cases.items():
     answer, right, wrong = ANSWERS[rule]
     texts = responses(right, wrong, count, characters)
-    verifier = Verifier(
-      rule.partition('_')[0],
-      workers=known.workers,
-      deadline=10.0,
-      batch_deadline=3600.0,
-    )
+    k = {'workers': known.workers, 'deadline': 10.0, 'batch_deadline': 3600.0}
+    k['rule'] = rule.partition('_')[0]
+    verifier = Verifier(RewardsConfig.model_validate(k))
     verifier.submit([answer] * 20, texts[:20]).result()  # warm
     found[name] = rate(verifier, answer, texts)
     verifier.close()

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import hf_config, hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Prompts, Tree
 

@@ -38,7 +38,9 @@ import jax
 import numpy as np
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, hf_weights, transformer
+from bapo_jax.models import decoder, transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -216,7 +218,7 @@ def peers_of(
 def real(args: argparse.Namespace) -> dict[str, Any]:
   """A model from a directory, greedy: model -> lengths -> tokens/s, and the step."""
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
-  spec = hf_weights.spec(args.model, 'float32')
+  spec = hf_config.read_spec(args.model, 'float32')
   params = hf_weights.load(args.model, spec, mesh)
   actor = decode.sync_actor(params, spec, mesh)
   theirs = peers_of(args, params, spec)

@@ -27,7 +27,7 @@ import numpy as np
 
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import rules, setup
+from bapo_jax.training import build, rules
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch
 from benchmarks import machine
@@ -112,9 +112,9 @@ def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
   """A function that makes one update, waits for it and returns its seconds."""
   config = config_of(rows, longest, pack=pack)
   bound, schedule = rules.bind(config), Schedule(remat='dots')
-  train_step = setup.make_train_step(config, bound, SPEC, schedule)
+  train_step = build.make_train_step(config, bound, SPEC, schedule)
   params = transformer.init(SPEC, jax.random.key(0))
-  opt = jax.jit(setup.optimizer(config).init)(params)
+  opt = jax.jit(build.optimizer(config).init)(params)
 
   def update(batch: Batch) -> float:
     nonlocal params, opt

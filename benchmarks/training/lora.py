@@ -61,13 +61,13 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
   from bapo_jax.run import experiment
   from bapo_jax.runtime import machine
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import setup
+  from bapo_jax.training import build
 
   before = machine.peak_rss()
   given = rl_step.overrides(CASE, args) + ways(args.rank)[args.way]
   config = command_line.read_config('configs/aime.py', given)
   os.makedirs(args.workdir, exist_ok=True)
-  t, s = setup.start(config, args.workdir, PhaseTimer())
+  t, s = build.start(config, args.workdir, PhaseTimer())
   try:
     t = experiment.compiled(t, s)
     most = machine.peak_rss()

@@ -31,13 +31,13 @@ def measure(workdir: str, overrides: list[str]) -> dict[str, Any]:
   from bapo_jax import main as command_line
   from bapo_jax.run import experiment
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import setup
+  from bapo_jax.training import build
   from benchmarks.training import rates
 
   os.makedirs(workdir, exist_ok=True)
   config = command_line.read_config('configs/aime.py', overrides)
   timer = PhaseTimer()
-  t, s = setup.start(config, workdir, timer)
+  t, s = build.start(config, workdir, timer)
   write_problems(t, os.path.join(workdir, 'problems.jsonl'))
   if not config.model.path:
     write_model(t, s.params, os.path.join(workdir, 'model'))
@@ -81,7 +81,7 @@ def steps_of(t: Any, s: Any) -> tuple[list[float], list[dict], list[dict], list,
   steps, phases, rows = [], [], []
   t.timer.since()
   begun = time.perf_counter()
-  for state, row in train_loop(dataclasses.replace(t, train_step=recorded), s):
+  for state, row, _ in train_loop(dataclasses.replace(t, train_step=recorded), s):
     took, phase = time.perf_counter() - begun, t.timer.since()
     if state.step > SKIPPED:
       steps.append(took)
@@ -134,15 +134,17 @@ def write_problems(t: Any, path: str) -> None:
 def write_model(t: Any, params: Any, path: str) -> None:
   """These weights as a directory that transformers loads."""
   from bapo_jax.data import tokenizer
-  from bapo_jax.models import hf_weights, transformer
+  from bapo_jax.models import transformer
+  from bapo_jax.models.hf import weights as hf_weights
   from bapo_jax.tools import export
-  from bapo_jax.training import policy
+  from bapo_jax.training import resolve
 
   os.makedirs(path, exist_ok=True)
   get = transformer.flatten(params).__getitem__
   hf_weights.save(path, get, t.spec, 'float32', 10**10)
-  tokenizer.save(t.tokenizer, policy.tokenizer_directory(t.config), path)
-  export.write_configs(path, t.config, t.spec, t.tokenizer, 'float32')
+  model = resolve.open_model(t.config)
+  tokenizer.save(t.tokenizer, resolve.tokenizer_directory(t.config, ''), path)
+  export.write_configs(path, t.config, model, 'float32')
 
 
 def main() -> None:

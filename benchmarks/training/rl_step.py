@@ -2,6 +2,7 @@
 
   python -m benchmarks.training.rl_step [--model=DIR] [--data=sums.jsonl] [--pairs=3]
       [--steps=3] [--peers=DIR] [--cases=embedded,SmolLM2-135M] [--workdir=DIR]
+      [overrides]
 
 The embedded default after its warm start, 64 prompts x 8 responses of at most 40 tokens
 and 8 updates; and SmolLM2-135M-Instruct from --model on the problems of --data, in its
@@ -91,7 +92,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument('--peers', default='', help='a directory of pip install --target')
   parser.add_argument('--cases', default=','.join(CASES))
   parser.add_argument('--workdir', default='runs/rl_step')
-  return parser.parse_args(argv)
+  args, args.overrides = parser.parse_known_args(argv)
+  return args
 
 
 def overrides(name: str, args: argparse.Namespace) -> list[str]:
@@ -135,6 +137,7 @@ def our_command(name: str, args: argparse.Namespace) -> list[str]:
     *(sys.executable, '-m', 'benchmarks.training.our_step'),
     f'--workdir={os.path.join(args.workdir, name)}',
     *overrides(name, args),
+    *args.overrides,
   ]
 
 

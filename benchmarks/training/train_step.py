@@ -1,7 +1,7 @@
 """Tokens per second of a train step, and of the same step in transformers and torch.
 
   python -m benchmarks.training.train_step [--layers=4] [--rows=4] [--length=256]
-      [--steps=3]
+      [--steps=3] [--vocab=151936]
 
 A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 parameters and
 AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 SIZES = {
-  'vocab_size': 151936,
   'hidden_size': 896,
   'num_attention_heads': 14,
   'num_key_value_heads': 2,
@@ -32,20 +31,20 @@ KINDS = ('float32', 'bfloat16')
 LR, LOW, HIGH = 1e-6, 0.8, 1.2
 
 
-def example(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def example(rows: int, length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
   """(tokens_BT, adv_B); every token but the first is trained on."""
   rng = np.random.default_rng(0)
-  tokens_BT = rng.integers(0, SIZES['vocab_size'], (rows, length), np.int32)
+  tokens_BT = rng.integers(0, vocab, (rows, length), np.int32)
   return tokens_BT, rng.standard_normal(rows).astype(np.float32)
 
 
-def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
+def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
   """A function that makes one update, waits for it and returns the loss."""
   import jax
 
   from bapo_jax.algorithms.knobs import FixedClip
   from bapo_jax.models import transformer
-  from bapo_jax.training import rules, setup
+  from bapo_jax.training import build, rules
   from bapo_jax.training.config import Config
   from bapo_jax.types import Batch
 
@@ -55,23 +54,23 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
     optimizer={'lr': LR, 'warmup': 0, 'b2': 0.999},
   )
   spec = transformer.ModelSpec(
-    vocab=SIZES['vocab_size'],
+    vocab=args.vocab,
     width=SIZES['hidden_size'],
-    layers=layers,
+    layers=args.layers,
     heads=SIZES['num_attention_heads'],
     kv_heads=SIZES['num_key_value_heads'],
     head_width=64,
     ffn=SIZES['intermediate_size'],
     compute=kind,
   )
-  train_step = setup.make_train_step(config, rules.bind(config), spec)
+  train_step = build.make_train_step(config, rules.bind(config), spec)
   params = transformer.init(spec, jax.random.key(0))
-  opt = jax.jit(setup.optimizer(config).init)(params)
-  tokens_BT, adv_B = example(rows, length)
-  loss_mask_BT = np.arange(length)[None] > np.zeros((rows, 1))
+  opt = jax.jit(build.optimizer(config).init)(params)
+  tokens_BT, adv_B = example(args.rows, args.length, args.vocab)
+  loss_mask_BT = np.broadcast_to(np.arange(args.length) > 0, tokens_BT.shape)
   # Close to the log-probabilities of random weights: ratios close to one.
-  logp_BT = np.full((rows, length), -np.log(SIZES['vocab_size']), np.float32)
-  source_B = np.zeros(rows, np.int32)
+  logp_BT = np.full(tokens_BT.shape, -np.log(args.vocab), np.float32)
+  source_B = np.zeros(args.rows, np.int32)
   arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, source_B, loss_mask_BT
   fields: list[Any] = [jax.numpy.asarray(x) for x in arrays]
   batch = Batch(*fields)
@@ -84,7 +83,7 @@ def ours(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
   return step
 
 
-def theirs(kind: str, layers: int, rows: int, length: int) -> Callable[[], float]:
+def theirs(kind: str, args: argparse.Namespace) -> Callable[[], float]:
   """`ours` in torch."""
   import torch
   import transformers
@@ -92,14 +91,20 @@ def theirs(kind: str, layers: int, rows: int, length: int) -> Callable[[], float
   torch.manual_seed(0)
   net = transformers.Qwen2ForCausalLM(
     transformers.Qwen2Config(
-      **SIZES, num_hidden_layers=layers, tie_word_embeddings=True, dtype='float32'
+      **SIZES,
+      vocab_size=args.vocab,
+      num_hidden_layers=args.layers,
+      tie_word_embeddings=True,
+      dtype='float32',
     )
   )
   net.train()
   tx = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
-  tokens_BT, adv_B = (torch.from_numpy(x) for x in example(rows, length))
+  tokens_BT, adv_B = (
+    torch.from_numpy(x) for x in example(args.rows, args.length, args.vocab)
+  )
   tokens_BT = tokens_BT.long()
-  old = -float(np.log(SIZES['vocab_size']))
+  old = -float(np.log(args.vocab))
 
   def step() -> float:
     with torch.autocast('cpu', torch.bfloat16, enabled=kind == 'bfloat16'):
@@ -124,7 +129,7 @@ def measure(
   make: Callable[..., Callable[[], float]], kind: str, args: argparse.Namespace
 ) -> dict:
   """Tokens per second of the median step, and the seconds of every step."""
-  step = make(kind, args.layers, args.rows, args.length)
+  step = make(kind, args)
   step()
   seconds = []
   for _ in range(args.steps):
@@ -138,7 +143,8 @@ def measure(
 def main() -> None:
   """Prints the table and the JSON line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, value in {'layers': 4, 'rows': 4, 'length': 256, 'steps': 3}.items():
+  sizes = {'layers': 4, 'rows': 4, 'length': 256, 'steps': 3, 'vocab': 151936}
+  for name, value in sizes.items():
     parser.add_argument(f'--{name}', type=int, default=value)
   parser.add_argument('--only', help='ours or theirs, with a dtype: ours:float32')
   args = parser.parse_args()

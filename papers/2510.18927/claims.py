@@ -3,8 +3,7 @@
 H1 to H6 are the hypotheses of ../protocol.md.
 """
 
-from bapo_jax.tools.claim_shown import Compared, Drawn, Shown
-from bapo_jax.tools.claim_verdicts import Claim, Part
+from lab.evidence import Claim, Compared, Drawn, Part, Shown
 
 FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
 OTHERS = ('recipe', 'gspo', 'cispo', 'decoupled', 'grpo_slow')

@@ -3,8 +3,7 @@
 B1 to B4 are the hypotheses of ../protocol.md.
 """
 
-from bapo_jax.tools.claim_shown import Compared, Drawn, Shown
-from bapo_jax.tools.claim_verdicts import Claim, Part
+from lab.evidence import Claim, Compared, Drawn, Part, Shown
 
 OTHERS = ('grpo', 'dapo', 'replay', 'without_x2', 'without_x3')
 CELLS = ('balanced', 'both')  # of both methods; grpo and adapted are the other two

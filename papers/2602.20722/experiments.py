@@ -7,8 +7,8 @@ listed in README.md.
 
 from typing import Any
 
-from bapo_jax.tools.sweep_grid import Experiment
 from configs import base
+from lab.experiments import Experiment
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported

@@ -217,9 +217,3 @@ def test_a_search_of_another_quantity_than_the_gradient_is_for_its_own_loss(
   # The knobs of a rule that is not in force refuse nothing.
   if values.get('clip.rule') != 'recipe':
     parse(nested(values | {'clip.rule': 'fixed'}))
-
-
-def test_a_cell_of_a_sweep_whose_rules_do_not_fit_is_refused():
-  cells = (('both', 'fresh_only', 'balanced'),)
-  found = refusal(**{'cells': cells, 'loss.rule': 'cispo', 'clip.rule': 'fixed'})
-  assert found.startswith("cells: both: clip.rule='balanced'")

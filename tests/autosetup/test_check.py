@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_jax import main
-from bapo_jax.autosetup import check, check_rules, derive, facts
+from bapo_jax.autosetup import check, check_rules, derive, derive_sizes, facts
 from bapo_jax.autosetup.check_rules import Sampled
 from bapo_jax.data import tokenizer as tokenizer_lib
 
@@ -43,7 +43,7 @@ def findings(tmp_path, model, training=None, held_out=None, free=PLENTY, **overr
   """name -> kind of what is found before anything is sampled."""
   given = flags(tmp_path, model, training, held_out, **overrides)
   config = derive.resolve(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  check.setup.check_available(config)
+  check.resolve.check_available(config)
   found = check_rules.of_config(config, facts.gather(config), free)
   assert all(len(each.way_out) > 10 for each in found)
   return {each.name: each.kind for each in found}
@@ -154,9 +154,10 @@ def test_9_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
     main.read_config(FINETUNE, flags(tmp_path, chat_model)), str(tmp_path / 'work')
   )
   known = facts.gather(config)
-  each = check_rules.checkpoint_bytes(config, known)
+  _, counted = derive_sizes.budget_of(config, known)
+  each = sum(counted.checkpoint.values())
   assert each == 12 * known.parameters, 'weights and two moments'
-  assert check_rules.disk_bytes(config, known) == 3 * each
+  assert counted.disk == 3 * each
   assert findings(tmp_path, chat_model, free=2 * each) == {'disk': 'warning'}
 
 

@@ -11,9 +11,10 @@ from runs import tiny
 from bapo_jax.autosetup import check, check_rules, facts
 from bapo_jax.data import drawn, pictured_problems
 from bapo_jax.data.knobs import DrawnConfig
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
-from bapo_jax.training import policy, setup
+from bapo_jax.training import build, resolve
 
 
 @pytest.fixture(scope='module')
@@ -21,8 +22,8 @@ def config(tmp_path_factory):
   """Of a run on drawn pictures with a model that is read from a directory."""
   path = str(tmp_path_factory.mktemp('model'))
   embedded = tiny(**DRAWN)
-  tokenizer = policy.load_tokenizer(embedded)
-  spec = policy.spec_of(embedded, tokenizer)
+  tokenizer = resolve.open_model(embedded).tokenizer
+  spec = resolve.open_model(embedded).spec
   flat = transformer.flatten(oracles.noisy(spec, 0))
   hf_weights.save(path, flat.__getitem__, spec)
   export.write_configs(path, embedded, spec, tokenizer, 'float32')
@@ -43,7 +44,7 @@ def test_lengths_count_what_pictures_take(config, one_device):
     p.text for p in problems[: config.problems.train]
   ]
   assert known.verified('aime').right == known.verified('aime').tried > 0
-  tokenizer = policy.load_tokenizer(config)
+  tokenizer = resolve.open_model(config).tokenizer
   found = check.problems(config, known, tokenizer)
   wanted = pictured_problems.load(
     tokenizer, config.prompts, config.problems, known.spec.vision
@@ -56,8 +57,8 @@ def test_lengths_count_what_pictures_take(config, one_device):
 def test_a_new_run_shows_a_prompt_and_looks_at_the_problems_no_second_time(
   config, one_device, tmp_path, monkeypatch
 ):
-  material = setup.read(config, str(tmp_path))
-  monkeypatch.setattr(setup, 'check_available', None)
+  material = build.read(config, resolve.open_model(config), str(tmp_path))
+  monkeypatch.setattr(resolve, 'check_available', None)
   shown = check.short(config, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
 

@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 from bapo_jax.data import pictures
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
   width=16, layers=1, heads=2, ffn=16, out=16, full_layers=(0,), image_token=5

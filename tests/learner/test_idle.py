@@ -8,7 +8,7 @@ from runs import last_run, tiny
 
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.run import experiment, report
-from bapo_jax.training import setup
+from bapo_jax.training import build
 
 
 class NothingIsRight(making.OddVerifier):
@@ -22,7 +22,7 @@ class NothingIsRight(making.OddVerifier):
 def test_ten_steps_without_anything_to_learn_are_reported_once(
   warm, one_device, capsys, monkeypatch
 ):
-  monkeypatch.setattr(setup, 'make_verifier', lambda config: NothingIsRight())
+  monkeypatch.setattr(build, 'make_verifier', lambda config: NothingIsRight())
   knobs = {'evaluate.every': 50, 'checkpoint.every': 50}
   workdir, sentence = warm(), 'Nothing was learned in steps 1 to 10:'
   assert experiment.train(tiny(steps=7, **knobs), str(workdir)) == 0

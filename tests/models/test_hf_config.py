@@ -1,12 +1,16 @@
 """config.json is read in every spelling and written back; no option is ignored."""
 
+import copy
 import dataclasses
 import json
 
 import making
 import pytest
+import transformers
 
-from bapo_jax.models import hf_config, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
 
 CONFIG = {
   **making.SIZES,
@@ -20,11 +24,69 @@ LLAMA3 = {
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 8192,
 }
+# Qwen2.5-VL-3B-Instruct, as published.
+PUBLISHED = {
+  'architectures': ['Qwen2_5_VLForConditionalGeneration'],
+  'attention_dropout': 0.0,
+  'hidden_act': 'silu',
+  'hidden_size': 2048,
+  'image_token_id': 151655,
+  'intermediate_size': 11008,
+  'max_position_embeddings': 128000,
+  'max_window_layers': 70,
+  'model_type': 'qwen2_5_vl',
+  'num_attention_heads': 16,
+  'num_hidden_layers': 36,
+  'num_key_value_heads': 2,
+  'rms_norm_eps': 1e-06,
+  'rope_scaling': {'mrope_section': [16, 24, 24], 'type': 'mrope'},
+  'rope_theta': 1000000.0,
+  'sliding_window': 32768,
+  'tie_word_embeddings': True,
+  'torch_dtype': 'bfloat16',
+  'use_sliding_window': False,
+  'vision_config': {
+    'depth': 32,
+    'fullatt_block_indexes': [7, 15, 23, 31],
+    'hidden_act': 'silu',
+    'hidden_size': 1280,
+    'in_chans': 3,
+    'intermediate_size': 3420,
+    'num_heads': 16,
+    'out_hidden_size': 2048,
+    'patch_size': 14,
+    'spatial_merge_size': 2,
+    'spatial_patch_size': 14,
+    'temporal_patch_size': 2,
+    'tokens_per_second': 2,
+    'window_size': 112,
+  },
+  'vocab_size': 151936,
+}
+PIXELS = {
+  'image_mean': [0.5, 0.4, 0.3],
+  'image_std': [0.2, 0.25, 0.3],
+  'max_pixels': 12845056,
+  'merge_size': 2,
+  'min_pixels': 3136,
+  'patch_size': 14,
+}
+
+
+def without_absent(options):
+  return {name: value for name, value in options.items() if value != 'absent'}
 
 
 def spec(**changes):
-  config = {k: v for k, v in (CONFIG | changes).items() if v != 'absent'}
-  return hf_config.spec_of(config, 'float32')
+  return hf_config.spec_of(without_absent(CONFIG | changes), 'float32')
+
+
+def vision(pixels=None, tower=None, **changes):
+  """The spec of the published model with some options changed."""
+  config = copy.deepcopy(PUBLISHED) | changes
+  config['vision_config'] = without_absent(config['vision_config'] | (tower or {}))
+  pixels = PIXELS if pixels is None else pixels
+  return hf_config.spec_of(without_absent(config), 'bfloat16', pixels)
 
 
 def test_defaults_are_those_of_transformers():
@@ -93,10 +155,10 @@ def test_the_original_context_is_found_in_every_place():
     {'use_sliding_window': True, 'sliding_window': 64},  # as long as any row
     {'use_sliding_window': True, 'sliding_window': 32, 'max_window_layers': 2},
     {'use_sliding_window': True, 'sliding_window': None},
-    {'sliding_window': 32, 'max_window_layers': 0},  # not used unless it says so
+    {'sliding_window': 32, 'max_window_layers': 0},  # off unless it is switched on
     {'sliding_window': 32, 'layer_types': ['full_attention'] * 2},
     {'hidden_act': 'silu', 'mlp_bias': False, 'attention_dropout': 0.0},
-    {'torch_dtype': 'bfloat16', 'rope_scaling': None},
+    {'torch_dtype': 'bfloat16', 'rope_scaling': None, 'unknown': [1]},
     {'dtype': 'float16', 'architectures': ['LlamaForCausalLM']},
   ],
 )
@@ -104,58 +166,41 @@ def test_options_that_change_nothing_are_accepted(changes):
   assert spec(**changes) == spec()
 
 
+WINDOW = {'use_sliding_window': True, 'sliding_window': 32}
+
+
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  ('name', 'changes'),
   [
+    ("model_type='gemma'", {'model_type': 'gemma'}),
+    ('architectures', {'architectures': ['LlamaForSequenceClassification']}),
+    ("hidden_act='gelu'", {'hidden_act': 'gelu'}),
+    ('mlp_bias=True', {'mlp_bias': True}),
+    ('attention_dropout=0.1', {'attention_dropout': 0.1}),
+    ('quantization_config', {'quantization_config': {'bits': 4}}),
+    ("dtype='float8_e4m3fn'", {'torch_dtype': 'float8_e4m3fn'}),
+    ('dynamic', {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}),
+    ('factor', {'rope_scaling': {'rope_type': 'linear'}}),
     (
-      {'model_type': 'gemma'},
-      "model_type 'gemma' is not supported; choose a model of ['llama', 'qwen2', "
-      "'qwen2_5_vl', 'qwen3']",
-    ),
-    (
-      {'architectures': ['LlamaForSequenceClassification']},
-      'choose a LlamaForCausalLM',
-    ),
-    ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported, only 'silu'; choose"),
-    ({'mlp_bias': True}, 'mlp_bias=True is not supported, only False'),
-    ({'attention_dropout': 0.1}, 'attention_dropout=0.1 is not supported, only 0.0'),
-    ({'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not"),
-    ({'torch_dtype': 'float8_e4m3fn'}, "dtype 'float8_e4m3fn' is none of float32, "),
-    (
-      {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
-      "rope_type 'dynamic' is none",
-    ),
-    ({'rope_scaling': {'rope_type': 'linear'}}, "rope_type 'linear' needs factor"),
-    (
+      'full_attention',
       {'rope_parameters': {'full_attention': {'rope_type': 'default'}}},
-      'rope_parameters for full_attention alone are not supported',
     ),
-    (
-      {'rope_parameters': {'rope_type': 'default', 'partial_rotary_factor': 0.5}},
-      'partial_rotary_factor=0.5 is no option',
-    ),
-    ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported'),
-    ({'vocab_size': 'absent', 'rms_norm_eps': None}, 'lacks vocab_size, rms_norm_eps'),
-    (
-      {'use_sliding_window': True, 'sliding_window': 32, 'max_window_layers': 1},
-      'sliding_window=32 is used and shorter than max_position_embeddings=64, which is '
-      'not supported; for rows of at most 32 tokens set max_position_embeddings to 32',
-    ),
-    (
-      {
-        'use_sliding_window': True,
-        'sliding_window': 32,
-        'layer_types': ['full_attention', 'sliding_attention'],
-      },
-      'sliding_window=32 is used',
-    ),
+    ('partial_rotary_factor', {'rope_parameters': {'partial_rotary_factor': 0.5}}),
+    ('partial_rotary_factor=0.5', {'partial_rotary_factor': 0.5}),
+    ('vocab_size', {'vocab_size': 'absent'}),
+    ("hidden_size='16'", {'hidden_size': '16'}),
+    ('rms_norm_eps', {'rms_norm_eps': None}),
+    ('num_key_value_heads=3', {'num_key_value_heads': 3}),
+    ('head_dim=15', {'head_dim': 15}),
+    ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
+    ('sliding_window=32', WINDOW | {'layer_types': ['full', 'sliding_attention']}),
   ],
   ids=str,
 )
-def test_an_unsupported_option_is_named(changes, message):
+def test_an_unsupported_option_is_named(name, changes):
   with pytest.raises(ValueError) as error:
     spec(**changes)
-  assert message in str(error.value) and '\n' not in str(error.value)
+  assert name in str(error.value) and '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +219,164 @@ def test_a_written_config_is_read_back(changes):
 
 
 def test_a_mixture_of_architectures_is_refused():
-  with pytest.raises(
-    ValueError, match='no architecture has qkv_bias=True, o_bias=False'
-  ):
+  with pytest.raises(ValueError, match='qkv_bias=True, o_bias=False'):
     hf_config.config_of(dataclasses.replace(spec(), qkv_bias=True, qk_norm=True))
+
+
+def test_a_directory_without_a_usable_config_is_named(tmp_path):
+  for text in (None, '{"a": ', '[1]', json.dumps(CONFIG | {'rope_scaling': 'llama3'})):
+    if text:
+      (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ValueError) as error:
+      hf_config.read_spec(str(tmp_path), 'float32')
+    assert str(tmp_path) in str(error.value) and '\n' not in str(error.value)
+
+
+def test_the_published_vision_model():
+  found = vision()
+  v = found.vision
+  assert (found.width, found.layers, found.heads, found.kv_heads) == (2048, 36, 16, 2)
+  assert (found.mrope, found.rope_theta) == ((16, 24, 24), 1e6)
+  assert found.rope_type == 'default' and found.tied and found.qkv_bias
+  assert (v.width, v.layers, v.heads, v.ffn, v.out) == (1280, 32, 16, 3420, 2048)
+  assert (v.full_layers, v.window, v.image_token) == ((7, 15, 23, 31), 112, 151655)
+  assert (v.mean, v.std) == ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+  assert (v.least_pixels, v.most_pixels) == (3136, 12845056)
+  # 3.75 B parameters, 0.67 B of them the tower's.
+  total = transformer.count(found)
+  tower = total - transformer.count(dataclasses.replace(found, vision=None))
+  assert (round(total / 1e9, 2), round(tower / 1e9, 2)) == (3.75, 0.67)
+
+
+def test_the_spelling_of_transformers_5():
+  rope = {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]}
+  text = {k: v for k, v in PUBLISHED.items() if not k.startswith(('rope_', 'vision'))}
+  nested = {
+    'model_type': 'qwen2_5_vl',
+    'architectures': PUBLISHED['architectures'],
+    'image_token_id': 151655,
+    'tie_word_embeddings': True,
+    'text_config': text | {'rope_parameters': rope, 'model_type': 'qwen2_5_vl_text'},
+    'vision_config': PUBLISHED['vision_config'] | {'in_channels': 3},
+  }
+  assert hf_config.spec_of(nested, 'bfloat16', PIXELS) == vision()
+
+
+def test_defaults_of_the_vision_model_are_those_of_transformers():
+  config = transformers.Qwen2_5_VLConfig()
+  theirs = config.vision_config.to_dict()
+  ours = {names[0]: value for names, value in hf_config.SIZES.values()}
+  assert ours == {name: theirs[name] for name in ours}
+  assert list(theirs['fullatt_block_indexes']) == list(hf_config.FULL_LAYERS)
+  assert config.image_token_id == hf_config.IMAGE_TOKEN
+  # A model of the default sizes may name none of them.
+  found = vision(
+    tower=dict.fromkeys(PUBLISHED['vision_config'], 'absent'),
+    image_token_id='absent',
+    rope_theta='absent',
+    hidden_size=3584,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+  )
+  v = found.vision
+  assert found.rope_theta == 1e6
+  assert (v.width, v.layers, v.heads, v.ffn, v.out) == (3584, 32, 16, 3420, 3584)
+  assert (v.window, v.patch, v.full_layers) == (112, 14, (7, 15, 23, 31))
+  # transformers ignores defaults that a shallower tower does not have.
+  shallow = vision(tower={'depth': 10, 'fullatt_block_indexes': 'absent'}).vision
+  assert shallow.full_layers == (7,)
+
+
+def test_limits_of_pixels_in_every_spelling():
+  v = vision(pixels={}).vision
+  assert (v.mean[0], v.least_pixels) == (0.48145466, 3136)
+  limits = {'size': {'shortest_edge': 784, 'longest_edge': 7840}}
+  v = vision(pixels=limits).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 7840)
+  # null is no value; of two spellings the older one counts.
+  v = vision(pixels=limits | {'min_pixels': None, 'max_pixels': 3136}).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 3136)
+
+
+def test_what_transformers_writes_of_pixels_is_supported():
+  from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+  written = module.Qwen2VLImageProcessorPil(min_pixels=784).to_dict()
+  assert {*hf_config.ONLY_PIXELS, *hf_config.REPEATED} <= set(written)
+  v = vision(pixels=json.loads(json.dumps(written, default=dict))).vision
+  assert (v.least_pixels, v.most_pixels) == (784, 28 * 28 * 1280)
+
+
+@pytest.mark.parametrize('changes', [{}, {'tie_word_embeddings': False}])
+def test_a_written_vision_config_is_read_back(changes):
+  found = vision(**changes)
+  config, pixels = hf_config.config_of(found), hf_config.preprocessor_of(found.vision)
+  assert hf_config.spec_of(config, 'bfloat16', pixels) == found
+
+
+def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
+  def write(name, content):
+    (tmp_path / name).write_text(json.dumps(content))
+
+  def limits():
+    v = hf_config.read_spec(str(tmp_path), 'bfloat16').vision
+    return v.least_pixels, v.most_pixels
+
+  write('config.json', PUBLISHED)
+  assert hf_config.read_spec(str(tmp_path), 'bfloat16') == vision(pixels={})
+  write('preprocessor_config.json', PIXELS)
+  assert hf_config.read_spec(str(tmp_path), 'bfloat16') == vision()
+  size = {'shortest_edge': 784, 'longest_edge': 7840}
+  write('processor_config.json', {'image_processor': {'size': size}})
+  assert limits() == (784, 7840)
+  # Processes of one run compare it.
+  assert 'processor_config.json' in hf_directory.identity(str(tmp_path))
+  # A processor whose parts have files of their own.
+  write('processor_config.json', {'processor_class': 'Qwen2_5_VLProcessor'})
+  assert limits() == (3136, 12845056)
+  write('preprocessor_config.json', {'image_std': [0, 1, 1]})
+  with pytest.raises(ValueError, match='image_std') as error:
+    limits()
+  assert str(error.value).startswith(f'{tmp_path}: ')
+
+
+def mrope(*sections):
+  return {'rope_scaling': {'type': 'mrope', 'mrope_section': list(sections)}}
+
+
+@pytest.mark.parametrize(
+  ('name', 'changes'),
+  [
+    ('architectures', {'architectures': ['Other']}),
+    ("image_token_id='a'", {'image_token_id': 'a'}),
+    ('mrope_section', {'rope_scaling': None}),
+    ('mrope_section=[16, 24, 23]', mrope(16, 24, 23)),
+    ('mrope_section', mrope(16, 24, 24, 0)),
+    ("hidden_act='gelu'", {'hidden_act': 'gelu'}),
+    ("hidden_act='gelu' in vision_config", {'tower': {'hidden_act': 'gelu'}}),
+    ('in_chans=1', {'tower': {'in_chans': 1}}),
+    ("depth='32'", {'tower': {'depth': '32'}}),
+    ('num_heads=7', {'tower': {'num_heads': 7}}),
+    ('out_hidden_size=99', {'tower': {'out_hidden_size': 99}}),
+    ('fullatt_block_indexes', {'tower': {'fullatt_block_indexes': [32]}}),
+    ('window_size=20', {'tower': {'window_size': 20}}),
+    ("rope_type='yarn'", {'tower': {'rope_parameters': {'rope_type': 'yarn'}}}),
+    ('image_mean', {'pixels': {'image_mean': [0.5]}}),
+    ('image_std', {'pixels': {'image_std': [0.1, 0, 0.1]}}),
+    ('max_pixels=-3', {'pixels': {'max_pixels': -3}}),
+    ('longest_edge', {'pixels': {'size': {'shortest_edge': 9}}}),
+    ('do_resize=False', {'pixels': {'do_resize': False}}),
+    ('do_rescale=False', {'pixels': {'do_rescale': False}}),
+    ('do_normalize=False', {'pixels': {'do_normalize': False}}),
+    ('rescale_factor=1', {'pixels': {'rescale_factor': 1}}),
+    ('resample=2', {'pixels': {'resample': 2}}),
+    ('patch_size=16', {'pixels': {'patch_size': 16}}),
+    ('merge_size=1', {'pixels': {'merge_size': 1}}),
+    ('temporal_patch_size=1', {'pixels': {'temporal_patch_size': 1}}),
+  ],
+  ids=str,
+)
+def test_an_unsupported_option_of_a_vision_model_is_named(name, changes):
+  with pytest.raises(ValueError) as error:
+    vision(**changes)
+  assert name in str(error.value) and '\n' not in str(error.value)

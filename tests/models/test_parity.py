@@ -16,17 +16,12 @@ from runs import trained
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer
-from bapo_jax.models import (
-  decoder,
-  hf_config,
-  hf_weights,
-  layers,
-  logprobs,
-  transformer,
-)
+from bapo_jax.models import decoder, layers, logprobs, transformer
 from bapo_jax.models import rope as rope_lib
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
-from bapo_jax.training import policy, weights
+from bapo_jax.training import resolve, weights
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
@@ -132,7 +127,7 @@ def pair(request, tmp_path_factory):
       parameter.add_(size * torch.randn_like(parameter))
   path = str(tmp_path_factory.mktemp('model'))
   theirs.save_pretrained(path)
-  spec = hf_weights.spec(path, 'float32')
+  spec = hf_config.read_spec(path, 'float32')
   return theirs, spec, hf_weights.load(path, spec, sharding.make(data=8))
 
 
@@ -215,7 +210,7 @@ def test_frequencies_of_published_models(rope, tmp_path):
   )
   theirs = LlamaRotaryEmbedding(config)
   config.save_pretrained(tmp_path)
-  spec = hf_weights.spec(str(tmp_path), 'float32')
+  spec = hf_config.read_spec(str(tmp_path), 'float32')
   found, factor = rope_lib.table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
@@ -249,8 +244,8 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   config, _ = trained(tmp_path)
   assert export.export(config, str(tmp_path), '', 'float32', 5000) == 0
   theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export' / '1')
-  reader = policy.load_tokenizer(config)
-  spec = policy.spec_of(config, reader)
+  reader = resolve.open_model(config).tokenizer
+  spec = resolve.open_model(config).spec
   read = weights.read_params(str(tmp_path), 1)
   params = transformer.unflatten(
     {name: read(name) for name in transformer.describe(spec)}

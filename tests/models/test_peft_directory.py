@@ -16,15 +16,10 @@ import safetensors.numpy
 from runs import saved, source, tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import (
-  hf_config,
-  hf_vision,
-  hf_weights,
-  layers,
-  lora,
-  peft_directory,
-  transformer,
-)
+from bapo_jax.models import layers, lora, transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import peft as hf_peft
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
@@ -50,7 +45,7 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
   knobs = LoraConfig(rank=2, alpha=3.0, targets='layers/(o|k)')
   get = reader(adapters(SPEC, knobs))
   model = 'hub:owner/name@main'
-  peft_directory.save(str(tmp_path), get, SPEC, knobs, model, 'bfloat16')
+  hf_peft.save(str(tmp_path), get, SPEC, knobs, model, 'bfloat16')
   config = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (config['r'], config['lora_alpha']) == (2, 3.0)
   assert config['target_modules'] == ['k_proj', 'o_proj']
@@ -69,7 +64,7 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
 def test_of_a_model_that_sees_the_language_model_alone_is_adapted(tmp_path):
   spec, knobs = making.SEEING, LoraConfig(rank=1, targets='layers/(q|gate)')
   get = reader(adapters(spec, knobs))
-  peft_directory.save(str(tmp_path), get, spec, knobs, 'there', 'float32')
+  hf_peft.save(str(tmp_path), get, spec, knobs, 'there', 'float32')
   targets = json.loads((tmp_path / 'adapter_config.json').read_text())['target_modules']
   found = safetensors.numpy.load_file(tmp_path / 'adapter_model.safetensors')
   modules = {
@@ -87,12 +82,12 @@ def directory(path, spec, params):
   path.mkdir()
   flat = transformer.flatten(params)
   hf_weights.save(str(path), flat.__getitem__, spec)
-  config_of = hf_vision.config_of if spec.vision else hf_config.config_of
-  config = config_of(spec) | {'torch_dtype': 'float32'}
+  config = hf_config.config_of(spec) | {'torch_dtype': 'float32'}
   (path / 'config.json').write_text(json.dumps(config))
   return path
 
 
+@pytest.mark.slow  # imports torch and peft
 @pytest.mark.parametrize('kind', ['qwen2', 'qwen3', 'llama', 'qwen2_5_vl'])
 def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   torch = pytest.importorskip('torch', reason='needs requirements-parity.txt')
@@ -122,7 +117,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   params, made = making.params(spec), adapters(spec)
   model = directory(tmp_path / 'model', spec, params)
   (tmp_path / 'adapter').mkdir()
-  peft_directory.save(
+  hf_peft.save(
     str(tmp_path / 'adapter'), reader(made), spec, KNOBS, str(model), 'float32'
   )
   seeing = transformers.Qwen2_5_VLForConditionalGeneration
@@ -147,7 +142,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   path, workdir = source(tmp_path / 'source'), tmp_path / 'run'
   config = tiny(**{'model.path': path, 'lora.rank': 2, 'sampler.max_new_tokens': 8})
   experiment.claim(str(workdir), config)
-  spec = hf_weights.spec(path, 'float32')
+  spec = hf_config.read_spec(path, 'float32')
   made = adapters(spec, config.lora)
   saved(workdir, made)
   alone, merged = str(tmp_path / 'alone'), str(tmp_path / 'merged')

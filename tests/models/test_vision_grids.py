@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from bapo_jax.models import vision_spec
 from bapo_jax.models.vision import grids
+from bapo_jax.models.vision import spec as vision_spec
 
 V = vision_spec.VisionSpec(
   width=16, layers=2, heads=2, ffn=24, out=16, full_layers=(1,), image_token=5

@@ -19,7 +19,9 @@ from runs import tiny
 
 from bapo_jax import sharding
 from bapo_jax.data import pictured_files, pictured_prompts
-from bapo_jax.models import decoder, hf_weights, layers, transformer
+from bapo_jax.models import decoder, layers, transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.vision import sequence
 from bapo_jax.tools import export
 
@@ -90,7 +92,7 @@ def trio(request, tmp_path_factory):
       parameter.add_(size * torch.randn_like(parameter))
   path = str(tmp_path_factory.mktemp('model'))
   theirs.save_pretrained(path)
-  spec = hf_weights.spec(path, 'float32')
+  spec = hf_config.read_spec(path, 'float32')
   params = hf_weights.load(path, spec, sharding.make(data=2, fsdp=2, tensor=2))
   # Off the mesh: what is computed below is computed on one device.
   return theirs, spec, jax.tree.map(jnp.asarray, jax.device_get(params)), path
@@ -354,7 +356,7 @@ def test_what_is_exported_is_what_was_read(trio, has_source, tmp_path):
   hf_weights.save(str(tmp_path), flat.__getitem__, spec, shard_bytes=20_000)
   config = tiny(**{'model.path': path} if has_source else {})
   export.write_configs(str(tmp_path), config, spec, reader(), 'float32')
-  assert hf_weights.spec(str(tmp_path), 'float32') == spec
+  assert hf_config.read_spec(str(tmp_path), 'float32') == spec
   loaded = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   read = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)

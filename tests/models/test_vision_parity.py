@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_tensors, transformer, vision_spec
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import tensors as hf_tensors
 from bapo_jax.models.vision import grids, tower
+from bapo_jax.models.vision import spec as vision_spec
 
 torch = pytest.importorskip(
   'torch', reason='parity needs torch: pip install -r requirements-parity.txt'

@@ -9,10 +9,10 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.rewards import knobs, rewards, verifiers
+from bapo_jax.rewards import rewards, verifiers
+from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 
 HANGS = r'\boxed{10^9!}'
-LIMITS = dict(workers=2, deadline=0.5, batch_deadline=60, memory_mb=2048, recycle=100)
 
 
 def rights(verifier, answers, texts, rules=()):
@@ -22,23 +22,20 @@ def rights(verifier, answers, texts, rules=()):
 @pytest.fixture
 def verifier():
   """Makes verifiers, and ends their processes."""
-  made = []
+  verifiers = []
 
-  def make(rule, **limits):
-    made.append(rewards.Verifier(rule, **LIMITS | limits))
-    return made[-1]
+  def make(rule, **knobs):
+    knobs = {'deadline': 0.5, 'batch_deadline': 60.0, 'recycle': 100} | knobs
+    verifiers.append(rewards.Verifier(RewardsConfig(rule=rule, **knobs)))
+    return verifiers[-1]
 
   yield make
-  for each in made:
-    each.close()
+  for verifier in verifiers:
+    verifier.close()
 
 
 def test_the_knob_names_every_rule():
-  (rules,) = (
-    field.annotation
-    for name, field in knobs.RewardsConfig.model_fields.items()
-    if name == 'rule'
-  )
+  rules = RewardsConfig.model_fields['rule'].annotation
   assert set(typing.get_args(rules)) == set(verifiers.RULES) == set(verifiers.READERS)
   assert set(verifiers.RULES) >= verifiers.POOLED
 
@@ -48,32 +45,30 @@ def test_answers_are_paired_with_responses(verifier):
   texts = [r'\boxed{1}', r'\boxed{1}', '']
   assert rights(aime, ['1', '2', '3'], texts) == [True, False, False]
   assert rights(aime, [], []) == []
-  # Two answers and one response cannot be paired.
   with pytest.raises(ValueError, match='zip'):
     aime.submit(['1', '2'], [r'\boxed{1}'])
 
 
-def test_a_fast_rule_starts_no_process(verifier):
-  aime = verifier('aime')
+def test_only_a_slow_rule_has_processes_and_before_the_first_response(verifier):
+  aime, math = verifier('aime'), verifier('math')
   assert rights(aime, ['1'], [r'\boxed{1}']) == [True]
-  assert aime._pool is None
-  assert not aime.slow(['', 'gsm8k'])
-  assert aime.slow(['', 'math'])
-
-
-def test_a_slow_rule_has_its_processes_before_the_first_response(verifier):
-  math = verifier('math')
-  assert math._pool is not None
+  assert aime._pool is None and math._pool is not None
+  assert not aime.slow(['', 'gsm8k']) and aime.slow(['', 'math'])
   assert math.slow(['']) and not math.slow(['aime'])
+  for _ in range(2):  # a closed verifier may be used again
+    assert rights(math, ['1'], [r'\boxed{1.0}']) == [True]
+    math.close()
 
 
 def test_an_answer_past_its_deadline_is_undecided_and_still_read(verifier):
   math = verifier('math', strict=False)
+  rights(math, ['1'], [r'\boxed{1.0}'])  # warm
   texts = [r'\boxed{0.5}', HANGS, r'\boxed{3}', 'Answer: 1/2']
   pending = math.submit(['1/2'] * 4, texts)
+  assert not pending.verdicts[1].done()  # `submit` returns before the verdicts
   verdicts = pending.result()
   assert [verdict.right for verdict in verdicts] == [True, None, False, True]
-  # The worker is gone; the answer found is read again, for the votes.
+  # The worker is dead; its answer is read again, for the votes.
   assert verdicts[1] == pending.one(1) == (None, 'took over 0.5 s', '10^9!')
 
 
@@ -86,29 +81,13 @@ def test_each_response_may_have_a_rule_of_its_own(verifier):
   assert rights(aime, answers, texts, ['aime', 'math', 'gsm8k']) == [True, True, True]
 
 
-def test_submit_returns_before_the_verdicts_are_there(verifier):
-  math = verifier('math', strict=False, deadline=1.0)
-  rights(math, ['1'], [r'\boxed{1.0}'])  # warm
-  pending = math.submit(['3'] * 2, [HANGS, r'\boxed{3.0}'])
-  assert not pending.found[0].done()
-  assert [verdict.right for verdict in pending.result()] == [None, True]
-
-
-def test_strictness_reaches_every_rule(verifier):
+@pytest.mark.parametrize('strict', [True, False])
+def test_strictness_reaches_every_rule(verifier, strict):
   answers, texts = ['56', '5'], [r'\boxed{7\times 8}', r'\boxed{5 million}']
-  for strict in (True, False):
-    made = verifier('math', strict=strict)
-    assert rights(made, answers, texts, ['math', 'gsm8k']) == [not strict] * 2
+  lenient = rights(verifier('math', strict=strict), answers, texts, ['math', 'gsm8k'])
+  assert lenient == [not strict] * 2
 
 
-def test_a_closed_verifier_may_be_used_again(verifier):
-  math = verifier('math')
-  for _ in range(2):
-    assert rights(math, ['1'], [r'\boxed{1.0}']) == [True]
-    math.close()
-
-
-SHAPE = functools.partial(rewards.shape, longest=100)
 RIGHT_PG = np.asarray([[1, 1, 0, 0], [1, 0, 1, 0]], bool)
 CUT_PG = np.asarray([[0, 1, 0, 1], [0, 0, 1, 1]], bool)
 FORM_PG = np.asarray([[1, 1, 1, 0], [1, 0, 1, 0]], bool)
@@ -116,13 +95,19 @@ LENGTH_PG = np.asarray([[10, 100, 80, 100], [79, 81, 100, 90]])
 
 
 def shaped(**knobs):
-  return SHAPE(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG, **knobs)
+  """(reward_PG, teaches_PG), the same plain and jitted."""
+  shape = functools.partial(rewards.shape, longest=100, k=ShapingConfig(**knobs))
+  plain = shape(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG)
+  jitted = jax.jit(shape)(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG)
+  for a, b in zip(plain, jitted, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+  assert plain[0].dtype == jnp.float32
+  return plain
 
 
 def test_unshaped_a_reward_is_a_verdict():
   reward_PG, teaches_PG = shaped()
-  np.testing.assert_array_equal(reward_PG, RIGHT_PG.astype(np.float32))
-  assert reward_PG.dtype == jnp.float32
+  np.testing.assert_array_equal(reward_PG, RIGHT_PG)
   assert teaches_PG.all()
 
 
@@ -142,11 +127,11 @@ def test_the_overlong_penalty_is_dapos():
   half_PG, _ = shaped(overlong_penalty=0.5, overlong_cache=20)
   np.testing.assert_allclose(half_PG, RIGHT_PG + penalty_PG / 4, atol=1e-6)
   # Standardised in their group, the two are the same advantages (equation 9).
-  own_PG, dapo_PG = (
+  ours_PG, dapo_PG = (
     (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
     for x in (np.asarray(reward_PG, float), dapo_PG)
   )
-  np.testing.assert_allclose(own_PG, dapo_PG, atol=1e-5)
+  np.testing.assert_allclose(ours_PG, dapo_PG, atol=1e-5)
 
 
 def test_truncated_responses_are_verified_wrong_or_masked():
@@ -154,67 +139,56 @@ def test_truncated_responses_are_verified_wrong_or_masked():
   np.testing.assert_array_equal(wrong_PG, [[1, 0, 0, 0], [1, 0, 0, 0]])
   assert teaches_PG.all()
   masked_PG, teaches_PG = shaped(truncated='masked')
-  np.testing.assert_array_equal(masked_PG, RIGHT_PG)  # it stays in its group's mean
+  np.testing.assert_array_equal(masked_PG, RIGHT_PG)  # still in its group's mean
   np.testing.assert_array_equal(teaches_PG, ~CUT_PG)
 
 
-def test_shape_is_the_same_under_jit():
-  knobs = dict(format_bonus=0.1, overlong_penalty=1.0, overlong_cache=20)
-  plain = shaped(**knobs)
-  jitted = jax.jit(functools.partial(SHAPE, **knobs))
-  for a, b in zip(plain, jitted(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
+def reshaped(texts=None, rules=(), **knobs):
+  """(before, after): two groups and an empty seat; token 10 ends a response."""
+  groups = making.groups([4, 7, -1], [2, 5, 0], [3, 3, -1], T=5)
+  texts = texts or [r'\boxed{1}' if i % 3 else 'x' for i in range(24)]
+  k = ShapingConfig(**knobs)
+  after = rewards.shaped(
+    groups, texts, eos=(10,), rule='aime', rules=rules, longest=5, k=k
+  )
+  return groups, after
 
 
-def groups():
-  """Two groups and an empty seat; token 10 ends a response where it is drawn."""
-  return making.groups([4, 7, -1], [2, 5, 0], [3, 3, -1], T=5)
-
-
-def reshaped(**knobs):
-  texts = [r'\boxed{1}' if i % 3 else 'x' for i in range(24)]
-  return rewards.shaped(groups(), texts, eos=(10,), rule='aime', longest=5, **knobs)
-
-
-def test_the_defaults_leave_the_groups_alone():
-  for a, b in zip(reshaped(), groups(), strict=True):
-    np.testing.assert_array_equal(a, b)
+def assert_others_equal(before, after, changed=()):
+  for field in set(before._fields) - set(changed):
+    np.testing.assert_array_equal(getattr(after, field), getattr(before, field))
 
 
 def test_groups_get_their_rewards():
-  old, new = groups(), reshaped(format_bonus=0.25, overlong_penalty=1.0)
+  assert_others_equal(*reshaped())  # the defaults change nothing
+  old, new = reshaped(format_bonus=0.25, overlong_penalty=1.0)
   for p in range(2):
     for g in range(8):
-      response_mask_T = np.asarray(old.response_mask_PGT[p, g])
       bonus = 0.25 if (p * 8 + g) % 3 else 0
       # A cache of one token: the penalty falls on the longest alone.
-      penalty = float(response_mask_T.sum() == 5) / 2
+      penalty = float(old.response_mask_PGT[p, g].sum() == 5) / 2
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
   assert not np.asarray(new.reward_PG[2]).any()  # an empty seat
-  for field in set(old._fields) - {'reward_PG'}:
-    np.testing.assert_array_equal(getattr(new, field), getattr(old, field))
+  assert_others_equal(old, new, ['reward_PG'])
 
 
 def test_a_masked_response_teaches_nothing_and_keeps_its_reward_and_length():
-  old, new = groups(), reshaped(truncated='masked')
-  sampled_PGT = np.asarray(old.response_mask_PGT)
-  ended_PG = (sampled_PGT & (np.asarray(old.tokens_PGT) == 10)).any(2)
+  old, new = reshaped(truncated='masked')
+  ended_PG = (
+    np.asarray(old.response_mask_PGT) & (np.asarray(old.tokens_PGT) == 10)
+  ).any(2)
   assert 0 < ended_PG[:2].sum() < 16
   np.testing.assert_array_equal(new.teaches_PG, ended_PG)
-  for field in set(old._fields) - {'teaches_PG'}:
-    np.testing.assert_array_equal(getattr(new, field), getattr(old, field))
+  assert_others_equal(old, new, ['teaches_PG'])
 
 
 def test_the_bonus_is_by_the_reader_of_the_problems_own_verifier():
   # Problem 4 has GSM8K's, which reads after ####; problem 7 names none and has AIME's,
   # which reads a line `Answer:`.
   rules = ['exact'] * 4 + ['gsm8k', 'exact', 'exact', '']
-  texts = ['#### 1', 'Answer: 1'] * 12
-  new = rewards.shaped(
-    groups(), texts, eos=(10,), rule='aime', rules=rules, longest=5, format_bonus=0.25
-  )
-  bonus_PG = np.asarray(new.reward_PG - groups().reward_PG)
+  old, new = reshaped(['#### 1', 'Answer: 1'] * 12, rules, format_bonus=0.25)
+  bonus_PG = np.asarray(new.reward_PG - old.reward_PG)
   np.testing.assert_allclose(bonus_PG[0], [0.25, 0] * 4)
   np.testing.assert_allclose(bonus_PG[1], [0, 0.25] * 4)
   assert not bonus_PG[2].any()  # an empty seat

@@ -18,12 +18,14 @@ from rich.console import Console
 from runs import last_run, one_device, same, tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import policy, setup, weights
+from bapo_jax.training import build, policy, resolve, weights
 
 CELLS = {
   'grpo': {'batch.rule': 'fresh_only', 'clip.rule': 'fixed'},
@@ -40,9 +42,9 @@ def warm(tmp_path_factory):
   path = tmp_path_factory.mktemp('warm')
   made = tiny(**DRAWN)
   with one_device():
-    material = setup.read(made, str(path))
+    material = build.read(made, resolve.open_model(made), str(path))
     policy.load(
-      made, str(path), material.tokenizer, setup.make_mesh(made), PhaseTimer()
+      made, str(path), material.tokenizer, resolve.make_mesh(made), PhaseTimer()
     )
   return path
 
@@ -50,7 +52,7 @@ def warm(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
   """Responses of an odd number of characters are right."""
-  monkeypatch.setattr(setup, 'make_verifier', lambda config: making.OddVerifier())
+  monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
 
 
 def config_of(**knobs):
@@ -149,7 +151,7 @@ def test_what_was_trained_is_exported_evaluated_and_shown(warm, tmp_path, knobs)
 def assert_exported(path, made, to):
   """The exported weights are those of the checkpoint; a frozen tower's of the start."""
   assert export.export(made, str(path), str(to), 'float32', 10**9) == 0
-  spec = hf_weights.spec(str(to), 'float32')
+  spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
   assert set(found) == set(transformer.describe(spec))
   start = weights.read_saved(policy.warm_start_path(made, str(path)))

@@ -14,7 +14,7 @@ from bapo_jax.models import lora, transformer
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
-from bapo_jax.training import checkpoint, policy, setup, weights
+from bapo_jax.training import build, checkpoint, policy, weights
 
 # The actor of a checkpoint at an odd step is older than its parameters.
 LORA = {
@@ -30,7 +30,7 @@ LORA = {
 def frozen(workdir, knobs=LORA):
   """(trainer, state) at the start of the run in the workdir."""
   with one_device():
-    return setup.start(tiny(**knobs), str(workdir), PhaseTimer())
+    return build.start(tiny(**knobs), str(workdir), PhaseTimer())
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_checkpoint_with_an_actor_that_nobody_needs_is_restored(warm_start, tm
   """As versions before 2026-11-22 left them."""
   workdir = copied(warm_start, tmp_path / 'run')
   with one_device():
-    t, s = setup.start(tiny(), str(workdir), PhaseTimer())
+    t, s = build.start(tiny(), str(workdir), PhaseTimer())
     arrays = resume.arrays(t, s)
     assert 'actor' not in arrays
     old = arrays | {'actor': jax.tree.map(lambda x: x + 1, s.params)}

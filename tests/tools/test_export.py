@@ -17,7 +17,9 @@ from safetensors.numpy import load_file
 
 from bapo_jax import sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_vision, hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
 from bapo_jax.training import checkpoint, weights
@@ -34,7 +36,7 @@ def run(request, tmp_path_factory):
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'tokenizer.path': name})
     experiment.claim(workdir, config)
-    params = oracles.noisy(hf_weights.spec(name, 'float32'), 1)
+    params = oracles.noisy(hf_config.read_spec(name, 'float32'), 1)
     params = jax.device_put(params, sharding.shardings(params, sharding.make(2, 2, 2)))
     saved(workdir, params)
   return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__
@@ -53,7 +55,7 @@ def test_what_was_trained_is_what_is_exported(run, dtype, tmp_path):
     held = load_file(file)
     assert {x.dtype for x in held.values()} == {jnp.dtype(dtype)}
     assert sum(x.nbytes for x in held.values()) <= 3000
-  spec = hf_weights.spec(str(to), config.model.compute)
+  spec = hf_config.read_spec(str(to), config.model.compute)
   found = traverse_util.flatten_dict(
     hf_weights.load(str(to), spec, sharding.make()), sep='/'
   )
@@ -136,7 +138,7 @@ SIZE = {'shortest_edge': 784, 'longest_edge': 1568}
 def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path, pictures, alone):
   source, to = tmp_path / 'source', tmp_path / 'out'
   source.mkdir(), to.mkdir()
-  config = hf_vision.config_of(making.SEEING) | {'video_token_id': 7}
+  config = hf_config.config_of(making.SEEING) | {'video_token_id': 7}
   files = {'config.json': config} | pictures
   for name, content in files.items():
     (source / name).write_text(json.dumps(content))
@@ -146,7 +148,7 @@ def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path, pictures, alo
     written = json.loads((to / name).read_text())
     written.pop('torch_dtype', None)
     assert written == content
-  now, before = (hf_weights.spec(str(path), 'float32') for path in (to, source))
+  now, before = (hf_config.read_spec(str(path), 'float32') for path in (to, source))
   assert now == before
 
 

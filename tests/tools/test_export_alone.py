@@ -13,12 +13,12 @@ from runs import one_device, saved, tiny
 from bapo_jax.data import countdown, synthetic
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
-from bapo_jax.models import hf_config
+from bapo_jax.models.hf import config as hf_config
 from bapo_jax.rewards import verifiers
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
-from bapo_jax.training import policy, setup
+from bapo_jax.training import build, resolve
 
 TEXTS = (
   ''.join(tokenizer_lib.CHARACTERS[2:]),
@@ -34,7 +34,7 @@ def exported(tmp_path_factory):
   path = tmp_path_factory.mktemp('exported')
   tokenizer = tokenizer_lib.load('characters', '{problem}\n')
   tokenizer_lib.save(tokenizer, 'characters', str(path))
-  spec = policy.spec_of(tiny(), tokenizer)
+  spec = resolve.open_model(tiny()).spec
   (path / 'config.json').write_text(json.dumps(hf_config.config_of(spec)))
   return tokenizer, transformers.AutoTokenizer.from_pretrained(path)
 
@@ -88,7 +88,7 @@ def test_transformers_alone_scores_what_we_score(tmp_path):
   workdir = str(tmp_path / 'work')
   with one_device():
     experiment.claim(workdir, config)
-    t, s = setup.start(config, workdir, PhaseTimer())
+    t, s = build.start(config, workdir, PhaseTimer())
     ours, samples = experiment.evaluation(t, s.params, 0)
   saved(workdir, jax.device_get(s.params))
   assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 10**9) == 0

@@ -14,7 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline, tables
-from bapo_jax.training import budget, setup
+from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
 from configs import aime
 
@@ -86,7 +86,7 @@ def job_of(config, mesh):
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
 def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name):
   config = config.with_values(sampler={'max_new_tokens': 3968})
-  mesh = setup.make_mesh(config, topology(name))
+  mesh = resolve.make_mesh(config, topology(name))
   for make in (programs.decode, programs.prefill):
     row = plan.compiled(make(job_of(config, mesh)), mesh)
     assert isinstance(row, plan.Row)

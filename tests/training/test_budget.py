@@ -18,7 +18,7 @@ from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.run import welcome
 from bapo_jax.runtime import machine
-from bapo_jax.training import budget, policy
+from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
 from configs import aime
 
@@ -92,7 +92,7 @@ def parsed(learner=(), **model):
   config.model.update(**model)
   config.learner.update(dict(learner))
   config = config_lib.parse(config.to_dict())
-  return config, policy.spec_of(config, policy.load_tokenizer(config))
+  return config, resolve.open_model(config).spec
 
 
 def fake_mesh(platform, data, fsdp, tensor, stats=None):
@@ -207,7 +207,7 @@ def test_the_limit_is_a_share_of_the_device_or_of_the_host(
 def counted(spec=None, mesh=(1, 1, 1), **knobs):
   """(config, spec, budget) of a tiny run."""
   config = tiny(**{'batch.rule': 'fresh_only'} | knobs)
-  spec = spec or policy.spec_of(config, policy.load_tokenizer(config))
+  spec = spec or resolve.open_model(config).spec
   spec = dataclasses.replace(spec, dtype=config.model.dtype)
   return (
     config,

@@ -16,7 +16,7 @@ from runs import copied, same, tiny
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
-from bapo_jax.training import checkpoint, setup, weights
+from bapo_jax.training import build, checkpoint, weights
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Tree
 
@@ -204,7 +204,7 @@ def started(kind, workdir, monkeypatch) -> tuple[Trainer, TrainState]:
   config = tiny(**{'batch.rule': 'adapted', **knobs})
   with monkeypatch.context() as patch:
     patch.setattr(jax, 'devices', lambda *_: devices)
-    return setup.start(config, str(workdir), PhaseTimer())
+    return build.start(config, str(workdir), PhaseTimer())
 
 
 def filled(tree: Tree) -> Tree:

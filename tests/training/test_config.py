@@ -11,7 +11,7 @@ from runs import plain, tiny
 
 from bapo_jax.algorithms import clip, loss, replay_buffer
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules, setup
+from bapo_jax.training import resolve, rules
 from bapo_jax.training.config import parse
 from configs import aime
 
@@ -106,12 +106,6 @@ def test_errors_name_knobs_that_do_not_fit_together(knobs, message):
     parse(plain(**knobs))
 
 
-def test_errors_name_the_cell_that_is_wrong():
-  cells = (('a', 'fresh_only', 'fixed'), ('b', 'fresh', 'fixed'))
-  with pytest.raises(ValueError, match=r"cells: b: batch\.rule='fresh': give one of"):
-    parse(plain() | {'cells': cells})
-
-
 @pytest.mark.parametrize(
   ('source', 'message'),
   [
@@ -122,7 +116,7 @@ def test_errors_name_the_cell_that_is_wrong():
 def test_errors_name_the_source_that_is_not_to_be_had(source, message):
   config = parse(plain(**{'problems.test_source': source}))
   with pytest.raises(ValueError, match=message):
-    setup.check_available(config)
+    resolve.check_available(config)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +141,20 @@ def test_rows_divide_over_the_mesh():
   with pytest.raises(
     ValueError, match='12 responses, which do not divide over 8 device shards'
   ):
-    setup.make_mesh(config)
+    resolve.make_mesh(config)
   config_lib.check_shards(config, 4)
   for name in ('max_num_seqs', 'prefill_batch_size'):
     with pytest.raises(
       ValueError, match=rf'sampler\.{name}=12 rows .* 8 device shards'
     ):
-      setup.make_mesh(parse(plain(**{f'sampler.{name}': 12})))
+      resolve.make_mesh(parse(plain(**{f'sampler.{name}': 12})))
   sound = parse(plain(**{'learner.grad_accum_steps': 2}))
-  assert setup.make_mesh(sound).size == len(jax.devices()) == 8
+  assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
 
 
 def test_a_kernel_that_the_platform_lacks_is_refused():
   with pytest.raises(ValueError, match='splash'):
-    setup.make_mesh(parse(plain(**{'model.attention': 'splash'})))
+    resolve.make_mesh(parse(plain(**{'model.attention': 'splash'})))
 
 
 def test_every_threshold_rule_fits_the_embedded_default():
@@ -176,7 +170,7 @@ def test_variants_that_need_no_download_are_sound(variant):
   config = parse(aime.get_config(variant).to_dict())
   bound = rules.bind(config)
   assert callable(bound.batch) and callable(bound.clip)
-  setup.check_available(config)
+  resolve.check_available(config)
 
 
 @pytest.mark.parametrize('loss_rule', loss.RULES)

@@ -24,6 +24,7 @@ from three_problems import (
 from bapo_jax import types
 from bapo_jax.data import prompts
 from bapo_jax.rewards import rewards
+from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout as rollout_lib
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -165,7 +166,7 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
     TOKENIZER,
     jax.random.key(1),
     engine=ENGINE,
-    verifier=rewards.Verifier(),
+    verifier=rewards.Verifier(RewardsConfig()),
     step=3,
   )
   assert [s['correct'] for s in samples] == [*[True] * 4, *[False] * 4, *[True] * 4]

@@ -9,9 +9,9 @@ from runs import source, tiny
 
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models import hf_vision
+from bapo_jax.models.hf import config as hf_config
 from bapo_jax.run import experiment, welcome
-from bapo_jax.training import policy, setup
+from bapo_jax.training import build, policy, resolve
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
@@ -49,17 +49,17 @@ def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
   vocab['7'], vocab['8'] = vocab['8'], vocab['7']
   (tmp_path / 'model' / 'tokenizer.json').write_text(json.dumps(held))
   config = tiny(**{'model.path': path})
-  setup.check_available(config)
-  material = setup.read(config, str(tmp_path / 'work'))
+  resolve.check_available(config)
+  material = build.read(config, resolve.open_model(config), str(tmp_path / 'work'))
   assert tokenizer_lib.encode(material.tokenizer, ['78']) == [[14, 13]]
 
 
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
-  (tmp_path / 'config.json').write_text(json.dumps(hf_vision.config_of(making.SEEING)))
+  (tmp_path / 'config.json').write_text(json.dumps(hf_config.config_of(making.SEEING)))
   found = policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
   assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
   for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):
-    assert policy.sees(tiny(**knobs)) == sees
+    assert (resolve.open_model(tiny(**knobs)).spec.vision is not None) == sees
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
 def test_a_tower_that_cannot_be_trained_is_refused(knobs, message):
   made = tiny(**{'model.train_tower': True} | knobs)
   with pytest.raises(ValueError) as error:
-    policy.spec_of(made, policy.load_tokenizer(made))
+    resolve.open_model(made)
   assert str(error.value) == message
 
 
@@ -124,14 +124,16 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path):
   source(path)
   (path / 'generation_config.json').write_text(json.dumps({'eos_token_id': 39}))
   config = tiny(**{'model.path': str(path)})
-  assert setup.read(config, str(tmp_path / 'work')).tokenizer.eos == (1, 39)
+  assert build.read(
+    config, resolve.open_model(config), str(tmp_path / 'work')
+  ).tokenizer.eos == (1, 39)
 
 
 def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   path = source(tmp_path / 'model')
   knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
   config = tiny(**knobs)
-  material = setup.read(config, str(tmp_path / 'work'))
+  material = build.read(config, resolve.open_model(config), str(tmp_path / 'work'))
   welcome.welcome(config, 'work', material)
   text = capsys.readouterr().out
   assert 'remat dots (auto): the backward pass computes all but products again' in text
@@ -142,7 +144,7 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
 def seeing(**knobs):
   """The spec of the embedded policy with a tower."""
   config = tiny(**{'model.tower.layers': 2} | knobs)
-  return policy._spec_of(config, policy.load_tokenizer(config))
+  return resolve.open_model(config).spec
 
 
 def test_the_embedded_policy_has_the_tower_of_its_knobs():
@@ -159,7 +161,7 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
 
 
 def tiny_spec():
-  return policy.spec_of(tiny(), policy.load_tokenizer(tiny()))
+  return resolve.open_model(tiny()).spec
 
 
 @pytest.mark.parametrize(

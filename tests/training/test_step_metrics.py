@@ -16,7 +16,7 @@ from runs import tiny
 from bapo_jax.learner import learner
 from bapo_jax.rewards import verifiers
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import setup, trainer
+from bapo_jax.training import build, trainer
 from bapo_jax.types import Batch
 
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 def started(workdir, **knobs):
   """Trainer and state at step 0; every other response is right, or so."""
   verifier = making.OddVerifier()
-  return setup.start(tiny(**knobs), str(workdir), PhaseTimer(), verifier)
+  return build.start(tiny(**knobs), str(workdir), PhaseTimer(), verifier)
 
 
 def steps(workdir, **knobs) -> list[Step]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from bapo_jax.models import decoder, layers
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 

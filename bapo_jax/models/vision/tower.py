@@ -18,7 +18,7 @@ from bapo_jax.models import attention, rope
 from bapo_jax.models.layers import REMAT, Schedule, product, rms_norm, rotate
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids
-from bapo_jax.models.vision_spec import VisionSpec
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Tree
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models import hf_weights, transformer
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import hlo, roofline
 from bapo_jax.tools.plan.programs import Job

@@ -30,7 +30,7 @@ from bapo_jax.tools.plan import (
 from bapo_jax.tools.plan.programs import Job
 from bapo_jax.tools.plan.roofline import Chip
 from bapo_jax.tools.plan.tables import Row
-from bapo_jax.training import budget, setup
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -181,7 +181,7 @@ def run(
     ValueError: topology, model or knobs do not fit together.
   """
   chip, devices = attach(topology)
-  mesh = setup.make_mesh(config, devices)
+  mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   needed = budget.count(*job).update
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())

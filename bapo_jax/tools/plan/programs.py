@@ -31,7 +31,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import budget, frozen, policy, rules, setup
+from bapo_jax.training import budget, build, policy, resolve, rules
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -82,8 +82,9 @@ def tpu_spec(config: Config) -> ModelSpec:
     raise ValueError(
       f'--config.model.path={path} has no config.json; a plan needs no other file'
     )
-  tokenizer = None if path else policy.load_tokenizer(config)
-  spec = policy.spec_of(config, tokenizer)
+  spec = (
+    resolve.read_spec(config, path, None) if path else resolve.open_model(config).spec
+  )
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -110,9 +111,9 @@ def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif frozen.has_tower(config, spec):
-    base = {frozen.TOWER: params.pop(frozen.TOWER)}
-  opt = jax.eval_shape(setup.optimizer(config).init, params)
+  elif policy.freezes_tower(config, spec):
+    base = {policy.TOWER: params.pop(policy.TOWER)}
+  opt = jax.eval_shape(build.optimizer(config).init, params)
   found = params, opt, base
   return place(found, sharding.shardings(found, job.mesh))
 
@@ -129,7 +130,7 @@ def actor(job: Job) -> Tree:
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows over the devices as in training."""
   bound = rules.bind(job.config)
-  made = jax.eval_shape(functools.partial(setup.empty_buffer, job.config, bound))
+  made = jax.eval_shape(functools.partial(build.empty_buffer, job.config, bound))
   return place(made, sharding.layout_of_rows(made, job.mesh))
 
 
@@ -145,10 +146,10 @@ def train_step(job: Job) -> Program:
   B, T, n = config.minibatch_rows, config.row_length, config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
   seen = embedded(job, B // config.sampler.group_size)
-  batch = setup.abstract_batch(config, mesh, seen)
+  batch = build.abstract_batch(config, mesh, seen)
   adapters = budget.adapters(config, spec)
   return Program(
-    setup.make_train_step(config, rules.bind(config), spec, schedule),
+    build.make_train_step(config, rules.bind(config), spec, schedule),
     (params, opt, batch, base),
     {},
     lambda linked: roofline.train(
@@ -276,10 +277,10 @@ def tower(job: Job) -> Program:
   """Makes the pass of a block of pictures through the tower."""
   params, opt, base = learner_state(job)
   pixels = pixels_of(job, pictured.BLOCK * sharding.row_shards(job.mesh))
-  rest = {name: w for name, w in params.items() if name != frozen.TOWER}
+  rest = {name: w for name, w in params.items() if name != policy.TOWER}
   return Program(
     jax.jit(sequence.embedded, static_argnames=('spec', 'schedule')),
-    ({frozen.TOWER: (base or params)[frozen.TOWER]}, pixels),
+    ({policy.TOWER: (base or params)[policy.TOWER]}, pixels),
     {'spec': job.spec, 'schedule': job.schedule},
     functools.partial(
       roofline.tower, job.spec, job.shape, *pixels.pixels_PZE.shape[:2]

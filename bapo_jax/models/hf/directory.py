@@ -1,0 +1,129 @@
+"""Finds model directories on this machine, or downloads them from the hub.
+
+1. `find` returns the directory of a model and downloads a hub name,
+   `hub:owner/name@revision`, if files are missing;
+2. `resolve` returns the directory without the network, `missing` the missing files;
+3. `hint` suggests the spelling of a hub name for a path that looks like one;
+4. `identity` fingerprints a model, to compare two machines.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+
+from bapo_jax.models.hf import safetensors_io
+from bapo_jax.runtime import digests, hub_names
+
+MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
+OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
+  'config.json',
+  'generation_config.json',
+  'preprocessor_config.json',
+  'processor_config.json',
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'chat_template.jinja',
+)
+LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
+
+
+def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
+  """Returns the local directory of a model; downloads a hub name if files are missing.
+
+  Args:
+    name: a directory, or a hub name: hub:owner/name or hub:owner/name@revision.
+    knob: the knob that holds the name, for errors.
+    needs: the files that the directory must contain.
+
+  Raises:
+    ValueError: files are missing, with the command that downloads them.
+  """
+  path, reason, hub = resolve(name), '', hub_names.parse(name)
+  if hub and missing(path, needs):
+    try:
+      path = _snapshot(hub, local=False)
+    except (OSError, ValueError) as error:
+      # The first line states the failure; the others suggest an import.
+      reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+  if lacking := missing(path, needs):
+    place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
+    revision = f' --revision {hub.revision}' if hub and hub.revision else ''
+    raise ValueError(
+      f'--config.{knob}={name}: no {", ".join(lacking)} {place}; on a machine with a '
+      f'network run `hf download {hub.repository if hub else "<name>"}{revision} '
+      f'--local-dir {"<directory>" if hub else name}`, then set {knob} to that '
+      'directory'
+    )
+  return path
+
+
+def resolve(name: str) -> str:
+  """Returns the local directory of a model without using the network.
+
+  Returns:
+    A directory unchanged; for a hub name its snapshot in the hub's cache, or the name
+    itself if the cache has none.
+
+  Raises:
+    ValueError: the name begins with hub: and is malformed.
+  """
+  hub = hub_names.parse(name)
+  if hub is None:
+    return name
+  try:
+    return _snapshot(hub, local=True)
+  except (OSError, ValueError):
+    return name
+
+
+def missing(name: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
+  """Returns the files of a model that this machine lacks.
+
+  Args:
+    name, needs: see `find`.
+
+  Raises:
+    ValueError: the index of the weights is damaged, or the name is malformed.
+  """
+  path = resolve(name)
+  wanted = [file for file in needs if '*' not in file]
+  if '*.safetensors' in needs:
+    weights = safetensors_io.files(path) if os.path.isdir(path) else []
+    wanted += weights or ['*.safetensors']
+  return [file for file in wanted if not os.path.isfile(os.path.join(path, file))]
+
+
+def identity(name: str) -> dict[str, list[int | str]]:
+  """Returns file -> [size, digest] of the files of a model that a run reads; {} for ''.
+
+  Weights are digested in samples: a process reads its own shards only, and two
+  revisions of a model differ in every part.
+  """
+  if not name:
+    return {}
+  path = resolve(name)
+  options = [n for n in OPTIONAL_FILES if os.path.isfile(os.path.join(path, n))]
+  return {n: digests.of_file(path, n) for n in options} | {
+    n: digests.sampled(os.path.join(path, n)) for n in safetensors_io.files(path)
+  }
+
+
+def hint(name: str) -> str:
+  """Returns a hint if a path does not exist and looks like a hub name, else ''."""
+  if os.path.exists(name) or not LOOKS_LIKE_A_NAME.fullmatch(name):
+    return ''
+  return f' (to use a model of the hub, write hub:{name})'
+
+
+def _snapshot(hub: hub_names.HubName, local: bool) -> str:
+  import huggingface_hub
+
+  # No pickles: a model without safetensors is reported as missing.
+  return huggingface_hub.snapshot_download(
+    hub.repository,
+    revision=hub.revision,
+    allow_patterns=['*.json', '*.safetensors', '*.txt', '*.model', '*.jinja'],
+    ignore_patterns=['original/*', 'consolidated*'],  # Llama's original format
+    local_files_only=local,
+  )

@@ -1,0 +1,180 @@
+"""Reads safetensors files by rows and writes them array by array.
+
+1. `index` maps every tensor of a directory to its place on disk;
+2. `read` reads some rows, and some columns, of one tensor;
+3. `write` writes one file from an iterator of arrays; `shards` splits names over files.
+
+A file is the length n of its header (eight bytes), n bytes of JSON {name: {dtype,
+shape, data_offsets}}, and the data. The safetensors library validates headers here but
+neither reads nor writes data: it maps a file or reads a whole tensor (256 MiB for a
+slice of 8, measured with 0.8.0), and it writes from whole dictionaries.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from bapo_jax.runtime import json_files
+
+DTYPES = {
+  'F32': np.dtype('float32'),
+  'F16': np.dtype('float16'),
+  'BF16': jnp.dtype('bfloat16'),
+}
+NAMES = {dtype.name: code for code, dtype in DTYPES.items()}
+ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+INDEX_BYTES = 10**8  # the largest index file that is read
+
+
+class Tensor(NamedTuple):
+  """The place of a tensor on disk."""
+
+  file: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  start: int  # bytes from the beginning of the file
+
+
+def files(path: str) -> list[str]:
+  """Returns the names of the safetensors files of a model, present or missing.
+
+  The index lists them. Without an index they are model.safetensors, or else all
+  safetensors files of the directory. A directory may contain others as well: some
+  models are published in their original format too.
+
+  Raises:
+    ValueError: the index is damaged.
+  """
+  names = sorted(os.listdir(path))
+  if INDEX in names:
+    index_file = os.path.join(path, INDEX)
+    weight_map = json_files.read(index_file, INDEX_BYTES).get('weight_map')
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise ValueError(f'{index_file} has no weight_map; download it again')
+    return sorted(set(weight_map.values()))
+  if ONE_FILE in names:
+    return [ONE_FILE]
+  return [name for name in names if name.endswith('.safetensors')]
+
+
+def index(path: str) -> dict[str, Tensor]:
+  """Returns every tensor of a model directory by name; reads headers only.
+
+  Raises:
+    ValueError: a file is missing, truncated or damaged, a dtype is not supported, or
+      two files contain the same tensor.
+  """
+  tensors: dict[str, Tensor] = {}
+  for file in files(path):
+    for name, tensor in header(os.path.join(path, file)).items():
+      if name in tensors:
+        raise ValueError(
+          f'{path}: both {os.path.basename(tensors[name].file)} and {file} contain '
+          f'{name}; remove the file that does not belong to this model'
+        )
+      tensors[name] = tensor
+  return tensors
+
+
+def header(path: str) -> dict[str, Tensor]:
+  """Returns the tensors of one file by name; reads its header only.
+
+  Raises:
+    ValueError: the file is missing, truncated or damaged, or a dtype is not supported.
+  """
+  try:
+    with safetensors.safe_open(path, framework='numpy'):
+      pass  # The library compares the header with the size of the file.
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ValueError(
+      f'{path} is missing, truncated or damaged ({error}); download it again'
+    ) from None
+  with open(path, 'rb') as file:
+    length = int.from_bytes(file.read(8), 'little')
+    entries = json.loads(file.read(length))
+  tensors = {}
+  for name, entry in entries.items():
+    if name == '__metadata__':
+      continue
+    if entry['dtype'] not in DTYPES:
+      raise ValueError(
+        f'{path}: {name} has the dtype {entry["dtype"]}, and only {", ".join(DTYPES)} '
+        'are supported; choose a checkpoint that is not quantized'
+      )
+    start = 8 + length + entry['data_offsets'][0]
+    tensors[name] = Tensor(path, DTYPES[entry['dtype']], tuple(entry['shape']), start)
+  return tensors
+
+
+def read(
+  tensor: Tensor, start: int, stop: int, columns: tuple[int, int] | None = None
+) -> np.ndarray:
+  """Reads the rows start..stop-1 of a tensor, flat; a row is an index of axis 0.
+
+  Args:
+    columns: (start, stop) of the numbers that are read of each row; reads no byte of
+      the other numbers. None: whole rows.
+  """
+  row = math.prod(tensor.shape[1:])
+  left, right = columns or (0, row)
+  size = tensor.dtype.itemsize
+  offset = tensor.start + start * row * size
+  if right - left == row:
+    return np.fromfile(tensor.file, tensor.dtype, (stop - start) * row, offset=offset)
+  parts = np.empty((stop - start, (right - left) * size), np.uint8)
+  with open(tensor.file, 'rb', buffering=0) as file:
+    for i, part in enumerate(parts):
+      os.preadv(file.fileno(), [part.data], offset + (i * row + left) * size)
+  return parts.view(tensor.dtype).ravel()
+
+
+def write(
+  path: str,
+  dtype: str,
+  shapes: dict[str, tuple[int, ...]],
+  arrays: Iterable[np.ndarray],
+) -> None:
+  """Writes one file, holding one array at a time.
+
+  Args:
+    dtype: the dtype of all tensors: 'float32', 'float16' or 'bfloat16'.
+    shapes: name -> shape, in the order of `arrays`.
+    arrays: the arrays, already in this dtype.
+  """
+  entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  for name, shape in shapes.items():
+    start, end = end, end + math.prod(shape) * DTYPES[NAMES[dtype]].itemsize
+    entries[name] = {
+      'dtype': NAMES[dtype],
+      'shape': shape,
+      'data_offsets': [start, end],
+    }
+  text = json.dumps(entries).encode()
+  text += b' ' * (-len(text) % 8)  # the format's alignment
+  with open(path, 'wb') as file:
+    file.write(len(text).to_bytes(8, 'little') + text)
+    for array in arrays:
+      # As bytes: the buffer protocol has no bfloat16.
+      file.write(np.ascontiguousarray(array).ravel().view(np.uint8).data)
+
+
+def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+  """Yields the names of each file, in order: at most `limit` bytes, or a single name.
+
+  Args:
+    sizes: name -> bytes.
+  """
+  names, total = [], 0
+  for name, size in sizes.items():
+    if names and total + size > limit:
+      yield names
+      names, total = [], 0
+    names, total = [*names, name], total + size
+  yield names

@@ -1,0 +1,1 @@
+"""Reads LaTeX answers: normalises the text, parses it, and compares expressions."""

@@ -1,0 +1,92 @@
+r"""Compares expressions with variables by math-verify; no other module imports it.
+
+math-verify receives the content of a box, never a text to search for a box.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from typing import Any
+
+NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
+
+
+def _numeral(s: str, *_: Any, **__: Any):
+  """Converts a numeral to a sympy number; evaluates nothing and refuses other text."""
+  import sympy
+
+  if s.isascii() and s.isdigit():
+    return sympy.Integer(int(s))
+  if not NUMERAL.fullmatch(s):
+    raise ValueError(f'{s[:40]!r} is not a numeral')
+  return sympy.Float(s)
+
+
+@functools.cache
+def _math_verify():
+  """Imports math-verify and closes its path to Python's eval.
+
+  latex2sympy hands numerals to sympy as text, and sympy's parse_expr evaluates any
+  text; `_numeral` replaces parse_expr.
+  """
+  import math_verify
+  import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
+  from sympy.parsing import sympy_parser
+
+  sympy_parser.parse_expr = _numeral
+  return math_verify
+
+
+def _read(latex: str) -> tuple[Any, str]:
+  """Returns the sympy object (None if the text cannot be parsed) and the text."""
+  from latex2sympy2_extended import latex2sympy, normalize_latex
+  from math_verify.grader import should_treat_as_complex
+
+  config = _math_verify().LatexExtractionConfig().normalization_config
+  text = normalize_latex(latex, dataclasses.replace(config, boxed='none'))
+  try:
+    real = not should_treat_as_complex(text)
+    parsed = latex2sympy(
+      text, is_real=real, convert_degrees=False, normalization_config=None
+    )
+  except MemoryError:
+    raise  # the worker process must be replaced
+  except Exception:  # the parser raises many types
+    parsed = None
+  return parsed, text
+
+
+def equivalent(answer: str, given: str) -> bool:
+  """Returns whether math-verify finds two LaTeX expressions equal; may never return.
+
+  Uses only the LaTeX grammar of math-verify: its parser of plain expressions calls
+  eval. Text that the grammar cannot parse is compared character by character. A timeout
+  of 0 sets no alarm; an alarm would need the main thread.
+  """
+  math_verify = _math_verify()
+  (gold, gold_text), (parsed, given_text) = _read(answer), _read(given)
+  if gold is None or parsed is None:
+    return bool(gold_text.strip()) and gold_text.strip() == given_text.strip()
+  return math_verify.verify(gold, parsed, timeout_seconds=0, raise_on_error=True)
+
+
+VARIABLES = re.compile(
+  r'\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|'
+  r'phi|varphi|omega)(?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]'
+)
+PARTS = re.compile(r'\\[a-zA-Z]+|[a-zA-Z]{2,}|[!|<>=≤≥≠±∈\u222a?\'"&;]')
+HARMLESS = {r'\frac', r'\sqrt'}
+
+
+def no_new_parts(answer: str, given: str) -> bool:
+  """Returns whether all functions, signs and variables of `given` are in the answer.
+
+  Each may occur at most as often as in the right answer: an integral, a sum sign or a
+  determinant that the right answer lacks has not been calculated.
+  """
+  allowed = collections.Counter(PARTS.findall(answer))
+  extra = collections.Counter(PARTS.findall(given)) - allowed
+  if set(extra) - HARMLESS:
+    return False
+  return set(VARIABLES.findall(given)) <= set(VARIABLES.findall(answer))

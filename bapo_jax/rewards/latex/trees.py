@@ -1,0 +1,363 @@
+r"""Parses numbers and closed forms, and compares their values.
+
+1. `parse` turns LaTeX in the normal spelling (spelling.py) into a tree: a tuple whose
+   first entry is its kind (num, mixed, const, sym, inf, base, neg, add, mul, div, pow,
+   root, percent). Text outside the grammar (sum signs, functions, factorials,
+   integrals, words) is refused;
+2. `plain` is the exact value of a number in its usual notation;
+3. `operations` counts the arithmetic that a tree leaves to be carried out;
+4. `equal` compares trees without variables, to more digits than unequal ones can share.
+
+Python never evaluates any of the text.
+"""
+
+import collections
+import re
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from bapo_jax.rewards.latex.spelling import THOUSANDS
+
+Tree = tuple[Any, ...]
+
+DEEPEST = 40  # nested brackets
+LARGEST_EXPONENT = 400  # of ten
+TOKEN = re.compile(
+  rf'(?P<numeral>(?:[0-9]{{1,3}}(?:[,{THOUSANDS}][0-9]{{3}})+(?![0-9])|[0-9]+)'
+  r'(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?|\.[0-9]+(?:[eE][+-]?[0-9]{1,3})?)'
+  r'|(?P<command>\\[a-zA-Z]+)|(?P<letter>[a-zA-Z])|(?P<symbol>[-+*/^_(){}%π∞\[\]])'
+  r'|(?P<blank> +)'
+)
+GREEK = re.compile(
+  r'\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|'
+  r'omega|ell)'
+)
+
+
+def _numeral(text: str) -> Fraction:
+  """Returns the exact value of a numeral such as 1,000.5, .5 or 1e2."""
+  digits = text.replace(',', '').replace(THOUSANDS, '').lower()
+  number, _, exponent = digits.partition('e')
+  if abs(int(exponent or 0)) > LARGEST_EXPONENT or len(number) > 1000:
+    raise ValueError(f'{text[:20]} is too large')
+  return Fraction(number.rstrip('.')) * Fraction(10) ** int(exponent or 0)
+
+
+def parse(text: str) -> Tree:
+  """Parses an expression.
+
+  Raises:
+    ValueError: the text is outside the grammar.
+  """
+  tokens: list[str] = []
+  end = 0
+  text = text.strip()
+  while end < len(text):
+    match = TOKEN.match(text, end)
+    if not match:
+      raise ValueError(f'unexpected {text[end : end + 10]!r}')
+    token, end = match[0], match.end()
+    # `spell` has turned the constants \mathrm{i} and \mathrm{e} into \text.
+    if token == r'\text' and (letter := re.match(r' *\{ *(i|e) *\}', text[end:])):
+      token, end = letter[1], end + letter.end()
+    if match.lastgroup != 'blank':
+      tokens.append(token)
+  return _Parser(tokens).parse()
+
+
+class _Parser:
+  """Parses tokens by recursive descent: sum, term, factor, atom."""
+
+  def __init__(self, tokens: list[str]):
+    self.tokens, self.at, self.depth = tokens, 0, 0
+
+  def peek(self) -> str:
+    return self.tokens[self.at] if self.at < len(self.tokens) else ''
+
+  def next(self) -> str:
+    self.at += 1
+    return self.tokens[self.at - 1] if self.at <= len(self.tokens) else ''
+
+  def expect(self, token: str) -> None:
+    if self.next() != token:
+      raise ValueError(f'missing {token!r}')
+
+  def parse(self) -> Tree:
+    tree = self.sum()
+    if self.peek():
+      raise ValueError(f'unexpected {self.peek()!r}')
+    return tree
+
+  def sum(self) -> Tree:
+    self.depth += 1
+    if self.depth > DEEPEST:
+      raise ValueError(f'brackets nested more than {DEEPEST} deep')
+    sign = self.next() if self.peek() in ('+', '-') else ''
+    term = self.term()
+    terms = [('neg', term) if sign == '-' else term]
+    while self.peek() in ('+', '-'):
+      negative = self.next() == '-'
+      term = self.term()
+      terms.append(('neg', term) if negative else term)
+    self.depth -= 1
+    return terms[0] if len(terms) == 1 else ('add', *terms)
+
+  def term(self) -> Tree:
+    tree = self.factor()
+    while True:
+      token = self.peek()
+      if token in ('*', '/'):
+        self.next()
+        right = self.factor()
+        tree = ('mul', tree, right) if token == '*' else ('div', tree, right)
+      elif token and token not in ('+', '-', ')', '}', ']', '^', '_', '%', '∞'):
+        tree = self.beside(tree, token)
+      else:
+        return tree
+
+  def beside(self, left: Tree, token: str) -> Tree:
+    r"""Parses a factor that follows `left` without a sign: 2x, or 2\frac{1}{3}."""
+    if token[0] in '0123456789.{[':
+      raise ValueError('two numbers without a sign between them')
+    right = self.factor()
+    if token == r'\frac' and _is_integer(left) and _is_fraction(right):
+      return ('mixed', left[1] + right[1][1] / right[2][1])
+    return ('mul', left, right)
+
+  def factor(self) -> Tree:
+    tree = self.atom()
+    if self.peek() == '^':
+      self.next()
+      tree = ('pow', tree, self.argument())
+    if self.peek() == '%':
+      self.next()
+      tree = ('percent', tree)
+    return tree
+
+  def atom(self) -> Tree:
+    token = self.next()
+    if token and (token[0].isdigit() or token[0] == '.'):
+      if self.peek() != '_':
+        return ('num', _numeral(token))
+      self.next()
+      return ('base', token, self.argument())
+    if token in ('π', 'e', 'i'):
+      return ('const', token)
+    if token == '∞':
+      return ('inf',)
+    if token in ('(', '{'):
+      tree = self.sum()
+      self.expect(')' if token == '(' else '}')
+      return tree
+    if token == r'\frac':
+      top, bottom = self.argument(), self.argument()
+      return ('div', top, bottom)
+    if token == r'\sqrt':
+      degree: Tree = ('num', Fraction(2))
+      if self.peek() == '[':
+        self.next()
+        degree = self.sum()
+        self.expect(']')
+      return ('root', self.argument(), degree)
+    if token.isalpha() or GREEK.fullmatch(token):
+      return self.variable(token)
+    raise ValueError(f'unexpected {token!r}')
+
+  def variable(self, name: str) -> Tree:
+    if self.peek() == '_':
+      self.next()
+      name = f'{name}_{self.argument()}'
+    if self.peek() == '(' and name in ('f', 'g', 'h'):
+      raise ValueError(f'{name} is a function')
+    return ('sym', name)
+
+  def argument(self) -> Tree:
+    r"""Parses an argument in braces, or one digit, letter or command: \frac12."""
+    token = self.peek()
+    if token == '{':
+      return self.atom()
+    if len(token) > 1 and token.isdigit():
+      self.tokens[self.at] = token[1:]
+      return ('num', Fraction(int(token[0])))
+    if token in ('', '(', '-', '+', '*', '/'):
+      raise ValueError('missing argument')
+    return self.atom()
+
+
+def _is_integer(tree: Tree) -> bool:
+  return tree[0] == 'num' and tree[1].denominator == 1
+
+
+def _is_fraction(tree: Tree) -> bool:
+  return tree[0] == 'div' and all(map(_is_integer, tree[1:])) and tree[2][1] != 0
+
+
+def plain(tree: Tree) -> Fraction | None:
+  """Returns the value of a number in its usual notation, or None.
+
+  The usual notations, with at most one sign, are an integer, a decimal, a fraction of
+  these, a mixed number, a power of ten with or without a factor, and a percentage.
+  """
+  match tree:
+    case ('neg', ('neg', *_)):
+      return None
+    case ('neg', inner):
+      value = plain(inner)
+      return None if value is None else -value
+    case ('percent', inner) if inner[0] != 'percent':
+      value = plain(inner)
+      return None if value is None else value / 100
+    case ('num', value) | ('mixed', value):
+      return value
+    case ('div', top, ('num', bottom)) if bottom != 0:
+      sign, top = (-1, top[1]) if top[0] == 'neg' else (1, top)
+      return sign * top[1] / bottom if top[0] == 'num' else None
+    case ('mul', ('num', factor), ('pow', *_) as power):
+      value = plain(power)
+      return None if value is None else factor * value
+    case ('pow', ('num', base), exponent) if base == 10:
+      number = plain(exponent)
+      if number is None or number.denominator != 1 or abs(number) > LARGEST_EXPONENT:
+        return None
+      return Fraction(10) ** int(number)
+  return None
+
+
+def symbols(tree: Tree) -> set[str]:
+  """Returns the names of the variables."""
+  if tree[0] == 'sym':
+    return {tree[1]}
+  return set().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
+
+
+def _flat(tree: Tree, kind: str) -> list[Tree]:
+  """Returns the terms of a sum or the factors of a product, brackets removed."""
+  if tree[0] != kind:
+    return [tree]
+  return [part for inner in tree[1:] for part in _flat(inner, kind)]
+
+
+def _factor_kind(tree: Tree) -> str:
+  """Returns the kind of a factor; two of one kind can be multiplied. '': neither."""
+  if plain(tree) is not None:
+    return 'number'
+  if tree[0] == 'root' or (tree[0] == 'pow' and plain(tree[1]) is not None):
+    return 'root'
+  return tree[1] if tree[0] == 'const' else ''
+
+
+def operations(tree: Tree) -> collections.Counter[str]:
+  """Counts the operations left to carry out, by kind.
+
+  The kinds are sum, product, power, root, fraction, sign and percent. An operation that
+  cannot be carried out does not count: 2x + 3 has no sum, 2 + 3 has one; 2 sqrt(3) has
+  no product, 2 * 3 has one.
+  """
+  counts: collections.Counter[str] = collections.Counter()
+  if plain(tree) is not None or tree[0] in ('sym', 'const', 'inf', 'base'):
+    return counts
+  parts = [part for part in tree[1:] if isinstance(part, tuple)]
+  match tree:
+    case ('add', *_):
+      parts = _flat(tree, 'add')
+      counts['sum'] += max(0, sum(not symbols(part) for part in parts) - 1)
+    case ('mul', *_):
+      parts = _flat(tree, 'mul')
+      kinds = collections.Counter(map(_factor_kind, parts))
+      counts['product'] += sum(n - 1 for kind, n in kinds.items() if kind)
+    case ('div', top, bottom):
+      counts['fraction'] += 'div' in (top[0], bottom[0])
+    case ('neg', inner):
+      counts['sign'] += inner[0] == 'neg'
+    case ('root', inner, _):
+      counts['root'] += 1
+      counts['root in root'] += operations(inner)['root']
+    case ('pow', base, exponent) if not symbols(base):
+      number = plain(exponent)
+      integer = number is not None and number.denominator == 1
+      counts['power' if integer or symbols(exponent) else 'root'] += 1
+    case ('percent', *_):
+      counts['percent'] += 1
+  return sum((operations(part) for part in parts), counts)
+
+
+def as_calculated(gold: Tree, given: Tree) -> bool:
+  """Returns whether `given` is calculated at least as far as the right answer."""
+  if plain(given) is not None:
+    return True
+  if plain(gold) is not None:
+    return False
+  allowed, left = operations(gold), operations(given)
+  if allowed['root']:
+    left['root'] = 0
+  return all(n <= allowed[name] for name, n in left.items())
+
+
+INFINITE = {('inf',), ('neg', ('inf',))}
+
+
+def equal(gold: Tree, given: Tree, digits: int) -> bool:
+  """Returns whether two trees without variables have the same value.
+
+  Args:
+    digits: decimal digits to compare, unless both trees are plain. More than three
+      times the characters of both separate an irrational number from every fraction
+      that can be written in so many characters.
+
+  Raises:
+    ValueError: an exponent is too large, or a divisor is 0.
+  """
+  if 'base' in (gold[0], given[0]):
+    return gold == given
+  if {gold, given} & INFINITE:
+    return gold == given
+  exact = plain(gold), plain(given)
+  if None not in exact:
+    return exact[0] == exact[1]
+  with mpmath.workdps(digits):
+    a, b = _value(gold), _value(given)
+    # One fifth of the digits is a margin for rounding, which takes only a few.
+    close = mpmath.mpf(10) ** (-digits + digits // 5)
+    return bool(abs(a - b) <= close * max(1, abs(a)))
+
+
+def _value(tree: Tree) -> Any:
+  """Returns the value as an mpmath number in the current precision."""
+  match tree:
+    case ('num', number) | ('mixed', number):
+      return mpmath.mpf(number.numerator) / number.denominator
+    case ('const', name):
+      return {'π': mpmath.pi(), 'e': mpmath.e(), 'i': mpmath.mpc(0, 1)}[name]
+    case ('neg', inner):
+      return -_value(inner)
+    case ('percent', inner):
+      return _value(inner) / 100
+    case ('add', *terms):
+      return sum(map(_value, terms), mpmath.mpf(0))
+    case ('mul', left, right):
+      return _value(left) * _value(right)
+    case ('div', top, bottom):
+      divisor = _value(bottom)
+      if divisor == 0:
+        raise ValueError('a divisor is 0')
+      return _value(top) / divisor
+    case ('pow', base, exponent):
+      return _power(_value(base), _value(exponent))
+    case ('root', inner, degree):
+      value, n = _value(inner), _value(degree)
+      if n == 0:
+        raise ValueError('a divisor is 0')
+      if isinstance(value, mpmath.mpf) and value < 0 and n % 2 == 1:
+        return -_power(-value, 1 / n)  # the real root, not a complex one
+      return _power(value, 1 / n)
+  raise ValueError(f'{tree[0]} has no value')
+
+
+def _power(base: Any, exponent: Any) -> Any:
+  if abs(exponent) > 1e6 or abs(base) > mpmath.mpf(10) ** 1000:
+    raise ValueError('an exponent is too large')
+  if base == 0 and mpmath.re(exponent) <= 0:
+    raise ValueError('a divisor is 0')
+  return mpmath.power(base, exponent)

@@ -1,0 +1,292 @@
+"""Builds the trainer of a run and its state at step 0.
+
+1. `read` opens the problems; `make_verifier` starts its worker processes;
+2. `make_trainer` binds the rules and jits the programs: everything that is fixed;
+3. `initial_state` makes everything that changes; `build` does both;
+4. `compile_train_step` compiles the update for the arrays of a state.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import replay_buffer
+from bapo_jax.data import pictured_problems, prompts
+from bapo_jax.data.gallery import Gallery
+from bapo_jax.data.prompts import Problems
+from bapo_jax.learner import learner, pictured, scoring
+from bapo_jax.learner import optimizer as optimizer_lib
+from bapo_jax.learner.learner import TrainStep
+from bapo_jax.learner.objective import Objective
+from bapo_jax.learner.pictured import Seen
+from bapo_jax.learner.scoring import Recompute
+from bapo_jax.models import lora
+from bapo_jax.models.layers import Schedule
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.training import policy, rules
+from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Model, Resolved, resolve
+from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
+
+Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
+
+
+class Material(NamedTuple):
+  """The problems of a run, tokenized."""
+
+  problems: Problems
+  held_out: Problems
+
+
+def read(config: Config, model: Model, workdir: str) -> Material:
+  """Reads and tokenizes the training and the held-out problems.
+
+  Raises:
+    ValueError: a source cannot be read, or too few problems are left.
+  """
+  knobs = config.prompts, config.problems
+  if model.spec.vision is None:
+    return Material(*prompts.load(model.tokenizer, workdir, *knobs))
+  return Material(*pictured_problems.load(model.tokenizer, *knobs, model.spec.vision))
+
+
+def read_held_out(r: Resolved, workdir: str) -> Material:
+  """Reads the held-out problems, which take the place of those of training too.
+
+  Raises:
+    ValueError: as `read`.
+  """
+  knobs = r.config.prompts, r.config.problems
+  if r.spec.vision is None:
+    held_out = prompts.load_held_out(r.tokenizer, workdir, *knobs)
+  else:
+    held_out = pictured_problems.load_held_out(r.tokenizer, *knobs, r.spec.vision)
+  return Material(held_out, held_out)
+
+
+def make_verifier(config: Config) -> Verifier:
+  """Builds the verifier, and starts its worker processes if the rule needs any."""
+  return Verifier(config.rewards)
+
+
+def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
+  """Builds the sampler of training; `gallery` has the pictures of its problems."""
+  return RolloutEngine(
+    r.spec,
+    max_prompt_tokens=r.config.prompts.max_prompt_tokens,
+    eos=r.tokenizer.eos,
+    mesh=r.mesh if r.mesh.size > 1 else None,
+    gallery=gallery,
+    **r.config.sampler.model_dump(),
+  )
+
+
+def optimizer(config: Config) -> optax.GradientTransformation:
+  """Returns AdamW, with float32 master weights if the parameters are narrower.
+
+  Adapters are always float32; model.dtype is then that of the frozen weights.
+  """
+  master = config.model.dtype != 'float32' and not config.lora.rank
+  return optimizer_lib.adamw(master=master, **config.optimizer.model_dump())
+
+
+def make_train_step(
+  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule = Schedule()
+) -> jax.stages.Wrapped:
+  """Jits one optimiser update; parameters and optimiser state are donated.
+
+  Frozen weights are passed as the keyword `base`.
+  """
+  objective = Objective(
+    clip_rule=rules.clip,
+    loss_rule=rules.loss,
+    spec=spec,
+    schedule=schedule,
+    temperature=config.sampler.temperature,
+    chunk=config.logprobs.chunk,
+    pack=config.learner.pack,
+    grad_accum_steps=config.learner.grad_accum_steps,
+    bounds_scope=config.learner.bounds_scope,
+    aggregate=config.loss.aggregate,
+    length=config.sampler.max_new_tokens,
+    kl=config.loss.kl,
+    kl_direction=config.loss.kl_direction,
+  )
+  step = functools.partial(
+    learner.learn, tx=optimizer(config), objective=objective, record=True
+  )
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
+  """Returns the shapes of a minibatch of the run, placed on the mesh.
+
+  Args:
+    pictures: shapes from `pictured.abstract`; None: prompts are texts.
+  """
+  size = {'B': config.minibatch_rows, 'T': config.row_length}
+  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
+  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
+  fields: list[Any] = []
+  for field in Batch._fields[:-1]:  # the name says the axes
+    name, _, axes = field.rpartition('_')
+    shape = tuple(size[axis] for axis in axes)
+    kind = kinds.get(name, jnp.float32)
+    rows = sharding.over_rows(mesh)
+    fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
+  if pictures is not None:
+    place = functools.partial(sharding.layout_of_rows, mesh=mesh)
+    pictures = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      pictures,
+      place(pictures),
+    )
+  return Batch(*fields, pictures=pictures)
+
+
+def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
+  """Compiles the train step for the arrays of a state."""
+  step = make_train_step(t.config, t.rules, t.spec, t.schedule)
+  with sharding.current(t.mesh):
+    groups = t.config.minibatch_rows // t.config.sampler.group_size
+    pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
+    batch = abstract_batch(t.config, t.mesh, pictures)
+    compiled = step.lower(s.params, s.opt, batch, base=t.base).compile()
+  return functools.partial(compiled, base=t.base)
+
+
+def make_trainer(
+  r: Resolved,
+  material: Material,
+  verifier: Verifier,
+  timer: PhaseTimer,
+  base: Tree = None,
+) -> Trainer:
+  """Builds everything that is fixed for a run.
+
+  Args:
+    base: frozen weights; None if all weights are trained.
+  """
+  config, spec, mesh = r.config, r.spec, r.mesh
+  bound = rules.bind(config)
+  train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
+  gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
+  score = functools.partial(
+    scoring.score,
+    rows=config.micro_batch_rows,
+    spec=spec,
+    schedule=r.schedule,
+    temperature=config.sampler.temperature,
+    chunk=config.logprobs.chunk,
+  )
+  return Trainer(
+    config=config,
+    rules=bound,
+    spec=spec,
+    schedule=r.schedule,
+    mesh=mesh,
+    tokenizer=r.tokenizer,
+    problems=material.problems,
+    held_out=material.held_out,
+    engine=make_engine(r, gallery),
+    verifier=verifier,
+    train_step=functools.partial(train_step, base=base),
+    proximal=_proximal(config, mesh, base, score),
+    recompute=_recompute(config, mesh, score),
+    timer=timer,
+    base=base,
+    pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
+    held_out_gallery=held_out,
+  )
+
+
+def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | None:
+  """Scores a batch by the weights of the step's start, if the loss rule needs it."""
+  if not config.loss.needs_proximal:
+    return None
+  jitted = sharding.under(mesh, jax.jit(score))
+  return lambda params, groups, seen: jitted(lora.attach(base, params), groups, seen)
+
+
+def _recompute(config: Config, mesh: Mesh, score: Score) -> Recompute | None:
+  """Replaces the sampler's log-probabilities by the learner's, if the config asks."""
+  weighs_sampler = config.loss.weighs_sampler
+  if not config.learner.recomputes(config.model.compute, weighs_sampler):
+    return None
+  recompute = functools.partial(scoring.recompute, score=score)
+  return sharding.under(mesh, jax.jit(recompute))
+
+
+def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
+  """Returns an empty replay buffer, without rows if no rule reads it."""
+  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
+  G = config.sampler.group_size
+  return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
+
+
+def initial_state(t: Trainer, params: Tree) -> TrainState:
+  """Returns the state at step 0, placed on the mesh.
+
+  Args:
+    params: the trained weights, or adapters.
+  """
+  tx = optimizer(t.config)
+  layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
+  make = functools.partial(empty_buffer, t.config, t.rules)
+  rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
+  buffer = jax.jit(make, out_shardings=rows)()
+  partial = t.config.rollout.max_off_policy_steps > 0
+  return TrainState(
+    params=params,
+    opt=jax.jit(tx.init, out_shardings=layout)(params),
+    actor=None,
+    actor_adapters=t.adapters(params),
+    buffer=buffer,
+    partial=PartialRollouts(t.engine, t.config.places) if partial else None,
+  )
+
+
+def build(
+  r: Resolved,
+  material: Material,
+  verifier: Verifier,
+  workdir: str,
+  timer: PhaseTimer,
+) -> tuple[Trainer, TrainState]:
+  """Loads or warm-starts the weights; returns the trainer and its state at step 0.
+
+  Args:
+    workdir: holds the warm start, or receives it.
+  """
+  base, params = policy.divide(r, policy.load(r, workdir, timer))
+  if warning := sharding.kv_replication_warning(r.mesh, r.spec.kv_heads):
+    log(warning)
+  t = make_trainer(r, material, verifier, timer, base)
+  return t, initial_state(t, params)
+
+
+def start(
+  config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
+) -> tuple[Trainer, TrainState]:
+  """Resolves, reads and builds a run by itself, for notebooks and loops of others.
+
+  Args:
+    config: with nothing left to derive.
+    verifier: None: built from the config; close it at the end.
+  """
+  r = resolve(config)
+  with timer('load'):
+    material = read(config, r.model, workdir)
+  return build(r, material, verifier or make_verifier(config), workdir, timer)

@@ -1,0 +1,277 @@
+"""Decides everything about a run that needs no weights, once, before all else.
+
+1. `check_available` finds the files of model and problems, downloads what is missing,
+   and opens the model: its config.json and its tokenizer are read here only;
+2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
+
+Everything below receives the `Resolved` and asks for no file and no device again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.data import sources
+from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.knobs import EMBEDDED
+from bapo_jax.data.row import Row
+from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models import attention, lora
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.models.knobs import MERGE
+from bapo_jax.models.layers import Schedule
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import spec as vision_spec
+from bapo_jax.models.vision.spec import VisionSpec
+from bapo_jax.rewards import gold
+from bapo_jax.runtime import hub_names
+from bapo_jax.training import budget
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.budget import Budget
+from bapo_jax.training.config import Config
+
+# Knobs of the section `model` that are not fields of ModelSpec.
+NOT_IN_SPEC = {'path', 'remat', 'sequence_sharding', 'tower', 'train_tower'}
+
+
+class Model(NamedTuple):
+  """The files of a policy, opened."""
+
+  directory: str  # with config.json and weights; '' for the embedded policy
+  tokenizer: Tokenizer
+  spec: ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+  """A run with every decision made that needs no weights."""
+
+  config: Config  # with nothing left to derive
+  model: Model
+  mesh: Mesh
+  schedule: Schedule  # of the learner
+  budget: Budget  # bytes per device, and of the checkpoints
+
+  @property
+  def spec(self) -> ModelSpec:
+    """The sizes of the policy."""
+    return self.model.spec
+
+  @property
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer with the template of the config."""
+    return self.model.tokenizer
+
+
+def check_available(config: Config, *, decided: bool = True) -> Model:
+  """Returns the opened model once its files and all problems are found.
+
+  Files of problems are read, all of them: a damaged row, or an answer that its verifier
+  cannot read, is reported before anything is downloaded or compiled.
+
+  Args:
+    decided: False if the verifier is derived later: answers are not checked.
+
+  Raises:
+    ValueError: a list of everything that is missing, and how to get it.
+  """
+  path = config.model.path
+  lacks = hf_directory.missing(path) if path else []
+  model = None if lacks else open_model(config)
+  # A model that is yet to be downloaded may have a vision tower.
+  sees = model is None or model.spec.vision is not None
+  check = gold.check(config.rewards.rule) if decided else None
+  absent = _missing_problems(config, check, sees)
+  if lacks and (absent or not hub_names.parse(path)):
+    absent.insert(
+      0, f'--config.model.path={path} (no {", ".join(lacks)}){hf_directory.hint(path)}'
+    )
+  if absent:
+    raise ValueError(
+      f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
+      '--local-dir <directory>`) and the data (jsonl or parquet), or set these knobs '
+      'to where they are'
+    )
+  if not path:
+    sources.sft_problems(config.problems)
+  for knob in sources.SPLITS:
+    sources.download(config.problems, knob, check, sees)
+  if model is None:  # downloaded only when nothing else is missing
+    hf_directory.find(path, 'model.path')
+    model = open_model(config)
+  if model.directory:
+    hf_weights.check(model.directory, model.spec)
+  return model
+
+
+def check_problems(config: Config, *, sees: bool) -> None:
+  """Checks every problem again once its verifier is derived.
+
+  Raises:
+    ValueError: an answer that the verifier cannot read.
+  """
+  if absent := _missing_problems(config, gold.check(config.rewards.rule), sees):
+    raise ValueError(f'not found: {"; ".join(absent)}')
+
+
+def _missing_problems(
+  config: Config, check: Callable[[Row], None] | None, sees: bool
+) -> list[str]:
+  """Lists the sources of problems that are missing."""
+  return [
+    problem
+    for knob in sources.SPLITS
+    for problem in sources.missing(config.problems, knob, check, sees)
+  ]
+
+
+def open_model(config: Config) -> Model:
+  """Opens the tokenizer and reads config.json, or the config's sizes if it has no path.
+
+  Raises:
+    ValueError: a file is missing or damaged, or adapters do not fit the model.
+  """
+  directory = hf_directory.resolve(config.model.path) if config.model.path else ''
+  derived = 'tokenizer.template' in config.derived
+  template = '{problem}' if derived else config.tokenizer.template
+  tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
+  return Model(directory, tokenizer, read_spec(config, directory, tokenizer))
+
+
+def tokenizer_directory(config: Config, model_directory: str) -> str:
+  """Returns the tokenizer's directory, downloading a hub name; or 'characters'.
+
+  Raises:
+    ValueError: it cannot be downloaded.
+  """
+  path = config.tokenizer.path
+  if path in ('', config.model.path):
+    return model_directory or EMBEDDED
+  if hub_names.parse(path):
+    return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
+  return path
+
+
+def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
+  """Returns the sizes of the policy, from its config.json or from the config's knobs.
+
+  Args:
+    directory: of the model; '' for the embedded policy.
+    tokenizer: gives the vocabulary of the embedded policy; else it is not read.
+
+  Raises:
+    ValueError: adapters do not fit the model, or it has no tower to train.
+  """
+  knobs = config.model
+  if directory:
+    spec = hf_config.read_spec(directory, compute=knobs.compute)
+    spec = dataclasses.replace(spec, attention=knobs.attention, dtype=knobs.dtype)
+  else:
+    assert tokenizer is not None
+    # Rounded up, as in published models, so that the vocabulary divides over devices.
+    vocab = -(-len(tokenizer.backend) // 8) * 8
+    spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
+    if knobs.tower.layers:
+      spec = _with_tower(config, spec, tokenizer)
+  if knobs.train_tower and spec.vision is None:
+    raise ValueError(
+      'model.train_tower=True: this model has no vision tower; give False'
+    )
+  if knobs.train_tower and config.lora.rank:
+    raise ValueError(
+      f'model.train_tower=True with lora.rank={config.lora.rank}: adapters freeze all '
+      'weights of the model; give one of the two'
+    )
+  if config.lora.rank:
+    lora.shapes(spec, config.lora.rank, config.lora.targets)
+  return spec
+
+
+def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+  """Adds a vision tower to the embedded policy.
+
+  The rotary pairs of a head are divided as in Qwen2.5-VL: a quarter turns by time, the
+  others by row and column.
+  """
+  knobs = config.model.tower.model_dump()
+  tower = VisionSpec(
+    **knobs,
+    out=spec.width,
+    full_layers=(knobs['layers'] - 1,),
+    image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
+    merge=MERGE,
+    least_pixels=knobs['window'] ** 2,  # a picture smaller than a window is enlarged
+  )
+  vision_spec.check(tower)
+  side = 3 * spec.head_width // 16
+  sections = spec.head_width // 2 - 2 * side, side, side
+  return dataclasses.replace(spec, vision=tower, mrope=sections)
+
+
+def resolve(
+  config: Config,
+  model: Model | None = None,
+  devices: Sequence[jax.Device] | None = None,
+) -> Resolved:
+  """Returns the run with model, mesh and schedule decided.
+
+  Args:
+    config: with nothing left to derive.
+    model: of this config, opened before or after knobs were derived; None: opened here.
+    devices: of the mesh; None: all that are attached.
+
+  Raises:
+    ValueError: model, tokenizer, mesh and knobs do not fit together.
+  """
+  directory, tokenizer, spec = model or open_model(config)
+  # Template and types may have been derived after the model was opened.
+  tokenizer = tokenizer._replace(template=config.tokenizer.template)
+  knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
+  spec = dataclasses.replace(spec, **knobs)
+  check_vocabulary(config, tokenizer, spec)
+  if directory:
+    config_lib.check_positions(config, spec.positions)
+  mesh = make_mesh(config, devices)
+  schedule = budget.choose_schedule(config, spec, mesh)
+  counted = budget.count(config, spec, schedule, mesh)
+  model = Model(directory, tokenizer, spec)
+  return Resolved(config, model, mesh, schedule, counted)
+
+
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """Lays out the device mesh.
+
+  Raises:
+    ValueError: devices, attention kernel or rows do not fit.
+  """
+  mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
+  platform = mesh.devices.flat[0].platform
+  attention.resolve(config.model.attention, platform, config.model.compute)
+  config_lib.check_shards(config, sharding.row_shards(mesh))
+  return mesh
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+  """Checks that the model has a row for every token that the tokenizer can produce.
+
+  A token id beyond the embedding would be read as its last row, without an error.
+
+  Raises:
+    ValueError: an end token, an added token or any other is beyond the vocabulary.
+  """
+  ids = tokenizer.backend.get_vocab()
+  last = max(ids, key=ids.__getitem__, default='')
+  worst = max([*tokenizer.eos, ids.get(last, 0)])
+  if worst >= spec.vocab:
+    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
+    raise ValueError(
+      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, and the '
+      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
+      f'model.path={config.model.path}, or remove that token from its files'
+    )

@@ -1,0 +1,129 @@
+"""Writes the numbers of a page of papers/ from the results of its experiments.
+
+  python -m lab.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
+
+Between markers in README.md it writes the claims with their verdicts and, for every
+experiment, the tables that SHOWN lists (evidence.py); figures go to figures/*.png
+(figures.py). --runs first summarises the recorded batches of the workdirs there
+(recorded.py). --check writes nothing.
+
+A folder of papers/ has README.md, results/<experiment>/<run>.json, and
+  experiments.py: NAMES and `get_experiment`;
+  claims.py: CLAIMS, SHOWN (experiment -> evidence.Shown) and, optionally, RECORDED.
+"""
+
+import argparse
+import os
+import re
+import sys
+import types
+from collections.abc import Mapping, Sequence
+
+from bapo_jax.runtime import files
+from lab import evidence, experiments, figures, recorded
+from lab.evidence import Shown
+from lab.experiments import Result
+
+EMPTY = 'Not run: there are no results yet.'
+
+
+def load(folder: str) -> types.ModuleType:
+  """Returns experiments.py of a folder, extended by the names of its claims.py.
+
+  Raises:
+    ValueError: one of the files is missing.
+  """
+  module = experiments.run_file(os.path.join(folder, 'experiments.py'))
+  added = vars(experiments.run_file(os.path.join(folder, 'claims.py')))
+  vars(module).update({k: value for k, value in added.items() if k[:1] != '_'})
+  return module
+
+
+def read(folder: str) -> Mapping[str, Mapping[str, Result]]:
+  """Returns experiment -> run -> result, for the runs that are done.
+
+  Raises:
+    ValueError: a result is refused; see `experiments.read`.
+  """
+  module = load(folder)
+  return {
+    name: experiments.read(
+      module.get_experiment(name), os.path.join(folder, 'results', name)
+    )
+    for name in module.NAMES
+  }
+
+
+def page(folder: str) -> str:
+  """Returns README.md of a folder with all generated tables renewed.
+
+  Raises:
+    ValueError: README.md lacks the markers of a table, or a result is refused.
+  """
+  module, results = load(folder), read(folder)
+  with open(os.path.join(folder, 'README.md'), encoding='utf-8') as file:
+    text = _between(file.read(), 'claims', evidence.verdicts(module, results))
+  for name, by_run in results.items():
+    planned = len(experiments.runs(module.get_experiment(name)))
+    content = section(by_run, planned, module.SHOWN[name]) if by_run else EMPTY
+    text = _between(text, f'results of {name}', content)
+  if hasattr(module, 'RECORDED'):
+    stored = recorded.read(folder)
+    content = recorded.table(stored) if stored else EMPTY
+    text = _between(text, 'results of recorded', content)
+  return text
+
+
+def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
+  """Returns the part of a page about one experiment: commits, figures, tables."""
+  commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
+  noun = 'commit' if len(commits) == 1 else 'commits'
+  tables = [
+    evidence.difference_table(
+      evidence.differences_of(results, arm, others, outcome), outcome, tested
+    )
+    for arm, others, outcome, tested in shown.compared
+  ]
+  parts = [
+    f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}.',
+    *(f'![{name}](figures/{name}.png)' for name in shown.figures),
+    *(evidence.means(results, columns) for columns in shown.tables),
+    *tables,
+  ]
+  return '\n\n'.join(part for part in parts if part)
+
+
+def _between(text: str, what: str, content: str) -> str:
+  """Replaces the text between the markers of `what`."""
+  begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
+  if text.count(begin) != 1 or text.count(end) != 1:
+    raise ValueError(f'README.md needs the markers {begin} and {end}, once each')
+  block = f'{begin}\n\n{content}\n\n{end}'
+  pattern = re.escape(begin) + '.*?' + re.escape(end)
+  return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Writes the page; with --check it returns 1 if the page would change."""
+  parser = argparse.ArgumentParser(description='Writes a page of papers/.')
+  parser.add_argument('folder')
+  parser.add_argument('--check', action='store_true')
+  parser.add_argument('--runs', default='', help='workdirs with recorded batches')
+  flags = parser.parse_args(argv)
+  module = load(flags.folder)
+  if flags.runs:
+    recorded.store(module, flags.folder, flags.runs)
+  path, text = os.path.join(flags.folder, 'README.md'), page(flags.folder)
+  if flags.check:
+    with open(path, encoding='utf-8') as file:
+      return int(file.read() != text)
+  files.write(path, text)
+  figures.write(module, read(flags.folder), flags.folder)
+  return 0
+
+
+if __name__ == '__main__':
+  try:
+    sys.exit(main())
+  except ValueError as error:
+    sys.exit(f'lab: {error}')

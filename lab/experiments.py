@@ -1,0 +1,294 @@
+"""Expands an experiment into runs, and stores one small result per run.
+
+1. A Python file with a function `get_experiment(name)` returns an `Experiment`: the
+   knobs that all runs share, and the knobs in which its arms and factors differ.
+2. `runs` builds the config of every run: arms x factor levels x seeds.
+3. `outcome` extracts the quantities of tables and figures from a finished workdir;
+   `write` stores them in <results>/<run>.json.
+4. `read` loads the results of an experiment. It refuses results of different versions
+   of the code, and `is_done` refuses a result of another config.
+"""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bapo_jax.runtime import files, metrics
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import evaluate
+from bapo_jax.training.config import Config
+
+Knobs = Mapping[str, Any]  # dotted name -> value
+Result = Mapping[str, Any]  # as returned by `outcome`
+
+# Metrics whose value after every step is part of a result.
+STEP_METRICS = (
+  'rollout/accuracy',
+  'rollout/length_right',
+  'rollout/length_wrong',
+  'rollout/truncated',
+  'rollout/responses',
+  'batch/learnable',
+  'batch/filled',
+  'batch/reevaluated',
+  'batch/reused',
+  'clip/share_start',
+  'clip/share',
+  'clip/low',
+  'clip/high',
+  'clip/moved',
+  'clip/target_met',
+  'clip/fraction',
+  'loss/entropy',
+  'loss/ratio_max',
+  'learner/grad_norm',
+  'learner/skipped',
+  'learner/updates',
+)
+WAY_OUT = 'remove it, and the runner makes it again'
+
+
+class Experiment(NamedTuple):
+  """A comparison: every arm at every combination of factor levels with every seed."""
+
+  values: dict[str, Any]  # the config that all runs share, nested
+  arms: Mapping[str, Knobs]
+  seeds: tuple[int, ...]
+  factors: Mapping[str, Mapping[str, Knobs]] = {}  # factor -> level -> knobs
+
+
+class RunSpec(NamedTuple):
+  """One run of an experiment."""
+
+  arm: str
+  levels: dict[str, str]  # factor -> level
+  seed: int
+  config: Config
+
+
+def run_file(path: str) -> types.ModuleType:
+  """Executes a Python file and returns its module.
+
+  Raises:
+    ValueError: the path is not a Python file.
+  """
+  spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+  if spec is None or spec.loader is None or not os.path.isfile(path):
+    raise ValueError(f'{path} is not a Python file; give path/experiments.py:name')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def load(description: str) -> Experiment:
+  """Returns the experiment that a file describes.
+
+  Args:
+    description: `path:name`, where `get_experiment(name)` of that file returns the
+      experiment and raises KeyError for an unknown name.
+
+  Raises:
+    ValueError: the file cannot be run, or has no experiment of this name.
+  """
+  path, _, name = description.partition(':')
+  module = run_file(path)
+  try:
+    return module.get_experiment(name)
+  except KeyError as error:
+    if error.args != (name,):
+      raise  # a mistake in the description itself
+    names = f'; choose one of {module.NAMES}' if hasattr(module, 'NAMES') else ''
+    raise ValueError(f'{path} has no experiment {name!r}{names}') from None
+
+
+def runs(experiment: Experiment) -> dict[str, RunSpec]:
+  """Returns run name -> run. Runs of one seed, which share warm starts, are adjacent.
+
+  Raises:
+    ValueError: a config is invalid, or two runs have the same config.
+  """
+  factors = experiment.factors
+  combinations = [
+    dict(zip(factors, levels, strict=True))
+    for levels in itertools.product(*factors.values())
+  ]
+  specs: dict[str, RunSpec] = {}
+  run_of: dict[str, str] = {}  # fingerprint -> run name
+  for seed, levels, arm in itertools.product(
+    experiment.seeds, combinations, experiment.arms
+  ):
+    name = '-'.join([arm, *levels.values(), f'seed{seed}'])
+    values = experiment.values
+    # Later knobs win: an arm overrides the levels, and nothing overrides the seed.
+    for factor, level in levels.items():
+      values = with_knobs(values, factors[factor][level])
+    values = with_knobs(values, {**experiment.arms[arm], 'seed': seed, 'title': name})
+    try:
+      config = config_lib.parse(values)
+    except ValueError as error:
+      raise ValueError(f'run {name}: {error}') from None
+    twin = run_of.setdefault(fingerprint(config), name)
+    if twin != name:
+      raise ValueError(f'runs {twin} and {name} have the same config; arms must differ')
+    specs[name] = RunSpec(arm, levels, seed, config)
+  return specs
+
+
+def with_knobs(values: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
+  """Returns a copy of nested values with the dotted knobs set."""
+  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+  for name, value in knobs.items():
+    head, _, tail = name.partition('.')
+    changed[head] = with_knobs(changed.get(head, {}), {tail: value}) if tail else value
+  return changed
+
+
+def fingerprint(config: Config) -> str:
+  """Returns twelve digits that change with any knob except the title."""
+  return config_lib.fingerprint(config_lib.plain(config) | {'title': ''})
+
+
+def outcome(
+  run: RunSpec, workdir: str, commit: str, versions: Mapping[str, str], diverged: bool
+) -> dict[str, Any]:
+  """Returns the result of a finished run as JSON values.
+
+  Keys:
+    arm, levels, seed, config (fingerprint), commit, versions: identify the run;
+    diverged: whether non-finite updates ended the run early; planned: its steps;
+    evaluations: [step, accuracy, standard error, responses sampled] of each;
+    right: step -> number of right responses to each held-out problem, of the first and
+      the last evaluation; group_size: responses to each problem;
+    steps: metric -> values after every step, five digits, null where not finite;
+    seconds: training time without the warm start.
+  """
+  rows = metrics.read(workdir)
+  trained = [row for row in rows if row['step'] > 0]
+  columns = ('step', 'eval/accuracy', 'eval/stderr', 'rollout/responses')
+  evaluations = [
+    [_short(row.get(name, 0.0)) for name in columns]
+    for row in rows
+    if 'eval/accuracy' in row
+  ]
+  size = run.config.evaluate.group_size
+  right = {}
+  steps = [int(row['step']) for row in rows if 'eval/accuracy' in row]
+  for step in sorted({steps[0], steps[-1]}):
+    samples = evaluate.read_recorded(workdir, step)['samples']
+    verdicts = [bool(sample['correct']) for sample in samples]
+    right[str(step)] = np.reshape(verdicts, (-1, size)).sum(1).tolist()
+  return {
+    'arm': run.arm,
+    'levels': run.levels,
+    'seed': run.seed,
+    'config': fingerprint(run.config),
+    'commit': commit,
+    'versions': dict(versions),
+    'diverged': diverged,
+    'planned': run.config.steps,
+    'evaluations': evaluations,
+    'right': right,
+    'group_size': size,
+    'steps': {
+      name: [_short(row.get(name, math.nan)) for row in trained]
+      for name in STEP_METRICS
+    },
+    'seconds': _short(sum(row.get('time/step', 0.0) for row in trained)),
+  }
+
+
+def _short(value: float) -> float | None:
+  """Rounds to five digits; None, JSON's null, for a value that is not finite."""
+  return float(f'{value:.5g}') if math.isfinite(value) else None
+
+
+def write(results: str, name: str, result: Result) -> None:
+  """Stores the result of a run."""
+  os.makedirs(results, exist_ok=True)
+  text = json.dumps(result, separators=(',', ':'), allow_nan=False)
+  files.write(path_of(results, name), text + '\n')
+
+
+def path_of(results: str, name: str) -> str:
+  """Returns the path of a run's result."""
+  return os.path.join(results, f'{name}.json')
+
+
+def is_done(results: str, name: str, run: RunSpec, versions: Mapping[str, str]) -> bool:
+  """Returns whether the result of this run is stored.
+
+  Raises:
+    ValueError: the stored result has another config, or was made by other code.
+  """
+  path = path_of(results, name)
+  if not os.path.exists(path):
+    return False
+  stored = files.read_json(path, WAY_OUT)
+  if stored.get('config') != fingerprint(run.config):
+    raise ValueError(f'{path} has another config than the description; {WAY_OUT}')
+  if stored.get('versions') != dict(versions):
+    raise ValueError(
+      f'{path} was made by other code or packages, at commit {stored.get("commit")}; '
+      'continue at that commit, or remove its results'
+    )
+  return True
+
+
+def borrow(
+  results: str, undone: Mapping[str, RunSpec], versions: Mapping[str, str]
+) -> set[str]:
+  """Copies results that another experiment has, and returns the runs they belong to.
+
+  Runs with equal configs at one version of the code are the same run, whatever their
+  experiments and arms are called, and are trained once.
+
+  Args:
+    results: folder of this experiment's results, beside those of other experiments.
+    undone: name -> run, for the runs without a result.
+  """
+  by_config = {}
+  for path in sorted(pathlib.Path(results).parent.glob('*/*.json')):
+    stored = files.read_json(str(path), WAY_OUT)
+    if isinstance(stored, dict) and stored.get('versions') == dict(versions):
+      by_config[stored.get('config')] = stored
+  borrowed = set()
+  for name, run in undone.items():
+    if (stored := by_config.get(fingerprint(run.config))) is not None:
+      identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
+      write(results, name, stored | identity)
+      borrowed.add(name)
+  return borrowed
+
+
+def read(experiment: Experiment, results: str) -> dict[str, Result]:
+  """Returns run name -> result for the runs that are done.
+
+  Raises:
+    ValueError: a result belongs to another run than its file name says, or two results
+      were made by different versions of the code.
+  """
+  stored: dict[str, Result] = {}
+  for name, run in runs(experiment).items():
+    path = path_of(results, name)
+    if not os.path.exists(path):
+      continue
+    result = files.read_json(path, WAY_OUT)
+    identity = result['arm'], result['levels'], result['seed']
+    if identity != (run.arm, run.levels, run.seed):
+      raise ValueError(f'{path} is the result of another run; {WAY_OUT}')
+    earlier = next(iter(stored.values()), result)
+    if result['versions'] != earlier['versions']:
+      raise ValueError(
+        f'{path} (commit {result["commit"][:12]}) was made by other code or packages '
+        f'than the results before it (commit {earlier["commit"][:12]})'
+      )
+    stored[name] = result
+  return stored

@@ -1,0 +1,259 @@
+"""Computes what is compared between runs, and the statistics of paired differences.
+
+1. `OUTCOMES` computes scalar outcomes from the result of one run.
+2. `cells` groups results by arm and levels; runs with equal seeds are pairs.
+3. `bootstrap_interval` and `sign_flip` describe paired differences, `holm` adjusts
+   p-values over a family of comparisons, `smallest_effect` gives the power.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+from lab.experiments import Result
+
+Cell = tuple[str, ...]  # (arm, level, ...)
+Cells = Mapping[Cell, Mapping[int, Result]]  # cell -> seed -> result
+Outcome = Callable[[Result], float]
+
+COLLAPSE = 2 / 3  # share of the best accuracy of a run
+SPIKE = 5.0  # multiple of the median gradient norm of a run
+DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
+FEWEST = 6  # seeds of a test; with five the smallest two-sided p is 1/16
+
+
+def area(result: Result) -> float:
+  """Returns the mean held-out accuracy over the steps, by trapezoids.
+
+  The accuracy counts as 0 from a divergence to the planned end of the run.
+  """
+  step_N, accuracy_N = _evaluations(result)
+  return float(np.trapezoid(accuracy_N, step_N) / (step_N[-1] - step_N[0]))
+
+
+def final(result: Result) -> float:
+  """Returns the last held-out accuracy; 0 after a divergence."""
+  return float(_evaluations(result)[1][-1])
+
+
+def collapsed(result: Result) -> float:
+  """Returns 1 if the last accuracy is a third below the best one, else 0."""
+  accuracy_N = _evaluations(result)[1]
+  return float(accuracy_N[-1] < COLLAPSE * accuracy_N.max())
+
+
+def spikes(result: Result) -> float:
+  """Returns the share of steps with a gradient norm above five times the median."""
+  norm_S = _finite(result, 'learner/grad_norm')
+  return float((norm_S > SPIKE * np.median(norm_S)).mean()) if len(norm_S) else 0.0
+
+
+def newly_solved(result: Result) -> float:
+  """Returns the share solved at the end among the problems failed at the start.
+
+  A problem is solved if at least one response is right, and failed otherwise. nan if no
+  problem was failed at the start; 0 after a divergence.
+  """
+  start_P, end_P = _right(result)
+  return _share(end_P > 0, start_P == 0)
+
+
+def newly_failed(result: Result) -> float:
+  """Returns the share failed at the end among the problems solved at the start.
+
+  nan if no problem was solved at the start; 1 after a divergence.
+  """
+  start_P, end_P = _right(result)
+  return _share(end_P == 0, start_P > 0)
+
+
+def accuracy_of_failed(result: Result) -> float:
+  """Returns the accuracy at the end on the problems failed at the start.
+
+  Unlike `newly_solved` it does not grow with the number of responses. nan if no problem
+  was failed at the start; 0 after a divergence.
+  """
+  start_P, end_P = _right(result)
+  return _share(end_P / result['group_size'], start_P == 0)
+
+
+def _right(result: Result) -> tuple[np.ndarray, np.ndarray]:
+  """Returns right responses per held-out problem at the start and at the end."""
+  right = [np.asarray(counts) for counts in result['right'].values()]
+  return right[0], np.zeros_like(right[0]) if result['diverged'] else right[-1]
+
+
+def _share(value_P: np.ndarray, of_P: np.ndarray) -> float:
+  return float(value_P[of_P].mean()) if of_P.any() else math.nan
+
+
+def bound_where_moved(metric: str) -> Outcome:
+  """Returns an outcome: the mean bound of the updates in which the search moved it.
+
+  The mean bound of a step is linear in the share of its updates that moved: share 0
+  gives the start of the search, share 1 the value returned here. nan if all steps have
+  the same share.
+  """
+
+  def outcome(result: Result) -> float:
+    steps = result['steps']
+    pairs = zip(steps['clip/moved'], steps[metric], strict=True)
+    finite = [pair for pair in pairs if None not in pair]
+    moved_S, bound_S = np.asarray(finite, float).reshape(-1, 2).T
+    if len(set(moved_S.tolist())) < 2:
+      return math.nan
+    return float(np.polyval(np.polyfit(moved_S, bound_S, 1), 1))
+
+  return outcome
+
+
+def mean_of(metric: str) -> Outcome:
+  """Returns an outcome: the mean of a metric over the steps; nan without values."""
+
+  def outcome(result: Result) -> float:
+    value_S = _finite(result, metric)
+    return float(value_S.mean()) if len(value_S) else math.nan
+
+  return outcome
+
+
+def mean_with_target(metric: str) -> Outcome:
+  """Returns `mean_of` a metric of the bound search; nan for a rule without a search."""
+  mean, moved = mean_of(metric), mean_of('clip/moved')
+  return lambda result: mean(result) if moved(result) > 0 else math.nan
+
+
+def last_of(metric: str) -> Outcome:
+  """Returns an outcome: the last value of a metric; nan without values."""
+
+  def outcome(result: Result) -> float:
+    value_S = _finite(result, metric)
+    return float(value_S[-1]) if len(value_S) else math.nan
+
+  return outcome
+
+
+# name -> (heading, function)
+OUTCOMES: dict[str, tuple[str, Outcome]] = {
+  'before': ('accuracy before', lambda result: result['evaluations'][0][1]),
+  'area': ('accuracy, mean over the run', area),
+  'final': ('accuracy at the end', final),
+  'newly_solved': ('solved of those failed before', newly_solved),
+  'newly_failed': ('failed of those solved before', newly_failed),
+  'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
+  'collapsed': ('collapsed', collapsed),
+  'entropy': ('entropy', mean_of('loss/entropy')),
+  'grad_norm': ('gradient norm', mean_of('learner/grad_norm')),
+  'spikes': ('spikes', spikes),
+  'share_start': ('share before', mean_of('clip/share_start')),
+  'share': ('share after', mean_of('clip/share')),
+  'target_met': ('target met', mean_with_target('clip/target_met')),
+  'moved': ('moved', mean_with_target('clip/moved')),
+  'clipped': ('tokens cut', mean_of('clip/fraction')),
+  'low': ('lower bound', mean_of('clip/low')),
+  'high': ('upper bound', mean_of('clip/high')),
+  'low_moved': ('lower, where moved', bound_where_moved('clip/low')),
+  'high_moved': ('upper, where moved', bound_where_moved('clip/high')),
+  'learnable': ('learnable', mean_of('batch/learnable')),
+  'filled': ('seats filled', mean_of('batch/filled')),
+  'reevaluated': ('re-evaluated', mean_of('batch/reevaluated')),
+  'reused': ('reused', mean_of('batch/reused')),
+  'responses': ('responses', last_of('rollout/responses')),
+  'updates': ('updates', last_of('learner/updates')),
+  'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
+  'seconds': ('seconds', lambda result: result['seconds']),
+}
+
+
+def _evaluations(result: Result) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (step_N, accuracy_N), with zeros appended after a divergence."""
+  points = [(step, accuracy) for step, accuracy, *_ in result['evaluations']]
+  if result['diverged']:
+    over = points[-1][0] + 1
+    points += [(over, 0.0), (max(over + 1, result['planned']), 0.0)]
+  step_N, accuracy_N = np.asarray(points, float).T
+  return step_N, accuracy_N
+
+
+def _finite(result: Result, metric: str) -> np.ndarray:
+  values = result['steps'][metric]
+  return np.asarray([value for value in values if value is not None], float)
+
+
+def cells(results: Mapping[str, Result]) -> dict[Cell, dict[int, Result]]:
+  """Groups results by cell and seed."""
+  grouped: dict[Cell, dict[int, Result]] = {}
+  for result in results.values():
+    cell = (result['arm'], *result['levels'].values())
+    grouped.setdefault(cell, {})[result['seed']] = result
+  return grouped
+
+
+def contrast(
+  grouped: Cells,
+  plus: Sequence[Cell],
+  minus: Sequence[Cell],
+  outcome: str,
+  seeds: Sequence[int] | None = None,
+) -> np.ndarray | None:
+  """Returns sums of an outcome over the cells `plus` less those over `minus`, by seed.
+
+  Args:
+    seeds: seeds that every cell must have; None for the seeds that all cells share.
+
+  Returns:
+    f64 [S] without the seeds whose outcome is nan; None if a cell lacks one of `seeds`.
+  """
+  by_seed = [grouped.get(cell, {}) for cell in (*plus, *minus)]
+  shared = set.intersection(*map(set, by_seed))
+  if seeds is None:
+    seeds = sorted(shared)
+  elif set(seeds) - shared:
+    return None
+  compute = OUTCOMES[outcome][1]
+  signs = [1] * len(plus) + [-1] * len(minus)
+  total_S = np.zeros(len(seeds))
+  for sign, results in zip(signs, by_seed, strict=True):
+    total_S += sign * np.asarray([compute(results[seed]) for seed in seeds])
+  return total_S[~np.isnan(total_S)]
+
+
+def bootstrap_interval(difference_S: np.ndarray) -> tuple[float, float]:
+  """Returns the 95 % percentile interval of the mean over bootstrap draws of seeds.
+
+  The generator has a fixed seed, so that equal differences give equal intervals.
+  """
+  rng = np.random.default_rng(0)
+  n = len(difference_S)
+  means = difference_S[rng.integers(n, size=(DRAWS, n))].mean(1)
+  low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+  return float(low), float(high)
+
+
+def sign_flip(difference_S: np.ndarray) -> float:
+  """Returns the exact two-sided p-value of the mean over all 2^n sign patterns."""
+  sign_FS = np.asarray(list(itertools.product((1, -1), repeat=len(difference_S))))
+  mean_F = np.abs(sign_FS @ difference_S)
+  return float((mean_F >= mean_F[0] - 1e-12).mean())
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+  """Returns p-values adjusted for their number (Holm, 1979), in the given order."""
+  adjusted, largest = [0.0] * len(p_values), 0.0
+  for rank, i in enumerate(np.argsort(p_values, kind='stable')):
+    largest = max(largest, (len(p_values) - rank) * p_values[i])
+    adjusted[i] = min(1.0, largest)
+  return adjusted
+
+
+def smallest_effect(difference_S: np.ndarray) -> float:
+  """Returns the mean difference whose sign all seeds would share in 80 % of trials.
+
+  Only then is the adjusted p-value of the smallest of five comparisons below .05 with
+  eight seeds. Differences are assumed normal with the spread of `difference_S`.
+  """
+  n = len(difference_S)
+  return float(difference_S.std(ddof=1)) * NormalDist().inv_cdf(POWER ** (1 / n))

@@ -1,0 +1,194 @@
+"""Draws figures of any workdirs: runs side by side, and their recorded tokens.
+
+1. `read_run` reads metrics, config and a recorded step of a workdir.
+2. `differences` lists the knobs in which runs differ.
+3. `overlay` draws the curves of several runs into the same panels.
+4. `ratios` draws recorded tokens (probability, ratio, bounds), `lengths` recorded
+   responses (length, advantage).
+
+notebooks/4_your_run.ipynb shows them.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from flax import traverse_util
+
+from bapo_jax.run import report_plots, step_record
+from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
+from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime.metrics import Row
+from bapo_jax.tools import recorded_groups
+from bapo_jax.tools.recorded_groups import RecordedGroup
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+COLOURS = (BLUE, ORANGE, '#009E73', '#CC79A7', '#000000')  # one per run, in order
+PANELS = (  # (title, unit, metrics: the first drawn solid, the second dashed)
+  ('Reward of the fresh responses', 'mean reward', ('rollout/reward',)),
+  ('Accuracy on held-out problems', 'accuracy ± standard error', ('eval/accuracy',)),
+  (
+    'Response length, right (solid) and wrong (dashed)',
+    'tokens',
+    ('rollout/length_right', 'rollout/length_wrong'),
+  ),
+  ('Entropy of the policy', 'nats per token', ('loss/entropy',)),
+  (
+    'Clip bounds, upper (solid) and lower (dashed)',
+    'probability ratio',
+    ('clip/high', 'clip/low'),
+  ),
+  ('Tokens clipped', 'share', ('clip/fraction',)),
+  ('Largest ratio of a token', 'probability ratio', ('loss/ratio_max',)),
+  ('KL from behaviour to current policy', 'nats per token', ('loss/kl',)),
+)
+DPI = 80  # a notebook contains its figures
+
+
+class RunFiles(NamedTuple):
+  """The content of a workdir."""
+
+  label: str
+  rows: list[Row]  # of metrics.jsonl
+  groups: list[RecordedGroup]  # of one recorded step; [] if no step is recorded
+  values: dict[str, Any]  # of config.json, dotted name -> value; {} without the file
+
+
+def read_run(
+  workdir: str | os.PathLike[str], label: str = '', step: int | None = None
+) -> RunFiles:
+  """Reads a workdir, also of a run in progress; needs no model.
+
+  Args:
+    label: for legends; '' for the name of the directory.
+    step: a recorded step; None for the newest.
+
+  Raises:
+    ValueError: the workdir has no metrics, or the step is not recorded.
+  """
+  workdir = os.fspath(workdir)
+  rows = metrics.read(workdir)
+  if not rows:
+    raise ValueError(f'{workdir} has no rows of metrics; give the workdir of a run')
+  step = step_record.newest(workdir) if step is None else step
+  path = os.path.join(workdir, 'config.json')
+  config = files.read_json(path, 'remove it') if os.path.exists(path) else {}
+  return RunFiles(
+    label or os.path.basename(os.path.normpath(workdir)),
+    rows,
+    recorded_groups.trained(workdir, step),
+    traverse_util.flatten_dict(config, sep='.'),
+  )
+
+
+def differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+  """Returns the knobs in which runs differ -> their value in each run, or None."""
+  names = sorted({name for run in runs for name in run.values})
+  by_name = {name: [run.values.get(name) for run in runs] for name in names}
+  return {n: v for n, v in by_name.items() if len({json.dumps(x) for x in v}) > 1}
+
+
+def overlay(runs: Sequence[RunFiles]) -> 'Figure':
+  """Draws the curves of all runs, a panel per metric and a colour per run."""
+  figure = report_plots.new_figure(11, 12, DPI)
+  axes = figure.subplots(len(PANELS) // 2, 2)
+  for ax, (title, unit, names) in zip(axes.flat, PANELS, strict=True):
+    report_plots.dress(ax, title)
+    for run, colour in zip(runs, COLOURS, strict=False):
+      for name, line in zip(names, ('-', '--'), strict=False):
+        step_N, value_N = report_plots.series(run.rows, name)
+        if name == 'eval/accuracy':
+          report_plots.errors(ax, run.rows, color=colour)
+        elif len(step_N):
+          report_plots.curve(ax, step_N, value_N, color=colour, linestyle=line)
+    ax.set_xlabel('step', fontsize=9)
+    ax.set_ylabel(unit, fontsize=9)
+    ax.grid(color='0.9', linewidth=0.8)
+    ax.locator_params(axis='x', integer=True)
+  handles = [
+    axes.flat[0].plot([], [], color=colour, label=run.label)[0]
+    for run, colour in zip(runs, COLOURS, strict=False)
+  ]
+  figure.legend(handles=handles, loc='outside upper left', ncols=5, frameon=False)
+  return figure
+
+
+def ratios(runs: Sequence[RunFiles]) -> 'Figure':
+  """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
+
+  A cross is a token that its update cut. Grey lines are the bounds of the updates.
+  """
+  figure = report_plots.new_figure(5.5 * len(runs), 4, DPI)
+  panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
+  for ax, run in zip(panels, runs, strict=True):
+    report_plots.dress(ax, run.label)
+    for name, colour, sign in (('A > 0', BLUE, 1), ('A < 0', ORANGE, -1)):
+      mu_N, ratio_N, cut_N = tokens(run.groups, sign)
+      kept = {'s': 6, 'alpha': 0.5, 'linewidth': 0, 'color': colour}
+      ax.scatter(mu_N[~cut_N], ratio_N[~cut_N], **kept)
+      ax.scatter(mu_N[cut_N], ratio_N[cut_N], s=28, marker='x', color=colour)
+      label = f'{name}: {len(mu_N)} tokens, {cut_N.sum()} cut'
+      ax.scatter([], [], s=20, color=colour, label=label)
+    updates = {group.update for group in run.groups if group.update is not None}
+    for update in updates:
+      for bound in (update.low, update.high):
+        ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
+    _label(ax, 'probability when sampled', 'ratio')
+    ax.set_yscale('log')
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_minor_formatter('{x:g}')
+  return figure
+
+
+def tokens(
+  groups: Sequence[RecordedGroup], sign: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
+
+  Args:
+    sign: the sign of their advantage, 1 or -1.
+  """
+  responses = [
+    (np.exp(response.logp_T), response.ratio_T, response.cut_T)
+    for group in groups
+    for response in group.responses
+    if response.logp_T is not None
+    and response.ratio_T is not None
+    and response.cut_T is not None
+    and np.sign(response.advantage) == sign
+  ]
+  if not responses:
+    return np.zeros(0), np.zeros(0), np.zeros(0, bool)
+  mu_N, ratio_N, cut_N = (np.concatenate(x) for x in zip(*responses, strict=True))
+  return mu_N, ratio_N, cut_N
+
+
+def lengths(runs: Sequence[RunFiles]) -> 'Figure':
+  """Draws length and advantage of the recorded responses, right and wrong ones."""
+  figure = report_plots.new_figure(5.5 * len(runs), 3.2, DPI)
+  panels = figure.subplots(1, len(runs), squeeze=False, sharex=True, sharey=True)[0]
+  for ax, run in zip(panels, runs, strict=True):
+    report_plots.dress(ax, run.label)
+    responses = [r for group in run.groups for r in group.responses]
+    for name, colour, correct in (('right', BLUE, True), ('wrong', ORANGE, False)):
+      pairs = [(r.length, r.advantage) for r in responses if r.correct == correct]
+      length_N, adv_N = np.asarray(pairs, float).reshape(-1, 2).T
+      label = f'{name}: {len(pairs)} responses'
+      ax.scatter(length_N, adv_N, s=14, alpha=0.6, color=colour, label=label)
+    ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
+    _label(ax, 'tokens', 'advantage')
+    ax.locator_params(axis='x', integer=True)
+  return figure
+
+
+def _label(ax: 'Axes', x: str, y: str) -> None:
+  """Labels both axes, and puts the legend above them, where it hides no point."""
+  ax.set_xlabel(x, fontsize=9)
+  ax.set_ylabel(y, fontsize=9)
+  at = (1, 0.98)
+  ax.legend(loc='lower right', bbox_to_anchor=at, fontsize=8, frameon=False)

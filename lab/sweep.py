@@ -1,0 +1,261 @@
+r"""Runs an experiment with several workers, and tabulates its arms over the seeds.
+
+  python -m lab.sweep configs/countdown.py:cells --results=runs/countdown
+  python -m lab.sweep papers/2510.18927/experiments.py:main \
+    --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
+
+1. Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and
+   then writes <results>/<experiment>/<run>.json.
+2. Runs with equal warm starts wait until one of them has made it, and copy it.
+3. A run that another experiment under <results> has done is taken from there.
+4. Ctrl-C stops all runs after their step; the same command resumes.
+
+Overrides such as --config.steps=3 change the config that all runs share; --table only
+prints the table. A result names its commit: uncommitted changes are refused, and so are
+stored results of another config or another version of the code.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from bapo_jax.run import experiment
+from bapo_jax.runtime import files, versions
+from bapo_jax.runtime.progress import log
+from bapo_jax.runtime.signals import stoppable
+from bapo_jax.runtime.workdir import locked, writable
+from bapo_jax.training import policy
+from bapo_jax.training.overrides import OVERRIDE, overrides
+from lab import evidence, experiments
+from lab.experiments import Experiment, RunSpec
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCE = ('bapo_jax', 'lab', 'configs', 'papers/*.py')
+POLL_S = 0.5
+COMPARED = ('final', 'accuracy_of_failed', 'newly_solved')  # with the first arm
+TABLES = (('before', *COMPARED), ('responses', 'steps', 'updates', 'seconds'))
+
+
+class Summary(NamedTuple):
+  """How the runs of a call ended."""
+
+  done: list[str]
+  failed: dict[str, int]  # run -> exit status
+  signal: int  # the signal that ended the call; 0: none
+
+
+def commit() -> str:
+  """Returns the commit of the source.
+
+  Raises:
+    ValueError: there is no commit, or the source has uncommitted changes.
+  """
+
+  def git(*args: str) -> str:
+    call = subprocess.run(['git', *args], cwd=ROOT, capture_output=True, text=True)
+    if call.returncode:
+      raise ValueError(f'results name a commit, and git has none: {call.stderr}')
+    return call.stdout.strip()
+
+  if changed := git('status', '--porcelain', '--', *SOURCE):
+    raise ValueError(f'results name a commit; commit these changes first: {changed}')
+  return git('rev-parse', 'HEAD')
+
+
+def warm_start(run: RunSpec) -> str:
+  """Returns the name of a run's warm start; '' for a model read from files."""
+  if run.config.model.path:
+    return ''
+  return os.path.basename(policy.warm_start_path(run.config, ''))
+
+
+def share(folder: str, name: str, start: str) -> bool:
+  """Copies a warm start from another run if needed, and returns whether it exists.
+
+  Args:
+    folder: the workdirs of an experiment, beside those of other experiments.
+  """
+  path = pathlib.Path(folder, name, 'warmstart', start)
+  if not start or path.is_dir():
+    return True
+  others = pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}')
+  source = next((other for other in others if other.is_dir()), None)
+  if source is not None:
+    files.copy_folder(source, path)
+  return source is not None
+
+
+def drive(
+  waiting: Mapping[str, str],
+  start: Callable[[str, int], subprocess.Popen],
+  ready: Callable[[str, str], bool],
+  workers: int,
+) -> Summary:
+  """Runs processes, at most `workers` at once, until all have ended or a signal comes.
+
+  Args:
+    waiting: run -> warm start, in the order of work.
+    start: (run, core) -> its process.
+    ready: (run, warm start) -> whether the warm start exists.
+  """
+  waiting, total, began = dict(waiting), len(waiting), time.monotonic()
+  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with core, warm start
+  summary = Summary([], {}, 0)
+  with stoppable() as stop:
+    while active or (waiting and not stop.signal):
+      # Every free core gets the next run whose warm start exists or is not being made.
+      for core in set(range(workers)) - {core for _, core, _ in active.values()}:
+        making = {warm for _, _, warm in active.values()}
+        runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
+        run = None if stop.signal else next(runs, None)
+        if run is not None:
+          active[run] = start(run, core), core, waiting.pop(run)
+      # A signal is passed on once: a second one would stop the runs without saving.
+      if stop.signal and not summary.signal:
+        summary = summary._replace(signal=stop.signal)
+        for process, *_ in active.values():
+          process.send_signal(stop.signal)
+      ended = [run for run, (p, *_) in active.items() if p.poll() is not None]
+      for run in ended:
+        status = active.pop(run)[0].returncode
+        if status == 0:
+          summary.done.append(run)
+        elif not stop.signal:
+          summary.failed[run] = status
+        over, s = len(summary.done) + len(summary.failed), time.monotonic() - began
+        left = (total - over) * s / max(1, over) / 60
+        log(f'{run}: status {status}. {over} of {total} over, {left:.0f} min left.')
+      time.sleep(0 if ended else POLL_S)
+  return summary
+
+
+def train(run: RunSpec, name: str, folder: str, results: str, core: int = 0) -> int:
+  """Trains one run on one core and writes its result; returns an exit status.
+
+  A run that diverges has a result too, and status 0.
+  """
+  if hasattr(os, 'sched_setaffinity'):
+    # Another number of threads would split sums differently, and round differently.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+  code, revision = versions.all_of_them(), commit()
+  workdir = os.path.join(folder, name)
+  status = experiment.train(run.config, workdir)
+  diverged = status == experiment.DIVERGED
+  if status and not diverged:
+    return status
+  result = experiments.outcome(run, workdir, revision, code, diverged)
+  experiments.write(results, name, result)
+  return 0
+
+
+def table(made: Experiment, results: str) -> str:
+  """Returns means over the seeds of every arm, and differences to the first arm."""
+  stored = experiments.read(made, results)
+  first, *others = made.arms
+  parts = [evidence.means(stored, columns) for columns in TABLES]
+  for outcome in COMPARED:
+    pairs = {}
+    for arm in others:
+      pairs |= evidence.differences_of(stored, arm, [first], outcome)
+    parts.append(evidence.difference_table(pairs, outcome))
+  return '\n\n'.join(filter(None, parts))
+
+
+def start_process(
+  command: list[str], folder: str, run: str, core: int
+) -> subprocess.Popen:
+  """Starts a run with its output in a file; signals of the terminal do not reach it."""
+  environment = os.environ | {
+    # One program serves all runs with its shapes; many small ones add up.
+    'JAX_COMPILATION_CACHE_DIR': os.path.abspath(os.path.join(folder, 'compiled')),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
+  with open(os.path.join(folder, f'{run}.log'), 'a', encoding='utf-8') as output:
+    return subprocess.Popen(
+      [*command, f'--only={run}', f'--core={core}'],
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      stdout=output,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
+
+
+def run_all(
+  made: Experiment, folder: str, results: str, workers: int, command: list[str]
+) -> int:
+  """Trains what is not done and logs the table.
+
+  Args:
+    command: trains a single run if --only=<run> is added.
+
+  Returns:
+    0 if everything is done, 1 if a run failed, 128 + signal number after a signal.
+
+  Raises:
+    ValueError: the source has uncommitted changes, or a stored result is refused.
+  """
+  commit()
+  code, specs = versions.all_of_them(), experiments.runs(made)
+  undone = {
+    run: spec
+    for run, spec in specs.items()
+    if not experiments.is_done(results, run, spec, code)
+  }
+  borrowed = experiments.borrow(results, undone, code)
+  waiting = {run: warm_start(undone[run]) for run in undone if run not in borrowed}
+  done = f'{len(specs) - len(waiting)} of {len(specs)} runs are done'
+  log(f'{done}, {len(borrowed)} of them by another experiment.')
+  with locked(folder), writable(folder):
+    summary = drive(
+      waiting,
+      lambda run, core: start_process(command, folder, run, core),
+      lambda run, start: share(folder, run, start),
+      workers,
+    )
+  for run, status in summary.failed.items():
+    log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
+  if summary.signal:
+    return 128 + summary.signal
+  log(table(made, results))
+  return int(bool(summary.failed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs an experiment or prints its table; returns an exit status."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('experiment', help='path/experiments.py:name')
+  parser.add_argument('--results', required=True, help='folder of the results')
+  parser.add_argument('--runs', default='runs/lab', help='folder of the workdirs')
+  parser.add_argument('--workers', type=int, default=os.cpu_count())
+  parser.add_argument('--only', default='', help='one run, in this process')
+  parser.add_argument('--core', type=int, default=0, help='of the run of --only')
+  parser.add_argument('--table', action='store_true', help='trains nothing')
+  given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
+  args = parser.parse_args([arg for arg in argv if arg not in given])
+  made = experiments.load(args.experiment)
+  made = made._replace(values=experiments.with_knobs(made.values, overrides(given)))
+  name = args.experiment.rpartition(':')[2]
+  folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
+  if args.table:
+    print(table(made, results))
+    return 0
+  if args.only:
+    run = experiments.runs(made)[args.only]
+    return train(run, args.only, folder, results, args.core)
+  command = [sys.executable, '-m', 'lab.sweep', *argv]
+  return run_all(made, folder, results, args.workers, command)
+
+
+if __name__ == '__main__':
+  try:
+    sys.exit(main())
+  except ValueError as error:
+    sys.exit(f'lab: {error}')

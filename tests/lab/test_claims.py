@@ -1,0 +1,271 @@
+"""The numbers of a page: outcomes of a run, differences by seed, and their tests."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from lab import claims, evidence, experiments, outcomes
+from lab.evidence import Claim, Part
+from lab.outcomes import OUTCOMES
+
+CLAIMS = """
+from lab.evidence import Claim, Compared, Drawn, Part, Shown
+SHOWN = {
+  'main': Shown(
+    (('area', 'final', 'newly_solved', 'collapsed'), ('moved',)),
+    (Compared('b', ('a',), 'area', tested=True),),
+    {'lines': Drawn('curves', ('b', 'a')), 'pairs': Drawn('differences', ('b', 'a'))},
+  )
+}
+PART = Part('b less a', 'area', (('b',),), (('a',),))
+CLAIMS = (
+  Claim('b is better', 'Fig. 1', 'tiny', 'main', (PART,)),
+  Claim('b is worse', 'Fig. 2', 'tiny', 'main', (PART._replace(sign=-1),)),
+  Claim('b is huge', 'Table 1', '7 B'),
+)
+"""
+SETUP = """
+from bapo_jax.training.config import Config, plain
+from lab.experiments import Experiment
+NAMES = ('main',)
+def get_experiment(name):
+  return Experiment(plain(Config()), {'a': {}, 'b': {'steps': 3}}, (0, 1, 2))
+"""
+
+
+def result(evaluations=((0, 0.0),), *, diverged=False, right=None, **steps):
+  """A result with these evaluations, (step, accuracy)."""
+  return {
+    'arm': 'a',
+    'levels': {},
+    'seed': 0,
+    'diverged': diverged,
+    'planned': 10,
+    'evaluations': [[step, right, 0.01, 8.0 * step] for step, right in evaluations],
+    'right': right or {'0': [0, 1], '10': [1, 1]},
+    'group_size': 4,
+    'steps': {name: [] for name in experiments.STEP_METRICS} | steps,
+  }
+
+
+NORMS = {'learner/grad_norm': [1, 1, 1, 6, None]}
+# Problems failed, failed, solved, solved at the start; then 1, 2, 0 and 4 of 4 right.
+CHANGED = {'right': {'0': [0, 0, 3, 2], '10': [1, 2, 0, 4]}}
+LOST = {'right': {'0': [0, 2], '10': [4, 4]}, 'diverged': True}
+# One, two and none of four updates moved the bound from .6 to .9.
+MOVED = {'clip/moved': [0.25, 0.5, 0.0, None], 'clip/low': [0.675, 0.75, 0.6, 0.7]}
+STILL = {'clip/moved': [0.0, 0.0], 'clip/low': [0.6, 0.6], 'clip/target_met': [1, 1]}
+
+
+@pytest.mark.parametrize(
+  ('name', 'expected', 'values'),
+  [
+    # .2 to .6 over four steps, then .6 to .8 over six: (1.6 + 4.2) / 10.
+    ('area', 0.58, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
+    ('final', 0.8, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
+    ('before', 0.2, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
+    # After a divergence .6 to 0 over one step, and five steps of 0.
+    ('area', 0.19, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
+    ('final', 0, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
+    ('collapsed', 1, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
+    ('collapsed', 1, {'evaluations': [(0, 0.2), (5, 0.9), (10, 0.59)]}),
+    ('collapsed', 0, {'evaluations': [(0, 0.2), (5, 0.9), (10, 0.61)]}),
+    ('spikes', 1 / 4, NORMS),
+    ('grad_norm', 9 / 4, NORMS),
+    ('low', math.nan, {}),
+    ('newly_solved', 2 / 2, CHANGED),
+    ('newly_failed', 1 / 2, CHANGED),
+    ('accuracy_of_failed', (1 / 4 + 2 / 4) / 2, CHANGED),
+    ('newly_solved', 2 / 3, {'right': {'0': [0, 0, 3, 0], '10': [1, 0, 0, 16]}}),
+    ('newly_solved', math.nan, {'right': {'0': [1], '10': [0]}}),
+    ('newly_solved', 0, LOST),
+    ('accuracy_of_failed', 0, LOST),
+    ('newly_failed', 1, LOST),
+    ('newly_failed', 1, LOST | {'right': {'0': [0, 2]}}),
+    ('low_moved', 0.9, MOVED),
+    ('low_moved', math.nan, STILL),
+    ('moved', math.nan, STILL),
+    ('target_met', math.nan, STILL),
+  ],
+)
+def test_outcomes_by_hand(name, expected, values):
+  found = OUTCOMES[name][1](result(**values))
+  assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_sign_test_is_exact():
+  # Of eight signs of (1, 2, 3) only two have a sum as large as 6.
+  assert outcomes.sign_flip(np.asarray([1.0, 2, 3])) == 2 / 8
+  # -1 + 2 + 3 = 4: sums of 4 or more are +-6 and +-4.
+  assert outcomes.sign_flip(np.asarray([-1.0, 2, 3])) == 4 / 8
+  assert outcomes.sign_flip(np.zeros(3)) == 1
+  assert outcomes.sign_flip(np.arange(1.0, 9)) == 2 / 256
+
+
+def test_the_sign_test_is_seldom_small_without_a_difference():
+  rng = np.random.default_rng(0)
+  p_values = [outcomes.sign_flip(rng.standard_normal(6)) for _ in range(2000)]
+  share = np.mean(np.asarray(p_values) <= 2 / 64 + 1e-9)
+  assert share == pytest.approx(2 / 64, abs=0.016)  # four standard errors of 2000
+
+
+def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
+  # .01 x 3, .02 x 2 and .03 x 1, which is raised to the one before it.
+  assert outcomes.holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+  assert outcomes.holm([0.6, 0.9]) == [1.0, 1.0] and outcomes.holm([]) == []
+
+
+def test_the_interval_is_that_of_all_draws_of_seeds():
+  difference_S = np.asarray([0.0, 0.1, 0.2, 0.5])
+  means = [np.mean(draw) for draw in itertools.product(difference_S, repeat=4)]
+  exact = np.quantile(means, [0.025, 0.975])
+  interval = outcomes.bootstrap_interval(difference_S)
+  assert interval == pytest.approx(exact, abs=0.026)  # means are .025 apart
+  assert interval == outcomes.bootstrap_interval(difference_S), 'a fixed seed'
+
+
+def test_the_smallest_effect_is_seen_with_its_power():
+  rng = np.random.default_rng(0)
+  spread_S = np.asarray([-1.0, 1] * 4) * math.sqrt(7 / 8)  # standard deviation 1
+  effect = outcomes.smallest_effect(spread_S)
+  same_sign = (effect + rng.standard_normal((20_000, 8)) > 0).all(1).mean()
+  assert same_sign == pytest.approx(0.8, abs=0.0114)  # four standard errors
+
+
+def folder(tmp_path, seeds=3):
+  """A folder of papers/ with results of two arms; b is .1, .2, .3 better than a."""
+  (tmp_path / 'experiments.py').write_text(SETUP)
+  (tmp_path / 'claims.py').write_text(CLAIMS)
+  begin, end = '<!-- results of main -->', '<!-- end of main -->'
+  (tmp_path / 'README.md').write_text(
+    f'# Page\n<!-- claims --><!-- end of claims -->\n{begin}\nold\n{end}\n\nLast.\n'
+  )
+  made = claims.load(str(tmp_path)).get_experiment('main')
+  for name, run in experiments.runs(made).items():
+    if run.seed < seeds:
+      better = 0.1 * (run.seed + 1) * (run.arm == 'b')
+      stored = result([(0, 0.2 + better), (10, 0.2 + better)])
+      stored |= {'arm': run.arm, 'seed': run.seed, 'versions': {}, 'commit': 'c0ffee'}
+      experiments.write(str(tmp_path / 'results' / 'main'), name, stored)
+  return str(tmp_path)
+
+
+def test_the_page_has_the_numbers_of_its_results(tmp_path):
+  page = folder(tmp_path)
+  assert claims.main([page, '--check']) == 1
+  assert claims.main([page]) == 0 and claims.main([page, '--check']) == 0
+  text = (tmp_path / 'README.md').read_text()
+  assert '6 of 6 runs, at commit `c0ffee`.' in text and 'old' not in text
+  assert '| a | 3 | 0.200 | 0.200 | 1.000 | 0.000 |' in text
+  assert '| a | 3 | - |' not in text, 'a row without a known value'
+  # .1, .2, .3 have the mean .2; three seeds are too few for a test.
+  assert '| b minus a | +0.200 | +0.100 to +0.300 | 3 of 3 |' in text
+  claim = '| b is better | Fig. 1 | tiny | seen on all 3 seeds | b less a +0.200 '
+  claim += '(+0.100 to +0.300), 3 of 3 seeds as claimed | [main](figures/lines.png) |'
+  assert claim in text
+  assert '| b is worse | Fig. 2 | tiny | opposite on all 3 seeds |' in text
+  assert '| b is huge | Table 1 | 7 B | not run |  |  |' in text
+  for figure in ('lines', 'pairs'):
+    assert (tmp_path / 'figures' / f'{figure}.png').stat().st_size > 1000
+  assert text.startswith('# Page') and text.endswith('Last.\n')
+
+
+def test_a_page_without_results_says_so_and_one_without_markers_is_refused(tmp_path):
+  page = folder(tmp_path, seeds=0)
+  assert claims.EMPTY in claims.page(page)
+  (tmp_path / 'README.md').write_text('# Page\n')
+  with pytest.raises(ValueError, match='<!-- claims -->'):
+    claims.page(page)
+
+
+def with_seeds(**by_arm):
+  """Results of arms with these accuracies throughout the run; seed -> accuracy."""
+  return {
+    f'{arm}{seed}': result([(0, x), (10, x)]) | {'arm': arm, 'seed': seed}
+    for arm, accuracies in by_arm.items()
+    for seed, x in accuracies.items()
+  }
+
+
+def by_difference(differences):
+  """Results of two arms, b better than a by these differences, one per seed."""
+  a = dict.fromkeys(range(len(differences)), 0.5)
+  return with_seeds(a=a, b={s: 0.5 + x for s, x in enumerate(differences)})
+
+
+def test_differences_are_paired_by_seed():
+  runs = with_seeds(a={0: 0.2, 1: 0.4}, b={1: 0.5, 2: 0.9})
+  assert evidence.differences_of(runs, 'b', ['a'], 'area') == {}, 'one common seed'
+  runs |= with_seeds(b={0: 0.5})
+  (difference_S,) = evidence.differences_of(runs, 'b', ['a'], 'area').values()
+  assert difference_S == pytest.approx([0.3, 0.1])
+
+
+@pytest.mark.parametrize(('tested', 'seeds'), [(True, 8), (True, 5), (False, 8)])
+def test_only_hypotheses_with_enough_seeds_have_a_p(tested, seeds):
+  pairs = {'b minus a': np.full(seeds, 0.1)}
+  text = evidence.difference_table(pairs, 'area', tested)
+  # Of 256 signs two have so large a mean; equal differences have no spread.
+  assert text.endswith('8 of 8 | 0.008 | 0.000 |') == (tested and seeds == 8)
+  assert ('p, Holm over 1' in text) == (tested and seeds == 8)
+
+
+BETTER = Part('b less a', 'area', (('b',),), (('a',),))
+WORSE = BETTER._replace(sign=-1)
+CONSTANT = Part('a less .4', 'area', (('a',),), (), 0.4)
+ALIKE = [0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+  ('parts', 'differences', 'verdict'),
+  [
+    ([BETTER], ALIKE, 'seen'),
+    ([WORSE], ALIKE, 'opposite'),
+    # The last seed alone, .4 off its neighbours: p = .15.
+    ([BETTER, CONSTANT], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, -0.1], 'not seen'),
+    ([BETTER, WORSE], ALIKE, 'opposite'),
+    ([CONSTANT], [0.1] * 8, 'seen'),
+    ([BETTER], [0.1, 0.2, 0.1, 0.2], 'seen on all 4 seeds'),
+    ([BETTER], [0.1, 0.2, -0.1, 0.2], 'not seen'),
+    ([BETTER], [0.1], 'not run'),
+    ([], ALIKE, 'not run'),
+  ],
+)
+def test_a_verdict_needs_every_part_and_enough_seeds(parts, differences, verdict):
+  claim = Claim('', '', '', 'main', tuple(parts))
+  seeds = range(len(differences))
+  found, effects = evidence.judge(claim, by_difference(differences), seeds)
+  assert found == verdict
+  assert len(effects) == len(parts) * (verdict != 'not run')
+
+
+def test_a_premise_of_the_experiment_has_no_verdict():
+  claim = Claim('', '', '', 'main', (BETTER,), by_design=True)
+  found = evidence.judge(claim, by_difference([0.1] * 8), range(8))
+  assert found == ('by design', ['b less a +0.100 (+0.100 to +0.100)'])
+
+
+def test_seeds_without_a_value_do_not_make_a_sign_count():
+  # Two of eight runs had failed a problem at first, and both have solved it.
+  claim = Claim('', '', '', 'main', (Part('', 'newly_solved', (('b',),)),))
+  runs = by_difference([0.1] * 8)
+  for seed in range(2, 8):
+    runs[f'b{seed}'] |= {'right': {'0': [1, 1], '10': [1, 1]}}
+  assert evidence.judge(claim, runs, range(8))[0] == 'not seen'
+  runs['b1'] |= {'right': {'0': [1, 1], '10': [1, 1]}}
+  assert evidence.judge(claim, runs, range(8))[0] == 'not run'
+
+
+def test_a_claim_is_not_run_until_every_seed_is_there():
+  claim = Claim('', '', '', 'main', (BETTER,))
+  assert evidence.judge(claim, by_difference([0.1] * 7), range(8))[0] == 'not run'
+  assert evidence.judge(claim, {}, range(8))[0] == 'not run'
+
+
+def test_the_p_of_a_claim_is_adjusted_for_its_parts():
+  # Of 256 signs 2 give a mean of .1, times two parts.
+  claim = Claim('', '', '', 'main', (BETTER, CONSTANT))
+  _, effects = evidence.judge(claim, by_difference([0.1] * 8), range(8))
+  assert effects[0].endswith('p = 0.016')

@@ -1,0 +1,141 @@
+"""An experiment: its runs, their results, and which results are refused."""
+
+import json
+
+import pytest
+
+from bapo_jax.training.config import Config, plain
+from lab import experiments
+from lab.experiments import Experiment
+
+ARMS = {
+  'grpo': {'clip.rule': 'fixed'},
+  'wide': {'clip.rule': 'fixed', 'clip.fixed.low': 0.6},
+}
+FACTORS = {'updates': {'k4': {'learner.minibatches': 4}, 'k8': {}}}
+
+
+def experiment(arms=ARMS, factors=FACTORS, seeds=(0, 1)):
+  values = plain(Config())
+  values['problems']['family'] = 'chain'
+  return Experiment(values, arms, seeds, factors)
+
+
+def result(run, **changed):
+  """A result of three steps with two evaluations."""
+  made = {
+    'arm': run.arm,
+    'levels': run.levels,
+    'seed': run.seed,
+    'config': experiments.fingerprint(run.config),
+    'commit': 'c0ffee',
+    'versions': {'code': 'a'},
+    'evaluations': [[0, 0.25, 0.02, 0], [3, 0.5, 0.02, 96]],
+  }
+  return made | changed
+
+
+def test_every_arm_runs_at_every_level_with_every_seed():
+  runs = experiments.runs(experiment())
+  first = ['grpo-k4-seed0', 'wide-k4-seed0', 'grpo-k8-seed0', 'wide-k8-seed0']
+  assert list(runs)[:4] == first and len(runs) == 2 * 2 * 2
+  run = runs['wide-k4-seed1']
+  assert (run.arm, run.levels, run.seed) == ('wide', {'updates': 'k4'}, 1)
+  assert run.config.learner.minibatches == 4 and run.config.seed == 1
+  assert run.config.clip.fixed.low == 0.6 and run.config.clip.fixed.high == 1.2
+  assert run.config.problems.family == 'chain'
+  assert runs['grpo-k4-seed1'].config.clip.fixed.low == 0.8, 'arms are independent'
+
+
+def test_bad_knobs_and_equal_arms_are_refused_by_the_name_of_the_run():
+  with pytest.raises(ValueError, match=r"bad-k4-seed0: clip\.rule='fixd'"):
+    experiments.runs(experiment({'bad': {'clip.rule': 'fixd'}}))
+  with pytest.raises(ValueError, match='a-k4-seed0 and b-k4-seed0'):
+    experiments.runs(experiment({'a': ARMS['grpo'], 'b': ARMS['grpo']}))
+
+
+def test_a_fingerprint_depends_on_the_seed_and_not_on_the_title():
+  config = Config()
+  titled = config.model_copy(update={'title': 'x'})
+  seeded = config.model_copy(update={'seed': 1})
+  assert experiments.fingerprint(titled) == experiments.fingerprint(config)
+  assert experiments.fingerprint(seeded) != experiments.fingerprint(config)
+
+
+def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
+  (name, run), *_ = experiments.runs(experiment()).items()
+  folder, code = str(tmp_path), {'code': 'a'}
+  assert not experiments.is_done(folder, name, run, code)
+  experiments.write(folder, name, result(run))
+  assert experiments.is_done(folder, name, run, code)
+  with pytest.raises(ValueError, match='c0ffee'):
+    experiments.is_done(folder, name, run, {'code': 'b'})
+  other = run._replace(config=run.config.model_copy(update={'steps': 81}))
+  with pytest.raises(ValueError, match='another config'):
+    experiments.is_done(folder, name, other, code)
+
+
+def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
+  main, other = experiment(), experiment({'base': ARMS['grpo']}, {}, (0, 1, 2))
+  runs = experiments.runs(main)
+  for name, code in (('grpo-k8-seed0', 'a'), ('grpo-k8-seed1', 'b')):
+    stored = result(runs[name], versions={'code': code})
+    experiments.write(str(tmp_path / 'main'), name, stored)
+  undone, folder = experiments.runs(other), str(tmp_path / 'other')
+  assert experiments.borrow(folder, undone, {'code': 'a'}) == {'base-seed0'}
+  assert experiments.read(other, folder) == {'base-seed0': result(undone['base-seed0'])}
+
+
+def test_results_of_two_versions_are_not_read_together(tmp_path):
+  made, folder = experiment(), str(tmp_path)
+  runs = experiments.runs(made)
+  for name in ('grpo-k4-seed0', 'wide-k4-seed0'):
+    experiments.write(folder, name, result(runs[name]))
+  assert list(experiments.read(made, folder)) == ['grpo-k4-seed0', 'wide-k4-seed0']
+  newer = result(runs['wide-k4-seed0'], versions={'code': 'b'}, commit='beef')
+  experiments.write(folder, 'wide-k4-seed0', newer)
+  with pytest.raises(ValueError, match='beef'):
+    experiments.read(made, folder)
+  experiments.write(folder, 'wide-k4-seed0', result(runs['wide-k8-seed0']))
+  with pytest.raises(ValueError, match='another run'):
+    experiments.read(made, folder)
+
+
+def test_a_description_is_a_file_and_a_name(tmp_path):
+  file = tmp_path / 'experiments.py'
+  file.write_text(
+    'from lab.experiments import Experiment\n'
+    "NAMES = ('main',)\n"
+    'def get_experiment(name):\n'
+    "  return {'main': Experiment({}, {}, (1, 2))}[name]\n"
+  )
+  assert experiments.load(f'{file}:main').seeds == (1, 2)
+  with pytest.raises(ValueError, match=r'none\.py is not a Python file'):
+    experiments.load(f'{tmp_path}/none.py:main')
+  with pytest.raises(ValueError, match=r"'mian'; choose one of \('main',\)"):
+    experiments.load(f'{file}:mian')
+
+
+def test_a_result_has_the_numbers_of_the_workdir(tmp_path):
+  (run, *_) = experiments.runs(experiment()).values()
+  run = run._replace(config=run.config.with_values(evaluate={'group_size': 2}))
+  (tmp_path / 'eval').mkdir()
+  for step, right in ((0, (0, 0, 1, 0)), (2, (1, 0, 1, 1))):
+    samples = [{'correct': bool(r)} for r in right]
+    written = {'result': {'accuracy': 0.5}, 'samples': samples}
+    (tmp_path / 'eval' / f'{step}.json').write_text(json.dumps(written))
+  rows = [
+    {'step': 0, 'eval/accuracy': 0.25, 'eval/stderr': 0.1},
+    {'step': 1, 'loss/entropy': 0.123456, 'time/step': 2.0},
+    {'step': 2, 'loss/entropy': 'nan', 'time/step': 1.0, 'rollout/responses': 64.0}
+    | {'eval/accuracy': 0.75, 'eval/stderr': 0.1},
+  ]
+  lines = [json.dumps(row) for row in rows]
+  (tmp_path / 'metrics.jsonl').write_text('\n'.join([*lines, '']))
+  stored = experiments.outcome(run, str(tmp_path), 'c0ffee', {'code': 'a'}, False)
+  assert stored['evaluations'] == [[0, 0.25, 0.1, 0], [2, 0.75, 0.1, 64]]
+  assert stored['right'] == {'0': [0, 1], '2': [1, 2]} and stored['group_size'] == 2
+  assert stored['steps']['loss/entropy'] == [0.12346, None]
+  assert stored['seconds'] == 3.0
+  assert (stored['commit'], stored['arm'], stored['seed']) == ('c0ffee', 'grpo', 0)
+  json.dumps(stored, allow_nan=False)

@@ -1,0 +1,110 @@
+"""The pages of the two papers: protocol first, seeds apart, numbers from results."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lab import claims, experiments, sweep
+from lab.figures import DRAWN
+from lab.outcomes import OUTCOMES
+
+PAPERS = pathlib.Path(__file__).parents[2] / 'papers'
+FOLDERS = ('2510.18927', '2602.20722')
+TUNED = ('imbalance', 'tuning')  # experiments that choose values, and are no evidence
+EVERY = pytest.mark.parametrize('folder', FOLDERS)
+
+
+def test_every_paper_is_tested():
+  assert {path.parent.name for path in PAPERS.glob('*/README.md')} == set(FOLDERS)
+
+
+@EVERY
+def test_every_number_of_a_page_comes_from_its_results(folder):
+  assert claims.main([str(PAPERS / folder), '--check']) == 0
+
+
+@EVERY
+def test_tuning_and_test_seeds_are_disjoint_and_main_has_eight(folder):
+  module = claims.load(str(PAPERS / folder))
+  assert not set(module.TUNING) & set(module.TEST) and len(module.TEST) == 8
+  for name in module.NAMES:
+    seeds = module.get_experiment(name).seeds
+    assert set(seeds) <= set(module.TUNING if name in TUNED else module.TEST)
+    assert len(seeds) >= (2 if name in TUNED else 8 if name == 'main' else 4)
+
+
+@EVERY
+def test_tables_figures_and_claims_name_arms_cells_and_outcomes_that_exist(folder):
+  module = claims.load(str(PAPERS / folder))
+  assert set(module.SHOWN) == set(module.NAMES) and len(module.CLAIMS) > 5
+  cells = {}
+  for name, shown in module.SHOWN.items():
+    made = module.get_experiment(name)
+    runs = experiments.runs(made).values()  # every config is valid
+    cells[name] = {(run.arm, *run.levels.values()) for run in runs}
+    named = {arm for compared in shown.compared for arm in compared.others}
+    named |= {compared.arm for compared in shown.compared}
+    named |= {arm for drawn in shown.figures.values() for arm in drawn.arms}
+    assert named <= set(made.arms), f'{name}: {named - set(made.arms)}'
+    outcomes = {outcome for columns in shown.tables for outcome in columns}
+    outcomes |= {x.outcome for x in (*shown.compared, *shown.figures.values())}
+    assert outcomes <= set(OUTCOMES), f'{name}: {outcomes - set(OUTCOMES)}'
+    assert {drawn.kind for drawn in shown.figures.values()} <= set(DRAWN)
+  for claim in module.CLAIMS:
+    assert bool(claim.experiment) == bool(claim.parts)
+    assert claim.experiment not in TUNED, 'a tuning seed is no evidence'
+    for part in claim.parts:
+      assert {*part.plus, *part.minus} <= cells[claim.experiment], claim.text
+      assert part.outcome in OUTCOMES
+
+
+def first_commit(*paths):
+  """Seconds of the commit that added the oldest of these files; None without any."""
+  log = ['git', 'log', '--diff-filter=A', '--format=%ct', '--', *paths]
+  times = subprocess.run(log, cwd=PAPERS, capture_output=True, text=True).stdout.split()
+  return min(map(int, times), default=None)
+
+
+def test_the_protocol_is_older_than_any_result():
+  protocol, results = first_commit('protocol.md'), first_commit('*/results/*.json')
+  if protocol is None:
+    pytest.skip('no history here')
+  assert results is None or protocol < results
+
+
+@pytest.mark.parametrize('path', ['protocol.md', *(f'{f}/README.md' for f in FOLDERS)])
+def test_links_and_commands_are_those_of_the_repository(path):
+  text = (PAPERS / path).read_text()
+  for link in re.findall(r'\]\(([^)\s#]+)\)', text):
+    assert '://' in link or (PAPERS / path).parent.joinpath(link).exists(), link
+  for name in re.findall(r'experiments\.py:(\w+)', text):
+    assert name in claims.load(str((PAPERS / path).parent)).NAMES
+
+
+# The smallest figure of each page: its experiment, and the runs of its first seed.
+SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay'}
+
+
+@pytest.mark.nightly
+@EVERY
+def test_the_smallest_figure_has_the_same_numbers_when_it_is_made_again(
+  folder, tmp_path
+):
+  paper, name = PAPERS / folder, SMALLEST[folder]
+  made = claims.load(str(paper)).get_experiment(name)
+  stored = experiments.read(made, str(paper / 'results' / name))
+  for run in (run for run in stored if run.endswith(f'seed{made.seeds[0]}')):
+    start = sweep.warm_start(experiments.runs(made)[run])
+    sweep.share(str(tmp_path / name), run, start)
+    command = [sys.executable, '-m', 'lab.sweep', f'{paper}/experiments.py:{name}']
+    command += [f'--only={run}', f'--results={tmp_path}/results', f'--runs={tmp_path}']
+    subprocess.run(command, check=True, cwd=PAPERS.parent)
+    path = experiments.path_of(f'{tmp_path}/results/{name}', run)
+    again = json.loads(pathlib.Path(path).read_text())
+    # Another kind of processor rounds differently, and then samples other responses.
+    for what in ('evaluations', 'right', 'steps'):
+      assert again[what] == stored[run][what], f'{run}: {what}'

@@ -1,0 +1,210 @@
+"""The runner: order of runs, shared warm starts, signals, results and the table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import runs as tiny_runs
+
+from bapo_jax.runtime import versions
+from bapo_jax.training.config import Config, parse, plain
+from configs import countdown
+from lab import experiments, sweep
+from lab.experiments import Experiment
+from lab.sweep import Summary
+
+
+def script(text, *args):
+  return subprocess.Popen([sys.executable, '-c', text, *map(str, args)])
+
+
+def always(run, start):
+  return True
+
+
+@pytest.mark.parametrize('experiment', ['main', 'staleness'])
+def test_a_warm_start_is_copied_from_any_other_run(tmp_path, experiment):
+  folder = tmp_path / 'main'
+  assert not sweep.share(str(folder), 'two', 'abc')
+  source = tmp_path / experiment / 'one' / 'warmstart' / 'abc'
+  source.mkdir(parents=True)
+  (source / 'weights').write_text('1 2 3')
+  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
+  torn.mkdir(parents=True)
+  (torn / 'torn').write_text('')
+  assert sweep.share(str(folder), 'two', 'abc')
+  copy = folder / 'two' / 'warmstart' / 'abc'
+  assert [p.name for p in copy.iterdir()] == ['weights'] and not torn.exists()
+  assert sweep.share(str(folder), 'two', ''), 'a model read from files needs none'
+
+
+def test_a_run_waits_for_the_warm_start_that_another_makes():
+  ended, order = set(), []
+
+  def start(run, core):
+    order.append(run)
+    processes[run] = script('import time; time.sleep(0.3)')
+    return processes[run]
+
+  def ready(run, start):
+    ended.update(r for r, p in processes.items() if p.poll() is not None)
+    return any(waiting[r] == start for r in ended)
+
+  processes, waiting = {}, {'a1': 'a', 'a2': 'a', 'b1': 'b'}
+  summary = sweep.drive(waiting, start, ready, workers=2)
+  # a2 needs the warm start of a1, so the second core takes b1 first.
+  assert order == ['a1', 'b1', 'a2'] and sorted(summary.done) == sorted(waiting)
+
+
+def test_every_worker_has_its_core_and_a_failed_run_is_named():
+  cores, most, processes = {}, [], []
+
+  def start(run, core):
+    cores[run] = core
+    most.append(len([p for p in processes if p.poll() is None]) + 1)
+    wait = 'import sys, time; time.sleep(0.2); sys.exit(int(sys.argv[1]))'
+    processes.append(script(wait, 7 if run == 'r1' else 0))
+    return processes[-1]
+
+  waiting = {f'r{i}': f's{i}' for i in range(5)}
+  summary = sweep.drive(waiting, start, always, workers=2)
+  assert sorted(summary.done) == ['r0', 'r2', 'r3', 'r4']
+  assert summary.failed == {'r1': 7} and not summary.signal
+  assert set(cores.values()) == {0, 1} and max(most) == 2
+
+
+def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
+  child = (
+    'import pathlib, signal, sys, time\n'
+    'got = []\n'
+    'signal.signal(signal.SIGINT, lambda *a: got.append(1))\n'
+    'pathlib.Path(sys.argv[1]).touch()\n'
+    'while not got: time.sleep(0.01)\n'
+    'time.sleep(1.5)\n'
+    'sys.exit(130 if len(got) == 1 else 1)\n'
+  )
+  started = []
+
+  def start(run, core):
+    started.append(run)
+    return script(child, tmp_path / run)
+
+  def interrupt():
+    while not (tmp_path / 'a').exists():
+      time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  summary = sweep.drive({'a': 's', 'b': 's'}, start, always, workers=1)
+  thread.join()
+  assert started == ['a'] and summary == Summary([], {}, signal.SIGINT)
+
+
+DESCRIPTION = """
+from bapo_jax.training.config import Config, plain
+from lab.experiments import Experiment
+def get_experiment(name):
+  return Experiment(plain(Config()), {'a': {}, 'b': {'clip.rule': 'fixed'}}, (0, 1))
+"""
+
+
+def write_results(folder, arms, accuracies):
+  """Results of arms of DESCRIPTION with these accuracies at the end, one per seed."""
+  file = folder / 'experiments.py'
+  file.write_text(DESCRIPTION)
+  runs = experiments.runs(experiments.load(f'{file}:main'))
+  for arm in arms:
+    for seed, accuracy in enumerate(accuracies[arm]):
+      run = runs[f'{arm}-seed{seed}']
+      stored = {
+        'arm': arm,
+        'levels': {},
+        'seed': seed,
+        'config': experiments.fingerprint(run.config),
+        'versions': versions.all_of_them(),
+        'diverged': False,
+        'evaluations': [[0, 0.25, 0.01, 0.0], [3, accuracy, 0.01, 96.0]],
+        'right': {'0': [0, 1, 0, 1], '3': [1, 1, 0, 1]},
+        'group_size': 1,
+        'steps': {name: [1.0, 3.0] for name in experiments.STEP_METRICS},
+        'seconds': 9.0,
+      }
+      experiments.write(str(folder / 'results' / 'main'), f'{arm}-seed{seed}', stored)
+  return f'{file}:main'
+
+
+def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
+  tmp_path, capsys
+):
+  # Mean .5 and .65; differences .1 and .2, with the mean .15.
+  accuracies = {'a': (0.4, 0.6), 'b': (0.5, 0.8)}
+  description = write_results(tmp_path, 'ab', accuracies)
+  assert sweep.main([description, f'--results={tmp_path}/results', '--table']) == 0
+  text = capsys.readouterr().out
+  # Of two problems failed before, one is solved.
+  assert '| a | 2 | 0.250 | 0.500 ± 0.100 | 0.500 | 0.500 |' in text
+  assert '| b | 2 | 0.250 | 0.650 ± 0.150 | 0.500 | 0.500 |' in text
+  assert '| a | 2 | 3.000 | 2.000 | 3.000 | 9.000 |' in text
+  assert '| b minus a | +0.150 | +0.100 to +0.200 | 2 of 2 |' in text
+
+
+def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
+  accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
+  description = write_results(tmp_path, 'ab', accuracies)
+  monkeypatch.setattr(sweep, 'commit', lambda: 'c0ffee')
+  commands = []
+
+  def start(command, folder, run, core):
+    commands.append((command[3:], run))
+    return script('')
+
+  monkeypatch.setattr(sweep, 'start_process', start)
+  call = [description, f'--results={tmp_path}/results', f'--runs={tmp_path}/runs']
+  assert sweep.main(call) == 0
+  assert commands == [(call, 'b-seed1')]
+  assert '3 of 4 runs are done, 0 of them by another' in capsys.readouterr().out
+  # An override makes other runs, which the stored results are not mixed with.
+  with pytest.raises(ValueError, match='another config'):
+    sweep.main([*call, '--config.steps=3'])
+
+
+def test_the_cells_of_countdown_are_the_runs_of_its_variants():
+  made = countdown.get_experiment('cells')
+  runs = experiments.runs(made)
+  assert list(made.arms) == ['grpo', 'clip', 'batch', 'both'] and len(runs) == 12
+  for cell, batch, clip in countdown.CELLS:
+    config = runs[f'{cell}-seed0'].config
+    assert (config.batch.rule, config.clip.rule) == (batch, clip)
+    alone = parse(countdown.get_config(cell).to_dict())
+    assert experiments.fingerprint(config) == experiments.fingerprint(alone)
+  with pytest.raises(ValueError, match="no cell 'dapo'"):
+    countdown.get_config('dapo')
+
+
+@pytest.mark.slow
+def test_a_run_has_one_core_and_writes_its_result(tmp_path, monkeypatch):
+  monkeypatch.setattr(sweep, 'commit', lambda: 'c0ffee')
+  arms = {'tiny': tiny_runs.TINY | {'mesh.data': -1}}
+  made = Experiment(plain(Config()), arms, (3,))
+  (name, run), *_ = experiments.runs(made).items()
+  results = str(tmp_path / 'results')
+  cores = os.sched_getaffinity(0)
+  try:
+    assert sweep.train(run, name, str(tmp_path / 'runs'), results, core=1) == 0
+    assert len(os.sched_getaffinity(0)) == 1
+  finally:
+    os.sched_setaffinity(0, cores)
+  stored = json.loads((tmp_path / 'results' / f'{name}.json').read_text())
+  assert [step for step, *_ in stored['evaluations']] == [0, 2, 4]
+  assert len(stored['steps']['clip/share']) == 4 and stored['diverged'] is False
+  # The accuracy of the last evaluation is that of its verdicts.
+  assert stored['evaluations'][-1][1] == sum(stored['right']['4']) / 16
+  assert experiments.read(made, results) == {name: stored}
+  start = tmp_path / 'runs' / name / 'warmstart' / sweep.warm_start(run)
+  assert start.is_dir()
