@@ -2,7 +2,7 @@
 
 1. `check_available` finds the files of model and problems, downloads what is missing,
    and opens the model: its config.json and its tokenizer are read here only;
-2. `resolve` lays out the mesh and chooses the schedule of the learner.
+2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
 
 Everything below receives the `Resolved` and asks for no file and no device again.
 """
@@ -31,8 +31,9 @@ from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.runtime import hub_names
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import remat
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
 # Knobs of the section `model` that are not fields of ModelSpec.
@@ -55,6 +56,7 @@ class Resolved:
   model: Model
   mesh: Mesh
   schedule: Schedule  # of the learner
+  budget: Budget  # bytes per device, and of the checkpoints
 
   @property
   def spec(self) -> ModelSpec:
@@ -240,8 +242,10 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
-  schedule = remat.resolve(config, spec, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule)
+  schedule = budget.choose_schedule(config, spec, mesh)
+  counted = budget.count(config, spec, schedule, mesh)
+  model = Model(directory, tokenizer, spec)
+  return Resolved(config, model, mesh, schedule, counted)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -26,9 +26,9 @@ def test_the_tokenizer_is_the_models_unless_another_is_named():
 def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
   file = f'configs/aime.py:{variant}'
   given = ['--config.model.path=models/mine', '--config.mesh.tensor=1']
-  config = main.read_config(file, given, trained_here=False)
+  config = main.read_config(file, given)
   assert config.model.path == config.tokenizer.path == 'models/mine'
-  config = main.read_config(file, given[1:], trained_here=False)
+  config = main.read_config(file, given[1:])
   assert config.model.path == config.tokenizer.path != 'models/mine'
 
 
