@@ -114,12 +114,6 @@ class ModelConfig(Section):
       raise ValueError(f'head_width={self.head_width}: set an even number')
     return self
 
-  @property
-  def parameters(self) -> int:
-    """Counts the parameters of the embedded policy without its vocabulary."""
-    D, H, K, C = self.width, self.heads, self.kv_heads, self.head_width
-    return self.layers * (2 * D * (H + K) * C + 3 * D * self.ffn)
-
 
 class LoraConfig(Section):
   """Low-rank adapters, trained while the weights stay frozen."""
