@@ -85,7 +85,8 @@ def forward_all(
     new, residuals = forward(n)
     put = jax.lax.dynamic_update_index_in_dim
     pairs = zip(stored, residuals, strict=True)
-    return jax.tree.map(jnp.add, stats, new), [put(*pair, n, 0) for pair in pairs]
+    stored: list[Array] = [put(*pair, n, 0) for pair in pairs]
+    return jax.tree.map(jnp.add, stats, new), stored
 
   shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
