@@ -157,9 +157,10 @@ def test_a_section_cannot_change():
     Outer().count = 2
 
 
-def test_the_config_is_read_without_jax_and_numpy():
+def test_the_command_line_reads_a_config_without_jax():
   code = (
-    'import sys, bapo_jax.training.config; print({"jax", "numpy"} & {*sys.modules})'
+    'import sys; from bapo_jax import main; from bapo_jax.tools import config_docs; '
+    "print({'jax', 'numpy', 'flax'} & {*sys.modules})"
   )
   run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
   assert run.stdout.strip() == 'set()', run.stdout + run.stderr
