@@ -111,12 +111,6 @@ class ModelConfig(Section):
       raise ValueError(f'head_width={self.head_width}: give an even number')
     return self
 
-  @property
-  def parameters(self) -> int:
-    """Number of parameters of the embedded policy, without its vocabulary."""
-    D, H, K, C = self.width, self.heads, self.kv_heads, self.head_width
-    return self.layers * (2 * D * (H + K) * C + 3 * D * self.ffn)
-
 
 class LoraConfig(Section):
   """Low-rank adapters, trained in place of the weights, which are frozen."""
