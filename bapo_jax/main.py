@@ -126,7 +126,7 @@ def fail(error: object) -> NoReturn:
   """Prints one sentence on stderr and exits with status 2, with all processes."""
   sentence = ' '.join(str(error).split())
   print(f'bapo_jax: {sentence}', file=sys.stderr)
-  hosts.leave(2, sentence)
+  hosts.leave(2)
   sys.exit(2)
 
 
@@ -283,7 +283,7 @@ def main(argv: list[str]) -> None:
     )
     sys.stdout.flush()
     sys.stderr.flush()
-    hosts.leave(130, 'stopped at once')
+    hosts.leave(130)
     os._exit(130)  # sys.exit waits for a checkpoint that is being written
   except Exception as error:
     if hosts.processes() == 1:

@@ -5,9 +5,11 @@ the facts; it returns a value and the reason, for the first screen.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -32,9 +34,8 @@ LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 20
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   """mesh.fsdp: the weights over all devices where one has no room for them."""
   n, spec = len(facts.devices), spec_of(config, facts)
-  alone = sharding.make(devices=facts.devices[:1])
-  b = budget.count(config, spec, Schedule(), alone)
-  state = b.weights + b.moments + b.actor
+  weights, moments, _, actor = budget.whole_state(config, spec)
+  state = weights + moments + actor
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:
@@ -162,7 +163,9 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
 def budget_of(config: Config, facts: Facts) -> tuple[Schedule, Budget]:
   """Returns the schedule that fits the device memory, and the bytes of the run."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  schedule = budget.choose_schedule(config, spec, mesh, facts.memory)
+  schedule = facts.schedule
+  if schedule is None:
+    schedule = budget.choose_schedule(config, spec, mesh, facts.memory)
   return schedule, budget.count(config, spec, schedule, mesh)
 
 
@@ -198,8 +201,16 @@ def is_lora(config: Config) -> bool:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """The mesh of these devices."""
-  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
+  """Returns the run's mesh, or lays one out that the rules of a derivation share."""
+  if facts.mesh is not None:
+    return facts.mesh
+  return _mesh(**config.mesh.model_dump(), devices=tuple(facts.devices))
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh(devices: tuple[jax.Device, ...], **sizes: int) -> Mesh:
+  """Lays out a mesh, once for the same sizes."""
+  return sharding.make(**sizes, devices=devices)
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:

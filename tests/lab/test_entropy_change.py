@@ -7,7 +7,7 @@ import pytest
 from bapo_jax.models import layers, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training.config import Config
-from lab import entropy_change
+from lab import counterfactual
 from lab.counterfactual import Applied, Recorded
 
 SPEC = ModelSpec(
@@ -64,7 +64,7 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient(policy)
   rng = np.random.default_rng(1)
   weight_BT = rng.normal(size=MASK_BT.shape).astype(np.float32)
   step = 3e-6
-  found = entropy_change.changes(
+  found = counterfactual.entropy_changes(
     recorded(),
     {'one': applied(weight_BT), 'half': applied(weight_BT / 2)},
     policy,
@@ -88,11 +88,11 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient(policy)
   norm = sum(float((x**2).sum()) for x in gradient) ** 0.5
   after = [x + step * length / norm * g for x, g in zip(flat, gradient, strict=True)]
   expected = entropy(tree.unflatten(after)) - entropy(policy[1])
-  assert found['one'].measured == pytest.approx(expected, abs=5e-6)
+  assert found['one'][1] == pytest.approx(expected, abs=5e-6)
   assert abs(expected) > 3e-4
   # The derivative is what the difference tends to, and half the weight is half of it.
-  assert found['one'].predicted == pytest.approx(expected, rel=0.03)
-  assert found['half'].predicted == pytest.approx(found['one'].predicted / 2, rel=1e-4)
+  assert found['one'][0] == pytest.approx(expected, rel=0.03)
+  assert found['half'][0] == pytest.approx(found['one'][0] / 2, rel=1e-4)
 
 
 def _objective(params, weight_BT):
@@ -114,11 +114,13 @@ def test_raising_what_is_likely_lowers_the_entropy(policy):
   # A = log p less its mean under p: along its gradient the entropy falls.
   logp_N = np.log(p_NV[range(len(p_NV)), tokens_N])
   weight_BT[MASK_BT] = logp_N + -(p_NV * np.log(p_NV)).sum(1)
-  found = entropy_change.changes(recorded(), {'a': applied(weight_BT)}, policy, 1e-3)
-  opposite = entropy_change.changes(
+  found = counterfactual.entropy_changes(
+    recorded(), {'a': applied(weight_BT)}, policy, 1e-3
+  )
+  opposite = counterfactual.entropy_changes(
     recorded(), {'a': applied(-weight_BT)}, policy, 1e-3
   )
-  assert found['a'].predicted == pytest.approx(-opposite['a'].predicted, rel=1e-4)
+  assert found['a'][0] == pytest.approx(-opposite['a'][0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +130,4 @@ def test_a_record_that_the_forward_pass_cannot_read_is_refused(
   policy, ids, pictured, message
 ):
   with pytest.raises(ValueError, match=message):
-    entropy_change.changes(recorded(ids, pictured), {}, policy, 1e-3)
+    counterfactual.entropy_changes(recorded(ids, pictured), {}, policy, 1e-3)

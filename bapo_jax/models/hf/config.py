@@ -21,7 +21,7 @@ from bapo_jax.models import rope
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
-from bapo_jax.runtime import json_files
+from bapo_jax.runtime import files
 
 
 class Architecture(NamedTuple):
@@ -101,7 +101,7 @@ def read_spec(path: str, compute: str) -> ModelSpec:
     ValueError: a file is missing or damaged, or an architecture or option is not
       supported; the message names the directory and the option.
   """
-  config = json_files.read(os.path.join(path, 'config.json'))
+  config = files.read_object(os.path.join(path, 'config.json'))
   pixels = read_pixels(path) if config.get('model_type') == VISION else {}
   try:
     return spec_of(config, compute, pixels)
@@ -125,7 +125,7 @@ def read_pixels(path: str) -> dict[str, Any]:
   options: dict[str, dict[str, Any]] = {}
   for name in (PROCESSOR, PIXELS):
     file = os.path.join(path, name)
-    options[name] = json_files.read(file) if os.path.exists(file) else {}
+    options[name] = files.read_object(file) if os.path.exists(file) else {}
   of_processor = options[PROCESSOR].get('image_processor')
   return options[PIXELS] if of_processor is None else of_processor
 
