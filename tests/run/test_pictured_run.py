@@ -83,7 +83,7 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
 
 
 def test_groups_with_pictures_are_shown(pictured_run, one_device):
-  config, workdir, _ = pictured_run
+  workdir = pictured_run.workdir
   for number in (1, 2):
     console = Console(file=io.StringIO(), width=500, _environ={})
     assert viewer.show(str(workdir), number, 'pc', console) == 0
