@@ -36,8 +36,8 @@ RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}
 MAY_NAME_RULES = {'training.rules'}
 
 ONLY = {  # package -> the modules that may import it
-  'transformers': {'data.chat_templates', 'data.tokenizer'},
-  'tensorflow_datasets': {'data.builder', 'data.hub'},
+  'transformers': {'data.tokenizer'},
+  'tensorflow_datasets': {'data.hub'},
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
   'ml_collections': {'training.overrides'},

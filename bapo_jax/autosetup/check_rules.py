@@ -15,7 +15,7 @@ import numpy as np
 
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.data import dedup, pictured_problems
+from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.training import remat
@@ -186,10 +186,7 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
   """Finds held-out problems among the training problems."""
-  if known.pictured:  # other pictures make other problems of the same text
-    both, message = pictured_problems.overlap(config.problems, *known.pictured)
-  else:
-    both, message = dedup.overlap(known.training, known.held_out)
+  both, message = prompts.overlap(config.problems, known.training, known.held_out)
   if not both:
     return
   drop = config.problems.overlap == 'drop'

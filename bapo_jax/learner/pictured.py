@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery, capacity
-from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.row import Row
 from bapo_jax.models import packing
@@ -48,7 +47,7 @@ def galleries(
 
   def of(problems: Problems) -> Gallery:
     rows = [
-      PicturedRow(Row(text, ''), files)
+      Row(text, '', pictures=files)
       for text, files in zip(problems.text, problems.pictures, strict=True)
     ]
     return Gallery(rows, tower.vision_of(spec), room)

@@ -1,28 +1,12 @@
 """Writes what a step trained on, token by token, to a file of the workdir.
 
-1. `write` saves groups/<step>.jsonl, one line per group, from the record that the loop
+1. `write` saves groups/<step>.jsonl, one object per group, from the record that the
+loop
    yields: a few groups, for every batch rule;
 2. `read` returns them, `newest` finds the last file.
 
-A line is an object with
-  step: learner steps done, including this one; id: of the problem; answer; source: one
-  of types.SOURCES; completed_step: learner step at which the group was completed;
-  prompt: as the policy reads it, the patches of a picture as their number;
-  prompt_tokens: its length; prompt_ids: all of its tokens;
-  pictures: files of the workdir, if problems have pictures;
-  update: the last update of the step, from 1, that contained the group; low, high: the
-  mean bounds of that update; null if no update contained it;
-  responses: a list of objects with
-    response: the text without end tokens; correct; reward; advantage, times the weight
-    of the source; taught: false if it was left out of the loss; tokens; truncated: no
-    end token; version: learner steps of the oldest and the newest weights that sampled
-    it;
-    ids: its tokens; pieces: the text of each token; sampler_logp: log-probabilities,
-    nats, of the distribution sampled from; learner_logp: of the weights before the
-    update, null if nothing was computed because the advantage is 0; ratio: what the
-    loss rule clipped; cut: 1 if the bounds left a token with an advantage no gradient.
-    These are null in responses beyond MOST_TOKENS of the file.
-Numbers that are not finite are null.
+docs/running.md explains every field. Numbers that are not finite are null, and so are
+the numbers of tokens in responses beyond MOST_TOKENS of the file.
 """
 
 import json

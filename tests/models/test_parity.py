@@ -15,7 +15,8 @@ from flax import traverse_util
 from runs import trained
 
 from bapo_jax import sharding
-from bapo_jax.data import tokenizer
+from bapo_jax.data import prompts
+from bapo_jax.data.row import Row
 from bapo_jax.models import decoder, layers, logprobs, transformer
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.models.hf import config as hf_config
@@ -250,9 +251,9 @@ def test_a_trained_checkpoint_is_exported_as_their_model(tmp_path):
   params = transformer.unflatten(
     {name: read(name) for name in transformer.describe(spec)}
   )
-  tokens_PT, length_P = tokenizer.tokenize_prompts(
-    reader, ['3*5 mod 7', '2', '1+2+3+4+5'], 12
-  )
+  rows = [Row(text, '') for text in ('3*5 mod 7', '2', '1+2+3+4+5')]
+  problems = prompts.tabulate(reader, rows, 12, drop=False)
+  tokens_PT, length_P = problems.tokens_NT, problems.length_N
   real_PT = np.arange(12) < length_P[:, None]
   expected_PTV = logits_of(theirs.eval(), tokens_PT, real_PT).numpy()
   found_PTV = forward(params, tokens_PT, spec) @ transformer.head(params).T

@@ -18,7 +18,8 @@ from pictured import png, reader
 from runs import tiny
 
 from bapo_jax import sharding
-from bapo_jax.data import pictured_files, pictured_prompts
+from bapo_jax.data import local_files, prompts
+from bapo_jax.data.gallery import Capacity, Gallery
 from bapo_jax.models import decoder, layers, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
@@ -322,9 +323,9 @@ def test_from_a_file_to_log_probabilities(trio, tmp_path):
   }
   path = str(tmp_path / 'train.parquet')
   pa.parquet.write_table(pa.Table.from_pylist([line], pa.schema(columns)), path)
-  found = pictured_files.read(path)
-  (prompt,) = pictured_prompts.encode(reader(), found, v)
-  held = pictured_prompts.pixels(found, v, 2 * PATCHES, PICTURES, 20)
+  rows = local_files.read(path)
+  (prompt,) = prompts.encode(reader(), rows, v)
+  held = Gallery(rows, v, Capacity(2 * PATCHES, PICTURES, 20)).of([0])
   tokens_1T = np.asarray([prompt.tokens], np.int32)
   hidden_1TD = jax.jit(sequence.forward, static_argnames='spec')(
     params, tokens_1T, sequence.Pictures(*held), spec

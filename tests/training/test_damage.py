@@ -257,11 +257,6 @@ def append(path: pathlib.Path, data: bytes) -> None:
     file.write(data)
 
 
-def data_file(run: pathlib.Path, pattern: str) -> pathlib.Path:
-  """A file of the stored problems."""
-  return next((run / 'data').rglob(pattern))
-
-
 def warm(run: pathlib.Path) -> pathlib.Path:
   """The directory of the warm start."""
   (found,) = (run / 'warmstart').iterdir()
@@ -283,24 +278,6 @@ REPAIRED: dict[str, tuple[Damage, str]] = {
   'rows of the future': (
     lambda run: append(run / 'metrics.jsonl', b'{"step": 9, "loss/kl": 1.0}\n'),
     '',
-  ),
-  'a shard flipped': (lambda run: flip(data_file(run, '*-train*')), 'written again'),
-  'a shard absent': (lambda run: data_file(run, '*-train*').unlink(), 'written again'),
-  'a shard empty': (
-    lambda run: os.truncate(data_file(run, '*-test*'), 0),
-    'written again',
-  ),
-  'info is no JSON': (
-    lambda run: data_file(run, 'dataset_info.json').write_text('{'),
-    'written again',
-  ),
-  'no features': (
-    lambda run: data_file(run, 'features.json').unlink(),
-    '',  # the library writes it for others
-  ),
-  'the data a file': (
-    lambda run: replaced_by_file(next((run / 'data' / 'stored_problems').iterdir())),
-    'written again',
   ),
   'a warm start flipped': (lambda run: flip(largest(warm(run))), 'made again'),
   'half a warm start': (lambda run: largest(warm(run)).unlink(), 'made again'),
@@ -439,10 +416,6 @@ REFUSED: dict[str, tuple[Damage, str]] = {
   'eval a file': (
     lambda run: replaced_by_file(run / 'eval'),
     'eval is not the file or directory that belongs there .*move it away',
-  ),
-  'data a file': (
-    lambda run: replaced_by_file(run / 'data'),
-    'data.* is not the file or directory that belongs there .*move it away',
   ),
 }
 
