@@ -215,7 +215,7 @@ def off_policy(params, spec, P, G, T, temperature) -> Batch:
   """A batch off-policy by half a nat per token, so that some of it is clipped."""
   made = groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
   rows = learner.flatten(made, jnp.zeros(P, int), advantage.group_relative)
-  logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, spec, temperature)[0]
+  logp_BT = logprobs.sequence_stats(params, rows.tokens_BT, spec, temperature).logp_BT
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
   loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
   return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)

@@ -93,9 +93,6 @@ def recipe(
   reports the target as met in this case.
 
   Args:
-    ratio_BT: the ratios that the loss rule clips.
-    batch: the tokens.
-    weigh: unused.
     k: the target P / N is t, as a share t / (1 + t). The search ignores k.dual, which
       only the loss applies.
   """

@@ -17,7 +17,7 @@ COUNTED = {
   'config.json': [(hf_config, 'read_spec')],
   'directory': [(hf_directory, 'resolve'), (hf_directory, 'find')],
   'mesh': [(sharding, 'make')],
-  'schedule': [(budget, "choose_schedule")],
+  'schedule': [(budget, 'choose_schedule')],
 }
 MODES = {
   'train': lambda config, workdir: experiment.train(config, workdir) == 0,
