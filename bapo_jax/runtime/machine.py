@@ -1,4 +1,4 @@
-"""Reads the size of this machine, and tunes its C library; does not import JAX."""
+"""What this machine has, known without JAX."""
 
 import contextlib
 import ctypes
@@ -10,13 +10,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def host_memory() -> int:
-  """Returns the host's memory, bytes."""
+  """Bytes of the host's memory."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
 
 def peak_rss() -> int:
-  """Returns the largest resident size of this process so far, bytes."""
-  # getrusage includes the process that this one was forked from, before its exec.
+  """Largest resident size of this process so far, bytes."""
+  # getrusage counts the process that this one was forked from, before its exec.
   with contextlib.suppress(OSError), open('/proc/self/status') as file:
     return next(int(x.split()[1]) << 10 for x in file if x.startswith('VmHWM'))
   unit = 1 if sys.platform == 'darwin' else 1024
@@ -24,21 +24,21 @@ def peak_rss() -> int:
 
 
 def hold_freed_memory() -> None:
-  """Lets glibc keep up to 512 MiB of freed memory; does nothing with another C library.
+  """Lets the C library hold up to 512 MiB of freed memory, where it is glibc.
 
-  On a CPU every program allocates its temporaries anew. By default glibc returns pieces
-  of more than 32 MiB each time, and the kernel clears the pages again: a third of the
-  processor time of a small policy. `trim` returns what is kept.
+  On a CPU every program allocates its temporaries anew. By its own measure glibc gives
+  pieces of more than 32 MiB back each time, and the kernel clears the pages again: a
+  third of the processor time of a small policy. `trim` gives back what is held.
   """
   with contextlib.suppress(AttributeError, OSError):
-    for what, limit in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
-      ctypes.CDLL(None).mallopt(what, limit)
+    for what, most in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
+      ctypes.CDLL(None).mallopt(what, most)
 
 
 def trim() -> None:
-  """Returns freed memory that glibc keeps to the system.
+  """Gives the system back what the C library holds of memory that was freed.
 
-  Loading weights and compiling leave hundreds of MiB in pieces.
+  Loading weights and compiling leave hundreds of MiB in pieces; only glibc can.
   """
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)
