@@ -83,7 +83,7 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
-  """Returns fresh rows with these advantages; prox defaults to the behaviour, else 0."""
+  """Returns fresh rows with these advantages; prox defaults to the behaviour."""
   adv_B, loss_mask_BT = np.asarray(adv_B, np.float32), np.asarray(loss_mask_BT, bool)
   zeros_BT = np.zeros(loss_mask_BT.shape, np.float32)
   logp_BT = zeros_BT if logp_BT is None else np.asarray(logp_BT, np.float32)
