@@ -2,25 +2,25 @@
 
   python -m lab.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
 
-Between markers in README.md it writes the claims with their verdicts and, for every
-experiment, the tables that SHOWN lists (evidence.py); figures go to figures/*.png
-(figures.py). --runs first summarises the recorded batches of the workdirs there
-(recorded.py). --check writes nothing.
-
-A folder of papers/ has README.md, results/<experiment>/<run>.json, and
-  experiments.py: NAMES and `get_experiment`;
-  claims.py: CLAIMS, SHOWN (experiment -> evidence.Shown) and, optionally, RECORDED.
+Between markers in README.md it writes the claims with their verdicts and the tables of
+every experiment (evidence.py), and into figures/ the figures (figures.py). --runs first
+summarises the recorded batches of these workdirs (counterfactual.py). --check writes
+nothing. A folder of papers/ has README.md, results/<experiment>/<run>.json,
+experiments.py with NAMES and `get_experiment`, and claims.py with CLAIMS, SHOWN
+(experiment -> evidence.Shown) and, optionally, RECORDED.
 """
 
 import argparse
 import os
+import pathlib
 import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bapo_jax.runtime import files
-from lab import evidence, experiments, figures, recorded
+from lab import counterfactual, evidence, experiments, figures
 from lab.evidence import Shown
 from lab.experiments import Result
 
@@ -39,37 +39,34 @@ def load(folder: str) -> types.ModuleType:
   return module
 
 
-def read(folder: str) -> Mapping[str, Mapping[str, Result]]:
-  """Returns experiment -> run -> result, for the runs that are done.
-
-  Raises:
-    ValueError: a result is refused; see `experiments.read`.
-  """
-  module = load(folder)
+def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
+  """Returns experiment -> run -> result, from `experiments.read`."""
   return {
-    name: experiments.read(
-      module.get_experiment(name), os.path.join(folder, 'results', name)
-    )
+    name: experiments.read(module.get_experiment(name), f'{folder}/results/{name}')
     for name in module.NAMES
   }
 
 
-def page(folder: str) -> str:
-  """Returns README.md of a folder with all generated tables renewed.
+def page(
+  text: str, module: Any, results: Mapping[str, Mapping[str, Result]], folder: str
+) -> str:
+  """Returns the text of a README.md with all generated tables renewed.
+
+  Args:
+    module: the description of the page, from `load`.
+    results: experiment -> run -> result.
 
   Raises:
-    ValueError: README.md lacks the markers of a table, or a result is refused.
+    ValueError: the text lacks the markers of a table.
   """
-  module, results = load(folder), read(folder)
-  with open(os.path.join(folder, 'README.md'), encoding='utf-8') as file:
-    text = _between(file.read(), 'claims', evidence.verdicts(module, results))
+  text = _between(text, 'claims', evidence.verdicts(module, results))
   for name, by_run in results.items():
     planned = len(experiments.runs(module.get_experiment(name)))
     content = section(by_run, planned, module.SHOWN[name]) if by_run else EMPTY
     text = _between(text, f'results of {name}', content)
   if hasattr(module, 'RECORDED'):
-    stored = recorded.read(folder)
-    content = recorded.table(stored) if stored else EMPTY
+    stored = counterfactual.read_summaries(folder)
+    content = counterfactual.recorded_table(stored) if stored else EMPTY
     text = _between(text, 'results of recorded', content)
   return text
 
@@ -78,18 +75,12 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   """Returns the part of a page about one experiment: commits, figures, tables."""
   commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
   noun = 'commit' if len(commits) == 1 else 'commits'
-  tables = [
-    evidence.difference_table(
-      evidence.differences_of(results, arm, others, outcome), outcome, tested
-    )
-    for arm, others, outcome, tested in shown.compared
-  ]
-  parts = [
-    f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}.',
-    *(f'![{name}](figures/{name}.png)' for name in shown.figures),
-    *(evidence.means(results, columns) for columns in shown.tables),
-    *tables,
-  ]
+  parts = [f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}.']
+  parts += [f'![{name}](figures/{name}.png)' for name in shown.figures]
+  parts += [evidence.means(results, columns) for columns in shown.tables]
+  for arm, others, outcome, tested in shown.compared:
+    pairs = evidence.differences_of(results, arm, others, outcome)
+    parts.append(evidence.difference_table(pairs, outcome, tested))
   return '\n\n'.join(part for part in parts if part)
 
 
@@ -112,13 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   flags = parser.parse_args(argv)
   module = load(flags.folder)
   if flags.runs:
-    recorded.store(module, flags.folder, flags.runs)
-  path, text = os.path.join(flags.folder, 'README.md'), page(flags.folder)
+    counterfactual.store_summaries(module, flags.folder, flags.runs)
+  path, results = pathlib.Path(flags.folder, 'README.md'), read(module, flags.folder)
+  before = path.read_text(encoding='utf-8')
+  text = page(before, module, results, flags.folder)
   if flags.check:
-    with open(path, encoding='utf-8') as file:
-      return int(file.read() != text)
+    return int(before != text)
   files.write(path, text)
-  figures.write(module, read(flags.folder), flags.folder)
+  figures.write(module, results, flags.folder)
   return 0
 
 

@@ -6,27 +6,53 @@
    advantage, clip and loss rules of any config; `staler` moves the policy further from
    the one that sampled.
 3. `summary` gives the numbers of a table row, `moved_by` lists the tokens that one rule
-   moves and another cuts.
+   moves and another cuts, `entropy_changes` how a step of each rule would change the
+   entropy.
+4. For a page of papers/, `store_summaries` applies the rules of all arms to a recorded
+   step of every run, and `recorded_table` renders the stored numbers.
 
 All recorded rows are treated as one minibatch, though the step had several, each with
 its own ratios. Rows without an advantage were never computed and are left out.
 """
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import traverse_util
+from jax import Array
 
 from bapo_jax.algorithms import loss
+from bapo_jax.models import logprobs, transformer
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
+from bapo_jax.runtime import files, tables
+from bapo_jax.runtime.statistics import mean_and_error
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules
+from bapo_jax.training import policy, resolve, rules
 from bapo_jax.training.config import Config
-from bapo_jax.types import SOURCES, Batch, Bounds
+from bapo_jax.types import SOURCES, Batch, Bounds, Tree
+from lab import experiments
 from lab.experiments import Knobs, with_knobs
+
+COLUMNS = {  # of counterfactual.summary -> heading
+  'low': 'lower bound',
+  'high': 'upper bound',
+  'share': 'share',
+  'cut_positive': 'cut, A > 0',
+  'cut_negative': 'cut, A < 0',
+}
+INSIDE = (0.9, 1.2)  # ratios that no bounds of the search cut (section 5)
+STALER = (0, 1, 2, 4, 8)  # factors of the recorded log-ratios
+ENDS = ('start', 'between', 'ends')  # where a search can stop
 
 
 class Recorded(NamedTuple):
@@ -116,7 +142,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
     ValueError: a value of a knob is invalid.
   """
   values = with_knobs(config_lib.plain(recorded.config), knobs)
-  return config_lib.parse(values, trained_here=False)
+  return config_lib.parse(values)
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:
@@ -165,8 +191,9 @@ def apply(recorded: Recorded, config: Config) -> Applied:
 
 
 def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
-  """Returns bounds, positive share, shares of tokens cut by sign, and gradient norm."""
+  """Returns bounds, positive share, shares cut by sign, norm, and share in INSIDE."""
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
+  ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])
   adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
   size = np.abs(weight_BT).sum()
   return {
@@ -176,6 +203,7 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
     'cut_positive': float(applied.cut_BT[adv_BT > 0].mean()),
     'cut_negative': float(applied.cut_BT[adv_BT < 0].mean()),
     'norm': float(np.sqrt((weight_BT**2).sum())),
+    'inside': float(((ratio > INSIDE[0]) & (ratio < INSIDE[1])).mean()),
   }
 
 
@@ -193,3 +221,177 @@ def moved_by(recorded: Recorded, one: Applied, other: Applied) -> Iterator[Token
       float(one.ratio_BT[b, t]),
       float(one.adv_B[b]),
     )
+
+
+def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
+  """Returns the model of a workdir and its weights after the recorded step.
+
+  Raises:
+    ValueError: the step has no checkpoint, or a damaged one.
+  """
+  model = resolve.open_model(recorded.config)
+  read = policy.reader(recorded.config, model, workdir, recorded.step)
+  flat = {path: read(path) for path in transformer.describe(model.spec)}
+  return model.spec, traverse_util.unflatten_dict(flat, sep='/')
+
+
+def entropy_changes(
+  recorded: Recorded,
+  applied: Mapping[str, Applied],
+  model: tuple[ModelSpec, Tree],
+  step: float,
+) -> dict[str, tuple[float, float]]:
+  """Returns the change of entropy by one step of gradient ascent under each rule.
+
+  The step follows the gradient of sum(weight * logp) of the recorded tokens, from the
+  weights after the recorded step.
+
+  Args:
+    model: sizes and weights, from `weights_of`.
+    step: length of the first rule's step relative to the length of the weights; the
+      steps of the other rules keep their proportion to it.
+
+  Returns:
+    rule -> (change predicted by the derivative along the step, change measured by a
+    second forward pass), of the mean entropy of the recorded tokens, nats.
+
+  Raises:
+    ValueError: the record has no token ids, or its problems have pictures.
+  """
+  if recorded.pictured or recorded.ids is None:
+    what = 'problems with pictures' if recorded.pictured else 'no token ids'
+    raise ValueError(f'the record has {what}; use that of a new run without pictures')
+  # Rows of prompt and response, and the column of each recorded token in them.
+  rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
+  X = max(map(len, rows))
+  tokens_BX = jnp.asarray([row + [0] * (X - len(row)) for row in rows], jnp.int32)
+  mask_BT = jnp.asarray(recorded.loss_mask_BT)
+  start_B1 = np.asarray([[len(prompt)] for prompt, _ in recorded.ids])
+  column_BT = np.minimum(start_B1 + np.arange(mask_BT.shape[1]), X - 1)
+  spec, start = model
+  temperature = recorded.config.sampler.temperature
+
+  def stats(params: Tree) -> tuple[Array, Array]:
+    """Returns (logp_BT, mean entropy)."""
+    of_row = logprobs.sequence_stats(params, tokens_BX, spec, temperature)
+    logp_BT, entropy_BT = (
+      jnp.take_along_axis(x, column_BT, 1) for x in (of_row.logp_BT, of_row.entropy_BT)
+    )
+    return logp_BT, (entropy_BT * mask_BT).sum() / mask_BT.sum()
+
+  @jax.jit
+  def direction(params: Tree, weight_BT: Array) -> Tree:
+    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
+
+  @jax.jit
+  def entropy(params: Tree) -> tuple[Array, Tree]:
+    return jax.value_and_grad(lambda p: stats(p)[1])(params)
+
+  before, slope = entropy(start)
+  change, rate = {}, None
+  for name, rule in applied.items():
+    gradient = direction(start, jnp.asarray(rule.weight_BT))
+    if rate is None:
+      rate = step * float(optax.tree.norm(start) / optax.tree.norm(gradient))
+    moved = jax.tree.map(lambda x, g, rate=rate: x + rate * g, start, gradient)
+    measured = float(entropy(moved)[0]) - float(before)
+    predicted = rate * float(jnp.asarray(optax.tree.vdot(slope, gradient)))
+    change[name] = predicted, measured
+  return change
+
+
+def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, Any]:
+  """Applies every arm's rules to the newest recorded step of a run.
+
+  Args:
+    arm: the arm of the run, a key of `arms`.
+
+  Returns:
+    the number of tokens; the share of them inside all bounds of the search; for each
+    arm, and for each factor of the log-ratios under the run's own rules, the `summary`;
+    and the number of recorded updates by where their search stopped, all 0 if the clip
+    rule is not `balanced`.
+
+  Raises:
+    ValueError: no step is recorded.
+  """
+  recorded = read(workdir)
+
+  def numbers(name: str, rows: Recorded) -> dict[str, float]:
+    row = summary(rows, apply(rows, config_of(rows, arms[name])))
+    return {key: float(f'{value:.5g}') for key, value in row.items()}
+
+  return {
+    'tokens': int(recorded.loss_mask_BT.sum()),
+    'inside': numbers(arm, recorded)['inside'],
+    'arms': {name: numbers(name, recorded) for name in arms},
+    'staler': {str(times): numbers(arm, staler(recorded, times)) for times in STALER},
+    'searches': _searches(workdir, recorded),
+  }
+
+
+def _searches(workdir: str, recorded: Recorded) -> dict[str, int]:
+  counts, clip = dict.fromkeys(ENDS, 0), recorded.config.clip
+  if clip.rule != 'balanced':
+    return counts
+  groups = step_record.read(workdir, recorded.step)
+  bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
+  start, end = zip(clip.balanced.low, clip.balanced.high, strict=True)
+  for pair in bounds.values():
+    at_end = 'ends' if np.allclose(pair, end) else 'between'
+    counts['start' if np.allclose(pair, start) else at_end] += 1
+  return counts
+
+
+def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:
+  """Returns tables of the stored runs, a row per arm and a row per staleness.
+
+  Numbers are means and standard errors over runs.
+  """
+  mean, error = mean_and_error([run['inside'] for run in stored])
+  tokens = sum(run['tokens'] for run in stored)
+  low, high = INSIDE
+  inside = (
+    f'{len(stored)} recorded steps, {tokens} tokens with an advantage: '
+    f'{mean:.1%} ± {error:.1%} of them have a ratio between {low} and {high}.'
+  )
+  count = {at: sum(run['searches'][at] for run in stored) for at in ENDS}
+  if total := sum(count.values()):
+    inside += (
+      f' Of their {total} recorded updates {count["start"]} have the bounds of the '
+      f'start, {count["ends"]} those of both ends, {count["between"]} others.'
+    )
+  texts = [inside]
+  for part, corner, columns in (
+    ('arms', 'rules of', COLUMNS),
+    ('staler', 'log-ratios times', COLUMNS | {'inside': 'inside'}),
+  ):
+    rows = [[name] for name in stored[0][part]]
+    for row, column in itertools.product(rows, columns):
+      mean, error = mean_and_error([run[part][row[0]][column] for run in stored])
+      row.append(f'{mean:.3f} ± {error:.3f}')
+    header = [corner, *columns.values()]
+    texts.append(tables.markdown(rows, header, 'l' + 'r' * len(columns)))
+  return '\n\n'.join(texts)
+
+
+def read_summaries(folder: str) -> list[dict[str, Any]]:
+  """Returns the stored summaries, ordered by run name."""
+  paths = sorted(pathlib.Path(folder, 'results', 'recorded').glob('*.json'))
+  return [files.read_json(path, experiments.WAY_OUT) for path in paths]
+
+
+def store_summaries(module: Any, folder: str, runs: str) -> None:
+  """Stores the summaries of the runs whose workdirs exist.
+
+  Args:
+    module: the description of the page, from `claims.load`.
+    runs: folder of the workdirs.
+  """
+  experiment, arm, others = module.RECORDED
+  arms = {name: module.ARMS[name] for name in others}
+  path = os.path.join(folder, 'results', 'recorded')
+  for name, run in experiments.runs(module.get_experiment(experiment)).items():
+    workdir = os.path.join(runs, experiment, name)
+    if run.arm == arm and os.path.isdir(workdir):
+      experiments.write(path, name, summarise(workdir, arms, arm))

@@ -1,11 +1,9 @@
 """Describes a page of papers/, and renders its tables and verdicts from results.
 
-A page's claims.py holds `SHOWN` (experiment -> Shown) and `CLAIMS`. `means` has a row
-per cell, `comparisons` a row per pair of cells. Only hypotheses of the protocol have
-p-values; other differences have an interval and the number of seeds above 0.
-
-A claim consists of parts. A part has one number per seed: an outcome summed over some
-cells, less that of others, less a constant. `judge` gives the verdict:
+`means` has a row per cell, `difference_table` a row per pair of cells; only hypotheses
+of the protocol have p-values. A claim consists of parts, each with one number per seed:
+an outcome of some cells, less that of others, less a constant. `judge` gives the
+verdict:
 
   seen       every part has the claimed sign, with p < .05 by Holm over the parts;
   opposite   a part has the other sign with such a p;
@@ -39,7 +37,6 @@ from lab.outcomes import (
   smallest_effect,
 )
 
-UNKNOWN = '-'
 SEEN, OPPOSITE, NOT_SEEN, NOT_RUN = 'seen', 'opposite', 'not seen', 'not run'
 BY_DESIGN = 'by design'
 SIGNIFICANT = 0.05
@@ -103,8 +100,8 @@ def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
     for name in columns:
       mean, error = mean_and_error([OUTCOMES[name][1](r) for r in by_seed.values()])
       text = f'{mean:.3f} ± {error:.3f}' if error >= 0.0005 else f'{mean:.3f}'
-      row.append(UNKNOWN if math.isnan(mean) else text)
-    if set(row[2:]) != {UNKNOWN}:
+      row.append('-' if math.isnan(mean) else text)
+    if set(row[2:]) != {'-'}:
       rows.append(row)
   header = ['arm', 'seeds', *(OUTCOMES[name][0] for name in columns)]
   return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1))
@@ -146,11 +143,11 @@ def differences_of(
 
   Pairs with fewer than two such seeds are left out.
   """
-  grouped, pairs = cells(results), dict[str, np.ndarray]()
-  combinations = dict.fromkeys(cell[1:] for cell in grouped)
+  pairs = dict[str, np.ndarray]()
+  combinations = dict.fromkeys(cell[1:] for cell in cells(results))
   for levels, other in itertools.product(combinations, others):
-    difference_S = contrast(grouped, [(arm, *levels)], [(other, *levels)], outcome)
-    if difference_S is not None and len(difference_S) > 1:
+    difference_S = contrast(results, [(arm, *levels)], [(other, *levels)], outcome)
+    if len(difference_S) > 1:
       where = ', '.join(levels) if len(combinations) > 1 else ''
       pairs[' at '.join(filter(None, [f'{arm} minus {other}', where]))] = difference_S
   return pairs
@@ -164,12 +161,11 @@ def judge(
   Args:
     seeds: all seeds of its experiment.
   """
-  grouped, differences = cells(results), []
-  for part in claim.parts:
-    difference_S = contrast(grouped, part.plus, part.minus, part.outcome, seeds)
-    if difference_S is not None and len(difference_S) > 1:
-      differences.append(difference_S - part.less)
-  if not claim.parts or len(differences) < len(claim.parts):
+  differences = [
+    contrast(results, part.plus, part.minus, part.outcome, seeds) - part.less
+    for part in claim.parts
+  ]
+  if not differences or min(map(len, differences)) < 2:
     return NOT_RUN, []
   adjusted = holm([sign_flip(difference_S) for difference_S in differences])
   tested = len(seeds) >= FEWEST and not claim.by_design

@@ -5,8 +5,8 @@
 2. `runs` builds the config of every run: arms x factor levels x seeds.
 3. `outcome` extracts the quantities of tables and figures from a finished workdir;
    `write` stores them in <results>/<run>.json.
-4. `read` loads the results of an experiment. It refuses results of different versions
-   of the code, and `is_done` refuses a result of another config.
+4. `undone` lists the runs to train, and `read` loads the results of an experiment.
+   Both refuse results of different versions of the code.
 """
 
 import importlib.util
@@ -31,28 +31,12 @@ Result = Mapping[str, Any]  # as returned by `outcome`
 
 # Metrics whose value after every step is part of a result.
 STEP_METRICS = (
-  'rollout/accuracy',
-  'rollout/length_right',
-  'rollout/length_wrong',
-  'rollout/truncated',
-  'rollout/responses',
-  'batch/learnable',
-  'batch/filled',
-  'batch/reevaluated',
-  'batch/reused',
-  'clip/share_start',
-  'clip/share',
-  'clip/low',
-  'clip/high',
-  'clip/moved',
-  'clip/target_met',
-  'clip/fraction',
-  'loss/entropy',
-  'loss/ratio_max',
-  'learner/grad_norm',
-  'learner/skipped',
-  'learner/updates',
-)
+  'rollout/accuracy', 'rollout/length_right', 'rollout/length_wrong',
+  'rollout/truncated', 'rollout/responses', 'batch/learnable', 'batch/filled',
+  'batch/reevaluated', 'batch/reused', 'clip/share_start', 'clip/share', 'clip/low',
+  'clip/high', 'clip/moved', 'clip/target_met', 'clip/fraction', 'loss/entropy',
+  'loss/ratio_max', 'learner/grad_norm', 'learner/skipped', 'learner/updates',
+)  # fmt: skip
 WAY_OUT = 'remove it, and the runner makes it again'
 
 
@@ -161,14 +145,11 @@ def outcome(
 ) -> dict[str, Any]:
   """Returns the result of a finished run as JSON values.
 
-  Keys:
-    arm, levels, seed, config (fingerprint), commit, versions: identify the run;
-    diverged: whether non-finite updates ended the run early; planned: its steps;
-    evaluations: [step, accuracy, standard error, responses sampled] of each;
-    right: step -> number of right responses to each held-out problem, of the first and
-      the last evaluation; group_size: responses to each problem;
-    steps: metric -> values after every step, five digits, null where not finite;
-    seconds: training time without the warm start.
+  `diverged` is whether non-finite updates ended the run before its `planned` steps.
+  `evaluations` are [step, accuracy, standard error, responses sampled]. `right` is step
+  -> number of right responses, of `group_size`, to each held-out problem, for the first
+  and the last evaluation. `steps` is metric -> values after every step, five digits,
+  null where not finite. `seconds` are without the warm start.
   """
   rows = metrics.read(workdir)
   trained = [row for row in rows if row['step'] > 0]
@@ -214,58 +195,47 @@ def write(results: str, name: str, result: Result) -> None:
   """Stores the result of a run."""
   os.makedirs(results, exist_ok=True)
   text = json.dumps(result, separators=(',', ':'), allow_nan=False)
-  files.write(path_of(results, name), text + '\n')
+  files.write(f'{results}/{name}.json', text + '\n')
 
 
-def path_of(results: str, name: str) -> str:
-  """Returns the path of a run's result."""
-  return os.path.join(results, f'{name}.json')
-
-
-def is_done(results: str, name: str, run: RunSpec, versions: Mapping[str, str]) -> bool:
-  """Returns whether the result of this run is stored.
-
-  Raises:
-    ValueError: the stored result has another config, or was made by other code.
-  """
-  path = path_of(results, name)
-  if not os.path.exists(path):
-    return False
-  stored = files.read_json(path, WAY_OUT)
-  if stored.get('config') != fingerprint(run.config):
-    raise ValueError(f'{path} has another config than the description; {WAY_OUT}')
-  if stored.get('versions') != dict(versions):
-    raise ValueError(
-      f'{path} was made by other code or packages, at commit {stored.get("commit")}; '
-      'continue at that commit, or remove its results'
-    )
-  return True
-
-
-def borrow(
-  results: str, undone: Mapping[str, RunSpec], versions: Mapping[str, str]
-) -> set[str]:
-  """Copies results that another experiment has, and returns the runs they belong to.
+def undone(
+  results: str, specs: Mapping[str, RunSpec], versions: Mapping[str, str]
+) -> dict[str, RunSpec]:
+  """Returns the runs without a result, after copying results of other experiments.
 
   Runs with equal configs at one version of the code are the same run, whatever their
   experiments and arms are called, and are trained once.
 
   Args:
     results: folder of this experiment's results, beside those of other experiments.
-    undone: name -> run, for the runs without a result.
+
+  Raises:
+    ValueError: a stored result has another config, or was made by other code.
   """
   by_config = {}
   for path in sorted(pathlib.Path(results).parent.glob('*/*.json')):
-    stored = files.read_json(str(path), WAY_OUT)
+    stored = files.read_json(path, WAY_OUT)
     if isinstance(stored, dict) and stored.get('versions') == dict(versions):
       by_config[stored.get('config')] = stored
-  borrowed = set()
-  for name, run in undone.items():
-    if (stored := by_config.get(fingerprint(run.config))) is not None:
-      identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
-      write(results, name, stored | identity)
-      borrowed.add(name)
-  return borrowed
+  missing = {}
+  for name, run in specs.items():
+    path, config = f'{results}/{name}.json', fingerprint(run.config)
+    if not os.path.exists(path):
+      if config in by_config:
+        identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
+        write(results, name, by_config[config] | identity)
+      else:
+        missing[name] = run
+      continue
+    stored = files.read_json(path, WAY_OUT)
+    if stored.get('config') != config:
+      raise ValueError(f'{path} has another config than the description; {WAY_OUT}')
+    if stored.get('versions') != dict(versions):
+      raise ValueError(
+        f'{path} was made by other code or packages, at commit {stored.get("commit")}; '
+        'continue at that commit, or remove its results'
+      )
+  return missing
 
 
 def read(experiment: Experiment, results: str) -> dict[str, Result]:
@@ -277,7 +247,7 @@ def read(experiment: Experiment, results: str) -> dict[str, Result]:
   """
   stored: dict[str, Result] = {}
   for name, run in runs(experiment).items():
-    path = path_of(results, name)
+    path = f'{results}/{name}.json'
     if not os.path.exists(path):
       continue
     result = files.read_json(path, WAY_OUT)

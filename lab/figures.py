@@ -1,8 +1,6 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-`curves` draws metrics over the responses sampled, a line per cell; `differences` an arm
-less each of the others, a point per seed; `levels` the positive share before the bound
-search, a line per level; `plane` an arm less others in every cell of two factors.
+A figure is one of `curves`, `differences`, `levels` and `plane`.
 """
 
 import os
@@ -14,7 +12,7 @@ import numpy as np
 from bapo_jax.run import report_plots
 from lab.evidence import Drawn, differences_of
 from lab.experiments import Result
-from lab.outcomes import OUTCOMES, bootstrap_interval, cells, contrast
+from lab.outcomes import OUTCOMES, bootstrap_interval, cells, contrast, finite_pairs
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -119,8 +117,8 @@ def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   axes = _axes(1, len(others), (1.5 + 4.2 * len(others), 4.5)).flat
   for o, r, c in np.ndindex(gain_ORC.shape):
     plus, minus = ((name, rows[r], columns[c]) for name in (arm, others[o]))
-    difference_S = contrast(grouped, [plus], [minus], drawn.outcome)
-    if difference_S is None or len(difference_S) < 2:
+    difference_S = contrast(results, [plus], [minus], drawn.outcome)
+    if len(difference_S) < 2:
       continue
     gain_ORC[o, r, c] = difference_S.mean()
     text = f'{difference_S.mean():+.3f}\n{int((difference_S > 0).sum())} of '
@@ -158,13 +156,9 @@ def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndar
 
 def _points(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns (responses, values) of a run where both are finite."""
-  if metric == 'evaluations':
-    _, y, _, x = np.asarray(result['evaluations'], float).T
-    return x, y
-  steps = result['steps']
-  pairs = zip(steps['rollout/responses'], steps[metric], strict=True)
-  finite = [pair for pair in pairs if None not in pair]
-  x, y = np.asarray(finite, float).reshape(-1, 2).T
+  if metric != 'evaluations':
+    return finite_pairs(result, 'rollout/responses', metric)
+  _, y, _, x = np.asarray(result['evaluations'], float).T
   return x, y
 
 

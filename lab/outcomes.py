@@ -1,11 +1,10 @@
 """Computes what is compared between runs, and the statistics of paired differences.
 
-1. `OUTCOMES` computes scalar outcomes from the result of one run.
-2. `cells` groups results by arm and levels; runs with equal seeds are pairs.
-3. `bootstrap_interval` and `sign_flip` describe paired differences, `holm` adjusts
-   p-values over a family of comparisons, `smallest_effect` gives the power.
+`OUTCOMES` computes scalar outcomes from the result of one run; a run that diverged has
+an accuracy of 0 from there to its planned end. `contrast` pairs runs with equal seeds.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,6 @@ import numpy as np
 from lab.experiments import Result
 
 Cell = tuple[str, ...]  # (arm, level, ...)
-Cells = Mapping[Cell, Mapping[int, Result]]  # cell -> seed -> result
-Outcome = Callable[[Result], float]
-
 COLLAPSE = 2 / 3  # share of the best accuracy of a run
 SPIKE = 5.0  # multiple of the median gradient norm of a run
 DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
@@ -26,17 +22,9 @@ FEWEST = 6  # seeds of a test; with five the smallest two-sided p is 1/16
 
 
 def area(result: Result) -> float:
-  """Returns the mean held-out accuracy over the steps, by trapezoids.
-
-  The accuracy counts as 0 from a divergence to the planned end of the run.
-  """
+  """Returns the mean held-out accuracy over the steps, by trapezoids."""
   step_N, accuracy_N = _evaluations(result)
   return float(np.trapezoid(accuracy_N, step_N) / (step_N[-1] - step_N[0]))
-
-
-def final(result: Result) -> float:
-  """Returns the last held-out accuracy; 0 after a divergence."""
-  return float(_evaluations(result)[1][-1])
 
 
 def collapsed(result: Result) -> float:
@@ -54,118 +42,53 @@ def spikes(result: Result) -> float:
 def newly_solved(result: Result) -> float:
   """Returns the share solved at the end among the problems failed at the start.
 
-  A problem is solved if at least one response is right, and failed otherwise. nan if no
-  problem was failed at the start; 0 after a divergence.
+  A problem is solved if at least one response is right, and failed otherwise; nan if no
+  problem was failed at the start.
   """
   start_P, end_P = _right(result)
-  return _share(end_P > 0, start_P == 0)
+  return _mean((end_P > 0)[start_P == 0])
 
 
 def newly_failed(result: Result) -> float:
-  """Returns the share failed at the end among the problems solved at the start.
-
-  nan if no problem was solved at the start; 1 after a divergence.
-  """
+  """Returns the share failed at the end among the problems solved at the start."""
   start_P, end_P = _right(result)
-  return _share(end_P == 0, start_P > 0)
+  return _mean((end_P == 0)[start_P > 0])
 
 
 def accuracy_of_failed(result: Result) -> float:
   """Returns the accuracy at the end on the problems failed at the start.
 
-  Unlike `newly_solved` it does not grow with the number of responses. nan if no problem
-  was failed at the start; 0 after a divergence.
+  Unlike `newly_solved` it does not grow with the number of responses.
   """
   start_P, end_P = _right(result)
-  return _share(end_P / result['group_size'], start_P == 0)
+  return _mean((end_P / result['group_size'])[start_P == 0])
 
 
-def _right(result: Result) -> tuple[np.ndarray, np.ndarray]:
-  """Returns right responses per held-out problem at the start and at the end."""
-  right = [np.asarray(counts) for counts in result['right'].values()]
-  return right[0], np.zeros_like(right[0]) if result['diverged'] else right[-1]
+def mean_of(result: Result, metric: str) -> float:
+  """Returns the mean of a metric over the steps; nan without values."""
+  return _mean(_finite(result, metric))
 
 
-def _share(value_P: np.ndarray, of_P: np.ndarray) -> float:
-  return float(value_P[of_P].mean()) if of_P.any() else math.nan
+def mean_with_target(result: Result, metric: str) -> float:
+  """Returns the mean of a metric of the bound search; nan for rules without one."""
+  return mean_of(result, metric) if mean_of(result, 'clip/moved') > 0 else math.nan
 
 
-def bound_where_moved(metric: str) -> Outcome:
-  """Returns an outcome: the mean bound of the updates in which the search moved it.
+def last_of(result: Result, metric: str) -> float:
+  """Returns the last value of a metric; nan without values."""
+  return float([math.nan, *_finite(result, metric)][-1])
 
-  The mean bound of a step is linear in the share of its updates that moved: share 0
-  gives the start of the search, share 1 the value returned here. nan if all steps have
-  the same share.
+
+def bound_where_moved(result: Result, metric: str) -> float:
+  """Returns the mean bound of the updates in which the search moved it, or nan.
+
+  The mean bound of a step is linear in the share of its updates that moved; the value
+  at share 1 is returned.
   """
-
-  def outcome(result: Result) -> float:
-    steps = result['steps']
-    pairs = zip(steps['clip/moved'], steps[metric], strict=True)
-    finite = [pair for pair in pairs if None not in pair]
-    moved_S, bound_S = np.asarray(finite, float).reshape(-1, 2).T
-    if len(set(moved_S.tolist())) < 2:
-      return math.nan
-    return float(np.polyval(np.polyfit(moved_S, bound_S, 1), 1))
-
-  return outcome
-
-
-def mean_of(metric: str) -> Outcome:
-  """Returns an outcome: the mean of a metric over the steps; nan without values."""
-
-  def outcome(result: Result) -> float:
-    value_S = _finite(result, metric)
-    return float(value_S.mean()) if len(value_S) else math.nan
-
-  return outcome
-
-
-def mean_with_target(metric: str) -> Outcome:
-  """Returns `mean_of` a metric of the bound search; nan for a rule without a search."""
-  mean, moved = mean_of(metric), mean_of('clip/moved')
-  return lambda result: mean(result) if moved(result) > 0 else math.nan
-
-
-def last_of(metric: str) -> Outcome:
-  """Returns an outcome: the last value of a metric; nan without values."""
-
-  def outcome(result: Result) -> float:
-    value_S = _finite(result, metric)
-    return float(value_S[-1]) if len(value_S) else math.nan
-
-  return outcome
-
-
-# name -> (heading, function)
-OUTCOMES: dict[str, tuple[str, Outcome]] = {
-  'before': ('accuracy before', lambda result: result['evaluations'][0][1]),
-  'area': ('accuracy, mean over the run', area),
-  'final': ('accuracy at the end', final),
-  'newly_solved': ('solved of those failed before', newly_solved),
-  'newly_failed': ('failed of those solved before', newly_failed),
-  'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
-  'collapsed': ('collapsed', collapsed),
-  'entropy': ('entropy', mean_of('loss/entropy')),
-  'grad_norm': ('gradient norm', mean_of('learner/grad_norm')),
-  'spikes': ('spikes', spikes),
-  'share_start': ('share before', mean_of('clip/share_start')),
-  'share': ('share after', mean_of('clip/share')),
-  'target_met': ('target met', mean_with_target('clip/target_met')),
-  'moved': ('moved', mean_with_target('clip/moved')),
-  'clipped': ('tokens cut', mean_of('clip/fraction')),
-  'low': ('lower bound', mean_of('clip/low')),
-  'high': ('upper bound', mean_of('clip/high')),
-  'low_moved': ('lower, where moved', bound_where_moved('clip/low')),
-  'high_moved': ('upper, where moved', bound_where_moved('clip/high')),
-  'learnable': ('learnable', mean_of('batch/learnable')),
-  'filled': ('seats filled', mean_of('batch/filled')),
-  'reevaluated': ('re-evaluated', mean_of('batch/reevaluated')),
-  'reused': ('reused', mean_of('batch/reused')),
-  'responses': ('responses', last_of('rollout/responses')),
-  'updates': ('updates', last_of('learner/updates')),
-  'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
-  'seconds': ('seconds', lambda result: result['seconds']),
-}
+  moved_S, bound_S = finite_pairs(result, 'clip/moved', metric)
+  if len(set(moved_S.tolist())) < 2:
+    return math.nan
+  return float(np.polyval(np.polyfit(moved_S, bound_S, 1), 1))
 
 
 def _evaluations(result: Result) -> tuple[np.ndarray, np.ndarray]:
@@ -178,9 +101,65 @@ def _evaluations(result: Result) -> tuple[np.ndarray, np.ndarray]:
   return step_N, accuracy_N
 
 
+def _right(result: Result) -> tuple[np.ndarray, np.ndarray]:
+  """Returns right responses per held-out problem at the start and at the end."""
+  right = [np.asarray(counts) for counts in result['right'].values()]
+  return right[0], np.zeros_like(right[0]) if result['diverged'] else right[-1]
+
+
+def _mean(value_N: np.ndarray) -> float:
+  return float(value_N.mean()) if len(value_N) else math.nan
+
+
 def _finite(result: Result, metric: str) -> np.ndarray:
-  values = result['steps'][metric]
-  return np.asarray([value for value in values if value is not None], float)
+  return finite_pairs(result, metric, metric)[0]
+
+
+def finite_pairs(result: Result, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the values of two metrics at the steps where both are finite."""
+  pairs = zip(result['steps'][x], result['steps'][y], strict=True)
+  finite = [pair for pair in pairs if None not in pair]
+  x_S, y_S = np.asarray(finite, float).reshape(-1, 2).T
+  return x_S, y_S
+
+
+Outcome = Callable[[Result], float]
+# name -> (heading, function)
+OUTCOMES: dict[str, tuple[str, Outcome]] = {
+  'before': ('accuracy before', lambda result: result['evaluations'][0][1]),
+  'area': ('accuracy, mean over the run', area),
+  'final': ('accuracy at the end', lambda result: float(_evaluations(result)[1][-1])),
+  'newly_solved': ('solved of those failed before', newly_solved),
+  'newly_failed': ('failed of those solved before', newly_failed),
+  'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
+  'collapsed': ('collapsed', collapsed),
+  'spikes': ('spikes', spikes),
+  'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
+  'seconds': ('seconds', lambda result: result['seconds']),
+}
+_OF_METRICS = {  # name -> (heading, function, metric)
+  'entropy': ('entropy', mean_of, 'loss/entropy'),
+  'grad_norm': ('gradient norm', mean_of, 'learner/grad_norm'),
+  'share_start': ('share before', mean_of, 'clip/share_start'),
+  'share': ('share after', mean_of, 'clip/share'),
+  'target_met': ('target met', mean_with_target, 'clip/target_met'),
+  'moved': ('moved', mean_with_target, 'clip/moved'),
+  'clipped': ('tokens cut', mean_of, 'clip/fraction'),
+  'low': ('lower bound', mean_of, 'clip/low'),
+  'high': ('upper bound', mean_of, 'clip/high'),
+  'low_moved': ('lower, where moved', bound_where_moved, 'clip/low'),
+  'high_moved': ('upper, where moved', bound_where_moved, 'clip/high'),
+  'learnable': ('learnable', mean_of, 'batch/learnable'),
+  'filled': ('seats filled', mean_of, 'batch/filled'),
+  'reevaluated': ('re-evaluated', mean_of, 'batch/reevaluated'),
+  'reused': ('reused', mean_of, 'batch/reused'),
+  'responses': ('responses', last_of, 'rollout/responses'),
+  'updates': ('updates', last_of, 'learner/updates'),
+}
+OUTCOMES |= {
+  name: (heading, functools.partial(compute, metric=metric))
+  for name, (heading, compute, metric) in _OF_METRICS.items()
+}
 
 
 def cells(results: Mapping[str, Result]) -> dict[Cell, dict[int, Result]]:
@@ -193,31 +172,30 @@ def cells(results: Mapping[str, Result]) -> dict[Cell, dict[int, Result]]:
 
 
 def contrast(
-  grouped: Cells,
+  results: Mapping[str, Result],
   plus: Sequence[Cell],
   minus: Sequence[Cell],
   outcome: str,
   seeds: Sequence[int] | None = None,
-) -> np.ndarray | None:
+) -> np.ndarray:
   """Returns sums of an outcome over the cells `plus` less those over `minus`, by seed.
 
   Args:
     seeds: seeds that every cell must have; None for the seeds that all cells share.
 
   Returns:
-    f64 [S] without the seeds whose outcome is nan; None if a cell lacks one of `seeds`.
+    f64 [S] without nan outcomes; empty if a cell lacks one of `seeds`.
   """
-  by_seed = [grouped.get(cell, {}) for cell in (*plus, *minus)]
-  shared = set.intersection(*map(set, by_seed))
+  grouped, compute = cells(results), OUTCOMES[outcome][1]
+  shared = set.intersection(*(set(grouped.get(cell, {})) for cell in (*plus, *minus)))
   if seeds is None:
     seeds = sorted(shared)
   elif set(seeds) - shared:
-    return None
-  compute = OUTCOMES[outcome][1]
-  signs = [1] * len(plus) + [-1] * len(minus)
+    return np.zeros(0)
   total_S = np.zeros(len(seeds))
-  for sign, results in zip(signs, by_seed, strict=True):
-    total_S += sign * np.asarray([compute(results[seed]) for seed in seeds])
+  for sign, side in ((1, plus), (-1, minus)):
+    for cell in side:
+      total_S += sign * np.asarray([compute(grouped[cell][seed]) for seed in seeds])
   return total_S[~np.isnan(total_S)]
 
 

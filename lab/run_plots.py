@@ -1,12 +1,8 @@
 """Draws figures of any workdirs: runs side by side, and their recorded tokens.
 
-1. `read_run` reads metrics, config and a recorded step of a workdir.
-2. `differences` lists the knobs in which runs differ.
-3. `overlay` draws the curves of several runs into the same panels.
-4. `ratios` draws recorded tokens (probability, ratio, bounds), `lengths` recorded
-   responses (length, advantage).
-
-notebooks/4_your_run.ipynb shows them.
+`read_run` reads metrics, config and a recorded step of a workdir. `overlay` draws the
+curves of several runs into the same panels, `ratios` and `lengths` their recorded
+tokens and responses. notebooks/4_your_run.ipynb shows them.
 """
 
 import json
@@ -29,20 +25,14 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, '#009E73', '#CC79A7', '#000000')  # one per run, in order
+LENGTHS = ('rollout/length_right', 'rollout/length_wrong')
+BOUNDS = ('clip/high', 'clip/low')
 PANELS = (  # (title, unit, metrics: the first drawn solid, the second dashed)
   ('Reward of the fresh responses', 'mean reward', ('rollout/reward',)),
   ('Accuracy on held-out problems', 'accuracy ± standard error', ('eval/accuracy',)),
-  (
-    'Response length, right (solid) and wrong (dashed)',
-    'tokens',
-    ('rollout/length_right', 'rollout/length_wrong'),
-  ),
+  ('Response length, right (solid) and wrong (dashed)', 'tokens', LENGTHS),
   ('Entropy of the policy', 'nats per token', ('loss/entropy',)),
-  (
-    'Clip bounds, upper (solid) and lower (dashed)',
-    'probability ratio',
-    ('clip/high', 'clip/low'),
-  ),
+  ('Clip bounds, upper (solid) and lower (dashed)', 'probability ratio', BOUNDS),
   ('Tokens clipped', 'share', ('clip/fraction',)),
   ('Largest ratio of a token', 'probability ratio', ('loss/ratio_max',)),
   ('KL from behaviour to current policy', 'nats per token', ('loss/kl',)),
@@ -162,9 +152,9 @@ def tokens(
     and response.cut_T is not None
     and np.sign(response.advantage) == sign
   ]
-  if not responses:
-    return np.zeros(0), np.zeros(0), np.zeros(0, bool)
-  mu_N, ratio_N, cut_N = (np.concatenate(x) for x in zip(*responses, strict=True))
+  none = np.zeros(0), np.zeros(0), np.zeros(0, bool)
+  columns = zip(none, *responses, strict=True)
+  mu_N, ratio_N, cut_N = (np.concatenate(column) for column in columns)
   return mu_N, ratio_N, cut_N
 
 

@@ -4,15 +4,12 @@ r"""Runs an experiment with several workers, and tabulates its arms over the see
   python -m lab.sweep papers/2510.18927/experiments.py:main \
     --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
 
-1. Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and
-   then writes <results>/<experiment>/<run>.json.
-2. Runs with equal warm starts wait until one of them has made it, and copy it.
-3. A run that another experiment under <results> has done is taken from there.
-4. Ctrl-C stops all runs after their step; the same command resumes.
-
-Overrides such as --config.steps=3 change the config that all runs share; --table only
-prints the table. A result names its commit: uncommitted changes are refused, and so are
-stored results of another config or another version of the code.
+Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
+writes <results>/<experiment>/<run>.json. Runs with equal warm starts wait until one of
+them has made it, and copy it. Ctrl-C stops all runs after their step; the same command
+resumes. Overrides such as --config.steps=3 change the config that all runs share;
+--table only prints the table. A result names its commit: uncommitted changes are
+refused, and so are stored results of another config or another version of the code.
 """
 
 import argparse
@@ -22,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from bapo_jax.run import experiment
 from bapo_jax.runtime import files, versions
@@ -41,37 +37,25 @@ COMPARED = ('final', 'accuracy_of_failed', 'newly_solved')  # with the first arm
 TABLES = (('before', *COMPARED), ('responses', 'steps', 'updates', 'seconds'))
 
 
-class Summary(NamedTuple):
-  """How the runs of a call ended."""
-
-  done: list[str]
-  failed: dict[str, int]  # run -> exit status
-  signal: int  # the signal that ended the call; 0: none
-
-
 def commit() -> str:
   """Returns the commit of the source.
 
   Raises:
     ValueError: there is no commit, or the source has uncommitted changes.
   """
-
-  def git(*args: str) -> str:
-    call = subprocess.run(['git', *args], cwd=ROOT, capture_output=True, text=True)
-    if call.returncode:
-      raise ValueError(f'results name a commit, and git has none: {call.stderr}')
-    return call.stdout.strip()
-
-  if changed := git('status', '--porcelain', '--', *SOURCE):
-    raise ValueError(f'results name a commit; commit these changes first: {changed}')
-  return git('rev-parse', 'HEAD')
+  command = ['git', 'status', '--porcelain=v2', '--branch', '--', *SOURCE]
+  call = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  lines = call.stdout.splitlines()
+  changed = [line for line in lines if not line.startswith('# ')]
+  if call.returncode or changed:
+    raise ValueError(f'results name a commit; commit first: {call.stderr or changed}')
+  return lines[0].removeprefix('# branch.oid ')
 
 
 def warm_start(run: RunSpec) -> str:
   """Returns the name of a run's warm start; '' for a model read from files."""
-  if run.config.model.path:
-    return ''
-  return os.path.basename(policy.warm_start_path(run.config, ''))
+  path = policy.warm_start_path(run.config, '')
+  return '' if run.config.model.path else os.path.basename(path)
 
 
 def share(folder: str, name: str, start: str) -> bool:
@@ -95,17 +79,21 @@ def drive(
   start: Callable[[str, int], subprocess.Popen],
   ready: Callable[[str, str], bool],
   workers: int,
-) -> Summary:
+) -> tuple[dict[str, int], int]:
   """Runs processes, at most `workers` at once, until all have ended or a signal comes.
 
   Args:
     waiting: run -> warm start, in the order of work.
     start: (run, core) -> its process.
     ready: (run, warm start) -> whether the warm start exists.
+
+  Returns:
+    (failed run -> exit status, the signal or 0)
   """
   waiting, total, began = dict(waiting), len(waiting), time.monotonic()
   active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with core, warm start
-  summary = Summary([], {}, 0)
+  failed: dict[str, int] = {}
+  over = passed_on = 0
   with stoppable() as stop:
     while active or (waiting and not stop.signal):
       # Every free core gets the next run whose warm start exists or is not being made.
@@ -116,22 +104,19 @@ def drive(
         if run is not None:
           active[run] = start(run, core), core, waiting.pop(run)
       # A signal is passed on once: a second one would stop the runs without saving.
-      if stop.signal and not summary.signal:
-        summary = summary._replace(signal=stop.signal)
+      if stop.signal and not passed_on:
+        passed_on = stop.signal
         for process, *_ in active.values():
           process.send_signal(stop.signal)
       ended = [run for run, (p, *_) in active.items() if p.poll() is not None]
       for run in ended:
-        status = active.pop(run)[0].returncode
-        if status == 0:
-          summary.done.append(run)
-        elif not stop.signal:
-          summary.failed[run] = status
-        over, s = len(summary.done) + len(summary.failed), time.monotonic() - began
-        left = (total - over) * s / max(1, over) / 60
+        status, over = active.pop(run)[0].returncode, over + 1
+        if status and not stop.signal:
+          failed[run] = status
+        left = (total - over) * (time.monotonic() - began) / over / 60
         log(f'{run}: status {status}. {over} of {total} over, {left:.0f} min left.')
       time.sleep(0 if ended else POLL_S)
-  return summary
+  return failed, stop.signal
 
 
 def train(run: RunSpec, name: str, folder: str, results: str, core: int = 0) -> int:
@@ -167,9 +152,7 @@ def table(made: Experiment, results: str) -> str:
   return '\n\n'.join(filter(None, parts))
 
 
-def start_process(
-  command: list[str], folder: str, run: str, core: int
-) -> subprocess.Popen:
+def launch(command: list[str], folder: str, run: str, core: int) -> subprocess.Popen:
   """Starts a run with its output in a file; signals of the terminal do not reach it."""
   environment = os.environ | {
     # One program serves all runs with its shapes; many small ones add up.
@@ -187,13 +170,8 @@ def start_process(
     )
 
 
-def run_all(
-  made: Experiment, folder: str, results: str, workers: int, command: list[str]
-) -> int:
-  """Trains what is not done and logs the table.
-
-  Args:
-    command: trains a single run if --only=<run> is added.
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs an experiment or prints its table.
 
   Returns:
     0 if everything is done, 1 if a run failed, 128 + signal number after a signal.
@@ -201,34 +179,6 @@ def run_all(
   Raises:
     ValueError: the source has uncommitted changes, or a stored result is refused.
   """
-  commit()
-  code, specs = versions.all_of_them(), experiments.runs(made)
-  undone = {
-    run: spec
-    for run, spec in specs.items()
-    if not experiments.is_done(results, run, spec, code)
-  }
-  borrowed = experiments.borrow(results, undone, code)
-  waiting = {run: warm_start(undone[run]) for run in undone if run not in borrowed}
-  done = f'{len(specs) - len(waiting)} of {len(specs)} runs are done'
-  log(f'{done}, {len(borrowed)} of them by another experiment.')
-  with locked(folder), writable(folder):
-    summary = drive(
-      waiting,
-      lambda run, core: start_process(command, folder, run, core),
-      lambda run, start: share(folder, run, start),
-      workers,
-    )
-  for run, status in summary.failed.items():
-    log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
-  if summary.signal:
-    return 128 + summary.signal
-  log(table(made, results))
-  return int(bool(summary.failed))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs an experiment or prints its table; returns an exit status."""
   argv = sys.argv[1:] if argv is None else list(argv)
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('experiment', help='path/experiments.py:name')
@@ -242,16 +192,29 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args([arg for arg in argv if arg not in given])
   made = experiments.load(args.experiment)
   made = made._replace(values=experiments.with_knobs(made.values, overrides(given)))
-  name = args.experiment.rpartition(':')[2]
+  specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
   folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
-  if args.table:
-    print(table(made, results))
-    return 0
   if args.only:
-    run = experiments.runs(made)[args.only]
-    return train(run, args.only, folder, results, args.core)
-  command = [sys.executable, '-m', 'lab.sweep', *argv]
-  return run_all(made, folder, results, args.workers, command)
+    return train(specs[args.only], args.only, folder, results, args.core)
+  if not args.table:
+    commit()
+    undone = experiments.undone(results, specs, versions.all_of_them())
+    waiting = {run: warm_start(spec) for run, spec in undone.items()}
+    log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
+    command = [sys.executable, '-m', 'lab.sweep', *argv]
+    with locked(folder), writable(folder):
+      failed, signal = drive(
+        waiting,
+        lambda run, core: launch(command, folder, run, core),
+        lambda run, start: share(folder, run, start),
+        args.workers,
+      )
+    for run, status in failed.items():
+      log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
+    if failed or signal:
+      return 128 + signal if signal else 1
+  log(table(made, results))
+  return 0
 
 
 if __name__ == '__main__':

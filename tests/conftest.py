@@ -70,8 +70,8 @@ def variant(request: pytest.FixtureRequest) -> Callable:
 def topology() -> Callable:
   """Returns devices of a TPU that is not attached, to compile for; needs libtpu."""
   pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
+  from bapo_jax.main import PLANNING
   from bapo_jax.tools.plan import plan
-  from bapo_jax.tools.plan.environment import PLANNING
 
   os.environ.update({k: v for k, v in PLANNING.items() if 'EFFORT' not in k})
   return lambda name: plan.attach(name)[1]

@@ -30,7 +30,7 @@ SMALLEST = {
   'models.load_weights': '--gb=0.1',
   'models.tower': '--layers=4 --pictures=2 --side=112 --batches=1 --times=1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
-  'rollout.sampler': '--batch=8 --waves=1',
+  'rollout.sampler': '--batch=8 --waves=1 --alone',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.learner': '--rows=8 --length=32 --rounds=1 --cases=1:1',
   'training.lora': '--model=MODEL --data=PROBLEMS --steps=1 --rank=2 --workdir=RUNS',
@@ -120,8 +120,7 @@ def smallest(module, folder, work):
   text = text.replace('TINY', ' '.join(flags(runs.TINY | {'mesh.data': -1})))
   for name, path in names.items():
     text = text.replace(name, path)
-  alone = module == 'rollout.sampler' and not installed('torch')
-  return text.split() + ['--alone'] * alone
+  return text.split()
 
 
 def small(command, folder, work):

@@ -26,7 +26,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import build, trainer
+from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS
@@ -52,6 +52,7 @@ def check(config: Config, workdir: str) -> int:
     )
   began, timer = time.perf_counter(), PhaseTimer()
   r = derive.prepare(config, workdir)
+  budget.check(r.budget, budget.capacity(r.mesh))
   config, known = r.config, known_of(r)
   knobs, rows = (config.prompts, config.problems), (known.training, known.held_out)
   vision = r.spec.vision
@@ -163,7 +164,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
       f'{quoted(text)}'
     )
   training, held_out = known.lengths(config.tokenizer.template)
-  disk = check_rules.disk_bytes(config, known) / 1e9
+  disk = r.budget.disk / 1e9
   lines += [
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}',

@@ -25,7 +25,7 @@ from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.training import remat, resolve
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
 
@@ -110,7 +110,7 @@ def gather(
     tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
-    memory=remat.limit(sharding.make() if mesh is None else mesh),
+    memory=budget.limit(sharding.make() if mesh is None else mesh),
     mesh=mesh,
     schedule=schedule,
   )

@@ -18,7 +18,6 @@ from typing import Any
 
 from bapo_jax.data import layouts, pictures
 from bapo_jax.data.row import Row
-from bapo_jax.runtime import json_files
 
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 BATCH = 256  # rows of a parquet file that are converted at once
@@ -133,7 +132,7 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
 
 def _loads(path: str, place: str, text: str) -> Any:
   try:
-    return json.loads(text, object_pairs_hook=json_files.once)
+    return json.loads(text)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}, {place}: not JSON ({error})') from error
 

@@ -121,9 +121,7 @@ def make_train_step(
     kl=config.loss.kl,
     kl_direction=config.loss.kl_direction,
   )
-  step = functools.partial(
-    learner.learn, tx=optimizer(config), objective=objective, record=True
-  )
+  step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))
 
 

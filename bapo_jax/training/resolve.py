@@ -2,7 +2,7 @@
 
 1. `check_available` finds the files of model and problems, downloads what is missing,
    and opens the model: its config.json and its tokenizer are read here only;
-2. `resolve` lays out the mesh and chooses the schedule of the learner.
+2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
 
 Everything below receives the `Resolved` and asks for no file and no device again.
 """
@@ -24,15 +24,16 @@ from bapo_jax.models import attention, lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import MERGE
+from bapo_jax.models.knobs import MERGE, TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.runtime import hub_names
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import remat
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
 # Knobs of the section `model` that are not fields of ModelSpec.
@@ -55,6 +56,7 @@ class Resolved:
   model: Model
   mesh: Mesh
   schedule: Schedule  # of the learner
+  budget: Budget  # bytes per device, and of the checkpoints
 
   @property
   def spec(self) -> ModelSpec:
@@ -204,11 +206,14 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
   knobs = config.model.tower.model_dump()
   tower = VisionSpec(
     **knobs,
+    heads=TOWER_HEADS,
+    patch=TOWER_PATCH,
+    window=TOWER_WINDOW,
     out=spec.width,
     full_layers=(knobs['layers'] - 1,),
     image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
     merge=MERGE,
-    least_pixels=knobs['window'] ** 2,  # a picture smaller than a window is enlarged
+    least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
   )
   vision_spec.check(tower)
   side = 3 * spec.head_width // 16
@@ -240,8 +245,10 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
-  schedule = remat.resolve(config, spec, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule)
+  schedule = budget.choose_schedule(config, spec, mesh)
+  counted = budget.count(config, spec, schedule, mesh)
+  model = Model(directory, tokenizer, spec)
+  return Resolved(config, model, mesh, schedule, counted)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

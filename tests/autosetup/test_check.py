@@ -152,9 +152,9 @@ def test_9_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
   config = main.read_config(FINETUNE, flags(tmp_path, chat_model))
   r = derive.prepare(config, str(tmp_path / 'work'))
   known = check.known_of(r)
-  each = check_rules.checkpoint_bytes(r.config, known)
+  each = sum(r.budget.checkpoint.values())
   assert each == 12 * known.parameters, 'weights and two moments'
-  assert check_rules.disk_bytes(r.config, known) == 3 * each
+  assert r.budget.disk == 3 * each
   assert findings(tmp_path, chat_model, free=2 * each) == {'disk': 'warning'}
 
 

@@ -174,10 +174,11 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
 
 def test_a_page_without_results_says_so_and_one_without_markers_is_refused(tmp_path):
   page = folder(tmp_path, seeds=0)
-  assert claims.EMPTY in claims.page(page)
+  assert claims.main([page]) == 0
+  assert claims.EMPTY in (tmp_path / 'README.md').read_text()
   (tmp_path / 'README.md').write_text('# Page\n')
   with pytest.raises(ValueError, match='<!-- claims -->'):
-    claims.page(page)
+    claims.main([page])
 
 
 def with_seeds(**by_arm):

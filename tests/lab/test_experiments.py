@@ -63,16 +63,16 @@ def test_a_fingerprint_depends_on_the_seed_and_not_on_the_title():
 
 
 def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
-  (name, run), *_ = experiments.runs(experiment()).items()
-  folder, code = str(tmp_path), {'code': 'a'}
-  assert not experiments.is_done(folder, name, run, code)
+  runs, folder, code = experiments.runs(experiment()), str(tmp_path), {'code': 'a'}
+  (name, run), *_ = runs.items()
+  assert experiments.undone(folder, runs, code) == runs
   experiments.write(folder, name, result(run))
-  assert experiments.is_done(folder, name, run, code)
+  assert [*experiments.undone(folder, runs, code)] == [*runs][1:]
   with pytest.raises(ValueError, match='c0ffee'):
-    experiments.is_done(folder, name, run, {'code': 'b'})
+    experiments.undone(folder, runs, {'code': 'b'})
   other = run._replace(config=run.config.model_copy(update={'steps': 81}))
   with pytest.raises(ValueError, match='another config'):
-    experiments.is_done(folder, name, other, code)
+    experiments.undone(folder, {name: other}, code)
 
 
 def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
@@ -81,9 +81,10 @@ def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
   for name, code in (('grpo-k8-seed0', 'a'), ('grpo-k8-seed1', 'b')):
     stored = result(runs[name], versions={'code': code})
     experiments.write(str(tmp_path / 'main'), name, stored)
-  undone, folder = experiments.runs(other), str(tmp_path / 'other')
-  assert experiments.borrow(folder, undone, {'code': 'a'}) == {'base-seed0'}
-  assert experiments.read(other, folder) == {'base-seed0': result(undone['base-seed0'])}
+  runs, folder = experiments.runs(other), str(tmp_path / 'other')
+  undone = experiments.undone(folder, runs, {'code': 'a'})
+  assert [*undone] == ['base-seed1', 'base-seed2']
+  assert experiments.read(other, folder) == {'base-seed0': result(runs['base-seed0'])}
 
 
 def test_results_of_two_versions_are_not_read_together(tmp_path):

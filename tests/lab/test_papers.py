@@ -103,8 +103,8 @@ def test_the_smallest_figure_has_the_same_numbers_when_it_is_made_again(
     command = [sys.executable, '-m', 'lab.sweep', f'{paper}/experiments.py:{name}']
     command += [f'--only={run}', f'--results={tmp_path}/results', f'--runs={tmp_path}']
     subprocess.run(command, check=True, cwd=PAPERS.parent)
-    path = experiments.path_of(f'{tmp_path}/results/{name}', run)
-    again = json.loads(pathlib.Path(path).read_text())
+    path = tmp_path / 'results' / name / f'{run}.json'
+    again = json.loads(path.read_text())
     # Another kind of processor rounds differently, and then samples other responses.
     for what in ('evaluations', 'right', 'steps'):
       assert again[what] == stored[run][what], f'{run}: {what}'

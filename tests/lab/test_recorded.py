@@ -8,7 +8,7 @@ import types
 import pytest
 
 from bapo_jax.training.config import Config, plain
-from lab import recorded
+from lab import counterfactual
 from lab.experiments import Experiment
 
 RUN = pathlib.Path(__file__).parents[2] / 'notebooks' / '5_run'
@@ -29,7 +29,7 @@ def module():
 
 
 def test_tokens_inside_all_bounds_are_counted_from_the_record():
-  found = recorded.summarise(str(RUN), ARMS, 'grpo')
+  found = counterfactual.summarise(str(RUN), ARMS, 'grpo')
   (path,) = (RUN / 'groups').glob('*.jsonl')
   inside = tokens = 0
   for line in path.read_text().splitlines():
@@ -68,32 +68,32 @@ def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
     line['low'], line['high'] = bounds.get(line['update'], (0.6, 1.7))
   path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
   others = len({line['update'] for line in lines}) - 2
-  found = recorded.summarise(str(run), ARMS, 'grpo')['searches']
+  found = counterfactual.summarise(str(run), ARMS, 'grpo')['searches']
   assert found == {'start': 1, 'between': others, 'ends': 1} and others > 5
 
 
 def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
   for run in ('grpo-seed0', 'widest-seed0'):
     shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
-  recorded.store(module(), str(tmp_path), str(tmp_path / 'runs'))
-  stored = recorded.read(str(tmp_path))
+  counterfactual.store_summaries(module(), str(tmp_path), str(tmp_path / 'runs'))
+  stored = counterfactual.read_summaries(str(tmp_path))
   assert [p.name for p in (tmp_path / 'results' / 'recorded').iterdir()] == [
     'grpo-seed0.json'
   ]
-  assert stored == [recorded.summarise(str(RUN), ARMS, 'grpo')]
+  assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
   one = {
     'tokens': 10,
     'inside': 0.8,
-    'arms': {'grpo': dict.fromkeys(recorded.COLUMNS, 0.25)},
+    'arms': {'grpo': dict.fromkeys(counterfactual.COLUMNS, 0.25)},
     'searches': {'start': 1, 'between': 2, 'ends': 4},
-    'staler': {'2': dict.fromkeys([*recorded.COLUMNS, 'inside'], 0.5)},
+    'staler': {'2': dict.fromkeys([*counterfactual.COLUMNS, 'inside'], 0.5)},
   }
   two = one | {
     'inside': 0.9,
-    'arms': {'grpo': dict.fromkeys(recorded.COLUMNS, 0.35)},
+    'arms': {'grpo': dict.fromkeys(counterfactual.COLUMNS, 0.35)},
   }
-  text = recorded.table([one, two])
+  text = counterfactual.recorded_table([one, two])
   assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
   assert 'Of their 14 recorded updates 2 have the bounds of the start, 8 those' in text
   assert '| grpo | 0.300 ± 0.050 |' in text and '| 2 | 0.500 ± 0.000 |' in text
-  assert recorded.read(str(tmp_path / 'elsewhere')) == []
+  assert counterfactual.read_summaries(str(tmp_path / 'elsewhere')) == []

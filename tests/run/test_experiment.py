@@ -151,7 +151,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
 
   def identity(step):
     with checkpoint.manager(workdir, 2) as checkpoints:
-      found = checkpoint.read_meta(checkpoints, step)['problems']
+      found = checkpoint.read_meta(checkpoint.home(workdir), step)['problems']
       assert resume.same_problems(checkpoints, found, 'refuse')
     return found
 
@@ -223,7 +223,7 @@ def test_a_refused_write_is_one_sentence(name, tmp_path):
       files.write(path, 'x' * 1000)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  for part in (path, 'File too large', 'step 12', f'--workdir={tmp_path}/run goes on'):
+  for part in (path, 'File too large', 'step 12', f'--workdir={tmp_path}/run'):
     assert part in str(error.value)
   # An error that is not about writing, and not in the workdir, passes through.
   with pytest.raises(FileNotFoundError), workdir_lib.writable(str(tmp_path / 'run')):

@@ -81,10 +81,10 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
 
 
 def test_groups_with_pictures_are_shown(pictured_run, one_device):
-  config, workdir, _ = pictured_run
+  workdir = pictured_run.workdir
   for number in (1, 2):
     console = Console(file=io.StringIO(), width=500, _environ={})
-    assert viewer.show(config, str(workdir), number, 'pc', console) == 0
+    assert viewer.show(str(workdir), number, 'pc', console) == 0
     shown = console.file.getvalue()
     assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
 

@@ -11,13 +11,13 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import experiment
 from bapo_jax.tools import eval_checkpoint
-from bapo_jax.training import remat
+from bapo_jax.training import budget
 
 COUNTED = {
   'config.json': [(hf_config, 'read_spec')],
   'directory': [(hf_directory, 'resolve'), (hf_directory, 'find')],
   'mesh': [(sharding, 'make')],
-  'schedule': [(remat, 'resolve')],
+  'schedule': [(budget, 'choose_schedule')],
 }
 MODES = {
   'train': lambda config, workdir: experiment.train(config, workdir) == 0,

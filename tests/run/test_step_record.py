@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import advantage, clip, diagnostics, loss
+from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.data import tokenizer
 from bapo_jax.learner.learner import Updated
 from bapo_jax.run import step_record
@@ -179,7 +180,7 @@ def test_the_newest_up_to_a_step_is_found_and_a_broken_file_named(tmp_path):
 @pytest.mark.parametrize('rule', ['clipped', 'sequence'])
 def test_cut_tokens_are_those_without_a_gradient(rule):
   logp_BT, batch = making.mixed_tokens()
-  bounds = clip.fixed(jnp.ones_like(logp_BT), batch, None, low=0.9, high=1.1)
+  bounds = clip.fixed(jnp.ones_like(logp_BT), batch, None, FixedClip(low=0.9, high=1.1))
   bound = {'clipped': loss.clipped, 'sequence': loss.sequence}[rule]
   tokens = diagnostics.updated_tokens(bound, jnp.asarray(logp_BT), batch, bounds)
   weight_BT = jax.grad(lambda x: bound(x, batch, lambda _: bounds)[0].sum())(

@@ -26,9 +26,9 @@ def test_the_tokenizer_is_the_models_unless_another_is_named():
 def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
   file = f'configs/aime.py:{variant}'
   given = ['--config.model.path=models/mine', '--config.mesh.tensor=1']
-  config = main.read_config(file, given, trained_here=False)
+  config = main.read_config(file, given)
   assert config.model.path == config.tokenizer.path == 'models/mine'
-  config = main.read_config(file, given[1:], trained_here=False)
+  config = main.read_config(file, given[1:])
   assert config.model.path == config.tokenizer.path != 'models/mine'
 
 
@@ -140,9 +140,7 @@ def tiny_spec():
   return resolve.open_model(tiny()).spec
 
 
-@pytest.mark.parametrize(
-  ('knob', 'value', 'named'), [('heads', 3, 'width=32'), ('window', 30, 'window=30')]
-)
+@pytest.mark.parametrize(('knob', 'value', 'named'), [('width', 30, 'width=30')])
 def test_a_tower_that_does_not_fit_is_refused(knob, value, named):
   assert f'model.tower.{named}' in refusal(**{f'model.tower.{knob}': value})
 

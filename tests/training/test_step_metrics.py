@@ -14,7 +14,6 @@ import pytest
 from runs import tiny
 
 from bapo_jax.data import tokenizer
-from bapo_jax.learner import learner
 from bapo_jax.rewards import verifiers
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
@@ -47,10 +46,10 @@ def steps(workdir, **knobs) -> list[Step]:
 
   def record(params, opt, batch):
     on_host = Batch(*map(np.array, batch))
-    params, opt, metrics = t.train_step(params, opt, batch)
-    numbers = {k: float(x) for k, x in metrics.items() if k != learner.TOKENS}
+    params, opt, metrics, tokens = t.train_step(params, opt, batch)
+    numbers = {k: float(x) for k, x in metrics.items()}
     updates.append((on_host, numbers))
-    return params, opt, metrics
+    return params, opt, metrics, tokens
 
   recording = dataclasses.replace(t, train_step=record)
   for state, row, _ in trainer.train_loop(recording, s):
