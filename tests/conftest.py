@@ -119,7 +119,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
 
 @pytest.fixture(scope='session')
 def partial_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Returns a run of twelve steps with partial rollouts, by the same rules."""
+  """Returns a run of 24 steps with partial rollouts, by the same rules."""
   return runs.recorded(tmp_path_factory, 'partial')
 
 

@@ -234,7 +234,7 @@ BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
 PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,
-  'partial': BOTH | PARTIAL | {'steps': 12, 'evaluate.every': 4},
+  'partial': BOTH | PARTIAL | {'steps': 24, 'evaluate.every': 4},
   'pictures': pictured.DRAWN
   | BOTH
   | PARTIAL
