@@ -132,9 +132,18 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
 
 def _loads(path: str, place: str, text: str) -> Any:
   try:
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_row)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}, {place}: not JSON ({error})') from error
+
+
+def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes a row of its fields; json alone would keep the last of two answers."""
+  row = dict(pairs)
+  if len(row) < len(pairs):
+    names = [name for name, _ in pairs]
+    raise ValueError(f'{max(names, key=names.count)!r} appears twice')
+  return row
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
