@@ -96,7 +96,7 @@ class TokenStats(NamedTuple):
 class UpdatedTokens(NamedTuple):
   logp_BT: Float32[Array, 'B T']   # log pi(token), nats, of the weights before the update; 0 where it was not computed
   ratio_BT: Float32[Array, 'B T']  # the ratio that the loss rule clipped; 0 outside the loss mask
-  cut_BT: Bool[Array, 'B T']       # True where A != 0 and the bounds left no gradient
+  cut_BT: Bool[Array, 'B T']       # True where A != 0 and the loss rule gave no gradient
 
 
 class Bounds(NamedTuple):

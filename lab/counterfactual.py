@@ -142,7 +142,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
     ValueError: a value of a knob is invalid.
   """
   values = with_knobs(config_lib.plain(recorded.config), knobs)
-  return config_lib.parse(values, trained_here=False)
+  return config_lib.parse(values)
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:

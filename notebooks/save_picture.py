@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.types import SOURCES, Batch
 
 HERE = pathlib.Path(__file__).parent
@@ -56,7 +57,7 @@ def draw_bounds(axis: Axes) -> None:
     axis.plot(x_N, y_N, '.', color=colour, ms=5, alpha=0.35, markeredgewidth=0)
   rules = (
     ('fixed', ':', clip.fixed(*data)),
-    ('balanced', '--', clip.balanced(*data, target=TARGET)),
+    ('balanced', '--', clip.balanced(*data, BalancedClip(target=TARGET))),
   )
   for name, style, bounds in rules:
     ends = f'{float(bounds.low):.2f} .. {float(bounds.high):.2f}'

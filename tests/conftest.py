@@ -27,6 +27,12 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
 import jax
 import pytest
+import runs
+from limits import (  # noqa: F401
+  pytest_addoption,
+  pytest_collection_modifyitems,
+  pytest_runtest_call,
+)
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would every
 # process of the tests: they would wait for an interrupt that never comes.
@@ -63,8 +69,8 @@ def variant(request: pytest.FixtureRequest) -> Callable:
 def topology() -> Callable:
   """Devices of a TPU that is not attached, to compile for; skips without libtpu."""
   pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
+  from bapo_jax.main import PLANNING
   from bapo_jax.tools.plan import plan
-  from bapo_jax.tools.plan.environment import PLANNING
 
   os.environ.update({k: v for k, v in PLANNING.items() if 'EFFORT' not in k})
   return lambda name: plan.attach(name)[1]
@@ -88,8 +94,6 @@ def few_programs() -> Iterator[None]:
 @pytest.fixture
 def one_device() -> Iterator[None]:
   """The tests have eight devices; whole runs want the laptop's one."""
-  import runs
-
   with runs.one_device():
     yield
 
@@ -97,14 +101,34 @@ def one_device() -> Iterator[None]:
 @pytest.fixture(scope='session')
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   """A workdir with the problems and the warm start of a tiny run, and nothing else."""
-  import runs
-
   return runs.shared(tmp_path_factory, 'warm_start', runs.warm_start)
 
 
 @pytest.fixture
 def warm(warm_start: pathlib.Path, tmp_path: pathlib.Path) -> Callable:
   """Makes a workdir of the test, by name, in which the warm start is done."""
-  import runs
-
   return lambda name='run': runs.copied(warm_start, tmp_path / name)
+
+
+@pytest.fixture(scope='session')
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+  """The embedded policy, both papers' rules, four synchronous steps."""
+  return runs.recorded(tmp_path_factory, 'whole')
+
+
+@pytest.fixture(scope='session')
+def partial_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+  """The same with partial rollouts, twelve steps."""
+  return runs.recorded(tmp_path_factory, 'partial')
+
+
+@pytest.fixture(scope='session')
+def pictured_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+  """The same with a vision tower, on drawn pictures, four steps."""
+  return runs.recorded(tmp_path_factory, 'pictures')
+
+
+@pytest.fixture(scope='session')
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+  """Adapters of a model in a Hugging Face directory, four steps."""
+  return runs.recorded(tmp_path_factory, 'adapters')

@@ -1,5 +1,7 @@
 """Small records for tests, filled with what tells them apart."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,40 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
     teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.asarray(completed_step_P),
   )
+
+
+EPS = float(np.finfo(np.float32).eps)
+# Relative error of exp(x - y) for x and y of a few nats: some 4 eps, four times over.
+RTOL = 16 * EPS
+
+
+def close(found, wanted, *, count, terms=None, name=''):
+  """Asserts that arrays agree up to the rounding of float32, and prints the margin.
+
+  A sum of `count` terms is off by about eps / 2 times sqrt(count) times the size of the
+  terms, which is that of the largest wanted number if not given; a difference of eight
+  times as much is an error.
+  """
+  found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+  size = np.abs(wanted).max(initial=0) if terms is None else terms
+  allowed = 4 * EPS * np.sqrt(count) * size
+  error = np.abs(found - wanted).max(initial=0)
+  print(f'{name} margin {allowed / error if error else np.inf:.1f}')
+  np.testing.assert_allclose(found, wanted, rtol=0, atol=allowed, err_msg=name)
+
+
+def close_trees(found, wanted, *, count):
+  """`close` for every array of two trees of one structure."""
+  leaves = jax.tree.leaves_with_path(wanted)
+  for (path, y), x in zip(leaves, jax.tree.leaves(found), strict=True):
+    close(x, y, count=count, name=jax.tree_util.keystr(path))
+
+
+def bound(rule, **knobs):
+  """The rule with these knobs of its section, the others at their defaults."""
+  if not knobs:
+    return rule
+  return functools.partial(rule, k=rule.__annotations__['k'](**knobs))
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
@@ -179,7 +215,7 @@ def off_policy(params, spec, P, G, T, temperature) -> Batch:
   """A batch off-policy by half a nat per token, so that some of it is clipped."""
   made = groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
   rows = learner.flatten(made, jnp.zeros(P, int), advantage.group_relative)
-  logp_BT = logprobs.sequence_logprobs(params, rows.tokens_BT, spec, temperature)[0]
+  logp_BT = logprobs.sequence_stats(params, rows.tokens_BT, spec, temperature).logp_BT
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
   loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
   return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)

@@ -9,9 +9,9 @@ import PIL.Image
 import tokenizers
 import transformers
 
-from bapo_jax.data import gallery, pictured_prompts, tokenizer
+from bapo_jax.data import gallery, tokenizer
+from bapo_jax.data import prompts as prompts_lib
 from bapo_jax.data.gallery import Gallery
-from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.transformer import ModelSpec
@@ -95,8 +95,9 @@ def problems(
   for each in sizes:
     words = rng.choice(['Find', 'x', 'and'], rng.integers(1, 4)).tolist()
     files = tuple(png(*size, seed=int(rng.integers(1000))) for size in each)
-    rows.append(PicturedRow(Row(' '.join(words + ['<image>'] * len(each)), '7'), files))
-  encoded = pictured_prompts.encode(reader(), rows, v)
+    text = ' '.join(words + ['<image>'] * len(each))
+    rows.append(Row(text, '7', pictures=files))
+  encoded = prompts_lib.encode(reader(), rows, v)
   length_P = np.asarray([len(each.tokens) for each in encoded], np.int32)
   tokens_PT = np.zeros((len(rows), max(length_P)), np.int32)
   for p, each in enumerate(encoded):

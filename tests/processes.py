@@ -1,10 +1,13 @@
 """Several processes of one run on this machine, with four virtual devices in all."""
 
+import contextlib
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +17,12 @@ DEVICES = 4
 PATIENCE_S = 7200  # the machine may be busy with something else
 
 
-def free_port() -> int:
-  """A port that was free a moment ago."""
-  with socket.create_server(('', 0)) as server:
-    return server.getsockname()[1]
+def free_port(least: int = 0) -> int:
+  """Returns a port, at least `least`, that was free a moment ago."""
+  while True:
+    port = random.randrange(least, 65536) if least else 0
+    with contextlib.suppress(OSError), socket.create_server(('', port)) as server:
+      return server.getsockname()[1]
 
 
 def environment(processes: int) -> dict[str, str]:
@@ -50,22 +55,45 @@ def ended(started: list, folder: pathlib.Path) -> tuple[list[int], list[str]]:
   return statuses, [(folder / f'{i}.txt').read_text() for i in range(len(started))]
 
 
-def scripts(source: str, processes: int, folder: pathlib.Path) -> list:
-  """Starts processes that join each other and run the source, with `hosts` in it."""
-  port = free_port()
-  head = (
-    'import sys, time, os\n'
-    'from bapo_jax.runtime import exchange, hosts\n'
-    f'hosts.initialise("127.0.0.1:{port}", int(sys.argv[1]), {processes}, 900)\n'
-  )
-  command = [sys.executable, '-c', head + source]
+def scripts(
+  source: str,
+  count: int,
+  folder: pathlib.Path,
+  join: str = '',
+  env: Sequence[dict[str, str]] = (),
+) -> list:
+  """Starts processes that join each other and run the source, with `hosts` in it.
+
+  Args:
+    source: Python.
+    count: number of processes.
+    folder: for their outputs.
+    join: the call that joins them; by default of this machine.
+    env: more of the environment, per process.
+  """
+  address = f'127.0.0.1:{free_port()}'
+  join = join or f'hosts.initialise("{address}", int(sys.argv[1]), {count}, 900)'
+  head = f'import os, sys, time\nfrom bapo_jax.runtime import exchange, hosts\n{join}\n'
   return start(
     [
-      {'args': [*command, str(i)], 'cwd': runs.ROOT, 'env': environment(processes)}
-      for i in range(processes)
+      {
+        'args': [sys.executable, '-c', head + source, str(i)],
+        'cwd': runs.ROOT,
+        'env': environment(count) | (env[i] if env else {}),
+      }
+      for i in range(count)
     ],
     folder,
   )
+
+
+def wait_for(folder: pathlib.Path, words: str, started: list) -> None:
+  """Returns when the words are in every output; all processes are alive until then."""
+  while not all(
+    words in (folder / f'{i}.txt').read_text() for i in range(len(started))
+  ):
+    assert [process.poll() for process in started] == [None] * len(started)
+    time.sleep(0.05)
 
 
 def trainings(

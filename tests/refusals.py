@@ -1,8 +1,18 @@
-"""The sentence by which the config refuses a value."""
+"""The sentences by which the config and the command line refuse a value."""
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pydantic
 import pytest
+from absl import logging
+from absl.testing import flagsaver
 
+from bapo_jax import main
 from bapo_jax.training.config import parse
 
 
@@ -25,3 +35,37 @@ def refusal(**dotted) -> str:
   assert not isinstance(error.value, pydantic.ValidationError)
   assert '\n' not in str(error.value)
   return str(error.value)
+
+
+class Ended(NamedTuple):
+  """A command that has ended."""
+
+  status: int
+  stdout: str
+  stderr: str
+
+
+def command(flags: Sequence[str]) -> Ended:
+  """Runs `python -m bapo_jax.main` with these flags inside this process."""
+  out, err, verbosity = io.StringIO(), io.StringIO(), logging.get_verbosity()
+  with (
+    flagsaver.flagsaver(),
+    warnings.catch_warnings(),
+    pytest.MonkeyPatch.context() as patch,
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+    pytest.raises(SystemExit) as done,
+  ):
+    patch.setattr(sys, 'unraisablehook', sys.unraisablehook)
+    main.main(main.parse(['bapo_jax', *flags]))
+  logging.set_verbosity(verbosity)
+  return Ended(done.value.code, out.getvalue(), err.getvalue())
+
+
+def refused(flags: Sequence[str]) -> str:
+  """Returns the one line on stderr by which the command line refuses these flags."""
+  ended = command(flags)
+  assert ended.status == 2, ended
+  (line,) = ended.stderr.strip().splitlines()
+  assert line.startswith('bapo_jax: ') and not ended.stdout
+  return line

@@ -6,22 +6,24 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import oracles
 import orbax.checkpoint as ocp
+import pictured
 import pytest
 from flax import traverse_util
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
@@ -34,6 +36,7 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / 'configs' / 'aime.py'
+FLAGS = '--xla_backend_optimization_level=0'
 TINY: dict[str, Any] = {
   'steps': 4,
   'model.width': 16,
@@ -111,16 +114,25 @@ def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
   return {
     'args': [*arguments, f'--workdir={workdir}', *flags],
     'cwd': ROOT,
-    'env': os.environ | {'XLA_FLAGS': '', 'PYTHONUNBUFFERED': '1'},
+    # The flags of the tests, for one device: programs are found in their cache.
+    'env': os.environ | {'XLA_FLAGS': FLAGS, 'PYTHONUNBUFFERED': '1'},
   }
 
 
-def run(workdir: str | os.PathLike, **overrides: Any) -> str:
-  """Runs the command to its end in a process of its own; returns its stdout."""
-  done = subprocess.run(
-    **command(workdir, **overrides), check=True, stdout=subprocess.PIPE, text=True
-  )
-  return done.stdout
+def train(
+  config: Config,
+  workdir: str | os.PathLike,
+  verifier: Callable[[], Verifier] | None = None,
+) -> int:
+  """Trains on one device of this process; returns the exit status.
+
+  Args:
+    verifier: makes the verifier; None: as the config says.
+  """
+  with one_device(), pytest.MonkeyPatch.context() as patch:
+    if verifier is not None:
+      patch.setattr(build, 'make_verifier', lambda config: verifier())
+    return experiment.train(config, str(workdir))
 
 
 class Saved(NamedTuple):
@@ -205,6 +217,65 @@ def warm_start(workdir: pathlib.Path) -> None:
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
   """A new workdir with the content of another."""
   shutil.copytree(source, to)
+  return to
+
+
+class Recorded(NamedTuple):
+  """A finished run: tests read its workdir, and copy it before they change it."""
+
+  config: Config
+  workdir: pathlib.Path
+  verifier: Callable[[], Verifier] | None = None  # None: as the config says
+
+
+# The four runs that serve every test of a finished run, each with all checkpoints.
+STEPS = {'checkpoint.keep': 99, 'rollout.weight_sync_interval': 2}
+BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
+PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
+RECORDED: dict[str, dict[str, Any]] = {
+  'whole': BOTH,
+  'partial': BOTH | PARTIAL | {'steps': 12, 'evaluate.every': 4},
+  'pictures': pictured.DRAWN
+  | BOTH
+  | PARTIAL
+  | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2},
+  'adapters': STEPS | {'lora.rank': 2, 'optimizer.lr': 1e-2},
+}
+
+
+def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
+  """Returns the recorded run of this name; the first call of a session trains it.
+
+  The embedded policy has its warm start; models that cannot compute yet are rewarded
+  for responses of an odd length, so that there is something to learn.
+  """
+  knobs = RECORDED[name]
+  if name == 'adapters':
+    knobs = knobs | {'model.path': str(shared(factory, 'llama', source))}
+  made = tiny(**knobs)
+
+  verifier = None if name in ('whole', 'partial') else making.OddVerifier
+
+  def make(workdir: pathlib.Path) -> None:
+    if verifier is None:
+      copied(shared(factory, 'warm_start', warm_start), workdir)
+    assert train(made, workdir, verifier) == 0
+
+  return Recorded(made, shared(factory, f'recorded_{name}', make), verifier)
+
+
+def truncated(run: Recorded, to: pathlib.Path, step: int) -> pathlib.Path:
+  """Copies a recorded run as if it had been killed after the checkpoint of `step`."""
+  copied(run.workdir, to)
+  for saved_step in workdir_lib.checkpoint_steps(str(to)):
+    if saved_step > step:
+      shutil.rmtree(to / 'checkpoints' / str(saved_step))
+  for folder in ('groups', 'eval'):
+    for path in (to / folder).iterdir():
+      if int(path.stem) > step:
+        path.unlink()
+  for path in to.glob('report.*'):
+    path.unlink()
   return to
 
 

@@ -36,13 +36,13 @@ RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}
 MAY_NAME_RULES = {'training.rules'}
 
 ONLY = {  # package -> the modules that may import it
-  'transformers': {'data.chat_templates', 'data.tokenizer'},
-  'tensorflow_datasets': {'data.builder', 'data.hub'},
+  'transformers': {'data.tokenizer'},
+  'tensorflow_datasets': {'data.hub'},
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
   'ml_collections': {'training.overrides'},
   'PIL': {'data.pictures'},
-  'orbax': {'training.damage', 'training.checkpoint', 'training.weights'},
+  'orbax': {'training.checkpoint', 'training.weights'},
   'huggingface_hub': {'models.hf.directory', 'data.hub'},
   'math_verify': {'rewards.latex.symbolic'},
   'latex2sympy2_extended': {'rewards.latex.symbolic'},
@@ -240,3 +240,14 @@ def test_what_a_step_reports_is_in_the_glossary():
   stems += tuple(diagnostics.OF_SOURCE)
   unreported = {n for n in meant - whole if not n.startswith(stems)}
   assert not unreported, 'defined and never reported'
+
+
+def test_no_private_api_of_jax_or_orbax_is_imported():
+  private = [
+    f'{path.relative_to(ROOT)}:{n}'
+    for folder in ('bapo_jax', 'lab', 'configs', 'benchmarks')
+    for path in (ROOT / folder).rglob('*.py')
+    for n, line in enumerate(path.read_text().splitlines(), 1)
+    if re.search(r'\b(jax|orbax)\b\S*\._src\b', line)
+  ]
+  assert not private, private

@@ -110,7 +110,8 @@ def test_flops_of_a_tower_are_those_of_its_products(name):
 
 
 def test_problems_are_written_in_the_order_of_the_run(tmp_path):
-  from bapo_jax.data import prompts, tokenizer
+  from bapo_jax.data import prompts
+  from bapo_jax.data.row import Row
   from bapo_jax.training import build, resolve
 
   config = main.read_config('configs/aime.py', ['--config.steps=2'])
@@ -120,7 +121,7 @@ def test_problems_are_written_in_the_order_of_the_run(tmp_path):
   our_step.write_problems(t, tmp_path / 'problems.jsonl')
   rows = [json.loads(x) for x in (tmp_path / 'problems.jsonl').read_text().splitlines()]
   second = prompts.next_prompts(problems, 1, config.seed, config.prompts.count)
-  tokens_PT, _ = tokenizer.tokenize_prompts(
-    resolve.open_model(config).tokenizer, [r['problem'] for r in rows[64:]], 17
-  )
+  reader = resolve.open_model(config).tokenizer
+  again = [Row(row['problem'], '') for row in rows[64:]]
+  tokens_PT = prompts.tabulate(reader, again, 17, drop=False).tokens_NT
   assert (tokens_PT == second.tokens_PT).all()

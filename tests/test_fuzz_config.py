@@ -7,26 +7,24 @@ under the marker `nightly`.
 import copy
 import functools
 import math
-import pathlib
 import random
-import subprocess
-import sys
 import time
 
 import jax
 import pytest
+from refusals import refused
 
 from bapo_jax import knobs, sharding
-from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.training import build, overrides, resolve, rules
 from bapo_jax.training.config import Config, parse, plain
 
-ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
 NUMBERS = (0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**63, 10**400, -(10**400))
 NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
+LIMIT_S = 60  # thousands of times what a refusal takes
 CELL = ('a', 'fresh_only', 'fixed')
 OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
 OTHERS += ((), (1,), (0.5, 0.9), (0.9, 0.5), (math.nan, 1.0), (1, 'x'), (10**400,))
@@ -80,14 +78,14 @@ def check_sentence(error: ValueError) -> None:
 def check_trainable(config: Config) -> None:
   """Model, decode slots and train step have shapes; nothing is allocated."""
   config = config.with_values(model={'attention': 'auto'})  # others need their device
-  tokenizer = tokenizer_lib.load('characters', '{problem}\n')
   mesh = sharding.make(devices=jax.devices()[:1])
-  spec = resolve.open_model(config).spec
-  params = transformer.abstract(spec)
+  model = resolve.open_model(config)
+  r = resolve.Resolved(config, model, mesh, Schedule())
+  params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
-  engine = build.make_engine(config, spec, tokenizer, mesh)
+  engine = build.make_engine(r)
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
-  step = build.make_train_step(config, rules.bind(config), spec)
+  step = build.make_train_step(config, rules.bind(config), r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
   assert jax.tree.map(lambda x: x.shape, found[0]) == jax.tree.map(
     lambda x: x.shape, params
@@ -108,13 +106,13 @@ def run_trials(seed: int, trials: int, shaped: int) -> None:
       if accepted <= shaped and not config.model.path:
         check_trainable(config)
         began = time.perf_counter()
-    assert time.perf_counter() - began < 5, values
+    assert time.perf_counter() - began < LIMIT_S, values
     given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
     try:
       overrides.overrides([given])
     except ValueError as error:
       check_sentence(error)
-    assert time.perf_counter() - began < 5, given
+    assert time.perf_counter() - began < LIMIT_S, given
   assert accepted > trials // 20, 'most trials are refused: they test little'
 
 
@@ -134,19 +132,7 @@ def test_any_override_is_one_line_on_stderr(seed, tmp_path):
   rng = random.Random(seed)
   # No mode trains, and show finds nothing: a text that is a value ends there.
   given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
-  command = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
-  began = time.perf_counter()
-  done = subprocess.run(
-    [*command, '--mode=show', f'--workdir={tmp_path}', given],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  seconds = time.perf_counter() - began
-  assert done.returncode == 2, done.stderr
-  (line,) = done.stderr.splitlines()
-  assert line.startswith('bapo_jax: ') and 'Traceback' not in line
-  refused = 'holds no run' not in line
-  assert given.split('=')[0].removeprefix('--config.') in line or not refused
-  assert seconds < 5
+  flags = ['--config=configs/aime.py', '--mode=show', f'--workdir={tmp_path}', given]
+  line = refused(flags)
+  knob = given.split('=')[0].removeprefix('--config.')
+  assert knob in line or str(tmp_path) in line

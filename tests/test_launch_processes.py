@@ -13,7 +13,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-WAIT_S = 60
+WAIT_S = 120
 
 # --p1=hang,-9,3 is what process 1 does in its first, second and third attempt: it
 # waits, kills itself, or leaves with a status. Files say what has happened.

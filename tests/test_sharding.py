@@ -45,13 +45,9 @@ def test_make_fills_the_devices():
   'sizes', [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (-1, -1, 2), (-1, 16, 1), (-2, -2, 2)]
 )
 def test_sizes_that_do_not_fill_the_devices_are_named(sizes):
-  with pytest.raises(ValueError) as error:
-    sharding.make(*sizes)
   data, fsdp, tensor = sizes
-  assert str(error.value) == (
-    f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill 8 devices; let the '
-    'three multiply to 8, or set one of them to -1'
-  )
+  with pytest.raises(ValueError, match=f'data={data} fsdp={fsdp} tensor={tensor}'):
+    sharding.make(*sizes)
 
 
 @SPECS
@@ -179,11 +175,8 @@ def test_keys_and_values_are_placed_as_their_projections():
 
 def test_an_unmatched_path_raises():
   for name in ('layers/qq', 'layers/gate2', 'my_embed'):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=name):
       sharding.spec_of(name, (2, 16), sharding.make(2, 2, 2))
-    assert str(error.value) == (
-      f'no line of sharding.PATHS matches parameter {name!r}; add one'
-    )
 
 
 def test_key_value_heads_that_do_not_divide_are_replicated():
@@ -195,27 +188,20 @@ def test_key_value_heads_that_do_not_divide_are_replicated():
 
 
 @pytest.mark.parametrize(
-  ('name', 'shape', 'message'),
+  ('name', 'shape', 'named'),
   [
-    ('layers/q', (2, 16, 6, 4), 'layers/q: heads=6 does not divide over mesh.tensor=4'),
-    ('embed', (25, 16), 'embed: vocab=25 does not divide over mesh.tensor=4'),
-    ('layers/up', (2, 15, 32), 'layers/up: width=15 does not divide over mesh.fsdp=2'),
+    ('layers/q', (2, 16, 6, 4), r'layers/q: heads=6 .*mesh\.tensor=4'),
+    ('embed', (25, 16), r'embed: vocab=25 .*mesh\.tensor=4'),
+    ('layers/up', (2, 15, 32), r'layers/up: width=15 .*mesh\.fsdp=2'),
   ],
 )
-def test_other_axes_that_do_not_divide_are_named(name, shape, message):
-  with pytest.raises(ValueError) as error:
+def test_other_axes_that_do_not_divide_are_named(name, shape, named):
+  with pytest.raises(ValueError, match=named):
     sharding.spec_of(name, shape, sharding.make(1, 2, 4))
-  assert str(error.value) == message
 
 
 def test_replicated_heads_are_warned_of():
   devices = sharding.make(data=2, fsdp=1, tensor=4)
-  assert (
-    sharding.kv_replication_warning(devices, 8)
-    == sharding.kv_replication_warning(devices, 4)
-    == ''
-  )
-  assert sharding.kv_replication_warning(devices, 2) == (
-    '2 key/value heads do not divide over mesh.tensor=4: every device holds them all, '
-    'weights and cache'
-  )
+  for kv_heads in (4, 8):
+    assert sharding.kv_replication_warning(devices, kv_heads) == ''
+  assert 'mesh.tensor=4' in sharding.kv_replication_warning(devices, 2)

@@ -1,9 +1,9 @@
 """Three problems, a tiny random policy, and an engine that samples it."""
 
-import numpy as np
 import oracles
 
 from bapo_jax.data import prompts, tokenizer
+from bapo_jax.data.row import Row
 from bapo_jax.models import decoder, transformer
 from bapo_jax.rollout.engine import RolloutEngine
 
@@ -29,7 +29,5 @@ ENGINE = RolloutEngine(
 
 
 def problems() -> prompts.Problems:
-  tokens_NT, length_N = tokenizer.tokenize_prompts(TOKENIZER, PROBLEMS, WIDTH)
-  return prompts.Problems(
-    np.arange(3, dtype=np.int32), tokens_NT, length_N, PROBLEMS, ['2', '32', '7']
-  )
+  rows = [Row(p, a) for p, a in zip(PROBLEMS, ['2', '32', '7'], strict=True)]
+  return prompts.tabulate(TOKENIZER, rows, WIDTH, drop=False)

@@ -1,6 +1,6 @@
-"""Advantage of each response over its group: advantage rules reward_PG -> adv_PG.
+"""Advantage rules (reward_PG, k) -> adv_PG: each response compared with its group.
 
-A group of equal rewards teaches nothing: every rule gives it zeros.
+Every rule returns zeros for a group of equal rewards.
 """
 
 import jax.numpy as jnp
@@ -10,23 +10,23 @@ from bapo_jax.algorithms import knobs
 
 
 def group_relative(
-  reward_PG: Array, *, eps: float = knobs.GroupRelative().eps
+  reward_PG: Array, k: knobs.GroupRelative = knobs.GroupRelative()
 ) -> Array:
-  """(r - mean) / sqrt(var + eps), GRPO (arXiv:2402.03300, section 4.1.2)."""
+  """Returns (r - mean) / sqrt(var + eps): GRPO (arXiv:2402.03300, section 4.1.2)."""
   centred_PG = group_centred(reward_PG)
-  return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + eps)
+  return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + k.eps)
 
 
 def leave_one_out(reward_PG: Array) -> Array:
-  """r minus the mean of the others, RLOO (arXiv:2402.14740, equation 8)."""
+  """Returns r minus the mean of the other rewards: RLOO (arXiv:2402.14740, Eq. 8)."""
   G = reward_PG.shape[1]
   return group_centred(reward_PG) * (G / (G - 1))
 
 
 def group_centred(reward_PG: Array) -> Array:
-  """r - mean, Dr. GRPO (arXiv:2503.20783, section 3.2)."""
+  """Returns r - mean: Dr. GRPO (arXiv:2503.20783, section 3.2)."""
   centred_PG = reward_PG - reward_PG.mean(1, keepdims=True)
-  # The mean of equal numbers is rounded: 8 times 0.1 has a mean beside 0.1.
+  # The mean of equal numbers is rounded: the float mean of eight 0.1 is not 0.1.
   equal_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdims=True)
   return jnp.where(equal_P1, 0, centred_PG)
 

@@ -1,9 +1,4 @@
-"""Knobs of the replay buffer and of the batch rules: the groups that the learner sees.
-
-A slot's section names the rule in force and holds a section for each of its rules, so
-that choosing another rule is one word: --config.batch.rule=adapted. The knobs of a
-rule's section are the keyword-only parameters of the rule's function.
-"""
+"""Knobs of the batch rules and the replay buffer; see knobs.py for the other slots."""
 
 from typing import Literal, Self
 
@@ -30,10 +25,10 @@ class FixedThresholds(Section):
 
 
 class MovingThresholds(Section):
-  """c2 and c3 follow the mean verdict (arXiv:2602.20722, Eq. 8); c1 stays.
+  """Thresholds c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
 
-  The defaults lower the band as the policy improves, as the paper's text and code do;
-  its printed Eq. 8 raises it: exchange the ends of `low` and of `high` for that.
+  The defaults lower the band as the policy improves, like the paper's text and code.
+  Its printed Eq. 8 raises the band: exchange the ends of `low` and of `high` for that.
   """
 
   hard: float = knob(
@@ -65,7 +60,7 @@ class MovingThresholds(Section):
 
 
 class ThresholdsConfig(Section):
-  """Pass rates at which a problem is hard and a group is reusable."""
+  """Pass rates that make a problem hard or a group reusable."""
 
   rule: Literal['fixed', 'moving', 'threshold_free', 'everything'] = knob(
     'fixed', 'Threshold rule: pass rates of hard problems and of reusable groups.'
@@ -91,21 +86,21 @@ class BufferConfig(Section):
     most=1 << 20,
   )
   max_off_policy_steps: int = knob(
-    3, 'Age in learner steps up to which a reusable group is trained on.', least=1
+    3, 'Maximum age of a reusable group in training, learner steps.', least=1
   )
   max_reuse: int = knob(
     3, 'Times that a reusable group is trained on again before it is dropped.', least=1
   )
   reevaluate: int = knob(
-    16, 'Hard problems per re-evaluation, those tried longest ago first.', least=0
+    16, 'Hard problems per re-evaluation, oldest last attempt first.', least=0
   )
   reeval_interval: int = knob(
     2, 'Learner steps between re-evaluations of hard problems.', least=1
   )
   hard_order: HardOrder = knob(
     'fifo',
-    'Hard problem that leaves a full buffer: the one that entered first (the paper), '
-    'or the one tried longest ago.',
+    'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
+    'one with the oldest last attempt.',
   )
   thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Hard and reusable.')
 
@@ -137,10 +132,10 @@ class ReplayRule(Section):
 
 
 class BatchConfig(Section):
-  """The groups that the learner sees."""
+  """Batch rule: selects the groups of a batch."""
 
   rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] = knob(
-    'fresh_only', 'Batch rule: the groups that a batch is made of.'
+    'fresh_only', 'Batch rule: selects the groups of a batch.'
   )
   max_extra_rounds: int = knob(
     2,
@@ -161,15 +156,15 @@ class BatchConfig(Section):
 
   @property
   def reevaluates(self) -> bool:
-    """Whether hard problems are re-evaluated."""
+    """Whether the rule re-evaluates hard problems."""
     return self.rule == 'adapted'
 
   @property
   def extra_rounds(self) -> int:
-    """Largest number of rounds of prompts that a step samples after its first."""
+    """Maximum number of further rounds of prompts after the first round of a step."""
     return self.max_extra_rounds if self.rule == 'learnable_only' else 0
 
   def seats(self, prompts: int) -> int:
-    """Groups in a batch, at `prompts` prompts per step."""
+    """Returns the number of groups in a batch, for `prompts` prompts per step."""
     replayed = self.replay.replay_ratio if self.rule == 'replay' else 0
     return prompts * (1 + replayed)

@@ -1,20 +1,20 @@
-"""Batch rules: the groups that the learner sees.
+"""Batch rules: select the groups of a batch.
 
-A rule is (fresh, reevaluated, buffer, now, key, seats) -> (groups, source_P).
+A rule is (fresh, reevaluated, buffer, now, key, seats, k) -> (groups, source_P).
 
-`fresh_only` takes the groups just sampled (GRPO).
-`learnable_only` takes the fresh groups with both verdicts; while seats stay empty the
-loop samples more prompts (DAPO's dynamic sampling).
-`replay` takes the fresh groups and as many older ones again, whatever their verdicts.
+`fresh_only` returns the groups just sampled (GRPO).
+`learnable_only` returns the fresh groups with both verdicts; the loop samples more
+prompts while seats are empty (DAPO's dynamic sampling).
+`replay` adds replayed groups to the fresh ones, regardless of their verdicts.
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
 1. fresh groups with both verdicts,
-2. re-evaluated problems that the current policy now solves sometimes,
+2. re-evaluated problems that the current policy sometimes solves,
 3. reusable groups from the replay buffer, drawn at random.
 
-The verdicts decide, and the rewards of the responses that teach must differ: a group of
-equal shaped rewards has no advantage, and takes no seat (`types.learnable`).
-A batch always has `seats` seats: a seat that no group has earned is masked out.
-`source_P` is the index into types.SOURCES, -1 where the seat is empty.
+The verdicts decide, and the rewards of the unmasked responses must differ: a group of
+equal shaped rewards has no advantage and gets no seat (`types.learnable`). A batch
+always has `seats` seats; an empty seat is masked out. `source_P` is the index of each
+seat into types.SOURCES, -1 for an empty seat.
 """
 
 import jax
@@ -43,7 +43,7 @@ def fresh_only(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """All fresh groups: the identity of this slot."""
+  """Returns all fresh groups: the baseline of this slot."""
   del reevaluated, buffer, now, key, seats
   return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
@@ -56,9 +56,10 @@ def learnable_only(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """The first fresh groups with both verdicts, one per problem.
+  """Returns the first fresh groups with both verdicts, at most one per problem.
 
-  arXiv:2503.14476, Eq. 11. Learnable groups without a seat are dropped, as in DAPO.
+  arXiv:2503.14476, Eq. 11. Learnable groups beyond the last seat are dropped, as in
+  DAPO.
   """
   del reevaluated, buffer, now, key
   earned_N = first_of(fresh.id_P, learnable(fresh))
@@ -72,30 +73,26 @@ def replay(
   now: int | Array,
   key: Array,
   seats: int,
-  *,
-  replay_ratio: int = batch_knobs.ReplayRule().replay_ratio,
+  k: batch_knobs.ReplayRule = batch_knobs.ReplayRule(),
 ) -> tuple[Groups, Array]:
-  """The fresh groups, and `replay_ratio` times as many older ones, drawn at random.
+  """Returns the fresh groups and k.replay_ratio times as many older ones at random.
 
-  Plain experience replay, the baseline that `adapted` is to beat. buffer.thresholds
-  decides which groups the buffer keeps; with 'everything' it keeps all.
-
-  Args:
-    replay_ratio: the batch has (1 + replay_ratio) times as many seats as fresh groups.
+  Plain experience replay, the baseline of `adapted`. buffer.thresholds decides which
+  groups the buffer keeps; with 'everything' it keeps all of them.
   """
   del reevaluated
-  assert seats == len(fresh.id_P) * (1 + replay_ratio)
+  assert seats == len(fresh.id_P) * (1 + k.replay_ratio)
   reusable = buffer.reusable
-  found = concat(fresh, reusable)
+  candidates = concat(fresh, reusable)
   source_N = jnp.repeat(
     jnp.asarray([FRESH, REUSED]),
     jnp.asarray([len(fresh.id_P), len(reusable.id_P)]),
-    total_repeat_length=len(found.id_P),
+    total_repeat_length=len(candidates.id_P),
   )
-  earned_N = (found.completed_step_P >= 0) & (
-    (source_N == FRESH) | (found.completed_step_P < now)
+  earned_N = (candidates.completed_step_P >= 0) & (
+    (source_N == FRESH) | (candidates.completed_step_P < now)
   )
-  return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
+  return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
 
 
 def adapted(
@@ -106,48 +103,58 @@ def adapted(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Definition 3.1 of arXiv:2602.20722: X1, then X2 not in X1, then X3 in neither.
+  """Returns X1, then X2 not in X1, then X3 in neither: arXiv:2602.20722, Def. 3.1.
 
   `buffer.thresholds` decides which pass rates are hard and which reusable. The buffer
-  holds no group that is too old or was used too often: `replay_buffer.insert`.
+  contains no group that is too old or was used too often (`replay_buffer.insert`).
 
   Returns:
-    (groups, source_P): groups of both verdicts, no problem twice.
+    (groups, source_P): groups with both verdicts, at most one per problem.
   """
-  found = concat(fresh, reevaluated, buffer.reusable)
+  candidates = concat(fresh, reevaluated, buffer.reusable)
   source_N = jnp.repeat(
     jnp.arange(len(SOURCES)),
     jnp.asarray([len(g.id_P) for g in (fresh, reevaluated, buffer.reusable)]),
-    total_repeat_length=len(found.id_P),
+    total_repeat_length=len(candidates.id_P),
   )
-  k_N, thresholds = found.correct_PG.sum(1), buffer.thresholds
+  k_N, thresholds = candidates.correct_PG.sum(1), buffer.thresholds
   reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
-  # A promoted group that has not been trained on is reusable whatever its pass rate.
-  others = len(found.id_P) - len(buffer.usage_count_P)
+  # A promoted group without a seat so far is reusable regardless of its pass rate.
+  others = len(candidates.id_P) - len(buffer.usage_count_P)
   reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
-  earned_N = learnable(found)
+  # Both verdicts for all sources; X2 must have improved, X3 must be in the band and
+  # from an earlier step: a group of this step is in the fresh ones already.
+  earned_N = learnable(candidates)
   earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
-  earned_N &= (source_N != REUSED) | (reusable_N & (found.completed_step_P < now))
-  # Earlier sources come first in `found`, so an earlier row of one problem wins.
-  earned_N = first_of(found.id_P, earned_N)
-  return _seated(found, earned_N, source_N, _luck(key, source_N), seats)
+  earned_N &= (source_N != REUSED) | (reusable_N & (candidates.completed_step_P < now))
+  # Sources are concatenated by priority, so the first row of a problem is the one to
+  # keep.
+  earned_N = first_of(candidates.id_P, earned_N)
+  return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
 
 
 def _luck(key: Array, source_N: Array) -> Array:
-  """Reused groups are drawn: in [0, 1). All others keep their order: 0."""
+  """A random number in [0, 1) for reused groups; 0 for others, to keep their order."""
   return jnp.where(source_N == REUSED, jax.random.uniform(key, source_N.shape), 0)
 
 
 def _seated(
-  found: Groups, earned_N: Array, source_N: Array, luck_N: Array | float, seats: int
+  candidates: Groups,
+  earned_N: Array,
+  source_N: Array,
+  luck_N: Array | float,
+  seats: int,
 ) -> tuple[Groups, Array]:
-  """(groups, source_P): the rows that earned a seat, by source and then by luck."""
-  none = len(SOURCES) + 1  # 2 + luck may round to 3
-  order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, none), stable=True)
-  # Fewer candidates than seats: the last one is repeated, and masked out.
+  """(groups, source_P): the candidates that earned a seat, by source, then by luck."""
+  # One stable argsort does it all: priority of the sources (integer part), the random
+  # draw within the reused ones (fraction), the order of arrival (stability).
+  last = len(SOURCES) + 1  # behind all others: 2 + luck may round to 3
+  order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, last), stable=True)
+  # With fewer candidates than seats the last one is repeated, and masked out below.
   order_P = jnp.pad(order_N, (0, max(seats - len(order_N), 0)), mode='edge')[:seats]
   source_P = jnp.where(earned_N, source_N, -1)[order_P]
-  return take(found, order_P), jnp.where(jnp.arange(seats) < len(order_N), source_P, -1)
+  groups = take(candidates, order_P)
+  return groups, jnp.where(jnp.arange(seats) < len(order_N), source_P, -1)
 
 
 RULES = {

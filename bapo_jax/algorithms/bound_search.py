@@ -1,26 +1,25 @@
-"""Positive tokens' share of the policy gradient, and the first bounds that give it.
+"""Positive tokens' share of the policy gradient, and the first bounds that reach it.
 
-A share is P / (P + N), in one of two readings of what a token contributes:
+A share is P / (P + N), with one of two definitions of a token's contribution:
 
   gradient    P = sum over A > 0, r < high, of |W|
               N = sum over A < 0, r > low, of |W|
   surrogate   P = sum over A > 0 of w A min(r, high)
               N = sum over A < 0 of w |A| max(r, low)
 
-W is the token's weight in the gradient that is applied while neither bound cuts it:
-r A of Eq. 5 (arXiv:2510.18927) for the clipped loss, with whatever the loss rule, the
-cap of reused rows, dual clip and the aggregate make of it. r is the ratio that the loss
-rule clips. w is 1, or the behaviour's probability of the token; it multiplies W too.
+W is the weight of the token in the applied gradient while neither bound cuts it: r A of
+Eq. 5 (arXiv:2510.18927) for the clipped loss, modified by the loss rule, the cap of
+reused rows, dual clip and the aggregate. r is the ratio that the loss rule clips. w is
+1, or the probability of the token under the behaviour policy; it multiplies W as well.
 
-P depends on `high` alone and N on `low` alone. Under `gradient` raising either bound
-raises the share;
-under `surrogate` raising `low` LOWERS it. Either way each leg of a path of bounds is
-monotone, so bisection over the integer index of the path finds the first point that
-meets a target: at most 7 evaluations where a loop makes up to 51 steps, and the same
-point.
+P depends on `high` only and N on `low` only. With `gradient`, raising either bound
+raises the share; with `surrogate`, raising `low` LOWERS it. In both cases each leg of a
+path of bounds is monotone, so bisection over the integer index of the path finds the
+first point that meets a target: at most 7 evaluations instead of a loop of up to 51
+steps, with the same result.
 
-1. `contributions` computes what does not change from point to point;
-2. `sums` gives P and N between two bounds, `reaches` compares them with a target;
+1. `contributions` computes everything that is the same at every point of the path;
+2. `sums` returns P and N for two bounds, `reaches` compares them with a target;
 3. `search` bisects a path of bounds.
 """
 
@@ -34,24 +33,16 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32
 
-from bapo_jax.algorithms.knobs import (
-  BalancedClip,
-  Contribution,
-  Order,
-  Source,
-  TokenWeight,
-)
+from bapo_jax.algorithms.knobs import BalancedClip, Contribution
 from bapo_jax.types import SOURCES, Batch, Bounds, agree
-
-_D = BalancedClip()
 
 
 class Contributions(NamedTuple):
-  """A token's part in P and in N while it is not cut; for `surrogate` |A| is W."""
+  """Contribution of each token to P and N while no bound cuts it."""
 
-  ratio_BT: Float32[Array, 'B T']  # r, what the loss rule clips
-  plus_BT: Float32[Array, 'B T']  # w |W| where A > 0 and the token counts, else 0
-  minus_BT: Float32[Array, 'B T']  # w |W| where A < 0 and the token counts, else 0
+  ratio_BT: Float32[Array, 'B T']  # r, the ratio that the loss rule clips
+  plus_BT: Float32[Array, 'B T']  # w |W| (surrogate: w |A|) if A > 0 and it counts
+  minus_BT: Float32[Array, 'B T']  # w |W| (surrogate: w |A|) if A < 0 and it counts
 
 
 def search(
@@ -59,53 +50,52 @@ def search(
   batch: Batch,
   lows: np.ndarray,
   highs: np.ndarray,
-  *,
-  target: float,
+  k: BalancedClip,
   weight_BT: Array | None = None,
-  contribution: Contribution = _D.contribution,
-  weight: TokenWeight = _D.weight,
-  order: Order = _D.order,
-  sources: tuple[Source, ...] = _D.sources,
 ) -> Bounds:
-  """The first point of a path of bounds that meets the target, or the last point.
+  """Returns the first point of a path of bounds that meets the target, or the last.
 
-  The path takes one bound from end to end, then the other.
+  The path moves one bound from end to end, then the other.
 
   Args:
-    lows, highs: the points of each bound, rising. They are made on the host: compiled,
+    ratio_BT, batch, weight_BT: see `contributions`.
+    lows, highs: the rising points of each bound, computed on the host: compiled,
       low + step * i may round once where it rounds twice eagerly.
-    target: the share, in [0, 1].
-    weight_BT: as for `contributions`.
-    contribution, weight, order, sources: as in `clip.balanced`.
+    k: target, contribution, weight, order and sources; the ranges and steps are those
+      of `lows` and `highs`.
 
   Returns:
-    Bounds without a cap and a dual clip; the start bounds where no token counts.
+    Bounds without a cap and without dual clip; the first point if no token counts.
   """
-  parts = contributions(ratio_BT, batch, contribution, weight, sources, weight_BT)
+  parts = contributions(ratio_BT, batch, k, weight_BT)
   positives, negatives = (parts.plus_BT > 0).any(), (parts.minus_BT > 0).any()
   evidence = positives | negatives
-  down, up = len(lows) - 1, len(highs) - 1
+  down, up = len(lows) - 1, len(highs) - 1  # steps of the lower and the upper bound
   low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
 
+  # Point `index` of the path: all steps of the first leg, then those of the second.
   def bounds(index: Array | int) -> tuple[Array, Array]:
-    first = jnp.minimum(index, up if order == 'upper' else down)
-    i, j = (index - first, first) if order == 'upper' else (first, index - first)
+    leg = jnp.minimum(index, up if k.order == 'upper' else down)
+    i, j = (index - leg, leg) if k.order == 'upper' else (leg, index - leg)
     return low_points[i], high_points[j]
 
   def meets(index: Array | int) -> Array:
-    return reaches(*sums(parts, *bounds(index), contribution), target)
+    return reaches(*sums(parts, *bounds(index), k.contribution), k.target)
 
-  if contribution == 'gradient':
+  # The indices in which `meets` changes from False to True at most once.
+  if k.contribution == 'gradient':
     begin, end = 0, down + up + 1
-  elif order == 'upper':
-    # Raising the lower bound lowers this share: missed at the upper end, it is missed.
+  elif k.order == 'upper':
+    # Raising the lower bound lowers this share: the second leg cannot meet the target.
     begin, end = 0, up + 1
   else:
-    # ... and so a target missed at the start can be met on the second leg alone.
+    # The first leg lowers the share: only the start or the second leg can meet it.
     begin, end = down + 1, down + up + 1
   index = bisect(meets, begin, end)
   if begin:
     index = jnp.where(meets(0), 0, index)
+  # A missed target runs to the last point, as in Algorithm 1; without evidence the
+  # search must not move, or a batch without advantages would open the bounds.
   met = (index < end) & evidence
   index = jnp.where(met, index, jnp.where(evidence, down + up, 0))
   none, one_sided = jnp.float32(math.inf), negatives & ~positives
@@ -114,16 +104,17 @@ def search(
 
 
 def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:
-  """Smallest i in [begin, end) with meets(i), i32; `end` if no i meets.
+  """Returns the smallest i in [begin, end) with meets(i), i32; `end` if there is none.
 
-  `meets` must be False, then True; it is called ceil(log2(end - begin + 1)) times.
+  `meets` must be False up to some index and True from there on; it is called
+  ceil(log2(end - begin + 1)) times.
   """
 
   def halve(_: Array, between: tuple[Array, Array]) -> tuple[Array, Array]:
     start, stop = between
     middle = (start + stop) // 2
-    found = meets(middle)
-    return jnp.where(found, start, middle + 1), jnp.where(found, middle, stop)
+    enough = meets(middle)
+    return jnp.where(enough, start, middle + 1), jnp.where(enough, middle, stop)
 
   calls = math.ceil(math.log2(end - begin + 1))
   return jax.lax.fori_loop(0, calls, halve, (jnp.int32(begin), jnp.int32(end)))[1]
@@ -134,57 +125,54 @@ def share(
   batch: Batch,
   low: Array | float,
   high: Array | float,
-  *,
-  contribution: Contribution = _D.contribution,
-  weight: TokenWeight = _D.weight,
-  sources: tuple[Source, ...] = _D.sources,
+  k: BalancedClip = BalancedClip(),
   weight_BT: Array | None = None,
 ) -> Array:
-  """Positive tokens' share P / (P + N), in [0, 1]; 0 where no token counts."""
-  parts = contributions(ratio_BT, batch, contribution, weight, sources, weight_BT)
-  positive, negative = sums(parts, low, high, contribution)
+  """Returns the share P / (P + N) of positive tokens, in [0, 1]; 0 if none counts.
+
+  Args:
+    ratio_BT, batch, weight_BT: see `contributions`.
+    k: contribution, weight and sources.
+  """
+  parts = contributions(ratio_BT, batch, k, weight_BT)
+  positive, negative = sums(parts, low, high, k.contribution)
   total = positive + negative
   return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
 def contributions(
-  ratio_BT: Array,
-  batch: Batch,
-  contribution: Contribution,
-  weight: TokenWeight,
-  sources: tuple[Source, ...],
-  weight_BT: Array | None = None,
+  ratio_BT: Array, batch: Batch, k: BalancedClip, weight_BT: Array | None = None
 ) -> Contributions:
-  """The contributions of the rows of `sources`.
+  """Returns the contributions of the rows of k.sources; 0 for all other tokens.
 
   Args:
-    weight_BT: W for `gradient`; None: r A, the clipped loss under
-      loss.aggregate='token'. `surrogate` reads none.
+    batch: the tokens; behavior_logp_BT is read if k.weight='behaviour'.
+    k: contribution, weight and sources.
+    weight_BT: W for `gradient`; None: r A, the weights of the clipped loss with
+      loss.aggregate='token'. `surrogate` ignores it.
 
   Raises:
-    ValueError: arrays of different shapes.
+    ValueError: if the shapes of the arrays differ.
   """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
   adv_BT = jnp.broadcast_to(jnp.asarray(batch.adv_B)[:, None], ratio_BT.shape)
-  # Before the products: 0 times an infinite ratio is no number.
+  # Masked by `where` at the end, not multiplied: 0 times an infinite ratio is nan.
   counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT) & (adv_BT != 0)
-  if set(sources) != set(SOURCES):
-    inside = [batch.source_B == SOURCES.index(source) for source in sources]
+  if set(k.sources) != set(SOURCES):
+    inside = [batch.source_B == SOURCES.index(source) for source in k.sources]
     counts_BT &= jnp.any(jnp.stack(inside), 0)[:, None]
-  if contribution == 'surrogate':
+  if k.contribution == 'surrogate':
     weight_BT = adv_BT
   elif weight_BT is None:
     weight_BT = ratio_BT * adv_BT
   size_BT = jnp.abs(weight_BT)
-  if weight == 'behaviour':
+  if k.weight == 'behaviour':
     mu_BT = jnp.exp(batch.behavior_logp_BT)
     counts_BT &= mu_BT > 0
     size_BT = size_BT * mu_BT
   size_BT = jnp.where(counts_BT & ~jnp.isnan(size_BT), size_BT, 0)
-  plus_BT, minus_BT = (
-    jnp.where(adv_BT > 0, size_BT, 0),
-    jnp.where(adv_BT < 0, size_BT, 0),
-  )
+  plus_BT = jnp.where(adv_BT > 0, size_BT, 0)
+  minus_BT = jnp.where(adv_BT < 0, size_BT, 0)
   return Contributions(ratio_BT, plus_BT, minus_BT)
 
 
@@ -194,7 +182,7 @@ def sums(
   high: Array | float,
   contribution: Contribution,
 ) -> tuple[Array, Array]:
-  """(P, N) between these bounds, each at least 0."""
+  """Returns (P, N) for these bounds; both are at least 0."""
   ratio_BT, plus_BT, minus_BT = parts
   if contribution == 'gradient':
     plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
@@ -206,10 +194,10 @@ def sums(
 
 
 def reaches(positive: Array, negative: Array, target: float) -> Array:
-  """P / (P + N) >= target, as P (1 - target) >= N target.
+  """Returns whether P / (P + N) >= target, computed as P (1 - target) >= N target.
 
-  Both products are monotone in floating point; the quotient is not, to the last bit,
-  and bisection would then differ from the loop.
+  Both products are monotone in floating point. The quotient is not, to the last bit,
+  and bisection could then differ from the published loop.
   """
   if target == 0:
     return jnp.ones_like(positive, bool)

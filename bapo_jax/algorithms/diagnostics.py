@@ -1,13 +1,14 @@
-"""Metrics of one optimiser minibatch, from the arrays its loss was made of.
+"""Metrics of one optimiser minibatch, from the arrays of its loss.
 
-Nothing is computed twice: log-probabilities and entropies come from the pass that the
-gradient needed, and the loss itself says which tokens were cut (`loss.weights`).
+Nothing is computed twice: log-probabilities and entropies come from the forward pass of
+the gradient, and the gradient of the loss shows which tokens were cut (`loss.weights`).
 """
 
 import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, loss
+from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.types import (
   SOURCES,
   Batch,
@@ -19,6 +20,7 @@ from bapo_jax.types import (
   masked_mean,
 )
 
+# Reported per source of the rows, too.
 OF_SOURCE = (
   'clip/fraction',
   'loss/ratio_mean',
@@ -27,7 +29,7 @@ OF_SOURCE = (
   'loss/gain',
 )
 
-# nan where a minibatch has no computed token; nan beside one is an error of the run.
+# nan if a minibatch has no computed token. If it has one, nan is an error of the run.
 OF_TOKENS = (
   'clip/fraction',
   'loss/entropy',
@@ -40,7 +42,8 @@ OF_TOKENS = (
   'loss/kl_plain',
 )
 
-# nan where a minibatch has no token of their kind: a mean over updates leaves nan out.
+# nan if a minibatch has no token of the kind; a mean over updates skips nan.
+_SURROGATE = BalancedClip(contribution='surrogate')
 OF_SOME = frozenset(OF_TOKENS) | frozenset(
   {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
   | {'clip/fraction_positive', 'advantage/positive'}
@@ -56,14 +59,13 @@ OF_SOME = frozenset(OF_TOKENS) | frozenset(
 def diagnose(
   rule: LossRule, stats: TokenStats, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
-  """Metrics of one optimiser minibatch, scalars; metrics.GLOSSARY explains each.
+  """Computes the scalar metrics of one optimiser minibatch; see metrics.GLOSSARY.
 
   Args:
-    rule: the loss rule, its knobs bound.
-    stats: of the policy that the gradient was taken at, nats.
-    batch: its mask holds the tokens that were computed.
-    bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
-    scale_B: of `loss.row_scale`.
+    stats: statistics of the policy before the update, nats.
+    batch: its mask contains the computed tokens.
+    bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
+    scale_B: see `loss.row_scale`.
   """
   logp_BT, loss_mask_BT = stats.logp_BT, batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
@@ -96,10 +98,12 @@ def diagnose(
 def updated_tokens(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> UpdatedTokens:
-  """What an update made of each of its tokens, for the record of the step.
+  """Returns log-probability, ratio and cut of each token, for the record of the step.
 
   Args:
-    bounds: scalars, or [B, 1] where micro-batches had bounds of their own.
+    logp_BT: log pi of each token before the update, nats.
+    batch: its mask contains the computed tokens.
+    bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
   """
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
@@ -111,24 +115,27 @@ def updated_tokens(
 
 
 def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
-  """Predicted change of entropy per unit of step size, nats: the Entropy-Clip Rule.
+  """Predicts the change of entropy per unit of step size, nats: the Entropy-Clip Rule.
 
   A step on w log pi(y) moves the logits of a softmax policy by dz = eta w (e_y - pi),
-  and dH = -sum over words of pi (log pi + H) dz, so that a sampled token gives
+  and dH = -sum over words of pi (log pi + H) dz, so the slope of a sampled token is
 
     slope = -w [pi_y (log pi_y + H) - S],   S = Cov_pi[pi, log pi],
 
-  the centred form of arXiv:2510.18927, Eq. 7. S is what the move of all other words
-  gives: without it advantages that a state's words share would seem to move a policy
-  that stays. One sampled token per state is unbiased: w holds the importance ratio.
+  the centred form of arXiv:2510.18927, Eq. 7. S is the effect of the other words:
+  without it, advantages shared by all words of a state would seem to move a policy that
+  does not change. One sampled token per state is unbiased: w contains the importance
+  ratio.
 
   Args:
-    weight_BT: w, each token's weight in the applied gradient: 0 where it is cut, and
-      1 / tokens in it under loss.aggregate='token', which makes this a mean.
+    stats: log pi, entropy H and S of each token, nats.
+    batch: its mask contains the computed tokens.
+    weight_BT: w, the weight of each token in the applied gradient: 0 if it is cut;
+      with loss.aggregate='token' it contains 1 / tokens, so the result is a mean.
   """
   logp_BT, entropy_BT, covariance_BT = stats
-  own_BT = jnp.exp(logp_BT) * (logp_BT + entropy_BT)
-  slope_BT = -weight_BT * (own_BT - covariance_BT)
+  sampled_BT = jnp.exp(logp_BT) * (logp_BT + entropy_BT)
+  slope_BT = -weight_BT * (sampled_BT - covariance_BT)
   return jnp.where(batch.loss_mask_BT, slope_BT, 0).sum()
 
 
@@ -139,7 +146,7 @@ def _shares(
   bounds: Bounds,
   scale_B: Array,
 ) -> dict[str, Array]:
-  """The positive share before and after the search, in both readings; nan: of none."""
+  """Positive share before and after the search, both definitions; nan if no token."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
@@ -148,10 +155,8 @@ def _shares(
   shares = {'advantage/positive': _mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
     shares[f'clip/share{name}'] = _positive_part(weigh(b))
-    surrogate = bound_search.share(
-      ratio_BT, batch, b.low, b.high, contribution='surrogate'
-    )
-    # 0 of nothing is what a search goes by; a mean over updates would mistake it.
+    surrogate = bound_search.share(ratio_BT, batch, b.low, b.high, _SURROGATE)
+    # `share` returns 0 without tokens, which would bias a mean over updates.
     shares[f'clip/surrogate_share{name}'] = jnp.where(
       teaches_BT.any(), surrogate, jnp.nan
     )
@@ -163,19 +168,19 @@ def _positive_part(weight_BT: Array) -> Array:
 
 
 def _signs(batch: Batch) -> tuple[Array, Array]:
-  """(up_BT, down_BT): the tokens of the loss with A > 0 and with A < 0."""
+  """(up_BT, down_BT): the computed tokens with A > 0 and with A < 0."""
   adv_B1 = batch.adv_B[:, None]
   return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
 
 def _cut(weight_BT: Array, batch: Batch) -> Array:
-  """True where a token has an advantage and no gradient."""
+  """bool [B, T]: the token has an advantage and no gradient."""
   up_BT, down_BT = _signs(batch)
   return (up_BT | down_BT) & (weight_BT == 0)
 
 
 def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """The tokens without a gradient, by sign, and their probability when sampled."""
+  """Share of cut tokens, by sign of A, and their probability when sampled."""
   up_BT, down_BT = _signs(batch)
   cut_BT = _cut(weight_BT, batch)
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
@@ -187,7 +192,7 @@ def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
 
 
 def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Metrics of OF_SOURCE for the rows of each source.
+  """The metrics of OF_SOURCE for the rows of each source.
 
   Half the mean of |r - 1| over tokens estimates the total variation between the policy
   and the one that sampled the rows (arXiv:2602.20722, Theorem 3.2).
@@ -209,10 +214,10 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
 
 
 def spread(groups: Groups, source_P: Array) -> dict[str, float]:
-  """Source -> K = mean of (1 - sigma) / sigma over its groups; nan without any.
+  """Returns source -> K, the mean of (1 - sigma) / sigma over its groups; nan if none.
 
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
-  Groups of one verdict, whose advantages are all 0, are left out.
+  Groups with one verdict, whose advantages are all 0, are skipped.
   """
   rate_P = groups.correct_PG.mean(1)
   sigma_P = jnp.sqrt(rate_P * (1 - rate_P))
@@ -228,14 +233,14 @@ def _mean_or_nan(x: Array, mask: Array) -> Array:
 
 
 def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Distances between the policy and the one that sampled the batch.
+  """Distances between the policy and the policy that sampled the batch.
 
-  A ratio that is nan stays nan here: it is an error of the run, and shows as one.
+  A nan ratio is an error of the run; it is not masked, so that the metrics show it.
   """
   loss_mask_BT = batch.loss_mask_BT
   log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, loss_mask_BT)
   live_BT = jnp.where(loss_mask_BT, ratio_BT, 0)
-  # Scaled by the largest: the squares of large ratios would overflow.
+  # Scaled by the largest ratio: the squares of large ratios would overflow.
   scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)
   square = ((live_BT / scale) ** 2).sum()
   ess = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)

@@ -1,12 +1,12 @@
 """Knobs of the advantage, clip and loss rules; those of the batch: batch_knobs.py.
 
-A slot's section names the rule in force and holds a section for each of its rules, so
-that choosing another rule is one word: --config.clip.rule=fixed. The knobs of a rule's
-section are the keyword-only parameters of the rule's function.
+The section of a slot names the active rule and contains one section per rule, so that
+--config.clip.rule=fixed is enough to switch rules. A rule receives its own section as
+its last argument, `k`; a rule without knobs has no such argument.
 """
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import pydantic
 
@@ -63,17 +63,19 @@ def _step(default: float, bound: str) -> Any:
 
 
 def _check_step(name: str, ends: Range, step: float) -> None:
-  """Raises ValueError unless the range has room for a step, and at most a million."""
+  """Raises a ValueError unless the range fits 1 to 1,000,000 steps."""
   width = ends[1] - ends[0]
-  if step == width == 0:  # the bound is held
+  if step == width == 0:  # a constant bound
     return
   if not 0 < step <= width + 1e-6:
     raise ValueError(
       f'{name}_step={step}: must be in (0, {width:.6g}], the width of the range '
-      f'{ends}; 0 for a range of one point, which holds that bound'
+      f'{ends}; 0 for a range of one point, which keeps the bound constant'
     )
   if width / step > 1e6:
-    raise ValueError(f'{name}_step={step}: more than a million steps in {ends}')
+    raise ValueError(
+      f'{name}_step={step}: more than 1,000,000 steps in {ends}; give a larger step'
+    )
 
 
 class FixedClip(Section):
@@ -91,7 +93,7 @@ class BalancedClip(Section):
 
   target: float = knob(
     0.42,
-    "rho_0: share of the policy gradient's mass that tokens with A > 0 shall have.",
+    'Target share of tokens with A > 0 in the policy gradient, rho_0.',
     least=0,
     most=1,
   )
@@ -101,7 +103,7 @@ class BalancedClip(Section):
   high_step: float = _step(0.05, 'upper bound, delta_1')
   contribution: Contribution = knob(
     'gradient',
-    "A token's part in the share: its gradient if not cut, or its clipped surrogate.",
+    'Contribution of a token: its gradient weight, or its clipped surrogate.',
   )
   weight: TokenWeight = knob(
     'one', 'Weight of a token in the share: 1, or its probability when it was sampled.'
@@ -116,7 +118,7 @@ class BalancedClip(Section):
   )
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
-    'Sources of the rows that the search counts; all rows live under its bounds.',
+    'Sources of the rows that the search counts; its bounds apply to all rows.',
   )
   reused_high: float = knob(
     math.inf,
@@ -141,7 +143,7 @@ class RecipeClip(Section):
 
   positive_to_negative: float = knob(
     0.5,
-    'Target P / N: surrogate of tokens with A > 0 over that of tokens with A < 0.',
+    'Target P / N: surrogate of the tokens with A > 0 over that with A < 0.',
     least=0,
     most=1e9,
   )
@@ -174,23 +176,23 @@ _BOUNDS = "choose clip.rule='fixed' or 'unclipped'"
 
 
 def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
-  """Raises ValueError where a clip rule does not fit the loss.
+  """Raises a ValueError if the clip rule does not fit the loss rule.
 
-  A search balances the gradient only where raising a bound takes tokens in or out and
-  changes no other token's weight.
+  A bound search balances the gradient only if raising a bound adds or removes tokens
+  and changes the weight of no other token.
   """
   name = f'clip.rule={clip.rule!r}'
-  if not loss.has_clip and clip.rule != 'unclipped':
+  if loss.bounds == 'ignored' and clip.rule != 'unclipped':
     raise ValueError(
       f'{name}: loss.rule={loss.rule!r} has no clip to set; '
       "choose clip.rule='unclipped'"
     )
   if clip.rule not in ('balanced', 'recipe'):
     return
-  if loss.rule == 'cispo':
+  if loss.bounds == 'limit':
     raise ValueError(
-      f"{name} searches bounds that cut tokens, and loss.rule='cispo' cuts none: its "
-      f'upper bound weighs both signs; {_BOUNDS}, or another loss.rule'
+      f'{name} searches for bounds that cut tokens, but loss.rule={loss.rule!r} limits '
+      f'their weight and cuts none; {_BOUNDS}, or another loss.rule'
     )
   balanced = clip.balanced
   surrogate = clip.rule == 'recipe' or balanced.contribution == 'surrogate'
@@ -198,25 +200,36 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
     name = "clip.balanced.contribution='surrogate'"
     if balanced.reused_high < math.inf:
       raise ValueError(
-        f'{name} does not see clip.balanced.reused_high={balanced.reused_high}; give '
-        "inf, or contribution='gradient'"
+        f'{name} ignores clip.balanced.reused_high={balanced.reused_high}; set it to '
+        "inf, or choose contribution='gradient'"
       )
   if surrogate and (loss.rule, loss.aggregate) != ('clipped', 'token'):
     raise ValueError(
-      f"{name} is the clipped surrogate's share, summed over tokens, which "
-      f'loss.rule={loss.rule!r} with loss.aggregate={loss.aggregate!r} does not '
-      "maximise; choose loss.rule='clipped' and loss.aggregate='token', or "
+      f'{name} balances the clipped surrogate, summed over tokens, but '
+      f'loss.rule={loss.rule!r} with loss.aggregate={loss.aggregate!r} maximises '
+      "another objective; choose loss.rule='clipped' and loss.aggregate='token', or "
       "clip.rule='balanced' with contribution='gradient'"
     )
   if clip.rule == 'balanced' and balanced.weight != 'one' and loss.rule != 'clipped':
     raise ValueError(
-      f'clip.balanced.weight={balanced.weight!r} is of Eq. 8 of the clipped loss, '
-      f"which loss.rule={loss.rule!r} is not; give weight='one', or loss.rule='clipped'"
+      f'clip.balanced.weight={balanced.weight!r} is defined for the clipped loss only '
+      f"(Eq. 8), but loss.rule={loss.rule!r}; choose weight='one' or "
+      "loss.rule='clipped'"
     )
 
 
-class ClippedLoss(Section):
-  """The PPO surrogate."""
+class LossKnobs(Section):
+  """Base of the sections of the loss rules: declares what a rule needs."""
+
+  # What the bounds of a clip rule do to a token: they 'cut' its gradient, 'limit' its
+  # weight, or the loss rule has no use for them: 'ignored'.
+  bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
+  needs_proximal: ClassVar[bool] = False  # reads Batch.prox_BT
+  weighs_sampler: ClassVar[bool] = False  # corrects the sampler's log-probabilities
+
+
+class ClippedLoss(LossKnobs):
+  """Clipped surrogate of PPO."""
 
   limit: float = knob(
     math.inf,
@@ -226,8 +239,11 @@ class ClippedLoss(Section):
   )
 
 
-class DecoupledLoss(Section):
+class DecoupledLoss(LossKnobs):
   """Decoupled PPO."""
+
+  needs_proximal = True
+  weighs_sampler = True
 
   cap: float = knob(
     2.0,
@@ -241,8 +257,17 @@ class DecoupledLoss(Section):
   )
 
 
-class TisLoss(Section):
+class CispoLoss(LossKnobs):
+  """CISPO."""
+
+  bounds = 'limit'
+
+
+class TisLoss(LossKnobs):
   """Truncated importance sampling."""
+
+  bounds = 'ignored'
+  weighs_sampler = True
 
   cap: float = knob(
     2.0,
@@ -252,12 +277,45 @@ class TisLoss(Section):
   )
 
 
+class DppoTvLoss(LossKnobs):
+  """Divergence PPO, binary total variation."""
+
+  bounds = 'ignored'
+  weighs_sampler = True
+
+  low: float = knob(
+    0.2, 'Largest fall of the probability of a token with A <= 0.', above=0, most=1
+  )
+  high: float = knob(
+    0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
+  )
+  cap: float = knob(
+    20.0,
+    'Upper limit of pi / mu, the weight of a token; inf: none.',
+    above=0,
+    infinite=True,
+  )
+
+
+class SapoLoss(LossKnobs):
+  """Soft adaptive PO."""
+
+  bounds = 'ignored'
+
+  positive: float = knob(
+    1.0, 'Temperature of the gate of tokens with A > 0.', least=1e-3, most=1e3
+  )
+  negative: float = knob(
+    1.05, 'Temperature of the gate of tokens with A <= 0.', least=1e-3, most=1e3
+  )
+
+
 class LossConfig(Section):
   """The objective, token by token, and its sum."""
 
-  rule: Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis'] = knob(
-    'clipped', 'Loss rule: the objective of a token.'
-  )
+  rule: Literal[
+    'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
+  ] = knob('clipped', 'Loss rule: the objective of a token.')
   aggregate: Aggregate = knob(
     'token',
     'Mean over tokens, over token means of responses, or over sums / max_new_tokens.',
@@ -274,21 +332,28 @@ class LossConfig(Section):
   )
   clipped: ClippedLoss = knob(ClippedLoss, 'PPO, GRPO, DAPO.')
   decoupled: DecoupledLoss = knob(DecoupledLoss, 'AReaL.')
-  sequence: NoKnobs = knob(NoKnobs, 'GSPO.')
-  cispo: NoKnobs = knob(NoKnobs, 'CISPO.')
+  sequence: LossKnobs = knob(LossKnobs, 'GSPO.')
+  cispo: CispoLoss = knob(CispoLoss, 'CISPO.')
   tis: TisLoss = knob(TisLoss, 'TIS.')
+  dppo_tv: DppoTvLoss = knob(DppoTvLoss, 'DPPO.')
+  sapo: SapoLoss = knob(SapoLoss, 'SAPO.')
+
+  @property
+  def active(self) -> LossKnobs:
+    """Section of the active rule."""
+    return getattr(self, self.rule)
 
   @property
   def needs_proximal(self) -> bool:
-    """Whether the rule reads the proximal policy's log-probabilities."""
-    return self.rule == 'decoupled'
+    """Whether the rule reads the log-probabilities of the proximal policy."""
+    return self.active.needs_proximal
 
   @property
   def weighs_sampler(self) -> bool:
-    """Whether a truncated weight of its own corrects for the sampler's numbers."""
-    return self.rule in ('decoupled', 'tis')
+    """Whether the rule itself corrects the sampler's log-probabilities."""
+    return self.active.weighs_sampler
 
   @property
-  def has_clip(self) -> bool:
-    """Whether the rule clips by the bounds of a clip rule."""
-    return self.rule != 'tis'
+  def bounds(self) -> str:
+    """Effect of the clip bounds on a token: 'cut', 'limit' or 'ignored'."""
+    return self.active.bounds

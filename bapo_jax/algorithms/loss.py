@@ -1,14 +1,14 @@
-"""The objective: loss rules (logp_BT, batch, find, **knobs) -> (gain_BT, bounds).
+"""Loss rules (logp_BT, batch, find, k) -> (gain_BT, bounds): the objective.
 
-`gain_BT` is each token's part of the objective, 0 outside the mask; its derivative by
-logp is the token's weight in the policy gradient. `find` gives the clip bounds for the
-ratios that a rule clips: it searches them, or returns bounds found before.
+`gain_BT` is the objective of each token, 0 outside the loss mask; its derivative with
+respect to logp is the weight of the token in the policy gradient. A rule that clips
+calls `find` with the ratios it clips; `find` searches the bounds or returns given ones.
 
-1. `ratio` compares the policy with the one that sampled each token;
-2. the rules: `clipped` (PPO, GRPO, DAPO), and its published alternatives;
+1. `ratio` compares the policy with the policy that sampled the tokens;
+2. the rules: `clipped` (PPO, GRPO, DAPO) and published alternatives;
 3. `divergence` is the penalty beside them;
-4. `row_scale` defines how rows add up to one number, `weights` and `weigher` say what
-   each token weighs in the gradient.
+4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
+   of each token in the gradient.
 """
 
 import math
@@ -21,17 +21,14 @@ from jax import Array
 from bapo_jax.algorithms import knobs
 from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule, Weigh
 
-_DECOUPLED = knobs.DecoupledLoss()
-_LOSS = knobs.LossConfig()
-
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
-  """log pi - log old of each token, nats; 0 outside the mask."""
+  """Returns log pi - log old of each token, nats; 0 outside the mask."""
   return jnp.where(loss_mask_BT, logp_BT - old_BT, 0)
 
 
 def ratio(logp_BT: Array, batch: Batch) -> Array:
-  """pi / mu of each token; 1 outside the mask."""
+  """Returns r = pi / mu of each token; 1 outside the mask."""
   return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
 
 
@@ -39,19 +36,17 @@ def clipped(
   logp_BT: Array,
   batch: Batch,
   find: FindBounds,
-  *,
-  limit: float = knobs.ClippedLoss().limit,
+  k: knobs.ClippedLoss = knobs.ClippedLoss(),
 ) -> tuple[Array, Bounds]:
-  """min(r A, clip(r, low, high) A), r = pi / mu: PPO (arXiv:1707.06347, Eq. 7).
+  """Computes min(r A, clip(r, low, high) A), r = pi / mu: PPO.
 
-  With Bounds.dual, and not below dual A where A < 0 (arXiv:1912.09729, dual-clip PPO).
-
-  Args:
-    limit: |log r| is clamped to this, nats, as the paper's public code does at 20.
+  arXiv:1707.06347, Eq. 7. With Bounds.dual the gain is at least dual A if A < 0:
+  dual-clip PPO (arXiv:1912.09729). k.limit clamps |log r|, nats; the public code of
+  Balanced PO does it at 20.
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  if limit < math.inf:
-    log_r_BT = jnp.clip(log_r_BT, -limit, limit)
+  if k.limit < math.inf:
+    log_r_BT = jnp.clip(log_r_BT, -k.limit, k.limit)
   bounds = find(jnp.exp(log_r_BT))
   return _cut_off(log_r_BT, batch, bounds), bounds
 
@@ -60,55 +55,52 @@ def decoupled(
   logp_BT: Array,
   batch: Batch,
   find: FindBounds,
-  *,
-  cap: float = _DECOUPLED.cap,
-  beyond_cap: knobs.BeyondCap = _DECOUPLED.beyond_cap,
+  k: knobs.DecoupledLoss = knobs.DecoupledLoss(),
 ) -> tuple[Array, Bounds]:
-  """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
+  """Computes min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
   The decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
   (arXiv:2505.24298, section 5.2). prox is the policy at the start of the learner step.
-  The truncation is TIS in its PPO form (Yao et al., 2025, "Your Efficient RL Framework
-  Secretly Brings You Off-Policy RL Training"): the two are one when the batch was
-  sampled at the start of the step. r is 1 in a step's first update, however stale the
-  data: `balanced` then finds nothing to balance.
+  With the truncation it is the PPO form of TIS (Yao et al., 2025, "Your Efficient RL
+  Framework Secretly Brings You Off-Policy RL Training") if the batch was sampled at
+  the start of the step. In the first update of a step r is 1 however stale the data
+  are, so `balanced` has nothing to balance there.
 
-  Args:
-    cap: upper limit of prox / mu.
-    beyond_cap: 'truncate' to the cap (TIS), or 'mask': a token above it has no gain
-      (AReaL's code, `behav_imp_weight_cap`).
+  k.beyond_cap decides about tokens with prox / mu > k.cap: 'truncate' limits the factor
+  to the cap (TIS), 'mask' sets the gain to 0 (`behav_imp_weight_cap` of AReaL's code).
   """
   log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
   stale_BT = jnp.exp(
     log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   )
   bounds = find(jnp.exp(log_r_BT))
-  above = cap if beyond_cap == 'truncate' else 0.0
-  factor_BT = jnp.where(stale_BT > cap, above, stale_BT)
+  above = k.cap if k.beyond_cap == 'truncate' else 0.0
+  factor_BT = jnp.where(stale_BT > k.cap, above, stale_BT)
   return factor_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
 
 def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """One ratio per response, s = (pi(y) / mu(y))^(1/|y|): GSPO.
+  """Computes the clipped surrogate of one ratio per response: GSPO.
 
-  arXiv:2507.18071, Eq. 5 and 7, written token by token with the same value and gradient
-  (Eq. 13 and 14, GSPO-token). Its mean over responses is loss.aggregate='sequence', and
-  its bounds are narrow: clip.fixed.low=0.9997, high=1.0004 in the paper.
+  s = (pi(y) / mu(y))^(1/|y|), arXiv:2507.18071, Eq. 5 and 7, written token by token
+  with the same value and gradient (Eq. 13 and 14, GSPO-token). The paper averages over
+  responses (loss.aggregate='sequence') and has narrow bounds (clip.fixed.low=0.9997,
+  high=1.0004).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
   mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
-  ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0, with log pi's gradient
+  ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0 with the gradient of logp
   log_s_BT = jnp.where(batch.loss_mask_BT, mean_B[:, None] + ahead_BT, 0)
   bounds = find(jnp.exp(log_s_BT))
   return _cut_off(log_s_BT, batch, bounds), bounds
 
 
 def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """clip(r, low, high) A log pi, no gradient through the clip: CISPO.
+  """Computes sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
 
-  arXiv:2506.13585, Eq. 4-5: the weight is clipped, no token is cut. The paper has no
-  lower bound (clip.fixed.low=0).
+  The bounds limit the weight of a token and cut none; sg stops the gradient. The paper
+  has no lower bound (clip.fixed.low=0).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   bounds = find(jnp.exp(log_r_BT))
@@ -117,32 +109,74 @@ def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds
 
 
 def tis(
-  logp_BT: Array, batch: Batch, find: FindBounds, *, cap: float = knobs.TisLoss().cap
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.TisLoss = knobs.TisLoss()
 ) -> tuple[Array, Bounds]:
-  """min(r, cap) A log pi, no gradient through r: truncated importance sampling.
+  """Computes sg(min(r, cap)) A log pi: truncated importance sampling.
 
   Ionides (2008), Eq. 2, for the policy gradient as in Yao et al. (2025), "Your
   Efficient RL Framework Secretly Brings You Off-Policy RL Training", its REINFORCE
-  form. It clips nothing else: clip.rule must be 'unclipped'.
-
-  Args:
-    cap: upper limit of r = pi / mu.
+  form. There is no other clip: clip.rule must be 'unclipped'.
   """
   ratio_BT = ratio(logp_BT, batch)
-  return _reinforce(jnp.minimum(ratio_BT, cap), logp_BT, batch), find(ratio_BT)
+  return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
+
+
+def dppo_tv(
+  logp_BT: Array,
+  batch: Batch,
+  find: FindBounds,
+  k: knobs.DppoTvLoss = knobs.DppoTvLoss(),
+) -> tuple[Array, Bounds]:
+  """Computes sg(min(r, cap) M) A log pi: DPPO with the binary total variation.
+
+  arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that moved
+  further than the trust region in the direction of its advantage, p - q > k.high if
+  A > 0 and q - p > k.low otherwise, and 1 for all others. The region is measured from
+  the policy that sampled the token, so learner.recompute_logprobs='auto' does not
+  replace the sampler's log-probabilities.
+  """
+  log_q_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
+  log_p_BT = jnp.where(batch.loss_mask_BT, jax.lax.stop_gradient(logp_BT), 0)
+  moved_BT = jnp.exp(log_p_BT) - jnp.exp(log_q_BT)
+  inside_BT = jnp.where(
+    batch.adv_B[:, None] > 0, moved_BT <= k.high, moved_BT >= -k.low
+  )
+  ratio_BT = ratio(logp_BT, batch)
+  weight_BT = jnp.where(inside_BT, jnp.minimum(ratio_BT, k.cap), 0)
+  return _reinforce(weight_BT, logp_BT, batch), find(ratio_BT)
+
+
+def sapo(
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.SapoLoss = knobs.SapoLoss()
+) -> tuple[Array, Bounds]:
+  """Computes (4 / tau) sigmoid(tau (r - 1)) A: SAPO (arXiv:2511.20347).
+
+  A soft gate in place of a clip. The weight of a token is 4 s (1 - s) r A with
+  s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is k.positive if
+  A > 0, else k.negative. The paper averages over responses
+  (loss.aggregate='sequence').
+  """
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  # Far in the saturated part of the gate: its slope 0 times an infinite r would be nan.
+  ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
+  adv_B1 = batch.adv_B[:, None]
+  tau_B1 = jnp.where(adv_B1 > 0, k.positive, k.negative)
+  gain_BT = 4 / tau_B1 * jax.nn.sigmoid(tau_B1 * (ratio_BT - 1)) * adv_B1
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
 
 
 def divergence(
   logp_BT: Array,
   batch: Batch,
-  direction: knobs.KlDirection = _LOSS.kl_direction,
+  direction: knobs.KlDirection = knobs.LossConfig().kl_direction,
 ) -> Array:
-  """The divergence of each token, nats, 0 outside the mask.
+  """Returns an estimate of the divergence of each token, nats; 0 outside the mask.
 
-  Unbiased in value and gradient for tokens sampled from mu, and never negative: both
-  are a convex function of r with its minimum 0 at r = 1.
+  Value and gradient are unbiased for tokens sampled from mu. Both estimates are convex
+  in r with minimum 0 at r = 1, hence never negative.
 
   Args:
+    logp_BT: log pi of each token, nats.
     direction: 'behavior_policy', KL(mu || pi) as r - 1 - log r (k3 of Schulman, 2020,
       "Approximating KL Divergence"); 'policy_behavior', KL(pi || mu) of
       arXiv:2602.20722 as r log r - (r - 1), the importance-weighted log-ratio.
@@ -154,33 +188,35 @@ def divergence(
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
-  """r A, and a constant where A > 0, r >= high or A < 0 and r <= low or r >= dual."""
+  """r A, and a constant if A > 0, r >= high or A < 0, (r <= low or r >= dual)."""
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
+  # The value of a cut token: that of the bound which cuts it.
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
   edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
   cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT & (adv_BT < 0))
-  # Before exp: a ratio that overflows and is cut must not give 0 * inf, which is nan.
+  # Masked before exp: a cut ratio that overflows would give 0 * inf, which is nan.
   live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
   gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * adv_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
+  """sg(weight) A log pi."""
   gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _high(batch: Batch, bounds: Bounds) -> Array:
-  """The upper bound of each row [B, 1]: reused rows may have a cap of their own."""
+  """Upper bound of each row [B, 1]; that of reused rows is at most bounds.cap."""
   reused_B1 = (batch.source_B == SOURCES.index('reused'))[:, None]
   return jnp.where(reused_B1, jnp.minimum(bounds.high, bounds.cap), bounds.high)
 
 
 def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Array:
-  """d gain / d logp of each token: its weight in the policy gradient, 0 where cut."""
+  """Returns d gain / d logp, the weight of each token in the policy gradient."""
 
   def total(logp_BT: Array) -> Array:
     return rule(logp_BT, batch, lambda _: bounds)[0].sum()
@@ -189,11 +225,12 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
 
 
 def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
-  """Bounds -> weight of each token in the gradient, the penalty's part left out.
+  """Returns a function bounds -> weight of each token in the gradient, no penalty.
 
   Args:
-    scale_B: of `row_scale`. The weights are relative to its largest, so that they are
-      those of `weights` to the last bit where all rows have one scale.
+    logp_BT: log pi of each token, nats.
+    scale_B: see `row_scale`. The weights are relative to the largest scale, so that
+      they equal `weights` to the last bit if all rows have the same scale.
   """
   relative_B1 = (scale_B / scale_B.max())[:, None]
 
@@ -206,7 +243,7 @@ def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Wei
 def clipped_ratio(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> Array:
-  """The ratio of each token that the rule clips."""
+  """Returns the ratio of each token that the rule clips, as it passes it to `find`."""
   ratios = []
 
   def find(ratio_BT: Array) -> Bounds:
@@ -218,16 +255,16 @@ def clipped_ratio(
 
 
 def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> Array:
-  """Factors [B] on each row's sum of gains: the objective is the sum of the rows.
+  """Returns the factor [B] of each row's sum of gains in the objective.
 
-  They come from the whole minibatch, so that micro-batches and devices add up exactly.
+  Computed from the whole minibatch, so that micro-batches and devices add up exactly.
 
   Args:
     aggregate: 'token', the mean over all tokens (DAPO, arXiv:2503.14476, Eq. 8);
       'sequence', the mean over rows of their token means (GRPO, arXiv:2402.03300,
       Eq. 3); 'constant', the mean over rows of sums / length (Dr. GRPO,
       arXiv:2503.20783, section 3.2).
-    length: the constant of 'constant': the longest a response may be, tokens.
+    length: the divisor of 'constant': the maximum length of a response, tokens.
   """
   length_B = loss_mask_BT.sum(1)
   rows = jnp.maximum((length_B > 0).sum(), 1)
@@ -246,4 +283,6 @@ RULES = {
   'sequence': sequence,
   'cispo': cispo,
   'tis': tis,
+  'dppo_tv': dppo_tv,
+  'sapo': sapo,
 }

@@ -1,14 +1,14 @@
-"""Groups that outlive their step: pure functions on ReplayBuffer.
+"""The replay buffer: pure functions on ReplayBuffer.
 
-1. a threshold rule gives, in whole numbers of correct responses, what is hard and what
-   is reusable;
-2. `draw` gives the hard problems that were tried longest ago;
-3. `insert` files the groups completed at a step: failures as hard, groups of both
-   verdicts as reusable, and promoted groups that found no seat with them; and counts
-   the problems that entered and left.
+1. a threshold rule (rate, G, k) returns, as numbers of correct responses, which groups
+   are hard and which are reusable;
+2. `draw` returns the hard problems with the oldest last attempt;
+3. `insert` files the groups completed at a step: failures as hard; groups with both
+   verdicts, and promoted groups without a seat, as reusable. It counts the problems
+   that enter and leave.
 
-A row is empty when completed_step_P is -1, and "oldest first" then means "empty first".
-In a FIFO of hard problems the rows stand in the order of entry, the newest first.
+A row is empty if completed_step_P is -1; sorted oldest first, empty rows come first.
+With hard_order='fifo' the hard problems are in order of entry, the newest first.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import batch_knobs
-from bapo_jax.algorithms.batch_knobs import HardOrder, Range
+from bapo_jax.algorithms.batch_knobs import HardOrder
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -33,63 +33,56 @@ from bapo_jax.types import (
 )
 
 REUSED = SOURCES.index('reused')
-_FIXED = batch_knobs.FixedThresholds()
-_MOVING = batch_knobs.MovingThresholds()
 
 
 def fixed(
-  rate: Array, G: int, *, hard: float = _FIXED.hard, reusable: Range = _FIXED.reusable
+  rate: Array,
+  G: int,
+  k: batch_knobs.FixedThresholds = batch_knobs.FixedThresholds(),
 ) -> PassRateThresholds:
-  """The same thresholds at every step (Batch Adaptation PO, section 3).
+  """Returns the same thresholds at every step (arXiv:2602.20722, section 3).
 
-  Args:
-    hard: c1, largest pass rate of a hard problem.
-    reusable: (c2, c3), smallest and largest pass rate of a reusable group.
+  k.hard is c1, k.reusable is (c2, c3).
   """
-  return moving(rate, G, hard=hard, low=(reusable[0],) * 2, high=(reusable[1],) * 2)
+  c2, c3 = k.reusable
+  constant = batch_knobs.MovingThresholds(hard=k.hard, low=(c2, c2), high=(c3, c3))
+  return moving(rate, G, constant)
 
 
 def moving(
   rate: Array,
   G: int,
-  *,
-  hard: float = _MOVING.hard,
-  low: Range = _MOVING.low,
-  high: Range = _MOVING.high,
+  k: batch_knobs.MovingThresholds = batch_knobs.MovingThresholds(),
 ) -> PassRateThresholds:
-  """c2 and c3 follow the policy: c = rate (end - start) + start (Eq. 8); c1 stays.
+  """Returns thresholds that follow the policy (arXiv:2602.20722, Eq. 8).
 
-  The paper's text and code lower the band as the policy improves (start above end, the
-  default), its printed Eq. 8 raises it. It does not print the ends: these are ours.
+  c = rate (end - start) + start for c2 and c3; c1 is constant. The paper's text and
+  code lower the band as the policy improves (start above end, the default), its printed
+  Eq. 8 raises it. The paper does not print the ends; the defaults are ours.
 
   Args:
     rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
     G: responses per group.
-    hard: c1, largest pass rate of a hard problem.
-    low, high: (start, end) of c2 and of c3.
+    k: c1 and the (start, end) of c2 and of c3.
   """
-  c2, c3 = (rate * (end - start) + start for start, end in (low, high))
+  c2, c3 = (rate * (end - start) + start for start, end in (k.low, k.high))
   return PassRateThresholds(
-    # At most G - 1, whatever rounding does: a solved problem is not hard.
-    hard_max=jnp.minimum(_most(jnp.float32(hard), G), G - 1),
-    # From 1 to G - 1: groups of one verdict teach nothing.
+    # At most G - 1 despite rounding: a solved problem is not hard.
+    hard_max=jnp.minimum(_most(jnp.float32(k.hard), G), G - 1),
+    # From 1 to G - 1: a group with one verdict has no advantage.
     reusable_min=jnp.maximum(_least(c2, G), 1),
     reusable_max=jnp.minimum(_most(c3, G), G - 1),
   )
 
 
 def threshold_free(rate: Array, G: int) -> PassRateThresholds:
-  """Hard is never solved, reusable is solved half the time: no knobs (section 3).
-
-  Args:
-    G: responses per group, an even number.
-  """
+  """Returns: hard if never solved, reusable if half solved (section 3); G is even."""
   del rate
   return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
 
 def everything(rate: Array, G: int) -> PassRateThresholds:
-  """Every group is reusable and no problem is hard: plain replay."""
+  """Returns: every group is reusable and no problem is hard, for plain replay."""
   del rate
   return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
 
@@ -101,7 +94,7 @@ THRESHOLD_RULES = {
   'everything': everything,
 }
 
-# A pass rate of 1/8 is 1 of 8, whatever floats make of it.
+# Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
 SLACK = 1e-4
 
 
@@ -116,10 +109,11 @@ def _least(rate: Array, G: int) -> Array:
 def init(
   capacity: int, group_size: int, length: int, thresholds: ThresholdRule = fixed
 ) -> ReplayBuffer:
-  """An empty buffer. `hard` holds no responses, so its rows are one token long.
+  """Returns an empty buffer.
 
   Args:
-    capacity: rows of each part.
+    capacity: rows of each of the two parts. Rows of `hard` have one token: only their
+      problems are needed.
     group_size: G, responses per group.
     length: T, tokens per row.
     thresholds: a rule of THRESHOLD_RULES, its knobs bound.
@@ -135,7 +129,7 @@ def init(
 
 
 def draw(stored: Groups, rows: int) -> Groups:
-  """`rows` rows of one part, tried longest ago first; empty ones come last."""
+  """Returns `rows` rows of one part, oldest attempt first and empty rows last."""
   never = jnp.iinfo(jnp.int32).max
   oldest_P = jnp.argsort(
     jnp.where(stored.completed_step_P < 0, never, stored.completed_step_P), stable=True
@@ -161,26 +155,27 @@ def insert(
   max_reuse: int,
   hard_order: HardOrder = 'fifo',
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
-  """Files the groups completed at step `now` (Batch Adaptation PO, section 3).
+  """Files the groups completed at step `now` (arXiv:2602.20722, section 3).
 
-  The thresholds in force decide; the next ones count this step's verdicts too. A
-  reusable group leaves once it would be more than `max_off_policy_steps` steps old, or
-  was trained on again `max_reuse` times. A promoted group whose problem has no seat in
-  the batch becomes reusable whatever its pass rate, its usage count -1: not trained on.
+  The stored thresholds apply to this step; its verdicts enter the next thresholds. A
+  promoted group whose problem has no seat in the batch becomes reusable regardless of
+  its pass rate, with usage count -1: never trained on.
 
   Args:
-    fresh, reevaluated: the groups completed at this step; of a problem in both, the
+    fresh, reevaluated: the groups completed at this step; if a problem is in both, the
       re-evaluated group counts.
     groups, source_P: the batch that the learner trained on.
-    thresholds: a rule of THRESHOLD_RULES, its knobs bound.
-    hard_order: the hard problem that leaves a full buffer: under 'fifo' the one that
-      entered first, tried again or not; under 'least_recent' the one tried longest ago.
+    max_off_policy_steps, max_reuse: maximum age, learner steps, and maximum number of
+      further uses of a reusable group.
+    hard_order: the hard problem that leaves a full buffer: 'fifo', the first to enter,
+      even if it was tried again; 'least_recent', the one with the oldest last attempt.
 
   Returns:
-    (buffer, counts): problems that entered `hard`, and that left it: re-evaluated and
-    always solved (graduated) or sometimes (promoted), solved as a fresh prompt
-    (progressed), or replaced by newer ones (evicted).
+    (buffer, counts of problems that entered `hard` or left it: always solved on
+    re-evaluation (graduated), sometimes (promoted), solved as a fresh prompt
+    (progressed), or displaced by newer problems (evicted)).
   """
+  # One attempt per problem: the last row, re-evaluated if there is such a row.
   tried = concat(fresh, reevaluated)
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
@@ -188,6 +183,7 @@ def insert(
   usage_count_P = buffer.usage_count_P + _among(
     buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
+  # Promoted without a seat: dropped, these groups would be lost untrained.
   waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
   waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
   waiting_P &= ~_among(tried.id_P, jnp.where(source_P >= 0, groups.id_P, -1))
@@ -204,13 +200,12 @@ def insert(
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
   responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
   rate = correct / jnp.maximum(responses, 1)
-  following = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  after = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, following)
-  return after, counts
+  bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
+  return ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:
-  """bool: which of these problems are among the others; -1 is no problem."""
+  """bool [P]: whether the problem is among `others`; -1 is no problem."""
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
@@ -229,26 +224,26 @@ def _insert_reusable(
   max_off_policy_steps: int,
   max_reuse: int,
 ) -> tuple[Groups, Array]:
-  """(reusable, usage_count_P) with the groups of `tried` that are reusable.
+  """(reusable, usage_count_P) after inserting the reusable groups of `tried`.
 
   Args:
-    waiting_P: bool, promoted groups without a seat. They are at most as many as are
-      re-evaluated at once, which is at most the capacity: none of them is evicted.
+    waiting_P: bool, promoted groups without a seat. None of them is evicted: there are
+      at most buffer.reevaluate of them, which is at most the capacity.
   """
   k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
-  # Where groups of one verdict are kept (plain replay), no group has to teach.
+  # Plain replay (reusable_min 0) also keeps groups without an advantage.
   reusable_P &= learnable(tried) | (thresholds.reusable_min == 0)
   reusable_P = (reusable_P | waiting_P) & (tried.completed_step_P >= 0)
   stored, usage_count_P = buffer.reusable, buffer.usage_count_P
-  # Expire first, so that an expired row evicts no other.
+  # Expire first, so that an expired row does not evict a live one.
   stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse
   )
   replaced_P = _among(stored.id_P, jnp.where(reusable_P, tried.id_P, -1))
   both = concat(_emptied(tried, ~reusable_P), _emptied(stored, ~stays_P | replaced_P))
   usage_count_P = jnp.concatenate([-waiting_P.astype(jnp.int32), usage_count_P])
-  # Newest first; of one step, those that have not been trained on.
+  # Newest first; within a step, groups that were never trained on come first.
   waiting_P = jnp.pad(waiting_P, (0, len(stored.id_P)))
   order = jnp.argsort(-2 * both.completed_step_P - waiting_P, stable=True)
   rows = order[: len(stored.id_P)]
@@ -258,10 +253,10 @@ def _insert_reusable(
 def _insert_hard(
   buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: HardOrder
 ) -> tuple[Groups, dict[str, Array]]:
-  """(hard, counts) with the hard problems of `tried`.
+  """(hard, counts) after inserting the hard problems of `tried`.
 
   Args:
-    fresh: rows of `tried` that are fresh; the others are re-evaluated.
+    fresh: number of fresh rows, the first of `tried`; the others are re-evaluated.
   """
   filled_P = tried.completed_step_P >= 0
   hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)
@@ -270,6 +265,7 @@ def _insert_hard(
   reevaluated_P = jnp.arange(len(k_P)) >= fresh
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
+  # `hard` stores one token and one response per problem; the rest is sampled again.
   problems = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
   problems = problems._replace(
     correct_PG=tried.correct_PG[:, :1],
@@ -278,7 +274,8 @@ def _insert_hard(
   )
   tried_P = _among(buffer.hard.id_P, jnp.where(filled_P, tried.id_P, -1))
   stored = _emptied(buffer.hard, tried_P)
-  if hard_order == 'fifo':  # what is hard again keeps its place
+  if hard_order == 'fifo':
+    # A problem that is hard again keeps its place; only its last attempt is updated.
     again_P = _among(before_P, jnp.where(hard_P, tried.id_P, -1))
     step_P = jnp.where(again_P, tried.completed_step_P.max(), stored.completed_step_P)
     both = concat(
@@ -296,5 +293,6 @@ def _insert_hard(
     'buffer/progressed': left_P & ~reevaluated_P,
   }
   counts = {name: is_P.sum() for name, is_P in counts.items()}
-  room = (before_P >= 0).sum() + counts['buffer/entered'] - left_P.sum()
-  return hard, counts | {'buffer/evicted': room - (hard.completed_step_P >= 0).sum()}
+  # Conservation: in before + entered - left = in after + evicted.
+  wanted = (before_P >= 0).sum() + counts['buffer/entered'] - left_P.sum()
+  return hard, counts | {'buffer/evicted': wanted - (hard.completed_step_P >= 0).sum()}

@@ -21,13 +21,12 @@ import numpy as np
 from bapo_jax.autosetup import check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.data import pictured_problems, prompts
+from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.models.vision import tower
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import build, trainer
+from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS
@@ -53,8 +52,11 @@ def check(config: Config, workdir: str) -> int:
     )
   began, timer = time.perf_counter(), PhaseTimer()
   r = derive.prepare(config, workdir)
+  budget.check(r.budget, budget.capacity(r.mesh))
   config, known = r.config, known_of(r)
-  material = Material(*problems(config, known, r.tokenizer))
+  knobs, rows = (config.prompts, config.problems), (known.training, known.held_out)
+  vision = r.spec.vision
+  material = Material(*prompts.tabulate_both(r.tokenizer, *knobs, *rows, vision))
   findings = check_rules.of_config(config, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config))
@@ -79,28 +81,7 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 def known_of(r: Resolved) -> Facts:
   """Returns the facts of a resolved run."""
-  return facts.gather(r.config, r.model)
-
-
-def problems(
-  config: Config, known: Facts, tokenizer: tokenizer_lib.Tokenizer
-) -> tuple[prompts.Problems, prompts.Problems]:
-  """Tokenizes training and held-out problems like `prompts.load`, storing nothing."""
-  if known.pictured:
-    vision = tower.vision_of(known.spec)
-    knobs = config.prompts, config.problems
-    return pictured_problems.tables(tokenizer, *knobs, known.pictured, vision)
-  training, held_out = known.training, known.held_out
-  if config.problems.overlap == 'drop':
-    both, _ = prompts.dedup.overlap(training, held_out)
-    training = [row for i, row in enumerate(training) if i not in both]
-  most, drop = config.prompts.max_prompt_tokens, config.prompts.overlong == 'drop'
-  found = (
-    prompts.tokenize(tokenizer, training, most, drop=drop),
-    prompts.tokenize(tokenizer, held_out, most, drop=False),
-  )
-  prompts.check_count(found[0], config.prompts.count)
-  return found
+  return facts.gather(r.config, r.model, r.mesh, r.schedule)
 
 
 def free_bytes(workdir: str) -> int:
@@ -183,7 +164,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
       f'{quoted(text)}'
     )
   training, held_out = known.lengths(config.tokenizer.template)
-  disk = check_rules.disk_bytes(config, known) / 1e9
+  disk = r.budget.disk / 1e9
   lines += [
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}',

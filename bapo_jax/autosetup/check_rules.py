@@ -15,10 +15,9 @@ import numpy as np
 
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.data import dedup, pictured_problems
+from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.runtime.statistics import clustered_error
-from bapo_jax.training import remat
 from bapo_jax.training.config import Config
 
 Kind = Literal['mistake', 'warning', 'note']
@@ -186,10 +185,7 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
   """Finds held-out problems among the training problems."""
-  if known.pictured:  # other pictures make other problems of the same text
-    both, message = pictured_problems.overlap(config.problems, *known.pictured)
-  else:
-    both, message = dedup.overlap(known.training, known.held_out)
+  both, message = prompts.overlap(config.problems, known.training, known.held_out)
   if not both:
     return
   drop = config.problems.overlap == 'drop'
@@ -214,10 +210,7 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
 
 def _memory(config: Config, known: Facts) -> Iterator[Finding]:
   """Finds an update that does not fit the memory of a device."""
-  mesh = derive_sizes.mesh_of(config, known)
-  spec = derive_sizes.spec_of(config, known)
-  schedule = derive_sizes.resolved(config, known)
-  needed = remat.needs(config, spec, schedule, mesh)
+  needed = derive_sizes.budget_of(config, known)[1].update
   if needed > known.memory:
     yield Finding(
       'warning',
@@ -229,21 +222,10 @@ def _memory(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def checkpoint_bytes(config: Config, known: Facts) -> int:
-  """Returns the bytes of one checkpoint."""
-  spec = derive_sizes.spec_of(config, known)
-  return int(sum(remat.checkpoint_sizes(config, spec).values()))
-
-
-def disk_bytes(config: Config, known: Facts) -> int:
-  """Returns the bytes of all checkpoints of a run, including the one being written."""
-  many = config.checkpoint.keep + config.checkpoint.best + 1
-  return many * checkpoint_bytes(config, known)
-
-
 def _disk(config: Config, known: Facts, free: int) -> Iterator[Finding]:
   """Finds checkpoints that do not fit the disk."""
-  each, wanted = checkpoint_bytes(config, known), disk_bytes(config, known)
+  _, b = derive_sizes.budget_of(config, known)
+  each, wanted = sum(b.checkpoint.values()), b.disk
   if wanted > free:
     yield Finding(
       'mistake' if each > free else 'warning',

@@ -104,7 +104,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   held_out = {'source': config.problems.test_source}
   if not trains and not undecided:
     config = config.with_values(problems=held_out)
-  with hosts.first_ahead('available'):  # one process downloads
+  with hosts.first_ahead():  # one process downloads
     model = resolve.check_available(config, decided=not config.derived)
     if undecided:
       known = facts.gather(config, model)

@@ -5,16 +5,19 @@ the facts; it returns a value and the reason, for the first screen.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.training import memory, remat
+from bapo_jax.training import budget
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -30,7 +33,9 @@ LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 20
 
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   """mesh.fsdp: the weights over all devices where one has no room for them."""
-  n, state = len(facts.devices), state_bytes(config, facts, 1)
+  n, spec = len(facts.devices), spec_of(config, facts)
+  weights, moments, _, actor = budget.whole_state(config, spec)
+  state = weights + moments + actor
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:
@@ -92,9 +97,10 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
   """sampler.max_num_seqs: as many responses as the cache has memory for."""
   mesh = mesh_of(config, facts)
   shards, spec = sharding.row_shards(mesh), spec_of(config, facts)
-  each = slot_bytes(spec, config.row_length, mesh.shape['tensor'])
-  split = mesh.shape['fsdp'] * mesh.shape['tensor']
-  room = CACHE_SHARE * (facts.memory - state_bytes(config, facts, split))
+  T = config.row_length
+  each = budget.cache_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
+  b = budget.count(config, spec, Schedule(), mesh)
+  room = CACHE_SHARE * (facts.memory - b.weights - b.moments - b.actor)
   wanted = -(-config.places * config.sampler.group_size // shards) * shards
   fitting = max(int(room / each), 1) * shards
   found = wanted if fitting >= wanted else 1 << int(math.log2(fitting / shards))
@@ -136,12 +142,12 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   """learner.grad_accum_steps: the fewest with which least is computed again."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  least, fitting = remat.choices(config, mesh)[0].remat, []
+  least, fitting = budget.choices(config, mesh)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
     tried = config.with_values(learner={'grad_accum_steps': n})
-    found = remat.resolve(tried, spec, mesh, facts.memory)
-    needed = remat.needs(tried, spec, found, mesh)
+    found = budget.choose_schedule(tried, spec, mesh, facts.memory)
+    needed = budget.count(tried, spec, found, mesh).update
     if needed <= facts.memory:
       fitting.append((n, found.remat, needed))
       if found.remat == least:
@@ -154,21 +160,24 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
 
-def resolved(config: Config, facts: Facts) -> Schedule:
-  """Returns the schedule that fits the device memory."""
-  mesh = mesh_of(config, facts)
-  return remat.resolve(config, spec_of(config, facts), mesh, facts.memory)
+def budget_of(config: Config, facts: Facts) -> tuple[Schedule, Budget]:
+  """Returns the schedule that fits the device memory, and the bytes of the run."""
+  mesh, spec = mesh_of(config, facts), spec_of(config, facts)
+  schedule = facts.schedule
+  if schedule is None:
+    schedule = budget.choose_schedule(config, spec, mesh, facts.memory)
+  return schedule, budget.count(config, spec, schedule, mesh)
 
 
 def backward(config: Config, facts: Facts) -> tuple[str, str]:
   """model.remat."""
-  return resolved(config, facts).remat, 'computes least again of what fits'
+  return budget_of(config, facts)[0].remat, 'computes least again of what fits'
 
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """learner.bounds_pass."""
-  found = resolved(config, facts).bounds_pass
-  if not remat.bounds_wait(config):
+  found = budget_of(config, facts)[0].bounds_pass
+  if not budget.bounds_wait(config):
     return found, 'one micro-batch: its bounds need no other pass'
   return found, 'computes least again of what fits'
 
@@ -192,8 +201,16 @@ def is_lora(config: Config) -> bool:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """The mesh of these devices."""
-  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
+  """Returns the run's mesh, or lays one out that the rules of a derivation share."""
+  if facts.mesh is not None:
+    return facts.mesh
+  return _mesh(**config.mesh.model_dump(), devices=tuple(facts.devices))
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh(devices: tuple[jax.Device, ...], **sizes: int) -> Mesh:
+  """Lays out a mesh, once for the same sizes."""
+  return sharding.make(**sizes, devices=devices)
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:
@@ -202,20 +219,3 @@ def spec_of(config: Config, facts: Facts) -> ModelSpec:
   return dataclasses.replace(
     facts.spec, dtype=knobs.dtype, compute=knobs.compute, attention=knobs.attention
   )
-
-
-def state_bytes(config: Config, facts: Facts, split: int) -> float:
-  """Bytes of weights, moments and actor on a device, the first two over `split`."""
-  spec, n = spec_of(config, facts), facts.parameters
-  few, trained = remat.adapters(config, spec), remat.trained(config, spec)
-  # Of adapters themselves and two moments; else moments, and a copy of narrow weights.
-  added = 12 if few else 8 + 4 * (spec.dtype != 'float32')
-  held = remat.numbers(spec.dtype) * n + added * trained
-  return held / split + remat.numbers(spec.compute) * n
-
-
-def slot_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
-  """Bytes of a decode slot: keys and values, and what is recorded of each token."""
-  heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
-  numbers = 2 * spec.layers * heads * spec.head_width
-  return length * (memory.DECODED + remat.numbers(spec.compute) * numbers)

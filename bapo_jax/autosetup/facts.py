@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import pictured_problems, pictured_prompts, sources
+from bapo_jax.data import prompts, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.training import remat, resolve
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
 
@@ -51,7 +52,8 @@ class Facts(NamedTuple):
   verified: Callable[[str], Verified]  # of the right answers by this rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
-  pictured: tuple[Sequence[PicturedRow], ...] = ()  # both with pictures; (): texts
+  mesh: Mesh | None = None  # of the run; None: not decided yet
+  schedule: Schedule | None = None  # likewise
 
   @property
   def rows(self) -> list[Row]:
@@ -80,8 +82,16 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, model: Model) -> Facts:
+def gather(
+  config: Config,
+  model: Model,
+  mesh: Mesh | None = None,
+  schedule: Schedule | None = None,
+) -> Facts:
   """Reads problems and devices; what is not here was downloaded before.
+
+  Args:
+    mesh, schedule: of the run; None if they are not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -100,7 +110,9 @@ def gather(config: Config, model: Model) -> Facts:
     tokenizer=model.tokenizer,
     **read,
     devices=jax.devices(),
-    memory=remat.limit(sharding.make()),
+    memory=budget.limit(sharding.make() if mesh is None else mesh),
+    mesh=mesh,
+    schedule=schedule,
   )
 
 
@@ -115,25 +127,14 @@ def _read(
   """Reads the problems, and makes the functions that measure them."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
-  pictured: tuple[Sequence[PicturedRow], ...] = ()
-  if vision is None:
-    training, held_out = (sources.rows(problems, k) for k in sources.SPLITS)
-  else:
-    pictured = tuple(pictured_problems.unique_rows(problems, k) for k in sources.SPLITS)
-    training, held_out = ([row for row, _ in rows] for rows in pictured)
+  # Repeated problems are logged when a run loads them to train.
+  training, held_out = (sources.load(problems, k, quiet=True) for k in sources.SPLITS)
 
   @functools.cache
   def lengths(template: str) -> Lengths:
     reader = backend._replace(template=template)
-    if vision is None:
-      encoded = tokenizer_lib.encode_prompts(
-        reader, [row.problem for row in rows], [row.system for row in rows]
-      )
-    else:
-      shown = [row for each in pictured for row in each]
-      encoded = [each.tokens for each in pictured_prompts.encode(reader, shown, vision)]
-    found = [len(ids) for ids in encoded]
-    return found[: len(training)], found[len(training) :]
+    tokens = [len(prompt.tokens) for prompt in prompts.encode(reader, rows, vision)]
+    return tokens[: len(training)], tokens[len(training) :]
 
   rows = [*training, *held_out]
   check = functools.cache(functools.partial(verified, rows, rewards))
@@ -142,7 +143,6 @@ def _read(
     'held_out': held_out,
     'lengths': lengths,
     'verified': check,
-    'pictured': pictured,
   }
 
 

@@ -1,4 +1,5 @@
-"""In: problems, made from the seed, in users' files, or by the name of a data set.
-Out: `Problems`, rows of tokens with their answers, and the `Prompts` of each step.
-Read: row, synthetic, countdown, schemas, dedup, sources, tokenizer, prompts; the rest.
+"""Data sets of problems: made from a seed, read from files, or downloaded by name.
+
+Returns `Problems`, token rows with their answers, and the `Prompts` of each step.
+Reading order: row, made, layouts, local_files, sources, dedup, tokenizer, prompts.
 """

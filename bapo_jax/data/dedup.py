@@ -1,73 +1,77 @@
-"""Problems that come twice: in one data set, or in training and evaluation both.
+"""Repeated problems, within a data set or in both training and evaluation.
 
-Two problems are the same where their texts are, up to white space. Lines that stand
-before or after every problem of a data set (an instruction) do not count.
-Functions return their finding and a message, '' for none.
+Two problems are equal if their pictures are, and their texts up to white space. Lines
+at the start or end of every problem of a data set (an instruction) do not count.
+Functions return their result and a message, '' for none.
 """
 
 import itertools
 import unicodedata
 from collections.abc import Iterable, Sequence
 
+from bapo_jax.data import pictures
 from bapo_jax.data.row import Row
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-  """Each row's problem in a normal form: two are the same where these are equal."""
-  # A text is split once, however often it comes.
+  """Returns a key for each row; two problems are equal if their keys are."""
+  # A text is split once, however often it is repeated.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
-  first = last = 0
-  if len(texts) > 1:  # of one problem alone all lines are common
-    most = min(map(len, texts)) - 1
-    first = _common(texts, range(most))
-    last = _common(texts, range(-1, first - most - 1, -1))
+  start = end = 0
+  if len(texts) > 1:  # a single problem has all lines in common with itself
+    longest = min(map(len, texts)) - 1
+    start = _count_common(texts, range(longest))
+    end = _count_common(texts, range(-1, start - longest - 1, -1))
 
-  def key(own: tuple[str, ...]) -> str:
-    text = '\n'.join(own[first : len(own) - last])
-    return ' '.join(unicodedata.normalize('NFC', text).split())
+  def key(text: tuple[str, ...]) -> str:
+    inner = '\n'.join(text[start : len(text) - end])
+    return ' '.join(unicodedata.normalize('NFC', inner).split())
 
-  key_of = {text: key(own) for text, own in lines.items()}
-  return [key_of[row.problem] for row in rows]
+  key_of = {text: key(split) for text, split in lines.items()}
+  return [
+    ' '.join([key_of[row.problem], *pictures.digests(row.pictures)]) for row in rows
+  ]
 
 
-def _common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
-  """How many of these lines are the same in all texts, before the first that is not."""
+def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
+  """Returns how many of these lines, up to the first difference, all texts share."""
   same = (len({lines[i] for lines in texts}) == 1 for i in positions)
   return sum(1 for _ in itertools.takewhile(bool, same))
 
 
 def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
-  """(the first row of each problem, a message on the others).
+  """Returns the first row of each problem, and a message on the other rows.
 
   Args:
-    name: of the data set, for the message.
+    rows: the data set.
+    name: its name, for the message.
   """
-  first: dict[str, Row] = {}
+  unique: dict[str, Row] = {}
   other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):
-    if first.setdefault(key, row).answer != row.answer:
+    if unique.setdefault(key, row).answer != row.answer:
       other_answer.setdefault(key, row.answer)
-  unique, message = list(first.values()), ''
+  message = ''
   if len(unique) < len(rows):
-    message = f'{name}: {len(rows)} rows hold {len(unique)} different problems'
+    message = f'{name}: {len(rows)} rows contain {len(unique)} different problems'
   if other_answer:
     key, other = next(iter(other_answer.items()))
     message += (
-      f'; {len(other_answer)} of them come with different answers, as {key[:60]!r} '
-      f'with {first[key].answer!r} and {other!r}'
+      f'; {len(other_answer)} of them come with different answers, such as '
+      f'{key[:60]!r} with {unique[key].answer!r} and {other!r}'
     )
-  return unique, message
+  return list(unique.values()), message
 
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
-  """(indices in `training` of problems that are in `held_out` too, a message)."""
+  """Returns the indices of training problems that are held out too, and a message."""
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
   both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:
     return both, ''
   count = len({training_keys[i] for i in both})
   return both, (
-    f'{count} of {len(held_out_keys)} held-out problems are training problems too, as '
-    f'{training_keys[min(both)][:60]!r}'
+    f'{count} of {len(held_out_keys)} held-out problems are training problems too, '
+    f'such as {training_keys[min(both)][:60]!r}'
   )

@@ -1,13 +1,17 @@
-"""Problems by name: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
+"""Named data sets: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
 
-1. `find_files` finds the files of a split in the local cache, else downloads them;
-2. `prepare_tfds` has tensorflow-datasets download and write its own, as array_record;
-   `read_tfds` reads their rows.
+1. `find_files` finds the files of a split in the local cache of the hub, or downloads
+   them;
+2. `read_tfds` reads a split of a data set of tensorflow-datasets, which downloads and
+   writes it as array_record: the default format, tfrecord, needs TensorFlow.
 
-An error is one sentence: the missing thing, the reason, the way to get it.
+A data set of your own is a `tfds.core.GeneratorBasedBuilder` with the fields of one of
+the layouts, for example question and answer, imported before the run.
 """
 
+import contextlib
 import importlib
+import io
 import logging
 import os
 import pathlib
@@ -15,22 +19,23 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow_datasets as tfds
 
-from bapo_jax.data import builder as builder_lib
-from bapo_jax.data import local_files, schemas
+from bapo_jax.data import layouts, local_files
 from bapo_jax.data.row import Row
 
 SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
-  """Local paths of the files of a split of a data set, in their order.
+  """Returns the local paths of the files of a split, in order.
 
   Args:
     name: owner/name, or owner/name@revision: a commit, tag or branch.
-    split: how the files' names begin: `train`, or `main/train` with their folder.
+    split: start of the file names: `train`, or `main/train` with their folder.
+    knob: the knob with this name, for errors.
 
   Raises:
     ValueError: no such data set or split, or no network.
@@ -40,16 +45,16 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
     try:
       folder = _snapshot(name, split, local)
     except (OSError, ValueError) as error:
-      # The first line names the failure, the second an import.
+      # The first line names the failure, later lines give advice on Python calls.
       reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
       continue
-    if found := _of_split(folder, split, knob):
-      return found
-  fetched = name.replace('@', ' --revision ')
+    if files := _of_split(folder, split, knob):
+      return files
+  options = name.replace('@', ' --revision ')
   raise ValueError(
-    f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl there, nor in '
-    f'the local cache of the hub{reason}; fetch it where there is a network, `hf '
-    f'download {fetched} --repo-type dataset --local-dir <directory>`, and give the '
+    f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl on the hub or '
+    f'in its local cache{reason}; download it on a machine with a network, `hf '
+    f'download {options} --repo-type dataset --local-dir <directory>`, and give the '
     'file'
   )
 
@@ -68,40 +73,78 @@ def _snapshot(name: str, split: str, local: bool) -> str:
 
 
 def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
-  """The split's files, () where there is none or a part is missing."""
+  """Returns the files of a split; () if there are none or a part is missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}(?:[-.].*)?\.(?:{SUFFIX})')
   names = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
   names = [name for name in names if pattern.fullmatch(name)]
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(
-      f'--config.{knob}: files of {split} stand in {folders}; give the folder with the '
-      f'split, such as {folders[0]}/{split}'
+      f'--config.{knob}: there are files of {split} in {folders}; give the folder with '
+      f'the split, such as {folders[0]}/{split}'
     )
-  # train-00000-of-00002.parquet: a download that was cut short lacks a part.
+  # train-00000-of-00002.parquet: an interrupted download lacks a part.
   parts = [re.search(r'-of-(\d+)', name) for name in names]
   if any(part and int(part[1]) != len(names) for part in parts):
     return ()
   return tuple(os.path.join(folder, name) for name in names)
 
 
-def prepare_tfds(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
-  """A data set that tensorflow-datasets knows, written to ~/tensorflow_datasets.
+def read_tfds(
+  name: str, split: str, knob: str, check: Callable[[Row], None] | None = None
+) -> list[Row]:
+  """Returns the rows of a split of a data set of tensorflow-datasets.
+
+  The library keeps the data in ~/tensorflow_datasets, and downloads it if necessary.
+
+  Args:
+    name: a data set of the library, or of an imported builder.
+    split: such as `train`.
+    knob: the knob with this name, for errors.
+    check: raises a ValueError if an answer cannot be verified.
 
   Raises:
-    ValueError: no such data set or split, or no network.
+    ValueError: no such data set or split, no network, or a row cannot be read.
   """
+  rows: list[Row] = []
+  layout = None
+  for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
+    row = {field: _text(value) for field, value in values.items()}
+    try:
+      if field := layouts.pictures(row)[0]:
+        raise ValueError(
+          f'field {field!r} has pictures, which are read from files and from the hub '
+          'only; give a parquet file or hub:owner/name:split'
+        )
+      layout = layout or layouts.detect(row)
+      rows.append(layouts.parse(row, layout))
+      if check:
+        check(rows[-1])
+    except ValueError as error:
+      raise ValueError(f'tfds:{name}:{split}, row {i}: {error}') from error
+  return rows
+
+
+def _text(value: Any) -> Any:
+  # array_record returns text as bytes.
+  return value.decode() if isinstance(value, bytes) else value
+
+
+def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
+  """Returns the builder of a data set, its data written to disk."""
   builder = _builder(name, knob)
-  # Without a network the library retries for minutes before it fails.
+  # Without a network the library would retry for minutes.
   if not builder.info.splits and not _network():
     raise ValueError(
       f'--config.{knob}=tfds:{name}: not in {builder.data_dir}, and there is no '
-      'network to download it; copy that directory from a machine that has it, or '
-      'give a file'
+      'network to download it; copy that directory from another machine, or give a file'
     )
   try:
-    builder_lib.prepare(builder)
-  except Exception as error:  # of its own kinds, of requests and of each data set
+    # The library prints a download even if there is none, and draws progress bars.
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(io.StringIO()):
+      builder.download_and_prepare()
+  except Exception as error:  # of the library, of requests and of each data set
     raise ValueError(
       f'--config.{knob}=tfds:{name} cannot be prepared ({str(error).splitlines()[0]}); '
       'give another data set or a file'
@@ -114,55 +157,24 @@ def prepare_tfds(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   return builder
 
 
-def read_tfds(
-  builder: tfds.core.DatasetBuilder,
-  split: str,
-  check: Callable[[Row], None] | None = None,
-) -> list[Row]:
-  """The rows of a split.
-
-  Args:
-    check: raises ValueError where an answer cannot be verified.
-
-  Raises:
-    ValueError: no schema has its fields, or a row cannot be read.
-  """
-  found = builder_lib.read(builder, split)
-  rows = []
-  for i, row in enumerate(found, 1):
-    try:
-      if field := schemas.pictured_field(row):
-        raise ValueError(
-          f'field {field!r} holds pictures, which are read from files and from the hub '
-          'alone; give a parquet file, or hub:owner/name:split'
-        )
-      rows.append(schemas.parse(row, schemas.detect(found[0])))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'tfds:{builder.name}:{split}, row {i}: {error}') from error
-  return rows
-
-
 def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
   package = pathlib.Path(tfds.__file__).parent
   for path in package.glob(f'*/{name}/{name}.py') if name.isidentifier() else ():
-    # Registered by its import, which the library leaves out without TensorFlow.
+    # Registers the data set; without TensorFlow the library does not import it.
     module = path.relative_to(package.parent).with_suffix('')
     importlib.import_module('.'.join(module.parts))
   try:
-    with builder_lib.own_temporary_folder():
-      return tfds.builder(name, file_format='array_record')
+    return tfds.builder(name, file_format='array_record')
   except (tfds.core.DatasetNotFoundError, ValueError, ImportError) as error:
     logging.debug('%s', error)
     raise ValueError(
       f'--config.{knob}=tfds:{name}: tensorflow-datasets has no data set {name!r} that '
-      'it can make without TensorFlow; give a file or a hub name'
+      'works without TensorFlow; give a file or a hub name'
     ) from error
 
 
 def _network() -> bool:
-  """Whether a name can be looked up; behind a proxy that is the proxy's business."""
+  """Returns whether a name can be looked up; with a proxy, the proxy looks it up."""
   try:
     socket.getaddrinfo('github.com', 443)
   except OSError:

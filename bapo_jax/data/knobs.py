@@ -1,4 +1,4 @@
-"""Knobs of tokenizer, problems and prompts."""
+"""Knobs of the tokenizer, the problems and the prompts."""
 
 from typing import Literal
 
@@ -6,21 +6,21 @@ import pydantic
 
 from bapo_jax.knobs import Section, knob, shown
 
-EMBEDDED = 'characters'  # name of the tokenizer of the embedded policy
+EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that are made from a seed
 
 
 class TokenizerConfig(Section):
-  """Which tokenizer reads problems and writes responses."""
+  """The tokenizer of problems and responses."""
 
   path: str = knob(
     '',
     "Directory with tokenizer.json, or hub:owner/name; '': that of model.path; "
-    "'characters': the embedded tokenizer, for the embedded policy alone.",
+    "'characters': the embedded tokenizer, for the embedded policy only.",
   )
   template: str = knob(
     '{problem}\n',
-    'The prompt, {problem} in it; chat: before it applies the chat template.',
+    'Prompt with {problem}; a leading chat: applies the chat template.',
   )
 
   @pydantic.model_validator(mode='after')
@@ -30,16 +30,16 @@ class TokenizerConfig(Section):
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """These knobs beside a model, `path` written out: the model's where it is empty.
+    """Returns these knobs with `path` filled in: that of the model if empty.
 
     Raises:
-      ValueError: the embedded tokenizer beside a model, whose tokens are others.
+      ValueError: the embedded tokenizer is combined with a model.
     """
     if self.path == EMBEDDED and model_path:
       raise ValueError(
-        f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, and '
-        f'model.path={shown(model_path)} has tokens of its own; leave tokenizer.path '
-        "out, which takes the model's, or name a directory"
+        f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, but '
+        f'model.path={shown(model_path)} has other tokens; remove tokenizer.path to '
+        "use the model's, or give a directory"
       )
     return self.model_copy(update={'path': self.path or model_path or EMBEDDED})
 
@@ -53,7 +53,7 @@ class CountdownConfig(Section):
   largest: int = knob(99, 'Largest number.', least=5, most=10_000)
   target: int = knob(999, 'Largest target.', least=10, most=1_000_000)
   wording: Literal['sentence', 'short'] = knob(
-    'sentence', 'English, or the short form that the embedded policy reads.'
+    'sentence', 'English, or the short form for the embedded policy.'
   )
 
   @pydantic.model_validator(mode='after')
@@ -68,8 +68,8 @@ class DrawnConfig(Section):
 
   kind: Literal['bars', 'dots', 'lengths', 'dials', 'mixed', 'blank'] = knob(
     'bars',
-    'What a picture shows; mixed: each of them, drawn evenly; blank: nothing, of the '
-    'same problems, for an evaluation that shows whether pictures are read.',
+    'What a picture shows; mixed: all kinds, drawn evenly; blank: nothing, for an '
+    'evaluation that measures whether pictures are read.',
   )
   shown: int = knob(3, 'Quantities that a picture shows.', least=2, most=4)
   terms: int = knob(2, 'Quantities that a problem asks for.', least=1, most=4)
@@ -77,7 +77,7 @@ class DrawnConfig(Section):
     (56,), 'Pixels along each side of a picture, drawn evenly.', least=56, most=1024
   )
   wording: Literal['sentence', 'short'] = knob(
-    'short', 'English, or the short form that the embedded policy reads.'
+    'short', 'English, or the short form for the embedded policy.'
   )
 
   @pydantic.model_validator(mode='after')
@@ -90,18 +90,18 @@ class DrawnConfig(Section):
 
 
 class PairConfig(Section):
-  """Problems of the family `pair`."""
+  """Synthetic problems of the family `pair`."""
 
   hard: float = knob(
     0.0,
-    'Share of hard problems, whose numbers the warm start never reads.',
+    'Share of hard problems, with numbers that the warm start never reads.',
     least=0,
     below=1,
   )
   stops: bool = knob(
     True,
     'Worked solutions stop at the solution, so that wrong responses are longer; off: '
-    'they try every candidate, and right and wrong ones are equally long.',
+    'they try every candidate, so that all responses are equally long.',
   )
   answer: Literal['x', 'all'] = knob(
     'x', 'The answer: x, or the digits of the reduced a and b and of x.'
@@ -117,7 +117,7 @@ class ProblemsConfig(Section):
     '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins one) or '
     'tfds:name:split.',
   )
-  test_source: str = knob('synthetic', 'Held-out problems, named likewise.')
+  test_source: str = knob('synthetic', 'Held-out problems, with the same choices.')
   family: Literal['trial', 'chain', 'pair'] = knob(
     'trial', 'Family of the synthetic problems.'
   )
@@ -129,18 +129,18 @@ class ProblemsConfig(Section):
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
   drawn: DrawnConfig = knob(DrawnConfig, 'Problems with pictures drawn from the seed.')
   duplicates: Literal['drop', 'keep'] = knob(
-    'drop', 'Repeated problems: the first of each counts, or all; reported either way.'
+    'drop', 'Repeated problems: drop all but the first, or keep all; both are logged.'
   )
   overlap: Literal['keep', 'drop'] = knob(
-    'keep', 'Held-out problems among the training problems: trained on, or dropped.'
+    'keep', 'Training problems that are also held out: kept, or dropped.'
   )
   changed: Literal['refuse', 'accept'] = knob(
-    'refuse', 'Resuming with other problems: refused, or accepted on an empty buffer.'
+    'refuse', 'Resume with other problems: refuse, or accept with an empty buffer.'
   )
 
   @property
   def count(self) -> int:
-    """Made problems, training and held-out."""
+    """The number of made problems, training and held-out."""
     return self.train + self.test
 
   @pydantic.model_validator(mode='after')
@@ -159,10 +159,10 @@ class ProblemsConfig(Section):
 
 
 class PromptsConfig(Section):
-  """Prompts per learner step, and how long they may be."""
+  """Number and length of prompts."""
 
   count: int = knob(64, 'Prompts per learner step.', least=1, most=65536)
-  max_prompt_tokens: int = knob(17, 'Most tokens of a prompt.', least=1, most=1 << 20)
+  max_prompt_tokens: int = knob(17, 'Longest prompt, in tokens.', least=1, most=1 << 20)
   overlong: Literal['drop', 'refuse'] = knob(
-    'drop', 'Longer training prompts: dropped and counted, or refused.'
+    'drop', 'Longer training prompts: drop and count them, or refuse.'
   )

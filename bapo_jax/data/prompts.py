@@ -1,15 +1,15 @@
-"""Which prompts come at which step: a pure function of (seed, step).
+"""The prompts of each learner step: a pure function of (seed, step).
 
-1. `load` reads the data sets once: repeats and prompts that are too long are logged
-   and left out; tokens are rows on the host, answers stand beside them;
+1. `load` reads both data sets, drops repeated and overlong problems and logs their
+   number; `tabulate` makes token rows of problems, with or without pictures;
 2. `fingerprint` identifies the problems of a run;
-3. `next_prompts` deals them in epochs, each shuffled anew, no problem twice in a step;
-4. `prompts_by_id` returns those with given ids: re-evaluation is more prompts.
+3. `next_prompts` deals problems in epochs, each shuffled anew, so that no problem comes
+   twice in a step;
+4. `prompts_by_id` returns the prompts of given problems, for evaluations.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,125 +17,193 @@ import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
-from bapo_jax.data import dedup, sources
+from bapo_jax.data import dedup, pictures, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
+from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig
+from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime.progress import log
 from bapo_jax.types import Prompts
 
 
 class Problems(NamedTuple):
-  """A data set, column by column."""
+  """A data set of N problems, column by column."""
 
-  id_N: Int32[np.ndarray, ' N']  # 0..N-1, the row itself
+  id_N: Int32[np.ndarray, ' N']  # 0..N-1, the row number
   tokens_NT: Int32[np.ndarray, 'N T']  # the prompt from column 0, then padding
   length_N: Int32[np.ndarray, ' N']  # tokens in the prompt
-  text: Sequence[str]  # as the data set states them
+  text: Sequence[str]  # as the data set states the problem
   answer: Sequence[str]
   verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
-  system: Sequence[str] = ()  # system message of each; '' or (): none
-  pictures: Sequence[tuple[bytes, ...]] = ()  # files of those of each; (): texts
-  grids: Sequence[tuple[tuple[int, int], ...]] = ()  # patches of each picture
+  system: Sequence[str] = ()  # system message of each problem; '' or (): none
+  pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
+  grids: Sequence[tuple[Grid, ...]] = ()  # patches of each picture
 
 
-def load_held_out(
-  tokenizer: Tokenizer, workdir: str, prompts: PromptsConfig, problems: ProblemsConfig
-) -> Problems:
-  """The held-out problems alone, for an evaluation without training.
+class EncodedPrompt(NamedTuple):
+  """The token ids of a prompt and the grids of its pictures."""
 
-  Raises:
-    ValueError: as `load`.
-  """
-  held_out = sources.load(problems, 'test_source', os.path.join(workdir, 'data'))
-  return tokenize(tokenizer, held_out, prompts.max_prompt_tokens, drop=False)
+  tokens: list[int]
+  grids: tuple[Grid, ...]
 
 
 def load(
-  tokenizer: Tokenizer, workdir: str, prompts: PromptsConfig, problems: ProblemsConfig
+  tokenizer: Tokenizer,
+  prompts: PromptsConfig,
+  problems: ProblemsConfig,
+  vision: VisionSpec | None = None,
 ) -> tuple[Problems, Problems]:
-  """Training and held-out problems.
+  """Returns training and held-out problems.
 
-  Of the held-out problems none is dropped for its length: the score would be one of
-  another set.
+  Args:
+    tokenizer: tokenizer and prompt template.
+    prompts: knobs of the prompts.
+    problems: knobs of the problems.
+    vision: the vision tower; None: the model is text-only.
 
   Raises:
-    ValueError: a source cannot be read, a prompt is too long, or too few are left.
+    ValueError: a source or picture cannot be read, a prompt is too long, or there are
+      too few problems.
   """
-  data_dir = os.path.join(workdir, 'data')
-  training = sources.load(problems, 'source', data_dir)
-  held_out = sources.load(problems, 'test_source', data_dir)
-  both, message = dedup.overlap(training, held_out)
+  training, held_out = (sources.load(problems, knob) for knob in sources.SPLITS)
+  return tabulate_both(tokenizer, prompts, problems, training, held_out, vision)
+
+
+def tabulate_both(
+  tokenizer: Tokenizer,
+  prompts: PromptsConfig,
+  problems: ProblemsConfig,
+  training: Sequence[Row],
+  held_out: Sequence[Row],
+  vision: VisionSpec | None = None,
+) -> tuple[Problems, Problems]:
+  """Returns training and held-out problems of these rows; see `load`.
+
+  Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
+  problems are never dropped, which would change the meaning of the score.
+  """
+  both, message = overlap(problems, training, held_out)
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]
-    log(message + '; they are not trained on')
+    log(f'{message}; they are dropped from the training problems')
   elif both:
-    log(message + '; problems.overlap=keep')
-  most = prompts.max_prompt_tokens
-  loaded = (
-    tokenize(tokenizer, training, most, drop=prompts.overlong == 'drop'),
-    tokenize(tokenizer, held_out, most, drop=False),
+    log(f'{message}; problems.overlap=keep')
+  limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
+  tables = (
+    tabulate(tokenizer, training, limit, vision, drop=drop),
+    tabulate(tokenizer, held_out, limit, vision, drop=False),
   )
-  check_count(loaded[0], prompts.count)
-  return loaded
+  check_count(tables[0], prompts.count)
+  return tables
 
 
-def tokenize(
-  tokenizer: Tokenizer, rows: Sequence[Row], max_prompt_tokens: int, *, drop: bool
+def overlap(
+  problems: ProblemsConfig, training: Sequence[Row], held_out: Sequence[Row]
+) -> tuple[set[int], str]:
+  """Returns the indices of training problems that are held out too, and a message.
+
+  Made problems of one source are distinct, even if blank pictures make them look equal.
+  """
+  if problems.source == problems.test_source and problems.source in MADE:
+    return set(), ''
+  return dedup.overlap(training, held_out)
+
+
+def tabulate(
+  tokenizer: Tokenizer,
+  rows: Sequence[Row],
+  max_prompt_tokens: int,
+  vision: VisionSpec | None = None,
+  *,
+  drop: bool,
 ) -> Problems:
-  """The problems of these rows; longer ones are dropped and counted where `drop` is.
+  """Returns the problems of these rows, tokenized.
+
+  Args:
+    tokenizer: tokenizer and prompt template.
+    rows: N problems.
+    max_prompt_tokens: T, the number of columns.
+    vision: the vision tower; None: the model is text-only.
+    drop: drops and counts longer prompts.
 
   Raises:
-    ValueError: a prompt is too long.
+    ValueError: a prompt is too long and `drop` is off, or a picture cannot be read.
   """
-  encoded = tokenizer_lib.encode_prompts(
-    tokenizer, [row.problem for row in rows], [row.system for row in rows]
-  )
+  encoded = encode(tokenizer, rows, vision)
   if drop:
-    fits = fitting(encoded, max_prompt_tokens)
+    fits = [i for i, x in enumerate(encoded) if len(x.tokens) <= max_prompt_tokens]
+    if len(fits) < len(rows):
+      log(
+        f'prompts.max_prompt_tokens={max_prompt_tokens}: '
+        f'{len(rows) - len(fits)} of {len(rows)} training prompts are longer, up to '
+        f'{max(len(x.tokens) for x in encoded)} tokens, and are dropped'
+      )
     rows, encoded = [rows[i] for i in fits], [encoded[i] for i in fits]
-  return table(rows, encoded, max_prompt_tokens)
+  text = [row.problem for row in rows]
+  tokens_NT, length_N = tokenizer_lib.pad(
+    [x.tokens for x in encoded], text, max_prompt_tokens
+  )
+  return Problems(
+    id_N=np.arange(len(rows), dtype=np.int32),
+    tokens_NT=tokens_NT,
+    length_N=length_N,
+    text=text,
+    answer=[row.answer for row in rows],
+    verifier=[row.verifier for row in rows],
+    system=[row.system for row in rows],
+    pictures=[row.pictures for row in rows],
+    grids=[x.grids for x in encoded],
+  )
 
 
-def fitting(encoded: Sequence[list[int]], max_prompt_tokens: int) -> list[int]:
-  """Which of these training prompts are not too long; counts the others."""
-  fits = [i for i, ids in enumerate(encoded) if len(ids) <= max_prompt_tokens]
-  if len(fits) < len(encoded):
-    log(
-      f'prompts.max_prompt_tokens={max_prompt_tokens}: {len(encoded) - len(fits)} of '
-      f'{len(encoded)} training prompts are longer, up to {max(map(len, encoded))} '
-      'tokens, and left out'
-    )
-  return fits
+def encode(
+  tokenizer: Tokenizer, rows: Sequence[Row], vision: VisionSpec | None = None
+) -> list[EncodedPrompt]:
+  """Returns the prompt of each problem, of any length.
 
-
-def table(
-  rows: Sequence[Row], encoded: Sequence[list[int]], max_prompt_tokens: int
-) -> Problems:
-  """The problems of these rows, whose prompts are these token ids.
+  The template writes the token of a picture once for each `<image>`; it is repeated
+  here for each merged patch of the picture.
 
   Raises:
-    ValueError: a prompt is too long.
+    ValueError: a problem has pictures and the model is text-only, a picture cannot be
+      read, or the template writes another number of picture tokens.
   """
-  text = [row.problem for row in rows]
-  tokens_NT, length_N = tokenizer_lib.pad(encoded, text, max_prompt_tokens)
-  return Problems(
-    np.arange(len(rows), dtype=np.int32),
-    tokens_NT,
-    length_N,
-    text,
-    [row.answer for row in rows],
-    [row.verifier for row in rows],
-    [row.system for row in rows] if any(row.system for row in rows) else (),
-  )
+  if vision is None:
+    for row in rows:
+      pictures.check_row(row, sees=False)
+    ids_N = tokenizer_lib.encode_prompts(tokenizer, rows)
+    return [EncodedPrompt(ids, ()) for ids in ids_N]
+  image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
+  if image is None:
+    raise ValueError(
+      f'tokenizer.path: no token with id {vision.image_token}, which stands for a '
+      "picture in the model's config.json; give the model's own tokenizer"
+    )
+  encoded = []
+  ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
+  for row, ids in zip(rows, ids_N, strict=True):
+    if ids.count(vision.image_token) != len(row.pictures):
+      raise ValueError(
+        f'the prompt of {row.problem[:60]!r} has {ids.count(vision.image_token)} '
+        f'{image} for {len(row.pictures)} pictures; remove {image} from the problem or '
+        'choose another chat template'
+      )
+    grids = tuple(pictures.grid(file, vision) for file in row.pictures)
+    merged = iter([high * wide // vision.merge**2 for high, wide in grids])
+    tokens = []
+    for token in ids:
+      tokens += [token] * (next(merged) if token == vision.image_token else 1)
+    encoded.append(EncodedPrompt(tokens, grids))
+  return encoded
 
 
 def fingerprint(problems: Problems) -> str:
-  """Sixteen hexadecimal digits that change with any id, text, answer or verifier.
+  """Returns 16 hexadecimal digits that change with any id, text, answer or verifier.
 
-  Or system message or picture: problems without them have the digits that they always
-  had.
+  System messages and pictures enter only if there are any, so that the digits of
+  problems without them are those of earlier versions.
   """
   digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)
@@ -143,19 +211,14 @@ def fingerprint(problems: Problems) -> str:
   if any(problems.system):
     columns.append(problems.system)
   if any(problems.pictures):
-    columns.append([picture_digests(files) for files in problems.pictures])
+    columns.append([pictures.digests(files) for files in problems.pictures])
   for row in zip(*columns, strict=True):
     digest.update(json.dumps(row).encode() + b'\n')
   return digest.hexdigest()[:16]
 
 
-def picture_digests(files: Sequence[bytes]) -> list[str]:
-  """Sixteen hexadecimal digits for each picture."""
-  return [hashlib.sha256(data).hexdigest()[:16] for data in files]
-
-
 def check_count(problems: Problems, count: int) -> None:
-  """Raises ValueError where there are fewer problems than prompts in a step."""
+  """Raises a ValueError if there are fewer problems than prompts in a step."""
   if count > len(problems.id_N):
     raise ValueError(
       f'prompts.count={count} prompts per step, but only {len(problems.id_N)} '
@@ -163,39 +226,22 @@ def check_count(problems: Problems, count: int) -> None:
     )
 
 
-def next_prompts(
-  problems: Problems,
-  step: int,
-  seed: int,
-  count: int,
-  process: int = 0,
-  processes: int = 1,
-) -> Prompts:
-  """The `count` prompts of a learner step, or the part of them of one process.
-
-  The parts of all processes, one after the other, are the prompts of a single one.
+def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompts:
+  """Returns the `count` prompts of a learner step.
 
   Raises:
-    ValueError: there are fewer problems than prompts in a step, or the prompts do not
-      divide over the processes.
+    ValueError: there are fewer problems than prompts in a step.
   """
   check_count(problems, count)
-  if count % processes or not 0 <= process < processes:
-    raise ValueError(
-      f'prompts.count={count} prompts do not divide over {processes} processes, of '
-      f'which this is number {process}; give a multiple'
-    )
-  # An epoch's remainder is skipped, so that no problem comes twice in one step.
+  # The remainder of an epoch is skipped, so that no problem comes twice in a step.
   n = len(problems.id_N)
   epoch, position = divmod(step, n // count)
   order = np.random.default_rng((seed, epoch)).permutation(n)
-  share = count // processes
-  start = position * count + process * share
-  return prompts_by_id(problems, order[start : start + share])
+  return prompts_by_id(problems, order[position * count : (position + 1) * count])
 
 
 def prompts_by_id(problems: Problems, id_P: ArrayLike) -> Prompts:
-  """The prompts of the problems with these ids; id -1 is an empty seat, of length 0."""
+  """Returns the prompts of these problems; id -1 is an empty seat of length 0."""
   id_P = np.asarray(id_P, np.int32)
   length_P = np.where(id_P < 0, 0, problems.length_N[id_P]).astype(np.int32)
   return Prompts(id_P, problems.tokens_NT[id_P], length_P)

@@ -1,12 +1,13 @@
-"""The record of this folder: one problem and its answer, as text."""
+"""The record of one problem and its answer, whatever its source."""
 
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-  """A problem of any source; made, read and stored in this form."""
+  """A problem with its answer, before its prompt is tokenized."""
 
   problem: str  # as the data set states it; the template is applied later
   answer: str  # as the verifier reads it
-  verifier: str = ''  # the rule that verifies the answer; '': rewards.rule
-  system: str = ''  # the system message before the problem; '': none
+  verifier: str = ''  # rule that verifies the answer; '': rewards.rule
+  system: str = ''  # system message before the problem; '': none
+  pictures: tuple[bytes, ...] = ()  # image files (PNG, JPEG, ...), in order; (): none

@@ -1,32 +1,37 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
-1. `load` opens the tokenizer in a directory; 'characters' makes the embedded one;
-2. `tokenize_prompts` turns problems into token rows through the template, in two
-   halves: `encode_prompts`, `pad`;
-3. `decode_responses` turns rows into text.
+1. `load` opens the tokenizer of a directory; 'characters' makes the embedded tokenizer;
+2. `encode_prompts` renders problems in the template and encodes them, `pad` makes token
+   rows of equal length;
+3. `decode_prompts` and `decode_responses` turn rows into text.
+
+transformers renders chat templates in its Jinja sandbox. No code of a model directory
+is run.
 """
 
 import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
-from bapo_jax.data import chat_templates
 from bapo_jax.data.knobs import EMBEDDED
+from bapo_jax.data.pictures import PLACEHOLDER
+from bapo_jax.data.row import Row
 from bapo_jax.models.hf import directory as hf_directory
-from bapo_jax.runtime import json_files
+from bapo_jax.runtime import files
 
-# Only tokenizers are used: that torch is missing is nothing to be warned about.
+# Silences the warning that torch is missing: tokenizers do not need it.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-# The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three,
-# not nine. `<image>` stands for a merged patch of a picture.
+# The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three
+# tokens, not nine. `<image>` stands for a merged patch of a picture.
 BOX, IMAGE = r'\boxed{', '<image>'
 CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 
@@ -36,14 +41,15 @@ class Tokenizer(NamedTuple):
 
   backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
-  template: str  # the prompt, {problem} in it; chat: before it, a chat's user message
+  template: str  # prompt with {problem}; 'chat:' + the user message of a chat template
 
 
 def characters() -> Any:
-  """The embedded tokenizer, one token per character, as transformers would load it.
+  """Returns the embedded tokenizer, with one token per character.
 
-  A byte-level BPE without merges: of tokenizer.json, Qwen2's own class in transformers
-  uses vocabulary, merges and added tokens, and brings its own splitting and decoding.
+  It is a byte-level BPE without merges, so that Qwen2's tokenizer class in transformers
+  reads an export alike: that class takes vocabulary, merges and added tokens from
+  tokenizer.json, and splits and decodes by its own rules.
   """
   import tokenizers
   import transformers
@@ -57,10 +63,10 @@ def characters() -> Any:
     add_prefix_space=False, use_regex=False
   )
   backend.decoder = tokenizers.decoders.ByteLevel()
-  # An added token, since Qwen2's splitting lets no merge cross from \boxed to {. It is
-  # not a special one: decoding without special tokens must not drop it.
+  # Added tokens, since Qwen2's splitting lets no merge cross from \boxed to {. They are
+  # not special tokens: decoding without special tokens must not drop them.
   backend.add_tokens(
-    [tokenizers.AddedToken(each, normalized=False) for each in (BOX, IMAGE)]
+    [tokenizers.AddedToken(token, normalized=False) for token in (BOX, IMAGE)]
   )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
@@ -73,86 +79,66 @@ def characters() -> Any:
 
 
 def load(path: str, template: str) -> Tokenizer:
-  """The tokenizer in a directory, or the embedded one: 'characters'.
+  """Returns the tokenizer of a directory, or the embedded tokenizer.
+
+  Args:
+    path: directory with tokenizer.json, or 'characters' for the embedded tokenizer.
+    template: see `Tokenizer.template`.
 
   Raises:
-    ValueError: it cannot be loaded, names no end token, or lacks a chat template.
+    ValueError: the tokenizer cannot be loaded, or has no end token or chat template.
   """
   if path == EMBEDDED:
-    made = characters()
-    return Tokenizer(made, (made.eos_token_id,), template)
-  # transformers would ask the hub for the name: 47 s where there is no network.
+    backend = characters()
+    return Tokenizer(backend, (backend.eos_token_id,), template)
+  # transformers would ask the hub for the name: 47 s without a network.
   if not os.path.isdir(path):
     raise ValueError(
-      f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give one that '
-      "holds tokenizer.json, or 'characters'"
+      f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
+      "directory with tokenizer.json, or 'characters'"
     )
-  _check_files(path)
-  loaded = _opened(path)
-  if template.startswith('chat:') and not loaded.chat_template:
+  backend = _load(path)
+  if template.startswith('chat:') and not backend.chat_template:
     raise ValueError(
-      f'tokenizer.template: {template[:30]!r} needs a chat template, and {path!r} '
-      'has none; write the whole prompt out, without chat:'
+      f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
+      'none; give the whole prompt, without chat:'
     )
-  return Tokenizer(loaded, _end_tokens(path, loaded), template)
+  return Tokenizer(backend, _end_tokens(path, backend), template)
 
 
-LONGEST = 64 * 10**6  # bytes of tokenizer.json; the largest published ones have 33 MB
-
-
-def _check_files(path: str) -> None:
-  """Raises ValueError where a file of the directory is damaged or far too large."""
-  for name in os.listdir(path):
-    if name in FILES and name.endswith('.json'):
-      most = LONGEST if name in ('tokenizer.json', 'vocab.json') else 10**7
-      # tokenizer.json is left to the library, which is ten times as fast.
-      file = os.path.join(path, name)
-      content = json_files.read_bytes(file, most)
-      if most < LONGEST:
-        json_files.parse(content, file)
-
-
-def _opened(path: str) -> Any:
-  """The tokenizer of a directory; raises ValueError."""
+def _load(path: str) -> Any:
   import transformers
 
   try:
-    # tokenizer.json to the letter. AutoTokenizer goes by config.json: beside that of a
-    # Qwen2 it replaces this file's splitting by Qwen's own.
-    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    # Its parts are used here for the first time.
-    loaded('1 + 1', add_special_tokens=False)
-    template = loaded.chat_template
-    if template and not isinstance(loaded.get_chat_template(), str):
-      raise ValueError(f'its chat template is {template!r:.40}, not a text')
-    json.dumps([loaded.special_tokens_map, loaded.eos_token_id, loaded.get_vocab()])
+    # Reads tokenizer.json to the letter. AutoTokenizer goes by config.json: for a Qwen2
+    # it replaces the splitting rules of tokenizer.json by Qwen's.
+    backend = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    # Damage of some parts shows at their first use only.
+    backend('1 + 1', add_special_tokens=False)
+    if backend.chat_template and not isinstance(backend.get_chat_template(), str):
+      raise ValueError('its chat template is not a text')
+    json.dumps([backend.special_tokens_map, backend.eos_token_id, backend.get_vocab()])
   except (KeyboardInterrupt, SystemExit):
     raise
-  except BaseException as error:  # the library checks no types, and its core may panic
+  except BaseException as error:  # a panic of the Rust core is no Exception
     reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
-      f'tokenizer.path: cannot load {path!r}; give a directory that holds '
-      f'tokenizer.json ({reason.rstrip(".: ")})'
+      f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
+      'directory with tokenizer.json'
     ) from None
-  return loaded
+  return backend
 
 
-# The files of tokenizers of all versions and families.
+# The files of a tokenizer, in all versions and families.
 FILES = (
-  'tokenizer.json',
-  'tokenizer_config.json',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'vocab.json',
-  'merges.txt',
-  'tokenizer.model',
-  'chat_template.jinja',
-  'chat_template.json',
+  *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'),
+  *('added_tokens.json', 'vocab.json', 'merges.txt', 'tokenizer.model'),
+  *('chat_template.jinja', 'chat_template.json'),
 )
 
 
 def save(tokenizer: Tokenizer, source: str, path: str) -> None:
-  """Writes the tokenizer into the directory `path`: the files of `source`, if any."""
+  """Writes the tokenizer to the directory `path`; copies its files from `source`."""
   if not os.path.isdir(source):
     tokenizer.backend.save_pretrained(path)
     return
@@ -162,79 +148,111 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 
 def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
-  """End tokens: the tokenizer's own and all that generation_config.json lists."""
+  """Returns the end tokens of the tokenizer and of generation_config.json."""
   ends = [] if backend.eos_token_id is None else [backend.eos_token_id]
   file = os.path.join(path, 'generation_config.json')
   if os.path.exists(file):
-    listed = json_files.read(file).get('eos_token_id')
+    listed = files.read_object(file).get('eos_token_id')
     listed = listed if isinstance(listed, list) else [listed]
     if wrong := [i for i in listed if i is not None and (type(i) is not int or i < 0)]:
       raise ValueError(
-        f'{file}: eos_token_id={wrong[0]!r:.40} is no token id; give an integer from 0 '
-        'on, or a list of them'
+        f'{file}: eos_token_id={wrong[0]!r:.40} is not a token id; give a non-negative '
+        'integer or a list of them'
       )
     ends += listed
   ends = tuple(dict.fromkeys(i for i in ends if i is not None))
   if not ends:
     raise ValueError(
-      f'tokenizer.path: {path!r} names no end token; add eos_token_id to its '
+      f'tokenizer.path: {path!r} has no end token; add eos_token_id to its '
       'generation_config.json'
     )
   return ends
 
 
-def tokenize_prompts(
-  tokenizer: Tokenizer, problems: Sequence[str], width: int
-) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:
-  """(tokens_NT padded to `width` on the right, length_N).
-
-  Raises:
-    ValueError: a prompt has more than `width` tokens.
-  """
-  return pad(encode_prompts(tokenizer, problems), problems, width)
-
-
 def encode_prompts(
-  tokenizer: Tokenizer,
-  problems: Sequence[str],
-  systems: Sequence[str] = (),
-  parts: Callable[[str], chat_templates.Content] = str,
+  tokenizer: Tokenizer, rows: Sequence[Row], image: str = ''
 ) -> list[list[int]]:
-  """Token ids of each problem in its template, however many.
+  """Returns the token ids of each problem in the template, of any length.
 
   Args:
-    systems: the system message before each problem, '' for none; () for none at all.
-    parts: from the text of a message to what the chat template is given in its place.
+    tokenizer: tokenizer and template.
+    rows: the problems.
+    image: token of a picture, written once for each <image> of a problem; '': problems
+      are texts.
 
   Raises:
-    ValueError: a system message has no place in the template.
+    ValueError: the chat template fails, or the template has no place for a system
+      message.
   """
-  prompts = [tokenizer.template.replace('{problem}', p) for p in problems]
-  if prompts and tokenizer.template.startswith('chat:'):
-    backend = tokenizer.backend
-    texts = [parts(p.removeprefix('chat:')) for p in prompts]
-    try:
-      prompts = chat_templates.render(
-        backend.get_chat_template(), backend.special_tokens_map, texts, systems
-      )
-    except ValueError as error:
-      raise ValueError(
-        f'tokenizer.template: the chat template of {backend.name_or_path!r} cannot be '
-        f'used: {error}; write the whole prompt out, without chat:, or mend it'
-      ) from None
-  elif system := next(filter(None, systems), ''):
+  template, chat = tokenizer.template, tokenizer.template.startswith('chat:')
+  if chat:
+    prompts = _render_prompts(tokenizer, rows, pictured=bool(image))
+  elif system := next((row.system for row in rows if row.system), ''):
     raise ValueError(
-      f'tokenizer.template={tokenizer.template[:30]!r} has no place for the system '
-      f'message {system[:60]!r} of the problems; begin it with chat:, or take the '
-      'system messages out of the data'
+      f'tokenizer.template={template[:30]!r} has no place for the system message '
+      f'{system[:60]!r} of the problems; start it with chat:, or remove the system '
+      'messages from the data'
     )
+  else:
+    texts = [row.problem.replace(PLACEHOLDER, image or PLACEHOLDER) for row in rows]
+    prompts = [template.replace('{problem}', text) for text in texts]
   return encode(tokenizer, prompts)
 
 
-def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
-  """(token, whether it ends a response) that the chat template writes after an answer.
+def _render_prompts(
+  tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool
+) -> list[str]:
+  """Returns each problem as a chat that ends where the assistant's answer begins."""
+  template = tokenizer.template.removeprefix('chat:')
+  conversations = []
+  for row in rows:
+    message = template.replace('{problem}', row.problem)
+    content = _parts(message) if pictured else message
+    system = [{'role': 'system', 'content': row.system}] * bool(row.system)
+    conversations.append([*system, {'role': 'user', 'content': content}])
+  prompts = _render(tokenizer.backend, conversations, answered=False)
+  for row, prompt in zip(rows, prompts, strict=True):
+    if row.system.strip() not in prompt:
+      raise ValueError(
+        f'tokenizer.template: the chat template of {tokenizer.backend.name_or_path!r} '
+        f'leaves out the system message {row.system[:60]!r}; give the whole prompt, '
+        'without chat:, or correct the chat template'
+      )
+  return prompts
 
-  None without a chat template, or where it writes no special token there.
+
+def _parts(message: str) -> str | list[dict[str, str]]:
+  """Returns the content of a message with pictures: its texts with images between."""
+  if PLACEHOLDER not in message:
+    return message
+  return [
+    {'type': 'image'} if text == PLACEHOLDER else {'type': 'text', 'text': text}
+    for text in re.split(f'({re.escape(PLACEHOLDER)})', message)
+    if text
+  ]
+
+
+def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[str]:
+  """Returns each conversation as text, with a generation prompt unless answered."""
+  if not conversations:
+    return []
+  try:
+    return backend.apply_chat_template(
+      conversations, tokenize=False, add_generation_prompt=not answered
+    )
+  except Exception as error:  # a template may raise anything
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
+    raise ValueError(
+      f'tokenizer.template: the chat template of {backend.name_or_path!r} fails '
+      f'({reason}); give the whole prompt, without chat:, or correct the chat template'
+    ) from None
+
+
+def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
+  """Returns the special token that the chat template writes after an answer.
+
+  Returns:
+    (token, whether it ends a response); None without a chat template or such a token.
 
   Raises:
     ValueError: the chat template fails.
@@ -242,8 +260,13 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   backend = tokenizer.backend
   if not backend.chat_template:
     return None
-  template, names = backend.get_chat_template(), backend.special_tokens_map
-  text = chat_templates.ending(template, names)
+  answer = 'forty-two'
+  exchange = [
+    {'role': 'user', 'content': 'six times seven'},
+    {'role': 'assistant', 'content': answer},
+  ]
+  (text,) = _render(backend, [exchange], answered=True)
+  text = text.rpartition(answer)[2] if answer in text else ''
   special = {*backend.all_special_ids, *backend.added_tokens_decoder}
   for i in backend(text, add_special_tokens=False)['input_ids']:
     if i in special:
@@ -254,7 +277,12 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
 def pad(
   rows: Sequence[list[int]], problems: Sequence[str], width: int
 ) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:
-  """(tokens_NT, length_N) of token ids; `problems` are named in the error.
+  """Returns (tokens_NT, length_N), padded to `width` on the right.
+
+  Args:
+    rows: token ids of N prompts.
+    problems: their texts, for the error.
+    width: T, the number of columns.
 
   Raises:
     ValueError: a row has more than `width` tokens.
@@ -271,7 +299,7 @@ def pad(
 
 
 def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
-  """Token ids of each string; no special token is added.
+  """Returns the token ids of each string; adds no special tokens.
 
   Raises:
     ValueError: the tokenizer has no token for a character.
@@ -284,8 +312,8 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
     for character in string:
       if unknown in tokenizer.backend(character, add_special_tokens=False)['input_ids']:
         raise ValueError(
-          f'tokenizer.path: no token for {character!r} of {string[:60]!r}; take it out '
-          'of the problem or choose another tokenizer'
+          f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove it '
+          'from the problem or choose another tokenizer'
         )
   return rows
 
@@ -296,33 +324,36 @@ def decode_prompts(
   length_N: ArrayLike,
   image_token: int | None = None,
 ) -> list[str]:
-  """Each prompt as the policy reads it: in its template, with special tokens.
+  """Returns each prompt as the policy reads it: in its template, with special tokens.
 
   Args:
-    image_token: its runs, a token for each patch of a picture, are written once, with
-      their length: `(<|image_pad|> x 1024)`. None: no token is left out.
+    tokenizer: the tokenizer of the prompts.
+    tokens_NT: prompts from column 0.
+    length_N: tokens of each prompt.
+    image_token: token of a merged patch, whose runs are abbreviated as
+      `(<|image_pad|> x 1024)`; None: nothing is abbreviated.
   """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
   prompts = [row[:length] for row, length in rows]
   if image_token is None:
     return tokenizer.backend.batch_decode(prompts, skip_special_tokens=False)
   (name,) = tokenizer.backend.batch_decode([[image_token]], skip_special_tokens=False)
-  found = []
+  texts = []
   for prompt in prompts:
     runs = [(i, len([*run])) for i, run in itertools.groupby(prompt)]
     lengths = iter([n for i, n in runs if i == image_token])
     once = [i for i, n in runs for _ in range(1 if i == image_token else n)]
     (text,) = tokenizer.backend.batch_decode([once], skip_special_tokens=False)
     parts = text.split(name)
-    shown = (f'({name} x {n})' for n in lengths)
-    found.append(parts[0] + ''.join(next(shown, name) + part for part in parts[1:]))
-  return found
+    short = (f'({name} x {n})' for n in lengths)
+    texts.append(parts[0] + ''.join(next(short, name) + part for part in parts[1:]))
+  return texts
 
 
 def decode_responses(
   tokenizer: Tokenizer, tokens_BT: ArrayLike, response_mask_BT: ArrayLike
 ) -> list[str]:
-  """The response of each row as text, end tokens left out."""
+  """Returns the response of each row as text, without end tokens."""
   tokens_BT = np.asarray(tokens_BT)
   ends_BT = np.isin(tokens_BT, np.asarray(tokenizer.eos))
   written_BT = np.asarray(response_mask_BT) & ~ends_BT

@@ -1,5 +1,5 @@
-"""From a batch to new weights: one optimizer update at a time.
+"""Turns a batch into new weights, one optimiser update at a time.
 
-Groups come in with their sources; parameters, moments and metrics go out.
+In: groups with their sources. Out: parameters, optimiser state, metrics.
 optimizer, pictured -> scoring, accumulation -> objective -> learner.
 """

@@ -1,8 +1,8 @@
-"""Gradients summed over micro-batches, as many as a batch fills.
+"""Sums gradients over the micro-batches that a batch fills.
 
-1. `summed` differentiates each micro-batch's own loss;
-2. `forward_all` runs all forward passes first and holds what their backward passes
-   read, for a loss that needs the statistics of all micro-batches at once.
+1. `summed` differentiates the loss of one micro-batch after the other;
+2. `forward_all` runs all forward passes first and stores the residuals of their
+   backward passes, for a loss that needs the statistics of all micro-batches at once.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Aux = Any
 
 
 def _zeros(params: Tree) -> Tree:
-  """Where gradients are summed: float32, or a sum in bfloat16 loses what is small."""
+  """Float32 accumulators: a sum in bfloat16 would lose small terms."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
 
 
@@ -29,17 +29,21 @@ def summed(
   aux: Aux,
   merge: Callable[[Array, Aux, Aux], Aux],
 ) -> tuple[Array, Tree, Aux]:
-  """(value, float32 gradients, aux) of the first `used` micro-batches, one by one.
+  """Sums value and gradients of the first `used` micro-batches, one by one.
 
   Args:
-    value_of: (params, n) -> (value of micro-batch n, what else it found).
-    aux: before the first; `merge(n, so_far, found)` adds to it.
+    value_of: (params, n) -> (value, auxiliary output) of micro-batch n.
+    aux: initial auxiliary output.
+    merge: (n, aux so far, aux of micro-batch n) -> aux.
+
+  Returns:
+    (value, float32 gradients, aux).
   """
 
   def add(n: Array, state: tuple[Array, Tree, Aux]) -> tuple[Array, Tree, Aux]:
     total, sums, aux = state
-    (value, found), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
-    return total + value, jax.tree.map(jnp.add, sums, grads), merge(n, aux, found)
+    (value, new), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
+    return total + value, jax.tree.map(jnp.add, sums, grads), merge(n, aux, new)
 
   return jax.lax.fori_loop(0, used, add, (jnp.float32(0), _zeros(params), aux))
 
@@ -51,43 +55,48 @@ def forward_all(
   used: Array,
   frozen: Tree = None,
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
-  """(statistics summed over the micro-batches, their cotangents -> gradients).
+  """Runs all forward passes and returns a function that runs all backward passes.
 
-  A loss over all micro-batches, such as one whose bounds are found over all tokens,
-  costs no second forward pass; but what the backward pass of each reads lies in memory
-  at the same time. The parameters, which all of them read, are there once.
+  A loss over all micro-batches, for example with bounds searched over all tokens, needs
+  no second forward pass, at the price of the residuals of all micro-batches in memory.
+  Parameters and frozen arrays, which every backward pass reads, are not copied.
 
   Args:
     stats_of: (params, n) -> statistics of micro-batch n.
-    count: the most micro-batches; `used` of them are computed.
-    frozen: arrays that `stats_of` reads besides; there once, too.
-  """
-  own = {id(x) for x in jax.tree.leaves((params, frozen))}
+    count: the maximum number of micro-batches; `used` of them are computed.
+    frozen: other arrays that `stats_of` reads.
 
+  Returns:
+    (statistics summed over the micro-batches, cotangents -> float32 gradients).
+  """
+  shared = {id(x) for x in jax.tree.leaves((params, frozen))}
+
+  # The leaves of a vjp function are its residuals: store them, except shared arrays.
   def forward(n: Array) -> tuple[Tree, list[Array]]:
     stats, pull = jax.vjp(lambda params: stats_of(params, n), params)
-    return stats, [x for x in jax.tree.leaves(pull) if id(x) not in own]
+    return stats, [x for x in jax.tree.leaves(pull) if id(x) not in shared]
 
   def store(n: Array, state: tuple[Tree, list[Array]]) -> tuple[Tree, list[Array]]:
     stats, stored = state
-    found, read = forward(n)
+    new, residuals = forward(n)
     put = jax.lax.dynamic_update_index_in_dim
-    stored: list[Array] = [put(*pair, n, 0) for pair in zip(stored, read, strict=True)]
-    return jax.tree.map(jnp.add, stats, found), stored
+    pairs = zip(stored, residuals, strict=True)
+    stored: list[Array] = [put(*pair, n, 0) for pair in pairs]
+    return jax.tree.map(jnp.add, stats, new), stored
 
-  shapes, read = jax.eval_shape(forward, jnp.int32(0))
+  shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  stored = [jnp.zeros((count, *x.shape), x.dtype) for x in read]
+  stored = [jnp.zeros((count, *x.shape), x.dtype) for x in residuals]
   stats, stored = jax.lax.fori_loop(0, used, store, (nothing, stored))
 
   def backward(d_stats: Tree) -> Tree:
     def add(n: Array, sums: Tree) -> Tree:
-      # The forward pass is written once more and its results replaced by those stored:
-      # the compiler drops what nothing reads.
+      # Traces the forward pass once more and replaces its residuals by the stored ones;
+      # the compiler drops the forward pass, which nothing reads.
       _, pull = jax.vjp(lambda params: stats_of(params, n), params)
       leaves, tree = jax.tree.flatten(pull)
-      mine = iter(stored)
-      leaves = [x if id(x) in own else next(mine)[n] for x in leaves]
+      restored = iter(stored)
+      leaves = [x if id(x) in shared else next(restored)[n] for x in leaves]
       (grads,) = jax.tree.unflatten(tree, leaves)(d_stats)
       return jax.tree.map(jnp.add, sums, grads)
 

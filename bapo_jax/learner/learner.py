@@ -1,17 +1,17 @@
-"""From groups to new weights: several optimiser updates on one batch.
+"""Turns groups into new weights: several optimiser updates on one batch.
 
-1. `flatten` gives every response its advantage and masks out what must not teach;
+1. `flatten` gives every response its advantage and masks responses out of the loss;
 2. `update` visits the batch `epochs` times, each time in disjoint minibatches of one
-   size, as many as its filled seats need;
-3. `learn` is one optimiser update, jitted: bounds and `gradient`, step, diagnosis.
+   size, as many as the filled seats need;
+3. `learn` is one jitted optimiser update: bounds and `gradient`, step, diagnosis.
 
-Staleness is epochs x minibatches: the number of updates made from one full batch.
-The learner is blind to the method: it is handed a clip, a loss and an advantage rule.
+Staleness is epochs x minibatches, the number of updates on one full batch. The learner
+does not know the algorithm: it receives a clip, a loss and an advantage rule.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +34,22 @@ from bapo_jax.types import (
   trained_on,
 )
 
-TOKENS = 'tokens'  # beside the metrics of an update: its UpdatedTokens
-
 
 class TrainStep(Protocol):
   """One optimiser update, jitted."""
 
   def __call__(
     self, params: Tree, opt: Tree, batch: Batch
-  ) -> tuple[Tree, Tree, dict[str, Any]]:
-    """(params, opt, metrics); params and opt are donated.
-
-    Beside the metrics TOKENS may stand: what the update made of each token.
-    """
+  ) -> tuple[Tree, Tree, dict[str, Array], UpdatedTokens]:
+    """Returns (params, opt, metrics, tokens); params and opt are donated."""
 
 
 class Updated(NamedTuple):
   """One optimiser update, for the record of its step."""
 
-  seats_P: np.ndarray  # of the batch: its groups, in the order of the rows of `tokens`
+  seats_P: np.ndarray  # seats of the batch: the groups of `tokens`, in order of rows
   metrics: dict[str, Array]
-  tokens: UpdatedTokens | None = None  # None if the train step does not record them
+  tokens: UpdatedTokens
 
 
 def flatten(
@@ -66,16 +61,18 @@ def flatten(
   version: int | Array = -1,
   pictures: Seen = None,
 ) -> Batch:
-  """The flat batch [P*G, T]; an empty seat and a masked response teach nothing.
+  """Returns the flat batch [P*G, T]; empty seats and masked responses have no loss.
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
-    prox_PGT: log-probabilities of the proximal policy; None: those of the behaviour.
-    weights: what a row of each of types.SOURCES counts for; it multiplies the
-      advantage, so that clip rules see it too.
-    version: learner step of the weights that the first update starts from; -1 where
-      none of the tokens is theirs.
-    pictures: of the groups' problems.
+    advantage_rule: rewards [P, G] -> advantages [P, G].
+    prox_PGT: log-probabilities of the proximal policy, nats; None: those of the
+      behaviour policy.
+    weights: factor on the advantage per source, in the order of types.SOURCES; clip
+      rules see the weighted advantages.
+    version: learner step of the weights before the first update; -1 if they sampled
+      none of the tokens.
+    pictures: pictures of the groups' problems; None: texts.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
@@ -112,46 +109,48 @@ def update(
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
 ) -> tuple[Tree, Tree, list[Updated]]:
-  """Runs epochs x minibatches optimiser updates; returns (params, opt, updates).
+  """Runs epochs x minibatches optimiser updates on one batch.
 
-  Groups stay whole: a minibatch is a random set of prompts, so that what a group says
-  about its own mean is never torn apart. An underfilled batch gets fewer updates, see
-  `_minibatches`; one without a token to train on gets none: the list is empty.
+  A minibatch is a random set of whole groups. An underfilled batch takes fewer updates
+  (`_minibatches`); a batch without a token to train on takes none.
 
   Args:
-    weights, version, pictures: see `flatten`.
+    params, opt: trained parameters and optimiser state; donated by `train_step`.
+    groups, source_P, advantage_rule, pictures, weights, version: see `flatten`.
+    key: determines the minibatches of every epoch.
+    epochs: visits of the batch.
+    minibatches: updates per visit of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
-      before the first update, for the loss rules that ask; None for those that do not.
+      before the first update, for loss rules that need them; None for the others.
     place: puts a batch onto the mesh.
+
+  Returns:
+    (params, opt, updates in order).
   """
   source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
   filled_P = exchange.whole(source_P >= 0)
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
+  arrays = groups, source_P, prox_PGT, pictures
   updates = []
   for epoch_key in jax.random.split(key, epochs):
     order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
-    for part in _minibatches(order_P, filled_P, minibatches):
-      batch = place(
-        _part(
-          (groups, source_P, prox_PGT, pictures), part, version, advantage_rule, weights
-        )
-      )
-      params, opt, found = train_step(params, opt, batch)
-      metrics = {k: v for k, v in found.items() if k != TOKENS}
-      updates.append(Updated(part, metrics, found.get(TOKENS)))
+    for seats_P in _minibatches(order_P, filled_P, minibatches):
+      batch = place(_part(arrays, seats_P, version, advantage_rule, weights))
+      params, opt, metrics, tokens = train_step(params, opt, batch)
+      updates.append(Updated(seats_P, metrics, tokens))
   return params, opt, updates
 
 
 def _minibatches(
   order_P: np.ndarray, filled_P: np.ndarray, minibatches: int
 ) -> list[np.ndarray]:
-  """Seats of each minibatch, all of P / `minibatches` seats: what is compiled once.
+  """Seats of each minibatch, always P / `minibatches` of them: one compiled shape.
 
-  n filled seats make ceil(n / size) minibatches, their filled seats as even in number
-  as can be; empty seats fill them up. (The public code of Batch Adaptation PO splits
-  by size as well: a batch that is half empty does not take as many steps.)
+  n filled seats make ceil(n / size) minibatches with filled seats as even in number as
+  possible; empty seats pad them. The public code of Batch Adaptation PO also splits by
+  size: a half-empty batch takes fewer steps than a full one.
 
   Args:
     order_P: a permutation of the seats.
@@ -166,8 +165,8 @@ def _minibatches(
 
 
 @functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
-def _part(whole, part, version, advantage_rule, weights) -> Batch:
-  groups, source_P, prox_PGT, pictures = take(whole, part)
+def _part(arrays, seats_P, version, advantage_rule, weights) -> Batch:
+  groups, source_P, prox_PGT, pictures = take(arrays, seats_P)
   return flatten(groups, source_P, advantage_rule, prox_PGT, weights, version, pictures)
 
 
@@ -179,50 +178,48 @@ def learn(
   *,
   tx: optax.GradientTransformation,
   objective: Objective,
-  record: bool = False,
-) -> tuple[Tree, Tree, dict[str, Any]]:
-  """One optimiser update on one minibatch; returns (params, opt, metrics).
+) -> tuple[Tree, Tree, dict[str, Array], UpdatedTokens]:
+  """Runs one optimiser update on one minibatch.
 
-  It is skipped, and counted in learner/skipped, where loss or gradient is not finite,
-  or what the sampler recorded: rows without an advantage are not computed, and would
-  not tell that the weights are lost.
+  The update is skipped, and counted in learner/skipped, if the loss, the gradient or a
+  recorded log-probability is not finite. The last test is needed because rows without
+  an advantage are not computed and would hide weights that are lost.
 
   Args:
-    base: see `objective.gradient`.
-    record: TOKENS stands beside the metrics.
+    base: frozen weights, see `objective.gradient`.
+
+  Returns:
+    (params, opt, metrics, log-probability, ratio and cut of each token).
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
   computed = objective.computed(batch)
-  own_BT = computed.loss_mask_BT & batch.on_policy_BT
-  diff_BT = jnp.where(own_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
+  # Sampler against learner, on the tokens that these very weights sampled.
+  same_BT = computed.loss_mask_BT & batch.on_policy_BT
+  diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
   rule = objective.loss_rule
-  metrics: dict[str, Any] = diagnostics.diagnose(
-    rule, stats, computed, bounds, scale_B
-  ) | {
+  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
     'learner/tokens': batch.loss_mask_BT.sum(),
     'learner/tokens_computed': computed.loss_mask_BT.sum(),
-    'rollout/logp_diff': diff_BT.sum() / own_BT.sum(),
-    'rollout/logp_diff_max': jnp.where(own_BT.any(), diff_BT.max(), jnp.nan),
+    'rollout/logp_diff': diff_BT.sum() / same_BT.sum(),
+    'rollout/logp_diff_max': jnp.where(same_BT.any(), diff_BT.max(), jnp.nan),
   }
-
-  if record:
-    metrics[TOKENS] = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
+  tokens = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
 
   def apply(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     params, opt = state
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt
 
-  # No seat earned, no update: moments alone would carry the weights on. And one number
-  # that is not finite would spoil moments and weights for good. A `where` between old
-  # and new would take as long again as the update: it is memory alone.
+  # Without a token there is no update: the moments alone would move the weights. One
+  # number that is not finite would spoil moments and weights for good. `cond`, because
+  # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
   params, opt = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
-  return params, opt, metrics
+  return params, opt, metrics, tokens

@@ -1,8 +1,8 @@
-"""What an update maximises, and the gradient of one minibatch.
+"""The objective of an update, and the gradient of one minibatch.
 
-1. `Objective` binds the rules: which tokens are computed, how their bounds are found;
-2. `micro_batches` packs what is computed into bins of one shape;
-3. `gradient` runs over those that the batch fills.
+1. `Objective` binds the rules: which tokens are computed and how bounds are searched;
+2. `micro_batches` packs the computed tokens into bins of one shape;
+3. `gradient` runs over the bins that the batch fills.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from bapo_jax.types import (
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """What an update maximises, and how it is computed.
+  """The objective of an update, and how to compute it.
 
   Args:
     schedule: trades memory for time, see `layers.Schedule`.
-    temperature: of sampling: the policy is the distribution that was sampled from.
+    temperature: sampling temperature; the policy is the distribution sampled from.
     chunk: see `logprobs.packed_stats`.
-    pack: rows are packed, and those without an advantage are not computed where
-      nothing but the advantage has a gradient; False: every token of every row.
-    grad_accum_steps: the most micro-batches of a minibatch, their gradients summed.
+    pack: packs rows, and skips rows without an advantage unless there is a penalty;
+      False: computes every token of every row.
+    grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
-    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. A penalty
-      is no part of the policy gradient whose share a clip rule balances.
+    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. The penalty
+      does not count in the policy gradient whose share a clip rule balances.
   """
 
   clip_rule: ClipRule
@@ -66,19 +66,19 @@ class Objective:
 
   @property
   def together(self) -> bool:
-    """Whether bounds are those of all tokens of the minibatch."""
+    """Whether one search covers all tokens of the minibatch."""
     return self.bounds_scope == 'minibatch'
 
   @property
   def stores(self) -> bool:
-    """Whether all forward passes come before the bounds, and those before the rest."""
+    """Whether all forward passes run first, then the search, then the backward ones."""
     return self.together and self.schedule.bounds_pass == 'stored'
 
   def computed(self, batch: Batch) -> Batch:
-    """The batch whose mask holds the tokens that are computed.
+    """Returns the batch with a mask of the tokens to compute.
 
-    A response without an advantage has no gradient unless there is a penalty. What its
-    tokens count for in the denominators is in `loss.row_scale` of the whole batch.
+    A response without an advantage has no gradient unless there is a penalty. Its
+    tokens still count in the denominators, through `loss.row_scale` of the full mask.
     """
     if self.kl or not self.pack:
       return batch
@@ -88,7 +88,7 @@ class Objective:
   def token_stats(
     self, params: Tree, cells: Cells, patch_XD: Array | None = None
   ) -> TokenStats:
-    """Statistics [R, T] of the targets of packed rows under these parameters."""
+    """Returns the statistics [R, T] of the targets of packed rows."""
     return logprobs.packed_stats(
       params,
       cells,
@@ -100,17 +100,19 @@ class Objective:
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
-    """The bound search over the tokens of this batch; no gradient flows through it.
+    """Returns the bound search over the tokens of a batch; it has no gradient.
 
     Args:
-      scale_B: of `loss.row_scale`, so that rows count as they do in the gradient.
+      logp_BT: log pi of each token, nats.
+      batch: the tokens to search over.
+      scale_B: see `loss.row_scale`; rows count as they do in the gradient.
     """
     logp_BT = jax.lax.stop_gradient(logp_BT)
     weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
 
     def find(ratio_BT: Array) -> Bounds:
-      # The barrier keeps a rule's arithmetic out of the loss's: where no token is
-      # clipped, every rule gives the same gradient to the last bit.
+      # Without the barrier the compiler fuses the search into the loss, and the
+      # gradient of unclipped tokens may differ between clip rules in the last bit.
       bounds = self.clip_rule(jax.lax.stop_gradient(ratio_BT), batch, weigh)
       return jax.lax.optimization_barrier(bounds)
 
@@ -119,7 +121,7 @@ class Objective:
   def loss(
     self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """(loss, the bounds that it was clipped with)."""
+    """Returns (loss, the bounds that clip it)."""
     gain_BT, bounds = self.loss_rule(logp_BT, part, find)
     if self.kl:
       gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
@@ -127,9 +129,10 @@ class Objective:
 
 
 def filled_share(batch: Batch) -> Array:
-  """Part of the seats that are filled, exactly 1 for a full minibatch.
+  """Returns the share of filled seats, exactly 1 for a full minibatch.
 
-  A mean over a few rows must not move the weights as far as one over all.
+  It scales the loss: a mean over few rows must not move the weights as far as a mean
+  over a full minibatch.
   """
   filled_B = batch.source_B >= 0
   return jnp.where(filled_B.all(), 1.0, filled_B.mean(dtype=jnp.float32))
@@ -138,26 +141,26 @@ def filled_share(batch: Batch) -> Array:
 class MicroBatches(NamedTuple):
   """A batch in micro-batches of packed rows, numbered from 0."""
 
-  batch: Batch  # its mask holds the tokens that are computed
+  batch: Batch  # its mask contains the tokens to compute
   packed: Packed
-  base: Tree  # of `lora.attach`
-  pictures: EmbeddedPictures | None = None  # of the batch
+  base: Tree  # frozen weights, see `lora.attach`
+  pictures: EmbeddedPictures | None = None  # pictures of the batch
 
   def stats(
     self, trained: Variables, n: Array | int, objective: Objective
   ) -> TokenStats:
-    """Statistics of the tokens of micro-batch n at their places [B, T]; 0 elsewhere."""
+    """Returns the statistics of micro-batch n, scattered to [B, T]; 0 elsewhere."""
     weights = lora.attach(self.base, trained.params)
     patch_XD = trained.patches(self.pictures)
-    found = objective.token_stats(weights, self.packed.cells(n), patch_XD)
-    return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), found)
+    stats_RT = objective.token_stats(weights, self.packed.cells(n), patch_XD)
+    return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), stats_RT)
 
   def mine(self, n: Array | int) -> Array:
-    """bool [B, 1]: the rows of micro-batch n."""
+    """Returns bool [B, 1], the rows of micro-batch n."""
     return self.packed.mine(n)[:, None]
 
   def rows(self, n: Array | int) -> Batch:
-    """The batch with the mask of micro-batch n's rows alone."""
+    """Returns the batch, masked to the rows of micro-batch n."""
     return self.batch._replace(loss_mask_BT=self.batch.loss_mask_BT & self.mine(n))
 
 
@@ -167,7 +170,7 @@ def micro_batches(
   base: Tree = None,
   pictures: EmbeddedPictures | None = None,
 ) -> MicroBatches:
-  """What an objective computes of a batch, packed."""
+  """Packs the tokens of a batch that the objective computes."""
   o, batch = objective, objective.computed(batch)
   packed = pictured.pack(
     batch.tokens_BT,
@@ -183,20 +186,20 @@ def micro_batches(
 def gradient(
   params: Tree, batch: Batch, objective: Objective, base: Tree = None
 ) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
-  """The loss of one minibatch and its gradient.
+  """Computes the loss of one minibatch and its gradient.
 
-  Only what teaches is computed (`Objective.computed`), packed, in as many micro-batches
-  as it fills: the loops are one program, whatever the batch.
+  Only tokens with a gradient are computed (`Objective.computed`), packed, in as many
+  micro-batches as they fill; one program serves every batch.
 
-  Bounds are found once, over all tokens of the minibatch: over every device, and over
-  every micro-batch. What fits into one micro-batch has them from the forward pass that
-  the gradient needs anyway. With more, schedule.bounds_pass decides: 'again' runs a
-  forward pass without a gradient first; 'stored' keeps the arrays of all forward passes
-  in memory until the bounds are known. bounds_scope='micro_batch' needs neither and
-  gives every micro-batch the bounds of its own tokens, a mixture of objectives.
+  There is one bound search per minibatch, over the tokens of all devices and all
+  micro-batches. If all tokens fit into one micro-batch, the search uses the forward
+  pass of the gradient. Otherwise schedule.bounds_pass decides: 'again' runs a forward
+  pass without gradient first, 'stored' keeps the residuals of all forward passes until
+  the bounds are known. With bounds_scope='micro_batch' every micro-batch has its own
+  search, which needs neither but mixes objectives.
 
   Args:
-    base: frozen weights where `params` are adapters; None: there are none.
+    base: frozen weights if `params` are adapters; None: there are none.
 
   Returns:
     (loss, gradients, (statistics of the computed tokens, 0 elsewhere, bounds)).
@@ -210,14 +213,14 @@ def gradient(
   parts = micro_batches(batch, o, base, seen)
   stored = o.stores and parts.packed.shape.micro_batches > 1
   run = _of_all if stored else _one_by_one
-  value, grads, found = run(trained, parts, scale_B, o)
-  return value, of_params(grads), found
+  value, grads, aux = run(trained, parts, scale_B, o)
+  return value, of_params(grads), aux
 
 
 def _of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
-  """`gradient`, every forward pass before the bounds, and those before the rest."""
+  """Runs all forward passes, then the bound search, then all backward passes."""
   o, batch = objective, parts.batch
   stats, backward = accumulation.forward_all(
     lambda trained, n: parts.stats(trained, n, o),
@@ -238,7 +241,7 @@ def _of_all(
 def _one_by_one(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
-  """`gradient` with the backward pass of each micro-batch right after its forward."""
+  """Runs the backward pass of each micro-batch right after its forward pass."""
   o, together = objective, objective.together
   bounds = _bounds_of_all(trained, parts, scale_B, o)
 
@@ -246,24 +249,24 @@ def _one_by_one(
     stats, part = parts.stats(trained, n, o), parts.rows(n)
     search = o.search(stats.logp_BT, part, scale_B)
 
+    # One filled micro-batch contains all tokens: its own search covers the minibatch.
+    # With more, the bounds of the extra forward pass apply.
     def find(ratio_BT: Array) -> Bounds:
-      own = search(ratio_BT)
+      of_part = search(ratio_BT)
       if not together:
-        return own
+        return of_part
       several = parts.packed.used > 1
-      return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, own)
+      return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, of_part)
 
-    value, found = o.loss(stats.logp_BT, part, scale_B, find)
-    return value, (stats, found)
+    value, applied = o.loss(stats.logp_BT, part, scale_B, find)
+    return value, (stats, applied)
 
   def merge(
-    n: Array, so_far: tuple[TokenStats, Bounds], found: tuple[TokenStats, Bounds]
+    n: Array, so_far: tuple[TokenStats, Bounds], new: tuple[TokenStats, Bounds]
   ) -> tuple[TokenStats, Bounds]:
     of_rows = True if together else parts.mine(n)
-    bounds = jax.tree.map(
-      lambda old, new: jnp.where(of_rows, new, old), so_far[1], found[1]
-    )
-    return jax.tree.map(jnp.add, so_far[0], found[0]), bounds
+    bounds = jax.tree.map(lambda a, b: jnp.where(of_rows, b, a), so_far[1], new[1])
+    return jax.tree.map(jnp.add, so_far[0], new[0]), bounds
 
   nothing_BT = jnp.zeros(parts.batch.tokens_BT.shape, jnp.float32)
   if not together:
@@ -275,7 +278,7 @@ def _one_by_one(
 def _bounds_of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> Bounds:
-  """The bounds of several micro-batches together; for one or none those of no token."""
+  """Searches over several micro-batches; with one or none, over no token at all."""
   o, shape = objective, parts.batch.tokens_BT.shape
 
   def add(n: Array, logp_BT: Array) -> Array:

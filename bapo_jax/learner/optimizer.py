@@ -1,7 +1,4 @@
-"""AdamW, and float32 master weights where the parameters are less.
-
-In an update the gradient is clipped by its global norm first.
-"""
+"""AdamW after clipping by the global norm, with optional float32 master weights."""
 
 from typing import Any, NamedTuple
 
@@ -22,9 +19,13 @@ def adamw(
   max_norm: float = 1.0,
   master: bool = False,
 ) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm; `warmup` counts optimiser updates.
+  """Returns AdamW after clipping by the global norm.
 
-  `master` is for parameters below float32: see `mastered`.
+  Args:
+    warmup: optimiser updates of linear warm-up.
+    b1, b2: decay of the moments.
+    max_norm: maximum global norm of the gradient.
+    master: keep float32 master weights, for narrower parameters; see `mastered`.
   """
   schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
   tx = optax.chain(
@@ -42,10 +43,10 @@ class Mastered(NamedTuple):
 
 
 def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """The optimiser on float32 weights that it keeps; parameters are those, rounded.
+  """Returns an optimiser that updates float32 weights and rounds them to parameters.
 
   A step of 1e-6 is below the spacing of bfloat16 at most weights: added to the
-  parameters themselves it would be lost, every time (Micikevicius et al., 2018).
+  parameters themselves it would be lost every time (Micikevicius et al., 2018).
   """
 
   def wide(tree: Tree) -> Tree:

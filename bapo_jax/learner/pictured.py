@@ -1,12 +1,13 @@
 """Pictures in the learner: embedded once, read by the packed rows of all responses.
 
-1. `galleries` hold the pictures of a run, and `embedder` gives those of some problems:
-   embedded, once for a step, where the tower is frozen, and pixels where it is trained;
-2. `pack` packs rows together with the places of their tokens;
-3. `variables` are what a loss is differentiated by: with a trained tower also the
-   embedded patches, so that the tower runs once per minibatch, not per micro-batch.
+1. `galleries` contain the pictures of a run, and `embedder` returns those of given
+   problems: embedded once per step if the tower is frozen, pixels if it is trained;
+2. `pack` packs rows together with the positions of their tokens;
+3. `variables` are the inputs that a loss is differentiated by: with a trained tower
+   they include the embedded patches, so that the tower runs once per minibatch instead
+   of once per micro-batch.
 
-Without pictures all three do nothing: the programs of texts are what they would be.
+Without pictures these functions change nothing in the programs.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery, capacity
-from bapo_jax.data.pictured_files import PicturedRow
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.row import Row
 from bapo_jax.models import packing
@@ -34,7 +34,7 @@ from bapo_jax.types import EmbeddedPictures, Pictures, Tree, concat, take
 Seen = EmbeddedPictures | Pictures | None
 OfProblems = Callable[[Array | np.ndarray], Seen]  # from ids [P]; -1 has no picture
 
-BLOCK = 8  # prompts of a device whose pictures are embedded at once
+BLOCK = 8  # prompts per device whose pictures are embedded at once
 
 
 def galleries(
@@ -48,7 +48,7 @@ def galleries(
 
   def of(problems: Problems) -> Gallery:
     rows = [
-      PicturedRow(Row(text, ''), files)
+      Row(text, '', pictures=files)
       for text, files in zip(problems.text, problems.pictures, strict=True)
     ]
     return Gallery(rows, tower.vision_of(spec), room)
@@ -63,10 +63,11 @@ def embedder(
   base: Tree,
   schedule: Schedule = Schedule(),
 ) -> OfProblems | None:
-  """From ids of problems to their pictures on the mesh; None without a gallery.
+  """Returns a function from problem ids to their pictures on the mesh.
 
   Args:
-    base: frozen weights; a tower among them embeds the pictures here.
+    gallery: the pictures of the problems; None: texts, and the result is None.
+    base: frozen weights; if they include the tower, it embeds the pictures here.
   """
   if gallery is None:
     return None
@@ -95,14 +96,14 @@ def embedder(
 
 
 def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
-  """Over the rows of the mesh, where it divides their number."""
+  """Shards pictures over the rows of the mesh, if it divides their number."""
   return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
 
 
 def abstract(
   gallery: Gallery | None, prompts: int, spec: ModelSpec, base: Tree
 ) -> Seen:
-  """The shapes of what `embedder` gives for so many prompts."""
+  """Returns the shapes of the embedder's result for this many prompts."""
   if gallery is None:
     return None
   pixels = jax.eval_shape(lambda: gallery.empty(prompts))
@@ -122,28 +123,31 @@ def pack(
   *,
   packed: bool = True,
 ) -> Packed:
-  """`packing.pack` at the model's width, with the places of tokens and of patches.
+  """Packs rows at the model's width, with the positions of tokens and patches.
 
   Args:
-    pictures: of P prompts, whose B / P rows follow each other; None: texts.
+    wanted_BT: bool, the tokens to compute.
+    micro_batches: maximum number of micro-batches.
+    pictures: pictures of P prompts with B / P consecutive rows each; None: texts.
+    packed: False: one row per bin, see `packing.pack`.
   """
-  found = packing.pack(
+  rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
   )
   if pictures is None:
-    return found
+    return rows
   at = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))
-  return found._replace(places=Places(at.position_BT3, at.merged_BT))
+  return rows._replace(places=Places(at.position_BT3, at.merged_BT))
 
 
 class Variables(NamedTuple):
-  """What a loss is differentiated by."""
+  """The inputs that a loss is differentiated by."""
 
   params: Tree
-  merged_PMD: Array | None = None  # of pictures, where the tower is among the params
+  merged_PMD: Array | None = None  # embedded patches, if the tower is trained
 
   def patches(self, pictures: EmbeddedPictures | None) -> Array | None:
-    """[P * M, D]: these patches, or those that are given; None: texts."""
+    """Returns the patches [P * M, D]: its own or those of `pictures`; None: texts."""
     if pictures is None:
       return None
     merged_PMD = pictures.merged_PMD if self.merged_PMD is None else self.merged_PMD
@@ -153,10 +157,14 @@ class Variables(NamedTuple):
 def variables(
   params: Tree, pictures: Seen, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
-  """(variables, embedded pictures, from gradients by these to those by the params).
+  """Returns the variables of a loss, and how their gradients become those of params.
 
   Args:
-    params: what is trained, the tower among it where pictures are given as pixels.
+    params: the trained parameters, including the tower if `pictures` are pixels.
+    pictures: pixels, embedded pictures or None.
+
+  Returns:
+    (variables, embedded pictures, gradients by the variables -> gradients by params).
   """
   if not isinstance(pictures, Pictures):
     return Variables(params), pictures, lambda grads: grads.params

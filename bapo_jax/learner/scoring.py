@@ -1,9 +1,9 @@
-"""Log-probabilities of whole groups under given weights, by the learner's program.
+"""Computes log-probabilities of whole groups with the learner's program.
 
-1. `score` computes them, packed, a micro-batch at a time, without a gradient, by
-   `packed_logprobs`;
-2. `recompute` puts them in place of the sampler's, where the weights are those that
-   sampled, and measures how far the two were apart.
+1. `score` computes them packed, one micro-batch at a time, without a gradient
+   (`packed_logprobs`);
+2. `recompute` replaces the sampler's log-probabilities, if the weights are those that
+   sampled, and measures the difference.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from bapo_jax.types import Groups, LogpDiff, Tree
 
 
 class Recompute(Protocol):
-  """The learner's log-probabilities in place of the sampler's, jitted."""
+  """Replaces the sampler's log-probabilities by the learner's; jitted."""
 
   def __call__(
     self, params: Tree, groups: Groups, version: int, pictures: Seen, /
@@ -43,13 +43,13 @@ def packed_logprobs(
   chunk: int,
   pictures: Seen = None,
 ) -> Array:
-  """Log-probabilities [B, T] of the wanted tokens of rows, 0 elsewhere.
+  """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
 
   Args:
-    wanted_BT: bool, none in column 0.
-    micro_batches: the most of them, one after the other.
+    wanted_BT: bool; no token of column 0.
+    micro_batches: maximum number of micro-batches, which run one after the other.
     temperature, chunk: see `logprobs.packed_stats`.
-    pictures: see `pictured.pack`; pixels are embedded by the tower of these weights.
+    pictures: see `pictured.pack`; `params` embeds pixels.
   """
   seen = (
     None if pictures is None else sequence.embedded(params, pictures, spec, schedule)
@@ -85,11 +85,12 @@ def score(
   temperature: float,
   chunk: int,
 ) -> Array:
-  """Log-probabilities [P, G, T] of the responses of groups, 0 elsewhere.
+  """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
-    pictures: of the groups' problems.
-    rows: responses of a micro-batch, if all are of full length; packed, it takes more.
+    pictures: pictures of the groups' problems; None: texts.
+    rows: full-length responses per micro-batch; shorter ones are packed together.
+    temperature, chunk: see `logprobs.packed_stats`.
   """
   P, G, T = groups.tokens_PGT.shape
   logp_BT = packed_logprobs(
@@ -114,23 +115,25 @@ def recompute(
   *,
   score: Callable[[Tree, Groups, Seen], Array],
 ) -> tuple[Groups, LogpDiff]:
-  """The groups with the learner's log-probabilities in place of the sampler's.
+  """Replaces the sampler's log-probabilities by the learner's.
 
-  Two programs round differently: in bfloat16 by more than narrow clip bounds allow.
-  Ratios of one program alone start at 1 (as verl recomputes `old_log_probs` with its
-  actor). Tokens that other weights sampled, a partial rollout's older ones, retain the
-  sampler's numbers: the weights that could score them are gone.
+  The two programs round differently: in bfloat16 by more than narrow clip bounds allow.
+  If one program computes both sides, ratios start at 1 (verl likewise recomputes
+  `old_log_probs` with its actor). Older tokens of a partial rollout, which other
+  weights sampled, keep the sampler's numbers: those weights are gone.
 
   Args:
     params: the weights that sampled, of learner step `version`.
-    pictures: of the groups' problems.
+    version: learner step of `params`.
+    pictures: pictures of the groups' problems; None: texts.
+    score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.
 
   Returns:
-    (groups, how far the two were apart before).
+    (groups, difference between sampler and learner before).
   """
-  own_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
+  same_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   logp_PGT = score(params, groups, pictures)
-  diff_PGT = jnp.where(own_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
-  logp_PGT = jnp.where(own_PGT, logp_PGT, groups.behavior_logp_PGT)
-  diff = LogpDiff(diff_PGT.sum(), diff_PGT.max(), own_PGT.sum())
+  diff_PGT = jnp.where(same_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
+  logp_PGT = jnp.where(same_PGT, logp_PGT, groups.behavior_logp_PGT)
+  diff = LogpDiff(diff_PGT.sum(), diff_PGT.max(), same_PGT.sum())
   return groups._replace(behavior_logp_PGT=logp_PGT), diff

@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable
 
-from bapo_jax.data import countdown
+from bapo_jax.data.made import countdown
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import verifiers
 

@@ -1,4 +1,6 @@
-"""In: prompts, the actor's weights, a key.
+"""Samples responses and verifies them.
+
+In: prompts, the actor's weights, a random key.
 Out: `Groups` of G verified responses per prompt, with log-probabilities and versions.
-Read: sampling, shapes, decode, engine, partial_rollouts, rollout; knobs.
+Reading order: sampling, shapes, decode, engine, partial_rollouts, rollout; knobs.
 """

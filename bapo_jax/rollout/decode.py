@@ -1,14 +1,14 @@
-"""Decodes responses in JAX: a fixed set of slots, reused as their rows finish.
+"""Decodes responses on the device, in a fixed set of slots that are reused.
 
 1. `admit` prefills R prompts and copies each into the slots of its A responses;
 2. `run` advances every slot by at most n tokens in one dispatch;
-3. `harvest` writes finished rows to the output and frees their slots;
-4. `refresh` computes the cache of slots anew, under other weights or after a restart.
+3. `harvest` copies finished rows to the output and frees their slots;
+4. `refresh` recomputes the cache of slots, for new weights or after a restart.
 
 All four are compiled functions of `Slots`; partial_rollouts.py is the host's loop
-around them. The noise of a token is a function of (key, uid of the response, position):
-the text does not depend on the slot, on the other rows, or on how many tokens a
-dispatch runs. Beside the letters of types.py: A responses admitted at once.
+around them. (key, uid of the response, position) determine the noise of a token, so the
+text depends neither on the slot, nor on other rows, nor on the length of a dispatch.
+Axis A, besides those of types.py: responses admitted at once.
 """
 
 import functools
@@ -30,25 +30,24 @@ from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
 from bapo_jax.types import Pictures, Tree
 
-DONE_CHECK_INTERVAL = 8  # tokens between two checks whether any slot is still busy
+DONE_CHECK_INTERVAL = 8  # tokens between two checks for a busy slot
 
 
 class Slots(NamedTuple):
   """S rows that are being decoded."""
 
-  row_S: Int32[Array, ' S']  # output row that the slot is writing; -1: it is free
-  uid_S: UInt32[Array, ' S']  # names the response; with the position it keys the noise
-  tokens_ST: Int32[Array, 'S T']  # prompt, response so far, then whatever was there
-  logp_ST: Float32[Array, 'S T']  # log mu(token), nats; from column prompt_length on
-  policy_version_ST: Int32[
-    Array, 'S T'
-  ]  # learner step of the sampling weights; likewise
+  row_S: Int32[Array, ' S']  # output row of the response; -1: the slot is free
+  uid_S: UInt32[Array, ' S']  # names the response, for the noise
+  tokens_ST: Int32[Array, 'S T']  # prompt, response so far, then leftovers
+  # From column prompt_length on:
+  logp_ST: Float32[Array, 'S T']  # log mu(token), nats
+  policy_version_ST: Int32[Array, 'S T']  # learner step of the sampling weights
   prompt_length_S: Int32[Array, ' S']  # tokens in the prompt
   position_S: Int32[Array, ' S']  # column of the next token
-  limit_S: Int32[Array, ' S']  # column at which the response is cut
+  limit_S: Int32[Array, ' S']  # column at which the response is cut off
   done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
-  cache: Tree  # per layer segments of keys and values, as in decoder.empty_cache
-  shift_S: Int32[Array, ' S'] | None = None  # of `sequence.prefill`, of a seeing model
+  cache: Tree  # segments of keys and values per layer, as in decoder.empty_cache
+  shift_S: Int32[Array, ' S'] | None = None  # of `sequence.prefill`; None: text only
 
 
 class Rows(NamedTuple):
@@ -60,12 +59,12 @@ class Rows(NamedTuple):
 
   @property
   def response_mask_BT(self) -> Array:
-    """True on the response, its end token included."""
+    """Returns the mask of the response, end token included."""
     return self.policy_version_BT >= 0
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
-  """Free slots for rows of `length` tokens, their cache in `parts` segments at most."""
+  """Returns free slots for rows of `length` tokens, the cache in `parts` segments."""
   zeros = functools.partial(jnp.zeros, slots)
   return Slots(
     row_S=jnp.full(slots, -1, jnp.int32),
@@ -83,18 +82,18 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 
 
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """The actor of these weights, a copy; the learner may donate its own."""
+  """Copies the weights into the layout for decoding; the learner may donate its own."""
   return _syncs(spec, mesh)[0](params)
 
 
 def params_of(actor: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """The weights of an actor, placed as the learner's."""
+  """Returns the actor's weights in the structure and layout of the learner's."""
   return _syncs(spec, mesh)[1](actor)
 
 
 @functools.cache
 def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
-  """`sync_actor` and `params_of`, each compiled once per model and mesh."""
+  """Compiles `sync_actor` and `params_of`, once per model and mesh."""
 
   def copy(params: Tree) -> Tree:
     return jax.tree.map(jnp.copy, decoder.actor(params, spec, decoder.joins(mesh)))
@@ -111,7 +110,7 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
 
 
 def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
-  """The sharding of each array of the slots: by slot, keys and values by head too."""
+  """Returns the shardings of slots: over rows, and of the cache also over heads."""
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
@@ -133,20 +132,28 @@ def admit(
   *,
   spec: ModelSpec,
 ) -> Slots:
-  """Puts A responses to R prompts into free slots; each prompt is prefilled once.
+  """Starts A responses to R prompts in free slots; prefills each prompt once.
 
   Args:
-    from_A: which of the R prompts the response answers.
-    slot_A: its slot; S, past the end, is nowhere: such an entry is padding.
-    row_A, uid_A: its output row, and its name for the noise.
-    new_A: most tokens of the response, its end token included.
-    pictures: of the R prompts; None: texts.
+    params: the actor's weights.
+    slots: donated.
+    tokens_RT: i32, prompts, at one of the prefill widths.
+    length_R: i32, tokens of each prompt.
+    from_A: i32, index of the prompt that the response answers.
+    slot_A: i32, its slot. Entries equal to S are padding and are dropped.
+    row_A: i32, its output row.
+    uid_A: u32, its name, for the noise.
+    new_A: i32, maximum number of tokens of the response, end token included.
+    pictures: of the R prompts; None: text only.
+    spec: the model.
   """
   tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
 
   def put(x: Array, value: Array | bool) -> Array:
     return x.at[slot_A].set(value, mode='drop')
 
+  # Only the prompt's columns are written. Leftovers behind them are never read: masks
+  # end at position_S, and `harvest` copies no further.
   head = (slot_A, slice(0, tokens_RT.shape[1]))
   slots = slots._replace(
     row_S=put(slots.row_S, row_A),
@@ -167,7 +174,7 @@ def admit(
 def _prefill(
   params: Tree, tokens_RT: Array, pictures: Pictures | None, spec: ModelSpec
 ) -> tuple[list[decoder.KeysValues], Array]:
-  """(keys and values, shift_R) of rows, by their pictures if there are any."""
+  """Returns the keys and values of rows with or without pictures, and shift_R."""
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
     return decoder.prefill(params, tokens_RT, spec), shift_R
@@ -186,15 +193,20 @@ def refresh(
   spec: ModelSpec,
   columns: int,
 ) -> Slots:
-  """Computes the first `columns` of the cache of these slots from their tokens.
+  """Recomputes the first `columns` of the cache of some slots from their tokens.
 
   Args:
-    pictures: of the A prompts in them, as `admit` has had them.
+    params: the actor's weights.
+    slots: donated.
+    slot_A: i32, the slots. Entries equal to S are padding and are dropped.
+    pictures: of the A prompts in the slots; None: text only.
+    spec: the model.
+    columns: at least the position of every one of the slots.
   """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
   prefilled, _ = _prefill(params, tokens_At, pictures, spec)
-  each_A = jnp.arange(slot_A.shape[0])
-  return slots._replace(cache=decoder.store(slots.cache, prefilled, slot_A, each_A))
+  from_A = jnp.arange(slot_A.shape[0])
+  return slots._replace(cache=decoder.store(slots.cache, prefilled, slot_A, from_A))
 
 
 @functools.partial(
@@ -213,37 +225,47 @@ def run(
   live: int,
   sampling: SamplingParams = SOFTMAX,
 ) -> tuple[Slots, Array]:
-  """(slots, position_S): every busy slot has up to n more tokens.
+  """Decodes up to n more tokens in every busy slot, in one dispatch.
 
   Args:
-    n: tokens per slot; may change from call to call, nothing compiles anew.
-    policy_version: learner step of these weights.
-    live: segments of the cache that hold every column of this dispatch; attention
+    params: the actor's weights.
+    slots: donated.
+    key: with uid and position, determines the noise.
+    temperature: divides the logits.
+    n: tokens per slot; another n does not recompile.
+    policy_version: learner step of the weights.
+    spec: the model.
+    eos: end tokens.
+    live: leading cache segments that contain all columns of this dispatch; attention
       reads no others.
+    sampling: truncation of the distribution, or greedy.
 
   Returns:
-    position_S, i32: the slot's position, negative where it is done; an array of its
-    own, the same on every device, to be read when the slots are long donated.
+    the slots, and position_S, i32: the position of each slot, negative if it is done.
+    position_S is a separate array, replicated on all devices: the host may read it
+    after the slots were donated to the next dispatch.
   """
   draw_token = functools.partial(
     draw, key=key, temperature=temperature, sampling=sampling
   )
   step = functools.partial(_step, params, spec, eos, policy_version, draw_token)
 
-  def some_steps(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
+  # The loop runs blocks of tokens and checks between them whether a slot is busy.
+  def decode_block(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
     i, s = carry
     steps = jnp.minimum(DONE_CHECK_INTERVAL, n - i)
     s = jax.lax.fori_loop(0, steps, lambda _, s: step(s), s)
     return i + DONE_CHECK_INTERVAL, s
 
   def unfinished(carry: tuple[Array, Slots]) -> Array:
-    # The only reduction over slots, and so over devices: once per DONE_CHECK_INTERVAL.
+    # The only reduction over slots, which are split over devices.
     return (carry[0] < n) & ~carry[1].done_S.all()
 
+  # Attention reads only the live segments; the others stay outside the loop.
   near = [layer[:live] for layer in slots.cache]
   far = [layer[live:] for layer in slots.cache]
   carry = jnp.int32(0), slots._replace(cache=near)
-  _, s = jax.lax.while_loop(unfinished, some_steps, carry)
+  _, s = jax.lax.while_loop(unfinished, decode_block, carry)
   cache = [a + b for a, b in zip(s.cache, far, strict=True)]
   position_S = jnp.where(s.done_S, -s.position_S, s.position_S)
   return s._replace(cache=cache), sharding.constrain(position_S, None)
@@ -257,10 +279,11 @@ def _step(
   draw_token: Callable[..., tuple[Array, Array]],
   s: Slots,
 ) -> Slots:
-  """One token in every busy slot."""
+  """Decodes one token in every busy slot."""
   ends = jnp.asarray(eos)
-  # The newest token, read again at its own position: so a prompt's last token needs
-  # no logits at prefill, and a finished slot rewrites what is there already.
+  # The model reads the newest token again, at its own position. So prefill computes no
+  # logits for the last token of a prompt, and a finished slot only rewrites its last
+  # keys and values.
   token_S = jnp.take_along_axis(s.tokens_ST, s.position_S[:, None] - 1, 1)[:, 0]
   hidden_SD, cache = decoder.decode(
     params, token_S, s.position_S - 1, s.cache, spec, s.shift_S
@@ -274,6 +297,7 @@ def _step(
   token_S, logp_S = draw_token(
     uid_S=s.uid_S, position_S=s.position_S, logits_SV=logits_SV
   )
+  # Slots that are done or free write to column T, past the end, which drops the write.
   live_S = ~s.done_S & (s.row_S >= 0)
   at_S = jnp.where(live_S, s.position_S, s.tokens_ST.shape[1])
   version_S = jnp.full_like(at_S, policy_version)
@@ -296,6 +320,7 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
   written_ST = column_T < slots.position_S[:, None]
   response_mask_ST = written_ST & (column_T >= slots.prompt_length_S[:, None])
   ready_S = slots.done_S & (slots.row_S >= 0)
+  # Slots without a finished row write past the last output row, which drops the write.
   to_S = jnp.where(ready_S, slots.row_S, rows.tokens_BT.shape[0])
 
   def put(x_BT: Array, value_ST: Array) -> Array:
@@ -313,11 +338,11 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 
 @functools.partial(jax.jit, static_argnames='group')
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
-  """The rows of these places as [P, G, T]; where filled_P is False, empty ones."""
+  """Gathers the rows of places as groups [P, G, T]; empty rows if not filled_P."""
 
-  def grouped(x_BT: Array, nothing: float) -> Array:
+  def gather(x_BT: Array, empty_value: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]
-    x_PGT = jnp.where(filled_P[:, None, None], x_PGT, nothing)
+    x_PGT = jnp.where(filled_P[:, None, None], x_PGT, empty_value)
     return sharding.constrain(x_PGT, sharding.ROWS)
 
-  return Rows(*map(grouped, rows, (0, 0.0, -1)))
+  return Rows(*map(gather, rows, (0, 0.0, -1)))

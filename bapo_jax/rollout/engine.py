@@ -1,7 +1,7 @@
-"""The fixed settings of decoding, bound to the compiled functions of decode.py.
+"""Binds the fixed settings of decoding to the compiled functions of decode.py.
 
-1. `RolloutEngine` is one frozen value: model, sizes, sampling parameters; training,
-   re-evaluation and evaluation differ in sampling parameters and group size alone
+1. `RolloutEngine` is a frozen value: model, sizes, sampling parameters. Training,
+   re-evaluation and evaluation differ only in sampling parameters and group size
    (`dataclasses.replace`);
 2. its methods call the compiled functions with these settings, under the mesh;
 3. `warm_up` compiles every shape that can occur.
@@ -29,29 +29,32 @@ _D = knobs.SamplerConfig()
 
 @dataclasses.dataclass(frozen=True)
 class RolloutEngine:
-  """One setting of decoding, for training, re-evaluation and evaluation alike.
+  """The settings of decoding.
 
   Args:
-    max_prompt_tokens, max_new_tokens: most tokens of a prompt, and of a response with
-      its end token.
+    spec: the model.
+    max_prompt_tokens: maximum number of tokens of a prompt.
+    max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
     temperature: divides the logits; the recorded distribution includes it. 0: greedy,
       for evaluation only.
-    eos: tokens that end a response.
+    eos: end tokens.
     max_num_seqs: S, decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
-    cache_segments: parts of the KV cache; those that no slot has reached are not read.
-    done_check_lag: dispatches after which the host reads the done flags; 1 keeps an
+    cache_segments: parts of the KV cache; attention skips parts that no slot has
+      reached.
+    done_check_lag: dispatches after which the host reads the done flags. 1 keeps an
       accelerator busy while the host reads, and leaves a finished slot idle for one
       dispatch.
-    top_k, top_p: see `SamplingParams`; evaluation only.
-    mesh: where given, slots and rows are split over its data and fsdp axes.
-    gallery: pictures of the problems by their ids; None: texts. Others of the same
-      capacity, those of held-out problems, are decoded by the same programs.
+    top_k: see `SamplingParams`; evaluation only.
+    top_p: see `SamplingParams`; evaluation only.
+    mesh: splits slots and rows over its data and fsdp axes; None: one device.
+    gallery: pictures of the problems, by problem id; None: text only. A gallery of the
+      same capacity, such as the held-out problems', runs the same programs.
 
   Raises:
-    ValueError: rows of these sizes cannot be decoded or cannot end.
+    ValueError: rows of these sizes cannot be decoded, or cannot end.
   """
 
   spec: ModelSpec
@@ -72,37 +75,37 @@ class RolloutEngine:
   gallery: Gallery | None = None
 
   def __post_init__(self):
-    # Before anything is made or compiled.
     shapes.check_rows(self.spec, self.max_prompt_tokens, self.max_new_tokens, self.eos)
 
   @property
   def length(self) -> int:
-    """T, columns of a row."""
+    """Returns T, the columns of a row."""
     return self.max_prompt_tokens + self.max_new_tokens
 
   @property
   def prefill_rows(self) -> int:
-    """A, responses admitted at once."""
+    """Returns A, the responses admitted at once."""
     return min(self.prefill_batch_size, self.max_num_seqs)
 
   @property
   def prefill_sizes(self) -> list[int]:
-    """Numbers of prompts that are prefilled at once, rising.
+    """Returns the numbers of prompts that are prefilled at once, ascending.
 
-    A block of responses that starts with its group has one prompt less than one that
-    cuts two groups; a program of its own where that is a tenth of the work.
+    A block of A responses that starts with a group has one prompt less than a block
+    that starts and ends inside groups. The smaller number gets a program of its own if
+    it saves more than a tenth of the work.
     """
-    whole = -(-self.prefill_rows // self.group_size)
-    most = min(self.prefill_rows, whole + 1)
-    return [whole, most] if most > 1.1 * whole else [most]
+    aligned = -(-self.prefill_rows // self.group_size)
+    unaligned = min(self.prefill_rows, aligned + 1)
+    return [aligned, unaligned] if unaligned > 1.1 * aligned else [unaligned]
 
   @property
   def segment_sizes(self) -> list[int]:
-    """Columns of each segment of the KV cache."""
+    """Returns the columns of each segment of the KV cache."""
     return shapes.segment_sizes(self.length, self.cache_segments)
 
   def empty(self, rows: int) -> tuple[Slots, Rows]:
-    """Free slots, and `rows` empty output rows, where they belong on the mesh."""
+    """Returns free slots and `rows` empty output rows, placed on the mesh."""
 
     def make() -> tuple[Slots, Rows]:
       slots, T = self.max_num_seqs, self.length
@@ -114,7 +117,7 @@ class RolloutEngine:
 
     if self.mesh is None:
       return make()
-    # Made in place: no device could hold the whole.
+    # Each device creates its own shard: the full cache may not fit on one device.
     slots, like = jax.eval_shape(make)
     over_rows = sharding.over_rows(self.mesh, rows)
     layout = (
@@ -124,16 +127,19 @@ class RolloutEngine:
     return jax.jit(make, out_shardings=layout)()
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
-    """Those of problems with these ids, -1 without any; None: there is no gallery."""
+    """Returns the pictures of problems (id -1: none), or None for text only."""
     return None if self.gallery is None else self.gallery.of(id_P)
 
   def admit(
     self, params: Tree, slots: Slots, id_R: np.ndarray, *rows: np.ndarray
   ) -> Slots:
-    """`decode.admit` under the mesh; `rows` are its arrays from tokens_RT to new_A.
+    """Calls `decode.admit` under the mesh.
 
     Args:
-      id_R: problems of the prompts.
+      params: the actor's weights.
+      slots: donated.
+      id_R: problem ids of the prompts, -1 for padding.
+      rows: the arrays of decode.admit from tokens_RT to new_A.
     """
     admit = sharding.under(self.mesh, decode.admit)
     return admit(params, slots, *rows, self.pictures(id_R), spec=self.spec)
@@ -141,10 +147,14 @@ class RolloutEngine:
   def refresh(
     self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
   ) -> Slots:
-    """`decode.refresh` of the first `live` segments under the mesh.
+    """Calls `decode.refresh` under the mesh.
 
     Args:
-      id_A: problems of the rows in these slots.
+      params: the actor's weights.
+      slots: donated.
+      id_A: problem ids of the rows in the slots, -1 for padding.
+      slot_A: the slots; S for padding.
+      live: number of leading cache segments to recompute.
     """
     columns = sum(self.segment_sizes[:live])
     refresh = sharding.under(self.mesh, decode.refresh)
@@ -154,7 +164,7 @@ class RolloutEngine:
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
-    """`decode.run` under the mesh: (slots, position_S)."""
+    """Calls `decode.run` under the mesh; returns the slots and position_S."""
     return sharding.under(self.mesh, decode.run)(
       params,
       slots,
@@ -171,24 +181,36 @@ class RolloutEngine:
   def warm_up(
     self, params: Tree, key: Array, *, places: int, refreshed: bool = True
   ) -> None:
-    """Compiles every shape that can occur, by calls with nothing to do.
+    """Compiles every shape that can occur, by calls that do nothing.
 
     Args:
-      places: groups that the output holds, as PartialRollouts has them.
-      refreshed: the cache is computed anew at times: rollouts are partial.
+      params: the actor's weights.
+      key: any random key.
+      places: groups in the output, as in PartialRollouts.
+      refreshed: whether the cache is ever recomputed, as in partial rollouts.
     """
     slots, rows = self.empty(places * self.group_size)
+    # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
-    nowhere, uid = zeros + self.max_num_seqs, zeros.astype(np.uint32)
-    nothing = zeros - 1
+    no_slot, no_id = zeros + self.max_num_seqs, zeros - 1
+    uid = zeros.astype(np.uint32)
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
       tokens_RT, ones = np.zeros((R, width), np.int32), np.ones(R, np.int32)
       slots = self.admit(
-        params, slots, nothing[:R], tokens_RT, ones, zeros, nowhere, zeros, uid, zeros
+        params,
+        slots,
+        no_id[:R],
+        tokens_RT,
+        ones,
+        zeros,
+        no_slot,
+        zeros,
+        uid,
+        zeros,
       )
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
-        slots = self.refresh(params, slots, nothing, nowhere, live)
+        slots = self.refresh(params, slots, no_id, no_slot, live)
       slots, _ = self.run(params, slots, key, 0, 0, live)
     jax.block_until_ready(decode.harvest(slots, rows))

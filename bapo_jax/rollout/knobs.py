@@ -13,7 +13,10 @@ class SamplerConfig(Section):
 
   group_size: int = knob(8, 'Responses per prompt.', least=2, most=4096)
   max_new_tokens: int = knob(
-    40, 'Most tokens of a response, its end token included.', least=1, most=1 << 20
+    40,
+    'Maximum number of tokens of a response, end token included.',
+    least=1,
+    most=1 << 20,
   )
   temperature: float = knob(1.0, 'Divides the logits.', above=0, most=1000)
   max_num_seqs: int = knob(512, 'Decode slots.', least=1, most=1 << 20)
@@ -23,13 +26,13 @@ class SamplerConfig(Section):
   tokens_per_dispatch: int = knob(10, 'Tokens per slot and dispatch.', least=1)
   cache_segments: int = knob(
     1,
-    'Parts of the KV cache; those that no slot has reached are not read.',
+    'Parts of the KV cache; attention skips parts that no slot has reached.',
     least=1,
     most=1024,
   )
   done_check_lag: int = knob(
     0,
-    'Dispatches before done flags are read; 1 keeps an accelerator busy.',
+    'Dispatches after which done flags are read; 1 keeps an accelerator busy.',
     least=0,
     most=1024,
   )
@@ -62,7 +65,7 @@ class RolloutConfig(Section):
     if self.max_tokens_per_step < math.inf and not self.max_off_policy_steps:
       raise ValueError(
         f'max_tokens_per_step={self.max_tokens_per_step:g} leaves responses '
-        'unfinished, but rollout.max_off_policy_steps=0 forbids it; give '
+        'unfinished, but max_off_policy_steps=0 requires them to finish; set '
         'max_off_policy_steps=1 or more, or max_tokens_per_step=inf'
       )
     return self

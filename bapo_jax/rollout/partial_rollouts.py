@@ -1,14 +1,14 @@
-"""Responses in progress: the host's loop around the compiled functions of decode.py.
+"""Runs the host's loop around the compiled functions of decode.py.
 
 1. `submit` assigns a place to every prompt and queues its G responses, oldest first;
 2. `decode` fills free slots, dispatches, and collects finished responses, until all
-   have ended or a token budget is spent: the rest stays in its slots (partial
-   rollouts) and goes on in the next call;
+   have ended or a token budget is spent. Unfinished responses stay in their slots and
+   continue in the next call (partial rollouts);
 3. `finished`, `read` and `free` return the groups whose responses have all ended.
 
-Synchronous sampling is a budget of infinity. This is the one value of the package that
-changes in place: after an exception in `decode`, wherever it came from, the next call
-goes on, and nothing is lost.
+Synchronous sampling is a budget of infinity. `PartialRollouts` is the only mutable
+value of the package: after an exception in `decode`, wherever it was raised, the next
+call continues without losing a response.
 """
 
 import collections
@@ -25,7 +25,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.runtime import exchange
 from bapo_jax.types import Prompts, Tree
 
-OnFinished = Callable[[list[int]], object]  # receives rows that have ended
+OnFinished = Callable[[list[int]], object]  # receives finished output rows
 
 
 class PartialRollouts:
@@ -33,35 +33,37 @@ class PartialRollouts:
 
   Args:
     engine: the settings of decoding.
-    places: W, groups that are submitted and not yet freed, at most.
+    places: W, the maximum number of groups that are submitted and not yet freed.
   """
 
-  # Host arrays of a checkpoint; everything else derives from them and from the slots.
+  # Host arrays in a checkpoint; the others are derived from them and from the slots.
   SAVED = ('submitted_W', 'id_W', 'length_W', 'prompt_WT', 'uid_B', 'limit_B', 'done_B')
 
   def __init__(self, engine: RolloutEngine, places: int):
     self.engine = engine
     B, S = places * engine.group_size, engine.max_num_seqs
     self.slots, self.rows = engine.empty(B)
-    self.own_B = exchange.owned(self.rows.tokens_BT)  # what this process verifies
-    # What the host knows of places, of rows and of slots.
+    self.own_B = exchange.owned(self.rows.tokens_BT)  # rows that this process verifies
+    # The host's view of places and rows.
     self.submitted_W = np.full(places, -1)  # learner step; -1: the place is free
     self.id_W = np.full(places, -1, np.int32)
     self.length_W = np.zeros(places, np.int32)
     self.prompt_WT = np.zeros((places, engine.max_prompt_tokens), np.int32)
     self.uid_B = np.zeros(B, np.uint32)
-    self.limit_B = np.full(B, engine.max_new_tokens, np.int32)  # tokens
+    self.limit_B = np.full(B, engine.max_new_tokens, np.int32)  # maximum tokens
     self.done_B = np.ones(B, bool)
+    # The host's view of slots; with a done_check_lag it is older than the device's.
     self.row_S = np.full(S, -1, np.int32)  # -1: the slot is free
-    self.first_dispatch_S = np.zeros(S, int)  # of the slot's present row
-    self.reach_S = np.zeros(S, int)  # columns that it has reached at most
-    self.limit_S = np.zeros(S, int)  # column at which its response is cut
+    self.first_dispatch_S = np.zeros(S, int)  # first dispatch of the slot's row
+    self.reach_S = np.zeros(S, int)  # upper bound of the columns reached
+    self.limit_S = np.zeros(S, int)  # column at which the response is cut off
     self.waiting: collections.deque[int] = collections.deque()  # rows, oldest first
     self.dispatched = 0
-    self.tokens = 0  # of the responses finished in this `decode`
-    self.cache_lost = False  # restored from a checkpoint, which has no keys and values
+    self.tokens = 0  # in the responses that finished in this `decode`
+    self.cache_lost = False  # a checkpoint contains no keys and values
+    # (dispatch, position_S) of dispatches whose done flags are not read yet.
     self._pending: collections.deque[tuple[int, Array]] = collections.deque()
-    self._unreported: list[int] = []  # rows that have ended since `on_finished`
+    self._unreported: list[int] = []  # finished rows, not yet given to `on_finished`
 
   def submit(
     self,
@@ -70,12 +72,14 @@ class PartialRollouts:
     step: int = 0,
     limit_B: np.ndarray | None = None,
   ) -> None:
-    """Queues G responses to each prompt; one of length 0 is an empty seat.
+    """Queues G responses to each prompt; a prompt of length 0 is an empty seat.
 
     Args:
+      prompts: at most as many as free places.
       uid_B: u32, names each response; equal (key, uid) give equal noise.
       step: learner step of the submission.
-      limit_B: most tokens of each response, where they differ; at most max_new_tokens.
+      limit_B: maximum number of tokens of each response, clipped to 1..max_new_tokens;
+        None: max_new_tokens.
 
     Raises:
       ValueError: a prompt does not fit, or there are more prompts than free places.
@@ -85,25 +89,26 @@ class PartialRollouts:
     if len(prompts.id_P) > len(free):
       raise ValueError(f'{len(prompts.id_P)} prompts for {len(free)} free places')
     G, longest = self.engine.group_size, self.engine.max_new_tokens
-    mine = free[: len(prompts.id_P)]
-    self.submitted_W[mine], self.id_W[mine] = step, prompts.id_P
-    self.prompt_WT[mine], self.length_W[mine] = prompts.tokens_PT, prompts.length_P
-    mine_PG = mine[:, None] * G + np.arange(G)
-    self.uid_B[mine_PG] = np.asarray(uid_B, np.uint32).reshape(mine_PG.shape)
-    limit_PG = longest if limit_B is None else np.reshape(limit_B, mine_PG.shape)
-    self.limit_B[mine_PG] = np.clip(limit_PG, 1, longest)
-    wanted = mine_PG[np.asarray(prompts.length_P) > 0].ravel()
+    place_P = free[: len(prompts.id_P)]
+    self.submitted_W[place_P], self.id_W[place_P] = step, prompts.id_P
+    self.prompt_WT[place_P] = prompts.tokens_PT
+    self.length_W[place_P] = prompts.length_P
+    row_PG = place_P[:, None] * G + np.arange(G)
+    self.uid_B[row_PG] = np.asarray(uid_B, np.uint32).reshape(row_PG.shape)
+    limit_PG = longest if limit_B is None else np.reshape(limit_B, row_PG.shape)
+    self.limit_B[row_PG] = np.clip(limit_PG, 1, longest)
+    wanted = row_PG[np.asarray(prompts.length_P) > 0].ravel()
     self.done_B[wanted] = False
     self.waiting.extend(wanted.tolist())
 
   @property
   def unfinished(self) -> int:
-    """Responses that have not ended."""
+    """Returns the number of responses that have not ended."""
     return int((~self.done_B).sum())
 
   @property
   def busy(self) -> int:
-    """Slots with an unfinished response, as far as the host knows."""
+    """Returns the number of slots with an unfinished response, as the host sees it."""
     return int((self.row_S >= 0).sum())
 
   def decode(
@@ -116,12 +121,14 @@ class PartialRollouts:
     due_W: np.ndarray | None = None,
     on_finished: OnFinished = lambda rows: None,
   ) -> None:
-    """Decodes until all responses end, or the budget is spent and due groups are done.
+    """Decodes until all responses have ended, or the budget is spent.
 
     Args:
+      params: the actor's weights.
+      key: with uid and position, determines the noise.
       policy_version: learner step of these weights.
-      max_tokens: token budget per slot, shared by the responses that it decodes.
-      due_W: bool, places whose groups are completed whatever the budget.
+      max_tokens: token budget per slot, shared by the responses that the slot decodes.
+      due_W: bool, places whose groups are completed even beyond the budget.
       on_finished: called with the rows that have ended since its last call.
     """
     spent = self.tokens = 0
@@ -138,7 +145,7 @@ class PartialRollouts:
     self._collect(on_finished, 0)
 
   def _fill(self, params: Tree) -> None:
-    """Admits waiting rows to free slots: whole blocks, or all that still wait."""
+    """Admits waiting rows to free slots, in full blocks or all that still wait."""
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -146,13 +153,15 @@ class PartialRollouts:
       self._admit(params, free)
 
   def _admit(self, params: Tree, free: np.ndarray) -> None:
-    """The oldest waiting rows into the first free slots."""
+    """Admits the oldest waiting rows to the first free slots, as one padded block."""
     e = self.engine
     A, S = e.prefill_rows, e.max_num_seqs
+    # The rows leave the queue only after `admit`: an exception loses none.
     rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
-    R = next(n for n in e.prefill_sizes if n >= len(places))
     count, pad = len(rows), (0, A - len(rows))
+    # Each prompt is prefilled once, at the smallest compiled shape that fits.
+    R = next(n for n in e.prefill_sizes if n >= len(places))
     longest = self.length_W[places].max()
     widths = shapes.prefill_widths(e.max_prompt_tokens)
     width = next(n for n in widths if n >= longest)
@@ -173,15 +182,16 @@ class PartialRollouts:
       np.pad(self.uid_B[rows], pad),
       np.pad(self.limit_B[rows], pad),
     )
-    at = slot_A[:count]
-    self.row_S[at], self.first_dispatch_S[at] = rows, self.dispatched
-    self.reach_S[at] = length_R[from_A]
-    self.limit_S[at] = length_R[from_A] + self.limit_B[rows]
+    slots = slot_A[:count]
+    self.row_S[slots], self.first_dispatch_S[slots] = rows, self.dispatched
+    self.reach_S[slots] = length_R[from_A]
+    self.limit_S[slots] = length_R[from_A] + self.limit_B[rows]
     for _ in rows:
       self.waiting.popleft()
 
   def _dispatch(self, params: Tree, key: Array, n: int, version: int) -> None:
     """Advances every busy slot by at most n tokens."""
+    # The cache segments read by attention must contain every column of this dispatch.
     reached_S = np.minimum(self.reach_S + n, self.limit_S)
     longest = reached_S[self.row_S >= 0].max(initial=1)
     live = shapes.segments_reached(self.engine.segment_sizes, longest)
@@ -191,13 +201,15 @@ class PartialRollouts:
     self.dispatched += 1
 
   def _collect(self, on_finished: OnFinished, lag: int) -> None:
-    """Reads the done flags of all but the last `lag` dispatches and collects rows."""
+    """Collects the rows that ended in all but the last `lag` dispatches."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
       position_S = np.asarray(position_S)
-      # Flags of a dispatch say nothing of a row that was admitted after it.
+      # The flags of a dispatch are not about rows that were admitted after it.
       ready_S = (position_S < 0) & (self.row_S >= 0) & (self.first_dispatch_S <= number)
       if ready_S.any():
+        # Harvests every slot that is done by now, including ones that ended in a later
+        # dispatch. Their slots are free on the device before the host reads so.
         self.slots, self.rows = decode.harvest(self.slots, self.rows)
         rows = self.row_S[ready_S]
         self.done_B[rows] = True
@@ -211,18 +223,18 @@ class PartialRollouts:
       self._unreported = []
 
   def due(self, step: int) -> np.ndarray:
-    """bool [W]: places whose groups were submitted at this step or before."""
+    """Returns a mask [W] of places whose groups were submitted at `step` or before."""
     return (self.submitted_W >= 0) & (self.submitted_W <= step)
 
   def finished(self) -> np.ndarray:
-    """Places of the groups whose responses have all ended, the oldest first."""
+    """Returns the places of groups whose responses have all ended, oldest first."""
     done_W = self.done_B.reshape(len(self.submitted_W), -1).all(1)
     done_W &= self.submitted_W >= 0
     order = np.argsort(self.submitted_W, kind='stable')
     return order[done_W[order]]
 
   def read(self, places: np.ndarray, seats: int) -> Rows:
-    """The rows [seats, G, T] of the groups at these places, empty ones after them."""
+    """Returns the rows [seats, G, T] of the groups at these places, then empty rows."""
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
     group_size, mesh = self.engine.group_size, self.engine.mesh
@@ -230,11 +242,11 @@ class PartialRollouts:
     return take(self.rows, np.pad(places, pad), filled_P, group_size)
 
   def free(self, places: np.ndarray) -> None:
-    """Frees these places: their groups are recorded elsewhere."""
+    """Frees places whose groups have been read."""
     self.submitted_W[places] = -1
 
   def refresh(self, params: Tree) -> None:
-    """Computes the cache of every busy slot from its tokens under these weights."""
+    """Recomputes the cache of every busy slot with these weights, in blocks of A."""
     self.cache_lost = False
     A, S = self.engine.prefill_rows, self.engine.max_num_seqs
     busy = np.flatnonzero(self.row_S >= 0)
@@ -249,14 +261,15 @@ class PartialRollouts:
         self.slots = self.engine.refresh(params, self.slots, id_A, slot_A, live)
 
   def state(self) -> dict[str, dict]:
-    """Everything but the cache, as arrays: the content of a checkpoint."""
+    """Returns the content of a checkpoint: all arrays except the cache."""
     slots = self.slots._replace(cache=())._asdict()
-    slots = {name: x for name, x in slots.items() if x is not None}  # those of a text
+    # A text-only model has no shift_S.
+    slots = {name: x for name, x in slots.items() if x is not None}
     host = {name: getattr(self, name) for name in self.SAVED}
     return {'slots': slots, 'rows': self.rows._asdict(), 'host': host}
 
   def restore(self, state: dict[str, dict]) -> None:
-    """Goes on from a state; call `refresh` before the next `decode`."""
+    """Continues from a checkpoint; call `refresh` before the next `decode`."""
     self.slots = Slots(**state['slots'] | {'cache': self.slots.cache})
     self.rows = Rows(**state['rows'])
     for name in self.SAVED:
@@ -266,8 +279,8 @@ class PartialRollouts:
     self.reach_S = np.array(exchange.whole(self.slots.position_S), int)
     self.limit_S = np.array(exchange.whole(self.slots.limit_S), int)
     self.first_dispatch_S[:] = self.dispatched
-    # In the order of submission: the oldest first, then by place.
+    # Unfinished rows without a slot wait again, in their order of submission.
     rows = np.arange(len(self.done_B))
-    open_ = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
-    step = self.submitted_W[open_ // self.engine.group_size]
-    self.waiting = collections.deque(open_[np.argsort(step, kind='stable')].tolist())
+    rows = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
+    step = self.submitted_W[rows // self.engine.group_size]
+    self.waiting = collections.deque(rows[np.argsort(step, kind='stable')].tolist())

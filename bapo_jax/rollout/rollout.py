@@ -1,11 +1,11 @@
-"""rollout = decode + verify: the only door by which a response enters the run.
+"""Samples and verifies responses; every response of a run comes from here.
 
-1. prompts are submitted and decoded; verdicts that take long are requested meanwhile;
+1. prompts are submitted and decoded; slow verdicts are requested meanwhile;
 2. the oldest finished groups are read and verified;
-3. they become `Groups`, with the rewards that the learner sees.
+3. they become `Groups`, with the rewards for the learner.
 
-Training, re-evaluation and evaluation all come through here, so what is recorded cannot
-differ between them.
+Training, re-evaluation and evaluation all call `rollout`, so their records cannot
+differ.
 """
 
 import contextlib
@@ -25,16 +25,15 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
-from bapo_jax.rollout import knobs
 from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
-_D = knobs.RolloutConfig()
-EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # whatever the rule makes of no text
+EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no rule is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +49,15 @@ class Verification:
 
 
 class Rollout(NamedTuple):
-  """Groups, and what was read in their responses: P * G of each, row by row."""
+  """Groups, and the texts and verdicts of their P * G responses, row by row."""
 
   groups: Groups
-  texts: list[str]  # of the responses that this process verified; '' of the others
-  verdicts: list[Verdict]  # likewise
-  own: np.ndarray | None = None  # which of the P * G responses these are; None: all
-  undecided: int = 0  # of all responses
-  logp_diff: LogpDiff | None = None  # where the learner scored the responses again
-  submits: bool = True  # prompts of its own; False: only groups of earlier ones
+  texts: list[str]  # of responses that this process verified; '' for all others
+  verdicts: list[Verdict]  # likewise; EMPTY_SEAT for all others
+  own: np.ndarray | None = None  # indices of the responses verified here; None: all
+  undecided: int = 0  # undecided responses of all processes
+  logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
+  submits: bool = True  # False: only groups of earlier submissions
 
 
 def rollout(
@@ -71,33 +70,37 @@ def rollout(
   step: int,
   policy_version: int,
   first_uid: int = 0,
-  max_tokens_per_step: float = _D.max_tokens_per_step,
-  max_off_policy_steps: int = _D.max_off_policy_steps,
-  cache: str = _D.cache,
+  k: RolloutConfig = RolloutConfig(),  # noqa: B008 (frozen)
 ) -> Rollout:
-  """G verified responses to each of P prompts, or to prompts of earlier steps.
+  """Samples G responses to each of P prompts, and returns up to P verified groups.
 
-  With a token budget per slot, `max_tokens_per_step`, decoding stops when it is spent
-  (partial rollouts; Balanced PO, section 5): the oldest finished groups are returned,
-  at most P, and the next step's weights continue the rest. A group that was submitted
-  `max_off_policy_steps` ago is completed whatever the budget; where more than P are
-  due, `collect_due` returns the rest, so that none becomes older.
+  With a token budget (k.max_tokens_per_step) decoding stops when the budget is spent,
+  and the next step's weights continue the unfinished responses (partial rollouts;
+  Balanced PO, section 5). The oldest finished groups are returned, at most P. A group
+  that was submitted k.max_off_policy_steps ago is completed even beyond the budget; if
+  more than P groups are due, `collect_due` returns the others in the same step.
 
   Args:
-    rollouts: places for P groups at least, some still unfinished; changes in place.
-    params: the weights that decode, made by learner step `policy_version`.
-    prompts: rows with id -1 are empty seats: nothing is sampled for them.
-    key: keys the noise, with the uid of a response; uids count from `first_uid`.
-    step: the learner step at which the groups are completed.
-    cache: 'refresh': unfinished responses get the cache of these weights first, and
-      new tokens' recorded log-probabilities are these weights'; 'keep': they go on with
-      the keys and values of the older weights.
+    rollouts: at least P free places, perhaps with unfinished responses; mutated.
+    params: the actor's weights.
+    prompts: P rows; a row with id -1 is an empty seat, for which nothing is sampled.
+    key: with the uid of a response and the position, determines the noise.
+    verification: turns finished responses into groups.
+    step: learner step at which the groups are completed.
+    policy_version: learner step that made the weights.
+    first_uid: uid of the first response; the others count up.
+    k: budget and age of responses. k.cache is 'refresh': the cache of unfinished
+      responses is recomputed first, so that log-probabilities of new tokens are those
+      of the new weights; or 'keep': they continue with keys and values of older ones.
+
+  Returns:
+    P groups, the last of them empty if fewer have finished.
   """
   P = len(prompts.id_P)
   if not P:
     return nothing(rollouts.engine)
   with verification.timer('sample'):
-    if cache == 'refresh' or rollouts.cache_lost:
+    if k.cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
     uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
     rollouts.submit(prompts, uid_B.astype(np.uint32), step)
@@ -107,12 +110,12 @@ def rollout(
         params,
         key,
         policy_version=policy_version,
-        max_tokens=max_tokens_per_step,
-        due_W=rollouts.due(step - max_off_policy_steps),
+        max_tokens=k.max_tokens_per_step,
+        due_W=rollouts.due(step - k.max_off_policy_steps),
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
-  return _recorded(rollouts, pending, places, P, verification, step)
+  return _record(rollouts, pending, places, P, verification, step)
 
 
 def collect_due(
@@ -123,24 +126,28 @@ def collect_due(
   step: int,
   max_off_policy_steps: int,
 ) -> Rollout:
-  """The finished groups that were submitted `max_off_policy_steps` ago or before.
+  """Returns the finished groups that were submitted `max_off_policy_steps` ago or more.
 
-  `rollout` completes all of them, yet returns only as many as it submits: a step that
-  submits less than the one before asks here for the rest. Nothing is decoded.
+  `rollout` completes all of them but returns at most as many as it submits. A step that
+  submits fewer groups than an earlier step calls this function for the others, so that
+  no group becomes older. Decodes nothing.
 
   Args:
-    seats: P, rows of the result, empty ones last.
-    step: the learner step; other arguments as in `rollout`.
+    rollouts: mutated: the places are freed.
+    seats: P, rows of the result; the last are empty if fewer groups are due.
+    verification: turns finished responses into groups.
+    step: the learner step.
+    max_off_policy_steps: maximum age of a group.
   """
   places = rollouts.finished()
   due_W = rollouts.due(step - max_off_policy_steps)
   pending = PendingVerifications(verification, rollouts)
   places = places[due_W[places]][:seats]
-  found = _recorded(rollouts, pending, places, seats, verification, step)
-  return found._replace(submits=False)
+  due = _record(rollouts, pending, places, seats, verification, step)
+  return due._replace(submits=False)
 
 
-def _recorded(
+def _record(
   rollouts: PartialRollouts,
   pending: 'PendingVerifications',
   places: np.ndarray,
@@ -148,7 +155,7 @@ def _recorded(
   verification: Verification,
   step: int,
 ) -> Rollout:
-  """The groups at these places, verified and with rewards; frees the places."""
+  """Reads, verifies and rewards the groups at these places; frees the places."""
   with verification.timer('sample'):
     rows = jax.block_until_ready(rollouts.read(places, seats))
   with verification.timer('verify'):
@@ -159,7 +166,7 @@ def _recorded(
 
 
 def nothing(engine: RolloutEngine) -> Rollout:
-  """A rollout of no prompts."""
+  """Returns the rollout of no prompts."""
   return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
 
 
@@ -167,7 +174,7 @@ def nothing(engine: RolloutEngine) -> Rollout:
 def _progress(
   rollouts: PartialRollouts, on_finished: OnFinished
 ) -> Generator[OnFinished]:
-  """`on_finished`, with a progress bar that every call advances."""
+  """Adds a progress bar to `on_finished`."""
   with progress_bar(rollouts.unfinished, 'sampling', 'response') as bar:
 
     def advance(rows: list[int]) -> None:
@@ -181,11 +188,11 @@ def _progress(
 
 
 class PendingVerifications:
-  """Verdicts of a rollout; slow ones are requested while other responses are decoded.
+  """Requests verdicts of a rollout; slow ones while other responses are decoded.
 
   Args:
-    verification: verifies each response by the rule of its problem.
-    rollouts: after the prompts are submitted.
+    verification: verifies a response by the rule of its problem.
+    rollouts: after the prompts were submitted.
   """
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
@@ -195,32 +202,30 @@ class PendingVerifications:
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
     self._early = verifier.slow({self._rules[i] for i in ids if i >= 0})
-    self._requested: dict[int, tuple[PendingVerdicts, int]] = {}  # row -> its verdict
+    # By output row: its submission, and its index there.
+    self._requested: dict[int, tuple[PendingVerdicts, int]] = {}
 
   def request_early(self, rows: list[int]) -> None:
-    """Submits rows that have just ended, where verdicts take long."""
+    """Submits rows that have just ended, if the verdicts are slow."""
     if self._early:
       self._request(rows)
 
-  def _submit(self, ids: np.ndarray, texts: list[str]) -> PendingVerdicts:
-    """Submits texts[i] as a response to problem ids[i]."""
-    answers = [self._problems.answer[i] for i in ids]
-    return self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
-
   def _request(self, rows: list[int]) -> None:
-    """Submits those of these finished rows that this process holds."""
-    own = [row for row in rows if self._rollouts.own_B[row]]
-    if not own:
+    """Submits the finished rows that are on devices of this process."""
+    rows = [row for row in rows if self._rollouts.own_B[row]]
+    if not rows:
       return
-    texts = decode_rows(self._tokenizer, self._rollouts.rows, own)
-    ids = self._rollouts.id_W[np.asarray(own, int) // self._rollouts.engine.group_size]
-    pending = self._submit(ids, texts)
-    self._requested |= {row: (pending, i) for i, row in enumerate(own)}
+    texts = decode_rows(self._tokenizer, self._rollouts.rows, rows)
+    ids = self._rollouts.id_W[np.asarray(rows, int) // self._rollouts.engine.group_size]
+    answers = [self._problems.answer[i] for i in ids]
+    pending = self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
+    self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
   def record(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """The rows of these places, then empty seats, with their verdicts; waits.
+    """Waits for the verdicts on the rows of these places; empty seats follow them.
 
-    A process verifies the responses on its own devices; the verdicts are summed.
+    Each process verifies the responses on its own devices; the verdicts are summed over
+    processes.
     """
     P, G, _ = rows.tokens_BT.shape
     id_P = np.pad(self._rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
@@ -232,16 +237,17 @@ class PendingVerifications:
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
       texts[seat], verdicts[seat] = pending.texts[i], pending.one(i)
-    counts = [[verdict.right is each for verdict in verdicts] for each in (True, None)]
+    # One collective sums both: right and undecided responses of all processes.
+    counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
     right_B, undecided_B = exchange.total(counts)
-    assert right_B.max(initial=0) <= 1, 'a response is verified by one process'
+    assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, step)
     return Rollout(groups, texts, verdicts, own, int(undecided_B.sum()))
 
 
 @jax.jit
 def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
-  """Groups, their rewards the verdicts."""
+  """Makes groups whose rewards are the verdicts."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
     id_P=id_P,
@@ -256,21 +262,8 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
   )
 
 
-def texts(tokenizer: Tokenizer, groups: Groups) -> list[list[str]]:
-  """The responses as text, a list per group."""
-  P, G, T = groups.tokens_PGT.shape
-  flat = tokenizer_lib.decode_responses(
-    tokenizer,
-    *(
-      np.asarray(x).reshape(P * G, T)
-      for x in (groups.tokens_PGT, groups.response_mask_PGT)
-    ),
-  )
-  return [flat[i * G : (i + 1) * G] for i in range(P)]
-
-
-def decode_rows(tokenizer: Tokenizer, rows: Rows, own: list[int]) -> list[str]:
-  """These responses as text; their rows are on devices of this process."""
-  version_BT = exchange.rows_of(rows.policy_version_BT, own)
-  tokens_BT = exchange.rows_of(rows.tokens_BT, own)
+def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:
+  """Returns the responses of rows on devices of this process as text."""
+  version_BT = exchange.rows_of(rows.policy_version_BT, indices)
+  tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
   return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

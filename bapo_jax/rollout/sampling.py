@@ -1,8 +1,8 @@
-"""Draws a token from logits, and takes its log-probability from the same array.
+"""Draws tokens from logits and records their log-probabilities from the same array.
 
-1. `SamplingParams` choose the distribution: the softmax in training, truncated or
+1. `SamplingParams` select the distribution: the softmax in training, truncated or
    greedy in evaluation;
-2. `draw` draws a token per slot; the noise is keyed by (key, uid, position).
+2. `draw` draws a token per slot; (key, uid, position) determine the noise.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from jax import Array
 
 
 class SamplingParams(NamedTuple):
-  """The distribution of a token; anything but the softmax is for evaluation only."""
+  """The distribution of a token; all but the softmax are for evaluation only."""
 
-  greedy: bool = False  # the likeliest token; its recorded log-probability is 0
-  top_k: int = 0  # only the k likeliest tokens; 0: all
-  top_p: float = 1.0  # only the fewest tokens that have this probability together
+  greedy: bool = False  # the most likely token, recorded with log-probability 0
+  top_k: int = 0  # only the k most likely tokens; 0: all
+  top_p: float = 1.0  # only the smallest set of tokens with this total probability
 
 
 SOFTMAX = SamplingParams()
@@ -31,56 +31,69 @@ def draw(
   temperature: Array | float,
   sampling: SamplingParams = SOFTMAX,
 ) -> tuple[Array, Array]:
-  """(token_S i32, logp_S f32): a token per slot and its log-probability (nats).
+  """Draws a token per slot by the Gumbel-max trick in two levels.
 
-  Both come from one and the same f32 array. The Gumbel-max trick in two levels: a block
-  of the vocabulary by its whole probability, then a token in it. The distribution is
-  the softmax; the noise is about 2 sqrt(V) numbers per token instead of V, which took
-  half the time of a step.
+  First draws a block of the vocabulary by its total probability, then a token in the
+  block. The distribution is the softmax of the logits, but a token needs only about
+  2 sqrt(V) random numbers instead of V, which took half the time of a step.
 
   Args:
-    key, uid_S, position_S: key the noise, so that it depends on nothing else.
-    logits_SV: f32. temperature: divides them; above 0.
+    key: random key of the rollout.
+    uid_S: u32, name of the response in each slot.
+    position_S: i32, column of the token. (key, uid, position) determine the noise, so
+      it does not depend on the slot or on other responses.
+    logits_SV: f32.
+    temperature: divides the logits; above 0.
+    sampling: truncation of the distribution, or greedy.
+
+  Returns:
+    token_S, i32, and logp_S, f32, its log-probability in nats, from the array that the
+    token was drawn from.
   """
   S, V = logits_SV.shape
   if sampling.greedy:
-    # Two reductions: XLA's CPU backend runs argmax as scalars, 3.4 ms of a step of
-    # SmolLM2-135M at 32 slots against 0.2. The first of several, as argmax.
-    most_S1, at_V = logits_SV.max(-1, keepdims=True), jnp.arange(V, dtype=jnp.int32)
-    first_S = jnp.where(logits_SV == most_S1, at_V[None], V - 1).min(-1)
-    return first_S, jnp.zeros(S)
+    # Two reductions instead of argmax, which XLA's CPU backend runs as scalar code: 0.2
+    # instead of 3.4 ms per step of SmolLM2-135M at 32 slots. Like argmax, they return
+    # the first of several maxima.
+    max_S1, index_V = logits_SV.max(-1, keepdims=True), jnp.arange(V, dtype=jnp.int32)
+    argmax_S = jnp.where(logits_SV == max_S1, index_V[None], V - 1).min(-1)
+    return argmax_S, jnp.zeros(S)
   logits_SV = _truncate(logits_SV / temperature, sampling)
-  # Strided blocks, a power of two of rows: a vocabulary split over devices stays split.
+  # With N = V // size blocks, token v is entry v // N of block v % N. `size` is a power
+  # of two, so that a vocabulary sharded over devices remains sharded.
   size = min(V & -V, 256)
   logits_Sbn = logits_SV.reshape(S, size, V // size)
-  most_Sn = logits_Sbn.max(1)
-  most_Sn = jnp.where(jnp.isinf(most_Sn), 0, most_Sn)  # a block that is cut off whole
-  sum_Sn = jnp.exp(logits_Sbn - most_Sn[:, None]).sum(1)
-  block_Sn = most_Sn + jnp.log(sum_Sn)
+  # Log-sum-exp of each block. If truncation removes a whole block, its maximum is -inf,
+  # and -inf - -inf would be nan.
+  max_Sn = logits_Sbn.max(1)
+  max_Sn = jnp.where(jnp.isinf(max_Sn), 0, max_Sn)
+  sum_Sn = jnp.exp(logits_Sbn - max_Sn[:, None]).sum(1)
+  block_Sn = max_Sn + jnp.log(sum_Sn)
 
-  def one(
+  def draw_slot(
     uid: Array, position: Array, block_n: Array, logits_bn: Array
   ) -> tuple[Array, Array]:
     noise = jax.random.fold_in(jax.random.fold_in(key, uid), position)
-    of_block, of_token = jax.random.split(noise)
-    n = jax.random.categorical(of_block, block_n)
-    b = jax.random.categorical(of_token, logits_bn[:, n])
+    block_key, token_key = jax.random.split(noise)
+    n = jax.random.categorical(block_key, block_n)
+    b = jax.random.categorical(token_key, logits_bn[:, n])
     return b * (V // size) + n, logits_bn[b, n]
 
-  token_S, chosen_logit_S = jax.vmap(one)(uid_S, position_S, block_Sn, logits_Sbn)
+  token_S, chosen_logit_S = jax.vmap(draw_slot)(uid_S, position_S, block_Sn, logits_Sbn)
   return token_S.astype(jnp.int32), chosen_logit_S - jax.nn.logsumexp(block_Sn, -1)
 
 
 def _truncate(logits_SV: Array, sampling: SamplingParams) -> Array:
-  """-inf wherever top-k or top-p leaves a token out."""
+  """Sets the logits of tokens outside top-k or top-p to -inf."""
   if 0 < sampling.top_k < logits_SV.shape[1]:
-    least_S1 = jax.lax.top_k(logits_SV, sampling.top_k)[0][:, -1:]
-    logits_SV = jnp.where(logits_SV < least_S1, -jnp.inf, logits_SV)
+    cutoff_S1 = jax.lax.top_k(logits_SV, sampling.top_k)[0][:, -1:]
+    logits_SV = jnp.where(logits_SV < cutoff_S1, -jnp.inf, logits_SV)
   if sampling.top_p < 1:
     falling_SV = jnp.flip(jnp.sort(logits_SV, -1), -1)
     p_SV = jax.nn.softmax(falling_SV)
-    # In: tokens before which less than top_p is reached; so the first one always.
+    # A token is in the nucleus if the tokens before it have less than top_p together;
+    # so the most likely token always is.
     nucleus_SV = jnp.cumsum(p_SV, -1) - p_SV < sampling.top_p
-    least_S1 = jnp.where(nucleus_SV, falling_SV, jnp.inf).min(-1, keepdims=True)
-    logits_SV = jnp.where(logits_SV < least_S1, -jnp.inf, logits_SV)
+    cutoff_S1 = jnp.where(nucleus_SV, falling_SV, jnp.inf).min(-1, keepdims=True)
+    logits_SV = jnp.where(logits_SV < cutoff_S1, -jnp.inf, logits_SV)
   return logits_SV

@@ -1,8 +1,9 @@
-"""The shapes that decoding compiles: few, so that all are compiled once, at the start.
+"""Chooses the few shapes that decoding compiles, all of them at the start.
 
-1. prompts are prefilled at a handful of widths, `prefill_widths`;
-2. the KV cache is cut into segments, and attention reads those that a slot has reached;
-3. `check_...` refuse rows that cannot be decoded.
+1. prompts are prefilled at a handful of widths (`prefill_widths`);
+2. the KV cache is split into segments (`segment_sizes`), and attention reads only the
+   segments that a slot has reached;
+3. `check_rows` and `check_prompts` refuse rows that cannot be decoded.
 """
 
 import itertools
@@ -13,18 +14,18 @@ import numpy as np
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Prompts, agree
 
-SHORTEST = 64  # columns of the smallest prefill; widths double from here
-ALIGN = 128  # segments of long rows are whole tiles of a TPU
+SHORTEST = 64  # columns of the smallest prefill width; the next widths double
+ALIGN = 128  # tile of a TPU; segments of long rows are multiples
 
 
 def prefill_widths(max_prompt_tokens: int) -> list[int]:
-  """Widths that prompts are prefilled at: powers of two from 64, and the widest."""
+  """Returns the widths for prefilling: 64, doubled while below the maximum, and it."""
   n = max(0, math.ceil(math.log2(max(max_prompt_tokens, 1) / SHORTEST)))
   return [SHORTEST << i for i in range(n)] + [max_prompt_tokens]
 
 
 def segment_sizes(length: int, parts: int) -> list[int]:
-  """Columns of each segment of the cache: `parts` of them or fewer, about equal."""
+  """Splits `length` cache columns into at most `parts` segments of similar size."""
   size = -(-length // parts)
   if length >= 8 * ALIGN:
     size = -(-size // ALIGN) * ALIGN
@@ -33,7 +34,7 @@ def segment_sizes(length: int, parts: int) -> list[int]:
 
 
 def segments_reached(sizes: list[int], columns: int) -> int:
-  """How many segments hold the first `columns` columns."""
+  """Returns the number of segments that contain the first `columns` columns."""
   ends = itertools.accumulate(sizes)
   return 1 + next((i for i, end in enumerate(ends) if end >= columns), len(sizes) - 1)
 
@@ -41,7 +42,7 @@ def segments_reached(sizes: list[int], columns: int) -> int:
 def check_rows(
   spec: ModelSpec, max_prompt_tokens: int, max_new_tokens: int, eos: tuple[int, ...]
 ) -> None:
-  """Raises ValueError unless rows of these sizes can be decoded and can end."""
+  """Raises a ValueError unless rows of these sizes can be decoded and can end."""
   if max_prompt_tokens + max_new_tokens > spec.positions:
     raise ValueError(
       f'prompt {max_prompt_tokens} + response {max_new_tokens} tokens exceed the '
@@ -50,23 +51,23 @@ def check_rows(
     )
   if max_new_tokens < 1:
     raise ValueError(
-      f'sampler.max_new_tokens={max_new_tokens} leaves no room for a response; give 1 '
+      f'sampler.max_new_tokens={max_new_tokens} leaves no room for a response; set 1 '
       'or more'
     )
   if not eos or not all(0 <= token < spec.vocab for token in eos):
     raise ValueError(
-      f'end tokens {tuple(eos)}: give at least one, each below the vocabulary of '
-      f'{spec.vocab}'
+      f'end tokens {tuple(eos)}: the tokenizer must have at least one, all below the '
+      f'vocabulary size {spec.vocab}'
     )
 
 
 def check_prompts(prompts: Prompts) -> None:
-  """Raises ValueError unless every prompt fits its columns; names the row."""
+  """Raises a ValueError that names the first prompt longer than its row."""
   agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
   width = prompts.tokens_PT.shape[1]
   long_P = np.flatnonzero(prompts.length_P > width)
   if len(long_P):
     raise ValueError(
-      f'row {long_P[0]}: a prompt of {prompts.length_P[long_P[0]]} tokens stands in '
+      f'row {long_P[0]}: a prompt of {prompts.length_P[long_P[0]]} tokens exceeds '
       f'{width} columns; raise prompts.max_prompt_tokens'
     )

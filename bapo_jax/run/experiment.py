@@ -24,7 +24,7 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.training import build, checkpoint, evaluate, step_metrics, weights
+from bapo_jax.training import budget, build, checkpoint, evaluate, step_metrics, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -48,11 +48,13 @@ def train(config: Config, workdir: str) -> int:
   """
   timer = PhaseTimer()
   r = derive.prepare(config, workdir)
+  budget.check(r.budget, budget.capacity(r.mesh))
   if not r.model.directory:  # a real model spends little of its time on clearing pages
     machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
-    if hosts.is_first():
-      claim(workdir, r.config)
+    with hosts.together():
+      if hosts.is_first():
+        claim(workdir, r.config)
     workdirs.check_shared(workdir)
     return _train(r, workdir, timer)
 
@@ -74,7 +76,7 @@ def claim(workdir: str, config: Config) -> None:
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Runs from the problems to the report; OSErrors name the file."""
-  with timer('load'), hosts.first_ahead('read'):  # the first process makes data sets
+  with timer('load'), hosts.first_ahead():  # the first process makes data sets
     material = build.read(r.config, r.model, workdir)
   identity = [prompts.fingerprint(p) for p in material]
   model = hf_directory.identity(r.model.directory)

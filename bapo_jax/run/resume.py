@@ -135,7 +135,7 @@ def same_problems(
   step = checkpoints.latest_step()
   if step is None:
     return True
-  before = checkpoint.read_meta(checkpoints, step)['problems']
+  before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
   if before == identity:
     return True
   names = ('training', 'held-out')

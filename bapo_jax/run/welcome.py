@@ -8,7 +8,8 @@ from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import remat
+from bapo_jax.training import budget
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -19,7 +20,7 @@ def welcome(r: Resolved, workdir: str, material: Material) -> None:
   count = hosts.processes()
   several = f', {count} processes' if count > 1 else ''
   c, spec, mesh, devices = r.config, r.spec, r.mesh, jax.devices()
-  schedule = r.schedule
+  memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(mesh))
   model = c.model.path or 'embedded policy'
   log(
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -35,23 +36,23 @@ def welcome(r: Resolved, workdir: str, material: Material) -> None:
     f'{c.clip.rule}, loss {c.loss.rule}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{several}\n'
-    f'  memory     {remat.sentence(c, spec, schedule, mesh)}\n'
-    f'  disk       {disk(c, spec)}\n'
+    f'  memory     {memory}\n'
+    f'  disk       {disk(c, r.budget)}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command continues'
   )
 
 
 def _frozen(config: Config, spec: ModelSpec) -> str:
   """Which of them are not trained, and what is in their place, if anything is."""
-  if few := remat.adapters(config, spec):
+  if few := budget.adapters(config, spec):
     return f', frozen; adapters of rank {config.lora.rank} train {few:,}'
-  tower = remat.frozen_tower(config, spec)
+  tower = budget.frozen_tower(config, spec)
   return f', {tower:,} of them, the vision tower, frozen' if tower else ''
 
 
-def disk(config: Config, spec: ModelSpec) -> str:
-  """What a checkpoint weighs, and how many lie on the disk."""
-  sizes = remat.checkpoint_sizes(config, spec)
+def disk(config: Config, counted: Budget) -> str:
+  """Describes the size of a checkpoint and of all that remain."""
+  sizes = counted.checkpoint
   parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
   most = config.checkpoint.keep + config.checkpoint.best
   total = sum(sizes.values())

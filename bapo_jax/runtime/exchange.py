@@ -1,113 +1,63 @@
-"""Values that all processes make together, and the doors between host and devices.
+"""Collectives of host values, and the doors between the host and the devices.
 
-1. `total` and `agree` are small collectives of host values, `merged` one of texts;
+1. `total`, `agree` and `merged` combine host values of all processes;
 2. `whole`, `taken` and `rows_of` read global arrays: all of a small one, a few rows, or
-   a process's own rows (`owned`); `placed` puts equal host arrays on the devices.
+   rows of this process (`owned`); `placed` puts equal host arrays on the devices.
 
-Every call of `total`, `agree`, `merged`, `whole` and `taken` is made by all processes,
-in the same order; for a single one they are free.
+All processes call `total`, `agree`, `merged`, `whole` and `taken` in the same order. In
+a single process these calls are free.
 """
 
-import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
-from bapo_jax.runtime.hosts import process, processes
-
-Array = Any  # jax.Array; JAX is imported where it is used
-
-
-class Collectives(NamedTuple):
-  """What is computed over processes; compiled once per shape."""
-
-  layout: Any  # the sharding by process
-  total: Callable[[Array], Array]
-  gather: Callable[[Array], Array]
-
-
-@functools.cache
-def _collectives() -> Collectives:
-  import jax
-  from jax.sharding import Mesh, NamedSharding
-  from jax.sharding import PartitionSpec as P
-
-  devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-  mesh = Mesh(np.reshape(devices, (processes(), -1)), ('process', 'device'))
-  everywhere = NamedSharding(mesh, P())
-  return Collectives(
-    NamedSharding(mesh, P('process')),
-    jax.jit(lambda x: x.sum(0), out_shardings=everywhere),
-    jax.jit(lambda x: x, out_shardings=everywhere),
-  )
-
-
-def _together(own: np.ndarray, compute: Callable[[Array], Array]) -> np.ndarray:
-  """`compute` of the arrays of all processes, stacked; waits for it."""
-  import jax
-
-  shape = (processes(), *own.shape)
-  layout = _collectives().layout
-  stacked = jax.make_array_from_process_local_data(layout, own[None], shape)
-  return np.asarray(compute(stacked))
+from bapo_jax.runtime.hosts import everyones, process, processes
 
 
 def total(values: np.ndarray | Sequence) -> np.ndarray:
-  """The sum over processes of equally shaped integers: one small collective."""
+  """Returns the int32 sum over processes of equally shaped integers."""
   own = np.asarray(values, np.int32)
-  return _together(own, _collectives().total) if processes() > 1 else own
+  return process_allgather(own).sum(0, dtype=np.int32) if processes() > 1 else own
 
 
 def agree(values: Sequence[int]) -> list[int]:
-  """The largest over processes of each value: what one decides, all decide."""
+  """Returns the maximum over processes of each value, so that all decide the same."""
   if processes() == 1:
     return list(values)
-  own = np.asarray(values, np.int32)
-  return _together(own, _collectives().gather).max(0).tolist()
+  return process_allgather(np.asarray(values, np.int32)).max(0).tolist()
 
 
-def everyones(text: str, block: int = 1 << 20) -> list[str]:
-  """The text of each process, on all of them, sent in blocks of so many bytes."""
+def merged(values: dict[str, Any]) -> dict[str, Any]:
+  """Returns the union of the dicts of all processes; their values are JSON."""
   if processes() == 1:
-    return [text]
-  own = np.frombuffer(text.encode(), np.uint8)
-  lengths = total(np.eye(processes(), dtype=np.int32)[process()] * len(own))
-  own = np.pad(own, (0, -len(own) % block + lengths.max()))
-  gather = _collectives().gather
-  blocks = [
-    _together(own[first : first + block], gather)
-    for first in range(0, lengths.max(), block)
-  ]
-  rows = np.concatenate(blocks, 1) if blocks else np.zeros((processes(), 0), np.uint8)
-  return [row[:n].tobytes().decode() for row, n in zip(rows, lengths, strict=True)]
-
-
-def merged(own: dict[str, Any]) -> dict[str, Any]:
-  """What the processes have by name, JSON values, on all of them."""
-  if processes() == 1:
-    return own
-  found: dict[str, Any] = {}
-  for text in everyones(json.dumps(own)):
-    found |= json.loads(text)
-  return found
+    return values
+  union: dict[str, Any] = {}
+  for text in everyones(json.dumps(values)):
+    union |= json.loads(text)
+  return union
 
 
 def whole(array: Any) -> np.ndarray:
-  """A small global array on the host of every process."""
+  """Returns a small global array on the host of every process."""
   if processes() > 1 and not (array.is_fully_addressable or array.is_fully_replicated):
-    array = _replicate(array.sharding.mesh)(array)
+    return process_allgather(array, tiled=True)
   return np.asarray(array)
 
 
 def placed(tree: Any, layout: Any) -> Any:
-  """`jax.device_put` of host values that are the same in every process.
+  """Puts host values that are equal in all processes on the devices.
 
-  A process puts its own part of them; device_put would send them all to compare.
+  Each process puts its shards; `jax.device_put` would send all values to compare them.
+
+  Args:
+    tree: arrays on the host.
+    layout: a sharding, or a prefix tree of shardings.
   """
-  import jax
-
   if processes() == 1:
     return jax.device_put(tree, layout)
   leaves, treedef = jax.tree.flatten(tree)
@@ -119,20 +69,15 @@ def placed(tree: Any, layout: Any) -> Any:
 
 
 def taken(tree: Any, rows: np.ndarray) -> Any:
-  """These rows of global arrays, few enough for the host of every process.
-
-  A collective, like `whole`: all processes call it, in the same order.
-  """
-  import jax
-
-  return jax.tree.map(whole, _take()(tree, rows))
+  """Returns these rows of global arrays, few enough for the host of every process."""
+  return jax.tree.map(whole, _take(tree, rows))
 
 
 def owned(array: Any) -> np.ndarray:
-  """bool, row by row: whether this process answers for it.
+  """Returns for each row, as bool, whether this process answers for it.
 
-  A row has one owner, of the processes whose devices hold it; where several hold the
-  same rows they share them evenly.
+  Each row has one owner among the processes whose devices hold it. Processes that hold
+  the same rows share them evenly.
   """
   if processes() == 1:
     return np.ones(len(array), bool)
@@ -140,44 +85,34 @@ def owned(array: Any) -> np.ndarray:
   for device, cuts in array.sharding.devices_indices_map(array.shape).items():
     span = cuts[0].indices(array.shape[0])[:2]
     holders.setdefault(span, set()).add(device.process_index)
-  own = np.zeros(array.shape[0], bool)
+  mine = np.zeros(array.shape[0], bool)
   for span, members in holders.items():
     rows = np.array_split(np.arange(*span), len(members))
     if process() in members:
-      own[rows[sorted(members).index(process())]] = True
-  return own
+      mine[rows[sorted(members).index(process())]] = True
+  return mine
 
 
 def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
-  """These rows of a global array, all of them on devices of this process."""
+  """Returns these rows of a global array; devices of this process hold all of them."""
   index = np.asarray(rows, int)
   if isinstance(array, np.ndarray):
     return array[index]
-  found = np.empty((len(index), *array.shape[1:]), array.dtype)
-  left = np.ones(len(index), bool)
+  values = np.empty((len(index), *array.shape[1:]), array.dtype)
+  missing = np.ones(len(index), bool)
   for shard in array.addressable_shards:
     start, stop, _ = shard.index[0].indices(array.shape[0])
-    here = np.flatnonzero(left & (index >= start) & (index < stop))
+    here = np.flatnonzero(missing & (index >= start) & (index < stop))
     if len(here):
-      few = 1 << (len(here) - 1).bit_length()  # few shapes to compile
-      local = np.pad(index[here] - start, (0, few - len(here)))
-      found[here] = np.asarray(_take()(shard.data, local))[: len(here)]
-      left[here] = False
-  assert not left.any()
-  return found
+      # The number of rows is rounded up to a power of two: fewer programs to compile.
+      padding = (1 << (len(here) - 1).bit_length()) - len(here)
+      local = np.pad(index[here] - start, (0, padding))
+      values[here] = np.asarray(_take(shard.data, local))[: len(here)]
+      missing[here] = False
+  assert not missing.any()
+  return values
 
 
-@functools.cache
-def _take() -> Callable[[Any, np.ndarray], Any]:
-  import jax
-
-  return jax.jit(lambda tree, index: jax.tree.map(lambda x: x[index], tree))
-
-
-@functools.cache
-def _replicate(mesh: Any) -> Callable[[Array], Array]:
-  import jax
-  from jax.sharding import NamedSharding
-  from jax.sharding import PartitionSpec as P
-
-  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+@jax.jit
+def _take(tree: Any, index: jax.Array) -> Any:
+  return jax.tree.map(lambda x: x[index], tree)

@@ -1,4 +1,4 @@
-"""Reads and writes whole files, and names the file in every error about one."""
+"""Reads and writes whole files; every error about a file names it."""
 
 import contextlib
 import json
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-  """Writes the text as UTF-8: the file holds the old content or the new, never a part.
+  """Writes the text as UTF-8: the file has the old content or the new, never a part.
 
   Raises:
-    OSError: with its filename, where the system refuses.
+    OSError: the system refused; its filename is set.
   """
   with naming(path):
     with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
@@ -21,18 +21,19 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """Writes the value as JSON, as `write` does."""
+  """Writes the value as JSON, like `write`."""
   write(path, json.dumps(value, indent=2))
 
 
 def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
-  """The value that a file holds as JSON.
+  """Reads a JSON file.
 
   Args:
-    way_out: ends the sentence of an error: what to do.
+    path: the file.
+    way_out: what to do about an error; ends the sentence.
 
   Raises:
-    ValueError: the file is not there, cannot be read, or is no JSON.
+    ValueError: the file is missing, cannot be read, or is not JSON.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -40,11 +41,23 @@ def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
   except OSError as error:
     raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is no JSON ({error}); {way_out}') from error
+    raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
+
+
+def read_object(path: str) -> dict[str, Any]:
+  """Reads a JSON file of a model, which has an object at its top.
+
+  Raises:
+    ValueError: the file is missing, cannot be read, or has no JSON object.
+  """
+  value = read_json(path, 'download it again')
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} has no JSON object; download it again')
+  return value
 
 
 def copy_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-  """Copies a folder to where none is; a kill leaves a whole copy or none."""
+  """Copies a folder to a new path; a kill leaves a complete copy or none."""
   part = f'{os.fspath(target)}.tmp'
   shutil.rmtree(part, ignore_errors=True)
   shutil.copytree(source, part)
@@ -53,7 +66,7 @@ def copy_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Adds the path to an OSError that has no filename: that of a write() has none."""
+  """Adds the path to an OSError without a filename, such as that of a write()."""
   try:
     yield
   except OSError as error:

@@ -1,44 +1,56 @@
-"""The processes of one run, one per host: who they are, and what they do together.
+"""Joins the processes of one run, one per host, and ends them together.
 
-1. `initialise` joins this process to the others, from flags or from what the machine
+1. `initialise` joins this process to the others, by flags or by what the environment
    says; a single process needs nothing, and every function below is then free;
-2. process 0 writes the console and the files (`is_first`), and goes ahead where several
-   would make the same files (`first_ahead`);
-3. `same_everywhere` refuses a process whose config, code or data differ;
-4. `finish`, `leave` and `failed` end all processes, with one status.
+2. process 0 writes the console and the files (`is_first`), and runs first when several
+   processes would make the same files (`first_ahead`);
+3. `together` and `same_everywhere` turn an error of one process into an error of all;
+4. `finish`, `leave` and `failed` end this process. JAX's heartbeats abort it if another
+   process is gone; a signal handler turns the abort into a sentence and a status.
 
-All processes run the same program on the same seed; what they compute together is in
-exchange.py.
+All processes run the same program on the same seed; exchange.py has the collectives for
+the values that they compute.
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
+import socket
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from bapo_jax.runtime import cluster, watch
-from bapo_jax.runtime.cluster import Place
-from bapo_jax.runtime.watch import Watch
+import numpy as np
 
 START_S = 300.0  # hosts of one job start minutes apart
-TOGETHER_MS = 3_600_000  # the longest wait for process 0 to prepare files
-_watch: list[Watch] = []  # of this process, once it has joined others
+HEARTBEAT_S = 10  # a process without a heartbeat for this long counts as gone
+GRACE_S = 3.0  # `leave` waits this long for others that leave as well
+SHUTDOWN_S = 24 * 3600  # the others wait for process 0, which writes the report
+LOST = 4  # exit status: another process is gone
+BLOCK = 1 << 20  # bytes that `everyones` sends at a time
+HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+_here = {'process': 0, 'processes': 1}
+_handlers: list[Any] = []  # C does not keep a callback alive
 
 
 def process() -> int:
-  """The number of this process, from 0."""
-  return _watch[0].process if _watch else 0
+  """Returns the number of this process, from 0."""
+  return _here['process']
 
 
 def processes() -> int:
-  """How many processes this run has."""
-  return _watch[0].processes if _watch else 1
+  """Returns the number of processes of this run."""
+  return _here['processes']
 
 
 def is_first() -> bool:
-  """Whether this process writes the console and the files of the run."""
+  """Returns whether this process writes the console and the files of the run."""
   return process() == 0
 
 
@@ -48,163 +60,296 @@ def initialise(
   processes: int | None = None,
   start_s: float = START_S,
 ) -> None:
-  """Joins this process to the others; returns when all are there.
+  """Joins this process to the others; returns when all of them are there.
 
-  Call it before anything else of JAX. Without flags JAX finds SLURM, GKE and the TPU's
-  metadata by itself; where there is nothing, or one process, nothing happens.
+  Call it before any other use of JAX. Without flags it reads the variables of a JobSet
+  (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks
+  for SLURM, GKE and the metadata of a TPU. If there is none, this process is alone.
 
   Args:
-    coordinator: host:port of process 0, the same for all.
-    start_s: seconds to wait for the coordinator and for the others.
+    coordinator: host:port of process 0, the same for all processes.
+    process: number of this process, from 0.
+    processes: number of processes.
+    start_s: seconds to wait for the other processes.
 
   Raises:
-    ValueError: one sentence: flags that do not fit, no coordinator, its port taken.
+    ValueError: the flags do not fit, the port is taken, or the environment describes a
+      cluster and the other processes cannot be found.
   """
-  given = (coordinator or None, process, processes)
-  if None in given and given != (None, None, None):
-    named = zip(('coordinator', 'process', 'processes'), given, strict=True)
-    found = ' '.join(f'--{name}={x}' for name, x in named if x is not None)
+  flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
+  given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
+  if len(given) in (1, 2):
     raise ValueError(
-      f'{found}: give --coordinator, --process and --processes, or none of them'
+      f'{" ".join(given)}: give --coordinator, --process and --processes, or none of '
+      'them'
     )
-  if coordinator and process is not None and processes is not None:
-    place = Place(coordinator, process, processes)
+  if process is None or processes is None:
+    place = _jobset()
   else:
-    found = cluster.detect(start_s)
-    if found is None:
+    place = coordinator, process, processes
+  if place:
+    _check(*place)
+    if place[2] == 1:
       return
-    place = found
-  cluster.check(place)
-  if place.processes == 1:
+  _explain_abort(
+    f'not all processes came to {place[0] if place else "the coordinator"} within '
+    f'{start_s:.0f} s; start all of them, with the same --coordinator'
+  )
+  if _join(place, int(start_s)):
+    import jax
+
+    _here.update(process=jax.process_index(), processes=jax.process_count())
+  if _here['processes'] == 1:
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
-  if place.process == 0:
-    cluster.check_port(place)
-  else:
-    cluster.reach(place, start_s)
-  _join(place, start_s)
+  _explain_abort(
+    f'process {_here["process"]} of {_here["processes"]}: another process is gone (it '
+    'was killed, its host is gone, or it ended with an error of its own); the same '
+    'command on all of them resumes from the newest checkpoint'
+  )
 
 
-def _join(place: Place, start_s: float) -> None:
-  """Starts the distributed runtime, and the watch."""
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # it warns of recoverability
-  joined = False
+def _jobset() -> tuple[str, int, int] | None:
+  """Returns the place that a JobSet without TPUs gives this process.
 
-  def aborted() -> str:
-    name = f'process {place.process} of {place.processes}'
-    if not joined:
-      return (
-        f'{name}: not all {place.processes} processes came to {place.coordinator} '
-        f'within {start_s:.0f} s'
-      )
-    if place.process and not cluster.reachable(place.coordinator):
-      return _watch[0].silent(0)
-    return f'{name}: the runtime of JAX aborted; its own words stand above'
+  JAX knows such a set only if the pod may ask Kubernetes.
+  """
+  names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
+  coordinator, process, processes = (os.environ.get(name, '') for name in names)
+  if not (coordinator and process and processes):
+    return None
+  if not (process.isdecimal() and processes.isdecimal()):
+    raise ValueError(f'{names[1]}={process} and {names[2]}={processes}: give numbers')
+  return coordinator, int(process), int(processes)
 
-  watch.on_abort(aborted, lambda: _watch[0].status if _watch else None)
+
+def _check(coordinator: str, process: int, processes: int) -> None:
+  """Raises ValueError unless the numbers fit and the coordinator's port is free."""
+  host, _, port = coordinator.rpartition(':')
+  if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    raise ValueError(f'--coordinator={coordinator}: give host:port')
+  if not 0 <= process < processes:
+    raise ValueError(
+      f'--process={process}: give 0 to {processes - 1}, for --processes={processes}'
+    )
+  if process or processes == 1:
+    return
+  try:
+    # gRPC would share a port with another run, whose processes would join this one.
+    with socket.create_server(('', int(port))):
+      pass
+  except OSError as error:
+    raise ValueError(
+      f'--coordinator={coordinator}: port {port} cannot be used ({error.strerror}); '
+      'give a free port'
+    ) from None
+
+
+def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
+  """Starts JAX's distributed runtime; returns False if no other process was found.
+
+  Args:
+    place: coordinator, process and processes; None lets JAX look for them.
+  """
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   import jax
 
-  # A survivor gets an exception, not SIGABRT; signals are ours (runtime/signals.py).
-  jax.config.update('jax_enable_recoverability', True)
+  # runtime/signals.py handles SIGTERM; this service would swallow it.
   jax.config.update('jax_enable_preemption_service', False)
-  jax.distributed.initialize(
-    place.coordinator,
-    place.processes,
-    place.process,
-    place.device_ids,
-    cluster_detection_method='deactivate',
-    initialization_timeout=int(start_s),
-    heartbeat_timeout_seconds=watch.BACKSTOP_S,
-  )
-  joined = True
-  _watch.append(Watch(place.process, place.processes, _store()))
-  _watch[0].start()
+  # By default JAX gives each SLURM task one device. An empty list restricts nothing: a
+  # task that is alone on its node has all devices of the node.
+  nodes, tasks = (os.environ.get(f'SLURM_{x}') for x in ('STEP_NUM_NODES', 'NTASKS'))
+  coordinator, process, processes = place or (None, None, None)
+  try:
+    jax.distributed.initialize(
+      coordinator,
+      processes,
+      process,
+      local_device_ids=[] if nodes and nodes == tasks else None,
+      cluster_detection_method='deactivate' if place else None,
+      initialization_timeout=start_s,
+      heartbeat_timeout_seconds=HEARTBEAT_S,
+      shutdown_timeout_seconds=SHUTDOWN_S,
+    )
+  except Exception as error:  # of metadata servers, host names, Kubernetes
+    if not place and str(error) == 'coordinator_address should be defined.':
+      return False
+    raise ValueError(
+      'the processes of this run cannot be joined '
+      f'({type(error).__name__}: {error}); give --coordinator, --process, --processes'
+    ) from error
+  return True
 
 
-def _store() -> Any:
-  from jax._src import distributed  # orbax takes it from there as well
+def _explain_abort(sentence: str) -> None:
+  """Prints the sentence and exits with the status LOST when this process aborts.
 
-  return distributed.global_state.client
+  The handler is a C function: a Python signal handler would wait for the main thread,
+  and the thread that aborts does not come back from abort().
+  """
+
+  def handle(number: int) -> None:
+    del number
+    _console(sentence)
+    os._exit(LOST)
+
+  _handlers.append(HANDLER(handle))
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, HANDLER], ctypes.c_void_p
+  libc.signal(signal.SIGABRT, _handlers[-1])
 
 
-def leave(status: int, sentence: str) -> None:
-  """Ends all processes with this status and sentence; alone, returns."""
-  if _watch:
-    _watch[0].leave(status, sentence)
+def _console(sentence: str) -> None:
+  """Writes one line to stderr, whatever state Python is in."""
+  with contextlib.suppress(OSError):
+    os.write(2, f'bapo_jax: {" ".join(sentence.split())}\n'.encode())
+
+
+def leave(status: int) -> None:
+  """Ends this process; the others end as LOST. Returns if this process is alone.
+
+  If all processes leave for the same reason, each of them keeps its status: it waits
+  GRACE_S for the others.
+  """
+  if processes() > 1:
+    waiting = threading.Thread(target=_disconnect, daemon=True)
+    waiting.start()
+    waiting.join(GRACE_S)
+    _exit(status)
 
 
 def finish(status: int) -> None:
-  """Ends this process when all have come here; alone, returns."""
-  if _watch:
-    _watch[0].finish(status)
+  """Ends this process when all of them have come here. Returns if it is alone."""
+  if processes() > 1:
+    try:
+      _disconnect()
+    except Exception as error:  # another process was lost on its way here
+      failed(error)
+    _exit(status)
+
+
+def _disconnect() -> None:
+  """Waits until all processes are here; afterwards they no longer watch each other."""
+  import jax
+
+  sys.stdout.flush()
+  sys.stderr.flush()
+  jax.distributed.shutdown()
+
+
+def _exit(status: int) -> NoReturn:
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)  # sys.exit waits for a checkpoint that is being written
 
 
 def failed(error: BaseException) -> NoReturn:
-  """Ends all processes after an error that nobody foresaw, its traceback printed."""
-  if type(error).__name__ == 'JaxRuntimeError':
-    _watch[0].explain()
+  """Ends this process after an unexpected error, and prints the traceback.
+
+  Collectives and barriers fail when another process is gone. In that case the abort
+  comes during the wait, with its sentence.
+  """
+  if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
+    time.sleep(HEARTBEAT_S + 3)
   traceback.print_exception(error)
-  sentence = f'{type(error).__name__}: {error}'
-  watch.console(f'{_watch[0].name}: {sentence}')
-  _watch[0].leave(1, sentence[:500])
+  _console(f'process {process()} of {processes()}: {type(error).__name__}: {error}')
+  _exit(1)
 
 
-_rounds: dict[str, int] = {}  # names of the store are used once
+def everyones(text: str, block: int = BLOCK) -> list[str]:
+  """Returns the texts of all processes, by process number; a collective.
+
+  Args:
+    block: bytes per message; the compiled program depends on this length.
+  """
+  if processes() == 1:
+    return [text]
+  from jax.experimental.multihost_utils import process_allgather
+
+  data = np.frombuffer(text.encode(), np.uint8)
+  length_P = process_allgather(np.int32(len(data)))
+  size = -(-length_P.max() // block) * block
+  data = np.pad(data, (0, size - len(data)))
+  blocks = [process_allgather(data[i : i + block]) for i in range(0, size, block)]
+  rows = np.concatenate([np.zeros((processes(), 0), np.uint8), *blocks], 1)
+  return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
 
 
-def _name(purpose: str) -> str:
-  _rounds[purpose] = _rounds.get(purpose, 0) + 1
-  return f'bapo/{purpose}/{_rounds[purpose]}'
+def _share(sentence: str) -> None:
+  """Shares the errors of all processes; a collective.
 
+  Args:
+    sentence: the error of this process, '' for none.
 
-def together(purpose: str) -> None:
-  """Waits until every process is here."""
-  if _watch:
-    _store().wait_at_barrier(_name(purpose), TOGETHER_MS)
+  Raises:
+    ValueError: another process has an error and this one has none.
+  """
+  sentences = everyones(sentence)
+  if processes() == 1 or not any(sentences):
+    return
+  _disconnect()  # each process now ends by itself, at its own time
+  if not sentence:
+    i = next(i for i, text in enumerate(sentences) if text)
+    raise ValueError(f'process {i} of {processes()}: {sentences[i]}')
 
 
 @contextlib.contextmanager
-def first_ahead(purpose: str) -> Iterator[None]:
-  """Process 0 runs the body first; where it fails, the others end with it."""
+def together() -> Iterator[None]:
+  """Runs the body in all processes; a ValueError in one of them is raised in all."""
+  try:
+    yield
+  except ValueError as error:
+    _share(str(error))
+    raise
+  _share('')
+
+
+@contextlib.contextmanager
+def first_ahead() -> Iterator[None]:
+  """Runs the body in process 0 and then in the others.
+
+  Raises:
+    ValueError: the body raised it, here or in another process.
+  """
   if not is_first():
-    together(purpose)
-  yield
+    _share('')  # process 0 is done, or its error is raised here
+  with together():
+    yield
   if is_first():
-    together(purpose)
+    _share('')
 
 
 def same_everywhere(values: dict[str, Any]) -> None:
-  """Compares what must be equal in all processes; returns when all have compared.
+  """Compares values that must be equal in all processes; a collective.
 
   Args:
-    values: name -> what JSON can hold, nested or not.
+    values: name -> anything that JSON can hold, nested or not.
 
   Raises:
-    ValueError: this process differs from process 0: which, and in what.
+    ValueError: a process differs from process 0; the same sentence in all of them.
   """
-  if not _watch:
-    return
-  name = _name('same')
-  mine = json.loads(json.dumps(values, default=str))
-  if is_first():
-    _store().key_value_set(name, json.dumps(mine))
-  theirs = json.loads(_store().blocking_key_value_get(name, TOGETHER_MS))
-  differ = [
-    f'{what} {here!r:.60} here and {there!r:.60} there'
-    for what, here, there in _differences(mine, theirs)
-  ]
-  if differ:
-    raise ValueError(
-      f'{_watch[0].name} differs from process 0: {"; ".join(differ[:3])}; start all of '
-      'them with the same command, code, packages and data'
-    )
-  together('compared')
+  texts = everyones(json.dumps(values, default=str))
+  expected, *others = map(json.loads, texts)
+  for i, found in enumerate(others, 1):
+    if differ := [
+      f'{name} {new!r:.60} there and {old!r:.60} in process 0'
+      for name, old, new in differences(expected, found)
+    ]:
+      with together():
+        raise ValueError(
+          f'process {i} of {processes()} differs from process 0: '
+          f'{"; ".join(differ[:3])}; start all of them with the same command, code, '
+          'packages and data'
+        )
 
 
-def _differences(mine: Any, theirs: Any, name: str = '') -> Iterator[tuple]:
-  """(dotted name, mine, theirs) of every value that differs."""
-  if isinstance(mine, dict) and isinstance(theirs, dict):
-    for key in sorted(mine.keys() | theirs.keys()):
+def differences(
+  before: Any, now: Any, name: str = ''
+) -> Iterator[tuple[str, Any, Any]]:
+  """Yields (dotted name, old, new) for every value that differs; None if missing."""
+  if isinstance(before, dict) and isinstance(now, dict):
+    for key in sorted(before.keys() | now.keys()):
       dotted = f'{name}.{key}' if name else key
-      yield from _differences(mine.get(key), theirs.get(key), dotted)
-  elif mine != theirs:
-    yield name, mine, theirs
+      yield from differences(before.get(key), now.get(key), dotted)
+  elif before != now:
+    yield name, before, now

@@ -1,6 +1,6 @@
-"""Names of repositories on the hub, `hub:owner/name` or `hub:owner/name@revision`.
+"""Parses names of repositories on the hub: hub:owner/name or hub:owner/name@revision.
 
-Without `hub:` a name is a path on this machine: a mistyped path is never downloaded.
+A name without `hub:` is a path on this machine: a mistyped path is never downloaded.
 """
 
 import re
@@ -18,16 +18,16 @@ class HubName(NamedTuple):
 
 
 def parse(name: str) -> HubName | None:
-  """The repository that `name` names; None for a path on this machine.
+  """Returns the repository of a hub name; None for a path on this machine.
 
   Raises:
     ValueError: the name begins with hub: and is malformed.
   """
   if not name.startswith(PREFIX):
     return None
-  if not (found := NAME.fullmatch(name)):
+  if not (match := NAME.fullmatch(name)):
     raise ValueError(
-      f'{name[:80]!r} is no name of the hub; write hub:owner/name or '
+      f'{name[:80]!r} is not a name on the hub; write hub:owner/name or '
       'hub:owner/name@revision'
     )
-  return HubName(found[1], found[2])
+  return HubName(match[1], match[2])

@@ -2,30 +2,16 @@
 
 import contextlib
 import ctypes
-import glob
 import os
 import resource
 import sys
 
-# A process sees its accelerators as these files; TPU VMs have accel or vfio.
-ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
-LARGEST_ACCELERATOR = 288 << 30  # bytes; of any that is sold (2026)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-
-
-def accelerators() -> int:
-  """Accelerators that are attached, used or not."""
-  return sum(len(glob.glob(pattern)) for pattern in ACCELERATORS)
 
 
 def host_memory() -> int:
   """Bytes of the host's memory."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-
-
-def most_memory() -> int:
-  """Bytes that no run on this machine can exceed: an upper limit, not a promise."""
-  return host_memory() + accelerators() * LARGEST_ACCELERATOR
 
 
 def peak_rss() -> int:

@@ -1,10 +1,9 @@
-"""Writes the metrics of every step, reads them back, and shows one line per step.
+"""Writes the metrics of every step, reads them back, and prints one line per step.
 
-1. `open_writers` appends rows to metrics.jsonl, to TensorBoard and to W&B, after
-   dropping the rows that a resumed run writes again; a name that the glossary lacks is
-   refused;
+1. `open_writers` appends rows to metrics.jsonl, to TensorBoard and to W&B, and removes
+   the rows that a resumed run writes again; a name must be in the glossary;
 2. `read` returns the rows;
-3. `line` is the console's view of a row, and `legend` explains its columns.
+3. `line` formats a row for the console, and `legend` explains its columns.
 """
 
 import difflib
@@ -30,32 +29,32 @@ Path = str | os.PathLike[str]
 
 
 class Sink(NamedTuple):
-  """A place that metrics go to."""
+  """Writes rows to one destination."""
 
   write: Callable[[int, Row], None]  # step, metrics
   close: Callable[[], None]
 
 
-def check(names: Iterable[str]) -> None:
+def _check(names: Iterable[str]) -> None:
   """Raises ValueError for a name that the glossary does not define."""
   for name in names:
     if name not in GLOSSARY:
       near = difflib.get_close_matches(name, GLOSSARY, n=3, cutoff=0.0)
       raise ValueError(
         f'no metric named {name!r}; the nearest are {near}; '
-        'a new one needs a sentence in runtime/glossary.py'
+        'define a new metric in runtime/glossary.py'
       )
 
 
 def to_json(row: Mapping[str, float]) -> str:
-  """One line; nan and inf, which JSON lacks, are the strings that float() reads."""
+  """Formats a row as a line; nan and inf become strings that float() reads."""
   values = {name: float(value) for name, value in row.items() if name != 'step'}
   finite = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
   return json.dumps({'step': int(row['step']), **finite}, allow_nan=False)
 
 
 def from_json(text: str) -> Row:
-  """The row that `to_json` wrote; an error of some kind for any other text."""
+  """Reads the row that `to_json` wrote; raises for any other text."""
   row = json.loads(text)
   if 'step' not in row:
     raise ValueError('no step')
@@ -63,12 +62,12 @@ def from_json(text: str) -> Row:
 
 
 def read(workdir: Path) -> list[Row]:
-  """Rows of workdir/metrics.jsonl in the order written; [] without the file.
+  """Reads workdir/metrics.jsonl in the order written; [] without the file.
 
-  A last line torn by a kill is left out.
+  A last line that a kill left incomplete is skipped.
 
   Raises:
-    ValueError: a line before the last is no row, or the file cannot be read.
+    ValueError: a line before the last is not a row, or the file cannot be read.
   """
   path = pathlib.Path(workdir) / 'metrics.jsonl'
   try:
@@ -78,7 +77,7 @@ def read(workdir: Path) -> list[Row]:
   except OSError as error:
     raise ValueError(
       f'{path} cannot be read ({error.strerror}); put it back, or move it away: the '
-      'run then goes on without the rows so far'
+      'run then continues without the rows so far'
     ) from error
   lines = lines[: max((i + 1 for i, text in enumerate(lines) if text), default=0)]
   rows = []
@@ -88,8 +87,8 @@ def read(workdir: Path) -> list[Row]:
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
       if i + 1 < len(lines):
         raise ValueError(
-          f'{path}, line {i + 1} of {len(lines)} is no row of metrics: {text[:60]!r}; '
-          'delete the line, or start in another workdir'
+          f'{path}, line {i + 1} of {len(lines)} is not a row of metrics: '
+          f'{text[:60]!r}; delete the line, or start in another workdir'
         ) from error
   return rows
 
@@ -98,10 +97,10 @@ def report_lost(workdir: Path, step: int) -> None:
   """Logs which rows of the steps 0 to `step` are missing, and keeps a copy of the file.
 
   Raises:
-    ValueError: a line before the last is no row, or the file cannot be read.
+    ValueError: a line before the last is not a row, or the file cannot be read.
   """
-  have = {row['step'] for row in read(workdir)}
-  lost = [n for n in range(step + 1) if n not in have]
+  steps = {row['step'] for row in read(workdir)}
+  lost = [n for n in range(step + 1) if n not in steps]
   if not lost:
     return
   path = pathlib.Path(workdir) / 'metrics.jsonl'
@@ -132,22 +131,22 @@ def _jsonl(workdir: pathlib.Path, step: int) -> Sink:
       file.writelines(to_json(row) + '\n' for row in rows)
       file.flush()
       os.fsync(file.fileno())
-    os.replace(new, path)  # a kill at any moment leaves the old rows or the new ones
-    # Unbuffered: what a full disk refuses is not tried again when the file is closed.
+    os.replace(new, path)  # a kill leaves the old rows or the new rows
+    # Unbuffered: after a full disk refused a row, closing the file does not try again.
     file = open(path, 'ab', buffering=0)  # noqa: SIM115 (open as long as the run)
 
   def write(step: int, row: Row) -> None:
     left = (to_json({'step': step, **row}) + '\n').encode()
     with files.naming(path):
-      while left:  # an almost full disk takes a part; the rest then says why
+      while left:  # an almost full disk takes a part; the next write raises
         left = left[file.write(left) :]
 
   return Sink(write, file.close)
 
 
 def _tensorboard(workdir: pathlib.Path, step: int, config: dict | None) -> Sink:
-  # Not its SummaryWriter: that writes in a thread, which a full disk ends, and the next
-  # row would wait for it for ever.
+  # Its SummaryWriter writes in a thread. A full disk ends the thread, and the next row
+  # would wait for it for ever.
   summary = _need('tensorboardX.summary', 'metrics.tensorboard')
   proto = importlib.import_module('tensorboardX.proto.event_pb2')
   lib = importlib.import_module('tensorboardX.event_file_writer')
@@ -162,12 +161,12 @@ def _tensorboard(workdir: pathlib.Path, step: int, config: dict | None) -> Sink:
   def write(step: int, row: Row) -> None:
     with files.naming(path):
       for name, value in row.items():
-        # Not summary.scalar: that warns on the console of every nan.
+        # Not summary.scalar, which warns of every nan on the console.
         scalar = summary.Summary.Value(tag=name, simple_value=value)
         emit(step, summary=summary.Summary(value=[scalar]))
       board.flush()
 
-  # TensorBoard hides what earlier event files hold at this step and after.
+  # TensorBoard then hides earlier events of this step and later ones.
   start = proto.SessionLog(status=proto.SessionLog.START)
   emit(step + 1, session_log=start)
   if config is not None:
@@ -178,7 +177,7 @@ def _tensorboard(workdir: pathlib.Path, step: int, config: dict | None) -> Sink:
 
 def _wandb(workdir: pathlib.Path, config: dict | None) -> Sink:
   lib = _need('wandb', 'metrics.wandb')
-  path = workdir / 'wandb_id.txt'  # a resumed run goes on in the same curve
+  path = workdir / 'wandb_id.txt'  # a resumed run continues the same curve
   if not path.exists():
     path.write_text(uuid.uuid4().hex)
   run = lib.init(
@@ -189,12 +188,12 @@ def _wandb(workdir: pathlib.Path, config: dict | None) -> Sink:
     config=config,
     resume='allow',
   )
-  # W&B ignores steps it has already seen: after a resume metrics.jsonl is the truth.
+  # W&B ignores steps that it already has: after a resume metrics.jsonl is right.
   return Sink(lambda step, row: run.log(row, step=step), run.finish)
 
 
 class Writers:
-  """`write(step, metrics)` to every sink, and `close()`; also a context manager."""
+  """Writes to every sink: `write(step, metrics)`, `close()`; a context manager too."""
 
   def __init__(self, sinks: Iterable[Sink]):
     self._sinks = tuple(sinks)
@@ -203,10 +202,10 @@ class Writers:
     """Writes the metrics of a step.
 
     Raises:
-      ValueError: the glossary lacks a name; then nothing is written.
-      OSError: the system refused, with the file's name.
+      ValueError: a name is not in the glossary; then nothing is written.
+      OSError: the system refused; its filename is set.
     """
-    check(metrics)
+    _check(metrics)
     row = {name: float(value) for name, value in metrics.items()}
     for sink in self._sinks:
       sink.write(int(step), row)
@@ -231,25 +230,24 @@ def open_writers(
   wandb: bool,
   config: dict | None = None,
 ) -> Writers:
-  """Writers into `workdir`; those of all processes but the first write nothing.
+  """Opens writers into `workdir`; only process 0 writes.
 
   Args:
     workdir: made if it does not exist.
-    step: the step resumed from; rows after it are dropped. -1 for a fresh start, which
-      drops them all.
-    tensorboard: event files in workdir/tensorboard.
-    wandb: Weights & Biases too.
+    step: the step resumed from; later rows are removed. -1 starts afresh, without rows.
+    tensorboard: writes event files in workdir/tensorboard.
+    wandb: writes to Weights & Biases.
     config: shown beside the curves.
 
   Raises:
-    ValueError: a package is missing; then no row is dropped.
+    ValueError: a package is missing; then no row is removed.
   """
   if not hosts.is_first():
     return Writers([])
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   sinks = []
-  if wandb:  # first: a missing package is an error before rows are dropped
+  if wandb:  # first: a missing package is an error before rows are removed
     sinks.append(_wandb(workdir, config))
   if tensorboard:
     sinks.append(_tensorboard(workdir, step, config))
@@ -269,24 +267,30 @@ COLUMNS = (  # label, metric, format
   ('tok/s', 'rollout/tokens_per_s', '6.0f'),
   ('sec', 'time/step', '6.1f'),
 )
-WIDTH = 100  # characters of a console's line
+WIDTH = 100  # characters of a line of the console
 
 
 def legend() -> str:
-  """Explains the columns of `line`, in lines of at most WIDTH characters."""
+  """Returns an explanation of the columns of `line`, wrapped at WIDTH characters."""
   named = ', '.join(f'{label} = {name}' for label, name, _ in COLUMNS)
   text = (
     f'Columns: {named.replace(", .. =", " ..")}. '
     'bapo_jax/runtime/glossary.py defines every metric.'
   )
-  # A label and its metric stay on one line.
+  # textwrap does not break at \0: a label and its metric stay on one line.
   text = text.replace(' = ', '\0=\0').replace(' .. ', '\0..\0')
   filled = textwrap.fill(text, WIDTH, subsequent_indent='  ', break_on_hyphens=False)
   return filled.replace('\0', ' ')
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-  """The console's line for a step; columns stand under each other, '-' is missing."""
+  """Formats the metrics of a step for the console; '-' is a missing value.
+
+  Args:
+    step: learner steps done.
+    steps: learner steps of the run; its width aligns the lines.
+    metrics: name -> value.
+  """
   cells = [f'{step:>{len(str(steps))}}/{steps}']
   for label, name, form in COLUMNS:
     width = int(form.split('.')[0])

@@ -1,7 +1,4 @@
-"""The pictures of recorded problems, as files of the workdir.
-
-A picture is written once, under the digest of its bytes.
-"""
+"""Writes the pictures of recorded problems into the workdir, each of them once."""
 
 import hashlib
 import os
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 from bapo_jax.runtime import files
 
 FOLDER = 'pictures'
-SUFFIXES = {  # by how a file begins
+SUFFIXES = {  # by the first bytes of a file
   b'\x89PNG': 'png',
   b'\xff\xd8\xff': 'jpg',
   b'RIFF': 'webp',
@@ -20,23 +17,27 @@ SUFFIXES = {  # by how a file begins
 
 
 def write(workdir: str | os.PathLike[str], pictures: Sequence[bytes]) -> list[str]:
-  """Writes pictures that are not there yet; returns their paths in the workdir.
+  """Writes pictures that are not there yet; returns their paths within the workdir.
+
+  Args:
+    workdir: the directory of the run.
+    pictures: encoded images. The name of a file is the digest of its bytes.
 
   Raises:
-    OSError: with its filename, where the system refuses.
+    OSError: the system refused; its filename is set.
   """
-  return [_written(workdir, data) for data in pictures]
-
-
-def _written(workdir: str | os.PathLike[str], data: bytes) -> str:
-  suffix = next((s for start, s in SUFFIXES.items() if data.startswith(start)), 'bin')
-  name = os.path.join(FOLDER, f'{hashlib.sha256(data).hexdigest()[:16]}.{suffix}')
-  path = os.path.join(workdir, name)
-  if not os.path.exists(path):
+  names = []
+  for data in pictures:
+    suffix = next((s for start, s in SUFFIXES.items() if data.startswith(start)), 'bin')
+    name = os.path.join(FOLDER, f'{hashlib.sha256(data).hexdigest()[:16]}.{suffix}')
+    names.append(name)
+    path = os.path.join(workdir, name)
+    if os.path.exists(path):
+      continue
     with files.naming(path):
       os.makedirs(os.path.dirname(path), exist_ok=True)
-      part = f'{path}.{os.getpid()}.tmp'  # --mode=show may write beside a run
+      part = f'{path}.{os.getpid()}.tmp'  # --mode=show may write during a run
       with open(part, 'wb') as file:
         file.write(data)
       os.replace(part, path)
-  return name
+  return names

@@ -1,8 +1,8 @@
-"""Where the wall time goes, and how far along the run is.
+"""Measures where the wall time goes, and shows how far along the run is.
 
 1. `PhaseTimer` charges every second to the innermost open phase;
-2. `progress_bar` shows a rate and the time left, on a terminal often, in a log seldom;
-3. `log` prints a line without tearing the bar;
+2. `progress_bar` shows a rate and the time left, more seldom in a log;
+3. `log` prints a line without breaking the bar;
 4. `quiet_absl` keeps warnings of libraries off the console.
 """
 
@@ -17,17 +17,17 @@ from tqdm import tqdm
 
 from bapo_jax.runtime import hosts
 
-TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two drawings of a bar
+TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two updates of a bar
 
 
 class PhaseTimer:
-  """Seconds by phase; phases never overlap, so they sum to at most the wall time.
+  """Counts seconds by phase; phases do not overlap, so the sum is at most wall time.
 
   >>> with timer('sample'):
   ...   with timer('verify'): ...  # these seconds are not counted in 'sample'
 
-  JAX returns before the device is done: a phase that does not wait for its result hands
-  its seconds to the phase that does. For one thread.
+  JAX returns before the device is done: the seconds of a phase that does not wait for
+  its result are charged to the phase that does. Use a timer in one thread only.
   """
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -56,21 +56,21 @@ class PhaseTimer:
       self._open.pop()
 
   def since(self) -> dict[str, float]:
-    """Seconds of each phase that ran since the last call, and 'other': the rest.
+    """Returns the seconds of each phase since the last call; 'other': in no phase.
 
-    The values sum to the wall time since the last call (at first, since the timer was
-    made). A phase still open is charged up to now.
+    The values sum to the wall time since the last call (the first time, since the timer
+    was made). An open phase is charged up to now.
     """
     now = self._charge()
     ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
     ran = {name: s for name, s in ran.items() if s > 0}
-    rest = now - self._reported_at - sum(ran.values())
+    other = now - self._reported_at - sum(ran.values())
     self._reported, self._reported_at = dict(self.seconds), now
-    return {**ran, 'other': max(rest, 0.0)}
+    return {**ran, 'other': max(other, 0.0)}
 
 
 class _Lines:
-  """A stream for logs: each drawing of the bar is a line, not a carriage return."""
+  """Makes each update of a bar a line of its own, for logs."""
 
   def __init__(self, stream: TextIO):
     self._stream = stream
@@ -84,14 +84,20 @@ class _Lines:
 
 
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
-  """A bar on stderr: `with progress_bar(400, 'training', 'step') as b: b.update(1)`.
+  """Opens a bar on stderr: `with progress_bar(400, 'training', 'step') as b: ...`.
 
-  In a log it draws a line every LOG_S seconds, and none at all if it ends sooner. A bar
-  opened inside another leaves no trace when it closes.
+  In a log the bar prints a line every LOG_S seconds, and none if it ends sooner. A bar
+  that was opened inside another one is erased when it closes.
 
   Args:
-    initial: where the count starts, such as the step resumed from; the rate and the
-      time left are of what comes after it.
+    total: the last count.
+    label: what is counted.
+    unit: of the count.
+    initial: the first count, such as the step resumed from; the rate leaves out what
+      came before.
+
+  Returns:
+    The bar; `update(n)` adds to its count.
   """
   terminal = sys.stderr.isatty()
   every = TERMINAL_S if terminal else LOG_S
@@ -113,21 +119,18 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
 
 
 def log(text: str) -> None:
-  """Prints a line to stdout; a bar on the same terminal is lifted out of its way.
-
-  Of several processes the first one prints.
-  """
+  """Prints a line to stdout, above a bar on the same terminal; in process 0 only."""
   if not hosts.is_first():
     return
   tqdm.write(text, file=sys.stdout)
-  sys.stdout.flush()  # a log followed from outside sees the line now
+  sys.stdout.flush()  # a reader of the log sees the line now
 
 
 @contextlib.contextmanager
 def quiet_absl() -> Iterator[None]:
-  """Within it absl logs errors only: tensorflow-datasets and orbax log through absl.
+  """Suppresses warnings of absl, through which tensorflow-datasets and orbax log.
 
-  They warn of what is meant, such as a configuration that no list names.
+  They warn of intended uses, such as a configuration that is on no list.
   """
   before = logging.get_verbosity()
   logging.set_verbosity(min(before, logging.ERROR))

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run after its step; the second one ends it at once."""
+"""Stops a run on SIGINT or SIGTERM: after its step, or at once on the second signal."""
 
 import _thread
 import contextlib
@@ -14,17 +14,17 @@ AGAIN_S = 0.1
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
-  """Repeats a KeyboardInterrupt that Python had to drop.
+  """Raises a KeyboardInterrupt again that Python had to drop.
 
-  Raised inside a callback of the garbage collector (JAX has one) or a finaliser, it is
-  printed and forgotten, and the program goes on.
+  Python prints and drops an exception that is raised inside a callback of the garbage
+  collector (JAX has one) or a finaliser, and the program continues.
   """
   before = sys.unraisablehook
 
   def hook(lost: 'sys.UnraisableHookArgs') -> None:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       return before(lost)
-    # Later: at once it would be raised in here, and be lost again.
+    # Raised at once, in this hook, the interrupt would be lost again.
     timer = threading.Timer(AGAIN_S, _thread.interrupt_main)
     timer.daemon = True
     timer.start()
@@ -37,7 +37,7 @@ def none_lost() -> Iterator[None]:
 
 
 class Stop:
-  """Remembers the first SIGINT or SIGTERM; the second one acts at once."""
+  """Remembers the first SIGINT or SIGTERM; the second one raises KeyboardInterrupt."""
 
   def __init__(self):
     self.signal = 0
@@ -47,12 +47,12 @@ class Stop:
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number
-    log('Stopping after this step; once more to stop at once.')
+    log('Finishing this step. Send the signal again to stop now.')
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-  """Signals become a flag while the loop runs."""
+  """Turns SIGINT and SIGTERM into a flag while the loop runs."""
   stop = Stop()
   before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
   try:

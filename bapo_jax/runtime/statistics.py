@@ -1,4 +1,4 @@
-"""Means and their standard errors: the one place where either is computed."""
+"""Computes means and their standard errors."""
 
 import math
 
@@ -7,14 +7,14 @@ from numpy.typing import ArrayLike
 
 
 def mean_and_error(values: ArrayLike) -> tuple[float, float]:
-  """(mean, standard error) of independent values, such as one per seed.
+  """Returns the mean of independent values, such as one per seed, and its error.
 
   Args:
-    values: n of them, n >= 1.
+    values: n >= 1 values.
 
   Returns:
-    the mean, and s / sqrt(n) with s the sample standard deviation (n - 1 in its
-    denominator): nan for a single value, which has no spread.
+    (mean, standard error). The error is s / sqrt(n), nan for a single value; s is the
+    sample standard deviation, with n - 1 in its denominator.
   """
   value_N = np.asarray(values, float)
   n = len(value_N)
@@ -23,17 +23,17 @@ def mean_and_error(values: ArrayLike) -> tuple[float, float]:
 
 
 def clustered_error(correct_PG: ArrayLike) -> float:
-  """Standard error of the mean of correct_PG, clustered by problem.
+  """Returns the standard error of the mean of correct_PG, clustered by problem.
 
-  Problems are drawn, responses are not: the error is that of the mean over problems of
-  each problem's own mean. Responses to one problem counted as if they were independent
-  would give too small an error.
+  Problems are drawn at random and responses to one problem depend on each other, so the
+  error is that of the mean over problems of each problem's mean. Treating all responses
+  as independent would give too small an error.
 
   Args:
     correct_PG: verdicts, or other values, of P problems by G responses.
 
   Returns:
-    the error; 0.0 for fewer than two problems.
+    The error; 0.0 for fewer than two problems.
   """
   mean_P = np.asarray(correct_PG, float).mean(1)
   return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

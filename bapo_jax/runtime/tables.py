@@ -1,4 +1,4 @@
-"""Tables as Markdown text."""
+"""Formats tables as Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ RULES = {'l': ':--', 'r': '--:'}
 
 
 def markdown(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> str:
-  """A table, one line per row; it ends without a newline.
+  """Formats a table, one line per row, without a newline at the end.
 
   >>> print(markdown([['grpo', '0.5']], ['cell', 'accuracy'], 'lr'))
   | cell | accuracy |
@@ -14,18 +14,23 @@ def markdown(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -
   | grpo | 0.5 |
 
   Args:
-    align: a letter per column, 'l' for left and 'r' for right.
+    rows: the cells.
+    header: the names of the columns.
+    align: one letter per column, 'l' for left and 'r' for right.
 
   Raises:
-    ValueError: a row has more or fewer cells than `align` has letters.
+    ValueError: a row does not have one cell per column.
   """
-  lines = [_line(header, len(align)), f'|{"|".join(RULES[one] for one in align)}|']
+  lines = [
+    _line(header, len(align)),
+    f'|{"|".join(RULES[letter] for letter in align)}|',
+  ]
   return '\n'.join([*lines, *(_line(row, len(align)) for row in rows)])
 
 
 def _line(cells: Sequence[str], columns: int) -> str:
   if len(cells) != columns:
     raise ValueError(f'{len(cells)} cells for {columns} columns: {list(cells)}')
-  # A bar or a newline inside a cell would end it.
-  shown = (cell.replace('|', '\\|').replace('\n', ' ') for cell in cells)
-  return f'| {" | ".join(shown)} |'
+  # A bar or a newline would end the cell.
+  escaped = (cell.replace('|', '\\|').replace('\n', ' ') for cell in cells)
+  return f'| {" | ".join(escaped)} |'

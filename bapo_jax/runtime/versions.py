@@ -1,4 +1,4 @@
-"""What this program is: its source, Python, and the packages that results depend on."""
+"""Identifies this program: its source, Python, and packages that change results."""
 
 import contextlib
 import hashlib
@@ -22,17 +22,12 @@ PACKAGES = (
 
 
 def all_of_them() -> dict[str, str]:
-  """Name -> version; of this package twelve digits that change with any source file."""
-  found = {'code': _source(), 'python': platform.python_version()}
-  for name in PACKAGES:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
-  return found
-
-
-def _source() -> str:
-  """Digits of the source files of this package, wherever it lies."""
+  """Returns name -> version; 'code' is a digest of the source files of this package."""
   root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
   for path in sorted(root.rglob('*.py')):
     digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
-  return digest.hexdigest()[:12]
+  versions = {'code': digest.hexdigest()[:12], 'python': platform.python_version()}
+  for name in PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[name] = importlib.metadata.version(name)
+  return versions

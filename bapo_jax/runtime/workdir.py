@@ -1,9 +1,9 @@
-"""The directory of a run: which run it holds, and errors of writing in it.
+"""Guards the directory of a run: one writer, one config, errors that name the file.
 
-1. `locked` makes the directory and keeps a second process out of it;
-2. `open_workdir` refuses a directory that cannot be used or holds another run;
+1. `locked` makes the directory and keeps a second run out of it;
+2. `open_workdir` refuses a directory that cannot be used or has another run;
 3. `writable` turns an error of the system into a sentence that names the file;
-4. `check_shared` refuses processes of one run that see different directories;
+4. `check_shared` refuses processes of one run that have different directories;
 5. `checkpoint_steps` lists the complete checkpoints.
 """
 
@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.runtime import exchange, files, hosts
+from bapo_jax.runtime import files, hosts
+from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 
-# Errors of writing only, whatever the file.
+# Only a write fails with these errors, whatever the file.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# Something else stands in the place of a file, or nothing does: room would not help.
+# The path is not a file or not a directory: more room would not help.
 MISPLACED = (
   errno.ENOENT,
   errno.EEXIST,
@@ -33,7 +34,7 @@ MISPLACED = (
   errno.ELOOP,
 )
 LOCK = '.lock'
-SHARED_S = 10.0  # a file system of several hosts shows a new file to all within seconds
+SHARED_S = 10.0  # a shared file system shows a new file to all hosts within seconds
 
 
 @contextlib.contextmanager
@@ -41,71 +42,76 @@ def locked(workdir: str) -> Iterator[None]:
   """Makes the directory and holds its lock: one run at a time writes there.
 
   The kernel releases the lock when the process ends, however it ends; the file stays.
-  On NFS the lock holds across machines, unless it is mounted with local_lock; a file
-  system without locks is named, and the run goes on without one. Of several processes
-  of a run the first one holds it.
+  On NFS the lock works across machines unless the mount has local_lock. A file system
+  without locks is logged, and the run continues without a lock. In a run of several
+  processes, process 0 holds the lock.
 
   Raises:
-    ValueError: another process holds it, or the directory cannot be written.
+    ValueError: another run holds the lock, or the directory cannot be written.
   """
-  path = os.path.join(workdir, LOCK)
-  if not hosts.is_first():
-    yield
-    return
   with contextlib.ExitStack() as stack:
-    try:
-      os.makedirs(workdir, exist_ok=True)
-      # Not 'w': the name of the process that holds the lock stands in the file.
-      file = stack.enter_context(open(path, 'a+', encoding='utf-8', errors='replace'))
-    except OSError as error:
-      raise _unusable(f'--workdir={workdir}', error) from error
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      file.seek(0)
-      holder = file.readline(200).strip() or 'another process'
-      raise ValueError(
-        f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop '
-        'it, or give another --workdir'
-      ) from None
-    except OSError as error:
-      log(
-        f'{path} cannot be locked ({error.strerror}): nothing keeps a second process '
-        'out of this directory.'
-      )
-    with writable(workdir), files.naming(path):
-      file.truncate(0)
-      file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-      file.write(f'{secrets.token_hex(8)}\n')  # of this run alone, for `check_shared`
-      file.flush()
-      os.fsync(file.fileno())  # other hosts read it while it is open here
+    with hosts.together():
+      if hosts.is_first():
+        _lock(workdir, stack)
     yield
+
+
+def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
+  """Locks the directory until the stack closes, and writes the holder's name there."""
+  path = os.path.join(workdir, LOCK)
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    # Not 'w', which would delete the name of the process that holds the lock.
+    opened = open(path, 'a+', encoding='utf-8', errors='replace')  # noqa: SIM115
+    file = stack.enter_context(opened)
+  except OSError as error:
+    raise _unusable(f'--workdir={workdir}', error) from error
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    file.seek(0)
+    holder = file.readline(200).strip() or 'another process'
+    raise ValueError(
+      f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop it, '
+      'or give another --workdir'
+    ) from None
+  except OSError as error:
+    log(
+      f'{path} cannot be locked ({error.strerror}): nothing keeps a second process out '
+      'of this directory.'
+    )
+  with writable(workdir), files.naming(path):
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.write(f'{secrets.token_hex(8)}\n')  # differs in every run, for `check_shared`
+    file.flush()
+    os.fsync(file.fileno())  # other hosts read the file while it is open here
 
 
 def check_shared(workdir: str) -> None:
-  """Returns when every process has seen the lock that process 0 holds in its directory.
+  """Waits until every process can read the lock that process 0 holds in the directory.
 
   Raises:
-    ValueError: this one does not see it, within SHARED_S.
+    ValueError: a process cannot read it within SHARED_S.
   """
   if hosts.processes() == 1:
     return
   path = os.path.join(workdir, LOCK)
-  held = exchange.merged({'lock': _text(path)} if hosts.is_first() else {})['lock']
+  held = hosts.everyones(_text(path))[0]
   deadline = time.monotonic() + SHARED_S
-  while _text(path) != held:
-    if time.monotonic() > deadline:
-      raise ValueError(
-        f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
-        'is another directory than that of process 0; give one on a file system that '
-        'all processes share'
-      )
-    time.sleep(0.2)
-  hosts.together('shared')
+  with hosts.together():
+    while _text(path) != held:
+      if time.monotonic() > deadline:
+        raise ValueError(
+          f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
+          'is another directory than that of process 0; give one on a file system that '
+          'all processes share'
+        )
+      time.sleep(0.2)
 
 
 def _text(path: str) -> str:
-  """The content of a small file; '' where there is none that can be read."""
+  """Returns the content of a small file; '' if it cannot be read."""
   try:
     with open(path, encoding='utf-8', errors='replace') as file:
       return file.read(400)
@@ -117,7 +123,8 @@ def check_writable(path: str, knob: str) -> None:
   """Makes the directory and writes a file there for a moment.
 
   Args:
-    knob: names the directory in the sentence, as the user gave it.
+    path: the directory.
+    knob: names the directory in the error, as the user gave it.
 
   Raises:
     ValueError: the system refuses.
@@ -133,7 +140,6 @@ def check_writable(path: str, knob: str) -> None:
 
 
 def _unusable(knob: str, error: OSError) -> ValueError:
-  """The sentence for a directory that the system refuses."""
   return ValueError(
     f'{knob} cannot be used ({error.strerror}); give a directory that you may write to'
   )
@@ -145,12 +151,13 @@ def open_workdir(
   """Makes the directory and writes the config into its config.json.
 
   Args:
+    workdir: the directory.
     values: the config, section -> knob -> value.
     free: sections and dotted knobs that may differ from those of the run in the
       directory.
 
   Raises:
-    ValueError: it cannot be written, or holds a run with another config.
+    ValueError: the directory cannot be written, or has a run with another config.
   """
   path = os.path.join(workdir, 'config.json')
   check_writable(workdir, f'--workdir={workdir}')
@@ -165,52 +172,39 @@ def open_workdir(
     for name, old, new in differences(before, now)
     if name not in free and name.split('.')[0] not in free
   ]
-  # Nothing is measured yet where a run was refused before its first evaluation, say for
-  # a tokenizer that is not there: the corrected command may then use the directory.
+  # A run that was refused before its first evaluation, for instance because a tokenizer
+  # was missing, has no results yet: the corrected command may use the directory.
   if changed and begun:
     raise ValueError(
-      f'--workdir={workdir} holds a run with another config '
-      f'({"; ".join(changed[:4])}); give another --workdir, or the config it was '
-      'started with'
+      f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])}); '
+      'give another --workdir, or the config that the run was started with'
     )
   with writable(workdir):
     files.write_json(path, now)
 
 
 def has_begun(workdir: str) -> bool:
-  """Whether a run has measured or saved anything here."""
+  """Returns whether a run has measured or saved anything in the directory."""
   measured = os.path.lexists(os.path.join(workdir, 'metrics.jsonl'))
   return measured or bool(checkpoint_steps(workdir))
 
 
 def read_config(path: str) -> dict[str, Any]:
-  """The config of a run, section -> knob -> value, from its config.json.
+  """Reads the config of a run, section -> knob -> value, from its config.json.
 
   Raises:
-    ValueError: the file is not there or holds none.
+    ValueError: the file is missing or has no config.
   """
   way_out = 'give another --workdir, or put the config of the run back'
-  found = files.read_json(path, way_out)
-  if not isinstance(found, dict):
-    raise ValueError(f'{path} holds no config but {str(found)[:40]!r}; {way_out}')
-  return found
-
-
-def differences(
-  before: Any, now: Any, name: str = ''
-) -> Iterator[tuple[str, Any, Any]]:
-  """(dotted name, old, new) of every value that differs; a missing one is None."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    for key in sorted(set(before) | set(now)):
-      dotted = f'{name}.{key}' if name else key
-      yield from differences(before.get(key), now.get(key), dotted)
-  elif before != now:
-    yield name, before, now
+  values = files.read_json(path, way_out)
+  if not isinstance(values, dict):
+    raise ValueError(f'{path} has no config but {str(values)[:40]!r}; {way_out}')
+  return values
 
 
 @contextlib.contextmanager
 def writable(workdir: str) -> Iterator[None]:
-  """Names the file of the workdir that could not be written, and what is safe.
+  """Turns an error of writing into a sentence: which file, and what is safe.
 
   Raises:
     ValueError: for an OSError about a file in the workdir, and for one of REFUSALS.
@@ -232,26 +226,26 @@ def writable(workdir: str) -> Iterator[None]:
     safe = f'the checkpoint of step {steps[-1]}' if steps else 'no checkpoint'
     raise ValueError(
       f'{error.filename or workdir} cannot be written ({error.strerror or error}); '
-      f'{safe} is complete. Make room, or the directory writable, and the same command '
-      f'with --workdir={workdir} goes on from there'
+      f'{safe} is complete. Make room, or make the directory writable; then the same '
+      f'command with --workdir={workdir} resumes from there'
     ) from error
 
 
 def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
-  """Logs that a run goes on over another mesh; each is axis -> devices."""
+  """Logs that a run resumes on another mesh; both are axis -> devices."""
   if before and before != now:
     then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(
-      f'Another mesh ({then} then, {today} now): sums are rounded differently from here'
-      ' on, so this run will not equal an unbroken one to the last bit.'
+      f'Another mesh ({then} then, {today} now): from here on sums are rounded '
+      'differently, so this run equals an unbroken one only up to rounding.'
     )
 
 
 def checkpoint_steps(workdir: str) -> list[int]:
-  """Steps of the complete checkpoints, ascending; nothing is made or cleared.
+  """Returns the steps of the complete checkpoints, ascending; changes nothing.
 
   Raises:
-    ValueError: <workdir>/checkpoints is there and is no directory that can be read.
+    ValueError: <workdir>/checkpoints exists and cannot be read as a directory.
   """
   path = os.path.join(workdir, 'checkpoints')
   try:
@@ -261,5 +255,5 @@ def checkpoint_steps(workdir: str) -> list[int]:
       f'{path} cannot be read as a directory ({error.strerror}); move it away and put '
       'the checkpoints back, or give another --workdir'
     ) from error
-  # Not '007', which int() reads as well.
+  # int() would also read '007'.
   return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))

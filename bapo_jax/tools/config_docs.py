@@ -1,4 +1,4 @@
-"""docs/config.md, written from the descriptions of the knobs.
+"""Writes docs/config.md from the descriptions of the knobs.
 
 python -m bapo_jax.tools.config_docs > docs/config.md
 """
@@ -20,7 +20,7 @@ its range is refused in one sentence before anything is written or compiled.
 
 
 def document() -> str:
-  """The page: a table for every top-level section, in the order of the flow."""
+  """Returns the page: a table per top-level section, in the order of the flow."""
   config = Config()
   sections = {
     name: section
@@ -36,7 +36,7 @@ def document() -> str:
 
 
 def _table(config: Config, names: list[str]) -> str:
-  """Default, range and meaning of the knobs that begin with one of these names."""
+  """Lists default, range and meaning of the knobs whose first part is in `names`."""
   rows = [
     [f'`{knob}`', f'`{default}`', allowed, meaning]
     for knob, default, allowed, meaning in knobs.describe(config)

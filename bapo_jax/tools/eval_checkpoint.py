@@ -13,7 +13,6 @@ import os
 from typing import Any
 
 import jax
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -58,7 +57,7 @@ def eval_checkpoint(
     The exit status, 0.
 
   Raises:
-    ValueError: no weights are there, or those of the workdir are of another model.
+    ValueError: there are no weights, or the workdir is of another model.
   """
   step = checkpoint.choose(workdir, which)
   if step is not None:
@@ -91,7 +90,7 @@ def eval_checkpoint(
 def _run(
   r: Resolved, workdir: str, step: int | None
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-  """Returns (source of the weights, result, samples); step None: of model.path."""
+  """Returns (source of the weights, result, samples); step None: model.path."""
   timer, config = PhaseTimer(), r.config
   material = build.read_held_out(r, workdir)
   if step is None:
@@ -111,8 +110,7 @@ def _run(
 
 
 def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """The weights of a checkpoint on the mesh, read one parameter at a time."""
-  like = transformer.abstract(spec)
-  layout = traverse_util.flatten_dict(sharding.shardings(like, mesh), sep='/')
-  flat = {path: jax.device_put(read(path), layout[path]) for path in layout}
-  return traverse_util.unflatten_dict(flat, sep='/')
+  """Reads the weights of a checkpoint onto the mesh, one parameter at a time."""
+  layout = transformer.flatten(sharding.shardings(transformer.abstract(spec), mesh))
+  flat = {path: jax.device_put(read(path), place) for path, place in layout.items()}
+  return transformer.unflatten(flat)

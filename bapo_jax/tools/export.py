@@ -70,7 +70,7 @@ def export(
   model = resolve.open_model(config)
   directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'
-  shutil.rmtree(part, ignore_errors=True)  # what a kill left
+  shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   os.makedirs(part)
   get: Callable[[str], Any]
   if adapter:
@@ -122,7 +122,7 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   }
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}
-    # Alone as well where the processor holds it: transformers 4 reads no other.
+    # transformers 4 reads this file alone, 5 also the processor's.
     files[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
     if processor := _read(source, hf_config.PROCESSOR):
       files[hf_config.PROCESSOR] = processor

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import pictured_problems, prompts
+from bapo_jax.data import prompts, sources
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
@@ -57,9 +57,7 @@ def read(config: Config, model: Model, workdir: str) -> Material:
     ValueError: a source cannot be read, or too few problems are left.
   """
   knobs = config.prompts, config.problems
-  if model.spec.vision is None:
-    return Material(*prompts.load(model.tokenizer, workdir, *knobs))
-  return Material(*pictured_problems.load(model.tokenizer, *knobs, model.spec.vision))
+  return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
 
 
 def read_held_out(r: Resolved, workdir: str) -> Material:
@@ -68,11 +66,10 @@ def read_held_out(r: Resolved, workdir: str) -> Material:
   Raises:
     ValueError: as `read`.
   """
-  knobs = r.config.prompts, r.config.problems
-  if r.spec.vision is None:
-    held_out = prompts.load_held_out(r.tokenizer, workdir, *knobs)
-  else:
-    held_out = pictured_problems.load_held_out(r.tokenizer, *knobs, r.spec.vision)
+  rows, limit = sources.load(r.config.problems, 'test_source'), r.config.prompts
+  held_out = prompts.tabulate(
+    r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
+  )
   return Material(held_out, held_out)
 
 
@@ -124,9 +121,7 @@ def make_train_step(
     kl=config.loss.kl,
     kl_direction=config.loss.kl_direction,
   )
-  step = functools.partial(
-    learner.learn, tx=optimizer(config), objective=objective, record=True
-  )
+  step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))
 
 

@@ -26,8 +26,6 @@ from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
-from bapo_jax.runtime import machine
-from bapo_jax.training import memory
 from bapo_jax.training.knobs import (
   CheckpointConfig,
   EvaluateConfig,
@@ -138,11 +136,8 @@ def from_json(values: dict[str, Any]) -> Config:
   return Config.model_validate_json(json.dumps(values))
 
 
-def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
+def parse(values: dict[str, Any]) -> Config:
   """The config of these values, once every knob and what must fit together is checked.
-
-  Args:
-    trained_here: False where this machine need not have the memory for it.
 
   Raises:
     ValueError: one sentence.
@@ -154,8 +149,6 @@ def parse(values: dict[str, Any], *, trained_here: bool = True) -> Config:
     check(config)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
-  if trained_here:
-    _memory(config)
   return config
 
 
@@ -283,22 +276,3 @@ def _elements(config: Config) -> None:
         f'{name}: {rows} rows x {T} tokens are too many for one array; give at most '
         f'{knobs.LARGEST // T} rows'
       )
-
-
-def _memory(config: Config) -> None:
-  """Raises ValueError where a run cannot fit the memory of this machine."""
-  micro_rows = config.micro_batch_rows
-  needs = memory.needs(
-    config.model,
-    config.row_length,
-    micro_rows,
-    *_rows(config).items(),
-    scores=not machine.accelerators(),
-  )
-  total, room = sum(needs.values()) / 2**30, machine.most_memory() / 2**30
-  if total > room:
-    raise ValueError(
-      f'this config needs at least {total:.3g} GiB, most of it for '
-      f'{max(needs, key=needs.__getitem__)}, and this machine has {room:.3g} GiB; '
-      'lower that'
-    )

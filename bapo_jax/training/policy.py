@@ -22,8 +22,8 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
+from bapo_jax.training import checkpoint, sft, weights
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import damage, sft, weights
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model, Resolved
 from bapo_jax.training.weights import Read
@@ -162,7 +162,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
       seed=config.seed,
       **config.sft.model_dump(),
     )
-  if bad := damage.not_finite({'params': params}):
+  if bad := checkpoint.not_finite({'params': params}):
     raise ValueError(f'the warm start diverged: {bad}; lower sft.lr={config.sft.lr}')
   weights.save_params(path, params)
   return params

@@ -2,7 +2,7 @@
 
 1. `check_available` finds the files of model and problems, downloads what is missing,
    and opens the model: its config.json and its tokenizer are read here only;
-2. `resolve` lays out the mesh and chooses the schedule of the learner.
+2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
 
 Everything below receives the `Resolved` and asks for no file and no device again.
 """
@@ -31,8 +31,9 @@ from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.runtime import hub_names
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import remat
+from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
 # Knobs of the section `model` that are not fields of ModelSpec.
@@ -55,6 +56,7 @@ class Resolved:
   model: Model
   mesh: Mesh
   schedule: Schedule  # of the learner
+  budget: Budget  # bytes per device, and of the checkpoints
 
   @property
   def spec(self) -> ModelSpec:
@@ -80,8 +82,9 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
     ValueError: a list of everything that is missing, and how to get it.
   """
   path = config.model.path
-  lacks = hf_directory.missing(path) if path else []
-  model = None if lacks else open_model(config)
+  directory = hf_directory.resolve(path) if path else ''
+  lacks = hf_directory.missing(directory) if path else []
+  model = None if lacks else open_model(config, directory)
   # A model that is yet to be downloaded may have a vision tower.
   sees = model is None or model.spec.vision is not None
   check = gold.check(config.rewards.rule) if decided else None
@@ -101,8 +104,7 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
   for knob in sources.SPLITS:
     sources.download(config.problems, knob, check, sees)
   if model is None:  # downloaded only when nothing else is missing
-    hf_directory.find(path, 'model.path')
-    model = open_model(config)
+    model = open_model(config, hf_directory.find(path, 'model.path'))
   if model.directory:
     hf_weights.check(model.directory, model.spec)
   return model
@@ -129,13 +131,17 @@ def _missing_problems(
   ]
 
 
-def open_model(config: Config) -> Model:
+def open_model(config: Config, directory: str | None = None) -> Model:
   """Opens the tokenizer and reads config.json, or the config's sizes if it has no path.
+
+  Args:
+    directory: of the model, '' for the embedded policy; None: found by model.path.
 
   Raises:
     ValueError: a file is missing or damaged, or adapters do not fit the model.
   """
-  directory = hf_directory.resolve(config.model.path) if config.model.path else ''
+  if directory is None:
+    directory = hf_directory.resolve(config.model.path) if config.model.path else ''
   derived = 'tokenizer.template' in config.derived
   template = '{problem}' if derived else config.tokenizer.template
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
@@ -236,8 +242,10 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
-  schedule = remat.resolve(config, spec, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule)
+  schedule = budget.choose_schedule(config, spec, mesh)
+  counted = budget.count(config, spec, schedule, mesh)
+  model = Model(directory, tokenizer, spec)
+  return Resolved(config, model, mesh, schedule, counted)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -1,4 +1,4 @@
-"""Binds the rules of a config: the one place where names of rules are looked up."""
+"""Looks up the rules that a config names."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,20 +11,26 @@ from bapo_jax.training.config import Config
 from bapo_jax.types import Rules
 
 
-def bind_rule(rules: Mapping[str, Callable], section: Section) -> Callable:
-  """The rule that `section.rule` names, with the knobs under its name bound.
+def bind_rule(rules: Mapping[str, Callable], slot: Section) -> Callable:
+  """Returns the rule that `slot.rule` names, bound to its section of knobs.
+
+  A rule with knobs takes its section as the last argument, `k`; a rule without knobs
+  is returned as it is.
 
   Raises:
-    ValueError: no such rule.
+    ValueError: if there is no such rule.
   """
-  name = getattr(section, 'rule')  # noqa: B009 (sections of slots have it, others not)
+  name = getattr(slot, 'rule')  # noqa: B009 (only the sections of slots have it)
   if name not in rules:
     raise ValueError(f'no rule named {name!r}; choose one of {sorted(rules)}')
-  return functools.partial(rules[name], **getattr(section, name).model_dump())
+  section = getattr(slot, name)
+  if not type(section).model_fields:
+    return rules[name]
+  return functools.partial(rules[name], k=section)
 
 
 def bind(config: Config) -> Rules:
-  """The rules of a config."""
+  """Returns the rule of every slot, bound to its knobs."""
   return Rules(
     batch=jax.jit(bind_rule(batch_rules.RULES, config.batch), static_argnames='seats'),
     advantage=bind_rule(advantage.RULES, config.advantage),

@@ -6,8 +6,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import pictured_prompts
+from bapo_jax.data import prompts as prompts_lib
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.drawn import Drawn
 from bapo_jax.data.gallery import Gallery, capacity
+from bapo_jax.data.made.problem import Problem, Solver
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner import accumulation, optimizer, pictured
 from bapo_jax.learner.pictured import Variables
@@ -31,21 +30,19 @@ from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
 from bapo_jax.types import Pictures, Tree
 
-Solve = Callable[[Any, np.random.Generator, float, float], str]
-
 MICRO_BATCHES = 4  # of a step, if all its rows were of full length
 CHUNK = 50  # steps whose solutions are tokenised at once: it keeps the tokenizer quick
 
 
 def rows(
   tokenizer: Tokenizer,
-  problems: Sequence[Any],
-  solve: Solve,
+  prompts: Sequence[list[int]],
+  problems: Sequence[Problem],
+  solve: Solver,
   length: int,
   seed: int | tuple[int, ...],
   slip: float,
   repeat: float,
-  prompts: Sequence[list[int]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (tokens_NT, weight_NT) of prompts with worked solutions, cut at `length`.
 
@@ -53,14 +50,11 @@ def rows(
   twenty, and a policy that never ends a response earns no reward.
 
   Args:
+    prompts: token ids of the prompt of each problem.
     solve: (problem, rng, slip, repeat) -> its worked solution.
-    prompts: token ids of the prompts; (): the texts of the problems in the template.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
-  if not prompts:
-    texts = [tokenizer.template.replace('{problem}', p.text) for p in problems]
-    prompts = tokenizer_lib.encode(tokenizer, texts)
   answers = tokenizer_lib.encode(tokenizer, solutions)
   (box,) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
   tokens_NT = np.zeros((len(problems), length), np.int32)
@@ -116,15 +110,15 @@ def imitate(
 
 
 def pictured_problems(
-  tokenizer: Tokenizer, problems: Sequence[Any], spec: ModelSpec
+  tokenizer: Tokenizer, problems: Sequence[Problem], spec: ModelSpec
 ) -> tuple[list[list[int]], Gallery | None]:
-  """(token ids of each prompt, the pictures); ([], None) where problems are texts."""
-  if spec.vision is None or not isinstance(problems[0], Drawn):
-    return [], None
-  shown = [problem.pictured() for problem in problems]
-  found = pictured_prompts.encode(tokenizer, shown, spec.vision)
-  room = capacity([each.grids for each in found], spec.vision)
-  return [each.tokens for each in found], Gallery(shown, spec.vision, room)
+  """Returns the token ids of each prompt, and the pictures; None: there are none."""
+  shown = [problem.row for problem in problems]
+  encoded = prompts_lib.encode(tokenizer, shown, spec.vision)
+  tokens, grids = [x.tokens for x in encoded], [x.grids for x in encoded]
+  if spec.vision is None or not any(grids):
+    return tokens, None
+  return tokens, Gallery(shown, spec.vision, capacity(grids, spec.vision))
 
 
 def fit(
@@ -132,8 +126,8 @@ def fit(
   spec: ModelSpec,
   mesh: Mesh,
   length: int,
-  problems: Sequence[Any],
-  solve: Solve,
+  problems: Sequence[Problem],
+  solve: Solver,
   *,
   schedule: Schedule = Schedule(),
   seed: int,
@@ -162,12 +156,9 @@ def fit(
       for start in range(0, steps, CHUNK):
         count = min(CHUNK, steps - start)
         index = rng.integers(len(problems), size=count * batch)
-        drawn, own = (
-          [problems[i] for i in index],
-          [encoded[i] for i in index if encoded],
-        )
+        drawn, prompts = [problems[i] for i in index], [encoded[i] for i in index]
         purpose = (seed, start, len(name))
-        made = rows(tokenizer, drawn, solve, length, purpose, *chances, own)
+        made = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
         tokens, weights = (x.reshape(count, batch, -1) for x in made)
         yield from zip(tokens, weights, index.reshape(count, batch), strict=True)
 

@@ -131,16 +131,13 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
   now = prompts.next_prompts(
     t.problems, prompt_round, t.config.seed, t.config.prompts.count
   )
-  knobs = t.config.rollout
   found = rollout(
     s.partial or PartialRollouts(t.engine, len(now.id_P)),
     s.actor,
     now,
     key,
     policy_version=s.actor_version,
-    max_tokens_per_step=knobs.max_tokens_per_step,
-    max_off_policy_steps=knobs.max_off_policy_steps,
-    cache=knobs.cache,
+    k=t.config.rollout,
     verification=verification(t),
     step=s.step,
     first_uid=first_uid(t, prompt_round, now),

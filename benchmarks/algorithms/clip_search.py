@@ -34,11 +34,12 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, clip, loss
+from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import transformer
 from bapo_jax.training.config import Config
-from bapo_jax.types import SOURCES, Batch, Bounds, Weigh
+from bapo_jax.types import Batch
 
 SHAPES = '64x57,64x4096,256x8192'
 SIZES = ('width', 'layers', 'heads', 'kv_heads', 'head_width', 'ffn')
@@ -47,18 +48,12 @@ LOWS, HIGHS = clip.points((0.6, 0.9), 0.02), clip.points((1.2, 3.0), 0.05)
 LAST = len(LOWS) + len(HIGHS) - 2  # index of the last point of the path
 
 
-def balanced(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-  """The clip rule on the path that every search here follows."""
-  return clip.balanced(
-    ratio_BT,
-    batch,
-    weigh,
-    target=TARGET,
-    low=(0.6, 0.9),
-    high=(1.2, 3.0),
-    low_step=0.02,
-    high_step=0.05,
-  )
+balanced = functools.partial(
+  clip.balanced,
+  k=BalancedClip(
+    target=TARGET, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
+  ),
+)
 
 
 def minibatch(B: int, T: int) -> tuple[Array, Batch]:
@@ -86,7 +81,7 @@ def meets(
   ratio_BT: Array, batch: Batch, low: Array | float, high: Array | float
 ) -> Array:
   """Whether these bounds meet the target."""
-  parts = bound_search.contributions(ratio_BT, batch, 'gradient', 'one', SOURCES)
+  parts = bound_search.contributions(ratio_BT, batch, BalancedClip())
   P, N = bound_search.sums(parts, low, high, 'gradient')
   return bound_search.reaches(P, N, TARGET)
 

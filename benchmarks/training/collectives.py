@@ -26,7 +26,7 @@ from bapo_jax import main as main_lib
 from bapo_jax import sharding
 from bapo_jax.runtime import hosts
 from bapo_jax.tools.plan import hlo, programs
-from bapo_jax.training import remat, resolve, rules
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 from benchmarks import machine
 
@@ -63,12 +63,11 @@ def latency(mesh: Mesh, length: int, times: int) -> dict[int, float]:
 
 def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   """Program -> its collectives outside loops, and those of one way round every loop."""
-  bound = rules.bind(config)
   spec = resolve.open_model(config).spec
-  schedule = remat.resolve(config, spec, mesh)
+  schedule = budget.choose_schedule(config, spec, mesh)
   found = {}
   for name in COUNTED:
-    program = programs.PROGRAMS[name](config, bound, spec, schedule, mesh)
+    program = programs.PROGRAMS[name](programs.Job(config, spec, schedule, mesh))
     with sharding.current(mesh):
       lowered = program.function.lower(*program.args, **program.static)
     text = lowered.compile().as_text() or ''

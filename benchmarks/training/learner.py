@@ -119,7 +119,7 @@ def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
   def update(batch: Batch) -> float:
     nonlocal params, opt
     begun = time.perf_counter()
-    params, opt, _ = jax.block_until_ready(train_step(params, opt, batch))
+    params, opt, *_ = jax.block_until_ready(train_step(params, opt, batch))
     return time.perf_counter() - begun
 
   return update

@@ -77,7 +77,7 @@ def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
 
   def step() -> float:
     nonlocal params, opt
-    params, opt, metrics = train_step(params, opt, batch)
+    params, opt, metrics, _ = train_step(params, opt, batch)
     return float(metrics['loss/value'])
 
   return step

@@ -55,7 +55,7 @@ def threshold_rule(rule, shares):
   floats = jax.tree.map(float, dict(shares))
   if rule == 'fixed':
     floats = {'hard': floats['hard'], 'reusable': (floats['low'], floats['high'])}
-  return functools.partial(replay_buffer.THRESHOLD_RULES[rule], **floats)
+  return making.bound(replay_buffer.THRESHOLD_RULES[rule], **floats)
 
 
 def eighths(*numbers):

@@ -8,11 +8,8 @@
 - reused groups are reusable or were promoted without a seat, 1 to max_off_policy_steps
   steps old, reused max_reuse times at most
 - no token is older than max_off_policy_steps + v - 1 steps
-- a source is used when every candidate of those before it is in
 - no seat is empty that a candidate could have
 - the batch is one that the lists allow
-- a promoted group has a seat, or waits in the reusable part of the buffer
-- under fifo a problem that is hard again does not outlive one that entered later
 - the buffer equals the lists, within its capacity
 - the thresholds equal the fractions
 - the counts equal those of the lists, and no problem is lost: in = out + resident
@@ -22,7 +19,7 @@ import collections
 
 import making
 import numpy as np
-from histories import FRESH, REEVALUATED, REUSED, T, entries, has_advantage
+from histories import FRESH, REEVALUATED, REUSED, T, has_advantage
 
 from bapo_jax import types
 
@@ -108,15 +105,6 @@ def no_token_is_older_than_its_group_and_the_actors_lag(scene, history):
     assert (lag_n <= scene.max_off_policy_steps + scene.v - 1).all()
 
 
-def a_source_waits_until_those_before_it_are_in(scene, history):
-  for step in history:
-    ids = {s: set(step.groups.id_P[step.seats(s)].tolist()) for s in range(3)}
-    for source in (REEVALUATED, REUSED):
-      if ids[source]:
-        for before in range(source):
-          assert {t.problem for t in step.tiers[before]} == ids[before]
-
-
 def no_seat_is_empty_that_could_be_filled(scene, history):
   for step in history:
     assert len(step.seats()) == min(scene.P, sum(map(len, step.tiers)))
@@ -135,34 +123,6 @@ def the_batch_is_allowed(scene, history):
       assert making.same_row(step.groups, seat, *t.row)
     drawn = [int(i) for i in step.groups.id_P[step.seats(REUSED)]]
     assert set(drawn) <= {t.problem for t in step.tiers[2]}
-
-
-def a_promoted_group_has_a_seat_or_waits_for_one(scene, history):
-  for step in history:
-    seated = set(step.groups.id_P[step.seats()].tolist())
-    reusable = step.after.reusable
-    for t in step.tiers[1]:
-      if t.problem in seated:
-        continue
-      rows = np.flatnonzero(reusable.id_P == t.problem)
-      assert any(making.same_row(reusable, row, *t.row) for row in rows)
-      stored = step.after.usage_count_P[rows][reusable.completed_step_P[rows] >= 0]
-      assert stored.tolist() == [-1]
-
-
-def what_is_hard_again_does_not_displace_newer_problems(scene, history):
-  if scene.hard_order != 'fifo':
-    return
-  entered, live = {}, set()
-  for step in history:
-    hard = step.after.hard
-    now_live = {int(i) for i in hard.id_P[hard.completed_step_P >= 0]}
-    entered |= {i: step.now for i in now_live - live}
-    tried = {t.problem for t in entries(step.fresh) + entries(step.reevaluated)}
-    evicted = live - now_live - tried
-    for i in evicted:  # and all that stay entered at its step or later
-      assert all(entered[j] >= entered[i] for j in now_live)
-    live = now_live
 
 
 def the_buffer_equals_the_lists(scene, history):
@@ -207,11 +167,8 @@ PROPERTIES = (
   reused_groups_are_those_stored_and_sampled,
   reused_groups_are_reusable_and_neither_old_nor_used_up,
   no_token_is_older_than_its_group_and_the_actors_lag,
-  a_source_waits_until_those_before_it_are_in,
   no_seat_is_empty_that_could_be_filled,
   the_batch_is_allowed,
-  a_promoted_group_has_a_seat_or_waits_for_one,
-  what_is_hard_again_does_not_displace_newer_problems,
   the_buffer_equals_the_lists,
   the_thresholds_equal_the_fractions,
   the_counts_equal_the_lists_and_no_problem_is_lost,

@@ -127,7 +127,7 @@ def test_bounds_of_their_own_for_some_rows():
   np.testing.assert_allclose(metrics['clip/negatives_only'], 0.5)
   np.testing.assert_allclose(metrics['clip/fraction_negative'], 0)
   # P = 1, N = 1/2 + 1 + 2
-  np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=1e-6)
+  np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=making.RTOL)
 
 
 @pytest.mark.parametrize('rule', loss.RULES)
@@ -139,8 +139,8 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   weight_BT = np.asarray(weight_BT)
   teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
   cut = (teaches_BT & (weight_BT == 0)).sum() / batch.loss_mask_BT.sum()
-  np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=1e-6)
-  assert (cut == 0) == (rule in ('cispo', 'tis'))
+  np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=making.RTOL)
+  assert (cut == 0) == (rule in ('cispo', 'tis', 'sapo'))
   positive = weight_BT[weight_BT > 0].sum() / np.abs(weight_BT).sum()
   np.testing.assert_allclose(metrics['clip/share'], positive, rtol=1e-5)
 
@@ -217,12 +217,6 @@ def predicted(pi_V, adv_V, token_N=None, weight_N=None):
   return float(diagnostics.entropy_slope(stats, np.float32(weight_N)[None], batch))
 
 
-def test_equal_advantages_do_not_move_the_policy_nor_its_entropy():
-  pi_V = np.asarray([0.9, 0.1])
-  assert true_slope(pi_V, np.ones(2)) == pytest.approx(0, abs=1e-9)
-  assert predicted(pi_V, np.ones(2)) == pytest.approx(0, abs=1e-6)
-
-
 @pytest.mark.parametrize('mean', [0, 1, -1])
 def test_the_entropy_rule_agrees_with_an_exact_step(mean):
   # Of 300 states; advantages of one sign are where centring decides the sign.
@@ -242,22 +236,6 @@ def test_the_entropy_rule_agrees_with_an_exact_step(mean):
   assert agree >= 0.95
   assert slope == pytest.approx(1, abs=1e-3) and np.std(true) > 0.001
   assert np.corrcoef(slopes, true)[0, 1] > 0.9999
-
-
-@pytest.mark.parametrize(
-  ('probability', 'adv', 'sign'),
-  [(0.6, 1, -1), (0.6, -1, 1), (0.02, 1, 1), (0.02, -1, -1)],
-)
-def test_the_sign_table(probability, adv, sign):
-  # Entropy falls with likely positives and unlikely negatives, and rises with the rest.
-  V = 10
-  pi_V = np.full(V, (1 - probability) / (V - 1))
-  pi_V[0] = probability
-  adv_V = np.zeros(V)
-  adv_V[0] = adv
-  assert np.sign(true_slope(pi_V, adv_V)) == sign == np.sign(predicted(pi_V, adv_V))
-  # And a token that is cut changes nothing.
-  assert predicted(pi_V, 0 * adv_V) == 0
 
 
 def test_one_sampled_token_per_state_is_unbiased():

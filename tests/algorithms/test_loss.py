@@ -1,6 +1,5 @@
 """Loss rules: goldens by hand, gradients token by token, and sums that add up."""
 
-import functools
 import math
 
 import jax
@@ -9,7 +8,7 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.types import Bounds
 
 
@@ -55,7 +54,7 @@ def gain_and_slope(rule, logp_BT, batch, given):
 )
 def test_clipped_golden(ratio, adv, gain, slope):
   found = gain_and_slope(loss.clipped, *one(ratio, adv), bounds(dual=3.0))
-  np.testing.assert_allclose(found, (gain, slope), rtol=1e-6)
+  np.testing.assert_allclose(found, (gain, slope), rtol=making.RTOL)
 
 
 @pytest.mark.parametrize(('ratio', 'adv'), [(1.5, 1.0), (0.75, -1.0), (3.0, -1.0)])
@@ -77,9 +76,10 @@ def test_log_ratio_limit():
   # exp(20) at most, and no gradient beyond; without it the ratio overflows.
   logp_BT, batch = one(1.0, -1.0)
   far_BT = logp_BT + 200
-  rule = functools.partial(loss.clipped, limit=20.0)
+  rule = making.bound(loss.clipped, limit=20.0)
   gain_BT, _ = rule(far_BT, batch, lambda _: bounds())
-  np.testing.assert_allclose(gain_BT, -np.exp(20), rtol=1e-5)
+  # log r is a difference of numbers around 200: its rounding is that of exp(20).
+  np.testing.assert_allclose(gain_BT, -np.exp(20), rtol=64 * making.RTOL)
   assert loss.weights(rule, far_BT, batch, bounds())[0, 0] == 0
   assert loss.clipped(far_BT, batch, lambda _: bounds())[0][0, 0] == -np.inf
 
@@ -106,9 +106,9 @@ def test_reused_rows_may_have_a_cap_of_their_own():
   for source in range(3):
     data = one(1.4, 1.0, source_B=[source])
     ratios[source] = gain_and_slope(loss.clipped, *data, bounds(cap=1.1))
-  np.testing.assert_allclose(ratios[0], (1.4, 1.0), rtol=1e-6)
+  np.testing.assert_allclose(ratios[0], (1.4, 1.0), rtol=making.RTOL)
   assert ratios[1] == ratios[0]
-  np.testing.assert_allclose(ratios[2], (1.1, 0.0), rtol=1e-6)
+  np.testing.assert_allclose(ratios[2], (1.1, 0.0), rtol=making.RTOL)
   # The cap lowers a bound and never raises it.
   found = gain_and_slope(loss.clipped, *one(2.0, 1.0, source_B=[2]), bounds(cap=9.0))
   assert found == (1.5, 0.0)
@@ -119,24 +119,26 @@ def test_decoupled_golden():
   prox = np.log([[1.6]]) - 2
   data = one(2.0, 1.0, prox_BT=prox)
   found = gain_and_slope(loss.decoupled, *data, bounds())
-  np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
+  np.testing.assert_allclose(found, (2.0, 1.0), rtol=making.RTOL)
   # Truncated at 1.2: 1.2 * 1.25; pi = 4 mu is cut at 1.5: 1.2 * 1.5.
-  rule = functools.partial(loss.decoupled, cap=1.2)
+  rule = making.bound(loss.decoupled, cap=1.2)
   found = gain_and_slope(rule, *data, bounds())
-  np.testing.assert_allclose(found, (1.5, 0.75), rtol=1e-6)
+  np.testing.assert_allclose(found, (1.5, 0.75), rtol=making.RTOL)
   found = gain_and_slope(rule, *one(4.0, 1.0, prox_BT=prox), bounds())
-  np.testing.assert_allclose(found, (1.8, 0.0), rtol=1e-6)
+  np.testing.assert_allclose(found, (1.8, 0.0), rtol=making.RTOL)
 
 
 def test_decoupled_may_mask_what_is_beyond_its_cap():
   # AReaL's code: a token whose prox / mu is above the cap has no gain, one at it has.
   prox = np.log([[1.6]]) - 2
-  data, rule = one(2.0, 1.0, prox_BT=prox), functools.partial(loss.decoupled, cap=1.2)
-  masked = functools.partial(rule, beyond_cap='mask')
+  data = one(2.0, 1.0, prox_BT=prox)
+  masked = making.bound(loss.decoupled, cap=1.2, beyond_cap='mask')
   assert gain_and_slope(masked, *data, bounds()) == (0, 0)
   for cap in (1.7, math.inf):
-    found = gain_and_slope(functools.partial(masked, cap=cap), *data, bounds())
-    np.testing.assert_allclose(found, (2.0, 1.0), rtol=1e-6)
+    found = gain_and_slope(
+      making.bound(loss.decoupled, cap=cap, beyond_cap='mask'), *data, bounds()
+    )
+    np.testing.assert_allclose(found, (2.0, 1.0), rtol=making.RTOL)
 
 
 @pytest.mark.parametrize('direction', ['behavior_policy', 'policy_behavior'])
@@ -157,10 +159,8 @@ def test_the_divergence_has_the_value_and_the_gradient_of_an_exact_kl(direction)
     return (jnp.exp(logmu_V) * kl_BT[0]).sum()
 
   assert exact(z_V) > 0.1
-  np.testing.assert_allclose(sampled(z_V), exact(z_V), rtol=1e-5)
-  np.testing.assert_allclose(
-    jax.grad(sampled)(z_V), jax.grad(exact)(z_V), rtol=1e-4, atol=1e-6
-  )
+  making.close(sampled(z_V), exact(z_V), count=64, terms=4)
+  making.close(jax.grad(sampled)(z_V), jax.grad(exact)(z_V), count=64, terms=4)
 
 
 def test_sequence_golden():
@@ -169,12 +169,12 @@ def test_sequence_golden():
   logp_BT = np.log([[4.0, 1.0, 7.0]] * 2).astype(np.float32)
   batch = making.batch([1, -1], [[1, 1, 0]] * 2)
   gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
-  np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=1e-6)
+  np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=making.RTOL)
   slope_BT = loss.weights(loss.sequence, jnp.asarray(logp_BT), batch, bounds())
-  np.testing.assert_allclose(slope_BT, [[0, 0, 0], [-2, -2, 0]], rtol=1e-6)
+  np.testing.assert_allclose(slope_BT, [[0, 0, 0], [-2, -2, 0]], rtol=making.RTOL)
   seen = []
   loss.sequence(logp_BT, batch, lambda r: seen.append(r) or bounds())
-  np.testing.assert_allclose(seen[0], [[2, 2, 1]] * 2, rtol=1e-6)
+  np.testing.assert_allclose(seen[0], [[2, 2, 1]] * 2, rtol=making.RTOL)
 
 
 def test_sequence_is_the_gradient_of_the_papers_objective():
@@ -195,28 +195,127 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
     return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
 
   logp_BT = jnp.asarray(logp_BT)
-  np.testing.assert_allclose(ours(logp_BT), paper(logp_BT), rtol=1e-5)
-  np.testing.assert_allclose(
-    jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), rtol=1e-4, atol=1e-7
+  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+
+
+@pytest.mark.parametrize(
+  ('rule', 'ratio', 'adv', 'weight'),
+  [
+    # CISPO: weights 1.5 (clipped from 2), 0.75 (from 0.5), for either sign of A.
+    (loss.cispo, 2.0, 1.0, 1.5),
+    (loss.cispo, 0.5, 1.0, 0.75),
+    (loss.cispo, 2.0, -2.0, 1.5),
+    (loss.cispo, 1.25, -2.0, 1.25),
+    # TIS truncates at 2, and above only.
+    (loss.tis, 3.0, -1.0, 2.0),
+    (loss.tis, 0.5, 1.0, 0.5),
+    # DPPO, q = e^-2 = .135: p - q = .203 at r = 2.5 and .271 at r = 3; .2 is the limit.
+    (loss.dppo_tv, 2.4, 1.0, 2.4),
+    (loss.dppo_tv, 2.5, 1.0, 0.0),
+    (loss.dppo_tv, 3.0, -1.0, 3.0),
+    # From q = .135 a token cannot fall by .2; by .1 it can: r = .5 is a fall of .068,
+    # r = .25 one of .1015.
+    (loss.dppo_tv, 0.01, -1.0, 0.01),
+    (making.bound(loss.dppo_tv, low=0.1), 0.5, -1.0, 0.5),
+    (making.bound(loss.dppo_tv, low=0.1), 0.25, -1.0, 0.0),
+    (making.bound(loss.dppo_tv, low=0.1), 0.25, 1.0, 0.25),
+    # The cap of the weight.
+    (making.bound(loss.dppo_tv, cap=2.0), 2.4, 1.0, 2.0),
+    (making.bound(loss.dppo_tv, cap=2.0), 3.0, -1.0, 2.0),
+  ],
+)
+def test_rules_that_weigh_log_pi_golden(rule, ratio, adv, weight):
+  # gain = weight A log pi, and its derivative weight A: none through the weight.
+  logp_BT, batch = one(ratio, adv)
+  gain_BT, _ = rule(logp_BT, batch, lambda _: bounds())
+  np.testing.assert_allclose(gain_BT, weight * adv * logp_BT, rtol=making.RTOL)
+  slope_BT = loss.weights(rule, logp_BT, batch, bounds())
+  np.testing.assert_allclose(slope_BT, [[weight * adv]], rtol=making.RTOL)
+  diagnosed = diagnostics.updated_tokens(rule, logp_BT, batch, bounds())
+  assert bool(diagnosed.cut_BT[0, 0]) == (weight == 0)
+
+
+@pytest.mark.parametrize(
+  ('ratio', 'adv', 'gain', 'weight'),
+  [
+    # 4 s A, s = sigmoid(r - 1), and 4 s (1 - s) r A: at r = 1, s = 1/2.
+    (1.0, 1.0, 2.0, 1.0),
+    # s = sigmoid(1) = .7310586: 4 x .7310586 and 4 x .7310586 x .2689414 x 2.
+    (2.0, 1.0, 2.9242344, 1.5728955),
+    # s = sigmoid(-1/2) = .3775407: 4 x .3775407 x .6224593 x 1/2 = .4700075
+    (0.5, 2.0, 3.0203254, 0.9400149),
+    # tau = 1.05: s = sigmoid(1.05) = .7407749, 4 / 1.05 x s; 4 s (1 - s) 2.
+    (2.0, -1.0, -2.8219995, -1.5362196),
+    (1.0, -2.0, -3.8095238, -2.0),
+  ],
+)
+def test_sapo_golden(ratio, adv, gain, weight):
+  logp_BT, batch = one(ratio, adv)
+  gain_BT, _ = loss.sapo(logp_BT, batch, lambda _: bounds())
+  np.testing.assert_allclose(gain_BT, [[gain]], rtol=making.RTOL)
+  slope_BT = loss.weights(loss.sapo, logp_BT, batch, bounds())
+  np.testing.assert_allclose(slope_BT, [[weight]], rtol=making.RTOL)
+
+
+def test_a_saturated_gate_has_no_gradient():
+  for far in (30, 200):  # r = e^200 overflows
+    logp_BT, batch = one(1.0, 1.0)
+    gain_BT, _ = loss.sapo(logp_BT + far, batch, lambda _: bounds())
+    assert gain_BT == 4
+    assert loss.weights(loss.sapo, logp_BT + far, batch, bounds()) == 0
+
+
+def published(rule, logp, q_logp, adv):
+  """(objective of each token as a function of its own log pi), float64, by tokens.
+
+  DPPO-Binary-TV: a token is masked if it moved by more than delta in the direction of
+  A, that is for A > 0, r > 1 and for A < 0, r < 1. SAPO: f(r) A, f the sigmoid gate.
+  """
+  p, q = math.exp(logp), math.exp(q_logp)
+  r = p / q
+  if rule == 'sapo':
+    tau = 1.0 if adv > 0 else 1.05
+    return 4 / tau / (1 + math.exp(-tau * (r - 1))) * adv
+  away = (adv > 0 and r > 1) or (adv < 0 and r < 1)
+  masked = away and abs(p - q) > 0.2
+  return 0.0 if masked else min(r, 20.0) * adv
+
+
+@pytest.mark.parametrize('rule', ['dppo_tv', 'sapo'])
+@pytest.mark.parametrize('seed', range(3))
+def test_new_rules_are_those_of_their_papers(rule, seed, variant):
+  rng = np.random.default_rng(seed)
+  q_logp_BT = -rng.exponential(0.7, (8, 6))
+  logp_BT = np.minimum(q_logp_BT + rng.normal(0, 1.2, (8, 6)), -0.01)
+  mask_BT, adv_B = rng.random((8, 6)) < 0.8, rng.normal(0, 1, 8)
+  batch = making.batch(adv_B, mask_BT, q_logp_BT)
+  logp_BT = np.float32(logp_BT)
+  weight_BT = variant(
+    lambda *xs: loss.weights(loss.RULES[rule], *xs, bounds()),
+    jnp.asarray(logp_BT),
+    batch,
   )
-
-
-def test_cispo_weighs_and_never_cuts():
-  # logp = ln 2 - 2: weights 1.5 (clipped from 2), 0.75 (from 0.5), gradient weight * A.
-  for ratio, weight in ((2.0, 1.5), (0.5, 0.75), (1.25, 1.25)):
-    for adv in (1.0, -2.0):
-      logp_BT, batch = one(ratio, adv)
-      gain_BT, _ = loss.cispo(logp_BT, batch, lambda _: bounds())
-      np.testing.assert_allclose(gain_BT, weight * adv * logp_BT, rtol=1e-6)
-      slope_BT = loss.weights(loss.cispo, logp_BT, batch, bounds())
-      np.testing.assert_allclose(slope_BT, [[weight * adv]], rtol=1e-6)
-
-
-def test_tis_truncates_above_only():
-  for ratio, weight in ((3.0, 2.0), (0.5, 0.5)):
-    logp_BT, batch = one(ratio, -1.0)
-    slope_BT = loss.weights(loss.tis, logp_BT, batch, clip.unclipped(None, batch, None))
-    np.testing.assert_allclose(slope_BT, [[-weight]], rtol=1e-6)
+  expected_BT, step = np.zeros((8, 6)), 1e-5
+  for b, t in zip(*np.nonzero(mask_BT), strict=True):
+    data = float(batch.behavior_logp_BT[b, t]), float(batch.adv_B[b])
+    x = float(logp_BT[b, t])
+    if rule == 'sapo':  # through r: a central difference, off by step^2
+      up, down = (published(rule, x + h, *data) for h in (step, -step))
+      expected_BT[b, t] = (up - down) / (2 * step)
+    else:  # sg(r) grad log pi
+      expected_BT[b, t] = published(rule, x, *data)
+  if rule == 'dppo_tv':  # both sides of the mask, and tokens that it spares
+    r_BT, cut_BT = np.exp(logp_BT - q_logp_BT), mask_BT & (expected_BT == 0)
+    assert (cut_BT & (r_BT > 1)).any() and (cut_BT & (r_BT < 1)).any()
+    assert (mask_BT & ~cut_BT & (np.abs(np.log(r_BT)) > 0.5)).any()
+  else:
+    gain_BT, _ = loss.sapo(jnp.asarray(logp_BT), batch, lambda _: bounds())
+    for b, t in zip(*np.nonzero(mask_BT), strict=True):
+      data = float(batch.behavior_logp_BT[b, t]), float(batch.adv_B[b])
+      wanted = published(rule, float(logp_BT[b, t]), *data)
+      making.close(gain_BT[b, t], wanted, count=64)
+  making.close(weight_BT, expected_BT, count=64, terms=np.abs(expected_BT).max())
 
 
 def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
@@ -227,7 +326,7 @@ def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
     weights_BT = loss.weights(
       rule, jnp.asarray(batch.behavior_logp_BT), batch, bounds()
     )
-    np.testing.assert_allclose(weights_BT, expected_BT, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(weights_BT, expected_BT, rtol=making.RTOL, err_msg=name)
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -240,7 +339,7 @@ def test_an_uncut_token_weighs_what_equation_5_says(seed, variant):
   adv_BT = np.broadcast_to(batch.adv_B[:, None], r_BT.shape)
   live_BT = batch.loss_mask_BT & np.where(adv_BT > 0, r_BT < 1.5, r_BT > 0.75)
   assert 0 < live_BT.sum() < batch.loss_mask_BT.sum()
-  np.testing.assert_allclose(weights_BT, r_BT * adv_BT * live_BT, rtol=1e-5)
+  np.testing.assert_allclose(weights_BT, r_BT * adv_BT * live_BT, rtol=making.RTOL)
 
 
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
@@ -271,10 +370,7 @@ def test_row_scale_golden(variant):
     ('constant', 1 / 8, 1 / 8),
   ):
     scale_B = variant(lambda m, how=how: loss.row_scale(m, how, 4), loss_mask_BT)
-    np.testing.assert_allclose(scale_B[:2], [first, second], rtol=1e-6, err_msg=how)
+    np.testing.assert_allclose(
+      scale_B[:2], [first, second], rtol=making.RTOL, err_msg=how
+    )
     assert np.isfinite(loss.row_scale(np.zeros((2, 3), bool), how, 4)).all()
-
-
-def test_an_aggregate_without_a_formula_is_an_error():
-  with pytest.raises(AssertionError, match="'mean'"):
-    loss.row_scale(np.ones((1, 1), bool), 'mean', 1)

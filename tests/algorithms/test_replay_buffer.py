@@ -45,7 +45,7 @@ def insert(
 
 @functools.cache
 def fixed(c1, c2, c3):
-  return functools.partial(replay_buffer.fixed, hard=c1, reusable=(c2, c3))
+  return making.bound(replay_buffer.fixed, hard=c1, reusable=(c2, c3))
 
 
 def live(groups):
@@ -128,13 +128,6 @@ def test_draw_gives_the_oldest_first_and_empty_rows_last():
   assert replay_buffer.draw(hard_problems([-1, -1]), 2).id_P.tolist() == [-1, -1]
 
 
-def test_a_buffer_of_capacity_0_stores_nothing():
-  buffer = replay_buffer.init(0, G, T)
-  buffer, _ = insert(buffer, making.groups([1, 2], [0, 4], [0, 0]), 0)
-  assert [len(s.id_P) for s in buffer[:2]] == [0, 0]
-  assert replay_buffer.draw(buffer.hard, 0).id_P.shape == (0,)
-
-
 def entered_one_by_one(steps, **knobs):
   """A buffer of three rows; problem i fails at step i, 0 again at each of `steps`."""
   buffer = replay_buffer.init(3, G, T)
@@ -211,7 +204,7 @@ def test_a_group_of_equal_rewards_is_not_reusable_unless_all_are():
 )
 def test_a_solved_problem_is_never_hard_whatever_the_float(G, c1, rate):
   for rule in (replay_buffer.fixed, replay_buffer.moving):
-    hard_max = int(rule(jnp.float32(rate), G, hard=c1).hard_max)
+    hard_max = int(making.bound(rule, hard=c1)(jnp.float32(rate), G).hard_max)
     # Within one response of the fraction, and never all G.
     assert hard_max <= G - 1
     assert c1 * G - 1.01 <= hard_max <= c1 * G + 0.01
@@ -222,5 +215,7 @@ def test_eq_8_moves_the_band_and_not_what_is_hard():
   falling = [replay_buffer.moving(jnp.float32(r), 8) for r in (0, 0.5, 1)]
   assert [tuple(map(int, t)) for t in falling] == [(1, 3, 7), (1, 2, 6), (1, 1, 5)]
   ends = {'low': (1 / 8, 3 / 8), 'high': (5 / 8, 7 / 8)}
-  rising = [replay_buffer.moving(jnp.float32(r), 8, **ends) for r in (0, 0.5, 1)]
+  rising = [
+    making.bound(replay_buffer.moving, **ends)(jnp.float32(r), 8) for r in (0, 0.5, 1)
+  ]
   assert [tuple(map(int, t)) for t in rising] == [(1, 1, 5), (1, 2, 6), (1, 3, 7)]

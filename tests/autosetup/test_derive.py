@@ -5,19 +5,16 @@ import types
 
 import foreign
 import jax
-import making
 import pytest
 from runs import last_run
 
 from bapo_jax import main, sharding
-from bapo_jax.autosetup import check_rules, derive, derive_sizes, derive_text, facts
+from bapo_jax.autosetup import derive, derive_sizes, derive_text, facts
 from bapo_jax.autosetup.facts import Facts, Verified
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import lora, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import experiment
-from bapo_jax.training import remat
 from bapo_jax.training.knobs import DERIVABLE
 
 FINETUNE = 'configs/finetune.py'
@@ -173,11 +170,9 @@ def test_the_learning_rate_is_the_papers_and_grows_as_the_model_shrinks(
 def test_a_run_takes_what_memory_there_is_and_no_more(gib):
   facts_ = known(spec=BIG, memory=gib * 2**30)
   config, _ = derive.derive(asked(), facts_)
-  mesh = derive_sizes.mesh_of(config, facts_)
-  spec = derive_sizes.spec_of(config, facts_)
-  schedule = remat.resolve(config, spec, mesh, gib * 2**30)
+  schedule, found = derive_sizes.budget_of(config, facts_)
   assert schedule.remat == config.model.remat, 'a later start decides the same'
-  assert remat.needs(config, spec, schedule, mesh) <= gib * 2**30
+  assert found.update <= gib * 2**30
 
 
 def test_less_memory_means_fewer_slots_and_more_micro_batches():
@@ -196,24 +191,6 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
   constant = asked(**constant, **{'prompts.max_prompt_tokens': 64})
   config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
   assert config.model.remat == 'dots'
-
-
-def test_memory_and_disk_count_the_moments_of_what_is_trained():
-  spec, config = making.SEEING, asked(**{'batch.rule': 'fresh_only'})
-  facts_ = known(spec=spec)
-  n, tower = transformer.count(spec), transformer.count(spec, 'vision/')
-  few = lora.count(spec, 2, config.lora.targets)
-  actor = remat.numbers(config.model.compute) * n
-
-  def found(**knobs):
-    made = asked(**{'batch.rule': 'fresh_only'} | knobs)
-    memory = derive_sizes.state_bytes(made, facts_, 1) - actor
-    return memory, check_rules.checkpoint_bytes(made, facts_)
-
-  # Weights of 4 bytes and two moments; a frozen tower, or frozen weights, are held.
-  assert found(**{'model.train_tower': True}) == (12 * n, 12 * n)
-  assert found() == (4 * n + 8 * (n - tower), 12 * (n - tower))
-  assert found(**{'lora.rank': 2}) == (4 * n + 12 * few, 12 * few)
 
 
 def test_what_does_not_fit_is_said():

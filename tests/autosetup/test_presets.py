@@ -97,7 +97,7 @@ def values(config: Config) -> dict:
 
 def preset(name: str) -> dict:
   """Knob -> value of a preset, validated."""
-  return values(parse(aime.get_config(name).to_dict(), trained_here=False))
+  return values(parse(aime.get_config(name).to_dict()))
 
 
 @pytest.mark.parametrize('name', PRESETS)
@@ -124,7 +124,7 @@ def test_the_runs_of_one_model_have_the_settings_of_balanced_po():
 
 @pytest.mark.parametrize('name', ['3b', '7b'])
 def test_the_runs_on_pictures_have_the_settings_of_batch_adaptation(name):
-  found = values(parse(geometry.get_config(name).to_dict(), trained_here=False))
+  found = values(parse(geometry.get_config(name).to_dict()))
   assert found['model.path'] == f'models/Qwen2.5-VL-{name.upper()}-Instruct'
   for knob, value in BATCH.items():
     assert found[knob] == value, knob
@@ -138,6 +138,6 @@ def test_the_runs_on_pictures_have_the_settings_of_batch_adaptation(name):
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_the_rules_of_a_preset_can_be_bound(name):
-  config = parse(aime.get_config(name).to_dict(), trained_here=False)
+  config = parse(aime.get_config(name).to_dict())
   assert callable(rules.bind(config).batch)
   assert config.updates_per_step == 4 * config.learner.epochs

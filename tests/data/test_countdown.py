@@ -8,8 +8,9 @@ import numpy as np
 import oracles
 import pytest
 
-from bapo_jax.data import countdown, tokenizer
+from bapo_jax.data import tokenizer
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
+from bapo_jax.data.made import countdown
 from bapo_jax.rewards import verifiers
 
 KNOBS = {'numbers': (3, 4), 'largest': 99, 'target': 999}
@@ -60,7 +61,7 @@ def test_the_first_problems_are_those_of_recorded_runs():
   [([3], 3), ('37', 10), ([3, '7'], 10), ([3, 7], 1.5), ([3, True], 4), (None, 1)],
 )
 def test_numbers_that_are_no_problem_are_refused(numbers, target):
-  with pytest.raises(ValueError, match='are not two or more integers and one'):
+  with pytest.raises(ValueError, match='give two or more integers'):
     countdown.row(numbers, target, 'sentence')
 
 
@@ -84,18 +85,12 @@ def test_no_two_problems_are_one_and_the_seed_decides():
 
 def test_more_problems_than_there_are_is_refused_soon():
   knobs = {'numbers': (2,), 'largest': 10, 'target': 10}
-  message = (
-    r'countdown with numbers up to 10 has about 1\d\d different problems, fewer '
-  )
-  message += (
-    r'than train \+ test = 999; ask for fewer or raise problems\.countdown\.lar'
-  )
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=r'about 1\d\d different .* train \+ test = 999'):
     generate(999, **knobs)
   begun = time.process_time()
-  with pytest.raises(ValueError, match=r'fewer than train \+ test = 50001'):
+  with pytest.raises(ValueError, match=r'train \+ test = 50001'):
     generate(50_001, **knobs)
-  assert time.process_time() - begun < 3
+  assert time.process_time() - begun < 5  # measured: at most 1
 
 
 def solved(count=60, **noise):
@@ -104,8 +99,7 @@ def solved(count=60, **noise):
     rng = np.random.default_rng(i)
     noise = {'slip': 0.0, 'repeat': 0.0} | noise
     solution = countdown.solve(problem, rng, largest=SMALL['target'], **noise)
-    row = countdown.row(problem.numbers, problem.answer, 'short')
-    yield problem, row.answer, solution
+    yield problem, problem.row.answer, solution
 
 
 def chains(solution):

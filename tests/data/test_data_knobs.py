@@ -1,63 +1,44 @@
 """The sections of the data: bad values are one sentence."""
 
+import re
 import typing
 
 import pytest
 
 from bapo_jax import knobs
-from bapo_jax.data import countdown, synthetic
 from bapo_jax.data.knobs import (
   CountdownConfig,
+  DrawnConfig,
   ProblemsConfig,
   PromptsConfig,
   TokenizerConfig,
 )
+from bapo_jax.data.made import countdown, synthetic
 
-TWO_TO_SIX = 'give a tuple of integers, each from 2 to 6'
-BAD = [  # section, its name, values, the error
-  (
-    ProblemsConfig,
-    'problems',
-    {'family': 'maze'},
-    "family='maze': give one of 'trial'",
-  ),
+BAD = [  # section, its name, values, start of the error
+  (ProblemsConfig, 'problems', {'family': 'maze'}, "family='maze'"),
   (ProblemsConfig, 'problems', {'level': 9}, 'level=9: give an integer from 1 to 4'),
-  (ProblemsConfig, 'problems', {'source': ''}, "source='': give synthetic, countdown,"),
-  (
-    ProblemsConfig,
-    'problems',
-    {'source': 'x.jsonl'},
-    "test_source='synthetic' beside problems.source='x.jsonl': name held-out problems "
-    'of the same kind',
-  ),
-  (ProblemsConfig, 'problems', {'duplicates': 'no'}, "duplicates='no': give one of 'd"),
-  (ProblemsConfig, 'problems', {'overlap': 'no'}, "overlap='no': give one of 'keep', "),
-  (PromptsConfig, 'prompts', {'overlong': 'cut'}, "overlong='cut': give one of 'drop'"),
-  (
-    TokenizerConfig,
-    'tokenizer',
-    {'template': 'Answer!'},
-    "template='Answer!' does not contain {problem}",
-  ),
-  *(
-    (ProblemsConfig, 'problems', {'countdown': values}, 'countdown.' + message)
-    for values, message in (
-      ({'numbers': ()}, 'numbers=(): give how many numbers a problem has, as in (3,)'),
-      ({'numbers': (1, 3)}, f'numbers=(1, 3): {TWO_TO_SIX}'),
-      ({'numbers': (7,)}, f'numbers=(7,): {TWO_TO_SIX}'),
-      ({'largest': 4}, 'largest=4: give an integer from 5 to 10000'),
-      ({'target': 0}, 'target=0: give an integer from 10 to 1000000'),
-      ({'wording': 'terse'}, "wording='terse': give one of 'sentence', 'short'"),
-    )
-  ),
+  (ProblemsConfig, 'problems', {'source': ''}, "source=''"),
+  (ProblemsConfig, 'problems', {'source': 'x.jsonl'}, "test_source='synthetic'"),
+  (ProblemsConfig, 'problems', {'duplicates': 'no'}, "duplicates='no'"),
+  (ProblemsConfig, 'problems', {'overlap': 'no'}, "overlap='no'"),
+  (PromptsConfig, 'prompts', {'overlong': 'cut'}, "overlong='cut'"),
+  (TokenizerConfig, 'tokenizer', {'template': 'Answer!'}, "template='Answer!'"),
+  (CountdownConfig, 'problems.countdown', {'numbers': ()}, 'numbers=()'),
+  (CountdownConfig, 'problems.countdown', {'numbers': (1, 3)}, 'numbers=(1, 3)'),
+  (CountdownConfig, 'problems.countdown', {'numbers': (7,)}, 'numbers=(7,)'),
+  (CountdownConfig, 'problems.countdown', {'largest': 4}, 'largest=4'),
+  (CountdownConfig, 'problems.countdown', {'target': 0}, 'target=0'),
+  (CountdownConfig, 'problems.countdown', {'wording': 'terse'}, "wording='terse'"),
+  (DrawnConfig, 'problems.drawn', {'terms': 4}, 'terms=4'),
+  (DrawnConfig, 'problems.drawn', {'sides': ()}, 'sides=()'),
 ]
 
 
 @pytest.mark.parametrize(('section', 'name', 'values', 'message'), BAD)
 def test_a_bad_value_is_refused_in_one_sentence(section, name, values, message):
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=re.escape(f'{name}.{message}')) as error:
     knobs.validate(section, values, name)
-  assert str(error.value).startswith(f'{name}.{message}')
   assert '\n' not in str(error.value)
 
 

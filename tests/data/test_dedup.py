@@ -13,7 +13,7 @@ def test_thirty_problems_that_come_thirty_two_times_are_thirty():
   mirror = rows(*((f'Find x with x = {i}.', str(i)) for i in range(30))) * 32
   unique, message = dedup.deduplicate(mirror, 'mirror.jsonl')
   assert unique == mirror[:30]
-  assert message == 'mirror.jsonl: 960 rows hold 30 different problems'
+  assert message == 'mirror.jsonl: 960 rows contain 30 different problems'
 
 
 def test_the_first_answer_counts_and_another_one_is_reported():
@@ -21,8 +21,8 @@ def test_the_first_answer_counts_and_another_one_is_reported():
   unique, message = dedup.deduplicate(found, 'x')
   assert unique == found[:2]
   assert message == (
-    'x: 5 rows hold 2 different problems; 1 of them come with different answers, as '
-    "'1+1' with '2' and '3'"
+    'x: 5 rows contain 2 different problems; 1 of them come with different answers, '
+    "such as '1+1' with '2' and '3'"
   )
   assert dedup.deduplicate(unique, 'x') == (unique, '')
   assert dedup.deduplicate([], 'x') == ([], '')
@@ -60,6 +60,18 @@ def test_training_problems_that_are_held_out_too_are_found():
   both, message = dedup.overlap(training, held_out)
   assert both == {1, 3, 4}
   assert message == (
-    "2 of 3 held-out problems are training problems too, as 'What is 1+1?'"
+    "2 of 3 held-out problems are training problems too, such as 'What is 1+1?'"
   )
   assert dedup.overlap(training, held_out[2:]) == (set(), '')
+
+
+def test_pictures_tell_problems_of_the_same_text_apart():
+  # Unlike an instruction, a picture that all problems share is part of each problem.
+  texts = [f'Solve this.\n{x}' for x in ('1', '1', '2')]
+  seen = [
+    Row(t, '3', pictures=(p,)) for t, p in zip(texts, (b'a', b'b', b'a'), strict=True)
+  ]
+  assert dedup.deduplicate([*seen, seen[0]], 'x')[0] == seen
+  assert dedup.overlap(seen, rows(('1', '3'), ('2', '3'))) == (set(), '')
+  both, _ = dedup.overlap(seen, [Row('2', '3', pictures=(b'a',))])
+  assert both == {2}

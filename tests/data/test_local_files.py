@@ -1,10 +1,14 @@
-"""Users' files: real ones, each format, and every error of a bad one."""
+"""Users' files: real files, each format, pictures, and the errors of a bad file."""
 
+import io
 import json
+import os
 import pathlib
 import re
 
-import pyarrow
+import numpy as np
+import PIL.Image
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
@@ -35,10 +39,17 @@ def file_with(tmp_path, *lines, name='problems.jsonl'):
   return str(path)
 
 
-def parquet(tmp_path, rows, name='problems.parquet'):
+def parquet(tmp_path, rows, name='problems.parquet', schema=None):
   path = str(tmp_path / name)
-  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  pa.parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)
   return path
+
+
+def table(tmp_path, **columns):
+  """A parquet file with a good row, and these columns."""
+  named = {'problem': ['1+1'], 'answer': ['2'], **columns}
+  pa.parquet.write_table(pa.table(named), tmp_path / 'table.parquet')
+  return str(tmp_path / 'table.parquet')
 
 
 @pytest.mark.parametrize(('file', 'count', 'answer', 'verifier'), REAL)
@@ -51,34 +62,35 @@ def test_real_files_have_as_many_problems_as_they_should(file, count, answer, ve
   assert {row.verifier for row in rows} == {verifier}
 
 
-def test_a_file_of_problems_is_read_in_order(tmp_path):
-  path = file_with(
-    tmp_path,
-    '{"problem": "1+1", "answer": 2, "source": "mine"}',
-    '{"answer": "3", "problem": "1+2"}',
-  )
+def test_a_file_is_read_in_order_and_again_once_it_has_changed(tmp_path):
+  path = file_with(tmp_path, GOOD, '{"answer": 3, "problem": "1+2", "source": "mine"}')
   assert local_files.read(path) == [Row('1+1', '2'), Row('1+2', '3')]
-
-
-def test_a_changed_file_is_read_a_second_time(tmp_path):
-  path = file_with(tmp_path, GOOD)
-  assert len(local_files.read(path)) == 1
-  file_with(tmp_path, GOOD, GOOD)
-  assert len(local_files.read(path)) == 2
-  local_files.read(path).clear()  # a reader has a list of its own
-  assert len(local_files.read(path)) == 2
+  file_with(tmp_path, GOOD)
+  assert local_files.read(path) == [Row('1+1', '2')]
+  local_files.read(path).clear()  # the cached rows stay
+  assert local_files.read(path) == [Row('1+1', '2')]
 
 
 def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
   paths = [
     file_with(tmp_path, *map(json.dumps, VERL)),
-    file_with(tmp_path, json.dumps(VERL, indent=1), name='list.json'),
+    file_with(tmp_path, ' ' + json.dumps(VERL, indent=1), name='list.json'),
+    file_with(tmp_path, *map(json.dumps, VERL), name='lines.json'),
     file_with(tmp_path, '\ufeff' + json.dumps(VERL[0]), *map(json.dumps, VERL[1:])),
     parquet(tmp_path, VERL),
   ]
-  found = [local_files.read(path) for path in paths]
-  assert found[0] == [Row(f'{i}+1', str(i + 1), 'math') for i in range(3)]
-  assert all(rows == found[0] for rows in found)
+  expected = [Row(f'{i}+1', str(i + 1), 'math') for i in range(3)]
+  assert [local_files.read(path) for path in paths] == [expected] * 5
+
+
+def test_answers_of_a_jsonl_file_are_read_as_they_are_written(tmp_path):
+  # A table of inferred types would make a time, a float, and an error of these rows.
+  answers = ['2024-01-01', 12345678901234567890123, '5', 5, 204.0, 0.5]
+  lines = [json.dumps({'problem': 'x', 'answer': answer}) for answer in answers]
+  found = [row.answer for row in local_files.read(file_with(tmp_path, *lines))]
+  assert found == ['2024-01-01', '12345678901234567890123', '5', '5', '204', '0.5']
+  path = table(tmp_path, answer=[2.0])
+  assert local_files.read(path) == [Row('1+1', '2')]
 
 
 def test_a_row_that_comes_many_times_is_held_once(tmp_path):
@@ -86,142 +98,218 @@ def test_a_row_that_comes_many_times_is_held_once(tmp_path):
   assert len(rows) == 300 and len({id(row) for row in rows}) == 3
 
 
+def test_columns_without_a_meaning_are_not_read(tmp_path):
+  odd = {
+    'when': pa.array([1], pa.timestamp('ns')),
+    'long': pa.array([2**62], pa.duration('s')),
+    'odd': pa.array([b'\xff']).view(pa.string()),
+  }
+  assert local_files.read(table(tmp_path, **odd)) == [Row('1+1', '2')]
+
+
+def test_crlf_and_unused_nesting_are_read(tmp_path):
+  nested = '{"problem": "1+1", "answer": "2", "x": ' + '[' * 99 + ']' * 99 + '}'
+  path = file_with(tmp_path, nested + '\r', GOOD + '\r')
+  assert local_files.read(path) == [Row('1+1', '2')] * 2
+
+
 @pytest.mark.parametrize(
   ('line', 'message'),
   [
-    ('{"problem": "1+2"}', r"line 2: no field 'answer', only \['problem'\]"),
-    ('{"answer": "3"}', r"line 2: no field 'problem', only \['answer'\]"),
-    ('{"problem": "1+2", "answer": null}', "line 2: field 'answer' holds None"),
-    ('{"problem": "1+2", "answer": NaN}', "line 2: field 'answer' holds nan"),
-    ('{"problem": "1+2", ', r'line 2: not JSON'),
-    ('', r'line 2: not JSON'),
-    ('[' * 100_000, r'line 2: not JSON'),
-    ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', r'line 2: not JSON'),
-    ('3', r'line 2: 3 is no JSON object'),
-    ('["problem", "answer"]', r'line 2: \["problem", "answer"\] is no JSON object'),
-    ('null', r'line 2: null is no JSON object'),
+    ('{"problem": "1+2"}', "no field 'answer', only ['problem']"),
+    ('{"answer": "3"}', "no field 'problem', only ['answer']"),
+    (json.dumps(VERL[0]), "no field 'problem'"),
+    ('{"problem": "1+2", "answer": NaN}', "field 'answer': nan"),
+    ('{"problem": "1+2", ', 'not JSON'),
+    ('{"problem": "1+2", "answer": 1, "answer": 2}', "not JSON ('answer'"),
+    ('', 'not JSON'),
+    ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', 'not JSON'),
+    ('["problem", "answer"]', "['problem', 'answer'] is not a JSON object"),
+    ('null', 'None is not a JSON object'),
   ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path, line, message):
   path = file_with(tmp_path, GOOD, line, GOOD)
-  with pytest.raises(ValueError, match=re.escape(path) + ', ' + message):
+  with pytest.raises(ValueError, match=re.escape(f'{path}, line 2: {message}')):
     local_files.read(path)
 
 
 def test_a_bad_row_of_a_table_is_named_by_file_row_and_field(tmp_path):
-  rows = [*VERL, VERL[0] | {'reward_model': {'ground_truth': None, 'style': 'rule'}}]
-  path = parquet(tmp_path, rows)
-  message = (
-    r", row 4: field 'reward_model\.ground_truth' holds None, which is no answer"
-  )
-  with pytest.raises(ValueError, match=re.escape(path) + message):
+  bad = VERL[0] | {'reward_model': {'ground_truth': None, 'style': 'rule'}}
+  # Rows are counted on through the batches that a table is read in.
+  path = parquet(tmp_path, [*VERL * local_files.BATCH, bad])
+  place = f"{path}, row {3 * local_files.BATCH + 1}: field 'reward_model.ground_truth'"
+  with pytest.raises(ValueError, match=re.escape(place)):
     local_files.read(path)
+  listed = file_with(tmp_path, json.dumps([*VERL, bad]), name='list.json')
+  with pytest.raises(ValueError, match=re.escape(f'{listed}, row 4: field ')):
+    local_files.read(listed)
 
 
-def test_no_file_and_files_that_are_none_are_named(tmp_path):
-  with pytest.raises(ValueError, match=r"no file '/nowhere/x\.jsonl'"):
-    local_files.read('/nowhere/x.jsonl')
-  for path in (file_with(tmp_path), parquet(tmp_path, VERL[:0])):
-    with pytest.raises(ValueError, match=re.escape(path) + ' holds no problem'):
-      local_files.read(path)
-  path = file_with(tmp_path, GOOD, name='problems.csv')
-  with pytest.raises(ValueError, match=r'ends in none of \.jsonl, \.json, \.parquet'):
-    local_files.read(path)
-  path = file_with(tmp_path, GOOD, name='cut.parquet')
-  with pytest.raises(ValueError, match=re.escape(path) + ' is no whole parquet file'):
-    local_files.read(path)
-  path = file_with(tmp_path, '{"question": "1+1", "solutions": []}')
-  message = (
-    r", line 1: its row \{'question': '1\+1', 'solutions': \[\]\} is of no schema"
-  )
-  with pytest.raises(ValueError, match=re.escape(path) + message):
-    local_files.read(path)
-  (tmp_path / 'latin.jsonl').write_bytes(GOOD.encode() + b'\n\xe9')
-  with pytest.raises(ValueError, match=r'latin\.jsonl is not UTF-8'):
-    local_files.read(str(tmp_path / 'latin.jsonl'))
+def test_a_row_that_the_run_cannot_use_is_named(tmp_path):
+  def check(row):
+    if row.answer == '3':
+      raise ValueError('no')
+
+  path = parquet(tmp_path, VERL)
+  with pytest.raises(ValueError, match=re.escape(f'{path}, row 3: no')):
+    local_files.read(path, check)
+  assert len(local_files.read(path)) == 3
 
 
-SYSTEM = {'role': 'system', 'content': 'Be brief.'}
-ASKED = {'role': 'user', 'content': '1+1'}
-SOLVED = {'role': 'assistant', 'content': r'It is \boxed{2}.'}
-# Schema: its row, what it says, a value that breaks it, the reason.
-LAYOUTS = {
-  'TRL, text': (
-    {'prompt': '1+1', 'solution': r'$\frac{4}{2}$'},
-    Row('1+1', r'\frac{4}{2}'),
-    {'solution': ''},
-    "field 'solution' is empty",
-  ),
-  'TRL, conversation': (
-    {'prompt': [SYSTEM, ASKED], 'solution': r'so $\boxed{2}$'},
-    Row('1+1', '2', '', 'Be brief.'),
-    {'prompt': [ASKED, SOLVED]},
-    "field 'prompt' holds messages by ['user', 'assistant'], not one by the user",
-  ),
-  'TRL, ground truth': (
-    {'prompt': [ASKED], 'ground_truth': '2', 'data_source': 'openai/gsm8k'},
-    Row('1+1', '2', 'gsm8k'),
-    {'ground_truth': None},
-    "field 'ground_truth' holds None, which is no answer",
-  ),
-  'verl': (
-    {
-      'data_source': 'openai/gsm8k',
-      'prompt': [SYSTEM, ASKED],
-      'ability': 'math',
-      'reward_model': {'style': 'rule', 'ground_truth': '2'},
-      'extra_info': {'split': 'train', 'index': 0},
-    },
-    Row('1+1', '2', 'gsm8k', 'Be brief.'),
-    {'reward_model': {'style': 'rule', 'ground_truth': None}},
-    "field 'reward_model.ground_truth' holds None, which is no answer",
-  ),
-  'open-instruct': (
-    {'messages': [SYSTEM, ASKED, SOLVED], 'ground_truth': '2', 'dataset': 'MATH'},
-    Row('1+1', '2', 'math', 'Be brief.'),
-    {'messages': [SYSTEM, SOLVED]},
-    "field 'messages' holds messages by ['system', 'assistant'], not one by the user",
-  ),
-  'messages': (
-    {'messages': [SYSTEM, ASKED, SOLVED]},
-    Row('1+1', '2', '', 'Be brief.'),
-    {'messages': [ASKED, SOLVED | {'content': 'It is 2.'}]},
-    r"field 'messages': 'It is 2.' has no \boxed{}",
-  ),
-  'messages and answer': (
-    {'messages': [ASKED], 'answer': '2'},
-    Row('1+1', '2'),
-    {'messages': [SYSTEM | {'content': ''}, ASKED]},
-    "field 'messages' holds '', which is no system message",
-  ),
+BROKEN = {  # file -> its bytes, part of the sentence
+  'empty.jsonl': (b'', 'no problem'),
+  'empty.json': (b'[]', 'no problem'),
+  'numbers.json': (b'[1, 2]', 'row 1: 1 is not a JSON object'),
+  'latin.jsonl': (GOOD.encode() + b'\n\xe9', 'not UTF-8'),
+  'utf16.jsonl': (GOOD.encode('utf-16'), 'not UTF-8'),
+  'zipped.jsonl': (b'\x1f\x8b\x08\x00', 'not UTF-8'),
+  'none.jsonl': (b'{"question": "1", "solutions": []}', 'line 1: fields'),
+  'empty.parquet': (b'', 'not a readable parquet file'),
+  'json.parquet': (GOOD.encode(), 'not a readable parquet file'),
+  'problems.csv': (b'problem,answer', '.jsonl, .json, .parquet'),
 }
 
 
-@pytest.mark.parametrize('name', LAYOUTS)
-def test_a_layout_reads_the_same_in_jsonl_and_parquet(name, tmp_path):
-  row, expected, broken, reason = LAYOUTS[name]
-  good, bad = [row] * 2, [row, row | broken]
-  for write, place in (
-    (lambda rows: file_with(tmp_path, *map(json.dumps, rows)), 'line 2'),
-    (lambda rows: parquet(tmp_path, rows), 'row 2'),
-  ):
-    assert local_files.read(write(good)) == [expected] * 2
-    path = write(bad)
-    with pytest.raises(ValueError, match=re.escape(f'{path}, {place}: {reason}')):
-      local_files.read(path)
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, name):
+  content, message = BROKEN[name]
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    local_files.read(str(tmp_path / name))
+  text = str(error.value)
+  assert text.startswith(str(tmp_path / name)) and '\n' not in text
 
 
-def test_a_file_of_no_layout_is_refused_with_its_row_and_the_nearest(tmp_path):
-  row = {'prompt': '1+1', 'reply': '2'}
-  for path, place in (
-    (file_with(tmp_path, json.dumps(row)), 'line 1'),
-    (parquet(tmp_path, [row]), 'row 1'),
-  ):
-    with pytest.raises(ValueError) as error:
-      local_files.read(path)
-    assert str(error.value) == (
-      f"{path}, {place}: its row {{'prompt': '1+1', 'reply': '2'}} is of no schema "
-      'known here; the nearest are TRL (prompt with answer; lacks answer), verl '
-      '(prompt with reward_model.ground_truth; lacks reward_model.ground_truth), slime '
-      '(prompt with label; lacks label): name its fields as one of them does'
-    )
+def test_a_path_that_is_no_file_is_one_sentence(tmp_path):
+  (tmp_path / 'folder.jsonl').mkdir()
+  os.symlink('/nowhere/b.parquet', tmp_path / 'link.parquet')
+  for name in ('absent.jsonl', 'absent.parquet', 'folder.jsonl', 'link.parquet'):
+    with pytest.raises(ValueError, match=f'{name} cannot be read'):
+      local_files.read(str(tmp_path / name))
+
+
+DAMAGE = {
+  'cut': lambda data: data[:-20],
+  'head': lambda data: data[:40],
+  'magic': lambda data: data[:-4] + b'PARX',
+  'footer': lambda data: data[:-60] + b'\xff' * 52 + data[-8:],
+  'pages': lambda data: data[:4] + b'\xff' * 40 + data[44:],
+}
+
+
+@pytest.mark.parametrize('name', DAMAGE)
+def test_a_damaged_table_is_one_sentence(tmp_path, name):
+  path = pathlib.Path(table(tmp_path))
+  path.write_bytes(DAMAGE[name](path.read_bytes()))
+  with pytest.raises(ValueError, match='not a readable parquet file') as error:
+    local_files.read(str(path))
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('columns', 'message'),
+  [
+    ({'problem': [], 'answer': []}, 'no problem'),
+    ({'answer': pa.nulls(1)}, "row 1: field 'answer': None"),
+    ({'answer': [b'2']}, "row 1: field 'answer': b'2'"),
+    ({'answer': [[['2']]]}, "row 1: field 'answer': ['2']"),
+    ({'problem': pa.array([b'\xff']).view(pa.string())}, 'not a readable parquet file'),
+  ],
+)
+def test_a_table_of_wrong_types_is_one_sentence(tmp_path, columns, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    local_files.read(table(tmp_path, **columns))
+
+
+def test_a_table_with_a_column_twice_is_refused(tmp_path):
+  columns = [pa.array([x]) for x in ('1+1', '2', '3')]
+  twice = pa.Table.from_arrays(columns, ['problem', 'answer', 'answer'])
+  pa.parquet.write_table(twice, tmp_path / 'twice.parquet')
+  with pytest.raises(ValueError, match="two columns 'answer'"):
+    local_files.read(str(tmp_path / 'twice.parquet'))
+
+
+def png(height=20, width=30, seed=0):
+  pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+  file = io.BytesIO()
+  PIL.Image.fromarray(pixels).save(file, 'PNG')
+  return file.getvalue()
+
+
+PICTURES = pa.list_(pa.struct([('bytes', pa.binary()), ('path', pa.string())]))
+GEOMETRY3K = pa.schema(
+  [('images', PICTURES), ('problem', pa.string()), ('answer', pa.string())]
+)
+
+
+def pictured(*pictures, problem='<image>Find $x$.', answer='3'):
+  """A row of Geometry3K; a text is the path of a picture."""
+  values = [
+    {'bytes': None, 'path': x} if isinstance(x, str) else {'bytes': x, 'path': None}
+    for x in pictures
+  ]
+  return {'images': values, 'problem': problem, 'answer': answer}
+
+
+def test_geometry3k(tmp_path):
+  (tmp_path / 'a.png').write_bytes(png(seed=3))
+  rows = [
+    pictured(png(seed=1)),
+    pictured(png(seed=1), png(seed=2), problem='<image><image>Compare.', answer='7'),
+    pictured('a.png'),
+    pictured(problem='1+1'),
+  ]
+  found = local_files.read(parquet(tmp_path, rows, schema=GEOMETRY3K))
+  assert found == [
+    Row('<image>Find $x$.', '3', pictures=(png(seed=1),)),
+    Row('<image><image>Compare.', '7', pictures=(png(seed=1), png(seed=2))),
+    Row('<image>Find $x$.', '3', pictures=(png(seed=3),)),
+    Row('1+1', '3'),
+  ]
+  assert found[0].pictures[0] is found[1].pictures[0]  # equal files are held once
+
+
+def test_pictures_of_lines_are_paths_relative_to_the_file(tmp_path):
+  (tmp_path / 'pictures').mkdir()
+  (tmp_path / 'pictures' / 'a.png').write_bytes(png(seed=3))
+  (tmp_path / 'b.png').write_bytes(png(seed=4))
+  fields = [
+    {'images': ['pictures/a.png']},
+    {'images': [str(tmp_path / 'b.png')]},
+    {'image': 'b.png'},
+    {'images': [], 'Image': 'b.png'},
+    {'images': []},
+    {'images': None, 'image': ''},
+    {},
+  ]
+  lines = [json.dumps({'problem': 'Q', 'answer': 4} | each) for each in fields]
+  path = file_with(tmp_path, *lines)
+  b = (png(seed=4),)
+  expected = [(png(seed=3),), b, b, b, (), (), ()]
+  assert [row.pictures for row in local_files.read(path)] == expected
+
+
+@pytest.mark.parametrize(
+  ('pictures', 'message'),
+  [
+    ([png()[:200]], 'picture 1: the picture cannot be decoded'),
+    ([png(), b''], 'picture 2: a file that starts with'),
+    ([None], 'picture 1: None is not a picture'),
+    (['nowhere.png'], 'nowhere.png'),
+    (['.'], 'Is a directory'),
+  ],
+)
+def test_a_broken_picture_is_named_by_row_and_number(tmp_path, pictures, message):
+  rows = [pictured(png()), pictured(*pictures)]
+  path = parquet(tmp_path, rows, schema=GEOMETRY3K)
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    local_files.read(path)
+  assert str(error.value).startswith(f"{path}, row 2: field 'images', picture ")
+
+
+@pytest.mark.parametrize('images', [[3], {'a': 1}, ['a\0b']])
+def test_a_picture_of_a_wrong_type_is_refused(tmp_path, images):
+  line = json.dumps({'problem': '<image>Q', 'answer': '1', 'images': images})
+  with pytest.raises(ValueError, match="line 1: field 'images', picture 1: "):
+    local_files.read(file_with(tmp_path, line))

@@ -1,15 +1,13 @@
 """Pictures become the patches that transformers makes of them, or are refused."""
 
 import io
-import struct
-import warnings
-import zlib
 
 import numpy as np
 import PIL.Image
 import pytest
 
 from bapo_jax.data import pictures
+from bapo_jax.data.row import Row
 from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
@@ -163,18 +161,6 @@ def test_a_photograph_is_turned_upright():
   assert read.size == (30, 40)
 
 
-def png(width, height):
-  """The head of a PNG that claims these sizes, and hardly any pixel."""
-
-  def chunk(name, data):
-    check = zlib.crc32(name + data)
-    return struct.pack('>I', len(data)) + name + data + struct.pack('>I', check)
-
-  head = struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)
-  body = chunk(b'IHDR', head) + chunk(b'IDAT', zlib.compress(b'\0' * 100))
-  return b'\x89PNG\r\n\x1a\n' + body + chunk(b'IEND', b'')
-
-
 def animation():
   file = io.BytesIO()
   one, two = drawn(9, 9, 1), drawn(9, 9, 2)
@@ -184,48 +170,27 @@ def animation():
 
 WHOLE = saved(drawn(30, 40))
 BROKEN = {
-  'empty': (b'', 'an empty file is no picture in PNG, JPEG, WEBP, BMP, GIF'),
-  'text': (b'hello world', "a file that begins with b'hello wo' is no picture in PNG"),
-  'another format': (
-    saved(drawn(9, 9), 'TIFF'),
-    "a file that begins with b'II*",
-  ),
+  'empty': (b'', "a file that starts with b'' is not a picture in PNG, JPEG, WEBP"),
+  'text': (b'hello world', "a file that starts with b'hello wo' is not a picture"),
+  'another format': (saved(drawn(9, 9), 'TIFF'), "a file that starts with b'II*"),
   'truncated': (WHOLE[: len(WHOLE) // 2], 'the picture cannot be decoded ('),
   'a byte changed': (
     WHOLE[:60] + bytes([WHOLE[60] ^ 255]) + WHOLE[61:],
     'the picture cannot be decoded (',
   ),
-  'truncated jpeg': (
-    saved(drawn(300, 400), 'JPEG')[:900],
-    'the picture cannot be decoded (',
-  ),
-  'bomb': (png(9000, 9000), 'the picture has 9000 x 9000 pixels, more than 67,108,864'),
-  'warned of': (png(10_000, 10_000), 'the picture has 10000 x 10000 pixels, more than'),
-  'larger bomb': (png(60_000, 60_000), 'the picture has more than 67,108,864 pixels'),
-  'strip': (png(4020, 20), 'one side is more than 200 times the other; cut or pad it'),
-  'animation': (animation(), 'the picture has 2 frames; take one of them'),
-  'no pixels': (png(0, 10), 'is no picture in PNG, JPEG, WEBP, BMP, GIF; convert it'),
+  'truncated jpeg': (saved(drawn(300, 400), 'JPEG')[:900], 'cannot be decoded ('),
+  'strip': (saved(drawn(1, 201)), '201 x 1 pixels'),
+  'animation': (animation(), '2 frames'),
 }
 
 
 @pytest.mark.parametrize('name', BROKEN)
 def test_a_broken_picture_is_refused_in_one_sentence(name):
   data, message = BROKEN[name]
-  with warnings.catch_warnings(), pytest.raises(ValueError) as error:
-    warnings.simplefilter('error')
+  with pytest.raises(ValueError) as error:
     pictures.read(data)
   assert message in str(error.value)
   assert '\n' not in str(error.value)
-  assert len(str(error.value)) < 250
-
-
-def test_a_file_of_too_many_bytes(monkeypatch):
-  monkeypatch.setattr(pictures, 'MOST_BYTES', 1000)
-  with pytest.raises(ValueError) as error:
-    pictures.read(b'x' * 1001)
-  assert str(error.value) == (
-    'the picture has 1,001 bytes, more than 1,000; make it smaller'
-  )
 
 
 def test_damaged_bytes_never_end_in_another_error():
@@ -243,19 +208,17 @@ def test_damaged_bytes_never_end_in_another_error():
 
 
 @pytest.mark.parametrize(
-  ('problem', 'count', 'message'),
-  [
-    ('Find x.', 1, 'the problem has 0 <image> for 1 picture; write one <image> where'),
-    ('<image>Find x.', 0, 'the problem has 1 <image> for 0 pictures; write one'),
-    ('<image><image>', 3, 'the problem has 2 <image> for 3 pictures; write one'),
-  ],
+  ('problem', 'count'), [('x', 1), ('<image>', 0), ('<image>', 2)]
 )
-def test_places_that_do_not_match(problem, count, message):
-  with pytest.raises(ValueError) as error:
-    pictures.check_placeholders(problem, [None] * count)
-  assert message in str(error.value)
+def test_a_problem_has_a_place_for_each_picture(problem, count):
+  row = Row(problem, '1', pictures=(WHOLE,) * count)
+  with pytest.raises(ValueError, match=f'<image> for {count} pictures'):
+    pictures.check_row(row, sees=True)
 
 
-def test_places_that_match():
-  pictures.check_placeholders('Find x.', [])
-  pictures.check_placeholders('<image>As in <image>, find x.', [None, None])
+def test_a_text_only_model_refuses_pictures_and_reads_any_text():
+  row = Row('<image>As in <image>, find x.', '1', pictures=(WHOLE, WHOLE))
+  pictures.check_row(row, sees=True)
+  with pytest.raises(ValueError, match=r'text-only.*model\.tower\.layers'):
+    pictures.check_row(row, sees=False)
+  pictures.check_row(row._replace(pictures=()), sees=False)

@@ -1,14 +1,19 @@
-"""Which prompts come when: a pure function of (seed, step)."""
+"""Prompts are a pure function of (seed, step), with room for their pictures."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from making import SEEING
+from pictured import ONE_LAYER, READER, WORDS, png, reader
 
-from bapo_jax.data import prompts, tokenizer
+from bapo_jax.data import pictures, prompts, sources, tokenizer
+from bapo_jax.data.gallery import Capacity, Gallery
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
+from bapo_jax.data.row import Row
+from bapo_jax.models.vision import sequence
 
 N, WIDTH = 10, 4
 
@@ -91,43 +96,6 @@ def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
   assert none.tokens_PT.shape == (0, WIDTH) and none.length_P.shape == (0,)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-  seed=st.integers(0, 9),
-  start=st.integers(0, 30),
-  processes=st.sampled_from([1, 2, 4]),
-  count=st.sampled_from([4, 8]),
-)
-def test_processes_share_the_prompts_of_one_and_resume_anywhere(
-  seed, start, processes, count
-):
-  problems = made()
-  whole = [
-    prompts.next_prompts(problems, step, seed, count) for step in range(start + 5)
-  ]
-  # Another run, begun at `start`, that never saw the steps before.
-  for step in range(start, start + 5):
-    parts = [
-      prompts.next_prompts(problems, step, seed, count, process, processes)
-      for process in range(processes)
-    ]
-    assert {len(part.id_P) for part in parts} == {count // processes}
-    for field in whole[step]._fields:
-      joined = np.concatenate([getattr(part, field) for part in parts])
-      np.testing.assert_array_equal(joined, getattr(whole[step], field))
-
-
-@pytest.mark.parametrize(('process', 'processes'), [(0, 4), (3, 3), (-1, 3)])
-def test_prompts_that_do_not_divide_over_processes_are_refused(
-  problems, process, processes
-):
-  message = (
-    rf'prompts\.count=6 prompts do not divide over {processes} processes, of which '
-  )
-  with pytest.raises(ValueError, match=message):
-    prompts.next_prompts(problems, 0, 0, 6, process, processes)
-
-
 def test_the_fingerprint_changes_with_any_value(problems):
   N = len(problems.text)
   now = prompts.fingerprint(problems)
@@ -157,22 +125,32 @@ TEST = [('2+2', 4), ('5+5', 10), ('5+5', 11)]
 
 @pytest.fixture
 def load(tmp_path, capsys):
-  """prompts.load of TRAIN and TEST with these knobs: problems, and the log's lines."""
+  """prompts.load of TRAIN and TEST with these knobs: problems, and the log's lines.
 
-  def call(train=TRAIN, test=TEST, *, count=1, width=6, overlong='drop', **knobs):
+  A row is (problem, answer, seeds of its pictures).
+  """
+
+  def call(
+    train=TRAIN, test=TEST, *, count=1, width=6, overlong='drop', vision=None, **knobs
+  ):
     for knob, rows in (('source', train), ('test_source', test)):
+      lines = []
+      for problem, answer, *seeds in rows:
+        for seed in seeds:
+          (tmp_path / f'{seed}.png').write_bytes(png(56, 56, seed))
+        names = [f'{seed}.png' for seed in seeds]
+        lines.append({'problem': problem, 'answer': answer, 'images': names})
       path = tmp_path / f'{knob}.jsonl'
-      lines = (json.dumps({'problem': p, 'answer': a}) for p, a in rows)
-      path.write_text('\n'.join(lines))
+      path.write_text('\n'.join(map(json.dumps, lines)))
       knobs[knob] = str(path)
     own = PromptsConfig(count=count, max_prompt_tokens=width, overlong=overlong)
-    found = prompts.load(TOKENIZER, str(tmp_path), own, ProblemsConfig(**knobs))
-    return *found, capsys.readouterr().out.splitlines()
+    tables = prompts.load(TOKENIZER, own, ProblemsConfig(**knobs), vision)
+    return *tables, capsys.readouterr().out.splitlines()
 
   return call
 
 
-def test_rows_that_are_left_out_are_logged(load):
+def test_rows_that_are_dropped_are_logged(load):
   training, held_out, lines = load()
   assert training.text == ['1+1', '2+2', '3+3']
   assert training.answer == ['2', '4', '6'] and training.verifier == [''] * 3
@@ -181,26 +159,19 @@ def test_rows_that_are_left_out_are_logged(load):
     assert found.id_N.tolist() == list(range(len(found.text)))
     assert found.length_N.tolist() == [4] * len(found.text)
     assert found.tokens_NT.shape == (len(found.text), 6)
+    assert found.tokens_NT.dtype == found.length_N.dtype == np.int32
   repeats, conflict, both, long = lines
-  assert repeats.endswith(
-    'source.jsonl: 5 rows hold 4 different problems; the first of each counts'
-  )
-  assert "as '5+5' with '10' and '11'; the first of each counts" in conflict
-  assert both == (
-    "1 of 2 held-out problems are training problems too, as '2+2'; "
-    'problems.overlap=keep'
-  )
-  assert long == (
-    'prompts.max_prompt_tokens=6: 1 of 4 training prompts are longer, up to 12 tokens, '
-    'and left out'
-  )
+  assert 'source.jsonl: 5 rows contain 4 different problems' in repeats
+  assert "'5+5' with '10' and '11'" in conflict
+  assert both.startswith('1 of 2 held-out') and both.endswith('problems.overlap=keep')
+  assert '1 of 4 training prompts are longer, up to 12 tokens' in long
 
 
 def test_every_choice_can_be_made_otherwise(load):
   training, held_out, lines = load(duplicates='keep', overlap='drop')
   assert training.text == ['1+1', '1+1', '3+3'] and held_out.text[1:] == ['5+5', '5+5']
   assert lines[0].endswith('problems.duplicates=keep')
-  assert lines[2].endswith("as '2+2'; they are not trained on")
+  assert "'2+2'" in lines[2] and lines[2].endswith('dropped from the training problems')
   with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(overlong='refuse')
   assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
@@ -219,11 +190,11 @@ def test_too_few_problems_are_refused_when_they_are_loaded(load):
     load(train=TRAIN[-1:])
 
 
-def test_nothing_is_logged_where_nothing_is_left_out(load):
+def test_nothing_is_logged_if_nothing_is_dropped(load):
   assert load(train=TRAIN[:1], test=TEST[:1])[2] == []
 
 
-def test_system_messages_are_loaded_and_become_prompts(tmp_path, capsys):
+def test_system_messages_are_loaded_and_become_prompts(tmp_path):
   backend = tokenizer.characters()
   backend.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'
   chat = tokenizer.Tokenizer(backend, (1,), 'chat:{problem}')
@@ -234,23 +205,15 @@ def test_system_messages_are_loaded_and_become_prompts(tmp_path, capsys):
   ]
   path = str(tmp_path / 'set.jsonl')
   (tmp_path / 'set.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-
-  def load(width):
-    own = PromptsConfig(max_prompt_tokens=width)
-    problems = ProblemsConfig(source=path, test_source=path)
-    return prompts.load_held_out(chat, str(tmp_path), own, problems)
-
-  found = load(20)
+  rows = sources.load(ProblemsConfig(source=path, test_source=path), 'source')
+  found = prompts.tabulate(chat, rows, 20, drop=False)
   assert found.text == ['1+1', '1+2'] and found.system == ['mod 7', '']
   assert tokenizer.decode_prompts(chat, found.tokens_NT, found.length_N) == [
     'mod 7=1+1=',
     '1+2=',
   ]
-  assert capsys.readouterr().out == ''
   # mod 7=1+1= is m o d, a space, 7 = 1 + 1 =, one token each.
   assert found.length_N.tolist() == [10, 4]
-  with pytest.raises(ValueError, match=r'=9 is too small: the prompt .* has 10 tokens'):
-    load(9)
 
 
 def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
@@ -261,3 +224,136 @@ def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
     for i in (1, 2)
   ]
   assert len({first, *others}) == 3
+
+
+def test_a_picture_changes_the_fingerprint_and_no_other_does(problems):
+  found = [prompts.fingerprint(problems)]
+  for files in ([()] * N, [(b'a',)] + [()] * (N - 1), [(b'b',)] + [()] * (N - 1)):
+    found.append(prompts.fingerprint(problems._replace(pictures=files)))
+  assert found[0] == found[1] and len(set(found)) == 3
+
+
+SAME = ('<image>1', '3')
+
+
+def test_problems_with_pictures_are_loaded_as_texts_are(load):
+  train = [(*SAME, 0), (*SAME, 1), (*SAME, 0), ('2', '4')]
+  train += [('<image>' * 3, '5', 0, 1, 2)]
+  test = [(*SAME, 1), ('5', '4')]
+  knobs = {'vision': ONE_LAYER, 'overlap': 'drop'}
+  training, held_out, lines = load(train, test, width=9, **knobs)
+  assert training.text == ['<image>1', '2'] and training.answer == ['3', '4']
+  assert training.pictures == [(png(56, 56, 0),), ()]
+  assert training.grids == [((4, 4),), ()]
+  # Four merged patches of a picture, then '1' and a newline.
+  assert training.length_N.tolist() == [6, 2]
+  assert training.tokens_NT[0].tolist() == [ONE_LAYER.image_token] * 4 + [7, 4, 0, 0, 0]
+  assert held_out.pictures == [(png(56, 56, 1),), ()]
+  repeats, overlap, long = lines
+  assert '5 rows contain 4 different problems' in repeats
+  assert overlap.startswith('1 of 2 held-out')
+  assert '1 of 3 training prompts are longer, up to 13 tokens' in long
+  with pytest.raises(ValueError, match='has 6 tokens'):  # of a held-out problem
+    load(train, test, width=5, **knobs)
+
+
+def test_texts_are_the_same_to_a_model_with_a_tower_and_to_one_without(load):
+  for one, other in zip(load()[:2], load(vision=ONE_LAYER)[:2], strict=True):
+    for name, x, y in zip(one._fields, one, other, strict=True):
+      np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_a_text_only_model_is_given_no_pictures(load):
+  with pytest.raises(ValueError, match='text-only'):
+    load([(*SAME, 0)], [('1', '2')])
+
+
+@pytest.mark.parametrize('kind', ['bars', 'blank'])
+def test_blank_pictures_leave_out_no_problem(kind, capsys):
+  # Few texts and one background: blank problems look alike, and have other answers.
+  source = {'source': 'drawn', 'test_source': 'drawn', 'drawn': {'kind': kind}}
+  problems = ProblemsConfig(**source, train=500, test=300)
+  knobs = PromptsConfig(count=2, max_prompt_tokens=40)
+  training, held_out = prompts.load(READER, knobs, problems, ONE_LAYER)
+  assert (len(training.text), len(held_out.text)) == (500, 300)
+  assert capsys.readouterr().out == ''
+
+
+V = SEEING.vision
+
+
+def row(problem, *sizes, system=''):
+  return Row(problem, '1', '', system, tuple(png(*size) for size in sizes))
+
+
+def words(prompt):
+  return [WORDS[i] for i in prompt.tokens]
+
+
+def test_pictures_stand_where_the_template_puts_them():
+  # 56 x 84 pixels are 2 x 3 merged patches of 28.
+  rows = [
+    row('<image>Find x', (56, 84)),
+    row('Find <image> and <image>', (56, 56), (56, 84), system='x'),
+    row('Find x'),
+  ]
+  found = prompts.encode(reader(), rows, V)
+  pad = '<image_pad>'
+  one, two, three = map(words, found)
+  assert one == ['[user]', '<s>', *[pad] * 6, '<e>', 'Find', 'x', '[assistant]']
+  assert two == [
+    *('[system]', 'x', '[user]', 'Find', '<s>', *[pad] * 4, '<e>', 'and'),
+    *('<s>', *[pad] * 6, '<e>', '[assistant]'),
+  ]
+  assert three == ['[user]', 'Find', 'x', '[assistant]']
+  assert [prompt.grids for prompt in found] == [((4, 6),), ((4, 4), (4, 6)), ()]
+
+
+def test_pictures_stand_in_a_template_without_a_chat():
+  (found,) = prompts.encode(reader('{problem} and'), [row('<image>Find', (56, 56))], V)
+  assert words(found) == [*['<image_pad>'] * 4, 'Find', 'and']
+
+
+def test_every_patch_has_its_token_and_every_token_its_patch():
+  # By the very function that the model places patches with.
+  rows = [
+    row('<image>Find x', (70, 90)),
+    row('Find x'),
+    row('<image> and <image>', (30, 200), (56, 56)),
+  ]
+  encoded = prompts.encode(reader(), rows, V)
+  pixels_PZE, grid_PI2, _ = Gallery(rows, V, Capacity(64, 2, 9)).of([0, 1, 2])
+  table = prompts.tabulate(reader(), rows, 40, V, drop=False)
+  at = jax.jit(sequence.place, static_argnums=2)(table.tokens_NT, grid_PI2, V)
+  for p, prompt in enumerate(encoded):
+    assert [tuple(grid) for grid in grid_PI2[p] if grid.any()] == list(prompt.grids)
+    merged = at.merged_BT[p][table.tokens_NT[p] == V.image_token]
+    files = rows[p].pictures
+    patches = [pictures.patches(pictures.read(data), V).pixels_ZE for data in files]
+    n = sum(map(len, patches))
+    assert merged.tolist() == list(range(n // V.merge**2))
+    assert not pixels_PZE[p, n:].any()
+    if n:
+      np.testing.assert_array_equal(pixels_PZE[p, :n], np.concatenate(patches))
+
+
+@pytest.mark.parametrize(
+  ('chat', 'problem', 'message'),
+  [
+    ({}, '<image><image_pad>', 'has 2 <image_pad> for 1 pictures'),
+    ({}, 'Find', 'has 0 <image_pad> for 1 pictures'),
+    (
+      {'chat': "{{ messages[0]['content'][1]['text'] }}"},
+      '<image>Find',
+      'has 0 <image_pad> for 1 pictures',
+    ),
+  ],
+)
+def test_another_number_of_picture_tokens_is_refused(chat, problem, message):
+  with pytest.raises(ValueError, match=message):
+    prompts.encode(reader(**chat), [row(problem, (56, 56))], V)
+
+
+def test_a_tokenizer_without_the_token_of_pictures_is_refused():
+  with pytest.raises(ValueError, match='no token with id 99'):
+    prompts.encode(reader(), [row('Find')], dataclasses.replace(V, image_token=99))

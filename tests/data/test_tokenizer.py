@@ -8,11 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_jax.data import chat_templates
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.row import Row
 
 TOKENIZER = tokenizer_lib.load('characters', '{problem}\n')
 WRITTEN = tokenizer_lib.CHARACTERS[2:]  # each stands for itself
+
+
+def rows_of(*problems):
+  return [Row(problem, '') for problem in problems]
+
+
+def texts(tokenizer, rows):
+  """The prompts of these rows, decoded."""
+  ids_N = tokenizer_lib.encode_prompts(tokenizer, rows)
+  return [tokenizer.backend.decode(ids) for ids in ids_N]
+
+
+def chat(template, prompt='chat:{problem}'):
+  """The embedded tokenizer with this chat template."""
+  backend = tokenizer_lib.characters()
+  backend.chat_template = template
+  return tokenizer_lib.Tokenizer(backend, (1,), prompt)
 
 
 def test_one_token_per_character_and_one_for_the_box():
@@ -70,10 +87,9 @@ def test_a_tokenizer_is_its_file_with_any_model(tmp_path):
 
 
 def test_the_chat_template_wraps_the_problem():
-  chat = TOKENIZER._replace(template='chat:{problem}=')
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(chat, ['1+2'], 6)
-  np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 19, 4, 0]])
-  np.testing.assert_array_equal(length_N, [5])
+  wrapped = TOKENIZER._replace(template='chat:{problem}=')
+  assert tokenizer_lib.encode_prompts(wrapped, rows_of('1+2')) == [[7, 16, 8, 19, 4]]
+  assert tokenizer_lib.encode_prompts(wrapped, []) == []
 
 
 def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
@@ -82,11 +98,8 @@ def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
   loop = "{% for m in messages %}{{ '= ' + m['content'] }}{% endfor %}"
   tail = "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
   (tmp_path / 'chat_template.jinja').write_text(loop + tail)
-  chat = tokenizer_lib.load(str(tmp_path), 'chat:{problem}*')
-  tokens_NT, _ = tokenizer_lib.tokenize_prompts(chat, ['1+2'], 7)
-  np.testing.assert_array_equal(
-    tokens_NT, [tokenizer_lib.encode(TOKENIZER, ['= 1+2*\n'])[0]]
-  )
+  loaded = tokenizer_lib.load(str(tmp_path), 'chat:{problem}*')
+  assert texts(loaded, rows_of('1+2')) == ['= 1+2*\n']
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path):
@@ -94,29 +107,19 @@ def test_a_chat_without_a_template_is_refused(tmp_path):
   tokenizer.chat_template = None
   tokenizer.save_pretrained(tmp_path)
   assert tokenizer_lib.load(str(tmp_path), '{problem}').template == '{problem}'
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match='needs a chat template'):
     tokenizer_lib.load(str(tmp_path), 'chat:{problem}')
-  assert str(error.value) == (
-    "tokenizer.template: 'chat:{problem}' needs a chat template, and "
-    f'{str(tmp_path)!r} has none; write the whole prompt out, without chat:'
-  )
 
 
 def test_prompts_are_padded_on_the_right():
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TOKENIZER, ['1+2', '3'], 5)
+  tokens_NT, length_N = tokenizer_lib.pad([[7, 16, 8, 4], [9, 4]], ['1+2', '3'], 5)
   np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 4, 0], [9, 4, 0, 0, 0]])
   np.testing.assert_array_equal(length_N, [4, 2])
   assert tokens_NT.dtype == length_N.dtype == np.int32
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(TOKENIZER, [], 5)
+  tokens_NT, length_N = tokenizer_lib.pad([], [], 5)
   assert tokens_NT.shape == (0, 5) and length_N.shape == (0,)
-
-
-def test_a_problem_that_is_too_long_is_named():
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.tokenize_prompts(TOKENIZER, ['1', '1+2'], 3)
-  assert str(error.value) == (
-    "prompts.max_prompt_tokens=3 is too small: the prompt of '1+2' has 4 tokens"
-  )
+  with pytest.raises(ValueError, match=r"max_prompt_tokens=3 .* '1\+2' has 4 tokens"):
+    tokenizer_lib.pad([[9, 4], [7, 16, 8, 4]], ['3', '1+2'], 3)
 
 
 def test_a_response_is_its_mask_without_the_end_token():
@@ -139,11 +142,9 @@ def test_a_response_is_its_mask_without_the_end_token():
 )
 def test_an_unknown_character_is_named(problem, character):
   with pytest.raises(ValueError) as error:
-    tokenizer_lib.tokenize_prompts(TOKENIZER, ['1+1', problem], 9)
-  assert str(error.value) == (
-    f'tokenizer.path: no token for {character!r} of {problem + chr(10)!r}; take it out '
-    'of the problem or choose another tokenizer'
-  )
+    tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1+1', problem))
+  wrong = f'tokenizer.path: no token for {character!r} in {problem + chr(10)!r}'
+  assert wrong in str(error.value)
 
 
 @pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'nosuch', 'empty'])
@@ -161,7 +162,7 @@ def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp
   assert looked_up == []
   message = str(error.value)
   assert '\n' not in message and 'tokenizer.json' in message
-  reason = f'cannot load {name!r};' if name == 'empty' else f'no directory {name!r}'
+  reason = f'cannot load {name!r}' if name == 'empty' else f'no directory {name!r}'
   assert message.startswith(f'tokenizer.path: {reason}')
 
 
@@ -178,72 +179,93 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
   tokenizer = tokenizer_lib.characters()
   tokenizer.eos_token = None
   tokenizer.save_pretrained(tmp_path)
-  with pytest.raises(ValueError, match='names no end token; add eos_token_id to its'):
+  with pytest.raises(ValueError, match='no end token; add eos_token_id'):
     tokenizer_lib.load(str(tmp_path), '{problem}')
 
 
-def test_chat_templates_are_rendered_as_transformers_renders_them(tmp_path):
-  backend = tokenizer_lib.characters()
-  backend.chat_template = (
+def test_chat_templates_see_special_tokens():
+  template = (
     '{{ bos_token }}{% for m in messages %}{{ m.role|length }}{{ m.content|trim }}'
     '{{ eos_token }}{% endfor %}{% if add_generation_prompt %}={% endif %}'
   )
-  texts = [f' {i} + {i}' for i in range(50)]
-  expected = [
-    backend.apply_chat_template(
-      [{'role': 'user', 'content': text}], add_generation_prompt=True, tokenize=False
-    )
-    for text in texts
-  ]
-  template = backend.get_chat_template()
-  found = chat_templates.render(template, backend.special_tokens_map, texts)
-  assert found == expected
-  assert expected[3] == '43 + 3<eos>='
+  problems = rows_of(*(f' {i} + {i}' for i in range(50)))
+  assert texts(chat(template), problems)[3] == '43 + 3<eos>='
 
 
-# ChatML, with the system message that a model brings where none is given.
+# ChatML, with a system message of the model if none is given.
 CHATML = (
-  "{% if messages[0].role != 'system' %}<system>Help.\n{% endif %}"
-  '{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}'
-  '{% if add_generation_prompt %}<assistant>{% endif %}'
+  "{% if messages[0].role != 'system' %}(0)\n{% endif %}"
+  '{% for m in messages %}({{ m.role|length }}){{ m.content }}\n{% endfor %}'
+  '{% if add_generation_prompt %}(9){% endif %}'
 )
 
 
 def test_a_system_message_is_rendered_before_its_problem():
-  assert chat_templates.render(CHATML, {}, ['1+1', '2+2'], ['Be brief.', '']) == [
-    '<system>Be brief.\n<user>1+1\n<assistant>',
-    '<system>Help.\n<user>2+2\n<assistant>',
+  rows = [Row('1+1', '', '', '33'), Row('2+2', '')]
+  assert texts(chat(CHATML, 'chat:{problem}*'), rows) == [
+    '(6)33\n(4)1+1*\n(9)',
+    '(0)\n(4)2+2*\n(9)',
   ]
 
 
-def test_a_system_message_reaches_the_tokens():
-  backend = tokenizer_lib.characters()
-  backend.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'
-  chat = tokenizer_lib.Tokenizer(backend, (1,), 'chat:{problem}+')
-  rows = tokenizer_lib.encode_prompts(chat, ['1', '2'], ['33', ''])
-  assert [backend.decode(row) for row in rows] == ['33=1+=', '2+=']
-
-
 def test_a_system_message_without_a_place_is_refused():
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.encode_prompts(TOKENIZER, ['1+1', '1+2'], ['', 'Be brief.'])
-  assert str(error.value) == (
-    "tokenizer.template='{problem}\\n' has no place for the system message 'Be brief.' "
-    'of the problems; begin it with chat:, or take the system messages out of the data'
+  rows = [Row('1+1', ''), Row('1+2', '', '', 'Be brief.')]
+  with pytest.raises(ValueError, match="no place for the system message 'Be brief"):
+    tokenizer_lib.encode_prompts(TOKENIZER, rows)
+  assert tokenizer_lib.encode_prompts(TOKENIZER, rows[:1]) == [[7, 16, 7, 4]]
+  # The embedded template writes the last message only.
+  with pytest.raises(ValueError, match="leaves out the system message 'Be brief"):
+    tokenizer_lib.encode_prompts(TOKENIZER._replace(template='chat:{problem}'), rows)
+
+
+def test_a_message_with_pictures_is_given_to_the_template_in_parts():
+  template = (
+    "{% for c in messages[0].content %}{{ '<image>' if c.type == 'image' else c.text }}"
+    '|{% endfor %}'
   )
-  assert tokenizer_lib.encode_prompts(TOKENIZER, ['1'], ['']) == [[7, 4]]
-  # The embedded template writes the last message alone.
-  chat = TOKENIZER._replace(template='chat:{problem}')
-  with pytest.raises(ValueError, match="leaves out the system message 'Be brief'"):
-    tokenizer_lib.encode_prompts(chat, ['1+1'], ['Be brief'])
+  rows = rows_of('<image>', '1<image><image>2', '<image>3')
+  ids_N = tokenizer_lib.encode_prompts(chat(template, 'chat:{problem}=\n'), rows, '*')
+  assert [TOKENIZER.backend.decode(ids) for ids in ids_N] == [
+    '<image>|=\n|',
+    '1|<image>|<image>|2=\n|',
+    '<image>|3=\n|',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('template', 'reason'),
+  [
+    ('{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}', 'RecursionError'),
+    ("{{ raise_exception('no users') }}", 'TemplateError: no users'),
+    ('{% for', 'TemplateSyntaxError'),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'SecurityError'),
+  ],
+)
+def test_a_chat_template_that_fails_says_why(template, reason):
+  with pytest.raises(ValueError, match=f'tokenizer.template.*{reason}') as error:
+    tokenizer_lib.encode_prompts(chat(template), rows_of('1'))
+  assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('template', 'expected'),
+  [
+    ('{% for m in messages %}{{ m.content }}<eos>{% endfor %}', ('<eos>', True)),
+    ('{% for m in messages %}{{ m.content }}<pad>{% endfor %}', ('<pad>', False)),
+    ('{% for m in messages %}{{ m.content }}\n{% endfor %}', None),
+    ('<eos>', None),
+    (None, None),
+  ],
+)
+def test_the_token_after_an_answer_is_found(template, expected):
+  assert tokenizer_lib.turn_end(chat(template)) == expected
 
 
 def test_prompts_come_back_as_the_policy_reads_them():
-  backend = tokenizer_lib.characters()
-  backend.chat_template = '<eos>{{ messages[0].content }}<eos>='
-  chat = tokenizer_lib.Tokenizer(backend, (1,), 'chat:{problem} mod 7')
-  tokens_NT, length_N = tokenizer_lib.tokenize_prompts(chat, ['1+1', '10'], 20)
-  found = tokenizer_lib.decode_prompts(chat, tokens_NT, length_N)
+  asking = chat('<eos>{{ messages[0].content }}<eos>=', 'chat:{problem} mod 7')
+  ids_N = tokenizer_lib.encode_prompts(asking, rows_of('1+1', '10'))
+  tokens_NT, length_N = tokenizer_lib.pad(ids_N, ['1+1', '10'], 20)
+  found = tokenizer_lib.decode_prompts(asking, tokens_NT, length_N)
   assert found == ['<eos>1+1 mod 7<eos>=', '<eos>10 mod 7<eos>=']
 
 
@@ -256,31 +278,3 @@ def test_the_patches_of_a_picture_are_written_as_their_number():
   assert tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N) == texts
   found = tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N, image)
   assert found == ['(<image> x 16)7*(<image> x 2)3', '(<image> x 1)=1', '4']
-
-
-def test_a_chat_template_that_never_ends_is_stopped():
-  loop, end = '{% for i in range(99999) %}', '{% endfor %}'
-  with pytest.raises(
-    ValueError, match='does not end within 3 seconds of processor time'
-  ):
-    chat_templates.render(loop * 6 + end * 6, {}, ['1'])
-  # For one message in many, which a trial with the first would not show.
-  template = f"{{% if messages[0].content == '7' %}}{loop * 6}{end * 6}{{% endif %}}"
-  with pytest.raises(
-    ValueError, match='does not end within 3 seconds of processor time'
-  ):
-    chat_templates.render(template, {}, [str(i) for i in range(9)])
-
-
-@pytest.mark.parametrize(
-  ('template', 'reason'),
-  [
-    ("{{ 'x' * 10**11 }}", 'takes too much memory'),
-    ('{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}', 'calls itself without end'),
-    ("{{ raise_exception('no users') }}", 'TemplateError: no users'),
-    ('{% for', 'TemplateSyntaxError: '),
-  ],
-)
-def test_a_chat_template_that_fails_says_why(template, reason):
-  with pytest.raises(ValueError, match=reason):
-    chat_templates.render(template, {}, ['1'])

@@ -96,15 +96,19 @@ def compiled(chosen):
 
   def run(logp_BT, batch):
     opt = LONG.init(logp_BT)
-    after_BT, _, metrics = learner.learn(logp_BT, opt, batch, tx=LONG, objective=chosen)
+    after_BT, _, metrics, _ = learner.learn(
+      logp_BT, opt, batch, tx=LONG, objective=chosen
+    )
     return sides(after_BT - logp_BT, batch), metrics
 
   return jax.jit(run, compiler_options=FAST)
 
 
-def path_of(rule):
+def path_of(k):
   """The points of Algorithm 1's path, upper bound first."""
-  points = (clip.points(rule[n], rule[f'{n}_step']) for n in ('low', 'high'))
+  points = (
+    clip.points(getattr(k, n), getattr(k, f'{n}_step')) for n in ('low', 'high')
+  )
   lows, highs = points
   return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
 
@@ -115,9 +119,9 @@ def on_the_path(chosen):
 
   def at(point, logp_BT, batch):
     scale_B = loss.row_scale(batch.loss_mask_BT, chosen.aggregate, chosen.length)
-    knobs = chosen.clip_rule.keywords
+    k = chosen.clip_rule.keywords['k']
     given = clip.unclipped(logp_BT, batch, None)._replace(
-      low=point[0], high=point[1], cap=knobs['reused_high'], dual=knobs['dual']
+      low=point[0], high=point[1], cap=k.reused_high, dual=k.dual
     )
 
     def value(logp_BT):
@@ -142,7 +146,7 @@ def pairs():
 
 def refused(values) -> bool:
   clip_rule, loss_rule = values['clip.rule'], values['loss.rule']
-  if loss_rule == 'tis':
+  if loss_rule in ('tis', 'dppo_tv', 'sapo'):
     return clip_rule != 'unclipped'
   if clip_rule == 'recipe':
     return (loss_rule, values['loss.aggregate']) != ('clipped', 'token')
@@ -162,7 +166,8 @@ def test_the_share_reported_is_that_of_the_gradient_or_the_pair_is_refused(value
   for seed in range(4):
     data = stale(seed)
     (P, N), metrics = compiled(objective(**values))(*data)
-    np.testing.assert_allclose(metrics['clip/share'], P / (P + N), atol=1e-5)
+    # The gradient is read off a step of 2^24: every number of it is rounded twice.
+    making.close(metrics['clip/share'], P / (P + N), count=data[0].size, terms=1)
     assert 0.02 < metrics['clip/share'] < 0.98
 
 
@@ -185,7 +190,7 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
     narrow = {'low': (0.7, 1.0), 'high': (1.0, 1.5)}
     values |= {f'clip.balanced.{name}': value for name, value in narrow.items()}
   chosen, outcomes = objective(**values), set()
-  path = path_of(chosen.clip_rule.keywords)
+  path = path_of(chosen.clip_rule.keywords['k'])
   for seed in range(12):
     data = stale(seed, mean=0.1 * (seed - 8))
     _, metrics = compiled(chosen)(*data)
@@ -255,7 +260,7 @@ def test_rows_count_as_the_aggregate_scales_them():
   for how, share, steps in (('sequence', 1 / 2, 0), ('token', 1 / 5, 51)):
     found, metrics = outcome(data, **{'loss.aggregate': how})
     assert found == pytest.approx(share) and metrics['clip/search_steps'] == steps
-    np.testing.assert_allclose(metrics['clip/share'], share, rtol=1e-6)
+    np.testing.assert_allclose(metrics['clip/share'], share, rtol=making.RTOL)
 
 
 @pytest.mark.parametrize(

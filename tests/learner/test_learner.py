@@ -11,23 +11,24 @@ import numpy as np
 import optax
 import pytest
 
-from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip, diagnostics, loss
 from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.learner import learner, optimizer, scoring
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import logprobs
-from bapo_jax.types import Batch, ClipRule, Prompts
+from bapo_jax.types import ClipRule
 
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+B = P * G
+PRODUCTS = B * T * making.SPEC.width  # summed in a gradient of the tiny model
 AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 RULES = {
-  'fixed': functools.partial(clip.fixed, low=0.8, high=1.2),
-  'balanced': functools.partial(clip.balanced, target=0.4),
-  'to the caps': functools.partial(clip.balanced, target=1.0),
+  'fixed': making.bound(clip.fixed, low=0.8, high=1.2),
+  'balanced': making.bound(clip.balanced, target=0.4),
+  'to the caps': making.bound(clip.balanced, target=1.0),
 }
 # The mean over a response hardly leaves 1: what GSPO clips is narrow.
-NARROW = functools.partial(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
+NARROW = making.bound(clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5))
 ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
 PLAIN = optax.sgd(0.1)
@@ -64,7 +65,7 @@ def learn(rule, tx=PLAIN, **knobs):
 @functools.cache
 def score():
   return jax.jit(
-    lambda params, tokens_BT: logprobs.sequence_logprobs(
+    lambda params, tokens_BT: logprobs.sequence_stats(
       params, tokens_BT, making.SPEC, TEMPERATURE
     )[0]
   )
@@ -90,16 +91,14 @@ def same_bits(a, b):
   )
 
 
-def distance(a, b):
-  pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
-  return max(np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in pairs)
-
-
 def test_flatten_golden():
-  # Group 0 has 1 of 2 right (+1, -1), group 1 has both right (0, 0) and no seat.
+  # Group 0 has 1 of 2 right (+1/2, -1/2), group 1 has both right (0, 0) and no seat.
+  # A weight multiplies the advantages of its source.
   groups = making.groups([7, 8], [1, 2], [0, 0], G=2, T=3)
-  batch = learner.flatten(groups, jnp.asarray([2, -1]), advantage.group_relative)
-  np.testing.assert_allclose(batch.adv_B, [1, -1, 0, 0], atol=1e-5)
+  batch = learner.flatten(
+    groups, jnp.asarray([2, -1]), advantage.group_centred, weights=(1.0, 1.0, 0.5)
+  )
+  np.testing.assert_array_equal(batch.adv_B, [0.25, -0.25, 0, 0])
   np.testing.assert_array_equal(batch.loss_mask_BT[:2], groups.response_mask_PGT[0])
   np.testing.assert_array_equal(batch.loss_mask_BT[2:], False)
   np.testing.assert_array_equal(batch.tokens_BT[3], groups.tokens_PGT[1, 1])
@@ -110,21 +109,10 @@ def test_flatten_golden():
   assert batch.source_B.tolist() == [2, 2, -1, -1]
 
 
-def test_weights_multiply_the_advantages_of_their_source():
-  # Four groups with one of two right (+1, -1), from every source and from none.
-  groups = making.groups(range(4), [1] * 4, [0] * 4, G=2, T=3)
-  source_P = jnp.asarray([0, 1, 2, -1])
-  batch = learner.flatten(
-    groups, source_P, advantage.group_relative, weights=(1.0, 0.5, 0.0)
-  )
-  np.testing.assert_allclose(batch.adv_B[:6], [1, -1, 0.5, -0.5, 0, 0], atol=1e-5)
-  assert batch.loss_mask_BT[:6].any() and not batch.loss_mask_BT[6:].any()
-
-
 def test_one_update_raises_right_responses(params):
   # Unclipped and small, a step against the loss raises the likelihood of right rows.
   batch = rows(params)
-  after, _, metrics = learn('balanced')(params, PLAIN.init(params), batch)
+  after, _, metrics, _ = learn('balanced')(params, PLAIN.init(params), batch)
   gain_BT = (
     score()(after, batch.tokens_BT) - batch.behavior_logp_BT
   ) * batch.loss_mask_BT
@@ -135,7 +123,7 @@ def test_one_update_raises_right_responses(params):
 
 def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params):
   # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
-  batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(P * G))
+  batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(B))
 
   def far(params):
     log_r_BT = score()(params, batch.tokens_BT) - batch.behavior_logp_BT
@@ -144,12 +132,11 @@ def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params)
 
   value, grads, _ = gradient('clipped', kl=0.5)(params, batch)
   expected, expected_grads = jax.value_and_grad(far)(params)
-  np.testing.assert_allclose(value, 0.5 * expected, rtol=1e-5)
-  for found, wanted in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
-    # Sums that cancel are rounded like the largest of their leaf.
-    rounding = 5e-6 * float(jnp.abs(wanted).max())
-    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-4, atol=rounding)
-  assert far(params) > 0
+  making.close(value, 0.5 * expected, count=PRODUCTS)
+  making.close_trees(
+    grads, jax.tree.map(lambda g: 0.5 * g, expected_grads), count=PRODUCTS
+  )
+  assert expected > 0
 
 
 @functools.cache
@@ -163,14 +150,8 @@ def gradient(loss_rule, **knobs):
   )
 
 
-def norm(tree):
-  return np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(tree)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'parts', [pytest.param(n, marks=pytest.mark.nightly) for n in (2, 8)] + [4]
-)
+@pytest.mark.parametrize('parts', [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize(
   ('loss_rule', 'aggregate'),
   [*(('clipped', how) for how in AGGREGATES), ('sequence', 'sequence')],
@@ -180,68 +161,75 @@ def test_micro_batches_change_neither_bounds_nor_gradient(
 ):
   # Rows of all lengths, one without a token: sums and counts travel, means do not.
   batch = rows(params, noise=0.4)
-  short_BT = jnp.arange(T)[None] < jnp.arange(3, 3 + P * G)[:, None]
+  short_BT = jnp.arange(T)[None] < jnp.arange(3, 3 + B)[:, None]
   batch = batch._replace(loss_mask_BT=batch.loss_mask_BT & short_BT)
   knobs = dict(aggregate=aggregate, length=T)
   value, grads, seen = gradient(loss_rule, **knobs)(params, batch)
   stats, bounds = seen
-  assert bounds.search_steps > 0 and norm(grads) > 1e-3
+  assert bounds.search_steps > 0 and optax.tree.norm(grads) > 1e-3
   gain_BT, _ = loss.RULES[loss_rule](stats.logp_BT, batch, lambda _: bounds)
   scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
-  np.testing.assert_allclose(value, -(gain_BT.sum(1) * scale_B).sum(), atol=1e-6)
+  summed = -(gain_BT.sum(1) * scale_B).sum()
+  # Terms of both signs cancel in the loss: its error is that of the terms.
+  terms = float(jnp.abs(gain_BT).max() * scale_B.max() * batch.loss_mask_BT.sum())
+  making.close(value, summed, count=B * T, terms=terms)
   accumulated = gradient(loss_rule, grad_accum_steps=parts, **knobs)(params, batch)
   for name, bound in bounds._asdict().items():
     assert getattr(accumulated[2][1], name) == bound, name
-  error = norm(jax.tree.map(jnp.subtract, accumulated[1], grads)) / norm(grads)
-  print(f'{parts} micro-batches: relative error of the gradient {error:.2g}')
-  assert error < 2e-6
-  # Of terms around 1 that cancel.
-  np.testing.assert_allclose(accumulated[0], value, atol=1e-7)
+  making.close_trees(accumulated[1], grads, count=PRODUCTS)
+  making.close(accumulated[0], value, count=B * T, terms=terms)
 
 
 @pytest.mark.parametrize('loss_rule', loss.RULES)
 def test_every_loss_rule_learns_from_stale_rows(params, loss_rule):
   # By its own loss, and in the direction of what was right.
   batch = rows(params, noise=0.1)
-  searched = loss_rule not in ('cispo', 'tis')
+  searched = loss_rule in ('clipped', 'decoupled', 'sequence')
   chosen = objective(
     clip.balanced if searched else clip.unclipped, loss_rule, aggregate='sequence'
   )
   step = jax.jit(
     functools.partial(learner.learn, tx=PLAIN, objective=chosen), compiler_options=FAST
   )
-  after, _, metrics = step(params, PLAIN.init(params), batch)
+  after, _, metrics, _ = step(params, PLAIN.init(params), batch)
   before_BT = score()(params, batch.tokens_BT)
   gain_BT = (score()(after, batch.tokens_BT) - before_BT) * batch.loss_mask_BT
   assert (gain_BT * batch.adv_B[:, None]).sum() > 0
   assert np.isfinite(metrics['loss/value']) and metrics['learner/grad_norm'] > 0
 
 
-@pytest.mark.parametrize('parts', [2, 4])
-def test_micro_batches_make_the_same_update_and_the_same_metrics(params, parts):
-  batch, opt = rows(params, noise=0.4), PLAIN.init(params)
-  whole, _, metrics = learn('balanced')(params, opt, batch)
-  accumulated, _, metrics_accumulated = learn('balanced', grad_accum_steps=parts)(
-    params, opt, batch
-  )
-  assert 0 < metrics['clip/fraction'] < 1 and distance(whole, params) > 1e-3
-  assert distance(whole, accumulated) < 1e-6
-  assert metrics.keys() == metrics_accumulated.keys()
-  for name, value in metrics.items():
-    np.testing.assert_allclose(metrics_accumulated[name], value, rtol=1e-4, atol=1e-6)
-
-
-def test_micro_batches_search_over_the_whole_minibatch(params):
+@pytest.mark.parametrize('loss_rule', ['clipped', 'dppo_tv'])
+def test_micro_batches_make_the_same_update_and_record_the_same_tokens(
+  params, loss_rule
+):
   # All positive tokens in one half: a search per micro-batch would see shares 1 and 0.
-  batch = rows(params, noise=0.4)
-  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), P * G // 2))
-  opt = PLAIN.init(params)
-  whole, metrics = (
-    learn('balanced', grad_accum_steps=n)(params, opt, batch)[2] for n in (1, 2)
+  batch, opt = rows(params, noise=0.4), PLAIN.init(params)
+  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), B // 2))
+  clip_rule = RULES['balanced'] if loss_rule == 'clipped' else clip.unclipped
+  (after, _, metrics, tokens), (summed, _, other, other_tokens) = (
+    jax.jit(
+      functools.partial(
+        learner.learn,
+        tx=PLAIN,
+        objective=objective(clip_rule, loss_rule, grad_accum_steps=n),
+      ),
+      compiler_options=FAST,
+    )(params, opt, batch)
+    for n in (1, 2)
   )
-  assert whole['clip/search_steps'] > 0
-  for name in ('clip/low', 'clip/high', 'clip/search_steps'):
-    assert metrics[name] == whole[name], name
+  assert 0 < metrics['clip/fraction'] < 1
+  assert (metrics['clip/search_steps'] > 0) == (loss_rule == 'clipped')
+  moved, moved_summed = (
+    jax.tree.map(jnp.subtract, tree, params) for tree in (after, summed)
+  )
+  making.close_trees(moved_summed, moved, count=PRODUCTS)
+  for name in ('clip/low', 'clip/high', 'clip/search_steps', 'clip/fraction'):
+    assert other[name] == metrics[name], name
+  assert metrics.keys() == other.keys()
+  # The record of the tokens says what the metrics say.
+  np.testing.assert_array_equal(other_tokens.cut_BT, tokens.cut_BT)
+  cut = tokens.cut_BT.sum() / batch.loss_mask_BT.sum()
+  np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=making.RTOL)
 
 
 def test_micro_batches_may_search_by_themselves(params):
@@ -252,8 +240,8 @@ def test_micro_batches_may_search_by_themselves(params):
   first_B = objective_lib.micro_batches(batch, chosen).mine(0)[:, 0]
   batch = batch._replace(adv_B=jnp.where(first_B, jnp.float32(0.2), -1))
   _, grads, (_, bounds) = gradient('clipped', **knobs)(params, batch)
-  assert bounds.low.shape == (P * G, 1)
-  assert 0 < first_B.sum() < P * G
+  assert bounds.low.shape == (B, 1)
+  assert 0 < first_B.sum() < B
   np.testing.assert_array_equal(bounds.search_steps[:, 0], jnp.where(first_B, 0, 51))
   # The gradient is the sum of the parts', each under the bounds it found.
   halves = []
@@ -265,20 +253,7 @@ def test_micro_batches_may_search_by_themselves(params):
     share = loss_mask_BT.sum() / batch.loss_mask_BT.sum()
     halves.append(jax.tree.map(lambda g, share=share: g * share, found))
   expected = jax.tree.map(jnp.add, *halves)
-  assert norm(jax.tree.map(jnp.subtract, grads, expected)) < 1e-5 * norm(expected)
-
-
-def test_no_second_forward_pass_with_one_micro_batch_or_bounds_of_each(params):
-  batch = rows(params)
-
-  def passes(**knobs):
-    text = gradient('clipped', **knobs).lower(params, batch).as_text()
-    return text.count('stablehlo.while')
-
-  assert passes() < passes(grad_accum_steps=2)
-  assert passes(grad_accum_steps=2, bounds_scope='micro_batch') < passes(
-    grad_accum_steps=2
-  )
+  making.close_trees(grads, expected, count=PRODUCTS)
 
 
 def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
@@ -293,7 +268,7 @@ def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
 
   def record(params, opt, batch):
     seen.append(batch)
-    return None, opt, {}
+    return None, opt, {}, None
 
   knobs = dict(advantage_rule=advantage.group_relative, epochs=2, minibatches=4)
   source_P, key = jnp.zeros(8, jnp.int32), jax.random.key(0)
@@ -304,7 +279,7 @@ def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
   for batch in seen:
     wanted_BT = score()(params, batch.tokens_BT)
     mask_BT = batch.loss_mask_BT
-    np.testing.assert_allclose(batch.prox_BT[mask_BT], wanted_BT[mask_BT], atol=1e-5)
+    making.close(batch.prox_BT[mask_BT], wanted_BT[mask_BT], count=PRODUCTS)
 
 
 @pytest.mark.parametrize('fresh_moments', [True, False])
@@ -312,9 +287,9 @@ def test_without_a_group_nothing_changes(params, fresh_moments):
   # Adam's moments would carry the weights on: no seat earned means no update at all.
   batch, opt = rows(params), ADAM.init(params)
   if not fresh_moments:
-    params, opt, _ = learn('balanced', ADAM)(params, opt, batch)
+    params, opt, *_ = learn('balanced', ADAM)(params, opt, batch)
   nothing = batch._replace(loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
-  after, opt_after, metrics = learn('balanced', ADAM)(params, opt, nothing)
+  after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, nothing)
   assert same_bits(after, params) and same_bits(opt_after, opt)
   lost = {name for name, value in metrics.items() if not np.isfinite(value)}
   assert lost == diagnostics.OF_SOME | {'rollout/logp_diff', 'rollout/logp_diff_max'}
@@ -325,7 +300,7 @@ def test_without_a_group_nothing_changes(params, fresh_moments):
 def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   # One number is enough to spoil all weights; nothing of it may stay in the moments.
   batch, opt = rows(params), ADAM.init(params)
-  params, opt, metrics = learn('balanced', ADAM)(params, opt, batch)
+  params, opt, metrics, _ = learn('balanced', ADAM)(params, opt, batch)
   assert not metrics['learner/skipped']
   # Infinite advantage; or an importance ratio that overflows.
   bad = {'adv_B': jnp.inf, 'behavior_logp_BT': -1e4}[field]
@@ -336,76 +311,25 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
     field == 'behavior_logp_BT'
   ):  # clipping saves a positive token, nothing a negative one
     broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
-  after, opt_after, metrics = learn('balanced', ADAM)(params, opt, broken)
+  after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, broken)
   assert metrics['learner/skipped']
   assert same_bits(after, params) and same_bits(opt_after, opt)
   # And the next one is made as if nothing had been.
-  after, _, metrics = learn('balanced', ADAM)(after, opt_after, batch)
-  expected, _, _ = learn('balanced', ADAM)(params, opt, batch)
+  after, _, metrics, _ = learn('balanced', ADAM)(after, opt_after, batch)
+  expected, *_ = learn('balanced', ADAM)(params, opt, batch)
   assert not metrics['learner/skipped'] and same_bits(after, expected)
-  assert distance(after, params) > 0
-
-
-def assert_every_rule_agrees(params, batch):
-  opt = ADAM.init(params)
-  after, opt_after, metrics = learn('fixed', ADAM)(params, opt, batch)
-  assert distance(after, params) > 1e-3 and metrics['clip/fraction'] == 0
-  for rule in RULES:
-    found, found_opt, metrics = learn(rule, ADAM)(params, opt, batch)
-    assert metrics['clip/fraction'] == 0, rule
-    assert same_bits(found, after) and same_bits(found_opt, opt_after), rule
-  assert metrics['clip/search_steps'] == 51  # the search did run, and to its caps
+  assert not same_bits(after, params)
 
 
 def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
-  assert_every_rule_agrees(params, rows(params))
-
-
-def test_just_sampled_tokens_are_at_ratio_one(params):
-  rng = np.random.default_rng(0)
-  prompts = Prompts(
-    np.arange(P, dtype=np.int32),
-    rng.integers(2, 11, (P, 4)).astype(np.int32),
-    np.asarray([4, 3, 2, 4], np.int32),
-  )
-  sampled = making.generate(
-    params,
-    prompts,
-    np.arange(P * G, dtype=np.uint32),
-    jax.random.key(1),
-    spec=making.SPEC,
-    group_size=G,
-    max_new_tokens=T - 4,
-    temperature=TEMPERATURE,
-    eos=(1,),
-    max_num_seqs=8,
-    prefill_batch_size=4,
-    tokens_per_dispatch=4,
-  )
-  reward_PG = jnp.asarray(rng.random((P, G)) < 0.5, jnp.float32)
-  adv_B = advantage.group_relative(reward_PG).reshape(-1)
-  batch = Batch(
-    sampled.tokens_BT,
-    sampled.response_mask_BT,
-    sampled.logp_BT,
-    sampled.logp_BT,
-    adv_B,
-    jnp.zeros(P * G, jnp.int32),
-    sampled.response_mask_BT,
-  )
-  assert_every_rule_agrees(params, batch)
-
-
-def test_eight_devices_make_the_update_of_one(params):
-  batch = rows(params, noise=0.4)
-  alone, _, metrics = learn('balanced')(params, PLAIN.init(params), batch)
-  devices = sharding.make(data=4, fsdp=2)
-  split = jax.device_put(params, sharding.shardings(params, devices))
-  batch = jax.device_put(batch, sharding.over_rows(devices))
-  after, _, metrics_split = learn('balanced')(split, PLAIN.init(split), batch)
-  assert distance(alone, after) < 1e-5
-  for name, value in metrics.items():
-    np.testing.assert_allclose(metrics_split[name], value, rtol=1e-3, atol=1e-5)
+  batch, opt = rows(params), ADAM.init(params)
+  after, opt_after, metrics, _ = learn('fixed', ADAM)(params, opt, batch)
+  assert not same_bits(after, params) and metrics['clip/fraction'] == 0
+  for rule in RULES:
+    updated, updated_opt, metrics, _ = learn(rule, ADAM)(params, opt, batch)
+    assert metrics['clip/fraction'] == 0, rule
+    assert same_bits((updated, updated_opt), (after, opt_after)), rule
+  assert metrics['clip/search_steps'] == 51  # the search did run, and to its caps
 
 
 def test_update_visits_every_group_once_per_epoch_and_whole():
@@ -414,9 +338,9 @@ def test_update_visits_every_group_once_per_epoch_and_whole():
 
   def record(params, opt, batch):
     visits.append(batch)
-    return params, opt + 1, {'n': len(visits)}
+    return params, opt + 1, {'n': len(visits)}, None
 
-  _, opt, metrics = learner.update(
+  _, opt, updates = learner.update(
     None,
     0,
     groups,
@@ -427,7 +351,7 @@ def test_update_visits_every_group_once_per_epoch_and_whole():
     epochs=3,
     minibatches=4,
   )
-  assert opt == 12 and [t['n'] for t in metrics] == list(range(1, 13))
+  assert opt == 12 and [u.metrics['n'] for u in updates] == list(range(1, 13))
   adv_PG = np.asarray(advantage.group_relative(groups.reward_PG))
   orders = []
   for batch in visits:
@@ -437,7 +361,7 @@ def test_update_visits_every_group_once_per_epoch_and_whole():
       same = (np.asarray(groups.tokens_PGT) == tokens_GT).all((1, 2))
       assert same.sum() == 1
       orders.append(int(same.argmax()))
-      np.testing.assert_allclose(adv_G, adv_PG[orders[-1]], atol=1e-6)
+      making.close(adv_G, adv_PG[orders[-1]], count=G)
   epochs = [tuple(orders[i : i + 8]) for i in (0, 8, 16)]
   assert all(sorted(order) == list(range(8)) for order in epochs)
   assert len(set(epochs)) == 3
@@ -452,7 +376,8 @@ def test_optimizer_warms_up_and_limits_the_norm():
   for _ in range(6):
     step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
     sizes.append(float(jnp.abs(step['w']).max()))
-  np.testing.assert_allclose(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-4)
+  # Clipped to a norm of 1 the gradient is .58 in each place: eps 1e-8 is no part of it.
+  making.close(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], count=16)
 
 
 def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
@@ -477,7 +402,7 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
     moves, moments = plain.update(wide, moments, exact)
     exact = optax.apply_updates(exact, moves)
   for name, kind in kinds.items():
-    np.testing.assert_allclose(state.master[name], exact[name], rtol=1e-6)
+    making.close(state.master[name], exact[name], count=16 * 20)
     assert params[name].dtype == kind and state.master[name].dtype == jnp.float32
     np.testing.assert_array_equal(params[name], state.master[name].astype(kind))
   # From 1 on half of bfloat16's spacing is 0.0039, four steps: together they arrive.
@@ -512,11 +437,11 @@ def visits(filled, P, minibatches, epochs=1, masked=()):
     filled_P = np.asarray(batch.loss_mask_BT).any(1)[::2]
     assert ((np.asarray(batch.source_B)[::2] >= 0) == filled_P).all()
     seen.append((problems[filled_P].tolist(), len(problems)))
-    return params, opt + 1, {'update': opt}
+    return params, opt + 1, {'update': opt}, None
 
   source_P = jnp.where(jnp.arange(P) < filled, 0, -1)
   knobs = dict(advantage_rule=advantage.group_centred, epochs=epochs)
-  _, opt, metrics = learner.update(
+  _, opt, updates = learner.update(
     None,
     0,
     groups,
@@ -526,8 +451,15 @@ def visits(filled, P, minibatches, epochs=1, masked=()):
     minibatches=minibatches,
     **knobs,
   )
-  assert [m['update'] for m in metrics] == list(range(opt))
+  assert [u.metrics['update'] for u in updates] == list(range(opt))
   return seen
+
+
+def test_groups_without_a_token_to_train_on_take_no_update():
+  # 4 of 8 seats are filled, 2 of them with groups whose responses are all masked out.
+  seen = visits(4, P=8, minibatches=4, masked=(0, 3))
+  assert [sorted(problems) for problems, _ in seen] == [[1, 2]]
+  assert visits(4, P=8, minibatches=4, masked=range(4)) == []
 
 
 @pytest.mark.parametrize('filled', range(13))
@@ -541,20 +473,10 @@ def test_an_underfilled_batch_takes_as_many_updates_as_its_groups_need(filled):
     assert sum(sizes) == filled and max(sizes, default=0) - min(sizes, default=0) <= 1
     assert sorted(p for problems, _ in epoch for p in problems) == list(range(filled))
   assert {seats for _, seats in seen} <= {3}, 'one shape, one compile'
-
-
-def test_groups_without_a_token_to_train_on_take_no_update():
-  # 4 of 8 seats are filled, 2 of them with groups whose responses are all masked out.
-  seen = visits(4, P=8, minibatches=4, masked=(0, 3))
-  assert [sorted(problems) for problems, _ in seen] == [[1, 2]]
-  assert visits(4, P=8, minibatches=4, masked=range(4)) == []
-
-
-def test_a_full_batch_is_split_as_its_permutation_says():
-  seen = visits(12, P=12, minibatches=4)
-  (key,) = jax.random.split(jax.random.key(3), 1)
-  order = np.asarray(jax.random.permutation(key, 12)).reshape(4, 3).tolist()
-  assert [problems for problems, _ in seen] == order
+  if filled == 12:  # no seat is empty: the permutation alone decides
+    keys = jax.random.split(jax.random.key(3), 2)
+    orders = [np.asarray(jax.random.permutation(key, 12)).reshape(4, 3) for key in keys]
+    assert [problems for problems, _ in seen] == np.concatenate(orders).tolist()
 
 
 @pytest.mark.parametrize('aggregate', AGGREGATES)
@@ -564,7 +486,7 @@ def test_the_gradient_of_a_partial_minibatch_is_scaled_as_its_share(
 ):
   # Three of four groups have a seat: the gradient is 3/4 of that of these three alone.
   batch = rows(params, noise=0.1)
-  half = P * G * 3 // 4
+  half = B * 3 // 4
   partial = batch._replace(
     source_B=batch.source_B.at[half:].set(-1),
     loss_mask_BT=batch.loss_mask_BT.at[half:].set(False),
@@ -575,16 +497,10 @@ def test_the_gradient_of_a_partial_minibatch_is_scaled_as_its_share(
     params, partial
   )
   expected, wanted, _ = gradient('clipped', **knobs)(params, alone)
-  np.testing.assert_allclose(value, 0.75 * expected, rtol=1e-5, atol=1e-7)
+  making.close(value, 0.75 * expected, count=B * T, terms=1)
   wanted = jax.tree.map(lambda g: 0.75 * g, wanted)
-  assert norm(jax.tree.map(jnp.subtract, grads, wanted)) < 1e-5 * norm(wanted)
-
-
-@pytest.mark.parametrize('rows', [*range(1, 50), 255, 256, 1000])
-def test_the_share_of_a_full_minibatch_is_exactly_1(rows):
-  batch = making.batch(np.ones(rows), np.ones((rows, 1), bool))
-  assert float(jax.jit(objective_lib.filled_share)(batch)) == 1.0
-  partial = batch._replace(source_B=np.where(np.arange(rows) == 0, -1, 0))
-  np.testing.assert_allclose(
-    objective_lib.filled_share(partial), (rows - 1) / rows, rtol=1e-6
-  )
+  making.close_trees(grads, wanted, count=PRODUCTS)
+  # And a full minibatch is scaled by exactly 1, whatever its number of rows.
+  for n in (*range(1, 50), 1000):
+    full = making.batch(np.ones(n), np.ones((n, 1), bool))
+    assert float(objective_lib.filled_share(full)) == 1.0

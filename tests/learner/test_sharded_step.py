@@ -43,7 +43,7 @@ def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split,
   spec = dataclasses.replace(SPEC, tied=tied)
   params = making.params(spec)
   objective = objective_lib.Objective(
-    clip_rule=functools.partial(clip.balanced, target=0.4),
+    clip_rule=making.bound(clip.balanced, target=0.4),
     loss_rule=loss.clipped,
     spec=spec,
     schedule=Schedule(remat, split),
@@ -53,23 +53,20 @@ def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split,
   )
   learn = functools.partial(learner.learn, tx=PLAIN, objective=objective)
   rows, opt = batch(making.params(SPEC)), PLAIN.init(params)
-  after, _, metrics = jax.jit(learn)(params, opt, rows)
+  after, _, metrics, _ = jax.jit(learn)(params, opt, rows)
   devices = sharding.make(2, 2, 2)
   spread = jax.device_put(params, sharding.shardings(params, devices))
   step = sharding.under(devices, jax.jit(learn))
   rows = jax.device_put(rows, sharding.over_rows(devices))
-  after_spread, _, metrics_spread = step(spread, opt, rows)
+  after_spread, _, metrics_spread, _ = step(spread, opt, rows)
   assert 0 < metrics['clip/fraction'] < 1
-  np.testing.assert_allclose(
-    metrics_spread['loss/value'], metrics['loss/value'], rtol=1e-5
+  making.close(
+    metrics_spread['loss/value'], metrics['loss/value'], count=P * G * T, terms=1
   )
   moved, moved_spread = (
     jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, params)
     for tree in (after, after_spread)
   )
-  for path, gradient in jax.tree.leaves_with_path(moved):
-    found = dict(jax.tree.leaves_with_path(moved_spread))[path]
-    size = np.abs(gradient).max()
-    assert size > 0
-    name = sharding.path_name(path)
-    np.testing.assert_allclose(found, gradient, atol=1e-5 * size, err_msg=name)
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(moved))
+  # Weights of size 1 that moved: the difference has their rounding.
+  making.close_trees(moved_spread, moved, count=P * G * T * SPEC.width)

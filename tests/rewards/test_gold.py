@@ -4,8 +4,9 @@ import pathlib
 
 import pytest
 
-from bapo_jax.data import countdown, local_files, synthetic
+from bapo_jax.data import local_files
 from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import gold, verifiers
 

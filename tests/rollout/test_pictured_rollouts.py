@@ -149,12 +149,10 @@ def test_eight_devices_sample_the_same(sampled):
 
 
 def test_every_shape_is_compiled_at_the_start():
-  run = rollouts()
+  run, jitted = rollouts(), (decode.admit, decode.refresh, decode.run)
   run.engine.warm_up(ACTOR, KEY, places=P)
-  compiled = [f._cache_size() for f in (decode.admit, decode.refresh, decode.run)]
+  compiled = [f._cache_size() for f in jitted]
   run.decode(ACTOR, KEY, max_tokens=3)
   run.refresh(ACTOR)
   run.decode(ACTOR, KEY)
-  assert compiled == [
-    f._cache_size() for f in (decode.admit, decode.refresh, decode.run)
-  ]
+  assert compiled == [f._cache_size() for f in jitted]

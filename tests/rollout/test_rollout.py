@@ -23,8 +23,10 @@ from three_problems import (
 from bapo_jax import types
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.models import decoder
+from bapo_jax.rewards import rewards
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout
+from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer
 
@@ -37,26 +39,27 @@ def sample(
   step,
   policy_version,
   params=PARAMS,
-  known=None,
   engine=ENGINE,
   rollouts=None,
   verifier=None,
+  shape=rewards.plain,
+  first_uid=0,
   **knobs,
 ) -> rollout.Rollout:
   """A rollout of the problems with these ids; odd responses are right."""
-  known = known or problems()
+  verifier = verifier or making.OddVerifier()
   return rollout.rollout(
     rollouts or PartialRollouts(engine, len(ids)),
     decoder.actor(params, SPEC),
-    prompts.prompts_by_id(known, ids),
+    prompts.prompts_by_id(problems(), ids),
     jax.random.key(0),
-    problems=known,
-    tokenizer=TOKENIZER,
-    verifier=verifier or making.OddVerifier(),
-    timer=PhaseTimer(),
+    verification=rollout.Verification(
+      problems(), TOKENIZER, verifier, PhaseTimer(), shape
+    ),
     step=step,
     policy_version=policy_version,
-    **knobs,
+    first_uid=first_uid,
+    k=RolloutConfig(**knobs),
   )
 
 
@@ -94,21 +97,22 @@ def test_an_empty_seat_is_an_empty_row(groups):
 
 
 def test_the_verdict_is_on_the_response_alone(sampled):
-  groups, texts = sampled.groups, rollout.texts(TOKENIZER, sampled.groups)
-  assert [len(group) for group in texts] == [GROUP] * 3
-  assert sampled.texts == [text for group in texts for text in group]
-  for p in (0, 2):
+  groups, correct = sampled.groups, []
+  for p, g in np.ndindex(3, GROUP):
+    text = sampled.texts[p * GROUP + g]
+    correct.append(len(text) % 2 == 1)
+    if p == 1:  # an empty seat
+      assert not text
+      continue
     prompt = PROBLEMS[int(groups.id_P[p])] + '\n'
-    for g in range(GROUP):
-      row = np.asarray(groups.tokens_PGT[p, g])
-      n = len(tokenizer.encode(TOKENIZER, [prompt])[0])
-      ids = row[n : n + int(groups.response_mask_PGT[p, g].sum())]
-      assert texts[p][g] == ''.join(tokenizer.CHARACTERS[i] for i in ids if i != 1)
-  correct = [[len(text) % 2 == 1 for text in group] for group in texts]
-  assert 0 < np.sum(correct) < 2 * GROUP  # or nothing was tested
-  np.testing.assert_array_equal(groups.correct_PG, correct)
-  np.testing.assert_array_equal(groups.reward_PG, np.asarray(correct, np.float32))
-  assert [verdict.right for verdict in sampled.verdicts] == np.ravel(correct).tolist()
+    row, n = np.asarray(groups.tokens_PGT[p, g]), len(prompt)
+    assert row[:n].tolist() == tokenizer.encode(TOKENIZER, [prompt])[0]
+    ids = row[n : n + int(groups.response_mask_PGT[p, g].sum())]
+    assert text == ''.join(tokenizer.CHARACTERS[i] for i in ids if i != 1)
+  assert 0 < sum(correct) < 2 * GROUP  # or nothing was tested
+  assert [verdict.right for verdict in sampled.verdicts] == correct
+  np.testing.assert_array_equal(np.ravel(groups.correct_PG), correct)
+  np.testing.assert_array_equal(np.ravel(groups.reward_PG), np.float32(correct))
 
 
 def test_each_response_is_verified_against_its_own_answer():
@@ -148,13 +152,11 @@ def test_rewards_are_shaped_on_the_way_out(sampled):
   assert shaped == sampled.texts
 
 
-def carried(
-  steps: int, budget: int, max_age: int, max_num_seqs: int, cache: str = 'refresh'
-):
+def carried(steps, max_num_seqs, **knobs):
   """Groups of each step under weights that change, and the rollouts at the end."""
   engine = dataclasses.replace(ENGINE, max_num_seqs=max_num_seqs)
-  rollouts = PartialRollouts(engine, 2 * (max_age + 1))
-  found = []
+  rollouts = PartialRollouts(engine, 2 * (knobs['max_off_policy_steps'] + 1))
+  groups = []
   for step in range(steps):
     now = sample(
       [step % 3, (step + 1) % 3],
@@ -163,12 +165,10 @@ def carried(
       policy_version=step,
       rollouts=rollouts,
       first_uid=step * 2 * GROUP,
-      max_tokens_per_step=budget,
-      max_off_policy_steps=max_age,
-      cache=cache,
+      **knobs,
     )
-    found.append(jax.tree.map(np.asarray, now.groups))
-  return found, rollouts
+    groups.append(jax.tree.map(np.asarray, now.groups))
+  return groups, rollouts
 
 
 @hypothesis.given(
@@ -180,9 +180,10 @@ def carried(
 @hypothesis.settings(max_examples=15, deadline=None)
 def test_no_token_is_older_than_its_bound(budget, max_age, slots, cache):
   steps = 6
-  found, rollouts = carried(steps, budget, max_age, slots, cache)
+  knobs = {'max_tokens_per_step': float(budget), 'max_off_policy_steps': max_age}
+  carried_groups, rollouts = carried(steps, slots, cache=cache, **knobs)
   returned = []
-  for step, groups in enumerate(found):
+  for step, groups in enumerate(carried_groups):
     assert groups.id_P.shape == (2,)
     filled_P = groups.completed_step_P >= 0
     np.testing.assert_array_equal(filled_P, groups.id_P >= 0)
@@ -223,7 +224,7 @@ def test_a_quarter_of_the_longest_at_a_time_finishes_the_same_responses():
         policy_version=0,
         rollouts=rollouts,
         first_uid=first,
-        max_tokens_per_step=-(-NEW // 4),
+        max_tokens_per_step=-(-NEW // 4.0),
         max_off_policy_steps=9,
         cache='keep',
       ).groups

@@ -1,155 +1,97 @@
-"""Whole runs on drawn pictures: the four cells, interrupted and resumed, one bit alike.
-
-One warm start of two steps serves all, and a verdict that any text may earn: there is
-something to learn at once. What is trained is then exported, evaluated and shown.
-"""
+"""Runs on drawn pictures: the four cells, export, evaluation, the viewer."""
 
 import io
 import json
-import shutil
-import signal
 
 import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
+import runs
 from pictured import DRAWN
 from rich.console import Console
-from runs import last_run, one_device, same, tiny
+from runs import last_run, tiny
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.run import experiment
 from bapo_jax.runtime import metrics
-from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import build, policy, resolve, weights
+from bapo_jax.training import build, policy, weights
 
 CELLS = {
   'grpo': {'batch.rule': 'fresh_only', 'clip.rule': 'fixed'},
   'batch_adaptation': {'batch.rule': 'adapted', 'clip.rule': 'fixed'},
   'balanced': {'batch.rule': 'fresh_only', 'clip.rule': 'balanced'},
-  'both': {'batch.rule': 'adapted', 'clip.rule': 'balanced'},
+  'adapters': {'lora.rank': 2},
+  'trained tower': {'model.train_tower': True, 'optimizer.lr': 1e-2},
+  'bfloat16': {'model.dtype': 'bfloat16', 'optimizer.lr': 1e-2},
 }
-PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 5}
 
 
-@pytest.fixture(scope='module')
-def warm(tmp_path_factory):
-  """A workdir with the policy after its warm start."""
-  path = tmp_path_factory.mktemp('warm')
-  made = tiny(**DRAWN)
-  with one_device():
-    material = build.read(made, resolve.open_model(made), str(path))
-    policy.load(
-      made, str(path), material.tokenizer, resolve.make_mesh(made), PhaseTimer()
-    )
-  return path
+@pytest.fixture(scope='module', params=CELLS)
+def trained(request, tmp_path_factory) -> runs.Recorded:
+  """Returns a run of two steps on pictures."""
+  knobs = {'steps': 2, 'evaluate.every': 9} | CELLS[request.param]
+  config, workdir = tiny(**DRAWN | knobs), tmp_path_factory.mktemp('run')
+  assert runs.train(config, workdir, making.OddVerifier) == 0
+  return runs.Recorded(config, workdir, making.OddVerifier)
 
 
-@pytest.fixture(autouse=True)
-def easy(monkeypatch):
-  """Responses of an odd number of characters are right."""
-  monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
-
-
-def config_of(**knobs):
-  return tiny(**DRAWN | {'evaluate.every': 9} | knobs)
-
-
-def train(warm, path, status=0, **knobs):
-  """The run in a copy of the warm start, or as it goes on there."""
-  if not path.exists():
-    shutil.copytree(warm, path)
-  with one_device():
-    assert experiment.train(config_of(**knobs), str(path)) == status
-  return path
-
-
-def trained(saved):
-  """The parts of the weights that a checkpoint holds."""
-  names = [name.split('/') for name in saved.arrays]
-  return {part for kind, part, *_ in names if kind == 'params'}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('cell', CELLS)
-def test_the_cells_learn_from_pictures_and_leave_the_tower(warm, tmp_path, cell):
-  path = train(warm, tmp_path / 'run', steps=2, **CELLS[cell])
-  saved = last_run(path)
+@pytest.mark.nightly
+def test_pictures_train_the_weights_that_are_not_frozen(trained, tmp_path):
+  saved = last_run(trained.workdir)
   assert saved.scalars['updates'] > 0
-  assert trained(saved) == {'embed', 'final_norm', 'layers'}
-  (last,) = [row for row in metrics.read(str(path)) if row['step'] == 2]
-  # What the sampler recorded is what the learner computes, pictures and all.
-  assert last['rollout/logp_diff_max'] < 1e-4
+  names = [name.split('/') for name in saved.arrays]
+  parts = {part for kind, part, *_ in names if kind == 'params'}
+  tower = {'vision'} if trained.config.model.train_tower else set()
+  texts = {'layers'} if trained.config.lora.rank else {'embed', 'final_norm', 'layers'}
+  assert parts == texts | tower
+  (last,) = [row for row in metrics.read(str(trained.workdir)) if row['step'] == 2]
+  # The sampler's log-probabilities are the learner's, pictures included: sums of some
+  # ten float32 terms of size 10, and 25 times that.
+  if trained.config.model.dtype == 'float32':
+    assert last['rollout/logp_diff_max'] < 1e-4
+  if not trained.config.lora.rank:
+    assert_exported(trained, tmp_path / 'out')
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_run_to_the_last_bit(warm, tmp_path, monkeypatch):
-  knobs = CELLS['both'] | PARTIAL | {'steps': 4}
-  whole = last_run(train(warm, tmp_path / 'whole', **knobs))
-  train(warm, tmp_path / 'parts', **knobs | {'steps': 1})
-  # The end of a reservation, in the midst of step 3.
-  line = metrics.line
-  monkeypatch.setattr(
-    metrics,
-    'line',
-    lambda step, *row: (
-      (step == 3 and signal.raise_signal(signal.SIGTERM)) or line(step, *row)
-    ),
-  )
-  train(warm, tmp_path / 'parts', 128 + signal.SIGTERM, **knobs)
-  assert last_run(tmp_path / 'parts').scalars['step'] == 3
-  parts = last_run(train(warm, tmp_path / 'parts', **knobs))
-  assert whole.scalars == parts.scalars and whole.scalars['updates'] > 0
-  assert same(whole.arrays, parts.arrays)
-  assert whole.arrays['partial/slots/shift_S'].any()
-  for step, row in whole.rows.items():
-    ended = parts.rows[step]  # the first part ends with an evaluation
-    assert row == {name: ended[name] for name in row}
+def test_a_run_on_pictures_is_exported(pictured_run, tmp_path):
+  assert_exported(pictured_run, tmp_path / 'out')
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'knobs',
-  [{}, {'model.train_tower': True}, {'model.dtype': 'bfloat16'}],
-  ids=['frozen tower', 'trained tower', 'frozen tower, bfloat16'],
-)
-def test_what_was_trained_is_exported_evaluated_and_shown(warm, tmp_path, knobs):
-  knobs = CELLS['both'] | {'steps': 2, 'optimizer.lr': 1e-2} | knobs
-  path, made = train(warm, tmp_path / 'run', **knobs), config_of(**knobs)
-  assert_exported(path, made, tmp_path / 'out')
-  if 'model.dtype' in knobs:
-    return
-  # Evaluated as the run did, and on the same problems with empty pictures.
-  before = json.loads((path / 'eval' / '2.json').read_text())['samples']
-  blank = config_of(**knobs | {'problems.drawn.kind': 'blank'})
-  for config in (made, blank):
-    with one_device():
-      assert eval_checkpoint.eval_checkpoint(config, str(path), '') == 0
-  (first, second) = (
-    [json.loads(line) for line in file.read_text().splitlines()]
-    for file in sorted(
-      (path / 'eval').glob('2-*.jsonl'), key=lambda x: x.stat().st_mtime
-    )
-  )
-  assert first[0]['prompt'].startswith('(<image> x 16)x')
-  for now, then in zip(first, before, strict=True):
+def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
+  pictured_run, tmp_path, one_device, monkeypatch
+):
+  monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
+  config, workdir, _ = pictured_run
+  before = json.loads((workdir / 'eval' / '4.json').read_text())['samples']
+  blank = tiny(**runs.RECORDED['pictures'], **{'problems.drawn.kind': 'blank'})
+  samples = []
+  for name, made in (('same', config), ('blank', blank)):
+    to = str(tmp_path / name)
+    assert eval_checkpoint.eval_checkpoint(made, str(workdir), to) == 0
+    lines = (tmp_path / f'{name}.jsonl').read_text().splitlines()
+    samples.append([json.loads(line) for line in lines])
+  assert samples[0][0]['prompt'].startswith('(<image> x 16)x')
+  for now, then in zip(samples[0], before, strict=True):
     assert now['response'] == then['response'] and now['logp'] == then['logp']
-  assert [x['logp'] for x in second] != [x['logp'] for x in first]
-  # The first group was trained on; the second is of the buffer.
-  with one_device():
-    for number in (1, 2):
-      console = Console(file=io.StringIO(), width=500, _environ={})
-      assert viewer.show(made, str(path), number, 'pc', console) == 0
-      shown = console.file.getvalue()
-      assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
+  assert [x['logp'] for x in samples[1]] != [x['logp'] for x in samples[0]]
 
 
-def assert_exported(path, made, to):
+def test_groups_with_pictures_are_shown(pictured_run, one_device):
+  workdir = pictured_run.workdir
+  for number in (1, 2):
+    console = Console(file=io.StringIO(), width=500, _environ={})
+    assert viewer.show(str(workdir), number, 'pc', console) == 0
+    shown = console.file.getvalue()
+    assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
+
+
+def assert_exported(run, to):
   """The exported weights are those of the checkpoint; a frozen tower's of the start."""
+  made, path, _ = run
   assert export.export(made, str(path), str(to), 'float32', 10**9) == 0
   spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
@@ -164,18 +106,3 @@ def assert_exported(path, made, to):
       expected = jnp.asarray(expected).astype(made.model.dtype)
     np.testing.assert_array_equal(array, np.asarray(expected, np.float32), name)
     assert frozen or not np.array_equal(expected, start(name)), f'{name} is trained'
-
-
-@pytest.mark.slow
-def test_a_tower_is_trained_where_it_is_asked_for(warm, tmp_path):
-  path = train(warm, tmp_path / 'run', steps=2, **{'model.train_tower': True})
-  patch = [last_run(path, step).arrays['params/vision/patch'] for step in (1, 2)]
-  assert not np.array_equal(*patch)
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_beside_a_frozen_tower(warm, tmp_path):
-  path = train(warm, tmp_path / 'run', steps=2, **{'lora.rank': 2})
-  (last,) = [row for row in metrics.read(str(path)) if row['step'] == 2]
-  assert last['rollout/logp_diff_max'] < 1e-4
-  assert trained(last_run(path)) == {'layers'}

@@ -25,6 +25,17 @@ def test_what_cannot_be_encoded_leaves_the_old_file(tmp_path):
   assert path.read_text() == 'old'
 
 
+@pytest.mark.parametrize('content', [None, b'{"a": ', b'[' * 100_000, b'\xff', b'[1]'])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
+  path = tmp_path / 'a.json'
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(ValueError, match=r'a\.json.*download it again'):
+    files.read_object(str(path))
+  path.write_text('{"a": 1}')
+  assert files.read_object(str(path)) == {'a': 1}
+
+
 def test_an_error_without_a_name_gets_one(tmp_path):
   with pytest.raises(OSError) as caught, files.naming(tmp_path / 'a'):
     raise OSError(errno.ENOSPC, 'No space left on device')

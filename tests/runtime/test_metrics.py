@@ -66,8 +66,11 @@ def test_a_torn_last_line_is_dropped(tmp_path, tail, steps):
   assert [row['step'] for row in metrics.read(tmp_path)] == steps
 
 
-def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "lo\n{"step": 2}\n')
+@pytest.mark.parametrize(
+  'line', ['{"step": 1, "lo', '\0{', '{"loss/kl": 1}', '{"step": Infinity}']
+)
+def test_a_damaged_line_before_the_last_is_an_error(tmp_path, line):
+  (tmp_path / 'metrics.jsonl').write_text(line + '\n{"step": 2}\n')
   with pytest.raises(ValueError, match='line 1 of 2'):
     metrics.read(tmp_path)
 

@@ -1,12 +1,18 @@
 """Whose directory it is, and what an error of writing says."""
 
 import errno
+import fcntl
 import json
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from bapo_jax.runtime import workdir
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def values(**sections):
@@ -44,19 +50,57 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(ValueError, match='give a directory that you may write to'):
     workdir.open_workdir(str(tmp_path / 'file' / 'run'), values())
-  (tmp_path / 'config.json').write_text('{"seed": ')
-  with pytest.raises(ValueError, match=r'config\.json is no JSON .*another --workdir'):
+
+
+CONFIGS = {
+  'no JSON': lambda path: path.write_text('{"seed": '),
+  'empty': lambda path: path.write_text(''),
+  'a list': lambda path: path.write_text('[1]'),
+  'absent': lambda path: path.unlink(),
+  'a link to itself': lambda path: (path.unlink(), path.symlink_to(path.name)),
+}
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_config_that_is_damaged_is_one_sentence(name, tmp_path):
+  workdir.open_workdir(str(tmp_path), values())
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
+  CONFIGS[name](tmp_path / 'config.json')
+  before = sorted(os.listdir(tmp_path))
+  with pytest.raises(ValueError, match=r'config\.json.*another --workdir'):
     workdir.open_workdir(str(tmp_path), values())
+  assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_differences_are_dotted_and_a_missing_value_is_none():
-  before = {'a': {'b': 1, 'c': {'d': 2}}, 'e': [1]}
-  now = {'a': {'b': 1, 'c': {'d': 3, 'f': 4}}}
-  assert list(workdir.differences(before, now)) == [
-    ('a.c.d', 2, 3),
-    ('a.c.f', None, 4),
-    ('e', [1], None),
-  ]
+def test_a_second_run_is_refused_while_the_first_is_alive(tmp_path):
+  source = 'import sys; from bapo_jax.runtime.workdir import locked\n'
+  source += (
+    f'with locked({str(tmp_path)!r}): print("held", flush=True); sys.stdin.read()'
+  )
+  pipe = subprocess.PIPE
+  holder = subprocess.Popen(
+    [sys.executable, '-c', source], stdin=pipe, stdout=pipe, text=True, cwd=ROOT
+  )
+  assert holder.stdout and holder.stdout.readline() == 'held\n'
+  refusal = pytest.raises(ValueError, match=f'is in use by process {holder.pid} on ')
+  with refusal, workdir.locked(str(tmp_path)):
+    pass
+  holder.kill()  # the kernel then releases the lock
+  holder.wait()
+  with workdir.locked(str(tmp_path)):
+    refusal = pytest.raises(ValueError, match=f'process {os.getpid()} on')
+    with refusal, workdir.locked(str(tmp_path)):
+      pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
+  def refuse(*_):
+    raise OSError(38, 'Function not implemented')
+
+  monkeypatch.setattr(fcntl, 'flock', refuse)
+  with workdir.locked(str(tmp_path)):
+    pass
+  assert 'cannot be locked (Function not implemented)' in capsys.readouterr().out
 
 
 def refused(home, number, filename):
@@ -78,6 +122,9 @@ def test_a_refused_write_names_the_file_and_the_last_whole_checkpoint(tmp_path):
   found = refused(home, errno.ENOSPC, None)
   assert f'{home} cannot be written (No space left on device)' in found
   assert 'the checkpoint of step 12 is complete' in found
+  # Room would not help where a directory is missing.
+  found = refused(home, errno.ENOTDIR, os.path.join(home, 'eval', '0.json'))
+  assert 'move it away or put it back' in found
   # An error of reading elsewhere is not the workdir's.
   with pytest.raises(FileNotFoundError), workdir.writable(home):
     raise FileNotFoundError(errno.ENOENT, 'No such file', '/nowhere/model')
@@ -90,6 +137,14 @@ def test_checkpoint_steps_are_those_of_whole_checkpoints(tmp_path):
     (tmp_path / 'checkpoints' / name).mkdir(parents=True)
   assert workdir.checkpoint_steps(str(tmp_path)) == [9, 10]  # as numbers
   assert len(os.listdir(tmp_path / 'checkpoints')) == 4  # nothing is cleared
+
+
+@pytest.mark.parametrize('kind', ['file', 'link'])
+def test_checkpoints_that_are_no_directory_are_one_sentence(kind, tmp_path):
+  path = tmp_path / 'checkpoints'
+  path.write_text('') if kind == 'file' else path.symlink_to(path.name)
+  with pytest.raises(ValueError, match='checkpoints cannot be read as a directory'):
+    workdir.checkpoint_steps(str(tmp_path))
 
 
 def test_another_mesh_is_logged(capsys):

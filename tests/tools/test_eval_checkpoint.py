@@ -60,27 +60,24 @@ def test_a_checkpoint_is_evaluated_as_training_did(trained, one_device, capsys):
   accuracy = np.mean([row['correct'] for row in found])
   assert accuracy == pytest.approx(before['result']['accuracy'])
   assert f'{accuracy:.4f}' in output
+  undecided = [row.get('rollout/undecided') for row in metrics.read(workdir)]
+  assert undecided.count(0) == 2  # of both steps
   # Nothing of the run has changed.
   assert experiment.train(tiny(**knobs), str(workdir)) == 0
 
 
 @pytest.mark.slow
-def test_other_settings_go_into_another_file(trained, one_device, tmp_path):
+def test_other_settings_and_problems_go_into_another_file(
+  trained, one_device, tmp_path, capsys
+):
   workdir, knobs = trained
-  for temperature in (1.0, 0.5):
-    config = tiny(**knobs, **{'sampler.temperature': temperature})
-    eval_checkpoint.eval_checkpoint(config, str(workdir), '')
+  config = tiny(**knobs, **{'sampler.temperature': 0.5})
+  eval_checkpoint.eval_checkpoint(config, str(workdir), '')
   assert len(list((workdir / 'eval').glob('2-*.md'))) == 2
-  eval_checkpoint.eval_checkpoint(tiny(**knobs), str(workdir), str(tmp_path / 'here'))
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['here.jsonl', 'here.md']
-
-
-@pytest.mark.slow
-def test_another_problem_set_is_evaluated(trained, one_device, tmp_path, capsys):
-  workdir, knobs = trained
   given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
   (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in given))
   config = tiny(**knobs, **{'problems.test_source': str(tmp_path / 'set.jsonl')})
+  capsys.readouterr()
   eval_checkpoint.eval_checkpoint(config, str(workdir), str(tmp_path / 'out'))
   found = rows(tmp_path / 'out.jsonl')
   assert [row['problem'] for row in found] == ['3+1 mod 10'] * 3 + ['4+1 mod 10'] * 3
@@ -99,17 +96,8 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   assert {row['settings']['model'] for row in rows(file)} == {path}
 
 
-def test_one_set_is_read_and_nothing_said_of_two(tmp_path, capsys):
-  (tmp_path / 'set.jsonl').write_text('{"problem": "3+1", "answer": "4"}\n')
-  path = str(tmp_path / 'set.jsonl')
-  config = tiny(**{'problems.source': path, 'problems.test_source': path})
-  found = eval_checkpoint.read(config, str(tmp_path))
-  assert found.held_out.text == ['3+1'] and found.problems is found.held_out
-  assert capsys.readouterr().out == ''
-
-
 def test_without_weights_it_says_what_to_do(tmp_path):
-  with pytest.raises(ValueError, match=r'holds no checkpoint and --config\.model'):
+  with pytest.raises(ValueError, match='--workdir='):
     eval_checkpoint.eval_checkpoint(tiny(), str(tmp_path), '')
 
 
@@ -126,7 +114,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
   (tmp_path / 'file').write_text('')
   monkeypatch.setattr(experiment, 'evaluation', None)
   knob = f'--eval_to={tmp_path}/{to}' if to else f'--workdir={run}'
-  with pytest.raises(ValueError, match=f'{knob} cannot be used .*may write to'):
+  with pytest.raises(ValueError, match=knob):
     eval_checkpoint.eval_checkpoint(
       tiny(**knobs), str(run), str(tmp_path / to) if to else ''
     )
@@ -135,17 +123,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
 @pytest.mark.slow
 def test_the_checkpoint_of_another_model_is_refused(trained):
   workdir, knobs = trained
-  with pytest.raises(ValueError, match=r'trained with model\.width=16, not 8'):
+  with pytest.raises(ValueError, match=r'model\.width=16'):
     eval_checkpoint.eval_checkpoint(
       tiny(**knobs, **{'model.width': 8}), str(workdir), ''
     )
-
-
-@pytest.mark.slow
-def test_a_run_logs_what_was_undecided(trained):
-  workdir, _ = trained
-  steps = [row for row in metrics.read(workdir) if 'rollout/undecided' in row]
-  assert len(steps) == 2 and all(row['rollout/undecided'] == 0 for row in steps)
-  assert all(
-    row['eval/undecided'] == 0 for row in metrics.read(workdir) if row['step'] == 0
-  )

@@ -10,9 +10,9 @@ import pytest
 import transformers
 from runs import one_device, saved, tiny
 
-from bapo_jax.data import countdown, synthetic
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
+from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.rewards import verifiers
 from bapo_jax.run import experiment

@@ -7,10 +7,12 @@ import making
 import numpy as np
 import pytest
 
+from bapo_jax import sharding
 from bapo_jax.models import transformer
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import hosts
+from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import rules
 from configs import aime
 
 # Devices 0 and 1 are on host 0, devices 2 and 3 on host 1. Three times: a gather of 32
@@ -43,6 +45,13 @@ def test_collectives_counted_by_hand():
   # Nothing comes to host 0 by the permute, so host 1 is the busiest.
   assert hosts.crossing(TEXT.replace('{1,2}', '{2,1}'), [0, 0, 1, 1]) == 200
   assert hosts.crossing(TEXT, [0, 0, 0, 0]) == 0
+
+
+ALONE = sharding.make(devices=jax.devices()[:1])
+
+
+def memory(config, spec):
+  return hosts.memory(Job(config, spec, Schedule(), ALONE), hosts=4)
 
 
 @pytest.fixture
@@ -98,11 +107,10 @@ def test_the_memory_of_a_process_by_hand(spec):
   config.batch.rule = 'adapted'
   config = config_lib.parse(config.to_dict())
   T, count = config.row_length, transformer.count(spec)
-  found = hosts.memory(config, rules.bind(config), spec, hosts=4)
+  found = memory(config, spec)
 
   def written(config, spec):
-    held = hosts.memory(config, rules.bind(config), spec, 4)
-    return held['a checkpoint, while it is written']
+    return memory(config, spec)['a checkpoint, while it is written']
 
   # Parameters and two moments.
   assert written(config, spec) == (4 + 4 + 4) * count / 4
@@ -118,16 +126,16 @@ def test_the_memory_of_a_process_by_hand(spec):
   assert found['slots'] == 12 * config.sampler.max_num_seqs * T
   rows = config.prompts.count * config.sampler.group_size
   assert found['responses of a step'] == 13 * rows * T
-  # Its reusable part has 13 bytes a token; the hard part holds no responses.
+  # The hard part holds no responses.
   held = config.buffer.capacity * config.sampler.group_size * T
-  assert 13 * held <= found['replay buffer'] < 14 * held
+  assert found['replay buffer'] == 13 * held
 
 
 class Device:
   """One of a topology."""
 
   def __init__(self, number):
-    self.id, self.process_index = number, number // 4
+    self.id, self.process_index, self.platform = number, number // 4, 'tpu'
 
 
 def test_the_table_adds_up_a_step(spec):
@@ -137,9 +145,10 @@ def test_the_table_adds_up_a_step(spec):
   mesh = type('Mesh', (), {})()
   mesh.devices = np.asarray([Device(i) for i in range(8)]).reshape(1, 4, 2)
   mesh.shape, mesh.size = {'data': 1, 'fsdp': 4, 'tensor': 2}, 8
-  bound, gib = rules.bind(config), 2**30
+  gib = 2**30
   between = {'train step': 3 * gib, 'decode': gib}
-  text = hosts.table(config, bound, spec, mesh, between, {'decode': 64})
+  job = Job(config, spec, Schedule(), mesh)
+  text = hosts.table(job, between, {'decode': 64})
   assert text.startswith('2 hosts of 4 devices; inside a host: tensor\n')
   lines = {line[:16].strip(): line[16:].split() for line in text.splitlines()}
   n = config.updates_per_step
@@ -152,5 +161,5 @@ def test_the_table_adds_up_a_step(spec):
   found = [float(x) for x in lines['weight sync']]
   assert found == pytest.approx([synced, 1 / 4, synced / 4], rel=1e-3)
   mesh.devices = np.asarray(jax.devices()).reshape(1, 4, 2)
-  alone = hosts.table(config, bound, spec, mesh, between, {'decode': 64})
+  alone = hosts.table(job, between, {'decode': 64})
   assert alone.startswith('1 host of 8 devices') and 'weight sync' not in alone

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from test_plan import SMALL
 
 from bapo_jax import main, sharding
+from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline, search
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import remat, rules
 from configs import aime
 
 CHIP = roofline.CHIPS['v5p']
@@ -31,8 +32,8 @@ def config(tmp_path):
 
 def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
-  spec, bound = programs.tpu_spec(config), rules.bind(config)
-  return search.search(config, bound, spec, CHIP, jax.devices(), memory)
+  spec = programs.tpu_spec(config)
+  return search.search(config, spec, CHIP, jax.devices(), memory)
 
 
 def test_every_layout_is_tried_once():
@@ -57,14 +58,17 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
 
 
 def test_what_does_not_fit_is_refused_with_its_size(config):
-  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  spec = programs.tpu_spec(config)
   mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1, 1), sharding.AXES)
   # The state of the learner and the actor, whole on each device, and one slot too few.
-  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
-  own = programs.bytes_per_device(held)
+  job = programs.Job(config, spec, Schedule(), mesh)
+  held = programs.learner_state(job), programs.actor(job)
+  counted = budget.count(*job)
+  own = counted.decoding - counted.cache
+  assert own == pytest.approx(programs.bytes_per_device(held), rel=1e-5)
   with pytest.raises(ValueError, match=r'^an update needs \d+ of 1 GiB'):
-    search.judge(config, bound, spec, CHIP, mesh, 2.0**30)
-  cache = search.cache_bytes(spec, dict(mesh.shape), 8, config.row_length)
+    search.judge(config, spec, CHIP, mesh, 2.0**30)
+  cache = budget.cache_bytes(spec, config.row_length, 1)
   with pytest.raises(ValueError, match=r'^decoding needs '):
     search._decoding(config, spec, CHIP, mesh, own + cache - 1)
   slots, needed, _ = search._decoding(config, spec, CHIP, mesh, own + cache)
@@ -75,16 +79,16 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
 
 
 def test_the_choice_is_the_fastest_that_fits(config):
-  spec, bound = programs.tpu_spec(config), rules.bind(config)
+  spec = programs.tpu_spec(config)
   mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 2), sharding.AXES)
   memory = 8.0 * 2**30
-  best = search.judge(config, bound, spec, CHIP, mesh, memory)
+  best = search.judge(config, spec, CHIP, mesh, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
   times = []
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
     changed = config.with_values(learner={'grad_accum_steps': steps})
-    decided = remat.resolve(changed, spec, mesh, memory)
-    if remat.needs(changed, spec, decided, mesh) <= memory:
+    decided = budget.choose_schedule(changed, spec, mesh, memory)
+    if budget.count(changed, spec, decided, mesh).update <= memory:
       shape, rows, T = dict(mesh.shape), config.minibatch_rows, config.row_length
       linked = roofline.train_links(spec, decided, shape, rows, T, steps)
       cost = roofline.train(spec, decided, shape, rows, T, steps, linked)
@@ -102,9 +106,9 @@ def test_the_cache_is_that_of_the_program(config, shape):
   # 2 key/value heads do not divide over 4.
   spec = programs.tpu_spec(config)
   mesh = Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
-  _, cache = programs.slots_of(config, spec, mesh)
-  found = search.cache_bytes(spec, dict(mesh.shape), 64, config.row_length)
-  assert found == cache
+  job = programs.Job(config, spec, Schedule(), mesh)
+  _, cache = programs.slots_of(job)
+  assert budget.count(*job).cache == cache
 
 
 def test_the_fastest_come_first_and_the_flags_run(config):

@@ -72,7 +72,9 @@ def test_meta_is_that_held_when_the_save_began(tmp_path, monkeypatch):
     checkpoint.save(checkpoints, 1, {'x': jnp.ones(3)}, {'phases': phases})
     phases['sample'] = 2.0  # the timer goes on
     checkpoint.wait(checkpoints)
-    assert checkpoint.read_meta(checkpoints, 1) == {'phases': {'sample': 1.0}}
+    assert checkpoint.read_meta(checkpoint.home(tmp_path), 1) == {
+      'phases': {'sample': 1.0}
+    }
 
 
 def save_all(checkpoints, accuracies: dict[int, float | None]) -> None:

@@ -1,7 +1,4 @@
-"""What does not fit together is one sentence; what a config offers does fit.
-
-Values of a single knob of a rule slot or of the replay buffer: tests/test_knobs.py.
-"""
+"""Knobs that do not fit together are refused; the values that a config offers fit."""
 
 import json
 
@@ -9,112 +6,63 @@ import jax
 import pytest
 from runs import plain, tiny
 
-from bapo_jax.algorithms import clip, loss, replay_buffer
-from bapo_jax.models import transformer
+from bapo_jax.algorithms import replay_buffer
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import resolve, rules
 from bapo_jax.training.config import parse
 from configs import aime
 
-KNOBS = [  # knob, value, what the sentence must say
-  ('rewards.rule', 'amie', r"rewards\.rule='amie': give one of 'aime', 'math'"),
-  ('rewards.workers', 0, r'rewards\.workers=0: give an integer from 1 to 256'),
-  ('rewards.deadline', 0.0, r'rewards\.deadline=0\.0: give a number above 0'),
-  ('rewards.memory_mb', 64, r'rewards\.memory_mb=64: give an integer from 512'),
-  (
-    'rewards.shaping.truncated',
-    'cut',
-    r"truncated='cut': give one of .*'wrong', 'masked'",
-  ),
-  ('rewards.shaping.overlong_cache', 41, r'overlong_cache=41: .*max_new_tokens=40'),
-  ('evaluate.k', (1, 4), r'evaluate\.k=\(1, 4\): pass@4 needs at least 4 responses'),
-  ('checkpoint.best', -1, r'checkpoint\.best=-1: give an integer from 0'),
-  (
-    'learner.grad_accum_steps',
-    0,
-    r'learner\.grad_accum_steps=0: give an integer from 1',
-  ),
-  ('learner.bounds_scope', 'row', r"learner\.bounds_scope='row': .* 'micro_batch'"),
-  (
-    'learner.max_consecutive_skips',
-    0,
-    r'max_consecutive_skips=0: give an integer from',
-  ),
-  ('prompts.overlong', 'cut', r"prompts\.overlong='cut': give one of 'drop', 'refuse'"),
-  ('problems.changed', 'yes', r"problems\.changed='yes': give one of 'refuse', 'acc"),
-  ('problems.source', 'countdown', r"test_source='synthetic' beside .*='countdown'"),
-  ('problems.source', '/x/a.jsonl', r"test_source='synthetic' beside .*='/x/a.jsonl'"),
-  ('mesh.data', 0, r'mesh\.data=0: give 1 or more devices, or -1 for the rest'),
-  ('mesh.fsdp', -1, r'mesh\.data=-1, fsdp=-1, tensor=1: only one of them may be -1'),
-  ('model.heads', 3, r'model\.heads=3: give a multiple of kv_heads=2'),
-  (
-    'model.remat',
-    'some',
-    r"model\.remat='some': give one of 'auto', 'full', 'dots', 'none'",
-  ),
-  ('model.dtype', 'float16', r"model\.dtype='float16': give one of 'float32', 'bf"),
-  ('model.compute', 'int8', r"model\.compute='int8': give one of 'float32', 'bf"),
-  ('model.attention', 'flash', r"model\.attention='flash': give one of 'auto', 'pl"),
-  ('lora.rank', -1, r'lora\.rank=-1: give an integer from 0'),
-  (
-    'lora.targets',
-    'q_proj',
-    r"lora\.targets='q_proj' matches none .* are layers/q, la",
-  ),
-  ('lora.targets', 'layers/(q', r"lora\.targets='layers/\(q': no regular expression"),
-  ('checkpoint.final', 'all', r"checkpoint\.final='all': give one of 'run', 'weights'"),
-  ('sampler.group_size', 1, r'sampler\.group_size=1: give an integer from 2'),
-  ('sampler.temperature', 0.0, r'sampler\.temperature=0\.0: give a number above 0'),
-  ('sampler.done_check_lag', -1, r'sampler\.done_check_lag=-1: give an integer from 0'),
-  ('rollout.cache', 'drop', r"rollout\.cache='drop': give one of 'refresh', 'keep'"),
-  ('rollout.max_tokens_per_step', 6.0, r'=6 leaves .*max_off_policy_steps=0 forbids'),
-  ('sampler.max_new_tokens', 40_000, r'tokens exceed .* 32768 positions; lower one'),
-]
-# Knobs that are wrong beside each other, and what the sentence must say.
-TOGETHER = [
+REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knobs.py
+  ({'rewards.shaping.overlong_cache': 41}, ['overlong_cache=41', 'max_new_tokens=40']),
+  ({'evaluate.k': (1, 4)}, ['evaluate.k=(1, 4)', 'pass@4']),
+  ({'problems.source': 'countdown'}, ["test_source='synthetic'", "='countdown'"]),
+  ({'problems.source': '/x/a.jsonl'}, ["test_source='synthetic'", "='/x/a.jsonl'"]),
+  ({'mesh.data': 0}, ['mesh.data=0']),
+  ({'mesh.fsdp': -1}, ['mesh.data=-1', 'fsdp=-1']),
+  ({'model.heads': 3}, ['model.heads=3', 'kv_heads=2']),
+  ({'lora.targets': 'q_proj'}, ["lora.targets='q_proj'", 'layers/q']),
+  ({'lora.targets': 'layers/(q'}, ["lora.targets='layers/(q'"]),
+  ({'rollout.max_tokens_per_step': 6.0}, ['max_off_policy_steps=0']),
+  ({'sampler.max_new_tokens': 40_000}, ['32768 positions']),
   (
     {'rollout.max_tokens_per_step': 0.5, 'rollout.max_off_policy_steps': 1},
-    r'max_tokens_per_step=0\.5: give a number .* 1,? or inf',
+    ['max_tokens_per_step=0.5'],
   ),
   (
     {'buffer.thresholds.rule': 'threshold_free', 'sampler.group_size': 7},
-    r"rule='threshold_free' keeps .* half right, and sampler\.group_size=7 is odd",
+    ["rule='threshold_free'", 'sampler.group_size=7'],
   ),
   (
     {'batch.rule': 'replay', 'batch.replay.replay_ratio': 2, 'buffer.capacity': 127},
-    r'capacity=127 holds .*=64 x batch\.replay\.replay_ratio=2 = 128; give that much',
+    ['capacity=127', 'replay_ratio=2', '128'],
   ),
   (
     {'batch.rule': 'replay', 'learner.minibatches': 48},
-    r'count=64 and 64 replayed groups do not divide into learner\.minibatches=48',
+    ['count=64', 'learner.minibatches=48'],
   ),
   (
     {'prompts.count': 10, 'learner.minibatches': 4},
-    r'prompts\.count=10 groups do not divide into learner\.minibatches=4',
+    ['prompts.count=10', 'learner.minibatches=4'],
   ),
 ]
 
 
-@pytest.mark.parametrize(('knob', 'value', 'message'), KNOBS)
-def test_errors_name_the_knob_and_its_value(knob, value, message):
-  with pytest.raises(ValueError, match=message):
-    parse(plain(**{knob: value}))
-
-
-@pytest.mark.parametrize(('knobs', 'message'), TOGETHER)
-def test_errors_name_knobs_that_do_not_fit_together(knobs, message):
-  with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(('knobs', 'named'), REFUSED)
+def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
+  with pytest.raises(ValueError) as error:
     parse(plain(**knobs))
+  for words in named:
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
   ('source', 'message'),
   [
-    ('/x/a.jsonl', r'not found: .*test_source=/x/a\.jsonl\. Download'),
-    ('tfds:', r'problems\.test_source=tfds:: write hub:owner'),
+    ('/x/a.jsonl', r'test_source=/x/a\.jsonl'),
+    ('tfds:', r'problems\.test_source=tfds:'),
   ],
 )
-def test_errors_name_the_source_that_is_not_to_be_had(source, message):
+def test_a_missing_source_is_named(source, message):
   config = parse(plain(**{'problems.test_source': source}))
   with pytest.raises(ValueError, match=message):
     resolve.check_available(config)
@@ -135,24 +83,15 @@ def test_an_unknown_knob_is_refused(path):
     parse(values)
 
 
-def test_more_than_the_machine_has_is_refused_with_the_knob_that_asks_for_most():
-  with pytest.raises(ValueError, match=r'most of it for the KV cache .*max_num_seqs'):
-    parse(plain(**{'sampler.max_num_seqs': 1 << 20, 'model.width': 4096}))
-
-
 def test_rows_divide_over_the_mesh():
   # 12 prompts x 4 responses / 4 minibatches = 12 rows over 8 shards.
   knobs = {'prompts.count': 12, 'learner.minibatches': 4, 'sampler.group_size': 4}
   config = parse(plain(**knobs, **{'mesh.data': 4, 'mesh.fsdp': 2}))
-  with pytest.raises(
-    ValueError, match='12 responses, which do not divide over 8 device shards'
-  ):
+  with pytest.raises(ValueError, match='12 responses'):
     resolve.make_mesh(config)
   config_lib.check_shards(config, 4)
   for name in ('max_num_seqs', 'prefill_batch_size'):
-    with pytest.raises(
-      ValueError, match=rf'sampler\.{name}=12 rows .* 8 device shards'
-    ):
+    with pytest.raises(ValueError, match=rf'sampler\.{name}=12'):
       resolve.make_mesh(parse(plain(**{f'sampler.{name}': 12})))
   sound = parse(plain(**{'learner.grad_accum_steps': 2}))
   assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
@@ -179,22 +118,6 @@ def test_variants_that_need_no_download_are_sound(variant):
   resolve.check_available(config)
 
 
-@pytest.mark.parametrize('loss_rule', loss.RULES)
-@pytest.mark.parametrize('clip_rule', clip.RULES)
-def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
-  values = plain(**{'clip.rule': clip_rule, 'loss.rule': loss_rule})
-  searched = clip_rule in ('balanced', 'recipe')
-  if (
-    (loss_rule == 'tis' and clip_rule != 'unclipped')
-    or (loss_rule == 'cispo' and searched)
-    or (loss_rule not in ('tis', 'clipped') and clip_rule == 'recipe')
-  ):
-    with pytest.raises(ValueError, match=f"clip.rule='{clip_rule}'.*; choose"):
-      parse(values)
-  else:
-    parse(values)
-
-
 @pytest.mark.parametrize('config', [parse({}), tiny()], ids=['default', 'tiny'])
 def test_a_config_comes_back_from_its_plain_values_and_from_json(config):
   assert parse(config_lib.plain(config)) == config
@@ -212,15 +135,3 @@ def test_the_fingerprint_changes_with_any_value():
   first = config_lib.fingerprint(plain())
   assert first == config_lib.fingerprint(plain())
   assert first != config_lib.fingerprint(plain(**{'clip.balanced.target': 0.43}))
-
-
-def test_the_embedded_policy_has_the_parameters_that_its_config_counts():
-  config = tiny()
-  spec = resolve.open_model(config).spec
-  blocks = {
-    name: shape
-    for name, (shape, _) in transformer.describe(spec).items()
-    if 'norm' not in name and 'bias' not in name and 'embed' not in name
-  }
-  counted = sum(int(jax.numpy.prod(jax.numpy.asarray(s))) for s in blocks.values())
-  assert counted == config.model.parameters

@@ -1,33 +1,267 @@
-"""A damaged workdir: the run goes on from what is whole, or ends in one sentence."""
+"""A damaged checkpoint is set aside, and the run resumes from the one before."""
 
-import fcntl
 import json
 import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 from runs import copied, last_run, same, tiny
 
-from bapo_jax.run import experiment, resume
-from bapo_jax.runtime import metrics, workdir
-from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import checkpoint
-from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.run import experiment
+from bapo_jax.runtime import digests
+from bapo_jax.training import checkpoint, weights
+from bapo_jax.types import Tree
 
-pytestmark = pytest.mark.slow
+STEPS = (1, 2, 3)
+LATER = digests.WRITTEN_LATER  # files without a digest
+Damage = Callable[[pathlib.Path], object]
+
+
+def state(step: int) -> Tree:
+  """The arrays of a run after a step: sharded, whole, and on the host."""
+  rng = np.random.default_rng(step)
+  rows = jax.sharding.NamedSharding(
+    jax.make_mesh((8,), ('x',)), jax.sharding.PartitionSpec('x')
+  )
+  w = rng.normal(size=(64, 32)).astype(np.float32)
+  return {
+    'params': {'w': jax.device_put(w, rows), 'b': jnp.full(3, step, jnp.bfloat16)},
+    'opt': {'mu': jnp.asarray(w) * 0.1, 'count': jnp.asarray(step)},
+    'actor': {'w': jnp.asarray(w) + 1},
+    'buffer': rng.integers(0, 9, (5, 7), np.int32),
+  }
+
+
+def saved(path: pathlib.Path, step: int, arrays: Tree) -> None:
+  """Adds a checkpoint to a workdir."""
+  with checkpoint.manager(str(path), len(STEPS)) as checkpoints:
+    checkpoint.save(checkpoints, step, arrays, {'run': {'step': step}}, 0.5)
+    checkpoint.wait(checkpoints)
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory) -> pathlib.Path:
+  """A workdir with a checkpoint of each of STEPS."""
+  path = tmp_path_factory.mktemp('checkpoints') / 'whole'
+  for step in STEPS:
+    saved(path, step, state(step))
+  return path
+
+
+@pytest.fixture
+def broken(whole, tmp_path) -> pathlib.Path:
+  """A copy for one test to damage."""
+  return copied(whole, tmp_path / 'run')
+
+
+def restored(path: pathlib.Path) -> tuple[int, Tree]:
+  """(step, arrays) that a run in this workdir resumes from."""
+  with checkpoint.manager(str(path), len(STEPS)) as checkpoints:
+    found = checkpoint.restore_newest(checkpoints, state)
+  assert found and found[2] == {'run': {'step': found[0]}}
+  return found[:2]
+
+
+def files(path: pathlib.Path) -> list[pathlib.Path]:
+  """All files below a directory that have digests."""
+  found = sorted(p for p in path.rglob('*') if p.is_file())
+  return [p for p in found if p.name not in (digests.NAME, *LATER)]
+
+
+def newest(run: pathlib.Path, name: str) -> pathlib.Path:
+  """A path in the newest checkpoint."""
+  return run / 'checkpoints' / str(STEPS[-1]) / name
+
+
+def arrays(run: pathlib.Path, step: int = STEPS[-1]) -> pathlib.Path:
+  """The largest file of a checkpoint's arrays."""
+  below = files(run / 'checkpoints' / str(step) / 'arrays')
+  return max(below, key=lambda path: path.stat().st_size)
+
+
+def flip(path: pathlib.Path, at: int | None = None) -> None:
+  """Inverts one byte of a file; its length stays."""
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2 if at is None else at] ^= 0xFF
+  path.write_bytes(content)
+
+
+def test_every_flipped_byte_of_every_file_is_noticed(broken):
+  step, rng = broken / 'checkpoints' / str(STEPS[-1]), np.random.default_rng(0)
+  below = files(step)
+  assert len(below) >= 8 and arrays(broken).stat().st_size > 10_000
+  assert checkpoint.damage(str(broken), STEPS[-1]) == ''
+  for path in below:
+    size = path.stat().st_size
+    places = {0, size // 2, size - 1, *rng.integers(0, size, 8).tolist()}
+    for at in places if size else ():
+      flip(path, at)
+      why = checkpoint.damage(str(broken), STEPS[-1])
+      assert why == f'{path.relative_to(step)} differs from its digest', at
+      flip(path, at)
+  assert checkpoint.damage(str(broken), STEPS[-1]) == ''
+
+
+def test_arrays_are_restored_to_the_bit(whole, tmp_path):
+  step, found = restored(copied(whole, tmp_path / 'run'))
+  assert step == STEPS[-1]
+  assert same(found, state(step))
+  assert found['params']['w'].sharding == state(step)['params']['w'].sharding
+  read = weights.read_params(str(whole), 2)
+  np.testing.assert_array_equal(read('w'), state(2)['params']['w'])
+  with pytest.raises(ValueError, match='has no params/lost'):
+    read('lost')
+
+
+def poisoned(part: str, value: float) -> Damage:
+  """Saves the newest checkpoint again, digests and all, with one number changed."""
+
+  def damage(run):
+    shutil.rmtree(newest(run, ''))
+    changed = jax.tree.map(np.array, state(STEPS[-1]))
+    [*changed[part].values()][-1].flat[-1] = value  # of w, mu, w
+    saved(run, STEPS[-1], changed)
+
+  return damage
+
+
+def replaced_by_file(path: pathlib.Path) -> None:
+  """A file where a directory was."""
+  shutil.rmtree(path)
+  path.write_text('not a directory')
+
+
+def copy_of_an_older_one(run: pathlib.Path) -> None:
+  """The newest checkpoint is a copy of the one before it."""
+  shutil.rmtree(newest(run, ''))
+  shutil.copytree(run / 'checkpoints' / '2', newest(run, ''))
+
+
+NEWEST: dict[str, Damage] = {
+  'a byte of the arrays flipped': lambda run: flip(arrays(run)),
+  'a file of the arrays cut': lambda run: os.truncate(arrays(run), 10),
+  'a file of the arrays deleted': lambda run: arrays(run).unlink(),
+  'the arrays a file': lambda run: replaced_by_file(newest(run, 'arrays')),
+  'meta is no JSON': lambda run: newest(run, 'meta/metadata').write_text('{"run": '),
+  'accuracy is no JSON': lambda run: newest(run, 'metrics/metrics').write_text('\0'),
+  'no digests': lambda run: newest(run, 'digests.json').unlink(),
+  'digests are no JSON': lambda run: newest(run, 'digests.json').write_text('{'),
+  'digests of another type': lambda run: newest(run, 'digests.json').write_text('[]'),
+  'a copy of an older checkpoint': copy_of_an_older_one,
+  'the checkpoint a file': lambda run: replaced_by_file(newest(run, '')),
+  'the checkpoint empty': lambda run: (
+    shutil.rmtree(newest(run, '')),
+    newest(run, '').mkdir(),
+  ),
+  'a link to itself': lambda run: (
+    shutil.rmtree(newest(run, 'arrays/d')),
+    os.symlink('d', newest(run, 'arrays/d')),
+  ),
+  'NaN in the weights': poisoned('params', np.nan),
+  'infinity in the optimiser': poisoned('opt', np.inf),
+  'infinity in the actor': poisoned('actor', -np.inf),
+}
+
+
+@pytest.mark.parametrize('name', NEWEST)
+def test_the_newest_whole_checkpoint_is_taken(name, broken, capsys):
+  NEWEST[name](broken)
+  for _ in range(2):  # the second start finds nothing to set aside
+    step, found = restored(broken)
+    assert step == 2 and same(found, state(2))
+  assert capsys.readouterr().out.count('is damaged (') == 1
+  names = sorted(os.listdir(broken / 'checkpoints'))
+  assert names == ['1', '2', '3.damaged']
+
+
+def test_a_second_damaged_checkpoint_does_not_replace_the_first(broken):
+  for _ in range(2):
+    flip(arrays(broken))
+    assert restored(broken)[0] == 2
+    saved(broken, STEPS[-1], state(STEPS[-1]))
+  aside = {'3.damaged', '3.damaged-2'}
+  assert aside < set(os.listdir(broken / 'checkpoints'))
+
+
+def test_files_that_orbax_writes_later_are_not_needed(broken):
+  changed = [p for p in newest(broken, '').rglob('*') if p.name in LATER]
+  assert changed
+  for path in changed:
+    path.write_text('x')
+  step, found = restored(broken)
+  assert step == STEPS[-1] and same(found, state(step))
+
+
+def test_an_older_checkpoint_is_read_whole_before_it_is_taken(broken):
+  flip(arrays(broken, 2))
+  poisoned('params', np.nan)(broken)
+  assert restored(broken)[0] == 1
+
+
+@pytest.mark.parametrize(
+  'damage', [lambda run: flip(arrays(run)), poisoned('opt', np.nan)]
+)
+def test_without_a_whole_checkpoint_nothing_is_moved(damage, broken):
+  damage(broken)
+  for step in STEPS[:-1]:
+    flip(arrays(broken, step))
+  for _ in range(2):
+    with pytest.raises(ValueError, match='no whole checkpoint'):
+      restored(broken)
+  assert sorted(os.listdir(broken / 'checkpoints')) == ['1', '2', '3']
+
+
+def test_other_names_among_the_checkpoints_are_left_alone(broken):
+  for name in ('notes', '007', '\u0667', '-1'):  # int() reads all but the first
+    (broken / 'checkpoints' / name).mkdir()
+  assert restored(broken)[0] == STEPS[-1]
+
+
+@pytest.mark.parametrize(
+  'damage', [lambda run: flip(arrays(run)), poisoned('params', np.nan)]
+)
+def test_tools_refuse_a_damaged_checkpoint_and_move_nothing(damage, broken):
+  damage(broken)
+  with pytest.raises(ValueError, match=r'step 3 is damaged .*\[1, 2, 3\]'):
+    weights.read_params(str(broken), STEPS[-1])('w')
+    weights.read_params(str(broken), STEPS[-1])('b')
+  assert newest(broken, '').is_dir()
+
+
+def test_weights_of_a_warm_start_are_read_back_or_refused(tmp_path):
+  params, path = state(1)['params'], tmp_path / 'warmstart' / 'aa'
+  weights.save_params(str(path), params)
+  assert same(weights.restore_params(str(path), params), params)
+  np.testing.assert_array_equal(weights.read_saved(str(path))('w'), params['w'])
+  for file in files(path):
+    if file.stat().st_size:
+      flip(file)
+      for read in (
+        lambda: weights.restore_params(str(path), params),
+        lambda: weights.read_saved(str(path)),
+      ):
+        with pytest.raises(ValueError, match=file.name):
+          read()
+      flip(file)
+  weights.save_params(str(path), params)  # in place of the old ones
+  weights.save_params(str(path), {**params, 'w': params['w'] * np.nan})
+  with pytest.raises(ValueError, match='params/w is not finite'):
+    weights.restore_params(str(path), params)
+  with pytest.raises(ValueError, match='is missing'):
+    weights.read_saved(str(tmp_path / 'none'))
+
 
 LAST = 4
 KNOBS = {'checkpoint.keep': 3, 'checkpoint.best': 1, 'steps': LAST}
 KNOBS |= {'batch.rule': 'adapted'}  # a checkpoint has a buffer, too
 KNOBS |= {'rollout.weight_sync_interval': 3}  # and the newest an actor of its own
-Damage = Callable[[pathlib.Path], None]
 
 
 @pytest.fixture(scope='session')
@@ -42,496 +276,46 @@ def unbroken(warm_start, tmp_path_factory) -> pathlib.Path:
   return runs.shared(tmp_path_factory, 'undamaged', make)
 
 
-@pytest.fixture
-def broken(unbroken, tmp_path) -> pathlib.Path:
-  """A copy of it, for one test to damage."""
-  return copied(unbroken, tmp_path / 'run')
-
-
-@pytest.fixture
-def resumed(
-  monkeypatch, one_device
-) -> Callable[[pathlib.Path], tuple[Trainer, TrainState]]:
-  """Runs the command up to the first step that it would train; returns its state."""
-
-  def state(path):
-    found = []
-
-    def loop(self, first):
-      found.append((self.t, first))
-      return first, 128
-
-    with monkeypatch.context() as patch:
-      patch.setattr(experiment, 'compiled', lambda t, s: t)  # nothing runs
-      patch.setattr(experiment.Run, 'loop', loop)
-      experiment.train(tiny(**KNOBS), str(path))
-    return found[0]
-
-  return state
-
-
-def assert_at(t: Trainer, s: TrainState, unbroken: pathlib.Path, step: int) -> None:
-  """The state is, to the last bit, that of the unbroken run after the step."""
-  whole = last_run(unbroken, step)
-  assert resume.scalars(s) == whole.scalars
-  flat = checkpoint._solid(resume.arrays(t, s))
-  assert flat.keys() == whole.arrays.keys()
-  assert same(flat, whole.arrays)
-
-
-def flip(path: pathlib.Path, count: int = 50) -> None:
-  """Changes bytes in the middle of a file; its length stays."""
-  data = bytearray(path.read_bytes())
-  middle = len(data) // 2
-  for i in range(middle, min(middle + count, len(data))):
-    data[i] ^= 0xFF
-  path.write_bytes(bytes(data))
-
-
-def largest(path: pathlib.Path) -> pathlib.Path:
-  """The largest file below a directory."""
-  return max(
-    (p for p in path.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size
-  )
-
-
-def arrays(run: pathlib.Path) -> pathlib.Path:
-  """The largest file of the newest checkpoint's arrays."""
-  return largest(run / 'checkpoints' / str(LAST) / 'arrays')
-
-
-def newest(run: pathlib.Path, name: str) -> pathlib.Path:
-  """A file of the newest checkpoint."""
-  return run / 'checkpoints' / str(LAST) / name
-
-
-def poisoned(part: str, value: float) -> Damage:
-  """Saves the newest checkpoint again, digests and all, with one number changed."""
-
-  def damage(run):
-    whole = last_run(run)
-    meta = json.loads(newest(run, 'meta/metadata').read_text())
-    arrays = {name: np.array(x) for name, x in whole.arrays.items()}
-    name = next(
-      n
-      for n, x in arrays.items()
-      if n.startswith(f'{part}/') and x.dtype == np.float32 and x.size > 1
-    )
-    arrays[name].flat[0] = value
-    shutil.rmtree(run / 'checkpoints' / str(LAST))
-    with checkpoint.manager(str(run), 9) as checkpoints:
-      checkpoint.save(checkpoints, LAST, arrays, meta)
-      checkpoint.wait(checkpoints)
-
-  return damage
-
-
-def replaced_by_file(path: pathlib.Path) -> None:
-  """A file where a directory was."""
-  shutil.rmtree(path)
-  path.write_text('not a directory')
-
-
-def edited(path: pathlib.Path, change: Callable[[dict], object]) -> None:
-  """Changes a JSON file in place."""
-  value = json.loads(path.read_text())
-  change(value)
-  path.write_text(json.dumps(value))
-
-
-def wrong_digest(run: pathlib.Path) -> None:
-  """The digest of a file is that of another one."""
-  edited(
-    newest(run, 'digests.json'),
-    lambda r: r['files'].update({'meta/metadata': [1, '0' * 32]}),
-  )
-
-
-def copy_of_an_older_one(run: pathlib.Path) -> None:
-  """The newest checkpoint is a copy of the one before it."""
-  shutil.rmtree(newest(run, ''))
-  shutil.copytree(run / 'checkpoints' / '3', run / 'checkpoints' / str(LAST))
-
-
-def meta_of_an_older_one(run: pathlib.Path) -> None:
-  """The scalars are those of another step."""
-  older = run / 'checkpoints' / '3' / 'meta' / 'metadata'
-  shutil.copy(older, newest(run, 'meta/metadata'))
-
-
-# The newest checkpoint is damaged; the one before it is taken.
-NEWEST: dict[str, Damage] = {
-  'fifty bytes of the arrays flipped': lambda run: flip(arrays(run)),
-  'one byte of the arrays flipped': lambda run: flip(arrays(run), 1),
-  'a file of the arrays cut': lambda run: os.truncate(arrays(run), 10),
-  'a file of the arrays emptied': lambda run: os.truncate(arrays(run), 0),
-  'a file of the arrays deleted': lambda run: arrays(run).unlink(),
-  'the arrays deleted': lambda run: shutil.rmtree(newest(run, 'arrays')),
-  'arrays a file': lambda run: replaced_by_file(newest(run, 'arrays')),
-  'meta is no JSON': lambda run: newest(run, 'meta/metadata').write_text('{"run": '),
-  'meta has another type': lambda run: newest(run, 'meta/metadata').write_text('[1]'),
-  'meta of another step': meta_of_an_older_one,
-  'accuracy is no JSON': lambda run: newest(run, 'metrics/metrics').write_text('\0'),
-  'metadata is no JSON': lambda run: newest(run, '_CHECKPOINT_METADATA').write_text(
-    'x'
-  ),
-  'no digests': lambda run: newest(run, 'digests.json').unlink(),
-  'digests are no JSON': lambda run: newest(run, 'digests.json').write_text('{'),
-  'digests of another type': lambda run: newest(run, 'digests.json').write_text('[]'),
-  'a wrong digest': wrong_digest,
-  'a copy of an older checkpoint': copy_of_an_older_one,
-  'the checkpoint a file': lambda run: replaced_by_file(newest(run, '')),
-  'the checkpoint empty': lambda run: (
-    shutil.rmtree(newest(run, '')),
-    newest(run, '').mkdir(),
-  ),
-  'a link to itself': lambda run: (
-    arrays(run).unlink(),
-    (newest(run, 'arrays/d')).rename(newest(run, 'arrays/e')),
-    os.symlink('d', newest(run, 'arrays/d')),
-  ),
-  'NaN in the weights': poisoned('params', np.nan),
-  'infinity in the optimiser': poisoned('opt', np.inf),
-  'NaN in the weights of the actor': poisoned('actor', -np.inf),
-}
-
-
-@pytest.mark.parametrize('name', NEWEST)
-def test_the_newest_whole_checkpoint_is_taken(name, broken, unbroken, resumed, capsys):
-  NEWEST[name](broken)
-  t, s = resumed(broken)
-  assert_at(t, s, unbroken, LAST - 1)
-  out = capsys.readouterr().out
-  assert out.count('is damaged (') == 1
-  assert f'set aside as {broken}/checkpoints/{LAST}.damaged' in out
-  assert f'Resuming after step {LAST - 1}.' in out
-  names = sorted(os.listdir(broken / 'checkpoints'))
-  assert names == ['2', '3', f'{LAST}.damaged']
-
-
-def test_from_an_older_checkpoint_the_run_ends_where_an_unbroken_one_does(
-  broken, unbroken, one_device
-):
-  for _ in range(2):  # damaged again, it does not replace what was set aside
-    flip(arrays(broken))
-    assert experiment.train(tiny(**KNOBS), str(broken)) == 0
-    found, whole = last_run(broken), last_run(unbroken)
-    assert found.scalars == whole.scalars
-    assert same(found.arrays, whole.arrays)
-    assert found.rows == whole.rows
-  aside = {f'{LAST}.damaged', f'{LAST}.damaged-2'}
-  assert aside < set(os.listdir(broken / 'checkpoints'))
-
-
-def test_an_older_checkpoint_is_read_whole_before_it_is_taken(
-  broken, unbroken, resumed
-):
-  flip(largest(broken / 'checkpoints' / '3' / 'arrays'))
-  poisoned('params', np.nan)(broken)
-  assert_at(*resumed(broken), unbroken, 2)
-
-
-@pytest.mark.parametrize('kind', ['digests', 'not finite'])
-def test_with_no_whole_checkpoint_one_sentence_says_what_to_do(
-  kind, broken, unbroken, resumed
-):
-  if kind == 'not finite':
-    poisoned('params', np.nan)(broken)
-    wanted = f'{LAST}: params/.* is not finite'
-  else:
-    flip(arrays(broken))
-    wanted = f'{LAST}: arrays/.* differs from its digest'
-  for step in (2, 3):
-    flip(largest(broken / 'checkpoints' / str(step) / 'arrays'))
-  for _ in range(2):  # and again: nothing was set aside, and nothing is trained
-    with pytest.raises(ValueError, match=rf'no whole checkpoint \(.*{wanted}.*remove'):
-      resumed(broken)
-  assert sorted(os.listdir(broken / 'checkpoints')) == ['2', '3', '4']
-  shutil.rmtree(broken / 'checkpoints')  # the way out
-  assert resumed(broken)[1].step == 0
-
-
-def append(path: pathlib.Path, data: bytes) -> None:
-  """Writes at the end of a file."""
-  with open(path, 'ab') as file:
-    file.write(data)
-
-
-def data_file(run: pathlib.Path, pattern: str) -> pathlib.Path:
-  """A file of the stored problems."""
-  return next((run / 'data').rglob(pattern))
-
-
-def warm(run: pathlib.Path) -> pathlib.Path:
-  """The directory of the warm start."""
-  (found,) = (run / 'warmstart').iterdir()
-  return found
-
-
-NO_STEPS = ('notes', '007', '\u0667', '-1')  # int() reads all but the first
-
-# Nothing is lost: (damage, what is logged). The run is as if nothing had happened.
-REPAIRED: dict[str, tuple[Damage, str]] = {
-  'a torn last line': (
-    lambda run: append(run / 'metrics.jsonl', b'{"step": 5, "loss/'),
-    '',
-  ),
-  'a binary last line': (
-    lambda run: append(run / 'metrics.jsonl', b'\xff\x00\xfe'),
-    '',
-  ),
-  'rows of the future': (
-    lambda run: append(run / 'metrics.jsonl', b'{"step": 9, "loss/kl": 1.0}\n'),
-    '',
-  ),
-  'a shard flipped': (lambda run: flip(data_file(run, '*-train*')), 'written again'),
-  'a shard absent': (lambda run: data_file(run, '*-train*').unlink(), 'written again'),
-  'a shard empty': (
-    lambda run: os.truncate(data_file(run, '*-test*'), 0),
-    'written again',
-  ),
-  'info is no JSON': (
-    lambda run: data_file(run, 'dataset_info.json').write_text('{'),
-    'written again',
-  ),
-  'no features': (
-    lambda run: data_file(run, 'features.json').unlink(),
-    '',  # the library writes it for others
-  ),
-  'the data a file': (
-    lambda run: replaced_by_file(next((run / 'data' / 'stored_problems').iterdir())),
-    'written again',
-  ),
-  'a warm start flipped': (lambda run: flip(largest(warm(run))), 'made again'),
-  'half a warm start': (lambda run: largest(warm(run)).unlink(), 'made again'),
-  'a warm start a file': (lambda run: replaced_by_file(warm(run)), 'made again'),
-  'no warm start': (lambda run: shutil.rmtree(run / 'warmstart'), ''),
-  'the first evaluation torn': (
-    lambda run: os.truncate(run / 'eval' / '0.json', 100),
-    'Step 0 is evaluated again',
-  ),
-  'the first evaluation absent': (
-    lambda run: (run / 'eval' / '0.json').unlink(),
-    'Step 0 is evaluated again',
-  ),
-  'the first evaluation of another type': (
-    lambda run: (run / 'eval' / '0.json').write_text('{"result": 1, "samples": [2]}'),
-    'Step 0 is evaluated again',
-  ),
-  'the last evaluation empty': (
-    lambda run: os.truncate(run / 'eval' / f'{LAST}.json', 0),
-    f'Step {LAST} is evaluated again',
-  ),
-  'other names among the checkpoints': (
-    lambda run: [(run / 'checkpoints' / n).mkdir() for n in NO_STEPS],
-    '',
-  ),
-  'an older checkpoint without its accuracy': (
-    lambda run: (run / 'checkpoints' / '2' / 'metrics' / 'metrics').write_text('{'),
-    'checkpoints/2 is damaged',
-  ),
-}
-
-
-def content(run: pathlib.Path) -> dict[str, bytes]:
+def content(run: pathlib.Path) -> dict[str, dict]:
   """The evaluations, which a repair leaves as they were."""
-  return {p.name: p.read_bytes() for p in (run / 'eval').glob('*.json')}
+  return {p.name: json.loads(p.read_text()) for p in (run / 'eval').glob('*.json')}
 
 
-@pytest.mark.parametrize('name', REPAIRED)
-def test_what_can_be_made_again_is_made_again(name, broken, unbroken, resumed, capsys):
-  damage, logged = REPAIRED[name]
-  damage(broken)
-  assert_at(*resumed(broken), unbroken, LAST)
+@pytest.mark.slow
+def test_a_damaged_run_ends_where_an_unbroken_one_does(
+  unbroken, tmp_path, one_device, capsys
+):
+  run = copied(unbroken, tmp_path / 'run')
+  flip(arrays(run, LAST))
+  (warm,) = (run / 'warmstart').iterdir()
+  flip(max(files(warm), key=lambda path: path.stat().st_size))
+  os.truncate(run / 'eval' / '0.json', 100)
+  (run / 'report.json').unlink()
+  with open(run / 'metrics.jsonl', 'ab') as file:
+    file.write(b'{"step": 9, "loss/kl": 1.0}\n{"step": 5, "loss/')
+  assert experiment.train(tiny(**KNOBS), str(run)) == 0
   out = capsys.readouterr().out
-  assert logged in out
-  assert last_run(broken).rows == last_run(unbroken).rows
-  assert content(broken) == content(unbroken)
-  # And the next start finds nothing to repair.
-  assert_at(*resumed(broken), unbroken, LAST)
-  out = capsys.readouterr().out
-  assert not re.search('(written|made|evaluated) again|is damaged', out)
+  assert f'Resuming after step {LAST - 1}.' in out
+  for words in (f'checkpoints/{LAST} is damaged', 'The warm start', 'eval/0.json'):
+    assert out.count(words) == 1, words
+  found, expected = last_run(run), last_run(unbroken)
+  assert found.scalars == expected.scalars
+  assert same(found.arrays, expected.arrays)
+  assert found.rows == expected.rows
+  assert content(run) == content(unbroken)
+  assert (run / 'report.json').exists()
+  assert experiment.train(tiny(**KNOBS), str(run)) == 0  # nothing is left to repair
+  assert not re.search('damaged|The warm start|eval/0', capsys.readouterr().out)
 
 
-def test_the_report_is_written_from_evaluations_made_again(broken, one_device):
-  shutil.rmtree(broken / 'eval')
-  (broken / 'report.json').unlink()
-  assert experiment.train(tiny(**KNOBS), str(broken)) == 0
-  assert json.loads((broken / 'report.json').read_text())['eval_before']['n'] == 16
-
-
-def test_a_warm_start_made_again_is_the_same(broken, resumed, capsys):
-  shutil.rmtree(broken / 'checkpoints')
-  _, before = resumed(broken)
-  flip(largest(warm(broken)))
-  _, after = resumed(broken)
-  assert 'it is made again' in capsys.readouterr().out
-  assert same(before.params, after.params)
-
-
-def test_lost_rows_are_counted_and_the_file_is_kept(broken, resumed, capsys):
-  path = broken / 'metrics.jsonl'
-  path.write_bytes(b'\x00\xff' * 40)
-  assert resumed(broken)[1].step == LAST
-  out = capsys.readouterr().out
-  assert f'lacks {LAST + 1} rows of the steps 0 to {LAST}' in out
-  assert (broken / 'metrics-damaged.jsonl').read_bytes() == b'\x00\xff' * 40
-  path.unlink()
-  assert resumed(broken)[1].step == LAST
-  assert f'lacks {LAST + 1} rows' in capsys.readouterr().out
-  with pytest.raises(ValueError, match='holds a run with another config'):
-    experiment.train(tiny(**KNOBS | {'seed': 1}), str(broken))
-
-
-def insert_line(run: pathlib.Path, line: bytes) -> None:
-  """A line before the last of metrics.jsonl."""
-  path = run / 'metrics.jsonl'
-  lines = path.read_bytes().splitlines(keepends=True)
-  path.write_bytes(b''.join([*lines[:-1], line + b'\n', lines[-1]]))
-
-
-def loop_of_links(path: pathlib.Path) -> None:
-  """A link to itself."""
-  if path.is_dir():
-    shutil.rmtree(path)
-  else:
-    path.unlink()
-  os.symlink(path.name, path)
-
-
-CONFIG = 'config.json.*(put the config of the run back|put it back)'
-# Something that nobody can put right but the user: (damage, the sentence).
-REFUSED: dict[str, tuple[Damage, str]] = {
-  'a garbage line': (
-    lambda run: insert_line(run, b'\x00\xff{'),
-    r'metrics\.jsonl, line 5 of 6 is no row .* delete the line',
-  ),
-  'a line without a step': (
-    lambda run: insert_line(run, b'{"loss/kl": 1}'),
-    'line 5 of',
-  ),
-  'an infinite step': (
-    lambda run: insert_line(run, b'{"step": Infinity}'),
-    'line 5 of',
-  ),
-  'metrics a directory': (
-    lambda run: ((run / 'metrics.jsonl').unlink(), (run / 'metrics.jsonl').mkdir()),
-    r'metrics\.jsonl cannot be read .* move it away',
-  ),
-  'config is no JSON': (lambda run: flip(run / 'config.json'), CONFIG),
-  'config cut': (lambda run: os.truncate(run / 'config.json', 50), CONFIG),
-  'config empty': (lambda run: os.truncate(run / 'config.json', 0), CONFIG),
-  'config a list': (lambda run: (run / 'config.json').write_text('[1]'), CONFIG),
-  'config absent': (lambda run: (run / 'config.json').unlink(), CONFIG),
-  'config a link to itself': (lambda run: loop_of_links(run / 'config.json'), CONFIG),
-  'config of other types': (
-    lambda run: edited(run / 'config.json', lambda c: c.update(model=3)),
-    'another config .*model: 3 then',
-  ),
-  'checkpoints a file': (
-    lambda run: replaced_by_file(run / 'checkpoints'),
-    'checkpoints cannot be read as a directory .*put the checkpoints back',
-  ),
-  'checkpoints a link to itself': (
-    lambda run: loop_of_links(run / 'checkpoints'),
-    'checkpoints cannot be read as a directory .*put the checkpoints back',
-  ),
-  'eval a file': (
-    lambda run: replaced_by_file(run / 'eval'),
-    'eval is not the file or directory that belongs there .*move it away',
-  ),
-  'data a file': (
-    lambda run: replaced_by_file(run / 'data'),
-    'data.* is not the file or directory that belongs there .*move it away',
-  ),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_only_the_user_can_put_right_is_one_sentence(name, broken, resumed):
-  damage, sentence = REFUSED[name]
-  damage(broken)
-  before = sorted(os.listdir(broken))
-  for _ in range(2):  # no attempt changes what the next one finds
-    with pytest.raises(ValueError, match=sentence) as caught:
-      resumed(broken)
-    assert 'Make room' not in str(caught.value)
-  assert sorted(os.listdir(broken)) == before
-
-
-def test_a_second_process_is_refused_while_the_first_is_alive(broken, one_device):
-  held = subprocess.Popen(
-    [
-      sys.executable,
-      '-c',
-      'import sys; from bapo_jax.runtime.workdir import locked\n'
-      f'with locked({str(broken)!r}): print("held", flush=True); sys.stdin.read()',
-    ],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-    cwd=runs.ROOT,
-  )
-  assert held.stdout and held.stdout.readline() == 'held\n'
-  before = {p: p.stat().st_mtime_ns for p in broken.rglob('*')}
-  call = runs.command(broken, **KNOBS) | {'capture_output': True, 'text': True}
-  second = subprocess.run(**call)
-  assert second.returncode == 2
-  assert second.stderr.count('\n') == 1
-  assert f'is in use by process {held.pid} on ' in second.stderr
-  assert {p: p.stat().st_mtime_ns for p in broken.rglob('*')} == before
-  held.kill()  # as the kernel's killer would
-  held.wait()
-  with workdir.locked(str(broken)), open(broken / '.lock') as file:
-    with pytest.raises(BlockingIOError):
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with pytest.raises(ValueError, match=f'process {os.getpid()} on'):
-      experiment.train(tiny(**KNOBS), str(broken))
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
-  def refuse(*_):
-    raise OSError(38, 'Function not implemented')
-
-  monkeypatch.setattr(fcntl, 'flock', refuse)
-  with workdir.locked(str(tmp_path)):
-    pass
-  assert 'cannot be locked (Function not implemented)' in capsys.readouterr().out
-
-
-TOOLS = {
-  'eval': lambda config, run: eval_checkpoint.eval_checkpoint(config, run, ''),
-  'export': lambda config, run: export.export(config, run, '', 'float32', 10**9),
-  'show': lambda config, run: viewer.show(config, run, 1, ''),
-}
-
-
-@pytest.mark.parametrize('tool', TOOLS)
-@pytest.mark.parametrize('kind', ['bytes', 'NaN'])
-def test_tools_refuse_a_damaged_checkpoint(tool, kind, broken, one_device):
-  if kind == 'bytes':
-    flip(arrays(broken))
-  elif tool == 'show':
-    pytest.skip('reads no weights before a ratio is wanted')
-  else:
-    poisoned('params', np.nan)(broken)
-  with pytest.raises(ValueError, match=r'step 4 is damaged .*\[2, 3, 4\] are there'):
-    TOOLS[tool](tiny(**KNOBS), str(broken))
-  assert (broken / 'checkpoints' / '4').is_dir()  # reading moves nothing
-
-
-@pytest.mark.parametrize('tool', TOOLS)
-def test_tools_name_a_config_that_is_none(tool, broken, one_device):
-  (broken / 'config.json').write_text('{"model": ')
-  with pytest.raises(ValueError, match=r'config\.json is no JSON'):
-    TOOLS[tool](tiny(**KNOBS), str(broken))
-
-
-def test_the_viewer_names_an_evaluation_that_is_none(broken):
-  (broken / 'eval' / f'{LAST}.json').write_text('{"result": {')
-  with pytest.raises(ValueError, match=r'eval/4\.json is no JSON'):
-    viewer.show(tiny(**KNOBS), str(broken), 1, '')
-
-
-def test_rows_that_were_read_are_those_that_were_written(unbroken):
-  assert [row['step'] for row in metrics.read(unbroken)] == list(range(LAST + 1))
+@pytest.mark.slow
+def test_lost_rows_are_counted_and_the_file_is_kept(
+  unbroken, tmp_path, one_device, capsys
+):
+  run = copied(unbroken, tmp_path / 'run')
+  (run / 'metrics.jsonl').write_bytes(b'\x00\xff' * 40)
+  assert experiment.train(tiny(**KNOBS), str(run)) == 0
+  assert f'lacks {LAST + 1} rows of the steps 0 to {LAST}' in capsys.readouterr().out
+  assert (run / 'metrics-damaged.jsonl').read_bytes() == b'\x00\xff' * 40
+  with pytest.raises(ValueError, match='another config'):
+    experiment.train(tiny(**KNOBS | {'seed': 1}), str(run))

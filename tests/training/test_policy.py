@@ -10,7 +10,7 @@ from runs import source, tiny
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.run import experiment, welcome
+from bapo_jax.run import welcome
 from bapo_jax.training import build, policy, resolve
 
 
@@ -26,18 +26,15 @@ def test_the_tokenizer_is_the_models_unless_another_is_named():
 def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
   file = f'configs/aime.py:{variant}'
   given = ['--config.model.path=models/mine', '--config.mesh.tensor=1']
-  config = main.read_config(file, given, trained_here=False)
+  config = main.read_config(file, given)
   assert config.model.path == config.tokenizer.path == 'models/mine'
-  config = main.read_config(file, given[1:], trained_here=False)
+  config = main.read_config(file, given[1:])
   assert config.model.path == config.tokenizer.path != 'models/mine'
 
 
 def test_the_embedded_tokenizer_beside_a_model_is_refused():
-  assert refusal(**{'tokenizer.path': 'characters', 'model.path': 'models/m'}) == (
-    "tokenizer.path='characters' is the tokenizer of the embedded policy, and "
-    "model.path='models/m' has tokens of its own; leave tokenizer.path out, which "
-    "takes the model's, or name a directory"
-  )
+  sentence = refusal(**{'tokenizer.path': 'characters', 'model.path': 'models/m'})
+  assert "tokenizer.path='characters'" in sentence and 'models/m' in sentence
 
 
 def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
@@ -49,35 +46,23 @@ def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
   vocab['7'], vocab['8'] = vocab['8'], vocab['7']
   (tmp_path / 'model' / 'tokenizer.json').write_text(json.dumps(held))
   config = tiny(**{'model.path': path})
-  resolve.check_available(config)
-  material = build.read(config, resolve.open_model(config), str(tmp_path / 'work'))
-  assert tokenizer_lib.encode(material.tokenizer, ['78']) == [[14, 13]]
+  model = resolve.check_available(config)
+  assert tokenizer_lib.encode(model.tokenizer, ['78']) == [[14, 13]]
 
 
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(hf_config.config_of(making.SEEING)))
-  found = policy.spec_of(tiny(**{'model.path': str(tmp_path)}), None)
+  config = tiny(**{'model.path': str(tmp_path)})
+  found = resolve.read_spec(config, str(tmp_path), None)
   assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
   for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):
     assert (resolve.open_model(tiny(**knobs)).spec.vision is not None) == sees
 
 
-@pytest.mark.parametrize(
-  ('knobs', 'message'),
-  [
-    ({}, 'model.train_tower=True: this model has no vision tower; give False'),
-    (
-      {'lora.rank': 2, 'model.tower.layers': 1},
-      'model.train_tower=True beside lora.rank=2: adapters leave all weights as they '
-      'are; give one of the two',
-    ),
-  ],
-)
-def test_a_tower_that_cannot_be_trained_is_refused(knobs, message):
-  made = tiny(**{'model.train_tower': True} | knobs)
-  with pytest.raises(ValueError) as error:
-    resolve.open_model(made)
-  assert str(error.value) == message
+@pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'model.tower.layers': 1}])
+def test_a_tower_that_cannot_be_trained_is_refused(knobs):
+  with pytest.raises(ValueError, match=r'model\.train_tower=True'):
+    resolve.open_model(tiny(**{'model.train_tower': True} | knobs))
 
 
 def beyond(path, where):
@@ -104,39 +89,30 @@ def beyond(path, where):
     ('a token of prompts', "token '9' has the id 40"),
   ],
 )
-def test_a_token_beyond_the_vocabulary_stops_the_run_before_it_samples(
-  where, named, tmp_path, monkeypatch, one_device
-):
+def test_a_token_beyond_the_vocabulary_is_refused(where, named, tmp_path, one_device):
   path = tmp_path / 'model'
   source(path)
-  monkeypatch.setattr(policy, 'load', None)  # weights come after
   beyond(path, where)
-  with pytest.raises(ValueError) as error:
-    experiment.train(tiny(**{'model.path': str(path)}), str(tmp_path / 'work'))
-  assert str(error.value) == (
-    f'tokenizer.path={path}: {named}, and the model has 40 tokens, 0 to 39; give the '
-    f'tokenizer of model.path={path}, or take that token out of its files'
-  )
+  with pytest.raises(ValueError, match=f'tokenizer.path={path}: {named}'):
+    resolve.resolve(tiny(**{'model.path': str(path)}))
 
 
-def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path):
+def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
   path = tmp_path / 'model'
   source(path)
   (path / 'generation_config.json').write_text(json.dumps({'eos_token_id': 39}))
   config = tiny(**{'model.path': str(path)})
-  assert build.read(
-    config, resolve.open_model(config), str(tmp_path / 'work')
-  ).tokenizer.eos == (1, 39)
+  assert resolve.resolve(config).tokenizer.eos == (1, 39)
 
 
 def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   path = source(tmp_path / 'model')
   knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
   config = tiny(**knobs)
-  material = build.read(config, resolve.open_model(config), str(tmp_path / 'work'))
-  welcome.welcome(config, 'work', material)
+  r = resolve.resolve(config)
+  welcome.welcome(r, 'work', build.read(config, r.model, str(tmp_path / 'work')))
   text = capsys.readouterr().out
-  assert 'remat dots (auto): the backward pass computes all but products again' in text
+  assert 'remat dots (auto)' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
   assert line.split(None, 1)[1] == f"{path}, 29 tokens, template '{{problem}}='"
 
@@ -165,14 +141,10 @@ def tiny_spec():
 
 
 @pytest.mark.parametrize(
-  ('knob', 'value', 'message'),
-  [
-    ('heads', 3, 'width=32: give a multiple of 4 heads=12'),
-    ('window', 30, 'window=30: give a multiple of 14, the side of 2 patches'),
-  ],
+  ('knob', 'value', 'named'), [('heads', 3, 'width=32'), ('window', 30, 'window=30')]
 )
-def test_a_tower_that_does_not_fit_is_refused(knob, value, message):
-  assert refusal(**{f'model.tower.{knob}': value}) == f'model.tower.{message}'
+def test_a_tower_that_does_not_fit_is_refused(knob, value, named):
+  assert f'model.tower.{named}' in refusal(**{f'model.tower.{knob}': value})
 
 
 def test_a_warm_start_is_found_by_what_it_depends_on():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.data import synthetic, tokenizer
+from bapo_jax.data import prompts, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.made import synthetic
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.training import sft
 
@@ -35,7 +36,9 @@ def made_problems(count):
 
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
   problems = made_problems(count)
-  made = sft.rows(reader, problems, synthetic.solve_trial, length, 0, slip, repeat)
+  encoded = prompts.encode(reader, [problem.row for problem in problems])
+  tokens, solve = [prompt.tokens for prompt in encoded], synthetic.solve_trial
+  made = sft.rows(reader, tokens, problems, solve, length, 0, slip, repeat)
   return problems, *made
 
 
@@ -80,7 +83,7 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
 
   @jax.jit
   def nats(params):
-    logp_NT, _ = logprobs.sequence_logprobs(params, tokens_NT, SPEC, 1.0)
+    logp_NT = logprobs.sequence_stats(params, tokens_NT, SPEC, 1.0).logp_BT
     return -(logp_NT * weight_NT).sum() / weight_NT.sum()
 
   def fitted(clean, noisy):

@@ -1,6 +1,5 @@
-"""The loop without a model: rounds, counters, whose weights decode, theory."""
+"""The loop: rounds, counters, whose weights decode, theory."""
 
-import dataclasses
 import types as python_types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,117 +8,120 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from runs import last_run, same, tiny
+import runs
+from runs import last_run, tiny
 
 from bapo_jax import types
-from bapo_jax.algorithms import batch_rules, replay_buffer
+from bapo_jax.algorithms import replay_buffer
+from bapo_jax.data import prompts
+from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import rules, step_metrics, trainer
-from bapo_jax.training.state import NewestStep
+from bapo_jax.training.state import Trainer, TrainState
 
-P, G, T = 2, 8, 3
-MADE = {'learner/skipped': 0.0, 'learner/tokens': 9.0}
+P, G, T, N = 2, 8, 3, 96
+MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
+MADE |= {'learner/skipped': 0.0, 'learner/tokens': 9.0, 'learner/tokens_computed': 9.0}
 SKIPPED = MADE | {'learner/skipped': 1.0}
 EMPTY = MADE | {'learner/tokens': 0.0}
 EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
 HARD: dict[str, Any] = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
+PROBLEMS = Problems(
+  np.arange(N, dtype=np.int32), np.ones((N, 2), np.int32), np.full(N, 2), '1' * N, ''
+)
 
 
-class Fake:
-  """A trainer whose rollouts follow a script, and which records every call.
+class Scripted(Trainer):
+  """A trainer whose weights are one number, the updates that made them."""
+
+  def actor(self, params):
+    """Returns a copy, as what decodes is one."""
+    return {'updates': jnp.copy(params['updates'])}
+
+
+class Script:
+  """A loop whose rollouts have scripted verdicts, and which records them.
 
   Args:
-    script: round -> correct responses of its P groups.
-    updates: step -> the metrics of its updates.
+    script: round -> correct responses of its P groups; later rounds have 4 of 8.
+    updates: step -> the metrics of its update.
     knobs: of the config.
   """
 
   def __init__(
     self,
     patch: pytest.MonkeyPatch,
-    script: Sequence[tuple[int, ...]],
-    updates: Callable[[int], list[dict]] = lambda step: [MADE],
-    group_size: int = G,
+    script: Sequence[tuple[int, ...]] = (),
+    updates: Callable[[int], dict] = lambda step: MADE,
     **knobs: Any,
   ):
-    self.script, self.updates, self.group_size = script, updates, group_size
-    self.rounds: list[int] = []
-    self.rollouts: list[tuple[str, str, dict]] = []  # (weights, key, keywords)
-    self.batches: list[tuple[types.Groups, np.ndarray]] = []
-    sizes = {'prompts.count': P, 'sampler.group_size': group_size}
-    self.config = tiny(**sizes, **knobs)
+    self.script, self.updates = script, updates
+    self.rollouts: list[tuple[float, Any, dict]] = []  # (updates, key, keywords)
+    self.scored: list[tuple[float, int]] = []  # (updates, version)
+    self.freed: list[bool] = []  # before each update, whether the actor was deleted
+    sizes = {'prompts.count': P, 'sampler.group_size': G}
+    self.config = tiny(**sizes, **{'learner.minibatches': 1}, **knobs)
     patch.setattr(trainer, 'rollout', self.rollout)
     patch.setattr(trainer, 'PartialRollouts', lambda engine, places: None)
-    patch.setattr(trainer, 'step_keys', keys)
-    patch.setattr(trainer.prompts, 'next_prompts', self.next_prompts)
-    patch.setattr(
-      trainer.prompts, 'prompts_by_id', lambda problems, ids: prompts_of(ids)
-    )
-    patch.setattr(trainer.decode, 'sync_actor', lambda params, *_: f'copy of {params}')
-    patch.setattr(trainer.learner, 'update', self.update)
-    patch.setattr(
-      trainer.replay_buffer, 'insert', lambda buffer, *_, **__: (buffer, {})
-    )
-    patch.setattr(trainer.step_metrics, 'describe', lambda *_: {})
-    bound = rules.bind(self.config)
-    fields: dict[str, Any] = {
-      field: None for field in trainer.Trainer.__dataclass_fields__
-    }
+    patch.setattr(trainer.decode, 'params_of', lambda actor, *_: actor)
+    fields: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     fields |= {
       'config': self.config,
-      'rules': python_types.SimpleNamespace(
-        batch=batch_rules.learnable_only,
-        advantage=bound.advantage,
-        thresholds=bound.thresholds,
-      ),
-      'engine': python_types.SimpleNamespace(group_size=group_size, length=T),
+      'rules': rules.bind(self.config),
+      'problems': PROBLEMS,
+      'engine': python_types.SimpleNamespace(group_size=G, length=T),
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': PhaseTimer(),
-      'newest': NewestStep(),
+      'train_step': self.train_step,
+      'recompute': self.recompute,
     }
-    self.trainer = trainer.Trainer(**fields)
+    self.trainer = Scripted(**fields)
 
-  def next_prompts(self, problems, prompt_round, seed, count) -> types.Prompts:
-    self.rounds.append(prompt_round)
-    return prompts_of(np.arange(P) + P * prompt_round)
-
-  def rollout(self, rollouts, params, prompts, key, **keywords) -> Rollout:
-    self.rollouts.append((params, key, keywords))
-    ids = prompts.id_P
-    fresh = key.startswith('fresh')
-    correct = self.script[self.rounds[-1]] if fresh else [0] * len(ids)
+  def rollout(self, rollouts, params, now, key, **keywords) -> Rollout:
+    self.actor = params
+    self.rollouts.append((float(params['updates']), key, keywords))
+    ids = now.id_P
+    prompt_round = keywords['first_uid'] // (P * G)
+    correct = [0] * len(ids)
+    if self.is_fresh(key):
+      scripted = prompt_round < len(self.script)
+      correct = self.script[prompt_round] if scripted else (4, 4)
     completed = np.where(ids < 0, -1, keywords['step'])
-    groups = making.groups(ids, correct, completed, self.group_size, T)
+    groups = making.groups(ids, correct, completed, G, T)
     return Rollout(groups, [], [])
 
-  def update(self, params, opt, groups, source_P, key, **_):
-    self.batches.append((groups, source_P))
-    step = int(key.split()[1])
-    return f'weights {step + 1}', opt, self.updates(step)
+  def is_fresh(self, key) -> bool:
+    return key == trainer.step_keys(self.config.seed, 0).fresh
 
-  def loop(self, **fields: int) -> list[tuple[trainer.TrainState, trainer.Metrics]]:
-    """All steps, from a state whose buffer holds two hard problems."""
-    buffer = replay_buffer.init(4, self.group_size, T)
-    buffer = buffer._replace(
-      hard=making.groups([90, 91, -1, -1], [0] * 4, [3, 4, -1, -1], 1, 1)
-    )
-    state = trainer.TrainState(
-      params='weights 0', opt=None, actor='none', buffer=buffer, **fields
+  def recompute(self, params, groups, version, pictures):
+    self.scored.append((float(params['updates']), version))
+    return groups, types.LogpDiff(0.0, 0.0, 0)
+
+  def train_step(self, params, opt, batch):
+    self.freed.append(self.actor['updates'].is_deleted())
+    return {'updates': params['updates'] + 1}, opt, self.updates(len(self.freed) - 1)
+
+  def loop(self, **fields: int) -> list[tuple[TrainState, trainer.Metrics, Any]]:
+    """Returns all steps, from a state whose buffer has two hard problems."""
+    buffer = replay_buffer.init(4, G, T, self.trainer.rules.thresholds)
+    hard = making.groups([90, 91, -1, -1], [0] * 4, [3, 4, -1, -1], 1, 1)
+    state = TrainState(
+      params={'updates': jnp.float32(0)},
+      opt=None,
+      actor=None,
+      buffer=buffer._replace(hard=hard),
+      **fields,
     )
     return list(trainer.train_loop(self.trainer, state))
 
 
-def keys(seed: int, step: int) -> Any:
-  """Keys that say what they are for."""
-  names = ('fresh', 'reevaluate', 'batch', 'update')
-  return trainer.StepKeys(*(f'{name} {step}' for name in names))
-
-
-def prompts_of(ids: Any) -> types.Prompts:
-  """Prompts of these problems; their tokens are not looked at."""
-  return types.Prompts(np.asarray(ids), None, None)
+def taught(record) -> list[tuple[int, int]]:
+  """(round, place in it) of the groups of a batch, by the order of the prompts."""
+  order = [prompts.next_prompts(PROBLEMS, r, 0, P).id_P.tolist() for r in range(9)]
+  places = {id_: (r, p) for r, ids in enumerate(order) for p, id_ in enumerate(ids)}
+  filled = np.asarray(record.source_P) >= 0
+  return [places[i] for i in np.asarray(record.groups.id_P)[filled].tolist()]
 
 
 def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkeypatch):
@@ -127,23 +129,30 @@ def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkey
   # step 2 after a second round (its surplus is dropped), step 3 spends all three for
   # one seat.
   script = [(0, 8), (4, 0), (0, 3), (1, 7), (8, 2), (5, 6), (0, 0), (0, 3), (8, 0)]
-  fake = Fake(monkeypatch, script, steps=4, **EXTRA)
-  steps = fake.loop()
-  assert fake.rounds == list(range(9))
-  assert [row['rollout/rounds'] for _, row in steps] == [3, 1, 2, 3]
-  assert [s.prompt_round for s, _ in steps] == [3, 4, 6, 9]
-  assert [s.responses for s, _ in steps] == [48, 64, 96, 144]
-  assert [row['rollout/responses'] for _, row in steps] == [48, 64, 96, 144]
-  taught = [groups.id_P[source_P >= 0].tolist() for groups, source_P in fake.batches]
-  assert taught == [[2, 5], [6, 7], [9, 10], [15]]
+  steps = Script(monkeypatch, script, steps=4, **EXTRA).loop()
+  assert [row['rollout/rounds'] for _, row, _ in steps] == [3, 1, 2, 3]
+  assert [s.prompt_round for s, _, _ in steps] == [3, 4, 6, 9]
+  assert [s.responses for s, _, _ in steps] == [48, 64, 96, 144]
+  assert [row['rollout/responses'] for _, row, _ in steps] == [48, 64, 96, 144]
+  assert [taught(record) for _, _, record in steps] == [
+    [(1, 0), (2, 1)],
+    [(3, 0), (3, 1)],
+    [(4, 1), (5, 0)],
+    [(7, 1)],
+  ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('seed', 'oldest', 'interval'), [(0, 1, 1), (1, 1, 1), (2, 1, 2), (3, 2, 1)]
+  ('seed', 'oldest', 'interval'),
+  [
+    (0, 1, 1),
+    pytest.param(1, 1, 1, marks=pytest.mark.nightly),
+    pytest.param(2, 1, 2, marks=pytest.mark.nightly),
+    pytest.param(3, 2, 1, marks=pytest.mark.nightly),
+  ],
 )
 def test_no_token_is_older_than_promised_whatever_the_rounds(
-  seed, oldest, interval, warm, one_device
+  seed, oldest, interval, warm
 ):
   # A step of three rounds submits three times the prompts that a step of one returns.
   knobs = EXTRA | {
@@ -155,11 +164,10 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(
     'learner.minibatches': 1,
     'steps': 10,
     'evaluate.every': 99,
-    'checkpoint.keep': 99,
+    'checkpoint.every': 99,
   }
-  config = tiny(seed=seed, **knobs)
   workdir = warm('whole')
-  assert experiment.train(config, str(workdir)) == 0
+  assert runs.train(tiny(seed=seed, **knobs), workdir) == 0
   whole = last_run(workdir)
   rows = [row for step, row in whole.rows.items() if step]
   rounds = [float(row['rollout/rounds']) for row in rows]
@@ -168,110 +176,84 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(
   assert max(ages) <= oldest + interval - 1, ages
   submitted_W = whole.arrays['partial/host/submitted_W']
   assert (submitted_W[submitted_W >= 0] > 9 - oldest).all(), 'all that is due is out'
-  if (seed, oldest, interval) == (0, 1, 1):  # stopped in between, the run is the same
-    parts = str(warm('parts'))
-    for steps in (5, 10):
-      assert experiment.train(config.model_copy(update={'steps': steps}), parts) == 0
-    resumed = last_run(parts)
-    assert whole.scalars == resumed.scalars and same(whole.arrays, resumed.arrays)
 
 
 def test_a_resumed_run_goes_on_with_the_next_round(monkeypatch):
-  fake = Fake(monkeypatch, [(4, 4)] * 6, steps=2, **EXTRA)
-  s, _ = fake.loop(prompt_round=4, responses=7)[-1]
-  assert fake.rounds == [4, 5] and s.prompt_round == 6
+  script = Script(monkeypatch, steps=2, **EXTRA)
+  s, *_ = script.loop(prompt_round=4, responses=7)[-1]
+  first = [keywords['first_uid'] for _, _, keywords in script.rollouts]
+  assert first == [4 * P * G, 5 * P * G] and s.prompt_round == 6
   assert s.responses == 7 + 2 * P * G
 
 
 def test_a_run_ends_with_its_responses(monkeypatch):
-  fake = Fake(monkeypatch, [(4, 4)] * 9, steps=9, responses=2.5 * P * G)
-  assert [s.responses for s, _ in fake.loop()] == [P * G, 2 * P * G, 3 * P * G]
+  steps = Script(monkeypatch, steps=9, responses=2.5 * P * G).loop()
+  assert [s.responses for s, *_ in steps] == [P * G, 2 * P * G, 3 * P * G]
 
 
 def test_reevaluated_responses_count_and_empty_rows_do_not(monkeypatch):
-  fake = Fake(monkeypatch, [(4, 4)] * 2, steps=2, **HARD, **{'buffer.reevaluate': 3})
+  steps = Script(monkeypatch, steps=2, **HARD, **{'buffer.reevaluate': 3}).loop()
   # Two hard problems are in the buffer for three seats: 2 + 2 groups per step.
-  assert [s.responses for s, _ in fake.loop()] == [32, 64]
+  assert [s.responses for s, *_ in steps] == [32, 64]
 
 
 def test_hard_problems_are_reevaluated_when_due(monkeypatch):
-  knobs = HARD | {'buffer.reeval_interval': 2}
-  fake = Fake(monkeypatch, [(4, 4)] * 4, steps=4, **knobs)
-  fake.loop()
-  reevaluated = [key for _, key, _ in fake.rollouts if key.startswith('reevaluate')]
-  assert reevaluated == ['reevaluate 0', 'reevaluate 2']
+  script = Script(monkeypatch, steps=4, **HARD | {'buffer.reeval_interval': 2})
+  script.loop()
+  reevaluated = [key for _, key, _ in script.rollouts if not script.is_fresh(key)]
+  due = [trainer.step_keys(script.config.seed, step).reevaluate for step in (0, 2)]
+  assert reevaluated == due
 
 
 def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
   monkeypatch,
 ):
   knobs: dict[str, Any] = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
-  fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **HARD, **knobs)
-  scored: list[tuple[str, int]] = []
-
-  def recompute(params, groups, version, pictures):
-    scored.append((params, version))
-    return groups, types.LogpDiff(0.0, 0.0, 0)
-
-  fake.trainer = dataclasses.replace(fake.trainer, recompute=recompute)
-  monkeypatch.setattr(
-    trainer.decode, 'params_of', lambda actor, *_: f'params of {actor}'
-  )
-  fake.loop()
-  reevaluated = [r for r in fake.rollouts if r[1].startswith('reevaluate')]
-  fresh = [r for r in fake.rollouts if r[1].startswith('fresh')]
+  script = Script(monkeypatch, steps=5, **HARD, **knobs)
+  script.loop()
+  fresh = [r for r in script.rollouts if script.is_fresh(r[1])]
+  reevaluated = [r for r in script.rollouts if not script.is_fresh(r[1])]
   for step in range(5):
     actor = step - step % 3
-    params, key, keywords = fresh[step]
-    assert params == f'copy of weights {actor}' and key == f'fresh {step}'
-    assert (keywords['step'], keywords['policy_version']) == (step, actor)
-    params, key, keywords = reevaluated[step]
-    assert params == f'copy of weights {step}' and key == f'reevaluate {step}'
-    # Scored by the learner's layout of the weights that sampled.
-    weights = f'weights {step}'
-    lagged = weights if actor == step else f'params of copy of weights {actor}'
-    assert scored[2 * step : 2 * step + 2] == [(weights, step), (lagged, actor)]
-    assert (keywords['step'], keywords['policy_version']) == (step, step)
+    updates, _, keywords = fresh[step]
+    assert updates == keywords['policy_version'] == actor and keywords['step'] == step
+    updates, _, keywords = reevaluated[step]
+    assert updates == keywords['policy_version'] == keywords['step'] == step
+    # Scored by the weights that sampled.
+    assert script.scored[2 * step : 2 * step + 2] == [(step, step), (actor, actor)]
 
 
 @pytest.mark.parametrize(('interval', 'freed'), [(1, [0, 1, 2, 3, 4]), (3, [2])])
 def test_an_actor_that_the_next_step_replaces_is_freed_before_the_updates(
   monkeypatch, interval, freed
 ):
-  knobs = {'rollout.weight_sync_interval': interval}
-  fake = Fake(monkeypatch, [(4, 4)] * 5, steps=5, **knobs)
-  actors, found = [], []
-
-  def sync_actor(*_):
-    actors.append({'w': jnp.ones(3)})
-    return actors[-1]
-
-  def update(params, opt, groups, source_P, key, **_):
-    found.append(actors[-1]['w'].is_deleted())
-    return fake.update(params, opt, groups, source_P, key)
-
-  monkeypatch.setattr(trainer.decode, 'sync_actor', sync_actor)
-  monkeypatch.setattr(trainer.learner, 'update', update)
-  states = [s for s, _ in fake.loop()]
-  assert [i for i, gone in enumerate(found) if gone] == freed
+  script = Script(monkeypatch, steps=5, **{'rollout.weight_sync_interval': interval})
+  states = [s for s, *_ in script.loop()]
+  assert np.flatnonzero(script.freed).tolist() == freed
   assert [i for i, s in enumerate(states) if s.actor is None] == freed
 
 
 def test_skipped_updates_are_counted_over_steps(monkeypatch):
-  # A minibatch without a token is neither made nor skipped, and ends no row of skips.
-  updates = [
-    [MADE, SKIPPED],
-    [EMPTY, SKIPPED, EMPTY, SKIPPED],
-    [SKIPPED, MADE],
-    [],
-    [SKIPPED] * 2,
-  ]
-  fake = Fake(monkeypatch, [(4, 4)] * 5, updates.__getitem__, steps=5)
-  steps = fake.loop(updates=7)
-  assert [s.consecutive_skips for s, _ in steps] == [1, 3, 0, 0, 2]
-  assert [s.updates for s, _ in steps] == [8, 8, 9, 9, 9]
-  assert [row['learner/updates'] for _, row in steps] == [8, 8, 9, 9, 9]
-  assert step_metrics.consecutive_skips(5, []) == 5
+  updates = [MADE, SKIPPED, EMPTY, SKIPPED, MADE]
+  steps = Script(monkeypatch, updates=updates.__getitem__, steps=5).loop(updates=7)
+  assert [s.consecutive_skips for s, *_ in steps] == [0, 1, 1, 2, 0]
+  assert [s.updates for s, *_ in steps] == [8, 8, 8, 8, 9]
+  assert [row['learner/updates'] for _, row, _ in steps] == [8, 8, 8, 8, 9]
+
+
+@pytest.mark.parametrize(
+  ('updates', 'skips', 'applied'),
+  [
+    ([], 5, 0),
+    ([MADE, SKIPPED], 1, 1),
+    # A minibatch without a token is neither made nor skipped.
+    ([EMPTY, SKIPPED, EMPTY, SKIPPED], 7, 0),
+    ([SKIPPED, MADE], 0, 1),
+  ],
+)
+def test_skipped_updates_are_counted_in_a_row(updates, skips, applied):
+  assert step_metrics.consecutive_skips(5, updates) == skips
+  assert step_metrics.applied(updates) == applied
 
 
 def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
@@ -297,18 +279,17 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   # Groups of 8: 0 and 8 right are of one reward each, 3 right is not.
   script = [(0, 8), (8, 8), (0, 3), (0, 0)]
   knobs = EXTRA | {'batch.max_extra_rounds': 0}
-  steps = Fake(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
-  assert [s.idle_steps for s, _ in steps] == [5, 6, 0, 1]
-  assert [row['learner/idle_steps'] for _, row in steps] == [5, 6, 0, 1]
+  steps = Script(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
+  assert [s.idle_steps for s, *_ in steps] == [5, 6, 0, 1]
+  assert [row['learner/idle_steps'] for _, row, _ in steps] == [5, 6, 0, 1]
 
 
-@pytest.mark.parametrize('group_size', [4, 8])
-def test_responses_are_numbered_through_the_rounds(group_size, monkeypatch):
-  script = [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2)]
-  fake = Fake(monkeypatch, script, group_size=group_size, steps=3, **EXTRA)
-  fake.loop()
-  first = [keywords['first_uid'] for _, _, keywords in fake.rollouts]
-  assert first == [P * group_size * prompt_round for prompt_round in range(5)]
+def test_responses_are_numbered_through_the_rounds(monkeypatch):
+  rounds = [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2)]
+  script = Script(monkeypatch, rounds, steps=3, **EXTRA)
+  script.loop()
+  first = [keywords['first_uid'] for _, _, keywords in script.rollouts]
+  assert first == [P * G * prompt_round for prompt_round in range(5)]
 
 
 def test_theory_golden():

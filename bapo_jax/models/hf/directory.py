@@ -77,16 +77,15 @@ def resolve(name: str) -> str:
     return name
 
 
-def missing(name: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
-  """Returns the files of a model that this machine lacks.
+def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
+  """Returns the files that a model's directory, as `resolve` returns it, lacks.
 
   Args:
-    name, needs: see `find`.
+    needs: see `find`.
 
   Raises:
-    ValueError: the index of the weights is damaged, or the name is malformed.
+    ValueError: the index of the weights is damaged.
   """
-  path = resolve(name)
   wanted = [file for file in needs if '*' not in file]
   if '*.safetensors' in needs:
     weights = safetensors_io.files(path) if os.path.isdir(path) else []
@@ -94,15 +93,14 @@ def missing(name: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
   return [file for file in wanted if not os.path.isfile(os.path.join(path, file))]
 
 
-def identity(name: str) -> dict[str, list[int | str]]:
+def identity(path: str) -> dict[str, list[int | str]]:
   """Returns file -> [size, digest] of the files of a model that a run reads; {} for ''.
 
   Weights are digested in samples: a process reads its own shards only, and two
   revisions of a model differ in every part.
   """
-  if not name:
+  if not path:
     return {}
-  path = resolve(name)
   options = [n for n in OPTIONAL_FILES if os.path.isfile(os.path.join(path, n))]
   return {n: digests.of_file(path, n) for n in options} | {
     n: digests.sampled(os.path.join(path, n)) for n in safetensors_io.files(path)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from bapo_jax.runtime import json_files
+from bapo_jax.runtime.files import read_object
 
 DTYPES = {
   'F32': np.dtype('float32'),
@@ -29,7 +29,6 @@ DTYPES = {
 }
 NAMES = {dtype.name: code for code, dtype in DTYPES.items()}
 ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
-INDEX_BYTES = 10**8  # the largest index file that is read
 
 
 class Tensor(NamedTuple):
@@ -54,7 +53,7 @@ def files(path: str) -> list[str]:
   names = sorted(os.listdir(path))
   if INDEX in names:
     index_file = os.path.join(path, INDEX)
-    weight_map = json_files.read(index_file, INDEX_BYTES).get('weight_map')
+    weight_map = read_object(index_file).get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise ValueError(f'{index_file} has no weight_map; download it again')
     return sorted(set(weight_map.values()))

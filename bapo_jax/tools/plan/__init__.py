@@ -1,4 +1,4 @@
 """In: a config and a TPU topology that need not be attached.
 Out: tables of memory, collectives and lower bounds on time, and a batch that fits.
-Read environment, hlo, roofline, programs, tables, hosts, search, then plan.
+Read hlo, roofline, programs, tables, hosts, search, then plan.
 """

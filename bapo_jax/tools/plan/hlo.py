@@ -1,9 +1,9 @@
-"""Collectives that a compiled program runs in its loops, read from its HLO text.
+"""Reads the collectives in the loops of a compiled program from its HLO text.
 
 1. `computations` splits the text into computations and their instructions;
 2. `runs` walks from the entry into loop bodies and the computations that they call,
    multiplying trip counts on the way; `in_loops` adds up what runs in loops;
-3. `groups` says which devices take part in a collective together.
+3. `groups` returns the devices that take part in a collective together.
 
 XLA's own cost analysis counts a loop's body once, so it is of no use here.
 """
@@ -56,12 +56,12 @@ class Collective(NamedTuple):
 
   @property
   def received(self) -> int:
-    """Bytes that a device receives per run of the program; a sum goes round twice."""
+    """Bytes that a device receives per run of the program; sums are sent twice."""
     return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], str]:
-  """(name -> instructions, name of the entry)."""
+  """Splits HLO text into (name -> instructions, name of the entry)."""
   found, entry, lines = {}, '', []
   for line in text.splitlines():
     if header := HEADER.match(line):
@@ -73,7 +73,7 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 class Run(NamedTuple):
-  """An instruction that is a collective, and how often it runs."""
+  """A collective instruction, and how often it runs."""
 
   kind: str
   bytes: int  # as in Collective
@@ -84,10 +84,10 @@ class Run(NamedTuple):
 
 
 def runs(text: str, most: int = 1) -> Iterator[Run]:
-  """The collectives of the program, once for each way that leads to them.
+  """Yields the collectives of the program, once per path that leads to them.
 
   Args:
-    most: iterations of a loop that ends when its data do, at most.
+    most: upper limit of iterations of a loop without a known trip count.
   """
   bodies, entry = computations(text)
 
@@ -107,11 +107,7 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
 
 
 def in_loops(text: str, most: int = 1) -> list[Collective]:
-  """The collectives that run inside loops, the most bytes first.
-
-  Args:
-    most: of `runs`.
-  """
+  """Lists the collectives inside loops, the most bytes first; see `runs`."""
   sites: dict[tuple[str, int], set[tuple[str, str]]] = {}
   times: dict[tuple[str, int], int] = {}
   for run in runs(text, most):
@@ -127,7 +123,7 @@ def in_loops(text: str, most: int = 1) -> list[Collective]:
 
 
 def callees(line: str) -> list[str]:
-  """Names of the computations that an instruction calls, loops excepted."""
+  """Lists the computations that an instruction calls, loops excepted."""
   names = CALLED.findall(line)
   for group in BRANCHES.findall(line):
     names += [part.strip().lstrip('%') for part in group.split(',')]
@@ -135,7 +131,7 @@ def callees(line: str) -> list[str]:
 
 
 def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
-  """Iterations of a loop: XLA's count, else the bound in its condition, else `most`."""
+  """Returns XLA's trip count, else the bound in the loop's condition, else `most`."""
   if known := TRIPS.search(line):
     return int(known[1])
   bounds = [int(n) for text in condition for n in BOUND.findall(text)]
@@ -143,7 +139,7 @@ def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:
-  """Bytes of the whole array: the result, or of a scatter the operand.
+  """Returns the bytes of the whole array: the result, or a scatter's operand.
 
   Args:
     shape: the result's, as in the text.
@@ -160,15 +156,15 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
 
 
 def members(line: str) -> int:
-  """Devices in a group of the collective; 1 where the line names no groups."""
+  """Returns the devices in a group of the collective; 1 without groups."""
   found = groups(line)
   return len(found[0]) if found else 1
 
 
 def groups(line: str) -> list[list[int]]:
-  """The groups of devices of a collective, by their place in the mesh.
+  """Lists the groups of devices of a collective, by their place in the mesh.
 
-  A permute has one pair (from, to) for each transfer; [] where the line names none.
+  A permute has one pair (from, to) per transfer; [] if the line names none.
   """
   if listed := LISTED.search(line):
     return [_numbers(part) for part in listed[1].strip('{}').split('},{')]
@@ -186,10 +182,10 @@ def groups(line: str) -> list[list[int]]:
 
 
 def _iota(shape: str, of: str | None, order: str | None) -> np.ndarray:
-  """The numbers that '[shape]<=[of]T(order)' abbreviates, in that shape."""
+  """Expands the abbreviation '[shape]<=[of]T(order)' to an array of that shape."""
   ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(of or shape))
   ids = ids.transpose(_numbers(order)) if order else ids
-  # Of '[64,4]T(1,0)' alone the shape is that before the axes are permuted.
+  # Without `of`, as in '[64,4]T(1,0)', the shape is the one before the permutation.
   return ids.reshape(_numbers(shape)) if of else ids
 
 
@@ -198,6 +194,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def itemsize(dtype: str) -> int:
-  """Bytes of one number of an HLO dtype: 'bf16', 's32', 'pred'."""
+  """Returns the bytes of one number of an HLO dtype: 'bf16', 's32', 'pred'."""
   bits = re.search(r'\d+', dtype)
   return max(int(bits[0]) // 8, 1) if bits else 1

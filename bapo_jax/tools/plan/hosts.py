@@ -1,9 +1,9 @@
-"""What several hosts add to a plan: what crosses between them, and what each remembers.
+"""Adds several hosts to a plan: the traffic between them and the memory of each.
 
-1. `processes` says on which host each device of the mesh is;
+1. `processes` returns the host of each device of the mesh;
 2. `crossing` counts the bytes that a program's collectives bring into one host,
-   `weight_sync` those of a new actor;
-3. `memory` counts what a process holds on its host;
+   `weight_sync` the bytes of a new actor;
+3. `memory` counts the memory of a process on its host;
 4. `table` prints them, with the axes of the mesh that stay inside a host.
 
 Bytes are those that must cross, whatever way the collectives take: each host needs what
@@ -22,23 +22,22 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, programs, roofline
-from bapo_jax.training import memory as memory_lib
-from bapo_jax.training import remat
+from bapo_jax.tools.plan import hlo, roofline
+from bapo_jax.tools.plan.programs import Job
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules
 
 GIB = 2**30
 LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
 
 
 def processes(mesh: Mesh) -> list[int]:
-  """The process of each device, in the order of the mesh."""
+  """Returns the process of each device, in the order of the mesh."""
   return [device.process_index for device in mesh.devices.flat]
 
 
 def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
-  """Bytes that the collectives bring into one host, per run of the program.
+  """Counts the bytes that collectives bring into one host, per run of the program.
 
   Of n devices that gather an array, k on one host: the host needs (n - k) / n of it; a
   scatter is a gather backwards, a sum is both.
@@ -49,7 +48,7 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
     most: of hlo.runs.
 
   Returns:
-    Those of the host that receives most.
+    The bytes of the host that receives most.
   """
   shares: dict[tuple[str, str], dict[int, float]] = {}
   total: dict[int, float] = defaultdict(float)
@@ -65,7 +64,7 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
 def _shares(
   kind: str, groups: list[list[int]], process_of: Sequence[int]
 ) -> dict[int, float]:
-  """Host -> bytes into it per byte of the collective."""
+  """Returns host -> bytes into it per byte of the collective."""
   found: dict[int, float] = defaultdict(float)
   if kind == 'collective-permute':
     for source, target in groups:
@@ -85,7 +84,7 @@ def _shares(
 def weight_sync(
   spec: ModelSpec, shape: roofline.MeshShape, process_of: Sequence[int]
 ) -> float:
-  """Bytes into one host for a new actor: the columns over fsdp are gathered, once.
+  """Counts the bytes into one host for a new actor: columns are gathered over fsdp.
 
   Args:
     shape: of the mesh.
@@ -104,33 +103,30 @@ def weight_sync(
   parts: dict[int, float] = defaultdict(float)
   for (host, _), columns in held.items():
     parts[host] += 1 - len(columns) / F
-  return roofline.itemsize(spec) * gathered * max(parts.values())
+  return budget.itemsize(spec.compute) * gathered * max(parts.values())
 
 
-def memory(
-  config: Config, rules: Rules, spec: ModelSpec, hosts: int
-) -> dict[str, float]:
-  """Bytes of host memory of one process, by what holds them; an upper limit.
+def memory(job: Job, hosts: int) -> dict[str, float]:
+  """Counts the bytes of host memory of one process by use; an upper limit.
 
   Rows are counted whole in every process. Python, the compiler (2 GiB), problems and
   verifiers come on top.
   """
-  T, sampler = config.row_length, config.sampler
-  stored = remat.checkpoint_sizes(config, spec)
-  stored.pop('buffer', None)
-  buffer = jax.tree.leaves(programs.empty_buffer(config, rules))
+  config, T, sampler = job.config, job.config.row_length, job.config.sampler
+  stored = dict(budget.count(*job).checkpoint)
+  buffer = stored.pop('buffer', 0.0)
   rows = config.prompts.count * sampler.group_size
   return {
     'weights, while they are read': LOADING * hf_weights.BLOCK,
     'a checkpoint, while it is written': sum(stored.values()) / hosts,
-    'replay buffer': sum(x.size * x.dtype.itemsize for x in buffer),
-    'slots': memory_lib.DECODED * sampler.max_num_seqs * T,
-    'responses of a step': memory_lib.RECORDED * rows * T,
+    'replay buffer': buffer,
+    'slots': budget.DECODED * sampler.max_num_seqs * T,
+    'responses of a step': budget.RECORDED * rows * T,
   }
 
 
 def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
-  """The axes of the mesh along which all neighbours are on one host."""
+  """Lists the axes of the mesh along which all neighbours are on one host."""
   placed = np.reshape(process_of, tuple(shape.values()))
   return [
     axis
@@ -140,30 +136,27 @@ def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
 
 
 def table(
-  config: Config,
-  rules: Rules,
-  spec: ModelSpec,
-  mesh: Mesh,
+  job: Job,
   between: Mapping[str, float],
   steps: Mapping[str, int],
 ) -> str:
-  """Hosts, bytes into one of them per step, and its memory.
+  """Prints the hosts, the bytes into one of them per step, and its memory.
 
   Args:
     between: program -> bytes into one host per run, of `crossing`.
     steps: program -> tokens (or other units) of one run.
   """
-  process_of, shape = processes(mesh), dict(mesh.shape)
+  process_of, shape = processes(job.mesh), job.shape
   hosts = len(set(process_of))
   lines = [
-    f'{hosts} {"hosts" if hosts > 1 else "host"} of {mesh.size // hosts} devices; '
+    f'{hosts} {"hosts" if hosts > 1 else "host"} of {job.mesh.size // hosts} devices; '
     f'inside a host: {", ".join(inside(shape, process_of)) or "no axis of the mesh"}'
   ]
   if hosts > 1:
-    sync = weight_sync(spec, shape, process_of)
+    sync = weight_sync(job.spec, shape, process_of)
     lines += [f'{"into a host":16}{"GiB":>12}{"runs a step":>14}{"GiB a step":>12}']
-    lines += _crossing_lines(config, between, steps, sync)
-  held = memory(config, rules, spec, hosts)
+    lines += _crossing_lines(job.config, between, steps, sync)
+  held = memory(job, hosts)
   lines += [f'{"host memory":36}{"GiB a process, at most":>22}']
   lines += [f'{name:36}{bytes_ / GIB:22.2f}' for name, bytes_ in held.items()]
   return '\n'.join([*lines, f'{"together":36}{sum(held.values()) / GIB:22.2f}'])

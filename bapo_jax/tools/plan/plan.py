@@ -3,8 +3,8 @@
 1. `attach` turns 'v5p:4x4x4' into devices to compile for;
 2. `compiled` runs the TPU's compiler and reads memory and collectives of a program;
 3. `remedy` searches the largest batch that fits if the configured one does not;
-4. `run` does so for every program and prints memory, collectives, a roofline and what
-   several hosts add; `run_search` compares meshes without compiling.
+4. `run` does so for every program and prints memory, collectives, a roofline and the
+   traffic between hosts; `run_search` compares meshes without compiling.
 
 No weight is loaded and no program runs: a config.json is enough.
 """
@@ -19,9 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import (
-  adapters,
   hlo,
   hosts,
   programs,
@@ -29,16 +27,18 @@ from bapo_jax.tools.plan import (
   search,
   tables,
 )
+from bapo_jax.tools.plan.programs import Job
+from bapo_jax.tools.plan.roofline import Chip
 from bapo_jax.tools.plan.tables import Row
-from bapo_jax.training import remat, resolve, rules
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
-def attach(topology: str) -> tuple[roofline.Chip, Sequence[Any]]:
-  """(chip, devices) of a topology like 'v5p:4x4x4'.
+def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
+  """Returns (chip, devices) of a topology like 'v5p:4x4x4'.
 
   Raises:
     ValueError: the chip or the arrangement does not exist.
@@ -61,7 +61,7 @@ def attach(topology: str) -> tuple[roofline.Chip, Sequence[Any]]:
 
 
 def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
-  """The compiled program's row; if memory does not suffice, the bytes needed."""
+  """Compiles a program; returns its row, or the bytes needed if they do not fit."""
   begun = time.time()
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
@@ -90,7 +90,7 @@ def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
 
 
 def bytes_needed(message: str, program: programs.Program) -> float:
-  """Bytes that a device would need, by the compiler's error; inf if it gives none."""
+  """Reads the bytes that a device would need from the compiler's error, or inf."""
   if found := re.search(r'Used ([\d.]+)([KMGT]) of', message):
     return float(found[1]) * UNITS[found[2]] + program.resident
   if found := re.search(r'temporaries \(([\d.]+)([KMGT])\)', message):
@@ -99,27 +99,23 @@ def bytes_needed(message: str, program: programs.Program) -> float:
   return math.inf
 
 
-def room(chip: roofline.Chip) -> float:
-  """Bytes of the chip that a hand count may fill; the compiler has the last word."""
-  return remat.DEVICE_SHARE * chip.hbm * GIB
+def room(chip: Chip) -> float:
+  """Returns the bytes of a chip that a hand count may fill."""
+  return budget.DEVICE_SHARE * chip.hbm * GIB
 
 
-def excess(row: Row | float, chip: roofline.Chip) -> float:
-  """Bytes beyond the chip's memory; negative if the program fits."""
+def excess(row: Row | float, chip: Chip) -> float:
+  """Returns the bytes beyond the chip's memory; negative if the program fits."""
   return (row.total if isinstance(row, Row) else row) - chip.hbm * GIB
 
 
-def ladder(
-  name: str, config: Config, schedule: Schedule, mesh: Mesh
-) -> Iterator[tuple[str, int | str]]:
-  """(knob, value) to try in turn if a program does not fit.
+def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
+  """Yields (knob, value) to try in turn if a program of the job does not fit.
 
-  Nothing that costs products before what does, and from the largest batch down, so
-  that the first that fits is the largest.
-
-  Args:
-    schedule: the one that did not fit.
+  Knobs that cost no products come first, then batches from the largest down, so that
+  the first that fits is the largest.
   """
+  config, _, schedule, mesh = job
   shards = sharding.row_shards(mesh)
   if name in ('prefill', 'decode'):
     knob = {'prefill': 'prefill_batch_size', 'decode': 'max_num_seqs'}[name]
@@ -135,7 +131,7 @@ def ladder(
   if name == 'train step':
     if schedule.bounds_pass == 'stored':
       yield 'learner.bounds_pass', 'again'
-    for kind in remat.KINDS[remat.KINDS.index(schedule.remat) + 1 :]:
+    for kind in budget.REMATS[budget.REMATS.index(schedule.remat) + 1 :]:
       yield 'model.remat', kind
   steps = 2 * config.learner.grad_accum_steps
   while config.minibatch_rows % (steps * shards) == 0:
@@ -143,27 +139,23 @@ def ladder(
     steps *= 2
 
 
-def remedy(
-  name: str,
-  config: Config,
-  schedule: Schedule,
-  mesh: Mesh,
-  chip: roofline.Chip,
-  echo: Callable[[str], object],
-) -> str:
-  """The flags that make the program fit, found by compiling it; a sentence."""
-  changed, flags = config, {}
-  for knob, value in ladder(name, config, schedule, mesh):
+def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
+  """Returns the job of a config on a mesh of these chips."""
+  spec = programs.tpu_spec(config)
+  schedule = budget.choose_schedule(config, spec, mesh, room(chip))
+  return Job(config, spec, schedule, mesh)
+
+
+def remedy(name: str, job: Job, chip: Chip, echo: Callable[[str], object]) -> str:
+  """Finds flags that make the program fit by compiling it; returns a sentence."""
+  changed, flags = job.config, {}
+  for knob, value in ladder(name, job):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
     echo(f'  {name}: trying {" ".join(flags.values())}')
-    spec = programs.tpu_spec(changed)
-    tried = remat.resolve(changed, spec, mesh, room(chip))
-    program = programs.programs_of(spec)[name](
-      changed, rules.bind(changed), spec, tried, mesh
-    )
-    row = compiled(program, mesh)
+    make = programs.programs_of(job.spec)[name]
+    row = compiled(make(planned(changed, job.mesh, chip)), job.mesh)
     if isinstance(row, Row) and excess(row, chip) <= 0:
       left = -excess(row, chip) / GIB
       return f'{" ".join(flags.values())} fits, {left:.1f} GiB left'
@@ -180,7 +172,7 @@ def run(
   mean_share: float = 1.0,
   echo: Callable[[str], object] = print,
 ) -> bool:
-  """Plans the run and prints the plan; True if every program fits.
+  """Plans the run and prints the plan; returns whether every program fits.
 
   Args:
     mean_share: mean length of the rows over the longest, in (0, 1].
@@ -190,18 +182,17 @@ def run(
   """
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)
-  bound, memory = rules.bind(config), room(chip)
-  spec = programs.tpu_spec(config)
-  schedule = remat.resolve(config, spec, mesh, memory)
+  job = planned(config, mesh, chip)
+  needed = budget.count(*job).update
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
-    f'attention {spec.attention}\n'
-    f'{remat.sentence(config, spec, schedule, mesh, memory)}'
+    f'attention {job.spec.attention}\n'
+    f'{budget.sentence(config, job.schedule, needed, room(chip))}'
   )
   made, rows, verdicts = {}, {}, {}
-  for name, make in programs.programs_of(spec).items():
-    made[name] = make(config, bound, spec, schedule, mesh)
+  for name, make in programs.programs_of(job.spec).items():
+    made[name] = make(job)
     rows[name] = row = compiled(made[name], mesh)
     over = excess(row, chip) / GIB
     if isinstance(row, Row) and over <= 0:
@@ -209,18 +200,16 @@ def run(
       echo(f'  {name} compiled in {row.seconds:.0f} s')
     else:
       echo(f'  {name} does not fit; searching a smaller batch')
-      found = remedy(name, config, schedule, mesh, chip, echo)
+      found = remedy(name, job, chip, echo)
       verdicts[name] = f'{over:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   between = {name: row.between for name, row in known.items()}
   steps = {name: program.steps for name, program in made.items()}
-  ranks = config.lora.rank and adapters.of_model(config.title, spec)
   for table in (
-    *([ranks, adapters.table()] if ranks else []),
     tables.memory_table(rows, verdicts),
     tables.loops_table(known),
     tables.roofline_table(known, made, chip, config, mean_share),
-    hosts.table(config, bound, spec, mesh, between, steps),
+    hosts.table(job, between, steps),
   ):
     echo('')
     echo(table)
@@ -230,14 +219,14 @@ def run(
 def run_search(
   config: Config, topology: str, echo: Callable[[str], object] = print
 ) -> bool:
-  """Prints the meshes of the topology, the fastest first; True if one of them fits.
+  """Prints the meshes of the topology, fastest first; returns whether one fits.
 
   Raises:
     ValueError: topology or model do not exist.
   """
   chip, devices = attach(topology)
-  spec, bound = programs.tpu_spec(config), rules.bind(config)
-  found, refused = search.search(config, bound, spec, chip, devices, room(chip))
+  spec = programs.tpu_spec(config)
+  found, refused = search.search(config, spec, chip, devices, room(chip))
   echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm} GiB')
   echo(search.table(found, refused))
   return bool(found)

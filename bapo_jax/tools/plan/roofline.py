@@ -4,7 +4,7 @@
 2. `forward` counts one token's products; `train`, `score`, `prefill` and `decode` add
    them up to the cost of a program; `train_links` and `decode_links` count what links
    bring where no compiled program says it;
-3. `Cost.seconds` divides: each is a lower bound, reached only if nothing waits.
+3. `Cost.seconds` divides: lower bounds, reached only if nothing waits.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.training.budget import itemsize
 
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
 
@@ -69,18 +70,13 @@ class Products(NamedTuple):
 
 
 def matrices(spec: ModelSpec) -> int:
-  """Number of weights in the layers' products."""
+  """Returns the number of weights in the layers' products."""
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
   return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * spec.ffn)
 
 
-def itemsize(spec: ModelSpec) -> int:
-  """Bytes of a number that products read."""
-  return 2 if spec.compute in ('bfloat16', 'float16') else 4
-
-
 def forward(spec: ModelSpec, context: float) -> Products:
-  """FLOPs of a token that attends to `context` others.
+  """Counts the FLOPs of a token that attends to `context` others.
 
   2 per weight and 4 H C per token attended to, in every layer.
   """
@@ -92,14 +88,14 @@ def forward(spec: ModelSpec, context: float) -> Products:
 
 
 def activations(spec: ModelSpec, tensor: int) -> float:
-  """Bytes moved per token of a forward pass: each product's operand and result once.
+  """Counts bytes moved per token of a forward pass: operand and result of products.
 
   Args:
     tensor: devices that share heads and feed-forward width.
   """
   half = spec.heads * spec.head_width + spec.kv_heads * spec.head_width
   split = (2 * half + 4 * spec.ffn) / tensor
-  return itemsize(spec) * spec.layers * (6 * spec.width + split)
+  return itemsize(spec.compute) * spec.layers * (6 * spec.width + split)
 
 
 def train(
@@ -112,13 +108,13 @@ def train(
   linked: float,
   adapters: int = 0,
 ) -> Cost:
-  """One optimiser update on `rows` rows: 3 forward passes' worth of mathematics.
+  """Counts one optimiser update on `rows` rows: three times a forward pass.
 
-  Frozen weights have 2: their own gradient is not computed.
+  Twice for frozen weights, whose own gradient is not computed.
 
   Recomputed: the head once (chunks), the layers once with remat='full' (attention alone
   with 'dots', unless the kernel's results are saved), and everything once more where
-  several micro-batches share the bounds of the minibatch and nothing waits for them.
+  several micro-batches share their bounds and bounds_pass is 'again'.
 
   Args:
     rows, length: of the minibatch, on all devices.
@@ -137,7 +133,7 @@ def train(
     'none': 0.0,
   }[schedule.remat]
   recomputed += once.head + (once.all if several else 0)
-  weights = itemsize(spec) * transformer.count(spec) / shape['tensor']
+  weights = itemsize(spec.compute) * transformer.count(spec) / shape['tensor']
   # Each micro-batch writes and reads the gathered weights once per pass; the backward
   # pass reads them twice.
   passes = 3 + (schedule.remat == 'full') + several
@@ -165,16 +161,14 @@ def train_links(
   length: int,
   grad_accum_steps: int,
 ) -> float:
-  """Bytes that a device must at least receive for one update, without a compiler.
+  """Counts the bytes that a device receives for one update, at least.
 
   Per micro-batch the weights are gathered over fsdp for each forward pass and for the
   backward pass; their gradients are scattered over fsdp, and summed in float32 over
   data. Per pass and layer two sums of the hidden states go round over tensor.
-
-  Args: of `train`.
   """
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
-  several, c = grad_accum_steps > 1, itemsize(spec)
+  several, c = grad_accum_steps > 1, itemsize(spec.compute)
   weights = transformer.count(spec) / tensor
   gathered = c * weights * (1 - 1 / fsdp) * (3 + several)
   summed = 2 * 4 * weights / fsdp * (1 - 1 / data)
@@ -185,22 +179,24 @@ def train_links(
 
 
 def decode_links(spec: ModelSpec, shape: MeshShape, slots: int) -> float:
-  """Bytes that a device must at least receive for one token in each slot."""
+  """Counts the bytes that a device receives for one token in each slot, at least."""
   return _hidden_sums(spec, shape['tensor'], slots / (shape['data'] * shape['fsdp']))
 
 
 def _hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
-  """Bytes of two sums of hidden states per layer; a sum goes round twice."""
-  return 4 * itemsize(spec) * spec.width * spec.layers * tokens * (1 - 1 / tensor)
+  """Counts the bytes of two sums of hidden states per layer, each sent twice."""
+  return (
+    4 * itemsize(spec.compute) * spec.width * spec.layers * tokens * (1 - 1 / tensor)
+  )
 
 
 def score(
   spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
 ) -> Cost:
-  """The log-probabilities of `rows` rows of `length` tokens."""
+  """Counts the log-probabilities of `rows` rows of `length` tokens."""
   devices, tokens = math.prod(shape.values()), rows * length
   flops = forward(spec, length / 2).all * tokens / devices
-  moved = 2 * itemsize(spec) * transformer.count(spec) / shape['tensor']
+  moved = 2 * itemsize(spec.compute) * transformer.count(spec) / shape['tensor']
   moved += tokens / devices * shape['tensor'] * activations(spec, shape['tensor'])
   return Cost(flops, flops, moved, linked)
 
@@ -208,10 +204,10 @@ def score(
 def prefill(
   spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
 ) -> Cost:
-  """`rows` prompts of `length` tokens; no logits."""
+  """Counts `rows` prompts of `length` tokens; no logits."""
   once, devices = forward(spec, length / 2), math.prod(shape.values())
   flops = (once.layers + once.attention) * rows * length / devices
-  moved = itemsize(spec) * matrices(spec) / shape['tensor']
+  moved = itemsize(spec.compute) * matrices(spec) / shape['tensor']
   local = rows * length / devices * shape['tensor']
   moved += local * activations(spec, shape['tensor'])
   return Cost(flops, flops, moved, linked)
@@ -220,20 +216,20 @@ def prefill(
 def tower(
   spec: ModelSpec, shape: MeshShape, rows: int, patches: int, linked: float
 ) -> Cost:
-  """`rows` pictures of `patches` patches through the vision tower, forward.
+  """Counts a forward pass of `rows` pictures of `patches` patches.
 
-  A patch attends to its window, in some layers to its picture; the merger sees four
-  patches at once. Weights are read once: all that is moved is at least that.
+  A patch attends to its window, in some layers to its picture; the merger joins four
+  patches. Only the weights, read once, are counted as moved.
   """
   v = spec.vision
-  assert v is not None, 'only models that see are asked'
+  assert v is not None, 'only called for vision models'
   devices, D, merged = math.prod(shape.values()), v.width, v.merge**2
   full = len(v.full_layers)
   seen = full * patches + (v.layers - full) * min(v.window_patches, patches)
   per_patch = v.numbers * D + v.layers * (4 * D**2 + 3 * D * v.ffn) + 2 * seen * D
   per_patch += merged * D**2 + D * v.out
   flops = 2 * per_patch * rows * patches / devices
-  moved = itemsize(spec) * transformer.count(spec, 'vision/') / shape['tensor']
+  moved = itemsize(spec.compute) * transformer.count(spec, 'vision/') / shape['tensor']
   return Cost(flops, flops, moved, linked)
 
 
@@ -245,7 +241,7 @@ def decode(
   cache: float,
   linked: float,
 ) -> Cost:
-  """One token in each of `slots` slots: all weights and the whole cache are read.
+  """Counts one token in each of `slots` slots: weights and cache are read once.
 
   Args:
     cache: bytes of keys and values on one device.
@@ -253,6 +249,8 @@ def decode(
   devices = math.prod(shape.values())
   flops = forward(spec, length).all * slots / devices
   weights = (
-    itemsize(spec) * (matrices(spec) + spec.vocab * spec.width) / shape['tensor']
+    itemsize(spec.compute)
+    * (matrices(spec) + spec.vocab * spec.width)
+    / shape['tensor']
   )
   return Cost(flops, flops, weights + cache, linked)

@@ -5,8 +5,8 @@
    says why none do;
 3. `search` does so for all and sorts them; `table` prints the best and the refused.
 
-Memory is that of training/remat, time that of the roofline with hand-counted links: of
-three train steps that were compiled it found 47 to 81 % of the bytes on links.
+Memory comes from training/budget.py, time from the roofline with hand-counted links: it
+found 47 to 81 % of the bytes on links of three compiled train steps.
 """
 
 import itertools
@@ -21,17 +21,16 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import programs, roofline
-from bapo_jax.training import remat
+from bapo_jax.tools.plan import roofline
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.types import Rules
 
 GIB = 2**30
 BEST = 5
 
 
 class Choice(NamedTuple):
-  """What fits best on one mesh; seconds are lower bounds, bytes those of a device."""
+  """The fastest setting that fits a mesh; bytes per device, seconds at least."""
 
   shape: dict[str, int]
   grad_accum_steps: int
@@ -39,13 +38,13 @@ class Choice(NamedTuple):
   slots: int
   update_bytes: float
   decode_bytes: float
-  update: dict[str, float]  # what bounds an update -> its seconds
-  token: dict[str, float]  # likewise, of a token in every slot
+  update: dict[str, float]  # bound of an update -> its seconds
+  token: dict[str, float]  # likewise for a token in every slot
   seconds: float  # of a step: all its updates and its rollout
 
   @property
   def flags(self) -> str:
-    """The flags that make a run of it."""
+    """The flags of a run with this setting."""
     sizes = ' '.join(f'--config.mesh.{axis}={n}' for axis, n in self.shape.items())
     return (
       f'{sizes} --config.learner.grad_accum_steps={self.grad_accum_steps} '
@@ -54,31 +53,30 @@ class Choice(NamedTuple):
 
 
 def divisors(n: int) -> list[int]:
-  """Of n, from the least."""
+  """Returns the divisors of n, from the least."""
   return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def shapes(n: int) -> Iterator[dict[str, int]]:
-  """Every (data, fsdp, tensor) whose product is n."""
+  """Yields every (data, fsdp, tensor) whose product is n."""
   for tensor in divisors(n):
     for data in divisors(n // tensor):
       yield {'data': data, 'fsdp': n // tensor // data, 'tensor': tensor}
 
 
 def name(shape: roofline.MeshShape) -> str:
-  """'1x64x4'."""
+  """Returns '1x64x4'."""
   return 'x'.join(map(str, shape.values()))
 
 
 def search(
   config: Config,
-  rules: Rules,
   spec: ModelSpec,
   chip: roofline.Chip,
   devices: Sequence[Any],
   memory: float,
 ) -> tuple[list[Choice], dict[str, str]]:
-  """(meshes that fit, the fastest first; name -> why another does not).
+  """Returns (meshes that fit, the fastest first; name -> why another does not).
 
   Args:
     devices: of the topology, in order.
@@ -88,7 +86,7 @@ def search(
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
-      found.append(judge(config, rules, spec, chip, mesh, memory))
+      found.append(judge(config, spec, chip, mesh, memory))
     except ValueError as error:
       refused[name(shape)] = str(error)
   # Where products bound several of them, the one with the least on its links.
@@ -97,13 +95,12 @@ def search(
 
 def judge(
   config: Config,
-  rules: Rules,
   spec: ModelSpec,
   chip: roofline.Chip,
   mesh: Mesh,
   memory: float,
 ) -> Choice:
-  """The fastest micro-batches and slots that fit this mesh.
+  """Finds the fastest micro-batches and slots that fit this mesh.
 
   Raises:
     ValueError: none does; or the mesh does not divide the model or its rows.
@@ -113,8 +110,8 @@ def judge(
   if rows % shards:
     raise ValueError(f'{rows} responses of a minibatch do not divide over data x fsdp')
   config = config.with_values(mesh=dict(mesh.shape))
-  extra = programs.bytes_per_device(programs.buffer(config, rules, mesh))
-  steps, decided, update_bytes, update = min(
+  extra = budget.count(config, spec, Schedule(), mesh).buffer
+  steps, schedule, update_bytes, update = min(
     _updates(config, spec, chip, mesh, memory - extra),
     key=lambda option: (max(option[3].values()), option[0]),
   )
@@ -125,7 +122,7 @@ def judge(
   return Choice(
     dict(mesh.shape),
     steps,
-    decided,
+    schedule,
     slots,
     update_bytes + extra,
     decode_bytes + extra,
@@ -138,7 +135,7 @@ def judge(
 def _updates(
   config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
 ) -> list[tuple[int, Schedule, float, dict[str, float]]]:
-  """(micro-batches, schedule, bytes, seconds) of an update, for all that fit.
+  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit.
 
   Raises:
     ValueError: none fits.
@@ -147,14 +144,14 @@ def _updates(
   rows, T = config.minibatch_rows, config.row_length
   for steps in divisors(rows // sharding.row_shards(mesh)):
     changed = config.with_values(learner={'grad_accum_steps': steps})
-    decided = remat.resolve(changed, spec, mesh, memory)
-    needed = remat.needs(changed, spec, decided, mesh)
+    schedule = budget.choose_schedule(changed, spec, mesh, memory)
+    needed = budget.count(changed, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
-      linked = roofline.train_links(spec, decided, shape, rows, T, steps)
-      adapters = remat.adapters(config, spec)
-      cost = roofline.train(spec, decided, shape, rows, T, steps, linked, adapters)
-      found.append((steps, decided, needed, cost.seconds(chip)))
+      linked = roofline.train_links(spec, schedule, shape, rows, T, steps)
+      adapters = budget.adapters(config, spec)
+      cost = roofline.train(spec, schedule, shape, rows, T, steps, linked, adapters)
+      found.append((steps, schedule, needed, cost.seconds(chip)))
   if not found:
     raise ValueError(
       f'an update needs {least / GIB:.0f} of {memory / GIB:.0f} GiB, even with a row '
@@ -166,25 +163,25 @@ def _updates(
 def _decoding(
   config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
 ) -> tuple[int, float, dict[str, float]]:
-  """(slots, bytes, seconds of a token in each), the most slots that fit.
+  """Returns (slots, bytes, seconds of a token in each) of the most slots that fit.
 
-  Tried: the configured number, doubled or halved.
+  Tries the configured number, doubled or halved.
 
   Raises:
     ValueError: none fits.
   """
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
-  held = programs.learner_state(config, spec, mesh), programs.actor(spec, mesh)
-  own, needed = programs.bytes_per_device(held), math.inf
+  b, needed = budget.count(config, spec, Schedule(), mesh), math.inf
+  held, each = b.decoding - b.cache, budget.cache_bytes(spec, T, shape['tensor'])
   for power in itertools.count(6, -1):
     slots = int(config.sampler.max_num_seqs * 2.0**power)
     if slots < shards or slots % shards:
       break
     if slots > responses:
       continue
-    cache = cache_bytes(spec, shape, slots, T)
-    needed = own + cache
+    cache = slots / shards * each
+    needed = held + cache
     if needed <= memory:
       linked = roofline.decode_links(spec, shape, slots)
       cost = roofline.decode(spec, shape, slots, T, cache, linked)
@@ -197,17 +194,8 @@ def _decoding(
   )
 
 
-def cache_bytes(
-  spec: ModelSpec, shape: roofline.MeshShape, slots: int, length: int
-) -> float:
-  """Bytes on a device of the keys and values of `slots` slots of `length` tokens."""
-  heads = spec.kv_heads / (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
-  per_token = 2 * spec.layers * heads * spec.head_width * roofline.itemsize(spec)
-  return slots / (shape['data'] * shape['fsdp']) * length * per_token
-
-
 def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
-  """The best, a line each, the flags of the first, and the refused by reason."""
+  """Prints the best meshes, the flags of the first, and the refused by reason."""
   lines = [
     f'{"data x fsdp x tensor":21}{"micro-batches":>14}{"remat":>14}{"GiB":>7}'
     f'{"update, s":>18}{"slots":>8}{"GiB":>7}{"token, ms":>18}{"step, h":>9}'
@@ -234,6 +222,6 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
 
 
 def _bound(seconds: dict[str, float], scale: float) -> str:
-  """The largest of several lower bounds, with its name."""
+  """Returns the largest of several lower bounds, with its name."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'

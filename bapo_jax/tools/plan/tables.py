@@ -1,7 +1,7 @@
-"""What a plan prints: memory, collectives in loops, lower bounds on time.
+"""Prints a plan: memory, collectives in loops, lower bounds on time.
 
-1. `Row` is what is known of a compiled program;
-2. `memory_table`, `loops_table` and `roofline_table` write it down.
+1. `Row` describes a compiled program;
+2. `memory_table`, `loops_table` and `roofline_table` print all rows.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
-  """One line per program, GiB on one device."""
+  """Prints one line per program, in GiB per device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
   for name, row in rows.items():
     if isinstance(row, Row):
@@ -49,7 +49,7 @@ def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
 
 
 def loops_table(rows: dict[str, Row]) -> str:
-  """The collectives inside loops of each program, largest first."""
+  """Prints the collectives inside the loops of each program, largest first."""
   lines = [f'{"in loops":16}{"kind":>20}{"MiB":>10}{"sites":>7}{"times":>8}{"GiB":>10}']
   for name, row in rows.items():
     heavy = [c for c in row.loops if c.received > 2**20]
@@ -70,7 +70,7 @@ def roofline_table(
   config: Config,
   mean_share: float,
 ) -> str:
-  """Lower bounds on the seconds of each program, and of a whole step."""
+  """Prints lower bounds on the seconds of each program and of a step."""
   bounds = ('products', 'memory', 'links')
   lines = [
     f'{"seconds, at least":18}' + ''.join(f'{b:>12}' for b in bounds) + '  of one'
@@ -94,7 +94,11 @@ def roofline_table(
 def _step_lines(
   took: dict[str, float], config: Config, mean_share: float
 ) -> Iterator[str]:
-  """Lower bounds on decoding and learning of one step, given those of the programs."""
+  """Prints lower bounds on decoding and learning of a step.
+
+  Args:
+    took: program -> seconds at least.
+  """
   sampler = config.sampler
   if 'decode' in took:
     tokens = sampler.max_num_seqs / took['decode']

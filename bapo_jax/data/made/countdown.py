@@ -1,19 +1,19 @@
 r"""Countdown: make a target from a few numbers, each used exactly once.
 
 A problem is made from its solution: numbers are drawn and combined two by two, at
-random, until one is left, which is the target. All intermediate results are positive
-integers and divisions leave no rest, so every problem can be solved without a fraction.
+random, until a single number is left, the target. All intermediate results are positive
+integers and divisions are exact, so every problem can be solved without a fraction.
 
 The answer is JSON for the verifier: {"numbers": [3, 7, 25], "target": 46}.
 
 Two wordings: `sentence` for a model that reads English, `short` for the embedded
-policy, which the warm start shows worked solutions: chains of the numbers in random
-order, each step with its result, until one ends in the target and becomes the answer:
+policy. The warm start shows it worked solutions: chains of the numbers in random order,
+each step with its result, until a chain ends in the target and becomes the answer:
 
     4 7 2=26  ->  7+2=9-4=5|7*4=28/2=14|7*4=28-2=26\boxed{(7*4)-2}
 
-As in the family `trial`, lucky answers are short, unlucky ones run into the token
-budget. But a policy can learn where to look: of the chains few come near the target.
+As in the family `trial`, lucky responses are short and unlucky responses run into the
+token budget. But a policy can learn where to look: few chains come near the target.
 """
 
 import functools
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.made.problem import Problem, draw_distinct
 from bapo_jax.data.row import Row
-from bapo_jax.data.synthetic import Problem, draw_distinct
 
 WORDINGS = {
   'sentence': (
@@ -38,37 +38,39 @@ WORDINGS = {
 
 
 def row(numbers: Any, target: Any, wording: str) -> Row:
-  """States a problem in the wording, with its numbers and target as JSON for answer.
+  """Returns the problem in this wording; its answer is numbers and target as JSON.
+
+  Args:
+    numbers: two or more integers, in the order in which they are stated.
+    target: the integer to reach.
+    wording: a key of WORDINGS.
 
   Raises:
-    ValueError: they are not integers.
+    ValueError: `numbers` and `target` are something else.
   """
   listed = isinstance(numbers, list | tuple) and len(numbers) > 1
   for n in (*(numbers if listed else (numbers,)), target):
     if not listed or not isinstance(n, int) or isinstance(n, bool):
       raise ValueError(
-        f'numbers {str(numbers)[:40]} and target {str(target)[:40]} are not two or '
-        'more integers and one'
+        f'numbers={str(numbers)[:40]} with target={str(target)[:40]}: give two or more '
+        'integers and an integer'
       )
   answer = json.dumps({'numbers': list(numbers), 'target': target})
-  return Row(_text(numbers, target, wording), answer, 'countdown')
-
-
-def _text(numbers: Sequence[int], target: int, wording: str) -> str:
   words = [str(n) for n in numbers]
-  return WORDINGS[wording].format(
+  text = WORDINGS[wording].format(
     listed=', '.join(words), spaced=' '.join(words), target=target
   )
+  return Row(text, answer, 'countdown')
 
 
-@functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
+@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """train + test problems, the training problems first; the target is the answer.
+  """Draws train + test problems, the training problems first; answers are targets.
 
-  No two have the same numbers and target. The wording changes their text alone.
+  No two problems share both numbers and target. The wording changes the text only.
 
   Raises:
-    ValueError: there are fewer different problems.
+    ValueError: there are too few distinct problems.
   """
   knobs, count = problems.countdown, problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))
@@ -79,24 +81,24 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     target = _combine(rng, numbers)
     if target > knobs.target:
       return None
-    # In whatever order the numbers stand, it is one problem.
-    text = _text(numbers, target, knobs.wording)
-    return (*sorted(numbers), -target), Problem(text, target, numbers)
+    # Another order of the numbers is the same problem.
+    problem = Problem(row(numbers, target, knobs.wording), target, numbers)
+    return (*sorted(numbers), -target), problem
 
-  found = draw_distinct(draw, count)
-  if len(found) < count:
+  drawn = draw_distinct(draw, count)
+  if len(drawn) < count:
     raise ValueError(
-      f'problems: countdown with numbers up to {knobs.largest} has about {len(found)} '
+      f'problems: countdown with numbers up to {knobs.largest} has about {len(drawn)} '
       f'different problems, fewer than train + test = {count}; ask for fewer or raise '
       'problems.countdown.largest'
     )
-  # Kinds of which there are few are found early: unshuffled, the held-out problems,
-  # which are the last, would be the hard ones.
-  return tuple(found[i] for i in rng.permutation(count))
+  # Rare kinds of problems (few numbers, small targets) are drawn early. Without this
+  # shuffle the held-out problems, which come last, would be harder.
+  return tuple(drawn[i] for i in rng.permutation(count))
 
 
 def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
-  """One number made of all of them, by positive integers only."""
+  """Combines all numbers into one, through positive integers only."""
   left = list(numbers)
   while len(left) > 1:
     b, a = (left.pop(rng.integers(len(left))) for _ in range(2))
@@ -107,7 +109,7 @@ def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
   return left[0]
 
 
-# Some 130 tokens of work. Chains that the warm start cuts away cost time: with forty
+# About 130 tokens of work. Chains beyond the length of a row only cost time: with forty
 # chains the solutions of a step took longer than its gradient.
 CHAINS = 12
 
@@ -120,13 +122,17 @@ def solve(
   *,
   largest: int,
 ) -> str:
-  """Chains until one ends in the target; each of their steps slips with chance `slip`.
+  """Writes chains until a chain ends in the target; steps slip with chance `slip`.
 
-  With chance `repeat` a chain is written a second time. A slip moves a result by 1 to
-  3; what follows is computed from it, so it can hide or fake a solution.
+  A slip moves a result by 1 to 3; later steps are computed from it, so it can hide or
+  fake a solution.
 
   Args:
-    largest: no result is above it: there is that much arithmetic to learn.
+    problem: a countdown problem.
+    rng: source of randomness.
+    slip: chance that a step goes wrong.
+    repeat: chance that a chain repeats an earlier chain.
+    largest: upper limit of every result, which bounds the arithmetic to learn.
   """
   tried: list[tuple[str, str, int]] = []
   for _ in range(CHAINS):
@@ -134,7 +140,7 @@ def solve(
       chain = tried[rng.integers(len(tried))]
     else:
       chain = _chain(rng, problem.numbers, largest, slip)
-      for _ in range(7):  # two numbers have few chains: one may have to come twice
+      for _ in range(7):  # two numbers have few chains, so a repeat may be unavoidable
         if chain not in tried:
           break
         chain = _chain(rng, problem.numbers, largest, slip)
@@ -149,7 +155,7 @@ def solve(
 def _chain(
   rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float
 ) -> tuple[str, str, int]:
-  """('(7*4)-2', '7*4=28-2=26', 26): all the numbers, results within 1..largest."""
+  """Returns ('(7*4)-2', '7*4=28-2=26', 26): all numbers, results within 1..largest."""
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # 4-7 is not positive and 4+7 is 7+4: the larger of the first two comes first.
@@ -170,7 +176,7 @@ def _chain(
 
 
 def _results(a: int, b: int, largest: int) -> dict[str, int]:
-  """From + - * / to the result with a and b, where that is whole and in 1..largest."""
+  """Returns the results of a and b by sign, if integers within 1..largest."""
   results = {'+': a + b, '-': a - b, '*': a * b}
   results |= {'/': a // b} if a % b == 0 else {}
   return {sign: value for sign, value in results.items() if 1 <= value <= largest}

@@ -1,19 +1,21 @@
-r"""Problems whose pictures are drawn from a seed; nothing else tells their answers.
+r"""Problems whose pictures are drawn from a seed; only the picture tells the answer.
 
 A picture shows some quantities, each a digit from 0 to 9 drawn evenly: heights of bars
 on an axis, columns of dots, lengths on a grid, or hands of dials. The text asks for a
-sum or difference of some of them modulo 10. Of a picture that is not seen every answer
+sum or difference of some of the quantities modulo 10. Without the picture every answer
 is equally likely, whatever the text: chance is 1 / 10.
 
 The worked solution reads the quantities off, in the order of the question:
 
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
-A slip is a quantity read wrongly, as any other digit; the sum is right all the same.
+A slip reads a quantity as another digit; the sum of the digits read is still right.
 Two wordings: `sentence` for a model that reads English, `short` for the embedded
 policy.
 
-Letters of the axes: H and W rows and columns of pixels.
+A `Problem` has all quantities shown as `numbers`; its `terms` are the quantities asked
+for, counted from 1, negative if subtracted. Axes: H and W are rows and columns of
+pixels.
 """
 
 import functools
@@ -25,45 +27,33 @@ import numpy as np
 from jaxtyping import UInt8
 
 from bapo_jax.data import pictures
-from bapo_jax.data.knobs import DrawnConfig
-from bapo_jax.data.pictured_files import PicturedRow
+from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.made.problem import Problem, draw_distinct
 from bapo_jax.data.row import Row
-from bapo_jax.data.synthetic import draw_distinct
 
 Canvas = UInt8[np.ndarray, 'H W 3']
 BASE = 10  # quantities are 0..9, and answers are modulo it
 LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
-GRID = np.array((215, 215, 215), np.uint8)  # fainter, since things lie upon it
-
-
-class Drawn(NamedTuple):
-  """A problem, what it was made from, and its picture."""
-
-  text: str
-  answer: int
-  numbers: tuple[int, ...]  # the quantities shown
-  terms: tuple[int, ...]  # those asked for, counted from 1; below 0: subtracted
-  picture: bytes  # as PNG
-
-  def pictured(self) -> PicturedRow:
-    """The problem as files of problems with pictures have it."""
-    return PicturedRow(Row(self.text, str(self.answer)), (self.picture,))
+GRID = np.array((215, 215, 215), np.uint8)  # fainter: it is behind the quantities
 
 
 class Kind(NamedTuple):
-  """How quantities are drawn, and how a sentence names them."""
+  """A kind of picture: its drawing function and the phrase that names quantities."""
 
   draw: Callable[[np.random.Generator, Canvas, Sequence[int]], None]
   name: str
 
 
-@functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
-def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
-  """`count` problems, the same of every kind; no two have the same numbers and terms.
+@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
+def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
+  """Draws train + test problems; the quantities do not depend on the kind of picture.
+
+  No two problems share both numbers and terms.
 
   Raises:
-    ValueError: there are fewer different problems.
+    ValueError: there are too few distinct problems.
   """
+  knobs, seed, count = problems.drawn, problems.seed, problems.count
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
   def draw() -> tuple[tuple, tuple]:
@@ -71,36 +61,36 @@ def generate(knobs: DrawnConfig, seed: int, count: int) -> tuple[Drawn, ...]:
     chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
     signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
     signs[0] = 1
-    made = numbers, tuple(int(n) for n in chosen * signs)
-    return made, made
+    key = numbers, tuple(int(n) for n in chosen * signs)
+    return key, key
 
-  found = draw_distinct(draw, count)
-  if len(found) < count:
+  drawn = draw_distinct(draw, count)
+  if len(drawn) < count:
     raise ValueError(
       f'problems: drawn {knobs.kind} with shown={knobs.shown} and terms={knobs.terms} '
-      f'have about {len(found)} different problems, fewer than train + test = {count}; '
+      f'have about {len(drawn)} different problems, fewer than train + test = {count}; '
       'ask for fewer or raise problems.drawn.shown'
     )
-  # From a stream of their own: problems are the same whatever their kinds.
+  # Kinds have a random stream of their own, so that they do not change the quantities.
   kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
   stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
-  kind_of = [kinds[stream.integers(len(kinds))] for _ in found]
-  return tuple(
-    Drawn(
-      _text(kind, numbers, terms, knobs.wording),
-      _value([numbers[abs(n) - 1] for n in terms], terms),
-      numbers,
-      terms,
-      _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides),
-    )
-    for i, (kind, (numbers, terms)) in enumerate(zip(kind_of, found, strict=True))
-  )
+  made = []
+  for i, (numbers, terms) in enumerate(drawn):
+    kind = kinds[stream.integers(len(kinds))]
+    text = _text(kind, numbers, terms, knobs.wording)
+    answer = _value([numbers[abs(n) - 1] for n in terms], terms)
+    picture = _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides)
+    row = Row(text, str(answer), pictures=(picture,))
+    made.append(Problem(row, answer, numbers, terms))
+  return tuple(made)
 
 
-def solve(problem: Drawn, rng: np.random.Generator, slip: float, repeat: float) -> str:
-  """The quantities asked for, each read wrongly with chance `slip`, and their sum.
+def solve(
+  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+) -> str:
+  """Writes the quantities asked for and their sum, reading wrongly with chance `slip`.
 
-  With chance `repeat` this is written a second time, before the answer.
+  The line is written a second time, before the answer, with chance `repeat`.
   """
   read = [problem.numbers[abs(n) - 1] for n in problem.terms]
   for i, _ in enumerate(read):
@@ -136,7 +126,7 @@ def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str)
 def _picture(
   rng: np.random.Generator, kind: str, numbers: Sequence[int], sides: Sequence[int]
 ) -> bytes:
-  """A square picture in which all but the quantities is at random."""
+  """Returns a square PNG; colours, widths and places are random."""
   side = sides[int(rng.integers(len(sides)))]
   light = rng.integers(230, 256, 3)
   canvas_HW3 = np.tile(light.astype(np.uint8), (side, side, 1))
@@ -149,7 +139,7 @@ def _dark(rng: np.random.Generator) -> np.ndarray:
 
 
 def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Bars on a line, beside an axis with a tick at every unit."""
+  """Draws bars on a line, beside an axis with a tick at every unit."""
   side, axis = len(canvas), 4
   unit, wide = (side - 6) // BASE, (side - axis) // len(numbers)
   ground = side - 3
@@ -161,11 +151,11 @@ def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
     left = axis + i * wide + int(rng.integers(0, wide - width))
     colour = _dark(rng)
     canvas[ground - n * unit : ground, left : left + width] = colour
-    canvas[ground + 1 :, left : left + width] = colour  # a height of 0 is seen, too
+    canvas[ground + 1 :, left : left + width] = colour  # makes a height of 0 visible
 
 
 def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Columns of dots, in some of ten places each, with a line between columns."""
+  """Draws columns of dots, each in some of ten places, with lines between columns."""
   wide = len(canvas) // len(numbers)
   across, down = (wide - 2) // 2, len(canvas) // 5
   size = min(across, down) - 2
@@ -180,19 +170,19 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
 
 
 def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Segments one below the other, from anywhere, on a grid of one unit."""
+  """Draws horizontal segments, one per row, on a vertical grid of one unit."""
   unit, high = (len(canvas) - 2) // BASE, len(canvas) // len(numbers)
   canvas[:, : BASE * unit + 1 : unit] = GRID
   for i, n in enumerate(numbers):
     left = int(rng.integers(0, BASE - n)) * unit
     row, colour = i * high + int(rng.integers(3, high - 4)), _dark(rng)
     canvas[row : row + 2, left : left + n * unit + 1] = colour
-    for end in (left, left + n * unit):  # a length of 0 is a mark, too
+    for end in (left, left + n * unit):  # makes a length of 0 visible
       canvas[row - 3 : row + 5, end : end + 2] = colour
 
 
 def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Dials in rows, each with a hand turned by tenths of a turn from the top."""
+  """Draws dials in rows, with hands turned by tenths of a turn from the top."""
   across = math.ceil(math.sqrt(len(numbers)))
   cell = len(canvas) // across
   row_HW, column_HW = np.indices(canvas.shape[:2])
@@ -208,7 +198,7 @@ def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> 
 
 
 def _nothing(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """An empty picture, by which a policy shows what it knows without one."""
+  """Leaves the picture empty, to measure a policy that cannot read the quantities."""
 
 
 KINDS = {

@@ -1,16 +1,16 @@
-r"""Three families of problems that need no file: their texts and worked solutions.
+r"""Three families of problems over residues, with worked solutions.
 
 `trial`: find x with ax + c = b (mod m). The worked solution reduces a, c and b, then
   tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
-  last is 0, and states the answer:
+  last value is 0, and states the answer:
 
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-  Right answers come early and wrong ones run into the token budget: wrong responses
-  are longer, as in the published runs (7k tokens against 4.7k), and stay so while the
-  policy cannot know where the solution lies. With one modulus it learns to know (level
-  2: accuracy 0.98 in 25 steps, more than blind trials can reach), with three it does
-  not.
+  Right answers come early and wrong responses run into the token budget: wrong
+  responses are longer, as in the published runs (7k tokens against 4.7k), as long as
+  the policy cannot predict the solution. With one modulus the policy learns to predict
+  it (level 2: accuracy 0.98 in 25 steps, more than blind trials can reach); with three
+  moduli it does not.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
   are equally long, so the positive share is 1/2 and an adaptive bound has no work.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
@@ -19,52 +19,34 @@ r"""Three families of problems that need no file: their texts and worked solutio
 
     16x=32 mod 10|7x=4  ->  6x=2|50|72=94|...|22=44\boxed{2}
 
-  A solution that reduces a or b wrongly meets no candidate that passes both, and runs
-  into the limit: wrong responses are as long as sampler.max_new_tokens, right ones are
-  not, and so that knob sets the ratio of their lengths. An equation that was reduced
-  wrongly cannot fake a solution, since d and e are read from the problem. Where
-  problems.pair.stops is off a solution tries every candidate before it answers, and
-  both are equally long. A share problems.pair.hard of the problems has an a and a b
+  A solution that reduces a or b wrongly meets no candidate that passes both equations
+  and runs into the limit: wrong responses are as long as sampler.max_new_tokens, right
+  responses are not, so that knob sets the ratio of their lengths. A wrongly reduced
+  equation cannot fake a solution, since d and e are read from the problem. With
+  problems.pair.stops off, a solution tries every candidate before it answers, and
+  both kinds are equally long. A share problems.pair.hard of the problems has a and b
   above 100, which the warm start never reads. A wrong reduction can still meet the
-  right x; where problems.pair.answer is 'all' the answer is the digits of the reduced a
-  and b and of x, 622 above, and luck of that kind is wrong.
+  right x; with problems.pair.answer='all' the answer is the digits of the reduced a
+  and b and of x, 622 above, and such lucky solutions are wrong.
 
 Every number has a fixed width, the number of digits of m - 1. Answers are 0..999, or
-of six digits where `pair` states all at level 4.
+have six digits for `pair` with answer='all' at level 4.
 """
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from bapo_jax.data.knobs import ProblemsConfig
-
-Item = TypeVar('Item')
-
-
-class Problem(NamedTuple):
-  """A made problem; its solution can be worked out from `numbers`."""
-
-  text: str
-  answer: int
-  numbers: tuple[int, ...]
-
-
-class Solver(Protocol):
-  """Writes worked solutions."""
-
-  def __call__(
-    self, problem: Problem, rng: np.random.Generator, slip: float, repeat: float
-  ) -> str:
-    """A solution whose steps go wrong with chance `slip`, repeat with `repeat`."""
-    ...
+from bapo_jax.data.made.problem import Problem, Solver, draw_distinct
+from bapo_jax.data.row import Row
 
 
 class Family(NamedTuple):
-  """How problems of a family are drawn, and solved."""
+  """The functions that draw and solve the problems of a family."""
 
   draw: Callable[[np.random.Generator, ProblemsConfig], Problem]
   solve: Solver
@@ -89,8 +71,12 @@ PAIR_LEVELS = {
 HARD = 100  # added to a and b of a hard problem of `pair`
 
 
+def _problem(text: str, answer: int, numbers: tuple[int, ...]) -> Problem:
+  return Problem(Row(text, str(answer)), answer, numbers)
+
+
 def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """a x + c = b (mod m) with one solution that is neither 0 nor visible at once."""
+  """Draws a x + c = b (mod m) with one solution, neither 0 nor visible at once."""
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:
@@ -98,20 +84,20 @@ def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
     if math.gcd(a, m) == 1 and a % m != 1 and c % m and (b - c) % m:
       break
   answer = (b - c) * pow(a, -1, m) % m
-  return Problem(f'{a}x+{c}={b} mod {m}', answer, (a, c, b, m))
+  return _problem(f'{a}x+{c}={b} mod {m}', answer, (a, c, b, m))
 
 
 def solve_trial(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Worked trials; each goes wrong with chance `slip`, repeats one with `repeat`."""
+  """Writes trials; each goes wrong with chance `slip`, repeats with `repeat`."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   reduced = (_join((n % m,), digits) for n in (a, c, b))
   written = ['{}x+{}={}'.format(*reduced)]
   untried = list(rng.permutation(m))
   tried = []
-  for _ in range(4 * m):  # slips and repeats alone could go on for ever
+  for _ in range(4 * m):  # slips and repeats could continue for ever
     repeats = tried and (not untried or rng.random() < repeat)
     x = int(tried[rng.integers(len(tried))] if repeats else untried.pop())
     tried.append(x)
@@ -119,7 +105,7 @@ def solve_trial(
     if rng.random() < slip:
       wrong = int(rng.integers(3))
       shift = int(rng.integers(1, m))
-      # What follows a slip is computed from it, so a slip can hide or fake a solution.
+      # Later steps are computed from the slip, so it can hide or fake a solution.
       steps[wrong:] = [(s + shift) % m for s in steps[wrong:]]
     written.append(_join((x, *steps), digits))
     if steps[-1] == 0:
@@ -128,7 +114,7 @@ def solve_trial(
 
 
 def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """A left-to-right chain of +, - and * modulo m; `numbers` are its results and m."""
+  """Draws a left-to-right chain of +, - and *; `numbers` are its results and m."""
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
   text, results = str(value), []
@@ -137,13 +123,13 @@ def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
     value = {'+': value + n, '-': value - n, '*': value * n}[sign] % m
     text += f'{sign}{n}'
     results.append(value)
-  return Problem(f'{text} mod {m}', value, (*results, m))
+  return _problem(f'{text} mod {m}', value, (*results, m))
 
 
 def solve_chain(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Running results, then the answer; a slip shifts one result and all after it."""
+  """Writes running results and the answer; a slip shifts all results from there on."""
   *results, m = problem.numbers
   digits = len(str(m - 1))
   for i in range(len(results)):
@@ -157,18 +143,18 @@ def solve_chain(
 
 
 def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """a x = b and d x = e (mod m), with one solution of both that is not 0."""
+  """Draws a x = b and d x = e (mod m) with one common solution, which is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
   above = HARD * int(rng.random() < problems.pair.hard)
-  # Modulo 10 a policy could leave out the digit that it does not know.
-  known = [m for m in moduli if above % m or not above]
-  m = known[rng.integers(len(known))]
-  # Several x solve the first equation: a solution has candidates that fail the second,
-  # or the policy would learn to write e in place of dx.
+  # Modulo 10 a policy could ignore the hundreds digit, which it never saw.
+  moduli = [m for m in moduli if above % m or not above]
+  m = moduli[rng.integers(len(moduli))]
+  # Several x solve the first equation, so some candidates fail the second; otherwise
+  # the policy would learn to write e in place of dx.
   a = 1
   while not 1 < math.gcd(a, m) < m:
     a = above + int(rng.integers(2, largest + 1))
-  # Of two values: a policy that does not know its products dx fakes solutions.
+  # d takes two values only: a policy that cannot multiply by d fakes solutions.
   d = _units(m)[rng.integers(2)]
   x = int(rng.integers(1, m))
   least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
@@ -176,17 +162,17 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   e = d * x % m
   stated = (a % m, b % m, x) if problems.pair.answer == 'all' else (x,)
   answer = int(_join(stated, len(str(m - 1))))
-  return Problem(f'{a}x={b} mod {m}|{d}x={e}', answer, (a, b, m, d, e))
+  return _problem(f'{a}x={b} mod {m}|{d}x={e}', answer, (a, b, m, d, e))
 
 
 @functools.cache
 def _units(m: int) -> list[int]:
-  """The numbers from 2 to m - 1 that have an inverse modulo m."""
+  """Returns the numbers from 2 to m - 1 that have an inverse modulo m."""
   return [n for n in range(2, m) if math.gcd(n, m) == 1]
 
 
 def is_hard(problem: Problem) -> bool:
-  """Whether a problem of `pair` is one that the warm start leaves out."""
+  """Returns whether the warm start leaves out this problem of `pair`."""
   return problem.numbers[1] > HARD
 
 
@@ -199,12 +185,16 @@ def solve_pair(
   stops: bool = True,
   answer: str = 'x',
 ) -> str:
-  """Worked trials; a or b is reduced wrongly with chance `slip`.
+  """Writes trials; a or b is reduced wrongly with chance `slip`.
 
   Args:
-    stops: at the solution; False: after all candidates, with the solution that was
-      found, or any candidate.
-    answer: what it states, as problems.pair.answer.
+    problem: a problem of `pair`.
+    rng: source of randomness.
+    slip: chance of a wrong reduction.
+    repeat: chance that a trial repeats an earlier candidate.
+    stops: ends at the solution; False: tries all candidates, then states the solution,
+      or a random candidate if there was none.
+    answer: the form of the answer, see problems.pair.answer.
   """
   a, b, m, d, e = problem.numbers
   digits = len(str(m - 1))
@@ -212,27 +202,29 @@ def solve_pair(
   if rng.random() < slip:
     wrong = int(rng.integers(2))
     reduced[wrong] = (reduced[wrong] + int(rng.integers(1, m))) % m
-  first, right = reduced
+  a_reduced, b_reduced = reduced
   written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
-  found, untried, tried = int(rng.integers(m)), list(rng.permutation(m)), []
-  for _ in range(m if not stops else 6 * m):  # without a solution it has no end
+  solution, untried, tried = int(rng.integers(m)), list(rng.permutation(m)), []
+  for _ in range(m if not stops else 6 * m):  # bounded, for there may be no solution
     if not untried:
       untried = list(rng.permutation(m))
     repeats = stops and tried and rng.random() < repeat
     x = int(tried[rng.integers(len(tried))] if repeats else untried.pop())
     tried.append(x)
-    trial = _join((x, first * x % m), digits)
-    if first * x % m == right:
+    trial = _join((x, a_reduced * x % m), digits)
+    if a_reduced * x % m == b_reduced:
       trial += '=' + _join((d * x % m, e), digits)
     written.append(trial)
     if '=' in trial and d * x % m == e:
-      found = x
+      solution = x
       if stops:
         break
   else:
     if stops:
       return '|'.join(written)
-  stated = _join((first, right, found), digits) if answer == 'all' else str(found)
+  stated = str(solution)
+  if answer == 'all':
+    stated = _join((a_reduced, b_reduced, solution), digits)
   return '|'.join(written) + rf'\boxed{{{stated}}}'
 
 
@@ -248,25 +240,28 @@ FAMILIES = {
 
 
 def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
-  """The training problems that a warm start imitates, and their solver.
+  """Returns the training problems that the warm start imitates, and their solver.
 
   Raises:
-    ValueError: the level has fewer problems.
+    ValueError: the level has too few problems.
   """
-  found, solve = generate(problems)[: problems.train], FAMILIES[problems.family].solve
+  training, solve = (
+    generate(problems)[: problems.train],
+    FAMILIES[problems.family].solve,
+  )
   if problems.family == 'pair':
-    found = tuple(problem for problem in found if not is_hard(problem))
+    training = tuple(problem for problem in training if not is_hard(problem))
     pair = problems.pair
     solve = functools.partial(solve_pair, stops=pair.stops, answer=pair.answer)
-  return found, solve
+  return training, solve
 
 
-@functools.lru_cache(maxsize=2)  # checked, imitated and stored: drawn once
+@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """train + test different problems, the training problems first.
+  """Draws train + test distinct problems, the training problems first.
 
   Raises:
-    ValueError: the level has fewer problems.
+    ValueError: the level has too few problems.
   """
   family, level, count = problems.family, problems.level, problems.count
   rng = np.random.default_rng((problems.seed, level))
@@ -275,38 +270,10 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     problem = FAMILIES[family].draw(rng, problems)
     return problem.text, problem
 
-  found = draw_distinct(draw, count)
-  if len(found) < count:
+  drawn = draw_distinct(draw, count)
+  if len(drawn) < count:
     raise ValueError(
-      f'problems: level {level} of {family} has about {len(found)} different problems, '
+      f'problems: level {level} of {family} has about {len(drawn)} different problems, '
       f'fewer than train + test = {count}; ask for fewer or raise problems.level'
     )
-  return tuple(found)
-
-
-def draw_distinct(
-  draw: Callable[[], tuple[Hashable, Item] | None], count: int
-) -> list[Item]:
-  """The first `count` items with different keys; fewer where no more can be expected.
-
-  Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
-  new item while r are missing, where n r > 50 D. This refuses no call that would
-  succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls, then n
-  draws bring nothing and D bring r with chance < exp(-n x/D) (e x/r)^r exp(-x)
-  (Chernoff), which is below 1e-15 for every x.
-
-  Args:
-    draw: returns (key, item), or None for a draw that is no item.
-  """
-  draws = 20 * count + 1000  # D
-  found: dict[Hashable, Item] = {}
-  fruitless = 0  # n
-  for _ in range(draws):
-    drawn, before = draw(), len(found)
-    if drawn:
-      found.setdefault(*drawn)
-    fruitless = 0 if len(found) > before else fruitless + 1
-    missing = count - len(found)  # r
-    if not missing or fruitless * missing > 50 * draws:
-      break
-  return list(found.values())
+  return tuple(drawn)

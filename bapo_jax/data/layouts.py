@@ -1,0 +1,361 @@
+r"""Layouts of published data sets: which fields hold problem, answer and data set name.
+
+1. `detect` picks the layout of a file by the fields of its first row;
+2. `parse` reads a row in this layout: problem, answer, verifier, system message;
+3. `pictures` finds the pictures of a row.
+
+The case of a field name and its underscores do not matter: `final_answer` and
+`Final Answer` are the same field. A problem is a text, or the messages of a chat: a
+message by the user, after at most one by the system.
+"""
+
+import contextlib
+import difflib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from bapo_jax.data.made import countdown
+from bapo_jax.data.row import Row
+
+
+class Layout(NamedTuple):
+  """Field names as the first row spells them; `a.b` is field b of the object in a."""
+
+  name: str
+  problem: str
+  answer: str
+  source: str  # field with the name of the row's data set; '': none
+  answer_format: str  # a key of READERS, or countdown
+
+  @property
+  def columns(self) -> list[str]:
+    """The top-level fields that `parse` reads."""
+    fields = (self.problem, self.answer, self.source)
+    return list(dict.fromkeys(field.split('.')[0] for field in fields if field))
+
+
+ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
+# Name, then the field names of problem, answer and data set; earlier names win. The
+# order of the layouts matters too: a verl row may also have a field `answer`.
+LAYOUTS = (
+  ('verl', ('prompt',), ('reward_model.ground_truth',), ('data_source',)),
+  ('open-instruct', ('messages',), ('ground_truth',), ('dataset',)),
+  ('slime', ('prompt',), ('label',), ()),
+  ('problem and answer', ('problem', 'question'), ANSWERS, ('data_source',)),
+  ('TRL', ('prompt',), ANSWERS, ('data_source',)),
+  ('messages', ('messages',), ANSWERS, ('data_source',)),
+)
+NUMBERS, TARGET = ('nums', 'numbers'), 'target'  # of a countdown problem
+PICTURES = ('images', 'image')  # the first field with any pictures counts
+# Patterns in the name of a data set, and the verifier of its answers.
+VERIFIERS = (
+  ('gsm8k', 'gsm8k'),
+  ('countdown', 'countdown'),
+  ('aime', 'aime'),
+  ('math|numina|olympiad|amc', 'math'),
+)
+SIMILAR = 0.7  # ratio of difflib from which two field names count as similar
+LONGEST_BARE = 100  # characters of a solution that is nothing but an answer
+EXACT = 2**53  # larger floats stand for several integers
+OPENER = r'\boxed{'
+
+
+def _plain(name: str) -> str:
+  return re.sub(r'[\s_-]', '', str(name)).lower()
+
+
+KNOWN = {_plain(name) for name in (*NUMBERS, TARGET, *PICTURES)} | {
+  _plain(name.partition('.')[0])
+  for _, *columns in LAYOUTS
+  for names in columns
+  for name in names
+}
+
+
+def known(name: str) -> bool:
+  """Returns whether a field of this name has a meaning in any layout."""
+  return _plain(name) in KNOWN
+
+
+def is_picture(name: str) -> bool:
+  """Returns whether a field of this name has pictures."""
+  return _plain(name) in PICTURES
+
+
+def detect(row: dict[str, Any]) -> Layout:
+  """Returns the layout of a file with this first row.
+
+  Raises:
+    ValueError: no layout has these fields; the message names the nearest layouts.
+  """
+  spelled = _spellings(row)
+  numbers = next((spelled[name] for name in NUMBERS if name in spelled), '')
+  if numbers and TARGET in spelled:
+    return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
+  for name, *columns in LAYOUTS:
+    problem, answer, source = (_find(row, spelled, names) for names in columns)
+    # A prompt of messages was made from the problem, and may have a system message.
+    derived = isinstance(row.get(spelled.get('prompt', '')), list)
+    if problem and answer and not (derived and name == 'problem and answer'):
+      answer_format = _answer_format(name, answer, row.get(answer))
+      return Layout(name, problem, answer, source, answer_format)
+  if messages := spelled.get('messages', ''):
+    *_, solution = _chat(row[messages], messages, solved=True)
+    if solution:
+      answer_format = 'hashes' if '####' in solution else 'boxed'
+      return Layout('messages', messages, messages, '', answer_format)
+  raise ValueError(
+    f'fields {_names(row)} match no layout; rename them to one of the nearest: '
+    + ', '.join(_nearest(row))
+  )
+
+
+def parse(row: dict[str, Any], layout: Layout) -> Row:
+  """Returns problem, answer, verifier and system message of a row; no pictures.
+
+  Raises:
+    ValueError: a field is missing or has a wrong value; names the field and the value.
+  """
+  if layout.answer_format == 'countdown':
+    numbers, target = (_get(row, field) for field in (layout.problem, layout.answer))
+    return countdown.row(numbers, target, 'sentence')
+  problem, system, solution = _chat(
+    _get(row, layout.problem),
+    layout.problem,
+    solved=layout.name in ('open-instruct', 'messages'),
+  )
+  inside = layout.answer == layout.problem
+  value = solution if inside else _get(row, layout.answer)
+  answer = READERS[layout.answer_format](value, layout.answer)
+  verifier = 'gsm8k' if layout.answer_format == 'hashes' else ''
+  if layout.source:
+    verifier = _verifier(_get(row, layout.source), layout.source) or verifier
+  return Row(problem, answer, verifier, system)
+
+
+def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:
+  """Returns (field of the pictures, its values); ('', []) if the row has none."""
+  for name in PICTURES:
+    for field, value in row.items():
+      empty = isinstance(value, (str, list, dict)) and not value
+      if _plain(field) == name and value is not None and not empty:
+        return field, value if isinstance(value, list) else [value]
+  return '', []
+
+
+def shown(value: Any) -> str:
+  """Returns a value for an error message: short, on one line."""
+  text = ' '.join(_SHORT.repr(value).split())
+  return text if len(text) <= 60 else f'{text[:57]}...'
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def _names(row: dict[str, Any]) -> str:
+  names = sorted(map(str, row))
+  more = f' and {len(names) - 10} more' if len(names) > 10 else ''
+  return str([name[:40] for name in names[:10]]) + more
+
+
+def _spellings(row: dict[str, Any]) -> dict[str, str]:
+  """Returns the row's spelling of each field name by its plain form."""
+  spelled: dict[str, str] = {}
+  for name in row:
+    other = spelled.setdefault(_plain(name), name)
+    if other != name and known(name):
+      both = ' and '.join(map(repr, sorted((other, name))))
+      raise ValueError(f'fields {both} have the same meaning; remove one of them')
+  return spelled
+
+
+def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) -> str:
+  """Returns the first of these fields that the row has, in its spelling; '': none."""
+  for name in names:
+    outer, _, inner = name.partition('.')
+    field = spelled.get(_plain(outer), '')
+    if field and (not inner or isinstance(row[field], dict)):
+      return f'{field}.{inner}' if inner else field
+  return ''
+
+
+def _answer_format(layout: str, field: str, value: Any) -> str:
+  """Returns how this answer, of the first row, is written in its field."""
+  boxed = isinstance(value, str) and OPENER in value
+  hashes = isinstance(value, str) and '####' in value
+  if _plain(field) != 'solution':
+    return 'hashes' if hashes else 'plain'
+  if hashes and not boxed:
+    return 'hashes'
+  # Beside a problem, a solution is worked out. Beside a prompt, as in TRL, it is what
+  # reward functions compare with, which may be the bare answer.
+  return 'boxed' if boxed or layout == 'problem and answer' else 'bare'
+
+
+def _nearest(row: dict[str, Any]) -> list[str]:
+  """Returns the three layouts with the most similar names, and what is missing."""
+  names = [_plain(name) for name in row]
+
+  def similarity(field: str) -> float:
+    plain = _plain(field.partition('.')[0])
+    ratios = [difflib.SequenceMatcher(None, name, plain).ratio() for name in names]
+    best = max(ratios, default=0.0)
+    return best if best > SIMILAR else 0.0
+
+  def described(layout: tuple[Any, ...]) -> tuple[float, str]:
+    name, *columns, _ = layout
+    # Of equally similar spellings the shortest one.
+    best = [max((similarity(f), -len(f), f) for f in fields) for fields in columns]
+    missing = [field for ratio, _, field in best if ratio < 1]
+    reason = f'missing {" and ".join(missing)}' if missing else 'wrong type'
+    fields = ' with '.join(field for *_, field in best)
+    return sum(ratio for ratio, *_ in best), f'{name} ({fields}; {reason})'
+
+  # If no name is similar, the simplest layouts come first.
+  layouts = [described(layout) for layout in (*LAYOUTS[3:], *LAYOUTS[:3])]
+  return [text for _, text in sorted(layouts, key=lambda pair: -pair[0])[:3]]
+
+
+def _get(row: Any, path: str) -> Any:
+  for name in path.split('.'):
+    if not isinstance(row, dict):
+      raise ValueError(f'field {path!r}: {shown(row)} is not an object')
+    if name not in row:
+      raise ValueError(f'no field {name!r}, only {_names(row)}')
+    row = row[name]
+  return row
+
+
+def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
+  """Returns (problem, system message, solution) of a text or the messages of a chat.
+
+  Args:
+    value: the value of the field.
+    field: its name, for errors.
+    solved: the assistant's message with the solution may come last.
+  """
+  if not isinstance(value, list):
+    return _statement(value, field, 'problem'), '', ''
+  for turn in value:
+    if not isinstance(turn, dict) or not {'role', 'content'} <= turn.keys():
+      raise ValueError(f'field {field!r}: {shown(turn)} is not a chat message')
+  roles = [turn['role'] for turn in value]
+  texts = [turn['content'] for turn in value]
+  solution = texts.pop() if solved and roles[-1:] == ['assistant'] else ''
+  if roles[: len(texts)] not in (['user'], ['system', 'user']):
+    raise ValueError(
+      f'field {field!r} has messages by {shown(roles)}; give one message by the user, '
+      'after at most one by the system'
+    )
+  if not isinstance(solution, str):
+    raise ValueError(f'field {field!r}: {shown(solution)} is not a solution')
+  # An empty system message is refused: a chat template would treat it unlike none.
+  system = '' if len(texts) < 2 else _statement(texts[0], field, 'system message')
+  return _statement(texts[-1], field, 'problem'), system, solution
+
+
+def _statement(value: Any, field: str, what: str) -> str:
+  if not isinstance(value, str) or not value.strip():
+    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}')
+  return _readable(value, field, r'\0')
+
+
+def _readable(text: str, field: str, refused: str) -> str:
+  """Returns the text, unless it contains characters that mean damage."""
+  if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
+    raise ValueError(
+      f'field {field!r}: {shown(text)} contains {bad[0]!r}; remove it, or write \\\\ '
+      'where JSON lost a backslash'
+    )
+  return text
+
+
+def _answer(value: Any, field: str) -> str:
+  """Returns the answer: a text, a number, a list of one answer, a countdown problem."""
+  if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
+    with contextlib.suppress(ValueError):  # a text that only looks like a list
+      value = json.loads(value)
+  if isinstance(value, list):
+    if len(value) != 1:
+      raise ValueError(f'field {field!r} has {len(value)} answers; give one')
+    value = value[0]
+  if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
+    return countdown.row(value['numbers'], value['target'], 'sentence').answer
+  if isinstance(value, float) and math.isfinite(value):
+    if abs(value) > EXACT:
+      raise ValueError(f'field {field!r}: the float {value} is inexact; write a text')
+    value = int(value) if value.is_integer() else value  # 204.0 of a table is 204
+  elif not isinstance(value, str | int) or isinstance(value, bool):
+    raise ValueError(f'field {field!r}: {shown(value)} is not an answer')
+  # Before white space is stripped: a form feed is a \frac that lost its backslash.
+  text = _readable(str(value), field, r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
+  if not text:
+    raise ValueError(f'field {field!r} is empty')
+  return text
+
+
+def _after_hashes(value: Any, field: str) -> str:
+  """Returns the answer after the last #### of a worked solution, as in GSM8K."""
+  if not isinstance(value, str) or '####' not in value:
+    raise ValueError(f'field {field!r}: {shown(value)} has no #### before an answer')
+  return _answer(value.rpartition('####')[2], field)
+
+
+def _in_box(value: Any, field: str) -> str:
+  """Returns the answer in the last box of a worked solution."""
+  if not isinstance(value, str) or OPENER not in value:
+    raise ValueError(
+      rf'field {field!r}: {shown(value)} has no \boxed{{}}; add a field answer'
+    )
+  start = value.rindex(OPENER) + len(OPENER)
+  depth = 1
+  for i in range(start, len(value)):
+    # \{ and \} are part of the answer, and need not come in pairs.
+    if value[i] in '{}' and value[i - 1] != '\\':
+      depth += 1 if value[i] == '{' else -1
+    if not depth:
+      return _answer(value[start:i], field)
+  raise ValueError(rf'field {field!r}: its last \boxed{{ is not closed')
+
+
+def _bare(value: Any, field: str) -> str:
+  """Returns a solution that is nothing but an answer, or boxes it; strips $ signs."""
+  if isinstance(value, str) and OPENER in value:
+    return _in_box(value, field)
+  text = _answer(value, field)
+  if not isinstance(value, str):
+    return text
+  if len(text) > LONGEST_BARE or '\n' in text or '####' in text:
+    raise ValueError(
+      rf'field {field!r}: {shown(value)} is more than an answer and has no \boxed{{}}; '
+      'add a field answer'
+    )
+  within = re.fullmatch(r'\$([^$]+)\$', text)
+  return _answer(within[1], field) if within else text
+
+
+READERS = {
+  'plain': _answer,
+  'hashes': _after_hashes,
+  'boxed': _in_box,
+  'bare': _bare,
+}
+
+
+def _verifier(value: Any, field: str) -> str:
+  """Returns the verifier for answers of the data set with this name; '': unknown."""
+  names = value if isinstance(value, list) else [value]
+  if not names or not all(isinstance(name, str) for name in names):
+    raise ValueError(f'field {field!r}: {shown(value)} is not the name of a data set')
+  name = names[0].lower()
+  if 'code' in name:
+    raise ValueError(
+      f'field {field!r}: no verifier for the code problems of {names[0]!r}; remove '
+      'these rows'
+    )
+  return next((v for pattern, v in VERIFIERS if re.search(pattern, name)), '')

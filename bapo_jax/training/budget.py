@@ -1,0 +1,369 @@
+"""Memory and disk of a run, counted by hand before anything is compiled.
+
+1. `count` adds up a `Budget`: bytes per device by what they hold, and per checkpoint;
+2. `choose_schedule` takes the schedule that recomputes least among those that fit;
+3. `check` refuses a run that cannot fit, `sentence` describes one that does.
+
+The count of an update is within 17 % of twelve compiled TPU programs of text models; of
+a vision tower only the weights are counted. A compiler knows better: see --mode=plan.
+"""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from bapo_jax import sharding
+from bapo_jax.data.knobs import MADE
+from bapo_jax.models import attention, lora, transformer
+from bapo_jax.models.layers import Schedule
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import machine
+from bapo_jax.training.config import Config
+
+GIB = 2**30
+REMATS = ('none', 'dots', 'full')  # values of model.remat; later ones recompute more
+RECOMPUTED = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
+BOUNDS = {'stored': 'no forward pass of their own', 'again': 'one forward pass more'}
+BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
+DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
+RECORDED = 13  # bytes per token of Groups: the same and the response mask
+# What remains is for gaps in the allocator; on a host also for other programs.
+DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
+SLACK = 1.2  # times the memory: a larger count is beyond the error of counting
+
+
+class Budget(NamedTuple):
+  """Bytes per device of one run; those of `checkpoint` and `disk` are on the disk."""
+
+  weights: float  # in model.dtype, frozen ones included
+  moments: float  # two per trained number, and a float32 copy of narrower weights
+  gradients: float  # one per trained number, and their sum over micro-batches
+  actor: float  # the copy of the weights that decodes
+  kept_actor: float  # part of it that stays during an update
+  gathered: float  # weights of one layer and the head during an update, and casts
+  saved: float  # activations of an update, for its backward pass
+  cache: float  # keys and values of all decode slots
+  responses: float  # recorded tokens of the responses of a step or an evaluation
+  buffer: float  # recorded tokens of the replay buffer
+  checkpoint: dict[str, float]  # by content; the actor where a checkpoint may hold one
+  disk: float  # all checkpoints at once, including the one being written
+
+  @property
+  def update(self) -> float:
+    """Bytes of an optimiser update, without the replay buffer."""
+    state = self.weights + self.moments + self.gradients
+    return state + self.kept_actor + self.gathered + self.saved
+
+  @property
+  def decoding(self) -> float:
+    """Bytes of decoding, without the replay buffer and recorded responses."""
+    return self.weights + self.moments + self.actor + self.cache
+
+
+# The knobs that a part of the memory follows, for the refusal.
+KNOBS = {
+  'weights': 'weights and optimiser state (model.*, mesh.fsdp)',
+  'actor': 'the decoding copy of the weights (model.*, mesh.tensor)',
+  'gathered': 'the weights of a layer and the head (model.*, mesh.tensor)',
+  'saved': 'a micro-batch (learner.minibatches, learner.grad_accum_steps, sft.batch)',
+  'cache': 'the KV cache of the decode slots (sampler.max_num_seqs)',
+  'responses': 'responses (prompts.count x sampler.group_size, evaluate.group_size)',
+  'buffer': 'the replay buffer (buffer.capacity x sampler.group_size)',
+}
+
+
+def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Budget:
+  """Counts the memory of a run on one device of the mesh, and its checkpoints.
+
+  Weights, moments and gradients are divided over fsdp and tensor, the actor over
+  tensor, rows over data and fsdp.
+
+  Args:
+    mesh: only its shape and the platform of its devices are read.
+  """
+  tensor, shards = mesh.shape['tensor'], sharding.row_shards(mesh)
+  split = mesh.shape['fsdp'] * tensor
+  weights, moments, gradients, actor = whole_state(config, spec)
+  T, G = config.row_length, config.sampler.group_size
+  evaluated = config.problems.test_source in MADE
+  rows = max(
+    config.places * G,
+    config.seats * G,
+    config.problems.test * config.evaluate.group_size if evaluated else 0,
+  )
+  held = RECORDED * config.buffer.capacity * G * T if config.batch.uses_buffer else 0
+  gathered, saved = _passes(config, spec, schedule, mesh)
+  checkpoint = _checkpoint(config, spec, held)
+  many = config.checkpoint.keep + config.checkpoint.best + 1
+  return Budget(
+    weights=weights / split,
+    moments=moments / split,
+    gradients=gradients / split,
+    actor=actor / tensor,
+    kept_actor=(config.rollout.weight_sync_interval > 1) * actor / tensor,
+    gathered=gathered,
+    saved=saved,
+    cache=config.sampler.max_num_seqs / shards * cache_bytes(spec, T, tensor),
+    responses=RECORDED * rows * T / shards,
+    buffer=held / (1 if config.buffer.capacity % shards else shards),
+    checkpoint=checkpoint,
+    disk=many * sum(checkpoint.values()),
+  )
+
+
+def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
+  """Counts the bytes of (weights, moments, gradients, actor) on a single device."""
+  weights, n = transformer.count(spec), trained(config, spec)
+  # Adapters are float32: their own 4 bytes count beside their moments, as a float32
+  # copy of narrow weights does.
+  copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
+  actor = itemsize(spec.compute) * weights
+  return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor
+
+
+def _passes(
+  config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+) -> tuple[float, float]:
+  """Bytes per device of (gathered weights, activations) of one update.
+
+  One layer's and the head's gathered weights and their gradients over tensor. Per token
+  of a micro-batch (of all of them with bounds_pass='stored') what all layers save and
+  the hidden states with their gradients; per token of one micro-batch the backward pass
+  of one layer: all it computes, its gradient, and the queries' gradients by block of
+  keys. Three blocks of logits.
+  """
+  if spec.attention == 'auto':
+    platform = mesh.devices.flat[0].platform
+    kernel = attention.resolve('auto', platform, spec.compute)
+    spec = dataclasses.replace(spec, attention=kernel)
+  tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
+  rows, shards = config.micro_batch_rows, sharding.row_shards(mesh)
+  if not config.model.path:
+    rows = max(rows, config.sft.batch)
+  rows = rows if rows % shards else rows // shards
+  head, tower = spec.vocab * spec.width, transformer.count(spec, 'vision/')
+  layer = transformer.count(spec) - tower - head * (2 - spec.tied)
+  layer /= spec.layers
+  gradient = 0 if config.lora.rank else 4  # bytes per gathered weight
+  gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
+  at_once = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  if schedule.remat == 'none' and spec.compute != spec.dtype:
+    # Nothing is recomputed, so the casts of all layers stay for the backward pass.
+    gathered += at_once * c * layer * spec.layers / tensor
+  saved = spec.layers * saved_bytes(spec, schedule, T, tensor) + (c + 4) * spec.width
+  inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor)
+  per_token = saved * at_once + 2 * inside
+  if spec.attention == 'splash':
+    # Its fused backward pass writes the queries' gradients once per block of keys.
+    wide = T + -T % attention.LANES
+    blocks = wide / attention.key_block(wide)
+    per_token += blocks * c * spec.heads * spec.head_width / tensor
+  logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
+  return gathered, rows * T * per_token + logits
+
+
+def _checkpoint(config: Config, spec: ModelSpec, buffer: float) -> dict[str, float]:
+  """Bytes of one checkpoint by content; unfinished responses are not counted."""
+  few, n = adapters(config, spec), trained(config, spec)
+  own = 4 if few else itemsize(spec.dtype)
+  lags = config.rollout.weight_sync_interval > 1
+  found = {
+    'adapters' if few else 'weights': own * n,
+    'optimiser': (8 + 4 * (own < 4)) * n,
+    'actor': lags * (4 if few else itemsize(spec.compute)) * n,
+    'buffer': buffer,
+  }
+  return {name: float(size) for name, size in found.items() if size}
+
+
+def itemsize(dtype: str) -> int:
+  """Returns the bytes of a number."""
+  return 2 if dtype in ('bfloat16', 'float16') else 4
+
+
+def adapters(config: Config, spec: ModelSpec) -> int:
+  """Returns the number of trained adapter weights; 0 without adapters."""
+  if not config.lora.rank:
+    return 0
+  return lora.count(spec, config.lora.rank, config.lora.targets)
+
+
+def frozen_tower(config: Config, spec: ModelSpec) -> int:
+  """Returns the number of weights of a vision tower that is not trained."""
+  return 0 if config.model.train_tower else transformer.count(spec, 'vision/')
+
+
+def trained(config: Config, spec: ModelSpec) -> int:
+  """Returns the number of trained weights."""
+  return adapters(config, spec) or transformer.count(spec) - frozen_tower(config, spec)
+
+
+def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
+  """Returns the bytes per device of the keys and values of one decode slot.
+
+  Args:
+    length: T, tokens of a slot.
+    tensor: devices along the mesh axis tensor; they share the heads they divide.
+  """
+  heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
+  return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
+
+
+def saved_bytes(
+  spec: ModelSpec, schedule: Schedule, length: int, tensor: int = 1
+) -> float:
+  """Counts the bytes per token that one layer saves for the backward pass.
+
+  With c bytes per number of a product, and D, F, H, K, C as in transformer.describe:
+
+    full  the residual stream                              c D
+    dots  that and the products q, k, v, o, gate, up       c (2 D + (H + 2K) C + 2F)
+          splash: attention's output and its divisors      c H C + 4 H
+    none  two norms: input and quotient, float32; output   16 D + 2 c D
+          q, k, v, attention's output                      c (2H + 2K) C
+          with qk_norm: its inputs and quotients, float32  8 (H + K) C
+          gate, up, sigmoid, silu and what they multiply   6 c F
+          plain: exponentials of the live scores (L of T   4 H L, bfloat16 6 H L
+          a query), their sums, and of the values;         12 H + 4 H C
+          of n blocks, keys and values up to their ends    about c (n - 1) K C
+          another kernel's sum of exponentials, float32    4 H
+
+  Heads and F are divided by `tensor`; with sequence sharding D as well.
+
+  Args:
+    length: T, with which the plain kernel's scores grow.
+    tensor: devices along the mesh axis tensor.
+  """
+  kind, c = schedule.remat, itemsize(spec.compute)
+  D = spec.width / (tensor if schedule.sequence_sharding else 1)
+  F, H = spec.ffn / tensor, spec.heads / tensor
+  K, C = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor), spec.head_width
+  if kind == 'full':
+    return c * D
+  if kind == 'dots':
+    attended = (c * C + 4) * H if spec.attention == 'splash' else 0
+    return c * (2 * D + (H + 2 * K) * C + 2 * F) + attended
+  norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
+  scores, blocks = 4 * H, 1.0
+  if spec.attention == 'plain':
+    # Blocks of queries see the keys up to their own end: `live` keys on average, and
+    # `blocks` copies of a key over all blocks, see attention.blockwise.
+    size = attention.query_block(length)
+    ends = [min(start + size, length) for start in range(0, length, size)]
+    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+    live = sum(n * end for n, end in zip(sizes, ends, strict=True)) / length
+    blocks = sum(ends) / length
+    scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
+  return norms + c * (2 * H + 2 * K * blocks) * C + 6 * c * F + scores
+
+
+def choices(config: Config, mesh: Mesh) -> list[Schedule]:
+  """Lists the schedules that the knobs allow, those that recompute least first.
+
+  Recomputed forward passes: dots about 0.2, full 1; bounds_pass='again' 1. On a CPU
+  reading everything back is slower than recomputing all but products, so auto leaves
+  'none' out. Whole columns come before split ones, which send more bytes over links.
+  """
+  c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
+  auto = REMATS[1:] if cpu else REMATS
+  remats = auto if c.model.remat == 'auto' else (c.model.remat,)
+  passes = ('stored', 'again') if bounds_wait(c) else ('again',)
+  if c.learner.bounds_pass != 'auto':
+    passes = (c.learner.bounds_pass,)
+  again = {'none': 0.0, 'dots': 0.2, 'full': 1.0, 'stored': 0.0, 'again': 1.0}
+  both = sorted(
+    itertools.product(remats, passes), key=lambda x: again[x[0]] + again[x[1]]
+  )
+  columns = (False, True) if mesh.shape['tensor'] > 1 else (False,)
+  shards = {'on': (True,), 'off': (False,), 'auto': columns}[c.model.sequence_sharding]
+  return [
+    Schedule(kind, split, bounds_pass)
+    for (kind, bounds_pass), split in itertools.product(both, shards)
+  ]
+
+
+def bounds_wait(config: Config) -> bool:
+  """Returns whether bounds are searched over the ratios of several micro-batches."""
+  learner, constant = config.learner, config.clip.rule in ('fixed', 'unclipped')
+  several = learner.grad_accum_steps > 1 and learner.bounds_scope == 'minibatch'
+  return several and not constant
+
+
+def choose_schedule(
+  config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
+) -> Schedule:
+  """Chooses the first of `choices` whose update fits, or the last.
+
+  Args:
+    memory: bytes that a device may use; 0: `limit` of the mesh.
+  """
+  memory, options = memory or limit(mesh), choices(config, mesh)
+  fitting = (s for s in options if count(config, spec, s, mesh).update <= memory)
+  return next(fitting, options[-1])
+
+
+def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> float:
+  """Returns the bytes of a device of the mesh, or a share of them.
+
+  A device without a limit of its own, such as a CPU, has its part of the host's memory.
+  """
+  device = mesh.devices.flat[0]
+  stats = device.memory_stats() if device.platform != 'cpu' else None
+  if stats and 'bytes_limit' in stats:
+    return device_share * stats['bytes_limit']
+  return host_share * machine.host_memory() / len(mesh.local_devices)
+
+
+def limit(mesh: Mesh) -> float:
+  """Returns the bytes that a run may use on a device of the mesh."""
+  return capacity(mesh, DEVICE_SHARE, HOST_SHARE)
+
+
+def check(budget: Budget, room: float) -> None:
+  """Refuses a run that cannot fit the memory, before anything is compiled.
+
+  Args:
+    budget: of `count`.
+    room: bytes of a device, of `capacity`.
+
+  Raises:
+    ValueError: a phase needs more than SLACK times `room`.
+  """
+  state, b = budget.weights + budget.moments, budget
+  rows = {'responses': b.responses, 'buffer': b.buffer}
+  phases = (
+    {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows,
+    {
+      'weights': state + b.gradients,
+      'actor': b.kept_actor,
+      'gathered': b.gathered,
+      'saved': b.saved,
+    }
+    | rows,
+  )
+  phase = max(phases, key=lambda phase: sum(phase.values()))
+  total = sum(phase.values())
+  if total > SLACK * room:
+    raise ValueError(
+      f'this config needs about {total / GIB:.3g} GiB per device, most of it for '
+      f'{KNOBS[max(phase, key=phase.__getitem__)]}, and a device has '
+      f'{room / GIB:.3g} GiB; lower one of these knobs'
+    )
+
+
+def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
+  """Describes the schedule and the memory of an update, for the first screen.
+
+  Args:
+    needed, room: bytes per device of an update, and that a run may use.
+  """
+  columns = ', columns split over tensor' if schedule.sequence_sharding else ''
+  bounds = f', the bounds {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
+  auto = ' (auto)' if config.model.remat == 'auto' else ''
+  return (
+    f'remat {schedule.remat}{auto}: the backward pass computes '
+    f'{RECOMPUTED[schedule.remat]} again{bounds}{columns}; about {needed / GIB:.3g} of '
+    f'{room / GIB:.3g} GiB per device'
+  )

@@ -1,0 +1,77 @@
+"""Marks the fast files, and fails a test that takes too long without the mark nightly.
+
+The limit is on processor time, child processes included: a loaded machine fails no
+test. It is in force if CI=true, as in .ci/run, or with --limit=<seconds>.
+"""
+
+import os
+import pathlib
+from collections.abc import Generator
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+LIMIT_S = 10.0
+# Pure and quick, by measured durations: 90 s in all on two cores.
+FAST = {
+  'algorithms': 'advantage knobs_of_rules loss replay_buffer',
+  'autosetup': 'presets',
+  'data': 'countdown data_knobs dedup drawn hub local_files pictures prompts synthetic',
+  'lab': 'claims recorded run_plots',
+  'models': 'hf_config hf_directory rope safetensors_io',
+  'rewards': 'gold',
+  'rollout': 'rollout shapes',
+  'run': 'report step_record',
+  'runtime': 'digests files machine markdown metrics progress statistics workdir',
+  'tools': 'adapters hlo hosts roofline',
+  'training': 'config evaluate',
+  '.': 'architecture config_docs docs finetune fuzz_config knobs limits main readme '
+  'requirements sharding type_checker types',
+}
+
+
+def fast_files() -> set[pathlib.Path]:
+  """Returns the paths of the fast files."""
+  return {
+    HERE / folder / f'test_{name}.py'
+    for folder, names in FAST.items()
+    for name in names.split()
+  }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Marks the tests of fast files, except for those that are nightly."""
+  fast = fast_files()
+  for item in items:
+    if item.path in fast and not item.get_closest_marker('nightly'):
+      item.add_marker('fast')
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  """Adds --limit."""
+  parser.addoption(
+    '--limit',
+    type=float,
+    default=LIMIT_S if os.environ.get('CI') == 'true' else 0.0,
+    help='processor seconds of a test that is not nightly; 0: any',
+  )
+
+
+def _used() -> float:
+  """Returns processor seconds of this process and of its finished children."""
+  return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+  """Fails a test that took more than the limit, what its fixtures took left out."""
+  began, limit = _used(), item.config.getoption('--limit')
+  result = yield
+  seconds = _used() - began
+  if limit and seconds > limit and not item.get_closest_marker('nightly'):
+    pytest.fail(
+      f'{seconds:.1f} s of processor time, at most {limit:g} s without the mark '
+      'nightly: make the test faster or mark it',
+      pytrace=False,
+    )
+  return result

@@ -1,0 +1,45 @@
+"""A test that takes too long and is not nightly fails, and no other."""
+
+import os
+import subprocess
+import sys
+
+import limits
+
+TESTS = """
+import subprocess, sys, time, pytest
+BURN = 'import time\\nwhile time.process_time() < 1: pass'
+def burn():
+  began = time.process_time()
+  while time.process_time() < began + 1:
+    pass
+def test_short(): pass
+def test_that_sleeps(): time.sleep(1)
+def test_long(): burn()
+def test_long_child(): subprocess.run([sys.executable, '-c', BURN])
+@pytest.mark.nightly
+def test_nightly(): burn()
+@pytest.fixture(scope='session')
+def recorded(): burn()
+def test_long_fixture(recorded): pass
+"""
+
+
+def test_a_test_beyond_the_limit_fails(tmp_path):
+  (tmp_path / 'test_example.py').write_text(TESTS)
+  done = subprocess.run(
+    [sys.executable, '-m', 'pytest', '-p', 'limits', '--limit=.5', '-rA', '-c']
+    + [os.devnull, '-p', 'no:cacheprovider', f'--rootdir={tmp_path}', str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(limits.HERE)},
+    capture_output=True,
+    text=True,
+  )
+  failed = [x for x in done.stdout.splitlines() if x.startswith('FAILED')]
+  assert [x.split('::')[1].split()[0] for x in failed] == [
+    'test_long',
+    'test_long_child',
+  ]
+
+
+def test_every_fast_file_exists():
+  assert not [str(path) for path in limits.fast_files() if not path.exists()]

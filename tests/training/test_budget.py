@@ -1,0 +1,334 @@
+"""Counted memory against the compiler and by hand; the schedule that auto chooses."""
+
+import dataclasses
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+from runs import tiny
+
+from bapo_jax import sharding
+from bapo_jax.models import attention, layers, lora, transformer
+from bapo_jax.models.knobs import LoraConfig
+from bapo_jax.models.layers import Schedule
+from bapo_jax.run import welcome
+from bapo_jax.runtime import machine
+from bapo_jax.training import budget, resolve
+from bapo_jax.training import config as config_lib
+from configs import aime
+
+SPEC = transformer.ModelSpec(
+  vocab=32, width=48, layers=24, heads=4, kv_heads=2, head_width=16, ffn=160
+)
+B, T = 4, 64
+
+
+def temporaries(spec, kind, T, rank=0):
+  """Bytes that the compiler allocates for a gradient, beyond arguments and results."""
+
+  def total(params, base, tokens_BT):
+    weights = lora.attach(base, params)
+    return layers.forward(weights, tokens_BT, spec, schedule=Schedule(kind)).sum()
+
+  params, base = transformer.abstract(spec), None
+  if rank:
+    knobs = LoraConfig(rank=rank).model_dump()
+    make = functools.partial(lora.init, spec, **knobs)
+    params, base = jax.eval_shape(make, jax.random.key(0)), params
+  tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
+  lowered = jax.jit(jax.grad(total)).lower(params, base, tokens_BT)
+  return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+  ('qk_norm', 'T', 'rank'),
+  [(True, 64, 0), (False, 256, 0), (False, 64, 4)],
+)
+def test_saved_bytes_are_the_compilers(qk_norm, T, rank):
+  # A difference of two depths leaves out what does not depend on the depth.
+  spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
+  for kind in budget.REMATS:
+    deep, shallow = (
+      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (24, 8)
+    )
+    counted = budget.saved_bytes(spec, Schedule(kind), T)
+    if rank and kind == 'none':
+      counted -= 2 * 4 * 48  # a norm's frozen scale needs no array of its own
+    if kind == 'dots':
+      counted += 4 * 7 * rank  # x A of seven projections, too few to be in the count
+    assert (deep - shallow) / 16 / (B * T) == pytest.approx(counted, rel=0.02), kind
+
+
+def test_saved_bytes_by_hand():
+  # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
+  spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
+  full, dots, none = (
+    budget.saved_bytes(spec, Schedule(kind), T) for kind in ('full', 'dots', 'none')
+  )
+  assert full == 2 * 48
+  # The kernel's results: attention's output, and a float32 divisor per head.
+  attended = 2 * 64 + 4 * 4
+  products = 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
+  assert dots == products + attended
+  plain = dataclasses.replace(spec, attention='plain')
+  assert budget.saved_bytes(plain, Schedule('dots'), T) == products
+  assert none == 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4
+  # Two devices share heads and feed-forward width; with sequence sharding also the
+  # residual stream between the layers.
+  shared = 2 * (64 + 2 * 32 + 2 * 160) / 2 + attended / 2
+  whole, split = (
+    budget.saved_bytes(spec, Schedule('dots', split), T, 2) for split in (False, True)
+  )
+  assert (whole, split) == (2 * 2 * 48 + shared, 2 * 48 + shared)
+
+
+def parsed(learner=(), **model):
+  config = aime.tiny()
+  config.model.update(**model)
+  config.learner.update(dict(learner))
+  config = config_lib.parse(config.to_dict())
+  return config, resolve.open_model(config).spec
+
+
+def fake_mesh(platform, data, fsdp, tensor, stats=None):
+  """A mesh of devices that are not attached."""
+  device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+  n = data * fsdp * tensor
+  shape = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+  return types.SimpleNamespace(
+    devices=np.array([device] * n), local_devices=[device] * n, shape=shape
+  )
+
+
+def test_auto_recomputes_as_little_as_fits():
+  mesh, (config, spec) = fake_mesh('tpu', 2, 2, 2), parsed()
+  order = [
+    Schedule(kind, split, bounds)
+    for kind, bounds in (
+      ('none', 'stored'),
+      ('dots', 'stored'),
+      ('none', 'again'),
+      ('full', 'stored'),
+      ('dots', 'again'),
+      ('full', 'again'),
+    )
+    for split in (False, True)
+  ]
+  needed = {s: budget.count(config, spec, s, mesh).update for s in order}
+  assert len(set(needed.values())) == len(order)
+  for memory in (*needed.values(), 1e15):
+    first = next(s for s in order if needed[s] <= memory)
+    assert budget.choose_schedule(config, spec, mesh, memory) == first
+  # Nothing fits: the schedule that needs the least memory.
+  assert budget.choose_schedule(config, spec, mesh, 1.0) == order[-1]
+  alone = fake_mesh('tpu', 1, 1, 1)
+  assert not budget.choose_schedule(config, spec, alone, 1.0).sequence_sharding
+
+
+@pytest.mark.parametrize(
+  ('rule', 'learner', 'wait'),
+  [
+    ('balanced', {}, True),
+    ('recipe', {}, True),
+    ('fixed', {}, False),
+    ('unclipped', {}, False),
+    ('balanced', {'grad_accum_steps': 1}, False),
+    ('balanced', {'bounds_scope': 'micro_batch'}, False),
+  ],
+)
+def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
+  config, spec = parsed(learner)
+  clip = config.clip.model_copy(update={'rule': rule})
+  config = config.model_copy(update={'clip': clip})
+  found = budget.choose_schedule(config, spec, sharding.make(), 1e15)
+  assert found.bounds_pass == ('stored' if wait else 'again')
+  assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
+
+
+def test_stored_passes_count_once_per_micro_batch():
+  config, spec = parsed({'grad_accum_steps': 4})
+  mesh = fake_mesh('cpu', 1, 1, 1)
+  again, stored = (
+    budget.count(config, spec, Schedule(bounds_pass=name), mesh).update
+    for name in ('again', 'stored')
+  )
+  rows = max(config.sft.batch, config.micro_batch_rows)
+  layer = budget.saved_bytes(spec, Schedule(), config.row_length)
+  hidden = (4 + 4) * spec.width
+  tokens = rows * config.row_length
+  assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
+
+
+@pytest.mark.parametrize('kind', budget.REMATS)
+def test_a_given_knob_is_obeyed(kind):
+  knobs = {'remat': kind, 'sequence_sharding': 'on'}
+  config, spec = parsed({'bounds_pass': 'again'}, **knobs)
+  found = budget.choose_schedule(config, spec, sharding.make(2, 2, 2), 1e15)
+  assert found == Schedule(kind, True, 'again')
+  assert f'remat {kind}:' in budget.sentence(config, found, 1, 1)
+
+
+def test_auto_on_a_cpu_saves_products_at_most():
+  (config, spec), mesh = parsed(), sharding.make()
+  assert {s.remat for s in budget.choices(config, mesh)} == {'dots', 'full'}
+  assert budget.choose_schedule(config, spec, mesh, 1e15).remat == 'dots'
+
+
+def test_the_kernels_gradients_of_queries_are_counted(monkeypatch):
+  (config, spec), mesh = parsed(), fake_mesh('cpu', 1, 1, 1)
+  spec = dataclasses.replace(spec, attention='splash')
+  few = budget.count(config, spec, Schedule(), mesh).saved
+  columns = -(-config.row_length // 128) * 128
+  monkeypatch.setattr(attention, 'key_block', lambda length: length / 3)
+  more = budget.count(config, spec, Schedule(), mesh).saved - few
+  blocks = 3 - columns / max(n for n in (128, 256, 512) if columns % n == 0)
+  rows = max(config.sft.batch, config.minibatch_rows)
+  # Float32 queries, once per block.
+  assert more == pytest.approx(blocks * rows * config.row_length * 4 * 4 * 16)
+
+
+@pytest.mark.parametrize(
+  ('platform', 'stats', 'expected'),
+  [('gpu', {'bytes_limit': 1000}, 900), ('cpu', None, 1200), ('tpu', None, 1200)],
+)
+def test_the_limit_is_a_share_of_the_device_or_of_the_host(
+  monkeypatch, platform, stats, expected
+):
+  monkeypatch.setattr(machine, 'host_memory', lambda: 4000)
+  mesh = fake_mesh(platform, 2, 1, 1, stats)
+  assert budget.limit(mesh) == pytest.approx(expected)
+
+
+def counted(spec=None, mesh=(1, 1, 1), **knobs):
+  """(config, spec, budget) of a tiny run."""
+  config = tiny(**{'batch.rule': 'fresh_only'} | knobs)
+  spec = spec or resolve.open_model(config).spec
+  spec = dataclasses.replace(spec, dtype=config.model.dtype)
+  return (
+    config,
+    spec,
+    budget.count(config, spec, Schedule(), fake_mesh('cpu', *mesh)),
+  )
+
+
+def test_the_state_by_hand():
+  _, spec, found = counted()
+  n = transformer.count(spec)
+  # Weights of 4 bytes, two moments, a gradient and the sum over micro-batches.
+  state = found.weights, found.moments, found.gradients, found.actor
+  assert state == (4 * n, 8 * n, 8 * n, 4 * n)
+  assert found.kept_actor == 0
+  _, _, found = counted(**{'rollout.weight_sync_interval': 2})
+  assert found.kept_actor == found.actor == 4 * n
+  # Narrow weights have a float32 copy among the moments.
+  narrow = {'model.dtype': 'bfloat16'}
+  _, _, found = counted(**narrow)
+  assert found[:3] == (2 * n, 12 * n, 8 * n)
+  # Adapters count as trained numbers beside frozen weights.
+  config, _, found = counted(**narrow, **{'lora.rank': 2})
+  few = lora.count(spec, 2, config.lora.targets)
+  assert found[:3] == (2 * n, 12 * few, 8 * few)
+  # A frozen vision tower has weights alone.
+  n, tower = (transformer.count(making.SEEING, below) for below in ('', 'vision/'))
+  assert counted(making.SEEING)[2][:3] == (4 * n, 8 * (n - tower), 8 * (n - tower))
+
+
+def test_devices_share_the_state_the_cache_and_the_rows():
+  _, spec, found = counted(mesh=(2, 2, 2), **{'batch.rule': 'adapted'})
+  config, _, alone = counted(**{'batch.rule': 'adapted'})
+  for name in ('weights', 'moments', 'gradients'):
+    assert getattr(found, name) == getattr(alone, name) / 4  # fsdp x tensor
+  assert found.actor == alone.actor / 2
+  assert found.responses == alone.responses / 4 and found.buffer == alone.buffer / 4
+  # Keys and values of each layer and slot; two devices share the heads if they divide.
+  slots, heads = config.sampler.max_num_seqs, spec.kv_heads
+  numbers = 2 * spec.layers * heads * spec.head_width * config.row_length
+  assert alone.cache == 4 * slots * numbers
+  assert found.cache == alone.cache / 4 / (1 if heads % 2 else 2)
+
+
+def test_a_checkpoint_by_hand():
+  _, spec, found = counted()
+  n = transformer.count(spec)
+  assert found.checkpoint == {'weights': 4 * n, 'optimiser': 8 * n}
+  narrow, lag = {'model.dtype': 'bfloat16'}, {'rollout.weight_sync_interval': 2}
+  assert counted(**narrow)[2].checkpoint == {'weights': 2 * n, 'optimiser': 12 * n}
+  assert counted(**lag)[2].checkpoint['actor'] == 4 * n
+  config, _, found = counted(**narrow, **lag, **{'lora.rank': 2})
+  few = lora.count(spec, 2, config.lora.targets)
+  adapted = {'adapters': 4 * few, 'optimiser': 8 * few, 'actor': 4 * few}
+  assert found.checkpoint == adapted
+  assert f'{1 + config.checkpoint.keep} at most' in welcome.disk(config, found)
+  # Newest, best, and one being written.
+  assert found.disk == (config.checkpoint.keep + 2) * sum(adapted.values())
+
+
+def test_the_buffer_is_that_of_the_run():
+  config, _, found = counted(**{'batch.rule': 'adapted'})
+  # 8 groups of 4 rows; 13 bytes per token of a row.
+  assert found.checkpoint['buffer'] == found.buffer == 8 * 4 * config.row_length * 13
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'message'),
+  [
+    ({'model.layers': 1024, 'model.width': 65536}, r'most of it for weights .*model\.'),
+    ({'sampler.max_num_seqs': 1 << 20}, r'the KV cache .*sampler\.max_num_seqs'),
+  ],
+)
+def test_what_cannot_fit_is_refused_by_the_knob_of_its_largest_part(knobs, message):
+  _, _, found = counted(**knobs)
+  total = max(found.update, found.decoding + found.responses) + found.buffer
+  with pytest.raises(ValueError, match=message):
+    budget.check(found, total / 2)
+  budget.check(found, total)
+
+
+@pytest.mark.parametrize('part', budget.KNOBS)
+def test_every_part_is_refused(part):
+  _, _, found = counted()
+  large = found._replace(**{part: 1e12})
+  with pytest.raises(
+    ValueError, match=f'most of it for {re.escape(budget.KNOBS[part])}'
+  ):
+    budget.check(large, 1e11)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'tokens'), [(k, 16) for k in budget.REMATS] + [('dots', 17)]
+)
+def test_split_columns_change_no_gradient(kind, tokens):
+  # 17 columns do not divide over two devices and stay whole.
+  spec = dataclasses.replace(SPEC, layers=2)
+  params = making.params(spec)
+  tokens_BT = jax.random.randint(jax.random.key(1), (8, tokens), 0, spec.vocab)
+  weight_D = jax.random.normal(jax.random.key(2), (spec.width,))
+
+  def total(params, tokens_BT, split):
+    schedule = Schedule(kind, sequence_sharding=split)
+    hidden_BTD = layers.forward(params, tokens_BT, spec, schedule=schedule)
+    return jnp.sin(hidden_BTD * weight_D[None, None]).sum()
+
+  gradient = jax.jit(jax.grad(total), static_argnames='split')
+  expected = gradient(params, tokens_BT, split=False)
+  mesh = sharding.make(2, 2, 2)
+  spread = jax.device_put(params, sharding.shardings(params, mesh))
+  found = sharding.under(mesh, functools.partial(gradient, split=True))(
+    spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
+  )
+  for path, g in jax.tree.leaves_with_path(expected):
+    other = dict(jax.tree.leaves_with_path(found))[path]
+    np.testing.assert_allclose(other, g, atol=1e-5 * np.abs(g).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])
+def test_columns_are_split_where_they_divide(tokens, columns):
+  mesh = sharding.make(2, 2, 2)
+  place = jax.jit(functools.partial(layers.split, schedule=Schedule('full', True)))
+  x_BTD = sharding.under(mesh, place)(jnp.zeros((8, tokens, SPEC.width)))
+  assert x_BTD.sharding.shard_shape(x_BTD.shape) == (2, columns, SPEC.width)
