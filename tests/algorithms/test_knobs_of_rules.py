@@ -19,7 +19,6 @@ INF = math.inf
     ({'clip.balanced.low': (0.6, 0.6)}, ['clip.balanced.low_step=0.02']),
     ({'clip.balanced.high_step': 2.0}, ['clip.balanced.high_step=2.0']),
     ({'clip.balanced.low_step': 1e-9}, ['clip.balanced.low_step=1e-09']),
-    ({'clip.recipe.low_step': 0.5}, ['clip.recipe.low_step=0.5']),
     ({'clip.balanced.sources': ()}, ['clip.balanced.sources=()']),
     (
       {'buffer.reevaluate': 3, 'buffer.capacity': 2},

@@ -111,7 +111,8 @@ def test_every_cell_of_the_grid_is_resumed_to_the_bit(
 
 def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
   # The ratio is 1 and nothing is clipped: the rule must not matter, to the last bit.
-  once = {'learner.minibatches': 1, 'steps': 2, 'evaluate.every': 9}
+  once = {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
+  once |= {'checkpoint.keep': 3}
   rules = (
     {'clip.rule': 'fixed'},
     {'clip.rule': 'balanced', 'clip.balanced.target': 1.0},
