@@ -34,9 +34,8 @@ LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 20
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   """mesh.fsdp: the weights over all devices where one has no room for them."""
   n, spec = len(facts.devices), spec_of(config, facts)
-  alone = sharding.make(devices=facts.devices[:1])
-  b = budget.count(config, spec, Schedule(), alone)
-  state = b.weights + b.moments + b.actor
+  weights, moments, _, actor = budget.whole_state(config, spec)
+  state = weights + moments + actor
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:

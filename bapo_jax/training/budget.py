@@ -84,12 +84,8 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
     mesh: only its shape and the platform of its devices are read.
   """
   tensor, shards = mesh.shape['tensor'], sharding.row_shards(mesh)
-  split, c = mesh.shape['fsdp'] * tensor, itemsize(spec.compute)
-  few, own = adapters(config, spec), itemsize(spec.dtype)
-  weights, n = transformer.count(spec), trained(config, spec)
-  # Adapters are float32 themselves, and count as trained: weight, moments, gradients.
-  copy = 4 * (few > 0 or spec.dtype != 'float32')
-  actor = c * weights / tensor
+  split = mesh.shape['fsdp'] * tensor
+  weights, moments, gradients, actor = whole_state(config, spec)
   T, G = config.row_length, config.sampler.group_size
   evaluated = config.problems.test_source in MADE
   rows = max(
@@ -102,11 +98,11 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   checkpoint = _checkpoint(config, spec, held)
   many = config.checkpoint.keep + config.checkpoint.best + 1
   return Budget(
-    weights=own * weights / split,
-    moments=(8 + copy) * n / split,
-    gradients=8 * n / split,
-    actor=actor,
-    kept_actor=actor * (config.rollout.weight_sync_interval > 1),
+    weights=weights / split,
+    moments=moments / split,
+    gradients=gradients / split,
+    actor=actor / tensor,
+    kept_actor=(config.rollout.weight_sync_interval > 1) * actor / tensor,
     gathered=gathered,
     saved=saved,
     cache=config.sampler.max_num_seqs / shards * cache_bytes(spec, T, tensor),
@@ -115,6 +111,16 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
     checkpoint=checkpoint,
     disk=many * sum(checkpoint.values()),
   )
+
+
+def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
+  """Counts the bytes of (weights, moments, gradients, actor) on a single device."""
+  weights, n = transformer.count(spec), trained(config, spec)
+  # Adapters are float32: their own 4 bytes count beside their moments, as a float32
+  # copy of narrow weights does.
+  copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
+  actor = itemsize(spec.compute) * weights
+  return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor
 
 
 def _passes(

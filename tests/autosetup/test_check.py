@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_jax import main
-from bapo_jax.autosetup import check, check_rules, derive, derive_sizes
+from bapo_jax.autosetup import check, check_rules, derive
 from bapo_jax.autosetup.check_rules import Sampled
 from bapo_jax.data import tokenizer as tokenizer_lib
 
@@ -152,10 +152,9 @@ def test_9_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
   config = main.read_config(FINETUNE, flags(tmp_path, chat_model))
   r = derive.prepare(config, str(tmp_path / 'work'))
   known = check.known_of(r)
-  _, counted = derive_sizes.budget_of(r.config, known)
-  each = sum(counted.checkpoint.values())
+  each = sum(r.budget.checkpoint.values())
   assert each == 12 * known.parameters, 'weights and two moments'
-  assert counted.disk == 3 * each
+  assert r.budget.disk == 3 * each
   assert findings(tmp_path, chat_model, free=2 * each) == {'disk': 'warning'}
 
 

@@ -67,12 +67,10 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
   config, workdir, _ = pictured_run
   before = json.loads((workdir / 'eval' / '4.json').read_text())['samples']
-  blank = config.model_dump()['problems'] | {'drawn': {'kind': 'blank'}}
-  blank['drawn'] = config.problems.drawn.model_dump() | blank['drawn']
+  blank = tiny(**runs.RECORDED['pictures'], **{'problems.drawn.kind': 'blank'})
   samples = []
-  for name, values in (('same', {}), ('blank', {'problems': blank})):
+  for name, made in (('same', config), ('blank', blank)):
     to = str(tmp_path / name)
-    made = config.with_values(**values)
     assert eval_checkpoint.eval_checkpoint(made, str(workdir), to) == 0
     lines = (tmp_path / f'{name}.jsonl').read_text().splitlines()
     samples.append([json.loads(line) for line in lines])
@@ -83,10 +81,10 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
 
 
 def test_groups_with_pictures_are_shown(pictured_run, one_device):
-  config, workdir, _ = pictured_run
+  workdir = pictured_run.workdir
   for number in (1, 2):
     console = Console(file=io.StringIO(), width=500, _environ={})
-    assert viewer.show(config, str(workdir), number, 'pc', console) == 0
+    assert viewer.show(str(workdir), number, 'pc', console) == 0
     shown = console.file.getvalue()
     assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
 
