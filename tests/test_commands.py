@@ -181,7 +181,7 @@ def test_a_benchmark_runs_and_ends_with_a_line_of_json(module, stand_ins, tmp_pa
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('command', sorted(set(commands())))
+@pytest.mark.parametrize('command', sorted(set(commands())), ids=str)
 def test_a_printed_command_runs(command, stand_ins, tmp_path):
   for pattern, reason in SKIPPED.items():
     if re.search(pattern, command):
