@@ -23,7 +23,7 @@ FAST = {
   'rollout': 'rollout shapes',
   'run': 'report step_record',
   'runtime': 'digests files machine markdown metrics progress statistics workdir',
-  'tools': 'adapters hlo hosts roofline',
+  'tools': 'hlo hosts roofline',
   'training': 'config evaluate',
   '.': 'architecture config_docs docs finetune fuzz_config knobs limits main readme '
   'requirements sharding type_checker types',

@@ -13,6 +13,19 @@ import numpy as np
 
 from bapo_jax.models import layers, transformer
 
+EPS = 2.0**-23  # a rounding of float32, relative
+
+
+def close(found: Any, expected: Any, roundings: float, eps: float = EPS) -> None:
+  """Asserts that trees of arrays agree up to roundings of each array's largest term."""
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    off = np.abs(a - b).max(initial=0) / (eps * max(np.abs(b).max(initial=0), 1e-30))
+    print(f'{off:.1f} of {roundings} roundings')
+    assert off <= roundings
+
+
 # ---------------------------------------------------------------- policy and sampler
 
 

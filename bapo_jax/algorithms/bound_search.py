@@ -132,7 +132,6 @@ def share(
 
   Args:
     ratio_BT, batch, weight_BT: see `contributions`.
-    low, high: the bounds.
     k: contribution, weight and sources.
   """
   parts = contributions(ratio_BT, batch, k, weight_BT)
@@ -147,7 +146,6 @@ def contributions(
   """Returns the contributions of the rows of k.sources; 0 for all other tokens.
 
   Args:
-    ratio_BT: the ratios that the loss rule clips.
     batch: the tokens; behavior_logp_BT is read if k.weight='behaviour'.
     k: contribution, weight and sources.
     weight_BT: W for `gradient`; None: r A, the weights of the clipped loss with

@@ -62,7 +62,6 @@ def diagnose(
   """Computes the scalar metrics of one optimiser minibatch; see metrics.GLOSSARY.
 
   Args:
-    rule: the loss rule, its knobs bound.
     stats: statistics of the policy before the update, nats.
     batch: its mask contains the computed tokens.
     bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
@@ -102,7 +101,6 @@ def updated_tokens(
   """Returns log-probability, ratio and cut of each token, for the record of the step.
 
   Args:
-    rule: the loss rule, its knobs bound.
     logp_BT: log pi of each token before the update, nats.
     batch: its mask contains the computed tokens.
     bounds: scalars, or [B, 1] if every micro-batch had its own bounds.

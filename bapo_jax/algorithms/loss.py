@@ -177,7 +177,6 @@ def divergence(
 
   Args:
     logp_BT: log pi of each token, nats.
-    batch: the tokens.
     direction: 'behavior_policy', KL(mu || pi) as r - 1 - log r (k3 of Schulman, 2020,
       "Approximating KL Divergence"); 'policy_behavior', KL(pi || mu) of
       arXiv:2602.20722 as r log r - (r - 1), the importance-weighted log-ratio.
@@ -229,9 +228,7 @@ def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Wei
   """Returns a function bounds -> weight of each token in the gradient, no penalty.
 
   Args:
-    rule: the loss rule, its knobs bound.
     logp_BT: log pi of each token, nats.
-    batch: the tokens.
     scale_B: see `row_scale`. The weights are relative to the largest scale, so that
       they equal `weights` to the last bit if all rows have the same scale.
   """
@@ -263,7 +260,6 @@ def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> A
   Computed from the whole minibatch, so that micro-batches and devices add up exactly.
 
   Args:
-    loss_mask_BT: the tokens that are trained on.
     aggregate: 'token', the mean over all tokens (DAPO, arXiv:2503.14476, Eq. 8);
       'sequence', the mean over rows of their token means (GRPO, arXiv:2402.03300,
       Eq. 3); 'constant', the mean over rows of sums / length (Dr. GRPO,

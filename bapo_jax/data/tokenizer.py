@@ -25,7 +25,7 @@ from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.models.hf import directory as hf_directory
-from bapo_jax.runtime import json_files
+from bapo_jax.runtime import files
 
 # Silences the warning that torch is missing: tokenizers do not need it.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
@@ -152,7 +152,7 @@ def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
   ends = [] if backend.eos_token_id is None else [backend.eos_token_id]
   file = os.path.join(path, 'generation_config.json')
   if os.path.exists(file):
-    listed = json_files.read(file).get('eos_token_id')
+    listed = files.read_object(file).get('eos_token_id')
     listed = listed if isinstance(listed, list) else [listed]
     if wrong := [i for i in listed if i is not None and (type(i) is not int or i < 0)]:
       raise ValueError(

@@ -33,8 +33,6 @@ def summed(
 
   Args:
     value_of: (params, n) -> (value, auxiliary output) of micro-batch n.
-    params: the parameters to differentiate by.
-    used: the number of filled micro-batches.
     aux: initial auxiliary output.
     merge: (n, aux so far, aux of micro-batch n) -> aux.
 
@@ -65,9 +63,7 @@ def forward_all(
 
   Args:
     stats_of: (params, n) -> statistics of micro-batch n.
-    params: the parameters to differentiate by.
     count: the maximum number of micro-batches; `used` of them are computed.
-    used: the number of filled micro-batches.
     frozen: other arrays that `stats_of` reads.
 
   Returns:
@@ -85,7 +81,8 @@ def forward_all(
     new, residuals = forward(n)
     put = jax.lax.dynamic_update_index_in_dim
     pairs = zip(stored, residuals, strict=True)
-    return jax.tree.map(jnp.add, stats, new), [put(*pair, n, 0) for pair in pairs]
+    stored: list[Array] = [put(*pair, n, 0) for pair in pairs]
+    return jax.tree.map(jnp.add, stats, new), stored
 
   shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

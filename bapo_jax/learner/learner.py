@@ -64,7 +64,6 @@ def flatten(
   """Returns the flat batch [P*G, T]; empty seats and masked responses have no loss.
 
   Args:
-    groups: the groups of the batch.
     source_P: index into types.SOURCES, -1 for an empty seat.
     advantage_rule: rewards [P, G] -> advantages [P, G].
     prox_PGT: log-probabilities of the proximal policy, nats; None: those of the
@@ -119,7 +118,6 @@ def update(
     params, opt: trained parameters and optimiser state; donated by `train_step`.
     groups, source_P, advantage_rule, pictures, weights, version: see `flatten`.
     key: determines the minibatches of every epoch.
-    train_step: one optimiser update.
     epochs: visits of the batch.
     minibatches: updates per visit of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
@@ -188,11 +186,7 @@ def learn(
   an advantage are not computed and would hide weights that are lost.
 
   Args:
-    params, opt: trained parameters and optimiser state.
-    batch: the minibatch.
     base: frozen weights, see `objective.gradient`.
-    tx: the optimiser.
-    objective: the objective and how to compute it.
 
   Returns:
     (params, opt, metrics, log-probability, ratio and cut of each token).

@@ -38,8 +38,6 @@ class Objective:
   """The objective of an update, and how to compute it.
 
   Args:
-    clip_rule, loss_rule: the rules, bound to their knobs.
-    spec: the network.
     schedule: trades memory for time, see `layers.Schedule`.
     temperature: sampling temperature; the policy is the distribution sampled from.
     chunk: see `logprobs.packed_stats`.
@@ -201,9 +199,6 @@ def gradient(
   search, which needs neither but mixes objectives.
 
   Args:
-    params: the trained parameters.
-    batch: the minibatch.
-    objective: the objective and how to compute it.
     base: frozen weights if `params` are adapters; None: there are none.
 
   Returns:

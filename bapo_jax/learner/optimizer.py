@@ -22,10 +22,8 @@ def adamw(
   """Returns AdamW after clipping by the global norm.
 
   Args:
-    lr: learning rate.
     warmup: optimiser updates of linear warm-up.
     b1, b2: decay of the moments.
-    weight_decay: decoupled weight decay.
     max_norm: maximum global norm of the gradient.
     master: keep float32 master weights, for narrower parameters; see `mastered`.
   """

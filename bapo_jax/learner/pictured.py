@@ -67,8 +67,6 @@ def embedder(
 
   Args:
     gallery: the pictures of the problems; None: texts, and the result is None.
-    spec: the network.
-    mesh: the devices.
     base: frozen weights; if they include the tower, it embeds the pictures here.
   """
   if gallery is None:
@@ -128,10 +126,8 @@ def pack(
   """Packs rows at the model's width, with the positions of tokens and patches.
 
   Args:
-    tokens_BT: the rows.
     wanted_BT: bool, the tokens to compute.
     micro_batches: maximum number of micro-batches.
-    spec: the network.
     pictures: pictures of P prompts with B / P consecutive rows each; None: texts.
     packed: False: one row per bin, see `packing.pack`.
   """
@@ -166,7 +162,6 @@ def variables(
   Args:
     params: the trained parameters, including the tower if `pictures` are pixels.
     pictures: pixels, embedded pictures or None.
-    spec: the network.
 
   Returns:
     (variables, embedded pictures, gradients by the variables -> gradients by params).

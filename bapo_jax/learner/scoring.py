@@ -46,11 +46,8 @@ def packed_logprobs(
   """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
 
   Args:
-    params: all weights.
-    tokens_BT: the rows.
     wanted_BT: bool; no token of column 0.
     micro_batches: maximum number of micro-batches, which run one after the other.
-    spec: the network.
     temperature, chunk: see `logprobs.packed_stats`.
     pictures: see `pictured.pack`; `params` embeds pixels.
   """
@@ -91,11 +88,8 @@ def score(
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
-    params: all weights.
-    groups: the groups to score.
     pictures: pictures of the groups' problems; None: texts.
     rows: full-length responses per micro-batch; shorter ones are packed together.
-    spec: the network.
     temperature, chunk: see `logprobs.packed_stats`.
   """
   P, G, T = groups.tokens_PGT.shape
@@ -130,7 +124,6 @@ def recompute(
 
   Args:
     params: the weights that sampled, of learner step `version`.
-    groups: the sampled groups.
     version: learner step of `params`.
     pictures: pictures of the groups' problems; None: texts.
     score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.

@@ -1,11 +1,11 @@
-"""Attention: queries, keys and values in, mixed values out.
+"""Computes attention: queries, keys and values in, mixed values out.
 
 1. `resolve` maps the knob `model.attention` to a kernel of the platform;
-2. `causal` attends over whole rows: our `blockwise` on a CPU, cuDNN's on a GPU, splash
-   on a TPU; `within_segments` does so in both directions;
-3. `cached` attends while decoding: one query per slot over the live part of its cache.
+2. `attend` runs over whole rows, causally or in both directions: `blockwise` on a CPU,
+   cuDNN on a GPU, splash on a TPU;
+3. `cached` runs while decoding: one query per slot over the live part of its cache.
 
-The two kernels never hold the [T, T] scores; ours does, half of them.
+cuDNN and splash never hold the [T, T] scores; `blockwise` holds half of them.
 """
 
 import functools
@@ -19,16 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 
-AUTO = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}  # other platforms: plain
 NEEDS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
 KINDS = ('auto', 'plain', 'cudnn', 'splash')
-ATTENDED = 'attended'  # by this name a remat policy saves what the TPU's kernel found
-BLOCK, MOST_BLOCKS = 64, 8  # of `blockwise`: queries of a block, at least; blocks
-LANES = 128  # of a TPU's vector unit: head width and row length are padded to them
+ATTENDED = 'attended'  # the name under which remat policies save splash's output
+BLOCK, MOST_BLOCKS = 64, 8  # `blockwise`: least queries per block, most blocks
+LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
 
 
 def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
-  """The kernel that `model.attention=kind` means on this platform.
+  """Returns the kernel that `model.attention=kind` selects on this platform.
 
   Args:
     kind: one of KINDS.
@@ -36,72 +35,45 @@ def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
     compute: dtype of queries, keys and values.
 
   Raises:
-    ValueError: the kind is unknown, or the platform or the dtype has no such kernel.
+    ValueError: the kind is unknown, or the platform or dtype does not support it.
   """
   if kind not in KINDS:
-    raise ValueError(f'model.attention: no kind {kind!r}; choose one of {KINDS}')
+    raise ValueError(f'model.attention={kind!r} is unknown; choose one of {KINDS}')
   half = jnp.dtype(compute).itemsize == 2
   if kind == 'auto':
-    kind = AUTO.get(platform, 'plain')
+    kind = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}.get(platform, 'plain')
     return 'plain' if kind == 'cudnn' and not half else kind
   if platform not in NEEDS.get(kind, (platform,)):
     raise ValueError(
-      f'model.attention={kind} needs a {NEEDS[kind][0]}, this is a {platform}; '
-      'give auto or plain'
+      f'model.attention={kind} needs a {NEEDS[kind][0]}, and this is a {platform}; '
+      'set it to auto or plain'
     )
   if kind == 'cudnn' and not half:
     raise ValueError(
       f'model.attention=cudnn needs model.compute=bfloat16, not {jnp.dtype(compute)}; '
-      'give auto or plain'
+      'set it to auto or plain'
     )
   return kind
 
 
-def causal(
+def attend(
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
   *,
   kind: str = 'auto',
   segment_BT: Array | None = None,
+  is_causal: bool = True,
 ) -> Array:
-  """Attention of each query to the keys up to its own column, [B, T, H, C].
+  """Computes the attention of whole rows, [B, T, H, C].
 
   Args:
-    q_BTHC, k_BTKC, v_BTKC: H a multiple of K.
+    q_BTHC, k_BTKC, v_BTKC: H is a multiple of K.
     kind: 'auto', or the name of a kernel, used without a check.
-    segment_BT: for packed rows, the text that a column belongs to; a query then sees
-      the columns of its own text only.
+    segment_BT: for packed rows, the segment of each column: a query attends to the
+      columns of its segment only. Empty columns form segments too, such as -1.
+    is_causal: a query attends to the keys up to its column; else to all keys.
   """
-  return _attend(q_BTHC, k_BTKC, v_BTKC, kind, segment_BT, True)
-
-
-def within_segments(
-  q_BTHC: Array,
-  k_BTKC: Array,
-  v_BTKC: Array,
-  *,
-  kind: str = 'auto',
-  segment_BT: Array,
-) -> Array:
-  """Attention of each query to all keys of its own segment, [B, T, H, C].
-
-  Args:
-    q_BTHC, k_BTKC, v_BTKC, kind: as for `causal`.
-    segment_BT: the segment of each column; one where nothing is, such as -1, is like
-      any other.
-  """
-  return _attend(q_BTHC, k_BTKC, v_BTKC, kind, segment_BT, False)
-
-
-def _attend(
-  q_BTHC: Array,
-  k_BTKC: Array,
-  v_BTKC: Array,
-  kind: str,
-  segment_BT: Array | None,
-  is_causal: bool,
-) -> Array:
   if kind == 'auto':
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
   if kind == 'splash':
@@ -122,10 +94,10 @@ def _attend(
 
 
 def query_block(length: int) -> int:
-  """Queries whose keys end at the same column, in `blockwise`.
+  """Returns the number of queries per block of `blockwise`, whose keys end together.
 
-  Small enough to leave out what no query of a block sees, large enough for the
-  products, and few of them: every block is a program of its own.
+  Small blocks skip more masked keys; large blocks make efficient products; and few
+  blocks keep the program small, because the loop over blocks is unrolled.
   """
   return -(-length // max(1, min(length // BLOCK, MOST_BLOCKS)))
 
@@ -138,26 +110,28 @@ def blockwise(
   *,
   is_causal: bool = True,
 ) -> Array:
-  """Attention in plain JAX; if causal, a block of queries meets no keys past its end.
+  """Computes attention in plain JAX, a block of queries at a time.
 
-  The queries of a key head are the rows of one product, and what is divided by the sum
-  of a softmax is its result [T, C], not the shares [T, T]: half the time of
-  `jax.nn.dot_product_attention` on a CPU (256 columns).
+  If causal, a block skips the keys past its end. The queries of a key head are the rows
+  of one product, and the softmax divides its result [T, C] by the sum, not the weights
+  [T, T]: half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
+
+  Arguments and result are those of `attend`.
   """
   B, T, H, C = q_BTHC.shape
   K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)
   q_BKGTC = (q_BTHC * scale).reshape(B, T, K, -1, C).transpose(0, 2, 3, 1, 4)
   k_BKTC, v_BKTC = k_BTKC.swapaxes(1, 2), v_BTKC.swapaxes(1, 2)
-  size, column_T, mixed = query_block(T), jnp.arange(T), []
+  size, column_T, blocks = query_block(T), jnp.arange(T), []
   for start in range(0, T, size):
     end = min(start + size, T)
-    seen = end if is_causal else T
+    seen = end if is_causal else T  # keys that some query of the block attends to
     live_Btj = (column_T[start:end, None] >= column_T[None, :seen])[None]
     if not is_causal:
       live_Btj = jnp.ones_like(live_Btj)
     if segment_BT is not None:
       live_Btj &= segment_BT[:, start:end, None] == segment_BT[:, None, :seen]
-    # G times, once for each query head of a key head: [B, 1, G t, j].
+    # The mask repeats for each of the G query heads of a key head: [B, 1, G t, j].
     live_B1Xj = jnp.tile(live_Btj, (1, H // K, 1))[:, None]
     scores_BKXj = jnp.einsum(
       'bkxc,bkjc->bkxj',
@@ -166,9 +140,9 @@ def blockwise(
       preferred_element_type=jnp.float32,
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
-    # A query sees itself, so that no maximum is -inf.
-    most_BKX1 = jax.lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
-    weight_BKXj = jnp.exp(scores_BKXj - most_BKX1)
+    # Softmax, divided last. A query attends to itself, so no maximum is -inf.
+    max_BKX1 = jax.lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
+    weight_BKXj = jnp.exp(scores_BKXj - max_BKX1)
     sum_BKXC = jnp.einsum(
       'bkxj,bkjc->bkxc',
       weight_BKXj.astype(v_BTKC.dtype),
@@ -176,30 +150,32 @@ def blockwise(
       preferred_element_type=jnp.float32,
     )
     sum_BKXC /= weight_BKXj.sum(-1, keepdims=True)
-    mixed.append(sum_BKXC.astype(q_BTHC.dtype).reshape(B, K, H // K, -1, C))
-  mixed_BKGTC = jnp.concatenate(mixed, axis=3)
+    blocks.append(sum_BKXC.astype(q_BTHC.dtype).reshape(B, K, H // K, -1, C))
+  mixed_BKGTC = jnp.concatenate(blocks, axis=3)
   return mixed_BKGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
 def cached(
   q_SHC: Array, segments: Sequence[tuple[Array, Array]], position_S: Array
 ) -> Array:
-  """Attention of one query per slot to the columns up to its position, [S, H, C].
+  """Attends from one query per slot to the columns up to its position, [S, H, C].
 
   Args:
     segments: keys [S, K, C, columns] and values [S, K, columns, C], in the order of the
-      columns: both products read them as they lie, on every platform.
+      columns; both products read these layouts without a transpose, on every platform.
     position_S: column of each query.
   """
   S, H, C = q_SHC.shape
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   q_SKGC = q_SHC.reshape(S, segments[0][0].shape[1], -1, C)
+  # One softmax over the columns of all segments.
   scores_SKGT = jnp.concatenate(
     [dot('skgc,skct->skgt', q_SKGC, k_SKCt) for k_SKCt, _ in segments], -1
   )
   live_ST = jnp.arange(scores_SKGT.shape[-1])[None] <= position_S[:, None]
   scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT * C**-0.5, -jnp.inf)
   share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
+  # Each segment mixes its own values, so that no cache is copied into one array.
   mixed, start = [], 0
   for _, v_SKtC in segments:
     columns = v_SKtC.shape[2]
@@ -218,23 +194,23 @@ def splash(
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
-  """Attention by the TPU's kernel, one shard of rows and heads per device.
+  """Computes attention with the TPU kernel, one shard of rows and heads per device.
 
-  XLA cannot split a kernel over devices by itself, so under a mesh this does.
+  XLA cannot split a kernel over devices; under a mesh `shard_map` does.
 
   Args:
-    interpret: emulate the kernel on any platform, for tests.
+    interpret: emulates the kernel on any platform, for tests.
   """
   run = functools.partial(_splash, is_causal=is_causal, interpret=interpret)
-  devices = sharding.ambient()
-  if devices is None:
+  mesh = sharding.ambient()
+  if mesh is None:
     return run(q_BTHC, k_BTKC, v_BTKC, segment_BT)
   B, _, H, _ = q_BTHC.shape
-  K, shards = k_BTKC.shape[2], devices.shape['tensor']
-  rows = None if B % sharding.row_shards(devices) else sharding.ROWS
+  K, shards = k_BTKC.shape[2], mesh.shape['tensor']
+  rows = None if B % sharding.row_shards(mesh) else sharding.ROWS
   heads = None if H % shards else 'tensor'
   if heads and K % shards:
-    # Fewer key/value heads than shards: each shard gets a copy of the head it reads.
+    # Fewer key/value heads than shards: each shard gets a copy of its head.
     copies = (shards if shards % K == 0 else H) // K
     k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
   by_head = P(rows, None, heads)
@@ -254,11 +230,11 @@ def _splash(
   is_causal: bool,
   interpret: bool,
 ) -> Array:
-  """The kernel on one device's rows and heads, padded to whole lanes."""
+  """Runs the kernel on the rows and heads of one device, padded to whole lanes."""
   _, T, H, C = q_BTHC.shape
   pad, wide = -T % LANES, -C % LANES
-  # Padded columns come last, after a causal mask or in a segment of their own: no real
-  # query sees them.
+  # Padded columns come last, behind a causal mask or in a segment -2, so that no real
+  # query attends to them.
   q, k, v = (
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
     for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
@@ -272,13 +248,13 @@ def _splash(
 
 
 def key_block(length: int) -> int:
-  """Columns of keys per block of the TPU kernel's backward pass.
+  """Returns the columns of keys per block of the TPU kernel's backward pass.
 
-  It writes the gradient of all queries once per block, [blocks, H, T, C], and adds them
-  up afterwards: few blocks, or that array grows with the square of the length.
+  The kernel writes the gradient of all queries once per block, [blocks, H, T, C], and
+  adds them up afterwards. With many blocks that array grows with the length squared.
 
   Args:
-    length: of a row, a multiple of LANES.
+    length: columns of a row, a multiple of LANES.
   """
   return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
 
@@ -286,7 +262,7 @@ def key_block(length: int) -> int:
 def _splash_kernel(
   length: int, heads: int, is_causal: bool, interpret: bool
 ) -> Callable[..., Array]:
-  """The kernel for one row of `length` columns."""
+  """Returns the kernel for one row of `length` columns."""
   lib = _splash_lib()
   n = next(size for size in (512, 256, LANES) if length % size == 0)
   sizes = lib.splash_attention_kernel.BlockSizes(
@@ -310,7 +286,7 @@ def _splash_kernel(
 
 
 def _splash_lib() -> ModuleType:
-  """The kernel's module, imported late: it loads Pallas."""
+  """Imports the kernel's module, late because it loads Pallas."""
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   return splash_attention

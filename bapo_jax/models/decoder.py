@@ -1,10 +1,11 @@
-"""Decoding with a cache of keys and values: one token per slot, and its prefill.
+"""Decodes one token per slot with a cache of keys and values, and prefills the cache.
 
-1. `actor` lays the parameters out as decoding reads them, a layer at a time, and
-   `params_of` reverses it;
-2. `empty_cache` holds the keys and values of every slot, in segments of columns;
+1. `actor` rearranges the parameters for decoding, layer by layer; `params_of` reverses
+   it;
+2. `empty_cache` makes the keys and values of every slot, in segments of columns;
 3. `prefill` runs whole prompts through an actor and returns their keys and values;
-4. `decode` moves every slot by one token through the same actor.
+   `store` writes them to slots of the cache;
+4. `decode` advances every slot by one token with the same actor.
 """
 
 import functools
@@ -20,20 +21,20 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
 KeysValues = tuple[Array, Array]  # [rows, K, C, columns] and [rows, K, columns, C]
-Segments = list[KeysValues]  # one after the other
-JOINED = ('qkv', 'gate_up', 'out')  # of an actor alone
+Segments = list[KeysValues]  # consecutive columns
+JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 
 
 def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
-  """The parameters as decoding reads them, in `spec.compute`: `layers` is a list.
+  """Rearranges the parameters for decoding: a list of layers, in `spec.compute`.
 
-  A step would copy each layer out of stacked arrays: 20 ms of the 97 of SmolLM2-135M at
-  32 slots on two cores.
+  Every step would copy each layer out of stacked arrays: 20 of the 97 ms of
+  SmolLM2-135M at 32 slots on two cores.
 
   Args:
-    joined: `qkv` [D, (H + 2K) C], `gate_up` [D, 2F] and `out` [H C, D] in place of
-      their parts: fewer, larger products, of two axes each: of three, XLA's CPU backend
-      transposes the weights first.
+    joined: joins weights into `qkv` [D, (H + 2K) C], `gate_up` [D, 2F] and `out`
+      [H C, D], for fewer and larger products. These weights have two axes because
+      XLA's CPU backend transposes weights with three.
   """
 
   def layer(i: int) -> Tree:
@@ -52,13 +53,15 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
 
 
 def joins(mesh: Mesh) -> bool:
-  """Whether an actor on this mesh is joined: not where heads are split, whose shards
-  would then hold parts of different arrays."""
+  """Returns whether an actor on this mesh joins weights.
+
+  If heads are sharded, a shard of a joined weight would mix queries, keys and values.
+  """
   return mesh.shape['tensor'] == 1
 
 
 def params_of(actor: Tree, spec: ModelSpec) -> Tree:
-  """The parameters that an actor was made of, in its dtypes."""
+  """Recovers the parameters from an actor, in the actor's dtypes."""
   D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
 
   def layer(w: Tree) -> Tree:
@@ -74,11 +77,14 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
 
 
 def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segments]:
-  """Zeros for the keys and values of every layer, in segments of these columns.
+  """Returns zeros for the keys and values of every layer, in segments of columns.
 
-  Keys lie with their columns last, values with their heads first: as the two products
-  of attention read them (`attention.cached`). A segment that no slot has reached is not
-  read: a slice of one long array would be copied.
+  Keys have their columns last and values their heads first, which is how attention
+  reads them (`attention.cached`). Decoding skips segments that no slot has reached; a
+  slice of a single array would be copied.
+
+  Args:
+    columns: columns of each segment.
   """
 
   def zeros(*shape: int) -> Array:
@@ -89,7 +95,7 @@ def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segment
 
 
 def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
-  """Keys [R, K, C, T] and values [R, K, T, C] of every layer, for R prompts."""
+  """Computes keys [R, K, C, T] and values [R, K, T, C] of every layer for R prompts."""
   turn_RTc = layers.rotations(
     jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape), spec
   )
@@ -100,29 +106,31 @@ def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
 def prefill_embedded(
   actor: Tree, x_RTD: Array, turn_RTc: tuple[Array, Array], spec: ModelSpec
 ) -> list[KeysValues]:
-  """`prefill` of prompts that are embedded; `turn_RTc` are rotations of positions."""
-  x_RTD, found = sharding.constrain(x_RTD, sharding.ROWS), []
+  """Prefills embedded prompts; `turn_RTc` are the rotations of their positions."""
+  x_RTD, prefilled = sharding.constrain(x_RTD, sharding.ROWS), []
   for w in actor['layers']:
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
-    found.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
-    attended_RTHC = attention.causal(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
+    prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
+    attended_RTHC = attention.attend(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
     x_RTD = sharding.constrain(
       layers.add_out(w, x_RTD, attended_RTHC, spec), sharding.ROWS
     )
-  return found
+  return prefilled
 
 
 def store(
   cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
 ) -> list[Segments]:
-  """The cache with prefilled keys and values in these slots; slot S is nowhere.
+  """Writes prefilled keys and values to slots of the cache.
 
   Args:
-    from_A: which of the prefilled rows each slot gets.
+    slot_A: the slots to fill; a slot number S is dropped.
+    from_A: the prefilled row for each of these slots.
   """
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
     start, new = 0, []
+    # Each segment takes its columns of the prompts; segments beyond them stay.
     for k_SKCt, v_SKtC in layer:
       end = start + v_SKtC.shape[2]
       piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
@@ -149,17 +157,18 @@ def decode(
   spec: ModelSpec,
   shift_S: Array | None = None,
 ) -> tuple[Array, list[Segments]]:
-  """One token per slot: (final hidden states [S, D], the cache with these tokens).
+  """Decodes one token per slot: (final hidden states [S, D], the extended cache).
 
-  Unrolled: scanning the layers here would copy each layer's cache at each token (211
-  MiB of temporaries against 14 at 28 layers).
+  Layers are unrolled: a scan would copy the cache of each layer at each token (211 MiB
+  of temporaries instead of 14 at 28 layers).
 
   Args:
     position_S: column of each token in the cache, and its position.
-    shift_S: added to its position alone, after pictures (`sequence.prefill`).
+    shift_S: added to the position but not to the column, for prompts with pictures
+      (`sequence.prefill`).
   """
-  turned_S = position_S if shift_S is None else position_S + shift_S
-  turn_Sc = layers.rotations(turned_S, spec)
+  rotary_S = position_S if shift_S is None else position_S + shift_S
+  turn_Sc = layers.rotations(rotary_S, spec)
   x_SD, new = layers.embed(actor, token_S, spec), []
   for w, segments in zip(actor['layers'], cache, strict=True):
     q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)
@@ -172,11 +181,11 @@ def decode(
 def _extend(
   segments: Segments, k_SKC: Array, v_SKC: Array, position_S: Array
 ) -> Segments:
-  """The segments with each token's keys and values at its position."""
+  """Writes the keys and values of each token to its column of the segments."""
   start, new = 0, []
   for k_SKCt, v_SKtC in segments:
     columns = v_SKtC.shape[2]
-    # A negative index would count from the end; past the end is dropped.
+    # A negative index would count from the end; an index past the end is dropped.
     at_S = jnp.where(position_S < start, columns, position_S - start)
     new.append((put(k_SKCt, k_SKC, at_S, 3), put(v_SKtC, v_SKC, at_S, 2)))
     start += columns
@@ -184,14 +193,15 @@ def _extend(
 
 
 def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
-  """`x` [S, ...] with each slot's new value at its index of `axis`; past it nowhere.
+  """Writes a value per slot to x [S, ...] at the slot's index along `axis`.
 
-  A scatter within slots. Of one that is given the slots' numbers as well, a mesh that
-  splits slots gathers all values on every device, and XLA's TPU backend makes a second
-  cache: 16.9 GB of temporaries for 16.9 GB (7B, 2048 slots of 9216 columns).
+  The scatter is batched over slots. A scatter with slot numbers among its indices makes
+  a mesh that shards slots gather all values on every device, and XLA's TPU backend copy
+  the cache: 16.9 GB of temporaries for 16.9 GB (7B, 2048 slots of 9216 columns).
 
   Args:
-    new: as `x` without `axis`.
+    new: the values, with the shape of `x` without `axis`.
+    at_S: the indices; an index past the end is dropped.
   """
   within_slots = jax.lax.ScatterDimensionNumbers(
     update_window_dims=tuple(range(1, x.ndim)),

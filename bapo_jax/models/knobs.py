@@ -1,6 +1,5 @@
-"""Knobs of the policy, its adapters, its log-probabilities and the mesh."""
+"""Defines the knobs of the policy, its adapters, its log-probabilities and the mesh."""
 
-import difflib
 import re
 from typing import Literal
 
@@ -10,19 +9,23 @@ from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
 MERGE = 2  # patches along each side of one token of a picture
+# Of the embedded tower: heads, pixels along each side of a patch and of a window.
+TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
 POSITIONS = 32768  # of the embedded policy
-# What adapters may be added to -> axes of the weight that a product sums over.
+# Projections that may have adapters -> axes of the weight that a product sums over.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
 PROJECTIONS |= {'layers/o': 2}
 
 
 class MeshConfig(Section):
-  """Devices along each axis; one axis may be -1: the rest."""
+  """Devices along each axis of the mesh; one axis may be -1: all remaining devices."""
 
-  data: int = knob(-1, 'Devices that share rows; -1: the rest.', least=-1)
-  fsdp: int = knob(1, 'Devices that share weights and rows; -1: the rest.', least=-1)
+  data: int = knob(-1, 'Devices that share rows; -1: all remaining.', least=-1)
+  fsdp: int = knob(
+    1, 'Devices that share weights and rows; -1: all remaining.', least=-1
+  )
   tensor: int = knob(
-    1, 'Devices that share heads and vocabulary; -1: the rest.', least=-1
+    1, 'Devices that share heads and vocabulary; -1: all remaining.', least=-1
   )
 
   @pydantic.model_validator(mode='after')
@@ -30,39 +33,29 @@ class MeshConfig(Section):
     sizes = {'data': self.data, 'fsdp': self.fsdp, 'tensor': self.tensor}
     for axis, size in sizes.items():
       if size == 0:
-        raise ValueError(f'{axis}=0: give 1 or more devices, or -1 for the rest')
+        raise ValueError(f'{axis}=0: set 1 or more devices, or -1 for all remaining')
     if list(sizes.values()).count(-1) > 1:
       raise ValueError(
         f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: '
-        'only one of them may be -1'
+        'only one axis may be -1'
       )
     return self
 
 
 class TowerConfig(Section):
-  """The vision tower of the embedded policy; its last layer attends to whole pictures,
-  the others to windows."""
+  """The vision tower of the embedded policy.
 
-  layers: int = knob(0, 'Layers; 0: the policy reads texts alone.', least=0, most=1024)
+  The last layer attends to whole pictures, the other layers to windows.
+  """
+
+  layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
   width: int = knob(32, 'Width of the tower.', least=4, most=65536)
-  heads: int = knob(2, 'Heads, each of a width that is a multiple of 4.', least=1)
   ffn: int = knob(96, 'Feed-forward width.', least=1, most=1 << 20)
-  patch: int = knob(
-    7, 'Pixels along each side of a patch; 2 x 2 of them are a token.', least=1, most=64
-  )
-  window: int = knob(28, 'Pixels along each side of a window.', least=2, most=4096)
 
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'TowerConfig':
-    if self.width % (4 * self.heads):
-      raise ValueError(
-        f'width={self.width}: give a multiple of 4 heads={4 * self.heads}'
-      )
-    if self.window % (MERGE * self.patch):
-      raise ValueError(
-        f'window={self.window}: give a multiple of {MERGE * self.patch}, the side of '
-        f'{MERGE} patches'
-      )
+    if self.width % (4 * TOWER_HEADS):
+      raise ValueError(f'width={self.width}: set a multiple of {4 * TOWER_HEADS}')
     return self
 
 
@@ -79,13 +72,12 @@ class ModelConfig(Section):
   head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
   ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
   train_tower: bool = knob(
-    False, 'The vision tower is trained with the rest; off: it is frozen.'
+    False, 'Trains the vision tower with the other weights; off: it is frozen.'
   )
   tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
-  rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
   dtype: DType = knob(
     'float32',
-    'Type of the parameters; with bfloat16 the optimiser holds float32 copies.',
+    'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
   )
   compute: DType = knob('float32', 'Type of the matrix products.')
   attention: Literal['auto', 'plain', 'cudnn', 'splash'] = knob(
@@ -93,31 +85,31 @@ class ModelConfig(Section):
   )
   remat: Literal['auto', 'full', 'dots', 'none'] = knob(
     'auto',
-    'What the backward pass computes again; auto: as little as memory allows, on a CPU '
-    'dots or full.',
+    'What the backward pass recomputes: full, all activations; dots, all but products; '
+    'none, nothing; auto, as little as memory allows, on a CPU dots or full.',
   )
   sequence_sharding: Literal['auto', 'on', 'off'] = knob(
     'auto',
-    'Columns between layers split over mesh.tensor; auto: where memory needs it.',
+    'Splits columns between layers over mesh.tensor; auto: if memory requires it.',
   )
 
   @pydantic.model_validator(mode='after')
   def _heads_fit(self) -> 'ModelConfig':
     if not self.path and self.heads % self.kv_heads:
       raise ValueError(
-        f'heads={self.heads}: give a multiple of kv_heads={self.kv_heads}'
+        f'heads={self.heads}: set a multiple of kv_heads={self.kv_heads}'
       )
     if not self.path and self.head_width % 2:
-      raise ValueError(f'head_width={self.head_width}: give an even number')
+      raise ValueError(f'head_width={self.head_width}: set an even number')
     return self
 
 
 class LoraConfig(Section):
-  """Low-rank adapters, trained in place of the weights, which are frozen."""
+  """Low-rank adapters, trained while the weights stay frozen."""
 
   rank: int = knob(0, 'Rank of the adapters; 0: all weights are trained.', least=0)
   alpha: float = knob(
-    32.0, 'What the adapters add counts alpha / rank.', above=0, most=65536
+    32.0, 'The adapters are scaled by alpha / rank.', above=0, most=65536
   )
   targets: str = knob(
     'layers/(q|k|v|o|gate|up|down)',
@@ -127,29 +119,21 @@ class LoraConfig(Section):
   @pydantic.model_validator(mode='after')
   def _matches(self) -> 'LoraConfig':
     try:
-      found = [path for path in PROJECTIONS if re.fullmatch(self.targets, path)]
+      if any(re.fullmatch(self.targets, path) for path in PROJECTIONS):
+        return self
     except re.error as error:
       raise ValueError(
-        f'targets={self.targets!r}: no regular expression ({error}); give one such as '
-        "'layers/(q|v)'"
+        f'targets={self.targets!r} is not a regular expression ({error}); set one such '
+        "as 'layers/(q|v)'"
       ) from None
-    if not found:
-      near = sorted(PROJECTIONS, key=self._distance)[:3]
-      raise ValueError(
-        f'targets={self.targets!r} matches none of the projections '
-        f'{", ".join(PROJECTIONS)}; the nearest are {", ".join(near)}'
-      )
-    return self
-
-  def _distance(self, path: str) -> float:
-    """Of a path or its last part from the targets, so that q_proj is near layers/q."""
-    names = (path, path.rpartition('/')[2])
-    likeness = (difflib.SequenceMatcher(None, self.targets, name) for name in names)
-    return -max(each.ratio() for each in likeness)
+    raise ValueError(
+      f'targets={self.targets!r} matches no projection; match at least one of '
+      f'{", ".join(PROJECTIONS)}'
+    )
 
 
 class LogprobsConfig(Section):
-  """How log-probabilities are computed."""
+  """Computation of log-probabilities."""
 
   chunk: int = knob(
     256, 'Tokens of a device projected to the vocabulary at once.', least=1

@@ -1,7 +1,7 @@
-"""The layers of the decoder as pure functions; `forward` runs whole rows through them.
+"""Defines the decoder's layers as pure functions; `forward` runs whole rows.
 
-Layers are scanned and rematerialised. Norms, rope and softmax are float32, matrix
-products run in `spec.compute`.
+Layers are scanned and rematerialised. Norms, rotary positions and softmax are float32;
+matrix products run in `spec.compute`.
 """
 
 import functools
@@ -21,10 +21,10 @@ from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
-# What the backward pass reads back: nothing; the products with weights, and what the
-# TPU's kernel attended; everything.
+# What the forward pass saves for the backward pass. full: nothing; dots: the products
+# with weights and the output of the TPU's attention kernel; none: everything.
 _SAVED = jax.checkpoint_policies
-_ADAPTED = 'adapted product'  # the sum, in place of its two products
+_ADAPTED = 'adapted product'  # the sum, saved in place of its two products
 REMAT = {
   'full': jax.checkpoint,
   'dots': functools.partial(
@@ -47,17 +47,17 @@ class Schedule(NamedTuple):
 
 
 def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
-  """x [..., *in] times a weight [*in, *out], in the dtype of x.
+  """Multiplies x [..., *in] by a weight [*in, *out], in the dtype of x.
 
-  An adapted weight is not merged: the gradient by A and B needs no product as large as
-  that by W, which would be a third of all.
+  An adapted weight is not merged: the gradients of A and B then need no product as
+  large as the gradient of W, which would be a third of all products.
 
   Args:
-    axes: those that are summed over.
+    axes: number of axes summed over.
   """
 
   def times(x: Array, w: Array, axes: int) -> Array:
-    # The last axis first, as einsum orders them: its sums, to the last bit.
+    # The last axis comes first, as in einsum, which gives the same sums bit for bit.
     inner = list(reversed(range(axes)))
     outer = [i - axes for i in inner]
     return jnp.tensordot(x, w.astype(x.dtype), (outer, inner))
@@ -69,21 +69,24 @@ def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
     low = w.adapter.scale * times(x, w.adapter.a, axes)
     return times(x, w.base, axes) + times(low, w.adapter.b, 1)
 
-  # x A is computed again, and neither product is stored: their sum is.
+  # The backward pass computes x A again; the sum is saved, not its two products.
   return checkpoint_name(jax.checkpoint(both, prevent_cse=False)(x, w), _ADAPTED)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-  """x / rms(x) * scale over the last axis, in float32 (Zhang and Sennrich, 2019)."""
+  """Computes x / rms(x) * scale over the last axis, in float32.
+
+  RMSNorm (Zhang and Sennrich, 2019).
+  """
   x32 = x.astype(jnp.float32)
   x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """(sine, cosine) [..., C / 2] of the rotary embedding at each position [...].
+  """Returns (sine, cosine) [..., C / 2] of the rotary angles at positions [...].
 
-  Angles are float32: in bfloat16 they are wrong by a radian beyond position 256.
+  Angles are float32: in bfloat16 they are off by a radian beyond position 256.
   """
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
@@ -94,11 +97,11 @@ def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 
 
 def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """`rotations` at positions [..., 3] of three parts, time, row and column.
+  """Returns `rotations` at positions [..., 3] of three parts: time, row and column.
 
-  The first spec.mrope[0] pairs of a head are turned by the first part, the next ones by
-  the second and the rest by the third (Wang et al., 2024, arXiv:2409.12191). Where the
-  three are equal, as in a text, the result is that of `rotations`, to the last bit.
+  The first spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row
+  and the last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are
+  equal, as in a text, the result equals that of `rotations`, bit for bit.
   """
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
@@ -110,25 +113,25 @@ def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, sin: Array, cos: Array) -> Array:
-  """x [..., heads, C], each half of C a coordinate, turned by angles [..., C / 2]."""
+  """Rotates x [..., heads, C] by angles [..., C / 2] (RoPE, Su et al., 2021).
+
+  The two coordinates of a pair are in the two halves of C, as in Hugging Face models.
+  """
   sin, cos = sin[..., None, :], cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def rope(x: Array, position: Array, spec: ModelSpec) -> Array:
-  """Rotary embedding (Su et al., 2021), halves convention of Hugging Face.
+def project(
+  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
+) -> tuple[Array, Array, Array]:
+  """Projects x [..., D] to queries [..., H, C], keys and values [..., K, C].
 
-  x is [..., heads, C] and position [...].
-  """
-  return rotate(x, *rotations(position, spec))
-
-
-def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
-  """Queries [..., H, C], keys and values [..., K, C] of x [..., D], without positions.
+  Queries and keys are rotated.
 
   Args:
-    w: one layer, of the parameters or of an actor.
+    w: one layer of the parameters or of an actor.
+    turn: `rotations` of the positions [...], computed once for all layers.
   """
   y = rms_norm(x, w['attn_norm'], spec.norm_eps)
   joined: dict[str, Array] = {}
@@ -138,7 +141,7 @@ def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
     H, K = spec.heads, spec.kv_heads
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
-  def of(name: str) -> Array:
+  def heads(name: str) -> Array:
     out = joined[name] if joined else product(y, w[name])
     bias = w.get(f'{name}_bias')
     if bias is not None:
@@ -146,26 +149,15 @@ def heads(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
     norm = w.get(f'{name}_norm')
     return out if norm is None else rms_norm(out, norm, spec.norm_eps)
 
-  return of('q'), of('k'), of('v')
-
-
-def project(
-  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
-) -> tuple[Array, Array, Array]:
-  """`heads` of x [..., D], queries and keys turned.
-
-  Args:
-    turn: `rotations` of the positions [...]: one computation for all layers.
-  """
-  q, k, v = heads(w, x, spec)
+  q, k, v = map(heads, 'qkv')
   return rotate(q, *turn), rotate(k, *turn), v
 
 
 def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
-  """Adds the attention's output [..., H, C] to x, then that of the gated MLP.
+  """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP.
 
   Args:
-    w: one layer, of the parameters or of an actor.
+    w: one layer of the parameters or of an actor.
   """
   if 'out' in w:
     x += attended.reshape(*x.shape[:-1], -1) @ w['out'].astype(x.dtype)
@@ -184,14 +176,14 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
 
 
 def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
-  """The embedding [..., D] of tokens [...]."""
+  """Returns the embeddings [..., D] of tokens [...]."""
   return params['embed'][token].astype(spec.compute)
 
 
 def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
-  """`embed` of whole rows, one share of the vocabulary per device.
+  """Returns `embed` of whole rows; each device looks up its share of the vocabulary.
 
-  By itself XLA adds up all rows in float32 and then moves them to their devices.
+  Left alone, XLA sums all rows in float32 on every device and moves them afterwards.
   """
   mesh, embed_VD = sharding.ambient(), params['embed']
   if mesh is None or (
@@ -201,10 +193,11 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
     return embed(params, tokens_BT, spec)
 
   def look_up(embed_VD, tokens_BT):
-    at_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
-    here_BT = (at_BT >= 0) & (at_BT < embed_VD.shape[0])
-    x_BTD = embed_VD[jnp.where(here_BT, at_BT, 0)].astype(spec.compute)
-    return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), 'tensor')
+    # Tokens of other shares give 0, so that the sum over devices is the embedding.
+    row_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
+    local_BT = (row_BT >= 0) & (row_BT < embed_VD.shape[0])
+    x_BTD = embed_VD[jnp.where(local_BT, row_BT, 0)].astype(spec.compute)
+    return jax.lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
 
   rows = P(sharding.ROWS)
   return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
@@ -213,12 +206,12 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
 
 def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
-  """Embedded rows with merged patches in their places.
+  """Replaces the embeddings of image tokens by merged patches.
 
   Args:
-    merged_BT: the patch in the place of each token, of all X; -1: a text's token.
+    merged_BT: index of each token's patch among all X patches; -1: a text token.
   """
-  # Any row may read any of them: of a picture of each prompt that is little.
+  # Any row may read any patch, so every device gets all: a picture per prompt is small.
   patch_XD = sharding.constrain(patch_XD, None)
   patch_BTD = patch_XD[jnp.maximum(merged_BT, 0)].astype(x_BTD.dtype)
   return jnp.where(merged_BT[..., None] >= 0, patch_BTD, x_BTD)
@@ -229,12 +222,12 @@ def split(x_BTD: Array, schedule: Schedule) -> Array:
 
   Rows stay on their devices and weights move to them, whatever XLA would prefer.
   Columns over the tensor axis are Megatron's sequence parallelism (Korthikanti et al.,
-  2022): a product's sum over that axis becomes a scatter, and a gather comes before the
-  next product. The bytes are the same, the memory between layers is divided.
+  2022): the sum of a product over that axis becomes a reduce-scatter, and an all-gather
+  precedes the next product. As many bytes move, and activations take less memory.
   """
   mesh = sharding.ambient()
-  whole = mesh is None or x_BTD.shape[1] % mesh.shape['tensor'] > 0
-  columns = 'tensor' if schedule.sequence_sharding and not whole else None
+  divides = mesh is not None and x_BTD.shape[1] % mesh.shape['tensor'] == 0
+  columns = 'tensor' if schedule.sequence_sharding and divides else None
   return sharding.constrain(x_BTD, sharding.ROWS, columns)
 
 
@@ -247,15 +240,15 @@ def forward(
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """Final hidden states [B, T, D]; column t depends on tokens 0..t.
+  """Computes the final hidden states [B, T, D]; column t depends on tokens 0..t.
 
-  Rows are padded on the right: attention is causal, so padding never reaches a token
-  before it, and needs no mask.
+  Rows are padded on the right. Attention is causal, so padding never affects a token
+  before it and needs no mask.
 
   Args:
-    position_BT: of each token in its text; None: its column.
-    segment_BT: the text of each token, where a row holds several; see
-      `attention.causal`.
+    position_BT: position of each token in its text; None: its column.
+    segment_BT: index of each token's text, if rows contain several; see
+      `attention.attend`.
   """
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -273,15 +266,15 @@ def through(
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """`forward` of rows that are embedded.
+  """Runs embedded rows through all layers; see `forward`.
 
   Args:
-    turn: rotations of all positions.
+    turn: `rotations` of the positions [B, T].
   """
 
   def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
-    attended_BTHC = attention.causal(
+    attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
     return split(add_out(w, x_BTD, attended_BTHC, spec), schedule), None

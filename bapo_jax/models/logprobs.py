@@ -1,11 +1,10 @@
-"""Log-probability and entropy of given tokens, without the [B, T, V] logits.
+"""Computes log-probability and entropy of given tokens without the [B, T, V] logits.
 
 1. `sequence_stats` runs the model over whole rows and scores every token;
-2. `packed_stats` runs it over packed rows and scores the wanted tokens alone;
-3. `token_stats` scores tokens given hidden states and the head: three floats per token
-   come out, by the tiles of logprob_tiles.py, in both directions;
-   `sequence_logprobs` and `token_logprobs` return the first two;
-4. under a mesh the tiles run on one shard of rows and vocabulary per device.
+2. `packed_stats` runs it over packed rows and scores the targets only;
+3. `token_stats` scores tokens given hidden states and the head, three floats per token,
+   by the tiles of logprob_tiles.py, forward and backward;
+4. under a mesh each device runs the tiles of its shard of rows and vocabulary.
 """
 
 import functools
@@ -36,21 +35,21 @@ def token_stats(
   block: int = 4096,
   columns: Array | None = None,
 ) -> TokenStats:
-  """Statistics of token_BT, column t given hidden t; float32, nats.
+  """Scores token_BT, column t given hidden state t; float32, nats.
 
-  The log-probability and the entropy have exact gradients to hidden and head; the
-  entropy's costs nothing unless it is differentiated. The covariance and the
-  temperature have none.
+  Log-probability and entropy have exact gradients by hidden states and head; the
+  entropy's gradient costs nothing unless it is differentiated. The covariance and the
+  temperature have no gradient.
 
   Args:
     hidden_BTD: final hidden states that predict the tokens (already shifted by one).
     head_VD: output projection.
     token_BT: the tokens to score.
-    temperature: divides the logits; the distribution is the one sampled from.
+    temperature: divides the logits, as in sampling.
     chunk: columns of T projected at once; memory is B * chunk * block floats.
-    block: most rows of the head projected at once.
-    columns: i32, the first ones that are wanted; chunks without any of them cost
-      nothing and give 0. None: all.
+    block: the most rows of the head projected at once.
+    columns: i32, number of leading columns that are scored; a chunk beyond them costs
+      nothing and gives 0. None: all columns.
   """
   T = hidden_BTD.shape[1]
   chunk = min(chunk, T)
@@ -65,22 +64,6 @@ def token_stats(
   return TokenStats(logp_BT[:, :T], entropy_BT[:, :T], covariance_BT[:, :T])
 
 
-def token_logprobs(
-  hidden_BTD: Array,
-  head_VD: Array,
-  token_BT: Array,
-  temperature: float | Array,
-  *,
-  chunk: int = _D.chunk,
-  block: int = 4096,
-) -> tuple[Array, Array]:
-  """(logp_BT, entropy_BT), see `token_stats`."""
-  stats = token_stats(
-    hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
-  )
-  return stats.logp_BT, stats.entropy_BT
-
-
 def sequence_stats(
   params: Tree,
   tokens_BT: Array,
@@ -89,19 +72,20 @@ def sequence_stats(
   *,
   chunk: int = _D.chunk,
 ) -> TokenStats:
-  """Statistics of every token of whole rows; 0 in column 0, which is unpredicted.
+  """Scores every token of whole rows; 0 in column 0, which nothing predicts.
 
   Args:
-    temperature, chunk: as for `token_stats`.
+    temperature, chunk: see `token_stats`.
   """
   hidden_BTD = layers.forward(params, tokens_BT, spec)
-  # The last column scores the first token and is dropped: cheaper than a copy of all
-  # the others, and T divides into chunks where T - 1 does not.
+  # The last column scores the first token and is dropped: cheaper than a copy of the
+  # other columns, and T is more often a multiple of the chunk than T - 1.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
   stats = token_stats(
     hidden_BTD, transformer.head(params), target_BT, temperature, chunk=chunk
   )
-  return TokenStats(*map(_shifted, stats))
+  # Column t-1 moves to column t; column 0 is 0.
+  return TokenStats(*(jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0))) for x_BT in stats))
 
 
 def packed_stats(
@@ -114,14 +98,14 @@ def packed_stats(
   patch_XD: Array | None = None,
   schedule: Schedule = Schedule(),
 ) -> TokenStats:
-  """Statistics [R, T] of the wanted targets of packed rows, 0 elsewhere.
+  """Scores the targets of packed rows, [R, T]; 0 in other cells.
 
-  Prompts need no head: of each device's cells those that predict a wanted token come
-  first, and no others meet the vocabulary.
+  Prompts need no head: on each device the cells with a target are sorted to the front,
+  and only they meet the vocabulary.
 
   Args:
     chunk: cells of a device projected at once; memory is chunk * 4096 floats.
-    patch_XD: embeddings of the merged patches that cells.places names.
+    patch_XD: embeddings of the merged patches that cells.places refers to.
   """
   hidden_RTD = _hidden(params, cells, spec, patch_XD, schedule)
   (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
@@ -156,7 +140,7 @@ def _hidden(
   patch_XD: Array | None,
   schedule: Schedule,
 ) -> Array:
-  """Final hidden states [R, T, D] of packed rows."""
+  """Computes the final hidden states [R, T, D] of packed rows."""
   if cells.places is None or patch_XD is None:
     return layers.forward(
       params,
@@ -170,24 +154,6 @@ def _hidden(
   x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
   turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
   return layers.through(params, x_RTD, turn, spec, cells.row_RT, schedule=schedule)
-
-
-def sequence_logprobs(
-  params: Tree,
-  tokens_BT: Array,
-  spec: transformer.ModelSpec,
-  temperature: float | Array,
-  *,
-  chunk: int = _D.chunk,
-) -> tuple[Array, Array]:
-  """(logp_BT, entropy_BT), see `sequence_stats`."""
-  stats = sequence_stats(params, tokens_BT, spec, temperature, chunk=chunk)
-  return stats.logp_BT, stats.entropy_BT
-
-
-def _shifted(x_BT: Array) -> Array:
-  """Column t-1 moved to column t; column 0 is 0."""
-  return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -219,7 +185,7 @@ _token_logprobs.defvjp(
 def _over_mesh(
   function: Callable[..., Any], sizes: tuple[int, int], *args: Array | None
 ) -> Any:
-  """The function over the ambient mesh; on whole arrays if no mesh divides them."""
+  """Runs a function on shards of the mesh, or on whole arrays without one."""
   mesh, (hidden_BTD, head_VD) = sharding.ambient(), args[:2]
   assert hidden_BTD is not None and head_VD is not None
   tiled = functools.partial(function, sizes=sizes)

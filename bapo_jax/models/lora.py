@@ -1,12 +1,12 @@
-"""Low-rank adapters (Hu et al., 2021): W + alpha / rank * A B, of which W is frozen.
+"""Implements low-rank adapters (Hu et al., 2021): W + alpha / rank * A B, W frozen.
 
-1. `sides` and `shapes` choose projections and give the sizes of their A and B;
-2. `init` makes the adapters: what is trained, a tree of `Adapter`;
-3. `attach` joins them to the frozen weights: a tree that `layers` computes with,
-   unmerged (`layers.product`), so that no gradient of a whole weight is formed;
-4. `layer` and `merge` give plain weights, for decoding and for export.
+1. `shapes` lists the adapted projections with the shapes of their A and B;
+2. `init` makes the adapters, the trained tree of `Adapter`;
+3. `attach` joins them to the frozen weights, unmerged (`layers.product`), so that no
+   gradient of a full weight is formed;
+4. `layer` and `merge` return plain weights, for decoding and for export.
 
-Where nothing is frozen, `attach` and `layer` return what they are given.
+If nothing is frozen, `attach` and `layer` return their arguments.
 """
 
 import math
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 class Adapter(struct.PyTreeNode):
-  """A and B of a projection of all layers: what is added is scale * A B."""
+  """A and B of a projection, for all layers; the weight's update is scale * A B."""
 
   a: Array  # [L, *in, rank]
   b: Array  # [L, rank, *out]
@@ -40,47 +40,47 @@ class Adapted(struct.PyTreeNode):
   adapter: Adapter
 
 
-def sides(path: str, shape: Shape) -> tuple[Shape, Shape]:
-  """(in, out): the axes that a product sums over, and those that it makes."""
-  inner = 1 + PROJECTIONS[path]
-  return shape[1:inner], shape[inner:]
-
-
 def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, tuple[Shape, Shape]]:
-  """path -> (shape of A, shape of B) of every adapted projection.
+  """Lists the adapted projections: path -> (shape of A, shape of B).
 
   Args:
     targets: a regular expression that matches the whole path.
 
   Raises:
-    ValueError: the rank is above the smaller side of a weight.
+    ValueError: the rank exceeds the smaller side of a weight.
   """
-  found: dict[str, tuple[Shape, Shape]] = {}
+  pairs: dict[str, tuple[Shape, Shape]] = {}
   for path, (shape, _) in transformer.describe(spec).items():
     if path in PROJECTIONS and re.fullmatch(targets, path):
-      inner, outer = sides(path, shape)
-      least = min(math.prod(inner), math.prod(outer))
-      if rank > least:
+      # [L, *in, *out]: a product sums over the axes `in`.
+      outputs_from = 1 + PROJECTIONS[path]
+      inner, outer = shape[1:outputs_from], shape[outputs_from:]
+      limit = min(math.prod(inner), math.prod(outer))
+      if rank > limit:
         raise ValueError(
-          f'lora.rank={rank}: {path} has {math.prod(inner)} inputs and '
-          f'{math.prod(outer)} outputs, whose products have rank {least} at most; give '
-          f'1 to {least}, or other lora.targets'
+          f'lora.rank={rank} exceeds the rank of {path}, which has {math.prod(inner)} '
+          f'inputs and {math.prod(outer)} outputs; set it to 1 to {limit}, or change '
+          'lora.targets'
         )
-      found[path] = ((shape[0], *inner, rank), (shape[0], rank, *outer))
-  return found
+      pairs[path] = ((shape[0], *inner, rank), (shape[0], rank, *outer))
+  return pairs
 
 
 def count(spec: ModelSpec, rank: int, targets: str) -> int:
-  """Number of parameters of the adapters."""
+  """Counts the parameters of the adapters."""
   pairs = shapes(spec, rank, targets).values()
   return sum(math.prod(shape) for pair in pairs for shape in pair)
 
 
 def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) -> Tree:
-  """Adapters that add nothing yet, float32: B is zero, A uniform.
+  """Returns new adapters in float32, which add nothing yet because B is zero.
 
-  A is drawn from +-1 / sqrt(inputs), as peft does (Kaiming's rule with a = sqrt 5); the
-  paper says a Gaussian, and gives no variance.
+  A is uniform on +-1 / sqrt(inputs), as in peft (Kaiming's rule with a = sqrt 5); the
+  paper names a Gaussian without a variance.
+
+  Args:
+    rank, targets: see `shapes`.
+    alpha: the update is scaled by alpha / rank.
   """
   flat = {}
   for i, (path, (a, b)) in enumerate(sorted(shapes(spec, rank, targets).items())):
@@ -93,11 +93,11 @@ def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) 
 
 
 def attach(base: Tree | None, trained: Tree) -> Tree:
-  """The weights that the model computes with.
+  """Joins frozen and trained weights to the tree that the model computes with.
 
   Args:
-    base: frozen weights; None where `trained` are all of them.
-    trained: adapters of frozen weights, and weights that are not among these.
+    base: the frozen weights; None if all weights are trained.
+    trained: adapters of frozen weights, and the weights that are not frozen.
   """
   if base is None:
     return trained
@@ -110,7 +110,7 @@ def attach(base: Tree | None, trained: Tree) -> Tree:
 
 
 def layer(w: Array | Adapted, i: int) -> Array:
-  """Layer i of stacked weights; of an adapted projection the sum, in float32."""
+  """Returns layer i of stacked weights; merges an adapted projection in float32."""
   if not isinstance(w, Adapted):
     return w[i]
   a, b = (x[i].astype(jnp.float32) for x in (w.adapter.a, w.adapter.b))
@@ -118,14 +118,14 @@ def layer(w: Array | Adapted, i: int) -> Array:
 
 
 def merge(weights: Tree) -> Tree:
-  """The weights of `attach` as plain arrays, adapted projections in float32.
+  """Merges the weights of `attach` to plain arrays, adapted projections in float32.
 
-  Layer by layer: what the host or a device holds besides is one of them.
+  Merging layer by layer needs memory for one merged layer beyond the result.
   """
 
-  def whole(w: Array | Adapted) -> Array:
+  def merge_layers(w: Array | Adapted) -> Array:
     if not isinstance(w, Adapted):
       return w
     return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])
 
-  return jax.tree.map(whole, weights, is_leaf=lambda x: isinstance(x, Adapted))
+  return jax.tree.map(merge_layers, weights, is_leaf=lambda x: isinstance(x, Adapted))

@@ -1,12 +1,12 @@
-"""Rows packed into bins of one shape: a pass computes what is wanted, and little else.
+"""Packs rows into bins of one shape, so that a pass computes little beyond its targets.
 
 1. `shape_of` fixes the bins of a batch, so that one program serves every batch;
-2. `pack` puts each wanted row into the first bin with room for it, the longest first;
-3. `Packed.cells` are the tokens of one micro-batch of bins, with the position and the
-   row of each; `Packed.unpack` moves what was computed for them back to whole rows.
+2. `pack` puts each row with targets into the first bin with room, longest first;
+3. `Packed.cells` returns the tokens of one micro-batch of bins, with their positions
+   and rows; `Packed.unpack` moves per-token results back to whole rows.
 
-A text in a bin sees itself alone (`attention.causal`), at the positions that it has in
-its row: packing changes no number but the order of sums. The letters of a micro-batch
+A text in a bin attends to itself only (`attention.attend`), at the positions of its
+row, so packing changes results only by the order of sums. The letters of a micro-batch
 are R bins of T cells; the batch has B rows of T tokens.
 """
 
@@ -21,60 +21,60 @@ from jaxtyping import Bool, Int32
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
 
-# Of the products of a layer, those of scores and values in a bin with several rows.
+# The largest share of attention in the products of a layer, in a bin of several rows.
 ATTENTION = 0.02
 
 
 class Shape(NamedTuple):
-  """Of all bins that a batch can need; fixed, so that one program is compiled."""
+  """The bins that any batch can need; fixed, so that one program is compiled."""
 
-  micro_batches: int  # the most of them
-  bins: int  # R of each
+  micro_batches: int  # the largest number that a batch can need
+  bins: int  # R of a micro-batch
   width: int  # cells of a bin
 
 
 class Places(NamedTuple):
-  """Of rows, or of cells, with pictures among their tokens."""
+  """Positions and patches of rows, or of cells, with pictures."""
 
   parts_BT3: Int32[Array, 'B T 3']  # time, row and column of each token
-  merged_BT: Int32[
-    Array, 'B T'
-  ]  # merged patch in its place, of all; -1: a text's token
+  merged_BT: Int32[Array, 'B T']  # index among all merged patches; -1: a text token
 
 
 class Cells(NamedTuple):
   """A micro-batch of bins."""
 
-  tokens_RT: Int32[Array, 'R T']  # what the model reads; 0 where nothing is
-  position_RT: Int32[Array, 'R T']  # column in its own row
-  row_RT: Int32[Array, 'R T']  # row of the batch; -1 where nothing is
-  target_RT: Int32[Array, 'R T']  # the next token of its row
-  wanted_RT: Bool[Array, 'R T']  # statistics of the target are wanted
-  places: Places | None = None  # [R, T], where prompts have pictures
+  tokens_RT: Int32[Array, 'R T']  # the input of the model; 0 in empty cells
+  position_RT: Int32[Array, 'R T']  # column in the row; 0 in empty cells
+  row_RT: Int32[Array, 'R T']  # row of the batch; -1 in empty cells
+  target_RT: Int32[Array, 'R T']  # the next token of the row
+  wanted_RT: Bool[Array, 'R T']  # True where the target is scored
+  places: Places | None = None  # [R, T]; None: prompts have no pictures
 
 
 class Packed(NamedTuple):
-  """A batch of rows, and the bin in which each is computed."""
+  """A batch of rows with the bin of each row."""
 
   tokens_BT: Int32[Array, 'B T']
-  wanted_BT: Bool[Array, 'B T']  # tokens whose statistics are wanted; none in column 0
+  wanted_BT: Bool[Array, 'B T']  # True where a token is scored; False in column 0
   shape: Shape
   bin_B: Int32[Array, ' B']  # bin of each row; -1: the row is not computed
-  start_B: Int32[Array, ' B']  # its first cell in that bin
-  length_B: Int32[Array, ' B']  # its cells: the tokens before its last wanted one
-  used: Int32[Array, '']  # micro-batches with a row in them: the first ones
-  places: Places | None = None  # of the rows' tokens, where prompts have pictures
+  start_B: Int32[Array, ' B']  # the row's first cell in its bin
+  length_B: Int32[Array, ' B']  # the row's cells: the tokens before its last target
+  used: Int32[Array, '']  # micro-batches with rows, which come first
+  places: Places | None = None  # of all tokens; None: prompts have no pictures
 
   def mine(self, n: Array | int) -> Array:
-    """bool [B]: the rows of micro-batch n."""
+    """Returns bool [B]: whether a row belongs to micro-batch n."""
     return (self.bin_B >= 0) & (self.bin_B // self.shape.bins == n)
 
   def cells(self, n: Array | int) -> Cells:
-    """Micro-batch n."""
+    """Gathers the cells of micro-batch n."""
     B, T = self.tokens_BT.shape
+    # Scatter the flat index of every token into its cell; -1 stays in empty cells.
     index_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
-    nothing = jnp.full(math.prod(self.shape), -1, jnp.int32)
-    all_cells = nothing.at[self._cell_BT()].set(index_BT, mode='drop')
+    empty = jnp.full(math.prod(self.shape), -1, jnp.int32)
+    all_cells = empty.at[self._cell_BT()].set(index_BT, mode='drop')
+    # Cut out the micro-batch, then gather what its cells need by these indices.
     size = self.shape.bins * self.shape.width
     at_RT = jax.lax.dynamic_slice_in_dim(all_cells, n * size, size)
     at_RT = at_RT.reshape(self.shape[1:])
@@ -90,7 +90,6 @@ class Packed(NamedTuple):
     )
 
   def _places(self, at_RT: Array, filled_RT: Array) -> Places | None:
-    """Of the cells that hold these tokens of all rows."""
     if self.places is None:
       return None
     parts_X3, merged_X = self.places.parts_BT3.reshape(-1, 3), self.places.merged_BT
@@ -100,14 +99,17 @@ class Packed(NamedTuple):
     )
 
   def unpack(self, x_RT: Array, n: Array | int) -> Array:
-    """What the cells of micro-batch n say of their targets, at those [B, T]; else 0."""
+    """Gathers packed values of micro-batch n back to their targets [B, T]; 0 elsewhere.
+
+    The value of a cell belongs to the next token of its row.
+    """
     at_BT = self._cell_BT() - n * x_RT.size
     inside_BT = (at_BT >= 0) & (at_BT < x_RT.size)
     x_BT = jnp.where(inside_BT, x_RT.ravel()[jnp.clip(at_BT, 0, x_RT.size - 1)], 0)
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
   def _cell_BT(self) -> Array:
-    """The cell of each token among those of all bins; their number: it has none."""
+    """Returns each token's cell among all bins; the number of cells if it has none."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
     cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
@@ -115,10 +117,11 @@ class Packed(NamedTuple):
 
 
 def widest(spec: ModelSpec) -> int:
-  """Cells of a bin above which it scores too many pairs of tokens that are no pair.
+  """Returns the widest bin whose attention costs little beside the other products.
 
-  Rows of 60 % of T do not share a bin of T cells, and do share one of 5 T; but its
-  attention costs 5 times as much.
+  A wide bin wastes fewer cells: rows of 60 % of T do not share a bin of T cells but do
+  share a bin of 5 T. Its attention costs 5 times as much, most of it between tokens of
+  different rows.
   """
   D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
   weights = 2 * D * (H + K) * C + 3 * D * spec.ffn
@@ -134,23 +137,23 @@ def shape_of(
   width: int = 0,
   packed: bool = True,
 ) -> Shape:
-  """Bins for `rows` rows of `length` tokens, all wanted: the worst case.
+  """Returns the bins for `rows` rows of `length` tokens, all of them targets.
 
-  A bin of n lengths takes n rows of any length, so that ceil(rows / n) are enough.
+  A bin of n lengths takes n rows of any length, so that ceil(rows / n) bins suffice.
 
   Args:
-    micro_batches: the most parts of the batch, computed one after the other; no more
-      than leave a row to every device.
-    shards: devices over which the bins of a micro-batch are split.
-    width: most cells of a bin, if it holds several lengths; see `widest`.
-    packed: False: a bin to each row.
+    micro_batches: parts of the batch, computed one after the other; reduced if a device
+      would have no row.
+    shards: devices that share the bins of a micro-batch.
+    width: the most cells of a bin of several rows; see `widest`.
+    packed: False: one bin per row.
   """
   micro_batches = min(micro_batches, -(-rows // shards))
-  # No more rows to a bin than leave one to every device and micro-batch.
+  # At most as many rows per bin as leave a bin to every device and micro-batch.
   fair = -(-rows // (shards * micro_batches))
-  each = max(1, min(width // length, fair)) if packed else 1
-  bins = -(-rows // (each * micro_batches))
-  return Shape(micro_batches, -(-bins // shards) * shards, each * length)
+  per_bin = max(1, min(width // length, fair)) if packed else 1
+  bins = -(-rows // (per_bin * micro_batches))
+  return Shape(micro_batches, -(-bins // shards) * shards, per_bin * length)
 
 
 def pack(
@@ -161,12 +164,12 @@ def pack(
   width: int = 0,
   packed: bool = True,
 ) -> Packed:
-  """First fit decreasing: the rows that have a wanted token, the longest first.
+  """Packs the rows that have a target by first fit decreasing.
 
   Args:
-    wanted_BT: bool, tokens whose statistics are wanted; none in column 0.
+    wanted_BT: bool, the targets; False in column 0.
     micro_batches, width: see `shape_of`.
-    packed: False: every row, whole, in the bin of its own number, all tokens wanted.
+    packed: False: row i fills bin i, and all tokens are targets.
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()
@@ -176,6 +179,7 @@ def pack(
     bins = row_B, jnp.zeros_like(row_B), jnp.full_like(row_B, T - 1)
     all_BT = jnp.broadcast_to(jnp.arange(T) > 0, wanted_BT.shape)
     return Packed(tokens_BT, all_BT, shape, *bins, jnp.int32(-(-B // shape.bins)))
+  # The last target, in column t, is predicted from t tokens.
   length_B = jnp.where(wanted_BT, jnp.arange(T, dtype=jnp.int32), 0).max(1)
   order_B = jnp.argsort(-length_B, stable=True)
   free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
@@ -183,13 +187,15 @@ def pack(
   def place(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     free_K, bin_B, start_B = state
     row = order_B[i]
-    first = jnp.argmax(free_K >= length_B[row]).astype(jnp.int32)
-    start_B = start_B.at[row].set(shape.width - free_K[first])
-    return free_K.at[first].add(-length_B[row]), bin_B.at[row].set(first), start_B
+    # argmax of booleans: the first bin with room. `shape_of` guarantees that one has.
+    k = jnp.argmax(free_K >= length_B[row]).astype(jnp.int32)
+    start_B = start_B.at[row].set(shape.width - free_K[k])
+    return free_K.at[k].add(-length_B[row]), bin_B.at[row].set(k), start_B
 
-  nowhere_B = jnp.full(B, -1, jnp.int32)
-  state = free_K, nowhere_B, nowhere_B
+  none_B = jnp.full(B, -1, jnp.int32)
+  state = free_K, none_B, none_B
   free_K, bin_B, start_B = jax.lax.fori_loop(0, B, place, state)
+  # Rows without a target have length 0 and were placed; they are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)
   return Packed(tokens_BT, wanted_BT, shape, bin_B, start_B, length_B, used)

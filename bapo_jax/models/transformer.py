@@ -1,7 +1,7 @@
-"""The policy's parameters: a Qwen2 / Qwen3 / Llama decoder as a plain tree of arrays.
+"""Defines the policy's parameters: a Qwen2, Qwen3 or Llama decoder as a tree of arrays.
 
-`describe(spec)` lists every parameter once: path -> shape and initialiser; shapes,
-initial values and shardings all derive from it. Layers are stacked on a leading axis L.
+`describe(spec)` lists every parameter once: path -> shape and initialiser. Shapes,
+initial values and shardings derive from it. Layers are stacked on a leading axis L.
 layers.py runs whole rows through them, decoder.py one token per slot.
 """
 
@@ -26,7 +26,7 @@ _D = knobs.ModelConfig()
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-  """Sizes and options of one decoder; the defaults are those of the embedded policy."""
+  """Sizes and options of a decoder; the defaults are those of the embedded policy."""
 
   vocab: int
   width: int
@@ -35,10 +35,10 @@ class ModelSpec:
   kv_heads: int
   head_width: int
   ffn: int
-  rope_theta: float = _D.rope_theta
+  rope_theta: float = 10_000.0  # base of the rotary frequencies
   rope_type: str = 'default'  # a key of rope.RULES
   rope_knobs: tuple[tuple[str, float], ...] = ()
-  mrope: tuple[int, ...] = ()  # pairs of a head turned by time, row and column
+  mrope: tuple[int, ...] = ()  # pairs of a head rotated by time, row and column
   norm_eps: float = 1e-6
   positions: int = knobs.POSITIONS
   tied: bool = True
@@ -48,19 +48,22 @@ class ModelSpec:
   dtype: str = _D.dtype  # of the parameters; norms are float32 in any case
   compute: str = _D.compute  # of the matrix products
   attention: str = _D.attention  # a kind of attention.py
-  vision: vision_spec.VisionSpec | None = None  # the tower, of a model that sees
+  vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
 
   @property
   def image_token(self) -> int | None:
-    """The token in whose place a merged patch stands; None: the model reads texts."""
+    """The token that stands for a merged patch; None: the model is text-only."""
     return self.vision.image_token if self.vision else None
 
 
 def describe(spec: ModelSpec) -> dict[str, Initialiser]:
-  """path -> (shape, scale); a scale is a standard deviation, 'ones' or 'zeros'."""
+  """Lists the parameters: path -> (shape, scale).
+
+  A scale is the standard deviation of the initial values, 'ones' or 'zeros'.
+  """
   V, D, F, L = spec.vocab, spec.width, spec.ffn, spec.layers
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  # Depth-scaled output projections: the residual stream keeps its size at any depth.
+  # Output projections shrink with depth, so that the residual stream keeps its size.
   inner, outer = D**-0.5, (2 * L) ** -0.5
   tree: dict[str, Initialiser] = {
     'embed': ((V, D), 0.02 if D > 512 else D**-0.5),
@@ -94,7 +97,7 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
 
 
 def abstract(spec: ModelSpec) -> Tree:
-  """The parameter tree as ShapeDtypeStructs."""
+  """Returns the parameter tree as ShapeDtypeStructs."""
   flat = {
     path: jax.ShapeDtypeStruct(shape, jnp.float32)
     for path, (shape, _) in describe(spec).items()
@@ -103,18 +106,18 @@ def abstract(spec: ModelSpec) -> Tree:
 
 
 def unflatten(flat: dict[str, Any]) -> Tree:
-  """The tree of a dict from path to array."""
+  """Converts a dict from path to array to a tree."""
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-  """The dict from path to array of a tree."""
+  """Converts a tree to a dict from path to array."""
   return traverse_util.flatten_dict(tree, sep='/')
 
 
 @functools.partial(jax.jit, static_argnames='spec')  # eager: one compile per shape
 def init(spec: ModelSpec, key: Array) -> Tree:
-  """Random parameters, those of `describe`."""
+  """Returns random parameters, initialised as in `describe`."""
   flat: dict[str, Array] = {}
   for i, (path, (shape, scale)) in enumerate(sorted(describe(spec).items())):
     if isinstance(scale, str):
@@ -125,16 +128,16 @@ def init(spec: ModelSpec, key: Array) -> Tree:
 
 
 def count(spec: ModelSpec, below: str = '') -> int:
-  """Number of parameters, or of those whose paths begin with `below`."""
+  """Counts the parameters whose paths begin with `below`."""
   shapes = {path: shape for path, (shape, _) in describe(spec).items()}
   return sum(math.prod(s) for path, s in shapes.items() if path.startswith(below))
 
 
 def cast(params: Tree, dtype: str) -> Tree:
-  """The parameters in this dtype, norms in float32.
+  """Casts the parameters to a dtype; norms stay float32.
 
-  Products read weights in `spec.compute`: a model computes the same, to the last bit,
-  from weights cast to it beforehand, and a decoder then reads half as many bytes.
+  Products read weights in `spec.compute`. Weights cast to it beforehand give the same
+  results, bit for bit, and a decoder then reads half as many bytes.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x.astype(
@@ -145,5 +148,5 @@ def cast(params: Tree, dtype: str) -> Tree:
 
 
 def head(params: Tree) -> Array:
-  """The output projection [V, D]; the embedding if the two are tied."""
+  """Returns the output projection [V, D]; the embedding if the two are tied."""
   return params.get('head', params['embed'])

@@ -65,7 +65,7 @@ def learn(rule, tx=PLAIN, **knobs):
 @functools.cache
 def score():
   return jax.jit(
-    lambda params, tokens_BT: logprobs.sequence_logprobs(
+    lambda params, tokens_BT: logprobs.sequence_stats(
       params, tokens_BT, making.SPEC, TEMPERATURE
     )[0]
   )

@@ -52,7 +52,7 @@ def example():
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
   mask_BT = (np.arange(T) >= first_B) & (np.arange(T) < last_B)
-  logp_BT = logprobs.sequence_logprobs(params, tokens_BT, SPEC, 0.8)[0]
+  logp_BT = logprobs.sequence_stats(params, tokens_BT, SPEC, 0.8).logp_BT
   old_BT, prox_BT = (logp_BT + 0.4 * rng.standard_normal((B, T)) for _ in range(2))
   adv_B = rng.normal(-0.1, 1, B) * (rng.random(B) < 0.5)
   source_B = np.where(np.arange(B) == 5, -1, np.arange(B) % 3)

@@ -8,6 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 import making
 import numpy as np
+import oracles
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -65,9 +66,7 @@ def test_merged_weights_give_the_logits_of_unmerged_ones(remat):
   tokens_BT = jnp.arange(12).reshape(2, 6)
   unmerged = logits(weights, tokens_BT, remat=remat)
   assert np.abs(unmerged - logits(params, tokens_BT, remat=remat)).max() > 0.1
-  np.testing.assert_allclose(
-    logits(lora.merge(weights), tokens_BT, remat=remat), unmerged, atol=1e-5
-  )
+  oracles.close(logits(lora.merge(weights), tokens_BT, remat=remat), unmerged, 128)
 
 
 def test_decoding_reads_merged_weights():
@@ -101,26 +100,16 @@ def test_targets_choose_by_the_whole_path():
 
 
 def test_a_rank_above_the_smaller_side_of_a_weight_is_refused():
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match=r'lora\.rank=17') as error:
     lora.shapes(SPEC, 17, ALL)
-  assert str(error.value) == (
-    'lora.rank=17: layers/q has 16 inputs and 32 outputs, whose products have rank 16 '
-    'at most; give 1 to 16, or other lora.targets'
-  )
+  assert '1 to 16' in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ('targets', 'says'),
-  [
-    ('q_proj', 'the nearest are layers/q, layers/o, layers/'),
-    ('layers/q_bias', 'the nearest are layers/q, layers/'),
-    ('layers/(q', 'no regular expression (missing ), unterminated subpattern'),
-  ],
-)
-def test_targets_that_match_nothing_are_refused(targets, says):
+@pytest.mark.parametrize('targets', ['q_proj', 'layers/q_bias', 'layers/(q'])
+def test_targets_that_match_nothing_are_refused(targets):
   with pytest.raises(ValueError, match='targets=') as error:
     knobs.LoraConfig(targets=targets)
-  assert says in str(error.value)
+  assert 'layers/(q|v)' in str(error.value) or 'layers/down' in str(error.value)
 
 
 def products(function, argument):
@@ -145,7 +134,7 @@ def test_no_product_of_the_gradient_is_as_large_as_a_frozen_weight(tied):
   tokens_BT = jnp.zeros((2, 6), jnp.int32)
 
   def loss(weights):
-    return logprobs.sequence_logprobs(weights, tokens_BT, spec, 1.0)[0].sum()
+    return logprobs.sequence_stats(weights, tokens_BT, spec, 1.0).logp_BT.sum()
 
   shapes = {
     path: tuple(sorted(shape[1:] if path.startswith('layers') else shape))
@@ -190,4 +179,4 @@ def test_eight_devices_give_the_logits_of_one():
   found = sharding.under(mesh, jax.jit(logits, static_argnames='spec'))(
     spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
   )
-  np.testing.assert_allclose(found, logits(weights, tokens_BT), atol=1e-5)
+  oracles.close(found, logits(weights, tokens_BT), 128)

@@ -87,7 +87,8 @@ def test_the_rows_are_prompt_response_and_nothing(rows):
 
 
 def test_recorded_logp_is_the_learners(rows):
-  logp_BT, _ = logprobs.sequence_logprobs(PARAMS, rows.tokens_BT, SPEC, TEMPERATURE)
+  stats = logprobs.sequence_stats(PARAMS, rows.tokens_BT, SPEC, TEMPERATURE)
+  logp_BT = stats.logp_BT
   found_BT, response_mask_BT = rows.logp_BT, rows.response_mask_BT
   np.testing.assert_allclose(
     found_BT[response_mask_BT], logp_BT[response_mask_BT], atol=1e-5
@@ -209,7 +210,7 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it():
   rollouts.decode(other_actor, KEY, policy_version=5)
   version_BT = np.asarray(rollouts.rows.policy_version_BT)
   logp_BT = {
-    version: logprobs.sequence_logprobs(
+    version: logprobs.sequence_stats(
       params, rollouts.rows.tokens_BT, SPEC, TEMPERATURE
     )[0]
     for version, params in ((3, PARAMS), (5, other))

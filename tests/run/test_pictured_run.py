@@ -67,12 +67,10 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
   config, workdir, _ = pictured_run
   before = json.loads((workdir / 'eval' / '4.json').read_text())['samples']
-  blank = config.model_dump()['problems'] | {'drawn': {'kind': 'blank'}}
-  blank['drawn'] = config.problems.drawn.model_dump() | blank['drawn']
+  blank = tiny(**runs.RECORDED['pictures'], **{'problems.drawn.kind': 'blank'})
   samples = []
-  for name, values in (('same', {}), ('blank', {'problems': blank})):
+  for name, made in (('same', config), ('blank', blank)):
     to = str(tmp_path / name)
-    made = config.with_values(**values)
     assert eval_checkpoint.eval_checkpoint(made, str(workdir), to) == 0
     lines = (tmp_path / f'{name}.jsonl').read_text().splitlines()
     samples.append([json.loads(line) for line in lines])

@@ -107,10 +107,10 @@ def test_everything_that_loads_it_is_there(run):
 @pytest.mark.slow
 def test_another_model_is_refused(run, tmp_path):
   config, workdir, _ = run
-  other = config.with_values(model={'rope_theta': 5.0})
+  other = config.with_values(model={'ffn': 5})
   with pytest.raises(ValueError) as error:
     export.export(other, workdir, str(tmp_path / 'out'), 'float32', 10**9)
-  assert 'was trained with model.rope_theta=10000.0, not 5.0' in str(error.value)
+  assert 'was trained with model.ffn=16, not 5' in str(error.value)
   assert not list(tmp_path.iterdir())
 
 

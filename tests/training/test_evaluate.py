@@ -56,7 +56,8 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
         groups.response_mask_PGT[p, g, at] = True
         groups.behavior_logp_PGT[p, g, at] = -0.5
     texts = ['3', '4567', '5', '6']
-    verdicts = verification.verifier.submit(['2', '2', '32', '32'], texts).result()
+    pending = verification.verifier.submit(['2', '2', '32', '32'], texts)
+    verdicts = pending.result()
     return Rollout(groups, texts, verdicts)
 
   monkeypatch.setattr(evaluate, 'rollout', decoded)

@@ -83,7 +83,7 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
 
   @jax.jit
   def nats(params):
-    logp_NT, _ = logprobs.sequence_logprobs(params, tokens_NT, SPEC, 1.0)
+    logp_NT = logprobs.sequence_stats(params, tokens_NT, SPEC, 1.0).logp_BT
     return -(logp_NT * weight_NT).sum() / weight_NT.sum()
 
   def fitted(clean, noisy):

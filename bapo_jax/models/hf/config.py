@@ -179,8 +179,7 @@ def _language_model(c: dict[str, Any], compute: str) -> ModelSpec:
       f'num_key_value_heads={kv_heads}, and head_dim={head_width} even'
     )
   theta, rope_type, knobs = _rope(c)
-  # Fails here, where the file is known, if a value of the rule has the wrong type.
-  rope.table(head_width, theta, rope_type, knobs)
+  rope.table(head_width, theta, rope_type, knobs)  # checks the rule and its knobs
   return ModelSpec(
     vocab=_integer(c, 'vocab_size'),
     width=width,
@@ -265,7 +264,6 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   if kind in ('llama3', 'yarn'):
     name = 'original_max_position_embeddings'
     knobs[name] = c.get(name) or knobs.get(name) or c['max_position_embeddings']
-  rope.check(kind, knobs)
   return float(theta), kind, tuple(sorted(knobs.items()))
 
 
@@ -353,20 +351,15 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   Raises:
     ValueError: no architecture has these biases and norms.
   """
-  choice = {
-    (True, False, False): 'qwen2',
-    (False, False, False): 'llama',
-    (True, True, False): 'llama',
-    (False, False, True): 'qwen3',
-    (True, True, True): 'qwen3',
-  }
-  traits = (spec.qkv_bias, spec.o_bias, spec.qk_norm)
-  if traits not in choice:
+  if spec.qkv_bias == spec.o_bias:
+    kind = 'qwen3' if spec.qk_norm else 'llama'
+  elif spec.qkv_bias and not spec.qk_norm:
+    kind = 'qwen2'
+  else:
     raise ValueError(
-      f'no architecture has qkv_bias={traits[0]}, o_bias={traits[1]} and '
-      f'qk_norm={traits[2]}; choose those of one of {sorted(ARCHITECTURES)}'
+      f'no architecture has qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias} and '
+      f'qk_norm={spec.qk_norm}; choose those of one of {sorted(ARCHITECTURES)}'
     )
-  kind = choice[traits]
   config: dict[str, Any] = {
     'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,

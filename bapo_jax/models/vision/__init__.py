@@ -1,4 +1,4 @@
 """In: pictures as rows of patches with their grids, and tokens with places for them.
 Out: embeddings of merged patches, and the three-part positions of every token.
-Read grids, tower, then sequence.
+Read spec, grids, tower, then sequence.
 """

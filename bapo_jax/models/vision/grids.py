@@ -1,10 +1,10 @@
-"""Where each patch of a row of pictures lies: its picture, its place, its window.
+"""Locates each patch of a row of pictures: its picture, its place, its window.
 
-A row holds up to I pictures, one after the other, in Z patches; what is left is empty.
-The patches of a picture come as Qwen2.5-VL's processor writes them: merged patches from
-left to right and from top to bottom, the patches of each in the same order. Nothing is
-moved: attention within windows gathers patches by the slots of windows, and brings them
-back. Letters beyond those of types.py:
+A row contains up to I consecutive pictures in Z patches; the remaining patches are
+empty. The patches of a picture are in the order of Qwen2.5-VL's processor: merged
+patches from left to right and from top to bottom, and the patches within a merged patch
+likewise. Patches keep this order; attention within windows gathers them by window and
+scatters them back. Letters beyond those of types.py:
 
   R rows of pictures   I pictures of a row   Z patches of a row   M merged patches
   W windows of a row   Y patches of a window   E numbers of a patch
@@ -22,18 +22,18 @@ from bapo_jax.models.vision.spec import VisionSpec
 
 
 class Layout(NamedTuple):
-  """Of all patches of some rows."""
+  """The places of all patches of some rows."""
 
-  picture_RZ: Int32[Array, 'R Z']  # the picture of each patch; -1 where nothing is
-  place_RZ2: Int32[Array, 'R Z 2']  # its row and column in the picture, in patches
-  slot_RZ: Int32[Array, 'R Z']  # its place among all of its row's windows; W * Y: none
+  picture_RZ: Int32[Array, 'R Z']  # the picture of each patch; -1 for an empty patch
+  place_RZ2: Int32[Array, 'R Z 2']  # row and column in the picture, in patches
+  slot_RZ: Int32[Array, 'R Z']  # place among all windows of the row; W * Y: none
   patch_RWY: Int32[Array, 'R W Y']  # the patch in each place of a window; -1: none
 
 
 def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout:
-  """The layout of rows of pictures.
+  """Computes the layout of rows of pictures.
 
-  A window at the right or lower edge of a picture is partly empty.
+  A window at the right or lower edge of a picture may be partly empty.
 
   Args:
     grid_RI2: patches of each picture along height and width, multiples of v.merge; 0
@@ -46,25 +46,28 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
   size_RI = grid_RI2[..., 0] * grid_RI2[..., 1]
   end_RI = jnp.cumsum(size_RI, 1)
   patch_Z = jnp.arange(patches, dtype=jnp.int32)
-  # As many pictures lie before a patch as end at it or sooner.
+  # The index of a patch's picture is the number of pictures that end before the patch.
   picture_RZ = (patch_Z[None, None] >= end_RI[:, :, None]).sum(1, dtype=jnp.int32)
   live_RZ = picture_RZ < grid_RI2.shape[1]
 
-  def own(x_RI: Array) -> Array:
-    """Of each patch the value of its picture."""
+  def per_patch(x_RI: Array) -> Array:
+    """Repeats per-picture values for every patch."""
     return jnp.take_along_axis(x_RI, picture_RZ, 1, mode='clip')
 
-  local_RZ = patch_Z[None] - own(end_RI - size_RI)
+  # Row and column of each patch, from its number within its picture.
+  local_RZ = patch_Z[None] - per_patch(end_RI - size_RI)
   merged_RZ, inside_RZ = local_RZ // m**2, local_RZ % m**2
-  across_RZ = jnp.maximum(own(wide_RI), 1)
+  across_RZ = jnp.maximum(per_patch(wide_RI), 1)
   down_RZ, right_RZ = merged_RZ // across_RZ, merged_RZ % across_RZ
   row_RZ, column_RZ = down_RZ * m + inside_RZ // m, right_RZ * m + inside_RZ % m
 
+  # The window of each patch among those of its row, and its slot in the window.
   count_RI = -(-high_RI // side) * -(-wide_RI // side)
-  window_RZ = own(jnp.cumsum(count_RI, 1) - count_RI)
+  window_RZ = per_patch(jnp.cumsum(count_RI, 1) - count_RI)
   window_RZ += down_RZ // side * -(-across_RZ // side) + right_RZ // side
   in_window_RZ = (down_RZ % side * side + right_RZ % side) * m**2 + inside_RZ
   slot_RZ = jnp.where(live_RZ, window_RZ * Y + in_window_RZ, windows * Y)
+  # The inverse: the patch of each slot.
   R = grid_RI2.shape[0]
   patch_RX = jnp.full((R, windows * Y), -1, jnp.int32)
   patch_RX = patch_RX.at[jnp.arange(R)[:, None], slot_RZ].set(
@@ -79,16 +82,20 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
 
 
 def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
-  """Windows that suffice for any pictures of so many patches together.
+  """Returns a number of windows that suffices for any pictures of so many patches.
 
-  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
-  most (ab + s - 1) / s, which a strip of width 1 reaches.
+  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s. That
+  is at most (ab + s - 1) / s, the number of a strip of width 1.
+
+  Args:
+    patches: of all pictures together.
+    pictures: the number of pictures.
   """
   side = v.window_side
   return (patches // v.merge**2 + pictures * (side - 1)) // side
 
 
 def count_windows(grids: Sequence[tuple[int, int]] | np.ndarray, v: VisionSpec) -> int:
-  """Windows of these pictures, each given by its patches along height and width."""
+  """Counts the windows of pictures, given their patches along height and width."""
   edge = v.window_side * v.merge
   return sum(-(-int(high) // edge) * -(-int(wide) // edge) for high, wide in grids)

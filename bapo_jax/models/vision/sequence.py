@@ -1,12 +1,11 @@
-"""The language model over texts with pictures in them.
+"""Runs the language model over texts with pictures.
 
-1. `place` finds the tokens in whose place a picture's merged patches stand, one token
-   for each, and gives every token a position of three parts, time, row and column:
-   equal in a text, and within a picture its patch's place (mrope of Qwen2-VL, Wang et
-   al., 2024, arXiv:2409.12191);
-2. `embed` puts the patches in their places;
-3. `forward` and `prefill` are those of layers.py and decoder.py with both;
-4. `embedded` and `place_responses` are for packed rows, several to a prompt.
+1. `place` finds the image tokens, one per merged patch, and gives every token three
+   positions: time, row and column. They are equal in a text, and the place of the patch
+   within a picture (mrope of Qwen2-VL, Wang et al., 2024, arXiv:2409.12191);
+2. `forward` and `prefill` extend layers.forward and decoder.prefill: merged patches
+   replace the embeddings of image tokens;
+3. `embedded` and `place_responses` serve packed rows, several per prompt.
 
 Letters beyond those of types.py: I pictures of a row, Z patches and M merged patches of
 a row, E numbers of a patch.
@@ -27,19 +26,23 @@ from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 
 class Placed(NamedTuple):
-  """Where the tokens of some rows lie."""
+  """Positions of the tokens of some rows."""
 
   position_BT3: Int32[Array, 'B T 3']  # time, row and column of each token
-  merged_BT: Int32[Array, 'B T']  # the merged patch in its place; -1 for a text's token
-  shift_B: Int32[Array, ' B']  # position of a token after all pictures, less its column
+  merged_BT: Int32[Array, 'B T']  # index of the token's merged patch; -1: a text token
+  shift_B: Int32[Array, ' B']  # position minus column of tokens after all pictures
 
 
 def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
-  """The positions of all tokens of rows, and which of them stand for patches.
+  """Returns the positions of all tokens, and the merged patches of image tokens.
 
-  A picture is as many tokens `v.image_token` as it has merged patches. It begins at the
-  position that a text would have there, and the text after it continues beyond its
-  longer side. More of these tokens than patches are text: a policy may sample them.
+  A picture is as many tokens `v.image_token` as it has merged patches. It starts at the
+  position that a text token would have, and the text after it continues beyond its
+  longer side. Image tokens beyond the number of patches are text, because a policy may
+  sample them.
+
+  Args:
+    grid_BI2: patches of each picture along height and width; 0 for no picture.
   """
   high_BI, wide_BI = grid_BI2[..., 0] // v.merge, grid_BI2[..., 1] // v.merge
   end_BI = jnp.cumsum(high_BI * wide_BI, 1)
@@ -47,21 +50,24 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
   marked_BT = tokens_BT == v.image_token
   count_BT = jnp.cumsum(marked_BT, 1, dtype=jnp.int32)
   patch_BT = marked_BT & (count_BT <= end_BI[:, -1:])
-  # Of each token: patches strictly before it, and pictures that end before it.
+  # For each token: the patches before it, and the pictures that end before it.
   before_BT = jnp.minimum(count_BT, end_BI[:, -1:]) - patch_BT
   past_BTI = before_BT[..., None] >= end_BI[:, None]
   span_BI = jnp.maximum(high_BI, wide_BI)
+  # A finished picture adds its longer side to the position instead of its patches.
   column_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
   text_BT = column_T[None] - before_BT + jnp.where(past_BTI, span_BI[:, None], 0).sum(2)
 
   picture_BT = past_BTI.sum(2)
 
-  def own(x_BI: Array) -> Array:
-    """Of each patch the value of its picture."""
+  def per_token(x_BI: Array) -> Array:
+    """Repeats per-picture values for every token."""
     return jnp.take_along_axis(x_BI, picture_BT, 1, mode='clip')
 
-  local_BT, across_BT = before_BT - own(start_BI), jnp.maximum(own(wide_BI), 1)
-  # Of a patch as many tokens precede it as of the first one of its picture.
+  # Row and column within the picture. text_BT is equal for all patches of a picture,
+  # because `before_BT` grows with the column.
+  local_BT = before_BT - per_token(start_BI)
+  across_BT = jnp.maximum(per_token(wide_BI), 1)
   place_BT3 = jnp.stack(
     [jnp.zeros_like(local_BT), local_BT // across_BT, local_BT % across_BT], -1
   )
@@ -73,28 +79,13 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
   )
 
 
-def embed(
-  params: Tree, tokens_BT: Array, merged_BMD: Array, at: Placed, spec: ModelSpec
-) -> Array:
-  """The embedding [B, T, D] of tokens, that of a merged patch where one stands.
-
-  Args:
-    merged_BMD: of the pictures of each row, from `tower.forward`.
-  """
-  x_BTD = layers.embed_rows(params, tokens_BT, spec)
-  patch_BTD = jnp.take_along_axis(
-    merged_BMD, jnp.maximum(at.merged_BT, 0)[..., None], 1, mode='clip'
-  )
-  return jnp.where(at.merged_BT[..., None] >= 0, patch_BTD.astype(x_BTD.dtype), x_BTD)
-
-
 def embedded(
   params: Tree,
   pictures: EmbeddedPictures | Pictures,
   spec: ModelSpec,
   schedule: Schedule = Schedule(),
 ) -> EmbeddedPictures:
-  """The pictures as the tower of these weights embeds them, if they are not yet."""
+  """Embeds pictures with the tower of these weights, unless they are embedded."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
   merged_PMD = _merged(params, pictures, spec, schedule)
@@ -104,7 +95,7 @@ def embedded(
 def _merged(
   params: Tree, pictures: Pictures, spec: ModelSpec, schedule: Schedule
 ) -> Array:
-  """The merged patches [P, M, D] of pictures, in windows that are counted."""
+  """Computes the merged patches [P, M, D] of pictures, in as many windows as given."""
   pixels_PZE, grid_PI2, window_PW = pictures
   windows = None if window_PW is None else window_PW.shape[1]
   return tower.forward(
@@ -115,9 +106,9 @@ def _merged(
 def place_responses(
   tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
 ) -> Placed:
-  """`place` of rows that share pictures: B / P of them, one after the other, to each.
+  """Returns `place` of rows that share pictures: B / P consecutive rows per prompt.
 
-  `merged_BT` counts through the merged patches of all prompts, [P * M].
+  `merged_BT` indexes the merged patches of all prompts, [P * M].
   """
   P, M, _ = pictures.merged_PMD.shape
   rows = tokens_BT.shape[0] // P
@@ -130,7 +121,7 @@ def place_responses(
 def forward(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
 ) -> Array:
-  """Final hidden states [B, T, D] of rows with pictures, as `layers.forward`."""
+  """Computes the final hidden states [B, T, D] of rows with pictures."""
   x_BTD, turn, _ = _embedded(params, tokens_BT, pictures, spec)
   return layers.through(params, x_BTD, turn, spec)
 
@@ -138,9 +129,9 @@ def forward(
 def prefill(
   actor: Tree, tokens_RT: Array, pictures: Pictures, spec: ModelSpec
 ) -> tuple[list[decoder.KeysValues], Array]:
-  """(keys and values, shift_R) of prompts with pictures, as `decoder.prefill`.
+  """Prefills prompts with pictures: (keys and values, shift_R); see `decoder.prefill`.
 
-  Every token decoded after them is turned by its column plus shift_R.
+  The position of a token decoded after a prompt is its column plus shift_R.
   """
   x_RTD, turn, at = _embedded(actor, tokens_RT, pictures, spec)
   return decoder.prefill_embedded(actor, x_RTD, turn, spec), at.shift_B
@@ -149,8 +140,14 @@ def prefill(
 def _embedded(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
 ) -> tuple[Array, tuple[Array, Array], Placed]:
-  """(embeddings, rotations, places) of rows with pictures."""
+  """Returns (embeddings, rotations, places) of rows with pictures."""
   at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
+  # Nothing is differentiated here, so nothing is recomputed.
   merged_BMD = _merged(params, pictures, spec, Schedule(remat='none'))
-  x_BTD = embed(params, tokens_BT, merged_BMD, at, spec)
+  x_BTD = layers.embed_rows(params, tokens_BT, spec)
+  patch_BTD = jnp.take_along_axis(
+    merged_BMD, jnp.maximum(at.merged_BT, 0)[..., None], 1, mode='clip'
+  )
+  is_patch_BT1 = at.merged_BT[..., None] >= 0
+  x_BTD = jnp.where(is_patch_BT1, patch_BTD.astype(x_BTD.dtype), x_BTD)
   return x_BTD, layers.rotations_by_parts(at.position_BT3, spec), at

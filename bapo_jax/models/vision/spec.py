@@ -1,10 +1,9 @@
-"""Sizes of a vision tower, and its parameters: shapes and initialisers.
+"""Defines the sizes of a vision tower and its parameters: shapes and initialisers.
 
 The tower is that of Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): patches of a
-picture pass through layers that attend within windows, some of them within the whole
-picture, and are merged 2 x 2 into embeddings of the language model.
-`transformer.describe` lists its parameters below `vision/`, so that they are
-initialised, placed, read and written as the others. models/vision runs it.
+picture pass through layers that attend within windows, or within the whole picture,
+and are merged 2 x 2 into embeddings of the language model. `transformer.describe`
+includes its parameters below `vision/`. tower.py runs it.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ CHANNELS = 3  # red, green, blue
 
 @dataclasses.dataclass(frozen=True)
 class VisionSpec:
-  """Sizes and options of one tower."""
+  """Sizes and options of a vision tower."""
 
   width: int
   layers: int
@@ -23,36 +22,36 @@ class VisionSpec:
   ffn: int
   out: int  # width of the language model
   full_layers: tuple[int, ...]  # layers that attend within whole pictures
-  image_token: int  # the token that stands for one merged patch in a text
+  image_token: int  # the token that stands for a merged patch in a text
   window: int = 112  # pixels along each side of a window
   patch: int = 14  # pixels along each side of a patch
-  frames: int = 2  # of a patch of a video; a picture is its own second frame
-  merge: int = 2  # patches along each side of a merged one
+  frames: int = 2  # frames of a patch of a video; a picture is repeated
+  merge: int = 2  # patches along each side of a merged patch
   mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # of CLIP
   std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)  # of CLIP
   least_pixels: int = 56 * 56  # a smaller picture is enlarged
-  most_pixels: int = 28 * 28 * 1280  # a larger one is reduced
+  most_pixels: int = 28 * 28 * 1280  # a larger picture is reduced
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6
 
   @property
   def head_width(self) -> int:
-    """C of the tower."""
+    """Returns C of the tower."""
     return self.width // self.heads
 
   @property
   def numbers(self) -> int:
-    """Numbers of one patch of one frame."""
+    """Returns E, the numbers of a patch in one frame."""
     return CHANNELS * self.patch**2
 
   @property
   def window_side(self) -> int:
-    """Merged patches along each side of a window."""
+    """Returns the merged patches along each side of a window."""
     return self.window // (self.merge * self.patch)
 
   @property
   def window_patches(self) -> int:
-    """Patches of a whole window."""
+    """Returns the patches of a full window."""
     return (self.window_side * self.merge) ** 2
 
 
@@ -60,26 +59,25 @@ def check(v: VisionSpec) -> None:
   """Checks that the sizes fit together.
 
   Raises:
-    ValueError: the first that does not, with what would.
+    ValueError: names the first size that does not fit.
   """
   if v.width % v.heads or v.head_width % 4:
     raise ValueError(
-      f'vision: hidden_size={v.width} over num_heads={v.heads} gives no heads of a '
-      'multiple of 4'
+      f'vision: hidden_size={v.width} over num_heads={v.heads} must be a multiple of 4'
     )
   if v.window < v.merge * v.patch:
     raise ValueError(
-      f'vision: window_size={v.window} holds no merged patch of '
-      f'{v.merge * v.patch} pixels'
+      f'vision: window_size={v.window} must be at least {v.merge * v.patch}, the side '
+      'of a merged patch'
     )
   if bad := [i for i in v.full_layers if not 0 <= i < v.layers]:
     raise ValueError(
-      f'vision: fullatt_block_indexes names layer {bad[0]} of {v.layers} layers'
+      f'vision: fullatt_block_indexes has layer {bad[0]}, and there are {v.layers}'
     )
 
 
 def describe(v: VisionSpec) -> dict[str, Initialiser]:
-  """path -> (shape, scale), as `transformer.describe`."""
+  """Lists the parameters: path -> (shape, scale), as in `transformer.describe`."""
   D, F, L, H, C = v.width, v.ffn, v.layers, v.heads, v.head_width
   X = v.merge**2 * D  # the merger's input: the patches that become one
   inner, outer = D**-0.5, (2 * L) ** -0.5

@@ -1,12 +1,12 @@
-"""Qwen2.5-VL's vision tower as pure functions: patches in, embeddings of tokens out.
+"""Runs Qwen2.5-VL's vision tower: patches in, embeddings for the language model out.
 
 1. `embed_patches` normalises pixels and projects each patch;
 2. every layer attends within windows, or within pictures (`VisionSpec.full_layers`);
 3. the merger joins 2 x 2 patches into one embedding of the language model.
 
-Queries and keys are turned by the row of their patch in one half of the pairs and by
-its column in the other. Letters as in grids.py; norms, rotary positions and softmax are
-float32, matrix products run in `spec.compute`.
+One half of the rotary pairs rotates by the row of a patch, the other half by its
+column. Letters as in grids.py; norms, rotary positions and softmax are float32, matrix
+products run in `spec.compute`.
 """
 
 import jax
@@ -31,13 +31,13 @@ def forward(
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """Embeddings [R, M, D of the language model] of the merged patches of each row.
+  """Embeds the merged patches of each row, [R, M, D of the language model].
 
   Args:
     params: the tree below `vision`.
     pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
-    windows: of a row, for all rows; None: as many as any pictures can have.
+    windows: windows per row; None: as many as any pictures can have.
   """
   v = vision_of(spec)
   x_RZD, at = hidden(params, pixels_RZE, grid_RI2, spec, windows, schedule=schedule)
@@ -59,7 +59,7 @@ def hidden(
   *,
   schedule: Schedule = Schedule(),
 ) -> tuple[Array, grids.Layout]:
-  """(hidden states [R, Z, D] before the merger, the layout); arguments of `forward`."""
+  """Returns (hidden states [R, Z, D] before the merger, the layout); see `forward`."""
   v = vision_of(spec)
   Z = pixels_RZE.shape[1]
   if windows is None:
@@ -67,15 +67,15 @@ def hidden(
   at = grids.layout(grid_RI2, Z, windows, v)
   turn = rotations(at.place_RZ2, v)
 
-  def layer(x_RZD: Array, each: tuple[Tree, Array]) -> tuple[Array, None]:
-    w, whole = each
+  def layer(x_RZD: Array, xs: tuple[Tree, Array]) -> tuple[Array, None]:
+    w, is_full = xs
     qkv_RZ3HC = _affine(rms_norm(x_RZD, w['attn_norm'], v.norm_eps), w, 'qkv')
     q, k, value = (qkv_RZ3HC[:, :, i] for i in range(3))
     turned = rotate(q, *turn), rotate(k, *turn), value
     attended_RZHC = jax.lax.cond(
-      whole,
-      lambda q, k, value: attention.within_segments(
-        q, k, value, kind=spec.attention, segment_BT=at.picture_RZ
+      is_full,
+      lambda q, k, value: attention.attend(
+        q, k, value, kind=spec.attention, segment_BT=at.picture_RZ, is_causal=False
       ),
       lambda q, k, value: in_windows(q, k, value, at),
       *turned,
@@ -86,30 +86,30 @@ def hidden(
     x_RZD = x_RZD + _affine(y_RZF, w, 'down')
     return sharding.constrain(x_RZD, sharding.ROWS), None
 
-  whole_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
+  is_full_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
   x_RZD = embed_patches(params, pixels_RZE, spec)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
-  each = params['layers'], whole_L
-  x_RZD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, each)
+  xs = params['layers'], is_full_L
+  x_RZD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)
   return x_RZD, at
 
 
 def vision_of(spec: ModelSpec) -> VisionSpec:
-  """The tower of a model.
+  """Returns the tower of a model.
 
   Raises:
-    ValueError: it has none.
+    ValueError: the model has no tower.
   """
   if spec.vision is None:
-    raise ValueError('this model has no vision tower; choose one of Qwen2.5-VL')
+    raise ValueError('this model has no vision tower; choose a Qwen2.5-VL model')
   return spec.vision
 
 
 def embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
-  """Each patch [R, Z, D], of uint8 pixels.
+  """Embeds each patch of uint8 pixels, [R, Z, D].
 
-  The kernel spans two frames, and a picture is both of them: its sum over frames meets
-  the pixels once.
+  The kernel spans two frames, and a picture is both frames. One product of the pixels
+  with the kernel's sum over frames therefore suffices.
   """
   v = vision_of(spec)
   mean_E, std_E = (
@@ -122,7 +122,7 @@ def embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
 
 
 def rotations(place_RZ2: Array, v: VisionSpec) -> tuple[Array, Array]:
-  """(sine, cosine) [R, Z, C / 2]: half of the pairs by the row, half by the column."""
+  """Returns (sine, cosine) [R, Z, C / 2]: half of the pairs by row, half by column."""
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
   angle = place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
   angle = angle.reshape(*place_RZ2.shape[:2], v.head_width // 2)
@@ -130,9 +130,9 @@ def rotations(place_RZ2: Array, v: VisionSpec) -> tuple[Array, Array]:
 
 
 def in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
-  """Attention of each patch to those of its window, [R, Z, H, C].
+  """Attends from each patch to the patches of its window, [R, Z, H, C].
 
-  Windows are small and of one size, so that all are one dense product on any platform.
+  Windows are small and of one size, so a dense product serves on every platform.
   """
   R, W, Y = at.patch_RWY.shape
   H, C = q_RZHC.shape[2:]
@@ -142,18 +142,19 @@ def in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) ->
     x_RXHC = jnp.take_along_axis(x_RZHC, patch_RX11, 1)
     return x_RXHC.reshape(R * W, Y, H, C)
 
-  attended_NYHC = attention.within_segments(
+  attended_NYHC = attention.attend(
     *map(windows, (q_RZHC, k_RZHC, v_RZHC)),
     kind='plain',
-    # What fills no place of a window sees its like alone, and nothing sees it.
+    # Empty places of a window form a segment, to which no patch attends.
     segment_BT=jnp.where(at.patch_RWY < 0, -1, 0).reshape(R * W, Y),
+    is_causal=False,
   )
   slot_RZ11 = jnp.minimum(at.slot_RZ, W * Y - 1)[..., None, None]
   return jnp.take_along_axis(attended_NYHC.reshape(R, W * Y, H, C), slot_RZ11, 1)
 
 
 def _affine(x: Array, w: Tree, name: str, axes: int = 1) -> Array:
-  """x [..., *in] times a weight [*in, *out], and its bias."""
+  """Multiplies x [..., *in] by a weight [*in, *out] and adds its bias."""
   bias = w[f'{name}_bias'].astype(x.dtype)
   out = product(x, w[name], axes)
   return out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
+import oracles
 import pytest
 import safetensors.numpy
 from runs import saved, source, tiny
@@ -133,7 +134,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   for each in (weights, lora.merge(weights)):
     hidden_BTD = layers.forward(each, jnp.asarray(tokens_BT), spec)
     found = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(each))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    oracles.close(found, expected, 256)
   plain = layers.forward(params, jnp.asarray(tokens_BT), spec)
   assert np.abs(plain - hidden_BTD).max() > 0.1
 
@@ -157,9 +158,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   base = safetensors.numpy.load_file(f'{path}/model.safetensors')[name]
   whole = safetensors.numpy.load_file(f'{merged}/model.safetensors')
   scale = config.lora.alpha / 2
-  np.testing.assert_allclose(
-    whole[name], base.astype('float32') + scale * b @ a, rtol=0, atol=1e-5
-  )
+  oracles.close(whole[name], base.astype('float32') + scale * b @ a, 16)
   assert {'tokenizer.json', 'adapter_config.json'} <= {
     p.name for p in (tmp_path / 'alone').iterdir()
   }
