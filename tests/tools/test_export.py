@@ -23,6 +23,7 @@ from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
 from bapo_jax.training import checkpoint, weights
+from bapo_jax.training.resolve import Model
 
 
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])
@@ -143,7 +144,8 @@ def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path, pictures, alo
   for name, content in files.items():
     (source / name).write_text(json.dumps(content))
   config = tiny(**{'model.path': str(source)})
-  export.write_configs(str(to), config, making.SEEING, pictured.reader(), 'bfloat16')
+  model = Model(str(source), pictured.reader(), making.SEEING)
+  export.write_configs(str(to), config, model, 'bfloat16')
   for name, content in (files | alone).items():
     written = json.loads((to / name).read_text())
     written.pop('torch_dtype', None)
