@@ -210,7 +210,6 @@ def warm_start(workdir: pathlib.Path) -> None:
   made = tiny()
   with one_device():
     r = resolve.resolve(made)
-    build.read(made, r.model, str(workdir))
     policy.load(r, str(workdir), PhaseTimer())
 
 

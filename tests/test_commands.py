@@ -85,6 +85,7 @@ def stand_ins(tmp_path_factory):
   folder = tmp_path_factory.mktemp('commands')
   foreign.model(folder / 'model', 'qwen3')
   foreign.rows(folder / 'problems.jsonl', foreign.problems(48))
+  foreign.rows(folder / 'held_out.jsonl', foreign.problems(8, 48))
   execute([sys.executable, *main(folder / 'run')])
   return folder
 
@@ -146,8 +147,9 @@ def small(command, folder, work):
   assert module == 'bapo_jax.main'
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
-    problems = rf'\1={folder}/problems.jsonl'
-    own = [re.sub(r'(source)=.*', problems, word) for word in own]
+    for knob, name in (('source', 'problems'), ('test_source', 'held_out')):
+      value = rf'\1={folder}/{name}.jsonl'
+      own = [re.sub(rf'(problems\.{knob})=.*', value, word) for word in own]
     return [*run, *own, *flags(FINETUNE), f'--workdir={work}']
   # An evaluation needs a finished run; the command's own flags win over the tiny ones.
   workdir = f'{folder}/run' if '--mode=eval' in own else work

@@ -77,7 +77,7 @@ def claim(workdir: str, config: Config) -> None:
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Runs from the problems to the report; OSErrors name the file."""
   with timer('load'), hosts.first_ahead():  # the first process makes data sets
-    material = build.read(r.config, r.model, workdir)
+    material = build.read(r.config, r.model)
   identity = [prompts.fingerprint(p) for p in material]
   model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})

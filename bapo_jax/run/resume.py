@@ -106,8 +106,8 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
   """Raises ValueError if a run cannot continue from a checkpoint of this meta."""
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(
-      f'the checkpoint of step {s.step} holds no optimiser state, as '
-      'checkpoint.final=weights asked for, and no run goes on from it; export it '
+      f'the checkpoint of step {s.step} has no optimiser state '
+      '(checkpoint.final=weights), so no run can continue from it; export it '
       '(--mode=export) and start in another --workdir with it as model.path'
     )
   if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:

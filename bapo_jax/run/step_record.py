@@ -204,7 +204,7 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   except OSError as error:
     raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is no JSON ({error}); {way_out}') from error
+    raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
   if not all(isinstance(row, dict) and 'responses' in row for row in rows):
-    raise ValueError(f'{path} holds no recorded groups; {way_out}')
+    raise ValueError(f'{path} has no recorded groups; {way_out}')
   return rows

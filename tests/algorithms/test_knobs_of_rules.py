@@ -46,7 +46,7 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(values, names):
 
 def test_bounds_that_are_held_or_unlimited_are_accepted():
   held = {'low': (0.7, 0.7), 'low_step': 0.0}
-  parse({'clip': {'balanced': held, 'recipe': held}})
+  parse({'clip': {'balanced': held}})
   # The continuous search needs no steps.
   continuous = {'resolution': 'continuous', 'low_step': 0.0, 'high_step': 99.0}
   parse({'clip': {'balanced': continuous}})

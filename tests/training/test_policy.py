@@ -110,7 +110,7 @@ def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
   knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
   config = tiny(**knobs)
   r = resolve.resolve(config)
-  welcome.welcome(r, 'work', build.read(config, r.model, str(tmp_path / 'work')))
+  welcome.welcome(r, 'work', build.read(config, r.model))
   text = capsys.readouterr().out
   assert 'remat dots (auto)' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
