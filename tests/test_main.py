@@ -50,7 +50,7 @@ CASES = [  # flags, what the sentence must say
   (
     [GOOD, '--config.problems.source=synthetic']
     + ['--config.problems.test_source=requirements.txt'],
-    "'requirements.txt' ends in none of .jsonl",
+    'requirements.txt: give a file that ends in .jsonl',
   ),
   ([GOOD, '--mode=exprt'], 'should be one of'),
   ([GOOD, '--checkpoint=best'], '--checkpoint=best'),

@@ -109,6 +109,7 @@ def test_every_cell_of_the_grid_is_resumed_to_the_bit(
   assert_same_run(parts, whole.workdir, 4)
 
 
+@pytest.mark.nightly
 def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
   # The ratio is 1 and nothing is clipped: the rule must not matter, to the last bit.
   once = {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
