@@ -241,16 +241,13 @@ def test_models_of_others_train_by_three_knobs(kind, tmp_path, one_device, capsy
   training = foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24))
   held_out = foreign.rows(tmp_path / 'b.jsonl', foreign.problems(6, 24))
   work = tmp_path / 'work'
-  flags = three(path, training, held_out)
-
-  def run(given):
-    return derive.resolve(main.read_config(FINETUNE, given), str(work))
-
-  config = run(flags)
+  # One step, for the time it takes.
+  asked_for = main.read_config(
+    FINETUNE, [*three(path, training, held_out), '--config.steps=1']
+  )
+  config = derive.decide(asked_for, str(work))
   assert config.tokenizer.template == 'chat:{problem}'
-  # One step of ten, for the time it takes: `steps` may change when a run goes on.
-  short = config.model_copy(update={'steps': 1})
-  assert experiment.train(short, str(work)) == 0
+  assert experiment.train(asked_for, str(work)) == 0
   assert last_run(work).scalars['step'] == 1
   stored = json.loads((work / 'config.json').read_text())
   assert stored['optimizer']['lr'] == config.optimizer.lr
@@ -258,9 +255,9 @@ def test_models_of_others_train_by_three_knobs(kind, tmp_path, one_device, capsy
   # Whatever has changed since, a run that has begun goes on as it began.
   foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24, 100))
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(facts, 'gather', lambda config: pytest.fail('derived anew'))
-    again = run(flags)
-  assert again == short
+    patch.setattr(facts, 'gather', lambda *args: pytest.fail('derived anew'))
+    again = derive.decide(asked_for, str(work))
+  assert again == config
   assert 'Derived when this run began' in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ def config(tmp_path_factory):
   spec = resolve.open_model(embedded).spec
   flat = transformer.flatten(oracles.noisy(spec, 0))
   hf_weights.save(path, flat.__getitem__, spec)
-  export.write_configs(path, embedded, spec, tokenizer, 'float32')
+  export.write_configs(path, embedded, resolve.open_model(embedded), 'float32')
   tokenizer.backend.save_pretrained(path)
   own = {'model.path': path, 'tokenizer.template': '{problem}\n'}
   return tiny(**{k: v for k, v in DRAWN.items() if 'tower' not in k} | own)

@@ -63,7 +63,9 @@ def test_a_fingerprint_depends_on_the_seed_and_not_on_the_title():
 
 
 def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
-  runs, folder, code = experiments.runs(experiment()), str(tmp_path), {'code': 'a'}
+  # Results of experiments beside this one count too: a folder without neighbours.
+  runs, code = experiments.runs(experiment()), {'code': 'a'}
+  folder = str(tmp_path / 'results')
   (name, run), *_ = runs.items()
   assert experiments.undone(folder, runs, code) == runs
   experiments.write(folder, name, result(run))

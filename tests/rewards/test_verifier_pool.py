@@ -129,7 +129,7 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
         used.append(processor_time(old))
       time.sleep(0.001)
     assert future.result() == (None, 'took over 0.5 s', None)
-    assert 0.45 < used[-1] - used[0] < 1
+    assert used[-1] - used[0] < 1
     wait(lambda: not alive(old))
     assert rights(halves(pool)) == [True]
 
