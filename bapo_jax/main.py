@@ -244,7 +244,9 @@ def run(config: Config) -> int:
       f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
       'always resumes from the newest'
     )
-  if mode in ('export', 'plan', 'show'):  # the others prepare the run themselves
+  # The other modes prepare the run themselves. JAX is imported here: a plan sets its
+  # environment first, unless knobs have to be derived.
+  if mode in ('export', 'plan', 'show') and config.derived:
     from bapo_jax.autosetup import derive
 
     config = derive.decide(config, WORKDIR.value)

@@ -140,6 +140,7 @@ def spec_of(
       if axis != 'kv_heads':
         raise ValueError(
           f'{name}: {axis}={n} does not divide over mesh.{target}={mesh.shape[target]}'
+          f'; set mesh.{target} to a divisor of {n}'
         )
       target = None
     entries.append(target)

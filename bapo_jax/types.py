@@ -194,7 +194,7 @@ def learnable(groups: Groups) -> Array:
 
 
 def masked_mean(x: Array, mask: Array) -> Array:
-  """Mean of x where mask holds; 0 where it holds nowhere."""
+  """Returns the mean of x over the mask; 0 if the mask is empty."""
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
@@ -202,21 +202,21 @@ class Weigh(Protocol):
   """The gradient of a loss rule as a function of the bounds."""
 
   def __call__(self, bounds: Bounds, /) -> Array:
-    """weight_BT: d objective / d logp of each token, up to one common factor."""
+    """Returns weight_BT, d objective / d logp per token, up to a common factor."""
 
 
 class ClipRule(Protocol):
   """Bounds on how far the policy may move a token."""
 
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-    """The bounds for these ratios, those that the loss rule clips."""
+    """Returns the bounds for the ratios that the loss rule clips."""
 
 
 class FindBounds(Protocol):
   """The bounds that a loss rule clips with: searched, or given."""
 
   def __call__(self, ratio_BT: Array, /) -> Bounds:
-    """The bounds for the ratios that the loss rule clips."""
+    """Returns the bounds for the ratios that the loss rule clips."""
 
 
 class LossRule(Protocol):
@@ -225,25 +225,25 @@ class LossRule(Protocol):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """(gain_BT, the bounds it clipped with); gain_BT is 0 outside the loss mask."""
+    """Returns (gain_BT, clip bounds); gain_BT is 0 outside the loss mask."""
 
 
 class AdvantageRule(Protocol):
-  """From the rewards of a group to its advantages."""
+  """Computes the advantages of a group from its rewards."""
 
   def __call__(self, reward_PG: Array) -> Array:
-    """adv_PG, zeros for a group of equal rewards."""
+    """Returns adv_PG, zeros for a group of equal rewards."""
 
 
 class ThresholdRule(Protocol):
   """Pass rates of hard problems and of reusable groups."""
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
-    """The thresholds at a mean verdict of `rate`, for groups of G responses."""
+    """Returns the thresholds at a mean verdict of `rate` for groups of G responses."""
 
 
 class BatchRule(Protocol):
-  """The groups that the learner sees."""
+  """Chooses the groups that the learner trains on."""
 
   def __call__(
     self,
@@ -254,7 +254,7 @@ class BatchRule(Protocol):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
-    """(groups, source_P): `seats` groups; the index into SOURCES of each, or -1."""
+    """Returns `seats` groups, and source_P: their indices into SOURCES, or -1."""
 
 
 @dataclasses.dataclass(frozen=True)

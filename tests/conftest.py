@@ -1,6 +1,7 @@
-"""Eight virtual devices, strict promotion and one cache of programs for every test.
+"""Sets up JAX for all tests, and makes the recorded runs.
 
-The environment is set before JAX is imported, so it is set here and nowhere else.
+JAX gets eight virtual devices, strict promotion and one cache of compiled programs. The
+environment is set here, before JAX is imported.
 """
 
 import itertools
@@ -12,14 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# Programs of tests are compiled more often than run: LLVM need not optimise them.
+# Tests compile programs more often than they run them: LLVM need not optimise.
 os.environ['XLA_FLAGS'] = (
   os.environ.get('XLA_FLAGS', '')
   + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 )
-# Whole runs compile the same tiny programs: most of their time. One cache per session;
-# the process that pytest was started in makes it before its workers start, and they and
-# the processes of the tests inherit it. Keyed by the program: other code finds nothing.
+# Runs spend most of their time compiling the same tiny programs. The process that
+# starts pytest makes one cache per session, which its workers and the processes of
+# tests inherit.
 COMPILED = '' if 'JAX_COMPILATION_CACHE_DIR' in os.environ else tempfile.mkdtemp()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
@@ -34,8 +35,8 @@ from limits import (  # noqa: F401
   pytest_runtest_call,
 )
 
-# A shell that starts pytest in the background has it ignore SIGINT, and so would every
-# process of the tests: they would wait for an interrupt that never comes.
+# A shell that starts pytest in the background makes it ignore SIGINT. The processes of
+# tests would inherit that, and wait for an interrupt that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,14 +44,14 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
 def pytest_unconfigure() -> None:
-  """Removes the cache, in the process that made it."""
+  """Removes the compile cache in the process that made it."""
   if COMPILED:
     shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(params=['plain', 'jitted', 'sharded'])
 def variant(request: pytest.FixtureRequest) -> Callable:
-  """Calls a function of arrays with rows as it is, jitted, and split over 8 devices."""
+  """Calls a function of arrays with rows: plain, jitted, and split over 8 devices."""
   if request.param == 'plain':
     return lambda function, *arrays: function(*arrays)
   if request.param == 'jitted':
@@ -67,7 +68,7 @@ def variant(request: pytest.FixtureRequest) -> Callable:
 
 @pytest.fixture
 def topology() -> Callable:
-  """Devices of a TPU that is not attached, to compile for; skips without libtpu."""
+  """Returns devices of a TPU that is not attached, to compile for; needs libtpu."""
   pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
   from bapo_jax.main import PLANNING
   from bapo_jax.tools.plan import plan
@@ -77,12 +78,12 @@ def topology() -> Callable:
 
 
 MOST_MAPS = 20_000  # of the 65 530 that Linux gives a process
-LOOK = itertools.cycle(range(16))  # a look takes some ms; a test makes 700 maps at most
+LOOK = itertools.cycle(range(16))  # counting takes ms; a test adds 700 maps at most
 
 
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
-  """Every compiled program maps memory; past the limit of maps a process crashes."""
+  """Clears the compiled programs before their memory maps reach the system's limit."""
   yield
   maps = pathlib.Path('/proc/self/maps')
   if next(LOOK) or not maps.exists():
@@ -93,42 +94,42 @@ def few_programs() -> Iterator[None]:
 
 @pytest.fixture
 def one_device() -> Iterator[None]:
-  """The tests have eight devices; whole runs want the laptop's one."""
+  """Hides seven of the eight devices, as a run on a laptop needs."""
   with runs.one_device():
     yield
 
 
 @pytest.fixture(scope='session')
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A workdir with the problems and the warm start of a tiny run, and nothing else."""
+  """Returns a workdir with only the problems and the warm start of a tiny run."""
   return runs.shared(tmp_path_factory, 'warm_start', runs.warm_start)
 
 
 @pytest.fixture
 def warm(warm_start: pathlib.Path, tmp_path: pathlib.Path) -> Callable:
-  """Makes a workdir of the test, by name, in which the warm start is done."""
+  """Returns a function that copies the warm start to a workdir of the test."""
   return lambda name='run': runs.copied(warm_start, tmp_path / name)
 
 
 @pytest.fixture(scope='session')
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """The embedded policy, both papers' rules, four synchronous steps."""
+  """Returns a run of four synchronous steps by the rules of both papers."""
   return runs.recorded(tmp_path_factory, 'whole')
 
 
 @pytest.fixture(scope='session')
 def partial_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """The same with partial rollouts, twelve steps."""
+  """Returns a run of 24 steps with partial rollouts, by the same rules."""
   return runs.recorded(tmp_path_factory, 'partial')
 
 
 @pytest.fixture(scope='session')
 def pictured_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """The same with a vision tower, on drawn pictures, four steps."""
+  """Returns a run of four steps with a vision tower on drawn pictures."""
   return runs.recorded(tmp_path_factory, 'pictures')
 
 
 @pytest.fixture(scope='session')
 def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Adapters of a model in a Hugging Face directory, four steps."""
+  """Returns a run of four steps that trains adapters of a Hugging Face model."""
   return runs.recorded(tmp_path_factory, 'adapters')

@@ -1,4 +1,4 @@
-"""Models of others in miniature: random weights and tokenizers of their own."""
+"""Tiny Hugging Face models: random weights, and tokenizers trained for them."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ from flax import traverse_util
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 
-# Of Qwen2, Qwen3 and Llama each what the others lack.
+# The options by which Qwen2, Qwen3 and Llama differ.
 OWN = {
   'qwen2': {'architectures': ['Qwen2ForCausalLM'], 'tie_word_embeddings': True},
   'qwen3': {'architectures': ['Qwen3ForCausalLM'], 'head_dim': 16},
@@ -35,7 +35,7 @@ SPECIAL = [ENDS, '<|user|>', '<|system|>', '<|assistant|>']
 
 
 def problems(n: int, start: int = 0) -> list[dict[str, str]]:
-  """Sums, each another one."""
+  """Returns n different sums."""
   found = []
   for i in range(start, start + n):
     a, b = divmod(i, 10)
@@ -44,13 +44,13 @@ def problems(n: int, start: int = 0) -> list[dict[str, str]]:
 
 
 def rows(path: pathlib.Path, found: list[dict]) -> str:
-  """Writes them as jsonl; returns the path."""
+  """Writes problems as jsonl; returns the path."""
   path.write_text(''.join(json.dumps(row) + '\n' for row in found))
   return str(path)
 
 
 def tokenizer(kind: str, chat: str | None = CHAT, end: str | None = ENDS):
-  """Byte-level BPE with merges of its own; of a Llama, Unigram with visible blanks."""
+  """Trains a byte-level BPE tokenizer, or Unigram with visible blanks for a Llama."""
   texts = [row['problem'] + row['answer'] for row in problems(100)] + [
     'Please reason step by step, and put your final answer within \\boxed{}.\n'
   ]
@@ -79,7 +79,7 @@ def tokenizer(kind: str, chat: str | None = CHAT, end: str | None = ENDS):
 
 
 def model(path: pathlib.Path, kind: str, chat: str | None = CHAT, **config) -> str:
-  """A directory as `save_pretrained` leaves it; returns its path.
+  """Writes a directory as `save_pretrained` does; returns its path.
 
   Args:
     kind: a key of OWN. chat: the chat template, None for a base model.

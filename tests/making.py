@@ -51,7 +51,7 @@ SIZES = {
 
 
 def params(spec=SPEC, seed=0) -> dict:
-  """Weights without a zero among them, made without compiling anything."""
+  """Returns weights without zeros; compiles nothing."""
   rng = np.random.default_rng(seed)
   flat = {
     path: jnp.asarray(rng.normal(scale == 'ones', 0.3, shape), jnp.float32)
@@ -61,7 +61,7 @@ def params(spec=SPEC, seed=0) -> dict:
 
 
 def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
-  """Groups of these problems, right[i] of G responses correct; version -1 is empty."""
+  """Returns groups with right[i] of G correct responses; version -1 is empty."""
   rng = np.random.default_rng(seed)
   P = len(ids)
   id_P, right_P, completed_step_P = (
@@ -119,7 +119,7 @@ def bound(rule, **knobs):
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
-  """Fresh rows of these advantages; what is not given is 0, prox as the behaviour."""
+  """Returns fresh rows with these advantages; prox defaults to the behaviour."""
   adv_B, loss_mask_BT = np.asarray(adv_B, np.float32), np.asarray(loss_mask_BT, bool)
   zeros_BT = np.zeros(loss_mask_BT.shape, np.float32)
   logp_BT = zeros_BT if logp_BT is None else np.asarray(logp_BT, np.float32)
@@ -135,7 +135,7 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
 
 
 def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
-  """Row i of a is row j of b, to the last bit."""
+  """Returns whether row i of a equals row j of b, bit for bit."""
   return all(
     np.array_equal(np.asarray(x)[i], np.asarray(y)[j])
     for x, y in zip(a, b, strict=True)
@@ -143,7 +143,7 @@ def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
 
 
 class OddVerifier(Verifier):
-  """A verdict anyone can check: a response of an odd number of characters is right.
+  """Finds responses of an odd number of characters right.
 
   Args:
     early: verdicts are submitted as soon as a response ends.
@@ -168,7 +168,7 @@ class OddVerifier(Verifier):
 def generate(
   params, prompts, uid_B, key, *, spec, on_finished=lambda rows: None, **knobs
 ):
-  """All G responses to each of P prompts, [P * G, T], in the order of the prompts."""
+  """Samples G responses to each of P prompts: rows [P * G, T], in their order."""
   P, longest = prompts.tokens_PT.shape
   engine = RolloutEngine(spec, max_prompt_tokens=longest, **knobs)
   rollouts = PartialRollouts(engine, P)
@@ -182,7 +182,7 @@ def generate(
 
 
 def exact_tokens(seed, B=8, T=6, negative=0.5):
-  """Random (ratio_BT, batch) on a grid so coarse that every float32 sum is exact."""
+  """Returns random (ratio_BT, batch) on a coarse grid: float32 sums are exact."""
   rng = np.random.default_rng(seed)
   ratio_BT = np.round(64 * np.exp(rng.normal(0, 0.5, (B, T)))).astype(np.float32) / 64
   sign_B = np.where(rng.random(B) < negative, -1, 1)
@@ -195,13 +195,13 @@ def exact_tokens(seed, B=8, T=6, negative=0.5):
 
 
 def weigh(ratio_BT, batch):
-  """Bounds -> r A of each token: the weights of the clipped loss, none of them cut."""
+  """Returns a function bounds -> r A per token: the clipped loss's, none cut."""
   adv_B1 = jnp.asarray(batch.adv_B)[:, None]
   return lambda bounds: jnp.where(adv_B1 == 0, 0, ratio_BT * adv_B1)
 
 
 def mixed_tokens(B=8, T=5, seed=0):
-  """(logp_BT, batch): every combination of sign, side and mask is likely in it."""
+  """Returns (logp_BT, batch) with most combinations of sign, side and mask."""
   rng = np.random.default_rng(seed)
   logp_BT, old_BT, prox_BT = (
     -rng.random((B, T)).astype(np.float32) * 2 for _ in range(3)
@@ -212,7 +212,7 @@ def mixed_tokens(B=8, T=5, seed=0):
 
 
 def off_policy(params, spec, P, G, T, temperature) -> Batch:
-  """A batch off-policy by half a nat per token, so that some of it is clipped."""
+  """Returns a batch off-policy by half a nat per token: part of it is clipped."""
   made = groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
   rows = learner.flatten(made, jnp.zeros(P, int), advantage.group_relative)
   logp_BT = logprobs.sequence_stats(params, rows.tokens_BT, spec, temperature).logp_BT

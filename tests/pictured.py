@@ -1,4 +1,4 @@
-"""A tokenizer, pictures and rows for tests of models that see."""
+"""A tokenizer, pictures and rows for tests of vision models."""
 
 import io
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ WORDS = ['<unk>', '<eos>', 'Find', 'x', 'and', '<image_pad>', *SPECIAL]
 
 
 def reader(template: str = 'chat:{problem}', chat: str = CHAT) -> Tokenizer:
-  """A tokenizer of WORDS; <image_pad> is token 5."""
+  """Returns a tokenizer of WORDS; <image_pad> is token 5."""
   vocab = {word: i for i, word in enumerate(WORDS)}
   made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token='<unk>'))
   made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -42,7 +42,7 @@ def reader(template: str = 'chat:{problem}', chat: str = CHAT) -> Tokenizer:
 
 
 def png(height: int, width: int, seed: int = 0) -> bytes:
-  """The file of a picture of noise."""
+  """Returns the bytes of a PNG of noise."""
   pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
   file = io.BytesIO()
   PIL.Image.fromarray(pixels).save(file, 'PNG')
@@ -77,7 +77,7 @@ SIZES = ((16, 24),), ((8, 16), (24, 8)), (), ((32, 16),), ((8, 8),), ()
 
 
 class Pictured(NamedTuple):
-  """Problems of noise, some without a picture."""
+  """Problems with pictures of noise, some without any."""
 
   prompts: Prompts
   gallery: Gallery
@@ -88,7 +88,7 @@ def problems(
   spec: ModelSpec = SEEING,
   seed: int = 0,
 ) -> Pictured:
-  """A problem for each entry, with pictures of these heights and widths."""
+  """Returns a problem per entry, with pictures of these heights and widths."""
   v = spec.vision
   rng = np.random.default_rng(seed)
   rows = []

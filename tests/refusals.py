@@ -13,6 +13,7 @@ from absl import logging
 from absl.testing import flagsaver
 
 from bapo_jax import main
+from bapo_jax.runtime import hosts
 from bapo_jax.training.config import parse
 
 
@@ -57,6 +58,7 @@ def command(flags: Sequence[str]) -> Ended:
     pytest.raises(SystemExit) as done,
   ):
     patch.setattr(sys, 'unraisablehook', sys.unraisablehook)
+    patch.setattr(hosts, 'initialise', lambda *_: None)  # must come before other JAX
     main.main(main.parse(['bapo_jax', *flags]))
   logging.set_verbosity(verbosity)
   return Ended(done.value.code, out.getvalue(), err.getvalue())

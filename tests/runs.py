@@ -1,4 +1,4 @@
-"""Tiny runs: their config, their command line, and the content of their workdirs."""
+"""Tiny runs: their configs, command lines and workdirs, and the four recorded runs."""
 
 import contextlib
 import fcntl
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
   'model.kv_heads': 2,
   'model.head_width': 8,
   'model.ffn': 16,
-  'problems.family': 'chain',  # a guess is right one time in ten: something to learn
+  'problems.family': 'chain',  # one guess in ten is right: something to learn
   'problems.level': 1,
   'problems.train': 24,
   'problems.test': 16,
@@ -95,7 +95,7 @@ SOURCE: dict[str, Any] = {
 
 
 def plain(**overrides: Any) -> dict[str, Any]:
-  """The embedded default with these knobs (dotted names), as a user's config file."""
+  """Returns the values of a config file with these knobs (dotted names)."""
   values = base.get_config()
   with values.unlocked():
     values.update_from_flattened_dict(overrides)
@@ -103,12 +103,12 @@ def plain(**overrides: Any) -> dict[str, Any]:
 
 
 def tiny(**overrides: Any) -> Config:
-  """The config of a tiny run with these knobs (dotted names)."""
+  """Returns the config of a tiny run with these knobs (dotted names)."""
   return config.parse(plain(**TINY | overrides))
 
 
 def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
-  """Arguments of subprocess.run for a tiny run on one device."""
+  """Returns the arguments of subprocess.run for a tiny run on one device."""
   flags = [f'--config.{name}={value}' for name, value in (TINY | overrides).items()]
   arguments = [sys.executable, '-m', 'bapo_jax.main', f'--config={CONFIG}']
   return {
@@ -136,15 +136,15 @@ def train(
 
 
 class Saved(NamedTuple):
-  """A run as its workdir holds it."""
+  """A run as read from its workdir."""
 
   scalars: dict[str, int]  # of the state, its step among them
   arrays: dict[str, Any]  # of the state, as nested dicts of host arrays
-  rows: dict[int, dict[str, str]]  # step -> metrics, without those of time
+  rows: dict[int, dict[str, str]]  # step -> metrics except for times
 
 
 def last_run(workdir: str | os.PathLike, step: int | None = None) -> Saved:
-  """The run in the workdir after `step`, or after its newest checkpoint."""
+  """Reads the run in the workdir after `step`, or after its newest checkpoint."""
   steps = workdir_lib.checkpoint_steps(str(workdir))
   step = max(steps) if step is None else step
   path = os.path.join(os.path.abspath(workdir), 'checkpoints', str(step))
@@ -156,7 +156,7 @@ def last_run(workdir: str | os.PathLike, step: int | None = None) -> Saved:
     )
   meta = json.loads(pathlib.Path(path, 'meta', 'metadata').read_text())
   rows = {
-    # As text: a length is nan where no response is of its kind, and nan != nan.
+    # As text, because nan != nan: a length is nan if no response is of its kind.
     int(row['step']): {
       name: repr(value)
       for name, value in row.items()
@@ -169,7 +169,7 @@ def last_run(workdir: str | os.PathLike, step: int | None = None) -> Saved:
 
 
 def same(a: Tree, b: Tree) -> bool:
-  """Whether two trees have the same structure and values, to the last bit."""
+  """Returns whether two trees have the same structure and values, bit for bit."""
   if jax.tree.structure(a) != jax.tree.structure(b):
     return False
   leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -178,7 +178,7 @@ def same(a: Tree, b: Tree) -> bool:
 
 @contextlib.contextmanager
 def one_device() -> Iterator[None]:
-  """The tests have eight devices; whole runs want the laptop's one."""
+  """Hides seven of the eight devices, as a run on a laptop needs."""
   devices = jax.devices()[:1]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, 'devices', lambda *_: devices)
@@ -188,10 +188,10 @@ def one_device() -> Iterator[None]:
 def shared(
   factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]
 ) -> pathlib.Path:
-  """A directory that is made once per session, by the worker that needs it first.
+  """Returns a directory that the worker that needs it first makes, once per session.
 
   Args:
-    make: fills the directory it is called with.
+    make: fills the directory that it is called with.
   """
   root = factory.getbasetemp()
   if 'PYTEST_XDIST_WORKER' in os.environ:  # each worker has a directory below it
@@ -206,16 +206,15 @@ def shared(
 
 
 def warm_start(workdir: pathlib.Path) -> None:
-  """Leaves in the workdir the problems and the warm start of a tiny run."""
+  """Writes the problems and the warm start of a tiny run to the workdir."""
   made = tiny()
   with one_device():
     r = resolve.resolve(made)
-    build.read(made, r.model, str(workdir))
     policy.load(r, str(workdir), PhaseTimer())
 
 
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
-  """A new workdir with the content of another."""
+  """Copies a workdir; returns the copy."""
   shutil.copytree(source, to)
   return to
 
@@ -234,7 +233,7 @@ BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
 PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,
-  'partial': BOTH | PARTIAL | {'steps': 12, 'evaluate.every': 4},
+  'partial': BOTH | PARTIAL | {'steps': 24, 'evaluate.every': 4},
   'pictures': pictured.DRAWN
   | BOTH
   | PARTIAL
@@ -280,7 +279,7 @@ def truncated(run: Recorded, to: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def source(path: pathlib.Path) -> str:
-  """A directory as a hub model's: weights, config, tokenizer, generation config."""
+  """Writes a Hugging Face model: weights, config, tokenizer, generation config."""
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
   spec = hf_config.read_spec(str(path), 'float32')
@@ -295,7 +294,7 @@ def source(path: pathlib.Path) -> str:
 
 
 def saved(workdir: str | os.PathLike, params: Tree) -> None:
-  """A checkpoint of step 1 with these weights, laid out as a run's."""
+  """Saves a checkpoint of step 1 with these weights, laid out as a run's."""
   ones = jnp.ones(3)
   state = TrainState(
     params=params,
@@ -311,7 +310,7 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
 
 
 def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:
-  """(config, parameters after a short warm start), saved in the workdir."""
+  """Saves a short warm start as step 1; returns (config, parameters)."""
   made = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
   experiment.claim(str(workdir), made)
   r = resolve.resolve(made, devices=jax.devices()[:1])

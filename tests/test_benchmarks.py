@@ -115,7 +115,7 @@ def test_problems_are_written_in_the_order_of_the_run(tmp_path):
   from bapo_jax.training import build, resolve
 
   config = main.read_config('configs/aime.py', ['--config.steps=2'])
-  problems = build.read(config, resolve.open_model(config), str(tmp_path)).problems
+  problems = build.read(config, resolve.open_model(config)).problems
 
   t = types.SimpleNamespace(config=config, problems=problems)
   our_step.write_problems(t, tmp_path / 'problems.jsonl')

@@ -17,7 +17,7 @@ from refusals import refused
 from bapo_jax import knobs, sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import build, overrides, resolve, rules
+from bapo_jax.training import budget, build, overrides, resolve, rules
 from bapo_jax.training.config import Config, parse, plain
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
@@ -80,7 +80,8 @@ def check_trainable(config: Config) -> None:
   config = config.with_values(model={'attention': 'auto'})  # others need their device
   mesh = sharding.make(devices=jax.devices()[:1])
   model = resolve.open_model(config)
-  r = resolve.Resolved(config, model, mesh, Schedule())
+  counted = budget.count(config, model.spec, Schedule(), mesh)
+  r = resolve.Resolved(config, model, mesh, Schedule(), counted)
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
   engine = build.make_engine(r)

@@ -40,7 +40,7 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.metrics.wandb=maybe'], 'metrics.wandb=maybe: give True or False'),
   ([GOOD, '--config.clip.rule=balnced'], "clip.rule='balnced': give one of 'uncl"),
   ([GOOD, '--config.clip.balanced.target=1.5'], 'target=1.5: give a number from 0'),
-  ([GOOD, '--config.prompts.count=4096'], 'count=4096: give 1 to problems.train=2048'),
+  ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
   ([GOOD, '--mode=export'], 'holds no checkpoint; train there first'),
@@ -50,7 +50,7 @@ CASES = [  # flags, what the sentence must say
   (
     [GOOD, '--config.problems.source=synthetic']
     + ['--config.problems.test_source=requirements.txt'],
-    "'requirements.txt' ends in none of .jsonl",
+    'requirements.txt: give a file that ends in .jsonl',
   ),
   ([GOOD, '--mode=exprt'], 'should be one of'),
   ([GOOD, '--checkpoint=best'], '--checkpoint=best'),

@@ -39,7 +39,7 @@ def test_outputs_are_committed(name):
   check_outputs(execute.read(FOLDER / name), name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize('name', NOTEBOOKS)
 def test_runs(name):
   check_outputs(execute.execute(FOLDER / name), name)

@@ -1,4 +1,4 @@
-"""Three problems, a tiny random policy, and an engine that samples it."""
+"""Three problems, a tiny random policy, and its sampler."""
 
 import oracles
 

@@ -1,4 +1,4 @@
-"""Advantage rules (reward_PG, k) -> adv_PG: each response compared with its group.
+"""Advantage rules reward_PG -> adv_PG: each response compared with its group.
 
 Every rule returns zeros for a group of equal rewards.
 """
@@ -6,15 +6,13 @@ Every rule returns zeros for a group of equal rewards.
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import knobs
+EPS = 1e-6  # added to the variance of a group's rewards, under the root
 
 
-def group_relative(
-  reward_PG: Array, k: knobs.GroupRelative = knobs.GroupRelative()
-) -> Array:
+def group_relative(reward_PG: Array) -> Array:
   """Returns (r - mean) / sqrt(var + eps): GRPO (arXiv:2402.03300, section 4.1.2)."""
   centred_PG = group_centred(reward_PG)
-  return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + k.eps)
+  return centred_PG / jnp.sqrt((centred_PG**2).mean(1, keepdims=True) + EPS)
 
 
 def leave_one_out(reward_PG: Array) -> Array:

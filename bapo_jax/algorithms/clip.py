@@ -12,6 +12,7 @@ and explains why bisection finds the same bounds as the published loop.
 """
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,19 @@ from jax import Array
 
 from bapo_jax.algorithms import bound_search, knobs
 from bapo_jax.types import Batch, Bounds, Weigh
+
+TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
+
+
+class Recipe(NamedTuple):
+  """The numbers of Balanced PO's public code."""
+
+  positive_to_negative: float = 0.5  # target P / N: surrogate of A > 0 over A < 0
+  low: knobs.Range = (0.8, 0.95)
+  high: knobs.Range = (1.2, 2.0)
+  low_step: float = 0.05
+  high_step: float = 0.1
+  dual: float = 3.0
 
 
 def unclipped(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
@@ -59,7 +73,7 @@ def balanced(
       `reused_high` and `dual`, so that the tokens these two cut do not count.
     k: target rho_0; ranges [a-, b-] and [a+, b+]; steps delta_2 and delta_1.
       resolution='step' equals Algorithm 1 to the last bit; 'continuous' finds the
-      crossing itself to within k.tolerance and ignores the steps. Only
+      crossing itself to within TOLERANCE and ignores the steps. Only
       contribution='gradient' with weight='one' is a share of the gradient;
       weight='behaviour' is Eq. 8 as printed.
 
@@ -69,7 +83,7 @@ def balanced(
   """
   limits = {'cap': jnp.float32(k.reused_high), 'dual': jnp.float32(k.dual)}
   if k.resolution == 'continuous':
-    paths = clamped(k.low, k.tolerance), clamped(k.high, k.tolerance)
+    paths = clamped(k.low, TOLERANCE), clamped(k.high, TOLERANCE)
   else:
     paths = points(k.low, k.low_step), points(k.high, k.high_step)
   weight_BT = weigh(_constant(0.0, math.inf, math.inf)._replace(**limits))
@@ -81,7 +95,7 @@ def recipe(
   ratio_BT: Array,
   batch: Batch,
   weigh: Weigh,
-  k: knobs.RecipeClip = knobs.RecipeClip(),
+  k: Recipe = Recipe(),
 ) -> Bounds:
   """Returns the bounds that the search of the paper's public code finds.
 

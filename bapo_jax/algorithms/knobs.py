@@ -23,21 +23,13 @@ TokenWeight = Literal['one', 'behaviour']
 Range = tuple[float, float]
 
 
-class GroupRelative(Section):
-  """GRPO's advantage."""
-
-  eps: float = knob(
-    1e-6, "Added to the variance of a group's rewards, under the root.", least=0, most=1
-  )
-
-
 class AdvantageConfig(Section):
   """From rewards to advantages."""
 
   rule: Literal['group_relative', 'leave_one_out', 'group_centred'] = knob(
     'group_relative', "Advantage rule: from a group's rewards to its advantages."
   )
-  group_relative: GroupRelative = knob(GroupRelative, 'GRPO.')
+  group_relative: NoKnobs = knob(NoKnobs, 'GRPO.')
   leave_one_out: NoKnobs = knob(NoKnobs, 'RLOO.')
   group_centred: NoKnobs = knob(NoKnobs, 'Dr. GRPO.')
 
@@ -111,10 +103,7 @@ class BalancedClip(Section):
   order: Order = knob('upper', 'The bound that moves first, all the way to its end.')
   resolution: Resolution = knob(
     'step',
-    'step: Algorithm 1 to the last bit; continuous: the crossing within `tolerance`.',
-  )
-  tolerance: float = knob(
-    1e-4, 'Largest error of a bound under resolution=continuous.', least=1e-6, most=0.1
+    'step: Algorithm 1 to the last bit; continuous: the crossing within 1e-4.',
   )
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
@@ -138,28 +127,6 @@ class BalancedClip(Section):
     return self
 
 
-class RecipeClip(Section):
-  """The search of Balanced PO's public code."""
-
-  positive_to_negative: float = knob(
-    0.5,
-    'Target P / N: surrogate of the tokens with A > 0 over that with A < 0.',
-    least=0,
-    most=1e9,
-  )
-  low: Range = _lows((0.8, 0.95))
-  high: Range = _highs((1.2, 2.0))
-  low_step: float = _step(0.05, 'lower bound')
-  high_step: float = _step(0.1, 'upper bound')
-  dual: float = _dual(3.0)
-
-  @pydantic.model_validator(mode='after')
-  def _searchable(self) -> Self:
-    _check_step('low', self.low, self.low_step)
-    _check_step('high', self.high, self.high_step)
-    return self
-
-
 class ClipConfig(Section):
   """How far the policy may move a token."""
 
@@ -169,7 +136,7 @@ class ClipConfig(Section):
   unclipped: NoKnobs = knob(NoKnobs, 'No bounds.')
   fixed: FixedClip = knob(FixedClip, 'PPO, GRPO; a higher `high` is DAPO.')
   balanced: BalancedClip = knob(BalancedClip, 'Balanced PO.')
-  recipe: RecipeClip = knob(RecipeClip, "Balanced PO's public code.")
+  recipe: NoKnobs = knob(NoKnobs, "Balanced PO's public code.")
 
 
 _BOUNDS = "choose clip.rule='fixed' or 'unclipped'"

@@ -188,10 +188,14 @@ def divergence(
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
-  """r A, and a constant if A > 0, r >= high or A < 0, (r <= low or r >= dual)."""
+  """Returns r A for live tokens, and the crossed bound times A for cut tokens.
+
+  A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A cut
+  token has no gradient; tokens outside the loss mask are 0.
+  """
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
-  # The value of a cut token: that of the bound which cuts it.
+  # A cut token has the value of the bound that it crosses.
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
@@ -204,13 +208,13 @@ def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
 
 
 def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
-  """sg(weight) A log pi."""
+  """Returns sg(weight) A log pi; 0 outside the loss mask."""
   gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _high(batch: Batch, bounds: Bounds) -> Array:
-  """Upper bound of each row [B, 1]; that of reused rows is at most bounds.cap."""
+  """Returns the upper bound of each row [B, 1], at most bounds.cap for reused rows."""
   reused_B1 = (batch.source_B == SOURCES.index('reused'))[:, None]
   return jnp.where(reused_B1, jnp.minimum(bounds.high, bounds.cap), bounds.high)
 
@@ -225,7 +229,7 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
 
 
 def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
-  """Returns a function bounds -> weight of each token in the gradient, no penalty.
+  """Returns a function from bounds to the token weights in the penalty-free gradient.
 
   Args:
     logp_BT: log pi of each token, nats.

@@ -1,4 +1,4 @@
-"""Finds what may be wrong with a run, each finding with its way out.
+"""Finds likely mistakes in the config of a run, and says how to correct them.
 
 1. `of_config` reads config and facts alone, in milliseconds;
 2. `of_responses` reads responses that were sampled and verified.
@@ -131,7 +131,8 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
     yield Finding(
       'warning',
       'verifier',
-      f'`exact` compares letter by letter, and the answers are such as {unnamed[0]!r}',
+      '`exact` compares letter by letter, which is too strict for answers such as '
+      f'{unnamed[0]!r}',
       f'give --config.rewards.rule={best}',
     )
 
@@ -164,7 +165,7 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
       'learning rate',
       f'optimizer.lr={config.optimizer.lr:g} is {times:.3g} times the usual '
       f'{usual:g} ({reason})',
-      f'give --config.optimizer.lr={usual:g}, or be sure',
+      f'give --config.optimizer.lr={usual:g}, unless you chose the value on purpose',
     )
 
 
@@ -178,8 +179,8 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
       'warning' if cut >= CUT * len(training) else 'note',
       'long prompts',
       f'{cut} of {len(training)} training prompts are longer than '
-      f'prompts.max_prompt_tokens={most}, and left out',
-      f'the longest has --config.prompts.max_prompt_tokens={max(training)}',
+      f'prompts.max_prompt_tokens={most} and are dropped',
+      f'give --config.prompts.max_prompt_tokens={max(training)} to keep all prompts',
     )
 
 
@@ -215,10 +216,10 @@ def _memory(config: Config, known: Facts) -> Iterator[Finding]:
     yield Finding(
       'warning',
       'memory',
-      f'an update needs about {needed / GIB:.3g} GiB of a device, and a run may use '
-      f'{known.memory / GIB:.3g}',
-      'give more --config.learner.grad_accum_steps, a shorter '
-      '--config.sampler.max_new_tokens, or more devices (--config.mesh.fsdp)',
+      f'an update needs about {needed / GIB:.3g} GiB per device, but a run may use '
+      f'only {known.memory / GIB:.3g} GiB',
+      'raise --config.learner.grad_accum_steps, lower '
+      '--config.sampler.max_new_tokens, or use more devices (--config.mesh.fsdp)',
     )
 
 
@@ -251,8 +252,8 @@ def of_responses(config: Config, sampled: Sampled) -> list[Finding]:
         'warning',
         'truncated',
         f'{truncated:.0%} of the responses are cut at sampler.max_new_tokens={most}',
-        f'give more, such as --config.sampler.max_new_tokens={2 * most}, and see that '
-        'an end token is trained (a base model may have none)',
+        f'raise the limit, such as --config.sampler.max_new_tokens={2 * most}, and '
+        'check that an end token is trained (a base model may have none)',
       )
     )
   if not sampled.read_PG.any():
@@ -260,7 +261,7 @@ def of_responses(config: Config, sampled: Sampled) -> list[Finding]:
       Finding(
         'warning',
         'no answer',
-        f'in none of {n} responses the verifier found an answer at all',
+        f'the verifier found no answer in any of {n} responses',
         'ask for its format in --config.tokenizer.template, or give another '
         '--config.rewards.rule',
       )

@@ -1,7 +1,7 @@
-"""Derived from model and devices: mesh, sizes of a step, memory, learning rate.
+"""Derives mesh, sizes of a step, memory and learning rate from model and devices.
 
-A rule is a function of the config, in which all that comes before it is decided, and of
-the facts; it returns a value and the reason, for the first screen.
+A rule takes the config, in which all earlier knobs are decided, and the facts. It
+returns a value and the reason, which the first screen shows.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 20
 
 
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
-  """mesh.fsdp: the weights over all devices where one has no room for them."""
+  """Derives mesh.fsdp: all devices if the state exceeds half the memory of one."""
   n, spec = len(facts.devices), spec_of(config, facts)
   weights, moments, _, actor = budget.whole_state(config, spec)
   state = weights + moments + actor
@@ -44,14 +44,14 @@ def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def data(config: Config, facts: Facts) -> tuple[int, str]:
-  """mesh.data: all devices that mesh.fsdp does not take."""
+  """Derives mesh.data: all devices that mesh.fsdp does not take."""
   if config.mesh.fsdp == -1:
     return 1, 'mesh.fsdp takes all devices'
   return -1, f'rows over {len(facts.devices)} {facts.devices[0].platform}'
 
 
 def compute(config: Config, facts: Facts) -> tuple[str, str]:
-  """model.compute, by the device."""
+  """Derives model.compute from the kind of device."""
   if facts.cpu:
     return 'float32', 'a CPU has no faster products in bfloat16'
   return (
@@ -61,7 +61,7 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
 
 
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:
-  """prompts.count, a multiple of what divides over updates and devices."""
+  """Derives prompts.count, so that a batch divides over updates and devices."""
   G, shards = config.sampler.group_size, sharding.row_shards(mesh_of(config, facts))
   most = len(facts.training)
   wanted = min(PROMPTS_CPU if facts.cpu else PROMPTS, most)
@@ -75,7 +75,7 @@ def prompts(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
-  """learner.minibatches: as in both public scripts, where the batch divides."""
+  """Derives learner.minibatches: UPDATES, or fewer if the batch does not divide."""
   shards, G = sharding.row_shards(mesh_of(config, facts)), config.sampler.group_size
   fitting = [
     n
@@ -87,14 +87,14 @@ def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def steps(config: Config, facts: Facts) -> tuple[int, str]:
-  """steps: one pass over the problems."""
+  """Derives steps: one pass over the problems, within 10 to 400 steps."""
   n, count = len(facts.training), config.prompts.count
   found = min(max(n // count, 10), 400)
   return found, f'{found * count / n:.3g} passes over {n} problems, {count} a step'
 
 
 def slots(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.max_num_seqs: as many responses as the cache has memory for."""
+  """Derives sampler.max_num_seqs: as many responses as the cache has memory for."""
   mesh = mesh_of(config, facts)
   shards, spec = sharding.row_shards(mesh), spec_of(config, facts)
   T = config.row_length
@@ -113,7 +113,7 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def prefill(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.prefill_batch_size: prompts of PREFILL tokens, with all their responses."""
+  """Derives sampler.prefill_batch_size: all responses to PREFILL prompt tokens."""
   shards = sharding.row_shards(mesh_of(config, facts))
   width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
   rows = min(config.sampler.max_num_seqs, max(1, PREFILL // width) * G * shards)
@@ -121,7 +121,7 @@ def prefill(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.tokens_per_dispatch."""
+  """Derives sampler.tokens_per_dispatch from the kind of device."""
   found = min(8 if facts.cpu else 64, config.sampler.max_new_tokens)
   return found, 'short, so that slots are filled again soon' if facts.cpu else (
     'long, so that the host is not waited for'
@@ -129,18 +129,18 @@ def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def segments(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.cache_segments."""
+  """Derives sampler.cache_segments from the length of a row."""
   found = min(8, max(1, config.row_length // SEGMENT))
   return found, f'rows of {config.row_length} tokens, parts of {SEGMENT} or more'
 
 
 def lag(config: Config, facts: Facts) -> tuple[int, str]:
-  """sampler.done_check_lag."""
+  """Derives sampler.done_check_lag from the kind of device."""
   return (0, 'a CPU') if facts.cpu else (1, 'an accelerator is busy meanwhile')
 
 
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
-  """learner.grad_accum_steps: the fewest with which least is computed again."""
+  """Derives learner.grad_accum_steps: the smallest with the least recomputation."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
   least, fitting = budget.choices(config, mesh)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
@@ -155,7 +155,7 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
     n *= 2
   rows, room = config.minibatch_rows, f'{facts.memory / GIB:.3g} GiB'
   if not fitting:
-    return max(most, 1), f'NOTHING FITS: not even rows of one by one into {room}'
+    return max(most, 1), f'NOTHING FITS: a single row at a time needs more than {room}'
   n, _, needed = next((x for x in fitting if x[1] == least), fitting[0])
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
@@ -170,20 +170,20 @@ def budget_of(config: Config, facts: Facts) -> tuple[Schedule, Budget]:
 
 
 def backward(config: Config, facts: Facts) -> tuple[str, str]:
-  """model.remat."""
-  return budget_of(config, facts)[0].remat, 'computes least again of what fits'
+  """Derives model.remat: the least recomputation that fits the memory."""
+  return budget_of(config, facts)[0].remat, 'the least recomputation that fits memory'
 
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
-  """learner.bounds_pass."""
+  """Derives learner.bounds_pass from the schedule that fits the memory."""
   found = budget_of(config, facts)[0].bounds_pass
   if not budget.bounds_wait(config):
     return found, 'one micro-batch: its bounds need no other pass'
-  return found, 'computes least again of what fits'
+  return found, 'the least recomputation that fits memory'
 
 
 def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
-  """optimizer.lr: the papers', more for small models and for adapters."""
+  """Derives optimizer.lr: the papers' value, raised for small models and adapters."""
   scale = min(max(1.0, LR_SIZE / facts.parameters), LR_MOST / LR)
   found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
   if scale > 1:
@@ -195,7 +195,7 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
 
 
 def is_lora(config: Config) -> bool:
-  """Whether adapters are trained, and the weights are frozen."""
+  """Returns whether adapters are trained and the weights are frozen."""
   lora: Any = getattr(config, 'lora', None)
   return bool(lora and lora.rank)
 
@@ -214,7 +214,7 @@ def _mesh(devices: tuple[jax.Device, ...], **sizes: int) -> Mesh:
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:
-  """The model with the config's types and kernel."""
+  """Returns the model with the config's dtypes and attention kernel."""
   knobs = config.model
   return dataclasses.replace(
     facts.spec, dtype=knobs.dtype, compute=knobs.compute, attention=knobs.attention

@@ -148,12 +148,13 @@ class ProblemsConfig(Section):
     for name in ('source', 'test_source'):
       if not getattr(self, name):
         raise ValueError(
-          f"{name}='': give synthetic, countdown, drawn, a file or a name"
+          f"{name}='' is empty; give synthetic, countdown, drawn, a file, "
+          'hub:owner/name:split or tfds:name:split'
         )
     if self.test_source == 'synthetic' != self.source:
       raise ValueError(
-        f"test_source='synthetic' beside problems.source={self.source!r}: name "
-        'held-out problems of the same kind'
+        f"test_source='synthetic' does not match problems.source={self.source!r}; "
+        'give held-out problems of the same kind'
       )
     return self
 

@@ -209,7 +209,7 @@ def _nearest(row: dict[str, Any]) -> list[str]:
 
   def described(layout: tuple[Any, ...]) -> tuple[float, str]:
     name, *columns, _ = layout
-    # Of equally similar spellings the shortest one.
+    # Of several equally similar spellings, the shortest is chosen.
     best = [max((similarity(f), -len(f), f) for f in fields) for fields in columns]
     missing = [field for ratio, _, field in best if ratio < 1]
     reason = f'missing {" and ".join(missing)}' if missing else 'wrong type'
@@ -310,7 +310,7 @@ def _in_box(value: Any, field: str) -> str:
   """Returns the answer in the last box of a worked solution."""
   if not isinstance(value, str) or OPENER not in value:
     raise ValueError(
-      rf'field {field!r}: {shown(value)} has no \boxed{{}}; add a field answer'
+      rf'field {field!r}: {shown(value)} has no \boxed{{}}; add an `answer` field'
     )
   start = value.rindex(OPENER) + len(OPENER)
   depth = 1
@@ -333,7 +333,7 @@ def _bare(value: Any, field: str) -> str:
   if len(text) > LONGEST_BARE or '\n' in text or '####' in text:
     raise ValueError(
       rf'field {field!r}: {shown(value)} is more than an answer and has no \boxed{{}}; '
-      'add a field answer'
+      'add an `answer` field'
     )
   within = re.fullmatch(r'\$([^$]+)\$', text)
   return _answer(within[1], field) if within else text

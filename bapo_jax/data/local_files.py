@@ -132,9 +132,17 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
 
 def _loads(path: str, place: str, text: str) -> Any:
   try:
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_unique_fields)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}, {place}: not JSON ({error})') from error
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  fields = dict(pairs)
+  if len(fields) < len(pairs):  # the last value would silently replace the others
+    names = [name for name, _ in pairs]
+    raise ValueError(f'{max(names, key=names.count)!r} is repeated')
+  return fields
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:

@@ -113,7 +113,7 @@ def _eight_bits(picture: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def png(pixels_HW3: UInt8[np.ndarray, 'H W 3']) -> bytes:
-  """Returns a PNG file of these pixels."""
+  """Encodes pixels as a PNG file."""
   file = io.BytesIO()
   PIL.Image.fromarray(pixels_HW3).save(file, 'PNG')
   return file.getvalue()
@@ -122,9 +122,10 @@ def png(pixels_HW3: UInt8[np.ndarray, 'H W 3']) -> bytes:
 def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
   """Returns (height, width) in pixels after the resize, multiples of a merged patch.
 
-  Each side is rounded; a picture above v.most_pixels or below v.least_pixels is scaled
-  to that number first, and rounded down or up (`smart_resize` of Qwen2-VL, Wang et al.,
-  2024, arXiv:2409.12191).
+  Each side is rounded to the nearest multiple. If the result has more pixels than
+  v.most_pixels or fewer than v.least_pixels, the picture is scaled to that limit
+  instead, and its sides are rounded down or up (`smart_resize` of Qwen2-VL, Wang et
+  al., 2024, arXiv:2409.12191).
   """
   unit = v.patch * v.merge
   sides = height, width

@@ -2,8 +2,8 @@
 
 1. `score` computes them packed, one micro-batch at a time, without a gradient
    (`packed_logprobs`);
-2. `recompute` replaces the sampler's log-probabilities, if the weights are those that
-   sampled, and measures the difference.
+2. `recompute` replaces the sampler's log-probabilities of the tokens that the same
+   weights sampled, and measures the difference.
 """
 
 from collections.abc import Callable
@@ -46,10 +46,10 @@ def packed_logprobs(
   """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
 
   Args:
-    wanted_BT: bool; no token of column 0.
+    wanted_BT: bool, the tokens to score; column 0 must be False.
     micro_batches: maximum number of micro-batches, which run one after the other.
     temperature, chunk: see `logprobs.packed_stats`.
-    pictures: see `pictured.pack`; `params` embeds pixels.
+    pictures: see `pictured.pack`; pixels are embedded with the tower of `params`.
   """
   seen = (
     None if pictures is None else sequence.embedded(params, pictures, spec, schedule)

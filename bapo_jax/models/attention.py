@@ -116,8 +116,7 @@ def blockwise(
   of one product, and the softmax divides its result [T, C] by the sum, not the weights
   [T, T]: half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
 
-  Args:
-    see `attend`.
+  Arguments and result are those of `attend`.
   """
   B, T, H, C = q_BTHC.shape
   K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)

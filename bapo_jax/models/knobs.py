@@ -9,6 +9,8 @@ from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
 MERGE = 2  # patches along each side of one token of a picture
+# Of the embedded tower: heads, pixels along each side of a patch and of a window.
+TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
 POSITIONS = 32768  # of the embedded policy
 # Projections that may have adapters -> axes of the weight that a product sums over.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
@@ -48,24 +50,12 @@ class TowerConfig(Section):
 
   layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
   width: int = knob(32, 'Width of the tower.', least=4, most=65536)
-  heads: int = knob(2, 'Heads; their width is a multiple of 4.', least=1)
   ffn: int = knob(96, 'Feed-forward width.', least=1, most=1 << 20)
-  patch: int = knob(
-    7, 'Pixels along each side of a patch; 2 x 2 patches are a token.', least=1, most=64
-  )
-  window: int = knob(28, 'Pixels along each side of a window.', least=2, most=4096)
 
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'TowerConfig':
-    if self.width % (4 * self.heads):
-      raise ValueError(
-        f'width={self.width}: set a multiple of 4 heads = {4 * self.heads}'
-      )
-    if self.window % (MERGE * self.patch):
-      raise ValueError(
-        f'window={self.window}: set a multiple of {MERGE * self.patch}, the side of '
-        f'{MERGE} patches'
-      )
+    if self.width % (4 * TOWER_HEADS):
+      raise ValueError(f'width={self.width}: set a multiple of {4 * TOWER_HEADS}')
     return self
 
 
@@ -85,7 +75,6 @@ class ModelConfig(Section):
     False, 'Trains the vision tower with the other weights; off: it is frozen.'
   )
   tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
-  rope_theta: float = knob(10_000.0, 'Base of the rotary frequencies.', least=1)
   dtype: DType = knob(
     'float32',
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',

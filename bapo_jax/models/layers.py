@@ -226,8 +226,8 @@ def split(x_BTD: Array, schedule: Schedule) -> Array:
   precedes the next product. As many bytes move, and activations take less memory.
   """
   mesh = sharding.ambient()
-  whole = mesh is None or x_BTD.shape[1] % mesh.shape['tensor'] > 0
-  columns = 'tensor' if schedule.sequence_sharding and not whole else None
+  divides = mesh is not None and x_BTD.shape[1] % mesh.shape['tensor'] == 0
+  columns = 'tensor' if schedule.sequence_sharding and divides else None
   return sharding.constrain(x_BTD, sharding.ROWS, columns)
 
 

@@ -45,8 +45,9 @@ def _block_of(
 ) -> Array:
   """Returns block i of the head's rows, in the dtype of its products.
 
-  Before the cast the block is multiplied by an opaque one. Without it XLA moves the
-  cast out of the loops and copies the whole float32 head, 1 GiB for the 7B model.
+  Before the cast the block is multiplied by 1.0 behind an optimization barrier.
+  Without the product XLA moves the cast out of the loops and copies the whole float32
+  head, 1 GiB for the 7B model.
   """
   head_vD = _cut(head_VD, i, size, 0)
   if head_vD.dtype == dtype:

@@ -35,7 +35,7 @@ class ModelSpec:
   kv_heads: int
   head_width: int
   ffn: int
-  rope_theta: float = _D.rope_theta
+  rope_theta: float = 10_000.0  # base of the rotary frequencies
   rope_type: str = 'default'  # a key of rope.RULES
   rope_knobs: tuple[tuple[str, float], ...] = ()
   mrope: tuple[int, ...] = ()  # pairs of a head rotated by time, row and column

@@ -77,7 +77,7 @@ def claim(workdir: str, config: Config) -> None:
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Runs from the problems to the report; OSErrors name the file."""
   with timer('load'), hosts.first_ahead():  # the first process makes data sets
-    material = build.read(r.config, r.model, workdir)
+    material = build.read(r.config, r.model)
   identity = [prompts.fingerprint(p) for p in material]
   model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
@@ -108,11 +108,11 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
 
 
 class Run:
-  """The caller of the loop: evaluates, writes, logs and saves what is due.
+  """Drives the training loop: evaluates, writes metrics, logs and saves checkpoints.
 
   Args:
     identity: fingerprints of the training and the held-out problems.
-    spent: what the run has cost before, as its newest checkpoint recorded it.
+    spent: the cost of the run before this start, from its newest checkpoint.
   """
 
   def __init__(
@@ -130,7 +130,7 @@ class Run:
       t.timer.seconds[name] = t.timer.seconds.get(name, 0.0) + seconds
 
   def cost(self) -> Spent:
-    """Returns what the run has cost so far, and what it was trained on."""
+    """Returns the cost of the run so far, its problems, frozen weights and mesh."""
     return {
       'wall_s': self._spent['wall_s'] + time.perf_counter() - self.t.timer.began,
       'phases': self.t.timer.seconds,
@@ -141,7 +141,7 @@ class Run:
     }
 
   def start(self, s: TrainState) -> TrainState:
-    """Compiles the programs, or evaluates again what a finished run has lost."""
+    """Compiles the programs; repeats the missing last evaluation of a finished run."""
     if s.step and hosts.is_first():
       metrics.report_lost(self.workdir, s.step)
     workdirs.log_mesh_change(self._spent.get('mesh'), dict(self.t.mesh.shape))
@@ -152,7 +152,7 @@ class Run:
     return s
 
   def loop(self, first: TrainState) -> tuple[TrainState, int]:
-    """Runs the steps, each followed by what is due; returns (state, exit status)."""
+    """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
     values = config_lib.plain(config)
     write = metrics.open_writers(
@@ -210,16 +210,17 @@ class Run:
     if s.updates == 0:
       return log(
         f'The first update of the run is not finite, nor are the other '
-        f'{s.consecutive_skips - 1}: loss or gradient overflow, and nothing was '
-        'learned. Check the weights (model.path, model.dtype), the precision '
+        f'{s.consecutive_skips - 1}: the loss or the gradient overflows, and nothing '
+        'was learned. Check the weights (model.path, model.dtype), the precision '
         '(model.compute), rollout/logp_diff_max (sampler and learner disagree) and '
         'loss/ratio_max in metrics.jsonl, and the scale of loss.kl and rewards.'
       )
     limit = self.t.config.learner.max_consecutive_skips
     log(
-      f'{s.consecutive_skips} updates in a row were skipped because loss or gradient '
-      f'were not finite (learner.max_consecutive_skips={limit}). The saved weights are '
-      'those before them; see loss/ratio_max and learner/grad_norm in metrics.jsonl.'
+      f'{s.consecutive_skips} updates in a row were skipped because the loss or the '
+      f'gradient was not finite (learner.max_consecutive_skips={limit}). The saved '
+      'weights are from before the skips. To find the cause, see loss/ratio_max and '
+      'learner/grad_norm in metrics.jsonl.'
     )
 
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:

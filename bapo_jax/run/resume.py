@@ -8,7 +8,7 @@ from bapo_jax.training import checkpoint, weights
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.trainer import finished
 
-Spent = dict[str, Any]  # what a run has cost so far, as its checkpoints say
+Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
 
 SCALARS = (
   'step',
@@ -27,8 +27,7 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   The actor is among them if the next step decodes with it; otherwise that step copies
   the current weights. It is stored in the layout of the parameters: its own layout
   depends on the mesh, and a run may resume on another mesh. If the actor is merged from
-  adapters,
-  the adapters are stored: frozen weights are not part of a state.
+  adapters, only the adapters are stored: frozen weights are not part of a state.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
@@ -71,8 +70,8 @@ def resume(
       partial rollouts refer to other problems, and are dropped.
 
   Raises:
-    ValueError: all checkpoints are damaged; or the newest does not fit: it has weights
-      alone and the run is to continue, or was trained beside other frozen weights.
+    ValueError: all checkpoints are damaged, or the run cannot continue from the newest,
+      which has no optimiser state or was trained with other frozen weights.
   """
   newest = checkpoint.restore_newest(
     checkpoints, lambda step: arrays(t, s.replace(step=step))
@@ -103,34 +102,33 @@ def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState
 
 
 def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
-  """Raises ValueError if a run cannot continue from a checkpoint of this meta."""
+  """Raises ValueError if a run cannot continue from a checkpoint with this meta."""
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(
-      f'the checkpoint of step {s.step} holds no optimiser state, as '
-      'checkpoint.final=weights asked for, and no run goes on from it; export it '
-      '(--mode=export) and start in another --workdir with it as model.path'
+      f'the checkpoint of step {s.step} has no optimiser state '
+      '(checkpoint.final=weights), so no run can continue from it; export it '
+      '(--mode=export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:
     path = t.config.model.path
-    where = f'those of model.path={path!r}' if path else 'its folder warmstart/'
+    where = f'the weights of model.path={path!r}' if path else 'the folder warmstart/'
     raise ValueError(
-      f'the frozen weights of this run are not those beside which step {s.step} was '
-      f'trained (fingerprints, {meta["base"]} then, {now} now); bring back {where}, or '
-      'start in another --workdir'
+      f'the frozen weights have changed since step {s.step} (fingerprints, '
+      f'{meta["base"]} then, {now} now); restore {where}, or start in another --workdir'
     )
 
 
 def same_problems(
   checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
 ) -> bool:
-  """Returns whether the latest checkpoint is of these problems, or there is none.
+  """Returns whether the latest checkpoint has these problems, or no checkpoint exists.
 
   Args:
     identity: fingerprints of the training and the held-out problems.
     changed: what to do if they differ: 'refuse' or 'accept'.
 
   Raises:
-    ValueError: they differ, and are not accepted.
+    ValueError: the problems differ, and `changed` is 'refuse'.
   """
   step = checkpoints.latest_step()
   if step is None:
@@ -143,8 +141,8 @@ def same_problems(
   message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':
     raise ValueError(
-      f'the problems are not those of step {step} (fingerprints, {message}); bring '
-      'those back, start in another --workdir, or go on with '
+      f'the problems have changed since step {step} (fingerprints, {message}); restore '
+      'the old problems, start in another --workdir, or continue with '
       '--config.problems.changed=accept'
     )
   log(f'Other problems than at step {step} ({message}): accepted, the buffer is empty.')

@@ -1,12 +1,11 @@
 """Writes what a step trained on, token by token, to a file of the workdir.
 
-1. `write` saves groups/<step>.jsonl, one object per group, from the record that the
-loop
-   yields: a few groups, for every batch rule;
-2. `read` returns them, `newest` finds the last file.
+1. `write` saves a few groups of the record that the loop yields to
+   groups/<step>.jsonl, one object per group, for every batch rule;
+2. `read` returns the groups of a step, `newest` finds the last file.
 
-docs/running.md explains every field. Numbers that are not finite are null, and so are
-the numbers of tokens in responses beyond MOST_TOKENS of the file.
+docs/running.md explains every field. Non-finite numbers are null. So are the per-token
+fields of responses that exceed the file's limit of MOST_TOKENS.
 """
 
 import json
@@ -39,10 +38,12 @@ def path_of(workdir: str, step: int) -> str:
 
 
 def write(t: Trainer, workdir: str, record: StepRecord) -> None:
-  """Writes the groups of a step; all processes call it, the first one writes.
+  """Writes a few groups of a step to its file; every process must call this function.
+
+  Only the first process writes.
 
   Raises:
-    OSError: the system refuses, with the file's name.
+    OSError: the file cannot be written; its filename is set.
   """
   seats = chosen(exchange.whole(record.source_P) >= 0)
   if not len(seats):
@@ -81,7 +82,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
 
 
 def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
-  """Picks at most so many of the filled seats, evenly spread over the sources."""
+  """Picks at most `most` of the filled seats, evenly spread over the sources."""
   seats = np.flatnonzero(filled_P)
   count = min(most, len(seats))
   return seats[np.arange(count) * len(seats) // max(count, 1)]
@@ -117,7 +118,7 @@ def _prompt(
   tokenizer: Tokenizer, group: Groups, image_token: int | None
 ) -> dict[str, Any]:
   """Describes the prompt as the policy reads it, and its length."""
-  length = int(group.response_mask_PGT.any(0).argmax())  # that of all its responses
+  length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
   tokens_1T = group.tokens_PGT[:1]  # of the first response, without P
   (text,) = tokenizer_lib.decode_prompts(tokenizer, tokens_1T, [length], image_token)
   ids = np.asarray(group.tokens_PGT[0, :length]).tolist()
@@ -134,7 +135,7 @@ def _responses(
   """Describes the responses of one group, its arrays [G, T], as JSON values.
 
   Args:
-    left: number of tokens that may still be written with their numbers.
+    left: number of tokens whose per-token fields may still be written.
   """
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
@@ -164,7 +165,7 @@ def _responses(
 
 
 def _of_update(of_seat: OfSeat | None, g: int, mask_T: np.ndarray) -> dict[str, Any]:
-  """Describes what the update computed of a response; {} if nothing."""
+  """Describes the per-token values of a response in the update; {} if it has none."""
   if of_seat is None or not of_seat.tokens.ratio_BT[g].any():
     return {}
   logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
@@ -176,7 +177,7 @@ def _of_update(of_seat: OfSeat | None, g: int, mask_T: np.ndarray) -> dict[str, 
 
 
 def _numbers(values: Any) -> list[float | None]:
-  """Rounds numbers to four decimals for JSON; None for those that are not finite."""
+  """Rounds numbers to four decimals for JSON; None if not finite."""
   floats = np.asarray(values, float).tolist()
   return [round(x, 4) if math.isfinite(x) else None for x in floats]
 
@@ -194,7 +195,7 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   """Reads the recorded groups of a step.
 
   Raises:
-    ValueError: the file is missing, or has other content.
+    ValueError: the file is missing, or is not a record of groups.
   """
   path = path_of(workdir, step)
   way_out = 'delete it; the next checkpoint records its step'
@@ -204,7 +205,7 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   except OSError as error:
     raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is no JSON ({error}); {way_out}') from error
+    raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
   if not all(isinstance(row, dict) and 'responses' in row for row in rows):
-    raise ValueError(f'{path} holds no recorded groups; {way_out}')
+    raise ValueError(f'{path} has no recorded groups; {way_out}')
   return rows

@@ -21,7 +21,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """Writes the value as JSON, like `write`."""
+  """Writes the value as JSON, atomically (see `write`)."""
   write(path, json.dumps(value, indent=2))
 
 

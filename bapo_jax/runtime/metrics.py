@@ -109,7 +109,7 @@ def report_lost(workdir: Path, step: int) -> None:
     copy = path.with_name('metrics-damaged.jsonl')
     shutil.copyfile(path, copy)
     message += f' (a copy of the file as it is: {copy})'
-  log(f'{message}; first {lost[0]}, last {lost[-1]}. The report is without them.')
+  log(f'{message}; first {lost[0]}, last {lost[-1]}. The report omits these steps.')
 
 
 def _need(package: str, knob: str) -> types.ModuleType:

@@ -1,7 +1,7 @@
 """Measures where the wall time goes, and shows how far along the run is.
 
 1. `PhaseTimer` charges every second to the innermost open phase;
-2. `progress_bar` shows a rate and the time left, more seldom in a log;
+2. `progress_bar` shows a rate and the time left; it updates less often in a log;
 3. `log` prints a line without breaking the bar;
 4. `quiet_absl` keeps warnings of libraries off the console.
 """

@@ -104,7 +104,7 @@ def check_shared(workdir: str) -> None:
       if time.monotonic() > deadline:
         raise ValueError(
           f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
-          'is another directory than that of process 0; give one on a file system that '
+          'is not the directory of process 0; give a directory on a file system that '
           'all processes share'
         )
       time.sleep(0.2)
@@ -195,10 +195,10 @@ def read_config(path: str) -> dict[str, Any]:
   Raises:
     ValueError: the file is missing or has no config.
   """
-  way_out = 'give another --workdir, or put the config of the run back'
+  way_out = 'give another --workdir, or restore the config of the run'
   values = files.read_json(path, way_out)
   if not isinstance(values, dict):
-    raise ValueError(f'{path} has no config but {str(values)[:40]!r}; {way_out}')
+    raise ValueError(f'{path} contains {str(values)[:40]!r}, not a config; {way_out}')
   return values
 
 

@@ -92,7 +92,7 @@ def _run(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """Returns (source of the weights, result, samples); step None: model.path."""
   timer, config = PhaseTimer(), r.config
-  material = build.read_held_out(r, workdir)
+  material = build.read_held_out(r)
   if step is None:
     source = config.model.path
     params = policy.load(r, workdir, timer)

@@ -65,15 +65,15 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
     which: newest, best or a step, see checkpoint.choose; nothing later is read.
 
   Raises:
-    ValueError: the workdir holds no run, or no recorded group.
+    ValueError: the workdir has no run, or no recorded group.
   """
   path = os.path.join(workdir, 'config.json')
   if not os.path.exists(path):
-    raise ValueError(f'--workdir={workdir} holds no run; train there first')
+    raise ValueError(f'--workdir={workdir} has no run; train there first')
   try:
     config = config_lib.from_json(read_config(path))
   except pydantic.ValidationError as error:
-    raise ValueError(f'{path} holds no config of this version: {error}') from error
+    raise ValueError(f'{path} is not a config of this version: {error}') from error
   until = math.inf
   if which != 'newest':
     until = checkpoint.choose(workdir, which) or math.inf

@@ -50,7 +50,7 @@ class Material(NamedTuple):
   held_out: Problems
 
 
-def read(config: Config, model: Model, workdir: str) -> Material:
+def read(config: Config, model: Model) -> Material:
   """Reads and tokenizes the training and the held-out problems.
 
   Raises:
@@ -60,7 +60,7 @@ def read(config: Config, model: Model, workdir: str) -> Material:
   return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
 
 
-def read_held_out(r: Resolved, workdir: str) -> Material:
+def read_held_out(r: Resolved) -> Material:
   """Reads the held-out problems, which take the place of those of training too.
 
   Raises:
@@ -283,5 +283,5 @@ def start(
   """
   r = resolve(config)
   with timer('load'):
-    material = read(config, r.model, workdir)
+    material = read(config, r.model)
   return build(r, material, verifier or make_verifier(config), workdir, timer)

@@ -177,7 +177,7 @@ def _rules(config: Config) -> None:
     raise ValueError(
       f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
       f'replays, prompts.count={config.prompts.count} x batch.replay.replay_ratio='
-      f'{config.batch.replay.replay_ratio} = {replayed}; give that much'
+      f'{config.batch.replay.replay_ratio} = {replayed}; give {replayed} or more'
     )
 
 
@@ -194,8 +194,8 @@ def _problems(config: Config) -> None:
   problems, count = config.problems, config.prompts.count
   if problems.source in MADE and count > problems.train:
     raise ValueError(
-      f'prompts.count={count}: give 1 to problems.train={problems.train}, the problems '
-      'that are made'
+      f'prompts.count={count} exceeds problems.train={problems.train}, the number of '
+      'generated training problems; lower prompts.count or raise problems.train'
     )
   source = problems.source if problems.source in WORDED else WORDED[0]
   wording, made = getattr(problems, source).wording, problems.source == source
@@ -214,7 +214,7 @@ def _batch(config: Config) -> None:
   if config.seats % minibatches:
     raise ValueError(
       f'prompts.count={prompts}{beside} groups do not divide into learner.minibatches='
-      f'{minibatches} parts of whole groups'
+      f'{minibatches} equal parts; use a divisor of {config.seats}'
     )
 
 
@@ -238,13 +238,14 @@ def check_shards(config: Config, shards: int) -> None:
   if config.minibatch_rows % shards:
     raise ValueError(
       f'a minibatch has {config.minibatch_rows} responses, which do not divide over '
-      f'{shards} device shards (mesh.data x mesh.fsdp)'
+      f'{shards} device shards (mesh.data x mesh.fsdp); change prompts.count or '
+      'learner.minibatches'
     )
   for name in ('max_num_seqs', 'prefill_batch_size'):
     if getattr(config.sampler, name) % shards:
       raise ValueError(
         f'sampler.{name}={getattr(config.sampler, name)} rows do not divide over '
-        f'{shards} device shards (mesh.data x mesh.fsdp)'
+        f'{shards} device shards (mesh.data x mesh.fsdp); give a multiple of {shards}'
       )
 
 

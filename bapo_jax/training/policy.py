@@ -1,8 +1,8 @@
-"""The weights of a run: read, warm-started, divided into frozen and trained.
+"""Loads or warm-starts the weights of a run; divides them into frozen and trained.
 
-1. `load` reads published weights, or gives random ones their warm start;
-2. `divide` separates the frozen weights from those that a run trains;
-3. `reader` reads all weights of a checkpoint, which stores only the trained ones.
+1. `load` reads published weights, or warm-starts random weights;
+2. `divide` separates the frozen weights from the trained weights;
+3. `reader` reads all weights of a checkpoint, which stores only the trained weights.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ TOWER = 'vision'  # the subtree of a vision tower, its merger included
 
 
 def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
-  """Returns published weights, or random ones after their warm start, on the mesh."""
+  """Loads published weights, or warm-starts random weights, laid out on the mesh."""
   if r.model.directory:
     with timer('load'):
       return hf_weights.load(r.model.directory, r.spec, r.mesh)
@@ -73,14 +73,14 @@ def reader(
 ) -> Read:
   """Returns a function from a parameter's path to its array on the host.
 
-  It reads one parameter of the checkpoint at a time, and merges adapters into the
-  weights that they adapt.
+  The function reads one parameter of the checkpoint at a time, and merges adapters
+  into the adapted weights.
 
   Args:
-    exact: in float32, where bfloat16 weights are a rounded copy of the optimiser's.
+    exact: read the optimiser's float32 master weights if the weights are bfloat16.
 
   Raises:
-    ValueError: the checkpoint, or the frozen weights beside it, are damaged or missing.
+    ValueError: the checkpoint or the frozen weights are damaged or missing.
   """
   spec = model.spec
   master = exact and config.model.dtype != 'float32' and not config.lora.rank
@@ -104,7 +104,7 @@ def reader(
 
 
 def _frozen_reader(model: Model, workdir: str) -> Read:
-  """Reads the weights that the run began with: published, or after the warm start."""
+  """Returns a reader of the initial weights: published, or after the warm start."""
   if model.directory:
     return hf_weights.reader(model.directory, model.spec)
   # The recipe of the warm start is in the run's own config.
@@ -150,7 +150,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     try:
       return weights.restore_params(path, like)
     except ValueError as error:  # the recipe is at hand
-      log(f'The warm start {path} is damaged ({error}): making it again.')
+      log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
     params = sharding.under(mesh, sft.fit)(
       r.tokenizer,

@@ -24,7 +24,7 @@ from bapo_jax.models import attention, lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import MERGE
+from bapo_jax.models.knobs import MERGE, TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
@@ -206,11 +206,14 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
   knobs = config.model.tower.model_dump()
   tower = VisionSpec(
     **knobs,
+    heads=TOWER_HEADS,
+    patch=TOWER_PATCH,
+    window=TOWER_WINDOW,
     out=spec.width,
     full_layers=(knobs['layers'] - 1,),
     image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
     merge=MERGE,
-    least_pixels=knobs['window'] ** 2,  # a picture smaller than a window is enlarged
+    least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
   )
   vision_spec.check(tower)
   side = 3 * spec.head_width // 16

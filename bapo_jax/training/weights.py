@@ -1,7 +1,7 @@
-"""Reads and writes weights alone: those of a checkpoint, or of a warm start.
+"""Reads the weights of a checkpoint; reads and writes those of a warm start.
 
 1. `read_params` reads a checkpoint's weights to the host, one parameter at a time;
-2. `save_params`, `restore_params` and `read_saved` keep a directory of weights alone;
+2. `save_params` writes weights to a directory; `restore_params`, `read_saved` read it;
 3. `fingerprint` identifies weights, whatever their mesh.
 """
 
@@ -29,17 +29,18 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
 
   Args:
     workdir: the directory of the run.
-    step: of the checkpoint.
-    part: of the run's arrays, such as 'buffer/reusable'.
+    step: learner step of the checkpoint.
+    part: part of the saved state, such as 'buffer/reusable'.
 
   Returns:
     A function from a parameter's path to its array.
 
   Raises:
-    ValueError: the checkpoint is damaged, or (from the function) the array not finite.
+    ValueError: the checkpoint is damaged. The returned function raises it as well if
+      an array is not finite.
   """
   path = os.path.join(checkpoint.home(workdir), str(step), 'arrays')
-  way_out = f'--checkpoint=<step> takes another: {checkpoint_steps(workdir)} are there'
+  way_out = f'give another one of {checkpoint_steps(workdir)} as --checkpoint=<step>'
   if why := checkpoint.damage(workdir, step):
     raise ValueError(f'the checkpoint of step {step} is damaged ({why}); {way_out}')
 
@@ -72,7 +73,7 @@ def restore_params(path: str, like: Tree) -> Tree:
   """Restores the weights at `path`, laid out as `like`.
 
   Raises:
-    ValueError: they are damaged, in words.
+    ValueError: the weights are damaged; the message says how.
   """
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(why)

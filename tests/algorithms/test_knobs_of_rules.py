@@ -19,7 +19,6 @@ INF = math.inf
     ({'clip.balanced.low': (0.6, 0.6)}, ['clip.balanced.low_step=0.02']),
     ({'clip.balanced.high_step': 2.0}, ['clip.balanced.high_step=2.0']),
     ({'clip.balanced.low_step': 1e-9}, ['clip.balanced.low_step=1e-09']),
-    ({'clip.recipe.low_step': 0.5}, ['clip.recipe.low_step=0.5']),
     ({'clip.balanced.sources': ()}, ['clip.balanced.sources=()']),
     (
       {'buffer.reevaluate': 3, 'buffer.capacity': 2},
@@ -47,7 +46,7 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(values, names):
 
 def test_bounds_that_are_held_or_unlimited_are_accepted():
   held = {'low': (0.7, 0.7), 'low_step': 0.0}
-  parse({'clip': {'balanced': held, 'recipe': held}})
+  parse({'clip': {'balanced': held}})
   # The continuous search needs no steps.
   continuous = {'resolution': 'continuous', 'low_step': 0.0, 'high_step': 99.0}
   parse({'clip': {'balanced': continuous}})

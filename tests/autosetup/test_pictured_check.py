@@ -46,7 +46,7 @@ def test_lengths_count_what_pictures_take(config, one_device):
 
 def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
   r = resolve.resolve(config)
-  material = build.read(config, r.model, str(tmp_path))
+  material = build.read(config, r.model)
   shown = check.short(r, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
 

@@ -90,7 +90,7 @@ def test_more_problems_than_there_are_is_refused_soon():
   begun = time.process_time()
   with pytest.raises(ValueError, match=r'train \+ test = 50001'):
     generate(50_001, **knobs)
-  assert time.process_time() - begun < 5  # measured: at most 1
+  assert time.process_time() - begun < 10
 
 
 def solved(count=60, **noise):

@@ -293,7 +293,7 @@ def test_fifty_thousand_problems_are_made_or_refused_within_seconds(family, leve
       synthetic.generate(problems)
   else:
     assert len(set(synthetic.generate(problems))) == 50_512
-  assert time.process_time() - begun < 10  # measured: at most 2
+  assert time.process_time() - begun < 15  # at most 3 on a busy machine
 
 
 def test_all_problems_there_are_can_be_drawn():

@@ -20,7 +20,8 @@ from bapo_jax.types import ClipRule
 
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
 B = P * G
-PRODUCTS = B * T * making.SPEC.width  # summed in a gradient of the tiny model
+# Summed in a gradient, through all layers.
+PRODUCTS = B * T * making.SPEC.width * making.SPEC.layers
 AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 RULES = {
   'fixed': making.bound(clip.fixed, low=0.8, high=1.2),

@@ -30,7 +30,7 @@ SPEC = transformer.ModelSpec(
   tied=True,
 )
 B, T = 32, 30
-PRODUCTS = B * T * SPEC.width  # summed in a gradient
+PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
 FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
 AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 CLIPS = {

@@ -103,7 +103,7 @@ def wanted():
 
 
 def close(found, expected):
-  making.close_trees(found, expected, count=B * T * SEEING.width)
+  making.close_trees(found, expected, count=B * T * SEEING.width * SEEING.layers)
 
 
 def test_log_probabilities_are_those_of_whole_rows():

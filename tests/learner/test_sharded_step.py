@@ -69,4 +69,4 @@ def test_eight_devices_give_the_loss_and_the_gradient_of_one(tied, parts, split,
   )
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(moved))
   # Weights of size 1 that moved: the difference has their rounding.
-  making.close_trees(moved_spread, moved, count=P * G * T * SPEC.width)
+  making.close_trees(moved_spread, moved, count=P * G * T * SPEC.width * SPEC.layers)

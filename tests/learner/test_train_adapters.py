@@ -59,7 +59,7 @@ def gradients(before, after):
 
 def close(found, expected, name):
   assert np.abs(expected).max() > 0, name
-  making.close(found, expected, count=P * G * T * SPEC.width, name=name)
+  making.close(found, expected, count=P * G * T * SPEC.width * SPEC.layers, name=name)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,6 @@ def test_a_run_with_a_mistyped_path_says_how_the_hub_is_named(name, knob, offlin
   config = tiny(**{knob: name})
   with pytest.raises(ValueError) as error:
     resolve.check_available(config)
-    build.read(config, resolve.open_model(config), 'work')
+    build.read(config, resolve.open_model(config))
   assert f'hub:{name}' in str(error.value)
   assert not offline

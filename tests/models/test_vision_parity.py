@@ -164,7 +164,7 @@ def test_each_picture_is_read_by_itself(pair):
       windows=grids.count_windows([(high, wide)], v),
     )
     first = start // v.merge**2
-    oracles.close(whole_RMD[3, first : first + n // v.merge**2], alone_1MD[0], 64)
+    oracles.close(whole_RMD[3, first : first + n // v.merge**2], alone_1MD[0], 128)
     start += n
 
 
@@ -192,7 +192,7 @@ def test_a_mesh_computes_the_same(pair):
   rows = sharding.split_rows((pixels_RZE, grid_RI2), mesh)
   run = sharding.under(mesh, jax.jit(tower.forward, static_argnames='spec'))
   found = run(placed['vision'], *rows, spec)
-  oracles.close(found, alone, 64)
+  oracles.close(found, alone, 128)
 
 
 def test_the_gradient_is_finite_and_reaches_every_parameter(pair):

@@ -316,7 +316,7 @@ def test_a_process_that_does_not_see_the_workdir_is_refused_by_all(
   # One of an earlier run lies there, which another process had locked.
   (tmp_path / 'one' / 'run').mkdir()
   (tmp_path / 'one' / 'run' / '.lock').write_text('process 1 on host\nffff\n')
-  words = '--workdir=run of process 1 on .* is another directory than that of process 0'
+  words = '--workdir=run of process 1 on .* is not the directory of process 0'
   monkeypatch.chdir(tmp_path)
   refused(pathlib.Path('run'), words, apart=apart)
   assert sorted(os.listdir('zero/run')) == ['.lock', 'config.json']

@@ -51,16 +51,16 @@ def mesh(config):
   return sharding.make(**config.mesh.model_dump(), devices=jax.devices())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_plan_of_a_small_config(topology, tmp_path):
-  # 131072 slots of 57 columns are 7 GiB of cache per device, twice as many too much.
+  # 2^20 slots take 18 GiB per device, most of them as padding of short rows.
   flags = ['--mode=plan', '--topology=v5e:2x2', f'--workdir={tmp_path / "run"}']
   knobs = {
     'model.layers': 1,
     'prompts.count': 16,
     'learner.minibatches': 1,
     'sampler.prefill_batch_size': 8,
-    'sampler.max_num_seqs': 262144,
+    'sampler.max_num_seqs': 1 << 20,
   }
   run = subprocess.run(
     [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py', *flags]
@@ -68,13 +68,13 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=1800,
   )
   assert run.returncode == 1, run.stderr
   for name in ('train step', 'log-prob pass', 'prefill'):
-    assert re.search(rf'^{name} .* fits, 1\d\.\d left$', run.stdout, re.M), run.stdout
+    assert re.search(rf'^{name} .* fits, \d+\.\d left$', run.stdout, re.M), run.stdout
   (line,) = re.findall(r'^decode .*$', run.stdout, re.M)[:1]
-  assert 'GiB too much; --config.sampler.max_num_seqs=131072 fits' in line
+  assert 'GiB too much; --config.sampler.max_num_seqs=524288 fits' in line
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
 
 

@@ -100,7 +100,8 @@ class Script:
 
   def train_step(self, params, opt, batch):
     self.freed.append(self.actor['updates'].is_deleted())
-    return {'updates': params['updates'] + 1}, opt, self.updates(len(self.freed) - 1)
+    metrics = self.updates(len(self.freed) - 1)
+    return {'updates': params['updates'] + 1}, opt, metrics, None
 
   def loop(self, **fields: int) -> list[tuple[TrainState, trainer.Metrics, Any]]:
     """Returns all steps, from a state whose buffer has two hard problems."""

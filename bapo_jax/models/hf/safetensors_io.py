@@ -7,7 +7,7 @@
 A file is the length n of its header (eight bytes), n bytes of JSON {name: {dtype,
 shape, data_offsets}}, and the data. The safetensors library validates headers here but
 neither reads nor writes data: it maps a file or reads a whole tensor (256 MiB for a
-slice of 8, measured with 0.8.0), and it writes from whole dictionaries.
+slice of 8 MiB, measured with 0.8.0), and it writes from whole dictionaries.
 """
 
 import json

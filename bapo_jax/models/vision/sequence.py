@@ -85,7 +85,7 @@ def embedded(
   spec: ModelSpec,
   schedule: Schedule = Schedule(),
 ) -> EmbeddedPictures:
-  """Embeds pictures with the tower of these weights, unless they are embedded."""
+  """Embeds pictures with the vision tower; returns embedded pictures unchanged."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
   merged_PMD = _merged(params, pictures, spec, schedule)

@@ -72,7 +72,8 @@ def check(v: VisionSpec) -> None:
     )
   if bad := [i for i in v.full_layers if not 0 <= i < v.layers]:
     raise ValueError(
-      f'vision: fullatt_block_indexes has layer {bad[0]}, and there are {v.layers}'
+      f'vision: fullatt_block_indexes has layer {bad[0]}, but the tower '
+      f'has {v.layers} layers'
     )
 
 

@@ -302,9 +302,9 @@ def equal(gold: Tree, given: Tree, digits: int) -> bool:
   """Returns whether two trees without variables have the same value.
 
   Args:
-    digits: decimal digits to compare, unless both trees are plain. More than three
-      times the characters of both separate an irrational number from every fraction
-      that can be written in so many characters.
+    digits: decimal digits to compare; ignored if both trees are plain, which are
+      compared exactly. With more than three digits per character of both texts, an
+      irrational number differs from every fraction that fits in as many characters.
 
   Raises:
     ValueError: an exponent is too large, or a divisor is 0.

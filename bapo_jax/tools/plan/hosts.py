@@ -6,8 +6,8 @@
 3. `memory` counts the memory of a process on its host;
 4. `table` prints them, with the axes of the mesh that stay inside a host.
 
-Bytes are those that must cross, whatever way the collectives take: each host needs what
-its own devices do not have, once. All are counted by hand or read from HLO text.
+The traffic is a lower bound for any algorithm of the collectives: each host receives
+once the data that its devices lack. Bytes are counted by hand or read from HLO text.
 """
 
 import itertools
@@ -39,16 +39,16 @@ def processes(mesh: Mesh) -> list[int]:
 def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
   """Counts the bytes that collectives bring into one host, per run of the program.
 
-  Of n devices that gather an array, k on one host: the host needs (n - k) / n of it; a
-  scatter is a gather backwards, a sum is both.
+  If n devices gather an array and k of them are on one host, the host receives
+  (n - k) / n of the array. A scatter counts as one gather, a sum as two.
 
   Args:
     text: HLO.
-    process_of: of `processes`.
-    most: of hlo.runs.
+    process_of: host of each device, from `processes`.
+    most: upper limit of iterations, see `hlo.runs`.
 
   Returns:
-    The bytes of the host that receives most.
+    The bytes into the host that receives the most.
   """
   shares: dict[tuple[str, str], dict[int, float]] = {}
   total: dict[int, float] = defaultdict(float)
@@ -64,7 +64,7 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
 def _shares(
   kind: str, groups: list[list[int]], process_of: Sequence[int]
 ) -> dict[int, float]:
-  """Returns host -> bytes into it per byte of the collective."""
+  """Maps each host to the bytes that it receives per byte of the collective."""
   found: dict[int, float] = defaultdict(float)
   if kind == 'collective-permute':
     for source, target in groups:
@@ -87,8 +87,8 @@ def weight_sync(
   """Counts the bytes into one host for a new actor: columns are gathered over fsdp.
 
   Args:
-    shape: of the mesh.
-    process_of: of `processes`.
+    shape: sizes of the mesh axes.
+    process_of: host of each device, from `processes`.
   """
   F, tensor = shape['fsdp'], shape['tensor']
   layout = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
@@ -143,7 +143,7 @@ def table(
   """Prints the hosts, the bytes into one of them per step, and its memory.
 
   Args:
-    between: program -> bytes into one host per run, of `crossing`.
+    between: program -> bytes into one host per run, from `crossing`.
     steps: program -> tokens (or other units) of one run.
   """
   process_of, shape = processes(job.mesh), job.shape

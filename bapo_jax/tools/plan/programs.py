@@ -80,7 +80,8 @@ def tpu_spec(config: Config) -> ModelSpec:
   path = config.model.path
   if path and not os.path.isfile(os.path.join(path, 'config.json')):
     raise ValueError(
-      f'--config.model.path={path} has no config.json; a plan needs no other file'
+      f'--config.model.path={path} has no config.json; give a directory with '
+      'this file, the only file that a plan reads'
     )
   spec = (
     resolve.read_spec(config, path, None) if path else resolve.open_model(config).spec

@@ -1,10 +1,11 @@
-"""Lower bounds on the time of a step: FLOPs and bytes counted by hand, per chip.
+"""Computes lower bounds on the time of a step from hand-counted FLOPs and bytes.
 
 1. `CHIPS` lists the memory and the peak rates of a device of each kind;
-2. `forward` counts one token's products; `train`, `score`, `prefill` and `decode` add
-   them up to the cost of a program; `train_links` and `decode_links` count what links
-   bring where no compiled program says it;
-3. `Cost.seconds` divides: lower bounds, reached only if nothing waits.
+2. `forward` counts the FLOPs of one token; `train`, `score`, `prefill` and `decode`
+   return the cost of a program; `train_links` and `decode_links` count the bytes over
+   links if there is no compiled program to read them from;
+3. `Cost.seconds` divides the cost by the peak rates, which a program reaches only if
+   nothing waits.
 """
 
 import math
@@ -48,7 +49,7 @@ class Cost(NamedTuple):
   linked: float  # bytes that the device receives from collectives inside loops
 
   def seconds(self, chip: Chip) -> dict[str, float]:
-    """Lower bound by products, by memory and by links."""
+    """Returns lower bounds in seconds by products, by memory and by links."""
     return {
       'products': self.flops / chip.flops,
       'memory': self.bytes / chip.memory,
@@ -65,7 +66,7 @@ class Products(NamedTuple):
 
   @property
   def all(self) -> float:
-    """FLOPs of the whole pass."""
+    """Returns the FLOPs of the whole pass."""
     return sum(self)
 
 
@@ -88,7 +89,7 @@ def forward(spec: ModelSpec, context: float) -> Products:
 
 
 def activations(spec: ModelSpec, tensor: int) -> float:
-  """Counts bytes moved per token of a forward pass: operand and result of products.
+  """Counts bytes moved per token of a forward pass: operands and results of products.
 
   Args:
     tensor: devices that share heads and feed-forward width.
@@ -108,18 +109,19 @@ def train(
   linked: float,
   adapters: int = 0,
 ) -> Cost:
-  """Counts one optimiser update on `rows` rows: three times a forward pass.
+  """Counts the cost of one optimiser update on `rows` rows.
 
-  Twice for frozen weights, whose own gradient is not computed.
+  The FLOPs of the model are those of three forward passes, or of two for frozen
+  weights, which need no gradient.
 
   Recomputed: the head once (chunks), the layers once with remat='full' (attention alone
-  with 'dots', unless the kernel's results are saved), and everything once more where
+  with 'dots', unless the kernel's results are saved), and everything once more if
   several micro-batches share their bounds and bounds_pass is 'again'.
 
   Args:
-    rows, length: of the minibatch, on all devices.
+    rows, length: shape of the minibatch, over all devices.
     linked: see Cost.
-    adapters: numbers of adapters, which are trained in place of the weights; 0: none.
+    adapters: number of adapter parameters; 0: all weights are trained.
   """
   devices, tokens = math.prod(shape.values()), rows * length
   once, trained = forward(spec, length / 2), adapters or transformer.count(spec)
@@ -165,7 +167,7 @@ def train_links(
 
   Per micro-batch the weights are gathered over fsdp for each forward pass and for the
   backward pass; their gradients are scattered over fsdp, and summed in float32 over
-  data. Per pass and layer two sums of the hidden states go round over tensor.
+  data. Each pass sums the hidden states over tensor twice per layer.
   """
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
   several, c = grad_accum_steps > 1, itemsize(spec.compute)
@@ -193,7 +195,7 @@ def _hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
 def score(
   spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
 ) -> Cost:
-  """Counts the log-probabilities of `rows` rows of `length` tokens."""
+  """Counts the cost of scoring `rows` rows of `length` tokens."""
   devices, tokens = math.prod(shape.values()), rows * length
   flops = forward(spec, length / 2).all * tokens / devices
   moved = 2 * itemsize(spec.compute) * transformer.count(spec) / shape['tensor']
@@ -204,7 +206,7 @@ def score(
 def prefill(
   spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
 ) -> Cost:
-  """Counts `rows` prompts of `length` tokens; no logits."""
+  """Counts the cost of prefilling `rows` prompts of `length` tokens, without logits."""
   once, devices = forward(spec, length / 2), math.prod(shape.values())
   flops = (once.layers + once.attention) * rows * length / devices
   moved = itemsize(spec.compute) * matrices(spec) / shape['tensor']
@@ -216,9 +218,9 @@ def prefill(
 def tower(
   spec: ModelSpec, shape: MeshShape, rows: int, patches: int, linked: float
 ) -> Cost:
-  """Counts a forward pass of `rows` pictures of `patches` patches.
+  """Counts the cost of the vision tower on `rows` pictures of `patches` patches.
 
-  A patch attends to its window, in some layers to its picture; the merger joins four
+  A patch attends to its window, or in some layers to its picture; the merger joins four
   patches. Only the weights, read once, are counted as moved.
   """
   v = spec.vision
@@ -241,10 +243,14 @@ def decode(
   cache: float,
   linked: float,
 ) -> Cost:
-  """Counts one token in each of `slots` slots: weights and cache are read once.
+  """Counts the cost of decoding one token in each of `slots` slots.
+
+  Weights and cache are read once.
 
   Args:
-    cache: bytes of keys and values on one device.
+    length: tokens that each slot attends to.
+    cache: bytes of the KV cache per device.
+    linked: see Cost.
   """
   devices = math.prod(shape.values())
   flops = forward(spec, length).all * slots / devices

@@ -1,12 +1,12 @@
-"""All meshes of a topology, compared by hand counts: nothing is compiled.
+"""Compares all meshes of a topology by hand counts, without compiling anything.
 
 1. `shapes` lists the ways to lay out n devices as (data, fsdp, tensor);
-2. `judge` finds the micro-batches and slots that fit one of them and are fastest, or
-   says why none do;
-3. `search` does so for all and sorts them; `table` prints the best and the refused.
+2. `judge` finds the fastest micro-batches and slots that fit a mesh, or the reason why
+   nothing fits;
+3. `search` judges and sorts all meshes; `table` prints the best and the refused meshes.
 
-Memory comes from training/budget.py, time from the roofline with hand-counted links: it
-found 47 to 81 % of the bytes on links of three compiled train steps.
+Memory comes from training/budget.py, time from the roofline with hand-counted links,
+which found 47 to 81 % of the bytes on links of three compiled train steps.
 """
 
 import itertools
@@ -76,10 +76,10 @@ def search(
   devices: Sequence[Any],
   memory: float,
 ) -> tuple[list[Choice], dict[str, str]]:
-  """Returns (meshes that fit, the fastest first; name -> why another does not).
+  """Returns (meshes that fit, fastest first; name of an unfit mesh -> reason).
 
   Args:
-    devices: of the topology, in order.
+    devices: devices of the topology, in order.
     memory: bytes that a device may use.
   """
   found, refused = [], {}
@@ -89,7 +89,7 @@ def search(
       found.append(judge(config, spec, chip, mesh, memory))
     except ValueError as error:
       refused[name(shape)] = str(error)
-  # Where products bound several of them, the one with the least on its links.
+  # If products bound several meshes, the mesh with the least traffic comes first.
   return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
 
 
@@ -103,7 +103,7 @@ def judge(
   """Finds the fastest micro-batches and slots that fit this mesh.
 
   Raises:
-    ValueError: none does; or the mesh does not divide the model or its rows.
+    ValueError: nothing fits, or the model or the rows do not divide over the mesh.
   """
   sharding.shardings(transformer.abstract(spec), mesh)
   shards, rows = sharding.row_shards(mesh), config.minibatch_rows
@@ -154,8 +154,8 @@ def _updates(
       found.append((steps, schedule, needed, cost.seconds(chip)))
   if not found:
     raise ValueError(
-      f'an update needs {least / GIB:.0f} of {memory / GIB:.0f} GiB, even with a row '
-      'at a time'
+      f'an update needs {least / GIB:.0f} GiB per device, even with one row per '
+      f'micro-batch, and {memory / GIB:.0f} GiB are available'
     )
   return found
 
@@ -163,7 +163,7 @@ def _updates(
 def _decoding(
   config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
 ) -> tuple[int, float, dict[str, float]]:
-  """Returns (slots, bytes, seconds of a token in each) of the most slots that fit.
+  """Returns (slots, bytes, seconds per token) for the most slots that fit.
 
   Tries the configured number, doubled or halved.
 
@@ -187,8 +187,8 @@ def _decoding(
       cost = roofline.decode(spec, shape, slots, T, cache, linked)
       return slots, needed, cost.seconds(chip)
   raise ValueError(
-    f'decoding needs {needed / GIB:.0f} of {memory / GIB:.0f} GiB, even with {shards} '
-    'slots or fewer'
+    f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
+    f'over {shards} shards, and {memory / GIB:.0f} GiB are available'
     if needed < math.inf
     else f'slots do not divide over {shards} shards; change sampler.max_num_seqs'
   )

@@ -94,10 +94,10 @@ def roofline_table(
 def _step_lines(
   took: dict[str, float], config: Config, mean_share: float
 ) -> Iterator[str]:
-  """Prints lower bounds on decoding and learning of a step.
+  """Prints lower bounds on the decoding and learning time of a step.
 
   Args:
-    took: program -> seconds at least.
+    took: program -> lower bound on its time in seconds.
   """
   sampler = config.sampler
   if 'decode' in took:
