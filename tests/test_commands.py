@@ -96,21 +96,20 @@ def main(workdir):
   )
 
 
-def execute(command, **environment):
+def execute(command, statuses=(0,)):
   """Runs a command at the top of the repository; returns its output."""
   done = subprocess.run(
     command,
     cwd=ROOT,
     env=os.environ
     | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1'}
-    | {'PYTHON': sys.executable}
-    | environment,
+    | {'PYTHON': sys.executable},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
     timeout=LIMIT_S,
   )
-  assert done.returncode == 0, done.stdout[-4000:]
+  assert done.returncode in statuses, done.stdout[-4000:]
   return done.stdout
 
 
@@ -194,4 +193,6 @@ def test_a_printed_command_runs(command, stand_ins, tmp_path):
   for module, package in NEEDS.items():
     if module in command and not installed(package):
       pytest.skip(f'{package} is not installed')
-  execute(small(command, stand_ins, tmp_path / 'work'))
+  # A check of a random model ends with 1: no response is right.
+  statuses = (0, 1) if '--mode=check' in command else (0,)
+  execute(small(command, stand_ins, tmp_path / 'work'), statuses)
