@@ -7,10 +7,10 @@ r"""RL on pictures: what is asked for stands in the picture alone.
     --mode=eval --config.problems.drawn.kind=blank
 
 The default: bars that are drawn from a seed beside an axis, and a question such as
-`x1-x3 mod 10` (bapo_jax/data/made/drawn.py), for a policy of 0.16 M parameters, a
-tower of two layers included. A supervised warm start teaches both to read the bars,
-then to misread them; RL is what remains. Whoever does not see the picture is right one
-time in ten: the third command evaluates the run on the same problems with empty pictures.
+`x1-x3 mod 10` (bapo_jax/data/made/drawn.py), for a policy of 0.16 M parameters, a tower
+of two layers included. A supervised warm start teaches both to read the bars, then to
+misread them; RL is what remains. Whoever does not see the picture is right one time in
+ten: the third command evaluates the run on the same problems with empty pictures.
 
 It takes 2 min 40 s on two CPU cores that do nothing else. Its 40 steps raise held-out
 accuracy from .328 to .977 with seed 0, and from .215 to .980 with seed 2; with empty
