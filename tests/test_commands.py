@@ -83,7 +83,7 @@ def installed(package):
 def stand_ins(tmp_path_factory):
   """A folder with a model, problems, and the workdir of a finished tiny run."""
   folder = tmp_path_factory.mktemp('commands')
-  foreign.model(folder / 'model', 'qwen3')
+  foreign.model(folder / 'model', 'qwen3', max_position_embeddings=512)
   foreign.rows(folder / 'problems.jsonl', foreign.problems(48))
   foreign.rows(folder / 'held_out.jsonl', foreign.problems(8, 48))
   execute([sys.executable, *main(folder / 'run')])
