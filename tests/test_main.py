@@ -43,9 +43,9 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
-  ([GOOD, '--mode=export'], 'holds no checkpoint; train there first'),
+  ([GOOD, '--mode=export'], 'train there first'),
   ([GOOD, '--mode=eval'], 'names no model; train there first'),
-  ([GOOD, '--mode=show'], 'holds no run; train there first'),
+  ([GOOD, '--mode=show'], 'train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
   (
     [GOOD, '--config.problems.source=synthetic']

@@ -165,6 +165,7 @@ def test_10_a_base_model_is_given_a_chat_prompt(tmp_path, one_device):
   assert findings(tmp_path, model) == {}, 'without it a plain one is taken'
 
 
+@pytest.mark.nightly
 def test_the_check_of_a_model_that_knows_nothing(
   tmp_path, chat_model, one_device, capsys, monkeypatch
 ):

@@ -20,11 +20,11 @@ def config(tmp_path_factory):
   """Of a run on drawn pictures with a model that is read from a directory."""
   path = str(tmp_path_factory.mktemp('model'))
   embedded = tiny(**DRAWN)
-  tokenizer = resolve.open_model(embedded).tokenizer
-  spec = resolve.open_model(embedded).spec
+  model = resolve.open_model(embedded)
+  spec, tokenizer = model.spec, model.tokenizer
   flat = transformer.flatten(oracles.noisy(spec, 0))
   hf_weights.save(path, flat.__getitem__, spec)
-  export.write_configs(path, embedded, resolve.open_model(embedded), 'float32')
+  export.write_configs(path, embedded, model, 'float32')
   tokenizer.backend.save_pretrained(path)
   own = {'model.path': path, 'tokenizer.template': '{problem}\n'}
   return tiny(**{k: v for k, v in DRAWN.items() if 'tower' not in k} | own)

@@ -7,13 +7,14 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
+import runs
 from runs import tiny
 
-from bapo_jax.data import tokenizer
 from bapo_jax.rewards import verifiers
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
@@ -39,9 +40,8 @@ def started(workdir, **knobs):
   return build.start(tiny(**knobs), str(workdir), PhaseTimer(), verifier)
 
 
-def steps(workdir, **knobs) -> list[Step]:
-  """All steps of a tiny run."""
-  t, s = started(workdir, **knobs)
+def steps(t, s) -> list[Step]:
+  """Returns all steps of a run from a state."""
   updates, found = [], []
 
   def record(params, opt, batch):
@@ -63,7 +63,7 @@ def test_updates_without_a_token_are_in_no_mean_and_no_count(warm, one_device):
   knobs: dict[str, Any] = {'learner.minibatches': 8, 'steps': 2}
   knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
   done = 0
-  for step in steps(warm(), **knobs):
+  for step in steps(*started(warm(), **knobs)):
     n = len(step.of_live('loss/entropy'))
     assert n > 0
     for name in (
@@ -91,16 +91,17 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
 
 
 def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
-  knobs: dict[str, Any] = {'sampler.max_new_tokens': 5, 'steps': 1}
-  masked, plain = (
-    steps(warm(how), **knobs, **{'rewards.shaping.truncated': how})[0]
-    for how in ('masked', 'verified')
-  )
+  t, s = started(warm(), steps=1)
+  shaping = t.config.rewards.shaping.model_copy(update={'truncated': 'masked'})
+  config = t.config.with_values(rewards={'shaping': shaping})
+  # Updates donate the weights.
+  (masked,) = steps(dataclasses.replace(t, config=config), jax.tree.map(jnp.copy, s))
+  (plain,) = steps(t, s)
   assert 0 < plain.row['rollout/truncated'] < 1
   for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
     assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name
   # An end token among those sampled, or nothing of the row is in the loss.
-  eos = tokenizer.load('characters', '').eos
+  eos = t.tokenizer.eos
   rows = 0
   for (batch, _), (whole, _) in zip(masked.updates, plain.updates, strict=True):
     np.testing.assert_array_equal(batch.tokens_BT, whole.tokens_BT)
@@ -114,8 +115,8 @@ def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
 
 def test_tokens_of_other_weights_retain_the_samplers_numbers(warm, one_device):
   # A partial rollout: its first tokens are a step older than its last.
-  knobs: dict[str, Any] = {'rollout.max_off_policy_steps': 1, 'steps': 3}
-  knobs |= {'rollout.max_tokens_per_step': 3.0, 'learner.recompute_logprobs': 'on'}
+  knobs: dict[str, Any] = runs.PARTIAL | {'steps': 3}
+  knobs |= {'learner.recompute_logprobs': 'on'}
   t, s = started(warm(), **knobs)
   own, sampled = t.recompute, []
   assert own is not None
