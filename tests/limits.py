@@ -12,7 +12,9 @@ from collections.abc import Generator
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-LIMIT_S = 10.0
+# Ten seconds are the aim (--limit=10); CI stops what is far beyond it, until every test
+# has been timed on idle cores with an empty compile cache.
+CI_LIMIT_S = 120.0
 # Pure and quick, by measured durations: 90 s in all on two cores.
 FAST = {
   'algorithms': 'advantage knobs_of_rules loss replay_buffer',
@@ -53,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption(
     '--limit',
     type=float,
-    default=LIMIT_S if os.environ.get('CI') == 'true' else 0.0,
+    default=CI_LIMIT_S if os.environ.get('CI') == 'true' else 0.0,
     help='processor seconds of a test that is not nightly; 0: any',
   )
 
