@@ -67,8 +67,8 @@ class Recorded(NamedTuple):
   logp_BT: np.ndarray  # f32, nats, under the policy before the row's update
   loss_mask_BT: np.ndarray  # bool
   pieces: list[list[str]]  # the tokens of each row as text
-  ids: list[tuple[list[int], list[int]]] | None  # tokens of prompt and response
-  pictured: bool = False  # whether the problems have pictures
+  # Tokens of prompt and response; None in old records, and for problems with pictures.
+  ids: list[tuple[list[int], list[int]]] | None
 
 
 class Applied(NamedTuple):
@@ -119,7 +119,7 @@ def read(workdir: str) -> Recorded:
     logp_BT[mask_BT] = np.concatenate([response[name] for _, _, response in rows])
     return logp_BT
 
-  recorded_ids = all('prompt_ids' in group for group in groups)  # not in old records
+  recorded_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
   return Recorded(
     config,
     step,
@@ -131,7 +131,6 @@ def read(workdir: str) -> Recorded:
     mask_BT,
     [response['pieces'] for _, _, response in rows],
     [(g['prompt_ids'], r['ids']) for _, g, r in rows] if recorded_ids else None,
-    pictured=any(group.get('pictures') for group in groups),
   )
 
 
@@ -258,9 +257,8 @@ def entropy_changes(
   Raises:
     ValueError: the record has no token ids, or its problems have pictures.
   """
-  if recorded.pictured or recorded.ids is None:
-    what = 'problems with pictures' if recorded.pictured else 'no token ids'
-    raise ValueError(f'the record has {what}; use that of a new run without pictures')
+  if recorded.ids is None:
+    raise ValueError('the record has no token ids, or pictures; use that of a new run')
   # Rows of prompt and response, and the column of each recorded token in them.
   rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
   X = max(map(len, rows))

@@ -203,8 +203,7 @@ def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
       seeds = module.get_experiment(name).seeds
       verdict, effects = judge(claim, results.get(name, {}), seeds)
       figure = next(iter(module.SHOWN[name].figures), '')
-    linked = verdict != NOT_RUN and figure
-    link = f'[{name}](figures/{figure}.png)' if linked else name
+    link = f'[{name}](figures/{figure}.png)' if effects and figure else name
     effect = '; '.join(effects)
     rows.append([claim.text, claim.source, claim.scale, verdict, effect, link])
   header = ['claim', 'in the paper', 'scale', 'verdict', 'effect here', 'experiment']

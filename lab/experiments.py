@@ -100,10 +100,8 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
     ValueError: a config is invalid, or two runs have the same config.
   """
   factors = experiment.factors
-  combinations = [
-    dict(zip(factors, levels, strict=True))
-    for levels in itertools.product(*factors.values())
-  ]
+  products = itertools.product(*factors.values())
+  combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
   specs: dict[str, RunSpec] = {}
   run_of: dict[str, str] = {}  # fingerprint -> run name
   for seed, levels, arm in itertools.product(
@@ -154,15 +152,11 @@ def outcome(
   rows = metrics.read(workdir)
   trained = [row for row in rows if row['step'] > 0]
   columns = ('step', 'eval/accuracy', 'eval/stderr', 'rollout/responses')
-  evaluations = [
-    [_short(row.get(name, 0.0)) for name in columns]
-    for row in rows
-    if 'eval/accuracy' in row
-  ]
+  evaluated = [row for row in rows if 'eval/accuracy' in row]
+  evaluations = [[_short(row.get(name, 0.0)) for name in columns] for row in evaluated]
   size = run.config.evaluate.group_size
   right = {}
-  steps = [int(row['step']) for row in rows if 'eval/accuracy' in row]
-  for step in sorted({steps[0], steps[-1]}):
+  for step in sorted({int(evaluated[i]['step']) for i in (0, -1)}):
     samples = evaluate.read_recorded(workdir, step)['samples']
     verdicts = [bool(sample['correct']) for sample in samples]
     right[str(step)] = np.reshape(verdicts, (-1, size)).sum(1).tolist()
@@ -221,12 +215,11 @@ def undone(
   for name, run in specs.items():
     path, config = f'{results}/{name}.json', fingerprint(run.config)
     if not os.path.exists(path):
-      if config in by_config:
-        identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
-        write(results, name, by_config[config] | identity)
-      else:
+      if config not in by_config:
         missing[name] = run
-      continue
+        continue
+      identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
+      write(results, name, by_config[config] | identity)
     stored = files.read_json(path, WAY_OUT)
     if stored.get('config') != config:
       raise ValueError(f'{path} has another config than the description; {WAY_OUT}')

@@ -67,11 +67,10 @@ def share(folder: str, name: str, start: str) -> bool:
   path = pathlib.Path(folder, name, 'warmstart', start)
   if not start or path.is_dir():
     return True
-  others = pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}')
-  source = next((other for other in others if other.is_dir()), None)
-  if source is not None:
+  for source in pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}'):
     files.copy_folder(source, path)
-  return source is not None
+    return True
+  return False
 
 
 def drive(

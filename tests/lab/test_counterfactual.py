@@ -29,11 +29,11 @@ def response(reward, ratios, **changed):
   } | changed
 
 
-def recorded(tmp_path, *responses):
+def recorded(tmp_path, *responses, **fields):
   """The record of one group."""
   (tmp_path / 'groups').mkdir()
   (tmp_path / 'config.json').write_text(json.dumps(plain(Config())))
-  group = {'source': 'fresh', 'prompt': '1+1\n', 'responses': responses}
+  group = {'source': 'fresh', 'prompt': '1+1\n', 'responses': responses} | fields
   (tmp_path / 'groups' / '7.jsonl').write_text(json.dumps(group) + '\n')
   return counterfactual.read(str(tmp_path))
 
@@ -95,6 +95,19 @@ def test_rows_that_were_not_computed_are_left_out(tmp_path):
     (tmp_path / 'groups' / '7.jsonl').unlink()
     (tmp_path / 'groups').rmdir()
     recorded(tmp_path, idle)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'ids'),
+  [
+    ({'prompt_ids': [7]}, [([7], [8, 9])]),
+    ({'prompt_ids': [7], 'pictures': ['a.png']}, None),
+    ({}, None),
+  ],
+)
+def test_token_ids_are_read_from_new_records_of_texts(tmp_path, fields, ids):
+  one = response(1.0, [1.0, 1.1], ids=[8, 9])
+  assert recorded(tmp_path, one, **fields).ids == ids
 
 
 @pytest.mark.parametrize('run', ['grpo', 'both'])
