@@ -75,6 +75,7 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
   assert overlap('drawn', 'drawn') == []
 
 
+@pytest.mark.nightly
 def test_a_model_that_sees_is_checked(config, one_device, tmp_path, capsys):
   assert check.check(config, str(tmp_path / 'work')) in (0, 1)
   text = capsys.readouterr().out

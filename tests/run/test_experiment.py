@@ -333,7 +333,7 @@ def kill_often(workdir, kills, random_, **knobs) -> int:
       def saving(last=before):
         return newest(workdir) > last and half_written(workdir)
 
-      wait_for(process, saving, where)
+      wait_for(process, saving, where, 0.001)
       until_saving = time.monotonic() - began
       time.sleep(random_.uniform(0, 0.06))
     else:  # anywhere: loading, compiling, resuming, between two saves
@@ -358,14 +358,17 @@ def half_written(workdir: pathlib.Path) -> list[str]:
 
 
 def wait_for(
-  process: subprocess.Popen, happened: Callable[[], object], where: str = ''
+  process: subprocess.Popen,
+  happened: Callable[[], object],
+  where: str = '',
+  every_s: float = 0.02,
 ) -> None:
   """Returns once it has happened, while the process is running."""
-  deadline = time.monotonic() + 300
+  deadline = time.monotonic() + 600
   while not happened():
     assert process.poll() is None, f'the run ended before it was stopped {where}'
     assert time.monotonic() < deadline, where
-    time.sleep(0.001)
+    time.sleep(every_s)
 
 
 def test_an_interrupted_warm_start_says_so(tmp_path):
