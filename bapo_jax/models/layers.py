@@ -39,7 +39,7 @@ REMAT = {
 
 
 class Schedule(NamedTuple):
-  """How an update is computed: trades memory for time, never changes a result."""
+  """Chooses how an update is computed: memory against time, with equal results."""
 
   remat: str = 'full'  # key of REMAT
   sequence_sharding: bool = False  # columns between layers over the mesh axis tensor

@@ -30,7 +30,7 @@ class ShapingConfig(Section):
 
 
 class RewardsConfig(Section):
-  """How responses are verified."""
+  """Knobs of verification."""
 
   rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] = knob(
     'aime', 'Verifier of problems that name none.'

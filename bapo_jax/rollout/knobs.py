@@ -9,7 +9,7 @@ from bapo_jax.knobs import Section, knob
 
 
 class SamplerConfig(Section):
-  """How responses are decoded."""
+  """Knobs of decoding."""
 
   group_size: int = knob(8, 'Responses per prompt.', least=2, most=4096)
   max_new_tokens: int = knob(
@@ -39,7 +39,7 @@ class SamplerConfig(Section):
 
 
 class RolloutConfig(Section):
-  """How old the weights and the responses may be."""
+  """Knobs of staleness: the age of weights and of responses."""
 
   weight_sync_interval: int = knob(
     1, 'Learner steps between two copies of the weights to the actor.', least=1

@@ -38,7 +38,7 @@ EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no rule is asked
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-  """How finished responses become groups with rewards."""
+  """Turns finished responses into groups with rewards."""
 
   problems: Problems
   tokenizer: Tokenizer

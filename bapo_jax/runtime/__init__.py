@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: its directory, its metrics, its console.
+"""Writes the directory, the metrics and the console of a run; joins its processes.
 
 Nothing here knows of a model or of an algorithm.
 """

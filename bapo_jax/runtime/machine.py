@@ -1,4 +1,4 @@
-"""What this machine has, known without JAX."""
+"""Reads the memory of this machine without importing JAX."""
 
 import contextlib
 import ctypes

@@ -98,7 +98,7 @@ class SftConfig(Section):
 
 
 class EvalSampling(Section):
-  """How evaluation samples; truncation is refused in training."""
+  """Knobs of sampling in evaluation; training refuses truncated distributions."""
 
   temperature: float = knob(1.0, 'Divides the logits; 0: greedy.', least=0, most=1000)
   top_k: int = knob(0, 'Sample from the k likeliest tokens; 0: from all.', least=0)

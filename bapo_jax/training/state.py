@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 
 
 class StepRecord(NamedTuple):
-  """What one learner step trained on, for its file in groups/."""
+  """Records the batch and the updates of one learner step, for its file in groups/."""
 
   step: int  # learner steps done before it
   groups: Groups  # its batch
