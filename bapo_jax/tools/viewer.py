@@ -29,12 +29,7 @@ STEPS = {'n': 1, 'b': -1}  # groups that a key moves forward
 
 
 def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
-  """Draws one group.
-
-  Args:
-    at: its index.
-    views: keys of VIEWS that are on.
-  """
+  """Draws the group of index `at`, with the keys of VIEWS in `views` on."""
   group = groups[at]
   prompt = Text(_visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
@@ -53,9 +48,7 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
 
 def _explanations(group: RecordedGroup, views: set[str]) -> Iterator[Text]:
   """Explains the views of tokens that are on."""
-  if not views & {'p', 'c'}:
-    return
-  if group.step is None:
+  if views & {'p', 'c'} and group.step is None:
     text = 'An evaluation records only text; the groups of a step have tokens too.'
     yield Text(text, style='yellow')
     return
@@ -101,7 +94,7 @@ def _body(response: Response, views: set[str]) -> Text:
 
 
 def _notes(response: Response, views: set[str]) -> list[str]:
-  """Returns what stands beside each token: its probability, its ratio, or ''."""
+  """Returns the note beside each token: its probability, its ratio, or ''."""
   notes = [''] * len(response.pieces or ())
   if 'p' in views and response.logp_T is not None:
     for i, p in enumerate(np.exp(response.logp_T)):
@@ -146,33 +139,22 @@ def show(
   interactive = number is None and console.is_terminal
   if keys is None and interactive and sys.stdin.isatty():
     keys = pressed()
-  if interactive and keys is not None:
-    turn_pages(groups, views, console, keys)
+  at, on = (number or 1) - 1, set(views)
+  if not interactive or keys is None:
+    console.print(page(groups, at, on))
+    if number is None:
+      console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
     return 0
-  console.print(page(groups, (number or 1) - 1, set(views)))
-  if number is None:
-    console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
-  return 0
-
-
-def turn_pages(
-  groups: list[RecordedGroup], views: str, console: Console, keys: Iterable[str]
-) -> None:
-  """Draws a page per key, until q.
-
-  Args:
-    views: keys of VIEWS that are on at the start.
-  """
-  at, on = 0, set(views)
   names = ', '.join(f'{key}: {name}' for key, name in VIEWS.items())
   for key in itertools.chain([''], keys):
     if key == 'q':
       break
     at = min(max(at + STEPS.get(key, 0), 0), len(groups) - 1)
-    on = on ^ ({key} & set(VIEWS))
+    on ^= {key} & set(VIEWS)
     console.clear()
     console.print(page(groups, at, on))
     console.print(f'\nn: next, b: back, {names}, q: quit', style='dim')
+  return 0
 
 
 def pressed() -> Iterator[str]:

@@ -57,16 +57,8 @@ def memory(config, spec):
 @pytest.fixture
 def spec():
   """Two layers, 4 heads of each kind."""
-  return transformer.ModelSpec(
-    vocab=24,
-    width=16,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_width=4,
-    ffn=32,
-    compute='bfloat16',
-  )
+  sizes = dict(vocab=24, width=16, layers=2, heads=4, kv_heads=4, head_width=4, ffn=32)
+  return transformer.ModelSpec(**sizes, compute='bfloat16')
 
 
 @pytest.mark.parametrize(
@@ -95,10 +87,8 @@ def test_a_new_actor_by_hand(spec, shape, process_of, share):
 def test_axes_inside_a_host():
   of_four = [i // 4 for i in range(16)]
   assert hosts.inside({'data': 1, 'fsdp': 4, 'tensor': 4}, of_four) == ['tensor']
-  assert hosts.inside({'data': 4, 'fsdp': 2, 'tensor': 2}, of_four) == [
-    'fsdp',
-    'tensor',
-  ]
+  inner = hosts.inside({'data': 4, 'fsdp': 2, 'tensor': 2}, of_four)
+  assert inner == ['fsdp', 'tensor']
   assert hosts.inside({'data': 1, 'fsdp': 2, 'tensor': 8}, of_four) == []
 
 
@@ -148,18 +138,18 @@ def test_the_table_adds_up_a_step(spec):
   gib = 2**30
   between = {'train step': 3 * gib, 'decode': gib}
   job = Job(config, spec, Schedule(), mesh)
-  text = hosts.table(job, between, {'decode': 64})
+  text = hosts.table(job, between)
   assert text.startswith('2 hosts of 4 devices; inside a host: tensor\n')
   lines = {line[:16].strip(): line[16:].split() for line in text.splitlines()}
   n = config.updates_per_step
   assert [float(x) for x in lines['train step']] == [3, n, 3 * n]
   sampler = config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-  runs = rounds * sampler.max_new_tokens / 64
+  runs = rounds * sampler.max_new_tokens / sampler.tokens_per_dispatch
   assert [float(x) for x in lines['decode']] == pytest.approx([1, runs, runs], rel=1e-3)
   synced = hosts.weight_sync(spec, mesh.shape, [0] * 4 + [1] * 4) / gib
   found = [float(x) for x in lines['weight sync']]
   assert found == pytest.approx([synced, 1 / 4, synced / 4], rel=1e-3)
   mesh.devices = np.asarray(jax.devices()).reshape(1, 4, 2)
-  alone = hosts.table(job, between, {'decode': 64})
+  alone = hosts.table(job, between)
   assert alone.startswith('1 host of 8 devices') and 'weight sync' not in alone
