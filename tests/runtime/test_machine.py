@@ -1,4 +1,4 @@
-"""Memory that the C library holds."""
+"""Memory that the C library keeps."""
 
 import os
 import platform
