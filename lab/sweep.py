@@ -70,7 +70,8 @@ def share(folder: str, name: str, start: str) -> bool:
     return True
   for source in pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}'):
     part = f'{path}.tmp'
-    shutil.copytree(source, part, dirs_exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
     os.replace(part, path)  # a kill leaves a complete copy or none
     return True
   return False

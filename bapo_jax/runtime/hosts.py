@@ -317,13 +317,11 @@ def same_everywhere(values: dict[str, Any]) -> None:
         )
 
 
-def differences(
-  before: Any, now: Any, name: str = ''
-) -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
   """Yields (dotted name, old, new) for every value that differs; None if missing."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    for key in sorted(before.keys() | now.keys()):
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key
-      yield from differences(before.get(key), now.get(key), dotted)
-  elif before != now:
-    yield name, before, now
+      yield from differences(old.get(key), new.get(key), dotted)
+  elif old != new:
+    yield name, old, new

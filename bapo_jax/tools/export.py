@@ -104,6 +104,7 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   """Writes the files beside the weights, copying the source model's if it has any."""
   source, tokenizer, spec = model
+  backend = tokenizer.backend
 
   def read(name: str) -> dict[str, Any]:
     """Returns the content of a JSON file of the source; {} if it does not exist."""
@@ -113,19 +114,14 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   described = read('config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
-  ends = {
-    'eos_token_id': list(tokenizer.eos),
-    'pad_token_id': tokenizer.backend.pad_token_id,
-  }
+  ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
   if not source:
-    described |= ends | {'bos_token_id': tokenizer.backend.bos_token_id}
+    described |= ends | {'bos_token_id': backend.bos_token_id}
   generation = read('generation_config.json') or (
     ends | {'do_sample': True, 'temperature': config.sampler.temperature}
   )
-  written = {
-    'config.json': described | {'torch_dtype': dtype},
-    'generation_config.json': generation,
-  }
+  written = {'config.json': described | {'torch_dtype': dtype}}
+  written['generation_config.json'] = generation
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}
     # transformers 4 reads this file alone, 5 also the processor's.

@@ -7,7 +7,6 @@
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -17,6 +16,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
+from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
 from bapo_jax.tools import recorded_groups
 from bapo_jax.tools.recorded_groups import RecordedGroup, Response
 
@@ -31,14 +31,14 @@ STEPS = {'n': 1, 'b': -1}  # groups that a key moves forward
 def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
   """Draws the group of index `at`, with the keys of VIEWS in `views` on."""
   group = groups[at]
-  prompt = Text(_visible(group.prompt).rstrip('\n'))
+  prompt = Text(visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
     Rule(f'group {at + 1} of {len(groups)}: {group.source}'),
     Panel(prompt, title='prompt', title_align='left'),
   ]
-  parts.extend(Text(f'picture: {_visible(path)}') for path in group.pictures)
+  parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
   if group.answer:
-    parts.append(Text(f'right answer: {_visible(group.answer)}'))
+    parts.append(Text(f'right answer: {visible(group.answer)}'))
   parts.extend(_explanations(group, views))
   for g, response in enumerate(group.responses):
     parts.append(_heading(g, len(group.responses), response))
@@ -81,10 +81,10 @@ def _body(response: Response, views: set[str]) -> Text:
   colour = COLOURS[int(np.sign(response.advantage))]
   body = Text()
   if response.pieces is None or not views & {'p', 'c'}:
-    body.append(_visible(response.text), style=colour)
+    body.append(visible(response.text), style=colour)
   else:
     for piece, note in zip(response.pieces, _notes(response, views), strict=True):
-      body.append(_visible(piece), style=f'bold {colour}' if note else colour)
+      body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
     left = len(body) - LONG
@@ -103,11 +103,6 @@ def _notes(response: Response, views: set[str]) -> list[str]:
     for i in np.flatnonzero(response.cut_T):
       notes[i] += f'[{response.ratio_T[i]:.2f}]'
   return notes
-
-
-def _visible(text: str) -> str:
-  """Spells out control characters: a response must not steer the terminal."""
-  return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda m: f'\\x{ord(m[0]):02x}', text)
 
 
 def show(

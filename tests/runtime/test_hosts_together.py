@@ -156,7 +156,9 @@ def test_the_others_end_with_a_sentence_when_a_process_is_gone(tmp_path, loss):
     'except Exception as error:\n'
     '  hosts.failed(error)\n'
   )
-  started = processes.scripts(source, 2, tmp_path)
+  address = f'"127.0.0.1:{processes.free_port()}", int(sys.argv[1]), 2, 900'
+  join = f'hosts.HEARTBEAT_S = 4\nhosts.initialise({address})'
+  started = processes.scripts(source, 2, tmp_path, join=join)
   if loss:
     processes.wait_for(tmp_path, 'up', started)
     started[victim].send_signal(loss)

@@ -70,9 +70,8 @@ def test_nothing_in_it_takes_effect(place, text):
     assert code.content == markdown.visible(text, keep='')
   else:
     assert kinds <= {'text', 'text_special'}
-    shown = ''.join(
-      child.content for child in tokens[expected.index('inline')].children
-    )
+    children = tokens[expected.index('inline')].children
+    shown = ''.join(child.content for child in children)
     assert shown == markdown.visible(text, keep='').strip()
 
 

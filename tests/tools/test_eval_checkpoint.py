@@ -14,9 +14,7 @@ def rows(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_checkpoint_is_evaluated_as_training_did(
-  whole_run, one_device, tmp_path, capsys
-):
+def test_an_evaluation_is_that_of_training(whole_run, one_device, tmp_path, capsys):
   run = copied(whole_run.workdir, tmp_path / 'run')
   assert eval_checkpoint(whole_run.config, str(run), '') == 0
   (file,) = (run / 'eval').glob('4-*.jsonl')
@@ -38,9 +36,7 @@ def test_a_checkpoint_is_evaluated_as_training_did(
   assert f'{accuracy:.4f}' in output
 
 
-def test_other_settings_and_problems_are_evaluated(
-  whole_run, one_device, tmp_path, capsys
-):
+def test_other_settings_and_problems(whole_run, one_device, tmp_path, capsys):
   given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
   (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in given))
   config = whole_run.config.with_values(

@@ -36,9 +36,8 @@ def run(request, tmp_path_factory):
     config = tiny(**{'model.path': name, 'tokenizer.path': name})
   experiment.claim(workdir, config)
   params = oracles.noisy(resolve.open_model(config).spec, 1)
-  saved(
-    workdir, jax.device_put(params, sharding.shardings(params, sharding.make(2, 2, 2)))
-  )
+  layout = sharding.shardings(params, sharding.make(2, 2, 2))
+  saved(workdir, jax.device_put(params, layout))
   return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__
 
 
@@ -59,7 +58,7 @@ def test_what_was_trained_is_what_is_exported(run, dtype, tmp_path):
   found = traverse_util.flatten_dict(found, sep='/')
   assert set(found) == set(transformer.describe(spec))
   for name, array in found.items():
-    expected = np.asarray(jnp.asarray(get(name)).astype(dtype).astype('float32'))
+    expected = np.asarray(get(name)).astype(jnp.dtype(dtype)).astype('float32')
     np.testing.assert_array_equal(np.asarray(array), expected)
 
 

@@ -62,12 +62,13 @@ def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
   assert prompt == ours.backend.apply_chat_template(chat, **options) == '3 * 5 = \n'
 
 
-def test_transformers_alone_scores_what_we_score(warm, one_device, tmp_path):
+def test_transformers_alone_scores_what_we_score(one_device, tmp_path):
   torch = pytest.importorskip(
     'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
   )
   torch.set_num_threads(1)
-  config, workdir = tiny(**{'evaluate.sampling.temperature': 0.0}), str(warm())
+  knobs = {'sft.clean': 150, 'problems.test': 32, 'evaluate.sampling.temperature': 0.0}
+  config, workdir = tiny(**knobs, **{'model.width': 32}), str(tmp_path / 'run')
   experiment.claim(workdir, config)
   t, s = build.start(config, workdir, PhaseTimer())
   ours, samples = experiment.evaluation(t, s.params, 0)

@@ -48,13 +48,11 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
   # 12 heads divide over 1, 2 and 4.
   assert len(found) == 4 + 3 + 2 and set(refused) == {'1x1x8'}
   assert 'heads=12 does not divide over mesh.tensor=8' in refused['1x1x8']
-  few = config.with_values(
-    prompts={'count': 3}, sampler={'group_size': 1}, learner={'minibatches': 1}
-  )
+  one = {'sampler': {'group_size': 1}, 'learner': {'minibatches': 1}}
+  few = config.with_values(prompts={'count': 3}, **one)
   _, refused = searched(few, 2.0**60)
-  assert refused['8x1x1'] == (
-    '3 responses of a minibatch do not divide over data x fsdp'
-  )
+  reason = '3 responses of a minibatch do not divide over data x fsdp'
+  assert refused['8x1x1'] == reason
 
 
 def test_what_does_not_fit_is_refused_with_its_size(config):
@@ -116,10 +114,9 @@ def test_the_fastest_come_first_and_the_flags_run(config):
   assert [c.seconds for c in found] == sorted(c.seconds for c in found)
   text = search.table(found, refused)
   _, *lines = text.splitlines()
-  assert [line.split()[0] for line in lines[:5]] == [
-    search.name(c.shape) for c in found[:5]
-  ]
-  slower = ', '.join(search.name(c.shape) for c in found[5:])
+  names = [search.name(c.shape) for c in found]
+  assert [line.split()[0] for line in lines[:5]] == names[:5]
+  slower = ', '.join(names[5:])
   assert f'not {slower}: it fits and is slower' in lines
   assert f'not 1x1x8: {refused["1x1x8"]}' in lines
   given = main.overrides(found[0].flags.split())

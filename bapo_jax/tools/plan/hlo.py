@@ -113,9 +113,7 @@ def in_loops(text: str, most: int = 1) -> list[Collective]:
       key = run.kind, run.bytes
       sites[key].add((run.where, run.line))
       times[key] += run.times
-  found = [
-    Collective(kind, n, len(at), times[kind, n]) for (kind, n), at in sites.items()
-  ]
+  found = [Collective(k, n, len(at), times[k, n]) for (k, n), at in sites.items()]
   return sorted(found, key=lambda c: -c.received)
 
 

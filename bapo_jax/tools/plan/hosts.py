@@ -22,8 +22,9 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, roofline
+from bapo_jax.tools.plan import hlo
 from bapo_jax.tools.plan.programs import Job
+from bapo_jax.tools.plan.roofline import MeshShape
 from bapo_jax.training import budget
 
 GIB = 2**30
@@ -76,9 +77,7 @@ def _shares(kind: str, line: str, process_of: Sequence[int]) -> dict[int, float]
   return found
 
 
-def weight_sync(
-  spec: ModelSpec, shape: roofline.MeshShape, process_of: Sequence[int]
-) -> float:
+def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) -> float:
   """Counts the bytes into one host for a new actor: columns are gathered over fsdp."""
   F, tensor = shape['fsdp'], shape['tensor']
   layout = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
@@ -115,7 +114,7 @@ def memory(job: Job, hosts: int) -> dict[str, float]:
   }
 
 
-def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
+def inside(shape: MeshShape, process_of: Sequence[int]) -> list[str]:
   """Lists the axes of the mesh along which all neighbours are on one host."""
   placed = np.reshape(process_of, tuple(shape.values()))
   return [

@@ -27,6 +27,7 @@ from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+Echo = Callable[[str], object]  # prints a line
 COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
@@ -61,9 +62,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
     )
   chip = roofline.CHIPS[name]
   try:
-    found = topologies.get_topology_desc(
-      platform='tpu', topology_name=topology, **chip.options
-    )
+    found = topologies.get_topology_desc(topology, 'tpu', **chip.options)
   except Exception as error:  # libtpu raises its own kind
     reason = str(error).partition('=== Source')[0]
     raise ValueError(f'--topology={topology}: {reason}') from None
@@ -152,30 +151,29 @@ def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
   return Job(config, spec, schedule, mesh)
 
 
-def remedy(name: str, job: Job, chip: Chip, echo: Callable[[str], object]) -> str:
+def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
   """Finds flags that make the program fit by compiling it; returns a sentence."""
-  changed, flags = job.config, {}
+  changed, flags, given = job.config, {}, ''
   for knob, value in ladder(name, job):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
-    echo(f'  {name}: trying {" ".join(flags.values())}')
+    given = ' '.join(flags.values())
+    echo(f'  {name}: trying {given}')
     make = programs.programs_of(job.spec)[name]
     row = compiled(make(planned(changed, job.mesh, chip)), job.mesh)
     if isinstance(row, Row) and left(row, chip) >= 0:
-      return f'{" ".join(flags.values())} fits, {left(row, chip):.1f} GiB left'
-  if not flags:
+      return f'{given} fits, {left(row, chip):.1f} GiB left'
+  if not given:
     return 'no smaller batch divides over this mesh'
-  return (
-    f'not even with {" ".join(flags.values())}: a larger mesh.tensor or topology would'
-  )
+  return f'not even with {given}: a larger mesh.tensor or topology would'
 
 
 def run(
   config: Config,
   topology: str,
   mean_share: float = 1.0,
-  echo: Callable[[str], object] = print,
+  echo: Echo = print,
 ) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
@@ -218,9 +216,7 @@ def run(
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
-def run_search(
-  config: Config, topology: str, echo: Callable[[str], object] = print
-) -> bool:
+def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits.
 
   Raises:
@@ -276,9 +272,8 @@ def roofline_table(
 ) -> str:
   """Formats lower bounds on the seconds of each program and of a step."""
   bounds = ('products', 'memory', 'links')
-  lines = [
-    f'{"seconds, at least":18}' + ''.join(f'{b:>12}' for b in bounds) + '  of one'
-  ]
+  header = ''.join(f'{b:>12}' for b in bounds)
+  lines = [f'{"seconds, at least":18}{header}  of one']
   took = {}
   for name, row in rows.items():
     cost = row.program.cost

@@ -199,9 +199,8 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
   reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
   for mesh, reason in refused.items():
     reasons.setdefault(reason, []).append(mesh)
-  return '\n'.join(
-    lines + [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
-  )
+  lines += [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
+  return '\n'.join(lines)
 
 
 def _bound(seconds: dict[str, float], scale: float) -> str:
