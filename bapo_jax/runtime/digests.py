@@ -1,4 +1,4 @@
-"""Digests of files: finds bytes that changed since they were written.
+"""Finds bytes of files that changed since they were written, by digests.
 
 1. `write` records the length and the digest of every file of a directory, beside them;
 2. `damage` compares the files with the record, and names the first that differs;

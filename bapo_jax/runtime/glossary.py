@@ -1,7 +1,7 @@
 """Defines every metric of a run, `stage/quantity`, in a sentence: `GLOSSARY[name]`.
 
 r is the probability ratio of the current policy pi to the behaviour policy mu, which
-sampled the token; A is the advantage. nan means that nothing of its kind was there.
+sampled the token; A is the advantage. nan: no such token, response or group.
 """
 
 from bapo_jax.types import SOURCES

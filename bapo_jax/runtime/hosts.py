@@ -1,7 +1,7 @@
 """Joins the processes of one run, one per host, and ends them together.
 
-1. `initialise` joins this process to the others, by flags or by what the environment
-   says; a single process needs nothing, and every function below is then free;
+1. `initialise` joins this process to the others, by flags or by the environment; in a
+   single process every function below is free;
 2. process 0 writes the console and the files (`is_first`), and runs first when several
    processes would make the same files (`first_ahead`);
 3. `together` and `same_everywhere` turn an error of one process into an error of all;
@@ -56,11 +56,11 @@ def initialise(
   processes: int | None = None,
   start_s: float = START_S,
 ) -> None:
-  """Joins this process to the others; returns when all of them are there.
+  """Joins this process to the others and waits for them; JAX must not be in use yet.
 
-  Call it before any other use of JAX. Without flags it reads the variables of a JobSet
-  (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks
-  for SLURM, GKE and the metadata of a TPU. If there is none, this process is alone.
+  Without flags it reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
+  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks for SLURM, GKE and the
+  metadata of a TPU. If there is none, this process is alone.
 
   Args:
     coordinator: host:port of process 0, the same for all processes.
@@ -239,8 +239,8 @@ def _exit(status: int) -> NoReturn:
 def failed(error: BaseException) -> NoReturn:
   """Ends this process after an unexpected error, and prints the traceback.
 
-  Collectives and barriers fail when another process is gone. In that case the abort
-  comes during the wait, with its sentence.
+  Collectives and barriers fail when another process is gone. Then JAX aborts this
+  process during the wait below, and the handler explains the abort.
   """
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)

@@ -16,7 +16,7 @@ class HubName(NamedTuple):
 
 
 def parse(name: str) -> HubName | None:
-  """Parses a hub name; None for a path; a malformed hub name raises a ValueError."""
+  """Parses a hub name; returns None for a path, raises ValueError if malformed."""
   if not name.startswith(PREFIX):
     return None
   if not (match := NAME.fullmatch(name)):

@@ -172,9 +172,6 @@ def writing(
 ) -> Iterator[Write]:
   """Yields a function that writes the metrics of a step; only process 0 writes.
 
-  It raises a ValueError for a name that the glossary does not define, and then writes
-  nothing; an OSError has its filename.
-
   Args:
     workdir: the directory.
     step: the step resumed from; later rows are removed. -1 starts afresh, without rows.
@@ -183,7 +180,9 @@ def writing(
     config: shown beside the curves.
 
   Raises:
-    ValueError: a package is missing; then no row is removed.
+    ValueError: a package is missing, and no row is removed; or the function received a
+      name that is not in the glossary, and nothing is written.
+    OSError: the system refused; its filename is set.
   """
   sinks: list[Write] = []
 

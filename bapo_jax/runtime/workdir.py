@@ -1,7 +1,7 @@
 """Guards the directory of a run: one writer, one config, errors that name the file.
 
 1. `locked` makes the directory and keeps a second run out of it;
-2. `open_workdir` refuses a directory that cannot be used or has another run;
+2. `open_workdir` refuses a directory that has another run;
 3. `writable` turns an error of the system into a sentence that names the file;
 4. `check_shared` refuses processes of one run that have different directories;
 5. `checkpoint_steps` lists the complete checkpoints.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float32
 
 from bapo_jax.run import step_record
@@ -67,13 +66,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: the workdir has no run, or no recorded group.
   """
-  path = os.path.join(workdir, 'config.json')
-  if not os.path.exists(path):
-    raise ValueError(f'--workdir={workdir} has no run; train there first')
-  try:
-    config = config_lib.from_json(read_config(path))
-  except pydantic.ValidationError as error:
-    raise ValueError(f'{path} is not a config of this version: {error}') from error
+  config = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
   until = math.inf
   if which != 'newest':
     until = checkpoint.choose(workdir, which) or math.inf
@@ -140,12 +133,7 @@ def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedGroup]:
-  """Reads the responses of the newest evaluation up to a step, grouped by problem.
-
-  Args:
-    until: learner steps.
-    rule: gives the responses of a group their advantages.
-  """
+  """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   files = glob.glob(os.path.join(workdir, 'eval', '*.json'))
   found = (int(m[1]) for f in files if (m := re.search(r'(\d+)\.json$', f)))
   step = max((step for step in found if step <= until), default=None)

@@ -40,9 +40,8 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
   if group.answer:
     parts.append(Text(f'right answer: {visible(group.answer)}'))
   parts.extend(_explanations(group, views))
-  for g, response in enumerate(group.responses):
-    parts.append(_heading(g, len(group.responses), response))
-    parts.append(_body(response, views))
+  for g, response in enumerate(group.responses, 1):
+    parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
   return Group(*parts)
 
 
@@ -62,24 +61,19 @@ def _explanations(group: RecordedGroup, views: set[str]) -> Iterator[Text]:
     yield Text(f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim')
 
 
-def _heading(g: int, of: int, response: Response) -> Text:
-  """Writes number, verdict, reward and advantage of a response."""
-  sign = int(np.sign(response.advantage))
-  head = Text(f'\n{g + 1}/{of} ')
-  verdict = '✓ right' if response.correct else '✗ wrong'
-  head.append(verdict, style=COLOURS[1 if response.correct else -1])
-  head.append(f'  reward {response.reward:.2f}  advantage ')
-  head.append(f'{response.advantage:+.2f}', style=f'bold {COLOURS[sign]}')
+def _drawn(response: Response, views: set[str]) -> Text:
+  """Draws verdict, reward, advantage and text of a response.
+
+  If a view of tokens is on, the text is drawn token by token, with notes.
+  """
+  colour = COLOURS[int(np.sign(response.advantage))]
+  head, body = Text(), Text()
+  verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
+  head.append(*verdict).append(f'  reward {response.reward:.2f}  advantage ')
+  head.append(f'{response.advantage:+.2f}', style=f'bold {colour}')
   if response.logp_T is not None and len(response.logp_T):
     mean = np.exp(response.logp_T).mean()
     head.append(f'  {len(response.logp_T)} tokens, mean probability {mean:.2f}')
-  return head
-
-
-def _body(response: Response, views: set[str]) -> Text:
-  """Writes the response, token by token with notes if a view of tokens is on."""
-  colour = COLOURS[int(np.sign(response.advantage))]
-  body = Text()
   if response.pieces is None or not views & {'p', 'c'}:
     body.append(visible(response.text), style=colour)
   else:
@@ -90,7 +84,7 @@ def _body(response: Response, views: set[str]) -> Text:
     left = len(body) - LONG
     gap = Text(f'\n... {left} characters left out, a shows them ...\n', style='dim')
     body = Text.assemble(body[: LONG // 2], gap, body[-(LONG // 2) :])
-  return body
+  return Text.assemble(head, '\n', body)
 
 
 def _notes(response: Response, views: set[str]) -> list[str]:

@@ -33,16 +33,20 @@ SMALL = {  # Qwen2.5-1.5B in all but depth
 }
 
 
-@pytest.fixture
-def config(tmp_path):
+def small(path):
   """The 7B config, its model's directory with a small config.json and nothing else."""
-  (tmp_path / 'config.json').write_text(json.dumps(SMALL))
+  (path / 'config.json').write_text(json.dumps(SMALL))
   config = aime.seven()
-  config.model.path = str(tmp_path)
+  config.model.path = str(path)
   config.mesh.update(data=1, fsdp=4, tensor=2)
   config.prompts.update(count=32, max_prompt_tokens=128)
   config.sampler.update(max_new_tokens=1920, max_num_seqs=64, prefill_batch_size=8)
   return config_lib.parse(config.to_dict())
+
+
+@pytest.fixture
+def config(tmp_path):
+  return small(tmp_path)
 
 
 @pytest.fixture

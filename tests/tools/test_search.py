@@ -1,33 +1,28 @@
 """The search tries all meshes, refuses with a reason, and counts as the plan does."""
 
-import json
 import math
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from test_plan import SMALL
+from test_plan import small
 
 from bapo_jax import main, sharding
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline, search
 from bapo_jax.training import budget
-from bapo_jax.training import config as config_lib
-from configs import aime
 
 CHIP = roofline.CHIPS['v5p']
 
 
 @pytest.fixture
 def config(tmp_path):
-  """The 7B config with a model of two layers and 12 heads, and few rows."""
-  (tmp_path / 'config.json').write_text(json.dumps(SMALL))
-  config = aime.seven()
-  config.model.path = str(tmp_path)
-  config.prompts.update(count=32, max_prompt_tokens=128)
-  config.sampler.update(max_new_tokens=1920, max_num_seqs=64, prefill_batch_size=8)
-  return config_lib.parse(config.to_dict())
+  return small(tmp_path)
+
+
+def mesh_of(*shape):
+  return Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
 
 
 def searched(config, memory):
@@ -57,7 +52,7 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
 
 def test_what_does_not_fit_is_refused_with_its_size(config):
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1, 1), sharding.AXES)
+  mesh = mesh_of(8, 1, 1)
   # The state of the learner and the actor, whole on each device, and one slot too few.
   job = programs.Job(config, spec, Schedule(), mesh)
   held = programs.learner_state(job), programs.actor(job)
@@ -78,7 +73,7 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
 
 def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 2), sharding.AXES)
+  mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
   best = search.judge(config, spec, CHIP, mesh, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
@@ -103,8 +98,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
 def test_the_cache_is_that_of_the_program(config, shape):
   # 2 key/value heads do not divide over 4.
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
-  job = programs.Job(config, spec, Schedule(), mesh)
+  job = programs.Job(config, spec, Schedule(), mesh_of(*shape))
   _, cache = programs.slots_of(job)
   assert budget.count(*job).cache == cache
 

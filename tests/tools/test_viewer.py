@@ -14,14 +14,11 @@ from bapo_jax.training import checkpoint, config
 from bapo_jax.training.config import Config
 
 
-def screen(terminal=False):
-  return Console(file=io.StringIO(), width=78, force_terminal=terminal, _environ={})
-
-
 def printed(workdir, number=None, views='', terminal=False, keys=None):
-  console = screen(terminal)
+  stream = io.StringIO()
+  console = Console(file=stream, width=78, force_terminal=terminal, _environ={})
   assert viewer.show(str(workdir), number, views, console, keys) == 0
-  return console.file.getvalue()
+  return stream.getvalue()
 
 
 def evaluated(tmp_path, *problems, rule='group_relative'):

@@ -66,7 +66,7 @@ def shapes(n: int) -> Iterator[dict[str, int]]:
 
 
 def name(shape: roofline.MeshShape) -> str:
-  """Returns '1x64x4'."""
+  """Formats the shape of a mesh as '1x64x4'."""
   return 'x'.join(map(str, shape.values()))
 
 
@@ -118,11 +118,7 @@ def judge(
 def _updates(
   config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> list[tuple[int, Schedule, float, dict[str, float]]]:
-  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit.
-
-  Raises:
-    ValueError: none fits.
-  """
+  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit."""
   found, least, shape = [], math.inf, dict(mesh.shape)
   rows, T = config.minibatch_rows, config.row_length
   for steps in divisors(rows // sharding.row_shards(mesh)):
@@ -149,9 +145,6 @@ def _decoding(
   """Returns (slots, bytes, seconds per token) for the most slots that fit.
 
   Tries the configured number, doubled or halved.
-
-  Raises:
-    ValueError: none fits.
   """
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
