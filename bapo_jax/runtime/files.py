@@ -41,12 +41,7 @@ def write_pictures(
 ) -> list[str]:
   """Writes the pictures that the workdir lacks; returns all paths within the workdir.
 
-  Args:
-    workdir: the directory of the run.
-    pictures: encoded images. The name of a file is the digest of its bytes.
-
-  Raises:
-    OSError: the system refused; its filename is set.
+  Pictures are encoded images; the name of a file is the digest of its bytes.
   """
   names = []
   for data in pictures:
@@ -60,12 +55,9 @@ def write_pictures(
 def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
   """Reads a JSON file.
 
-  Args:
-    path: the file.
-    way_out: what to do about an error; ends the sentence.
-
   Raises:
-    ValueError: the file is missing, cannot be read, or is not JSON.
+    ValueError: the file is missing, cannot be read, or is not JSON. The sentence ends
+      with `way_out`, what to do about it.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -76,15 +68,11 @@ def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
     raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
 
 
-def read_object(path: str) -> dict[str, Any]:
-  """Reads a JSON file of a model, which has an object at its top.
-
-  Raises:
-    ValueError: the file is missing, cannot be read, or has no JSON object.
-  """
-  value = read_json(path, 'download it again')
+def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]:
+  """Reads a JSON file with an object at its top; see `read_json`."""
+  value = read_json(path, way_out)
   if not isinstance(value, dict):
-    raise ValueError(f'{path} has no JSON object; download it again')
+    raise ValueError(f'{path} has no JSON object; {way_out}')
   return value
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -111,12 +112,10 @@ def check_writable(path: str, knob: str) -> None:
 
   The error names the directory by the flag of the user, `knob`.
   """
-  trial = os.path.join(path, f'.writable-{os.getpid()}')
   try:
     os.makedirs(path, exist_ok=True)
-    with open(trial, 'w'):
+    with tempfile.TemporaryFile(dir=path):
       pass
-    os.remove(trial)
   except OSError as error:
     raise ValueError(
       f'{knob} cannot be used ({error.strerror}); give a directory that you may write '
@@ -169,10 +168,7 @@ def read_config(path: str) -> dict[str, Any]:
     ValueError: the file is missing or has no config.
   """
   way_out = 'give another --workdir, or restore the config of the run'
-  values = files.read_json(path, way_out)
-  if not isinstance(values, dict):
-    raise ValueError(f'{path} contains {str(values)[:40]!r}, not a config; {way_out}')
-  return values
+  return files.read_object(path, way_out)
 
 
 @contextlib.contextmanager
