@@ -1,6 +1,6 @@
 """An export of the embedded policy means the same to AutoTokenizer and AutoModel alone.
 
-A reader who has only transformers must get our tokens, our texts and our accuracy.
+A reader who has only transformers must get our tokens and our texts.
 """
 
 import json
@@ -14,7 +14,6 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
 from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.rewards import verifiers
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
@@ -62,28 +61,25 @@ def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
   assert prompt == ours.backend.apply_chat_template(chat, **options) == '3 * 5 = \n'
 
 
-def test_transformers_alone_scores_what_we_score(one_device, tmp_path):
+def test_transformers_alone_responds_as_we_do(warm, one_device, tmp_path):
   torch = pytest.importorskip(
     'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
   )
   torch.set_num_threads(1)
-  knobs = {'sft.clean': 150, 'problems.test': 32, 'evaluate.sampling.temperature': 0.0}
-  config, workdir = tiny(**knobs, **{'model.width': 32}), str(tmp_path / 'run')
+  config, workdir = tiny(**{'evaluate.sampling.temperature': 0.0}), str(warm())
   experiment.claim(workdir, config)
   t, s = build.start(config, workdir, PhaseTimer())
-  ours, samples = experiment.evaluation(t, s.params, 0)
+  _, samples = experiment.evaluation(t, s.params, 0)
   saved(workdir, jax.device_get(s.params))
   assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 10**9) == 0
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
   model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
-  right, length = 0, config.sampler.max_new_tokens
+  responses, length = [], config.sampler.max_new_tokens
   for sample in samples:
     prompt = tokenizer(f'{sample["problem"]}\n', return_tensors='pt')
     with torch.no_grad():
       row = model.generate(**prompt, do_sample=False, max_new_tokens=length)
-    response = row[0, prompt['input_ids'].shape[1] :]
-    response = tokenizer.decode(response, skip_special_tokens=True)
-    assert response == sample['response']
-    right += verifiers.RULES[config.rewards.rule](sample['answer'], response).right
-  assert right >= 1
-  assert right / len(samples) == pytest.approx(ours['accuracy'])
+    row = row[0, prompt['input_ids'].shape[1] :]
+    responses.append(tokenizer.decode(row, skip_special_tokens=True))
+  assert responses == [sample['response'] for sample in samples]
+  assert len(set(responses)) > 4
