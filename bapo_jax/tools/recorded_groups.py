@@ -66,7 +66,10 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: the workdir has no run, or no recorded group.
   """
-  config = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.exists(path):
+    raise ValueError(f'--workdir={workdir} has no run; train there first')
+  config = config_lib.from_json(read_config(path))
   until = math.inf
   if which != 'newest':
     until = checkpoint.choose(workdir, which) or math.inf
