@@ -42,7 +42,7 @@ ONLY = {  # package -> the modules that may import it
   'rich': {'tools.viewer'},
   'ml_collections': {'training.overrides'},
   'PIL': {'data.pictures'},
-  'orbax': {'training.checkpoint', 'training.weights'},
+  'orbax': {'training.checkpoint'},
   'huggingface_hub': {'models.hf.directory', 'data.hub'},
   'math_verify': {'rewards.latex.symbolic'},
   'latex2sympy2_extended': {'rewards.latex.symbolic'},

@@ -11,6 +11,7 @@ import random
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 from refusals import refused
 
@@ -81,6 +82,10 @@ def check_trainable(config: Config) -> None:
   mesh = sharding.make(devices=jax.devices()[:1])
   model = resolve.open_model(config)
   counted = budget.count(config, model.spec, Schedule(), mesh)
+  try:
+    budget.check(counted, 2**34)
+  except ValueError as error:
+    return check_sentence(error)
   r = resolve.Resolved(config, model, mesh, Schedule(), counted)
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
@@ -88,9 +93,8 @@ def check_trainable(config: Config) -> None:
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, rules.bind(config), r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
-  assert jax.tree.map(lambda x: x.shape, found[0]) == jax.tree.map(
-    lambda x: x.shape, params
-  )
+  shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found[0], params))
+  assert shapes == expected
 
 
 def run_trials(seed: int, trials: int, shaped: int) -> None:

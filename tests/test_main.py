@@ -59,7 +59,7 @@ CASES = [  # flags, what the sentence must say
   (
     [GOOD, '--config.problems.source=countdown']
     + ['--config.problems.test_source=countdown'],
-    "give wording='short'",
+    "set wording='short'",
   ),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]

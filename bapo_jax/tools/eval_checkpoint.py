@@ -25,7 +25,7 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
-from bapo_jax.training import build, checkpoint, evaluate, policy, weights
+from bapo_jax.training import build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -109,7 +109,7 @@ def _run(
   return source, result, [s | {'prompt': texts[s['id']]} for s in samples]
 
 
-def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
+def restored(read: checkpoint.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Reads the weights of a checkpoint onto the mesh, one parameter at a time."""
   layout = transformer.flatten(sharding.shardings(transformer.abstract(spec), mesh))
   flat = {path: jax.device_put(read(path), place) for path, place in layout.items()}

@@ -21,7 +21,7 @@ from bapo_jax.models.hf import peft as hf_peft
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import differences, read_config
-from bapo_jax.training import checkpoint, policy, resolve, weights
+from bapo_jax.training import checkpoint, policy, resolve
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
@@ -74,7 +74,7 @@ def export(
   os.makedirs(part)
   get: Callable[[str], Any]
   if adapter:
-    get = weights.read_params(workdir, step)
+    get = checkpoint.read_params(workdir, step)
     hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
     get = policy.reader(config, model, workdir, step, exact=True)

@@ -8,10 +8,13 @@
 4. the newest checkpoints stay, for resuming, and the best by evaluation;
 5. restored arrays are laid out for the new mesh, whatever mesh saved them;
 6. arrays that a run does not ask for, as an older version stored them, are not read.
+
+`save_params` and `restore_params` write and read weights alone, with the same digests.
 """
 
 import contextlib
 import glob
+import itertools
 import json
 import operator
 import os
@@ -32,6 +35,8 @@ from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
 
 CheckpointManager = ocp.CheckpointManager
+Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
+
 INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
 FINITE = ('params', 'opt', 'actor')  # parts of a state without a NaN or an infinity
 
@@ -41,7 +46,38 @@ def home(workdir: str) -> str:
   return os.path.join(os.path.abspath(workdir), 'checkpoints')
 
 
-def recording(directory: str) -> ocp.AsyncOptions:
+def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
+  """Makes the directory, removes what a kill left incomplete, sets damage aside.
+
+  Args:
+    keep: how many of the newest checkpoints stay.
+    best: how many stay besides: those with the highest accuracy, among equals the
+      newest; checkpoints without an accuracy do not count.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole.
+  """
+  with hosts.together():
+    if hosts.is_first():
+      _check_all(workdir)
+  policies, accuracy = ocp.checkpoint_managers, operator.itemgetter('accuracy')
+  ranked = policies.BestN(
+    get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
+  )
+  options = ocp.CheckpointManagerOptions(
+    preservation_policy=policies.AnyPreservationPolicy(
+      [policies.LatestN(keep), ranked]
+    ),
+    best_fn=accuracy,  # or the accuracies are not written
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=True,
+    create=True,
+    async_options=_recording(home(workdir)),
+  )
+  return CheckpointManager(home(workdir), options=options)
+
+
+def _recording(directory: str) -> ocp.AsyncOptions:
   """Has orbax record digests of everything that it saves in the directory.
 
   orbax calls back in process 0, when all files are written and before the rename that
@@ -53,40 +89,6 @@ def recording(directory: str) -> ocp.AsyncOptions:
       digests.write(path, os.path.basename(path).removesuffix(INCOMPLETE))
 
   return ocp.AsyncOptions(post_finalization_callback=record)
-
-
-def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
-  """Makes the directory, removes what a kill left incomplete, sets damage aside.
-
-  Args:
-    workdir: the directory of the run.
-    keep: how many of the newest checkpoints stay.
-    best: how many stay besides: those with the highest accuracy, among equals the
-      newest; checkpoints without an accuracy do not count.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
-  """
-  with hosts.together():
-    if hosts.is_first():
-      set_damaged_aside(workdir)
-  policies = ocp.checkpoint_managers
-  ranked = policies.BestN(
-    get_metric_fn=operator.itemgetter('accuracy'),
-    n=best,
-    keep_checkpoints_without_metrics=False,
-  )
-  options = ocp.CheckpointManagerOptions(
-    preservation_policy=policies.AnyPreservationPolicy(
-      [policies.LatestN(keep), ranked]
-    ),
-    best_fn=operator.itemgetter('accuracy'),  # or the accuracies are not written
-    cleanup_tmp_directories=True,
-    enable_async_checkpointing=True,
-    create=True,
-    async_options=recording(home(workdir)),
-  )
-  return CheckpointManager(home(workdir), options=options)
 
 
 def save(
@@ -102,9 +104,6 @@ def save(
   donated and `meta` may change. An unfinished write is waited for first.
 
   Args:
-    checkpoints: the manager.
-    step: learner steps done.
-    arrays: the arrays of the run.
     meta: plain values.
     accuracy: on the held-out problems; None if this step was not evaluated.
 
@@ -115,16 +114,13 @@ def save(
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
   # meta would become text in the background, so it is copied here.
   meta = json.loads(json.dumps(meta))
+  content = ocp.args.Composite(
+    arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
+  )
+  metrics = None if accuracy is None else {'accuracy': accuracy}
   # Without an accuracy orbax warns; most checkpoints have none.
   with _refusing(checkpoints, step), quiet_absl():
-    checkpoints.save(
-      step,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardSave(solid(arrays)), meta=ocp.args.JsonSave(meta)
-      ),
-      metrics=None if accuracy is None else {'accuracy': accuracy},
-      force=True,
-    )
+    checkpoints.save(step, args=content, metrics=metrics, force=True)
 
 
 def wait(checkpoints: CheckpointManager) -> None:
@@ -140,7 +136,7 @@ def wait(checkpoints: CheckpointManager) -> None:
 
 @contextlib.contextmanager
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
-  """Waits for the last write at the end, but not after an interrupt.
+  """Waits for the write in progress and closes; an interrupt waits for nothing.
 
   The next start removes what an interrupt leaves incomplete.
 
@@ -165,7 +161,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
   """Turns the system's refusal into an OSError and frees the incomplete checkpoint."""
   directory = os.fspath(checkpoints.directory)
   try:
-    with as_oserror(os.path.join(directory, str(step))):
+    with _as_oserror(os.path.join(directory, str(step))):
       yield
   except OSError:
     for incomplete in glob.glob(f'{glob.escape(directory)}/*{INCOMPLETE}'):
@@ -174,7 +170,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
 
 
 @contextlib.contextmanager
-def as_oserror(path: str) -> Iterator[None]:
+def _as_oserror(path: str) -> Iterator[None]:
   """Makes an OSError of tensorstore's ValueError, whose text has the errno."""
   try:
     yield
@@ -186,11 +182,10 @@ def as_oserror(path: str) -> Iterator[None]:
     raise
 
 
-def read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
+def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
   """Restores named arrays of a directory that orbax wrote; reads no others.
 
   Args:
-    path: the directory.
     like: name -> an array or a jax.ShapeDtypeStruct, whose sharding the restored array
       gets; None restores a NumPy array on the host.
     optional: names that begin so may be missing, and are then left out; '' for none.
@@ -216,12 +211,10 @@ def read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, An
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     on_host = ocp.RestoreArgs(restore_type=np.ndarray)
     arguments |= {name: on_host for name, x in like.items() if x is None}
-    return checkpointer.restore(
-      path,
-      args=ocp.args.PyTreeRestore(
-        item=target, restore_args=arguments, partial_restore=True
-      ),
+    request = ocp.args.PyTreeRestore(
+      item=target, restore_args=arguments, partial_restore=True
     )
+    return checkpointer.restore(path, args=request)
 
 
 def restore(
@@ -236,11 +229,13 @@ def restore(
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  restored = read(path, solid(like), 'opt/' if meta.get('weights_only') else '')
+  return _restored(path, like, 'opt/' if meta.get('weights_only') else ''), meta
+
+
+def _restored(path: str, like: Tree, optional: str = '') -> Tree:
+  restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
-  return treedef.unflatten(
-    restored.get(path_name(key), leaf) for key, leaf in leaves
-  ), meta
+  return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
 
 
 def restore_newest(
@@ -248,8 +243,8 @@ def restore_newest(
 ) -> tuple[int, Tree, dict[str, Any]] | None:
   """Returns (step, arrays, meta) of the newest whole checkpoint; None without any.
 
-  A checkpoint with a weight, or a number of the optimiser, that is not finite counts as
-  damaged. So does one whose files differ from their digests.
+  A checkpoint is damaged if its files differ from their digests, or if a weight or a
+  number of the optimiser is not finite.
 
   Args:
     checkpoints: the manager, which has read all files of the newest checkpoint.
@@ -270,8 +265,8 @@ def restore_newest(
       continue
     if damaged:
       with hosts.together():
-        for other, reason in damaged.items() if hosts.is_first() else ():
-          _set_aside(workdir, other, reason)
+        if hosts.is_first():
+          _set_aside(workdir, damaged)
       checkpoints.reload()
     return step, arrays, meta
   if damaged:
@@ -290,49 +285,41 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of a checkpoint, or None without any; changes nothing.
 
   Args:
-    workdir: the directory of the run.
     which: 'newest'; 'best' by accuracy on the held-out problems, among equals the
       newest; or a step.
 
   Raises:
     ValueError: there are checkpoints, but not this one.
   """
-  steps = {step: _accuracy(workdir, step) for step in checkpoint_steps(workdir)}
-  scored = {step: accuracy for step, accuracy in steps.items() if accuracy is not None}
+  steps, accuracies = checkpoint_steps(workdir), {}
+  for step in steps:
+    path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
+    refusals = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
+    with refusals, open(path, encoding='utf-8') as file:
+      accuracies[step] = float(json.load(file)['accuracy'])
   if not steps or which == 'newest':
     return max(steps, default=None)
-  if which == 'best' and scored:
-    return max(scored, key=lambda step: (scored[step], step))
+  if which == 'best' and accuracies:
+    return max(accuracies, key=lambda step: (accuracies[step], step))
   if which.isdecimal() and int(which) in steps:
     return int(which)
   raise ValueError(
-    f'--checkpoint={which}: {workdir} has the checkpoints {sorted(steps)}, '
-    f'{sorted(scored) or "none"} of them evaluated; give newest, best or a step'
+    f'--checkpoint={which}: {workdir} has the checkpoints {steps}, '
+    f'{list(accuracies) or "none"} of them evaluated; give newest, best or a step'
   )
 
 
-def _accuracy(workdir: str, step: int) -> float | None:
-  path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
-  try:
-    with open(path, encoding='utf-8') as file:
-      return float(json.load(file)['accuracy'])
-  except (OSError, ValueError, TypeError, KeyError):
-    return None
-
-
-def solid(tree: Tree) -> dict[str, Any]:
+def _solid(tree: Tree) -> dict[str, Any]:
   """Returns path -> leaf without empty arrays, which orbax refuses to save."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
 
-def set_damaged_aside(workdir: str) -> None:
-  """Renames damaged checkpoints: reads the newest whole one and small files of others.
+def _check_all(workdir: str) -> None:
+  """Sets damaged checkpoints aside; raises ValueError if none is whole.
 
-  The arrays of an older checkpoint are read when the run falls back to it.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
+  Reads all files of the newest whole checkpoint and the small files of the others,
+  whose arrays are read when the run falls back to them.
   """
   damaged: dict[int, str] = {}
   newest = None
@@ -343,30 +330,27 @@ def set_damaged_aside(workdir: str) -> None:
       newest = step
   if damaged and newest is None:
     raise _none_whole(workdir, damaged)
-  for step, why in damaged.items():
-    _set_aside(workdir, step, why)
+  _set_aside(workdir, damaged)
 
 
 def damage(workdir: str, step: int, skip: str = '') -> str:
   """Describes how the files of a checkpoint differ from their digests; '' for none.
 
   Args:
-    workdir: the directory of the run.
-    step: of the checkpoint.
     skip: a part that is not read, such as 'arrays'.
   """
   return digests.damage(os.path.join(home(workdir), str(step)), str(step), skip)
 
 
-def _set_aside(workdir: str, step: int, why: str) -> None:
-  """Renames a damaged checkpoint, so that nothing uses or deletes it."""
-  path = os.path.join(home(workdir), str(step))
-  to, number = f'{path}.damaged', 1
-  while os.path.lexists(to):
-    number += 1
-    to = f'{path}.damaged-{number}'
-  os.rename(path, to)
-  log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
+def _set_aside(workdir: str, damaged: dict[int, str]) -> None:
+  """Renames damaged checkpoints, so that nothing uses or deletes them."""
+  for step, why in damaged.items():
+    path = os.path.join(home(workdir), str(step))
+    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
+    names = (f'{path}.damaged{number}' for number in numbers)
+    to = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, to)
+    log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
 
 
 def _none_whole(workdir: str, damaged: dict[int, str]) -> ValueError:
@@ -378,7 +362,7 @@ def _none_whole(workdir: str, damaged: dict[int, str]) -> ValueError:
 
 
 def not_finite(tree: Tree) -> str:
-  """Names the first array with a NaN or an infinity, in words; '' for none.
+  """Names the first array with a NaN or an infinity; '' for none.
 
   Args:
     tree: the arrays of a state, part -> tree; only the parts of FINITE are checked.
@@ -391,3 +375,68 @@ def not_finite(tree: Tree) -> str:
     if not library.isfinite(leaf).all():
       return f'{name} is not finite'
   return ''
+
+
+def read_params(workdir: str, step: int, part: str = 'params') -> Read:
+  """Returns a function that reads an array of a checkpoint to the host.
+
+  Args:
+    part: part of the saved state, such as 'buffer/reusable'.
+
+  Raises:
+    ValueError: the checkpoint is damaged. The returned function raises it as well if
+      an array is not finite.
+  """
+  path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
+  way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
+  return _reader(path, 'arrays', f'{part}/', way_out)
+
+
+def save_params(path: str, params: Tree) -> None:
+  """Writes weights and their digests to the directory `path`, completely or not at all.
+
+  Raises:
+    OSError: the system refused.
+  """
+  path = os.path.abspath(path)
+  options = _recording(os.path.dirname(path))
+  with _as_oserror(path), ocp.StandardCheckpointer(async_options=options) as writer:
+    writer.save(path, _solid(params), force=True)
+
+
+def restore_params(path: str, like: Tree) -> Tree:
+  """Restores the weights at `path`, laid out as `like`.
+
+  Raises:
+    ValueError: the weights are damaged; the message says how.
+  """
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(why)
+  params = _restored(os.path.abspath(path), like)
+  if why := not_finite({'params': params}):
+    raise ValueError(why)
+  return params
+
+
+def read_saved(path: str) -> Read:
+  """Returns a function that reads an array that `save_params` wrote to the host.
+
+  Raises:
+    ValueError: the weights are missing or damaged.
+  """
+  return _reader(path)
+
+
+def _reader(path: str, folder: str = '', prefix: str = '', way_out: str = '') -> Read:
+  def check(why: str) -> None:
+    if why:
+      raise ValueError(f'{path} is damaged ({why}){way_out}')
+
+  def read(parameter: str) -> np.ndarray:
+    name = prefix + parameter
+    restored = _read(os.path.abspath(os.path.join(path, folder)), {name: None})
+    check(not_finite(restored))
+    return restored[name]
+
+  check(digests.damage(path, os.path.basename(path)))
+  return read

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from bapo_jax import knobs
@@ -34,9 +35,6 @@ from bapo_jax.training.knobs import (
   OptimizerConfig,
   SftConfig,
 )
-
-WORDED = ('countdown', 'drawn')  # made problems in English or in a short form
-PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
 
 
 class Config(Section):
@@ -137,7 +135,7 @@ def from_json(values: dict[str, Any]) -> Config:
 
 
 def parse(values: dict[str, Any]) -> Config:
-  """The config of these values, once every knob and what must fit together is checked.
+  """Returns the config of these values, after checks of every knob and of combinations.
 
   Raises:
     ValueError: one sentence.
@@ -145,76 +143,47 @@ def parse(values: dict[str, Any]) -> Config:
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  for check in (_packages, _rules, _rewards, _problems, _batch, _elements):
-    check(config)
+  check_clip(config.clip, config.loss)
+  for conflict in _conflicts(config):
+    raise ValueError(conflict)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
   return config
 
 
-def _packages(config: Config) -> None:
-  """Raises ValueError if a package for metrics is not installed."""
-  for name, package in PACKAGES.items():
+def _conflicts(config: Config) -> Iterator[str]:
+  """Yields a sentence for all knobs that do not fit together."""
+  count, seats = config.prompts.count, config.seats
+  group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
+  for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
-      raise ValueError(
-        f'metrics.{name}=True: give False, or pip install {package}, which it needs'
-      )
-
-
-def _rules(config: Config) -> None:
-  """Raises ValueError if rules do not fit together."""
-  check_clip(config.clip, config.loss)
-  if (
-    config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
-  ):
-    raise ValueError(
+      yield f'metrics.{name}=True: give False, or pip install {package}, which it needs'
+  if config.buffer.thresholds.rule == 'threshold_free' and group_size % 2:
+    yield (
       "buffer.thresholds.rule='threshold_free' keeps groups that are half right, and "
-      f'sampler.group_size={config.sampler.group_size} is odd; give an even one, or '
-      'another rule'
+      f'sampler.group_size={group_size} is odd; give an even one, or another rule'
     )
-  replayed = config.seats - config.prompts.count
+  replayed = seats - count
   if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
-    raise ValueError(
+    yield (
       f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
-      f'replays, prompts.count={config.prompts.count} x batch.replay.replay_ratio='
+      f'replays, prompts.count={count} x batch.replay.replay_ratio='
       f'{config.batch.replay.replay_ratio} = {replayed}; give {replayed} or more'
     )
-
-
-def _rewards(config: Config) -> None:
-  """Raises ValueError if the overlong penalty begins before the response."""
-  cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
+  cache = config.rewards.shaping.overlong_cache
   if cache > longest:
     limit = f'sampler.max_new_tokens={longest} tokens'
-    raise ValueError(f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}')
-
-
-def _problems(config: Config) -> None:
-  """Raises ValueError if made problems are too few, or unreadable."""
-  problems, count = config.problems, config.prompts.count
-  if problems.source in MADE and count > problems.train:
-    raise ValueError(
-      f'prompts.count={count} exceeds problems.train={problems.train}, the number of '
+    yield f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}'
+  if config.problems.source in MADE and count > (train := config.problems.train):
+    yield (
+      f'prompts.count={count} exceeds problems.train={train}, the number of '
       'generated training problems; lower prompts.count or raise problems.train'
     )
-  source = problems.source if problems.source in WORDED else WORDED[0]
-  wording, made = getattr(problems, source).wording, problems.source == source
-  if made and not config.model.path and wording != 'short':
-    raise ValueError(
-      f'problems.{source}.wording={wording!r} has letters that the tokenizer of the '
-      "embedded policy (model.path='') lacks; give wording='short', or a model.path"
-    )
-
-
-def _batch(config: Config) -> None:
-  """Raises ValueError unless a batch divides into minibatches."""
-  prompts, minibatches = config.prompts.count, config.learner.minibatches
-  replayed = config.seats - prompts
-  beside = f' and {replayed} replayed' if replayed else ''
-  if config.seats % minibatches:
-    raise ValueError(
-      f'prompts.count={prompts}{beside} groups do not divide into learner.minibatches='
-      f'{minibatches} equal parts; use a divisor of {config.seats}'
+  if seats % config.learner.minibatches:
+    beside = f' and {replayed} replayed' if replayed else ''
+    yield (
+      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
+      f'{config.learner.minibatches} equal parts; use a divisor of {seats}'
     )
 
 
@@ -227,53 +196,3 @@ def check_positions(config: Config, positions: int) -> None:
       f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
       'lower one of them'
     )
-
-
-def check_shards(config: Config, shards: int) -> None:
-  """Raises ValueError unless rows divide over the mesh.
-
-  Args:
-    shards: pieces that a batch axis is cut into, mesh.data x mesh.fsdp.
-  """
-  if config.minibatch_rows % shards:
-    raise ValueError(
-      f'a minibatch has {config.minibatch_rows} responses, which do not divide over '
-      f'{shards} device shards (mesh.data x mesh.fsdp); change prompts.count or '
-      'learner.minibatches'
-    )
-  for name in ('max_num_seqs', 'prefill_batch_size'):
-    if getattr(config.sampler, name) % shards:
-      raise ValueError(
-        f'sampler.{name}={getattr(config.sampler, name)} rows do not divide over '
-        f'{shards} device shards (mesh.data x mesh.fsdp); give a multiple of {shards}'
-      )
-
-
-def _rows(config: Config) -> dict[str, int]:
-  """Returns how many rows of T tokens a run stores at once, by their knobs."""
-  c, G = config, config.sampler.group_size
-  return {
-    'responses in decoding (prompts.count x sampler.group_size)': c.places * G,
-    'responses in a batch (prompts.count x sampler.group_size)': c.seats * G,
-    'the KV cache of the decode slots (sampler.max_num_seqs)': c.sampler.max_num_seqs,
-    'the replay buffer (buffer.capacity x sampler.group_size)': (
-      c.buffer.capacity * G if c.batch.uses_buffer else 0
-    ),
-    'a warm-start batch (sft.batch)': (
-      c.sft.batch if c.sft.clean + c.sft.noisy and not c.model.path else 0
-    ),
-    'evaluation (problems.test x evaluate.group_size)': (
-      c.problems.test * c.evaluate.group_size if c.problems.test_source in MADE else 0
-    ),
-  }
-
-
-def _elements(config: Config) -> None:
-  """Raises ValueError if an array of rows has more elements than int32 can index."""
-  T = config.row_length
-  for name, rows in _rows(config).items():
-    if rows * T > knobs.LARGEST:
-      raise ValueError(
-        f'{name}: {rows} rows x {T} tokens are too many for one array; give at most '
-        f'{knobs.LARGEST // T} rows'
-      )

@@ -22,7 +22,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
-from bapo_jax.training import checkpoint, weights
+from bapo_jax.training import checkpoint
 from bapo_jax.training.resolve import Model
 
 
@@ -171,7 +171,7 @@ def test_one_parameter_is_read_without_the_others(tmp_path):
   devices = sharding.make(2, 2, 2)
   placed = jax.device_put(params, sharding.shardings(params, devices))
   saved(tmp_path, placed)
-  get = weights.read_params(str(tmp_path), 1)
+  get = checkpoint.read_params(str(tmp_path), 1)
   for path, array in traverse_util.flatten_dict(params, sep='/').items():
     found = get(path)
     assert type(found) is np.ndarray
