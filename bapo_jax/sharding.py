@@ -141,11 +141,10 @@ def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
 
 
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
-  """Returns the sharding of arrays whose leading axis is a batch of rows.
+  """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
-  Args:
-    rows: size of that axis. If it does not divide over the mesh, every device gets all
-      rows; only inputs of a program must divide, results may have any length.
+  If `rows` do not divide over the mesh, every device gets all of them; only inputs of a
+  program must divide, results may have any length.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
@@ -223,11 +222,7 @@ def ambient_row_shards() -> int:
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-  """Constrains x to these axes of the ambient mesh, if the mesh divides x.
-
-  Args:
-    axes: for each leading axis of x a mesh axis, or None for an axis that is not split.
-  """
+  """Constrains the leading axes of x to axes of the ambient mesh that divide them."""
   found = ambient()
   if found is None:
     return x

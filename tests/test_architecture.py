@@ -40,7 +40,7 @@ ONLY = {  # package -> the modules that may import it
   'tensorflow_datasets': {'data.hub'},
   'pyarrow': {'data.local_files'},
   'rich': {'tools.viewer'},
-  'ml_collections': {'training.overrides'},
+  'ml_collections': {'training.config'},
   'PIL': {'data.pictures'},
   'orbax': {'training.checkpoint'},
   'huggingface_hub': {'models.hf.directory', 'data.hub'},

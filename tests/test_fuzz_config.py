@@ -18,8 +18,8 @@ from refusals import refused
 from bapo_jax import knobs, sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import budget, build, overrides, resolve, rules
-from bapo_jax.training.config import Config, parse, plain
+from bapo_jax.training import budget, build, resolve, rules
+from bapo_jax.training.config import Config, overrides, parse, plain
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
@@ -114,7 +114,7 @@ def run_trials(seed: int, trials: int, shaped: int) -> None:
     assert time.perf_counter() - began < LIMIT_S, values
     given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
     try:
-      overrides.overrides([given])
+      overrides([given])
     except ValueError as error:
       check_sentence(error)
     assert time.perf_counter() - began < LIMIT_S, given

@@ -278,7 +278,7 @@ def bounds_wait(config: Config) -> bool:
 def choose_schedule(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
-  """Chooses the first of `choices` whose update fits, or the last.
+  """Chooses the first of `choices` whose update fits the memory, or the last.
 
   Args:
     memory: bytes that a device may use; 0: `limit` of the mesh.
@@ -308,11 +308,8 @@ def limit(mesh: Mesh) -> float:
 def check(budget: Budget, room: float) -> None:
   """Refuses a run that cannot fit the memory, before anything is compiled.
 
-  Args:
-    room: bytes of a device, from `capacity`.
-
   Raises:
-    ValueError: a phase needs more than SLACK times `room`.
+    ValueError: a phase needs more than SLACK times `room` bytes.
   """
   b, state = budget, budget.weights + budget.moments
   rows = {'responses': b.responses, 'buffer': b.buffer}
@@ -330,11 +327,7 @@ def check(budget: Budget, room: float) -> None:
 
 
 def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
-  """Describes the schedule and the memory of an update, for the first screen.
-
-  Args:
-    needed, room: bytes per device of an update, and that a run may use.
-  """
+  """Describes the schedule, and the bytes that an update needs of those available."""
   columns = ', columns split over tensor' if schedule.sequence_sharding else ''
   bounds = f', the bounds {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
   auto = ' (auto)' if config.model.remat == 'auto' else ''

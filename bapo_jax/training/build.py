@@ -152,17 +152,13 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
 
 
 def make_trainer(
-  r: Resolved,
-  material: Material,
-  verifier: Verifier,
-  timer: PhaseTimer,
-  base: Tree = None,
+  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
   """Builds everything that is fixed for a run; `base` are its frozen weights."""
   config, spec, mesh = r.config, r.spec, r.mesh
   bound = rules.bind(config)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
-  gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
+  gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   score = functools.partial(
     scoring.score,
     rows=config.micro_batch_rows,
@@ -183,8 +179,8 @@ def make_trainer(
     schedule=r.schedule,
     mesh=mesh,
     tokenizer=r.tokenizer,
-    problems=material.problems,
-    held_out=material.held_out,
+    problems=data.problems,
+    held_out=data.held_out,
     engine=make_engine(r, gallery),
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
@@ -213,7 +209,7 @@ def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
 
 
 def build(
-  r: Resolved, material: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
+  r: Resolved, data: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
   """Loads or warm-starts the weights; returns the trainer and its state at step 0.
 
@@ -223,7 +219,7 @@ def build(
   base, params = policy.divide(r, policy.load(r, workdir, timer))
   if warning := sharding.kv_replication_warning(r.mesh, r.spec.kv_heads):
     log(warning)
-  t = make_trainer(r, material, verifier, timer, base)
+  t = make_trainer(r, data, verifier, timer, base)
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.rules)
@@ -250,5 +246,5 @@ def start(
   """
   r = resolve(config)
   with timer('load'):
-    material = read(config, r.model)
-  return build(r, material, verifier or make_verifier(config), workdir, timer)
+    data = read(config, r.model)
+  return build(r, data, verifier or make_verifier(config), workdir, timer)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -38,7 +37,6 @@ CheckpointManager = ocp.CheckpointManager
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
 
 INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
-FINITE = ('params', 'opt', 'actor')  # parts of a state without a NaN or an infinity
 
 
 def home(workdir: str) -> str:
@@ -59,7 +57,7 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   """
   with hosts.together():
     if hosts.is_first():
-      _check_all(workdir)
+      _set_damaged_aside(workdir)
   policies, accuracy = ocp.checkpoint_managers, operator.itemgetter('accuracy')
   ranked = policies.BestN(
     get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
@@ -100,15 +98,14 @@ def save(
 ) -> None:
   """Begins to write the checkpoint of `step`; `wait` returns when it is complete.
 
-  The checkpoint has the values of now: as soon as this returns, the arrays may be
-  donated and `meta` may change. An unfinished write is waited for first.
+  The checkpoint has the present values: as soon as this returns, the arrays may be
+  donated and `meta`, plain values, may change. Waits for an unfinished write first.
 
   Args:
-    meta: plain values.
     accuracy: on the held-out problems; None if this step was not evaluated.
 
   Raises:
-    OSError: the system refused to write this checkpoint, or the one before.
+    OSError: the system refused to write this checkpoint or the previous one.
   """
   wait(checkpoints)
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
@@ -188,10 +185,7 @@ def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, A
   Args:
     like: name -> an array or a jax.ShapeDtypeStruct, whose sharding the restored array
       gets; None restores a NumPy array on the host.
-    optional: names that begin so may be missing, and are then left out; '' for none.
-
-  Raises:
-    ValueError: an array is not stored.
+    optional: names with this prefix may be missing; '': none.
   """
   with quiet_absl(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
@@ -241,37 +235,14 @@ def _restored(path: str, like: Tree, optional: str = '') -> Tree:
 def restore_newest(
   checkpoints: CheckpointManager, like: Callable[[int], Tree]
 ) -> tuple[int, Tree, dict[str, Any]] | None:
-  """Returns (step, arrays, meta) of the newest whole checkpoint; None without any.
-
-  A checkpoint is damaged if its files differ from their digests, or if a weight or a
-  number of the optimiser is not finite.
+  """Returns (step, arrays, meta) of the newest checkpoint; None without any.
 
   Args:
-    checkpoints: the manager, which has read all files of the newest checkpoint.
+    checkpoints: the manager, which has set damaged checkpoints aside.
     like: from a step to the arrays of a run after it.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
   """
-  workdir = os.path.dirname(checkpoints.directory)
-  damaged: dict[int, str] = {}
-  for step in sorted(checkpoints.all_steps(), reverse=True):
-    if damaged and (why := damage(workdir, step)):
-      damaged[step] = why
-      continue
-    arrays, meta = restore(checkpoints, step, like(step))
-    if why := not_finite(arrays):
-      damaged[step] = why
-      continue
-    if damaged:
-      with hosts.together():
-        if hosts.is_first():
-          _set_aside(workdir, damaged)
-      checkpoints.reload()
-    return step, arrays, meta
-  if damaged:
-    raise _none_whole(workdir, damaged)
-  return None
+  step = checkpoints.latest_step()
+  return None if step is None else (step, *restore(checkpoints, step, like(step)))
 
 
 def read_meta(directory: str, step: int) -> dict[str, Any]:
@@ -315,11 +286,11 @@ def _solid(tree: Tree) -> dict[str, Any]:
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
 
-def _check_all(workdir: str) -> None:
-  """Sets damaged checkpoints aside; raises ValueError if none is whole.
+def _set_damaged_aside(workdir: str) -> None:
+  """Renames damaged checkpoints, so that nothing uses or deletes them.
 
-  Reads all files of the newest whole checkpoint and the small files of the others,
-  whose arrays are read when the run falls back to them.
+  Reads all files of the newest whole checkpoint, and the small files of older ones.
+  Raises ValueError if there are checkpoints, and none is whole.
   """
   damaged: dict[int, str] = {}
   newest = None
@@ -329,8 +300,18 @@ def _check_all(workdir: str) -> None:
     elif newest is None:
       newest = step
   if damaged and newest is None:
-    raise _none_whole(workdir, damaged)
-  _set_aside(workdir, damaged)
+    reasons = '; '.join(f'{step}: {why}' for step, why in sorted(damaged.items()))
+    raise ValueError(
+      f'{home(workdir)} has no whole checkpoint ({reasons}); put a copy back, or '
+      'remove that folder, and the same command starts from step 0'
+    )
+  for step, why in damaged.items():
+    path = os.path.join(home(workdir), str(step))
+    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
+    names = (f'{path}.damaged{number}' for number in numbers)
+    to = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, to)
+    log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
 
 
 def damage(workdir: str, step: int, skip: str = '') -> str:
@@ -342,41 +323,6 @@ def damage(workdir: str, step: int, skip: str = '') -> str:
   return digests.damage(os.path.join(home(workdir), str(step)), str(step), skip)
 
 
-def _set_aside(workdir: str, damaged: dict[int, str]) -> None:
-  """Renames damaged checkpoints, so that nothing uses or deletes them."""
-  for step, why in damaged.items():
-    path = os.path.join(home(workdir), str(step))
-    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
-    names = (f'{path}.damaged{number}' for number in numbers)
-    to = next(name for name in names if not os.path.lexists(name))
-    os.rename(path, to)
-    log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
-
-
-def _none_whole(workdir: str, damaged: dict[int, str]) -> ValueError:
-  reasons = '; '.join(f'{step}: {why}' for step, why in sorted(damaged.items()))
-  return ValueError(
-    f'{home(workdir)} has no whole checkpoint ({reasons}); put a copy back, or remove '
-    'that folder, and the same command starts from step 0'
-  )
-
-
-def not_finite(tree: Tree) -> str:
-  """Names the first array with a NaN or an infinity; '' for none.
-
-  Args:
-    tree: the arrays of a state, part -> tree; only the parts of FINITE are checked.
-  """
-  for path, leaf in jax.tree.leaves_with_path(tree):
-    name = path_name(path)
-    if name.split('/')[0] not in FINITE or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      continue
-    library = np if isinstance(leaf, np.ndarray) else jnp  # host arrays stay there
-    if not library.isfinite(leaf).all():
-      return f'{name} is not finite'
-  return ''
-
-
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   """Returns a function that reads an array of a checkpoint to the host.
 
@@ -384,8 +330,7 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
     part: part of the saved state, such as 'buffer/reusable'.
 
   Raises:
-    ValueError: the checkpoint is damaged. The returned function raises it as well if
-      an array is not finite.
+    ValueError: the checkpoint is damaged.
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
   way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
@@ -412,10 +357,7 @@ def restore_params(path: str, like: Tree) -> Tree:
   """
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(why)
-  params = _restored(os.path.abspath(path), like)
-  if why := not_finite({'params': params}):
-    raise ValueError(why)
-  return params
+  return _restored(os.path.abspath(path), like)
 
 
 def read_saved(path: str) -> Read:
@@ -428,15 +370,7 @@ def read_saved(path: str) -> Read:
 
 
 def _reader(path: str, folder: str = '', prefix: str = '', way_out: str = '') -> Read:
-  def check(why: str) -> None:
-    if why:
-      raise ValueError(f'{path} is damaged ({why}){way_out}')
-
-  def read(parameter: str) -> np.ndarray:
-    name = prefix + parameter
-    restored = _read(os.path.abspath(os.path.join(path, folder)), {name: None})
-    check(not_finite(restored))
-    return restored[name]
-
-  check(digests.damage(path, os.path.basename(path)))
-  return read
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(f'{path} is damaged ({why}){way_out}')
+  path = os.path.abspath(os.path.join(path, folder))
+  return lambda name: _read(path, {prefix + name: None})[prefix + name]

@@ -46,8 +46,7 @@ def evaluate(
   """Samples and verifies `engine.group_size` responses to every problem.
 
   Args:
-    params: an actor, the weights laid out for decoding.
-    step: the learner step of these weights.
+    params: an actor, the weights of learner step `step` laid out for decoding.
     ks: k of pass@k and maj@k, at most the group size.
 
   Returns:
@@ -226,15 +225,8 @@ def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   """Reads {'result', 'samples'} of an evaluation of training.
 
   Raises:
-    ValueError: the file is missing, or is not an evaluation.
+    ValueError: the file is missing or damaged.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = 'the command of the run makes those of step 0 and of its last step again'
-  found = files.read_json(path, way_out)
-  try:
-    ok = 'accuracy' in found['result'] and all('correct' in s for s in found['samples'])
-  except (TypeError, KeyError):
-    ok = False
-  if not ok:
-    raise ValueError(f'{path} holds no evaluation; {way_out}')
-  return found
+  return files.read_json(path, way_out)

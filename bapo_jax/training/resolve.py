@@ -71,16 +71,15 @@ class Resolved:
 def check_available(config: Config, *, decided: bool = True) -> Model:
   """Returns the opened model once its files and all problems are found.
 
-  Reads all files of problems: a damaged row, or an answer that its verifier cannot
-  read, is reported before anything is downloaded or compiled.
+  What is wrong is reported before anything is downloaded or compiled.
 
   Args:
-    decided: False if the verifier is derived later: answers are not checked.
+    decided: see `check_problems`.
 
   Raises:
     ValueError: a list of everything that is missing, and how to get it.
   """
-  path = config.model.path
+  path, check = config.model.path, gold.check(config.rewards.rule) if decided else None
   lacks = hf_directory.missing(hf_directory.resolve(path)) if path else []
   model = None if lacks else open_model(config)
   # A model that is yet to be downloaded may have a vision tower.
@@ -97,7 +96,6 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
     )
   if not path:
     sources.sft_problems(config.problems)
-  check = gold.check(config.rewards.rule) if decided else None
   for knob in sources.SPLITS:
     sources.download(config.problems, knob, check, sees)
   if model is None:  # downloaded only when nothing else is missing
@@ -190,14 +188,14 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
   The rotary pairs of a head are divided as in Qwen2.5-VL: a quarter turns by time, the
   others by row and column.
   """
-  knobs = config.model.tower.model_dump()
+  knobs = config.model.tower
   tower = VisionSpec(
-    **knobs,
+    **knobs.model_dump(),
     heads=TOWER_HEADS,
     patch=TOWER_PATCH,
     window=TOWER_WINDOW,
     out=spec.width,
-    full_layers=(knobs['layers'] - 1,),
+    full_layers=(knobs.layers - 1,),
     image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
     merge=MERGE,
     least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
@@ -217,7 +215,7 @@ def resolve(
 
   Args:
     config: with nothing left to derive.
-    model: of this config, opened before or after knobs were derived; None: opened here.
+    model: opened before or after knobs were derived; None: opened here.
     devices: of the mesh; None: all that are attached.
 
   Raises:

@@ -119,18 +119,6 @@ def test_arrays_are_restored_to_the_bit(whole, tmp_path):
     read('lost')
 
 
-def poisoned(part: str, value: float) -> Damage:
-  """Saves the newest checkpoint again, digests and all, with one number changed."""
-
-  def damage(run):
-    shutil.rmtree(newest(run, ''))
-    changed = jax.tree.map(np.array, state(STEPS[-1]))
-    [*changed[part].values()][-1].flat[-1] = value  # of w, mu, w
-    saved(run, STEPS[-1], changed)
-
-  return damage
-
-
 def replaced_by_file(path: pathlib.Path) -> None:
   """A file where a directory was."""
   shutil.rmtree(path)
@@ -153,9 +141,6 @@ NEWEST: dict[str, Damage] = {
   'digests are no record': lambda run: newest(run, 'digests.json').write_text('[]'),
   'a copy of an older checkpoint': copy_of_an_older_one,
   'the checkpoint a file': lambda run: replaced_by_file(newest(run, '')),
-  'NaN in the weights': poisoned('params', np.nan),
-  'infinity in the optimiser': poisoned('opt', np.inf),
-  'infinity in the actor': poisoned('actor', -np.inf),
 }
 
 
@@ -188,17 +173,13 @@ def test_files_that_orbax_writes_later_are_not_needed(broken):
 
 
 def test_an_older_checkpoint_is_read_whole_before_it_is_taken(broken):
-  flip(arrays(broken, 2))
-  poisoned('params', np.nan)(broken)
+  for step in (3, 2):
+    flip(arrays(broken, step))
   assert restored(broken)[0] == 1
 
 
-@pytest.mark.parametrize(
-  'damage', [lambda run: flip(arrays(run)), poisoned('opt', np.nan)]
-)
-def test_without_a_whole_checkpoint_nothing_is_moved(damage, broken):
-  damage(broken)
-  for step in STEPS[:-1]:
+def test_without_a_whole_checkpoint_nothing_is_moved(broken):
+  for step in STEPS:
     flip(arrays(broken, step))
   for _ in range(2):
     with pytest.raises(ValueError, match='no whole checkpoint'):
@@ -212,14 +193,10 @@ def test_other_names_among_the_checkpoints_are_left_alone(broken):
   assert restored(broken)[0] == STEPS[-1]
 
 
-@pytest.mark.parametrize(
-  'damage', [lambda run: flip(arrays(run)), poisoned('params', np.nan)]
-)
-def test_tools_refuse_a_damaged_checkpoint_and_move_nothing(damage, broken):
-  damage(broken)
+def test_tools_refuse_a_damaged_checkpoint_and_move_nothing(broken):
+  flip(arrays(broken))
   with pytest.raises(ValueError, match=r'/3 is damaged .*\[1, 2, 3\]'):
-    checkpoint.read_params(str(broken), STEPS[-1])('w')
-    checkpoint.read_params(str(broken), STEPS[-1])('b')
+    checkpoint.read_params(str(broken), STEPS[-1])
   assert newest(broken, '').is_dir()
 
 
@@ -236,9 +213,7 @@ def test_weights_of_a_warm_start_are_read_back_or_refused(tmp_path):
       checkpoint.read_saved(str(path))
     flip(file)
   checkpoint.save_params(str(path), params)  # in place of the old ones
-  checkpoint.save_params(str(path), {**params, 'w': params['w'] * np.nan})
-  with pytest.raises(ValueError, match='params/w is not finite'):
-    checkpoint.restore_params(str(path), params)
+  assert same(checkpoint.restore_params(str(path), params), params)
   with pytest.raises(ValueError, match='is missing'):
     checkpoint.read_saved(str(tmp_path / 'none'))
 
