@@ -179,17 +179,6 @@ def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
   return NamedSharding(mesh, P(ROWS, heads))
 
 
-def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
-  """Returns a warning if key/value heads are replicated, else ''."""
-  tensor = mesh.shape['tensor']
-  if kv_heads % tensor == 0:
-    return ''
-  return (
-    f'{kv_heads} key/value heads do not divide over mesh.tensor={tensor}: every device '
-    'holds them all, weights and cache'
-  )
-
-
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
   """Makes the mesh the ambient one in a `with` block; a no-op on one device."""
   alone = mesh is None or mesh.size == 1

@@ -217,8 +217,11 @@ def build(
     workdir: has the warm start, or receives it.
   """
   base, params = policy.divide(r, policy.load(r, workdir, timer))
-  if warning := sharding.kv_replication_warning(r.mesh, r.spec.kv_heads):
-    log(warning)
+  if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
+    log(
+      f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
+      'every device has all of them, weights and cache'
+    )
   t = make_trainer(r, data, verifier, timer, base)
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)

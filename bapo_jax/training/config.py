@@ -22,27 +22,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bapo_jax import knobs
+from bapo_jax.algorithms import knobs as algorithms
 from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
-from bapo_jax.algorithms.knobs import (
-  AdvantageConfig,
-  ClipConfig,
-  LossConfig,
-  check_clip,
-)
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
-from bapo_jax.training.knobs import (
-  DERIVABLE,
-  CheckpointConfig,
-  EvaluateConfig,
-  LearnerConfig,
-  MetricsConfig,
-  OptimizerConfig,
-  SftConfig,
-)
+from bapo_jax.training import knobs as training
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
@@ -76,15 +63,19 @@ class Config(Section):
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
   buffer: BufferConfig = knob(BufferConfig, 'Replay buffer.')
   batch: BatchConfig = knob(BatchConfig, 'Batch rules.')
-  advantage: AdvantageConfig = knob(AdvantageConfig, 'Advantage rules.')
-  clip: ClipConfig = knob(ClipConfig, 'Clip rules.')
-  loss: LossConfig = knob(LossConfig, 'Loss rules.')
-  learner: LearnerConfig = knob(LearnerConfig, 'Updates.')
-  optimizer: OptimizerConfig = knob(OptimizerConfig, 'AdamW.')
-  sft: SftConfig = knob(SftConfig, 'Warm start.')
-  evaluate: EvaluateConfig = knob(EvaluateConfig, 'Evaluation.')
-  metrics: MetricsConfig = knob(MetricsConfig, 'Metrics.')
-  checkpoint: CheckpointConfig = knob(CheckpointConfig, 'Checkpoints.')
+  advantage: algorithms.AdvantageConfig = knob(
+    algorithms.AdvantageConfig, 'Advantage rules.'
+  )
+  clip: algorithms.ClipConfig = knob(algorithms.ClipConfig, 'Clip rules.')
+  loss: algorithms.LossConfig = knob(algorithms.LossConfig, 'Loss rules.')
+  learner: training.LearnerConfig = knob(training.LearnerConfig, 'Updates.')
+  optimizer: training.OptimizerConfig = knob(training.OptimizerConfig, 'AdamW.')
+  sft: training.SftConfig = knob(training.SftConfig, 'Warm start.')
+  evaluate: training.EvaluateConfig = knob(training.EvaluateConfig, 'Evaluation.')
+  metrics: training.MetricsConfig = knob(training.MetricsConfig, 'Metrics.')
+  checkpoint: training.CheckpointConfig = knob(
+    training.CheckpointConfig, 'Checkpoints.'
+  )
 
   @property
   def row_length(self) -> int:
@@ -155,7 +146,7 @@ def parse(values: dict[str, Any]) -> Config:
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  check_clip(config.clip, config.loss)
+  algorithms.check_clip(config.clip, config.loss)
   for conflict in _conflicts(config):
     raise ValueError(conflict)
   if not config.model.path:
@@ -283,7 +274,7 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
   found = without_none(values)
-  if missing := [name for name in names if name not in DERIVABLE]:
+  if missing := [name for name in names if name not in training.DERIVABLE]:
     wanted = ', '.join(f'--config.{name}=...' for name in missing)
     raise ValueError(f'the config file leaves this to you: give {wanted}')
   return found | {'derived': tuple(names)} if names else found

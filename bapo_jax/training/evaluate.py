@@ -8,6 +8,7 @@
 """
 
 import collections
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -101,19 +102,20 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   """Returns uid -> tokens, truncation and log-probability, for this host."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
-  mask_PGT = exchange.rows_of(groups.response_mask_PGT, own)
-  logp_PGT = exchange.rows_of(groups.behavior_logp_PGT, own).astype(float)
-  ended_PGT = mask_PGT & np.isin(exchange.rows_of(groups.tokens_PGT, own), eos)
-  G = mask_PGT.shape[1]
-  columns = (
-    (own[:, None] * G + np.arange(G)).ravel(),
-    mask_PGT.sum(2).ravel(),
-    ended_PGT.any(2).ravel(),
-    np.where(mask_PGT, logp_PGT, 0).sum(2).ravel(),
+  tokens_PGT, mask_PGT, logp_PGT = (
+    exchange.rows_of(x, own)
+    for x in (groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT)
   )
+  logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
+  ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
+  length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
   return {
-    str(uid): {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
-    for uid, tokens, ended, logp in zip(*columns, strict=True)
+    str(p * G + g): {
+      'tokens': int(length_PG[i, g]),
+      'truncated': not ended_PG[i, g],
+      'logp': float(logp_PG[i, g]),
+    }
+    for (i, p), g in itertools.product(enumerate(own), range(G))
   }
 
 

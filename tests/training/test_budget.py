@@ -16,7 +16,6 @@ from bapo_jax import sharding
 from bapo_jax.models import attention, layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
-from bapo_jax.run import welcome
 from bapo_jax.runtime import machine
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
@@ -53,14 +52,14 @@ def test_saved_bytes_are_the_compilers(qk_norm, T, rank):
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
   for kind in budget.REMATS:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (8, 4)
+      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (4, 2)
     )
     counted = budget.saved_bytes(spec, Schedule(kind), T)
     if rank and kind == 'none':
       counted -= 2 * 4 * 48  # a norm's frozen scale needs no array of its own
     if kind == 'dots':
       counted += 4 * 7 * rank  # x A of seven projections, too few to be in the count
-    assert (deep - shallow) / 4 / (B * T) == pytest.approx(counted, rel=0.02), kind
+    assert (deep - shallow) / 2 / (B * T) == pytest.approx(counted, rel=0.02), kind
 
 
 def test_saved_bytes_by_hand():
@@ -137,8 +136,7 @@ def test_auto_recomputes_as_little_as_fits():
 )
 def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
   config, spec = parsed(learner)
-  clip = config.clip.model_copy(update={'rule': rule})
-  config = config.model_copy(update={'clip': clip})
+  config = config.with_values(clip={'rule': rule})
   found = budget.choose_schedule(config, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
   assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
@@ -252,7 +250,6 @@ def test_a_checkpoint_by_hand():
   few = lora.count(spec, 2, config.lora.targets)
   adapted = {'adapters': 4 * few, 'optimiser': 8 * few, 'actor': 4 * few}
   assert found.checkpoint == adapted
-  assert f'{1 + config.checkpoint.keep} at most' in welcome.disk(config, found)
   # Newest, best, and one being written.
   assert found.disk == (config.checkpoint.keep + 2) * sum(adapted.values())
   config, _, found = counted(**{'batch.rule': 'adapted'})
@@ -268,31 +265,6 @@ def test_what_cannot_fit_is_refused_by_the_knobs_of_its_largest_part(part):
   large, message = found._replace(**{part: 1e12}), re.escape(budget.KNOBS[part])
   with pytest.raises(ValueError, match=f'most of it for {message}'):
     budget.check(large, 1e11)
-
-
-@pytest.mark.parametrize(('kind', 'tokens'), [('full', 16), ('dots', 17)])
-def test_split_columns_change_no_gradient(kind, tokens):
-  # 17 columns do not divide over two devices and stay whole.
-  spec = dataclasses.replace(SPEC, layers=2)
-  params = making.params(spec)
-  tokens_BT = jax.random.randint(jax.random.key(1), (8, tokens), 0, spec.vocab)
-  weight_D = jax.random.normal(jax.random.key(2), (spec.width,))
-
-  def total(params, tokens_BT, split):
-    schedule = Schedule(kind, sequence_sharding=split)
-    hidden_BTD = layers.forward(params, tokens_BT, spec, schedule=schedule)
-    return jnp.sin(hidden_BTD * weight_D[None, None]).sum()
-
-  gradient = jax.jit(jax.grad(total), static_argnames='split')
-  expected = gradient(params, tokens_BT, split=False)
-  mesh = sharding.make(2, 2, 2)
-  spread = jax.device_put(params, sharding.shardings(params, mesh))
-  found = sharding.under(mesh, functools.partial(gradient, split=True))(
-    spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
-  )
-  for path, g in jax.tree.leaves_with_path(expected):
-    other = dict(jax.tree.leaves_with_path(found))[path]
-    np.testing.assert_allclose(other, g, atol=1e-5 * np.abs(g).max(), err_msg=str(path))
 
 
 @pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])

@@ -176,11 +176,16 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(
   assert (submitted_W[submitted_W >= 0] > 9 - oldest).all(), 'all that is due is out'
 
 
-def test_a_resumed_run_goes_on_with_the_next_round(monkeypatch):
-  script = Script(monkeypatch, steps=2, **EXTRA)
-  s, *_ = script.loop(prompt_round=4, responses=7)[-1]
-  first = [keywords['first_uid'] for _, _, keywords in script.rollouts]
-  assert first == [4 * P * G, 5 * P * G] and s.prompt_round == 6
+def test_responses_are_numbered_through_rounds_and_resumes(monkeypatch):
+  def first_uids(**fields):
+    script = Script(monkeypatch, [(0, 0), (0, 0), (1, 1)], steps=2, **EXTRA)
+    s, *_ = script.loop(**fields)[-1]
+    return s, [keywords['first_uid'] for _, _, keywords in script.rollouts]
+
+  s, uids = first_uids()
+  assert uids == [P * G * prompt_round for prompt_round in range(4)]
+  s, uids = first_uids(prompt_round=4, responses=7)
+  assert uids == [4 * P * G, 5 * P * G] and s.prompt_round == 6
   assert s.responses == 7 + 2 * P * G
 
 
@@ -260,14 +265,6 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   steps = Script(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
   assert [s.idle_steps for s, *_ in steps] == [5, 6, 0, 1]
   assert [row['learner/idle_steps'] for _, row, _ in steps] == [5, 6, 0, 1]
-
-
-def test_responses_are_numbered_through_the_rounds(monkeypatch):
-  rounds = [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2)]
-  script = Script(monkeypatch, rounds, steps=3, **EXTRA)
-  script.loop()
-  first = [keywords['first_uid'] for _, _, keywords in script.rollouts]
-  assert first == [P * G * prompt_round for prompt_round in range(5)]
 
 
 def test_theory_golden():
