@@ -133,10 +133,8 @@ def copy_of_an_older_one(run: pathlib.Path) -> None:
 
 NEWEST: dict[str, Damage] = {
   'a byte of the arrays flipped': lambda run: flip(arrays(run)),
-  'a file of the arrays cut': lambda run: os.truncate(arrays(run), 10),
   'a file of the arrays deleted': lambda run: arrays(run).unlink(),
   'the arrays a file': lambda run: replaced_by_file(newest(run, 'arrays')),
-  'meta is no JSON': lambda run: newest(run, 'meta/metadata').write_text('{"run": '),
   'no digests': lambda run: newest(run, 'digests.json').unlink(),
   'digests are no record': lambda run: newest(run, 'digests.json').write_text('[]'),
   'a copy of an older checkpoint': copy_of_an_older_one,
