@@ -292,35 +292,25 @@ def _set_damaged_aside(workdir: str) -> None:
   Reads all files of the newest whole checkpoint, and the small files of older ones.
   Raises ValueError if there are checkpoints, and none is whole.
   """
-  damaged: dict[int, str] = {}
-  newest = None
+  damaged: dict[str, str] = {}
+  whole = False
   for step in reversed(checkpoint_steps(workdir)):
-    if why := damage(workdir, step, skip='' if newest is None else 'arrays'):
-      damaged[step] = why
-    elif newest is None:
-      newest = step
-  if damaged and newest is None:
-    reasons = '; '.join(f'{step}: {why}' for step, why in sorted(damaged.items()))
-    raise ValueError(
-      f'{home(workdir)} has no whole checkpoint ({reasons}); put a copy back, or '
-      'remove that folder, and the same command starts from step 0'
-    )
-  for step, why in damaged.items():
     path = os.path.join(home(workdir), str(step))
+    if why := digests.damage(path, str(step), 'arrays' if whole else ''):
+      damaged[path] = why
+    whole = whole or not why
+  if damaged and not whole:
+    steps = (f'{os.path.basename(path)}: {why}' for path, why in damaged.items())
+    raise ValueError(
+      f'{home(workdir)} has no whole checkpoint ({"; ".join(steps)}); put a copy back, '
+      'or remove that folder, and the same command starts from step 0'
+    )
+  for path, why in damaged.items():
     numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
     names = (f'{path}.damaged{number}' for number in numbers)
     to = next(name for name in names if not os.path.lexists(name))
     os.rename(path, to)
     log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
-
-
-def damage(workdir: str, step: int, skip: str = '') -> str:
-  """Describes how the files of a checkpoint differ from their digests; '' for none.
-
-  Args:
-    skip: a part that is not read, such as 'arrays'.
-  """
-  return digests.damage(os.path.join(home(workdir), str(step)), str(step), skip)
 
 
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
@@ -334,7 +324,7 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
   way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
-  return _reader(path, 'arrays', f'{part}/', way_out)
+  return read_saved(path, 'arrays', f'{part}/', way_out)
 
 
 def save_params(path: str, params: Tree) -> None:
@@ -360,16 +350,19 @@ def restore_params(path: str, like: Tree) -> Tree:
   return _restored(os.path.abspath(path), like)
 
 
-def read_saved(path: str) -> Read:
-  """Returns a function that reads an array that `save_params` wrote to the host.
+def read_saved(
+  path: str, folder: str = '', prefix: str = '', way_out: str = ''
+) -> Read:
+  """Returns a function that reads an array of a directory with digests to the host.
+
+  Args:
+    folder: below `path`, with the arrays.
+    prefix: of the names of the arrays.
+    way_out: ends the sentence of the error.
 
   Raises:
-    ValueError: the weights are missing or damaged.
+    ValueError: the directory is missing or damaged.
   """
-  return _reader(path)
-
-
-def _reader(path: str, folder: str = '', prefix: str = '', way_out: str = '') -> Read:
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(f'{path} is damaged ({why}){way_out}')
   path = os.path.abspath(os.path.join(path, folder))
