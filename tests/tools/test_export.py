@@ -22,6 +22,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
+from bapo_jax.training import resolve
 from bapo_jax.training.resolve import Model
 
 

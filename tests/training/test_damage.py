@@ -248,7 +248,7 @@ def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, tmp_path, caps
   assert not re.search('is damaged|Evaluating step', capsys.readouterr().out)
 
 
-def test_lost_rows_are_counted_and_the_file_is_kept(whole_run, tmp_path, capsys):
+def test_lost_rows_are_counted(whole_run, tmp_path, capsys):
   config, run = whole_run.config, copied(whole_run.workdir, tmp_path / 'run')
   (run / 'metrics.jsonl').write_bytes(b'\x00\xff' * 40)
   assert runs.train(config, run) == 0
