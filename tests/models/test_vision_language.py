@@ -181,24 +181,11 @@ def test_positions_are_those_of_transformers(trio):
 
 
 def test_in_a_text_three_parts_turn_as_one(trio):
-  _, spec, params, _ = trio
-  tokens_BT = rows(spec.vision)[0]
-  position_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-  parts_BT3 = jnp.broadcast_to(position_BT[..., None], (*tokens_BT.shape, 3))
-  for one, three in zip(
-    layers.rotations(position_BT, spec),
-    layers.rotations_by_parts(parts_BT3, spec),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(one, three)
-  nothing = Pictures(
-    np.zeros((4, 16, spec.vision.numbers), np.uint8), np.zeros((4, 1, 2), np.int32)
-  )
-  tokens_BT[tokens_BT == IMAGE] = 9
-  np.testing.assert_array_equal(
-    forward(params, tokens_BT, nothing, spec),
-    jax.jit(layers.forward, static_argnames='spec')(params, tokens_BT, spec),
-  )
+  _, spec, _, _ = trio
+  position_T = jnp.arange(T)
+  one = layers.rotations(position_T, spec)
+  three = layers.rotations_by_parts(jnp.stack([position_T] * 3, -1), spec)
+  jax.tree.map(np.testing.assert_array_equal, one, three)
 
 
 def test_greedy_decoding(trio):
@@ -299,13 +286,10 @@ def test_names_of_transformers_modules_are_read(trio, tmp_path):
 
   _, spec, params, path = trio
   tensors = load_file(f'{path}/model.safetensors')
-  renamed = {}
+  longer, renamed = {'model': 'model.language_model', 'visual': 'model.visual'}, {}
   for name, x in tensors.items():
-    if name.startswith('model.'):
-      name = 'model.language_model.' + name.removeprefix('model.')
-    elif name.startswith('visual.'):
-      name = 'model.' + name
-    renamed[name] = x
+    head, _, tail = name.partition('.')
+    renamed[f'{longer.get(head, head)}.{tail}'] = x
   save_file(renamed, tmp_path / 'model.safetensors')
   found = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
   jax.tree.map(np.testing.assert_array_equal, found, params)
