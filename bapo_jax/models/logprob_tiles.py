@@ -115,7 +115,7 @@ def forward(
 
 
 def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
-  """Reduces a tile for `_combine`; `at_Bt` is the token to score, as its index."""
+  """Reduces a tile for `_combine`; at_Bt is the index in the tile to score."""
   peak_Bt = logits_Btv.max(-1)
   below_Btv = logits_Btv - peak_Bt[..., None]
   weight_Btv = jnp.exp(below_Btv)

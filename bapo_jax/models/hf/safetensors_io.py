@@ -110,7 +110,7 @@ def read(
 ) -> np.ndarray:
   """Reads the rows start..stop-1 of a tensor, flat; a row is an index of axis 0.
 
-  Of each row it reads the numbers columns[0]..columns[1]-1 and no other byte.
+  If columns are given, only columns[0]..columns[1]-1 of each row are read.
   """
   row = math.prod(tensor.shape[1:])
   left, right = columns or (0, row)

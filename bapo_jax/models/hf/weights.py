@@ -228,10 +228,11 @@ def _read_rows(
   hull: list[Span],
   lead: int,
 ) -> np.ndarray:
-  """Reads the part `hull`, spans of all axes but the first, of rows start..stop-1.
+  """Reads the rows start..stop-1 of a tensor.
 
   Args:
     sizes: of the axes of the file, before it merges them.
+    hull: the span to read of every axis but the first.
     lead: number of axes that the file merges into its first axis.
   """
   # Of the axes of a row, one is split at most: the first. Only its span is read.

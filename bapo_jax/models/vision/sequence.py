@@ -7,8 +7,7 @@
    such prompts through an actor;
 3. `embedded` and `place_responses` serve packed rows, several per prompt.
 
-Letters beyond those of types.py: I pictures of a row, Z patches and M merged patches of
-a row, E numbers of a patch.
+Letters as in grids.py.
 """
 
 import jax.numpy as jnp
