@@ -155,10 +155,8 @@ class Run:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
     values = config_lib.plain(config)
-    write = metrics.open_writers(
-      self.workdir, s.step or -1, **config.metrics.model_dump(), config=values
-    )
-    with contextlib.closing(write):
+    knobs = config.metrics.model_dump()
+    with metrics.writing(self.workdir, s.step or -1, **knobs, config=values) as write:
       if first.step == 0:
         row, message = self.evaluate(first)
         write(0, row)
@@ -190,7 +188,7 @@ class Run:
             return s, 128 + stopped
     return s, 0
 
-  def report_step(self, s: TrainState, row: Metrics, write: metrics.Writers) -> None:
+  def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
     config, message = self.t.config, ''
     if finished(config, s) or s.step % config.evaluate.every == 0:
