@@ -2,7 +2,6 @@
 
 Two problems are equal if their pictures are, and their texts up to white space. Lines
 at the start or end of every problem of a data set (an instruction) do not count.
-Functions return their result and a message, '' for none.
 """
 
 import itertools
@@ -35,13 +34,12 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
-  """Returns how many of these lines, up to the first difference, all texts share."""
   same = (len({lines[i] for lines in texts}) == 1 for i in positions)
   return sum(1 for _ in itertools.takewhile(bool, same))
 
 
 def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
-  """Returns the first row of each problem, and a message on the repeated problems."""
+  """Returns the first row of each problem, and a message on repeats; '' for none."""
   unique: dict[str, Row] = {}
   other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):
@@ -60,7 +58,10 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
-  """Returns the indices of training problems that are held out too, and a message."""
+  """Returns the indices of training problems that are held out too, and a message.
+
+  The message is '' if there are none.
+  """
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
   both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:

@@ -25,8 +25,6 @@ CACHED = 1 << 30  # bytes of patches that stay decoded
 
 
 class Capacity(NamedTuple):
-  """The room of every prompt for pictures, the same for all prompts of a run."""
-
   patches: int  # Z
   pictures: int  # I
   windows: int  # W
@@ -34,11 +32,10 @@ class Capacity(NamedTuple):
 
 def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
   """Returns the room that the pictures of every problem fit into, given their grids."""
-  patches = pictures = windows = 0
-  for grids_I in grids:
-    patches = max(patches, sum(high * wide for high, wide in grids_I))
-    pictures = max(pictures, len(grids_I))
-    windows = max(windows, count_windows(grids_I, v))
+  sizes = [
+    (sum(high * wide for high, wide in x), len(x), count_windows(x, v)) for x in grids
+  ]
+  patches, pictures, windows = map(max, zip((0, 0, 0), *sizes, strict=True))
   # Whole windows, within which most layers attend.
   patches = -(-patches // v.window_patches) * v.window_patches
   return Capacity(patches, pictures, windows)
@@ -57,11 +54,11 @@ class Gallery:
 
   def of(self, id_P: ArrayLike) -> Pictures:
     """Returns the pictures of the problems with these ids; id -1 has none."""
-    ids, pictures = np.asarray(id_P).tolist(), [self.empty(0)]
-    for i in ids:
-      seen = i >= 0 and self.rows[i].pictures
-      pictures.append(self._cached(i) if seen else self.empty(1))
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *pictures)
+    pictures = [
+      self._cached(i) if i >= 0 and self.rows[i].pictures else self.empty(1)
+      for i in np.asarray(id_P).tolist()
+    ]
+    return jax.tree.map(lambda *x: np.concatenate(x), self.empty(0), *pictures)
 
   def empty(self, prompts: int) -> Pictures:
     """Returns room for so many prompts, without any picture."""

@@ -1,10 +1,7 @@
 """Named data sets: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
 
-1. `find_files` finds the files of a split in the local cache of the hub, or downloads
-   them;
-2. `read_tfds` reads a split of a data set of tensorflow-datasets, which downloads and
-   writes it as array_record: the default format, tfrecord, needs TensorFlow.
-
+tensorflow-datasets writes what it downloads as array_record: its default format,
+tfrecord, needs TensorFlow.
 A data set of your own is a `tfds.core.GeneratorBasedBuilder` with the fields of one of
 the layouts, for example question and answer, imported before the run.
 """
@@ -31,10 +28,8 @@ SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the local paths of the files of a split, in order.
 
-  Args:
-    name: owner/name, or owner/name@revision: a commit, tag or branch.
-    split: start of the file names: `train`, or `main/train` with their folder.
-    knob: the knob with this name, for errors.
+  The name is owner/name or owner/name@revision: a commit, tag or branch. File names
+  begin with `split`, such as `train`, or `main/train` with their folder.
 
   Raises:
     ValueError: no such data set or split, or no network.
@@ -42,14 +37,14 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   import huggingface_hub
 
   repository, _, revision = name.partition('@')
-  reason = ''
+  patterns, reason = [f'*{split}*{suffix}' for suffix in local_files.SUFFIXES], ''
   for local in (True, False):
     try:
       folder = huggingface_hub.snapshot_download(
         repository,
         repo_type='dataset',
         revision=revision or None,
-        allow_patterns=[f'*{split}*{suffix}' for suffix in local_files.SUFFIXES],
+        allow_patterns=patterns,
         local_files_only=local,
       )
     except (OSError, ValueError) as error:
@@ -91,12 +86,7 @@ def read_tfds(
   """Returns the rows of a split of a data set of tensorflow-datasets.
 
   The library keeps the data in ~/tensorflow_datasets, and downloads it if necessary.
-
-  Args:
-    name: a data set of the library, or of an imported builder.
-    split: such as `train`.
-    knob: the knob with this name, for errors.
-    check: raises a ValueError if an answer cannot be verified.
+  `check` raises a ValueError if an answer cannot be verified; errors name the knob.
 
   Raises:
     ValueError: no such data set or split, no network, or a row cannot be read.
@@ -125,7 +115,7 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   """Returns the builder of a data set, its data written to disk."""
   builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
-  if not builder.info.splits and not _network():
+  if not builder.info.splits and not _has_network():
     raise ValueError(
       f'{source}: not in {builder.data_dir}, and there is no network to download it; '
       'copy that directory from another machine, or give a file'
@@ -164,7 +154,7 @@ def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
     ) from error
 
 
-def _network() -> bool:
+def _has_network() -> bool:
   """Returns whether a name can be looked up; with a proxy, the proxy looks it up."""
   try:
     socket.getaddrinfo('github.com', 443)

@@ -1,12 +1,10 @@
 r"""Layouts of published data sets: which fields hold problem, answer and data set name.
 
-1. `detect` picks the layout of a file by the fields of its first row;
-2. `parse` reads a row in this layout: problem, answer, verifier, system message;
-3. `pictures` finds the pictures of a row.
-
-The case of a field name and its underscores do not matter: `final_answer` and
-`Final Answer` are the same field. A problem is a text, or the messages of a chat: a
-message by the user, after at most one by the system.
+The fields of its first row decide the layout of a file, and every row is read in this
+layout: problem, answer, verifier, system message. The case of a field name and its
+underscores do not matter: `final_answer` and `Final Answer` are the same field. A
+problem is a text, or the messages of a chat: a message by the user, after at most one
+by the system.
 """
 
 import contextlib
@@ -121,13 +119,9 @@ def parse(row: dict[str, Any], layout: Layout) -> Row:
   if layout.answer_format == 'countdown':
     numbers, target = (_get(row, field) for field in (layout.problem, layout.answer))
     return countdown.row(numbers, target, 'sentence')
-  problem, system, solution = _chat(
-    _get(row, layout.problem),
-    layout.problem,
-    solved=layout.name in ('open-instruct', 'messages'),
-  )
-  inside = layout.answer == layout.problem
-  value = solution if inside else _get(row, layout.answer)
+  field, solved = layout.problem, layout.name in ('open-instruct', 'messages')
+  problem, system, solution = _chat(_get(row, field), field, solved=solved)
+  value = solution if layout.answer == field else _get(row, layout.answer)
   answer = READERS[layout.answer_format](value, layout.answer)
   verifier = 'gsm8k' if layout.answer_format == 'hashes' else ''
   if layout.source:
@@ -173,9 +167,8 @@ def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) ->
 
 
 def _answer_format(layout: str, field: str, value: Any) -> str:
-  """Returns how this answer, of the first row, is written in its field."""
-  boxed = isinstance(value, str) and OPENER in value
-  hashes = isinstance(value, str) and '####' in value
+  text = value if isinstance(value, str) else ''
+  boxed, hashes = OPENER in text, '####' in text
   if _plain(field) != 'solution':
     return 'hashes' if hashes else 'plain'
   if hashes and not boxed:
@@ -227,7 +220,6 @@ def _statement(value: Any, field: str, what: str) -> str:
 
 
 def _readable(text: str, field: str, refused: str) -> str:
-  """Returns the text, unless it contains characters that mean damage."""
   if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
     raise ValueError(
       f'field {field!r}: {shown(text)} contains {bad[0]!r}; remove it, or write \\\\ '
@@ -260,15 +252,13 @@ def _answer(value: Any, field: str) -> str:
   return text
 
 
-def _after_hashes(value: Any, field: str) -> str:
-  """Returns the answer after the last #### of a worked solution, as in GSM8K."""
+def _after_hashes(value: Any, field: str) -> str:  # as in GSM8K
   if not isinstance(value, str) or '####' not in value:
     raise ValueError(f'field {field!r}: {shown(value)} has no #### before an answer')
   return _answer(value.rpartition('####')[2], field)
 
 
 def _in_box(value: Any, field: str) -> str:
-  """Returns the answer in the last box of a worked solution."""
   if not isinstance(value, str) or OPENER not in value:
     raise ValueError(
       rf'field {field!r}: {shown(value)} has no \boxed{{}}; add an `answer` field'

@@ -1,9 +1,7 @@
 """Problems from jsonl, json and parquet files, with or without pictures.
 
-1. The first row decides the layout of the file (`layouts.detect`);
-2. every row is read in this layout, its pictures from the bytes in the file or from a
-   path relative to the folder of the file;
-3. a row that cannot be read is an error with the file and the number of the row.
+The first row decides the layout of the file (`layouts.detect`). Pictures are bytes in
+the file, or paths relative to its folder.
 
 Lines are read by `json`, not by pyarrow, which infers a type for every column: it turns
 the answers 2024-01-01 and 12345678901234567890123 into a time and a float, and refuses
@@ -29,12 +27,9 @@ Place = tuple[str, Any]  # ('line 3', its value)
 def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
   """Returns the rows of a file, in its order.
 
-  Args:
-    path: a jsonl, json or parquet file.
-    check: raises a ValueError if a run cannot use the row.
-
   Raises:
-    ValueError: the file or a row cannot be read; names file, row and field.
+    ValueError: the file or a row cannot be read, or `check` raises a ValueError for the
+      row; names file, row and field.
   """
   if not path.endswith(SUFFIXES):
     raise ValueError(f'{path}: give a file that ends in {", ".join(SUFFIXES)}')
@@ -62,7 +57,7 @@ def _read(path: str, mtime_ns: int, size: int) -> tuple[str, tuple[Row, ...]]:
   if first is None:
     raise ValueError(f'{path} contains no problem')
   layout = _at(path, first, layouts.detect)
-  columns = [*layout.columns, *(x for x in first[1] if layouts.is_picture(x))]
+  columns = [*layout.columns, *filter(layouts.is_picture, first[1])]
   parse = functools.partial(_parse, layout=layout, folder=os.path.dirname(path))
   # Mirrors repeat 17k problems a hundred times: equal rows are kept once in memory.
   unique: dict[Row, Row] = {}
@@ -71,7 +66,6 @@ def _read(path: str, mtime_ns: int, size: int) -> tuple[str, tuple[Row, ...]]:
 
 
 def _at(path: str, item: Place, function: Callable[[Any], Any]) -> Any:
-  """Returns function(row); adds file and row to its ValueError."""
   place, row = item
   try:
     return function(row)

@@ -1,15 +1,8 @@
 """Image files to patches of pixels, as the processor of Qwen2.5-VL makes them.
 
-1. `read` decodes a file into red, green and blue; `checked` decodes each distinct file
-   once and keeps its size;
-2. `resized_size` returns both sides as multiples of a merged patch, with about the same
-   proportions and a number of pixels between two limits;
-3. `patches` resizes and cuts: merged patches in reading order, the patches within each
-   in reading order too, a patch as channels, rows and columns;
-4. `grid` counts the patches without making them;
-5. `check_row` compares the pictures of a problem with its `<image>` and with the model.
-
-Pixels stay bytes, a quarter of the floats; the tower normalises them.
+A picture is decoded, resized to multiples of a merged patch, and cut: merged patches in
+reading order, the patches within each in reading order too, a patch as channels, rows
+and columns. Pixels stay bytes, a quarter of the floats; the tower normalises them.
 """
 
 import functools
@@ -36,28 +29,19 @@ LONGEST_SIDE = 200  # times the shorter side, as in Qwen's processor
 
 
 class Patches(NamedTuple):
-  """A picture as the tower reads it."""
-
   pixels_ZE: UInt8[np.ndarray, 'Z E']  # patch by patch: channels, rows, columns
   grid: Grid
 
 
 class Checked(NamedTuple):
-  """A file that could be decoded."""
-
   data: bytes  # equal files are one object
   size: tuple[int, int]  # height and width of the upright picture
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def checked(data: bytes) -> Checked:
-  """Returns the file and the size of its picture; equal files are decoded once.
-
-  Raises:
-    ValueError: see `read`.
-  """
-  width, height = read(data).size
-  return Checked(data, (height, width))
+  """Decodes each distinct file once, to check it; raises the errors of `read`."""
+  return Checked(data, read(data).size[::-1])
 
 
 def read(data: bytes) -> PIL.Image.Image:
@@ -152,11 +136,7 @@ def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
 
 
 def grid(data: bytes, v: VisionSpec) -> Grid:
-  """Returns the grid that `patches` makes of the picture in a file.
-
-  Raises:
-    ValueError: see `read`.
-  """
+  """Returns the grid that `patches` makes of a file; raises the errors of `read`."""
   height, width = resized_size(*checked(data).size, v)
   return height // v.patch, width // v.patch
 
@@ -170,8 +150,7 @@ def check_row(row: Row, *, sees: bool) -> None:
   """Checks that a model, which has a vision tower if it `sees`, can read a problem.
 
   Raises:
-    ValueError: the model is text-only, or the problem has another number of `<image>`
-      than of pictures.
+    ValueError: it cannot, or the numbers of `<image>` and of pictures differ.
   """
   if not sees and row.pictures:
     raise ValueError(

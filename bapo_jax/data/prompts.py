@@ -1,11 +1,7 @@
 """The prompts of each learner step: a pure function of (seed, step).
 
-1. `load` reads both data sets, drops repeated and overlong problems and logs their
-   number; `tabulate` makes token rows of problems, with or without pictures;
-2. `fingerprint` identifies the problems of a run;
-3. `next_prompts` deals problems in epochs, each shuffled anew, so that no problem comes
-   twice in a step;
-4. `prompts_by_id` returns the prompts of given problems, for evaluations.
+Problems are read, tokenized to rows of one length, and dealt in epochs, each shuffled
+anew, so that no problem comes twice in a step.
 """
 
 import hashlib
@@ -43,8 +39,6 @@ class Problems(NamedTuple):
 
 
 class EncodedPrompt(NamedTuple):
-  """The token ids of a prompt and the grids of its pictures."""
-
   tokens: list[int]
   grids: tuple[Grid, ...]
 
@@ -59,11 +53,8 @@ def load(
   """Returns training and held-out problems.
 
   Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
-  problems are never dropped, which would change the meaning of the score.
-
-  Args:
-    vision: the vision tower; None: the model is text-only.
-    rows: of both, if they were read before.
+  problems are never dropped, which would change the meaning of the score. `rows` are
+  the training and held-out rows, if they were read before.
 
   Raises:
     ValueError: a source or picture cannot be read, a prompt is too long, or there are
@@ -107,12 +98,7 @@ def tabulate(
   *,
   drop: bool,
 ) -> Problems:
-  """Returns the problems of these rows, with prompts padded on the right.
-
-  Args:
-    max_prompt_tokens: T, the number of columns.
-    vision: the vision tower; None: the model is text-only.
-    drop: drops and counts longer prompts.
+  """Returns problems with prompts padded to T = max_prompt_tokens; may drop others.
 
   Raises:
     ValueError: a prompt is too long and `drop` is off, or a picture cannot be read.
@@ -163,8 +149,7 @@ def encode(
   if vision is None:
     for row in rows:
       pictures.check_row(row, sees=False)
-    ids_N = tokenizer_lib.encode_prompts(tokenizer, rows)
-    return [EncodedPrompt(ids, ()) for ids in ids_N]
+    return [EncodedPrompt(x, ()) for x in tokenizer_lib.encode_prompts(tokenizer, rows)]
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
   if image is None:
     raise ValueError(

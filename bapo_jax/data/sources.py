@@ -1,16 +1,5 @@
 """Rows of problems.source and problems.test_source.
 
-  synthetic, countdown       made from the seed; splits `train` and `test`
-  drawn                      likewise, with pictures
-  a.jsonl, a.jsonl,b.parquet files, read in this order
-  hub:owner/name:split       files of a data set on the hub; owner/name@revision pins it
-  tfds:name:split            a data set of tensorflow-datasets, also of your own builder
-
-1. `missing` makes or reads all problems on this machine, and lists absent files;
-2. `download` fetches a named data set;
-3. `load` returns the rows, each problem once;
-4. `sft_problems` returns the problems that the warm start imitates.
-
 hub is imported late: tensorflow-datasets takes a second, and `missing` runs before the
 first screen.
 """
@@ -31,8 +20,7 @@ from bapo_jax.runtime.progress import log
 
 Check = Callable[[Row], None]  # raises a ValueError if an answer cannot be verified
 Knob = Literal['source', 'test_source']
-# The default split of each knob.
-SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}
+SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}  # the defaults
 MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
   'synthetic': synthetic.generate,
   'countdown': countdown.generate,
@@ -45,13 +33,8 @@ def missing(
 ) -> list[str]:
   """Returns the files of a source that are absent; does not look up names.
 
-  Makes problems and reads all files, so that every error comes now.
-
-  Args:
-    problems: knobs of the problems.
-    knob: problems.source or problems.test_source.
-    check: raises a ValueError if an answer cannot be verified.
-    sees: whether the model has a vision tower.
+  Makes problems and reads all files, so that every error comes now: `check` raises a
+  ValueError if an answer cannot be verified; `sees` is True with a vision tower.
 
   Raises:
     ValueError: problems cannot be made or read, or a name is malformed.
@@ -68,7 +51,6 @@ def missing(
 
 
 def _hint(path: str) -> str:
-  """Returns what an absent path may have meant; it is never looked up."""
   on_hub = hub_names.NAME.fullmatch(hub_names.PREFIX + path)
   is_file = path.endswith(local_files.SUFFIXES)
   return f' (or hub:{path}?)' if on_hub and not is_file else ''
@@ -77,10 +59,7 @@ def _hint(path: str) -> str:
 def download(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
 ) -> None:
-  """Downloads a named data set unless it is on this machine, and reads it.
-
-  Args and errors are those of `missing`.
-  """
+  """Downloads a named data set if necessary, and reads it like `missing`."""
   if _parse_name(knob, getattr(problems, knob)):
     _check_rows(problems, knob, check, sees)
 
@@ -99,9 +78,7 @@ def _check_rows(
 
 
 def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[Row]:
-  """Returns the rows of a source, each problem once unless duplicates='keep'.
-
-  Repeated problems are logged unless `quiet`.
+  """Returns the rows of a source, each once unless duplicates='keep'; logs repeats.
 
   Raises:
     ValueError: problems cannot be made or read.
@@ -119,7 +96,7 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
 def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   """Returns the training problems that the warm start imitates, and their solver.
 
-  If the source is not made, problems of problems.family stand in.
+  If the source is not made, uses problems of problems.family.
 
   Raises:
     ValueError: they cannot be made, or the embedded policy cannot read them.

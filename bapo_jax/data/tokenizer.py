@@ -1,9 +1,5 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
-1. `load` opens the tokenizer of a directory; 'characters' makes the embedded tokenizer;
-2. `encode_prompts` renders problems in the template and encodes them;
-3. `decode_prompts` and `decode_responses` turn rows into text.
-
 transformers renders chat templates in its Jinja sandbox. No code of a model directory
 is run.
 """
@@ -77,11 +73,7 @@ def characters() -> Any:
 
 
 def load(path: str, template: str) -> Tokenizer:
-  """Returns the tokenizer of a directory, or the embedded tokenizer.
-
-  Args:
-    path: directory with tokenizer.json, or 'characters' for the embedded tokenizer.
-    template: see `Tokenizer.template`.
+  """Returns the tokenizer of a directory, or of 'characters' the embedded tokenizer.
 
   Raises:
     ValueError: the tokenizer cannot be loaded, or has no end token or chat template.
@@ -146,7 +138,6 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 
 def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
-  """Returns the end tokens of the tokenizer and of generation_config.json."""
   ends = [backend.eos_token_id]
   file = os.path.join(path, 'generation_config.json')
   if os.path.exists(file):
@@ -172,9 +163,7 @@ def encode_prompts(
 ) -> list[list[int]]:
   """Returns the token ids of each problem in the template, of any length.
 
-  Args:
-    image: token of a picture, written once for each <image> of a problem; '': problems
-      are texts.
+  The token `image` is written for each <image> of a problem; '': problems are texts.
 
   Raises:
     ValueError: the chat template fails, or the template has no place for a system
@@ -239,10 +228,9 @@ def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[s
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
-  """Returns the special token that the chat template writes after an answer.
+  """Returns the token after an answer in the chat template, and if it ends a response.
 
-  Returns:
-    (token, whether it ends a response); None without a chat template or such a token.
+  Returns None without a chat template or such a special token.
 
   Raises:
     ValueError: the chat template fails.
@@ -287,13 +275,9 @@ def decode_prompts(
   length_N: ArrayLike,
   image_token: int | None = None,
 ) -> list[str]:
-  """Returns each prompt as the policy reads it: in its template, with special tokens.
+  """Returns each prompt, which starts in column 0, with its special tokens.
 
-  Args:
-    tokens_NT: prompts from column 0.
-    length_N: tokens of each prompt.
-    image_token: token of a merged patch, whose runs are abbreviated as
-      `(<|image_pad|> x 1024)`; None: nothing is abbreviated.
+  Runs of image_token are abbreviated as `(<|image_pad|> x 1024)`, unless it is None.
   """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
   decode = functools.partial(tokenizer.backend.batch_decode, skip_special_tokens=False)

@@ -1,9 +1,7 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
-1. `resolve` maps the knob `model.attention` to a kernel of the platform;
-2. `attend` runs over whole rows, causally or in both directions: `blockwise` on a CPU,
-   cuDNN on a GPU, splash on a TPU;
-3. `cached` runs while decoding: one query per slot over the live part of its cache.
+Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU; decoding uses
+`cached`: one query per slot over the live part of its cache.
 
 cuDNN and splash never hold the [T, T] scores; `blockwise` holds half of them.
 """
@@ -28,10 +26,8 @@ LANES = 128  # a TPU's vector unit: head width and row length are padded to mult
 def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
   """Returns the kernel that `model.attention=kind` selects on this platform.
 
-  Args:
-    kind: 'auto', 'plain', 'cudnn' or 'splash'.
-    platform: 'cpu', 'gpu', 'cuda' or 'tpu'.
-    compute: dtype of queries, keys and values.
+  The platform is 'cpu', 'gpu', 'cuda' or 'tpu'; `compute` is the dtype of queries, keys
+  and values.
 
   Raises:
     ValueError: the platform or the dtype does not support the kernel.
@@ -102,7 +98,6 @@ def blockwise(
   If causal, a block skips the keys past its end. The queries of a key head are the rows
   of one product, and the softmax divides its result [T, C] by the sum, not the weights
   [T, T]: half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
-
   """
   B, T, H, C = q_BTHC.shape
   K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)
@@ -182,10 +177,8 @@ def splash(
 ) -> Array:
   """Computes attention with the TPU kernel, one shard of rows and heads per device.
 
-  XLA cannot split a kernel over devices; under a mesh `shard_map` does.
-
-  Args:
-    interpret: emulates the kernel on any platform, for tests.
+  XLA cannot split a kernel over devices; under a mesh `shard_map` does. `interpret`
+  emulates the kernel on any platform, for tests.
   """
   run = functools.partial(_splash, is_causal=is_causal, interpret=interpret)
   mesh = sharding.ambient()
@@ -256,10 +249,8 @@ def _splash(
 def key_block(length: int) -> int:
   """Returns the columns of keys per block of the TPU kernel's backward pass.
 
-  The kernel writes the gradient of all queries once per block, [blocks, H, T, C], and
-  adds them up afterwards. With many blocks that array grows with the length squared.
-
-  Args:
-    length: columns of a row, a multiple of LANES.
+  `length` is a multiple of LANES. The kernel writes the gradient of all queries once
+  per block, [blocks, H, T, C], and adds them up afterwards. With many blocks that array
+  grows with the length squared.
   """
   return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)

@@ -1,10 +1,8 @@
 """Decodes one token per slot with a cache of keys and values, and prefills the cache.
 
-1. `actor` rearranges the parameters for decoding, `params_of` recovers them;
-2. `empty_cache` makes the keys and values of every slot, in segments of columns;
-3. `prefill` runs whole prompts through an actor and returns their keys and values;
-   `store` writes them to slots of the cache;
-4. `decode` advances every slot by one token with the same actor.
+An actor is the parameters rearranged for decoding. `prefill` runs whole prompts through
+it, `store` writes their keys and values to slots of the cache, and `decode` advances
+every slot by one token.
 """
 
 import functools
@@ -28,12 +26,9 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """Rearranges the parameters for decoding: a list of layers, in `spec.compute`.
 
   Every step would copy each layer out of stacked arrays: 20 of the 97 ms of
-  SmolLM2-135M at 32 slots on two cores.
-
-  Args:
-    joined: joins weights into `qkv` [D, (H + 2K) C], `gate_up` [D, 2F] and `out`
-      [H C, D], for fewer and larger products. These weights have two axes because
-      XLA's CPU backend transposes weights with three.
+  SmolLM2-135M at 32 slots on two cores. If `joined`, joins weights into `qkv`
+  [D, (H + 2K) C], `gate_up` [D, 2F] and `out` [H C, D], for fewer and larger products.
+  These weights have two axes because XLA's CPU backend transposes weights with three.
   """
 
   def layer(i: int) -> Tree:
@@ -115,12 +110,7 @@ def prefill_embedded(
 def store(
   cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
 ) -> list[Segments]:
-  """Writes prefilled keys and values to slots of the cache.
-
-  Args:
-    slot_A: the slots to fill; a slot number S is dropped.
-    from_A: the prefilled row for each of these slots.
-  """
+  """Writes prefilled rows from_A to slots slot_A of the cache; drops slot number S."""
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
     start, new = 0, []
@@ -170,7 +160,6 @@ def decode(
 def _extend(
   segments: Segments, k_SKC: Array, v_SKC: Array, position_S: Array
 ) -> Segments:
-  """Writes the keys and values of each token to its column of the segments."""
   start, new = 0, []
   for k_SKCt, v_SKtC in segments:
     columns = v_SKtC.shape[2]
@@ -184,13 +173,11 @@ def _extend(
 def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
   """Writes a value per slot to x [S, ...] at the slot's index along `axis`.
 
+  `new` has the shape of `x` without `axis`. An index past the end is dropped.
+
   The scatter is batched over slots. A scatter with slot numbers among its indices makes
   a mesh that shards slots gather all values on every device, and XLA's TPU backend copy
   the cache: 16.9 GB of temporaries for 16.9 GB (7B, 2048 slots of 9216 columns).
-
-  Args:
-    new: the values, with the shape of `x` without `axis`.
-    at_S: the indices; an index past the end is dropped.
   """
   within_slots = jax.lax.ScatterDimensionNumbers(
     update_window_dims=tuple(range(1, x.ndim)),

@@ -120,9 +120,8 @@ def project(
 ) -> tuple[Array, Array, Array]:
   """Projects x [..., D] to rotated queries [..., H, C], rotated keys, and values.
 
-  Args:
-    w: one layer of the parameters or of an actor.
-    turn: `rotations` of the positions [...], computed once for all layers.
+  `w` is a layer of the parameters or of an actor; `turn` are the `rotations` of the
+  positions [...], computed once for all layers.
   """
   y = rms_norm(x, w['attn_norm'], spec.norm_eps)
   joined: dict[str, Array] = {}
@@ -193,11 +192,7 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
 
 def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
-  """Replaces the embeddings of image tokens by merged patches.
-
-  Args:
-    merged_BT: index of each token's patch among all X patches; -1: a text token.
-  """
+  """Replaces the embeddings of image tokens by patches merged_BT; -1: a text token."""
   # Any row may read any patch, so every device gets all: a picture per prompt is small.
   patch_XD = sharding.constrain(patch_XD, None)
   patch_BTD = patch_XD[jnp.maximum(merged_BT, 0)].astype(x_BTD.dtype)
@@ -230,12 +225,8 @@ def forward(
   """Computes the final hidden states [B, T, D]; column t depends on tokens 0..t.
 
   Rows are padded on the right. Attention is causal, so padding never affects a token
-  before it and needs no mask.
-
-  Args:
-    position_BT: position of each token in its text; None: its column.
-    segment_BT: index of each token's text, if rows contain several; see
-      `attention.attend`.
+  before it and needs no mask. Positions are columns by default; `segment_BT` is the
+  index of each token's text if rows contain several, see `attention.attend`.
   """
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)

@@ -3,12 +3,9 @@
 A tile is a chunk of columns times a block of the vocabulary. It is reduced to a few
 numbers per token and dropped, and computed again in the backward pass.
 
-1. `forward` reduces each tile to its maximum, its sums and the chosen logit; `_combine`
-   merges the tiles of a token to one softmax;
-2. `backward` computes the gradient of the logits of a tile. The head's gradient is
-   summed in float32 whatever its dtype: a bfloat16 sum over 128 chunks is off by 1.3 %;
-3. under a mesh (`sharded`) the head is gathered over fsdp before the tiles and its
-   gradient is scattered after them; no tile waits for another device.
+The head's gradient is summed in float32 whatever its dtype: a bfloat16 sum over 128
+chunks is off by 1.3 %. Under a mesh (`sharded`) the head is gathered over fsdp before
+the tiles and its gradient is scattered after them; no tile waits for another device.
 """
 
 from typing import NamedTuple
@@ -203,9 +200,7 @@ def _block_gradient(
 ) -> tuple[Array, Array | None]:
   """Returns (d_hidden_BTD plus the share of one block, d_head_vD), chunk by chunk.
 
-  Args:
-    used: i32, chunks with a scored column.
-    trained: whether the head is trained; d_head_vD is None if it is frozen.
+  `used` counts the chunks with a scored column; d_head_vD is None unless `trained`.
   """
 
   def add_chunk(i, grads):
@@ -248,10 +243,9 @@ def backward(
   that the head's gradient of a block is summed in float32 and written once.
 
   Args:
-    columns: see `forward`; the gradient of other columns is 0.
+    columns, sizes, sharded: see `forward`; the gradient of other columns is 0.
     d_logp_BT, d_entropy_BT: gradients by the outputs; None: the loss does not depend
       on the output.
-    sizes, sharded: see `forward`.
     trained: whether the head is trained; its gradient is None if it is frozen.
   """
   dtype = head_VD.dtype

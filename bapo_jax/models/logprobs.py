@@ -1,10 +1,7 @@
 """Computes log-probability and entropy of given tokens without the [B, T, V] logits.
 
-1. `sequence_stats` runs the model over whole rows and scores every token;
-2. `packed_stats` runs it over packed rows and scores the targets only;
-3. `token_stats` scores tokens given hidden states and the head, three floats per token,
-   by the tiles of logprob_tiles.py, forward and backward;
-4. under a mesh each device runs the tiles of its shard of rows and vocabulary.
+Three floats per token come from the tiles of logprob_tiles.py, forward and backward.
+Under a mesh each device runs the tiles of its shard of rows and vocabulary.
 """
 
 import functools
@@ -43,8 +40,6 @@ def token_stats(
 
   Args:
     hidden_BTD: final hidden states that predict the tokens (already shifted by one).
-    head_VD: output projection.
-    token_BT: the tokens to score.
     temperature: divides the logits, as in sampling.
     chunk: columns of T projected at once; memory is B * chunk * block floats.
     block: the most rows of the head projected at once.
@@ -97,11 +92,8 @@ def packed_stats(
   """Scores the targets of packed rows, [R, T]; 0 in other cells.
 
   Prompts need no head: on each device the cells with a target are sorted to the front,
-  and only they meet the vocabulary.
-
-  Args:
-    chunk: cells of a device projected at once; memory is chunk * 4096 floats.
-    patch_XD: embeddings of the merged patches that cells.places refers to.
+  and only they meet the vocabulary. `chunk` of them are projected at once; memory is
+  chunk * 4096 floats. `patch_XD` embeds the merged patches of cells.places.
   """
   if cells.places is None or patch_XD is None:
     text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT
@@ -131,11 +123,8 @@ def packed_stats(
   )
   back_SX = jnp.argsort(order_SX, axis=1)
 
-  def as_packed(x_SX: Array) -> Array:
-    x_RT = jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T)
-    return jnp.where(cells.wanted_RT, x_RT, 0)
-
-  return TokenStats(*map(as_packed, stats))
+  packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats)
+  return TokenStats(*(jnp.where(cells.wanted_RT, x_RT, 0) for x_RT in packed))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

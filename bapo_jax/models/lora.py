@@ -1,10 +1,8 @@
 """Implements low-rank adapters (Hu et al., 2021): W + alpha / rank * A B, W frozen.
 
-1. `shapes` lists the adapted projections with the shapes of their A and B;
-2. `init` makes the adapters, the trained tree of `Adapter`;
-3. `attach` joins them to the frozen weights, unmerged (`layers.product`), so that no
-   gradient of a full weight is formed;
-4. `layer` and `merge` return plain weights, for decoding and for export.
+`attach` joins adapters to the frozen weights, unmerged (`layers.product`), so that no
+gradient of a full weight is formed. `layer` and `merge` return plain weights, for
+decoding and for export.
 """
 
 import math
@@ -82,12 +80,7 @@ def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) 
 
 
 def attach(base: Tree | None, trained: Tree) -> Tree:
-  """Joins frozen and trained weights to the tree that the model computes with.
-
-  Args:
-    base: the frozen weights; None if all weights are trained.
-    trained: adapters of frozen weights, and the weights that are not frozen.
-  """
+  """Joins the frozen weights `base`, if any, and the trained weights and adapters."""
   if base is None:
     return trained
   flat = transformer.flatten(trained)

@@ -1,10 +1,5 @@
 """Packs rows into bins of one shape, so that a pass computes little beyond its targets.
 
-1. `shape_of` fixes the bins of a batch, so that one program serves every batch;
-2. `pack` puts each row with targets into the first bin with room, longest first;
-3. `Packed.cells` returns the tokens of one micro-batch of bins, with their positions
-   and rows; `Packed.unpack` moves per-token results back to whole rows.
-
 A text in a bin attends to itself only (`attention.attend`), at the positions of its
 row, so packing changes results only by the order of sums. The letters of a micro-batch
 are R bins of T cells; the batch has B rows of T tokens.
@@ -41,8 +36,6 @@ class Places(NamedTuple):
 
 
 class Cells(NamedTuple):
-  """A micro-batch of bins."""
-
   tokens_RT: Int32[Array, 'R T']  # the input of the model; 0 in empty cells
   position_RT: Int32[Array, 'R T']  # column in the row; 0 in empty cells
   row_RT: Int32[Array, 'R T']  # row of the batch; -1 in empty cells
@@ -138,8 +131,7 @@ def shape_of(
   A bin of n lengths takes n rows of any length, so that ceil(rows / n) bins suffice.
 
   Args:
-    micro_batches: parts of the batch, computed one after the other; reduced if a device
-      would have no row.
+    micro_batches: reduced if a device would have no row.
     shards: devices that share the bins of a micro-batch.
     width: the most cells of a bin of several rows; see `widest`.
     packed: False: one bin per row.
@@ -162,9 +154,8 @@ def pack(
 ) -> Packed:
   """Packs the rows that have a target by first fit decreasing; see `shape_of`.
 
-  Args:
-    wanted_BT: bool, the targets; False in column 0.
-    packed: False: row i fills bin i, and all tokens are targets.
+  The targets wanted_BT are False in column 0. Unless `packed`, row i fills bin i, and
+  all tokens are targets.
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()

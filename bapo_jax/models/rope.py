@@ -1,11 +1,9 @@
 """Computes rotary frequencies from theta and a scaling rule, on the host.
 
-1. Every rule starts from f_i = theta^(-2i/C), in radians per token, for pair i of C/2;
-2. it divides some frequencies by a factor, so that angles at far positions stay in the
-   range of the training; yarn also multiplies sine and cosine by a factor;
-3. `table` computes in float64 and rounds once: the same table for every program.
-
-Rules and their knobs have the names of a Hugging Face config (`rope_type`).
+Every rule starts from f_i = theta^(-2i/C), in radians per token, for pair i of C/2. It
+divides some frequencies by a factor, so that angles at far positions stay in the range
+of the training; yarn also multiplies sine and cosine by a factor. Rules and their knobs
+have the names of a Hugging Face config (`rope_type`).
 """
 
 import functools
@@ -104,9 +102,7 @@ def table(
 ) -> Scaled:
   """Returns (radians per token of each pair, float32 [C/2]; factor on sine and cosine).
 
-  Args:
-    rule: a key of RULES.
-    knobs: (name, value) pairs of the rule.
+  Computes in float64 and rounds once, so that every program has the same table.
 
   Raises:
     ValueError: the rule or a knob is unknown, missing or of the wrong type.

@@ -79,11 +79,8 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
     'layers/down': ((L, F, D), outer * F**-0.5),
   }
   if spec.qkv_bias:
-    tree |= {
-      'layers/q_bias': ((L, H, C), 'zeros'),
-      'layers/k_bias': ((L, K, C), 'zeros'),
-      'layers/v_bias': ((L, K, C), 'zeros'),
-    }
+    heads = {'q': H, 'k': K, 'v': K}
+    tree |= {f'layers/{name}_bias': ((L, n, C), 'zeros') for name, n in heads.items()}
   if spec.o_bias:
     tree['layers/o_bias'] = ((L, D), 'zeros')
   if spec.qk_norm:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-  """The verdict on one response."""
-
   right: bool | None  # None: undecided, counted and rewarded like a wrong answer
   reason: str  # a few words
   answer: str | None  # the extracted answer, spelled for counting votes; None: none

@@ -1,11 +1,9 @@
 r"""Checks the right answers of a data set when they are read.
 
-1. `check` refuses rows whose verifier cannot read their right answer. It runs the
-   verifier itself on an empty response: an answer that stays undecided there would stay
-   undecided for every response. `math` is too slow for that and may hang, so only the
-   nesting of its answers is limited;
-2. `stating` writes a response that states the right answer. If even that response is
-   not verified as right, no response can be.
+The verifier itself runs on an empty response: an answer that stays undecided there
+would stay undecided for every response. `math` is too slow for that and may hang, so
+only the nesting of its answers is limited. A response that states the right answer must
+be verified as right; otherwise no response can be.
 """
 
 import itertools
@@ -20,10 +18,9 @@ DEPTH = 100  # nested LaTeX brackets; the parser uses at least one stack frame f
 
 
 def check(rule: str) -> Callable[[Row], None]:
-  """Returns a function that refuses a row whose right answer cannot be used.
+  """Returns a function that raises a ValueError if a row's answer cannot be used.
 
-  The function raises a ValueError if the verifier that the row names, else `rule` (a
-  key of verifiers.RULES), cannot use the right answer.
+  The verifier is the one that the row names, else `rule`, a key of verifiers.RULES.
   """
 
   def check_row(row: Row) -> None:

@@ -1,17 +1,15 @@
 r"""Implements the rule `math`: compares LaTeX answers by meaning.
 
 1. both answers are brought to the normal spelling (latex/spelling.py);
-2. `read` parses them into lists, tuples, intervals, matrices and the like, whose parts
-   are expressions, by splitting at the marks outside all brackets;
+2. `read` splits them at the marks outside all brackets into lists, tuples, intervals,
+   matrices and the like, whose parts are expressions;
 3. numbers and closed forms are compared by value (latex/trees.py);
 4. expressions with variables are compared by math-verify (latex/symbolic.py).
 
-A strict verdict requires an answer that is calculated as far as the right one;
 docs/data_and_rewards.md lists what the rule accepts.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax.rewards import answers
@@ -31,12 +29,9 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   Call this only in a process that can be killed: math-verify may hang. An error inside
   math-verify leaves the response undecided. Votes are counted by spelling.
 
-  Args:
-    answer: the right answer, in LaTeX.
-    text: the response.
-    strict: requires an answer that is calculated as far as the right one. Otherwise
-      math-verify alone decides; it evaluates, rounds and reads the last side of a
-      chain of equations.
+  A `strict` verdict requires an answer that is calculated as far as the right one.
+  Otherwise math-verify alone decides; it evaluates, rounds and reads the last side of a
+  chain of equations.
   """
   content = answers.box_or_line(text)
   if content is None:
@@ -49,8 +44,7 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   if len(content) > max(LONGEST_LATEX, 2 * len(answer)):
     return Verdict(False, f'more than {LONGEST_LATEX} characters', given)
   try:
-    compare = _equal if strict else symbolic.equivalent
-    equal = compare(answer, content)
+    equal = (_equal if strict else symbolic.equivalent)(answer, content)
   except MemoryError:
     raise  # the worker process must be replaced
   except Unreadable:
@@ -100,12 +94,9 @@ def _expression(text: str) -> Answer:
 
 
 def read(text: str, commas_group: bool) -> Answer:
-  """Parses the structure of an answer.
+  """Parses the structure of an answer in the normal spelling.
 
-  Args:
-    text: the answer in the normal spelling.
-    commas_group: reads 1,000 as a thousand if it is outside all brackets; else as a
-      list.
+  `commas_group` reads 1,000 outside all brackets as a thousand; otherwise it is a list.
 
   Raises:
     ValueError: the brackets are unbalanced, or a part is empty.
@@ -164,8 +155,7 @@ def _bounds(sides: list[str], marks: str) -> Answer:
   return Answer('tuple', ends, brackets, sides[1])
 
 
-def _is_variable(text: str) -> bool:
-  r"""Returns whether a side of an inequality is the bounded one: x, f(x), \theta."""
+def _is_variable(text: str) -> bool:  # such as x, f(x), \theta
   return spelling.is_label(text) and not re.search(r'[+*/^-]', text)
 
 
@@ -188,30 +178,23 @@ def _single(text: str) -> Answer:
 
 
 def _same(gold: Answer, given: Answer) -> bool:
-  """Returns whether two answers have the same structure and equal parts."""
   if given.kind == 'equation':
     return _same_equation(gold, given)
   if gold.name and given.name and not _same_text(gold.name, given.name):
     return False
-  if gold.kind != given.kind or gold.brackets != given.brackets:
-    return False
-  if len(gold.parts) != len(given.parts):
+  forms = [(x.kind, x.brackets, len(x.parts)) for x in (gold, given)]
+  if forms[0] != forms[1]:
     return False
   if gold.kind == 'expression':
     return _same_expression(gold.parts[0], given.parts[0])
-  if gold.kind in ('list', 'union'):
-    return _same_unordered(gold.parts, given.parts)
-  return all(_same(a, b) for a, b in zip(gold.parts, given.parts, strict=True))
-
-
-def _same_unordered(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
-  """Returns whether the parts can be paired so that all pairs are equal."""
-  unpaired = list(given)
-  for part in gold:
-    partner = next((i for i, other in enumerate(unpaired) if _same(part, other)), None)
+  if gold.kind not in ('list', 'union'):
+    return all(_same(a, b) for a, b in zip(gold.parts, given.parts, strict=True))
+  unpaired = list(given.parts)  # the order does not matter
+  for part in gold.parts:
+    partner = next((other for other in unpaired if _same(part, other)), None)
     if partner is None:
       return False
-    del unpaired[partner]
+    unpaired.remove(partner)
   return True
 
 
@@ -241,7 +224,6 @@ def _same_text(gold: str, given: str) -> bool:
 
 
 def _same_expression(gold: str, given: str) -> bool:
-  """Returns whether two expressions without structure are equal."""
   gold_words, given_words = _words(gold), _words(given)
   if gold_words is not None and gold_words == given_words:
     return True

@@ -55,10 +55,7 @@ def integer(text: str) -> int | None:
 
 
 def aime(answer: str, text: str) -> Verdict:
-  r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`.
-
-  `integer` says which notations are accepted.
-  """
+  r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`."""
   right = integer(answer)
   if right is None:
     return answers.unusable(answer, 'an integer 0..999')
@@ -154,29 +151,16 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _unify(text: str) -> str:
-  """Replaces variants of characters and removes dollar signs."""
   return text.translate(CHARACTERS).replace('\\$', '').replace('$', '')
-
-
-def _only_number(text: str) -> Fraction | None:
-  """Returns the only number in a text, whatever surrounds it."""
-  text = _unify(text).replace('{,}', ',').replace('\\!', '').replace(',\\,', ',')
-  numbers = SIGNED.findall(text)
-  if len(numbers) != 1 or len(numbers[0]) > DIGITS:
-    return None
-  return Fraction(numbers[0].replace(',', ''))
 
 
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies the number in the last box, else after ####, else the last in the text.
 
   A box or a #### without exactly one number is wrong; no other place is searched then.
-
-  Args:
-    answer: the right answer, alone or at the end of a solution, after ####.
-    text: the response.
-    strict: allows only a label, a unit or the counted noun around the number. Otherwise
-      anything but a second number is allowed.
+  The right answer may be a whole solution, with its number after ####. `strict` allows
+  only a label, a unit or the counted noun around the number. Otherwise anything but a
+  second number is allowed.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:
@@ -187,7 +171,10 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   else:
     given = number(content)
     if given is None and not strict:
-      given = _only_number(content)
+      spelled = _unify(content).replace('{,}', ',').replace('\\!', '')
+      numbers = SIGNED.findall(spelled.replace(',\\,', ','))
+      if len(numbers) == 1 and len(numbers[0]) <= DIGITS:
+        given = Fraction(numbers[0].replace(',', ''))
   if given is None:
     return Verdict(False, 'no number, or several', None)
   return answers.compared(given == right, _spelled(given))

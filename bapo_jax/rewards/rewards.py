@@ -1,9 +1,7 @@
 """Verifies batches of responses, and computes the rewards for the learner.
 
-1. `Verifier` runs rules that may hang in worker processes, and all others in this one;
-2. `shape` turns verdicts into rewards: format, length and truncation may change them.
-
-An undecided response earns the reward of a wrong one, and is counted.
+Rules that may hang run in worker processes, all others in this process. An undecided
+response earns the reward of a wrong one, and is counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,8 +60,7 @@ class Verifier:
   ) -> PendingVerdicts:
     """Starts to verify response texts[i] against the right answer answers[i].
 
-    Args:
-      rules: rule name per response; '', or an empty sequence, selects k.rule.
+    Each response has a rule; '', or an empty sequence, selects k.rule.
 
     Raises:
       ValueError: answers, texts and rules differ in length.
@@ -115,14 +112,14 @@ def shape(
   of -1 and 1 (equation 7). Here they are 0 and 1, so half of it is subtracted:
   (R + R_length + 1) / 2 is the same reward, with the same standardised advantages.
 
+  truncated='masked' is DAPO's overlong filtering: a truncated response is not in the
+  loss, though its reward stays in the mean of its group.
+
   Args:
-    correct_PG: bool, the verdicts.
     length_PG: tokens of the responses, end token included.
     truncated_PG: bool, True for a response without end token.
     formatted_PG: bool, True if the reader of the rule finds an answer.
     longest: L_max, the maximum number of tokens of a response.
-    k: truncated='masked' is DAPO's overlong filtering: a truncated response is not in
-      the loss, though its reward stays in the mean of its group.
 
   Returns:
     reward_PG, f32, and teaches_PG, bool, False for responses masked out of the loss.
@@ -152,9 +149,8 @@ def shaped(
 
   Args:
     texts: P * G responses; '' for responses that another process verifies.
-    eos: end tokens.
-    rule: rule of problems that name none. Its reader decides on the format bonus.
-    rules: rule per problem id; '', or an empty sequence, selects `rule`.
+    rules: rule per problem id, whose reader decides on the format bonus; '', or an
+      empty sequence, selects `rule`.
   """
   if not k.format_bonus and not k.overlong_penalty and k.truncated == 'verified':
     return groups

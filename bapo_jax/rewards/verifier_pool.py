@@ -1,10 +1,8 @@
 r"""Verifies responses in processes that may hang, run out of memory or be killed.
 
-1. a fork server (verifier_worker.py) loads math-verify once and forks a warm worker for
-   every socket sent to it;
-2. a thread per worker sends it one answer at a time, and kills it at the deadline;
-3. an answer whose worker died goes to the next worker; after two deaths it is
-   undecided.
+A fork server (verifier_worker.py) loads math-verify once and forks a warm worker for
+every socket sent to it. A thread per worker sends it one answer at a time, and kills it
+at the deadline. An answer whose worker died goes to the next worker, once.
 
     pool --- other end of a socket pair ---> fork server --- fork ---> worker
       \__________________ the socket pair: JSON lines _________________/
@@ -52,20 +50,15 @@ FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
 class Worker:
   """A forked process as seen by its thread: one request, one reply.
 
-  Args:
-    fork_server: the socket that the fork server reads.
-
-  Raises:
-    OSError, EOFError: the fork server does not answer; it must be replaced.
+  All methods raise OSError or EOFError if the process is dead or silent.
   """
 
   def __init__(self, fork_server: socket.socket):
     ours, theirs = socket.socketpair()
     self.pid: int | None = None  # None: the worker was killed
-    self._socket = ours
+    self._socket, self._replies = ours, ours.makefile('rb')
     with theirs:
       socket.send_fds(fork_server, [b'+'], [theirs.fileno()])
-    self._replies = ours.makefile('rb')
     self._socket.settimeout(START_S)
     self.pid = self._reply()['pid']
 
@@ -74,13 +67,8 @@ class Worker:
   ) -> dict[str, Any] | None:
     """Sends a request and returns the reply; None: overdue, the worker must be killed.
 
-    Args:
-      request: rule, right answer and response.
-      seconds: processor time that the worker may use.
-      stalled: seconds of wall time after which a silent worker counts as dead.
-
-    Raises:
-      OSError, EOFError: the worker is dead or silent.
+    The worker may use `seconds` of processor time. If it is silent for `stalled`
+    seconds of wall time, it counts as dead.
     """
     self._socket.settimeout(stalled)
     self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
@@ -108,10 +96,7 @@ class Worker:
     self._socket.close()
 
 
-ForkServer = tuple[socket.socket, subprocess.Popen]
-
-
-def start(*, strict: bool) -> ForkServer:
+def start(*, strict: bool) -> tuple[socket.socket, subprocess.Popen]:
   """Starts the process that forks workers; it loads math-verify in the background."""
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
@@ -192,7 +177,6 @@ class VerifierPool:
       thread.join()
 
   def _serve(self, thread: int) -> None:
-    """Verifies queued tasks until the queue returns None."""
     while task := self._tasks.get():
       request, batch, future = task
       try:
@@ -231,11 +215,7 @@ class VerifierPool:
     return CLOSED if self._closed else FATAL
 
   def _worker(self, thread: int) -> Worker | None:
-    """Returns the worker of a thread, forked if it has none; None: the pool is closed.
-
-    Raises:
-      RuntimeError: two fork servers in a row did not start.
-    """
+    """Returns the worker of a thread, forked if necessary; None: the pool is closed."""
     worker = self._workers.get(thread)
     if not self._closed and worker and worker.pid:
       return worker

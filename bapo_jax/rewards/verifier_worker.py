@@ -30,10 +30,7 @@ PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxr
 def main(memory_mb: int, recycle: int, strict: bool) -> None:
   """Forks a worker for every socket received; ends together with the caller.
 
-  Args:
-    memory_mb: address space of a worker, in MiB.
-    recycle: answers after which a worker exits.
-    strict: see verifiers.verify.
+  A worker has memory_mb MiB of address space, and exits after `recycle` answers.
   """
   control = socket.socket(fileno=os.dup(0))
   os.close(0)  # a worker with this socket would hide the end of the server

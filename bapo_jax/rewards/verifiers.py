@@ -1,7 +1,7 @@
 r"""Defines the rules that decide whether a response gives the right answer.
 
-1. a reader (answers.py) extracts the answer from a response;
-2. a rule compares it with the right one: right, wrong or undecided, with a reason.
+A reader (answers.py) extracts the answer from a response, and a rule compares it with
+the right one: right, wrong or undecided, with a reason.
 
 Text is parsed, never evaluated. Every rule but `math` takes time linear in the length
 of the text, for any text; `math` may hang inside sympy and must run in a process that
@@ -28,18 +28,11 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 # \frac{a}{b} becomes ((a)/(b)); other braces become a syntax error.
 SPELLINGS = {
-  r'\left': '',
-  r'\right': '',
-  r'\times': '*',
-  r'\cdot': '*',
-  r'\div': '/',
-  '×': '*',  # noqa: RUF001
-  '·': '*',
-  '÷': '/',
+  **dict.fromkeys((r'\left', r'\right'), ''),
+  **dict.fromkeys((r'\times', r'\cdot', '×', '·'), '*'),  # noqa: RUF001
+  **dict.fromkeys((r'\div', '÷'), '/'),
   '−': '-',  # noqa: RUF001
-  r'\dfrac{': '((',
-  r'\tfrac{': '((',
-  r'\frac{': '((',
+  **dict.fromkeys((r'\dfrac{', r'\tfrac{', r'\frac{'), '(('),
   '}{': ')/(',
   '}': '))',
   '$': '',
@@ -48,10 +41,9 @@ LONGEST = 200  # characters of an expression; bounds its depth and its numbers, 
 
 
 def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
-  """Computes an expression of integers, + - * /, minus signs and parentheses.
+  """Returns the value of an expression, and how often it uses each number.
 
-  Returns:
-    the value, and how often each number is used.
+  The expression has integers, + - * /, minus signs and parentheses.
 
   Raises:
     ValueError: the text is not such an expression, or is longer than LONGEST.
@@ -83,11 +75,7 @@ def countdown(answer: str, text: str) -> Verdict:
   """Verifies an expression that uses each number exactly once and equals the target.
 
   The expression is in the last box or else in the last <answer></answer>; `= 24` may
-  follow it.
-
-  Args:
-    answer: the problem as JSON, {"numbers": [3, 5, 8], "target": 24}.
-    text: the response.
+  follow it. `answer` is the problem as JSON, {"numbers": [3, 5, 8], "target": 24}.
   """
   try:
     problem = json.loads(answer)
@@ -130,21 +118,15 @@ def exact(answer: str, text: str) -> Verdict:
 
 
 RULES: dict[str, Callable[..., Verdict]] = {
-  'aime': aime,
-  'math': math,
-  'gsm8k': gsm8k,
-  'countdown': countdown,
-  'exact': exact,
+  rule.__name__: rule for rule in (aime, math, gsm8k, countdown, exact)
 }
 POOLED = frozenset({'math'})  # rules for processes that can be killed
 LENIENT = ('math', 'gsm8k')  # rules with a lenient verdict too
 # Readers of the rules; an answer that they find earns the format bonus.
 READERS: dict[str, Callable[[str], str | None]] = {
-  'aime': answers.box_or_line,
-  'math': answers.box_or_line,
+  **dict.fromkeys(RULES, answers.box_or_line),
   'gsm8k': answers.hashes_or_box,
   'countdown': answers.tagged,
-  'exact': answers.box_or_line,
 }
 
 
@@ -152,14 +134,8 @@ def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict
   """Verifies a response by a rule.
 
   A right answer that is not valid Unicode leaves the response undecided; a response
-  that is not valid Unicode is wrong.
-
-  Args:
-    rule: a key of RULES.
-    answer: the right answer, in the format of the rule.
-    text: the response.
-    strict: requires a calculated answer. Otherwise `math` evaluates the answer, and
-      `gsm8k` ignores the text around a number.
+  that is not valid Unicode is wrong. `strict` requires a calculated answer; otherwise
+  `math` evaluates the answer, and `gsm8k` ignores the text around a number.
   """
   for name, part, right in (('right answer', answer, None), ('response', text, False)):
     try:

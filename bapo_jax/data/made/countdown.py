@@ -6,14 +6,13 @@ integers and divisions are exact, so every problem can be solved without a fract
 
 The answer is JSON for the verifier: {"numbers": [3, 7, 25], "target": 46}.
 
-Two wordings: `sentence` for a model that reads English, `short` for the embedded
-policy. The warm start shows it worked solutions: chains of the numbers in random order,
-each step with its result, until a chain ends in the target and becomes the answer:
+The wording `short` is for the embedded policy. The warm start shows it worked
+solutions: chains of the numbers in random order, each step with its result, until a
+chain ends in the target and becomes the answer:
 
     4 7 2=26  ->  7+2=9-4=5|7*4=28/2=14|7*4=28-2=26\boxed{(7*4)-2}
 
-As in the family `trial`, lucky responses are short and unlucky responses run into the
-token budget. But a policy can learn where to look: few chains come near the target.
+A policy can learn where to look: few chains come near the target.
 """
 
 import functools
@@ -44,12 +43,11 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
     ValueError: `numbers` are not two or more integers, or `target` is not an integer.
   """
   listed = isinstance(numbers, list | tuple) and len(numbers) > 1
-  for n in (*(numbers if listed else (numbers,)), target):
-    if not listed or not isinstance(n, int) or isinstance(n, bool):
-      raise ValueError(
-        f'numbers={str(numbers)[:40]} with target={str(target)[:40]}: give two or more '
-        'integers and an integer'
-      )
+  if not listed or any(type(n) is not int for n in (*numbers, target)):
+    raise ValueError(
+      f'numbers={str(numbers)[:40]} with target={str(target)[:40]}: give two or more '
+      'integers and an integer'
+    )
   answer = json.dumps({'numbers': list(numbers), 'target': target})
   words = [str(n) for n in numbers]
   text = WORDINGS[wording].format(
@@ -61,8 +59,6 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
 @functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems, the training problems first; answers are targets.
-
-  No two problems share both numbers and target. The wording changes the text only.
 
   Raises:
     ValueError: there are too few distinct problems.
@@ -88,7 +84,6 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
 
 def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
-  """Combines all numbers into one, through positive integers only."""
   left = list(numbers)
   while len(left) > 1:
     b, a = (left.pop(rng.integers(len(left))) for _ in range(2))
@@ -115,11 +110,8 @@ def solve(
   """Writes chains until a chain ends in the target; steps slip with chance `slip`.
 
   A slip moves a result by 1 to 3; later steps are computed from it, so it can hide or
-  fake a solution.
-
-  Args:
-    repeat: chance that a chain repeats an earlier chain.
-    largest: upper limit of every result, which bounds the arithmetic to learn.
+  fake a solution. A chain repeats an earlier chain with chance `repeat`. Results are at
+  most `largest`, which bounds the arithmetic to learn.
   """
   tried: list[tuple[str, str, int]] = []
   for _ in range(CHAINS):
@@ -146,9 +138,11 @@ def _chain(
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # 4-7 is not positive and 4+7 is 7+4: the larger of the first two comes first.
     first, rest[0] = max(first, rest[0]), min(first, rest[0])
-    value, steps, expression = first, f'{first}', f'{first}'
+    value, steps, expression = first, str(first), str(first)
     for i, n in enumerate(rest):
-      results = _results(value, n, largest)
+      results = {'+': value + n, '-': value - n, '*': value * n}
+      results |= {'/': value // n} if value % n == 0 else {}
+      results = {sign: r for sign, r in results.items() if 1 <= r <= largest}
       if not results:
         break
       sign = list(results)[rng.integers(len(results))]
@@ -159,10 +153,3 @@ def _chain(
       expression = (f'({expression})' if i else expression) + f'{sign}{n}'
     else:
       return expression, steps, value
-
-
-def _results(a: int, b: int, largest: int) -> dict[str, int]:
-  """Returns the results of a and b by sign, if integers within 1..largest."""
-  results = {'+': a + b, '-': a - b, '*': a * b}
-  results |= {'/': a // b} if a % b == 0 else {}
-  return {sign: value for sign, value in results.items() if 1 <= value <= largest}

@@ -10,8 +10,7 @@ The worked solution reads the quantities off, in the order of the question:
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
 A slip reads a quantity as another digit; the sum of the digits read is still right.
-Two wordings: `sentence` for a model that reads English, `short` for the embedded
-policy.
+The wording `short` is for the embedded policy.
 
 A `Problem` has all quantities shown as `numbers`; its `terms` are the quantities asked
 for, counted from 1, negative if subtracted. Axes: H and W are rows and columns of
@@ -39,8 +38,6 @@ GRID = np.array((215, 215, 215), np.uint8)  # fainter: it is behind the quantiti
 @functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems; the quantities do not depend on the kind of picture.
-
-  No two problems share both numbers and terms.
 
   Raises:
     ValueError: there are too few distinct problems.
@@ -114,8 +111,8 @@ def _picture(
 ) -> bytes:
   """Returns a square PNG; colours, widths and places are random."""
   side = sides[int(rng.integers(len(sides)))]
-  light = rng.integers(230, 256, 3)
-  canvas_HW3 = np.tile(light.astype(np.uint8), (side, side, 1))
+  light = rng.integers(230, 256, 3).astype(np.uint8)
+  canvas_HW3 = np.tile(light, (side, side, 1))
   KINDS[kind][0](rng, canvas_HW3, numbers)
   return pictures.png(canvas_HW3)
 
@@ -183,13 +180,9 @@ def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> 
     canvas[(along > -1) & (along < radius) & (abs(aside) < 1.3)] = _dark(rng)
 
 
-def _nothing(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Leaves the picture empty, to measure a policy that cannot read the quantities."""
-
-
 # What draws a picture, and the phrase that names its quantities.
 KINDS = {
-  'blank': (_nothing, 'quantities that the picture does not show'),
+  'blank': (lambda *_: None, 'quantities that the picture does not show'),
   'bars': (_bars, 'the heights of the bars in ticks of the axis, from the left'),
   'dots': (_dots, 'the numbers of dots in the columns, from the left'),
   'lengths': (

@@ -34,17 +34,14 @@ def draw_distinct(
 ) -> list[Item]:
   """Returns the first `count` items with distinct keys.
 
+  `draw` returns (key, item), or None for a rejected draw. The error names `source` and
+  the knob that makes more items distinct.
+
   Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
   new item while r items are missing, if n r > 50 D. The early stop refuses no call that
   would succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls,
   then n draws bring nothing and D bring r with chance < exp(-n x/D) (e x/r)^r exp(-x)
   (Chernoff), which is below 1e-15 for every x.
-
-  Args:
-    draw: returns (key, item), or None for a rejected draw.
-    count: number of items to return.
-    source: what draws, for the error.
-    knob: the knob that makes more items distinct, for the error.
 
   Raises:
     ValueError: there are fewer items.

@@ -6,11 +6,9 @@ r"""Three families of problems over residues, with worked solutions.
 
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-  Right answers come early and wrong responses run into the token budget: wrong
-  responses are longer, as in the published runs (7k tokens against 4.7k), as long as
-  the policy cannot predict the solution. With one modulus the policy learns to predict
-  it (level 2: accuracy 0.98 in 25 steps, more than blind trials can reach); with three
-  moduli it does not.
+  Right answers come early and wrong responses run into the token budget, as in the
+  published runs (7k tokens against 4.7k), if the policy cannot predict the solution.
+  With one modulus it learns to (level 2: accuracy 0.98 in 25 steps), with three not.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
   are equally long, so the positive share is 1/2 and an adaptive bound has no work.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
@@ -19,14 +17,11 @@ r"""Three families of problems over residues, with worked solutions.
 
     16x=32 mod 10|7x=4  ->  6x=2|50|72=94|...|22=44\boxed{2}
 
-  A solution that reduces a or b wrongly meets no candidate that passes both equations
-  and runs into the limit: wrong responses are as long as sampler.max_new_tokens, right
-  responses are not, so that knob sets the ratio of their lengths. A wrongly reduced
-  equation cannot fake a solution, since d and e are read from the problem. With
-  problems.pair.stops off, a solution tries every candidate before it answers, and
-  both kinds are equally long. A share problems.pair.hard of the problems has a and b
-  above 100, which the warm start never reads. A wrong reduction can still meet the
-  right x; with problems.pair.answer='all' the answer is the digits of the reduced a
+  A solution that reduces a or b wrongly meets no candidate that passes both equations:
+  d and e are read from the problem. Wrong responses are then as long as
+  sampler.max_new_tokens, which sets the ratio of the lengths of wrong and right ones;
+  with problems.pair.stops off, both are equally long. A wrong reduction can still meet
+  the right x; with problems.pair.answer='all' the answer is the digits of the reduced a
   and b and of x, 622 above, and such lucky solutions are wrong.
 
 Every number has a fixed width, the number of digits of m - 1. Answers are 0..999, or
@@ -46,8 +41,6 @@ from bapo_jax.data.row import Row
 
 
 class Family(NamedTuple):
-  """The functions that draw and solve the problems of a family."""
-
   draw: Callable[[np.random.Generator, ProblemsConfig], Problem]
   solve: Solver
 
@@ -75,7 +68,7 @@ def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:
-    a, c, b = (int(n) for n in rng.integers(1, largest + 1, 3))
+    a, c, b = rng.integers(1, largest + 1, 3).tolist()
     if math.gcd(a, m) == 1 and a % m != 1 and c % m and (b - c) % m:
       break
   answer = (b - c) * pow(a, -1, m) % m
@@ -150,7 +143,7 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   while not 1 < math.gcd(a, m) < m:
     a = above + int(rng.integers(2, largest + 1))
   # d takes two values only: a policy that cannot multiply by d fakes solutions.
-  d = _units(m)[rng.integers(2)]
+  d = [n for n in range(2, m) if math.gcd(n, m) == 1][rng.integers(2)]
   x = int(rng.integers(1, m))
   least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
   b = least + m * int(rng.integers((above + largest - least) // m + 1))
@@ -158,17 +151,6 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   stated = (a % m, b % m, x) if problems.pair.answer == 'all' else (x,)
   answer = int(_join(stated, len(str(m - 1))))
   return _problem(f'{a}x={b} mod {m}|{d}x={e}', answer, (a, b, m, d, e))
-
-
-@functools.cache
-def _units(m: int) -> list[int]:
-  """Returns the numbers from 2 to m - 1 that have an inverse modulo m."""
-  return [n for n in range(2, m) if math.gcd(n, m) == 1]
-
-
-def is_hard(problem: Problem) -> bool:
-  """Returns whether the warm start leaves out this problem of `pair`."""
-  return problem.numbers[1] > HARD
 
 
 def solve_pair(
@@ -182,11 +164,8 @@ def solve_pair(
 ) -> str:
   """Writes trials; a or b is reduced wrongly with chance `slip`.
 
-  Args:
-    repeat: chance that a trial repeats an earlier candidate.
-    stops: ends at the solution; False: tries all candidates, then states the solution,
-      or a random candidate if there was none.
-    answer: the form of the answer, see problems.pair.answer.
+  A trial repeats an earlier candidate with chance `repeat`. If `stops` is off, tries
+  all candidates, then states the solution, or a random candidate if there was none.
   """
   a, b, m, d, e = problem.numbers
   digits = len(str(m - 1))
@@ -232,15 +211,11 @@ FAMILIES = {
 
 
 def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
-  """Returns the training problems that the warm start imitates, and their solver.
-
-  Raises:
-    ValueError: the level has too few problems.
-  """
+  """Returns the problems and the solver of `sources.sft_problems`."""
   training = generate(problems)[: problems.train]
   if problems.family != 'pair':
     return training, FAMILIES[problems.family].solve
-  easy = tuple(problem for problem in training if not is_hard(problem))
+  easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
   knobs = problems.pair.model_dump(include={'stops', 'answer'})
   return easy, functools.partial(solve_pair, **knobs)
 

@@ -1,10 +1,7 @@
 """Converts config.json to a ModelSpec and back, and ignores no option silently.
 
-1. `read_spec` reads the files of a model directory, `spec_of` converts their contents;
-   both accept the spellings of transformers 4 and 5, and refuse every option that is
-   not implemented, by name and value;
-2. `config_of` and `preprocessor_of` write config.json and preprocessor_config.json for
-   a model that has no source directory.
+Reading accepts the spellings of transformers 4 and 5, and refuses every option that is
+not implemented, by name and value.
 
 A vision-language model (Qwen2.5-VL) is a Qwen2 with three-part positions, plus a tower.
 Published files keep the language model's options beside the tower's; transformers 5
@@ -122,19 +119,15 @@ def read_pixels(path: str) -> dict[str, Any]:
   Raises:
     ValueError: a file is damaged.
   """
-  paths = [os.path.join(path, name) for name in (PROCESSOR, PIXELS)]
-  found = [files.read_object(p) if os.path.exists(p) else {} for p in paths]
-  processor, pixels = found
+  paths = (os.path.join(path, name) for name in (PROCESSOR, PIXELS))
+  processor, pixels = (files.read_object(p) if os.path.exists(p) else {} for p in paths)
   return processor.get('image_processor') or pixels
 
 
 def spec_of(
   c: dict[str, Any], compute: str, pixels: dict[str, Any] | None = None
 ) -> ModelSpec:
-  """Converts the contents of config.json to a ModelSpec.
-
-  Args:
-    pixels: the result of `read_pixels`; read for a model with a tower only.
+  """Converts config.json and the result of `read_pixels` to a ModelSpec.
 
   Raises:
     ValueError: an architecture or an option is not supported.
@@ -219,7 +212,6 @@ def _check_window(c: dict[str, Any]) -> None:
 
 
 def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> None:
-  """Raises ValueError if an option has a value that is not implemented."""
   for option, wanted in only.items():
     value = c.get(option)
     if value is None or value == wanted:
@@ -302,7 +294,6 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
 
 
 def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
-  """Returns the positive integer under this name."""
   value = default if c.get(name) is None else c[name]
   if type(value) is not int or value < 1:
     raise ValueError(f'{name}={value!r:.60} must be a positive integer')
@@ -310,7 +301,6 @@ def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
 
 
 def _number(c: dict[str, Any], name: str, default: float | None = None) -> float:
-  """Returns the number under this name."""
   value = default if c.get(name) is None else c[name]
   if not isinstance(value, int | float) or not 0 <= value < math.inf:
     raise ValueError(f'{name}={value!r:.60} must be a number of at least 0')

@@ -1,9 +1,4 @@
-"""Finds model directories on this machine, or downloads them from the hub.
-
-1. `find` returns the directory of a model, and downloads a hub name if files are
-   missing; `resolve` and `missing` do so without the network;
-2. `identity` fingerprints a model, to compare two machines.
-"""
+"""Finds model directories on this machine, or downloads them from the hub."""
 
 import os
 import re
@@ -14,14 +9,9 @@ from bapo_jax.runtime import digests, hub_names
 
 MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
 OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
-  'config.json',
-  'generation_config.json',
-  'preprocessor_config.json',
-  'processor_config.json',
-  'tokenizer.json',
-  'tokenizer_config.json',
-  'special_tokens_map.json',
-  'chat_template.jinja',
+  *('config.json', 'generation_config.json', 'preprocessor_config.json'),
+  *('processor_config.json', 'tokenizer.json', 'tokenizer_config.json'),
+  *('special_tokens_map.json', 'chat_template.jinja'),
 )
 LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
 
@@ -29,10 +19,8 @@ LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+
 def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   """Returns the local directory of a model; downloads a hub name if files are missing.
 
-  Args:
-    name: a directory, or a hub name: hub:owner/name or hub:owner/name@revision.
-    knob: the knob that holds the name, for errors.
-    needs: the files that the directory must contain.
+  The name is a directory, hub:owner/name or hub:owner/name@revision; errors name the
+  knob.
 
   Raises:
     ValueError: files are missing, with the command that downloads them.

@@ -26,11 +26,8 @@ def save(
 ) -> None:
   """Writes adapter_model.safetensors and adapter_config.json to a directory.
 
-  Args:
-    get: returns the array at a path such as 'layers/q/a'.
-    knobs: rank, alpha and targets of the adapters.
-    model: model.path of the run.
-    dtype: the dtype of all tensors: 'float32', 'float16' or 'bfloat16'.
+  `get` returns the array at a path such as 'layers/q/a', and `model` is model.path. The
+  dtype of all tensors is 'float32', 'float16' or 'bfloat16'.
   """
   kind, hub = jnp.dtype(dtype), hub_names.parse(model)
   modules, arrays = [], {}

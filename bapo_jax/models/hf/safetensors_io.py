@@ -1,9 +1,5 @@
 """Reads safetensors files by rows and writes them array by array.
 
-1. `index` maps every tensor of a directory to its place on disk;
-2. `read` reads some rows, and some columns, of one tensor;
-3. `write` writes one file from an iterator of arrays.
-
 A file is the length n of its header (eight bytes), n bytes of JSON {name: {dtype,
 shape, data_offsets}}, and the data. The safetensors library validates headers here but
 neither reads nor writes data: it maps a file or reads a whole tensor (256 MiB for a
@@ -32,8 +28,6 @@ ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 
 
 class Tensor(NamedTuple):
-  """The place of a tensor on disk."""
-
   file: str
   dtype: np.dtype
   shape: tuple[int, ...]

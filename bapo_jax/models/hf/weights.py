@@ -1,12 +1,8 @@
 """Loads safetensors directories into the parameter tree, and saves the tree as one.
 
-1. `NAMES` maps a parameter to its tensor, one per layer if it is stacked, and `AXES`
-   to the order of axes in the file; `stored` lists every tensor of a model;
-2. `check` compares the names and shapes of a directory with those of the model;
-3. `load` fills each device's shard in place, block by block, so that no host and no
-   device holds a second copy of a parameter; `reader` does so for single parameters on
-   the host; both refuse NaN and infinity;
-4. `save` writes parameter by parameter, in files of bounded size.
+Loading fills each device's shard in place, block by block, so that no host and no
+device holds a second copy of a parameter, and refuses NaN and infinity. Saving writes
+parameter by parameter, in files of bounded size.
 """
 
 import functools
@@ -63,21 +59,14 @@ MODULES = {
   'vision/merger_out': 'visual.merger.mlp.2',
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
-NAMES |= {
-  f'{parameter}_bias': f'{module}.bias' for parameter, module in MODULES.items()
-}
+NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
 # Last name of a parameter -> its axes here and in the file, which stores projections as
 # [out, in]; a file merges letters without a space. Other parameters have equal axes.
 AXES = {
-  'q': ('DHC', 'HC D'),
-  'k': ('DKC', 'KC D'),
-  'v': ('DKC', 'KC D'),
+  **dict.fromkeys('qkv', ('DHC', 'HC D')),
+  **dict.fromkeys(('q_bias', 'k_bias', 'v_bias'), ('HC', 'HC')),
   'o': ('HCD', 'D HC'),
-  'q_bias': ('HC', 'HC'),
-  'k_bias': ('KC', 'KC'),
-  'v_bias': ('KC', 'KC'),
-  'gate': ('DF', 'F D'),
-  'up': ('DF', 'F D'),
+  **dict.fromkeys(('gate', 'up'), ('DF', 'F D')),
   'down': ('FD', 'D F'),
   # Channel, frame, row and column of a pixel; queries, keys and values share axis N.
   'patch': ('cthwD', 'D c t h w'),
@@ -128,12 +117,8 @@ def check(path: str, spec: ModelSpec) -> Index:
   # Old Llama files contain the rotary frequencies, which are computed here.
   index = {n: t for n, t in index.items() if not n.endswith('rotary_emb.inv_freq')}
   if spec.vision:  # some programs write the module names of transformers' class
-    index = {
-      n.replace('model.language_model.', 'model.').replace(
-        'model.visual.', 'visual.'
-      ): t
-      for n, t in index.items()
-    }
+    for old, new in (('model.language_model.', 'model.'), ('model.visual.', 'visual.')):
+      index = {name.replace(old, new): t for name, t in index.items()}
   shapes = stored(spec)
   if set(shapes) != set(index):
     missing, extra = sorted(set(shapes) - set(index)), sorted(set(index) - set(shapes))
@@ -228,12 +213,9 @@ def _read_rows(
   hull: list[Span],
   lead: int,
 ) -> np.ndarray:
-  """Reads the rows start..stop-1 of a tensor.
+  """Reads the rows start..stop-1 of a tensor, and the span `hull` of all other axes.
 
-  Args:
-    sizes: of the axes of the file, before it merges them.
-    hull: the span to read of every axis but the first.
-    lead: number of axes that the file merges into its first axis.
+  The axes have `sizes` before the file merges them, `lead` of them into its first axis.
   """
   # Of the axes of a row, one is split at most: the first. Only its span is read.
   cut = hull[lead - 1 : lead]
@@ -264,7 +246,6 @@ def _filled(
   shape: Shape,
   device: jax.Device,
 ) -> jax.Array:
-  """Returns the shard with the piece at `corner`; None is an empty shard."""
   if piece.shape == shape:
     return jax.device_put(piece, device)
   if shard is None:
@@ -294,10 +275,8 @@ def save(
 ) -> None:
   """Writes the parameters to a directory, in files of at most `shard_bytes`.
 
-  Args:
-    get: returns the array of a parameter; called once per parameter, in order, so that
-      the host holds one at a time.
-    dtype: the dtype of all tensors: 'float32', 'float16' or 'bfloat16'.
+  `get` returns the array of a parameter. It is called once per parameter, in order, so
+  that the host holds one at a time. `dtype` is 'float32', 'float16' or 'bfloat16'.
   """
   kind, shapes = jnp.dtype(dtype), stored(spec)
   sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
@@ -325,7 +304,6 @@ def _as_stored(
   dtype: np.dtype,
   shapes: dict[str, Shape],
 ) -> Iterator[np.ndarray]:
-  """Yields the tensors in the order and with the axes of `stored`."""
   for parameter, (shape, _) in transformer.describe(spec).items():
     array = get(parameter)
     layers, tail = split(parameter, shape)

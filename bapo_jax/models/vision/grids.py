@@ -22,8 +22,6 @@ from bapo_jax.models.vision.spec import VisionSpec
 
 
 class Layout(NamedTuple):
-  """The places of all patches of some rows."""
-
   picture_RZ: Int32[Array, 'R Z']  # the picture of each patch; -1 for an empty patch
   place_RZ2: Int32[Array, 'R Z 2']  # row and column in the picture, in patches
   slot_RZ: Int32[Array, 'R Z']  # place among all windows of the row; W * Y: none
@@ -49,7 +47,6 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
   live_RZ = picture_RZ < grid_RI2.shape[1]
 
   def per_patch(x_RI: Array) -> Array:
-    """Repeats per-picture values for every patch."""
     return jnp.take_along_axis(x_RI, picture_RZ, 1, mode='clip')
 
   # Row and column of each patch, from its number within its picture.

@@ -1,13 +1,8 @@
 """Runs the language model over texts with pictures.
 
-1. `place` finds the image tokens, one per merged patch, and gives every token three
-   positions: time, row and column. They are equal in a text, and the place of the patch
-   within a picture (mrope of Qwen2-VL, Wang et al., 2024, arXiv:2409.12191);
-2. `embed` replaces the embeddings of image tokens by merged patches, and `prefill` runs
-   such prompts through an actor;
-3. `embedded` and `place_responses` serve packed rows, several per prompt.
-
-Letters as in grids.py.
+Every token has three positions: time, row and column. They are equal in a text, and the
+place of the patch within a picture (mrope of Qwen2-VL, Wang et al., 2024,
+arXiv:2409.12191). Letters as in grids.py.
 """
 
 import jax.numpy as jnp
@@ -29,9 +24,7 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Arr
   position that a text token would have, and the text after it continues beyond its
   longer side: shift_B is position minus column of the tokens after all pictures. Image
   tokens beyond the number of patches are text, because a policy may sample them.
-
-  Args:
-    grid_BI2: patches of each picture along height and width; 0 for no picture.
+  grid_BI2 counts the patches of each picture along height and width; 0: no picture.
   """
   high_BI, wide_BI = grid_BI2[..., 0] // v.merge, grid_BI2[..., 1] // v.merge
   end_BI = jnp.cumsum(high_BI * wide_BI, 1)
@@ -50,7 +43,6 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Arr
   picture_BT = past_BTI.sum(2)
 
   def per_token(x_BI: Array) -> Array:
-    """Repeats per-picture values for every token."""
     return jnp.take_along_axis(x_BI, picture_BT, 1, mode='clip')
 
   # Row and column within the picture. text_BT is equal for all patches of a picture,

@@ -1,9 +1,7 @@
 """Defines the sizes of a vision tower and its parameters: shapes and initialisers.
 
-The tower is that of Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): patches of a
-picture pass through layers that attend within windows, or within the whole picture,
-and are merged 2 x 2 into embeddings of the language model. `transformer.describe`
-includes its parameters below `vision/`. tower.py runs it.
+The tower is that of Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923); tower.py runs it.
+`transformer.describe` includes its parameters below `vision/`.
 """
 
 import dataclasses

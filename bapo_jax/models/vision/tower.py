@@ -1,8 +1,7 @@
 """Runs Qwen2.5-VL's vision tower: patches in, embeddings for the language model out.
 
-1. `_embed_patches` normalises pixels and projects each patch;
-2. every layer attends within windows, or within pictures (`VisionSpec.full_layers`);
-3. the merger joins 2 x 2 patches into one embedding of the language model.
+Every layer attends within windows, or within pictures (`VisionSpec.full_layers`); the
+merger joins 2 x 2 patches into one embedding of the language model.
 
 Letters as in grids.py. Norms, rotary positions and softmax are float32, matrix products
 run in `spec.compute`.
@@ -54,7 +53,6 @@ def forward(
 def _hidden(
   params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
 ) -> Array:
-  """Returns the hidden states before the merger, [R, Z, D]."""
   v = vision_of(spec)
   # Half of the rotary pairs turn by the row of a patch, half by its column.
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())

@@ -1,9 +1,5 @@
 r"""Normalises LaTeX: one spelling for signs, spaces, sizes, wrappers and units.
 
-1. `spell` rewrites a text in the normal spelling;
-2. `split` cuts it at marks outside brackets; `is_label` and `split_unit` recognise
-   `x =` before a value and `cm` after it.
-
 Text with a meaning is kept: a space between two numerals stays a space.
 """
 
@@ -100,10 +96,7 @@ def closing(text: str, start: int) -> int:
 
 
 def split(text: str, marks: str) -> tuple[list[str], str]:
-  """Splits a text at the marks that are outside all brackets.
-
-  Returns:
-    the parts, and the marks between them as one string.
+  """Returns the parts of a text between marks outside all brackets, and these marks.
 
   Raises:
     ValueError: the brackets are unbalanced.

@@ -27,15 +27,12 @@ def _numeral(s: str, *_: Any, **__: Any):
 
 @functools.cache
 def _math_verify():
-  """Imports math-verify and closes its path to Python's eval.
-
-  latex2sympy hands numerals to sympy as text, and sympy's parse_expr evaluates any
-  text; `_numeral` replaces parse_expr.
-  """
+  """Imports math-verify and closes its path to Python's eval."""
   import math_verify
   import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
   from sympy.parsing import sympy_parser
 
+  # latex2sympy hands numerals as text to parse_expr, which evaluates any text.
   sympy_parser.parse_expr = _numeral
   return math_verify
 
@@ -86,8 +83,7 @@ def no_new_parts(answer: str, given: str) -> bool:
   Each may occur at most as often as in the right answer: an integral, a sum sign or a
   determinant that the right answer lacks has not been calculated.
   """
-  allowed = collections.Counter(PARTS.findall(answer))
-  extra = collections.Counter(PARTS.findall(given)) - allowed
-  if set(extra) - HARMLESS:
-    return False
-  return set(VARIABLES.findall(given)) <= set(VARIABLES.findall(answer))
+  count = collections.Counter
+  extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))
+  new = set(VARIABLES.findall(given)) - set(VARIABLES.findall(answer))
+  return not (new or set(extra) - HARMLESS)

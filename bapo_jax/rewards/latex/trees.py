@@ -1,14 +1,9 @@
 r"""Parses numbers and closed forms, and compares their values.
 
-1. `parse` turns LaTeX in the normal spelling (spelling.py) into a tree: a tuple whose
-   first entry is its kind (num, mixed, const, sym, inf, base, neg, add, mul, div, pow,
-   root, percent). Sum signs, functions, factorials, integrals and words are outside the
-   grammar;
-2. `plain` is the exact value of a number in its usual notation;
-3. `operations` counts the arithmetic that a tree leaves to be carried out;
-4. `equal` compares trees without variables, to more digits than unequal ones can share.
-
-Python never evaluates any of the text.
+LaTeX in the normal spelling (spelling.py) becomes a tree: a tuple whose first entry is
+its kind (num, mixed, const, sym, inf, base, neg, add, mul, div, pow, root, percent).
+Sum signs, functions, factorials, integrals and words are outside the grammar. Python
+never evaluates any of the text.
 """
 
 import collections
@@ -38,7 +33,6 @@ ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
 def _numeral(text: str) -> Fraction:
-  """Returns the exact value of a numeral such as 1,000.5, .5 or 1e2."""
   digits = text.replace(',', '').replace(THOUSANDS, '').lower()
   number, _, exponent = digits.partition('e')
   if abs(int(exponent or 0)) > LARGEST_EXPONENT or len(number) > 1000:
@@ -56,7 +50,10 @@ def parse(text: str) -> Tree | None:
     if kind != 'blank':
       tokens.append(match[kind])
   try:
-    return _Parser(tokens).parse()
+    parser = _Parser(tokens)
+    tree = parser.sum()
+    parser.expect('')
+    return tree
   except ValueError:
     return None
 
@@ -78,17 +75,11 @@ class _Parser:
     return self.tokens[self.at - 1]
 
   def accept(self, *tokens: str) -> str:
-    """Reads the next token if it is one of these; else returns ''."""
     return self.next() if self.peek() in tokens else ''
 
   def expect(self, token: str) -> None:
     if self.next() != token:
       raise ValueError(f'missing {token!r}')
-
-  def parse(self) -> Tree:
-    tree = self.sum()
-    self.expect('')
-    return tree
 
   def sum(self) -> Tree:
     self.depth += 1
@@ -201,14 +192,12 @@ def symbols(tree: Tree) -> set[str]:
 
 
 def _flat(tree: Tree, kind: str) -> list[Tree]:
-  """Returns the terms of a sum or the factors of a product, brackets removed."""
   if tree[0] != kind:
     return [tree]
   return [part for inner in tree[1:] for part in _flat(inner, kind)]
 
 
-def _factor_kind(tree: Tree) -> str:
-  """Returns the kind of a factor; two of one kind can be multiplied. '': neither."""
+def _factor_kind(tree: Tree) -> str:  # two factors of one kind can be multiplied
   if plain(tree) is not None:
     return 'number'
   if tree[0] == 'root' or (tree[0] == 'pow' and plain(tree[1]) is not None):
@@ -269,10 +258,9 @@ INFINITE = {('inf',), ('neg', ('inf',))}
 def equal(gold: Tree, given: Tree, digits: int) -> bool:
   """Returns whether two trees without variables have the same finite value.
 
-  Args:
-    digits: decimal digits to compare; ignored if both trees are plain, which are
-      compared exactly. With more than three digits per character of both texts, an
-      irrational number differs from every fraction that fits in as many characters.
+  Compares plain trees exactly, others to this many decimal digits. With more than three
+  digits per character of both texts, an irrational number differs from every fraction
+  that fits in as many characters.
   """
   if 'base' in (gold[0], given[0]) or {gold, given} & INFINITE:
     return gold == given
@@ -290,11 +278,6 @@ def equal(gold: Tree, given: Tree, digits: int) -> bool:
 
 
 def _value(tree: Tree) -> Any:
-  """Returns the value as an mpmath number in the current precision.
-
-  Raises:
-    ValueError, OverflowError, ZeroDivisionError: the value is undefined or too large.
-  """
   match tree:
     case ('num', number) | ('mixed', number):
       return mpmath.mpf(number.numerator) / number.denominator
