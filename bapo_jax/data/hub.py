@@ -1,9 +1,8 @@
 """Named data sets: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
 
 tensorflow-datasets writes what it downloads as array_record: its default format,
-tfrecord, needs TensorFlow.
-A data set of your own is a `tfds.core.GeneratorBasedBuilder` with the fields of one of
-the layouts, for example question and answer, imported before the run.
+tfrecord, needs TensorFlow. Your data set is a `tfds.core.GeneratorBasedBuilder` with
+the fields of a layout, such as question and answer, imported before the run.
 """
 
 import contextlib

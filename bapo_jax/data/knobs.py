@@ -29,10 +29,9 @@ class TokenizerConfig(Section):
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs with `path` filled in: that of the model if empty.
+    """Returns these knobs with the model's path if `path` is empty.
 
-    Raises:
-      ValueError: the embedded tokenizer is combined with a model.
+    Raises a ValueError if the embedded tokenizer is combined with a model.
     """
     if self.path == EMBEDDED and model_path:
       raise ValueError(

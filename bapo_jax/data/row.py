@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-  """A problem with its answer, before its prompt is tokenized."""
-
   problem: str  # as the data set states it; the template is applied later
   answer: str  # as the verifier reads it
   verifier: str = ''  # rule that verifies the answer; '': rewards.rule

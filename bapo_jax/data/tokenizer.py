@@ -31,8 +31,6 @@ CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 
 
 class Tokenizer(NamedTuple):
-  """A tokenizer, the end tokens of responses, and the template of prompts."""
-
   backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
   template: str  # prompt with {problem}; 'chat:' + the user message of a chat template
@@ -230,10 +228,8 @@ def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[s
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   """Returns the token after an answer in the chat template, and if it ends a response.
 
-  Returns None without a chat template or such a special token.
-
-  Raises:
-    ValueError: the chat template fails.
+  Returns None without a chat template or such a special token. A chat template that
+  fails raises a ValueError.
   """
   backend = tokenizer.backend
   if not backend.chat_template:

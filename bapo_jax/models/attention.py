@@ -1,9 +1,8 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
 Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU; decoding uses
-`cached`: one query per slot over the live part of its cache.
-
-cuDNN and splash never hold the [T, T] scores; `blockwise` holds half of them.
+`cached`: one query per slot over the live part of its cache. cuDNN and splash never
+hold the [T, T] scores; `blockwise` holds half of them.
 """
 
 import functools

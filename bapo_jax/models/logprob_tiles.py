@@ -69,7 +69,7 @@ def forward(
   *,
   sizes: tuple[int, int],
   sharded: bool,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
   """Computes `types.TokenStats` and lse_BT, the logarithm of the softmax's divisor.
 
   Args:
@@ -104,11 +104,10 @@ def forward(
     jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(shape)
     for x in tiles
   )
-  logp_BT, entropy_BT, covariance_BT, lse_BT = (
+  return tuple(
     jnp.where(jnp.arange(token_BT.shape[1])[None] < used * chunk, x_BT, 0)
     for x_BT in _combine(tiles, sharded)
   )
-  return logp_BT, entropy_BT, covariance_BT, lse_BT
 
 
 def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
@@ -129,9 +128,7 @@ def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
   return peak_Bt, *sums, chosen_Bt
 
 
-def _combine(
-  tiles: tuple[Array, ...], sharded: bool
-) -> tuple[Array, Array, Array, Array]:
+def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
   """Merges the blocks of this device and the shards of all devices to one softmax.
 
   All terms are relative to the maximum, so that no two large numbers are subtracted.

@@ -81,8 +81,6 @@ FLIPPED = str.maketrans('<>≤≥', '><≥≤')
 
 
 class Answer(NamedTuple):
-  """An answer and its parts."""
-
   kind: str  # expression, list (or set), tuple (or interval), union, matrix, equation
   parts: tuple[Any, ...]  # answers; of an expression its text
   brackets: str = ''  # of a tuple or interval, such as '[)'
@@ -97,9 +95,7 @@ def read(text: str, commas_group: bool) -> Answer:
   """Parses the structure of an answer in the normal spelling.
 
   `commas_group` reads 1,000 outside all brackets as a thousand; otherwise it is a list.
-
-  Raises:
-    ValueError: the brackets are unbalanced, or a part is empty.
+  Unbalanced brackets and empty parts raise a ValueError.
   """
   text = spelling.unwrap(WORDS.sub(',', text))
   if matrix := MATRIX.fullmatch(text):

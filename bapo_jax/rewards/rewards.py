@@ -60,10 +60,8 @@ class Verifier:
   ) -> PendingVerdicts:
     """Starts to verify response texts[i] against the right answer answers[i].
 
-    Each response has a rule; '', or an empty sequence, selects k.rule.
-
-    Raises:
-      ValueError: answers, texts and rules differ in length.
+    Each response has a rule; '', or an empty sequence, selects k.rule. Sequences of
+    different lengths raise a ValueError.
     """
     names = [rule or self.rule for rule in rules or [''] * len(texts)]
     requests = list(zip(names, answers, texts, strict=True))

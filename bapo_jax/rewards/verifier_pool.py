@@ -147,10 +147,8 @@ class VerifierPool:
   def submit(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
     """Queues a batch; returns a future for each request, in their order.
 
-    The `result()` of a future raises a RuntimeError if no worker can be started.
-
-    Raises:
-      ValueError: the pool is closed.
+    The `result()` of a future raises a RuntimeError if no worker can be started. A
+    closed pool raises a ValueError.
     """
     if self._closed:
       raise ValueError('the verifier pool is closed; create another')

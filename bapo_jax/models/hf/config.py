@@ -114,10 +114,8 @@ def read_spec(path: str, compute: str) -> ModelSpec:
 def read_pixels(path: str) -> dict[str, Any]:
   """Reads the options of the preprocessor of pictures; {} if there is no file.
 
-  The file of the whole processor takes precedence, as in transformers 5.
-
-  Raises:
-    ValueError: a file is damaged.
+  The file of the whole processor takes precedence, as in transformers 5. A damaged file
+  raises a ValueError.
   """
   paths = (os.path.join(path, name) for name in (PROCESSOR, PIXELS))
   processor, pixels = (files.read_object(p) if os.path.exists(p) else {} for p in paths)

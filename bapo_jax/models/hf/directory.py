@@ -47,10 +47,8 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
 def resolve(name: str) -> str:
   """Returns the local directory of a model without using the network.
 
-  A directory is returned unchanged, and a hub name that the hub's cache lacks too.
-
-  Raises:
-    ValueError: the name begins with hub: and is malformed.
+  A directory is returned unchanged, and a hub name that the hub's cache lacks too. A
+  malformed hub name raises a ValueError.
   """
   hub = hub_names.parse(name)
   try:
@@ -62,8 +60,7 @@ def resolve(name: str) -> str:
 def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
   """Returns the files that a model's directory, as `resolve` returns it, lacks.
 
-  Raises:
-    ValueError: the index of the weights is damaged.
+  A damaged index of the weights raises a ValueError.
   """
   wanted = [file for file in needs if '*' not in file]
   if '*.safetensors' in needs:

@@ -138,7 +138,6 @@ def check(path: str, spec: ModelSpec) -> Index:
 def _load_parameter(
   parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ) -> jax.Array:
-  """Loads one parameter into the shards of its devices, each filled in place."""
   shape, dtype = like.shape, like.dtype
   layers, tail = split(parameter, shape)
   axes = file_axes(parameter, tail)

@@ -87,22 +87,15 @@ def _hidden(
 
 
 def vision_of(spec: ModelSpec) -> VisionSpec:
-  """Returns the tower of a model.
-
-  Raises:
-    ValueError: the model has no tower.
-  """
+  """Returns the tower of a model; raises a ValueError if there is none."""
   if spec.vision is None:
     raise ValueError('this model has no vision tower; choose a Qwen2.5-VL model')
   return spec.vision
 
 
 def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
-  """Embeds each patch of uint8 pixels, [R, Z, D].
-
-  The kernel spans two frames, and a picture is both frames. One product of the pixels
-  with the kernel's sum over frames therefore suffices.
-  """
+  # The kernel spans two frames, and a picture is both frames. One product of the pixels
+  # with the kernel's sum over frames therefore suffices.
   v = vision_of(spec)
   mean_E, std_E = (
     jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
