@@ -198,16 +198,7 @@ class RolloutEngine:
     for R, width in itertools.product(self.prefill_sizes, widths):
       tokens_RT, ones = np.zeros((R, width), np.int32), np.ones(R, np.int32)
       slots = self.admit(
-        params,
-        slots,
-        no_id[:R],
-        tokens_RT,
-        ones,
-        zeros,
-        no_slot,
-        zeros,
-        uid,
-        zeros,
+        params, slots, no_id[:R], tokens_RT, ones, zeros, no_slot, zeros, uid, zeros
       )
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:

@@ -209,7 +209,7 @@ def make_trainer(
 
 def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | None:
   """Scores a batch by the weights of the step's start, if the loss rule needs it."""
-  if not config.loss.needs_proximal:
+  if not config.loss.active.needs_proximal:
     return None
   jitted = sharding.under(mesh, jax.jit(score))
   return lambda params, groups, seen: jitted(lora.attach(base, params), groups, seen)
@@ -217,7 +217,7 @@ def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | N
 
 def _recompute(config: Config, mesh: Mesh, score: Score) -> Recompute | None:
   """Replaces the sampler's log-probabilities by the learner's, if the config asks."""
-  weighs_sampler = config.loss.weighs_sampler
+  weighs_sampler = config.loss.active.weighs_sampler
   if not config.learner.recomputes(config.model.compute, weighs_sampler):
     return None
   recompute = functools.partial(scoring.recompute, score=score)

@@ -14,9 +14,10 @@ import math
 from typing import Any
 
 from bapo_jax import knobs
-from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.algorithms.knobs import (
   AdvantageConfig,
+  BatchConfig,
+  BufferConfig,
   ClipConfig,
   LossConfig,
   check_clip,

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
-from bapo_jax.algorithms.batch_knobs import BatchConfig, ReplayRule
+from bapo_jax.algorithms.knobs import BatchConfig, ReplayRule
 
 G, NOW = 8, 20
 

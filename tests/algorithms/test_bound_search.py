@@ -78,7 +78,8 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   parts = bound_search.contributions(ratio_BT, batch, k)
 
   def meets(low, high):
-    P, N = bound_search.sums(parts, np.float32(low), np.float32(high), kind[0])
+    bounds = np.float32(low), np.float32(high)
+    P, N = bound_search.sums(ratio_BT, *parts, *bounds, kind[0])
     return bool(bound_search.reaches(P, N, target))
 
   assert meets(lows[0], highs[0]) <= meets(lows[0], highs[1])

@@ -110,9 +110,7 @@ def test_same_seed_same_history_also_through_save_and_load(pool, at):
   scene = SCENES['published']
   history = play(scene, pool)
   other = play(
-    scene,
-    pool,
-    between=lambda now, buffer: reloaded(buffer) if now == at else buffer,
+    scene, pool, between=lambda now, buffer: reloaded(buffer) if now == at else buffer
   )
   for a, b in zip(history, other, strict=True):
     assert same((a.groups, a.source_P, a.after), (b.groups, b.source_P, b.after)), at

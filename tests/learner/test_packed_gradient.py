@@ -20,14 +20,7 @@ from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
-  vocab=24,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_width=8,
-  ffn=32,
-  tied=True,
+  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
 )
 B, T = 32, 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient

@@ -17,14 +17,7 @@ from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
-  vocab=24,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_width=8,
-  ffn=32,
-  tied=False,
+  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=False
 )
 P, G, T, TEMPERATURE = 4, 4, 12, 0.8
 PLAIN = optax.sgd(1.0)  # the weights move by the gradient itself
