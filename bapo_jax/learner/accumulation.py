@@ -18,7 +18,7 @@ Aux = Any
 
 
 def _zeros(params: Tree) -> Tree:
-  """Float32 accumulators: a sum in bfloat16 would lose small terms."""
+  # Accumulators in float32: a sum in bfloat16 would lose small terms.
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
 
 

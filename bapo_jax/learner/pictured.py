@@ -40,7 +40,7 @@ BLOCK = 8  # prompts per device whose pictures are embedded at once
 def galleries(
   training: Problems, held_out: Problems, spec: ModelSpec
 ) -> tuple[Gallery | None, Gallery | None]:
-  """Of training and held-out problems, of one capacity; None where all are texts."""
+  """Returns the galleries of both sets, with one capacity; None if all are texts."""
   grids = [*training.grids, *held_out.grids]
   if spec.vision is None or not any(grids):
     return None, None
@@ -168,11 +168,9 @@ def variables(
   """
   if not isinstance(pictures, Pictures):
     return Variables(params), pictures, lambda grads: grads.params
-  grid_PI2 = pictures.grid_PI2
 
   def embed(vision: Tree) -> Array:
-    found = sequence.embedded({'vision': vision}, pictures, spec, schedule)
-    return found.merged_PMD
+    return sequence.embedded({'vision': vision}, pictures, spec, schedule).merged_PMD
 
   merged_PMD, pull = jax.vjp(embed, params['vision'])
 
@@ -182,8 +180,5 @@ def variables(
     vision = jax.tree.map(lambda x: x.astype(jnp.float32), vision)
     return grads.params | {'vision': vision}
 
-  return (
-    Variables(params, merged_PMD),
-    EmbeddedPictures(merged_PMD, grid_PI2),
-    gradients,
-  )
+  embedded = EmbeddedPictures(merged_PMD, pictures.grid_PI2)
+  return Variables(params, merged_PMD), embedded, gradients
