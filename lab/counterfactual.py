@@ -146,7 +146,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
 def staler(recorded: Recorded, times: float) -> Recorded:
   """Returns the rows with every token's log-ratio multiplied.
 
-  0 gives the policy that sampled, 1 the recorded policy.
+  `times=0` gives the policy that sampled, `times=1` the recorded policy.
   """
   moved_BT = recorded.logp_BT - recorded.behavior_logp_BT
   return recorded._replace(logp_BT=recorded.behavior_logp_BT + times * moved_BT)

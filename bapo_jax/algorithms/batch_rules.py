@@ -123,7 +123,7 @@ def adapted(
 
 
 def _sources(source: Array, *groups: Groups) -> Array:
-  """The source of each row of the concatenated groups, given that of each Groups."""
+  """Repeats each source for all rows of its groups."""
   rows = [len(g.id_P) for g in groups]
   return jnp.repeat(source, jnp.asarray(rows), total_repeat_length=sum(rows))
 

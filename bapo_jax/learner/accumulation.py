@@ -33,8 +33,7 @@ def summed(
 
   Args:
     value_of: (params, n) -> (value, auxiliary output) of micro-batch n.
-    aux: initial auxiliary output.
-    merge: (n, aux so far, aux of micro-batch n) -> aux.
+    merge: (n, aux so far, aux of micro-batch n) -> aux; the first is `aux`.
 
   Returns:
     (value, float32 gradients, aux).

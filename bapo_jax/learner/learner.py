@@ -11,7 +11,7 @@ does not know the algorithm: it receives a clip, a loss and an advantage rule.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,14 @@ from bapo_jax.types import (
   trained_on,
 )
 
-# One jitted update: (params, opt, batch) -> (params, opt, metrics, tokens). The call
-# donates params and opt.
-TrainStep = Callable[
-  [Tree, Tree, Batch], tuple[Tree, Tree, dict[str, Array], UpdatedTokens]
-]
+
+class TrainStep(Protocol):
+  """One optimiser update, jitted."""
+
+  def __call__(
+    self, params: Tree, opt: Tree, batch: Batch
+  ) -> tuple[Tree, Tree, dict[str, Array], UpdatedTokens]:
+    """Returns (params, opt, metrics, tokens); params and opt are donated."""
 
 
 class Updated(NamedTuple):

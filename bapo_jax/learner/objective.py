@@ -148,7 +148,7 @@ class MicroBatches(NamedTuple):
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), stats_RT)
 
   def mine(self, n: Array | int) -> Array:
-    """Returns bool [B, 1], the rows of micro-batch n."""
+    """Returns a mask [B, 1] of the rows of micro-batch n."""
     return self.packed.mine(n)[:, None]
 
   def rows(self, n: Array | int) -> Batch:

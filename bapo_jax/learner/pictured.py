@@ -126,10 +126,8 @@ def pack(
   """Packs rows at the model's width, with the positions of tokens and patches.
 
   Args:
-    wanted_BT: bool, the tokens to compute.
-    micro_batches: maximum number of micro-batches.
+    wanted_BT, micro_batches, packed: see `packing.pack`.
     pictures: pictures of P prompts with B / P consecutive rows each; None: texts.
-    packed: False: one row per bin, see `packing.pack`.
   """
   rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
@@ -159,9 +157,7 @@ def variables(
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
   """Returns the variables of a loss, and how their gradients become those of params.
 
-  Args:
-    params: the trained parameters, including the tower if `pictures` are pixels.
-    pictures: pixels, embedded pictures or None.
+  If `pictures` are pixels, `params` must include the tower.
 
   Returns:
     (variables, embedded pictures, gradients by the variables -> gradients by params).

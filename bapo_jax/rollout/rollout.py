@@ -113,7 +113,7 @@ def rollout(
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
-  return _record(rollouts, pending, places, P, verification, step)
+  return pending.record(places, P, step)
 
 
 def collect_due(
@@ -138,26 +138,7 @@ def collect_due(
   due_W = rollouts.due(step - max_off_policy_steps)
   pending = PendingVerifications(verification, rollouts)
   places = places[due_W[places]][:seats]
-  due = _record(rollouts, pending, places, seats, verification, step)
-  return due._replace(submits=False)
-
-
-def _record(
-  rollouts: PartialRollouts,
-  pending: 'PendingVerifications',
-  places: np.ndarray,
-  seats: int,
-  verification: Verification,
-  step: int,
-) -> Rollout:
-  """Reads, verifies and rewards the groups at these places; frees the places."""
-  with verification.timer('sample'):
-    rows = jax.block_until_ready(rollouts.read(places, seats))
-  with verification.timer('verify'):
-    verified = pending.record(rows, places, step)
-  groups = verification.shape(verified.groups, verified.texts)
-  rollouts.free(places)
-  return verified._replace(groups=groups)
+  return pending.record(places, seats, step)._replace(submits=False)
 
 
 def nothing(engine: RolloutEngine) -> Rollout:
@@ -210,7 +191,18 @@ class PendingVerifications:
     pending = v.verifier.submit(answers, texts, [self._rules[i] for i in ids])
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
-  def record(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
+  def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
+    """Reads, verifies and rewards the groups at these places; frees the places."""
+    v, rollouts = self._verification, self._rollouts
+    with v.timer('sample'):
+      rows = jax.block_until_ready(rollouts.read(places, seats))
+    with v.timer('verify'):
+      verified = self._verified(rows, places, step)
+    groups = v.shape(verified.groups, verified.texts)
+    rollouts.free(places)
+    return verified._replace(groups=groups)
+
+  def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
     """Waits for the verdicts on the rows of these places; empty seats follow them.
 
     Each process verifies the responses on its own devices; the verdicts are summed over
