@@ -73,38 +73,6 @@ def test_insert_golden():
   assert live(insert(buffer, nothing, 6)[0].reusable) == [(0, 4)]
 
 
-def test_an_expired_group_evicts_no_other():
-  # Two rows: 1 (step 4) is trained on for the last time, 2 (step 3) stays, and the
-  # newcomer 3 takes the row of 1, not that of 2, though 2 is older.
-  buffer = replay_buffer.init(2, G, T)
-  buffer, _ = insert(buffer, making.groups([2], [4], [3]), 3)
-  buffer, _ = insert(buffer, making.groups([1], [4], [4]), 4)
-  assert live(buffer.reusable) == [(1, 4), (2, 3)]
-  fresh, nothing = making.groups([3], [4], [5]), types.empty_groups(0, G, T)
-  buffer, _ = replay_buffer.insert(
-    buffer,
-    fresh,
-    nothing,
-    types.concat(fresh, types.take(buffer.reusable, jnp.asarray([0]))),
-    jnp.asarray([0, 2]),
-    5,
-    max_off_policy_steps=3,
-    max_reuse=1,
-  )
-  assert live(buffer.reusable) == [(3, 5), (2, 3)]
-  assert buffer.usage_count_P.tolist() == [0, 0]
-
-
-def test_a_problem_fresh_and_reevaluated_in_one_step_is_filed_once():
-  # Both verdicts are failures: two rows would be re-evaluated twice. The other
-  # problem, by the current weights, succeeds: it is no longer hard.
-  fresh, reevaluated = (making.groups([3, 4], k, [7] * 2) for k in ([0, 0], [0, 4]))
-  buffer, _ = insert(replay_buffer.init(4, G, T), fresh, 7, reevaluated)
-  assert live(buffer.hard) == [(3, 7)]
-  assert live(buffer.reusable) == [(4, 7)]
-  assert making.same_row(buffer.reusable, 0, reevaluated, 1)
-
-
 def test_thresholds_count_responses_and_not_floats():
   # 1/49 of 49 responses is one, though the floats say 0.9999999999999999.
   tried = making.groups([0], [1], [0], G=49)
@@ -156,15 +124,6 @@ def test_by_the_last_attempt_it_outlives_those_not_tried():
   assert live(buffer.hard) == [(9, 4), (0, 3), (2, 2)]
 
 
-def test_a_problem_that_left_enters_again_at_the_end_of_the_queue():
-  # 0 is solved at step 3 and fails again at step 4: it is the newest now.
-  buffer = entered_one_by_one([])
-  buffer, _ = insert(buffer, making.groups([0], [8], [3]), 3)
-  assert [i for i, _ in live(buffer.hard)] == [2, 1]
-  buffer, _ = insert(buffer, making.groups([0], [0], [4]), 4)
-  assert live(buffer.hard) == [(0, 4), (2, 2), (1, 1)]
-
-
 @pytest.mark.parametrize('k', [2, 7])
 @pytest.mark.parametrize('seated', [True, False])
 def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
@@ -182,16 +141,6 @@ def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
     assert live(buffer.reusable) == [(5, 1), (7, 1)]
     assert making.same_row(buffer.reusable, 0, again, 0)
     assert buffer.usage_count_P.tolist() == [-1, 0]
-
-
-def test_a_group_of_equal_rewards_is_not_reusable_unless_all_are():
-  tried = making.groups([1, 2], [4, 4], [0, 0])
-  tried = tried._replace(reward_PG=tried.reward_PG.at[0].set(0.1))
-  buffer, _ = insert(replay_buffer.init(4, G, T), tried, 0)
-  assert live(buffer.reusable) == [(2, 0)]
-  everything = replay_buffer.everything
-  buffer, _ = insert(replay_buffer.init(4, G, T, everything), tried, 0)
-  assert live(buffer.reusable) == [(1, 0), (2, 0)]
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
