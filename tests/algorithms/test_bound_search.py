@@ -6,7 +6,6 @@ import re
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
@@ -151,11 +150,3 @@ def test_the_path_has_whole_steps_or_a_last_short_one():
   assert (
     clip.points((0.7, 0.7), 0.0) == clip.clamped((0.7, 0.7), 0.0) == [np.float32(0.7)]
   )
-
-
-def test_arrays_that_disagree_are_refused():
-  ratio_BT, batch = making.exact_tokens(0)
-  with pytest.raises(ValueError, match='adv_B has B=7, but B=8 elsewhere'):
-    bound_search.share(
-      ratio_BT, batch._replace(adv_B=jnp.asarray(batch.adv_B[:7])), 0.8, 1.2
-    )

@@ -145,14 +145,6 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   np.testing.assert_allclose(metrics['clip/share'], positive, rtol=1e-5)
 
 
-def test_of_nothing_only_means_over_tokens_are_nan():
-  logp_BT, batch = making.mixed_tokens()
-  nothing = batch._replace(loss_mask_BT=np.zeros_like(batch.loss_mask_BT))
-  metrics = diagnose(logp_BT, -logp_BT, nothing)
-  lost = {name for name, value in metrics.items() if not np.isfinite(value)}
-  assert lost == diagnostics.OF_SOME | set(diagnostics.OF_TOKENS)
-
-
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
   # 0 would be a share: that of a minibatch whose tokens are all pushed down.

@@ -14,33 +14,14 @@ from bapo_jax.algorithms import replay_buffer
 G, T = 8, 3
 
 
-def insert(
-  buffer,
-  fresh,
-  now,
-  reevaluated=None,
-  thresholds=replay_buffer.fixed,
-  max_reuse=9,
-  seated=True,
-  **knobs,
-):
+def insert(buffer, fresh, now, reevaluated=None, thresholds=replay_buffer.fixed):
   """(buffer, counts) after a step whose batch was the fresh groups."""
-  length, group_size = fresh.tokens_PGT.shape[2], fresh.correct_PG.shape[1]
-  if reevaluated is None:
-    reevaluated = types.empty_groups(0, group_size, length)
-  source_P = jnp.full(len(fresh.id_P), 0 if seated else -1, jnp.int32)
-  return replay_buffer.insert(
-    buffer,
-    fresh,
-    reevaluated,
-    fresh,
-    source_P,
-    now,
-    thresholds=thresholds,
-    max_off_policy_steps=3,
-    max_reuse=max_reuse,
-    **knobs,
-  )
+  _, G, T = fresh.tokens_PGT.shape
+  reevaluated = reevaluated or types.empty_groups(0, G, T)
+  source_P = jnp.zeros(len(fresh.id_P), jnp.int32)
+  groups, limits = (fresh, reevaluated, fresh), {'max_off_policy_steps': 3}
+  limits |= {'max_reuse': 9, 'thresholds': thresholds}
+  return replay_buffer.insert(buffer, *groups, source_P, now, **limits)
 
 
 @functools.cache
@@ -96,32 +77,16 @@ def test_draw_gives_the_oldest_first_and_empty_rows_last():
   assert replay_buffer.draw(hard_problems([-1, -1]), 2).id_P.tolist() == [-1, -1]
 
 
-def entered_one_by_one(steps, **knobs):
-  """A buffer of three rows; problem i fails at step i, 0 again at each of `steps`."""
-  buffer = replay_buffer.init(3, G, T)
-  for now in range(3):
-    buffer, _ = insert(buffer, making.groups([now], [0], [now]), now, **knobs)
-  for now in steps:
-    buffer, _ = insert(buffer, making.groups([0], [0], [now]), now, **knobs)
-  return buffer
-
-
 def test_a_problem_that_stays_hard_does_not_displace_newer_ones():
   # 0 entered first and is tried again at step 3: in a queue it is still the next out.
-  buffer = entered_one_by_one([3])
+  buffer = replay_buffer.init(3, G, T)
+  for now, problem in enumerate((0, 1, 2, 0)):
+    buffer, _ = insert(buffer, making.groups([problem], [0], [now]), now)
   assert sorted(live(buffer.hard)) == [(0, 3), (1, 1), (2, 2)]
   assert replay_buffer.draw(buffer.hard, 3).id_P.tolist() == [1, 2, 0]
   buffer, counts = insert(buffer, making.groups([9], [0], [4]), 4)
   assert live(buffer.hard) == [(9, 4), (2, 2), (1, 1)]
   assert counts['buffer/evicted'] == counts['buffer/entered'] == 1
-
-
-def test_by_the_last_attempt_it_outlives_those_not_tried():
-  order = {'hard_order': 'least_recent'}
-  buffer, _ = insert(
-    entered_one_by_one([3], **order), making.groups([9], [0], [4]), 4, **order
-  )
-  assert live(buffer.hard) == [(9, 4), (0, 3), (2, 2)]
 
 
 @pytest.mark.parametrize('k', [2, 7])
