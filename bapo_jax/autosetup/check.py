@@ -56,7 +56,7 @@ def check(config: Config, workdir: str) -> int:
   config, known = r.config, known_of(r)
   knobs, rows = (config.prompts, config.problems), (known.training, known.held_out)
   vision = r.spec.vision
-  material = Material(*prompts.tabulate_both(r.tokenizer, *knobs, *rows, vision))
+  material = Material(*prompts.load(r.tokenizer, *knobs, vision, rows))
   findings = check_rules.of_config(config, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config))
