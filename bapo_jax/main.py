@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from bapo_jax.runtime import hosts, signals
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import OVERRIDE, Config, decided, load, overrides
 from bapo_jax.training.config import parse as parse_config
-from bapo_jax.training.overrides import OVERRIDE, decided, load, overrides
 
 CONFIG = flags.DEFINE_string(
   'config', None, 'A file of configs/, with `:variant` if it has variants.'
@@ -231,9 +230,9 @@ def join(config: Config) -> None:
     return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
-    from bapo_jax.runtime import versions
+    from bapo_jax.runtime import machine
 
-    hosts.same_everywhere({'config': config.model_dump()} | versions.all_of_them())
+    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
 
 
 def run(config: Config) -> int:

@@ -24,7 +24,7 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.training import budget, build, checkpoint, evaluate, step_metrics, weights
+from bapo_jax.training import budget, build, checkpoint, evaluate, policy, step_metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -125,7 +125,7 @@ class Run:
   ):
     self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
     self._identity, self._spent = identity, spent
-    self._base = weights.fingerprint(t.base)
+    self._base = policy.fingerprint(t.base)
     for name, seconds in spent['phases'].items():
       t.timer.seconds[name] = t.timer.seconds.get(name, 0.0) + seconds
 
@@ -155,10 +155,8 @@ class Run:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
     values = config_lib.plain(config)
-    write = metrics.open_writers(
-      self.workdir, s.step or -1, **config.metrics.model_dump(), config=values
-    )
-    with contextlib.closing(write):
+    knobs = config.metrics.model_dump()
+    with metrics.writing(self.workdir, s.step or -1, **knobs, config=values) as write:
       if first.step == 0:
         row, message = self.evaluate(first)
         write(0, row)
@@ -190,7 +188,7 @@ class Run:
             return s, 128 + stopped
     return s, 0
 
-  def report_step(self, s: TrainState, row: Metrics, write: metrics.Writers) -> None:
+  def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
     config, message = self.t.config, ''
     if finished(config, s) or s.step % config.evaluate.every == 0:

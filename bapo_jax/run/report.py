@@ -20,7 +20,7 @@ from bapo_jax.run.report_plots import (
   mean,
   series,
 )
-from bapo_jax.runtime import files, markdown, metrics, tables
+from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
 
@@ -173,7 +173,7 @@ def _change_table(rows: Sequence[Row]) -> str:
     (f'`{n}`', f'{mean(first, n):.4g}', f'{mean(last, n):.4g}', GLOSSARY[n])
     for n in reported
   )
-  return tables.markdown(
+  return markdown.table(
     cells, ('metric', 'first fifth', 'last fifth', 'meaning'), 'lrrl'
   )
 
@@ -185,7 +185,7 @@ def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
     (name, f'{s:.1f}', f'{100 * s / wall_s:.1f}')
     for name, s in {**phases, '**wall**': wall_s}.items()
   )
-  yield tables.markdown(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
+  yield markdown.table(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
 
 
 def _config(fingerprint: str, text: str) -> Iterator[str]:

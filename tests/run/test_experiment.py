@@ -193,7 +193,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
 
 def test_a_workdir_that_cannot_be_used_is_refused(tmp_path):
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ValueError, match='cannot be used'):
+  with pytest.raises(ValueError, match='cannot be written'):
     experiment.claim(str(tmp_path / 'file' / 'run'), tiny())
 
 

@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def write_report(workdir, rows, **overrides):
-  with metrics.open_writers(workdir, -1, tensorboard=False, wandb=False) as write:
+  with metrics.writing(workdir, -1) as write:
     for step, row in enumerate(rows, 1):
       write(step, row)
   sample = dict(problem='What is 2+3?', answer='5', response='5', correct=True)

@@ -12,7 +12,7 @@ from runs import last_run, one_device, same, tiny
 from bapo_jax.models import lora, transformer
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, policy, resolve, weights
+from bapo_jax.training import build, checkpoint, policy, resolve
 
 
 @pytest.fixture(scope='module')
@@ -61,8 +61,8 @@ def test_adapters_of_other_frozen_weights_are_refused(adapter_run, resumed):
 def test_a_fingerprint_is_of_the_numbers_and_their_places():
   rng = np.random.default_rng(0)
   tree = {'a': jnp.asarray(rng.normal(size=(4, 8, 6)), jnp.float32), 'b': jnp.ones(3)}
-  found = weights.fingerprint(tree)
-  assert found == weights.fingerprint(jax.tree.map(jnp.copy, tree))
+  found = policy.fingerprint(tree)
+  assert found == policy.fingerprint(jax.tree.map(jnp.copy, tree))
   swapped = tree['a'].at[0, 0, 0].set(tree['a'][3, 7, 5])
   swapped = swapped.at[3, 7, 5].set(tree['a'][0, 0, 0])
   others = [
@@ -72,12 +72,12 @@ def test_a_fingerprint_is_of_the_numbers_and_their_places():
     {'a': tree['a'].astype(jnp.bfloat16), 'b': tree['b']},
     {'a': tree['a'], 'b': -tree['b']},
   ]
-  assert len({found, *map(weights.fingerprint, others)}) == 6
+  assert len({found, *map(policy.fingerprint, others)}) == 6
   mesh = jax.make_mesh((4, 2), ('x', 'y'))
   layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x', None, 'y'))
   spread = {'a': jax.device_put(tree['a'], layout), 'b': tree['b']}
-  assert weights.fingerprint(spread) == found
-  assert weights.fingerprint(None) == ''
+  assert policy.fingerprint(spread) == found
+  assert policy.fingerprint(None) == ''
 
 
 def test_a_finished_run_may_leave_its_optimiser_out(whole_run, tmp_path):
