@@ -1,4 +1,4 @@
-"""Packed rows with pictures give what whole rows of `sequence.forward` give."""
+"""Packed rows with pictures give what whole rows give."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from pictured import SEEING, problems
+from pictured import SEEING, forward, problems
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
@@ -35,7 +35,7 @@ EMBEDDED = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
 def oracle(params, tokens_BT, temperature=TEMPERATURE):
   """Log-probabilities [B, T] of whole rows; 0 in column 0."""
   rows = jax.tree.map(lambda x: jnp.repeat(x, B // P, axis=0), PIXELS)
-  hidden_BTD = sequence.forward(params, tokens_BT, rows, SEEING)
+  hidden_BTD = forward(params, tokens_BT, rows, SEEING)
   logits_BTV = hidden_BTD @ transformer.head(params).T / temperature
   next_BT1 = jnp.roll(tokens_BT, -1, 1)[..., None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), next_BT1, 2)[..., 0]
