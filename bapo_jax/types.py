@@ -133,14 +133,10 @@ def agree(**arrays: Any) -> dict[str, int]:
   for name, array in arrays.items():
     letters = name.rsplit('_', 1)[-1]
     if len(letters) != array.ndim:
-      raise ValueError(
-        f'{name} promises axes {letters}, but its shape is {array.shape}'
-      )
+      raise ValueError(f'{name} promises axes {letters}, but has shape {array.shape}')
     for letter, n in zip(letters, array.shape, strict=True):
-      if size.setdefault(letter, n) != n:
-        raise ValueError(
-          f'{name} has {letter}={n}, but {letter}={size[letter]} elsewhere'
-        )
+      if (other := size.setdefault(letter, n)) != n:
+        raise ValueError(f'{name} has {letter}={n}, but {letter}={other} elsewhere')
   return size
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from bapo_jax.autosetup import check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
@@ -56,9 +55,7 @@ def check(config: Config, workdir: str) -> int:
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
   config, known = r.config, facts.gather(r.config, r.model, r.mesh)
-  knobs, rows = (config.prompts, config.problems), (known.training, known.held_out)
-  vision = r.spec.vision
-  material = Material(*prompts.tabulate_both(r.tokenizer, *knobs, *rows, vision))
+  material = build.read(config, r.model)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config))
@@ -238,10 +235,9 @@ def measured(
 
 
 def listed(findings: Sequence[Finding]) -> str:
-  """Formats all findings, the worst first."""
-  order = ('mistake', 'warning', 'note')
+  """Formats all findings, mistakes first."""
   lines = [
     derive.wrapped(f'{kind.upper()} ({name}): {text}', '')
-    for kind, name, text in sorted(findings, key=lambda x: order.index(x.kind))
+    for kind, name, text in sorted(findings, key=lambda x: x.kind)
   ]
   return '\n'.join(lines) or 'No problems found.'

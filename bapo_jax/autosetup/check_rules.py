@@ -3,8 +3,7 @@
 1. `of_config` reads config and facts alone, in milliseconds;
 2. `of_responses` reads responses that were sampled and verified.
 
-A `mistake` makes the run useless for certain, a `warning` probably; a `note` is for
-information.
+A `mistake` makes the run useless for certain, a `warning` probably.
 """
 
 import functools
@@ -30,7 +29,7 @@ ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
 class Finding(NamedTuple):
   """One problem of a run, and the way out."""
 
-  kind: Literal['mistake', 'warning', 'note']
+  kind: Literal['mistake', 'warning']
   name: str  # in two words, for a program
   text: str  # what is wrong; what to do
 
@@ -140,12 +139,12 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
-  """Counts training prompts that are too long and dropped."""
+  """Finds that a large share of the training prompts is too long and dropped."""
   training, _ = known.lengths(config.tokenizer.template)
   limit = config.prompts.max_prompt_tokens
-  if cut := sum(n > limit for n in training):
-    yield Finding(
-      'warning' if cut >= CUT * len(training) else 'note',
+  cut = sum(n > limit for n in training)
+  if cut >= CUT * len(training):
+    yield warning(
       'long prompts',
       f'{cut} of {len(training)} training prompts are longer than '
       f'prompts.max_prompt_tokens={limit} and are dropped; give '
@@ -154,18 +153,14 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds held-out problems among the training problems."""
+  """Finds held-out problems that are trained on."""
   both, message = prompts.overlap(config.problems, known.training, known.held_out)
-  left = len(known.training) - len(both)
   if both and config.problems.overlap != 'drop':
-    way_out = '--config.problems.overlap=drop, or the held-out accuracy means little'
-    yield warning('overlap', f'{message}; give {way_out}')
-  elif both and left < config.prompts.count:
-    dropped = f'they are not trained on, and {left} are left'
-    way_out = 'give other problems.source or problems.test_source'
-    yield Finding('mistake', 'overlap', f'{message}; {dropped}; {way_out}')
-  elif both:
-    yield Finding('note', 'overlap', f'{message}; they are not trained on')
+    yield warning(
+      'overlap',
+      f'{message}; give --config.problems.overlap=drop, or the held-out accuracy means '
+      'little',
+    )
 
 
 def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:

@@ -10,15 +10,8 @@ from bapo_jax.training.trainer import finished
 
 Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
 
-SCALARS = (
-  'step',
-  'actor_version',
-  'prompt_round',
-  'responses',
-  'updates',
-  'consecutive_skips',
-  'idle_steps',
-)
+SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'updates')
+SCALARS += ('consecutive_skips', 'idle_steps')
 
 
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:

@@ -56,15 +56,14 @@ CASES = [  # knobs, name -> kind of the findings, training and held-out rows
   ({'tokenizer.template': '{problem}\n'}, TEMPLATE),
   ({'tokenizer.template': 'chat:<|user|>{problem}'}, TEMPLATE),  # written twice
   ({'rewards.rule': 'exact'}, {'verifier': 'warning'}),
-  (BOXED, {'no box': 'warning', 'overlap': 'note'}, LATEX, LATEX[:1]),
-  (ASKING, {'overlap': 'note'}, LATEX, LATEX[:1]),
+  (BOXED, {'no box': 'warning'}, LATEX, LATEX[:1]),
+  (ASKING, {}, LATEX, LATEX[:1]),
   ({'optimizer.lr': 1e-2}, RATE),  # the usual one of so small a model is 1e-4
   ({'optimizer.lr': 1e-6}, RATE),
   (SHORT, {'long prompts': 'warning'}, [*SUMS, *LONG]),
-  (SHORT, {'long prompts': 'note'}, [*SUMS, *LONG[:2]]),
+  (SHORT, {}, [*SUMS, *LONG[:2]]),
   (KEEP, {'overlap': 'warning'}, TRAINING, SOME),
-  ({}, {'overlap': 'note'}, TRAINING, SOME),  # dropped
-  ({}, {'overlap': 'mistake'}, TRAINING, TRAINING[:36]),  # too few are left
+  ({}, {}, TRAINING, SOME),  # dropped
   ({'free': 1000}, {'disk': 'mistake'}),
 ]
 

@@ -216,23 +216,36 @@ def test_right_answers_are_verified_against_themselves():
   assert facts.verified(rows, asked().rewards, 'exact').right == 2
 
 
-def test_a_model_of_others_trains_by_three_knobs(tmp_path, one_device, capsys):
+@pytest.fixture
+def begun(tmp_path, one_device):
+  """A model of others and problems; returns (config with open knobs, workdir)."""
   path = foreign.model(tmp_path / 'model', 'qwen3')
   training = foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24))
   held_out = foreign.rows(tmp_path / 'b.jsonl', foreign.problems(6, 24))
-  given, work = three(path, training, held_out, steps=1), str(tmp_path / 'work')
-  asked_for = main.read_config(FINETUNE, given)
+  given = three(path, training, held_out, steps=1)
+  return main.read_config(FINETUNE, given), str(tmp_path / 'work')
+
+
+def test_a_run_that_has_begun_continues_with_its_derived_knobs(
+  begun, tmp_path, capsys, monkeypatch
+):
+  asked_for, work = begun
   config = derive.decide(asked_for, work)
   assert config.tokenizer.template == 'chat:{problem}'
+  experiment.claim(work, config)
+  (tmp_path / 'work' / 'metrics.jsonl').write_text('')
+  capsys.readouterr()
+  foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24, 100))
+  monkeypatch.setattr(facts, 'gather', lambda *args: pytest.fail('derived again'))
+  assert derive.decide(asked_for, work) == config
+  assert 'Derived when this run began' in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_a_model_of_others_trains_by_three_knobs(begun):
+  asked_for, work = begun
   assert experiment.train(asked_for, work) == 0
   assert last_run(work).scalars['step'] == 1
-  capsys.readouterr()
-  # Whatever has changed since, a run that has begun continues with its knobs.
-  foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24, 100))
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(facts, 'gather', lambda *args: pytest.fail('derived again'))
-    assert derive.decide(asked_for, work) == config
-  assert 'Derived when this run began' in capsys.readouterr().out
 
 
 def test_what_is_yours_is_asked_for():
