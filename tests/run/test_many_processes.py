@@ -107,20 +107,28 @@ def assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
   assert far['metrics'] < 2e-3
 
 
-def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint(
-  start_from, monkeypatch, capsys
-):
+KNOBS = RULES | PARTIAL | {'steps': 3}
+
+
+@pytest.fixture
+def alone(start_from, monkeypatch) -> pathlib.Path:
+  """Trains in this process, on as many devices as a run of several processes has."""
   devices = jax.devices()[: processes.DEVICES]
   monkeypatch.setattr(jax, 'devices', lambda *_: devices)
-  alone, two = start_from('alone'), start_from('two')
-  knobs = RULES | PARTIAL | {'steps': 3}
-  config = runs.tiny(**knobs | MESH)
-  assert experiment.train(config, str(alone)) == 0
-  _, quiet = processes.trained(two, 2, **knobs | {'steps': 2})
+  workdir = start_from('alone')
+  assert experiment.train(runs.tiny(**KNOBS | MESH), str(workdir)) == 0
+  return workdir
+
+
+def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint(
+  alone, start_from, capsys
+):
+  two = start_from('two')
+  _, quiet = processes.trained(two, 2, **KNOBS | {'steps': 2})
   # The second process writes nothing about a run to its console.
   assert 'held-out accuracy' not in quiet and 'training' not in quiet
   capsys.readouterr()
-  assert experiment.train(config, str(two)) == 0
+  assert experiment.train(runs.tiny(**KNOBS | MESH), str(two)) == 0
   assert 'Resuming after step 2' in capsys.readouterr().out
   assert_equal_runs(alone, two)
   assert (two / 'report.md').exists()
