@@ -41,12 +41,7 @@ def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
 
 
 def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
-  """Returns the first row of each problem, and a message on the other rows.
-
-  Args:
-    rows: the data set.
-    name: its name, for the message.
-  """
+  """Returns the first row of each problem, and a message on the repeated problems."""
   unique: dict[str, Row] = {}
   other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):

@@ -8,7 +8,7 @@ whole data set would take gigabytes.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -33,12 +33,7 @@ class Capacity(NamedTuple):
 
 
 def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
-  """Returns the room that the pictures of every problem fit into.
-
-  Args:
-    grids: patches of each picture, for each problem.
-    v: the vision tower.
-  """
+  """Returns the room that the pictures of every problem fit into, given their grids."""
   patches = pictures = windows = 0
   for grids_I in grids:
     patches = max(patches, sum(high * wide for high, wide in grids_I))
@@ -50,12 +45,9 @@ def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
 
 
 class Gallery:
-  """The pictures of N problems, decoded on demand.
+  """The pictures of N problems, by id, decoded on demand.
 
-  Args:
-    rows: the problems, by id.
-    v: the vision tower.
-    room: the capacity of every prompt.
+  `room` is the capacity of every prompt, at least that of the rows.
   """
 
   def __init__(self, rows: Sequence[Row], v: VisionSpec, room: Capacity):
@@ -64,46 +56,29 @@ class Gallery:
     self._cached = functools.lru_cache(size)(self._decode)
 
   def of(self, id_P: ArrayLike) -> Pictures:
-    """Returns the pictures of the problems with these ids; id -1 has none.
-
-    Raises:
-      ValueError: a picture cannot be read, or there is no room for it.
-    """
-    ids, empty = np.asarray(id_P).tolist(), self.empty(1)
-    pictures = [
-      self._cached(i) if i >= 0 and self.rows[i].pictures else empty for i in ids
-    ]
-    return jax.tree.map(
-      lambda *rows: np.concatenate(rows), *(pictures or [self.empty(0)])
-    )
+    """Returns the pictures of the problems with these ids; id -1 has none."""
+    ids, pictures = np.asarray(id_P).tolist(), [self.empty(0)]
+    for i in ids:
+      seen = i >= 0 and self.rows[i].pictures
+      pictures.append(self._cached(i) if seen else self.empty(1))
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *pictures)
 
   def empty(self, prompts: int) -> Pictures:
     """Returns room for so many prompts, without any picture."""
-    return Pictures(*self._zeros(prompts))
-
-  def _zeros(self, prompts: int) -> tuple[Any, Any, Any]:
-    room = self.room
-    return (
-      np.zeros((prompts, room.patches, self.vision.numbers), np.uint8),
-      np.zeros((prompts, room.pictures, 2), np.int32),
-      np.zeros((prompts, room.windows), bool),
+    room, zeros = self.room, cast(Any, np.zeros)  # the record is one of jax.Array
+    return Pictures(
+      zeros((prompts, room.patches, self.vision.numbers), np.uint8),
+      zeros((prompts, room.pictures, 2), np.int32),
+      zeros((prompts, room.windows), bool),
     )
 
   def _decode(self, problem: int) -> Pictures:
-    row, room, v = self.rows[problem], self.room, self.vision
-    decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in row.pictures]
+    files, v = self.rows[problem].pictures, self.vision
+    decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in files]
     grids = [picture.grid for picture in decoded]
-    count = sum(len(picture.pixels_ZE) for picture in decoded)
-    windows = count_windows(grids, v)
-    if count > room.patches or len(grids) > room.pictures or windows > room.windows:
-      raise ValueError(
-        f'the problem {row.problem[:60]!r} has {len(grids)} pictures of {count} '
-        f'patches in {windows} windows, and there is room for {room.pictures} pictures '
-        f'of {room.patches} patches in {room.windows} windows; make the pictures '
-        'smaller or remove the problem'
-      )
-    pixels_PZE, grid_PI2, window_PW = self._zeros(1)
-    pixels_PZE[0, :count] = np.concatenate([x.pixels_ZE for x in decoded])
-    grid_PI2[0, : len(grids)] = grids
-    window_PW[0, :windows] = True
-    return Pictures(pixels_PZE, grid_PI2, window_PW)
+    pixels_ZE = np.concatenate([picture.pixels_ZE for picture in decoded])
+    found = cast(Any, self.empty(1))
+    found.pixels_PZE[0, : len(pixels_ZE)] = pixels_ZE
+    found.grid_PI2[0, : len(grids)] = grids
+    found.window_PW[0, : count_windows(grids, v)] = True
+    return found

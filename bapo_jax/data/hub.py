@@ -19,7 +19,6 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow_datasets as tfds
 
@@ -40,10 +39,19 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   Raises:
     ValueError: no such data set or split, or no network.
   """
+  import huggingface_hub
+
+  repository, _, revision = name.partition('@')
   reason = ''
   for local in (True, False):
     try:
-      folder = _snapshot(name, split, local)
+      folder = huggingface_hub.snapshot_download(
+        repository,
+        repo_type='dataset',
+        revision=revision or None,
+        allow_patterns=[f'*{split}*{suffix}' for suffix in local_files.SUFFIXES],
+        local_files_only=local,
+      )
     except (OSError, ValueError) as error:
       # The first line names the failure, later lines give advice on Python calls.
       reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
@@ -59,24 +67,11 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   )
 
 
-def _snapshot(name: str, split: str, local: bool) -> str:
-  import huggingface_hub
-
-  repository, _, revision = name.partition('@')
-  return huggingface_hub.snapshot_download(
-    repository,
-    repo_type='dataset',
-    revision=revision or None,
-    allow_patterns=[f'*{split}*{suffix}' for suffix in local_files.SUFFIXES],
-    local_files_only=local,
-  )
-
-
 def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the files of a split; () if there are none or a part is missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}(?:[-.].*)?\.(?:{SUFFIX})')
-  names = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
-  names = [name for name in names if pattern.fullmatch(name)]
+  paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
+  names = [name for name in paths if pattern.fullmatch(name)]
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(
@@ -109,7 +104,8 @@ def read_tfds(
   rows: list[Row] = []
   layout = None
   for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
-    row = {field: _text(value) for field, value in values.items()}
+    # array_record returns text as bytes.
+    row = {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
     try:
       if field := layouts.pictures(row)[0]:
         raise ValueError(
@@ -125,19 +121,14 @@ def read_tfds(
   return rows
 
 
-def _text(value: Any) -> Any:
-  # array_record returns text as bytes.
-  return value.decode() if isinstance(value, bytes) else value
-
-
 def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   """Returns the builder of a data set, its data written to disk."""
-  builder = _builder(name, knob)
+  builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
   if not builder.info.splits and not _network():
     raise ValueError(
-      f'--config.{knob}=tfds:{name}: not in {builder.data_dir}, and there is no '
-      'network to download it; copy that directory from another machine, or give a file'
+      f'{source}: not in {builder.data_dir}, and there is no network to download it; '
+      'copy that directory from another machine, or give a file'
     )
   try:
     # The library prints a download even if there is none, and draws progress bars.
@@ -146,12 +137,12 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
       builder.download_and_prepare()
   except Exception as error:  # of the library, of requests and of each data set
     raise ValueError(
-      f'--config.{knob}=tfds:{name} cannot be prepared ({str(error).splitlines()[0]}); '
-      'give another data set or a file'
+      f'{source} cannot be prepared ({str(error).splitlines()[0]}); give another data '
+      'set or a file'
     ) from error
   if split not in builder.info.splits:
     raise ValueError(
-      f'--config.{knob}=tfds:{name}:{split}: no split {split!r}; choose one of '
+      f'{source}:{split}: no split {split!r}; choose one of '
       f'{sorted(builder.info.splits)}'
     )
   return builder

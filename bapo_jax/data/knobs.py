@@ -19,8 +19,7 @@ class TokenizerConfig(Section):
     "'characters': the embedded tokenizer, for the embedded policy only.",
   )
   template: str = knob(
-    '{problem}\n',
-    'Prompt with {problem}; a leading chat: applies the chat template.',
+    '{problem}\n', 'Prompt with {problem}; a leading chat: applies the chat template.'
   )
 
   @pydantic.model_validator(mode='after')

@@ -10,16 +10,15 @@ message by the user, after at most one by the system.
 """
 
 import contextlib
-import difflib
 import json
 import math
 import re
-import reprlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bapo_jax.data.made import countdown
 from bapo_jax.data.row import Row
+from bapo_jax.knobs import shown
 
 
 class Layout(NamedTuple):
@@ -39,8 +38,8 @@ class Layout(NamedTuple):
 
 
 ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
-# Name, then the field names of problem, answer and data set; earlier names win. The
-# order of the layouts matters too: a verl row may also have a field `answer`.
+# Name, then the field names of problem, answer and data set; earlier names win, and
+# earlier layouts: a verl row may also have a field `answer`.
 LAYOUTS = (
   ('verl', ('prompt',), ('reward_model.ground_truth',), ('data_source',)),
   ('open-instruct', ('messages',), ('ground_truth',), ('dataset',)),
@@ -58,7 +57,6 @@ VERIFIERS = (
   ('aime', 'aime'),
   ('math|numina|olympiad|amc', 'math'),
 )
-SIMILAR = 0.7  # ratio of difflib from which two field names count as similar
 LONGEST_BARE = 100  # characters of a solution that is nothing but an answer
 EXACT = 2**53  # larger floats stand for several integers
 OPENER = r'\boxed{'
@@ -90,7 +88,7 @@ def detect(row: dict[str, Any]) -> Layout:
   """Returns the layout of a file with this first row.
 
   Raises:
-    ValueError: no layout has these fields; the message names the nearest layouts.
+    ValueError: no layout has these fields.
   """
   spelled = _spellings(row)
   numbers = next((spelled[name] for name in NUMBERS if name in spelled), '')
@@ -109,8 +107,8 @@ def detect(row: dict[str, Any]) -> Layout:
       answer_format = 'hashes' if '####' in solution else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
   raise ValueError(
-    f'fields {_names(row)} match no layout; rename them to one of the nearest: '
-    + ', '.join(_nearest(row))
+    f"fields {_names(row)} match no layout; rename them, for example to 'problem' and "
+    "'answer' (docs/data_and_rewards.md lists all layouts)"
   )
 
 
@@ -145,16 +143,6 @@ def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:
       if _plain(field) == name and value is not None and not empty:
         return field, value if isinstance(value, list) else [value]
   return '', []
-
-
-def shown(value: Any) -> str:
-  """Returns a value for an error message: short, on one line."""
-  text = ' '.join(_SHORT.repr(value).split())
-  return text if len(text) <= 60 else f'{text[:57]}...'
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def _names(row: dict[str, Any]) -> str:
@@ -197,30 +185,6 @@ def _answer_format(layout: str, field: str, value: Any) -> str:
   return 'boxed' if boxed or layout == 'problem and answer' else 'bare'
 
 
-def _nearest(row: dict[str, Any]) -> list[str]:
-  """Returns the three layouts with the most similar names, and what is missing."""
-  names = [_plain(name) for name in row]
-
-  def similarity(field: str) -> float:
-    plain = _plain(field.partition('.')[0])
-    ratios = [difflib.SequenceMatcher(None, name, plain).ratio() for name in names]
-    best = max(ratios, default=0.0)
-    return best if best > SIMILAR else 0.0
-
-  def described(layout: tuple[Any, ...]) -> tuple[float, str]:
-    name, *columns, _ = layout
-    # Of several equally similar spellings, the shortest is chosen.
-    best = [max((similarity(f), -len(f), f) for f in fields) for fields in columns]
-    missing = [field for ratio, _, field in best if ratio < 1]
-    reason = f'missing {" and ".join(missing)}' if missing else 'wrong type'
-    fields = ' with '.join(field for *_, field in best)
-    return sum(ratio for ratio, *_ in best), f'{name} ({fields}; {reason})'
-
-  # If no name is similar, the simplest layouts come first.
-  layouts = [described(layout) for layout in (*LAYOUTS[3:], *LAYOUTS[:3])]
-  return [text for _, text in sorted(layouts, key=lambda pair: -pair[0])[:3]]
-
-
 def _get(row: Any, path: str) -> Any:
   for name in path.split('.'):
     if not isinstance(row, dict):
@@ -234,10 +198,7 @@ def _get(row: Any, path: str) -> Any:
 def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
   """Returns (problem, system message, solution) of a text or the messages of a chat.
 
-  Args:
-    value: the value of the field.
-    field: its name, for errors.
-    solved: the assistant's message with the solution may come last.
+  If `solved`, the assistant's message with the solution may come last.
   """
   if not isinstance(value, list):
     return _statement(value, field, 'problem'), '', ''
@@ -339,12 +300,7 @@ def _bare(value: Any, field: str) -> str:
   return _answer(within[1], field) if within else text
 
 
-READERS = {
-  'plain': _answer,
-  'hashes': _after_hashes,
-  'boxed': _in_box,
-  'bare': _bare,
-}
+READERS = {'plain': _answer, 'hashes': _after_hashes, 'boxed': _in_box, 'bare': _bare}
 
 
 def _verifier(value: Any, field: str) -> str:

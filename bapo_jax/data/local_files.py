@@ -18,6 +18,7 @@ from typing import Any
 
 from bapo_jax.data import layouts, pictures
 from bapo_jax.data.row import Row
+from bapo_jax.knobs import shown
 
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 BATCH = 256  # rows of a parquet file that are converted at once
@@ -96,7 +97,7 @@ def _picture(value: Any, folder: str) -> bytes:
   if isinstance(value, bytes):
     return value
   if not isinstance(value, str) or not value:
-    raise ValueError(f'{layouts.shown(value)} is not a picture; give bytes or a path')
+    raise ValueError(f'{shown(value)} is not a picture; give bytes or a path')
   path = os.path.join(folder, value)
   try:
     with open(path, 'rb') as file:
@@ -113,16 +114,14 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
       listed = path.endswith('.json') and file.read(1024).lstrip().startswith('[')
       file.seek(0)
       if listed:
-        rows = _loads(path, 'list', file.read())
+        rows = _at(path, ('list', file.read()), _loads)
         items = ((f'row {i}', row) for i, row in enumerate(rows, 1))
       else:
         places = ((f'line {i}', line) for i, line in enumerate(file, 1))
-        items = ((place, _loads(path, place, line)) for place, line in places)
+        items = ((place, _at(path, (place, line), _loads)) for place, line in places)
       for place, row in items:
         if not isinstance(row, dict):
-          raise ValueError(
-            f'{path}, {place}: {layouts.shown(row)} is not a JSON object'
-          )
+          raise ValueError(f'{path}, {place}: {shown(row)} is not a JSON object')
         yield place, row
   except UnicodeDecodeError as error:
     raise ValueError(
@@ -130,23 +129,15 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
     ) from error
 
 
-def _loads(path: str, place: str, text: str) -> Any:
+def _loads(text: str) -> Any:
   try:
-    return json.loads(text, object_pairs_hook=_unique_fields)
+    return json.loads(text)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path}, {place}: not JSON ({error})') from error
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  fields = dict(pairs)
-  if len(fields) < len(pairs):  # the last value would silently replace the others
-    names = [name for name, _ in pairs]
-    raise ValueError(f'{max(names, key=names.count)!r} is repeated')
-  return fields
+    raise ValueError(f'not JSON ({error})') from error
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields rows with these columns; None: the first row, all known columns."""
+  """Yields rows of these columns; None: known columns, and the names of all others."""
   import pyarrow.parquet
 
   try:
@@ -154,16 +145,12 @@ def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
       names = file.schema_arrow.names
       # A column without a meaning may have a type that Python cannot represent.
       readable = [name for name in names if layouts.known(name)]
-      if columns is None and (twice := {x for x in readable if readable.count(x) > 1}):
+      if twice := {x for x in readable if readable.count(x) > 1}:
         raise ValueError(f'{path} has two columns {min(twice)!r}; remove one')
-      i = 0
-      size = 1 if columns is None else BATCH
-      for batch in file.iter_batches(size, columns=columns or readable):
-        for row in batch.to_pylist():
-          i += 1
-          yield f'row {i}', row if columns else dict.fromkeys(names) | row
-        if columns is None:
-          return
+      batches = file.iter_batches(BATCH if columns else 1, columns=columns or readable)
+      rows = (row for batch in batches for row in batch.to_pylist())
+      for i, row in enumerate(rows, 1):
+        yield f'row {i}', row if columns else dict.fromkeys(names) | row
   except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
     if isinstance(error, OSError) and error.errno:
       raise  # the file cannot be opened

@@ -96,20 +96,17 @@ def read(data: bytes) -> PIL.Image.Image:
 
 def _upright(picture: PIL.Image.Image) -> PIL.Image.Image:
   picture = PIL.ImageOps.exif_transpose(picture)
-  if picture.mode == 'I' or picture.mode.startswith('I;16'):
-    picture = _eight_bits(picture)
+  if picture.mode.startswith('I;16'):
+    # 16 bits, which Pillow would clip at 255, are scaled to 8.
+    grey_HW = np.asarray(picture).astype(np.int32)
+    grey_HW = np.where(grey_HW == picture.info.get('transparency'), 65535, grey_HW)
+    grey_HW = ((grey_HW + 128) // 257).clip(0, 255)
+    picture = PIL.Image.fromarray(grey_HW.astype(np.uint8))
   if 'A' in picture.getbands() or picture.info.get('transparency') is not None:
     picture = picture.convert('RGBA')
     white = PIL.Image.new('RGBA', picture.size, (255, 255, 255, 255))
     picture = PIL.Image.alpha_composite(white, picture)
   return picture.convert('RGB')
-
-
-def _eight_bits(picture: PIL.Image.Image) -> PIL.Image.Image:
-  """Scales a grey picture of 16 bits, which Pillow would clip at 255, to 8 bits."""
-  grey_HW = np.asarray(picture).astype(np.int32)
-  grey_HW = np.where(grey_HW == picture.info.get('transparency'), 65535, grey_HW)
-  return PIL.Image.fromarray(((grey_HW + 128) // 257).clip(0, 255).astype(np.uint8))
 
 
 def png(pixels_HW3: UInt8[np.ndarray, 'H W 3']) -> bytes:
@@ -170,11 +167,7 @@ def digests(files: Sequence[bytes]) -> list[str]:
 
 
 def check_row(row: Row, *, sees: bool) -> None:
-  """Checks that the model can read the pictures of a problem.
-
-  Args:
-    row: the problem.
-    sees: whether the model has a vision tower.
+  """Checks that a model, which has a vision tower if it `sees`, can read a problem.
 
   Raises:
     ValueError: the model is text-only, or the problem has another number of `<image>`

@@ -57,33 +57,17 @@ def load(
 ) -> tuple[Problems, Problems]:
   """Returns training and held-out problems.
 
+  Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
+  problems are never dropped, which would change the meaning of the score.
+
   Args:
-    tokenizer: tokenizer and prompt template.
-    prompts: knobs of the prompts.
-    problems: knobs of the problems.
     vision: the vision tower; None: the model is text-only.
 
   Raises:
     ValueError: a source or picture cannot be read, a prompt is too long, or there are
       too few problems.
   """
-  training, held_out = (sources.load(problems, knob) for knob in sources.SPLITS)
-  return tabulate_both(tokenizer, prompts, problems, training, held_out, vision)
-
-
-def tabulate_both(
-  tokenizer: Tokenizer,
-  prompts: PromptsConfig,
-  problems: ProblemsConfig,
-  training: Sequence[Row],
-  held_out: Sequence[Row],
-  vision: VisionSpec | None = None,
-) -> tuple[Problems, Problems]:
-  """Returns training and held-out problems of these rows; see `load`.
-
-  Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
-  problems are never dropped, which would change the meaning of the score.
-  """
+  training, held_out = (sources.load(problems, k) for k in sources.SPLITS)
   both, message = overlap(problems, training, held_out)
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]
@@ -91,12 +75,14 @@ def tabulate_both(
   elif both:
     log(f'{message}; problems.overlap=keep')
   limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
-  tables = (
-    tabulate(tokenizer, training, limit, vision, drop=drop),
-    tabulate(tokenizer, held_out, limit, vision, drop=False),
-  )
-  check_count(tables[0], prompts.count)
-  return tables
+  table = tabulate(tokenizer, training, limit, vision, drop=drop)
+  held_out_table = tabulate(tokenizer, held_out, limit, vision, drop=False)
+  if prompts.count > len(table.id_N):
+    raise ValueError(
+      f'prompts.count={prompts.count} prompts per step, but only {len(table.id_N)} '
+      'problems; lower prompts.count or give more problems'
+    )
+  return table, held_out_table
 
 
 def overlap(
@@ -119,11 +105,9 @@ def tabulate(
   *,
   drop: bool,
 ) -> Problems:
-  """Returns the problems of these rows, tokenized.
+  """Returns the problems of these rows, with prompts padded on the right.
 
   Args:
-    tokenizer: tokenizer and prompt template.
-    rows: N problems.
     max_prompt_tokens: T, the number of columns.
     vision: the vision tower; None: the model is text-only.
     drop: drops and counts longer prompts.
@@ -141,15 +125,19 @@ def tabulate(
         f'{max(len(x.tokens) for x in encoded)} tokens, and are dropped'
       )
     rows, encoded = [rows[i] for i in fits], [encoded[i] for i in fits]
-  text = [row.problem for row in rows]
-  tokens_NT, length_N = tokenizer_lib.pad(
-    [x.tokens for x in encoded], text, max_prompt_tokens
-  )
+  tokens_NT = np.zeros((len(rows), max_prompt_tokens), np.int32)
+  for i, (tokens, _) in enumerate(encoded):
+    if len(tokens) > max_prompt_tokens:
+      raise ValueError(
+        f'prompts.max_prompt_tokens={max_prompt_tokens} is too small: the prompt of '
+        f'{rows[i].problem[:60]!r} has {len(tokens)} tokens'
+      )
+    tokens_NT[i, : len(tokens)] = tokens
   return Problems(
     id_N=np.arange(len(rows), dtype=np.int32),
     tokens_NT=tokens_NT,
-    length_N=length_N,
-    text=text,
+    length_N=np.asarray([len(x.tokens) for x in encoded], np.int32),
+    text=[row.problem for row in rows],
     answer=[row.answer for row in rows],
     verifier=[row.verifier for row in rows],
     system=[row.system for row in rows],
@@ -217,22 +205,8 @@ def fingerprint(problems: Problems) -> str:
   return digest.hexdigest()[:16]
 
 
-def check_count(problems: Problems, count: int) -> None:
-  """Raises a ValueError if there are fewer problems than prompts in a step."""
-  if count > len(problems.id_N):
-    raise ValueError(
-      f'prompts.count={count} prompts per step, but only {len(problems.id_N)} '
-      'problems; lower prompts.count or give more problems'
-    )
-
-
 def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompts:
-  """Returns the `count` prompts of a learner step.
-
-  Raises:
-    ValueError: there are fewer problems than prompts in a step.
-  """
-  check_count(problems, count)
+  """Returns the `count` prompts of a learner step; there are at least `count`."""
   # The remainder of an epoch is skipped, so that no problem comes twice in a step.
   n = len(problems.id_N)
   epoch, position = divmod(step, n // count)

@@ -49,7 +49,7 @@ def missing(
 
   Args:
     problems: knobs of the problems.
-    knob: which source.
+    knob: problems.source or problems.test_source.
     check: raises a ValueError if an answer cannot be verified.
     sees: whether the model has a vision tower.
 
@@ -57,14 +57,13 @@ def missing(
     ValueError: problems cannot be made or read, or a name is malformed.
   """
   source = getattr(problems, knob)
-  if _is_name(source):
-    _parse_name(knob, source)
+  if _parse_name(knob, source):
     return []
   if source not in MADE:
     absent = [path for path in source.split(',') if not os.path.exists(path)]
     if absent:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
-  _checked_rows(problems, knob, check, sees)
+  _check_rows(problems, knob, check, sees)
   return []
 
 
@@ -82,11 +81,11 @@ def download(
 
   Args and errors are those of `missing`.
   """
-  if _is_name(getattr(problems, knob)):
-    _checked_rows(problems, knob, check, sees)
+  if _parse_name(knob, getattr(problems, knob)):
+    _check_rows(problems, knob, check, sees)
 
 
-def _checked_rows(
+def _check_rows(
   problems: ProblemsConfig, knob: Knob, check: Check | None, sees: bool
 ) -> None:
   def check_row(row: Row) -> None:
@@ -102,10 +101,7 @@ def _checked_rows(
 def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[Row]:
   """Returns the rows of a source, each problem once unless duplicates='keep'.
 
-  Args:
-    problems: knobs of the problems.
-    knob: which source.
-    quiet: does not log repeated problems.
+  Repeated problems are logged unless `quiet`.
 
   Raises:
     ValueError: problems cannot be made or read.
@@ -148,36 +144,30 @@ def _read(
   """Returns the rows of a source, with repeats; `check` is not for made rows."""
   source = getattr(problems, knob)
   if source in MADE:
-    return _make(problems, knob, source)
+    train, count = problems.train, problems.count
+    ids = list(range(train) if knob == 'source' else range(train, count))
+    if source != 'drawn':
+      # Recorded runs number their problems in the order of tensorflow-datasets, which
+      # shuffled them by the MD5 sums of split and id. Another order is another run.
+      ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
+    made = MAKERS[source](problems)
+    return [made[i].row for i in ids]
   paths = source.split(',')
-  if _is_name(source):
+  if named := _parse_name(knob, source):
     from bapo_jax.data import hub
 
-    where, name, split = _parse_name(knob, source)
+    where, name, split = named
     if where == 'tfds':
       return hub.read_tfds(name, split, f'problems.{knob}', check)
     paths = hub.find_files(name, split, f'problems.{knob}')
   return [row for path in paths for row in local_files.read(path, check)]
 
 
-def _make(problems: ProblemsConfig, knob: Knob, source: str) -> list[Row]:
-  train, count = problems.train, problems.count
-  ids = list(range(train) if knob == 'source' else range(train, count))
-  if source != 'drawn':
-    # Recorded runs number their problems in the order of tensorflow-datasets, which
-    # shuffled them by the MD5 sums of split and id. Another order is another run.
-    ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-  made = MAKERS[source](problems)
-  return [made[i].row for i in ids]
-
-
-def _is_name(source: str) -> bool:
-  return source.startswith(('hub:', 'tfds:'))
-
-
-def _parse_name(knob: Knob, source: str) -> tuple[str, str, str]:
-  """Returns (hub or tfds, name, split); a name of the hub includes its revision."""
+def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
+  """Returns (hub or tfds, name with its revision, split); None for made and files."""
   where, _, rest = source.partition(':')
+  if where not in ('hub', 'tfds') or where == source:
+    return None
   name, _, split = rest.partition(':')
   on_hub = hub_names.NAME.fullmatch(hub_names.PREFIX + name)
   if not name or ('/' in name if where == 'tfds' else not on_hub):

@@ -1,15 +1,14 @@
 r"""Tokenizers and prompt templates: the only importer of transformers.
 
 1. `load` opens the tokenizer of a directory; 'characters' makes the embedded tokenizer;
-2. `encode_prompts` renders problems in the template and encodes them, `pad` makes token
-   rows of equal length;
+2. `encode_prompts` renders problems in the template and encodes them;
 3. `decode_prompts` and `decode_responses` turn rows into text.
 
 transformers renders chat templates in its Jinja sandbox. No code of a model directory
 is run.
 """
 
-import itertools
+import functools
 import json
 import os
 import re
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
 from bapo_jax.data.knobs import EMBEDDED
@@ -149,7 +147,7 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
   """Returns the end tokens of the tokenizer and of generation_config.json."""
-  ends = [] if backend.eos_token_id is None else [backend.eos_token_id]
+  ends = [backend.eos_token_id]
   file = os.path.join(path, 'generation_config.json')
   if os.path.exists(file):
     listed = files.read_object(file).get('eos_token_id')
@@ -175,8 +173,6 @@ def encode_prompts(
   """Returns the token ids of each problem in the template, of any length.
 
   Args:
-    tokenizer: tokenizer and template.
-    rows: the problems.
     image: token of a picture, written once for each <image> of a problem; '': problems
       are texts.
 
@@ -206,8 +202,13 @@ def _render_prompts(
   template = tokenizer.template.removeprefix('chat:')
   conversations = []
   for row in rows:
-    message = template.replace('{problem}', row.problem)
-    content = _parts(message) if pictured else message
+    content = template.replace('{problem}', row.problem)
+    if pictured and PLACEHOLDER in content:
+      content = [
+        {'type': 'image'} if text == PLACEHOLDER else {'type': 'text', 'text': text}
+        for text in re.split(f'({re.escape(PLACEHOLDER)})', content)
+        if text
+      ]
     system = [{'role': 'system', 'content': row.system}] * bool(row.system)
     conversations.append([*system, {'role': 'user', 'content': content}])
   prompts = _render(tokenizer.backend, conversations, answered=False)
@@ -219,17 +220,6 @@ def _render_prompts(
         'without chat:, or correct the chat template'
       )
   return prompts
-
-
-def _parts(message: str) -> str | list[dict[str, str]]:
-  """Returns the content of a message with pictures: its texts with images between."""
-  if PLACEHOLDER not in message:
-    return message
-  return [
-    {'type': 'image'} if text == PLACEHOLDER else {'type': 'text', 'text': text}
-    for text in re.split(f'({re.escape(PLACEHOLDER)})', message)
-    if text
-  ]
 
 
 def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[str]:
@@ -260,11 +250,8 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   backend = tokenizer.backend
   if not backend.chat_template:
     return None
-  answer = 'forty-two'
-  exchange = [
-    {'role': 'user', 'content': 'six times seven'},
-    {'role': 'assistant', 'content': answer},
-  ]
+  texts = {'user': 'six times seven', 'assistant': (answer := 'forty-two')}
+  exchange = [{'role': role, 'content': text} for role, text in texts.items()]
   (text,) = _render(backend, [exchange], answered=True)
   text = text.rpartition(answer)[2] if answer in text else ''
   special = {*backend.all_special_ids, *backend.added_tokens_decoder}
@@ -272,30 +259,6 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
     if i in special:
       return backend.convert_ids_to_tokens(i), i in tokenizer.eos
   return None
-
-
-def pad(
-  rows: Sequence[list[int]], problems: Sequence[str], width: int
-) -> tuple[Int32[np.ndarray, 'N T'], Int32[np.ndarray, ' N']]:
-  """Returns (tokens_NT, length_N), padded to `width` on the right.
-
-  Args:
-    rows: token ids of N prompts.
-    problems: their texts, for the error.
-    width: T, the number of columns.
-
-  Raises:
-    ValueError: a row has more than `width` tokens.
-  """
-  tokens_NT = np.zeros((len(rows), width), np.int32)
-  for i, row in enumerate(rows):
-    if len(row) > width:
-      raise ValueError(
-        f'prompts.max_prompt_tokens={width} is too small: the prompt of '
-        f'{problems[i][:60]!r} has {len(row)} tokens'
-      )
-    tokens_NT[i, : len(row)] = row
-  return tokens_NT, np.asarray([len(row) for row in rows], np.int32)
 
 
 def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
@@ -327,27 +290,22 @@ def decode_prompts(
   """Returns each prompt as the policy reads it: in its template, with special tokens.
 
   Args:
-    tokenizer: the tokenizer of the prompts.
     tokens_NT: prompts from column 0.
     length_N: tokens of each prompt.
     image_token: token of a merged patch, whose runs are abbreviated as
       `(<|image_pad|> x 1024)`; None: nothing is abbreviated.
   """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
-  prompts = [row[:length] for row, length in rows]
+  decode = functools.partial(tokenizer.backend.batch_decode, skip_special_tokens=False)
+  texts = decode([row[:length] for row, length in rows])
   if image_token is None:
-    return tokenizer.backend.batch_decode(prompts, skip_special_tokens=False)
-  (name,) = tokenizer.backend.batch_decode([[image_token]], skip_special_tokens=False)
-  texts = []
-  for prompt in prompts:
-    runs = [(i, len([*run])) for i, run in itertools.groupby(prompt)]
-    lengths = iter([n for i, n in runs if i == image_token])
-    once = [i for i, n in runs for _ in range(1 if i == image_token else n)]
-    (text,) = tokenizer.backend.batch_decode([once], skip_special_tokens=False)
-    parts = text.split(name)
-    short = (f'({name} x {n})' for n in lengths)
-    texts.append(parts[0] + ''.join(next(short, name) + part for part in parts[1:]))
-  return texts
+    return texts
+  (name,) = decode([[image_token]])
+  runs = re.compile(rf'(?:{re.escape(name)})+')
+  return [
+    runs.sub(lambda run: f'({name} x {len(run[0]) // len(name)})', text)
+    for text in texts
+  ]
 
 
 def decode_responses(

@@ -8,7 +8,7 @@ r"""Checks the right answers of a data set when they are read.
    not verified as right, no response can be.
 """
 
-import functools
+import itertools
 import json
 from collections.abc import Callable
 
@@ -20,32 +20,45 @@ DEPTH = 100  # nested LaTeX brackets; the parser uses at least one stack frame f
 
 
 def check(rule: str) -> Callable[[Row], None]:
-  """Returns a function that checks a row for a run with this rewards.rule.
+  """Returns a function that refuses a row whose right answer cannot be used.
 
-  The function raises a ValueError if the verifier of the row (`rule`, unless the row
-  names its own) cannot use the right answer.
-
-  Args:
-    rule: a key of verifiers.RULES.
+  The function raises a ValueError if the verifier that the row names, else `rule` (a
+  key of verifiers.RULES), cannot use the right answer.
   """
-  return functools.partial(_check_row, rule=rule)
+
+  def check_row(row: Row) -> None:
+    name = row.verifier or rule
+    if fault := _fault(name, row.answer):
+      raise ValueError(
+        f'{fault}, so the verifier {name!r} cannot use it; correct or remove the row, '
+        'or choose another rewards.rule'
+      )
+
+  return check_row
 
 
-def _check_row(row: Row, rule: str) -> None:
-  name = row.verifier or rule
-  fault = FAULTS[name](row.answer) if name in FAULTS else ''
-  reason = fault and f'the right answer {row.answer[:40]!r} {fault}'
-  if not reason and name not in verifiers.POOLED:
+def _fault(rule: str, answer: str) -> str:
+  """Returns why a verifier cannot use a right answer, or ''."""
+  shown = f'the right answer {answer[:40]!r}'
+  if rule == 'math':
+    depths = itertools.accumulate((c in '([{') - (c in ')]}') for c in answer)
+    deep = max(depths, default=0) > DEPTH
+    return f'{shown} nests brackets more than {DEPTH} deep' if deep else ''
+  if rule == 'countdown':
     try:
-      verdict = verifiers.RULES[name](row.answer, '')
-      reason = verdict.reason if verdict.right is None else ''
-    except (ValueError, ArithmeticError, RecursionError) as error:
-      reason = f'the right answer {row.answer[:40]!r} raises {type(error).__name__}'
-  if reason:
-    raise ValueError(
-      f'{reason}, so the verifier {name!r} cannot use it; correct or remove the row, '
-      'or choose another rewards.rule'
-    )
+      problem = json.loads(answer)
+      numbers = problem['numbers']
+      countdown.row(numbers, problem['target'], 'short')
+    except (ValueError, KeyError, TypeError, RecursionError):
+      return f'{shown} is not {{"numbers": [3, 5, 8], "target": 24}} with integers'
+    # An expression has at least one operator between two numbers.
+    if sum(len(str(n)) + 1 for n in numbers) - 1 > verifiers.LONGEST:
+      return f'{shown} needs an expression of more than {verifiers.LONGEST} characters'
+  try:
+    verdict = verifiers.RULES[rule](answer, '')
+  except (ValueError, ArithmeticError, RecursionError) as error:
+    return f'{shown} raises {type(error).__name__}'
+  return verdict.reason if verdict.right is None else ''
 
 
 def stating(rule: str, answer: str) -> str:
@@ -54,38 +67,9 @@ def stating(rule: str, answer: str) -> str:
   For `math` the answer gets extra braces; otherwise the verifier would compare the
   characters and never parse it. For `countdown`, whose right answer is the problem, the
   response is empty.
-
-  Args:
-    rule: a key of verifiers.RULES.
-    answer: the right answer.
   """
   if rule == 'countdown':
     return ''
   if rule == 'gsm8k':
     return f'#### {answer.rpartition("####")[2].strip()}'
   return f'\\boxed{{{{{answer}}}}}' if rule == 'math' else f'\\boxed{{{answer}}}'
-
-
-def _countdown(answer: str) -> str:
-  try:
-    problem = json.loads(answer)
-    countdown.row(problem['numbers'], problem['target'], 'short')
-  except (ValueError, KeyError, TypeError, RecursionError):
-    return 'is not {"numbers": [3, 5, 8], "target": 24} with integers'
-  digits = sum(len(str(n)) for n in problem['numbers'])
-  # An expression has at least one operator between two numbers.
-  if digits + len(problem['numbers']) - 1 > verifiers.LONGEST:
-    return f'needs an expression of more than {verifiers.LONGEST} characters'
-  return ''
-
-
-def _math(answer: str) -> str:
-  depth = deepest = 0
-  for character in answer:
-    depth += (character in '([{') - (character in ')]}')
-    deepest = max(deepest, depth)
-  return f'nests brackets more than {DEPTH} deep' if deepest > DEPTH else ''
-
-
-# Faults of a right answer that the verifier itself does not report; '' for none.
-FAULTS: dict[str, Callable[[str], str]] = {'countdown': _countdown, 'math': _math}

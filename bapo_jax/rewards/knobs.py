@@ -52,10 +52,4 @@ class RewardsConfig(Section):
     above=0,
     most=86400,
   )
-  memory_mb: int = knob(
-    2048, 'Address space of a verifier process, in MiB.', least=512, most=1 << 20
-  )
-  recycle: int = knob(
-    1000, 'Answers after which a verifier process is replaced.', least=1
-  )
   shaping: ShapingConfig = knob(ShapingConfig, 'Shaped rewards.')

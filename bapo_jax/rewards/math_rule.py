@@ -1,18 +1,22 @@
 r"""Implements the rule `math`: compares LaTeX answers by meaning.
 
-1. both answers are brought to the normal spelling (latex/spelling.py) and parsed into
-   lists, intervals and the like (latex/structures.py);
-2. numbers and closed forms are compared by value (latex/trees.py);
-3. expressions with variables are compared by math-verify (latex/symbolic.py).
+1. both answers are brought to the normal spelling (latex/spelling.py);
+2. `read` parses them into lists, tuples, intervals, matrices and the like, whose parts
+   are expressions, by splitting at the marks outside all brackets;
+3. numbers and closed forms are compared by value (latex/trees.py);
+4. expressions with variables are compared by math-verify (latex/symbolic.py).
 
 A strict verdict requires an answer that is calculated as far as the right one;
 docs/data_and_rewards.md lists what the rule accepts.
 """
 
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 from bapo_jax.rewards import answers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.latex import spelling, structures, symbolic, trees
-from bapo_jax.rewards.latex.structures import Answer
+from bapo_jax.rewards.latex import spelling, symbolic, trees
 
 LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
@@ -59,20 +63,128 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
 def _equal(answer: str, given: str) -> bool:
   """Compares two LaTeX answers strictly; raises Unreadable for the right one."""
   gold_text, given_text = spelling.spell(answer), spelling.spell(given)
-  for commas_group in (True, False):  # 1,000 is either a number or a list
+  # 1,000 is either a number or a list.
+  for commas_group in (True, False) if ',' in gold_text + given_text else (True,):
     try:
-      gold = structures.read(gold_text, commas_group)
+      gold = read(gold_text, commas_group)
     except ValueError as error:
       raise Unreadable(str(error)) from error
     try:
-      parsed = structures.read(given_text, commas_group)
+      parsed = read(given_text, commas_group)
     except ValueError:
       return False
     if _same(gold, parsed):
       return True
-    if ',' not in gold_text + given_text:
-      return False
   return False
+
+
+WORDS = re.compile(
+  r',? *\\text *\{ *(?:,|,? *(?:and|or)) *\}|,? *(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])'
+)
+COMMA = re.compile(r'(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])')
+MATRIX = re.compile(r'\\begin\{([pb])matrix\}(.*)\\end\{\1matrix\}', re.S)
+FLIPPED = str.maketrans('<>≤≥', '><≥≤')
+
+
+class Answer(NamedTuple):
+  """An answer and its parts."""
+
+  kind: str  # expression, list (or set), tuple (or interval), union, matrix, equation
+  parts: tuple[Any, ...]  # answers; of an expression its text
+  brackets: str = ''  # of a tuple or interval, such as '[)'
+  name: str = ''  # the variable before = or between two bounds; '': none
+
+
+def _expression(text: str) -> Answer:
+  return Answer('expression', (spelling.unwrap(text),))
+
+
+def read(text: str, commas_group: bool) -> Answer:
+  """Parses the structure of an answer.
+
+  Args:
+    text: the answer in the normal spelling.
+    commas_group: reads 1,000 as a thousand if it is outside all brackets; else as a
+      list.
+
+  Raises:
+    ValueError: the brackets are unbalanced, or a part is empty.
+  """
+  text = spelling.unwrap(WORDS.sub(',', text))
+  if matrix := MATRIX.fullmatch(text):
+    rows = [row.split('&') for row in matrix[2].split(spelling.ROW)]
+    cells = tuple(Answer('list', tuple(map(_expression, row))) for row in rows)
+    return Answer('matrix', cells)
+  if commas_group and not re.search(r'[(\[\x02]', text):
+    text = COMMA.sub(lambda match: match[0].replace(',', spelling.THOUSANDS), text)
+  if not text:
+    raise ValueError('an empty part')
+  parts, marks = spelling.split(text, ',;')
+  return Answer('list', tuple(map(_signs, parts))) if marks else _signs(text)
+
+
+def _signs(text: str) -> Answer:
+  r"""Parses an answer; one with \pm becomes a list of two."""
+  if text.count('±') == 1:
+    return Answer('list', tuple(_relation(text.replace('±', sign)) for sign in '+-'))
+  return _relation(text)
+
+
+def _relation(text: str) -> Answer:
+  sides, marks = spelling.split(text, '=<>≤≥∈≠')
+  if not marks:
+    return _single(text)
+  if marks in ('=', '∈') and spelling.is_label(sides[0]):
+    return _single(sides[1])._replace(name=sides[0])
+  if set(marks) == {'='}:
+    return Answer('equation', tuple(map(_single, sides)))
+  if set(marks) <= set('<>≤≥') and len(sides) <= 3:
+    return _bounds(sides, marks)
+  return _expression(text)
+
+
+def _bounds(sides: list[str], marks: str) -> Answer:
+  """Makes an interval of x < 2 or 0 < x < 1; other inequalities stay expressions."""
+  if marks[0] in '>≥':
+    sides, marks = sides[::-1], marks[::-1].translate(FLIPPED)
+  pairs = zip(marks, sides[1:], strict=True)
+  inequality = ' '.join([sides[0], *(f'{m} {s}' for m, s in pairs)])
+  if set(marks) - set('<≤'):  # both directions in one chain
+    return _expression(inequality)
+  if len(sides) == 2:
+    left = _is_variable(sides[0])
+    if left == _is_variable(sides[1]):
+      return _expression(inequality)
+    sides = ['-∞', *sides] if left else [*sides, '∞']
+    marks = '<' + marks if left else marks + '<'
+  if not _is_variable(sides[1]):
+    return _expression(inequality)
+  brackets = ('(' if marks[0] == '<' else '[') + (')' if marks[1] == '<' else ']')
+  ends = tuple(map(_expression, (sides[0], sides[2])))
+  return Answer('tuple', ends, brackets, sides[1])
+
+
+def _is_variable(text: str) -> bool:
+  r"""Returns whether a side of an inequality is the bounded one: x, f(x), \theta."""
+  return spelling.is_label(text) and not re.search(r'[+*/^-]', text)
+
+
+def _single(text: str) -> Answer:
+  """Parses a set, tuple, interval or union; any other text is an expression."""
+  text = spelling.unwrap(text)
+  if not text:
+    raise ValueError('an empty part')
+  parts, marks = spelling.split(text, spelling.UNION)
+  if marks:
+    return Answer('union', tuple(map(_single, parts)))
+  if text[0] in '([' + spelling.SET_OPEN and spelling.closing(text, 0) == len(text) - 1:
+    inner, _ = spelling.split(text[1:-1], ',')
+    brackets = text[0] + text[-1]
+    if brackets == spelling.SET_OPEN + spelling.SET_CLOSE:
+      return Answer('list', tuple(map(_relation, inner)))
+    if len(inner) > 1 and set(brackets) <= set('()[]'):
+      return Answer('tuple', tuple(map(_single, inner)), brackets)
+  return _expression(text)
 
 
 def _same(gold: Answer, given: Answer) -> bool:
@@ -81,36 +193,19 @@ def _same(gold: Answer, given: Answer) -> bool:
     return _same_equation(gold, given)
   if gold.name and given.name and not _same_text(gold.name, given.name):
     return False
-  # An inequality with two bounds is the interval between them.
-  gold, given = (
-    side._replace(kind='tuple') if side.kind == 'bounds' else side
-    for side in (gold, given)
-  )
-  unordered = {'list', 'set'}
-  if gold.kind in unordered and given.kind in unordered:
-    return _same_unordered(_answers(gold), _answers(given))
   if gold.kind != given.kind or gold.brackets != given.brackets:
     return False
-  match gold.kind:
-    case 'expression':
-      return _same_expression(str(gold.parts[0]), str(given.parts[0]))
-    case 'union':
-      return _same_unordered(_answers(gold), _answers(given))
-    case 'equation':
-      return False
-  return len(gold.parts) == len(given.parts) and all(
-    _same(a, b) for a, b in zip(_answers(gold), _answers(given), strict=True)
-  )
-
-
-def _answers(answer: Answer) -> list[Answer]:
-  return [part for part in answer.parts if isinstance(part, Answer)]
-
-
-def _same_unordered(gold: list[Answer], given: list[Answer]) -> bool:
-  """Returns whether the parts can be paired so that all pairs are equal."""
-  if len(gold) != len(given):
+  if len(gold.parts) != len(given.parts):
     return False
+  if gold.kind == 'expression':
+    return _same_expression(gold.parts[0], given.parts[0])
+  if gold.kind in ('list', 'union'):
+    return _same_unordered(gold.parts, given.parts)
+  return all(_same(a, b) for a, b in zip(gold.parts, given.parts, strict=True))
+
+
+def _same_unordered(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
+  """Returns whether the parts can be paired so that all pairs are equal."""
   unpaired = list(given)
   for part in gold:
     partner = next((i for i, other in enumerate(unpaired) if _same(part, other)), None)
@@ -127,13 +222,12 @@ def _same_equation(gold: Answer, given: Answer) -> bool:
   must equal the right answer; a label may precede them (`x = 4/2 = 2`). So neither
   3 = 2 nor 1 + 1 = 2 states 2.
   """
+  sides = given.parts
   if gold.kind == 'equation':
-    if len(gold.parts) != 2 or len(given.parts) != 2:
+    if len(gold.parts) != 2 or len(sides) != 2:
       return False
-    return _same_symbols(
-      *(' = '.join(str(side.parts[0]) for side in _answers(x)) for x in (gold, given))
-    )
-  sides = _answers(given)
+    texts = [' = '.join(str(x.parts[0]) for x in y.parts) for y in (gold, given)]
+    return _same_symbols(*texts)
   label = str(sides[0].parts[0])
   if spelling.is_label(label) and len(sides) > 2:
     if gold.name and not _same_text(gold.name, label):
@@ -148,7 +242,7 @@ def _same_text(gold: str, given: str) -> bool:
 
 def _same_expression(gold: str, given: str) -> bool:
   """Returns whether two expressions without structure are equal."""
-  gold_words, given_words = structures.words(gold), structures.words(given)
+  gold_words, given_words = _words(gold), _words(given)
   if gold_words is not None and gold_words == given_words:
     return True
   gold, gold_unit = spelling.split_unit(gold)
@@ -157,7 +251,7 @@ def _same_expression(gold: str, given: str) -> bool:
     return False
   if (gold_words and '\\text' in gold) or (given_words and '\\text' in given):
     return False
-  gold_tree, given_tree = _tree(gold), _tree(given)
+  gold_tree, given_tree = trees.parse(gold), trees.parse(given)
   # Outside the grammar are functions and words. A right answer inside the grammar is
   # never stated by such a response; one outside it may be stated by a tree, but not by
   # one with arithmetic left to do.
@@ -172,18 +266,21 @@ def _same_expression(gold: str, given: str) -> bool:
     return False
   if variables:
     return _same_symbols(gold, given)
-  try:
-    digits = 50 + 4 * (len(gold) + len(given))
-    return trees.equal(gold_tree, given_tree, digits)
-  except (ValueError, OverflowError):  # no finite value equals an undefined one
-    return False
+  return trees.equal(gold_tree, given_tree, 50 + 4 * (len(gold) + len(given)))
 
 
-def _tree(text: str) -> trees.Tree | None:
-  try:
-    return trees.parse(text)
-  except ValueError:
-    return None
+WORD = re.compile(r"[A-Za-z][A-Za-z' -]+")
+
+
+def _words(text: str) -> str | None:
+  r"""Returns bare words or the words in \text{} in lower case; None for mathematics.
+
+  A single capital letter, the name of a choice, stays a capital.
+  """
+  bare = ' '.join(spelling.TEXT.sub(r' \1 ', text).split())
+  if choice := re.fullmatch(r'\(?([A-Z])\)?', bare):
+    return choice[1] if spelling.TEXT.search(text) or len(bare) == 3 else None
+  return bare.lower() if WORD.fullmatch(bare) else None
 
 
 def _same_symbols(gold: str, given: str) -> bool:

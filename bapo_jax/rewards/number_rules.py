@@ -54,12 +54,11 @@ def integer(text: str) -> int | None:
   return int(digits[1]) if digits and int(digits[1]) <= 999 else None
 
 
-def aime(answer: str, text: str, *, strict: bool = True) -> Verdict:
+def aime(answer: str, text: str) -> Verdict:
   r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`.
 
-  `integer` says which notations are accepted. Strict and lenient verdicts are equal.
+  `integer` says which notations are accepted.
   """
-  del strict
   right = integer(answer)
   if right is None:
     return answers.unusable(answer, 'an integer 0..999')
@@ -118,11 +117,8 @@ def number(text: str) -> Fraction | None:
   bare = _without_label(spell(text))
   if bare is None:
     return None
-  try:
-    tree = trees.parse(_without_nouns(unwrap(bare)).removesuffix('%').strip())
-  except ValueError:
-    return None
-  return trees.plain(tree)
+  tree = trees.parse(_without_nouns(unwrap(bare)).removesuffix('%').strip())
+  return None if tree is None else trees.plain(tree)
 
 
 NEAR = 40  # characters of context before and after a number

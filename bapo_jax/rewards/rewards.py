@@ -49,11 +49,8 @@ class PendingVerdicts(NamedTuple):
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason.
 
-  Starts the worker processes at once if k.rule needs them, so that they are warm for
-  the first responses; otherwise with the first response that needs them.
-
-  Args:
-    k: the rule of problems that name none, strictness, and limits of the workers.
+  Starts the worker processes at once if k.rule, the rule of problems that name none,
+  needs them; otherwise with the first response that needs them.
   """
 
   def __init__(self, k: RewardsConfig):
@@ -63,11 +60,9 @@ class Verifier:
   def submit(
     self, answers: Sequence[str], texts: Sequence[str], rules: Sequence[str] = ()
   ) -> PendingVerdicts:
-    """Starts to verify texts[i] against answers[i]; `result()` waits for the verdicts.
+    """Starts to verify response texts[i] against the right answer answers[i].
 
     Args:
-      answers: right answers.
-      texts: responses.
       rules: rule name per response; '', or an empty sequence, selects k.rule.
 
     Raises:
@@ -126,10 +121,8 @@ def shape(
     truncated_PG: bool, True for a response without end token.
     formatted_PG: bool, True if the reader of the rule finds an answer.
     longest: L_max, the maximum number of tokens of a response.
-    k: format_bonus is added if an answer is found, right or wrong; overlong_penalty
-      multiplies the penalty. k.truncated says how a truncated response counts:
-      'verified' like any other, 'wrong' as wrong, 'masked' not in the loss (DAPO's
-      overlong filtering), though its reward stays in the mean of its group.
+    k: truncated='masked' is DAPO's overlong filtering: a truncated response is not in
+      the loss, though its reward stays in the mean of its group.
 
   Returns:
     reward_PG, f32, and teaches_PG, bool, False for responses masked out of the loss.
@@ -155,18 +148,13 @@ def shaped(
   longest: int,
   k: ShapingConfig,
 ) -> Groups:
-  """Returns the groups with the rewards and the masked responses of `shape`.
+  """Returns verified groups with the rewards and the masked responses of `shape`.
 
   Args:
-    groups: verified groups of P prompts with G responses each.
     texts: P * G responses; '' for responses that another process verifies.
     eos: end tokens.
-    rule: rule of the problems that name none, a key of verifiers.READERS. Its reader
-      decides on the format bonus.
-    rules: rule of each problem, indexed by problem id; '', or an empty sequence,
-      selects `rule`.
-    longest: maximum number of tokens of a response.
-    k: see `shape`.
+    rule: rule of problems that name none. Its reader decides on the format bonus.
+    rules: rule per problem id; '', or an empty sequence, selects `rule`.
   """
   if not k.format_bonus and not k.overlong_penalty and k.truncated == 'verified':
     return groups

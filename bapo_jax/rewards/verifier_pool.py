@@ -31,7 +31,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from bapo_jax.rewards import verifier_worker
 from bapo_jax.rewards.answers import Verdict
@@ -42,12 +42,11 @@ Request = tuple[str, str, str]  # rule, right answer, response
 START_S = 120.0  # wall time to load math-verify on a busy machine
 DEATHS = 2  # workers that one answer may cost
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
+MEMORY_MB = 2048  # address space of a worker, in MiB
+RECYCLE = 1000  # answers after which a worker is replaced
 CLOSED = Verdict(None, 'the pool was closed', None)
 LATE_BATCH = Verdict(None, 'its batch was due', None)
-
-
-class Overdue(Exception):
-  """Raised if a worker uses more processor time than allowed."""
+FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
 
 
 class Worker:
@@ -70,26 +69,27 @@ class Worker:
     self._socket.settimeout(START_S)
     self.pid = self._reply()['pid']
 
-  def request(self, request: Request, seconds: float, stalled: float) -> dict[str, Any]:
-    """Sends a request and returns the reply.
+  def request(
+    self, request: Request, seconds: float, stalled: float
+  ) -> dict[str, Any] | None:
+    """Sends a request and returns the reply; None: overdue, the worker must be killed.
 
     Args:
       request: rule, right answer and response.
       seconds: processor time that the worker may use.
-      stalled: wall time after which a silent worker counts as dead.
+      stalled: seconds of wall time after which a silent worker counts as dead.
 
     Raises:
-      Overdue: the worker used more processor time; it must be killed.
       OSError, EOFError: the worker is dead or silent.
     """
     self._socket.settimeout(stalled)
     self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
+    if self._replies.peek(1)[:1] == verifier_worker.OVERDUE:
+      return None
     return self._reply()
 
   def _reply(self) -> dict[str, Any]:
-    if (start := self._replies.read(1)) == verifier_worker.OVERDUE:
-      raise Overdue
-    line = start + self._replies.readline()
+    line = self._replies.readline()
     if not line.endswith(b'\n'):
       raise EOFError('the worker is dead')
     return json.loads(line)
@@ -102,34 +102,30 @@ class Worker:
         os.kill(pid, signal.SIGKILL)
 
   def end(self) -> None:
-    """Kills the process and closes the socket; for the thread of the worker."""
+    """Kills the process and closes the socket; called by the worker's thread only."""
     self.kill()
     self._replies.close()
     self._socket.close()
 
 
-class ForkServer(NamedTuple):
-  """The process that forks the workers."""
+ForkServer = tuple[socket.socket, subprocess.Popen]
 
-  socket: socket.socket
-  process: subprocess.Popen
 
-  @classmethod
-  def start(cls, k: RewardsConfig) -> Self:
-    """Starts the process, which then loads math-verify in the background."""
-    ours, theirs = socket.socketpair()
-    root = str(pathlib.Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-    arguments = map(str, (k.memory_mb, k.recycle, k.strict))
-    with theirs:
-      process = subprocess.Popen(
-        [sys.executable, '-m', verifier_worker.__name__, *arguments],
-        stdin=theirs.fileno(),
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {'PYTHONPATH': path},
-        start_new_session=True,  # Ctrl-C in the terminal does not reach it
-      )
-    return cls(ours, process)
+def start(*, strict: bool) -> ForkServer:
+  """Starts the process that forks workers; it loads math-verify in the background."""
+  ours, theirs = socket.socketpair()
+  root = str(pathlib.Path(__file__).parents[2])
+  path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+  arguments = map(str, (MEMORY_MB, RECYCLE, strict))
+  with theirs:
+    process = subprocess.Popen(
+      [sys.executable, '-m', verifier_worker.__name__, *arguments],
+      stdin=theirs.fileno(),
+      stdout=subprocess.DEVNULL,
+      env=os.environ | {'PYTHONPATH': path},
+      start_new_session=True,  # Ctrl-C in the terminal does not reach it
+    )
+  return ours, process
 
 
 @dataclasses.dataclass
@@ -145,10 +141,8 @@ Task = tuple[Request, Batch, Future[Verdict]]
 class VerifierPool:
   """Verifies batches of responses; `submit` returns futures immediately.
 
-  Args:
-    k: number and limits of the workers. The budget of a batch is k.batch_deadline
-      seconds of processor time per worker; when it is spent, the remaining answers of
-      the batch are undecided.
+  The budget of a batch is k.batch_deadline seconds of processor time per worker; when
+  it is spent, the remaining answers of the batch are undecided.
   """
 
   def __init__(self, k: RewardsConfig):
@@ -157,7 +151,7 @@ class VerifierPool:
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     self._lock = threading.Lock()  # of the fork server and of the batches' budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead one has no pid
-    self._fork_server = ForkServer.start(k)
+    self._fork_server = start(strict=k.strict)
     self._threads = [
       threading.Thread(target=self._serve, args=(i,), daemon=True)
       for i in range(k.workers)
@@ -166,11 +160,9 @@ class VerifierPool:
       thread.start()
 
   def submit(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
-    """Queues a batch of requests (rule, right answer, response).
+    """Queues a batch; returns a future for each request, in their order.
 
-    Returns:
-      a future per request, in their order; its `result()` raises a RuntimeError if no
-      worker can be started.
+    The `result()` of a future raises a RuntimeError if no worker can be started.
 
     Raises:
       ValueError: the pool is closed.
@@ -193,8 +185,9 @@ class VerifierPool:
     for worker in list(self._workers.values()):
       worker.kill()  # wakes its thread, which then finds the pool closed
     with self._lock:
-      self._fork_server.socket.close()  # the server ends and kills all workers
-      self._fork_server.process.wait()
+      control, process = self._fork_server
+      control.close()  # the server ends and kills all workers
+      process.wait()
     for thread in self._threads:
       thread.join()
 
@@ -205,9 +198,11 @@ class VerifierPool:
       try:
         future.set_result(self._verify(thread, request, batch))
       except Exception as error:  # raised again by future.result()
-        if worker := self._workers.get(thread):
-          worker.end()
+        self._end(thread)
         future.set_exception(error)
+    self._end(thread)
+
+  def _end(self, thread: int) -> None:
     if worker := self._workers.get(thread):
       worker.end()
 
@@ -222,26 +217,18 @@ class VerifierPool:
       seconds = min(batch.left, deadline)
       try:
         reply = worker.request(request, seconds, self._stalled)
-      except Overdue:
-        worker.end()
-        self._spend(batch, seconds)
-        if seconds < deadline:
-          return LATE_BATCH
-        return Verdict(None, f'took over {deadline:g} s', None)
       except (OSError, EOFError):
         worker.end()
         continue
-      self._spend(batch, reply['seconds'])
-      if reply['exits']:
+      with self._lock:
+        batch.left -= reply['seconds'] if reply else seconds
+      if reply is None or reply['exits']:
         worker.end()
-      return Verdict(*reply['verdict'])
-    return (
-      CLOSED if self._closed else Verdict(None, f'{DEATHS} workers died of it', None)
-    )
-
-  def _spend(self, batch: Batch, seconds: float) -> None:
-    with self._lock:
-      batch.left -= seconds
+      if reply is not None:
+        return Verdict(*reply['verdict'])
+      late = seconds == deadline
+      return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
+    return CLOSED if self._closed else FATAL
 
   def _worker(self, thread: int) -> Worker | None:
     """Returns the worker of a thread, forked if it has none; None: the pool is closed.
@@ -256,8 +243,8 @@ class VerifierPool:
       with self._lock:
         if self._closed:
           return None
-        if self._fork_server.process.poll() is not None:
-          self._fork_server = ForkServer.start(self._knobs)
+        if self._fork_server[1].poll() is not None:
+          self._fork_server = start(strict=self._knobs.strict)
         control, process = self._fork_server
       try:
         self._workers[thread] = worker = Worker(control)

@@ -79,17 +79,16 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
-def countdown(answer: str, text: str, *, strict: bool = True) -> Verdict:
+def countdown(answer: str, text: str) -> Verdict:
   """Verifies an expression that uses each number exactly once and equals the target.
 
   The expression is in the last box or else in the last <answer></answer>; `= 24` may
-  follow it. Strict and lenient verdicts are equal.
+  follow it.
 
   Args:
     answer: the problem as JSON, {"numbers": [3, 5, 8], "target": 24}.
     text: the response.
   """
-  del strict
   try:
     problem = json.loads(answer)
     numbers_given = collections.Counter(int(n) for n in problem['numbers'])
@@ -118,13 +117,11 @@ def countdown(answer: str, text: str, *, strict: bool = True) -> Verdict:
   return answers.compared(value == target, given)
 
 
-def exact(answer: str, text: str, *, strict: bool = True) -> Verdict:
+def exact(answer: str, text: str) -> Verdict:
   """Compares the last box, else the `Answer:` line, else the whole text, by characters.
 
-  Reads the right answer in the same way and ignores surrounding white space. Strict and
-  lenient verdicts are equal.
+  Reads the right answer in the same way and ignores surrounding white space.
   """
-  del strict
   given, right = (
     (whole if (part := answers.box_or_line(whole)) is None else part).strip()
     for whole in (text, answer)
@@ -140,6 +137,7 @@ RULES: dict[str, Callable[..., Verdict]] = {
   'exact': exact,
 }
 POOLED = frozenset({'math'})  # rules for processes that can be killed
+LENIENT = ('math', 'gsm8k')  # rules with a lenient verdict too
 # Readers of the rules; an answer that they find earns the format bonus.
 READERS: dict[str, Callable[[str], str | None]] = {
   'aime': answers.box_or_line,
@@ -163,10 +161,10 @@ def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict
     strict: requires a calculated answer. Otherwise `math` evaluates the answer, and
       `gsm8k` ignores the text around a number.
   """
-  for part, right in ((answer, None), (text, False)):
+  for name, part, right in (('right answer', answer, None), ('response', text, False)):
     try:
       part.encode()
     except UnicodeEncodeError:  # half a surrogate pair
-      name = 'the right answer' if right is None else 'the response'
-      return Verdict(right, f'{name} is not valid Unicode', None)
-  return RULES[rule](answer, text, strict=strict)
+      return Verdict(right, f'the {name} is not valid Unicode', None)
+  options = {'strict': strict} if rule in LENIENT else {}
+  return RULES[rule](answer, text, **options)

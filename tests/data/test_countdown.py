@@ -1,8 +1,8 @@
 """Countdown: every problem can be solved, comes once, and depends on the seed alone."""
 
 import json
+import operator as op
 import re
-import time
 
 import numpy as np
 import oracles
@@ -28,32 +28,7 @@ def test_a_problem_names_the_numbers_the_target_and_the_place_of_the_answer():
   assert row.problem.startswith('Combine the numbers 3, 7, 25 with')
   assert 'equals 46.' in row.problem and r'\boxed{}' in row.problem
   assert json.loads(row.answer) == {'numbers': [3, 7, 25], 'target': 46}
-
-
-def test_the_first_problems_are_those_of_recorded_runs():
-  made = generate(200, **KNOBS)[:3]
-  assert [(p.numbers, p.answer) for p in made] == [
-    ((73, 20, 92), 1),
-    ((82, 12, 54), 730),
-    ((22, 36, 68), 82),
-  ]
-  short = countdown.generate(
-    ProblemsConfig(
-      seed=3,
-      train=150,
-      test=50,
-      countdown=CountdownConfig(numbers=(3,), largest=9, target=30, wording='short'),
-    )
-  )
-  assert [(p.text, p.answer) for p in short[:3]] == [
-    ('6 4 1=20', 20),
-    ('9 5 8=6', 6),
-    ('7 2 2=11', 11),
-  ]
-  assert countdown.solve(short[0], np.random.default_rng(0), 0.3, 0.3, largest=30) == (
-    '6-1=2+4=6|4*1=4*6=24|4*1=4*6=24|6/1=6+4=10|4*1=4*6=24|4*1=4*6=24|6-1=2+4=6|'
-    r'6*1=6-4=2|6*1=6*4=23|6-1=5*4=20\boxed{(6-1)*4}'
-  )
+  assert countdown.row([3, 7, 25], 46, 'short') == row._replace(problem='3 7 25=46')
 
 
 @pytest.mark.parametrize(
@@ -83,14 +58,10 @@ def test_no_two_problems_are_one_and_the_seed_decides():
   assert found != generate(400, 2, **knobs)
 
 
-def test_more_problems_than_there_are_is_refused_soon():
+def test_more_problems_than_there_are_are_refused():
   knobs = {'numbers': (2,), 'largest': 10, 'target': 10}
   with pytest.raises(ValueError, match=r'about 1\d\d different .* train \+ test = 999'):
     generate(999, **knobs)
-  begun = time.process_time()
-  with pytest.raises(ValueError, match=r'train \+ test = 50001'):
-    generate(50_001, **knobs)
-  assert time.process_time() - begun < 10
 
 
 def solved(count=60, **noise):
@@ -115,17 +86,7 @@ def chains(solution):
     yield numbers, made
 
 
-RESULT = {'+': lambda a, b: a + b, '-': lambda a, b: a - b, '*': lambda a, b: a * b}
-RESULT |= {'/': lambda a, b: a / b}
-
-
-def test_short_problems_and_their_solutions_are_in_the_embedded_alphabet():
-  row = countdown.row([4, 7, 2], 26, 'short')
-  assert row.problem == '4 7 2=26'
-  assert row.answer == countdown.row([4, 7, 2], 26, 'sentence').answer
-  for problem, _, solution in solved(slip=0.3, repeat=0.3):
-    written = (problem.text + '\n' + solution).replace('\\boxed{', '')
-    assert set(written) <= set(tokenizer.CHARACTERS)
+RESULT = dict(zip('+-*/', (op.add, op.sub, op.mul, op.truediv), strict=True))
 
 
 def test_a_clean_solution_is_right_in_every_step():
@@ -148,7 +109,9 @@ def test_a_clean_solution_is_right_in_every_step():
 
 def test_slips_make_wrong_steps_and_wrong_answers():
   verdicts = []
-  for _, answer, solution in solved(slip=1.0):
+  for problem, answer, solution in solved(slip=1.0):
+    written = (problem.text + '\n' + solution).replace('\\boxed{', '')
+    assert set(written) <= set(tokenizer.CHARACTERS)
     verdicts.append(verifiers.countdown(answer, solution).right)
     for _, made in chains(solution):
       # At 1 a slip downwards has nowhere to go.

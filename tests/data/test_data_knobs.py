@@ -17,7 +17,7 @@ from bapo_jax.data.made import countdown, synthetic
 
 BAD = [  # section, its name, values, start of the error
   (ProblemsConfig, 'problems', {'family': 'maze'}, "family='maze'"),
-  (ProblemsConfig, 'problems', {'level': 9}, 'level=9: give an integer from 1 to 4'),
+  (ProblemsConfig, 'problems', {'level': 5}, 'level=5: give an integer from 1 to 4'),
   (ProblemsConfig, 'problems', {'source': ''}, "source=''"),
   (ProblemsConfig, 'problems', {'source': 'x.jsonl'}, "test_source='synthetic'"),
   (ProblemsConfig, 'problems', {'duplicates': 'no'}, "duplicates='no'"),
@@ -48,13 +48,5 @@ def test_the_choices_are_those_that_the_code_knows():
 
   assert choices(ProblemsConfig, 'family') == set(synthetic.FAMILIES)
   assert choices(CountdownConfig, 'wording') == set(countdown.WORDINGS)
-  for levels in (
-    synthetic.TRIAL_LEVELS,
-    synthetic.CHAIN_LEVELS,
-    synthetic.PAIR_LEVELS,
-  ):
-    for level in levels:
-      knobs.validate(ProblemsConfig, {'level': level})
-    for level in (min(levels) - 1, max(levels) + 1):
-      with pytest.raises(ValueError, match=f'level={level}: give'):
-        knobs.validate(ProblemsConfig, {'level': level})
+  levels = synthetic.TRIAL_LEVELS, synthetic.CHAIN_LEVELS, synthetic.PAIR_LEVELS
+  assert [list(each) for each in levels] == [[1, 2, 3, 4]] * 3

@@ -29,16 +29,13 @@ def test_the_first_answer_counts_and_another_one_is_reported():
 
 
 def test_white_space_makes_no_other_problem_and_a_sign_does():
-  same = rows(('Let  x\n be 1.', ''), ('Let x be 1.', ''), ('Let x be\t1. ', ''))
-  assert len(dedup.deduplicate(same, 'x')[0]) == 1
+  def count(*problems):
+    return len(dedup.deduplicate(rows(*((x, '') for x in problems)), 'x')[0])
+
+  assert count('Let  x\n be 1.', 'Let x be 1.', 'Let x be\t1. ') == 1
   # é as one character, and as e with an accent.
-  assert (
-    len(dedup.deduplicate(rows(('caf\u00e9', ''), ('cafe\u0301', '')), 'x')[0]) == 1
-  )
-  other = rows(
-    ('x + 1', ''), ('x - 1', ''), ('x² = 1', ''), ('x2 = 1', ''), ('X + 1', '')
-  )
-  assert len(dedup.deduplicate(other, 'x')[0]) == 5
+  assert count('caf\u00e9', 'cafe\u0301') == 1
+  assert count('x + 1', 'x - 1', 'x² = 1', 'x2 = 1', 'X + 1') == 5
 
 
 def test_an_instruction_around_every_problem_is_no_part_of_it():
@@ -53,9 +50,8 @@ def test_an_instruction_around_every_problem_is_no_part_of_it():
 
 def test_training_problems_that_are_held_out_too_are_found():
   around = 'Solve this.\n\n{}'
-  training = rows(
-    *((around.format(f'What is {i}+1?'), str(i)) for i in (0, 1, 2, 3, 1))
-  )
+  texts = [around.format(f'What is {i}+1?') for i in (0, 1, 2, 3, 1)]
+  training = rows(*((text, '') for text in texts))
   held_out = rows(*((f'What  is {i}+1?', str(i)) for i in (1, 3, 5)))
   both, message = dedup.overlap(training, held_out)
   assert both == {1, 3, 4}
@@ -68,9 +64,8 @@ def test_training_problems_that_are_held_out_too_are_found():
 def test_pictures_tell_problems_of_the_same_text_apart():
   # Unlike an instruction, a picture that all problems share is part of each problem.
   texts = [f'Solve this.\n{x}' for x in ('1', '1', '2')]
-  seen = [
-    Row(t, '3', pictures=(p,)) for t, p in zip(texts, (b'a', b'b', b'a'), strict=True)
-  ]
+  files = b'a', b'b', b'a'
+  seen = [Row(t, '3', pictures=(p,)) for t, p in zip(texts, files, strict=True)]
   assert dedup.deduplicate([*seen, seen[0]], 'x')[0] == seen
   assert dedup.overlap(seen, rows(('1', '3'), ('2', '3'))) == (set(), '')
   both, _ = dedup.overlap(seen, [Row('2', '3', pictures=(b'a',))])

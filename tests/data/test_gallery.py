@@ -1,11 +1,10 @@
 """Pictures by the ids of problems, in one capacity."""
 
 import numpy as np
-import pytest
 from pictured import SEEING, problems
 
 from bapo_jax.data import gallery, pictures
-from bapo_jax.data.gallery import Capacity, Gallery
+from bapo_jax.data.gallery import Capacity
 
 V = SEEING.vision
 
@@ -34,11 +33,3 @@ def test_the_capacity_is_that_of_the_largest_in_whole_windows():
   # pictures have three windows.
   assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], V) == (32, 3, 3)
   assert gallery.capacity([[], []], V) == (0, 0, 0)
-
-
-# Too few patches; room for the patches, but not for the windows of a strip.
-@pytest.mark.parametrize('room', [Capacity(16, 2, 2), Capacity(32, 2, 1)])
-def test_a_problem_without_room_is_named(room):
-  _, held = problems()
-  with pytest.raises(ValueError, match='1 pictures of 32 patches in 2 windows'):
-    Gallery(held.rows, V, room).of([3])

@@ -100,29 +100,19 @@ def test_an_answer_of_a_data_set_that_no_verifier_can_use_is_refused(hub, tmp_pa
   for part in (tmp_path / 'snapshot/main').glob('train-*'):
     part.unlink()
   message = r"main/train\.jsonl, line 1: the right answer 'two' is not one number"
+  knobs = problems('hub:some/data:main/train')
   with pytest.raises(ValueError, match=message):
-    sources.download(
-      problems('hub:some/data:main/train'), 'source', gold.check('gsm8k')
-    )
+    sources.download(knobs, 'source', gold.check('gsm8k'))
 
 
 def test_files_of_a_split_are_found_and_a_missing_part_is_noticed(tmp_path):
-  folder = lay_out(
-    tmp_path,
-    {
-      'data/train-00000-of-00001.parquet': [],
-      'data/trainer.jsonl': [],
-      'test.jsonl': [],
-      'a/val.jsonl': [],
-      'b/val.jsonl': [],
-      'part-00001-of-00002.jsonl': [],
-    },
-  )
+  names = ['data/train-00000-of-00001.parquet', 'data/trainer.jsonl', 'test.jsonl']
+  names += ['a/val.jsonl', 'b/val.jsonl', 'part-00001-of-00002.jsonl']
+  folder = lay_out(tmp_path, dict.fromkeys(names, ()))
 
   def found(split):
-    return [
-      os.path.relpath(p, folder) for p in hub_lib._of_split(folder, split, 'knob')
-    ]
+    paths = hub_lib._of_split(folder, split, 'knob')
+    return [os.path.relpath(path, folder) for path in paths]
 
   assert found('train') == ['data/train-00000-of-00001.parquet']
   assert found('test') == ['test.jsonl']
@@ -144,10 +134,11 @@ class Gsm8kLike(tfds.core.GeneratorBasedBuilder):
 
   name = 'gsm8k_like'
   VERSION = tfds.core.Version('1.0.0')
+  FIELDS = ('question', 'answer')
 
   def _info(self):
-    text = tfds.features.Text()
-    features = tfds.features.FeaturesDict({'question': text, 'answer': text})
+    texts = {name: tfds.features.Text() for name in self.FIELDS}
+    features = tfds.features.FeaturesDict(texts)
     return tfds.core.DatasetInfo(builder=self, features=features)
 
   def _split_generators(self, dl_manager):
@@ -161,36 +152,29 @@ class WithPictures(Gsm8kLike):
   """A data set whose second row has a picture."""
 
   name = 'with_pictures'
-
-  def _info(self):
-    text = tfds.features.Text()
-    features = {'question': text, 'answer': text, 'image': text}
-    features = tfds.features.FeaturesDict(features)
-    return tfds.core.DatasetInfo(builder=self, features=features)
+  FIELDS = ('question', 'answer', 'image')
 
   def _generate_examples(self):
     yield from enumerate([ROWS[0] | {'image': ''}, ROWS[1] | {'image': 'a.png'}])
 
 
 @pytest.fixture
-def library(monkeypatch, tmp_path):
-  """tensorflow-datasets with these builders, and no network."""
+def network(monkeypatch, tmp_path):
+  """tensorflow-datasets with these builders; network(False) cuts the network."""
   builder = tfds.builder
   data_dir = {'data_dir': str(tmp_path)}
   monkeypatch.setattr(tfds, 'builder', lambda name, **k: builder(name, **k | data_dir))
+  for name in ('http_proxy', 'https_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'all_proxy'):
+    monkeypatch.delenv(name, raising=False)
 
   def refuse(*_):
     raise OSError('no network')
 
-  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
-  for name in ('http_proxy', 'https_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'all_proxy'):
-    monkeypatch.delenv(name, raising=False)
+  def switch(on):
+    monkeypatch.setattr(socket, 'getaddrinfo', (lambda *_: []) if on else refuse)
 
-
-@pytest.fixture
-def network(library, monkeypatch):
-  """The same with a network."""
-  monkeypatch.setattr(socket, 'getaddrinfo', lambda *_: [])
+  switch(True)
+  return switch
 
 
 def test_a_data_set_of_ones_own_is_prepared_and_read(network):
@@ -205,26 +189,19 @@ def test_a_data_set_of_ones_own_is_prepared_and_read(network):
 
   with pytest.raises(ValueError, match=r'tfds:gsm8k_like:train, row \d: not this one'):
     sources.download(problems('tfds:gsm8k_like'), 'source', check)
-
-
-def test_a_data_set_is_prepared_once_and_read_without_a_network(network, monkeypatch):
-  first = sources.load(problems('tfds:gsm8k_like'), 'source')
-
-  def refuse(*_):
-    raise OSError('no network')
-
-  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
-  assert sources.load(problems('tfds:gsm8k_like'), 'source') == first
-
-
-def test_without_a_network_a_data_set_to_download_is_refused(library):
-  with pytest.raises(ValueError, match=r'gsm8k_like: not in .* no network to download'):
-    sources.download(problems('tfds:gsm8k_like'), 'source')
-
-
-def test_pictures_of_the_library_are_not_left_out(network):
   with pytest.raises(ValueError, match=r"row \d: field 'image' has pictures"):
     sources.download(problems('tfds:with_pictures'), 'source')
+
+
+def test_a_data_set_is_downloaded_once_and_read_without_a_network(network):
+  name = problems('tfds:gsm8k_like')
+  network(False)
+  with pytest.raises(ValueError, match=r'gsm8k_like: not in .* no network to download'):
+    sources.download(name, 'source')
+  network(True)
+  first = sources.load(name, 'source')
+  network(False)
+  assert sources.load(name, 'source') == first
 
 
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
@@ -248,16 +225,7 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
 
 
 @pytest.mark.parametrize(
-  'source',
-  [
-    'hub:gsm8k',
-    'hub:',
-    'tfds:',
-    'tfds:a/b',
-    'hub:a/b@:train',
-    'hub:a/b/c',
-    'hub:../b!',
-  ],
+  'source', ['hub:gsm8k', 'hub:', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
 )
 def test_a_name_of_no_form_is_refused(source):
   with pytest.raises(ValueError, match='write hub:owner/name:split'):

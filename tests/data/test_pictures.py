@@ -38,19 +38,17 @@ def saved(picture, kind='PNG', **options):
 def sizes():
   """50 sizes: both limits, strips, odd numbers, halves that round to even."""
   rng = np.random.default_rng(0)
-  fixed = [(1, 1), (14, 14), (42, 70), (56, 56), (57, 55), (28, 1400), (1400, 28)]
+  fixed = [(1, 1), (14, 14), (42, 70), (56, 84), (57, 55), (28, 1400), (1400, 28)]
   fixed += [(448, 448), (1, 200), (200, 1), (1100, 1000), (900, 1400), (29, 2800)]
   return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(37)]
 
 
-def theirs(v, **options):
+def theirs(v):
   from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
 
+  size = {'shortest_edge': v.least_pixels, 'longest_edge': v.most_pixels}
   return module.Qwen2VLImageProcessorPil(
-    patch_size=v.patch,
-    merge_size=v.merge,
-    size={'shortest_edge': v.least_pixels, 'longest_edge': v.most_pixels},
-    **options,
+    patch_size=v.patch, merge_size=v.merge, size=size
   )
 
 
@@ -64,7 +62,6 @@ def frames(found, v):
 
 @pytest.mark.parametrize('v', [V, SMALL], ids=['published', 'small'])
 def test_fifty_sizes_have_the_patches_of_transformers(v):
-  assert len(sizes()) == 50
   processor = theirs(v)
   for seed, (height, width) in enumerate(sizes()):
     picture = drawn(height, width, seed)
@@ -72,9 +69,10 @@ def test_fifty_sizes_have_the_patches_of_transformers(v):
     wanted = processor([picture])
     assert [1, *found.grid] == wanted['image_grid_thw'][0].tolist(), (height, width)
     assert found.pixels_ZE.dtype == np.uint8
+    # Pictures that are not resized are equal to the byte.
+    exact = found.grid == (height / v.patch, width / v.patch)
     for frame_ZE in frames(wanted, v):
-      off = np.abs(frame_ZE - found.pixels_ZE).max()
-      assert off <= 1, (height, width, off)
+      assert np.abs(frame_ZE - found.pixels_ZE).max() <= 1 - exact, (height, width)
 
 
 def test_patches_are_counted_without_being_made():
@@ -84,17 +82,8 @@ def test_patches_are_counted_without_being_made():
   exif = PIL.Image.Exif()
   exif[0x0112] = 6  # turned by a quarter
   turned = saved(drawn(28, 56), 'JPEG', exif=exif.tobytes())
+  assert pictures.read(turned).size == (28, 56)
   assert pictures.grid(turned, SMALL) == (8, 4)
-
-
-def test_the_order_of_patches_is_exact():
-  # Sizes that are not resized: every byte is where they have it.
-  for height, width in [(56, 84), (112, 56), (140, 280)]:
-    picture = drawn(height, width)
-    found = pictures.patches(picture, V)
-    np.testing.assert_array_equal(
-      frames(theirs(V)([picture]), V)[0], found.pixels_ZE.astype(float)
-    )
 
 
 def test_the_first_patches_by_hand():
@@ -107,21 +96,11 @@ def test_the_first_patches_by_hand():
     np.testing.assert_array_equal(found.pixels_ZE[i], patch.ravel())
 
 
-def test_a_resized_picture_keeps_the_limits():
-  for height, width in sizes():
-    high, wide = pictures.resized_size(height, width, V)
-    assert high % 28 == wide % 28 == 0
-    assert high * wide >= V.least_pixels
-    strip = max(height, width) > 40 * min(height, width)  # one unit wide at least
-    assert strip or high * wide <= V.most_pixels
-
-
-@pytest.mark.parametrize('kind', ['PNG', 'JPEG', 'WEBP', 'BMP', 'GIF'])
+@pytest.mark.parametrize('kind', pictures.FORMATS)
 def test_formats(kind):
   options = {'lossless': True} if kind == 'WEBP' else {}
   read = pictures.read(saved(drawn(30, 40), kind, **options))
-  assert read.mode == 'RGB'
-  assert read.size == (40, 30)
+  assert (read.mode, read.size) == ('RGB', (40, 30))
   if kind in ('PNG', 'WEBP', 'BMP'):
     np.testing.assert_array_equal(read, drawn(30, 40))
 
@@ -144,21 +123,9 @@ def test_grey_of_16_bits_is_scaled():
   data = saved(PIL.Image.fromarray(values))
   assert PIL.Image.open(io.BytesIO(data)).mode == 'I;16'
   np.testing.assert_array_equal(pictures.read(data), expected[..., None].repeat(3, 2))
-  # Older versions of Pillow open the same file as 32 bits.
-  wide = PIL.Image.fromarray(values.astype(np.int32))
-  assert wide.mode == 'I'
-  found = pictures._upright(wide)
-  np.testing.assert_array_equal(found, expected[..., None].repeat(3, 2))
   expected[0, 0] = 255  # what is transparent lies on white
   found = pictures.read(saved(PIL.Image.fromarray(values), transparency=0))
   np.testing.assert_array_equal(found, expected[..., None].repeat(3, 2))
-
-
-def test_a_photograph_is_turned_upright():
-  exif = PIL.Image.Exif()
-  exif[0x0112] = 6  # turned by a quarter
-  read = pictures.read(saved(drawn(30, 40), 'JPEG', exif=exif.tobytes()))
-  assert read.size == (30, 40)
 
 
 def animation():
@@ -174,10 +141,6 @@ BROKEN = {
   'text': (b'hello world', "a file that starts with b'hello wo' is not a picture"),
   'another format': (saved(drawn(9, 9), 'TIFF'), "a file that starts with b'II*"),
   'truncated': (WHOLE[: len(WHOLE) // 2], 'the picture cannot be decoded ('),
-  'a byte changed': (
-    WHOLE[:60] + bytes([WHOLE[60] ^ 255]) + WHOLE[61:],
-    'the picture cannot be decoded (',
-  ),
   'truncated jpeg': (saved(drawn(300, 400), 'JPEG')[:900], 'cannot be decoded ('),
   'strip': (saved(drawn(1, 201)), '201 x 1 pixels'),
   'animation': (animation(), '2 frames'),
@@ -195,7 +158,7 @@ def test_a_broken_picture_is_refused_in_one_sentence(name):
 
 def test_damaged_bytes_never_end_in_another_error():
   rng = np.random.default_rng(0)
-  for kind in ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF'):
+  for kind in pictures.FORMATS:
     whole = bytearray(saved(drawn(40, 50), kind))
     for _ in range(40):
       data = bytearray(whole)
@@ -207,13 +170,11 @@ def test_damaged_bytes_never_end_in_another_error():
         assert '\n' not in str(error)
 
 
-@pytest.mark.parametrize(
-  ('problem', 'count'), [('x', 1), ('<image>', 0), ('<image>', 2)]
-)
-def test_a_problem_has_a_place_for_each_picture(problem, count):
-  row = Row(problem, '1', pictures=(WHOLE,) * count)
-  with pytest.raises(ValueError, match=f'<image> for {count} pictures'):
-    pictures.check_row(row, sees=True)
+def test_a_problem_has_a_place_for_each_picture():
+  for problem, count in (('x', 1), ('<image>', 0), ('<image>', 2)):
+    row = Row(problem, '1', pictures=(WHOLE,) * count)
+    with pytest.raises(ValueError, match=f'<image> for {count} pictures'):
+      pictures.check_row(row, sees=True)
 
 
 def test_a_text_only_model_refuses_pictures_and_reads_any_text():

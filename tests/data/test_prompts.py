@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 from making import SEEING
-from pictured import ONE_LAYER, READER, WORDS, png, reader
+from pictured import CHAT, ONE_LAYER, READER, WORDS, png, reader
 
-from bapo_jax.data import pictures, prompts, sources, tokenizer
+from bapo_jax.data import pictures, prompts, tokenizer
 from bapo_jax.data.gallery import Capacity, Gallery
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.row import Row
@@ -21,39 +21,32 @@ N, WIDTH = 10, 4
 @pytest.fixture
 def problems():
   """Problem i is the row i+1, i+1, ... of length 1 + i % WIDTH."""
-  return made()
-
-
-def made():
   length_N = 1 + np.arange(N, dtype=np.int32) % WIDTH
-  tokens_NT = np.where(
-    np.arange(WIDTH) < length_N[:, None], np.arange(1, N + 1)[:, None], 0
-  ).astype(np.int32)
+  inside_NT = np.arange(WIDTH) < length_N[:, None]
+  tokens_NT = np.where(inside_NT, np.arange(1, N + 1)[:, None], 0).astype(np.int32)
   names = [str(i) for i in range(N)]
-  return prompts.Problems(
-    np.arange(N, dtype=np.int32), tokens_NT, length_N, names, names
-  )
-
-
-def ids_of(problems, steps, seed=0, count=3):
-  return [prompts.next_prompts(problems, s, seed, count).id_P.tolist() for s in steps]
+  ids = np.arange(N, dtype=np.int32)
+  return prompts.Problems(ids, tokens_NT, length_N, names, names)
 
 
 def epoch(problems, steps, seed=0, count=3):
-  return [i for step in ids_of(problems, steps, seed, count) for i in step]
+  """Ids of the prompts of these steps."""
+  found = [prompts.next_prompts(problems, step, seed, count) for step in steps]
+  return [i for step in found for i in step.id_P.tolist()]
 
 
 def test_prompts_are_a_function_of_step_and_seed(problems):
-  forwards = ids_of(problems, range(8))
-  backwards = ids_of(problems, reversed(range(8)))[::-1]
-  assert forwards == backwards
+  forwards = [epoch(problems, [step]) for step in range(8)]
+  assert forwards == [epoch(problems, [step]) for step in reversed(range(8))][::-1]
+  assert len({tuple(epoch(problems, range(3), seed)) for seed in range(5)}) == 5
 
 
-def test_an_epoch_holds_each_problem_once(problems):
+def test_an_epoch_contains_each_problem_once(problems):
   # 10 problems by 5: steps 0 and 1 are one epoch, 2 and 3 the next, in another order.
   first, second = epoch(problems, [0, 1], count=5), epoch(problems, [2, 3], count=5)
   assert sorted(first) == sorted(second) == list(range(N))
   assert first != second
+  assert sorted(epoch(problems, [5], count=N)) == list(range(N))
 
 
 def test_no_problem_comes_twice_in_a_step_nor_an_epoch(problems):
@@ -66,27 +59,6 @@ def test_no_problem_comes_twice_in_a_step_nor_an_epoch(problems):
   assert len(skipped) > 3
 
 
-def test_another_seed_is_another_order(problems):
-  orders = {tuple(epoch(problems, range(3), seed)) for seed in range(5)}
-  assert len(orders) == 5
-
-
-def test_a_prompt_is_its_problem(problems):
-  for step in range(4):
-    found = prompts.next_prompts(problems, step, 0, 3)
-    np.testing.assert_array_equal(found.tokens_PT, problems.tokens_NT[found.id_P])
-    np.testing.assert_array_equal(found.length_P, problems.length_N[found.id_P])
-
-
-def test_all_problems_in_one_step(problems):
-  assert sorted(ids_of(problems, [5], count=N)[0]) == list(range(N))
-
-
-def test_too_many_prompts_names_both_numbers(problems):
-  with pytest.raises(ValueError, match=r'prompts\.count=11 .* only 10 problems'):
-    prompts.next_prompts(problems, 0, 0, 11)
-
-
 def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
   found = prompts.prompts_by_id(problems, np.asarray([7, -1, 2, -1]))
   assert found.id_P.tolist() == [7, -1, 2, -1]
@@ -97,25 +69,24 @@ def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
 
 
 def test_the_fingerprint_changes_with_any_value(problems):
-  N = len(problems.text)
-  now = prompts.fingerprint(problems)
-  assert len(now) == 16 and now == prompts.fingerprint(made())
   swapped = [*problems.text[:-2], problems.text[-1], problems.text[-2]]
-  others = [
-    problems._replace(id_N=problems.id_N[::-1]),
-    problems._replace(text=swapped),
-    problems._replace(answer=swapped),
-    problems._replace(verifier=['math', *[''] * (N - 1)]),
-    problems._replace(  # what moves from one column to the next
-      text=['00', *problems.text[1:]], answer=['', *problems.answer[1:]]
-    ),
-    problems._replace(
-      id_N=problems.id_N[1:], text=problems.text[1:], answer=problems.answer[1:]
-    ),
+  changes = [
+    {},
+    {'id_N': problems.id_N[::-1]},
+    {'text': swapped},
+    {'answer': swapped},
+    {'verifier': ['math', *[''] * (N - 1)]},
+    # A character that moves from one column to the next.
+    {'text': ['00', *problems.text[1:]], 'answer': ['', *problems.answer[1:]]},
+    {name: getattr(problems, name)[1:] for name in ('id_N', 'text', 'answer')},
+    *({'system': ['a'] * i + [''] * (N - i)} for i in (1, 2)),
+    *({'pictures': [(file,)] + [()] * (N - 1)} for file in (b'a', b'b')),
   ]
-  assert len({now, *map(prompts.fingerprint, others)}) == 7
-  # No verifiers, and '' for each problem, both mean rewards.rule.
-  assert now == prompts.fingerprint(problems._replace(verifier=[''] * N))
+  found = [prompts.fingerprint(problems._replace(**change)) for change in changes]
+  assert len(set(found)) == len(found) and len(found[0]) == 16
+  # No values, and empty ones for each problem, mean the same.
+  for empty in ({'verifier': [''] * N}, {'system': [''] * N}, {'pictures': [()] * N}):
+    assert prompts.fingerprint(problems._replace(**empty)) == found[0]
 
 
 TOKENIZER = tokenizer.load('characters', '{problem}\n')
@@ -174,12 +145,9 @@ def test_every_choice_can_be_made_otherwise(load):
   assert "'2+2'" in lines[2] and lines[2].endswith('dropped from the training problems')
   with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(overlong='refuse')
-  assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
-
-
-def test_no_held_out_problem_is_dropped_for_its_length(load):
   with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
-    load(test=TRAIN)
+    load(test=TRAIN)  # no held-out problem is dropped for its length
+  assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
 
 
 def test_too_few_problems_are_refused_when_they_are_loaded(load):
@@ -190,47 +158,17 @@ def test_too_few_problems_are_refused_when_they_are_loaded(load):
     load(train=TRAIN[-1:])
 
 
-def test_nothing_is_logged_if_nothing_is_dropped(load):
-  assert load(train=TRAIN[:1], test=TEST[:1])[2] == []
-
-
-def test_system_messages_are_loaded_and_become_prompts(tmp_path):
+def test_system_messages_become_prompts():
   backend = tokenizer.characters()
   backend.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'
   chat = tokenizer.Tokenizer(backend, (1,), 'chat:{problem}')
-  user = {'role': 'user', 'content': '1+1'}
-  rows = [
-    {'prompt': [{'role': 'system', 'content': 'mod 7'}, user], 'solution': '2'},
-    {'prompt': [user | {'content': '1+2'}], 'solution': '3'},
-  ]
-  path = str(tmp_path / 'set.jsonl')
-  (tmp_path / 'set.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  rows = sources.load(ProblemsConfig(source=path, test_source=path), 'source')
+  rows = [Row('1+1', '2', system='mod 7'), Row('1+2', '3')]
   found = prompts.tabulate(chat, rows, 20, drop=False)
   assert found.text == ['1+1', '1+2'] and found.system == ['mod 7', '']
-  assert tokenizer.decode_prompts(chat, found.tokens_NT, found.length_N) == [
-    'mod 7=1+1=',
-    '1+2=',
-  ]
+  written = tokenizer.decode_prompts(chat, found.tokens_NT, found.length_N)
+  assert written == ['mod 7=1+1=', '1+2=']
   # mod 7=1+1= is m o d, a space, 7 = 1 + 1 =, one token each.
   assert found.length_N.tolist() == [10, 4]
-
-
-def test_a_system_message_changes_the_fingerprint_and_no_other_does(problems):
-  first = prompts.fingerprint(problems)
-  assert first == prompts.fingerprint(problems._replace(system=[''] * N))
-  others = [
-    prompts.fingerprint(problems._replace(system=['a'] * i + [''] * (N - i)))
-    for i in (1, 2)
-  ]
-  assert len({first, *others}) == 3
-
-
-def test_a_picture_changes_the_fingerprint_and_no_other_does(problems):
-  found = [prompts.fingerprint(problems)]
-  for files in ([()] * N, [(b'a',)] + [()] * (N - 1), [(b'b',)] + [()] * (N - 1)):
-    found.append(prompts.fingerprint(problems._replace(pictures=files)))
-  assert found[0] == found[1] and len(set(found)) == 3
 
 
 SAME = ('<image>1', '3')
@@ -263,15 +201,9 @@ def test_texts_are_the_same_to_a_model_with_a_tower_and_to_one_without(load):
       np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def test_a_text_only_model_is_given_no_pictures(load):
-  with pytest.raises(ValueError, match='text-only'):
-    load([(*SAME, 0)], [('1', '2')])
-
-
-@pytest.mark.parametrize('kind', ['bars', 'blank'])
-def test_blank_pictures_leave_out_no_problem(kind, capsys):
+def test_blank_pictures_leave_out_no_problem(capsys):
   # Few texts and one background: blank problems look alike, and have other answers.
-  source = {'source': 'drawn', 'test_source': 'drawn', 'drawn': {'kind': kind}}
+  source = {'source': 'drawn', 'test_source': 'drawn', 'drawn': {'kind': 'blank'}}
   problems = ProblemsConfig(**source, train=500, test=300)
   knobs = PromptsConfig(count=2, max_prompt_tokens=40)
   training, held_out = prompts.load(READER, knobs, problems, ONE_LAYER)
@@ -338,20 +270,16 @@ def test_every_patch_has_its_token_and_every_token_its_patch():
 
 
 @pytest.mark.parametrize(
-  ('chat', 'problem', 'message'),
+  ('problem', 'chat', 'count'),
   [
-    ({}, '<image><image_pad>', 'has 2 <image_pad> for 1 pictures'),
-    ({}, 'Find', 'has 0 <image_pad> for 1 pictures'),
-    (
-      {'chat': "{{ messages[0]['content'][1]['text'] }}"},
-      '<image>Find',
-      'has 0 <image_pad> for 1 pictures',
-    ),
+    ('<image><image_pad>', CHAT, 2),
+    ('Find', CHAT, 0),
+    ('<image>Find', CHAT.replace('<image_pad>', ''), 0),
   ],
 )
-def test_another_number_of_picture_tokens_is_refused(chat, problem, message):
-  with pytest.raises(ValueError, match=message):
-    prompts.encode(reader(**chat), [row(problem, (56, 56))], V)
+def test_another_number_of_picture_tokens_is_refused(problem, chat, count):
+  with pytest.raises(ValueError, match=f'has {count} <image_pad> for 1 pictures'):
+    prompts.encode(reader(chat=chat), [row(problem, (56, 56))], V)
 
 
 def test_a_tokenizer_without_the_token_of_pictures_is_refused():

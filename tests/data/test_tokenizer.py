@@ -1,5 +1,6 @@
 """Problems become rows of tokens and rows become text, with nothing lost on the way."""
 
+import functools
 import json
 import socket
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 
@@ -54,36 +56,22 @@ def test_round_trip(tokens):
   ]
 
 
-def test_it_is_a_tokenizer_like_any_other(tmp_path):
-  import transformers
-
-  assert isinstance(TOKENIZER.backend, transformers.PreTrainedTokenizerFast)
+@pytest.mark.parametrize('kind', ['', 'qwen2', 'llama'])
+def test_it_is_a_tokenizer_like_any_other_with_any_model(kind, tmp_path):
   TOKENIZER.backend.save_pretrained(tmp_path)
+  if kind:
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
   loaded = tokenizer_lib.load(str(tmp_path), '{problem}\n')
+  assert len(loaded.backend) == len(tokenizer_lib.CHARACTERS)
   strings = [''.join(WRITTEN), r'  7 * 8 = \boxed{56}' + '\n\n']
-  assert tokenizer_lib.encode(loaded, strings) == tokenizer_lib.encode(
-    TOKENIZER, strings
-  )
-  assert loaded.eos == TOKENIZER.eos
-  assert loaded.backend.pad_token_id == 0
-  rows = np.asarray([tokenizer_lib.encode(loaded, strings[1:])[0]])
-  assert (
-    tokenizer_lib.decode_responses(loaded, rows, np.ones(rows.shape, bool))
-    == strings[1:]
-  )
+  ids = tokenizer_lib.encode(loaded, strings)
+  assert ids == tokenizer_lib.encode(TOKENIZER, strings)
+  assert loaded.eos == TOKENIZER.eos and loaded.backend.pad_token_id == 0
+  rows = np.asarray(ids[1:])
+  written = tokenizer_lib.decode_responses(loaded, rows, np.ones(rows.shape, bool))
+  assert written == strings[1:]
   with pytest.raises(ValueError, match='no token for'):
     tokenizer_lib.encode(loaded, ['?'])
-
-
-def test_a_tokenizer_is_its_file_with_any_model(tmp_path):
-  TOKENIZER.backend.save_pretrained(tmp_path)
-  for kind in ('qwen2', 'qwen3', 'llama'):
-    (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
-    loaded = tokenizer_lib.load(str(tmp_path), '{problem}')
-    assert tokenizer_lib.encode(loaded, [' 1 + 2 ']) == tokenizer_lib.encode(
-      TOKENIZER, [' 1 + 2 ']
-    )
-    assert len(loaded.backend) == len(tokenizer_lib.CHARACTERS)
 
 
 def test_the_chat_template_wraps_the_problem():
@@ -94,7 +82,6 @@ def test_the_chat_template_wraps_the_problem():
 
 def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
   TOKENIZER.backend.save_pretrained(tmp_path)
-  assert tokenizer_lib.load(str(tmp_path), 'chat:{problem}').backend.chat_template
   loop = "{% for m in messages %}{{ '= ' + m['content'] }}{% endfor %}"
   tail = "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
   (tmp_path / 'chat_template.jinja').write_text(loop + tail)
@@ -102,39 +89,29 @@ def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
   assert texts(loaded, rows_of('1+2')) == ['= 1+2*\n']
 
 
-def test_a_chat_without_a_template_is_refused(tmp_path):
+@pytest.mark.parametrize(
+  ('part', 'template', 'message'),
+  [
+    ('chat_template', 'chat:{problem}', 'needs a chat template'),
+    ('eos_token', '{problem}', 'no end token; add eos_token_id'),
+  ],
+)
+def test_a_tokenizer_that_lacks_a_part_is_refused(part, template, message, tmp_path):
   tokenizer = tokenizer_lib.characters()
-  tokenizer.chat_template = None
+  setattr(tokenizer, part, None)
   tokenizer.save_pretrained(tmp_path)
-  assert tokenizer_lib.load(str(tmp_path), '{problem}').template == '{problem}'
-  with pytest.raises(ValueError, match='needs a chat template'):
-    tokenizer_lib.load(str(tmp_path), 'chat:{problem}')
-
-
-def test_prompts_are_padded_on_the_right():
-  tokens_NT, length_N = tokenizer_lib.pad([[7, 16, 8, 4], [9, 4]], ['1+2', '3'], 5)
-  np.testing.assert_array_equal(tokens_NT, [[7, 16, 8, 4, 0], [9, 4, 0, 0, 0]])
-  np.testing.assert_array_equal(length_N, [4, 2])
-  assert tokens_NT.dtype == length_N.dtype == np.int32
-  tokens_NT, length_N = tokenizer_lib.pad([], [], 5)
-  assert tokens_NT.shape == (0, 5) and length_N.shape == (0,)
-  with pytest.raises(ValueError, match=r"max_prompt_tokens=3 .* '1\+2' has 4 tokens"):
-    tokenizer_lib.pad([[9, 4], [7, 16, 8, 4]], ['3', '1+2'], 3)
+  with pytest.raises(ValueError, match=message):
+    tokenizer_lib.load(str(tmp_path), template)
 
 
 def test_a_response_is_its_mask_without_the_end_token():
   # Row 0: prompt 1+, response 23 and its end. Row 1: cut, no end. Row 2: an empty seat.
   tokens_BT = np.asarray([[7, 16, 8, 9, 1, 0], [7, 16, 8, 9, 9, 9], [0] * 6])
   response_mask_BT = np.asarray([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0] * 6], bool)
-  assert tokenizer_lib.decode_responses(TOKENIZER, tokens_BT, response_mask_BT) == [
-    '23',
-    '2333',
-    '',
-  ]
+  decode = functools.partial(tokenizer_lib.decode_responses, TOKENIZER)
+  assert decode(tokens_BT, response_mask_BT) == ['23', '2333', '']
   # A padding token that the policy sampled is a part of its response.
-  assert tokenizer_lib.decode_responses(
-    TOKENIZER, tokens_BT[:1] * 0, response_mask_BT[:1]
-  ) == ['<pad>' * 3]
+  assert decode(tokens_BT[:1] * 0, response_mask_BT[:1]) == ['<pad>' * 3]
 
 
 @pytest.mark.parametrize(
@@ -169,27 +146,9 @@ def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp
 def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
   TOKENIZER.backend.save_pretrained(tmp_path)
   for listed, ends in (([4, 1, 3], (1, 4, 3)), (4, (1, 4)), (None, (1,))):
-    (tmp_path / 'generation_config.json').write_text(
-      json.dumps({'eos_token_id': listed})
-    )
+    text = json.dumps({'eos_token_id': listed})
+    (tmp_path / 'generation_config.json').write_text(text)
     assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-  tokenizer = tokenizer_lib.characters()
-  tokenizer.eos_token = None
-  tokenizer.save_pretrained(tmp_path)
-  with pytest.raises(ValueError, match='no end token; add eos_token_id'):
-    tokenizer_lib.load(str(tmp_path), '{problem}')
-
-
-def test_chat_templates_see_special_tokens():
-  template = (
-    '{{ bos_token }}{% for m in messages %}{{ m.role|length }}{{ m.content|trim }}'
-    '{{ eos_token }}{% endfor %}{% if add_generation_prompt %}={% endif %}'
-  )
-  problems = rows_of(*(f' {i} + {i}' for i in range(50)))
-  assert texts(chat(template), problems)[3] == '43 + 3<eos>='
 
 
 # ChatML, with a system message of the model if none is given.
@@ -261,20 +220,12 @@ def test_the_token_after_an_answer_is_found(template, expected):
   assert tokenizer_lib.turn_end(chat(template)) == expected
 
 
-def test_prompts_come_back_as_the_policy_reads_them():
-  asking = chat('<eos>{{ messages[0].content }}<eos>=', 'chat:{problem} mod 7')
-  ids_N = tokenizer_lib.encode_prompts(asking, rows_of('1+1', '10'))
-  tokens_NT, length_N = tokenizer_lib.pad(ids_N, ['1+1', '10'], 20)
-  found = tokenizer_lib.decode_prompts(asking, tokens_NT, length_N)
-  assert found == ['<eos>1+1 mod 7<eos>=', '<eos>10 mod 7<eos>=']
-
-
 def test_the_patches_of_a_picture_are_written_as_their_number():
-  tokenizer = tokenizer_lib.Tokenizer(tokenizer_lib.characters(), (1,), '{problem}')
+  plain = TOKENIZER._replace(template='{problem}')
   image = tokenizer_lib.CHARACTERS.index(tokenizer_lib.IMAGE)
   texts = ['<image>' * 16 + '7*<image><image>3', '<image>=1', '4']
-  rows = tokenizer_lib.encode(tokenizer, texts)
-  tokens_NT, length_N = tokenizer_lib.pad(rows, texts, 24)
-  assert tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N) == texts
-  found = tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N, image)
+  table = prompts.tabulate(plain, rows_of(*texts), 24, drop=False)
+  rows = table.tokens_NT, table.length_N
+  assert tokenizer_lib.decode_prompts(plain, *rows) == texts
+  found = tokenizer_lib.decode_prompts(plain, *rows, image)
   assert found == ['(<image> x 16)7*(<image> x 2)3', '(<image> x 1)=1', '4']

@@ -1,16 +1,12 @@
 """Right answers that a verifier cannot use are refused; all others are accepted."""
 
-import pathlib
-
 import pytest
 
-from bapo_jax.data import local_files
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import gold, verifiers
 
-SHARED = pathlib.Path(__file__).parents[3] / 'shared/data'
 DEEP = r'\frac{' * 101 + '1' + '}{2}' * 101
 USABLE = {
   'aime': ['0', '007', '999'],
@@ -58,24 +54,6 @@ def test_an_answer_that_the_verifier_cannot_read_is_refused(rule, answers):
         gold.check(default)(row)
       assert repr(answer[:40]) in str(error.value)
       assert len(str(error.value)) < 300
-
-
-def test_every_rule_is_asked():
-  assert USABLE.keys() == verifiers.RULES.keys()
-
-
-@pytest.mark.parametrize(
-  ('file', 'rule'),
-  [
-    ('aime24.jsonl', 'aime'),
-    ('gsm8k_test_300.jsonl', 'aime'),  # its rows name gsm8k
-    ('math500_200.jsonl', 'math'),
-  ],
-)
-def test_the_answers_of_real_files_are_accepted(file, rule):
-  if not (SHARED / file).exists():
-    pytest.skip(f'no {SHARED / file} here')
-  assert local_files.read(str(SHARED / file), gold.check(rule))
 
 
 def test_the_answers_of_made_problems_are_accepted():

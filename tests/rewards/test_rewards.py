@@ -25,8 +25,7 @@ def verifier():
   verifiers = []
 
   def make(rule, **knobs):
-    knobs = {'deadline': 0.5, 'batch_deadline': 60.0, 'recycle': 100} | knobs
-    verifiers.append(rewards.Verifier(RewardsConfig(rule=rule, **knobs)))
+    verifiers.append(rewards.Verifier(RewardsConfig(rule=rule, deadline=0.5, **knobs)))
     return verifiers[-1]
 
   yield make
@@ -81,13 +80,6 @@ def test_each_response_may_have_a_rule_of_its_own(verifier):
   assert rights(aime, answers, texts, ['aime', 'math', 'gsm8k']) == [True, True, True]
 
 
-@pytest.mark.parametrize('strict', [True, False])
-def test_strictness_reaches_every_rule(verifier, strict):
-  answers, texts = ['56', '5'], [r'\boxed{7\times 8}', r'\boxed{5 million}']
-  lenient = rights(verifier('math', strict=strict), answers, texts, ['math', 'gsm8k'])
-  assert lenient == [not strict] * 2
-
-
 RIGHT_PG = np.asarray([[1, 1, 0, 0], [1, 0, 1, 0]], bool)
 CUT_PG = np.asarray([[0, 1, 0, 1], [0, 0, 1, 1]], bool)
 FORM_PG = np.asarray([[1, 1, 1, 0], [1, 0, 1, 0]], bool)
@@ -105,13 +97,10 @@ def shaped(**knobs):
   return plain
 
 
-def test_unshaped_a_reward_is_a_verdict():
+def test_a_reward_is_a_verdict_and_a_bonus_for_an_answer_in_its_place():
   reward_PG, teaches_PG = shaped()
   np.testing.assert_array_equal(reward_PG, RIGHT_PG)
   assert teaches_PG.all()
-
-
-def test_the_bonus_is_for_an_answer_in_its_place():
   reward_PG, _ = shaped(format_bonus=0.1)
   expected = [[1.1, 1.1, 0.1, 0], [1.1, 0, 1.1, 0]]
   np.testing.assert_allclose(reward_PG, expected, rtol=1e-6)

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from bapo_jax.rewards import verifier_pool
 from bapo_jax.rewards.knobs import RewardsConfig
-from bapo_jax.rewards.verifier_pool import VerifierPool
 
 HANGS = r'\boxed{10^9!}'  # for a lenient verdict, which evaluates it
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,9 +20,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def lenient(workers, **limits):
-  """A pool of lenient workers; its limits may be outside the range of the knobs."""
-  knobs = RewardsConfig(strict=False, workers=workers).model_copy(update=limits)
-  with contextlib.closing(VerifierPool(knobs)) as pool:
+  """A pool of lenient workers."""
+  knobs = RewardsConfig(strict=False, workers=workers, **limits)
+  with contextlib.closing(verifier_pool.VerifierPool(knobs)) as pool:
     yield pool
 
 
@@ -43,10 +43,8 @@ def submit(pool, answer, texts):
 
 def halves(pool, n=1):
   """Submits n responses whose verdicts are known: right, wrong, right, ..."""
-  texts = [
-    f'\\boxed{{\\frac{{{i % 7 + 1}}}{{{2 * (i % 7 + 1) + i % 2}}}}}' for i in range(n)
-  ]
-  return submit(pool, '1/2', texts)
+  fractions = [rf'\frac{{{i % 7 + 1}}}{{{2 * (i % 7 + 1) + i % 2}}}' for i in range(n)]
+  return submit(pool, '1/2', [rf'\boxed{{{fraction}}}' for fraction in fractions])
 
 
 def known(n):
@@ -73,20 +71,41 @@ def wait(until, seconds=60):
 
 
 def alive(pid):
-  """Whether the process exists and is no zombie."""
+  """Whether the process exists and is no zombie (Linux)."""
   try:
-    os.kill(pid, 0)
-  except ProcessLookupError:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except OSError:
     return False
-  stat = pathlib.Path(f'/proc/{pid}/stat')
-  return not stat.exists() or stat.read_text().rpartition(')')[2].split()[0] != 'Z'
+  return stat.rpartition(')')[2].split()[0] != 'Z'
+
+
+@contextlib.contextmanager
+def throttled(pool, pause):
+  """The pool on a machine that stops its workers for `pause` seconds every 20 ms."""
+  ended = threading.Event()
+
+  def throttle():
+    while not ended.wait(0.02):
+      workers = pids(pool)
+      for signal_, seconds in ((signal.SIGSTOP, pause), (signal.SIGCONT, 0)):
+        for pid in workers:
+          with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_)
+        time.sleep(seconds)
+
+  thread = threading.Thread(target=throttle)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
 
 
 def test_verdicts_come_in_the_order_of_the_requests():
   with lenient(3) as pool:
-    batches = [halves(pool, n) for n in (40, 0, 1)]
-    for futures, n in zip(batches, (40, 0, 1), strict=True):
-      assert rights(futures) == known(n)
+    batches = {n: halves(pool, n) for n in (40, 0, 1)}
+    assert all(rights(futures) == known(n) for n, futures in batches.items())
 
 
 def test_sigkill_in_mid_batch_loses_no_verdict():
@@ -105,7 +124,7 @@ def test_sigkill_in_mid_batch_loses_no_verdict():
 
 
 def test_an_answer_that_two_workers_died_of_is_undecided():
-  with lenient(1, deadline=60) as pool:
+  with lenient(1, deadline=60.0) as pool:
     verdicts(halves(pool))
     futures = submit(pool, '3', [HANGS, r'\boxed{3.0}'])
     for _ in range(2):
@@ -118,24 +137,27 @@ def test_an_answer_that_two_workers_died_of_is_undecided():
     assert second.right
 
 
-def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
-  with lenient(1, deadline=0.5) as pool:
+@pytest.mark.parametrize('loaded', [False, True])
+def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead(loaded):
+  with lenient(1, deadline=0.3) as pool:
     verdicts(halves(pool))
     (old,) = pids(pool)
     used = [processor_time(old)]
-    (future,) = submit(pool, '3', [HANGS])
-    while not future.done():
-      with contextlib.suppress(OSError):  # it is gone
-        used.append(processor_time(old))
-      time.sleep(0.001)
-    assert future.result() == (None, 'took over 0.5 s', None)
-    assert used[-1] - used[0] < 1
+    with throttled(pool, 0.1) if loaded else contextlib.nullcontext():
+      (future,) = submit(pool, '3', [HANGS])
+      while not future.done():
+        with contextlib.suppress(OSError):  # the process has ended
+          used.append(processor_time(old))
+        time.sleep(0.001)
+    assert future.result() == (None, 'took over 0.3 s', None)
+    assert used[-1] - used[0] < 0.8
     wait(lambda: not alive(old))
     assert rights(halves(pool)) == [True]
 
 
-def test_a_worker_is_replaced_after_its_share_of_answers():
-  with lenient(1, recycle=3) as pool:
+def test_a_worker_is_replaced_after_its_share_of_answers(monkeypatch):
+  monkeypatch.setattr(verifier_pool, 'RECYCLE', 3)
+  with lenient(1) as pool:
     seen = []
     for _ in range(7):
       assert rights(halves(pool)) == [True]
@@ -145,37 +167,20 @@ def test_a_worker_is_replaced_after_its_share_of_answers():
     assert not alive(seen[0])
 
 
-def test_a_worker_without_memory_is_undecided_not_wrong():
-  # Less than sympy has already: nothing more can be had.
-  with lenient(1, memory_mb=40) as pool:
+def test_a_worker_without_memory_is_undecided_not_wrong(monkeypatch):
+  # Less than sympy uses already: every allocation fails.
+  monkeypatch.setattr(verifier_pool, 'MEMORY_MB', 40)
+  with lenient(1) as pool:
     text = r'\boxed{\frac{' + '1+' * 400 + '1}{2}}'
     (verdict,) = verdicts(submit(pool, '1' * 100_000, [text]))
     assert verdict.right is None
     assert verdict.reason in ('took over 40 MiB', '2 workers died of it')
 
 
-def test_memory_stays_bounded():
-  # It wants 400 MB at least (measured without a limit), and is given 300.
-  peak = 0
-  with lenient(1, deadline=3, memory_mb=300) as pool:
-    verdicts(halves(pool))
-    futures = submit(pool, '3', [r'\boxed{(x+1)^{1000000}}'])
-    while not done(futures):
-      for pid in pids(pool):
-        statm = pathlib.Path(f'/proc/{pid}/statm')
-        if statm.exists():
-          pages = statm.read_text().split()
-          peak = max(peak, int(pages[0]) * os.sysconf('SC_PAGE_SIZE') if pages else 0)
-      time.sleep(0.01)
-    assert rights(futures) != [True]
-    assert rights(halves(pool)) == [True]
-  assert peak <= 300 * 2**20
-
-
 def test_the_fork_server_may_die_too():
   with lenient(2) as pool:
     verdicts(halves(pool, 4))
-    pool._fork_server.process.kill()
+    pool._fork_server[1].kill()
     for pid in pids(pool):
       os.kill(pid, signal.SIGKILL)
     assert rights(halves(pool, 10)) == known(10)
@@ -183,18 +188,15 @@ def test_the_fork_server_may_die_too():
 
 def test_a_fork_server_that_cannot_start_is_an_error(monkeypatch):
   monkeypatch.setattr(sys, 'executable', '/bin/false')
-  with (
-    lenient(1) as pool,
-    pytest.raises(RuntimeError, match='verifier process'),
-  ):
+  with lenient(1) as pool, pytest.raises(RuntimeError, match='verifier process'):
     verdicts(halves(pool))
 
 
 def test_nothing_is_left_when_it_closes():
-  with lenient(2, deadline=60) as pool:
+  with lenient(2, deadline=60.0) as pool:
     verdicts(halves(pool, 4))
     futures = submit(pool, '3', [HANGS] * 9)
-    processes = [*pids(pool), pool._fork_server.process.pid]
+    processes = [*pids(pool), pool._fork_server[1].pid]
   wait(lambda: not any(map(alive, processes)))
   assert {v.reason for v in verdicts(futures)} == {'the pool was closed'}
   assert all(not thread.is_alive() for thread in pool._threads)
@@ -203,28 +205,23 @@ def test_nothing_is_left_when_it_closes():
     halves(pool)
 
 
-@pytest.mark.parametrize('end', [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, None])
+@pytest.mark.parametrize('end', [signal.SIGKILL, signal.SIGINT, None])
 def test_nothing_is_left_when_the_caller_ends(end):
-  script = (
-    'import sys, time\n'
-    'from bapo_jax.rewards.knobs import RewardsConfig\n'
-    'from bapo_jax.rewards.verifier_pool import VerifierPool\n'
-    'pool = VerifierPool(RewardsConfig(strict=False, deadline=60.0))\n'
-    "submit = lambda text: pool.submit([('math', '3', text)])[0]\n"
-    r"submit('\\boxed{3.0}').result(), submit('\\boxed{4.0}').result()" + '\n'
-    f'for _ in range(2): future = submit(r"{HANGS}")\n'
-    'time.sleep(0.3)\n'
-    'workers = [worker.pid for worker in pool._workers.values()]\n'
-    'print(*workers, pool._fork_server.process.pid, flush=True)\n'
-    + ('future.result()\n' if end else '')
-  )
-  caller = subprocess.Popen(
-    [sys.executable, '-c', script],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    cwd=ROOT,
-  )
+  script = f"""
+import time
+from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.verifier_pool import VerifierPool
+pool = VerifierPool(RewardsConfig(strict=False, deadline=60.0))
+submit = lambda text: pool.submit([('math', '3', text)])[0]
+submit(r'\\boxed{{3.0}}').result(), submit(r'\\boxed{{4.0}}').result()
+for _ in range(2): future = submit(r'{HANGS}')
+time.sleep(0.3)
+workers = [worker.pid for worker in pool._workers.values()]
+print(*workers, pool._fork_server[1].pid, flush=True)
+{'future.result()' if end else ''}
+"""
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  caller = subprocess.Popen([sys.executable, '-c', script], cwd=ROOT, **pipes)
   processes = [int(pid) for pid in caller.stdout.readline().split()]
   assert len(processes) >= 2, caller.communicate()
   if end:
@@ -244,53 +241,18 @@ def test_neither_pool_nor_worker_loads_jax():
   assert not {'jax', 'numpy', 'transformers'} & set(modules.split())
 
 
-@contextlib.contextmanager
-def throttled(pool):
-  """The pool on a machine that leaves its workers 20 ms in every 300."""
-  ended = threading.Event()
-
-  def throttle():
-    while not ended.wait(0.02):
-      workers = pids(pool)
-      for signal_, pause in ((signal.SIGSTOP, 0.28), (signal.SIGCONT, 0)):
-        for pid in workers:
-          with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal_)
-        time.sleep(pause)
-
-  thread = threading.Thread(target=throttle)
-  thread.start()
-  try:
-    yield
-  finally:
-    ended.set()
-    thread.join()
-
-
 def test_on_a_loaded_machine_honest_answers_get_their_verdicts():
   # 30 to 60 ms of work each: by wall time nearly all are late.
-  texts = [f'\\boxed{{(x+{i})^4}}' for i in range(1, 13)]
-  golds = [f'(x+{i})^2(x^2+{2 * i}x+{i * i})' for i in range(1, 13)]
-  with lenient(2, deadline=0.25, batch_deadline=20) as pool:
+  texts = [f'\\boxed{{(x+{i})^4}}' for i in range(1, 9)]
+  golds = [f'(x+{i})^2(x^2+{2 * i}x+{i * i})' for i in range(1, 9)]
+  with lenient(2, deadline=0.25, batch_deadline=20.0) as pool:
     verdicts(halves(pool, 4))
     began = time.monotonic()
-    with throttled(pool):
-      futures = pool.submit(
-        [('math', *pair) for pair in zip(golds, texts, strict=True)]
-      )
-      assert rights(futures) == [True] * 12
+    with throttled(pool, 0.25):
+      pairs = zip(golds, texts, strict=True)
+      assert rights(pool.submit([('math', *pair) for pair in pairs])) == [True] * 8
     # The premise: the answers of a worker took longer than a deadline each.
-    assert time.monotonic() - began > 6 * 0.25
-
-
-def test_on_a_loaded_machine_a_spinning_answer_dies_by_its_processor_time():
-  with lenient(1, deadline=0.3) as pool:
-    verdicts(halves(pool, 2))
-    (old,) = pids(pool)
-    with throttled(pool):
-      (verdict,) = verdicts(submit(pool, '3', [HANGS]))
-    assert verdict == (None, 'took over 0.3 s', None)
-    wait(lambda: not alive(old))
+    assert time.monotonic() - began > 4 * 0.25
 
 
 def test_a_worker_that_stands_still_is_replaced_and_no_verdict_lost():
@@ -302,7 +264,7 @@ def test_a_worker_that_stands_still_is_replaced_and_no_verdict_lost():
 
 
 def test_a_batch_has_a_budget_of_processor_time_per_worker():
-  with lenient(2, deadline=60, batch_deadline=0.5) as pool:
+  with lenient(2, deadline=60.0, batch_deadline=0.5) as pool:
     spent = [v.reason for v in verdicts(submit(pool, '3', [HANGS] * 6))]
     assert spent == ['its batch was due'] * 6
     assert rights(halves(pool, 2)) == known(2)  # the next batch has its own budget

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import pathlib
-import resource
 import time
 
 import hypothesis
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 from bapo_jax.rewards import answers, verifiers
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.latex import symbolic
-from bapo_jax.rewards.verifier_pool import VerifierPool
+from bapo_jax.rewards.rewards import Verifier
 
 TESTS = pathlib.Path(__file__).parents[1]
 REAL = TESTS.parents[1] / 'shared/data'
@@ -48,22 +47,18 @@ CASES = list(table())
 
 
 @pytest.fixture(scope='module')
-def pools():
-  """A pool of strict workers at True, one of lenient workers at False."""
-  made = {
-    strict: VerifierPool(RewardsConfig(deadline=DEADLINE, strict=strict))
-    for strict in (True, False)
-  }
-  yield made
-  for pool in made.values():
-    pool.close()
+def verify():
+  """Verifies one response as a run does it: in a worker process if necessary."""
+  knobs = [RewardsConfig(deadline=DEADLINE, strict=strict) for strict in (False, True)]
+  lenient_and_strict = [Verifier(k) for k in knobs]
 
+  def verdict(rule, answer, response, strict=True):
+    pending = lenient_and_strict[strict].submit([answer], [response], [rule])
+    return pending.one(0)
 
-def verify(pools, rule, answer, response, strict=True):
-  """As a run does it: in a worker process if the rule needs one."""
-  if rule in verifiers.POOLED:
-    return pools[strict].submit([(rule, answer, response)])[0].result()
-  return verifiers.verify(rule, answer, response, strict=strict)
+  yield verdict
+  for verifier in lenient_and_strict:
+    verifier.close()
 
 
 def test_the_table_is_long_and_without_repetition():
@@ -76,9 +71,9 @@ def test_the_table_is_long_and_without_repetition():
   CASES,
   ids=[f'{case[0]}-{i}' for i, case in enumerate(CASES)],
 )
-def test_the_verdict_is_a_readers(pools, file, rule, answer, response, expected):
+def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected):
   start = time.process_time()  # the pool's own tests bound the time of its workers
-  verdict = verify(pools, rule, answer, response)
+  verdict = verify(rule, answer, response)
   assert time.process_time() - start < DEADLINE
   assert verdict.reason
   if expected == 'not right':
@@ -87,26 +82,13 @@ def test_the_verdict_is_a_readers(pools, file, rule, answer, response, expected)
     assert verdict.right is expected, verdict
 
 
-BOMBS = [case[1:4] for case in CASES if case[0] == 'bombs']
-
-
-def test_a_lenient_verdict_survives_every_bomb():
-  bombs = [bomb for bomb in BOMBS if bomb[0] == 'math'][:16]
-  with contextlib.closing(
-    VerifierPool(RewardsConfig(deadline=0.5, strict=False))
-  ) as pool:
-    verdicts = [future.result() for future in pool.submit(bombs)]
+def test_a_lenient_verdict_survives_bombs():
+  bombs = [case[2:4] for case in CASES if case[:2] == ('bombs', 'math')][:6]
+  k = RewardsConfig(rule='math', deadline=0.5, strict=False)
+  with contextlib.closing(Verifier(k)) as verifier:
+    verdicts = verifier.submit(*zip(*bombs, strict=True)).result()
   assert not any(verdict.right for verdict in verdicts)
   assert 'took over 0.5 s' in {verdict.reason for verdict in verdicts}  # the premise
-
-
-def test_the_fast_rules_need_little_memory():
-  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  for rule, answer, response in BOMBS:
-    if rule not in verifiers.POOLED:
-      verifiers.RULES[rule](answer, response)
-  grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-  assert grown < 200 * 2**10  # KiB
 
 
 @pytest.mark.parametrize('unit', [r'\boxed{', '}', '{', '-', '1,', '\n', 'answer'])
@@ -134,35 +116,27 @@ def test_fast_rules_take_linear_time(rule, unit):
     ('gsm8k', '5', r'\boxed{5 million}'),
   ],
 )
-def test_a_lenient_verdict_calculates_and_overlooks(pools, rule, answer, response):
-  assert verify(pools, rule, answer, response, strict=False).right
-  assert not verify(pools, rule, answer, response).right
+def test_a_lenient_verdict_calculates_and_overlooks(verify, rule, answer, response):
+  assert verify(rule, answer, response, strict=False).right
+  assert not verify(rule, answer, response).right
 
 
 @pytest.mark.parametrize(
   'answer', ['1e999', '\ud800', r'\frac{', '', r'\{', '9' * 5000]
 )
 @pytest.mark.parametrize('rule', sorted(verifiers.RULES))
-def test_a_malformed_right_answer_crashes_nothing(pools, rule, answer):
+def test_a_malformed_right_answer_crashes_nothing(verify, rule, answer):
   for response in (r'\boxed{5}', r'\boxed{\frac{1}{2}}', 'x', ''):
-    verdict = verify(pools, rule, answer, response)
+    verdict = verify(rule, answer, response)
     assert not verdict.right or rule == 'exact'
-  assert verify(pools, rule, answer, '\\boxed{\udc00}').right is not True
+  assert verify(rule, answer, '\\boxed{\udc00}').right is not True
 
 
-@pytest.mark.parametrize(
-  ('rule', 'answer', 'response', 'right'),
-  [
-    ('math', '\ud800', r'\boxed{1}', None),
-    ('math', r'\frac{', r'\boxed{1}', None),
-    ('math', '1', '\\boxed{\ud800}', False),
-    ('gsm8k', '1', '\\boxed{\ud800}', False),
-  ],
-)
-def test_text_outside_unicode_is_undecided_or_wrong(
-  pools, rule, answer, response, right
-):
-  assert verify(pools, rule, answer, response).right is right
+def test_text_outside_unicode_is_undecided_or_wrong(verify):
+  for answer in ('\ud800', r'\frac{'):
+    assert verify('math', answer, r'\boxed{1}').right is None
+  for rule in ('math', 'gsm8k'):
+    assert verify(rule, '1', '\\boxed{\ud800}').right is False
 
 
 def test_math_verify_receives_the_box_that_was_read(monkeypatch):
@@ -196,12 +170,6 @@ def test_a_number_is_decided_without_math_verify(text, gold):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(symbolic, 'equivalent', None)
     assert verifiers.verify('math', gold, r'\boxed{' + text + '}') == verdict
-
-
-def test_boxed_keeps_the_content():
-  for content in (r'\frac{1}{2}', '', r'1\boxed{2}'):
-    assert answers.boxed('therefore \\boxed{' + content + '}, done') == content
-  assert answers.boxed('therefore, done') is None
 
 
 @hypothesis.given(st.lists(st.sampled_from([r'\boxed{', '{', '}', '1', '\\', 'x'])))
@@ -286,33 +254,30 @@ def test_equal_answers_are_spelled_alike(rule, answer, text, vote):
 
 
 @pytest.mark.parametrize(
-  ('rule', 'name', 'count'),
+  ('rule', 'name'),
   [
-    ('aime', 'aime24.jsonl', 30),
-    ('gsm8k', 'gsm8k_test_300.jsonl', 300),
-    ('math', 'math500_200.jsonl', 200),
+    ('aime', 'aime24.jsonl'),
+    ('gsm8k', 'gsm8k_test_300.jsonl'),
+    ('math', 'math500_200.jsonl'),
   ],
 )
-def test_real_answers_are_right_and_those_of_their_neighbours_wrong(
-  pools, rule, name, count
-):
+def test_real_answers_are_right_and_those_of_their_neighbours_wrong(verify, rule, name):
   path = REAL / name
   if not path.exists():
     pytest.skip(f'no {name} beside the checkout')
   golds = [json.loads(line)['answer'] for line in path.read_text().splitlines()]
   bare = [gold.rpartition('####')[2].strip() for gold in golds]
-  assert len(golds) == count
   for gold, text in zip(golds, bare, strict=True):
-    assert verify(pools, rule, gold, f'So it is \\boxed{{{text}}}.').right
-  # math-verify itself, which equal spelling spares: 98 % at least.
+    assert verify(rule, gold, f'So it is \\boxed{{{text}}}.').right
+  # Equal spelling bypasses math-verify, which finds at least 98 % equal.
   if rule == 'math':
-    assert sum(symbolic.equivalent(gold, gold) for gold in golds) >= 0.98 * count
+    assert sum(symbolic.equivalent(gold, gold) for gold in golds) >= 0.98 * len(golds)
   pairs = [pair for pair in itertools.pairwise([*bare, bare[0]]) if pair[0] != pair[1]]
-  assert len(pairs) > 0.9 * count
+  assert len(pairs) > 0.9 * len(golds)
   right = [
-    pair
-    for pair in pairs
-    if verify(pools, rule, pair[0], f'\\boxed{{{pair[1]}}}').right is not False
+    (gold, text)
+    for gold, text in pairs
+    if verify(rule, gold, f'\\boxed{{{text}}}').right is not False
   ]
   # Neighbours in the file that do mean the same.
   assert right == ([('5', 'x=5')] if rule == 'math' else [])

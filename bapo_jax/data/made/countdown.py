@@ -40,13 +40,8 @@ WORDINGS = {
 def row(numbers: Any, target: Any, wording: str) -> Row:
   """Returns the problem in this wording; its answer is numbers and target as JSON.
 
-  Args:
-    numbers: two or more integers, in the order in which they are stated.
-    target: the integer to reach.
-    wording: a key of WORDINGS.
-
   Raises:
-    ValueError: `numbers` and `target` are something else.
+    ValueError: `numbers` are not two or more integers, or `target` is not an integer.
   """
   listed = isinstance(numbers, list | tuple) and len(numbers) > 1
   for n in (*(numbers if listed else (numbers,)), target):
@@ -85,13 +80,8 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     problem = Problem(row(numbers, target, knobs.wording), target, numbers)
     return (*sorted(numbers), -target), problem
 
-  drawn = draw_distinct(draw, count)
-  if len(drawn) < count:
-    raise ValueError(
-      f'problems: countdown with numbers up to {knobs.largest} has about {len(drawn)} '
-      f'different problems, fewer than train + test = {count}; ask for fewer or raise '
-      'problems.countdown.largest'
-    )
+  source = f'countdown with numbers up to {knobs.largest}'
+  drawn = draw_distinct(draw, count, source, 'problems.countdown.largest')
   # Rare kinds of problems (few numbers, small targets) are drawn early. Without this
   # shuffle the held-out problems, which come last, would be harder.
   return tuple(drawn[i] for i in rng.permutation(count))
@@ -128,9 +118,6 @@ def solve(
   fake a solution.
 
   Args:
-    problem: a countdown problem.
-    rng: source of randomness.
-    slip: chance that a step goes wrong.
     repeat: chance that a chain repeats an earlier chain.
     largest: upper limit of every result, which bounds the arithmetic to learn.
   """
@@ -139,11 +126,10 @@ def solve(
     if tried and rng.random() < repeat:
       chain = tried[rng.integers(len(tried))]
     else:
-      chain = _chain(rng, problem.numbers, largest, slip)
-      for _ in range(7):  # two numbers have few chains, so a repeat may be unavoidable
+      for _ in range(8):  # two numbers have few chains, so a repeat may be unavoidable
+        chain = _chain(rng, problem.numbers, largest, slip)
         if chain not in tried:
           break
-        chain = _chain(rng, problem.numbers, largest, slip)
     tried.append(chain)
     if chain[-1] == problem.answer:
       break

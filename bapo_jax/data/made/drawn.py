@@ -20,8 +20,7 @@ pixels.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import UInt8
@@ -37,13 +36,6 @@ LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter: it is behind the quantities
 
 
-class Kind(NamedTuple):
-  """A kind of picture: its drawing function and the phrase that names quantities."""
-
-  draw: Callable[[np.random.Generator, Canvas, Sequence[int]], None]
-  name: str
-
-
 @functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems; the quantities do not depend on the kind of picture.
@@ -53,7 +45,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   Raises:
     ValueError: there are too few distinct problems.
   """
-  knobs, seed, count = problems.drawn, problems.seed, problems.count
+  knobs, seed = problems.drawn, problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
   def draw() -> tuple[tuple, tuple]:
@@ -64,13 +56,8 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     key = numbers, tuple(int(n) for n in chosen * signs)
     return key, key
 
-  drawn = draw_distinct(draw, count)
-  if len(drawn) < count:
-    raise ValueError(
-      f'problems: drawn {knobs.kind} with shown={knobs.shown} and terms={knobs.terms} '
-      f'have about {len(drawn)} different problems, fewer than train + test = {count}; '
-      'ask for fewer or raise problems.drawn.shown'
-    )
+  source = f'drawn with shown={knobs.shown} and terms={knobs.terms}'
+  drawn = draw_distinct(draw, problems.count, source, 'problems.drawn.shown')
   # Kinds have a random stream of their own, so that they do not change the quantities.
   kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
   stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
@@ -93,9 +80,8 @@ def solve(
   The line is written a second time, before the answer, with chance `repeat`.
   """
   read = [problem.numbers[abs(n) - 1] for n in problem.terms]
-  for i, _ in enumerate(read):
-    if rng.random() < slip:
-      read[i] = (read[i] + int(rng.integers(1, BASE))) % BASE
+  slips = [int(rng.integers(1, BASE)) if rng.random() < slip else 0 for _ in read]
+  read = [(quantity + off) % BASE for quantity, off in zip(read, slips, strict=True)]
   value = _value(read, problem.terms)
   line = f'{_sum(read, problem.terms)}={value}'
   lines = [line] * (2 if rng.random() < repeat else 1)
@@ -118,7 +104,7 @@ def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str)
     return f'{pictures.PLACEHOLDER}{asked}'
   names = ', '.join(f'x{i + 1}' for i in range(len(numbers)))
   return (
-    f'{pictures.PLACEHOLDER}Let {names} be {KINDS[kind].name}. Find {asked}, from 0 to '
+    f'{pictures.PLACEHOLDER}Let {names} be {KINDS[kind][1]}. Find {asked}, from 0 to '
     rf'{BASE - 1}, and give it in \boxed{{}}.'
   )
 
@@ -130,7 +116,7 @@ def _picture(
   side = sides[int(rng.integers(len(sides)))]
   light = rng.integers(230, 256, 3)
   canvas_HW3 = np.tile(light.astype(np.uint8), (side, side, 1))
-  KINDS[kind].draw(rng, canvas_HW3, numbers)
+  KINDS[kind][0](rng, canvas_HW3, numbers)
   return pictures.png(canvas_HW3)
 
 
@@ -201,14 +187,16 @@ def _nothing(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -
   """Leaves the picture empty, to measure a policy that cannot read the quantities."""
 
 
+# What draws a picture, and the phrase that names its quantities.
 KINDS = {
-  'blank': Kind(_nothing, 'quantities that the picture does not show'),
-  'bars': Kind(_bars, 'the heights of the bars in ticks of the axis, from the left'),
-  'dots': Kind(_dots, 'the numbers of dots in the columns, from the left'),
-  'lengths': Kind(
-    _lengths, 'the lengths of the segments in units of the grid, from the top'
+  'blank': (_nothing, 'quantities that the picture does not show'),
+  'bars': (_bars, 'the heights of the bars in ticks of the axis, from the left'),
+  'dots': (_dots, 'the numbers of dots in the columns, from the left'),
+  'lengths': (
+    _lengths,
+    'the lengths of the segments in units of the grid, from the top',
   ),
-  'dials': Kind(
+  'dials': (
     _dials,
     'the angles of the hands, clockwise from the top in tenths of a turn, row by row',
   ),

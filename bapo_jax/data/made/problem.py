@@ -1,7 +1,7 @@
 """The record of a made problem, and a loop that draws distinct problems."""
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,23 +24,15 @@ class Problem(NamedTuple):
     return self.row.problem
 
 
-class Solver(Protocol):
-  """Writes worked solutions."""
-
-  def __call__(
-    self, problem: Problem, rng: np.random.Generator, slip: float, repeat: float
-  ) -> str:
-    """Returns a solution whose steps go wrong with chance `slip`.
-
-    Steps are written a second time with chance `repeat`.
-    """
-    ...
+# Writes a worked solution: (problem, rng, slip, repeat) -> text. Steps go wrong with
+# chance `slip` and are written a second time with chance `repeat`.
+Solver = Callable[[Problem, np.random.Generator, float, float], str]
 
 
 def draw_distinct(
-  draw: Callable[[], tuple[Hashable, Item] | None], count: int
+  draw: Callable[[], tuple[Hashable, Item] | None], count: int, source: str, knob: str
 ) -> list[Item]:
-  """Returns the first `count` items with distinct keys, or fewer if there are fewer.
+  """Returns the first `count` items with distinct keys.
 
   Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
   new item while r items are missing, if n r > 50 D. The early stop refuses no call that
@@ -51,6 +43,11 @@ def draw_distinct(
   Args:
     draw: returns (key, item), or None for a rejected draw.
     count: number of items to return.
+    source: what draws, for the error.
+    knob: the knob that makes more items distinct, for the error.
+
+  Raises:
+    ValueError: there are fewer items.
   """
   draws = 20 * count + 1000  # D
   items: dict[Hashable, Item] = {}
@@ -61,6 +58,11 @@ def draw_distinct(
       items.setdefault(*drawn)
     fruitless = 0 if len(items) > before else fruitless + 1
     missing = count - len(items)  # r
-    if not missing or fruitless * missing > 50 * draws:
+    if not missing:
+      return list(items.values())
+    if fruitless * missing > 50 * draws:
       break
-  return list(items.values())
+  raise ValueError(
+    f'problems: {source} has about {len(items)} different problems, fewer than train + '
+    f'test = {count}; ask for fewer or raise {knob}'
+  )

@@ -53,12 +53,7 @@ class Family(NamedTuple):
 
 
 # Level -> (moduli, largest coefficient): the difficulty of `trial`.
-TRIAL_LEVELS = {
-  1: ((5,), 9),
-  2: ((7,), 20),
-  3: ((7, 8, 9), 40),
-  4: ((11, 13), 99),
-}
+TRIAL_LEVELS = {1: ((5,), 9), 2: ((7,), 20), 3: ((7, 8, 9), 40), 4: ((11, 13), 99)}
 # Level -> (modulus, operations): the difficulty of `chain`.
 CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
 # Level -> (moduli, largest coefficient): the difficulty of `pair`.
@@ -188,9 +183,6 @@ def solve_pair(
   """Writes trials; a or b is reduced wrongly with chance `slip`.
 
   Args:
-    problem: a problem of `pair`.
-    rng: source of randomness.
-    slip: chance of a wrong reduction.
     repeat: chance that a trial repeats an earlier candidate.
     stops: ends at the solution; False: tries all candidates, then states the solution,
       or a random candidate if there was none.
@@ -245,15 +237,12 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   Raises:
     ValueError: the level has too few problems.
   """
-  training, solve = (
-    generate(problems)[: problems.train],
-    FAMILIES[problems.family].solve,
-  )
-  if problems.family == 'pair':
-    training = tuple(problem for problem in training if not is_hard(problem))
-    pair = problems.pair
-    solve = functools.partial(solve_pair, stops=pair.stops, answer=pair.answer)
-  return training, solve
+  training = generate(problems)[: problems.train]
+  if problems.family != 'pair':
+    return training, FAMILIES[problems.family].solve
+  easy = tuple(problem for problem in training if not is_hard(problem))
+  knobs = problems.pair.model_dump(include={'stops', 'answer'})
+  return easy, functools.partial(solve_pair, **knobs)
 
 
 @functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
@@ -263,17 +252,12 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   Raises:
     ValueError: the level has too few problems.
   """
-  family, level, count = problems.family, problems.level, problems.count
+  family, level = problems.family, problems.level
   rng = np.random.default_rng((problems.seed, level))
 
   def draw() -> tuple[str, Problem]:
     problem = FAMILIES[family].draw(rng, problems)
     return problem.text, problem
 
-  drawn = draw_distinct(draw, count)
-  if len(drawn) < count:
-    raise ValueError(
-      f'problems: level {level} of {family} has about {len(drawn)} different problems, '
-      f'fewer than train + test = {count}; ask for fewer or raise problems.level'
-    )
-  return tuple(drawn)
+  source = f'level {level} of {family}'
+  return tuple(draw_distinct(draw, problems.count, source, 'problems.level'))

@@ -23,47 +23,40 @@ THOUSANDS = '\x1f'  # marker of an unambiguous thousands separator
 SEPARATOR = re.compile(r'(?<=\d)(?:\{,\}|,\\[!,]|\\,)(?=\d{3}(?!\d))', re.ASCII)
 SET_OPEN, SET_CLOSE = '\x02', '\x03'  # markers of \{ and \}; { and } only group
 ROW = '\x04'  # marker of \\ between the rows of a matrix
-COMMANDS = {
-  name: target
-  for target, names in {
-    '': 'left right displaystyle textstyle big Big bigl bigr Bigl Bigr',
-    ' ': 'quad qquad',
-    r'\frac': 'dfrac tfrac cfrac',
-    r'\text': 'mathrm mathbf mathit textbf textit textrm mbox textnormal',
-    '*': 'times cdot ast',
-    '/': 'div',
-    '<': 'lt',
-    '>': 'gt',
-    '≤': 'le leq leqslant',
-    '≥': 'ge geq geqslant',
-    '≠': 'ne neq',
-    '±': 'pm',
-    '∈': 'in',
-    '∞': 'infty',
-    'π': 'pi',
-    '°': 'degree',
-    UNION: 'cup',
-    SET_OPEN: 'lbrace',
-    SET_CLOSE: 'rbrace',
-  }.items()
-  for name in names.split()
+COMMANDS = {  # of what follows a backslash: its replacement
+  None: '',  # a dollar sign without a backslash
+  ' ': ' ',
+  **{
+    name: target
+    for target, names in {
+      '': 'left right displaystyle textstyle big Big bigl bigr Bigl Bigr ! $ ( )',
+      ' ': 'quad qquad , ; :',
+      r'\frac': 'dfrac tfrac cfrac',
+      r'\text': 'mathrm mathbf mathit textbf textit textrm mbox textnormal',
+      '*': 'times cdot ast',
+      '/': 'div',
+      '<': 'lt',
+      '>': 'gt',
+      '≤': 'le leq leqslant',
+      '≥': 'ge geq geqslant',
+      '≠': 'ne neq',
+      '±': 'pm',
+      '∈': 'in',
+      '∞': 'infty',
+      'π': 'pi',
+      '°': 'degree',
+      '%': '%',
+      UNION: 'cup',
+      SET_OPEN: 'lbrace {',
+      SET_CLOSE: 'rbrace }',
+    }.items()
+    for name in names.split()
+  },
 }
-SYMBOLS = {
-  **dict.fromkeys('!$()', ''),
-  **dict.fromkeys(',;: ', ' '),
-  **{'{': SET_OPEN, '}': SET_CLOSE, '%': '%'},
-}
-COMMAND = re.compile(r'\\(?:([a-zA-Z]+)|([!,;:$(){}% ]))|\$')
+COMMAND = re.compile(r'\\([a-zA-Z]+|[!,;:$(){}% ])|\$')
 DEGREE = re.compile(r'\^ *(?:\\circ(?![a-zA-Z])|\{ *\\circ *\})')
 TEXT = re.compile(r'\\text *\{([^{}]*)\}')
 PERCENT = re.compile(r'\\text *\{ *per ?cent *\}|(?<=\d) *per ?cent$')
-
-
-def _command(match: re.Match[str]) -> str:
-  name, symbol = match[1], match[2]
-  if name is None:
-    return SYMBOLS[symbol] if symbol else ''
-  return COMMANDS.get(name, match[0])
 
 
 def spell(text: str) -> str:
@@ -72,7 +65,7 @@ def spell(text: str) -> str:
   For example, `\dfrac` becomes `\frac`, U+2212 becomes -, and `\left` disappears.
   """
   text = SEPARATOR.sub(THOUSANDS, text.translate(CHARACTERS)).replace(r'\\', ROW)
-  text = COMMAND.sub(_command, DEGREE.sub('°', text))
+  text = COMMAND.sub(lambda m: COMMANDS.get(m[1], m[0]), DEGREE.sub('°', text))
   return unwrap(PERCENT.sub('%', text))
 
 
@@ -128,11 +121,12 @@ def split(text: str, marks: str) -> tuple[list[str], str]:
   return [*parts, text[begin:].strip()], separators
 
 
-# Labels such as `x =`, `f(2) =`, `m+n =`: letters with indices and arguments.
-GREEK = (
-  r'\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|'
-  r'phi|varphi|omega|angle|triangle|overline|ell)(?![a-zA-Z])'
+# Commands of Greek letters that may be variables in all modules.
+LETTERS = (
+  'alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|omega'
 )
+# Labels such as `x =`, `f(2) =`, `m+n =`: letters with indices and arguments.
+GREEK = rf'\\(?:{LETTERS}|phi|varphi|angle|triangle|overline|ell)(?![a-zA-Z])'
 LABEL = re.compile(rf"(?:[A-Za-z(]|{GREEK})(?:[A-Za-z0-9 ()_{{}},^+*/'-]|{GREEK})*")
 
 

@@ -9,6 +9,8 @@ import functools
 import re
 from typing import Any
 
+from bapo_jax.rewards.latex.spelling import LETTERS
+
 NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
 
 
@@ -72,8 +74,7 @@ def equivalent(answer: str, given: str) -> bool:
 
 
 VARIABLES = re.compile(
-  r'\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|'
-  r'phi|varphi|omega)(?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]'
+  rf'\\(?:{LETTERS}|phi|varphi)(?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]'
 )
 PARTS = re.compile(r'\\[a-zA-Z]+|[a-zA-Z]{2,}|[!|<>=≤≥≠±∈\u222a?\'"&;]')
 HARMLESS = {r'\frac', r'\sqrt'}

@@ -2,8 +2,8 @@ r"""Parses numbers and closed forms, and compares their values.
 
 1. `parse` turns LaTeX in the normal spelling (spelling.py) into a tree: a tuple whose
    first entry is its kind (num, mixed, const, sym, inf, base, neg, add, mul, div, pow,
-   root, percent). Text outside the grammar (sum signs, functions, factorials,
-   integrals, words) is refused;
+   root, percent). Sum signs, functions, factorials, integrals and words are outside the
+   grammar;
 2. `plain` is the exact value of a number in its usual notation;
 3. `operations` counts the arithmetic that a tree leaves to be carried out;
 4. `equal` compares trees without variables, to more digits than unequal ones can share.
@@ -18,7 +18,7 @@ from typing import Any
 
 import mpmath
 
-from bapo_jax.rewards.latex.spelling import THOUSANDS
+from bapo_jax.rewards.latex.spelling import LETTERS, THOUSANDS
 
 Tree = tuple[Any, ...]
 
@@ -27,13 +27,14 @@ LARGEST_EXPONENT = 400  # of ten
 TOKEN = re.compile(
   rf'(?P<numeral>(?:[0-9]{{1,3}}(?:[,{THOUSANDS}][0-9]{{3}})+(?![0-9])|[0-9]+)'
   r'(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?|\.[0-9]+(?:[eE][+-]?[0-9]{1,3})?)'
-  r'|(?P<command>\\[a-zA-Z]+)|(?P<letter>[a-zA-Z])|(?P<symbol>[-+*/^_(){}%π∞\[\]])'
-  r'|(?P<blank> +)'
+  # `spell` has turned the constants \mathrm{i} and \mathrm{e} into \text.
+  r'|\\text *\{ *(?P<constant>i|e) *\}|(?P<command>\\[a-zA-Z]+)|(?P<letter>[a-zA-Z])'
+  r'|(?P<symbol>[-+*/^_(){}%π∞\[\]])|(?P<blank> +)|(?P<other>.)',
+  re.DOTALL,
 )
-GREEK = re.compile(
-  r'\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|'
-  r'omega|ell)'
-)
+GREEK = re.compile(rf'\\(?:{LETTERS}|ell)')
+# Tokens that end a product; a factor may follow all others without a sign.
+ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
 def _numeral(text: str) -> Fraction:
@@ -45,40 +46,40 @@ def _numeral(text: str) -> Fraction:
   return Fraction(number.rstrip('.')) * Fraction(10) ** int(exponent or 0)
 
 
-def parse(text: str) -> Tree:
-  """Parses an expression.
-
-  Raises:
-    ValueError: the text is outside the grammar.
-  """
-  tokens: list[str] = []
-  end = 0
-  text = text.strip()
-  while end < len(text):
-    match = TOKEN.match(text, end)
-    if not match:
-      raise ValueError(f'unexpected {text[end : end + 10]!r}')
-    token, end = match[0], match.end()
-    # `spell` has turned the constants \mathrm{i} and \mathrm{e} into \text.
-    if token == r'\text' and (letter := re.match(r' *\{ *(i|e) *\}', text[end:])):
-      token, end = letter[1], end + letter.end()
-    if match.lastgroup != 'blank':
-      tokens.append(token)
-  return _Parser(tokens).parse()
+def parse(text: str) -> Tree | None:
+  """Parses an expression; None: the text is outside the grammar."""
+  tokens = []
+  for match in TOKEN.finditer(text.strip()):
+    kind = match.lastgroup or 'other'
+    if kind == 'other':
+      return None
+    if kind != 'blank':
+      tokens.append(match[kind])
+  try:
+    return _Parser(tokens).parse()
+  except ValueError:
+    return None
 
 
 class _Parser:
-  """Parses tokens by recursive descent: sum, term, factor, atom."""
+  """Parses tokens by recursive descent: sum, term, factor, atom.
+
+  Its methods raise a ValueError if the tokens are outside the grammar.
+  """
 
   def __init__(self, tokens: list[str]):
-    self.tokens, self.at, self.depth = tokens, 0, 0
+    self.tokens, self.at, self.depth = [*tokens, ''], 0, 0  # '' ends them
 
   def peek(self) -> str:
-    return self.tokens[self.at] if self.at < len(self.tokens) else ''
+    return self.tokens[self.at]
 
   def next(self) -> str:
     self.at += 1
-    return self.tokens[self.at - 1] if self.at <= len(self.tokens) else ''
+    return self.tokens[self.at - 1]
+
+  def accept(self, *tokens: str) -> str:
+    """Reads the next token if it is one of these; else returns ''."""
+    return self.next() if self.peek() in tokens else ''
 
   def expect(self, token: str) -> None:
     if self.next() != token:
@@ -86,62 +87,49 @@ class _Parser:
 
   def parse(self) -> Tree:
     tree = self.sum()
-    if self.peek():
-      raise ValueError(f'unexpected {self.peek()!r}')
+    self.expect('')
     return tree
 
   def sum(self) -> Tree:
     self.depth += 1
     if self.depth > DEEPEST:
       raise ValueError(f'brackets nested more than {DEEPEST} deep')
-    sign = self.next() if self.peek() in ('+', '-') else ''
-    term = self.term()
-    terms = [('neg', term) if sign == '-' else term]
-    while self.peek() in ('+', '-'):
-      negative = self.next() == '-'
+    terms, sign = [], self.accept('+', '-') or '+'
+    while sign:
       term = self.term()
-      terms.append(('neg', term) if negative else term)
+      terms.append(('neg', term) if sign == '-' else term)
+      sign = self.accept('+', '-')
     self.depth -= 1
     return terms[0] if len(terms) == 1 else ('add', *terms)
 
   def term(self) -> Tree:
     tree = self.factor()
-    while True:
-      token = self.peek()
-      if token in ('*', '/'):
-        self.next()
-        right = self.factor()
-        tree = ('mul', tree, right) if token == '*' else ('div', tree, right)
-      elif token and token not in ('+', '-', ')', '}', ']', '^', '_', '%', '∞'):
-        tree = self.beside(tree, token)
-      else:
-        return tree
-
-  def beside(self, left: Tree, token: str) -> Tree:
-    r"""Parses a factor that follows `left` without a sign: 2x, or 2\frac{1}{3}."""
-    if token[0] in '0123456789.{[':
-      raise ValueError('two numbers without a sign between them')
-    right = self.factor()
-    if token == r'\frac' and _is_integer(left) and _is_fraction(right):
-      return ('mixed', left[1] + right[1][1] / right[2][1])
-    return ('mul', left, right)
+    while (token := self.peek()) not in ENDS:
+      if self.accept('*', '/'):
+        tree = ('mul' if token == '*' else 'div', tree, self.factor())
+        continue
+      # A factor without a sign: 2x, or the mixed number 2\frac{1}{3}.
+      if token[0] in '0123456789.{[':
+        raise ValueError('two numbers without a sign between them')
+      right, mixed = self.factor(), None
+      match tree, right:
+        case ('num', a), ('div', ('num', b), ('num', c)) if token == r'\frac':
+          whole = a.denominator == b.denominator == c.denominator == 1
+          mixed = ('mixed', a + b / c) if whole and c else None
+      tree = mixed or ('mul', tree, right)
+    return tree
 
   def factor(self) -> Tree:
     tree = self.atom()
-    if self.peek() == '^':
-      self.next()
+    if self.accept('^'):
       tree = ('pow', tree, self.argument())
-    if self.peek() == '%':
-      self.next()
-      tree = ('percent', tree)
-    return tree
+    return ('percent', tree) if self.accept('%') else tree
 
   def atom(self) -> Tree:
     token = self.next()
-    if token and (token[0].isdigit() or token[0] == '.'):
-      if self.peek() != '_':
+    if token and token[0] in '.0123456789':
+      if not self.accept('_'):
         return ('num', _numeral(token))
-      self.next()
       return ('base', token, self.argument())
     if token in ('π', 'e', 'i'):
       return ('const', token)
@@ -152,46 +140,28 @@ class _Parser:
       self.expect(')' if token == '(' else '}')
       return tree
     if token == r'\frac':
-      top, bottom = self.argument(), self.argument()
-      return ('div', top, bottom)
+      return ('div', self.argument(), self.argument())
     if token == r'\sqrt':
       degree: Tree = ('num', Fraction(2))
-      if self.peek() == '[':
-        self.next()
+      if self.accept('['):
         degree = self.sum()
         self.expect(']')
       return ('root', self.argument(), degree)
     if token.isalpha() or GREEK.fullmatch(token):
-      return self.variable(token)
+      name = f'{token}_{self.argument()}' if self.accept('_') else token
+      if name not in ('f', 'g', 'h') or self.peek() != '(':  # no functions
+        return ('sym', name)
     raise ValueError(f'unexpected {token!r}')
-
-  def variable(self, name: str) -> Tree:
-    if self.peek() == '_':
-      self.next()
-      name = f'{name}_{self.argument()}'
-    if self.peek() == '(' and name in ('f', 'g', 'h'):
-      raise ValueError(f'{name} is a function')
-    return ('sym', name)
 
   def argument(self) -> Tree:
     r"""Parses an argument in braces, or one digit, letter or command: \frac12."""
     token = self.peek()
-    if token == '{':
-      return self.atom()
     if len(token) > 1 and token.isdigit():
       self.tokens[self.at] = token[1:]
       return ('num', Fraction(int(token[0])))
     if token in ('', '(', '-', '+', '*', '/'):
       raise ValueError('missing argument')
     return self.atom()
-
-
-def _is_integer(tree: Tree) -> bool:
-  return tree[0] == 'num' and tree[1].denominator == 1
-
-
-def _is_fraction(tree: Tree) -> bool:
-  return tree[0] == 'div' and all(map(_is_integer, tree[1:])) and tree[2][1] != 0
 
 
 def plain(tree: Tree) -> Fraction | None:
@@ -201,9 +171,7 @@ def plain(tree: Tree) -> Fraction | None:
   these, a mixed number, a power of ten with or without a factor, and a percentage.
   """
   match tree:
-    case ('neg', ('neg', *_)):
-      return None
-    case ('neg', inner):
+    case ('neg', inner) if inner[0] != 'neg':
       value = plain(inner)
       return None if value is None else -value
     case ('percent', inner) if inner[0] != 'percent':
@@ -299,32 +267,34 @@ INFINITE = {('inf',), ('neg', ('inf',))}
 
 
 def equal(gold: Tree, given: Tree, digits: int) -> bool:
-  """Returns whether two trees without variables have the same value.
+  """Returns whether two trees without variables have the same finite value.
 
   Args:
     digits: decimal digits to compare; ignored if both trees are plain, which are
       compared exactly. With more than three digits per character of both texts, an
       irrational number differs from every fraction that fits in as many characters.
-
-  Raises:
-    ValueError: an exponent is too large, or a divisor is 0.
   """
-  if 'base' in (gold[0], given[0]):
-    return gold == given
-  if {gold, given} & INFINITE:
+  if 'base' in (gold[0], given[0]) or {gold, given} & INFINITE:
     return gold == given
   exact = plain(gold), plain(given)
   if None not in exact:
     return exact[0] == exact[1]
   with mpmath.workdps(digits):
-    a, b = _value(gold), _value(given)
+    try:
+      a, b = _value(gold), _value(given)
+    except (ValueError, OverflowError, ZeroDivisionError):
+      return False
     # One fifth of the digits is a margin for rounding, which takes only a few.
     close = mpmath.mpf(10) ** (-digits + digits // 5)
     return bool(abs(a - b) <= close * max(1, abs(a)))
 
 
 def _value(tree: Tree) -> Any:
-  """Returns the value as an mpmath number in the current precision."""
+  """Returns the value as an mpmath number in the current precision.
+
+  Raises:
+    ValueError, OverflowError, ZeroDivisionError: the value is undefined or too large.
+  """
   match tree:
     case ('num', number) | ('mixed', number):
       return mpmath.mpf(number.numerator) / number.denominator
@@ -339,16 +309,11 @@ def _value(tree: Tree) -> Any:
     case ('mul', left, right):
       return _value(left) * _value(right)
     case ('div', top, bottom):
-      divisor = _value(bottom)
-      if divisor == 0:
-        raise ValueError('a divisor is 0')
-      return _value(top) / divisor
+      return _value(top) / _value(bottom)
     case ('pow', base, exponent):
       return _power(_value(base), _value(exponent))
     case ('root', inner, degree):
       value, n = _value(inner), _value(degree)
-      if n == 0:
-        raise ValueError('a divisor is 0')
       if isinstance(value, mpmath.mpf) and value < 0 and n % 2 == 1:
         return -_power(-value, 1 / n)  # the real root, not a complex one
       return _power(value, 1 / n)
@@ -359,5 +324,5 @@ def _power(base: Any, exponent: Any) -> Any:
   if abs(exponent) > 1e6 or abs(base) > mpmath.mpf(10) ** 1000:
     raise ValueError('an exponent is too large')
   if base == 0 and mpmath.re(exponent) <= 0:
-    raise ValueError('a divisor is 0')
+    raise ZeroDivisionError
   return mpmath.power(base, exponent)
