@@ -138,9 +138,9 @@ def join(config: Config) -> None:
     return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
-    from bapo_jax.runtime import versions
+    from bapo_jax.runtime import machine
 
-    hosts.same_everywhere({'config': config.model_dump()} | versions.all_of_them())
+    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
 
 
 def run(config: Config) -> int:

@@ -33,7 +33,7 @@ from bapo_jax.algorithms import loss
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
-from bapo_jax.runtime import files, tables
+from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.statistics import mean_and_error
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
@@ -369,7 +369,7 @@ def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:
       mean, error = mean_and_error([run[part][row[0]][column] for run in stored])
       row.append(f'{mean:.3f} ± {error:.3f}')
     header = [corner, *columns.values()]
-    texts.append(tables.markdown(rows, header, 'l' + 'r' * len(columns)))
+    texts.append(markdown.table(rows, header, 'l' + 'r' * len(columns)))
   return '\n\n'.join(texts)
 
 

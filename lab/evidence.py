@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_jax.runtime import tables
+from bapo_jax.runtime import markdown
 from bapo_jax.runtime.statistics import mean_and_error
 from lab.experiments import Result
 from lab.outcomes import (
@@ -104,7 +104,7 @@ def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
     if set(row[2:]) != {'-'}:
       rows.append(row)
   header = ['arm', 'seeds', *(OUTCOMES[name][0] for name in columns)]
-  return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1))
+  return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
 
 
 def difference_table(
@@ -133,7 +133,7 @@ def difference_table(
     for row, difference_S, p in zip(rows, pairs.values(), adjusted, strict=True):
       row += [f'{p:.3f}', f'{smallest_effect(difference_S):.3f}']
     header += [f'p, Holm over {len(rows)}', 'visible from']
-  return tables.markdown(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
+  return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
 
 
 def differences_of(
@@ -207,4 +207,4 @@ def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
     effect = '; '.join(effects)
     rows.append([claim.text, claim.source, claim.scale, verdict, effect, link])
   header = ['claim', 'in the paper', 'scale', 'verdict', 'effect here', 'experiment']
-  return tables.markdown(rows, header, 'llllll')
+  return markdown.table(rows, header, 'llllll')

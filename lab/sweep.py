@@ -15,13 +15,14 @@ refused, and so are stored results of another config or another version of the c
 import argparse
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from bapo_jax.run import experiment
-from bapo_jax.runtime import files, versions
+from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
@@ -68,7 +69,10 @@ def share(folder: str, name: str, start: str) -> bool:
   if not start or path.is_dir():
     return True
   for source in pathlib.Path(folder).parent.glob(f'*/*/warmstart/{start}'):
-    files.copy_folder(source, path)
+    part = f'{path}.tmp'
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    os.replace(part, path)  # a kill leaves a complete copy or none
     return True
   return False
 
@@ -127,7 +131,7 @@ def train(run: RunSpec, name: str, folder: str, results: str, core: int = 0) -> 
     # Another number of threads would split sums differently, and round differently.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[core % len(cores)]})
-  code, revision = versions.all_of_them(), commit()
+  code, revision = machine.versions(), commit()
   workdir = os.path.join(folder, name)
   status = experiment.train(run.config, workdir)
   diverged = status == experiment.DIVERGED
@@ -197,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(specs[args.only], args.only, folder, results, args.core)
   if not args.table:
     commit()
-    undone = experiments.undone(results, specs, versions.all_of_them())
+    undone = experiments.undone(results, specs, machine.versions())
     waiting = {run: warm_start(spec) for run, spec in undone.items()}
     log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
     command = [sys.executable, '-m', 'lab.sweep', *argv]

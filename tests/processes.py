@@ -64,34 +64,24 @@ def scripts(
 ) -> list:
   """Starts processes that join each other and run the source, with `hosts` in it.
 
-  Args:
-    source: Python.
-    count: number of processes.
-    folder: for their outputs.
-    join: the call that joins them; by default of this machine.
-    env: more of the environment, per process.
+  Their outputs go to the folder. `join` is the call that joins them, by default on
+  this machine; `env` adds to the environment of each.
   """
   address = f'127.0.0.1:{free_port()}'
   join = join or f'hosts.initialise("{address}", int(sys.argv[1]), {count}, 900)'
   head = f'import os, sys, time\nfrom bapo_jax.runtime import exchange, hosts\n{join}\n'
-  return start(
-    [
-      {
-        'args': [sys.executable, '-c', head + source, str(i)],
-        'cwd': runs.ROOT,
-        'env': environment(count) | (env[i] if env else {}),
-      }
-      for i in range(count)
-    ],
-    folder,
-  )
+  commands = []
+  for i in range(count):
+    args = [sys.executable, '-c', head + source, str(i)]
+    own = environment(count) | (env[i] if env else {})
+    commands.append({'args': args, 'cwd': runs.ROOT, 'env': own})
+  return start(commands, folder)
 
 
 def wait_for(folder: pathlib.Path, words: str, started: list) -> None:
   """Returns when the words are in every output; all processes are alive until then."""
-  while not all(
-    words in (folder / f'{i}.txt').read_text() for i in range(len(started))
-  ):
+  count = range(len(started))
+  while not all(words in (folder / f'{i}.txt').read_text() for i in count):
     assert [process.poll() for process in started] == [None] * len(started)
     time.sleep(0.05)
 
@@ -105,9 +95,7 @@ def trainings(
 ) -> list:
   """Starts a tiny run in so many processes.
 
-  Args:
-    each: more overrides, of each process.
-    apart: other arguments of subprocess.Popen, of each process.
+  Each has more overrides in `each` and arguments of subprocess.Popen in `apart`.
   """
   address = f'127.0.0.1:{free_port()}'
   knobs = {'mesh.data': 2, 'mesh.fsdp': 2} | overrides

@@ -292,13 +292,3 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
   arrays = {name: getattr(state, name) for name in ('params', 'opt', 'actor', 'buffer')}
   with checkpoint.manager(str(workdir), 2) as checkpoints:
     checkpoint.save(checkpoints, 1, arrays, {'run': resume.scalars(state)})
-
-
-def trained(workdir: str | os.PathLike) -> tuple[Config, Tree]:
-  """Saves a short warm start as step 1; returns (config, parameters)."""
-  made = tiny(**{'sft.clean': 2, 'sft.noisy': 1})
-  experiment.claim(str(workdir), made)
-  r = resolve.resolve(made, devices=jax.devices()[:1])
-  params = policy.load(r, str(workdir), PhaseTimer())
-  saved(workdir, params)
-  return made, params

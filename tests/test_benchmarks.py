@@ -104,7 +104,7 @@ def test_flops_of_a_tower_are_those_of_its_products(name):
   full = len(v.full_layers)
   attention = 2 * v.width * (full * 128 + (v.layers - full) * 64)
   alone = {'data': 1, 'fsdp': 1, 'tensor': 1}
-  found = roofline.tower(tower.spec_of(name), alone, 3, 128, 0)
+  found = roofline.tower(tower.spec_of(name), alone, 3, 128)
   assert found.flops == 3 * 2 * 128 * (sum(kernels.values()) + attention)
   assert found.bytes == 4 * sum(sizes.values())
 

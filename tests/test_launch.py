@@ -3,8 +3,10 @@
 gcloud and srun are programs of these tests, not those of a cluster.
 """
 
+import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -47,22 +49,18 @@ exit "$status"
 """
 
 
-def run(*command, env=None, status=0, timeout=120):
-  """stdout of a command of this repository.
-
-  Args:
-    env: added to the environment, without what JAX reads of it.
-  """
-  kept = {
-    k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS')
-  }
+def run(*command, env=None, status=0):
+  """stdout of a command of this repository; JAX's variables come from `env` alone."""
+  kept = dict(os.environ)
+  for name in ('XLA_FLAGS', 'JAX_PLATFORMS'):
+    kept.pop(name, None)
   done = subprocess.run(
     [str(part) for part in command],
     cwd=ROOT,
     env=kept | (env or {}),
     capture_output=True,
     text=True,
-    timeout=timeout,
+    timeout=120,
   )
   assert done.returncode == status, done.stdout + done.stderr
   return done.stdout
@@ -82,30 +80,26 @@ def programs(directory, **texts):
   return f'{directory}:{os.environ["PATH"]}'
 
 
-@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(script):
+def test_shellcheck_has_nothing_to_say():
   found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
   assert found, 'requirements-dev.txt has it'
-  run(found, '--external-sources', '--source-path', ROOT, script)
+  run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS)
 
 
 def test_the_processes_of_a_dry_run():
   flags = ['--devices=6', *FLAGS]
   lines = run(LAUNCH / 'processes.sh', 3, '--dry-run', *flags).splitlines()
-  assert len(lines) == 3
-  ports = set()
+  assert len(lines) == 3 and all(line.endswith(' &') for line in lines)
+  addresses = set()
   for i, line in enumerate(lines):
     parts = words(line)
-    assert line.endswith(' &') and parts[:3] == [
-      'env',
-      'JAX_PLATFORMS=cpu',
-      'XLA_FLAGS=--xla_force_host_platform_device_count=2',
-    ]
-    assert parts[3:10] == ['.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS]
-    address, *rest = parts[10:]
-    ports.add(address)
+    head, main, (address, *rest) = parts[:3], parts[3:10], parts[10:]
+    devices = 'XLA_FLAGS=--xla_force_host_platform_device_count=2'
+    assert head == ['env', 'JAX_PLATFORMS=cpu', devices]
+    assert main == ['.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS]
     assert rest == [f'--process={i}', '--processes=3']
-  (address,) = ports
+    addresses.add(address)
+  (address,) = addresses
   assert address.startswith('--coordinator=127.0.0.1:2')
 
 
@@ -118,37 +112,24 @@ def test_gpus_are_divided():
 
 
 @pytest.mark.parametrize(
-  'wrong',
-  [
-    [],
-    ['0'],
-    ['two'],
-    ['3', '--devices=4'],
-    ['2', '--restarts=x'],
-    ['2', '--devices='],
-  ],
-  ids=' '.join,
+  'wrong', [[], ['0'], ['two'], ['3', '--devices=4'], ['2', '--restarts=x']]
 )
 def test_wrong_numbers_of_processes_are_refused(wrong):
-  if wrong == ['2', '--devices=']:  # empty: one device each
-    assert 'count=1' in run(LAUNCH / 'processes.sh', *wrong, '--dry-run')
-  else:
-    run(LAUNCH / 'processes.sh', *wrong, '--dry-run', status=2)
+  run(LAUNCH / 'processes.sh', *wrong, '--dry-run', status=2)
+
+
+def test_a_tpu_is_not_divided_and_no_number_of_devices_is_one_each():
   run(LAUNCH / 'processes.sh', 2, '--dry-run', env={'JAX_PLATFORMS': 'tpu'}, status=2)
-
-
-def started(tmp_path, script, *flags, **env):
-  """The arguments of each program that a script starts in place of Python."""
-  text = '#!/bin/bash\necho "$XLA_FLAGS"; printf \'%q \' "$@"; echo\n'
-  programs(tmp_path, python=text)
-  env = {'PYTHON': str(tmp_path / 'python'), **env}
-  lines = run(LAUNCH / script, *flags, env=env).splitlines()
-  return lines[::2], [words(line) for line in lines[1::2]]
+  assert 'count=1' in run(LAUNCH / 'processes.sh', '2', '--devices=', '--dry-run')
 
 
 def test_one_host_has_eight_devices_on_every_axis(tmp_path):
-  (devices,), (command,) = started(tmp_path, 'local.sh', *FLAGS)
+  text = '#!/bin/bash\necho "$XLA_FLAGS"; printf \'%q \' "$@"; echo\n'
+  programs(tmp_path, python=text)
+  text = run(LAUNCH / 'local.sh', *FLAGS, env={'PYTHON': str(tmp_path / 'python')})
+  devices, line = text.splitlines()
   assert devices.strip() == '--xla_force_host_platform_device_count=8'
+  command = words(line)
   main, (default, *axes, workdir), own = command[:2], command[2:7], command[7:]
   assert main == ['-m', 'bapo_jax.main'] and own == FLAGS
   assert default == '--config=configs/aime.py' and workdir == '--workdir=runs/local'
@@ -160,11 +141,8 @@ def test_slurm_runs_one_process_per_task():
   command = words(text.strip())
   assert command[:3] == ['launch/restarts.sh', '5', 'srun']
   assert command[-len(FLAGS) :] == FLAGS
-  given = dict(
-    line.removeprefix('#SBATCH --').split('=', 1)
-    for line in (LAUNCH / 'slurm.sbatch').read_text().splitlines()
-    if line.startswith('#SBATCH')
-  )
+  text = (LAUNCH / 'slurm.sbatch').read_text()
+  given = dict(re.findall('^#SBATCH --(.*?)=(.*)$', text, re.MULTILINE))
   # JAX gives a task the one GPU of its number on the node.
   assert given['ntasks-per-node'] == given['gpus-per-node']
   assert given['signal'].startswith('B:TERM@')
@@ -202,11 +180,9 @@ def test_a_run_on_a_pod_from_its_creation_to_its_status(tmp_path, state):
   # Restarted after 1, and 3 is final.
   text = run(LAUNCH / 'tpu_pod.sh', 'run', *FLAGS, env=env, status=3)
   assert sorted(os.listdir(tmp_path / 'logs')) == ['0.log', '1.log']
-  log = (tmp_path / 'logs' / '0.log').read_text()
-  assert [line for line in log.splitlines() if line.startswith('leaves')] == [
-    'leaves with 1',
-    'leaves with 3',
-  ]
+  log = (tmp_path / 'logs' / '0.log').read_text().splitlines()
+  left = [line for line in log if line.startswith('leaves')]
+  assert left == ['leaves with 1', 'leaves with 3']
   assert 'leaves with 3' in text
   asked = ['-u', '-m', 'bapo_jax.main', *FLAGS]
   assert (worker / 'given').read_text().splitlines() == 2 * asked
@@ -215,20 +191,14 @@ def test_a_run_on_a_pod_from_its_creation_to_its_status(tmp_path, state):
   assert made == {'': ['create'], 'READY': [], 'PREEMPTED': ['delete', 'create']}[state]
 
 
-@pytest.fixture
-def jobset():
-  return yaml.safe_load((LAUNCH / 'gke' / 'jobset.yaml').read_text())
-
-
-def test_the_jobset_has_one_pod_per_host_and_the_rule_of_restarts(jobset):
+def test_the_jobset_has_one_pod_per_host_and_the_rule_of_restarts():
+  jobset = yaml.safe_load((LAUNCH / 'gke' / 'jobset.yaml').read_text())
   job = jobset['spec']['replicatedJobs'][0]['template']['spec']
   pod = job['template']['spec']
   (container,) = pod['containers']
-  x, y, z = map(
-    int, pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
-  )
+  sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   chips = container['resources']['limits']['google.com/tpu']
-  assert job['parallelism'] == job['completions'] == x * y * z // chips
+  assert job['parallelism'] == job['completions'] == math.prod(map(int, sides)) // chips
   assert container['resources']['requests'] == container['resources']['limits']
   assert job['backoffLimit'] == 0 and pod['restartPolicy'] == 'Never'
   (rule,) = job['podFailurePolicy']['rules']

@@ -24,7 +24,7 @@ number, home = flags['process'], pathlib.Path(flags['home'])
 attempt = len(list(home.glob(f'begun{number}.*')))
 def stop(signal_number, frame):
   print('asked by', signal_number, flush=True)
-  time.sleep(1 + 2 * int(number))
+  time.sleep(0.5 + int(number))
   print('saved', flush=True)
   sys.exit(128 + signal_number)
 signal.signal(signal.SIGTERM, stop)
@@ -54,33 +54,33 @@ class Launcher:
     env = {'PYTHON': sys.executable, 'MAIN': 'fake_main', 'PYTHONPATH': str(home)}
     self.env = os.environ | env
 
-  def command(self, *flags):
-    return ['launch/processes.sh', *map(str, flags), f'--home={self.home}']
-
-  def run(self, *flags):
-    """(status, lines of output) of a launch that ends by itself."""
-    done = subprocess.run(
-      self.command(*flags),
+  def start(self, *flags):
+    """A launch, with its output in a pipe."""
+    return subprocess.Popen(
+      ['launch/processes.sh', *map(str, flags), f'--home={self.home}'],
       cwd=ROOT,
       env=self.env,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
-      timeout=WAIT_S,
     )
-    return done.returncode, done.stdout.splitlines()
+
+  def run(self, *flags):
+    """(status, lines of output) of a launch that ends by itself."""
+    with self.start(*flags) as process:
+      text, _ = process.communicate(timeout=WAIT_S)
+    return process.returncode, text.splitlines()
 
   def begun(self, number):
     """How often the process of this number was started."""
     return len(list(self.home.glob(f'begun{number}.*')))
 
-  def wait_for(self, name):
-    """The text of a file, once it is there."""
+  def wait_for_two(self):
+    """Returns once both processes have begun."""
     deadline = time.monotonic() + WAIT_S
-    while not ((self.home / name).exists() and (self.home / name).read_text()):
-      assert time.monotonic() < deadline, name
+    while not all((self.home / f'coordinator{i}').exists() for i in range(2)):
+      assert time.monotonic() < deadline
       time.sleep(0.05)
-    return (self.home / name).read_text()
 
   def writers(self):
     """The processes that number the lines."""
@@ -108,72 +108,64 @@ def launcher(tmp_path):
 def test_each_line_has_its_process_in_front(launcher):
   status, lines = launcher.run(3, '--devices=6')
   assert status == 0
-  wanted = [
-    f'[{i}] {text}'
-    for i in range(3)
-    for text in ('attempt 0', 'an error', 'without an end')
-  ]
-  assert sorted(lines) == sorted(wanted)
+  texts = ('attempt 0', 'an error', 'without an end')
+  assert sorted(lines) == sorted(f'[{i}] {text}' for i in range(3) for text in texts)
   met = {path.read_text() for path in launcher.home.glob('coordinator*')}
   assert len(met) == 1, 'all meet at one port'
 
 
 def test_the_first_failure_ends_all_with_its_status(launcher):
-  status, _ = launcher.run(
-    3, '--p0=hang', '--p1=hang', '--p2=7', '--restarts=0', '--grace=1'
-  )
+  flags = ['--p0=hang', '--p1=hang', '--p2=7', '--restarts=0', '--grace=1']
+  status, _ = launcher.run(3, *flags)
   assert status == 7
   assert [launcher.begun(i) for i in range(3)] == [1, 1, 1]
   for i in range(3):  # and what they had started
-    child = int((launcher.home / f'begun{i}.0').read_text())
-    assert not alive(child)
+    assert not alive(int((launcher.home / f'begun{i}.0').read_text()))
+
+
+def test_all_processes_run_again_where_one_failed(launcher):
+  status, lines = launcher.run(2, '--p1=-9,3', '--restarts=2')
+  assert status == 3, lines
+  assert launcher.begun(0) == launcher.begun(1) == 2
+  said = [line for line in lines if line.startswith('launch: ')]
+  assert said == ['launch: status 137; restart 1 of 2']
 
 
 @pytest.mark.parametrize(
   ('tries', 'status', 'count'),
   [
-    ('0', 0, 1),
-    ('2,0', 2, 1),  # a wrong knob stays wrong
-    ('3,0', 3, 1),  # what diverged would diverge again
-    ('4,0', 0, 2),
-    ('1,137,143,0', 0, 4),
-    ('-9,3', 3, 2),
-    ('-9', 137, 3),
+    ('2 0', 2, 1),  # a wrong knob stays wrong
+    ('3 0', 3, 1),  # what diverged would diverge again
+    ('4 0', 0, 2),
+    ('1 137 143 0', 0, 4),
+    ('9 9 9 9 9', 9, 4),
   ],
 )
-def test_what_is_run_again(launcher, tries, status, count):
-  most = 3 if count > 3 else 2
-  found, lines = launcher.run(2, f'--p1={tries}', '--p0=0', f'--restarts={most}')
-  assert found == status, lines
-  assert launcher.begun(0) == launcher.begun(1) == count
-  sentences = [line for line in lines if line.startswith('launch: ')]
-  assert len(sentences) == count - 1
-  if count == 3:
-    assert sentences[1] == 'launch: status 137; restart 2 of 2'
+def test_which_statuses_run_again(tmp_path, tries, status, count):
+  source = 'echo >> tries; n=$(wc -l < tries); exit "${!n}"'
+  done = subprocess.run(
+    [ROOT / 'launch/restarts.sh', '3', 'bash', '-c', source, '-', *tries.split()],
+    cwd=tmp_path,
+    env=os.environ | {'RESTART_AFTER': '0'},
+    capture_output=True,
+    timeout=WAIT_S,
+  )
+  assert (done.returncode, (tmp_path / 'tries').stat().st_size) == (status, count)
+  assert done.stderr.count(b'launch: status ') == count - 1
 
 
-@pytest.mark.parametrize(
-  ('number', 'status'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
-)
-def test_a_signal_is_passed_on_and_nothing_runs_again(launcher, number, status):
-  with subprocess.Popen(
-    launcher.command(2, '--p0=hang', '--p1=hang', '--grace=0'),
-    cwd=ROOT,
-    env=launcher.env,
-    stdout=subprocess.PIPE,
-    text=True,
-  ) as process:
-    for i in range(2):
-      launcher.wait_for(f'begun{i}.0')
+def test_a_signal_is_passed_on_and_nothing_runs_again(launcher):
+  with launcher.start(2, '--p0=hang', '--p1=hang', '--grace=0') as process:
+    launcher.wait_for_two()
     for writer in launcher.writers():
-      os.kill(writer, number)  # as where a whole control group is asked to end
-    process.send_signal(number)
+      os.kill(writer, signal.SIGTERM)  # as where a whole control group is asked to end
+    process.terminate()
     text, _ = process.communicate(timeout=WAIT_S)
   # Without a grace they may still save: they were asked to stop.
   for i in range(2):
-    assert text.count(f'[{i}] asked by {number}\n') == 1 == text.count(f'[{i}] saved\n')
+    assert text.count(f'[{i}] asked by 15\n') == 1 == text.count(f'[{i}] saved\n')
     assert launcher.begun(i) == 1
-  assert process.returncode == status
+  assert process.returncode == 143
 
 
 def test_ctrl_c_reaches_each_process_once(launcher):
@@ -182,10 +174,9 @@ def test_ctrl_c_reaches_each_process_once(launcher):
     os.chdir(ROOT)
     # A shell cannot trap what was ignored before it, as under nohup and in background.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    command = launcher.command(2, '--p0=hang', '--p1=hang')
-    os.execve(command[0], command, launcher.env)
-  for i in range(2):
-    launcher.wait_for(f'begun{i}.0')
+    flags = ['2', '--p0=hang', '--p1=hang', f'--home={launcher.home}']
+    os.execve('launch/processes.sh', ['launch/processes.sh', *flags], launcher.env)
+  launcher.wait_for_two()
   os.write(terminal, b'\x03')
   text = b''
   while True:

@@ -190,8 +190,7 @@ class Run:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
     knobs = config.metrics.model_dump() | {'config': config_lib.plain(config)}
-    write = metrics.open_writers(self.workdir, s.step or -1, **knobs)
-    with contextlib.closing(write):
+    with metrics.writing(self.workdir, s.step or -1, **knobs) as write:
       if s.step == 0:
         row, message = self.evaluate(s)
         write(0, row)
@@ -220,7 +219,7 @@ class Run:
             return s, 128 + stopped
     return s, 0
 
-  def report_step(self, s: TrainState, row: Metrics, write: metrics.Writers) -> None:
+  def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
     config, message = self.t.config, ''
     if finished(config, s) or s.step % config.evaluate.every == 0:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_jax.run.report_plots import draw_curves, mean, series
-from bapo_jax.runtime import files, markdown, metrics, tables
+from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training.config import Config, fingerprint, plain
@@ -134,7 +134,7 @@ def _tables(
     (name, f'{s:.1f}', f'{100 * s / wall_s:.1f}')
     for name, s in {**phases, '**wall**': wall_s}.items()
   )
-  yield tables.markdown(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
+  yield markdown.table(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
   yield '## First fifth against last fifth of the steps'
   first, last = fifths(rows)
   cells = (
@@ -143,7 +143,7 @@ def _tables(
     if len(series(rows, n)[0])
   )
   header = ('metric', 'first fifth', 'last fifth', 'meaning')
-  yield tables.markdown(cells, header, 'lrrl')
+  yield markdown.table(cells, header, 'lrrl')
 
 
 def write(

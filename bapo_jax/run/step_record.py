@@ -22,7 +22,7 @@ from jax import Array
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated
-from bapo_jax.runtime import exchange, files, hosts, picture_files
+from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
 from bapo_jax.types import SOURCES, Groups, UpdatedTokens
 
@@ -78,14 +78,11 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
       'high': high,
     }
     if any(t.problems.pictures):
-      row['pictures'] = picture_files.write(workdir, t.problems.pictures[number])
+      row['pictures'] = files.write_pictures(workdir, t.problems.pictures[number])
     lines.append(json.dumps(row | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break
-  path = path_of(workdir, record.step + 1)
-  with files.naming(path):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-  files.write(path, '\n'.join([*lines, '']))
+  files.write(path_of(workdir, record.step + 1), '\n'.join([*lines, '']))
 
 
 def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Digests of files: finds bytes that changed since they were written.
+"""Finds bytes of files that changed since they were written, by digests.
 
 1. `write` records the length and the digest of every file of a directory, beside them;
 2. `damage` compares the files with the record, and names the first that differs;
@@ -19,13 +19,7 @@ WRITTEN_LATER = ('commit_success.txt', '_CHECKPOINT_METADATA')
 def write(directory: str, label: str) -> None:
   """Records all files below the directory as they are now.
 
-  Args:
-    directory: the directory.
-    label: the directory's own name, such as a step. It shows that a directory is a copy
-      of another one.
-
-  Raises:
-    OSError: the system refused.
+  The label is the directory's own name, such as a step: it reveals a copied directory.
   """
   paths = [
     os.path.relpath(os.path.join(folder, name), directory)
@@ -46,39 +40,27 @@ def damage(directory: str, label: str, skip: str = '') -> str:
     label: the label that it was recorded with.
     skip: a folder whose files are not read; '' for none.
   """
+  path = NAME
   try:
     with open(os.path.join(directory, NAME), encoding='utf-8') as file:
       record = json.load(file)
-    recorded, files = record['label'], dict(record['files'])
+    if record['label'] != label:
+      return f'it is a copy of {record["label"]}'
+    for path, value in dict(record['files']).items():
+      wanted = not skip or not path.startswith(f'{skip}/')
+      if wanted and of_file(directory, path) != value:
+        return f'{path} differs from its digest'
   except FileNotFoundError:
-    return f'{NAME} is missing'
+    return f'{path} is missing'
   except OSError as error:
-    return f'{NAME} cannot be read: {error.strerror}'
+    return f'{path} cannot be read: {error.strerror}'
   except (ValueError, TypeError, KeyError):
     return f'{NAME} is not a record of digests'
-  if recorded != label:
-    return f'it is a copy of {recorded}'
-  for path, value in files.items():
-    if skip and path.startswith(f'{skip}/'):
-      continue
-    try:
-      if of_file(directory, path) != value:
-        return f'{path} differs from its digest'
-    except FileNotFoundError:
-      return f'{path} is missing'
-    except OSError as error:
-      return f'{path} cannot be read: {error.strerror}'
   return ''
 
 
 def sampled(path: str, blocks: int = 64, block: int = 4096) -> list[int | str]:
-  """Returns [bytes, digest of evenly spaced blocks] of a file.
-
-  Args:
-    path: the file.
-    blocks: number of blocks; a file of up to blocks * block bytes is read whole.
-    block: bytes per block.
-  """
+  """Returns [bytes, digest of evenly spaced blocks of `block` bytes] of a file."""
   size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
   with open(path, 'rb') as file:
     for i in range(blocks):

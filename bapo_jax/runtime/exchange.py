@@ -1,4 +1,4 @@
-"""Collectives of host values, and the doors between the host and the devices.
+"""Combines host values of all processes, and moves values between host and devices.
 
 1. `total`, `agree` and `merged` combine host values of all processes;
 2. `whole`, `taken` and `rows_of` read global arrays: all of a small one, a few rows, or
@@ -52,11 +52,8 @@ def whole(array: Any) -> np.ndarray:
 def placed(tree: Any, layout: Any) -> Any:
   """Puts host values that are equal in all processes on the devices.
 
-  Each process puts its shards; `jax.device_put` would send all values to compare them.
-
-  Args:
-    tree: arrays on the host.
-    layout: a sharding, or a prefix tree of shardings.
+  `layout` is a sharding, or a prefix tree of shardings. Each process puts its shards;
+  `jax.device_put` would send all values to compare them.
   """
   if processes() == 1:
     return jax.device_put(tree, layout)

@@ -1,22 +1,33 @@
 """Reads and writes whole files; every error about a file names it."""
 
 import contextlib
+import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+# The first bytes of a picture -> the suffix of its file.
+PICTURES = {
+  b'\x89PNG': 'png',
+  b'\xff\xd8\xff': 'jpg',
+  b'RIFF': 'webp',
+  b'BM': 'bmp',
+  b'GIF8': 'gif',
+}
 
-def write(path: str | os.PathLike[str], text: str) -> None:
-  """Writes the text as UTF-8: the file has the old content or the new, never a part.
+
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+  """Writes a file, and its folder: it has the old content or the new, never a part.
 
   Raises:
     OSError: the system refused; its filename is set.
   """
+  data = content.encode() if isinstance(content, str) else content
   with naming(path):
-    with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
-      file.write(text)
+    os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+    with open(f'{path}.tmp', 'wb') as file:
+      file.write(data)
     os.replace(f'{path}.tmp', path)
 
 
@@ -25,15 +36,28 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
   write(path, json.dumps(value, indent=2))
 
 
+def write_pictures(
+  workdir: str | os.PathLike[str], pictures: Sequence[bytes]
+) -> list[str]:
+  """Writes the pictures that the workdir lacks; returns all paths within the workdir.
+
+  Pictures are encoded images; the name of a file is the digest of its bytes.
+  """
+  names = []
+  for data in pictures:
+    suffix = next((s for start, s in PICTURES.items() if data.startswith(start)), 'bin')
+    names.append(f'pictures/{hashlib.sha256(data).hexdigest()[:16]}.{suffix}')
+    if not os.path.exists(path := os.path.join(workdir, names[-1])):
+      write(path, data)
+  return names
+
+
 def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
   """Reads a JSON file.
 
-  Args:
-    path: the file.
-    way_out: what to do about an error; ends the sentence.
-
   Raises:
-    ValueError: the file is missing, cannot be read, or is not JSON.
+    ValueError: the file is missing, cannot be read, or is not JSON. The sentence ends
+      with `way_out`, what to do about it.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -44,24 +68,12 @@ def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
     raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
 
 
-def read_object(path: str) -> dict[str, Any]:
-  """Reads a JSON file of a model, which has an object at its top.
-
-  Raises:
-    ValueError: the file is missing, cannot be read, or has no JSON object.
-  """
-  value = read_json(path, 'download it again')
+def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]:
+  """Reads a JSON file with an object at its top; see `read_json`."""
+  value = read_json(path, way_out)
   if not isinstance(value, dict):
-    raise ValueError(f'{path} has no JSON object; download it again')
+    raise ValueError(f'{path} has no JSON object; {way_out}')
   return value
-
-
-def copy_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-  """Copies a folder to a new path; a kill leaves a complete copy or none."""
-  part = f'{os.fspath(target)}.tmp'
-  shutil.rmtree(part, ignore_errors=True)
-  shutil.copytree(source, part)
-  os.replace(part, target)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
-"""Every metric of a run, `stage/quantity`, defined once: `GLOSSARY[name]` is a sentence.
+"""Defines every metric of a run, `stage/quantity`, in a sentence: `GLOSSARY[name]`.
 
 r is the probability ratio of the current policy pi to the behaviour policy mu, which
-sampled the token; A is the advantage. nan means that nothing of its kind was there.
+sampled the token; A is the advantage. nan: no such token, response or group.
 """
 
 from bapo_jax.types import SOURCES
 
+# {s} stands for each source of a group.
 # ruff: noqa: E501
-GLOSSARY: dict[str, str] = {
+_SENTENCES = {
   'rollout/reward': 'Mean reward of the fresh responses, as the learner sees it; in [0, 1] unless shaped.',
   'rollout/accuracy': 'Share of the fresh responses that the verifier finds right, in [0, 1].',
   'rollout/length': 'Mean length of the fresh responses, tokens.',
@@ -30,10 +31,7 @@ GLOSSARY: dict[str, str] = {
   'batch/reused': 'Share of the batch seats filled with reusable groups of the replay buffer, in [0, 1].',
   'batch/learnable': 'Share of the fresh groups with both right and wrong responses, in [0, 1].',
   'batch/age': 'Mean age of the tokens in the batch, learner steps since they were sampled, >= 0.',
-  **{
-    f'batch/age_{s}': f'Mean age of the tokens in the {s} groups of the batch, learner steps; nan without any.'
-    for s in SOURCES
-  },
+  'batch/age_{s}': 'Mean age of the tokens in the {s} groups of the batch, learner steps; nan without any.',
   'buffer/hard': 'Hard problems in the replay buffer.',
   'buffer/reusable': 'Reusable groups in the replay buffer.',
   'buffer/hard_max_correct': 'Most right responses of a group whose problem counts as hard, by the thresholds of the next step.',
@@ -59,31 +57,16 @@ GLOSSARY: dict[str, str] = {
   'clip/fraction': 'Share of the computed tokens whose gradient the clip sets to zero, in [0, 1].',
   'clip/fraction_positive': 'Share of the tokens with A > 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   'clip/fraction_negative': 'Share of the tokens with A < 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
-  **{
-    f'clip/fraction_{s}': f'Share of the tokens of {s} rows whose gradient the clip sets to zero, in [0, 1]; nan without any.'
-    for s in SOURCES
-  },
+  'clip/fraction_{s}': 'Share of the tokens of {s} rows whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   'clip/probability_positive': 'Mean probability under the behaviour policy of the clipped tokens with A > 0; nan without any.',
   'clip/probability_negative': 'Mean probability under the behaviour policy of the clipped tokens with A < 0; nan without any.',
   'loss/value': 'The loss that is minimised; its sign and size mean little by themselves.',
   'loss/ratio_mean': 'Mean ratio r of the computed tokens; 1 where the two policies agree.',
   'loss/ratio_max': 'Largest ratio r of the computed tokens, > 0.',
-  **{
-    f'loss/ratio_mean_{s}': f'Mean ratio r over the tokens of {s} rows; nan without any.'
-    for s in SOURCES
-  },
-  **{
-    f'loss/ratio_max_{s}': f'Largest ratio r over the tokens of {s} rows; nan without any.'
-    for s in SOURCES
-  },
-  **{
-    f'loss/tv_{s}': f'Estimated total variation between pi and mu on {s} rows, half the mean of |r - 1| over their tokens; nan without any.'
-    for s in SOURCES
-  },
-  **{
-    f'loss/gain_{s}': f'Unclipped surrogate of {s} rows, mean of r A over their tokens; nan without any.'
-    for s in SOURCES
-  },
+  'loss/ratio_mean_{s}': 'Mean ratio r over the tokens of {s} rows; nan without any.',
+  'loss/ratio_max_{s}': 'Largest ratio r over the tokens of {s} rows; nan without any.',
+  'loss/tv_{s}': 'Estimated total variation between pi and mu on {s} rows, half the mean of |r - 1| over their tokens; nan without any.',
+  'loss/gain_{s}': 'Unclipped surrogate of {s} rows, mean of r A over their tokens; nan without any.',
   'loss/ratio_nan': 'Share of the computed tokens whose ratio is not a number, in [0, 1]; above 0 the run has an error.',
   'loss/ess': 'Effective sample size of the ratios as a share of the computed tokens, (sum r)^2 / (n sum r^2), in [0, 1].',
   'loss/entropy': 'Mean entropy of the policy at the computed tokens, nats per token, >= 0.',
@@ -97,18 +80,9 @@ GLOSSARY: dict[str, str] = {
   'learner/tokens': 'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
   'learner/tokens_computed': 'Those of them that were computed, in the step: of responses with an advantage, and of all where loss.kl > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
   'learner/idle_steps': 'Steps in a row, this one included, in which no group of the batch had rewards that differ, so that nothing was learned.',
-  **{
-    f'theory/gain_{s}': f'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.'
-    for s in SOURCES
-  },
-  **{
-    f'theory/moved_{s}': f'Estimate of the second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha), times their share of the filled seats: the current policy against the one that sampled them; 0 without a group of both verdicts.'
-    for s in SOURCES
-  },
-  **{
-    f'theory/stale_{s}': f'Estimate of the third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha), times their share of the filled seats: the policy before the first update of the step against the one that sampled them, by the first update with a token of theirs; 0 without a group of both verdicts.'
-    for s in SOURCES
-  },
+  'theory/gain_{s}': 'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.',
+  'theory/moved_{s}': 'Estimate of the second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha), times their share of the filled seats: the current policy against the one that sampled them; 0 without a group of both verdicts.',
+  'theory/stale_{s}': 'Estimate of the third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha), times their share of the filled seats: the policy before the first update of the step against the one that sampled them, by the first update with a token of theirs; 0 without a group of both verdicts.',
   'theory/estimate': 'Estimate of the gain by Theorem 3.2, the first terms minus the second and third ones; total variation is estimated token by token, so it bounds nothing and is comparable only with itself.',
   'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1].',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
@@ -126,4 +100,9 @@ GLOSSARY: dict[str, str] = {
   'time/eval': 'Wall time of evaluation, its sampling and verification included, seconds.',
   'time/save': 'Wall time of saving checkpoints, seconds.',
   'time/other': 'Wall time of the step outside every other phase, seconds.',
+}
+GLOSSARY: dict[str, str] = {
+  name.format(s=source): text.format(s=source)
+  for name, text in _SENTENCES.items()
+  for source in (SOURCES if '{s}' in name else ('',))
 }

@@ -1,15 +1,14 @@
 """Joins the processes of one run, one per host, and ends them together.
 
-1. `initialise` joins this process to the others, by flags or by what the environment
-   says; a single process needs nothing, and every function below is then free;
+1. `initialise` joins this process to the others, by flags or by the environment; in a
+   single process every function below is free;
 2. process 0 writes the console and the files (`is_first`), and runs first when several
    processes would make the same files (`first_ahead`);
 3. `together` and `same_everywhere` turn an error of one process into an error of all;
 4. `finish`, `leave` and `failed` end this process. JAX's heartbeats abort it if another
    process is gone; a signal handler turns the abort into a sentence and a status.
 
-All processes run the same program on the same seed; exchange.py has the collectives for
-the values that they compute.
+All processes run the same program on the same seed; exchange.py has the collectives.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ HEARTBEAT_S = 10  # a process without a heartbeat for this long counts as gone
 GRACE_S = 3.0  # `leave` waits this long for others that leave as well
 SHUTDOWN_S = 24 * 3600  # the others wait for process 0, which writes the report
 LOST = 4  # exit status: another process is gone
-BLOCK = 1 << 20  # bytes that `everyones` sends at a time
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 _here = {'process': 0, 'processes': 1}
@@ -58,11 +56,11 @@ def initialise(
   processes: int | None = None,
   start_s: float = START_S,
 ) -> None:
-  """Joins this process to the others; returns when all of them are there.
+  """Joins this process to the others and waits for them; JAX must not be in use yet.
 
-  Call it before any other use of JAX. Without flags it reads the variables of a JobSet
-  (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks
-  for SLURM, GKE and the metadata of a TPU. If there is none, this process is alone.
+  Without flags it reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
+  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks for SLURM, GKE and the
+  metadata of a TPU. If there is none, this process is alone.
 
   Args:
     coordinator: host:port of process 0, the same for all processes.
@@ -108,17 +106,15 @@ def initialise(
 
 
 def _jobset() -> tuple[str, int, int] | None:
-  """Returns the place that a JobSet without TPUs gives this process.
+  """Returns (coordinator, process, processes) that a JobSet without TPUs sets.
 
-  JAX knows such a set only if the pod may ask Kubernetes.
+  JAX finds them only in a pod that may query Kubernetes.
   """
   names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
   coordinator, process, processes = (os.environ.get(name, '') for name in names)
-  if not (coordinator and process and processes):
-    return None
-  if not (process.isdecimal() and processes.isdecimal()):
-    raise ValueError(f'{names[1]}={process} and {names[2]}={processes}: give numbers')
-  return coordinator, int(process), int(processes)
+  if coordinator and process and processes:
+    return coordinator, int(process), int(processes)
+  return None
 
 
 def _check(coordinator: str, process: int, processes: int) -> None:
@@ -206,8 +202,7 @@ def _console(sentence: str) -> None:
 def leave(status: int) -> None:
   """Ends this process; the others end as LOST. Returns if this process is alone.
 
-  If all processes leave for the same reason, each of them keeps its status: it waits
-  GRACE_S for the others.
+  If all processes leave within GRACE_S, each of them keeps its status.
   """
   if processes() > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
@@ -217,7 +212,7 @@ def leave(status: int) -> None:
 
 
 def finish(status: int) -> None:
-  """Ends this process when all of them have come here. Returns if it is alone."""
+  """Ends this process when all processes call this. Returns if it is alone."""
   if processes() > 1:
     try:
       _disconnect()
@@ -244,8 +239,8 @@ def _exit(status: int) -> NoReturn:
 def failed(error: BaseException) -> NoReturn:
   """Ends this process after an unexpected error, and prints the traceback.
 
-  Collectives and barriers fail when another process is gone. In that case the abort
-  comes during the wait, with its sentence.
+  Collectives and barriers fail when another process is gone. Then JAX aborts this
+  process during the wait below, and the handler explains the abort.
   """
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
@@ -254,12 +249,8 @@ def failed(error: BaseException) -> NoReturn:
   _exit(1)
 
 
-def everyones(text: str, block: int = BLOCK) -> list[str]:
-  """Returns the texts of all processes, by process number; a collective.
-
-  Args:
-    block: bytes per message; the compiled program depends on this length.
-  """
+def everyones(text: str) -> list[str]:
+  """Returns the texts of all processes, by process number; a collective."""
   if processes() == 1:
     return [text]
   import numpy as np  # not before a bad knob is refused
@@ -267,21 +258,16 @@ def everyones(text: str, block: int = BLOCK) -> list[str]:
 
   data = np.frombuffer(text.encode(), np.uint8)
   length_P = process_allgather(np.int32(len(data)))
-  size = -(-length_P.max() // block) * block
-  data = np.pad(data, (0, size - len(data)))
-  blocks = [process_allgather(data[i : i + block]) for i in range(0, size, block)]
-  rows = np.concatenate([np.zeros((processes(), 0), np.uint8), *blocks], 1)
+  # Powers of two: few lengths, and so few programs to compile.
+  size = 1 << int(length_P.max()).bit_length()
+  rows = process_allgather(np.pad(data, (0, size - len(data))))
   return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
 
 
 def _share(sentence: str) -> None:
-  """Shares the errors of all processes; a collective.
+  """Raises ValueError if another process has an error and this one has none.
 
-  Args:
-    sentence: the error of this process, '' for none.
-
-  Raises:
-    ValueError: another process has an error and this one has none.
+  A collective; `sentence` is the error of this process, '' for none.
   """
   sentences = everyones(sentence)
   if processes() == 1 or not any(sentences):
@@ -305,11 +291,7 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_ahead() -> Iterator[None]:
-  """Runs the body in process 0 and then in the others.
-
-  Raises:
-    ValueError: the body raised it, here or in another process.
-  """
+  """Runs the body in process 0 and then in the others; errors as in `together`."""
   if not is_first():
     _share('')  # process 0 is done, or its error is raised here
   with together():
@@ -319,14 +301,7 @@ def first_ahead() -> Iterator[None]:
 
 
 def same_everywhere(values: dict[str, Any]) -> None:
-  """Compares values that must be equal in all processes; a collective.
-
-  Args:
-    values: name -> anything that JSON can hold, nested or not.
-
-  Raises:
-    ValueError: a process differs from process 0; the same sentence in all of them.
-  """
+  """Raises ValueError in all processes if JSON values differ in one; a collective."""
   texts = everyones(json.dumps(values, default=str))
   expected, *others = map(json.loads, texts)
   for i, found in enumerate(others, 1):
@@ -342,13 +317,11 @@ def same_everywhere(values: dict[str, Any]) -> None:
         )
 
 
-def differences(
-  before: Any, now: Any, name: str = ''
-) -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
   """Yields (dotted name, old, new) for every value that differs; None if missing."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    for key in sorted(before.keys() | now.keys()):
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key
-      yield from differences(before.get(key), now.get(key), dotted)
-  elif before != now:
-    yield name, before, now
+      yield from differences(old.get(key), new.get(key), dotted)
+  elif old != new:
+    yield name, old, new

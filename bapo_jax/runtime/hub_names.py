@@ -11,18 +11,12 @@ NAME = re.compile(r'hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?', re.ASCII)
 
 
 class HubName(NamedTuple):
-  """A repository of the hub, at one revision."""
-
   repository: str  # owner/name
   revision: str | None  # a commit, tag or branch; None: the default branch
 
 
 def parse(name: str) -> HubName | None:
-  """Returns the repository of a hub name; None for a path on this machine.
-
-  Raises:
-    ValueError: the name begins with hub: and is malformed.
-  """
+  """Parses a hub name; returns None for a path, raises ValueError if malformed."""
   if not name.startswith(PREFIX):
     return None
   if not (match := NAME.fullmatch(name)):

@@ -1,21 +1,42 @@
-"""Reads the memory of this machine without importing JAX."""
+"""Describes this machine and program without importing JAX: memory, and versions."""
 
 import contextlib
 import ctypes
+import hashlib
+import importlib.metadata
 import os
+import pathlib
+import platform
 import resource
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+# Packages that change results.
+PACKAGES = (
+  'jax jaxlib libtpu flax optax orbax-checkpoint numpy transformers tokenizers '
+  'math-verify sympy'
+)
+
+
+def versions() -> dict[str, str]:
+  """Returns name -> version; 'code' is a digest of the source files of this package."""
+  root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
+  for path in sorted(root.rglob('*.py')):
+    digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
+  found = {'code': digest.hexdigest()[:12], 'python': platform.python_version()}
+  for name in PACKAGES.split():
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found
 
 
 def host_memory() -> int:
-  """Bytes of the host's memory."""
+  """Returns the bytes of the host's memory."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
 
 def peak_rss() -> int:
-  """Largest resident size of this process so far, bytes."""
+  """Returns the largest resident size of this process so far, bytes."""
   # getrusage counts the process that this one was forked from, before its exec.
   with contextlib.suppress(OSError), open('/proc/self/status') as file:
     return next(int(x.split()[1]) << 10 for x in file if x.startswith('VmHWM'))
@@ -24,11 +45,11 @@ def peak_rss() -> int:
 
 
 def hold_freed_memory() -> None:
-  """Lets the C library hold up to 512 MiB of freed memory, where it is glibc.
+  """Lets glibc keep up to 512 MiB of freed memory; a no-op with other C libraries.
 
-  On a CPU every program allocates its temporaries anew. By its own measure glibc gives
-  pieces of more than 32 MiB back each time, and the kernel clears the pages again: a
-  third of the processor time of a small policy. `trim` gives back what is held.
+  On a CPU every program allocates its temporaries anew. By default glibc returns pieces
+  of more than 32 MiB to the kernel, which clears the pages again: a third of the
+  processor time of a small policy. `trim` returns the memory that is kept.
   """
   with contextlib.suppress(AttributeError, OSError):
     for what, most in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
@@ -36,9 +57,9 @@ def hold_freed_memory() -> None:
 
 
 def trim() -> None:
-  """Gives the system back what the C library holds of memory that was freed.
+  """Returns freed memory that glibc keeps to the system.
 
-  Loading weights and compiling leave hundreds of MiB in pieces; only glibc can.
+  Loading weights and compiling leave hundreds of MiB in pieces.
   """
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Shows untrusted text in Markdown as plain characters.
+"""Formats tables, and untrusted text as plain characters, in Markdown.
 
 A problem, an answer or a response may contain backticks, HTML, terminal escapes, or
 marks that reverse the direction of writing. `fence` shows the text as a block, `inline`
@@ -8,11 +8,30 @@ within a sentence, `escape` in a heading or a cell, and `html` inside a tag of o
 import html as html_lib
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 
 # Control, format (bidirectional marks too), surrogate, line and paragraph separator.
 INVISIBLE = frozenset({'Cc', 'Cf', 'Cs', 'Zl', 'Zp'})
 # Punctuation that begins markup, and the dot that makes www.example a link.
 MARKUP = re.compile(r'[\\`*_{}\[\]<>#|!~$&@:^=]|(?<=www)\.', re.IGNORECASE)
+
+
+def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> str:
+  """Formats a table, one line per row, without a newline at the end.
+
+  Args:
+    rows: the cells, as many per row as there are columns.
+    header: the names of the columns.
+    align: one letter per column, 'l' for left and 'r' for right.
+  """
+  rules = ['--:' if letter == 'r' else ':--' for letter in align]
+  lines = [
+    # A bar or a newline would end the cell.
+    ' | '.join(cell.replace('|', '\\|').replace('\n', ' ') for cell in row)
+    for row in (header, *rows)
+  ]
+  first, *others = (f'| {line} |' for line in lines)
+  return '\n'.join([first, f'|{"|".join(rules)}|', *others])
 
 
 def visible(text: str, keep: str = '\n\t') -> str:
@@ -28,9 +47,7 @@ def visible(text: str, keep: str = '\n\t') -> str:
 def fence(text: str, limit: int | None = None) -> str:
   """Formats the text as a code block that no backticks inside can close.
 
-  Args:
-    text: the content.
-    limit: characters shown; the middle of a longer text is left out. None: no limit.
+  If a limit is given, the middle of a text with more characters is left out.
   """
   if limit is not None and len(text) > limit:
     half = limit // 2

@@ -1,6 +1,6 @@
 """Writes the metrics of every step, reads them back, and prints one line per step.
 
-1. `open_writers` appends rows to metrics.jsonl, to TensorBoard and to W&B, and removes
+1. `writing` appends rows to metrics.jsonl, to TensorBoard and to W&B, and removes
    the rows that a resumed run writes again; a name must be in the glossary;
 2. `read` returns the rows;
 3. `line` formats a row for the console, and `legend` explains its columns.
@@ -12,13 +12,13 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import textwrap
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.glossary import GLOSSARY
@@ -28,37 +28,14 @@ Row = dict[str, float]  # metric -> value; read from a file also step -> int
 Path = str | os.PathLike[str]
 
 
-class Sink(NamedTuple):
-  """Writes rows to one destination."""
-
-  write: Callable[[int, Row], None]  # step, metrics
-  close: Callable[[], None]
-
-
-def _check(names: Iterable[str]) -> None:
-  """Raises ValueError for a name that the glossary does not define."""
-  for name in names:
-    if name not in GLOSSARY:
-      near = difflib.get_close_matches(name, GLOSSARY, n=3, cutoff=0.0)
-      raise ValueError(
-        f'no metric named {name!r}; the nearest are {near}; '
-        'define a new metric in runtime/glossary.py'
-      )
+Write = Callable[[int, Row], None]  # step, metrics
 
 
 def to_json(row: Mapping[str, float]) -> str:
-  """Formats a row as a line; nan and inf become strings that float() reads."""
+  """Formats a row as JSON; nan and inf become strings that float() reads."""
   values = {name: float(value) for name, value in row.items() if name != 'step'}
   finite = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
   return json.dumps({'step': int(row['step']), **finite}, allow_nan=False)
-
-
-def from_json(text: str) -> Row:
-  """Reads the row that `to_json` wrote; raises for any other text."""
-  row = json.loads(text)
-  if 'step' not in row:
-    raise ValueError('no step')
-  return {k: int(v) if k == 'step' else float(v) for k, v in row.items()}
 
 
 def read(workdir: Path) -> list[Row]:
@@ -69,7 +46,7 @@ def read(workdir: Path) -> list[Row]:
   Raises:
     ValueError: a line before the last is not a row, or the file cannot be read.
   """
-  path = pathlib.Path(workdir) / 'metrics.jsonl'
+  path = pathlib.Path(workdir, 'metrics.jsonl')
   try:
     lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
   except FileNotFoundError:
@@ -79,37 +56,30 @@ def read(workdir: Path) -> list[Row]:
       f'{path} cannot be read ({error.strerror}); put it back, or move it away: the '
       'run then continues without the rows so far'
     ) from error
-  lines = lines[: max((i + 1 for i, text in enumerate(lines) if text), default=0)]
+  while lines and not lines[-1]:
+    lines.pop()
   rows = []
-  for i, text in enumerate(lines):
+  for i, text in enumerate(lines, 1):
     try:
-      rows.append(from_json(text))
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-      if i + 1 < len(lines):
+      row = json.loads(text)
+      rows.append({'step': int(row.pop('step'))} | {k: float(row[k]) for k in row})
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+      if i < len(lines):
         raise ValueError(
-          f'{path}, line {i + 1} of {len(lines)} is not a row of metrics: '
-          f'{text[:60]!r}; delete the line, or start in another workdir'
+          f'{path}, line {i} of {len(lines)} is not a row of metrics: {text[:60]!r}; '
+          'delete the line, or start in another workdir'
         ) from error
   return rows
 
 
 def report_lost(workdir: Path, step: int) -> None:
-  """Logs which rows of the steps 0 to `step` are missing, and keeps a copy of the file.
-
-  Raises:
-    ValueError: a line before the last is not a row, or the file cannot be read.
-  """
+  """Logs which rows of the steps 0 to `step` are missing; raises as `read` does."""
   steps = {row['step'] for row in read(workdir)}
-  lost = [n for n in range(step + 1) if n not in steps]
-  if not lost:
-    return
-  path = pathlib.Path(workdir) / 'metrics.jsonl'
-  message = f'{path} lacks {len(lost)} rows of the steps 0 to {step}'
-  if path.exists():
-    copy = path.with_name('metrics-damaged.jsonl')
-    shutil.copyfile(path, copy)
-    message += f' (a copy of the file as it is: {copy})'
-  log(f'{message}; first {lost[0]}, last {lost[-1]}. The report omits these steps.')
+  if lost := [n for n in range(step + 1) if n not in steps]:
+    log(
+      f'{workdir}/metrics.jsonl lacks {len(lost)} rows of the steps 0 to {step}; first '
+      f'{lost[0]}, last {lost[-1]}. The report omits these steps.'
+    )
 
 
 def _need(package: str, knob: str) -> types.ModuleType:
@@ -122,18 +92,13 @@ def _need(package: str, knob: str) -> types.ModuleType:
     ) from error
 
 
-def _jsonl(workdir: pathlib.Path, step: int) -> Sink:
-  path = workdir / 'metrics.jsonl'
-  rows = [row for row in read(workdir) if row['step'] <= step]
-  new = workdir / 'metrics.jsonl.tmp'
+def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
+  path = os.path.join(workdir, 'metrics.jsonl')
+  lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
+  files.write(path, ''.join(f'{line}\n' for line in lines))
   with files.naming(path):
-    with open(new, 'w', encoding='utf-8') as file:
-      file.writelines(to_json(row) + '\n' for row in rows)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(new, path)  # a kill leaves the old rows or the new rows
     # Unbuffered: after a full disk refused a row, closing the file does not try again.
-    file = open(path, 'ab', buffering=0)  # noqa: SIM115 (open as long as the run)
+    file = stack.enter_context(open(path, 'ab', buffering=0))  # noqa: SIM115
 
   def write(step: int, row: Row) -> None:
     left = (to_json({'step': step, **row}) + '\n').encode()
@@ -141,19 +106,22 @@ def _jsonl(workdir: pathlib.Path, step: int) -> Sink:
       while left:  # an almost full disk takes a part; the next write raises
         left = left[file.write(left) :]
 
-  return Sink(write, file.close)
+  return write
 
 
-def _tensorboard(workdir: pathlib.Path, step: int, config: dict | None) -> Sink:
+def _tensorboard(
+  workdir: Path, step: int, stack: ExitStack, config: dict | None
+) -> Write:
   # Its SummaryWriter writes in a thread. A full disk ends the thread, and the next row
   # would wait for it for ever.
   summary = _need('tensorboardX.summary', 'metrics.tensorboard')
   proto = importlib.import_module('tensorboardX.proto.event_pb2')
   lib = importlib.import_module('tensorboardX.event_file_writer')
-  path = workdir / 'tensorboard'
+  path = os.path.join(workdir, 'tensorboard')
   with files.naming(path):
-    path.mkdir(exist_ok=True)
-    board = lib.EventsWriter(str(path / 'events'))
+    os.makedirs(path, exist_ok=True)
+    board = lib.EventsWriter(os.path.join(path, 'events'))
+  stack.callback(board.close)
 
   def emit(step: int, **event: Any) -> None:
     board.write_event(proto.Event(step=step, wall_time=time.time(), **event))
@@ -172,86 +140,71 @@ def _tensorboard(workdir: pathlib.Path, step: int, config: dict | None) -> Sink:
   if config is not None:
     text = markdown.fence(str(config))
     emit(max(step, 0), summary=summary.text('config', text))
-  return Sink(write, board.close)
+  return write
 
 
-def _wandb(workdir: pathlib.Path, config: dict | None) -> Sink:
+def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
   lib = _need('wandb', 'metrics.wandb')
-  path = workdir / 'wandb_id.txt'  # a resumed run continues the same curve
+  path = pathlib.Path(workdir, 'wandb_id.txt')  # a resumed run continues the same curve
   if not path.exists():
     path.write_text(uuid.uuid4().hex)
   run = lib.init(
     project='bapo_jax',
-    name=workdir.resolve().name,
+    name=path.resolve().parent.name,
     id=path.read_text(),
     dir=str(workdir),
     config=config,
     resume='allow',
   )
+  stack.callback(run.finish)
   # W&B ignores steps that it already has: after a resume metrics.jsonl is right.
-  return Sink(lambda step, row: run.log(row, step=step), run.finish)
+  return lambda step, row: run.log(row, step=step)
 
 
-class Writers:
-  """Writes to every sink: `write(step, metrics)`, `close()`; a context manager too."""
-
-  def __init__(self, sinks: Iterable[Sink]):
-    self._sinks = tuple(sinks)
-
-  def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Writes the metrics of a step.
-
-    Raises:
-      ValueError: a name is not in the glossary; then nothing is written.
-      OSError: the system refused; its filename is set.
-    """
-    _check(metrics)
-    row = {name: float(value) for name, value in metrics.items()}
-    for sink in self._sinks:
-      sink.write(int(step), row)
-
-  def close(self) -> None:
-    """Closes every sink."""
-    for sink in self._sinks:
-      sink.close()
-
-  def __enter__(self) -> 'Writers':
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-
-def open_writers(
+@contextmanager
+def writing(
   workdir: Path,
   step: int,
   *,
-  tensorboard: bool,
-  wandb: bool,
+  tensorboard: bool = False,
+  wandb: bool = False,
   config: dict | None = None,
-) -> Writers:
-  """Opens writers into `workdir`; only process 0 writes.
+) -> Iterator[Write]:
+  """Yields a function that writes the metrics of a step; only process 0 writes.
 
   Args:
-    workdir: made if it does not exist.
+    workdir: the directory.
     step: the step resumed from; later rows are removed. -1 starts afresh, without rows.
     tensorboard: writes event files in workdir/tensorboard.
     wandb: writes to Weights & Biases.
     config: shown beside the curves.
 
   Raises:
-    ValueError: a package is missing; then no row is removed.
+    ValueError: a package is missing, and no row is removed; or the function received a
+      name that is not in the glossary, and nothing is written.
+    OSError: the system refused; its filename is set.
   """
-  if not hosts.is_first():
-    return Writers([])
-  workdir = pathlib.Path(workdir)
-  workdir.mkdir(parents=True, exist_ok=True)
-  sinks = []
-  if wandb:  # first: a missing package is an error before rows are removed
-    sinks.append(_wandb(workdir, config))
-  if tensorboard:
-    sinks.append(_tensorboard(workdir, step, config))
-  return Writers([_jsonl(workdir, step), *sinks])
+  sinks: list[Write] = []
+
+  def write(step: int, metrics: Row) -> None:
+    if unknown := [name for name in metrics if name not in GLOSSARY]:
+      near = difflib.get_close_matches(unknown[0], GLOSSARY, n=3, cutoff=0.0)
+      raise ValueError(
+        f'no metric named {unknown[0]!r}; the nearest are {near}; '
+        'define a new metric in runtime/glossary.py'
+      )
+    row = {name: float(value) for name, value in metrics.items()}
+    for sink in sinks:
+      sink(step, row)
+
+  with ExitStack() as stack:
+    if hosts.is_first():
+      if wandb:  # first: a missing package is an error before rows are removed
+        sinks.append(_wandb(workdir, stack, config))
+      if tensorboard:
+        sinks.append(_tensorboard(workdir, step, stack, config))
+      sinks.insert(0, _jsonl(workdir, step, stack))
+    yield write
 
 
 COLUMNS = (  # label, metric, format
@@ -271,25 +224,19 @@ WIDTH = 100  # characters of a line of the console
 
 
 def legend() -> str:
-  """Returns an explanation of the columns of `line`, wrapped at WIDTH characters."""
-  named = ', '.join(f'{label} = {name}' for label, name, _ in COLUMNS)
+  """Returns an explanation of the columns of `line`."""
+  named = ', '.join(f'{label}={name}' for label, name, _ in COLUMNS)
   text = (
-    f'Columns: {named.replace(", .. =", " ..")}. '
+    f'Columns: {named.replace(", ..=", "..")}. '
     'bapo_jax/runtime/glossary.py defines every metric.'
   )
-  # textwrap does not break at \0: a label and its metric stay on one line.
-  text = text.replace(' = ', '\0=\0').replace(' .. ', '\0..\0')
-  filled = textwrap.fill(text, WIDTH, subsequent_indent='  ', break_on_hyphens=False)
-  return filled.replace('\0', ' ')
+  return textwrap.fill(text, WIDTH, subsequent_indent='  ', break_on_hyphens=False)
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
   """Formats the metrics of a step for the console; '-' is a missing value.
 
-  Args:
-    step: learner steps done.
-    steps: learner steps of the run; its width aligns the lines.
-    metrics: name -> value.
+  The width of `steps`, the learner steps of the run, aligns the lines.
   """
   cells = [f'{step:>{len(str(steps))}}/{steps}']
   for label, name, form in COLUMNS:

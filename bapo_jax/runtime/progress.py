@@ -2,8 +2,7 @@
 
 1. `PhaseTimer` charges every second to the innermost open phase;
 2. `progress_bar` shows a rate and the time left; it updates less often in a log;
-3. `log` prints a line without breaking the bar;
-4. `quiet_absl` keeps warnings of libraries off the console.
+3. `log` prints a line without breaking the bar.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from absl import logging
 from tqdm import tqdm
 
 from bapo_jax.runtime import hosts
@@ -58,8 +56,7 @@ class PhaseTimer:
   def since(self) -> dict[str, float]:
     """Returns the seconds of each phase since the last call; 'other': in no phase.
 
-    The values sum to the wall time since the last call (the first time, since the timer
-    was made). An open phase is charged up to now.
+    They sum to the wall time since then; an open phase is charged up to now.
     """
     now = self._charge()
     ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
@@ -87,17 +84,8 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
   """Opens a bar on stderr: `with progress_bar(400, 'training', 'step') as b: ...`.
 
   In a log the bar prints a line every LOG_S seconds, and none if it ends sooner. A bar
-  that was opened inside another one is erased when it closes.
-
-  Args:
-    total: the last count.
-    label: what is counted.
-    unit: of the count.
-    initial: the first count, such as the step resumed from; the rate leaves out what
-      came before.
-
-  Returns:
-    The bar; `update(n)` adds to its count.
+  that was opened inside another one is erased when it closes. `b.update(n)` adds to the
+  count; `initial` is its first value, such as the step resumed from.
   """
   terminal = sys.stderr.isatty()
   every = TERMINAL_S if terminal else LOG_S
@@ -124,17 +112,3 @@ def log(text: str) -> None:
     return
   tqdm.write(text, file=sys.stdout)
   sys.stdout.flush()  # a reader of the log sees the line now
-
-
-@contextlib.contextmanager
-def quiet_absl() -> Iterator[None]:
-  """Suppresses warnings of absl, through which tensorflow-datasets and orbax log.
-
-  They warn of intended uses, such as a configuration that is on no list.
-  """
-  before = logging.get_verbosity()
-  logging.set_verbosity(min(before, logging.ERROR))
-  try:
-    yield
-  finally:
-    logging.set_verbosity(before)

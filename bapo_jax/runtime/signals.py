@@ -14,10 +14,10 @@ AGAIN_S = 0.1
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
-  """Raises a KeyboardInterrupt again that Python had to drop.
+  """Raises a KeyboardInterrupt again that Python dropped.
 
-  Python prints and drops an exception that is raised inside a callback of the garbage
-  collector (JAX has one) or a finaliser, and the program continues.
+  Python prints and drops an exception that is raised inside a finaliser or a callback
+  of the garbage collector (JAX has one), and the program continues.
   """
   before = sys.unraisablehook
 

@@ -7,14 +7,10 @@ from numpy.typing import ArrayLike
 
 
 def mean_and_error(values: ArrayLike) -> tuple[float, float]:
-  """Returns the mean of independent values, such as one per seed, and its error.
+  """Returns the mean of n >= 1 independent values and its standard error.
 
-  Args:
-    values: n >= 1 values.
-
-  Returns:
-    (mean, standard error). The error is s / sqrt(n), nan for a single value; s is the
-    sample standard deviation, with n - 1 in its denominator.
+  The error is s / sqrt(n), nan for a single value; s is the sample standard deviation,
+  with n - 1 in its denominator.
   """
   value_N = np.asarray(values, float)
   n = len(value_N)
@@ -26,14 +22,8 @@ def clustered_error(correct_PG: ArrayLike) -> float:
   """Returns the standard error of the mean of correct_PG, clustered by problem.
 
   Problems are drawn at random and responses to one problem depend on each other, so the
-  error is that of the mean over problems of each problem's mean. Treating all responses
-  as independent would give too small an error.
-
-  Args:
-    correct_PG: verdicts, or other values, of P problems by G responses.
-
-  Returns:
-    The error; 0.0 for fewer than two problems.
+  error is that of the mean over problems of each problem's mean; 0.0 for fewer than two
+  problems. Treating all responses as independent would give too small an error.
   """
   mean_P = np.asarray(correct_PG, float).mean(1)
   return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

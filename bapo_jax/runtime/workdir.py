@@ -1,7 +1,7 @@
 """Guards the directory of a run: one writer, one config, errors that name the file.
 
 1. `locked` makes the directory and keeps a second run out of it;
-2. `open_workdir` refuses a directory that cannot be used or has another run;
+2. `open_workdir` refuses a directory that has another run;
 3. `writable` turns an error of the system into a sentence that names the file;
 4. `check_shared` refuses processes of one run that have different directories;
 5. `checkpoint_steps` lists the complete checkpoints.
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,27 +25,17 @@ from bapo_jax.runtime.progress import log
 
 # Only a write fails with these errors, whatever the file.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# The path is not a file or not a directory: more room would not help.
-MISPLACED = (
-  errno.ENOENT,
-  errno.EEXIST,
-  errno.EISDIR,
-  errno.ENOTDIR,
-  errno.ENOTEMPTY,
-  errno.ELOOP,
-)
 LOCK = '.lock'
 SHARED_S = 10.0  # a shared file system shows a new file to all hosts within seconds
 
 
 @contextlib.contextmanager
 def locked(workdir: str) -> Iterator[None]:
-  """Makes the directory and holds its lock: one run at a time writes there.
+  """Makes the directory and locks it: one run at a time writes there.
 
-  The kernel releases the lock when the process ends, however it ends; the file stays.
-  On NFS the lock works across machines unless the mount has local_lock. A file system
-  without locks is logged, and the run continues without a lock. In a run of several
-  processes, process 0 holds the lock.
+  The kernel releases the lock when the process ends, however it ends. On NFS the lock
+  works across machines unless the mount has local_lock. On a file system without locks
+  the run continues without a lock. Process 0 locks for all processes of a run.
 
   Raises:
     ValueError: another run holds the lock, or the directory cannot be written.
@@ -57,30 +48,27 @@ def locked(workdir: str) -> Iterator[None]:
 
 
 def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
-  """Locks the directory until the stack closes, and writes the holder's name there."""
+  """Locks the directory until the stack closes; the file names the process."""
+  check_writable(workdir, f'--workdir={workdir}')
   path = os.path.join(workdir, LOCK)
-  try:
-    os.makedirs(workdir, exist_ok=True)
+  with writable(workdir), files.naming(path):
     # Not 'w', which would delete the name of the process that holds the lock.
     opened = open(path, 'a+', encoding='utf-8', errors='replace')  # noqa: SIM115
     file = stack.enter_context(opened)
-  except OSError as error:
-    raise _unusable(f'--workdir={workdir}', error) from error
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    file.seek(0)
-    holder = file.readline(200).strip() or 'another process'
-    raise ValueError(
-      f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop it, '
-      'or give another --workdir'
-    ) from None
-  except OSError as error:
-    log(
-      f'{path} cannot be locked ({error.strerror}): nothing keeps a second process out '
-      'of this directory.'
-    )
-  with writable(workdir), files.naming(path):
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      holder = file.readline(200).strip() or 'another process'
+      raise ValueError(
+        f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop '
+        'it, or give another --workdir'
+      ) from None
+    except OSError as error:
+      log(
+        f'{path} cannot be locked ({error.strerror}): nothing keeps a second process '
+        'out of this directory.'
+      )
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
     file.write(f'{secrets.token_hex(8)}\n')  # differs in every run, for `check_shared`
@@ -120,29 +108,19 @@ def _text(path: str) -> str:
 
 
 def check_writable(path: str, knob: str) -> None:
-  """Makes the directory and writes a file there for a moment.
+  """Makes the directory; raises ValueError if no file can be written there.
 
-  Args:
-    path: the directory.
-    knob: names the directory in the error, as the user gave it.
-
-  Raises:
-    ValueError: the system refuses.
+  The error names the directory by the flag of the user, `knob`.
   """
-  trial = os.path.join(path, f'.writable-{os.getpid()}')
   try:
     os.makedirs(path, exist_ok=True)
-    with open(trial, 'w'):
+    with tempfile.TemporaryFile(dir=path):
       pass
-    os.remove(trial)
   except OSError as error:
-    raise _unusable(knob, error) from error
-
-
-def _unusable(knob: str, error: OSError) -> ValueError:
-  return ValueError(
-    f'{knob} cannot be used ({error.strerror}); give a directory that you may write to'
-  )
+    raise ValueError(
+      f'{knob} cannot be used ({error.strerror}); give a directory that you may write '
+      'to'
+    ) from error
 
 
 def open_workdir(
@@ -153,32 +131,26 @@ def open_workdir(
   Args:
     workdir: the directory.
     values: the config, section -> knob -> value.
-    free: sections and dotted knobs that may differ from those of the run in the
-      directory.
+    free: sections and dotted knobs that may differ from those of an earlier start.
 
   Raises:
     ValueError: the directory cannot be written, or has a run with another config.
   """
   path = os.path.join(workdir, 'config.json')
-  check_writable(workdir, f'--workdir={workdir}')
-  begun = has_begun(workdir)
-  if not os.path.lexists(path) and not begun:
-    with writable(workdir):
-      files.write_json(path, values)
-  before = read_config(path)
   now = json.loads(json.dumps(values))
-  changed = [
-    f'{name}: {old!r} then, {new!r} now'
-    for name, old, new in differences(before, now)
-    if name not in free and name.split('.')[0] not in free
-  ]
   # A run that was refused before its first evaluation, for instance because a tokenizer
   # was missing, has no results yet: the corrected command may use the directory.
-  if changed and begun:
-    raise ValueError(
-      f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])}); '
-      'give another --workdir, or the config that the run was started with'
-    )
+  if has_begun(workdir):
+    changed = [
+      f'{name}: {old!r} then, {new!r} now'
+      for name, old, new in differences(read_config(path), now)
+      if name not in free and name.split('.')[0] not in free
+    ]
+    if changed:
+      raise ValueError(
+        f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])});'
+        ' give another --workdir, or the config that the run was started with'
+      )
   with writable(workdir):
     files.write_json(path, now)
 
@@ -196,18 +168,14 @@ def read_config(path: str) -> dict[str, Any]:
     ValueError: the file is missing or has no config.
   """
   way_out = 'give another --workdir, or restore the config of the run'
-  values = files.read_json(path, way_out)
-  if not isinstance(values, dict):
-    raise ValueError(f'{path} contains {str(values)[:40]!r}, not a config; {way_out}')
-  return values
+  return files.read_object(path, way_out)
 
 
 @contextlib.contextmanager
 def writable(workdir: str) -> Iterator[None]:
-  """Turns an error of writing into a sentence: which file, and what is safe.
+  """Turns an error of writing into a ValueError: which file, and what is safe.
 
-  Raises:
-    ValueError: for an OSError about a file in the workdir, and for one of REFUSALS.
+  That is an OSError about a file in the workdir, or one of REFUSALS about any file.
   """
   try:
     yield
@@ -216,18 +184,13 @@ def writable(workdir: str) -> Iterator[None]:
     inside = error.filename and os.path.commonpath([path, home]) == home
     if not inside and error.errno not in REFUSALS:
       raise
-    if error.errno in MISPLACED:
-      raise ValueError(
-        f'{error.filename} is not the file or directory that belongs there '
-        f'({error.strerror}); move it away or put it back, and run the same command '
-        'again'
-      ) from error
     steps = checkpoint_steps(workdir)
     safe = f'the checkpoint of step {steps[-1]}' if steps else 'no checkpoint'
     raise ValueError(
       f'{error.filename or workdir} cannot be written ({error.strerror or error}); '
-      f'{safe} is complete. Make room, or make the directory writable; then the same '
-      f'command with --workdir={workdir} resumes from there'
+      f'{safe} is complete. Free space, make the directory writable, or remove what '
+      'is in the place of this file or directory; then the same command with '
+      f'--workdir={workdir} resumes from there'
     ) from error
 
 

@@ -1,4 +1,1 @@
-"""What is done around a run, from the command line: nothing below main.py needs these.
-
-Evaluation, export and viewer work on a workdir; plan and config_docs on none.
-"""
+"""Evaluates, exports, shows and plans runs; writes the reference of the knobs."""

@@ -4,8 +4,7 @@ python -m bapo_jax.tools.config_docs > docs/config.md
 """
 
 from bapo_jax import knobs
-from bapo_jax.knobs import Section
-from bapo_jax.runtime.tables import markdown
+from bapo_jax.runtime import markdown
 from bapo_jax.training.config import Config
 
 INTRODUCTION = """\
@@ -22,27 +21,19 @@ its range is refused in one sentence before anything is written or compiled.
 def document() -> str:
   """Returns the page: a table per top-level section, in the order of the flow."""
   config = Config()
-  sections = {
-    name: section
-    for name in Config.model_fields
-    if isinstance(section := getattr(config, name), Section)
-  }
-  own = [name for name in Config.model_fields if name not in sections]
-  parts = [INTRODUCTION, '## The run\n', _table(config, own)]
-  for name, section in sections.items():
-    parts.append(f'\n## {name}\n\n{type(section).__doc__}\n')
-    parts.append(_table(config, [name]))
-  return '\n'.join(parts) + '\n'
-
-
-def _table(config: Config, names: list[str]) -> str:
-  """Lists default, range and meaning of the knobs whose first part is in `names`."""
-  rows = [
-    [f'`{knob}`', f'`{default}`', allowed, meaning]
-    for knob, default, allowed, meaning in knobs.describe(config)
-    if knob.split('.')[0] in names
-  ]
-  return markdown(rows, ['knob', 'default', 'range', 'meaning'], 'llll')
+  rows: dict[str, list[list[str]]] = {}  # by section; '' for the knobs of the run
+  for knob, default, allowed, meaning in knobs.describe(config):
+    section, _, inner = knob.partition('.')
+    row = [f'`{knob}`', f'`{default}`', allowed, meaning]
+    rows.setdefault(section if inner else '', []).append(row)
+  header = ['knob', 'default', 'range', 'meaning']
+  page = (
+    f'{INTRODUCTION}\n## The run\n\n{markdown.table(rows.pop(""), header, "llll")}\n'
+  )
+  for name, found in rows.items():
+    about = type(getattr(config, name)).__doc__
+    page += f'\n## {name}\n\n{about}\n\n{markdown.table(found, header, "llll")}\n'
+  return page
 
 
 if __name__ == '__main__':

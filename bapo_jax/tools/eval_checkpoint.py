@@ -2,9 +2,8 @@
 
 1. the weights are those of a checkpoint of the workdir; without one, of model.path;
 2. responses to problems.test_source come through the rollout function of training;
-3. results go to a table (.md) and one JSON line per response (.jsonl), for an audit:
-   the prompt stands there as the policy reads it, the patches of a picture as their
-   number.
+3. results go to a table (.md) and one JSON line per response (.jsonl), with the prompt
+   as the policy reads it and the number of patches in place of a picture.
 """
 
 import contextlib
@@ -13,34 +12,23 @@ import os
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup import derive
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import experiment
 from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
-from bapo_jax.training import build, checkpoint, evaluate, policy, weights
+from bapo_jax.training import build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
-from bapo_jax.types import Tree
 
 # Sections that determine the responses and their verdicts.
-SETTINGS = (
-  'seed',
-  'tokenizer',
-  'problems',
-  'prompts',
-  'sampler',
-  'rewards',
-  'evaluate',
-)
+SETTINGS = 'seed tokenizer problems prompts sampler rewards evaluate'
 
 
 def eval_checkpoint(
@@ -69,7 +57,7 @@ def eval_checkpoint(
     )
   r = derive.prepare(config, workdir, trains=False)
   values = config_lib.plain(r.config)
-  settings = {name: values[name] for name in SETTINGS}
+  settings = {name: values[name] for name in SETTINGS.split()}
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
   to = to or os.path.join(workdir, 'eval', name)
@@ -98,7 +86,12 @@ def _run(
     params = policy.load(r, workdir, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
-    params = restored(policy.reader(config, r.model, workdir, step), r.spec, r.mesh)
+    read = policy.reader(config, r.model, workdir, step)
+    # One parameter at a time goes onto the mesh.
+    layout = sharding.shardings(transformer.abstract(r.spec), r.mesh)
+    flat = transformer.flatten(layout).items()
+    flat = {path: jax.device_put(read(path), place) for path, place in flat}
+    params = transformer.unflatten(flat)
   with contextlib.closing(build.make_verifier(config)) as verifier:
     t = build.make_trainer(r, material, verifier, timer)
     result, samples = experiment.evaluation(t, params, step or 0)
@@ -107,10 +100,3 @@ def _run(
     r.tokenizer, held_out.tokens_NT, held_out.length_N, r.spec.image_token
   )
   return source, result, [s | {'prompt': texts[s['id']]} for s in samples]
-
-
-def restored(read: weights.Read, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Reads the weights of a checkpoint onto the mesh, one parameter at a time."""
-  layout = transformer.flatten(sharding.shardings(transformer.abstract(spec), mesh))
-  flat = {path: jax.device_put(read(path), place) for path, place in layout.items()}
-  return transformer.unflatten(flat)

@@ -12,15 +12,16 @@ Adapters are merged into their weights, or written alone, for peft.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import peft as hf_peft
 from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.runtime import files
+from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
-from bapo_jax.runtime.workdir import differences, read_config
+from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, policy, resolve, weights
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
@@ -72,13 +73,12 @@ def export(
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   os.makedirs(part)
-  get: Callable[[str], Any]
   if adapter:
-    get = weights.read_params(workdir, step)
-    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
+    adapters = weights.read_params(workdir, step)
+    hf_peft.save(part, adapters, spec, config.lora, config.model.path, dtype)
   else:
-    get = policy.reader(config, model, workdir, step, exact=True)
-    hf_weights.save(part, get, spec, dtype, shard_bytes)
+    read = policy.reader(config, model, workdir, step, exact=True)
+    hf_weights.save(part, read, spec, dtype, shard_bytes)
     write_configs(part, config, model, dtype)
   tokenizer_lib.save(tokenizer, resolve.tokenizer_directory(config, directory), part)
   os.replace(part, to)
@@ -104,37 +104,29 @@ def check_config(config: Config, workdir: str) -> None:
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   """Writes the files beside the weights, copying the source model's if it has any."""
   source, tokenizer, spec = model
-  described = _read(source, 'config.json') or hf_config.config_of(spec)
+  backend = tokenizer.backend
+
+  def read(name: str) -> dict[str, Any]:
+    """Returns the content of a JSON file of the source; {} if it does not exist."""
+    file = os.path.join(source, name)
+    return files.read_object(file) if source and os.path.exists(file) else {}
+
+  described = read('config.json') or hf_config.config_of(spec)
   # torch_dtype alone: transformers 4 and 5 both read it.
   described.pop('dtype', None)
-  ends = {
-    'eos_token_id': list(tokenizer.eos),
-    'pad_token_id': tokenizer.backend.pad_token_id,
-  }
+  ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
   if not source:
-    described |= ends | {'bos_token_id': tokenizer.backend.bos_token_id}
-  generation = _read(source, 'generation_config.json') or (
+    described |= ends | {'bos_token_id': backend.bos_token_id}
+  generation = read('generation_config.json') or (
     ends | {'do_sample': True, 'temperature': config.sampler.temperature}
   )
-  files = {
-    'config.json': described | {'torch_dtype': dtype},
-    'generation_config.json': generation,
-  }
+  written = {'config.json': described | {'torch_dtype': dtype}}
+  written['generation_config.json'] = generation
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}
     # transformers 4 reads this file alone, 5 also the processor's.
-    files[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
-    if processor := _read(source, hf_config.PROCESSOR):
-      files[hf_config.PROCESSOR] = processor
-  for name, value in files.items():
-    with open(os.path.join(path, name), 'w') as file:
-      json.dump(value, file, indent=2)
-
-
-def _read(directory: str, name: str) -> dict[str, Any]:
-  """The content of a JSON file; {} if it does not exist."""
-  path = os.path.join(directory, name)
-  if not directory or not os.path.exists(path):
-    return {}
-  with open(path) as file:
-    return json.load(file)
+    written[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
+    if processor := read(hf_config.PROCESSOR):
+      written[hf_config.PROCESSOR] = processor
+  for name, value in written.items():
+    files.write_json(os.path.join(path, name), value)

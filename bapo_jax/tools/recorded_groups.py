@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float32
 
 from bapo_jax.run import step_record
@@ -39,7 +38,7 @@ class Response(NamedTuple):
 
 
 class OfUpdate(NamedTuple):
-  """The optimiser update that a recorded group was in."""
+  """The optimiser update that contained a recorded group."""
 
   number: int  # in its step, from 1
   low: float
@@ -70,10 +69,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   path = os.path.join(workdir, 'config.json')
   if not os.path.exists(path):
     raise ValueError(f'--workdir={workdir} has no run; train there first')
-  try:
-    config = config_lib.from_json(read_config(path))
-  except pydantic.ValidationError as error:
-    raise ValueError(f'{path} is not a config of this version: {error}') from error
+  config = config_lib.from_json(read_config(path))
   until = math.inf
   if which != 'newest':
     until = checkpoint.choose(workdir, which) or math.inf
@@ -99,16 +95,23 @@ def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
 
 
 def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
-  """Parses a line of groups/<step>.jsonl."""
+  """Parses a line of groups/<step>.jsonl, where null stands for nan."""
+
+  def numbers(values: Any) -> Float32[np.ndarray, ' T'] | None:
+    return None if values is None else np.asarray(values, np.float32)
+
+  def number(value: float | None) -> float:
+    return math.nan if value is None else value
+
   responses = [
     Response(
       r['response'],
       r['correct'],
-      _number(r['reward']),
-      _number(r['advantage']),
+      number(r['reward']),
+      number(r['advantage']),
       r['pieces'],
-      _numbers(r['sampler_logp']),
-      _numbers(r['ratio']),
+      numbers(r['sampler_logp']),
+      numbers(r['ratio']),
       None if r['cut'] is None else np.asarray(r['cut'], bool),
       r['tokens'],
     )
@@ -116,7 +119,7 @@ def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
   ]
   update = None
   if row['update'] is not None:
-    update = OfUpdate(row['update'], _number(row['low']), _number(row['high']))
+    update = OfUpdate(row['update'], number(row['low']), number(row['high']))
   return RecordedGroup(
     f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}',
     row['prompt'],
@@ -132,42 +135,29 @@ def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
   return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
 
 
-def _number(value: float | None) -> float:
-  return math.nan if value is None else value
-
-
-def _numbers(values: list[float | None] | None) -> Float32[np.ndarray, ' T'] | None:
-  return None if values is None else np.asarray([*map(_number, values)], np.float32)
-
-
 def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedGroup]:
-  """Reads the responses of the newest evaluation up to a step, grouped by problem.
-
-  Args:
-    until: learner steps.
-    rule: gives the responses of a group their advantages.
-  """
+  """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   files = glob.glob(os.path.join(workdir, 'eval', '*.json'))
   found = (int(m[1]) for f in files if (m := re.search(r'(\d+)\.json$', f)))
   step = max((step for step in found if step <= until), default=None)
   if step is None:
     return []
-  samples = evaluate.read_recorded(workdir, step)['samples']
   groups = []
   # By the id as well: problems with the same text may have different verifiers.
   for (_, problem), rows in itertools.groupby(
-    samples, lambda s: (s.get('id'), s['problem'])
+    evaluate.read_recorded(workdir, step)['samples'],
+    lambda sample: (sample.get('id'), sample['problem']),
   ):
-    of_one = list(rows)
-    reward_PG = np.asarray([[sample['correct'] for sample in of_one]], np.float32)
+    samples = list(rows)
+    reward_PG = np.asarray([[s['correct'] for s in samples]], np.float32)
     # A group of one has no others to be compared with.
-    several = len(of_one) > 1
+    several = len(samples) > 1
     adv_PG = np.asarray(rule(jnp.asarray(reward_PG))) if several else 0 * reward_PG
     responses = [
-      Response(s['response'], s['correct'], reward_PG[0, g], adv_PG[0, g])
-      for g, s in enumerate(of_one)
+      Response(s['response'], s['correct'], reward, adv)
+      for s, reward, adv in zip(samples, reward_PG[0], adv_PG[0], strict=True)
     ]
-    source, answer = f'evaluation at step {step}', of_one[0]['answer']
-    pictures = _pictures(workdir, of_one[0])
+    source, answer = f'evaluation at step {step}', samples[0]['answer']
+    pictures = _pictures(workdir, samples[0])
     groups.append(RecordedGroup(source, problem, answer, responses, pictures))
   return groups

@@ -7,7 +7,6 @@
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -17,6 +16,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
+from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
 from bapo_jax.tools import recorded_groups
 from bapo_jax.tools.recorded_groups import RecordedGroup, Response
 
@@ -29,33 +29,25 @@ STEPS = {'n': 1, 'b': -1}  # groups that a key moves forward
 
 
 def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
-  """Draws one group.
-
-  Args:
-    at: its index.
-    views: keys of VIEWS that are on.
-  """
+  """Draws the group of index `at`, with the keys of VIEWS in `views` on."""
   group = groups[at]
-  prompt = Text(_visible(group.prompt).rstrip('\n'))
+  prompt = Text(visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
     Rule(f'group {at + 1} of {len(groups)}: {group.source}'),
     Panel(prompt, title='prompt', title_align='left'),
   ]
-  parts.extend(Text(f'picture: {_visible(path)}') for path in group.pictures)
+  parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
   if group.answer:
-    parts.append(Text(f'right answer: {_visible(group.answer)}'))
+    parts.append(Text(f'right answer: {visible(group.answer)}'))
   parts.extend(_explanations(group, views))
-  for g, response in enumerate(group.responses):
-    parts.append(_heading(g, len(group.responses), response))
-    parts.append(_body(response, views))
+  for g, response in enumerate(group.responses, 1):
+    parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
   return Group(*parts)
 
 
 def _explanations(group: RecordedGroup, views: set[str]) -> Iterator[Text]:
   """Explains the views of tokens that are on."""
-  if not views & {'p', 'c'}:
-    return
-  if group.step is None:
+  if views & {'p', 'c'} and group.step is None:
     text = 'An evaluation records only text; the groups of a step have tokens too.'
     yield Text(text, style='yellow')
     return
@@ -69,39 +61,34 @@ def _explanations(group: RecordedGroup, views: set[str]) -> Iterator[Text]:
     yield Text(f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim')
 
 
-def _heading(g: int, of: int, response: Response) -> Text:
-  """Writes number, verdict, reward and advantage of a response."""
-  sign = int(np.sign(response.advantage))
-  head = Text(f'\n{g + 1}/{of} ')
-  verdict = '✓ right' if response.correct else '✗ wrong'
-  head.append(verdict, style=COLOURS[1 if response.correct else -1])
-  head.append(f'  reward {response.reward:.2f}  advantage ')
-  head.append(f'{response.advantage:+.2f}', style=f'bold {COLOURS[sign]}')
+def _drawn(response: Response, views: set[str]) -> Text:
+  """Draws verdict, reward, advantage and text of a response.
+
+  If a view of tokens is on, the text is drawn token by token, with notes.
+  """
+  colour = COLOURS[int(np.sign(response.advantage))]
+  head, body = Text(), Text()
+  verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
+  head.append(*verdict).append(f'  reward {response.reward:.2f}  advantage ')
+  head.append(f'{response.advantage:+.2f}', style=f'bold {colour}')
   if response.logp_T is not None and len(response.logp_T):
     mean = np.exp(response.logp_T).mean()
     head.append(f'  {len(response.logp_T)} tokens, mean probability {mean:.2f}')
-  return head
-
-
-def _body(response: Response, views: set[str]) -> Text:
-  """Writes the response, token by token with notes if a view of tokens is on."""
-  colour = COLOURS[int(np.sign(response.advantage))]
-  body = Text()
   if response.pieces is None or not views & {'p', 'c'}:
-    body.append(_visible(response.text), style=colour)
+    body.append(visible(response.text), style=colour)
   else:
     for piece, note in zip(response.pieces, _notes(response, views), strict=True):
-      body.append(_visible(piece), style=f'bold {colour}' if note else colour)
+      body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
     left = len(body) - LONG
     gap = Text(f'\n... {left} characters left out, a shows them ...\n', style='dim')
     body = Text.assemble(body[: LONG // 2], gap, body[-(LONG // 2) :])
-  return body
+  return Text.assemble(head, '\n', body)
 
 
 def _notes(response: Response, views: set[str]) -> list[str]:
-  """Returns what stands beside each token: its probability, its ratio, or ''."""
+  """Returns the note beside each token: its probability, its ratio, or ''."""
   notes = [''] * len(response.pieces or ())
   if 'p' in views and response.logp_T is not None:
     for i, p in enumerate(np.exp(response.logp_T)):
@@ -110,11 +97,6 @@ def _notes(response: Response, views: set[str]) -> list[str]:
     for i in np.flatnonzero(response.cut_T):
       notes[i] += f'[{response.ratio_T[i]:.2f}]'
   return notes
-
-
-def _visible(text: str) -> str:
-  """Spells out control characters: a response must not steer the terminal."""
-  return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda m: f'\\x{ord(m[0]):02x}', text)
 
 
 def show(
@@ -146,33 +128,22 @@ def show(
   interactive = number is None and console.is_terminal
   if keys is None and interactive and sys.stdin.isatty():
     keys = pressed()
-  if interactive and keys is not None:
-    turn_pages(groups, views, console, keys)
+  at, on = (number or 1) - 1, set(views)
+  if not interactive or keys is None:
+    console.print(page(groups, at, on))
+    if number is None:
+      console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
     return 0
-  console.print(page(groups, (number or 1) - 1, set(views)))
-  if number is None:
-    console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
-  return 0
-
-
-def turn_pages(
-  groups: list[RecordedGroup], views: str, console: Console, keys: Iterable[str]
-) -> None:
-  """Draws a page per key, until q.
-
-  Args:
-    views: keys of VIEWS that are on at the start.
-  """
-  at, on = 0, set(views)
   names = ', '.join(f'{key}: {name}' for key, name in VIEWS.items())
   for key in itertools.chain([''], keys):
     if key == 'q':
       break
     at = min(max(at + STEPS.get(key, 0), 0), len(groups) - 1)
-    on = on ^ ({key} & set(VIEWS))
+    on ^= {key} & set(VIEWS)
     console.clear()
     console.print(page(groups, at, on))
     console.print(f'\nn: next, b: back, {names}, q: quit', style='dim')
+  return 0
 
 
 def pressed() -> Iterator[str]:

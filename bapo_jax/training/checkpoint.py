@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from bapo_jax.runtime import digests, hosts
-from bapo_jax.runtime.progress import log, quiet_absl
+from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
@@ -115,8 +115,7 @@ def save(
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
   # meta would become text in the background, so it is copied here.
   meta = json.loads(json.dumps(meta))
-  # Without an accuracy orbax warns; most checkpoints have none.
-  with _refusing(checkpoints, step), quiet_absl():
+  with _refusing(checkpoints, step):
     checkpoints.save(
       step,
       args=ocp.args.Composite(
@@ -198,7 +197,7 @@ def read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, An
   Raises:
     ValueError: an array is not stored.
   """
-  with quiet_absl(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
     lacks = sorted(set(like) - stored)
     if optional:

@@ -25,7 +25,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
-from bapo_jax.runtime import exchange, files, hosts, picture_files, tables
+from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
@@ -218,7 +218,7 @@ def table(result: dict[str, Any], title: str) -> str:
     for name, mean, error in [('measure', 'mean', 'std. err.'), *rows]
   )
   size = f'{result["n"]} problems x {result["group_size"]} responses'
-  return f'{title}: {size}\n\n{tables.markdown(cells, header, "lrr")}\n'
+  return f'{title}: {size}\n\n{markdown.table(cells, header, "lrr")}\n'
 
 
 def record(
@@ -237,9 +237,8 @@ def record(
     OSError: the system refused to write one of the files.
   """
   path = recorded_path(workdir, step)
-  os.makedirs(os.path.dirname(path), exist_ok=True)
   if any(problems.pictures):
-    names = [picture_files.write(workdir, each) for each in problems.pictures]
+    names = [files.write_pictures(workdir, each) for each in problems.pictures]
     samples = [sample | {'pictures': names[sample['id']]} for sample in samples]
   files.write_json(path, {'result': result, 'samples': samples})
 

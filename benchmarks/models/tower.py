@@ -32,7 +32,7 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids, tower
 from bapo_jax.models.vision.spec import VisionSpec
-from bapo_jax.runtime import tables
+from bapo_jax.runtime import markdown
 from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Tree
 from benchmarks.machine import gemm_rate
@@ -175,7 +175,7 @@ def main() -> None:
     sides[f'torch, {kind}'] = theirs(params, spec, pixels_NZE, grid, kind)
   batches = [int(n) for n in known.batches.split(',') if int(n) <= known.pictures]
   alone = {'data': 1, 'fsdp': 1, 'tensor': 1}
-  work = roofline.tower(spec, alone, known.pictures, shape[1], 0).flops
+  work = roofline.tower(spec, alone, known.pictures, shape[1]).flops
   cells, best, found = [], {}, {}
   for name, run in sides.items():
     for batch in batches:
@@ -189,7 +189,7 @@ def main() -> None:
       cells.append((name, str(batch), *figures))
     found[name] = run(batches[0])
   header = ('tower', 'pictures of a call', 'seconds', 'pictures/s', 'GFLOP/s')
-  print(tables.markdown(cells, header, 'lrrrr'))
+  print(markdown.table(cells, header, 'lrrrr'))
   worst = {name: float(abs(x - found['ours']).max()) for name, x in found.items()}
   peer = min(seconds for name, seconds in best.items() if name != 'ours')
   print(

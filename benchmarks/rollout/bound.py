@@ -58,7 +58,7 @@ def share(
   """The step, its lower bound and the machine's rates, by name."""
   gemm, copy = machine.gemm_rate(spec.compute), machine.copy_rate()
   took, cache = step_seconds(actor, spec, slots, length, greedy=greedy)
-  cost = roofline.decode(spec, ALONE, slots, length, cache, 0.0)
+  cost = roofline.decode(spec, ALONE, slots, length, cache)
   products, memory = cost.flops / gemm, cost.bytes / copy
   return {
     'step_ms': round(1e3 * took, 2),

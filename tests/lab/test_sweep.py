@@ -11,7 +11,7 @@ import time
 import pytest
 import runs as tiny_runs
 
-from bapo_jax.runtime import versions
+from bapo_jax.runtime import machine
 from bapo_jax.training.config import Config, parse, plain
 from configs import countdown
 from lab import experiments, sweep
@@ -127,7 +127,7 @@ def write_results(folder, arms, accuracies):
         'levels': {},
         'seed': seed,
         'config': experiments.fingerprint(run.config),
-        'versions': versions.all_of_them(),
+        'versions': machine.versions(),
         'diverged': False,
         'evaluations': [[0, 0.25, 0.01, 0.0], [3, accuracy, 0.01, 96.0]],
         'right': {'0': [0, 1, 0, 1], '3': [1, 1, 0, 1]},

@@ -22,7 +22,7 @@ WRONG = SAMPLE | {'response': '```\n4', 'correct': False}
 
 def write_report(workdir, rows, before=(WRONG,), after=(SAMPLE,), config=CONFIG):
   """Returns (report.md, report.json) of these rows and samples."""
-  with metrics.open_writers(workdir, -1, tensorboard=False, wandb=False) as write:
+  with metrics.writing(workdir, -1) as write:
     for step, row in enumerate(rows, 1):
       write(step, row)
   results = (

@@ -2,27 +2,37 @@
 
 import errno
 import json
+import os
 
 import pytest
+from pictured import png
 
 from bapo_jax.runtime import files
 
 
 def test_a_write_replaces_the_whole_file(tmp_path):
-  path = tmp_path / 'a.json'
+  path = tmp_path / 'new' / 'a.json'
   files.write(path, 'é')
   assert path.read_bytes() == 'é'.encode()
   files.write_json(path, {'x': [1]})
   assert json.loads(path.read_text()) == {'x': [1]}
-  assert [p.name for p in tmp_path.iterdir()] == ['a.json']
-
-
-def test_what_cannot_be_encoded_leaves_the_old_file(tmp_path):
-  path = tmp_path / 'a'
-  files.write(path, 'old')
   with pytest.raises(UnicodeEncodeError):
-    files.write(path, 'new \ud800')
-  assert path.read_text() == 'old'
+    files.write(path, 'cannot be encoded: \ud800')
+  assert json.loads(path.read_text()) == {'x': [1]}
+  assert os.listdir(path.parent) == ['a.json']
+
+
+def test_a_picture_is_written_once(tmp_path):
+  one, two = png(4, 4, 1), png(4, 4, 2)
+  names = files.write_pictures(tmp_path, [one, two, one, b'<svg>'])
+  assert names[0] == names[2] != names[1]
+  assert [(tmp_path / name).read_bytes() for name in names[:3]] == [one, two, one]
+  assert [os.path.splitext(name)[1] for name in names[2:]] == ['.png', '.bin']
+  assert all(os.path.dirname(name) == 'pictures' for name in names)
+  (tmp_path / names[0]).write_bytes(b'held')
+  assert files.write_pictures(tmp_path, [one]) == names[:1]
+  assert (tmp_path / names[0]).read_bytes() == b'held'
+  assert len(os.listdir(tmp_path / 'pictures')) == 3
 
 
 @pytest.mark.parametrize('content', [None, b'{"a": ', b'[' * 100_000, b'\xff', b'[1]'])
@@ -36,10 +46,8 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
   assert files.read_object(str(path)) == {'a': 1}
 
 
-def test_an_error_without_a_name_gets_one(tmp_path):
-  with pytest.raises(OSError) as caught, files.naming(tmp_path / 'a'):
-    raise OSError(errno.ENOSPC, 'No space left on device')
-  assert caught.value.filename == str(tmp_path / 'a')
-  with pytest.raises(OSError) as caught, files.naming(tmp_path / 'a'):
-    raise OSError(errno.ENOSPC, 'No space left on device', '/its/own')
-  assert caught.value.filename == '/its/own'
+@pytest.mark.parametrize(('given', 'named'), [(None, 'a'), ('/its/own', '/its/own')])
+def test_an_error_without_a_name_gets_one(given, named):
+  with pytest.raises(OSError) as caught, files.naming('a'):
+    raise OSError(errno.ENOSPC, 'No space left on device', given)
+  assert caught.value.filename == named

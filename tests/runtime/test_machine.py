@@ -1,4 +1,4 @@
-"""Memory that the C library holds."""
+"""Memory that the C library keeps."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ if sys.argv[1] == 'hold':
   machine.hold_freed_memory()
 def faults():
   before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-  for _ in range(10):
+  for _ in range(4):
     np.full(2**26, 1, np.uint8)  # freed at once; larger than glibc holds by itself
   return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()

@@ -11,10 +11,6 @@ import pytest
 from bapo_jax.runtime import metrics
 
 
-def open_plain(workdir, step):
-  return metrics.open_writers(workdir, step, tensorboard=False, wandb=False)
-
-
 def test_every_metric_has_one_sentence():
   for name, text in metrics.GLOSSARY.items():
     stage, quantity = name.split('/')
@@ -23,7 +19,7 @@ def test_every_metric_has_one_sentence():
 
 
 def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
-  with open_plain(tmp_path, -1) as write:
+  with metrics.writing(tmp_path, -1) as write:
     write(1, {'loss/kl': float('nan'), 'loss/ratio_max': np.float32(np.inf)})
     write(2, {'loss/value': -math.inf, 'rollout/accuracy': np.float32(0.25)})
     # flushed line by line: a reader sees both before the writer closes
@@ -40,14 +36,15 @@ def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
 
 
 def test_resume_drops_what_will_be_written_again(tmp_path):
-  with open_plain(tmp_path, -1) as write:
+  with metrics.writing(tmp_path, -1) as write:
     for step in range(5):
       write(step, {'loss/value': step})
-  with open_plain(tmp_path, 2) as write:
+  with metrics.writing(tmp_path, 2) as write:
     write(3, {'loss/value': 30})
   values = [(row['step'], row['loss/value']) for row in metrics.read(tmp_path)]
   assert values == [(0, 0), (1, 1), (2, 2), (3, 30)]
-  open_plain(tmp_path, -1).close()  # a fresh start keeps nothing
+  with metrics.writing(tmp_path, -1):
+    pass  # a fresh start keeps nothing
   assert metrics.read(tmp_path) == []
 
 
@@ -61,7 +58,7 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
 def test_a_torn_last_line_is_dropped(tmp_path, tail, steps):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss/value": 1.0}\n' + tail)
   assert [row['step'] for row in metrics.read(tmp_path)] == steps[:-1]
-  with open_plain(tmp_path, 8) as write:
+  with metrics.writing(tmp_path, 8) as write:
     write(9, {'loss/value': 9})  # must not be glued to the tail
   assert [row['step'] for row in metrics.read(tmp_path)] == steps
 
@@ -76,10 +73,9 @@ def test_a_damaged_line_before_the_last_is_an_error(tmp_path, line):
 
 
 def test_an_unknown_name_is_refused_and_the_nearest_named(tmp_path):
-  write = open_plain(tmp_path, -1)
-  with pytest.raises(ValueError, match='clip/share_start'):
+  refusal = pytest.raises(ValueError, match='clip/share_start')
+  with refusal, metrics.writing(tmp_path, -1) as write:
     write(1, {'loss/value': 1.0, 'clip/shares': 0.4})
-  write.close()
   assert metrics.read(tmp_path) == []
 
 
@@ -87,9 +83,7 @@ def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path, caplog
   event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
 
   config = {'title': '```\n# heading'}
-  with metrics.open_writers(
-    tmp_path, 6, tensorboard=True, wandb=False, config=config
-  ) as write:
+  with metrics.writing(tmp_path, 6, tensorboard=True, config=config) as write:
     write(7, {'clip/share': 0.5, 'loss/tv_reused': math.nan})
   assert not caplog.records  # of nan there is nothing to warn
   (file,) = (tmp_path / 'tensorboard').iterdir()
@@ -109,12 +103,11 @@ def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path, caplog
 
 def test_wandb_is_imported_only_on_demand(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)  # import wandb now fails
-  with open_plain(tmp_path, -1) as write:
+  with metrics.writing(tmp_path, -1) as write:
     write(1, {'loss/value': 1.0})
-  with pytest.raises(
-    ValueError, match=r'pip install wandb, or set metrics\.wandb=False'
-  ):
-    metrics.open_writers(tmp_path, -1, wandb=True, tensorboard=False)
+  refusal = pytest.raises(ValueError, match=r'pip install wandb, or set metrics\.wandb')
+  with refusal, metrics.writing(tmp_path, -1, wandb=True):
+    pass
   assert len(metrics.read(tmp_path)) == 1  # refused before a row was dropped
 
   logged, ids = [], []
@@ -124,7 +117,7 @@ def test_wandb_is_imported_only_on_demand(tmp_path, monkeypatch):
   fake = types.SimpleNamespace(init=lambda **kw: ids.append(kw['id']) or run)
   monkeypatch.setitem(sys.modules, 'wandb', fake)
   for step in (1, 2):
-    with metrics.open_writers(tmp_path, step, wandb=True, tensorboard=False) as write:
+    with metrics.writing(tmp_path, step, wandb=True) as write:
       write(step, {'loss/value': 1.0})
   assert logged == [(1, {'loss/value': 1.0}), (2, {'loss/value': 1.0})]
   assert ids[0] == ids[1]  # a resumed run is the same run
@@ -134,19 +127,13 @@ def test_the_legend_names_every_column_in_short_lines():
   legend = metrics.legend()
   assert all(len(line) <= 100 for line in legend.splitlines())
   for label, name, _ in metrics.COLUMNS:
-    assert f'{label} = {name}' in legend or f'.. {name}' in legend
-  assert 'bounds = clip/low .. clip/high' in legend  # on one line
+    assert f'{label}={name}' in legend or f'..{name}' in legend
 
 
 def test_lines_stand_under_each_other():
   full = {name: 0.5 for name in metrics.GLOSSARY}
-  lines = [
-    metrics.line(1, 400, full),
-    metrics.line(399, 400, {}),
-    metrics.line(
-      400, 400, {**full, 'learner/grad_norm': 123456.0, 'clip/low': math.nan}
-    ),
-  ]
+  odd = full | {'learner/grad_norm': 123456.0, 'clip/low': math.nan}
+  lines = [metrics.line(n, 400, x) for n, x in ((1, full), (399, {}), (400, odd))]
   assert lines[0].startswith('  1/400  acc 0.500')
   assert 'kl  0.5000' in lines[0] and 'bounds 0.500 .. 0.500' in lines[0]
   assert len({len(line) for line in lines}) == 1

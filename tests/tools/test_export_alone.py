@@ -1,6 +1,6 @@
 """An export of the embedded policy means the same to AutoTokenizer and AutoModel alone.
 
-A reader who has only transformers must get our tokens, our texts and our accuracy.
+A reader who has only transformers must get our tokens and our texts.
 """
 
 import json
@@ -8,13 +8,12 @@ import json
 import jax
 import pytest
 import transformers
-from runs import one_device, saved, tiny
+from runs import saved, tiny
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
 from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.rewards import verifiers
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
@@ -26,17 +25,6 @@ TEXTS = (
   '\\boxed{\\boxed{}}',
   ' \n \n\n  (1/2) ',
 )
-
-
-@pytest.fixture(scope='module')
-def exported(tmp_path_factory):
-  """A directory with the tokenizer of an export and the config.json of a Qwen2."""
-  path = tmp_path_factory.mktemp('exported')
-  tokenizer = tokenizer_lib.load('characters', '{problem}\n')
-  tokenizer_lib.save(tokenizer, 'characters', str(path))
-  spec = resolve.open_model(tiny()).spec
-  (path / 'config.json').write_text(json.dumps(hf_config.config_of(spec)))
-  return tokenizer, transformers.AutoTokenizer.from_pretrained(path)
 
 
 def problems():
@@ -52,61 +40,46 @@ def problems():
   yield from (p.text for p in countdown.generate(made))
 
 
-def test_auto_tokenizer_is_qwen2s_own_class(exported):
-  ours, theirs = exported
+def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
+  ours = tokenizer_lib.load('characters', '{problem}\n')
+  tokenizer_lib.save(ours, 'characters', str(tmp_path))
+  config = hf_config.config_of(resolve.open_model(tiny()).spec)
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert 'Qwen2' in type(theirs).__name__
   assert len(theirs) == len(tokenizer_lib.CHARACTERS) == len(ours.backend)
   assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
-
-
-def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(exported):
-  ours, theirs = exported
   strings = [*TEXTS, *(f'{text}\n' for text in problems())]
   assert len(strings) > 200
   rows = tokenizer_lib.encode(ours, strings)
   assert theirs(strings, add_special_tokens=False)['input_ids'] == rows
   assert theirs(strings)['input_ids'] == rows
   assert theirs.batch_decode(rows) == ours.backend.batch_decode(rows) == strings
-
-
-def test_auto_tokenizer_applies_the_same_chat_template(exported):
-  ours, theirs = exported
   chat = [{'role': 'user', 'content': '3 * 5 = '}]
   options = {'tokenize': False, 'add_generation_prompt': True}
   prompt = theirs.apply_chat_template(chat, **options)
   assert prompt == ours.backend.apply_chat_template(chat, **options) == '3 * 5 = \n'
 
 
-@pytest.mark.slow
-def test_transformers_alone_scores_what_we_score(tmp_path):
+def test_transformers_alone_responds_as_we_do(warm, one_device, tmp_path):
   torch = pytest.importorskip(
     'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
   )
-  knobs = {'sft.clean': 300, 'problems.train': 400, 'problems.test': 48}
   torch.set_num_threads(1)
-  config = tiny(**knobs | {'evaluate.sampling.temperature': 0.0, 'model.width': 32})
-  workdir = str(tmp_path / 'work')
-  with one_device():
-    experiment.claim(workdir, config)
-    t, s = build.start(config, workdir, PhaseTimer())
-    ours, samples = experiment.evaluation(t, s.params, 0)
+  config, workdir = tiny(**{'evaluate.sampling.temperature': 0.0}), str(warm())
+  experiment.claim(workdir, config)
+  t, s = build.start(config, workdir, PhaseTimer())
+  _, samples = experiment.evaluation(t, s.params, 0)
   saved(workdir, jax.device_get(s.params))
   assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 10**9) == 0
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
   model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
-  right = 0
-  for text, answer, sample in zip(
-    t.held_out.text, t.held_out.answer, samples, strict=True
-  ):
-    prompt = tokenizer(f'{text}\n', return_tensors='pt')
+  responses, length = [], config.sampler.max_new_tokens
+  for sample in samples:
+    prompt = tokenizer(f'{sample["problem"]}\n', return_tensors='pt')
     with torch.no_grad():
-      row = model.generate(
-        **prompt, do_sample=False, max_new_tokens=config.sampler.max_new_tokens
-      )
-    response = tokenizer.decode(
-      row[0, prompt['input_ids'].shape[1] :], skip_special_tokens=True
-    )
-    assert response == sample['response']
-    right += verifiers.RULES[config.rewards.rule](answer, response).right
-  assert right >= 5
-  assert right / len(samples) == pytest.approx(ours['accuracy'])
+      row = model.generate(**prompt, do_sample=False, max_new_tokens=length)
+    row = row[0, prompt['input_ids'].shape[1] :]
+    responses.append(tokenizer.decode(row, skip_special_tokens=True))
+  assert responses == [sample['response'] for sample in samples]
+  assert len(set(responses)) > 4

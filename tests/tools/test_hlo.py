@@ -95,6 +95,10 @@ def test_a_compiled_program_is_counted():
     text = spread.lower(jnp.ones((4, 8))).compile().as_text()
   (found,) = hlo.in_loops(text)
   assert (found.kind, found.bytes, found.times) == ('all-reduce', 2 * 8 * 4, 5)
+  (once,) = (run for run in hlo.runs(text) if not run.looped)
+  # Lines of the mesh along fsdp.
+  assert sorted(hlo.groups(once.line)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+  assert once.times == 1
 
 
 @pytest.mark.parametrize(
@@ -105,16 +109,10 @@ def test_a_compiled_program_is_counted():
     ('replica_groups=[2,3]<=[6], dimensions={0}', [[0, 1, 2], [3, 4, 5]]),
     # [[0, 1], [2, 3], [4, 5]] transposed: [0, 2, 4], [1, 3, 5].
     ('replica_groups=[2,3]<=[3,2]T(1,0), x', [[0, 2, 4], [1, 3, 5]]),
+    ("replica_groups=mesh['axis_0'=3,'b'=2] {'b'}, x", [[0, 1], [2, 3], [4, 5]]),
+    ("replica_groups=mesh['axis_0'=3,'b'=2] {'axis_0'}, x", [[0, 2, 4], [1, 3, 5]]),
+    # The devices of that mesh are 0, 2, 4 and 1, 3, 5.
     (
-      "replica_groups=mesh['axis_0'=3,'axis_1'=2] {'axis_1'}, x",
-      [[0, 1], [2, 3], [4, 5]],
-    ),
-    (
-      "replica_groups=mesh['axis_0'=3,'axis_1'=2] {'axis_0'}, x",
-      [[0, 2, 4], [1, 3, 5]],
-    ),
-    (
-      # The devices of that mesh are 0, 2, 4 and 1, 3, 5.
       "replica_groups=mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}, x",
       [[0, 2, 4], [1, 3, 5]],
     ),
@@ -129,19 +127,3 @@ def test_groups_of_devices_in_every_spelling(text, found):
 def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
   line = "  %q = f32[4] reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=3] {'b'}, x"
   assert hlo.size('f32[4]', 'reduce-scatter', False, line) == 3 * 4 * 4
-
-
-def test_the_groups_of_a_compiled_program_are_lines_of_its_mesh():
-  mesh = sharding.make(2, 2, 2)
-  one = jax.jit(
-    jax.shard_map(
-      lambda x: jax.lax.psum(x, 'fsdp'),
-      mesh=mesh,
-      in_specs=P('data'),
-      out_specs=P('data'),
-    )
-  )
-  text = one.lower(jnp.ones((4, 8))).compile().as_text()
-  (found,) = hlo.runs(text)
-  assert sorted(hlo.groups(found.line)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-  assert (found.times, found.looped) == (1, False)

@@ -1,9 +1,8 @@
 """What crosses between hosts is counted by hand, and what each of them remembers."""
 
-import dataclasses
+import types
 
 import jax
-import making
 import numpy as np
 import pytest
 
@@ -47,26 +46,11 @@ def test_collectives_counted_by_hand():
   assert hosts.crossing(TEXT, [0, 0, 0, 0]) == 0
 
 
-ALONE = sharding.make(devices=jax.devices()[:1])
-
-
-def memory(config, spec):
-  return hosts.memory(Job(config, spec, Schedule(), ALONE), hosts=4)
-
-
 @pytest.fixture
 def spec():
   """Two layers, 4 heads of each kind."""
-  return transformer.ModelSpec(
-    vocab=24,
-    width=16,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_width=4,
-    ffn=32,
-    compute='bfloat16',
-  )
+  sizes = dict(vocab=24, width=16, layers=2, heads=4, kv_heads=4, head_width=4, ffn=32)
+  return transformer.ModelSpec(**sizes, compute='bfloat16')
 
 
 @pytest.mark.parametrize(
@@ -95,10 +79,8 @@ def test_a_new_actor_by_hand(spec, shape, process_of, share):
 def test_axes_inside_a_host():
   of_four = [i // 4 for i in range(16)]
   assert hosts.inside({'data': 1, 'fsdp': 4, 'tensor': 4}, of_four) == ['tensor']
-  assert hosts.inside({'data': 4, 'fsdp': 2, 'tensor': 2}, of_four) == [
-    'fsdp',
-    'tensor',
-  ]
+  inner = hosts.inside({'data': 4, 'fsdp': 2, 'tensor': 2}, of_four)
+  assert inner == ['fsdp', 'tensor']
   assert hosts.inside({'data': 1, 'fsdp': 2, 'tensor': 8}, of_four) == []
 
 
@@ -106,60 +88,43 @@ def test_the_memory_of_a_process_by_hand(spec):
   config = aime.get_config()
   config.batch.rule = 'adapted'
   config = config_lib.parse(config.to_dict())
-  T, count = config.row_length, transformer.count(spec)
-  found = memory(config, spec)
-
-  def written(config, spec):
-    return memory(config, spec)['a checkpoint, while it is written']
-
-  # Parameters and two moments.
-  assert written(config, spec) == (4 + 4 + 4) * count / 4
-  narrow = dataclasses.replace(spec, dtype='bfloat16')
-  # Parameters, the optimiser's copy of them, two moments; an actor that is older.
-  assert written(config, narrow) == (2 + 4 + 4 + 4) * count / 4
-  lagging = config.with_values(rollout={'weight_sync_interval': 2})
-  assert written(lagging, narrow) == (2 + 4 + 4 + 4 + 2) * count / 4
-  # Of a frozen tower nothing.
-  seeing = dataclasses.replace(spec, vision=making.SEEING.vision)
-  assert written(config, seeing) == (4 + 4 + 4) * count / 4
+  job = Job(config, spec, Schedule(), sharding.make(devices=jax.devices()[:1]))
+  found = hosts.memory(job, hosts=4)
+  # Parameters and two moments, written by four hosts.
+  count = transformer.count(spec)
+  assert found['a checkpoint, while it is written'] == (4 + 4 + 4) * count / 4
   assert found['weights, while they are read'] == 9 * 2**21
+  T, G = config.row_length, config.sampler.group_size
   assert found['slots'] == 12 * config.sampler.max_num_seqs * T
-  rows = config.prompts.count * config.sampler.group_size
-  assert found['responses of a step'] == 13 * rows * T
+  assert found['responses of a step'] == 13 * config.prompts.count * G * T
   # The hard part holds no responses.
-  held = config.buffer.capacity * config.sampler.group_size * T
-  assert found['replay buffer'] == 13 * held
-
-
-class Device:
-  """One of a topology."""
-
-  def __init__(self, number):
-    self.id, self.process_index, self.platform = number, number // 4, 'tpu'
+  assert found['replay buffer'] == 13 * config.buffer.capacity * G * T
 
 
 def test_the_table_adds_up_a_step(spec):
   config = aime.get_config()
   config.rollout.weight_sync_interval = 4
   config = config_lib.parse(config.to_dict())
-  mesh = type('Mesh', (), {})()
-  mesh.devices = np.asarray([Device(i) for i in range(8)]).reshape(1, 4, 2)
-  mesh.shape, mesh.size = {'data': 1, 'fsdp': 4, 'tensor': 2}, 8
+  devices = [
+    types.SimpleNamespace(process_index=i // 4, platform='tpu') for i in range(8)
+  ]
+  mesh = types.SimpleNamespace(devices=np.asarray(devices).reshape(1, 4, 2), size=8)
+  mesh.shape = {'data': 1, 'fsdp': 4, 'tensor': 2}
   gib = 2**30
   between = {'train step': 3 * gib, 'decode': gib}
   job = Job(config, spec, Schedule(), mesh)
-  text = hosts.table(job, between, {'decode': 64})
+  text = hosts.table(job, between)
   assert text.startswith('2 hosts of 4 devices; inside a host: tensor\n')
   lines = {line[:16].strip(): line[16:].split() for line in text.splitlines()}
   n = config.updates_per_step
   assert [float(x) for x in lines['train step']] == [3, n, 3 * n]
   sampler = config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-  runs = rounds * sampler.max_new_tokens / 64
+  runs = rounds * sampler.max_new_tokens / sampler.tokens_per_dispatch
   assert [float(x) for x in lines['decode']] == pytest.approx([1, runs, runs], rel=1e-3)
   synced = hosts.weight_sync(spec, mesh.shape, [0] * 4 + [1] * 4) / gib
   found = [float(x) for x in lines['weight sync']]
   assert found == pytest.approx([synced, 1 / 4, synced / 4], rel=1e-3)
   mesh.devices = np.asarray(jax.devices()).reshape(1, 4, 2)
-  alone = hosts.table(job, between, {'decode': 64})
+  alone = hosts.table(job, between)
   assert alone.startswith('1 host of 8 devices') and 'weight sync' not in alone

@@ -1,33 +1,28 @@
 """The search tries all meshes, refuses with a reason, and counts as the plan does."""
 
-import json
 import math
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from test_plan import SMALL
+from test_plan import small
 
 from bapo_jax import main, sharding
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline, search
 from bapo_jax.training import budget
-from bapo_jax.training import config as config_lib
-from configs import aime
 
 CHIP = roofline.CHIPS['v5p']
 
 
 @pytest.fixture
 def config(tmp_path):
-  """The 7B config with a model of two layers and 12 heads, and few rows."""
-  (tmp_path / 'config.json').write_text(json.dumps(SMALL))
-  config = aime.seven()
-  config.model.path = str(tmp_path)
-  config.prompts.update(count=32, max_prompt_tokens=128)
-  config.sampler.update(max_new_tokens=1920, max_num_seqs=64, prefill_batch_size=8)
-  return config_lib.parse(config.to_dict())
+  return small(tmp_path)
+
+
+def mesh_of(*shape):
+  return Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
 
 
 def searched(config, memory):
@@ -40,7 +35,7 @@ def test_every_layout_is_tried_once():
   found = [tuple(shape.values()) for shape in search.shapes(64)]
   # 2^6 in three factors: 8 choose 2 ways.
   assert len(found) == len(set(found)) == 28
-  assert all(math.prod(shape) == 64 for shape in found)
+  assert {math.prod(shape) for shape in found} == {64}
 
 
 def test_what_does_not_divide_is_refused_with_its_reason(config):
@@ -48,18 +43,16 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
   # 12 heads divide over 1, 2 and 4.
   assert len(found) == 4 + 3 + 2 and set(refused) == {'1x1x8'}
   assert 'heads=12 does not divide over mesh.tensor=8' in refused['1x1x8']
-  few = config.with_values(
-    prompts={'count': 3}, sampler={'group_size': 1}, learner={'minibatches': 1}
-  )
+  one = {'sampler': {'group_size': 1}, 'learner': {'minibatches': 1}}
+  few = config.with_values(prompts={'count': 3}, **one)
   _, refused = searched(few, 2.0**60)
-  assert refused['8x1x1'] == (
-    '3 responses of a minibatch do not divide over data x fsdp'
-  )
+  reason = '3 responses of a minibatch do not divide over data x fsdp'
+  assert refused['8x1x1'] == reason
 
 
 def test_what_does_not_fit_is_refused_with_its_size(config):
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1, 1), sharding.AXES)
+  mesh = mesh_of(8, 1, 1)
   # The state of the learner and the actor, whole on each device, and one slot too few.
   job = programs.Job(config, spec, Schedule(), mesh)
   held = programs.learner_state(job), programs.actor(job)
@@ -80,7 +73,7 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
 
 def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 2), sharding.AXES)
+  mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
   best = search.judge(config, spec, CHIP, mesh, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
@@ -91,8 +84,8 @@ def test_the_choice_is_the_fastest_that_fits(config):
     if budget.count(changed, spec, decided, mesh).update <= memory:
       shape, rows, T = dict(mesh.shape), config.minibatch_rows, config.row_length
       linked = roofline.train_links(spec, decided, shape, rows, T, steps)
-      cost = roofline.train(spec, decided, shape, rows, T, steps, linked)
-      times.append(max(cost.seconds(CHIP).values()))
+      cost = roofline.train(spec, decided, shape, rows, T, steps)
+      times.append(max(cost.seconds(CHIP, linked).values()))
   assert len(times) > 1 and max(best.update.values()) == min(times)
   tokens = config.prompts.count * config.sampler.group_size / best.slots
   tokens *= config.sampler.max_new_tokens
@@ -105,8 +98,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
 def test_the_cache_is_that_of_the_program(config, shape):
   # 2 key/value heads do not divide over 4.
   spec = programs.tpu_spec(config)
-  mesh = Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
-  job = programs.Job(config, spec, Schedule(), mesh)
+  job = programs.Job(config, spec, Schedule(), mesh_of(*shape))
   _, cache = programs.slots_of(job)
   assert budget.count(*job).cache == cache
 
@@ -116,10 +108,9 @@ def test_the_fastest_come_first_and_the_flags_run(config):
   assert [c.seconds for c in found] == sorted(c.seconds for c in found)
   text = search.table(found, refused)
   _, *lines = text.splitlines()
-  assert [line.split()[0] for line in lines[:5]] == [
-    search.name(c.shape) for c in found[:5]
-  ]
-  slower = ', '.join(search.name(c.shape) for c in found[5:])
+  names = [search.name(c.shape) for c in found]
+  assert [line.split()[0] for line in lines[:5]] == names[:5]
+  slower = ', '.join(names[5:])
   assert f'not {slower}: it fits and is slower' in lines
   assert f'not 1x1x8: {refused["1x1x8"]}' in lines
   given = main.overrides(found[0].flags.split())

@@ -14,14 +14,11 @@ from bapo_jax.training import checkpoint, config
 from bapo_jax.training.config import Config
 
 
-def screen(terminal=False):
-  return Console(file=io.StringIO(), width=78, force_terminal=terminal, _environ={})
-
-
 def printed(workdir, number=None, views='', terminal=False, keys=None):
-  console = screen(terminal)
+  stream = io.StringIO()
+  console = Console(file=stream, width=78, force_terminal=terminal, _environ={})
   assert viewer.show(str(workdir), number, views, console, keys) == 0
-  return console.file.getvalue()
+  return stream.getvalue()
 
 
 def evaluated(tmp_path, *problems, rule='group_relative'):
@@ -117,16 +114,13 @@ def test_where_the_pictures_of_a_group_lie(tmp_path):
   assert shown == [f'{workdir}/pictures/{name}' for name in names]
 
 
-def test_a_group_that_no_update_had_says_so(tmp_path):
+def test_a_view_of_tokens_explains_why_it_is_empty(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
+  drawn = ' '.join(printed(workdir, 1, 'pc').split())
+  assert 'An evaluation records only text' in drawn and '⟨' not in drawn
   alone = response('4', True, 0.0, pieces=['4'], sampler_logp=[0.0])
   record(workdir, 8, [alone], update=None, low=None, high=None)
   assert 'No update of the step had this group' in printed(workdir, 1, 'c')
-
-
-def test_a_view_of_tokens_explains_why_it_is_empty(tmp_path):
-  drawn = ' '.join(printed(evaluated(tmp_path, *TWO), 1, 'pc').split())
-  assert 'An evaluation records only text' in drawn and '⟨' not in drawn
 
 
 def test_responses_have_the_colour_of_their_advantage(tmp_path):
@@ -143,15 +137,12 @@ def test_a_group_of_one_is_compared_with_nobody(rule, tmp_path):
   assert 'reward 1.00  advantage +0.00' in drawn
 
 
-def test_a_response_cannot_steer_the_terminal_nor_be_read_as_markup(tmp_path):
+def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):
+  # It can neither steer the terminal nor be read as markup.
   nasty = 'a\x1b[2Jb\x07[bold]c[/bold]\x9bd\x7f'
-  drawn = printed(evaluated(tmp_path, ('1', [(nasty, True)])), 1)
-  assert r'a\x1b[2Jb\x07[bold]c[/bold]\x9bd\x7f' in drawn
-
-
-def test_of_a_long_response_both_ends_are_shown_or_all(tmp_path):
   long = 'begin ' + 'x' * 5000 + ' end'
-  workdir = evaluated(tmp_path, ('1', [(long, True)]))
+  workdir = evaluated(tmp_path, ('1', [(long, True)]), ('2', [(nasty, True)]))
+  assert r'a\x1b[2Jb\x07[bold]c[/bold]\x9bd\x7f' in printed(workdir, 2)
   short = printed(workdir, 1)
   assert 'begin' in short and ' end' in short
   assert '3010 characters left out' in short and short.count('x') < 2010

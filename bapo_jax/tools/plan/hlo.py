@@ -10,6 +10,7 @@ XLA's own cost analysis counts a loop's body once, so it is of no use here.
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,18 +18,13 @@ import numpy as np
 
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 KINDS = (
-  'all-gather',
-  'all-reduce',
-  'reduce-scatter',
-  'all-to-all',
-  'collective-permute',
-  'ragged-all-to-all',
-  'collective-broadcast',
+  'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|'
+  'ragged-all-to-all|collective-broadcast'
 )
 # A TPU's scatter: a computation of this name sums all of it and keeps a slice.
 SCATTER = 'all-reduce-scatter'
 # `-done` ends what `-start` began and is not counted a second time.
-COLLECTIVE = re.compile(rf' = (.+?) ({"|".join(KINDS)})(-start)?\(')
+COLLECTIVE = re.compile(rf' = (.+?) ({KINDS})(-start)?\(')
 ARRAY = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*|c\d+)\[([\d,]*)\]')
 CALLED = re.compile(
   r'(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)'
@@ -86,48 +82,39 @@ class Run(NamedTuple):
 def runs(text: str, most: int = 1) -> Iterator[Run]:
   """Yields the collectives of the program, once per path that leads to them.
 
-  Args:
-    most: upper limit of iterations of a loop without a known trip count.
+  A loop without a known trip count has at most `most` iterations.
   """
   bodies, entry = computations(text)
 
-  def walk(name: str, repeats: int, looped: bool) -> Iterator[Run]:
-    for line in bodies.get(name, ()):
+  def walk(where: str, repeats: int, looped: bool) -> Iterator[Run]:
+    for line in bodies.get(where, ()):
       if found := COLLECTIVE.search(line):
         bytes_ = size(found[1], found[2], bool(found[3]), line)
-        kind = 'reduce-scatter' if name.startswith(SCATTER) else found[2]
-        yield Run(kind, bytes_, repeats, looped, line, name)
+        kind = 'reduce-scatter' if where.startswith(SCATTER) else found[2]
+        yield Run(kind, bytes_, repeats, looped, line, where)
       if loop := LOOP.search(line):
         count = repeats * trips(line, bodies.get(loop[1], ()), most)
         yield from walk(loop[2], count, True)
-      for called in callees(line):
-        yield from walk(called, repeats, looped)
+      called = CALLED.findall(line)
+      for group in BRANCHES.findall(line):
+        called += [name.strip().lstrip('%') for name in group.split(',')]
+      for name in called:
+        yield from walk(name, repeats, looped)
 
   return walk(entry, 1, False)
 
 
 def in_loops(text: str, most: int = 1) -> list[Collective]:
   """Lists the collectives inside loops, the most bytes first; see `runs`."""
-  sites: dict[tuple[str, int], set[tuple[str, str]]] = {}
-  times: dict[tuple[str, int], int] = {}
+  sites: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
+  times = Counter()
   for run in runs(text, most):
     if run.looped:
       key = run.kind, run.bytes
-      sites.setdefault(key, set()).add((run.where, run.line))
-      times[key] = times.get(key, 0) + run.times
-  found = [
-    Collective(kind, n, len(where), times[kind, n])
-    for (kind, n), where in sites.items()
-  ]
+      sites[key].add((run.where, run.line))
+      times[key] += run.times
+  found = [Collective(k, n, len(at), times[k, n]) for (k, n), at in sites.items()]
   return sorted(found, key=lambda c: -c.received)
-
-
-def callees(line: str) -> list[str]:
-  """Lists the computations that an instruction calls, loops excepted."""
-  names = CALLED.findall(line)
-  for group in BRANCHES.findall(line):
-    names += [part.strip().lstrip('%') for part in group.split(',')]
-  return names
 
 
 def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
@@ -141,9 +128,7 @@ def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
 def size(shape: str, kind: str, started: bool, line: str) -> int:
   """Returns the bytes of the whole array: the result, or a scatter's operand.
 
-  Args:
-    shape: the result's, as in the text.
-    started: the instruction is the `-start` half of a collective.
+  `shape` is the result's, as in the text; `started`: the `-start` half of a collective.
   """
   arrays = [
     math.prod(int(n) for n in dims.split(',') if n) * itemsize(dtype)
@@ -152,13 +137,9 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
   # A started gather or permute lists its operand before its result.
   paired = started and kind in ('all-gather', 'collective-permute')
   total = max(arrays, default=0) if paired else sum(arrays)
-  return total * members(line) if kind == 'reduce-scatter' else total
-
-
-def members(line: str) -> int:
-  """Returns the devices in a group of the collective; 1 without groups."""
-  found = groups(line)
-  return len(found[0]) if found else 1
+  if kind == 'reduce-scatter' and (members := groups(line)):
+    return total * len(members[0])
+  return total
 
 
 def groups(line: str) -> list[list[int]]:

@@ -4,15 +4,15 @@
 2. `crossing` counts the bytes that a program's collectives bring into one host,
    `weight_sync` the bytes of a new actor;
 3. `memory` counts the memory of a process on its host;
-4. `table` prints them, with the axes of the mesh that stay inside a host.
+4. `table` formats them, with the axes of the mesh that stay inside a host.
 
 The traffic is a lower bound for any algorithm of the collectives: each host receives
 once the data that its devices lack. Bytes are counted by hand or read from HLO text.
 """
 
-import itertools
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,10 +22,10 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hlo, roofline
+from bapo_jax.tools.plan import hlo
 from bapo_jax.tools.plan.programs import Job
+from bapo_jax.tools.plan.roofline import MeshShape
 from bapo_jax.training import budget
-from bapo_jax.training.config import Config
 
 GIB = 2**30
 LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
@@ -50,22 +50,18 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
   Returns:
     The bytes into the host that receives the most.
   """
-  shares: dict[tuple[str, str], dict[int, float]] = {}
   total: dict[int, float] = defaultdict(float)
+  shares = functools.cache(lambda kind, line: _shares(kind, line, process_of))
   for run in hlo.runs(text, most):
-    key = run.kind, run.line
-    if key not in shares:
-      shares[key] = _shares(run.kind, hlo.groups(run.line), process_of)
-    for host, share in shares[key].items():
+    for host, share in shares(run.kind, run.line).items():
       total[host] += share * run.bytes * run.times
   return max(total.values(), default=0)
 
 
-def _shares(
-  kind: str, groups: list[list[int]], process_of: Sequence[int]
-) -> dict[int, float]:
+def _shares(kind: str, line: str, process_of: Sequence[int]) -> dict[int, float]:
   """Maps each host to the bytes that it receives per byte of the collective."""
   found: dict[int, float] = defaultdict(float)
+  groups = hlo.groups(line)
   if kind == 'collective-permute':
     for source, target in groups:
       found[process_of[target]] += process_of[source] != process_of[target]
@@ -81,15 +77,8 @@ def _shares(
   return found
 
 
-def weight_sync(
-  spec: ModelSpec, shape: roofline.MeshShape, process_of: Sequence[int]
-) -> float:
-  """Counts the bytes into one host for a new actor: columns are gathered over fsdp.
-
-  Args:
-    shape: sizes of the mesh axes.
-    process_of: host of each device, from `processes`.
-  """
+def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) -> float:
+  """Counts the bytes into one host for a new actor: columns are gathered over fsdp."""
   F, tensor = shape['fsdp'], shape['tensor']
   layout = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
   gathered = 0
@@ -125,7 +114,7 @@ def memory(job: Job, hosts: int) -> dict[str, float]:
   }
 
 
-def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
+def inside(shape: MeshShape, process_of: Sequence[int]) -> list[str]:
   """Lists the axes of the mesh along which all neighbours are on one host."""
   placed = np.reshape(process_of, tuple(shape.values()))
   return [
@@ -135,48 +124,36 @@ def inside(shape: roofline.MeshShape, process_of: Sequence[int]) -> list[str]:
   ]
 
 
-def table(
-  job: Job,
-  between: Mapping[str, float],
-  steps: Mapping[str, int],
-) -> str:
-  """Prints the hosts, the bytes into one of them per step, and its memory.
+def table(job: Job, between: Mapping[str, float]) -> str:
+  """Formats the hosts, the bytes into one of them per step, and its memory.
 
   Args:
     between: program -> bytes into one host per run, from `crossing`.
-    steps: program -> tokens (or other units) of one run.
   """
-  process_of, shape = processes(job.mesh), job.shape
+  process_of, shape, sampler = processes(job.mesh), job.shape, job.config.sampler
   hosts = len(set(process_of))
   lines = [
     f'{hosts} {"hosts" if hosts > 1 else "host"} of {job.mesh.size // hosts} devices; '
     f'inside a host: {", ".join(inside(shape, process_of)) or "no axis of the mesh"}'
   ]
   if hosts > 1:
-    sync = weight_sync(job.spec, shape, process_of)
-    lines += [f'{"into a host":16}{"GiB":>12}{"runs a step":>14}{"GiB a step":>12}']
-    lines += _crossing_lines(job.config, between, steps, sync)
+    rows = job.config.prompts.count * sampler.group_size
+    tokens = rows / sampler.max_num_seqs * sampler.max_new_tokens
+    runs = {
+      'train step': job.config.updates_per_step,
+      'decode': tokens / sampler.tokens_per_dispatch,
+      'prefill': rows / sampler.prefill_batch_size,
+      'weight sync': 1 / job.config.rollout.weight_sync_interval,
+    }
+    into = {**between, 'weight sync': weight_sync(job.spec, shape, process_of)}
+    lines.append(f'{"into a host":16}{"GiB":>12}{"runs a step":>14}{"GiB a step":>12}')
+    lines += [
+      f'{name:16}{into[name] / GIB:12.4g}{n:14.4g}{into[name] * n / GIB:12.4g}'
+      for name, n in runs.items()
+      if name in into
+    ]
   held = memory(job, hosts)
-  lines += [f'{"host memory":36}{"GiB a process, at most":>22}']
-  lines += [f'{name:36}{bytes_ / GIB:22.2f}' for name, bytes_ in held.items()]
-  return '\n'.join([*lines, f'{"together":36}{sum(held.values()) / GIB:22.2f}'])
-
-
-def _crossing_lines(
-  config: Config,
-  between: Mapping[str, float],
-  steps: Mapping[str, int],
-  sync: float,
-) -> Iterator[str]:
-  sampler = config.sampler
-  rows = config.prompts.count * sampler.group_size
-  rounds = rows / sampler.max_num_seqs
-  runs = {
-    'train step': config.updates_per_step,
-    'decode': rounds * sampler.max_new_tokens / steps.get('decode', 1),
-    'prefill': rows / sampler.prefill_batch_size,
-  }
-  every = config.rollout.weight_sync_interval
-  counted = [(name, between[name], n) for name, n in runs.items() if name in between]
-  for name, bytes_, n in itertools.chain(counted, [('weight sync', sync, 1 / every)]):
-    yield f'{name:16}{bytes_ / GIB:12.4g}{n:14.4g}{bytes_ * n / GIB:12.4g}'
+  lines.append(f'{"host memory":36}{"GiB a process, at most":>22}')
+  held['together'] = sum(held.values())
+  lines += [f'{name:36}{size / GIB:22.2f}' for name, size in held.items()]
+  return '\n'.join(lines)

@@ -13,28 +13,39 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.tools.plan import (
-  hlo,
-  hosts,
-  programs,
-  roofline,
-  search,
-  tables,
-)
-from bapo_jax.tools.plan.programs import Job
+from bapo_jax.tools.plan import hlo, hosts, programs, roofline, search
+from bapo_jax.tools.plan.programs import Job, Program
 from bapo_jax.tools.plan.roofline import Chip
-from bapo_jax.tools.plan.tables import Row
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
 GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+Echo = Callable[[str], object]  # prints a line
+COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
+
+
+class Row(NamedTuple):
+  """Memory and collectives of a compiled program; bytes on one device, or one host."""
+
+  program: Program
+  arguments: float  # the cache included
+  output: float  # beyond donated arguments
+  temporaries: float
+  loops: Sequence[hlo.Collective] = ()
+  between: float = 0.0  # into the host that receives most, by collectives
+  seconds: float = 0.0  # to compile
+
+  @property
+  def total(self) -> float:
+    """Bytes of the run while the program runs."""
+    return self.arguments + self.output + self.temporaries + self.program.resident
 
 
 def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
@@ -46,21 +57,19 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
   name, _, shape = topology.partition(':')
   if name not in roofline.CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
     raise ValueError(
-      f'--topology={topology!r} is no topology; give one of '
+      f'--topology={topology!r} is not a topology; give one of '
       f'{sorted(roofline.CHIPS)} with its shape, for instance v5p:2x2x4 or v6e:4x4'
     )
   chip = roofline.CHIPS[name]
   try:
-    found = topologies.get_topology_desc(
-      platform='tpu', topology_name=topology, **chip.options
-    )
+    found = topologies.get_topology_desc(topology, 'tpu', **chip.options)
   except Exception as error:  # libtpu raises its own kind
     reason = str(error).partition('=== Source')[0]
     raise ValueError(f'--topology={topology}: {reason}') from None
   return chip, found.devices
 
 
-def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
+def compiled(program: Program, mesh: Mesh) -> Row | float:
   """Compiles a program; returns its row, or the bytes needed if they do not fit."""
   begun = time.time()
   with sharding.current(mesh):
@@ -73,23 +82,19 @@ def compiled(program: programs.Program, mesh: Mesh) -> Row | float:
       return bytes_needed(str(error), program)
   m = executable.memory_analysis()
   assert m is not None, 'every TPU has it'
-  output = m.output_size_in_bytes - m.alias_size_in_bytes
-  own = m.argument_size_in_bytes + output + m.temp_size_in_bytes
   text = executable.as_text() or ''
   return Row(
+    program,
     m.argument_size_in_bytes,
-    output,
+    m.output_size_in_bytes - m.alias_size_in_bytes,
     m.temp_size_in_bytes,
-    program.cache,
-    program.resident,
-    own + program.resident,
     hlo.in_loops(text, program.micro_batches),
-    time.time() - begun,
     hosts.crossing(text, hosts.processes(mesh), program.micro_batches),
+    time.time() - begun,
   )
 
 
-def bytes_needed(message: str, program: programs.Program) -> float:
+def bytes_needed(message: str, program: Program) -> float:
   """Reads the bytes that a device would need from the compiler's error, or inf."""
   if found := re.search(r'Used ([\d.]+)([KMGT]) of', message):
     return float(found[1]) * UNITS[found[2]] + program.resident
@@ -104,9 +109,9 @@ def room(chip: Chip) -> float:
   return budget.DEVICE_SHARE * chip.hbm * GIB
 
 
-def excess(row: Row | float, chip: Chip) -> float:
-  """Returns the bytes beyond the chip's memory; negative if the program fits."""
-  return (row.total if isinstance(row, Row) else row) - chip.hbm * GIB
+def left(row: Row | float, chip: Chip) -> float:
+  """Returns the GiB of the chip that a program leaves; negative if it does not fit."""
+  return chip.hbm - (row.total if isinstance(row, Row) else row) / GIB
 
 
 def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
@@ -146,31 +151,29 @@ def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
   return Job(config, spec, schedule, mesh)
 
 
-def remedy(name: str, job: Job, chip: Chip, echo: Callable[[str], object]) -> str:
+def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
   """Finds flags that make the program fit by compiling it; returns a sentence."""
-  changed, flags = job.config, {}
+  changed, flags, given = job.config, {}, ''
   for knob, value in ladder(name, job):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
-    echo(f'  {name}: trying {" ".join(flags.values())}')
+    given = ' '.join(flags.values())
+    echo(f'  {name}: trying {given}')
     make = programs.programs_of(job.spec)[name]
     row = compiled(make(planned(changed, job.mesh, chip)), job.mesh)
-    if isinstance(row, Row) and excess(row, chip) <= 0:
-      left = -excess(row, chip) / GIB
-      return f'{" ".join(flags.values())} fits, {left:.1f} GiB left'
-  if not flags:
+    if isinstance(row, Row) and left(row, chip) >= 0:
+      return f'{given} fits, {left(row, chip):.1f} GiB left'
+  if not given:
     return 'no smaller batch divides over this mesh'
-  return (
-    f'not even with {" ".join(flags.values())}: a larger mesh.tensor or topology would'
-  )
+  return f'not even with {given}: a larger mesh.tensor or topology would'
 
 
 def run(
   config: Config,
   topology: str,
   mean_share: float = 1.0,
-  echo: Callable[[str], object] = print,
+  echo: Echo = print,
 ) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
@@ -190,35 +193,30 @@ def run(
     f'attention {job.spec.attention}\n'
     f'{budget.sentence(config, job.schedule, needed, room(chip))}'
   )
-  made, rows, verdicts = {}, {}, {}
+  rows, verdicts = {}, {}
   for name, make in programs.programs_of(job.spec).items():
-    made[name] = make(job)
-    rows[name] = row = compiled(made[name], mesh)
-    over = excess(row, chip) / GIB
-    if isinstance(row, Row) and over <= 0:
-      verdicts[name] = f'fits, {-over:.1f} left'
+    rows[name] = row = compiled(make(job), mesh)
+    spare = left(row, chip)
+    if isinstance(row, Row) and spare >= 0:
+      verdicts[name] = f'fits, {spare:.1f} left'
       echo(f'  {name} compiled in {row.seconds:.0f} s')
     else:
       echo(f'  {name} does not fit; searching a smaller batch')
       found = remedy(name, job, chip, echo)
-      verdicts[name] = f'{over:.1f} GiB too much; {found}'
+      verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   between = {name: row.between for name, row in known.items()}
-  steps = {name: program.steps for name, program in made.items()}
   for table in (
-    tables.memory_table(rows, verdicts),
-    tables.loops_table(known),
-    tables.roofline_table(known, made, chip, config, mean_share),
-    hosts.table(job, between, steps),
+    memory_table(rows, verdicts),
+    loops_table(known),
+    roofline_table(known, chip, config, mean_share),
+    hosts.table(job, between),
   ):
-    echo('')
-    echo(table)
+    echo(f'\n{table}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
-def run_search(
-  config: Config, topology: str, echo: Callable[[str], object] = print
-) -> bool:
+def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits.
 
   Raises:
@@ -230,3 +228,95 @@ def run_search(
   echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm} GiB')
   echo(search.table(found, refused))
   return bool(found)
+
+
+def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
+  """Formats the memory of each program, in GiB per device."""
+  lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
+  shares = []
+  for name, row in rows.items():
+    if isinstance(row, Row):
+      p = row.program
+      own = row.arguments, row.output, row.temporaries, p.cache, p.resident, row.total
+      cells = ''.join(f'{size / GIB:12.2f}' for size in own)
+      if p.cache:
+        share = row.temporaries / p.cache
+        shares.append(f'{name}: temporaries are {share:.1%} of the cache')
+    else:
+      cells = f'{row / GIB:72.2f}'
+    lines.append(f'{name:16}{cells}  {verdicts[name]}')
+  lines.append(
+    'cache is part of the arguments; resident is memory of the run that the '
+    'program does not take (the learner, the actor, the buffer)'
+  )
+  return '\n'.join([*lines, *shares])
+
+
+def loops_table(rows: dict[str, Row]) -> str:
+  """Formats the collectives inside the loops of each program, largest first."""
+  lines = [f'{"in loops":16}{"kind":>20}{"MiB":>10}{"sites":>7}{"times":>8}{"GiB":>10}']
+  for name, row in rows.items():
+    heavy = [c for c in row.loops if c.received > 2**20][:8]
+    lines += [
+      f'{name:16}{c.kind:>20}{c.bytes / 2**20:10.2f}{c.sites:7}{c.times:8}'
+      f'{c.received / GIB:10.2f}'
+      for c in heavy
+    ]
+    rest = sum(c.received for c in row.loops if c not in heavy)
+    lines.append(f'{name:16}{"all others":>20}{"":25}{rest / GIB:10.2f}')
+  return '\n'.join(lines)
+
+
+def roofline_table(
+  rows: dict[str, Row], chip: Chip, config: Config, mean_share: float
+) -> str:
+  """Formats lower bounds on the seconds of each program and of a step."""
+  bounds = ('products', 'memory', 'links')
+  header = ''.join(f'{b:>12}' for b in bounds)
+  lines = [f'{"seconds, at least":18}{header}  of one']
+  took = {}
+  for name, row in rows.items():
+    cost = row.program.cost
+    linked = sum(c.received for c in row.loops) / row.program.steps
+    seconds = cost.seconds(chip, linked)
+    took[name] = max(seconds.values())
+    cells = ''.join(f'{seconds[b]:12.4g}' for b in bounds)
+    share = cost.model_flops / chip.flops / took[name]
+    lines.append(
+      f'{name:18}{cells}  {programs.UNIT[name]}: {cost.model_flops / 1e12:.4g} TFLOP '
+      f'of the model per device, {cost.flops / 1e12:.4g} computed, '
+      f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
+    )
+  return '\n'.join([*lines, *_step_lines(took, config, mean_share)])
+
+
+def _step_lines(
+  took: dict[str, float], config: Config, mean_share: float
+) -> Iterator[str]:
+  """Yields lower bounds on the decoding and learning time of a step.
+
+  Args:
+    took: program -> lower bound on its time in seconds.
+  """
+  sampler = config.sampler
+  if 'decode' in took:
+    tokens = sampler.max_num_seqs / took['decode']
+    rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
+    hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
+    yield (
+      f'decoding: at most {tokens:.0f} tokens/s; a rollout of responses of '
+      f'{sampler.max_new_tokens} tokens at least {hours:.2f} h'
+    )
+  if 'train step' in took:
+    updates = config.updates_per_step
+    hours = updates * took['train step'] / 3600
+    columns = updates * config.minibatch_rows * config.row_length
+    yield (
+      f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
+      f'at least {hours:.3g} h'
+    )
+    yield (
+      f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
+      f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
+      f'{mean_share * hours:.3g} h'
+    )

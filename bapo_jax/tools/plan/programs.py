@@ -1,9 +1,8 @@
-"""The programs that a run compiles, with abstract arguments placed on a mesh.
+"""Makes the programs that a run compiles, with abstract arguments placed on a mesh.
 
 1. `tpu_spec` reads the model of a config from its config.json alone;
 2. `PROGRAMS` makes the train step, the log-probabilities, prefill and decode as the run
-   itself calls them, for any mesh, of attached devices or not; `programs_of` adds the
-   vision tower of a vision model.
+   calls them, for any mesh, even of absent devices; `programs_of` adds a vision tower.
 
 A plan reads no problems: each prompt of a vision model has one picture, as large as the
 prompt has room for beside TEXT tokens of text.
@@ -39,7 +38,7 @@ TEXT = 256  # tokens of a prompt beside its picture
 
 
 class Job(NamedTuple):
-  """A run on a mesh."""
+  """A run on a mesh: a Resolved without a tokenizer, which a plan does not read."""
 
   config: Config
   spec: ModelSpec
@@ -48,7 +47,7 @@ class Job(NamedTuple):
 
   @property
   def language(self) -> ModelSpec:
-    """The language model without its tower, as hand counts want it."""
+    """The language model without its tower, for hand counts."""
     return dataclasses.replace(self.spec, vision=None)
 
   @property
@@ -63,8 +62,7 @@ class Program(NamedTuple):
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  # Cost of one of `steps`, given the bytes that links bring.
-  cost: Callable[[float], roofline.Cost]
+  cost: roofline.Cost  # of one of `steps`
   resident: float  # bytes of the run that the program does not take
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
@@ -83,9 +81,8 @@ def tpu_spec(config: Config) -> ModelSpec:
       f'--config.model.path={path} has no config.json; give a directory with '
       'this file, the only file that a plan reads'
     )
-  spec = (
-    resolve.read_spec(config, path, None) if path else resolve.open_model(config).spec
-  )
+  own = resolve.read_spec(config, path, None) if path else None
+  spec = own or resolve.open_model(config).spec
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -99,9 +96,10 @@ def place(tree: Tree, shardings: Tree) -> Tree:
 
 def bytes_per_device(tree: Tree) -> int:
   """Returns the bytes per device of the placed leaves of an abstract tree."""
-  placed = (x for x in jax.tree.leaves(tree) if getattr(x, 'sharding', None))
   return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+    if getattr(x, 'sharding', None)
   )
 
 
@@ -130,13 +128,12 @@ def actor(job: Job) -> Tree:
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows over the devices as in training."""
-  bound = rules.bind(job.config)
-  made = jax.eval_shape(functools.partial(build.empty_buffer, job.config, bound))
+  made = jax.eval_shape(lambda: build.empty_buffer(job.config, rules.bind(job.config)))
   return place(made, sharding.layout_of_rows(made, job.mesh))
 
 
 def beside_update(job: Job) -> int:
-  """Returns the bytes per device of the buffer and of an actor that is not freed."""
+  """Returns the bytes per device of the buffer and of an actor that stays."""
   lags = job.config.rollout.weight_sync_interval > 1
   return bytes_per_device((actor(job) if lags else None, buffer(job)))
 
@@ -153,9 +150,7 @@ def train_step(job: Job) -> Program:
     build.make_train_step(config, rules.bind(config), spec, schedule),
     (params, opt, batch, base),
     {},
-    lambda linked: roofline.train(
-      job.language, schedule, job.shape, B, T, n, linked, adapters
-    ),
+    roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
     beside_update(job),
     micro_batches=n,
   )
@@ -175,16 +170,13 @@ def score(job: Job) -> Program:
     chunk=config.logprobs.chunk,
   )
   params, opt, base = learner_state(job)
-  rows = sharding.over_rows(mesh)
-  tokens_BT, wanted_BT = (
-    jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in ('int32', 'bool')
-  )
+  like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(mesh))
   seen = embedded(job, max(1, B // config.sampler.group_size))
   return Program(
     jax.jit(function),
-    (lora.attach(base, params), tokens_BT, wanted_BT),
+    (lora.attach(base, params), like((B, T), 'int32'), like((B, T), 'bool')),
     {} if seen is None else {'pictures': seen},
-    functools.partial(roofline.score, job.language, job.shape, B, T),
+    roofline.score(job.language, job.shape, B, T),
     bytes_per_device((opt, actor(job), buffer(job))),
   )
 
@@ -210,15 +202,10 @@ def prefill(job: Job) -> Program:
   kinds = ('int32', 'int32', 'int32', 'uint32', 'int32')  # from, slot, row, uid, new
   responses = [like((R,), kind) for kind in kinds]
   seen = [pixels_of(job, R)] if spec.vision else []
-
-  def cost(linked: float) -> roofline.Cost:
-    text = roofline.prefill(job.language, job.shape, R, width, linked)
-    if not seen:
-      return text
-    patches = seen[0].pixels_PZE.shape[1]
-    of_pictures = roofline.tower(spec, job.shape, R, patches, 0)
-    return roofline.Cost(*(sum(both) for both in zip(text, of_pictures, strict=True)))
-
+  cost = roofline.prefill(job.language, job.shape, R, width)
+  for pictures in seen:
+    more = roofline.tower(spec, job.shape, R, pictures.pixels_PZE.shape[1])
+    cost = roofline.Cost(*map(sum, zip(cost, more, strict=True)))
   return Program(
     decode_lib.admit,
     (actor(job), slots, *prompts, *responses, *seen),
@@ -239,19 +226,19 @@ def decode(job: Job) -> Program:
     decode_lib.run,
     (actor(job), slots, key, sampler.temperature, n, 0),
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
-    lambda linked: roofline.decode(job.language, job.shape, S, T, cache, linked),
+    roofline.decode(job.language, job.shape, S, T, cache),
     bytes_per_device((learner_state(job), buffer(job))),
     cache,
     n,
   )
 
 
-def gallery_of(config: Config, spec: ModelSpec) -> Gallery | None:
+def gallery_of(job: Job) -> Gallery | None:
   """Returns room for the largest, nearly square picture of a prompt; None: texts."""
-  v = spec.vision
+  v = job.spec.vision
   if v is None:
     return None
-  room = max(1, config.prompts.max_prompt_tokens - TEXT)
+  room = max(1, job.config.prompts.max_prompt_tokens - TEXT)
   merged = min(v.most_pixels // (v.merge * v.patch) ** 2, room)
   high = math.isqrt(merged)
   grid = high * v.merge, -(-merged // high) * v.merge
@@ -261,14 +248,13 @@ def gallery_of(config: Config, spec: ModelSpec) -> Gallery | None:
 def embedded(job: Job, prompts: int) -> pictured.Seen:
   """Returns the pictures of so many prompts as the learner has them, placed."""
   _, _, base = learner_state(job)
-  held = gallery_of(job.config, job.spec)
-  seen = pictured.abstract(held, prompts, job.spec, base)
+  seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
   return place(seen, sharding.layout_of_rows(seen, job.mesh))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
   """Returns the pictures of so many prompts, placed."""
-  held = gallery_of(job.config, job.spec)
+  held = gallery_of(job)
   assert held is not None, 'only called for vision models'
   pixels = jax.eval_shape(lambda: held.empty(prompts))
   return place(pixels, sharding.layout_of_rows(pixels, job.mesh))
@@ -283,9 +269,7 @@ def tower(job: Job) -> Program:
     jax.jit(sequence.embedded, static_argnames=('spec', 'schedule')),
     ({policy.TOWER: (base or params)[policy.TOWER]}, pixels),
     {'spec': job.spec, 'schedule': job.schedule},
-    functools.partial(
-      roofline.tower, job.spec, job.shape, *pixels.pixels_PZE.shape[:2]
-    ),
+    roofline.tower(job.spec, job.shape, *pixels.pixels_PZE.shape[:2]),
     bytes_per_device((rest, opt)) + beside_update(job),
   )
 

@@ -4,8 +4,7 @@
 2. `forward` counts the FLOPs of one token; `train`, `score`, `prefill` and `decode`
    return the cost of a program; `train_links` and `decode_links` count the bytes over
    links if there is no compiled program to read them from;
-3. `Cost.seconds` divides the cost by the peak rates, which a program reaches only if
-   nothing waits.
+3. `Cost.seconds` divides the cost by the peak rates.
 """
 
 import math
@@ -46,14 +45,16 @@ class Cost(NamedTuple):
   model_flops: float  # of the mathematics, without rematerialisation
   flops: float  # of the program
   bytes: float  # to and from memory
-  linked: float  # bytes that the device receives from collectives inside loops
 
-  def seconds(self, chip: Chip) -> dict[str, float]:
-    """Returns lower bounds in seconds by products, by memory and by links."""
+  def seconds(self, chip: Chip, linked: float) -> dict[str, float]:
+    """Returns lower bounds in seconds by products, by memory and by links.
+
+    `linked`: bytes that the device receives from collectives inside loops.
+    """
     return {
       'products': self.flops / chip.flops,
       'memory': self.bytes / chip.memory,
-      'links': self.linked / chip.links,
+      'links': linked / chip.links,
     }
 
 
@@ -66,7 +67,7 @@ class Products(NamedTuple):
 
   @property
   def all(self) -> float:
-    """Returns the FLOPs of the whole pass."""
+    """FLOPs of the whole pass."""
     return sum(self)
 
 
@@ -91,8 +92,7 @@ def forward(spec: ModelSpec, context: float) -> Products:
 def activations(spec: ModelSpec, tensor: int) -> float:
   """Counts bytes moved per token of a forward pass: operands and results of products.
 
-  Args:
-    tensor: devices that share heads and feed-forward width.
+  `tensor` devices share heads and feed-forward width.
   """
   half = spec.heads * spec.head_width + spec.kv_heads * spec.head_width
   split = (2 * half + 4 * spec.ffn) / tensor
@@ -106,7 +106,6 @@ def train(
   rows: int,
   length: int,
   grad_accum_steps: int,
-  linked: float,
   adapters: int = 0,
 ) -> Cost:
   """Counts the cost of one optimiser update on `rows` rows.
@@ -120,7 +119,6 @@ def train(
 
   Args:
     rows, length: shape of the minibatch, over all devices.
-    linked: see Cost.
     adapters: number of adapter parameters; 0: all weights are trained.
   """
   devices, tokens = math.prod(shape.values()), rows * length
@@ -147,12 +145,8 @@ def train(
     + state * (6 + 3 * grad_accum_steps)
     + local * activations(spec, shape['tensor']) * passes
   )
-  return Cost(
-    model_flops=model * tokens / devices,
-    flops=(model + recomputed) * tokens / devices,
-    bytes=moved,
-    linked=linked,
-  )
+  share = tokens / devices
+  return Cost(model * share, (model + recomputed) * share, moved)
 
 
 def train_links(
@@ -187,37 +181,28 @@ def decode_links(spec: ModelSpec, shape: MeshShape, slots: int) -> float:
 
 def _hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
   """Counts the bytes of two sums of hidden states per layer, each sent twice."""
-  return (
-    4 * itemsize(spec.compute) * spec.width * spec.layers * tokens * (1 - 1 / tensor)
-  )
+  numbers = spec.width * spec.layers * tokens
+  return 4 * itemsize(spec.compute) * numbers * (1 - 1 / tensor)
 
 
-def score(
-  spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
-) -> Cost:
+def score(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
   """Counts the cost of scoring `rows` rows of `length` tokens."""
-  devices, tokens = math.prod(shape.values()), rows * length
-  flops = forward(spec, length / 2).all * tokens / devices
-  moved = 2 * itemsize(spec.compute) * transformer.count(spec) / shape['tensor']
-  moved += tokens / devices * shape['tensor'] * activations(spec, shape['tensor'])
-  return Cost(flops, flops, moved, linked)
+  tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
+  flops = forward(spec, length / 2).all * local
+  moved = 2 * itemsize(spec.compute) * transformer.count(spec) / tensor
+  return Cost(flops, flops, moved + local * tensor * activations(spec, tensor))
 
 
-def prefill(
-  spec: ModelSpec, shape: MeshShape, rows: int, length: int, linked: float
-) -> Cost:
+def prefill(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
   """Counts the cost of prefilling `rows` prompts of `length` tokens, without logits."""
-  once, devices = forward(spec, length / 2), math.prod(shape.values())
-  flops = (once.layers + once.attention) * rows * length / devices
-  moved = itemsize(spec.compute) * matrices(spec) / shape['tensor']
-  local = rows * length / devices * shape['tensor']
-  moved += local * activations(spec, shape['tensor'])
-  return Cost(flops, flops, moved, linked)
+  tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
+  once = forward(spec, length / 2)
+  flops = (once.layers + once.attention) * local
+  moved = itemsize(spec.compute) * matrices(spec) / tensor
+  return Cost(flops, flops, moved + local * tensor * activations(spec, tensor))
 
 
-def tower(
-  spec: ModelSpec, shape: MeshShape, rows: int, patches: int, linked: float
-) -> Cost:
+def tower(spec: ModelSpec, shape: MeshShape, rows: int, patches: int) -> Cost:
   """Counts the cost of the vision tower on `rows` pictures of `patches` patches.
 
   A patch attends to its window, or in some layers to its picture; the merger joins four
@@ -232,31 +217,17 @@ def tower(
   per_patch += merged * D**2 + D * v.out
   flops = 2 * per_patch * rows * patches / devices
   moved = itemsize(spec.compute) * transformer.count(spec, 'vision/') / shape['tensor']
-  return Cost(flops, flops, moved, linked)
+  return Cost(flops, flops, moved)
 
 
 def decode(
-  spec: ModelSpec,
-  shape: MeshShape,
-  slots: int,
-  length: int,
-  cache: float,
-  linked: float,
+  spec: ModelSpec, shape: MeshShape, slots: int, length: int, cache: float
 ) -> Cost:
   """Counts the cost of decoding one token in each of `slots` slots.
 
-  Weights and cache are read once.
-
-  Args:
-    length: tokens that each slot attends to.
-    cache: bytes of the KV cache per device.
-    linked: see Cost.
+  Each attends to `length` tokens. The weights, and the cache of so many bytes per
+  device, are read once.
   """
-  devices = math.prod(shape.values())
-  flops = forward(spec, length).all * slots / devices
-  weights = (
-    itemsize(spec.compute)
-    * (matrices(spec) + spec.vocab * spec.width)
-    / shape['tensor']
-  )
-  return Cost(flops, flops, weights + cache, linked)
+  flops = forward(spec, length).all * slots / math.prod(shape.values())
+  weights = matrices(spec) + spec.vocab * spec.width
+  return Cost(flops, flops, itemsize(spec.compute) * weights / shape['tensor'] + cache)

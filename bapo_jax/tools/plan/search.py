@@ -22,6 +22,7 @@ from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.roofline import Chip
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 
@@ -53,7 +54,7 @@ class Choice(NamedTuple):
 
 
 def divisors(n: int) -> list[int]:
-  """Returns the divisors of n, from the least."""
+  """Returns the divisors of n, ascending."""
   return [k for k in range(1, n + 1) if n % k == 0]
 
 
@@ -65,22 +66,16 @@ def shapes(n: int) -> Iterator[dict[str, int]]:
 
 
 def name(shape: roofline.MeshShape) -> str:
-  """Returns '1x64x4'."""
+  """Formats the shape of a mesh as '1x64x4'."""
   return 'x'.join(map(str, shape.values()))
 
 
 def search(
-  config: Config,
-  spec: ModelSpec,
-  chip: roofline.Chip,
-  devices: Sequence[Any],
-  memory: float,
+  config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, str]]:
   """Returns (meshes that fit, fastest first; name of an unfit mesh -> reason).
 
-  Args:
-    devices: devices of the topology, in order.
-    memory: bytes that a device may use.
+  `memory`: bytes that a device may use.
   """
   found, refused = [], {}
   for shape in shapes(len(devices)):
@@ -94,11 +89,7 @@ def search(
 
 
 def judge(
-  config: Config,
-  spec: ModelSpec,
-  chip: roofline.Chip,
-  mesh: Mesh,
-  memory: float,
+  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> Choice:
   """Finds the fastest micro-batches and slots that fit this mesh.
 
@@ -119,27 +110,15 @@ def judge(
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
   seconds = config.updates_per_step * max(update.values())
-  return Choice(
-    dict(mesh.shape),
-    steps,
-    schedule,
-    slots,
-    update_bytes + extra,
-    decode_bytes + extra,
-    update,
-    token,
-    seconds + tokens * max(token.values()),
-  )
+  seconds += tokens * max(token.values())
+  shape, sizes = dict(mesh.shape), (update_bytes + extra, decode_bytes + extra)
+  return Choice(shape, steps, schedule, slots, *sizes, update, token, seconds)
 
 
 def _updates(
-  config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
+  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> list[tuple[int, Schedule, float, dict[str, float]]]:
-  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit.
-
-  Raises:
-    ValueError: none fits.
-  """
+  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit."""
   found, least, shape = [], math.inf, dict(mesh.shape)
   rows, T = config.minibatch_rows, config.row_length
   for steps in divisors(rows // sharding.row_shards(mesh)):
@@ -150,8 +129,8 @@ def _updates(
     if needed <= memory:
       linked = roofline.train_links(spec, schedule, shape, rows, T, steps)
       adapters = budget.adapters(config, spec)
-      cost = roofline.train(spec, schedule, shape, rows, T, steps, linked, adapters)
-      found.append((steps, schedule, needed, cost.seconds(chip)))
+      cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
+      found.append((steps, schedule, needed, cost.seconds(chip, linked)))
   if not found:
     raise ValueError(
       f'an update needs {least / GIB:.0f} GiB per device, even with one row per '
@@ -161,14 +140,11 @@ def _updates(
 
 
 def _decoding(
-  config: Config, spec: ModelSpec, chip: roofline.Chip, mesh: Mesh, memory: float
+  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> tuple[int, float, dict[str, float]]:
   """Returns (slots, bytes, seconds per token) for the most slots that fit.
 
   Tries the configured number, doubled or halved.
-
-  Raises:
-    ValueError: none fits.
   """
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
@@ -184,8 +160,8 @@ def _decoding(
     needed = held + cache
     if needed <= memory:
       linked = roofline.decode_links(spec, shape, slots)
-      cost = roofline.decode(spec, shape, slots, T, cache, linked)
-      return slots, needed, cost.seconds(chip)
+      cost = roofline.decode(spec, shape, slots, T, cache)
+      return slots, needed, cost.seconds(chip, linked)
   raise ValueError(
     f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
     f'over {shards} shards, and {memory / GIB:.0f} GiB are available'
@@ -195,7 +171,7 @@ def _decoding(
 
 
 def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
-  """Prints the best meshes, the flags of the first, and the refused by reason."""
+  """Formats the best meshes, the flags of the first, and the refused by reason."""
   lines = [
     f'{"data x fsdp x tensor":21}{"micro-batches":>14}{"remat":>14}{"GiB":>7}'
     f'{"update, s":>18}{"slots":>8}{"GiB":>7}{"token, ms":>18}{"step, h":>9}'
@@ -216,9 +192,8 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
   reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
   for mesh, reason in refused.items():
     reasons.setdefault(reason, []).append(mesh)
-  return '\n'.join(
-    lines + [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
-  )
+  lines += [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
+  return '\n'.join(lines)
 
 
 def _bound(seconds: dict[str, float], scale: float) -> str:
