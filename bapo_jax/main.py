@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from bapo_jax.runtime import hosts, signals
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import OVERRIDE, Config, decided, load, overrides
 from bapo_jax.training.config import parse as parse_config
-from bapo_jax.training.overrides import OVERRIDE, decided, load, overrides
 
 CONFIG = flags.DEFINE_string(
   'config', None, 'A file of configs/, with `:variant` if it has variants.'

@@ -11,6 +11,7 @@
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -60,28 +61,12 @@ PATHS = (
   (r'(^|/)(count|step)$', None),
 )
 
-LAYOUTS = {
-  'train': {
-    'vocab': 'tensor',
-    'width': 'fsdp',
-    'heads': 'tensor',
-    'kv_heads': 'tensor',
-    'ffn': 'tensor',
-  },
-  'decode': {
-    'vocab': 'tensor',
-    'heads': 'tensor',
-    'kv_heads': 'tensor',
-    'ffn': 'tensor',
-  },
-}
+LAYOUTS = {'decode': dict.fromkeys(('vocab', 'heads', 'kv_heads', 'ffn'), 'tensor')}
+LAYOUTS['train'] = LAYOUTS['decode'] | {'width': 'fsdp'}
 
 
 def make(
-  data: int = -1,
-  fsdp: int = 1,
-  tensor: int = 1,
-  devices: Sequence[Any] | None = None,
+  data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
   """Makes a (data, fsdp, tensor) mesh.
 
@@ -93,18 +78,16 @@ def make(
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
   """
-  devices = jax.devices() if devices is None else devices
-  shape = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
-  free = [axis for axis, n in shape.items() if n == -1]
-  known = int(np.prod([n for n in shape.values() if n != -1]))
-  if len(free) == 1 and known > 0 and len(devices) % known == 0:
-    shape[free[0]] = len(devices) // known
-  if min(shape.values()) < 1 or np.prod(list(shape.values())) != len(devices):
+  grid, shape = np.asarray(devices or jax.devices()), (data, fsdp, tensor)
+  try:
+    if min(shape) < -1:
+      raise ValueError
+    return Mesh(grid.reshape(shape), AXES)
+  except ValueError:
     raise ValueError(
-      f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {len(devices)} '
-      f'devices; let the three multiply to {len(devices)}, or set one of them to -1'
-    )
-  return Mesh(np.asarray(devices).reshape(tuple(shape.values())), AXES)
+      f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {grid.size} '
+      f'devices; let the three multiply to {grid.size}, or set one of them to -1'
+    ) from None
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -149,20 +132,19 @@ def spec_of(
 
 def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
   """Returns the NamedShardings of a tree of parameters or of their moments."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: NamedSharding(
-      mesh, spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
-    ),
-    tree,
-  )
+
+  def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
+    spec = spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
+    return NamedSharding(mesh, spec)
+
+  return jax.tree.map_with_path(place, tree)
 
 
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
-  """Returns the sharding of arrays whose leading axis is a batch of rows.
+  """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
-  Args:
-    rows: size of that axis. If it does not divide over the mesh, every device gets all
-      rows; only inputs of a program must divide, results may have any length.
+  If `rows` do not divide over the mesh, every device gets all of them; only inputs of a
+  program must divide, results may have any length.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
@@ -193,20 +175,8 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: that of their projections."""
-  return NamedSharding(
-    mesh, P(ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
-  )
-
-
-def kv_replication_warning(mesh: Mesh, kv_heads: int) -> str:
-  """Returns a warning if key/value heads are replicated, else ''."""
-  tensor = mesh.shape['tensor']
-  if kv_heads % tensor == 0:
-    return ''
-  return (
-    f'{kv_heads} key/value heads do not divide over mesh.tensor={tensor}: every device '
-    'holds them all, weights and cache'
-  )
+  heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
+  return NamedSharding(mesh, P(ROWS, heads))
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -241,16 +211,12 @@ def ambient_row_shards() -> int:
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-  """Constrains x to these axes of the ambient mesh, if the mesh divides x.
-
-  Args:
-    axes: for each leading axis of x a mesh axis, or None for an axis that is not split.
-  """
+  """Constrains the leading axes of x to axes of the ambient mesh that divide them."""
   found = ambient()
   if found is None:
     return x
   for n, axis in zip(x.shape, axes, strict=False):
     names = (axis,) if isinstance(axis, str) else axis or ()
-    if n % int(np.prod([found.shape[name] for name in names])):
+    if n % math.prod(found.shape[name] for name in names):
       return x
   return jax.lax.with_sharding_constraint(x, P(*axes))

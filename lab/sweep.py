@@ -27,7 +27,7 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.training import policy
-from bapo_jax.training.overrides import OVERRIDE, overrides
+from bapo_jax.training.config import OVERRIDE, overrides
 from lab import evidence, experiments
 from lab.experiments import Experiment, RunSpec
 

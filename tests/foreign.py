@@ -3,11 +3,12 @@
 import json
 import pathlib
 
+import making
 import oracles
 import tokenizers
 import transformers
-from flax import traverse_util
 
+from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 
@@ -17,15 +18,8 @@ OWN = {
   'qwen3': {'architectures': ['Qwen3ForCausalLM'], 'head_dim': 16},
   'llama': {'architectures': ['LlamaForCausalLM'], 'attention_bias': False},
 }
-SIZES = {
-  'hidden_size': 16,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 2,
-  'num_key_value_heads': 1,
-  'intermediate_size': 24,
-  'max_position_embeddings': 256,
-  'rms_norm_eps': 1e-5,
-}
+SIZES = making.SIZES | {'num_attention_heads': 2, 'num_key_value_heads': 1}
+SIZES |= {'max_position_embeddings': 256, 'rms_norm_eps': 1e-5}
 CHAT = (
   "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
   '{% if add_generation_prompt %}<|assistant|>{% endif %}'
@@ -36,11 +30,8 @@ SPECIAL = [ENDS, '<|user|>', '<|system|>', '<|assistant|>']
 
 def problems(n: int, start: int = 0) -> list[dict[str, str]]:
   """Returns n different sums."""
-  found = []
-  for i in range(start, start + n):
-    a, b = divmod(i, 10)
-    found.append({'problem': f'What is {a} + {b}?', 'answer': str(a + b)})
-  return found
+  pairs = [divmod(i, 10) for i in range(start, start + n)]
+  return [{'problem': f'What is {a} + {b}?', 'answer': str(a + b)} for a, b in pairs]
 
 
 def rows(path: pathlib.Path, found: list[dict]) -> str:
@@ -93,6 +84,6 @@ def model(path: pathlib.Path, kind: str, chat: str | None = CHAT, **config) -> s
   values = {'model_type': kind} | SIZES | OWN[kind] | vocab | config
   (path / 'config.json').write_text(json.dumps(values))
   spec = hf_config.read_spec(str(path), 'float32')
-  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
+  flat = transformer.flatten(oracles.noisy(spec, 0))
   hf_weights.save(str(path), flat.__getitem__, spec, 'float32')
   return str(path)

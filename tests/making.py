@@ -1,5 +1,6 @@
 """Small records for tests, filled with what tells them apart."""
 
+import dataclasses
 import functools
 
 import jax
@@ -22,18 +23,11 @@ SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
-SEEING = transformer.ModelSpec(
-  vocab=20,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=4,
-  head_width=4,
-  ffn=16,
-  mrope=(1, 1, 0),
-  vision=vision_spec.VisionSpec(
-    width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
-  ),
+TOWER = vision_spec.VisionSpec(
+  width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
+)
+SEEING = dataclasses.replace(
+  SPEC, vocab=20, heads=4, kv_heads=4, head_width=4, mrope=(1, 1, 0), vision=TOWER
 )
 
 # Contribution and weight of a bound search.
@@ -62,25 +56,20 @@ def params(spec=SPEC, seed=0) -> dict:
 
 def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
   """Returns groups with right[i] of G correct responses; version -1 is empty."""
-  rng = np.random.default_rng(seed)
-  P = len(ids)
-  id_P, right_P, completed_step_P = (
-    np.asarray(x, np.int32) for x in (ids, right, policy_version)
-  )
-  correct_PG = np.arange(G) < right_P[:, None]
+  rng, P = np.random.default_rng(seed), len(ids)
+  version_P = jnp.asarray(policy_version, jnp.int32)
+  correct_PG = np.arange(G) < np.asarray(right)[:, None]
   return Groups(
-    id_P=jnp.asarray(id_P),
+    id_P=jnp.asarray(ids, jnp.int32),
     tokens_PGT=jnp.asarray(rng.integers(1, 11, (P, G, T)), jnp.int32),
     # A response has at least one token.
     response_mask_PGT=jnp.asarray((rng.random((P, G, T)) < 0.7) | (np.arange(T) == 0)),
     behavior_logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
-    policy_version_PGT=jnp.broadcast_to(
-      jnp.asarray(completed_step_P)[:, None, None], (P, G, T)
-    ),
+    policy_version_PGT=jnp.broadcast_to(version_P[:, None, None], (P, G, T)),
     correct_PG=jnp.asarray(correct_PG),
     reward_PG=jnp.asarray(correct_PG, jnp.float32),
     teaches_PG=jnp.ones((P, G), bool),
-    completed_step_P=jnp.asarray(completed_step_P),
+    completed_step_P=version_P,
   )
 
 
@@ -90,17 +79,14 @@ RTOL = 16 * EPS
 
 
 def close(found, wanted, *, count, terms=None, name=''):
-  """Asserts that arrays agree up to the rounding of float32, and prints the margin.
+  """Asserts that arrays agree up to the rounding of float32.
 
   A sum of `count` terms is off by about eps / 2 times sqrt(count) times the size of the
-  terms, which is that of the largest wanted number if not given; a difference of eight
-  times as much is an error.
+  terms, that of the largest wanted number unless given; eight times that is an error.
   """
   found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
   size = np.abs(wanted).max(initial=0) if terms is None else terms
   allowed = 4 * EPS * np.sqrt(count) * size
-  error = np.abs(found - wanted).max(initial=0)
-  print(f'{name} margin {allowed / error if error else np.inf:.1f}')
   np.testing.assert_allclose(found, wanted, rtol=0, atol=allowed, err_msg=name)
 
 
@@ -136,10 +122,7 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
 
 def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
   """Returns whether row i of a equals row j of b, bit for bit."""
-  return all(
-    np.array_equal(np.asarray(x)[i], np.asarray(y)[j])
-    for x, y in zip(a, b, strict=True)
-  )
+  return all(np.array_equal(x[i], y[j]) for x, y in zip(a, b, strict=True))
 
 
 class OddVerifier(Verifier):

@@ -95,22 +95,12 @@ def enough(P, N, target) -> bool:
 
 
 def algorithm_1(
-  ratio_BT,
-  batch,
-  *,
-  target,
-  low,
-  high,
-  low_step,
-  high_step,
-  contribution='gradient',
-  weight='one',
-  order='upper',
+  ratio_BT, batch, *, target, low, high, low_step, high_step, order='upper', **kind
 ):
   """Algorithm 1 of arXiv:2510.18927 as printed: (c_low, c_high, steps, met).
 
   The steps are counted, not added up: sixteen times 0.02 in floats is short of 0.32.
-  With order='lower' the two bounds change their parts.
+  With order='lower' the two bounds change their parts. `kind` is that of `sums`.
   """
   lows, highs = 0, 0
   last_low = round((low[1] - low[0]) / low_step)
@@ -118,7 +108,7 @@ def algorithm_1(
   while True:
     c_low = np.float32(low[0] + lows * low_step)
     c_high = np.float32(high[0] + highs * high_step)
-    sides = sums(ratio_BT, batch, c_low, c_high, contribution, weight)
+    sides = sums(ratio_BT, batch, c_low, c_high, **kind)
     met = enough(*sides, target)
     room = lows + 1 <= last_low if order == 'upper' else highs + 1 <= last_high
     if met or not room:
@@ -134,10 +124,9 @@ def public_recipe(ratio_BT, batch, *, t, low, high, low_step, high_step):
   steps, (c_low, c_high) = 0, (low[0], high[0])
 
   def missed():
-    P, N = sums(
-      ratio_BT, batch, np.float32(c_low), np.float32(c_high), contribution='surrogate'
-    )
-    return not enough(P, N, t / (1 + t))
+    bounds = np.float32(c_low), np.float32(c_high)
+    sides = sums(ratio_BT, batch, *bounds, contribution='surrogate')
+    return not enough(*sides, t / (1 + t))
 
   while missed() and c_low < low[1]:
     c_low, steps = min(c_low + low_step, low[1]), steps + 1
@@ -153,13 +142,10 @@ def crossing(ratio_BT, batch, target, low, high):
   `low` reaches one, a negative token goes. (None, None) where no bounds are enough.
   """
   ratios = np.unique(ratio_BT[batch.loss_mask_BT])
-  for c_high in [high[0], *(r for r in ratios if high[0] <= r < high[1])]:
-    # just above the ratio: a token at the bound itself is cut
-    above = np.nextafter(c_high, np.inf) if c_high > high[0] else c_high
-    if enough(*sums(ratio_BT, batch, low[0], above), target):
-      return low[0], c_high
-    above = np.nextafter(c_high, np.inf)
-    if enough(*sums(ratio_BT, batch, low[0], above), target):
+  highs = [high[0], *(r for r in ratios if high[0] <= r < high[1])]
+  above = [(c, np.nextafter(c, np.inf)) for c in highs]  # a token at the bound is cut
+  for c_high, bound in [(high[0], high[0]), *above]:
+    if enough(*sums(ratio_BT, batch, low[0], bound), target):
       return low[0], c_high
   for c_low in [r for r in ratios if low[0] < r <= low[1]]:
     if enough(*sums(ratio_BT, batch, c_low, high[1]), target):
@@ -290,23 +276,19 @@ def insert(
       solved = 'graduated' if t.k == G else 'promoted'
       counts[solved if any(t is r for r in reevaluated) else 'progressed'] += 1
   again = {t.problem for t in tried if t.k in hard_k}
+  hard = [(t.problem, now) for t in tried if t.k in hard_k]
   if hard_order == 'fifo':  # a queue: what is hard again stays where it stands
-    hard = [(t.problem, now) for t in tried if t.k in hard_k]
     hard = [row for row in hard if row[0] not in known]
     for problem, step in lists.hard:
       if problem in again or problem not in last:
         hard.append((problem, now if problem in again else step))
   else:
-    hard = [(t.problem, now) for t in tried if t.k in hard_k]
     hard += [row for row in lists.hard if row[0] not in last]
   counts['evicted'] = len(hard[capacity:])
 
   stored = [(t, used + (t.problem in reused)) for t, used in lists.reusable]
-  stored = [
-    (t, used)
-    for t, used in stored
-    if now + 1 - t.step <= max_off_policy_steps and used < max_reuse
-  ]
+  stored = [row for row in stored if row[1] < max_reuse]
+  stored = [row for row in stored if now + 1 - row[0].step <= max_off_policy_steps]
   promoted = [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k]
   waiting = [t for t in promoted if t.teaches and t.problem not in seated]
   # A rule that keeps groups of one verdict keeps those without an advantage too.

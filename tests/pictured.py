@@ -1,9 +1,10 @@
 """A tokenizer, pictures and rows for tests of vision models."""
 
+import dataclasses
 import io
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import making
 import numpy as np
 import PIL.Image
 import tokenizers
@@ -14,8 +15,8 @@ from bapo_jax.data import prompts as prompts_lib
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision.spec import VisionSpec
+from bapo_jax.models import layers
+from bapo_jax.models.vision import sequence
 from bapo_jax.types import Prompts
 
 # As Qwen2.5-VL's own writes one message: texts, and pictures between two marks.
@@ -50,30 +51,32 @@ def png(height: int, width: int, seed: int = 0) -> bytes:
 
 
 # A model that sees: patches of 4 pixels, windows of 16 of them, both kinds of layers.
-SEEING = ModelSpec(
-  vocab=24,
+VISION = dataclasses.replace(
+  making.SEEING.vision,
   width=16,
-  layers=2,
-  heads=4,
+  heads=2,
+  ffn=20,
+  patch=4,
+  window=16,
+  least_pixels=64,
+  most_pixels=1024,
+)
+SEEING = dataclasses.replace(
+  making.SEEING,
+  vocab=24,
   kv_heads=2,
   head_width=8,
   ffn=24,
   mrope=(1, 2, 1),
-  vision=VisionSpec(
-    width=16,
-    layers=2,
-    heads=2,
-    ffn=20,
-    out=16,
-    full_layers=(1,),
-    image_token=5,
-    patch=4,
-    window=16,
-    least_pixels=64,
-    most_pixels=1024,
-  ),
+  vision=VISION,
 )
 SIZES = ((16, 24),), ((8, 16), (24, 8)), (), ((32, 16),), ((8, 8),), ()
+
+
+def forward(params, tokens_BT, pictures, spec):
+  """Computes the final hidden states [B, T, D] of whole rows with pictures."""
+  x_BTD, turn, _ = sequence.embed(params, tokens_BT, pictures, spec)
+  return layers.through(params, x_BTD, turn, spec)
 
 
 class Pictured(NamedTuple):
@@ -83,28 +86,22 @@ class Pictured(NamedTuple):
   gallery: Gallery
 
 
-def problems(
-  sizes: Sequence[Sequence[tuple[int, int]]] = SIZES,
-  spec: ModelSpec = SEEING,
-  seed: int = 0,
-) -> Pictured:
-  """Returns a problem per entry, with pictures of these heights and widths."""
-  v = spec.vision
-  rng = np.random.default_rng(seed)
-  rows = []
-  for each in sizes:
+def problems() -> Pictured:
+  """Returns a problem per entry of SIZES, with pictures of these heights and widths."""
+  rng, rows = np.random.default_rng(0), []
+  for sizes in SIZES:
     words = rng.choice(['Find', 'x', 'and'], rng.integers(1, 4)).tolist()
-    files = tuple(png(*size, seed=int(rng.integers(1000))) for size in each)
-    text = ' '.join(words + ['<image>'] * len(each))
+    files = tuple(png(*size, seed=int(rng.integers(1000))) for size in sizes)
+    text = ' '.join(words + ['<image>'] * len(sizes))
     rows.append(Row(text, '7', pictures=files))
-  encoded = prompts_lib.encode(reader(), rows, v)
-  length_P = np.asarray([len(each.tokens) for each in encoded], np.int32)
+  encoded = prompts_lib.encode(reader(), rows, VISION)
+  length_P = np.asarray([len(prompt.tokens) for prompt in encoded], np.int32)
   tokens_PT = np.zeros((len(rows), max(length_P)), np.int32)
-  for p, each in enumerate(encoded):
-    tokens_PT[p, : length_P[p]] = each.tokens
-  room = gallery.capacity([each.grids for each in encoded], v)
+  for p, prompt in enumerate(encoded):
+    tokens_PT[p, : length_P[p]] = prompt.tokens
+  room = gallery.capacity([prompt.grids for prompt in encoded], VISION)
   prompts = Prompts(np.arange(len(rows), dtype=np.int32), tokens_PT, length_P)
-  return Pictured(prompts, Gallery(rows, v, room))
+  return Pictured(prompts, Gallery(rows, VISION, room))
 
 
 # A tiny run on drawn pictures; see runs.TINY.
@@ -127,12 +124,12 @@ DRAWN = {
 
 # The embedded policy's reader, and a tower of one layer for its token of pictures.
 READER = tokenizer.load('characters', '{problem}\n')
-ONE_LAYER = VisionSpec(
+ONE_LAYER = dataclasses.replace(
+  making.SEEING.vision,
   width=16,
   layers=1,
   heads=2,
   ffn=16,
-  out=16,
   full_layers=(0,),
   image_token=tokenizer.CHARACTERS.index('<image>'),
 )

@@ -9,8 +9,7 @@ import pytest
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training.config import Config, parse, plain
-from bapo_jax.training.overrides import decided
+from bapo_jax.training.config import Config, decided, parse, plain
 from configs import aime, countdown, finetune, geometry
 
 ROOT = pathlib.Path(__file__).parents[1]

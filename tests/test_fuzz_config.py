@@ -11,14 +11,15 @@ import random
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 from refusals import refused
 
 from bapo_jax import knobs, sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import budget, build, overrides, resolve, rules
-from bapo_jax.training.config import Config, parse, plain
+from bapo_jax.training import budget, build, resolve, rules
+from bapo_jax.training.config import Config, overrides, parse, plain
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
@@ -81,6 +82,10 @@ def check_trainable(config: Config) -> None:
   mesh = sharding.make(devices=jax.devices()[:1])
   model = resolve.open_model(config)
   counted = budget.count(config, model.spec, Schedule(), mesh)
+  try:
+    budget.check(counted, 2**34)
+  except ValueError as error:
+    return check_sentence(error)
   r = resolve.Resolved(config, model, mesh, Schedule(), counted)
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
@@ -88,9 +93,8 @@ def check_trainable(config: Config) -> None:
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, rules.bind(config), r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
-  assert jax.tree.map(lambda x: x.shape, found[0]) == jax.tree.map(
-    lambda x: x.shape, params
-  )
+  shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found[0], params))
+  assert shapes == expected
 
 
 def run_trials(seed: int, trials: int, shaped: int) -> None:
@@ -110,7 +114,7 @@ def run_trials(seed: int, trials: int, shaped: int) -> None:
     assert time.perf_counter() - began < LIMIT_S, values
     given = f'--config.{rng.choice(sorted(FIELDS))}={rng.choice(TEXTS)}'
     try:
-      overrides.overrides([given])
+      overrides([given])
     except ValueError as error:
       check_sentence(error)
     assert time.perf_counter() - began < LIMIT_S, given

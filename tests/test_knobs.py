@@ -199,8 +199,6 @@ def test_bind_rule_binds_the_knobs_of_the_rule_in_force():
   assert bind_rule(rules, Slot())(2.0) == 6
   assert bind_rule(rules, Slot(rule='shifted'))(2.0) == 12
   assert bind_rule(rules, Slot(scaled=Scaled(scale=4.0)))(2.0) == 8
-  with pytest.raises(ValueError, match=r"no rule named 'bold'; choose .*'shifted'\]"):
-    bind_rule(rules, Slot(rule='bold'))
 
 
 def test_a_config_binds_the_rules_that_it_names():

@@ -11,8 +11,7 @@ import pytest
 from refusals import refused
 
 from bapo_jax import main
-from bapo_jax.training import overrides
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import Config, load, overrides
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = 'configs/aime.py'
@@ -50,7 +49,7 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--checkpoint=best'], '--checkpoint=best'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/countdown.py:dapo'], "no cell 'dapo'"),
-  ([GOOD, *COUNTDOWN], "give wording='short'"),
+  ([GOOD, *COUNTDOWN], "set wording='short'"),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]
 
@@ -90,7 +89,7 @@ DICT = 'from ml_collections import ConfigDict\nget_config = lambda: ConfigDict({
 def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
   (tmp_path / 'own.py').write_text(text)
   with pytest.raises(ValueError) as error:
-    overrides.load(str(tmp_path / 'own.py'))
+    load(str(tmp_path / 'own.py'))
   assert message in ' '.join(str(error.value).split())
   assert str(error.value).startswith(f'--config={tmp_path}/own.py: ')
 
@@ -140,7 +139,7 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
 )
 def test_an_override_is_read_by_the_type_of_its_knob(given, value):
   name = given.split('config.')[1].split('=')[0]
-  assert overrides.overrides([given]) == {name: value}
+  assert overrides([given]) == {name: value}
 
 
 def test_a_plan_without_libtpu_says_what_to_install(monkeypatch):

@@ -1,15 +1,16 @@
 """Every array has a place, and an error names an array that does not divide."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import making
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
-from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.training import build
 from bapo_jax.training.config import Config
 
@@ -19,25 +20,15 @@ QWEN2 = transformer.ModelSpec(
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
 LLAMA = dataclasses.replace(QWEN2, qkv_bias=False)
 UNTIED = dataclasses.replace(QWEN2, tied=False)
-SEEING = dataclasses.replace(
-  QWEN2,
-  vision=vision_spec.VisionSpec(
-    width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
-  ),
-)
+SEEING = dataclasses.replace(QWEN2, vision=making.TOWER)
 SPECS = pytest.mark.parametrize(
   'spec', [QWEN2, QWEN3, LLAMA, UNTIED], ids=['qwen2', 'qwen3', 'llama', 'untied']
 )
 
 
-def shape_of(**sizes):
-  return dict(sharding.make(**sizes).shape)
-
-
 def test_make_fills_the_devices():
-  assert shape_of() == {'data': 8, 'fsdp': 1, 'tensor': 1}
-  assert shape_of(data=2, fsdp=-1, tensor=2) == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  assert shape_of(data=1, fsdp=2, tensor=4) == {'data': 1, 'fsdp': 2, 'tensor': 4}
+  for given, filled in (((), (8, 1, 1)), ((2, -1, 2), (2, 2, 2))):
+    assert tuple(sharding.make(*given).shape.values()) == filled
   assert sharding.row_shards(sharding.make(data=2, fsdp=2, tensor=2)) == 4
 
 
@@ -50,88 +41,65 @@ def test_sizes_that_do_not_fill_the_devices_are_named(sizes):
     sharding.make(*sizes)
 
 
-@SPECS
 @pytest.mark.parametrize('layout', ['train', 'decode'])
+@pytest.mark.parametrize(
+  'spec', [QWEN2, QWEN3, LLAMA, UNTIED, SEEING], ids=lambda spec: str(spec.vision)[:6]
+)
 def test_every_parameter_has_a_place(spec, layout):
-  devices = sharding.make(2, 2, 2)
-  tree = transformer.abstract(spec)
-  for path, placed in jax.tree.leaves_with_path(
-    sharding.shardings(tree, devices, layout)
-  ):
+  # In training a matrix is split over both axes, each piece a quarter of the whole; in
+  # decoding over tensor alone: a token step gathers nothing.
+  tree = sharding.shardings(transformer.abstract(spec), sharding.make(2, 2, 2), layout)
+  both = {'fsdp', 'tensor'} if layout == 'train' else {'tensor'}
+  for path, placed in jax.tree.leaves_with_path(tree):
     name = sharding.path_name(path)
     shape = transformer.describe(spec)[name][0]
-    assert len(placed.spec) == (0 if name.endswith('norm') else len(shape))
     placed.shard_shape(shape)  # raises where an axis does not divide
-    # In training a matrix is split over both axes, each piece a quarter of the whole;
-    # in decoding over tensor alone: a token step gathers nothing.
-    split = set(placed.spec) - {None}
-    if name.endswith('bias'):
-      assert split == {'tensor'}
-    elif not name.endswith('norm'):
-      assert split == ({'fsdp', 'tensor'} if layout == 'train' else {'tensor'})
-
-
-@pytest.mark.parametrize('layout', ['train', 'decode'])
-def test_every_parameter_of_a_tower_has_a_place(layout):
-  devices = sharding.make(2, 2, 2)
-  tree = transformer.abstract(SEEING)
-  assert set(tree) == set(transformer.abstract(QWEN2)) | {'vision'}
-  placed = sharding.shardings(tree, devices, layout)['vision']
-  split = {
-    sharding.path_name(path): set(x.spec) - {None}
-    for path, x in jax.tree.leaves_with_path(placed)
-  }
-  both = {'fsdp', 'tensor'} if layout == 'train' else {'tensor'}
-  for name, axes in split.items():
-    if name.endswith(('norm', 'o_bias', 'down_bias', 'out_bias')):
-      assert not axes, name
+    axes = set(placed.spec) - {None}
+    if name.endswith(('norm', '/o_bias', 'down_bias', 'out_bias')):
+      assert not placed.spec, name
     elif name.endswith('bias'):
       assert axes == {'tensor'}, name
-    elif name == 'patch':  # no axis of it is of heads
+    elif name == 'vision/patch':  # no axis of it is of heads
       assert axes == both - {'tensor'}, name
     else:
-      assert axes == both, name
+      assert axes == both and len(placed.spec) == len(shape), name
 
 
 @SPECS
 def test_adams_moments_are_placed_as_their_parameters(spec):
   devices = sharding.make(2, 2, 2)
   params = transformer.abstract(spec)
-  for knobs in ({'warmup': 0}, {'warmup': 5, 'weight_decay': 0.1}):
-    tx = build.optimizer(Config().with_values(optimizer=knobs))
-    opt = jax.eval_shape(tx.init, params)
-    placed = {
-      sharding.path_name(path): x.spec
-      for path, x in jax.tree.leaves_with_path(sharding.shardings(opt, devices))
-    }
-    for path, x in jax.tree.leaves_with_path(sharding.shardings(params, devices)):
-      name = sharding.path_name(path)
-      moments = [s for p, s in placed.items() if p.endswith(f'/{name}')]
-      assert moments == [x.spec, x.spec], name
+  knobs = {'warmup': 5, 'weight_decay': 0.1}
+  tx = build.optimizer(Config().with_values(optimizer=knobs))
+  placed = {
+    sharding.path_name(path): x.spec
+    for tree in (params, jax.eval_shape(tx.init, params))
+    for path, x in jax.tree.leaves_with_path(sharding.shardings(tree, devices))
+  }
+  for name in transformer.flatten(params):
+    moments = [s for p, s in placed.items() if p.endswith(f'/{name}')]
+    assert moments == [placed[name]] * 2, name
 
 
 def test_a_place_worked_by_hand():
   devices = sharding.make(2, 2, 2)
-  assert sharding.spec_of('layers/q', (2, 16, 4, 4), devices) == P(
-    None, 'fsdp', 'tensor', None
-  )
-  assert sharding.spec_of('layers/o', (2, 4, 4, 16), devices) == P(
-    None, 'tensor', None, 'fsdp'
-  )
-  assert sharding.spec_of('0/mu/embed', (20, 16), devices) == P('tensor', 'fsdp')
-  assert sharding.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode') == P(
-    None, None, 'tensor', None
-  )
+  for given, place in (
+    (('layers/q', (2, 16, 4, 4)), P(None, 'fsdp', 'tensor', None)),
+    (('layers/o', (2, 4, 4, 16)), P(None, 'tensor', None, 'fsdp')),
+    (('0/mu/embed', (20, 16)), P('tensor', 'fsdp')),
+  ):
+    assert sharding.spec_of(*given, devices) == place
+  decode = sharding.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode')
+  assert decode == P(None, None, 'tensor', None)
 
 
 @SPECS
 def test_a_layer_of_an_actor_is_placed_as_the_stacked_one(spec):
+  params = transformer.abstract(spec)
   for devices in (sharding.make(2, 2, 2), sharding.make(4, 2, 1)):
     joined = decoder.joins(devices)
-    made = jax.eval_shape(
-      lambda p, joined=joined: decoder.actor(p, spec, joined),
-      transformer.abstract(spec),
-    )
+    make = functools.partial(decoder.actor, spec=spec, joined=joined)
+    made = jax.eval_shape(make, params)
     for layout in ('train', 'decode'):
       placed = sharding.shardings(made, devices, layout)['layers'][1]
       shapes = transformer.describe(spec)
@@ -148,21 +116,16 @@ def test_a_layer_of_an_actor_is_placed_as_the_stacked_one(spec):
 def test_a_mesh_is_ambient_within_current_and_under():
   devices, x = sharding.make(2, 2, 2), jnp.ones((8, 4))
   assert sharding.ambient() is None
-  with (
-    sharding.current(None),
-    sharding.current(sharding.make(1, 1, 1, jax.devices()[:1])),
-  ):
+  alone = sharding.make(1, 1, 1, jax.devices()[:1])
+  with sharding.current(None), sharding.current(alone):
     assert sharding.ambient() is None
   assert sharding.under(devices, sharding.ambient)().shape == dict(devices.shape)
-  spread = sharding.under(
-    devices, jax.jit(lambda x: sharding.constrain(x, sharding.ROWS))
-  )(x)
+  constrain = jax.jit(lambda x: sharding.constrain(x, sharding.ROWS))
+  spread = sharding.under(devices, constrain)(x)
   assert spread.sharding.shard_shape(x.shape) == (2, 4)
   # An array that does not divide, and one without a mesh, is returned unchanged.
-  for x, axes in (
-    (jnp.ones((6, 4)), (sharding.ROWS,)),
-    (jnp.ones((6, 3)), (None, 'fsdp')),
-  ):
+  for shape, axes in (((6, 4), (sharding.ROWS,)), ((6, 3), (None, 'fsdp'))):
+    x = jnp.ones(shape)
     assert sharding.under(devices, sharding.constrain)(x, *axes) is x
   assert sharding.constrain(x, sharding.ROWS) is x
 
@@ -182,8 +145,8 @@ def test_an_unmatched_path_raises():
 def test_key_value_heads_that_do_not_divide_are_replicated():
   devices = sharding.make(2, 1, 4)
   for layout in ('train', 'decode'):
-    assert 'tensor' not in sharding.spec_of('layers/k', (2, 16, 2, 4), devices, layout)
-    assert 'tensor' not in sharding.spec_of('layers/v_bias', (2, 2, 4), devices, layout)
+    for name, shape in (('layers/k', (2, 16, 2, 4)), ('layers/v_bias', (2, 2, 4))):
+      assert 'tensor' not in sharding.spec_of(name, shape, devices, layout)
     assert 'tensor' in sharding.spec_of('layers/k', (2, 16, 4, 4), devices, layout)
 
 
@@ -198,10 +161,3 @@ def test_key_value_heads_that_do_not_divide_are_replicated():
 def test_other_axes_that_do_not_divide_are_named(name, shape, named):
   with pytest.raises(ValueError, match=named):
     sharding.spec_of(name, shape, sharding.make(1, 2, 4))
-
-
-def test_replicated_heads_are_warned_of():
-  devices = sharding.make(data=2, fsdp=1, tensor=4)
-  for kv_heads in (4, 8):
-    assert sharding.kv_replication_warning(devices, kv_heads) == ''
-  assert 'mesh.tensor=4' in sharding.kv_replication_warning(devices, 2)

@@ -1,6 +1,6 @@
 """Derives what a config leaves open, each value with its reason.
 
-1. a config file leaves knobs None, `overrides.decided` lists them in `derived`;
+1. a config file leaves knobs None, `config.decided` lists them in `derived`;
 2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
 3. `prepare` does so once per run, and resolves the config; a run that has begun reads
    its values from its config.json.

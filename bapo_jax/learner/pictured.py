@@ -25,7 +25,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.data.row import Row
 from bapo_jax.models import packing
 from bapo_jax.models.layers import Schedule
-from bapo_jax.models.packing import Packed, Places
+from bapo_jax.models.packing import Packed
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence, tower
 from bapo_jax.runtime import exchange
@@ -136,8 +136,8 @@ def pack(
   )
   if pictures is None:
     return rows
-  at = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))
-  return rows._replace(places=Places(at.position_BT3, at.merged_BT))
+  places = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))
+  return rows._replace(places=places)
 
 
 class Variables(NamedTuple):

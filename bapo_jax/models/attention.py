@@ -9,8 +9,8 @@ cuDNN and splash never hold the [T, T] scores; `blockwise` holds half of them.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 
-NEEDS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
-KINDS = ('auto', 'plain', 'cudnn', 'splash')
+NEEDS = {'splash': 'a tpu', 'cudnn': 'a gpu and model.compute=bfloat16'}
 ATTENDED = 'attended'  # the name under which remat policies save splash's output
 BLOCK, MOST_BLOCKS = 64, 8  # `blockwise`: least queries per block, most blocks
 LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
@@ -30,28 +29,21 @@ def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
   """Returns the kernel that `model.attention=kind` selects on this platform.
 
   Args:
-    kind: one of KINDS.
+    kind: 'auto', 'plain', 'cudnn' or 'splash'.
     platform: 'cpu', 'gpu', 'cuda' or 'tpu'.
     compute: dtype of queries, keys and values.
 
   Raises:
-    ValueError: the kind is unknown, or the platform or dtype does not support it.
+    ValueError: the platform or the dtype does not support the kernel.
   """
-  if kind not in KINDS:
-    raise ValueError(f'model.attention={kind!r} is unknown; choose one of {KINDS}')
   half = jnp.dtype(compute).itemsize == 2
+  fits = {'splash': platform == 'tpu', 'cudnn': platform in ('gpu', 'cuda') and half}
   if kind == 'auto':
-    kind = {'tpu': 'splash', 'gpu': 'cudnn', 'cuda': 'cudnn'}.get(platform, 'plain')
-    return 'plain' if kind == 'cudnn' and not half else kind
-  if platform not in NEEDS.get(kind, (platform,)):
+    return next((name for name, does_fit in fits.items() if does_fit), 'plain')
+  if not fits.get(kind, True):
     raise ValueError(
-      f'model.attention={kind} needs a {NEEDS[kind][0]}, and this is a {platform}; '
-      'set it to auto or plain'
-    )
-  if kind == 'cudnn' and not half:
-    raise ValueError(
-      f'model.attention=cudnn needs model.compute=bfloat16, not {jnp.dtype(compute)}; '
-      'set it to auto or plain'
+      f'model.attention={kind} needs {NEEDS[kind]}, and this is a {platform} with '
+      f'model.compute={jnp.dtype(compute)}; set it to auto or plain'
     )
   return kind
 
@@ -84,17 +76,12 @@ def attend(
   if segment_BT is not None:
     mask = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
   return jax.nn.dot_product_attention(
-    q_BTHC,
-    k_BTKC,
-    v_BTKC,
-    mask=mask,
-    is_causal=is_causal,
-    implementation='cudnn',
+    q_BTHC, k_BTKC, v_BTKC, mask=mask, is_causal=is_causal, implementation='cudnn'
   )
 
 
 def query_block(length: int) -> int:
-  """Returns the number of queries per block of `blockwise`, whose keys end together.
+  """Returns the number of queries per block of `blockwise`.
 
   Small blocks skip more masked keys; large blocks make efficient products; and few
   blocks keep the program small, because the loop over blocks is unrolled.
@@ -110,13 +97,12 @@ def blockwise(
   *,
   is_causal: bool = True,
 ) -> Array:
-  """Computes attention in plain JAX, a block of queries at a time.
+  """Computes `attend` in plain JAX, a block of queries at a time.
 
   If causal, a block skips the keys past its end. The queries of a key head are the rows
   of one product, and the softmax divides its result [T, C] by the sum, not the weights
   [T, T]: half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
 
-  Arguments and result are those of `attend`.
   """
   B, T, H, C = q_BTHC.shape
   K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)
@@ -231,18 +217,38 @@ def _splash(
   interpret: bool,
 ) -> Array:
   """Runs the kernel on the rows and heads of one device, padded to whole lanes."""
+  # Imported late because it loads Pallas.
+  from jax.experimental.pallas.ops.tpu import splash_attention as lib
+
   _, T, H, C = q_BTHC.shape
   pad, wide = -T % LANES, -C % LANES
+  n = next(size for size in (512, 256, LANES) if (T + pad) % size == 0)
+  mask = (lib.CausalMask if is_causal else lib.FullMask)((T + pad, T + pad))
+  kernel: Any = lib.make_splash_mha(
+    lib.MultiHeadMask([mask] * H),
+    head_shards=1,
+    q_seq_shards=1,
+    block_sizes=lib.BlockSizes(
+      block_q=n,
+      block_kv=n,
+      block_q_dkv=n,
+      block_kv_dkv=key_block(T + pad),
+      block_kv_dkv_compute=n,
+      use_fused_bwd_kernel=True,
+    ),
+    interpret=interpret,
+    residual_checkpoint_name=ATTENDED,
+  )
   # Padded columns come last, behind a causal mask or in a segment -2, so that no real
   # query attends to them.
   q, k, v = (
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
     for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
   )
-  kernel, ids = _splash_kernel(T + pad, H, is_causal, interpret), None
+  ids = None
   if segment_BT is not None:
     segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-2)
-    ids = _splash_lib().splash_attention_kernel.SegmentIds(segment_BT, segment_BT)
+    ids = lib.SegmentIds(segment_BT, segment_BT)
   out_BHTC = jax.vmap(kernel)(q, k, v, ids)
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
 
@@ -257,36 +263,3 @@ def key_block(length: int) -> int:
     length: columns of a row, a multiple of LANES.
   """
   return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
-
-
-def _splash_kernel(
-  length: int, heads: int, is_causal: bool, interpret: bool
-) -> Callable[..., Array]:
-  """Returns the kernel for one row of `length` columns."""
-  lib = _splash_lib()
-  n = next(size for size in (512, 256, LANES) if length % size == 0)
-  sizes = lib.splash_attention_kernel.BlockSizes(
-    block_q=n,
-    block_kv=n,
-    block_q_dkv=n,
-    block_kv_dkv=key_block(length),
-    block_kv_dkv_compute=n,
-    use_fused_bwd_kernel=True,
-  )
-  masks = lib.splash_attention_mask
-  mask = (masks.CausalMask if is_causal else masks.FullMask)((length, length))
-  return lib.make_splash_mha(
-    masks.MultiHeadMask([mask] * heads),
-    head_shards=1,
-    q_seq_shards=1,
-    block_sizes=sizes,
-    interpret=interpret,
-    residual_checkpoint_name=ATTENDED,
-  )
-
-
-def _splash_lib() -> ModuleType:
-  """Imports the kernel's module, late because it loads Pallas."""
-  from jax.experimental.pallas.ops.tpu import splash_attention
-
-  return splash_attention

@@ -1,7 +1,6 @@
 """Decodes one token per slot with a cache of keys and values, and prefills the cache.
 
-1. `actor` rearranges the parameters for decoding, layer by layer; `params_of` reverses
-   it;
+1. `actor` rearranges the parameters for decoding, `params_of` recovers them;
 2. `empty_cache` makes the keys and values of every slot, in segments of columns;
 3. `prefill` runs whole prompts through an actor and returns their keys and values;
    `store` writes them to slots of the cache;
@@ -77,14 +76,11 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
 
 
 def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segments]:
-  """Returns zeros for the keys and values of every layer, in segments of columns.
+  """Returns zeros for the keys and values of every layer, in segments of `columns`.
 
   Keys have their columns last and values their heads first, which is how attention
   reads them (`attention.cached`). Decoding skips segments that no slot has reached; a
   slice of a single array would be copied.
-
-  Args:
-    columns: columns of each segment.
   """
 
   def zeros(*shape: int) -> Array:
@@ -96,9 +92,8 @@ def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segment
 
 def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
   """Computes keys [R, K, C, T] and values [R, K, T, C] of every layer for R prompts."""
-  turn_RTc = layers.rotations(
-    jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape), spec
-  )
+  column_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
+  turn_RTc = layers.rotations(column_RT, spec)
   x_RTD = layers.embed_rows(actor, tokens_RT, spec)
   return prefill_embedded(actor, x_RTD, turn_RTc, spec)
 
@@ -112,9 +107,8 @@ def prefill_embedded(
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
     attended_RTHC = attention.attend(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
-    x_RTD = sharding.constrain(
-      layers.add_out(w, x_RTD, attended_RTHC, spec), sharding.ROWS
-    )
+    x_RTD = layers.add_out(w, x_RTD, attended_RTHC, spec)
+    x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
   return prefilled
 
 
@@ -134,15 +128,10 @@ def store(
     for k_SKCt, v_SKtC in layer:
       end = start + v_SKtC.shape[2]
       piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
-      head = slice(0, piece_v.shape[2])
-      new.append(
-        (
-          k_SKCt.at[slot_A, :, :, head].set(piece_k[from_A], mode='drop'),
-          v_SKtC.at[slot_A, :, head].set(piece_v[from_A], mode='drop'),
-        )
-        if head.stop
-        else (k_SKCt, v_SKtC)
-      )
+      if n := piece_v.shape[2]:
+        k_SKCt = k_SKCt.at[slot_A, :, :, :n].set(piece_k[from_A], mode='drop')
+        v_SKtC = v_SKtC.at[slot_A, :, :n].set(piece_v[from_A], mode='drop')
+      new.append((k_SKCt, v_SKtC))
       start = end
     filled.append(new)
   return filled

@@ -30,14 +30,11 @@ class MeshConfig(Section):
 
   @pydantic.model_validator(mode='after')
   def _fills(self) -> 'MeshConfig':
-    sizes = {'data': self.data, 'fsdp': self.fsdp, 'tensor': self.tensor}
-    for axis, size in sizes.items():
-      if size == 0:
-        raise ValueError(f'{axis}=0: set 1 or more devices, or -1 for all remaining')
-    if list(sizes.values()).count(-1) > 1:
+    sizes = self.data, self.fsdp, self.tensor
+    if 0 in sizes or sizes.count(-1) > 1:
       raise ValueError(
-        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: '
-        'only one axis may be -1'
+        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: set 1 or more '
+        'devices per axis, or one axis to -1: all remaining'
       )
     return self
 

@@ -49,11 +49,8 @@ class Schedule(NamedTuple):
 def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
   """Multiplies x [..., *in] by a weight [*in, *out], in the dtype of x.
 
-  An adapted weight is not merged: the gradients of A and B then need no product as
-  large as the gradient of W, which would be a third of all products.
-
-  Args:
-    axes: number of axes summed over.
+  The product sums over `axes` axes. An adapted weight is not merged: the gradients of A
+  and B then need no product as large as the gradient of W, a third of all products.
   """
 
   def times(x: Array, w: Array, axes: int) -> Array:
@@ -74,10 +71,7 @@ def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-  """Computes x / rms(x) * scale over the last axis, in float32.
-
-  RMSNorm (Zhang and Sennrich, 2019).
-  """
+  """Computes x / rms(x) * scale over the last axis, in float32 (RMSNorm)."""
   x32 = x.astype(jnp.float32)
   x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
@@ -88,12 +82,7 @@ def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 
   Angles are float32: in bfloat16 they are off by a radian beyond position 256.
   """
-  frequency, factor = frequency_table(
-    spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
-  )
-  shape = (1,) * position.ndim + frequency.shape
-  angle = position[..., None].astype(jnp.float32) * frequency.reshape(shape)
-  return factor * jnp.sin(angle), factor * jnp.cos(angle)
+  return _turns(position[..., None], spec)
 
 
 def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
@@ -103,12 +92,16 @@ def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
   and the last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are
   equal, as in a text, the result equals that of `rotations`, bit for bit.
   """
+  return _turns(position[..., np.repeat(np.arange(3), spec.mrope)], spec)
+
+
+def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
+  """Returns (sine, cosine) at positions [..., C / 2] or [..., 1] of the pairs."""
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
-  part = np.repeat(np.arange(3), spec.mrope)
   shape = (1,) * (position.ndim - 1) + frequency.shape
-  angle = position[..., part].astype(jnp.float32) * frequency.reshape(shape)
+  angle = position.astype(jnp.float32) * frequency.reshape(shape)
   return factor * jnp.sin(angle), factor * jnp.cos(angle)
 
 
@@ -125,9 +118,7 @@ def rotate(x: Array, sin: Array, cos: Array) -> Array:
 def project(
   w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
-  """Projects x [..., D] to queries [..., H, C], keys and values [..., K, C].
-
-  Queries and keys are rotated.
+  """Projects x [..., D] to rotated queries [..., H, C], rotated keys, and values.
 
   Args:
     w: one layer of the parameters or of an actor.
@@ -154,11 +145,7 @@ def project(
 
 
 def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
-  """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP.
-
-  Args:
-    w: one layer of the parameters or of an actor.
-  """
+  """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP."""
   if 'out' in w:
     x += attended.reshape(*x.shape[:-1], -1) @ w['out'].astype(x.dtype)
   else:
@@ -266,11 +253,7 @@ def through(
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """Runs embedded rows through all layers; see `forward`.
-
-  Args:
-    turn: `rotations` of the positions [B, T].
-  """
+  """Runs embedded rows through all layers, given the `rotations` of their positions."""
 
   def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)

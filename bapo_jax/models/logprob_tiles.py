@@ -52,9 +52,8 @@ def _block_of(
   head_vD = _cut(head_VD, i, size, 0)
   if head_vD.dtype == dtype:
     return head_vD
-  return (head_vD * jax.lax.optimization_barrier(jnp.ones((), head_vD.dtype))).astype(
-    dtype
-  )
+  one = jax.lax.optimization_barrier(jnp.ones((), head_vD.dtype))
+  return (head_vD * one).astype(dtype)
 
 
 def _logits(hidden_BtD: Array, head_vD: Array, temperature: Array) -> Array:
@@ -74,9 +73,7 @@ def forward(
   sizes: tuple[int, int],
   sharded: bool,
 ) -> tuple[Array, Array, Array, Array]:
-  """Computes (logp_BT, entropy_BT, covariance_BT, lse_BT), see `types.TokenStats`.
-
-  lse is the logarithm of the softmax's divisor.
+  """Computes `types.TokenStats` and lse_BT, the logarithm of the softmax's divisor.
 
   Args:
     columns: i32, number of leading columns to score; a chunk beyond them gives 0.
@@ -105,72 +102,54 @@ def forward(
   used = -(-columns // chunk)
   tiles = jax.lax.fori_loop(0, used * blocks, reduce_tile, (zeros,) * 6)
   # [chunks * blocks, B, chunk] -> [blocks, B, T]
-  peak, total, spread, square, square_spread, chosen = (
-    jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(
-      blocks, *token_BT.shape
-    )
+  shape = blocks, *token_BT.shape
+  tiles = tuple(
+    jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(shape)
     for x in tiles
   )
   logp_BT, entropy_BT, covariance_BT, lse_BT = (
     jnp.where(jnp.arange(token_BT.shape[1])[None] < used * chunk, x_BT, 0)
-    for x_BT in _combine(peak, total, spread, square, square_spread, chosen, sharded)
+    for x_BT in _combine(tiles, sharded)
   )
   return logp_BT, entropy_BT, covariance_BT, lse_BT
 
 
 def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
-  """Reduces a tile for `_combine`: its maximum, four sums and the chosen logit.
-
-  Args:
-    at_Bt: the token to score, as an index of the tile; the chosen logit of a token
-      outside the tile is -inf.
-  """
+  """Reduces a tile for `_combine`; at_Bt is the index in the tile to score."""
   peak_Bt = logits_Btv.max(-1)
   below_Btv = logits_Btv - peak_Bt[..., None]
   weight_Btv = jnp.exp(below_Btv)
   block = logits_Btv.shape[-1]
-  logit_Bt1 = jnp.take_along_axis(
-    logits_Btv, jnp.clip(at_Bt, 0, block - 1)[..., None], -1
-  )
-  chosen_logit_Bt = jnp.where(
-    (at_Bt >= 0) & (at_Bt < block), logit_Bt1[..., 0], -jnp.inf
-  )
+  inside_Bt1 = jnp.clip(at_Bt, 0, block - 1)[..., None]
+  logit_Bt1 = jnp.take_along_axis(logits_Btv, inside_Bt1, -1)
+  chosen_Bt = jnp.where((at_Bt >= 0) & (at_Bt < block), logit_Bt1[..., 0], -jnp.inf)
   square_Btv = weight_Btv**2
   sums = [
     x_Btv.sum(-1)
     for part_Btv in (weight_Btv, square_Btv)
     for x_Btv in (part_Btv, part_Btv * below_Btv)
   ]
-  return peak_Bt, *sums, chosen_logit_Bt
+  return peak_Bt, *sums, chosen_Bt
 
 
 def _combine(
-  peak_bBT: Array,
-  sum_bBT: Array,
-  spread_bBT: Array,
-  square_bBT: Array,
-  square_spread_bBT: Array,
-  chosen_logit_bBT: Array,
-  sharded: bool,
+  tiles: tuple[Array, ...], sharded: bool
 ) -> tuple[Array, Array, Array, Array]:
   """Merges the blocks of this device and the shards of all devices to one softmax.
 
   All terms are relative to the maximum, so that no two large numbers are subtracted.
 
   Args:
-    peak_bBT: maximum of each block's logits.
-    sum_bBT: sum of exp(logit - peak).
-    spread_bBT: sum of exp(logit - peak) * (logit - peak).
-    square_bBT, square_spread_bBT: the same sums of exp(logit - peak)^2.
-    chosen_logit_bBT: logit of the token to score; -inf outside its block.
+    tiles: arrays [blocks, B, T] of `_reduced`: the maximum of each block's logits; the
+      sums of exp(logit - peak) and of exp(logit - peak) * (logit - peak); the same sums
+      of exp(logit - peak)^2; the logit of the token to score, -inf outside its block.
   """
+  peak_bBT, sum_bBT, spread_bBT, square_bBT, square_spread_bBT, chosen_bBT = tiles
   top_BT = peak_bBT.max(0)
   top_BT = jax.lax.pmax(top_BT, 'tensor') if sharded else top_BT
   # Rescale the sums of each block from its maximum to the maximum of all blocks.
   fall_bBT = peak_bBT - top_BT[None]
-  chosen_bBT = jnp.where(
-    jnp.isinf(chosen_logit_bBT), 0, chosen_logit_bBT - top_BT[None]
-  )
+  chosen_bBT = jnp.where(jnp.isinf(chosen_bBT), 0, chosen_bBT - top_BT[None])
   scale_bBT = jnp.exp(fall_bBT)
   spread_bBT = scale_bBT * (spread_bBT + fall_bBT * sum_bBT)
   square_spread_bBT = scale_bBT**2 * (square_spread_bBT + fall_bBT * square_bBT)
@@ -181,12 +160,8 @@ def _combine(
   log_sum_BT, mean_BT = jnp.log(sum_BT), spread_BT / sum_BT
   # log pi + H of a token is (logit - top) - mean, so no second pass is needed.
   covariance_BT = (square_spread_BT - mean_BT * square_BT) / sum_BT**2
-  return (
-    chosen_BT - log_sum_BT,
-    log_sum_BT - mean_BT,
-    covariance_BT,
-    top_BT + log_sum_BT,
-  )
+  logp_BT, entropy_BT = chosen_BT - log_sum_BT, log_sum_BT - mean_BT
+  return logp_BT, entropy_BT, covariance_BT, top_BT + log_sum_BT
 
 
 class _Columns(NamedTuple):

@@ -72,11 +72,7 @@ def sequence_stats(
   *,
   chunk: int = _D.chunk,
 ) -> TokenStats:
-  """Scores every token of whole rows; 0 in column 0, which nothing predicts.
-
-  Args:
-    temperature, chunk: see `token_stats`.
-  """
+  """Scores every token of whole rows; 0 in column 0, which nothing predicts."""
   hidden_BTD = layers.forward(params, tokens_BT, spec)
   # The last column scores the first token and is dropped: cheaper than a copy of the
   # other columns, and T is more often a multiple of the chunk than T - 1.
@@ -107,7 +103,16 @@ def packed_stats(
     chunk: cells of a device projected at once; memory is chunk * 4096 floats.
     patch_XD: embeddings of the merged patches that cells.places refers to.
   """
-  hidden_RTD = _hidden(params, cells, spec, patch_XD, schedule)
+  if cells.places is None or patch_XD is None:
+    text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT
+    hidden_RTD = layers.forward(params, *text, schedule=schedule)
+  else:
+    x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
+    x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
+    turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
+    hidden_RTD = layers.through(
+      params, x_RTD, turn, spec, cells.row_RT, schedule=schedule
+    )
   (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
 
@@ -131,29 +136,6 @@ def packed_stats(
     return jnp.where(cells.wanted_RT, x_RT, 0)
 
   return TokenStats(*map(as_packed, stats))
-
-
-def _hidden(
-  params: Tree,
-  cells: Cells,
-  spec: transformer.ModelSpec,
-  patch_XD: Array | None,
-  schedule: Schedule,
-) -> Array:
-  """Computes the final hidden states [R, T, D] of packed rows."""
-  if cells.places is None or patch_XD is None:
-    return layers.forward(
-      params,
-      cells.tokens_RT,
-      spec,
-      cells.position_RT,
-      cells.row_RT,
-      schedule=schedule,
-    )
-  x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
-  x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
-  turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
-  return layers.through(params, x_RTD, turn, spec, cells.row_RT, schedule=schedule)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,12 +164,9 @@ _token_logprobs.defvjp(
 )
 
 
-def _over_mesh(
-  function: Callable[..., Any], sizes: tuple[int, int], *args: Array | None
-) -> Any:
+def _over_mesh(function: Callable[..., Any], sizes: tuple[int, int], *args: Any) -> Any:
   """Runs a function on shards of the mesh, or on whole arrays without one."""
   mesh, (hidden_BTD, head_VD) = sharding.ambient(), args[:2]
-  assert hidden_BTD is not None and head_VD is not None
   tiled = functools.partial(function, sizes=sizes)
   head = P('tensor', 'fsdp')
   if mesh is None or (

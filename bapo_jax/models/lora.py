@@ -5,8 +5,6 @@
 3. `attach` joins them to the frozen weights, unmerged (`layers.product`), so that no
    gradient of a full weight is formed;
 4. `layer` and `merge` return plain weights, for decoding and for export.
-
-If nothing is frozen, `attach` and `layer` return their arguments.
 """
 
 import math
@@ -22,7 +20,7 @@ from bapo_jax.models.knobs import PROJECTIONS
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
-Shape = tuple[int, ...]
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # the shapes of A and B
 
 
 class Adapter(struct.PyTreeNode):
@@ -40,16 +38,13 @@ class Adapted(struct.PyTreeNode):
   adapter: Adapter
 
 
-def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, tuple[Shape, Shape]]:
-  """Lists the adapted projections: path -> (shape of A, shape of B).
-
-  Args:
-    targets: a regular expression that matches the whole path.
+def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
+  """Lists the projections that `targets` matches: path -> (shape of A, shape of B).
 
   Raises:
     ValueError: the rank exceeds the smaller side of a weight.
   """
-  pairs: dict[str, tuple[Shape, Shape]] = {}
+  pairs: dict[str, Pair] = {}
   for path, (shape, _) in transformer.describe(spec).items():
     if path in PROJECTIONS and re.fullmatch(targets, path):
       # [L, *in, *out]: a product sums over the axes `in`.
@@ -77,17 +72,11 @@ def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) 
 
   A is uniform on +-1 / sqrt(inputs), as in peft (Kaiming's rule with a = sqrt 5); the
   paper names a Gaussian without a variance.
-
-  Args:
-    rank, targets: see `shapes`.
-    alpha: the update is scaled by alpha / rank.
   """
   flat = {}
   for i, (path, (a, b)) in enumerate(sorted(shapes(spec, rank, targets).items())):
-    bound = math.prod(a[1:-1]) ** -0.5
-    drawn = jax.random.uniform(
-      jax.random.fold_in(key, i), a, minval=-bound, maxval=bound
-    )
+    bound, of_path = math.prod(a[1:-1]) ** -0.5, jax.random.fold_in(key, i)
+    drawn = jax.random.uniform(of_path, a, minval=-bound, maxval=bound)
     flat[path] = Adapter(drawn, jnp.zeros(b, jnp.float32), alpha / rank)
   return transformer.unflatten(flat)
 
@@ -118,12 +107,9 @@ def layer(w: Array | Adapted, i: int) -> Array:
 
 
 def merge(weights: Tree) -> Tree:
-  """Merges the weights of `attach` to plain arrays, adapted projections in float32.
+  """Merges the weights of `attach` to plain arrays, adapted projections in float32."""
 
-  Merging layer by layer needs memory for one merged layer beyond the result.
-  """
-
-  def merge_layers(w: Array | Adapted) -> Array:
+  def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one layer more
     if not isinstance(w, Adapted):
       return w
     return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])

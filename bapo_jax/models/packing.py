@@ -80,23 +80,19 @@ class Packed(NamedTuple):
     at_RT = at_RT.reshape(self.shape[1:])
     filled_RT, at_RT = at_RT >= 0, jnp.maximum(at_RT, 0)
     tokens, wanted = self.tokens_BT.ravel(), self.wanted_BT.ravel()
-    return Cells(
+    cells = Cells(
       tokens_RT=jnp.where(filled_RT, tokens[at_RT], 0),
       position_RT=jnp.where(filled_RT, at_RT % T, 0),
       row_RT=jnp.where(filled_RT, at_RT // T, -1),
       target_RT=jnp.where(filled_RT, tokens[at_RT + 1], 0),
       wanted_RT=filled_RT & wanted[at_RT + 1],
-      places=self._places(at_RT, filled_RT),
     )
-
-  def _places(self, at_RT: Array, filled_RT: Array) -> Places | None:
     if self.places is None:
-      return None
+      return cells
     parts_X3, merged_X = self.places.parts_BT3.reshape(-1, 3), self.places.merged_BT
-    return Places(
-      jnp.where(filled_RT[..., None], parts_X3[at_RT], 0),
-      jnp.where(filled_RT, merged_X.ravel()[at_RT], -1),
-    )
+    parts_RT3 = jnp.where(filled_RT[..., None], parts_X3[at_RT], 0)
+    merged_RT = jnp.where(filled_RT, merged_X.ravel()[at_RT], -1)
+    return cells._replace(places=Places(parts_RT3, merged_RT))
 
   def unpack(self, x_RT: Array, n: Array | int) -> Array:
     """Gathers packed values of micro-batch n back to their targets [B, T]; 0 elsewhere.
@@ -164,11 +160,10 @@ def pack(
   width: int = 0,
   packed: bool = True,
 ) -> Packed:
-  """Packs the rows that have a target by first fit decreasing.
+  """Packs the rows that have a target by first fit decreasing; see `shape_of`.
 
   Args:
     wanted_BT: bool, the targets; False in column 0.
-    micro_batches, width: see `shape_of`.
     packed: False: row i fills bin i, and all tokens are targets.
   """
   B, T = tokens_BT.shape

@@ -17,21 +17,19 @@ import numpy as np
 Scaled = tuple[np.ndarray, float]  # (frequencies, factor on sine and cosine)
 
 
-def default(frequency: np.ndarray, theta: float) -> Scaled:
+def default(frequency: np.ndarray, _: float) -> Scaled:
   """Leaves frequencies unchanged (Su et al., 2021)."""
-  del theta
   return frequency, 1.0
 
 
-def linear(frequency: np.ndarray, theta: float, *, factor: float) -> Scaled:
+def linear(frequency: np.ndarray, _: float, *, factor: float) -> Scaled:
   """Divides all frequencies by `factor` (position interpolation, Chen et al., 2023)."""
-  del theta
   return frequency / factor, 1.0
 
 
 def llama3(
   frequency: np.ndarray,
-  theta: float,
+  _: float,
   *,
   factor: float,
   low_freq_factor: float,
@@ -42,7 +40,6 @@ def llama3(
 
   `low_freq_factor` and `high_freq_factor` are turns within the original context.
   """
-  del theta
   turns = original_max_position_embeddings * frequency / (2 * math.pi)
   unscaled = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
   return _mix(frequency, factor, np.clip(unscaled, 0, 1)), 1.0
@@ -87,10 +84,7 @@ def yarn(
 
 
 RULES: dict[str, Callable[..., Scaled]] = {
-  'default': default,
-  'linear': linear,
-  'llama3': llama3,
-  'yarn': yarn,
+  rule.__name__: rule for rule in (default, linear, llama3, yarn)
 }
 
 

@@ -129,8 +129,8 @@ def init(spec: ModelSpec, key: Array) -> Tree:
 
 def count(spec: ModelSpec, below: str = '') -> int:
   """Counts the parameters whose paths begin with `below`."""
-  shapes = {path: shape for path, (shape, _) in describe(spec).items()}
-  return sum(math.prod(s) for path, s in shapes.items() if path.startswith(below))
+  entries = describe(spec).items()
+  return sum(math.prod(shape) for path, (shape, _) in entries if path.startswith(below))
 
 
 def cast(params: Tree, dtype: str) -> Tree:

@@ -23,7 +23,7 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.training import budget, build, checkpoint, evaluate, step_metrics, weights
+from bapo_jax.training import budget, build, checkpoint, evaluate, policy, step_metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
@@ -160,7 +160,7 @@ class Run:
   ):
     self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
     self._identity, self._spent = identity, spent
-    self._base = weights.fingerprint(t.base)
+    self._base = policy.fingerprint(t.base)
     for name, seconds in spent['phases'].items():
       t.timer.seconds[name] = t.timer.seconds.get(name, 0.0) + seconds
 

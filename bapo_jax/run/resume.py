@@ -4,7 +4,7 @@ from typing import Any
 
 from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import checkpoint, weights
+from bapo_jax.training import checkpoint, policy
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.trainer import finished
 
@@ -94,7 +94,7 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
       '(checkpoint.final=weights), so no run can continue from it; export it '
       '(--mode=export) and start in another --workdir with model.path set to the export'
     )
-  if t.base is not None and (now := weights.fingerprint(t.base)) != meta['base']:
+  if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
     path = t.config.model.path
     where = f'the weights of model.path={path!r}' if path else 'the folder warmstart/'
     raise ValueError(

@@ -22,7 +22,7 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, policy, resolve, weights
+from bapo_jax.training import checkpoint, policy, resolve
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
@@ -74,8 +74,8 @@ def export(
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   os.makedirs(part)
   if adapter:
-    adapters = weights.read_params(workdir, step)
-    hf_peft.save(part, adapters, spec, config.lora, config.model.path, dtype)
+    get = checkpoint.read_params(workdir, step)
+    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
   else:
     read = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, read, spec, dtype, shard_bytes)

@@ -1,5 +1,5 @@
-"""From rollouts to new weights: the loop, and the run as its user sees it.
+"""From a config to new weights: config, resolve, build, the loop, and checkpoints.
 
-In: a config, problems, weights. Out: checkpoints, metrics, evaluations, a report.
-Read: knobs, config, trainer (the loop), learner, setup, experiment; the rest by need.
+In: a config, problems, weights. Out: states, metrics, evaluations, checkpoints.
+Read: knobs, config, resolve, build, trainer (the loop); the others by need.
 """

@@ -2,10 +2,10 @@
 
 1. `count` adds up a `Budget`: bytes per device by what they hold, and per checkpoint;
 2. `choose_schedule` takes the schedule that recomputes least among those that fit;
-3. `check` refuses a run that cannot fit, `sentence` describes one that does.
+3. `check` refuses a run that cannot fit, `sentence` describes a run that does.
 
 The count of an update is within 17 % of twelve compiled TPU programs of text models; of
-a vision tower only the weights are counted. A compiler knows better: see --mode=plan.
+a vision tower only the weights are counted. --mode=plan asks a compiler.
 """
 
 import dataclasses
@@ -78,38 +78,38 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   """Counts the memory of a run on one device of the mesh, and its checkpoints.
 
   Weights, moments and gradients are divided over fsdp and tensor, the actor over
-  tensor, rows over data and fsdp.
-
-  Args:
-    mesh: only its shape and the platform of its devices are read.
+  tensor, rows over data and fsdp. Of the mesh only shape and platform are read.
   """
-  tensor, shards = mesh.shape['tensor'], sharding.row_shards(mesh)
+  c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
   weights, moments, gradients, actor = whole_state(config, spec)
-  T, G = config.row_length, config.sampler.group_size
-  evaluated = config.problems.test_source in MADE
-  rows = max(
-    config.places * G,
-    config.seats * G,
-    config.problems.test * config.evaluate.group_size if evaluated else 0,
-  )
-  held = RECORDED * config.buffer.capacity * G * T if config.batch.uses_buffer else 0
+  T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
+  made = c.problems.test_source in MADE
+  evaluated = made * c.problems.test * c.evaluate.group_size
+  buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
-  checkpoint = _checkpoint(config, spec, held)
-  many = config.checkpoint.keep + config.checkpoint.best + 1
+  few, n = adapters(config, spec), trained(config, spec)
+  own = 4 if few else itemsize(spec.dtype)
+  checkpoint = {  # without unfinished responses
+    'adapters' if few else 'weights': own * n,
+    'optimiser': (8 + 4 * (own < 4)) * n,
+    'actor': lags * (4 if few else itemsize(spec.compute)) * n,
+    'buffer': buffer,
+  }
+  checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
   return Budget(
     weights=weights / split,
     moments=moments / split,
     gradients=gradients / split,
     actor=actor / tensor,
-    kept_actor=(config.rollout.weight_sync_interval > 1) * actor / tensor,
+    kept_actor=lags * actor / tensor,
     gathered=gathered,
     saved=saved,
-    cache=config.sampler.max_num_seqs / shards * cache_bytes(spec, T, tensor),
-    responses=RECORDED * rows * T / shards,
-    buffer=held / (1 if config.buffer.capacity % shards else shards),
+    cache=c.sampler.max_num_seqs / shards * cache_bytes(spec, T, tensor),
+    responses=RECORDED * max(c.places * G, c.seats * G, evaluated) * T / shards,
+    buffer=buffer / (1 if c.buffer.capacity % shards else shards),
     checkpoint=checkpoint,
-    disk=many * sum(checkpoint.values()),
+    disk=(c.checkpoint.keep + c.checkpoint.best + 1) * sum(checkpoint.values()),
   )
 
 
@@ -164,20 +164,6 @@ def _passes(
   return gathered, rows * T * per_token + logits
 
 
-def _checkpoint(config: Config, spec: ModelSpec, buffer: float) -> dict[str, float]:
-  """Bytes of one checkpoint by content; unfinished responses are not counted."""
-  few, n = adapters(config, spec), trained(config, spec)
-  own = 4 if few else itemsize(spec.dtype)
-  lags = config.rollout.weight_sync_interval > 1
-  found = {
-    'adapters' if few else 'weights': own * n,
-    'optimiser': (8 + 4 * (own < 4)) * n,
-    'actor': lags * (4 if few else itemsize(spec.compute)) * n,
-    'buffer': buffer,
-  }
-  return {name: float(size) for name, size in found.items() if size}
-
-
 def itemsize(dtype: str) -> int:
   """Returns the bytes of a number."""
   return 2 if dtype in ('bfloat16', 'float16') else 4
@@ -201,11 +187,11 @@ def trained(config: Config, spec: ModelSpec) -> int:
 
 
 def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
-  """Returns the bytes per device of the keys and values of one decode slot.
+  """Returns the bytes per device of the keys and values of a decode slot.
 
   Args:
-    length: T, tokens of a slot.
-    tensor: devices along the mesh axis tensor; they share the heads they divide.
+    length: T, the tokens of a slot.
+    tensor: devices along the mesh axis tensor, which divide the heads if they can.
   """
   heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
@@ -230,11 +216,8 @@ def saved_bytes(
           of n blocks, keys and values up to their ends    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
-  Heads and F are divided by `tensor`; with sequence sharding D as well.
-
-  Args:
-    length: T, with which the plain kernel's scores grow.
-    tensor: devices along the mesh axis tensor.
+  Heads and F are divided by `tensor`, the devices along that mesh axis; with sequence
+  sharding D as well. The scores of the plain kernel grow with `length`, T.
   """
   kind, c = schedule.remat, itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
@@ -267,20 +250,21 @@ def choices(config: Config, mesh: Mesh) -> list[Schedule]:
   'none' out. Whole columns come before split ones, which send more bytes over links.
   """
   c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
-  auto = REMATS[1:] if cpu else REMATS
-  remats = auto if c.model.remat == 'auto' else (c.model.remat,)
-  passes = ('stored', 'again') if bounds_wait(c) else ('again',)
-  if c.learner.bounds_pass != 'auto':
-    passes = (c.learner.bounds_pass,)
+  remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
+  if c.model.remat == 'auto':
+    remats = REMATS[1:] if cpu else REMATS
+  if c.learner.bounds_pass == 'auto':
+    passes = ('stored', 'again') if bounds_wait(c) else ('again',)
+  if c.model.sequence_sharding != 'auto':
+    columns = (c.model.sequence_sharding == 'on',)
+  elif mesh.shape['tensor'] == 1:
+    columns = (False,)
   again = {'none': 0.0, 'dots': 0.2, 'full': 1.0, 'stored': 0.0, 'again': 1.0}
-  both = sorted(
-    itertools.product(remats, passes), key=lambda x: again[x[0]] + again[x[1]]
-  )
-  columns = (False, True) if mesh.shape['tensor'] > 1 else (False,)
-  shards = {'on': (True,), 'off': (False,), 'auto': columns}[c.model.sequence_sharding]
+  both = itertools.product(remats, passes)
   return [
     Schedule(kind, split, bounds_pass)
-    for (kind, bounds_pass), split in itertools.product(both, shards)
+    for kind, bounds_pass in sorted(both, key=lambda x: again[x[0]] + again[x[1]])
+    for split in columns
   ]
 
 
@@ -294,7 +278,7 @@ def bounds_wait(config: Config) -> bool:
 def choose_schedule(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
-  """Chooses the first of `choices` whose update fits, or the last.
+  """Chooses the first of `choices` whose update fits the memory, or the last.
 
   Args:
     memory: bytes that a device may use; 0: `limit` of the mesh.
@@ -324,26 +308,15 @@ def limit(mesh: Mesh) -> float:
 def check(budget: Budget, room: float) -> None:
   """Refuses a run that cannot fit the memory, before anything is compiled.
 
-  Args:
-    budget: of `count`.
-    room: bytes of a device, of `capacity`.
-
   Raises:
-    ValueError: a phase needs more than SLACK times `room`.
+    ValueError: a phase needs more than SLACK times `room` bytes.
   """
-  state, b = budget.weights + budget.moments, budget
+  b, state = budget, budget.weights + budget.moments
   rows = {'responses': b.responses, 'buffer': b.buffer}
-  phases = (
-    {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows,
-    {
-      'weights': state + b.gradients,
-      'actor': b.kept_actor,
-      'gathered': b.gathered,
-      'saved': b.saved,
-    }
-    | rows,
-  )
-  phase = max(phases, key=lambda phase: sum(phase.values()))
+  decoding = {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows
+  update = {'weights': state + b.gradients, 'actor': b.kept_actor} | rows
+  update |= {'gathered': b.gathered, 'saved': b.saved}
+  phase = max(decoding, update, key=lambda phase: sum(phase.values()))
   total = sum(phase.values())
   if total > SLACK * room:
     raise ValueError(
@@ -354,11 +327,7 @@ def check(budget: Budget, room: float) -> None:
 
 
 def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
-  """Describes the schedule and the memory of an update, for the first screen.
-
-  Args:
-    needed, room: bytes per device of an update, and that a run may use.
-  """
+  """Describes the schedule, and the bytes that an update needs of those available."""
   columns = ', columns split over tensor' if schedule.sequence_sharding else ''
   bounds = f', the bounds {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
   auto = ' (auto)' if config.model.remat == 'auto' else ''

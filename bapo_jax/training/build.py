@@ -2,7 +2,7 @@
 
 1. `read` opens the problems; `make_verifier` starts its worker processes;
 2. `make_trainer` binds the rules and jits the programs: everything that is fixed;
-3. `initial_state` makes everything that changes; `build` does both;
+3. `build` also loads the weights, and makes everything that changes;
 4. `compile_train_step` compiles the update for the arrays of a state.
 """
 
@@ -26,7 +26,6 @@ from bapo_jax.learner import optimizer as optimizer_lib
 from bapo_jax.learner.learner import TrainStep
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
-from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -61,11 +60,7 @@ def read(config: Config, model: Model) -> Material:
 
 
 def read_held_out(r: Resolved) -> Material:
-  """Reads the held-out problems, which take the place of those of training too.
-
-  Raises:
-    ValueError: as `read`.
-  """
+  """Reads the held-out problems, also in place of training problems; see `read`."""
   rows, limit = sources.load(r.config.problems, 'test_source'), r.config.prompts
   held_out = prompts.tabulate(
     r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
@@ -132,22 +127,16 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
     pictures: shapes from `pictured.abstract`; None: prompts are texts.
   """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
-  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
-  fields: list[Any] = []
+  kinds = dict.fromkeys(('tokens', 'source'), jnp.int32)
+  kinds |= dict.fromkeys(('loss_mask', 'on_policy'), jnp.bool_)
+  rows, fields = sharding.over_rows(mesh), list[Any]()
   for field in Batch._fields[:-1]:  # the name says the axes
     name, _, axes = field.rpartition('_')
-    shape = tuple(size[axis] for axis in axes)
-    kind = kinds.get(name, jnp.float32)
-    rows = sharding.over_rows(mesh)
+    shape, kind = tuple(size[axis] for axis in axes), kinds.get(name, jnp.float32)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
   if pictures is not None:
-    place = functools.partial(sharding.layout_of_rows, mesh=mesh)
-    pictures = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      pictures,
-      place(pictures),
-    )
+    layout = sharding.layout_of_rows(pictures, mesh)
+    pictures = jax.tree.map(lambda x, s: x.update(sharding=s), pictures, layout)
   return Batch(*fields, pictures=pictures)
 
 
@@ -163,21 +152,13 @@ def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
 
 
 def make_trainer(
-  r: Resolved,
-  material: Material,
-  verifier: Verifier,
-  timer: PhaseTimer,
-  base: Tree = None,
+  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
-  """Builds everything that is fixed for a run.
-
-  Args:
-    base: frozen weights; None if all weights are trained.
-  """
+  """Builds everything that is fixed for a run; `base` are its frozen weights."""
   config, spec, mesh = r.config, r.spec, r.mesh
   bound = rules.bind(config)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
-  gallery, held_out = pictured.galleries(material.problems, material.held_out, spec)
+  gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   score = functools.partial(
     scoring.score,
     rows=config.micro_batch_rows,
@@ -186,6 +167,11 @@ def make_trainer(
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
+  recompute, when = None, config.learner.recompute_logprobs
+  narrow = config.model.compute != 'float32' and not config.loss.weighs_sampler
+  if when == 'on' or (when == 'auto' and narrow):
+    recompute = jax.jit(functools.partial(scoring.recompute, score=score))
+    recompute = sharding.under(mesh, recompute)
   return Trainer(
     config=config,
     rules=bound,
@@ -193,13 +179,13 @@ def make_trainer(
     schedule=r.schedule,
     mesh=mesh,
     tokenizer=r.tokenizer,
-    problems=material.problems,
-    held_out=material.held_out,
+    problems=data.problems,
+    held_out=data.held_out,
     engine=make_engine(r, gallery),
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=_proximal(config, mesh, base, score),
-    recompute=_recompute(config, mesh, score),
+    recompute=recompute,
     timer=timer,
     base=base,
     pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
@@ -215,15 +201,6 @@ def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | N
   return lambda params, groups, seen: jitted(lora.attach(base, params), groups, seen)
 
 
-def _recompute(config: Config, mesh: Mesh, score: Score) -> Recompute | None:
-  """Replaces the sampler's log-probabilities by the learner's, if the config asks."""
-  weighs_sampler = config.loss.weighs_sampler
-  if not config.learner.recomputes(config.model.compute, weighs_sampler):
-    return None
-  recompute = functools.partial(scoring.recompute, score=score)
-  return sharding.under(mesh, jax.jit(recompute))
-
-
 def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
   capacity = config.buffer.capacity if config.batch.uses_buffer else 0
@@ -231,51 +208,40 @@ def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
   return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
 
 
-def initial_state(t: Trainer, params: Tree) -> TrainState:
-  """Returns the state at step 0, placed on the mesh.
-
-  Args:
-    params: the trained weights, or adapters.
-  """
-  tx = optimizer(t.config)
-  layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
-  make = functools.partial(empty_buffer, t.config, t.rules)
-  rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
-  buffer = jax.jit(make, out_shardings=rows)()
-  partial = t.config.rollout.max_off_policy_steps > 0
-  return TrainState(
-    params=params,
-    opt=jax.jit(tx.init, out_shardings=layout)(params),
-    actor=None,
-    actor_adapters=t.adapters(params),
-    buffer=buffer,
-    partial=PartialRollouts(t.engine, t.config.places) if partial else None,
-  )
-
-
 def build(
-  r: Resolved,
-  material: Material,
-  verifier: Verifier,
-  workdir: str,
-  timer: PhaseTimer,
+  r: Resolved, data: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
   """Loads or warm-starts the weights; returns the trainer and its state at step 0.
 
   Args:
-    workdir: holds the warm start, or receives it.
+    workdir: has the warm start, or receives it.
   """
   base, params = policy.divide(r, policy.load(r, workdir, timer))
-  if warning := sharding.kv_replication_warning(r.mesh, r.spec.kv_heads):
-    log(warning)
-  t = make_trainer(r, material, verifier, timer, base)
-  return t, initial_state(t, params)
+  if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
+    log(
+      f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
+      'every device has all of them, weights and cache'
+    )
+  t = make_trainer(r, data, verifier, timer, base)
+  tx = optimizer(t.config)
+  layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
+  make = functools.partial(empty_buffer, t.config, t.rules)
+  rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
+  partial = t.config.rollout.max_off_policy_steps > 0
+  return t, TrainState(
+    params=params,
+    opt=jax.jit(tx.init, out_shardings=layout)(params),
+    actor=None,
+    actor_adapters=t.adapters(params),
+    buffer=jax.jit(make, out_shardings=rows)(),
+    partial=PartialRollouts(t.engine, t.config.places) if partial else None,
+  )
 
 
 def start(
   config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
 ) -> tuple[Trainer, TrainState]:
-  """Resolves, reads and builds a run by itself, for notebooks and loops of others.
+  """Resolves, reads and builds a run, for notebooks and loops of others.
 
   Args:
     config: with nothing left to derive.
@@ -283,5 +249,5 @@ def start(
   """
   r = resolve(config)
   with timer('load'):
-    material = read(config, r.model)
-  return build(r, material, verifier or make_verifier(config), workdir, timer)
+    data = read(config, r.model)
+  return build(r, data, verifier or make_verifier(config), workdir, timer)

@@ -8,10 +8,13 @@
 4. the newest checkpoints stay, for resuming, and the best by evaluation;
 5. restored arrays are laid out for the new mesh, whatever mesh saved them;
 6. arrays that a run does not ask for, as an older version stored them, are not read.
+
+`save_params` and `restore_params` write and read weights alone, with the same digests.
 """
 
 import contextlib
 import glob
+import itertools
 import json
 import operator
 import os
@@ -21,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -32,8 +34,9 @@ from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
 
 CheckpointManager = ocp.CheckpointManager
+Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
+
 INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
-FINITE = ('params', 'opt', 'actor')  # parts of a state without a NaN or an infinity
 
 
 def home(workdir: str) -> str:
@@ -41,7 +44,38 @@ def home(workdir: str) -> str:
   return os.path.join(os.path.abspath(workdir), 'checkpoints')
 
 
-def recording(directory: str) -> ocp.AsyncOptions:
+def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
+  """Makes the directory, removes what a kill left incomplete, sets damage aside.
+
+  Args:
+    keep: how many of the newest checkpoints stay.
+    best: how many stay besides: those with the highest accuracy, among equals the
+      newest; checkpoints without an accuracy do not count.
+
+  Raises:
+    ValueError: there are checkpoints, and none is whole.
+  """
+  with hosts.together():
+    if hosts.is_first():
+      _set_damaged_aside(workdir)
+  policies, accuracy = ocp.checkpoint_managers, operator.itemgetter('accuracy')
+  ranked = policies.BestN(
+    get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
+  )
+  options = ocp.CheckpointManagerOptions(
+    preservation_policy=policies.AnyPreservationPolicy(
+      [policies.LatestN(keep), ranked]
+    ),
+    best_fn=accuracy,  # or the accuracies are not written
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=True,
+    create=True,
+    async_options=_recording(home(workdir)),
+  )
+  return CheckpointManager(home(workdir), options=options)
+
+
+def _recording(directory: str) -> ocp.AsyncOptions:
   """Has orbax record digests of everything that it saves in the directory.
 
   orbax calls back in process 0, when all files are written and before the rename that
@@ -55,40 +89,6 @@ def recording(directory: str) -> ocp.AsyncOptions:
   return ocp.AsyncOptions(post_finalization_callback=record)
 
 
-def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
-  """Makes the directory, removes what a kill left incomplete, sets damage aside.
-
-  Args:
-    workdir: the directory of the run.
-    keep: how many of the newest checkpoints stay.
-    best: how many stay besides: those with the highest accuracy, among equals the
-      newest; checkpoints without an accuracy do not count.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
-  """
-  with hosts.together():
-    if hosts.is_first():
-      set_damaged_aside(workdir)
-  policies = ocp.checkpoint_managers
-  ranked = policies.BestN(
-    get_metric_fn=operator.itemgetter('accuracy'),
-    n=best,
-    keep_checkpoints_without_metrics=False,
-  )
-  options = ocp.CheckpointManagerOptions(
-    preservation_policy=policies.AnyPreservationPolicy(
-      [policies.LatestN(keep), ranked]
-    ),
-    best_fn=operator.itemgetter('accuracy'),  # or the accuracies are not written
-    cleanup_tmp_directories=True,
-    enable_async_checkpointing=True,
-    create=True,
-    async_options=recording(home(workdir)),
-  )
-  return CheckpointManager(home(workdir), options=options)
-
-
 def save(
   checkpoints: CheckpointManager,
   step: int,
@@ -98,32 +98,25 @@ def save(
 ) -> None:
   """Begins to write the checkpoint of `step`; `wait` returns when it is complete.
 
-  The checkpoint has the values of now: as soon as this returns, the arrays may be
-  donated and `meta` may change. An unfinished write is waited for first.
+  The checkpoint has the present values: as soon as this returns, the arrays may be
+  donated and `meta`, plain values, may change. Waits for an unfinished write first.
 
   Args:
-    checkpoints: the manager.
-    step: learner steps done.
-    arrays: the arrays of the run.
-    meta: plain values.
     accuracy: on the held-out problems; None if this step was not evaluated.
 
   Raises:
-    OSError: the system refused to write this checkpoint, or the one before.
+    OSError: the system refused to write this checkpoint or the previous one.
   """
   wait(checkpoints)
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
   # meta would become text in the background, so it is copied here.
   meta = json.loads(json.dumps(meta))
+  content = ocp.args.Composite(
+    arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
+  )
+  metrics = None if accuracy is None else {'accuracy': accuracy}
   with _refusing(checkpoints, step):
-    checkpoints.save(
-      step,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardSave(solid(arrays)), meta=ocp.args.JsonSave(meta)
-      ),
-      metrics=None if accuracy is None else {'accuracy': accuracy},
-      force=True,
-    )
+    checkpoints.save(step, args=content, metrics=metrics, force=True)
 
 
 def wait(checkpoints: CheckpointManager) -> None:
@@ -139,7 +132,7 @@ def wait(checkpoints: CheckpointManager) -> None:
 
 @contextlib.contextmanager
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
-  """Waits for the last write at the end, but not after an interrupt.
+  """Waits for the write in progress and closes; an interrupt waits for nothing.
 
   The next start removes what an interrupt leaves incomplete.
 
@@ -164,7 +157,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
   """Turns the system's refusal into an OSError and frees the incomplete checkpoint."""
   directory = os.fspath(checkpoints.directory)
   try:
-    with as_oserror(os.path.join(directory, str(step))):
+    with _as_oserror(os.path.join(directory, str(step))):
       yield
   except OSError:
     for incomplete in glob.glob(f'{glob.escape(directory)}/*{INCOMPLETE}'):
@@ -173,7 +166,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
 
 
 @contextlib.contextmanager
-def as_oserror(path: str) -> Iterator[None]:
+def _as_oserror(path: str) -> Iterator[None]:
   """Makes an OSError of tensorstore's ValueError, whose text has the errno."""
   try:
     yield
@@ -185,17 +178,13 @@ def as_oserror(path: str) -> Iterator[None]:
     raise
 
 
-def read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
+def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
   """Restores named arrays of a directory that orbax wrote; reads no others.
 
   Args:
-    path: the directory.
     like: name -> an array or a jax.ShapeDtypeStruct, whose sharding the restored array
       gets; None restores a NumPy array on the host.
-    optional: names that begin so may be missing, and are then left out; '' for none.
-
-  Raises:
-    ValueError: an array is not stored.
+    optional: names with this prefix may be missing; '': none.
   """
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
@@ -215,12 +204,10 @@ def read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, An
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     on_host = ocp.RestoreArgs(restore_type=np.ndarray)
     arguments |= {name: on_host for name, x in like.items() if x is None}
-    return checkpointer.restore(
-      path,
-      args=ocp.args.PyTreeRestore(
-        item=target, restore_args=arguments, partial_restore=True
-      ),
+    request = ocp.args.PyTreeRestore(
+      item=target, restore_args=arguments, partial_restore=True
     )
+    return checkpointer.restore(path, args=request)
 
 
 def restore(
@@ -235,47 +222,26 @@ def restore(
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  restored = read(path, solid(like), 'opt/' if meta.get('weights_only') else '')
+  return _restored(path, like, 'opt/' if meta.get('weights_only') else ''), meta
+
+
+def _restored(path: str, like: Tree, optional: str = '') -> Tree:
+  restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
-  return treedef.unflatten(
-    restored.get(path_name(key), leaf) for key, leaf in leaves
-  ), meta
+  return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
 
 
 def restore_newest(
   checkpoints: CheckpointManager, like: Callable[[int], Tree]
 ) -> tuple[int, Tree, dict[str, Any]] | None:
-  """Returns (step, arrays, meta) of the newest whole checkpoint; None without any.
-
-  A checkpoint with a weight, or a number of the optimiser, that is not finite counts as
-  damaged. So does one whose files differ from their digests.
+  """Returns (step, arrays, meta) of the newest checkpoint; None without any.
 
   Args:
-    checkpoints: the manager, which has read all files of the newest checkpoint.
+    checkpoints: the manager, which has set damaged checkpoints aside.
     like: from a step to the arrays of a run after it.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
   """
-  workdir = os.path.dirname(checkpoints.directory)
-  damaged: dict[int, str] = {}
-  for step in sorted(checkpoints.all_steps(), reverse=True):
-    if damaged and (why := damage(workdir, step)):
-      damaged[step] = why
-      continue
-    arrays, meta = restore(checkpoints, step, like(step))
-    if why := not_finite(arrays):
-      damaged[step] = why
-      continue
-    if damaged:
-      with hosts.together():
-        for other, reason in damaged.items() if hosts.is_first() else ():
-          _set_aside(workdir, other, reason)
-      checkpoints.reload()
-    return step, arrays, meta
-  if damaged:
-    raise _none_whole(workdir, damaged)
-  return None
+  step = checkpoints.latest_step()
+  return None if step is None else (step, *restore(checkpoints, step, like(step)))
 
 
 def read_meta(directory: str, step: int) -> dict[str, Any]:
@@ -289,104 +255,114 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of a checkpoint, or None without any; changes nothing.
 
   Args:
-    workdir: the directory of the run.
     which: 'newest'; 'best' by accuracy on the held-out problems, among equals the
       newest; or a step.
 
   Raises:
     ValueError: there are checkpoints, but not this one.
   """
-  steps = {step: _accuracy(workdir, step) for step in checkpoint_steps(workdir)}
-  scored = {step: accuracy for step, accuracy in steps.items() if accuracy is not None}
+  steps, accuracies = checkpoint_steps(workdir), {}
+  for step in steps:
+    path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
+    refusals = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
+    with refusals, open(path, encoding='utf-8') as file:
+      accuracies[step] = float(json.load(file)['accuracy'])
   if not steps or which == 'newest':
     return max(steps, default=None)
-  if which == 'best' and scored:
-    return max(scored, key=lambda step: (scored[step], step))
+  if which == 'best' and accuracies:
+    return max(accuracies, key=lambda step: (accuracies[step], step))
   if which.isdecimal() and int(which) in steps:
     return int(which)
   raise ValueError(
-    f'--checkpoint={which}: {workdir} has the checkpoints {sorted(steps)}, '
-    f'{sorted(scored) or "none"} of them evaluated; give newest, best or a step'
+    f'--checkpoint={which}: {workdir} has the checkpoints {steps}, '
+    f'{list(accuracies) or "none"} of them evaluated; give newest, best or a step'
   )
 
 
-def _accuracy(workdir: str, step: int) -> float | None:
-  path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
-  try:
-    with open(path, encoding='utf-8') as file:
-      return float(json.load(file)['accuracy'])
-  except (OSError, ValueError, TypeError, KeyError):
-    return None
-
-
-def solid(tree: Tree) -> dict[str, Any]:
+def _solid(tree: Tree) -> dict[str, Any]:
   """Returns path -> leaf without empty arrays, which orbax refuses to save."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
 
-def set_damaged_aside(workdir: str) -> None:
-  """Renames damaged checkpoints: reads the newest whole one and small files of others.
+def _set_damaged_aside(workdir: str) -> None:
+  """Renames damaged checkpoints, so that nothing uses or deletes them.
 
-  The arrays of an older checkpoint are read when the run falls back to it.
+  Reads all files of the newest whole checkpoint, and the small files of older ones.
+  Raises ValueError if there are checkpoints, and none is whole.
+  """
+  damaged: dict[str, str] = {}
+  whole = False
+  for step in reversed(checkpoint_steps(workdir)):
+    path = os.path.join(home(workdir), str(step))
+    if why := digests.damage(path, str(step), 'arrays' if whole else ''):
+      damaged[path] = why
+    whole = whole or not why
+  if damaged and not whole:
+    steps = (f'{os.path.basename(path)}: {why}' for path, why in damaged.items())
+    raise ValueError(
+      f'{home(workdir)} has no whole checkpoint ({"; ".join(steps)}); put a copy back, '
+      'or remove that folder, and the same command starts from step 0'
+    )
+  for path, why in damaged.items():
+    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
+    names = (f'{path}.damaged{number}' for number in numbers)
+    to = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, to)
+    log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
+
+
+def read_params(workdir: str, step: int, part: str = 'params') -> Read:
+  """Returns a function that reads an array of a checkpoint to the host.
+
+  Args:
+    part: part of the saved state, such as 'buffer/reusable'.
 
   Raises:
-    ValueError: there are checkpoints, and none is whole.
+    ValueError: the checkpoint is damaged.
   """
-  damaged: dict[int, str] = {}
-  newest = None
-  for step in reversed(checkpoint_steps(workdir)):
-    if why := damage(workdir, step, skip='' if newest is None else 'arrays'):
-      damaged[step] = why
-    elif newest is None:
-      newest = step
-  if damaged and newest is None:
-    raise _none_whole(workdir, damaged)
-  for step, why in damaged.items():
-    _set_aside(workdir, step, why)
+  path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
+  way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
+  return read_saved(path, 'arrays', f'{part}/', way_out)
 
 
-def damage(workdir: str, step: int, skip: str = '') -> str:
-  """Describes how the files of a checkpoint differ from their digests; '' for none.
+def save_params(path: str, params: Tree) -> None:
+  """Writes weights and their digests to the directory `path`, completely or not at all.
+
+  Raises:
+    OSError: the system refused.
+  """
+  path = os.path.abspath(path)
+  options = _recording(os.path.dirname(path))
+  with _as_oserror(path), ocp.StandardCheckpointer(async_options=options) as writer:
+    writer.save(path, _solid(params), force=True)
+
+
+def restore_params(path: str, like: Tree) -> Tree:
+  """Restores the weights at `path`, laid out as `like`.
+
+  Raises:
+    ValueError: the weights are damaged; the message says how.
+  """
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(why)
+  return _restored(os.path.abspath(path), like)
+
+
+def read_saved(
+  path: str, folder: str = '', prefix: str = '', way_out: str = ''
+) -> Read:
+  """Returns a function that reads an array of a directory with digests to the host.
 
   Args:
-    workdir: the directory of the run.
-    step: of the checkpoint.
-    skip: a part that is not read, such as 'arrays'.
+    folder: below `path`, with the arrays.
+    prefix: of the names of the arrays.
+    way_out: ends the sentence of the error.
+
+  Raises:
+    ValueError: the directory is missing or damaged.
   """
-  return digests.damage(os.path.join(home(workdir), str(step)), str(step), skip)
-
-
-def _set_aside(workdir: str, step: int, why: str) -> None:
-  """Renames a damaged checkpoint, so that nothing uses or deletes it."""
-  path = os.path.join(home(workdir), str(step))
-  to, number = f'{path}.damaged', 1
-  while os.path.lexists(to):
-    number += 1
-    to = f'{path}.damaged-{number}'
-  os.rename(path, to)
-  log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
-
-
-def _none_whole(workdir: str, damaged: dict[int, str]) -> ValueError:
-  reasons = '; '.join(f'{step}: {why}' for step, why in sorted(damaged.items()))
-  return ValueError(
-    f'{home(workdir)} has no whole checkpoint ({reasons}); put a copy back, or remove '
-    'that folder, and the same command starts from step 0'
-  )
-
-
-def not_finite(tree: Tree) -> str:
-  """Names the first array with a NaN or an infinity, in words; '' for none.
-
-  Args:
-    tree: the arrays of a state, part -> tree; only the parts of FINITE are checked.
-  """
-  for path, leaf in jax.tree.leaves_with_path(tree):
-    name = path_name(path)
-    if name.split('/')[0] not in FINITE or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      continue
-    library = np if isinstance(leaf, np.ndarray) else jnp  # host arrays stay there
-    if not library.isfinite(leaf).all():
-      return f'{name} is not finite'
-  return ''
+  if why := digests.damage(path, os.path.basename(path)):
+    raise ValueError(f'{path} is damaged ({why}){way_out}')
+  path = os.path.abspath(os.path.join(path, folder))
+  return lambda name: _read(path, {prefix + name: None})[prefix + name]

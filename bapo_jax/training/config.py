@@ -1,42 +1,39 @@
 """Defines the config of a run: typed, frozen, validated once, before JAX is imported.
 
-1. `Config` consists of the sections of all folders, in the order of the flow;
-2. `parse` validates plain values, every knob by itself and then their combinations, and
-   raises one sentence;
-3. configs/*.py are ml_collections ConfigDicts of the same values (`plain`), so that
-   every knob is an override: --config.clip.rule=fixed.
+1. `load` runs a config file, which returns an ml_collections ConfigDict;
+2. `overrides` reads arguments such as --config.clip.rule=fixed; `decided` removes the
+   knobs that are left None, which the run derives;
+3. `parse` validates plain values, every knob by itself and then their combinations;
+4. `Config` consists of the sections of all folders, in the order of the flow.
 """
 
+import ast
+import difflib
 import hashlib
 import importlib.util
 import json
 import math
+import re
+import typing
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from bapo_jax import knobs
+from bapo_jax.algorithms import knobs as algorithms
 from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
-from bapo_jax.algorithms.knobs import (
-  AdvantageConfig,
-  ClipConfig,
-  LossConfig,
-  check_clip,
-)
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
-from bapo_jax.training.knobs import (
-  CheckpointConfig,
-  EvaluateConfig,
-  LearnerConfig,
-  MetricsConfig,
-  OptimizerConfig,
-  SftConfig,
-)
+from bapo_jax.training import knobs as training
 
-WORDED = ('countdown', 'drawn')  # made problems in English or in a short form
-PACKAGES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}  # by their knob
+OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
+TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
+LONGEST = 10_000  # characters of a tuple
 
 
 class Config(Section):
@@ -66,15 +63,19 @@ class Config(Section):
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
   buffer: BufferConfig = knob(BufferConfig, 'Replay buffer.')
   batch: BatchConfig = knob(BatchConfig, 'Batch rules.')
-  advantage: AdvantageConfig = knob(AdvantageConfig, 'Advantage rules.')
-  clip: ClipConfig = knob(ClipConfig, 'Clip rules.')
-  loss: LossConfig = knob(LossConfig, 'Loss rules.')
-  learner: LearnerConfig = knob(LearnerConfig, 'Updates.')
-  optimizer: OptimizerConfig = knob(OptimizerConfig, 'AdamW.')
-  sft: SftConfig = knob(SftConfig, 'Warm start.')
-  evaluate: EvaluateConfig = knob(EvaluateConfig, 'Evaluation.')
-  metrics: MetricsConfig = knob(MetricsConfig, 'Metrics.')
-  checkpoint: CheckpointConfig = knob(CheckpointConfig, 'Checkpoints.')
+  advantage: algorithms.AdvantageConfig = knob(
+    algorithms.AdvantageConfig, 'Advantage rules.'
+  )
+  clip: algorithms.ClipConfig = knob(algorithms.ClipConfig, 'Clip rules.')
+  loss: algorithms.LossConfig = knob(algorithms.LossConfig, 'Loss rules.')
+  learner: training.LearnerConfig = knob(training.LearnerConfig, 'Updates.')
+  optimizer: training.OptimizerConfig = knob(training.OptimizerConfig, 'AdamW.')
+  sft: training.SftConfig = knob(training.SftConfig, 'Warm start.')
+  evaluate: training.EvaluateConfig = knob(training.EvaluateConfig, 'Evaluation.')
+  metrics: training.MetricsConfig = knob(training.MetricsConfig, 'Metrics.')
+  checkpoint: training.CheckpointConfig = knob(
+    training.CheckpointConfig, 'Checkpoints.'
+  )
 
   @property
   def row_length(self) -> int:
@@ -137,7 +138,7 @@ def from_json(values: dict[str, Any]) -> Config:
 
 
 def parse(values: dict[str, Any]) -> Config:
-  """The config of these values, once every knob and what must fit together is checked.
+  """Returns the config of these values, after checks of every knob and of combinations.
 
   Raises:
     ValueError: one sentence.
@@ -145,76 +146,47 @@ def parse(values: dict[str, Any]) -> Config:
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  for check in (_packages, _rules, _rewards, _problems, _batch, _elements):
-    check(config)
+  algorithms.check_clip(config.clip, config.loss)
+  for conflict in _conflicts(config):
+    raise ValueError(conflict)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
   return config
 
 
-def _packages(config: Config) -> None:
-  """Raises ValueError if a package for metrics is not installed."""
-  for name, package in PACKAGES.items():
+def _conflicts(config: Config) -> Iterator[str]:
+  """Yields a sentence for all knobs that do not fit together."""
+  count, seats = config.prompts.count, config.seats
+  group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
+  for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
-      raise ValueError(
-        f'metrics.{name}=True: give False, or pip install {package}, which it needs'
-      )
-
-
-def _rules(config: Config) -> None:
-  """Raises ValueError if rules do not fit together."""
-  check_clip(config.clip, config.loss)
-  if (
-    config.buffer.thresholds.rule == 'threshold_free' and config.sampler.group_size % 2
-  ):
-    raise ValueError(
+      yield f'metrics.{name}=True: give False, or pip install {package}, which it needs'
+  if config.buffer.thresholds.rule == 'threshold_free' and group_size % 2:
+    yield (
       "buffer.thresholds.rule='threshold_free' keeps groups that are half right, and "
-      f'sampler.group_size={config.sampler.group_size} is odd; give an even one, or '
-      'another rule'
+      f'sampler.group_size={group_size} is odd; give an even one, or another rule'
     )
-  replayed = config.seats - config.prompts.count
+  replayed = seats - count
   if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
-    raise ValueError(
+    yield (
       f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
-      f'replays, prompts.count={config.prompts.count} x batch.replay.replay_ratio='
+      f'replays, prompts.count={count} x batch.replay.replay_ratio='
       f'{config.batch.replay.replay_ratio} = {replayed}; give {replayed} or more'
     )
-
-
-def _rewards(config: Config) -> None:
-  """Raises ValueError if the overlong penalty begins before the response."""
-  cache, longest = config.rewards.shaping.overlong_cache, config.sampler.max_new_tokens
+  cache = config.rewards.shaping.overlong_cache
   if cache > longest:
     limit = f'sampler.max_new_tokens={longest} tokens'
-    raise ValueError(f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}')
-
-
-def _problems(config: Config) -> None:
-  """Raises ValueError if made problems are too few, or unreadable."""
-  problems, count = config.problems, config.prompts.count
-  if problems.source in MADE and count > problems.train:
-    raise ValueError(
-      f'prompts.count={count} exceeds problems.train={problems.train}, the number of '
+    yield f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}'
+  if config.problems.source in MADE and count > (train := config.problems.train):
+    yield (
+      f'prompts.count={count} exceeds problems.train={train}, the number of '
       'generated training problems; lower prompts.count or raise problems.train'
     )
-  source = problems.source if problems.source in WORDED else WORDED[0]
-  wording, made = getattr(problems, source).wording, problems.source == source
-  if made and not config.model.path and wording != 'short':
-    raise ValueError(
-      f'problems.{source}.wording={wording!r} has letters that the tokenizer of the '
-      "embedded policy (model.path='') lacks; give wording='short', or a model.path"
-    )
-
-
-def _batch(config: Config) -> None:
-  """Raises ValueError unless a batch divides into minibatches."""
-  prompts, minibatches = config.prompts.count, config.learner.minibatches
-  replayed = config.seats - prompts
-  beside = f' and {replayed} replayed' if replayed else ''
-  if config.seats % minibatches:
-    raise ValueError(
-      f'prompts.count={prompts}{beside} groups do not divide into learner.minibatches='
-      f'{minibatches} equal parts; use a divisor of {config.seats}'
+  if seats % config.learner.minibatches:
+    beside = f' and {replayed} replayed' if replayed else ''
+    yield (
+      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
+      f'{config.learner.minibatches} equal parts; use a divisor of {seats}'
     )
 
 
@@ -229,51 +201,104 @@ def check_positions(config: Config, positions: int) -> None:
     )
 
 
-def check_shards(config: Config, shards: int) -> None:
-  """Raises ValueError unless rows divide over the mesh.
+def load(file: str) -> dict[str, Any]:
+  """Returns the values that a config file sets, as nested dicts.
 
   Args:
-    shards: pieces that a batch axis is cut into, mesh.data x mesh.fsdp.
+    file: its path; after a colon the variant, the argument of its get_config.
+
+  Raises:
+    ValueError: the file cannot be read, or raises.
   """
-  if config.minibatch_rows % shards:
-    raise ValueError(
-      f'a minibatch has {config.minibatch_rows} responses, which do not divide over '
-      f'{shards} device shards (mesh.data x mesh.fsdp); change prompts.count or '
-      'learner.minibatches'
-    )
-  for name in ('max_num_seqs', 'prefill_batch_size'):
-    if getattr(config.sampler, name) % shards:
-      raise ValueError(
-        f'sampler.{name}={getattr(config.sampler, name)} rows do not divide over '
-        f'{shards} device shards (mesh.data x mesh.fsdp); give a multiple of {shards}'
-      )
+  path, *variant = file.split(':', 1)
+  try:
+    spec = importlib.util.spec_from_file_location('config', path)
+    if spec is None or spec.loader is None:
+      raise OSError(f'not a file that ends in .py: {path!r}')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(*variant)
+    if not isinstance(config, ConfigDict):
+      raise TypeError(f'get_config() returns {config!r:.60}, not a ConfigDict')
+    return config.to_dict()
+  except (ValueError, OSError) as error:
+    raise ValueError(f'--config={file}: {error}') from None
+  except (Exception, SystemExit) as error:  # somebody's file may raise anything
+    raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
 
 
-def _rows(config: Config) -> dict[str, int]:
-  """Returns how many rows of T tokens a run stores at once, by their knobs."""
-  c, G = config, config.sampler.group_size
-  return {
-    'responses in decoding (prompts.count x sampler.group_size)': c.places * G,
-    'responses in a batch (prompts.count x sampler.group_size)': c.seats * G,
-    'the KV cache of the decode slots (sampler.max_num_seqs)': c.sampler.max_num_seqs,
-    'the replay buffer (buffer.capacity x sampler.group_size)': (
-      c.buffer.capacity * G if c.batch.uses_buffer else 0
-    ),
-    'a warm-start batch (sft.batch)': (
-      c.sft.batch if c.sft.clean + c.sft.noisy and not c.model.path else 0
-    ),
-    'evaluation (problems.test x evaluate.group_size)': (
-      c.problems.test * c.evaluate.group_size if c.problems.test_source in MADE else 0
-    ),
-  }
+def overrides(given: list[str]) -> dict[str, Any]:
+  """Parses arguments such as --config.steps=10; the last value of a name counts.
+
+  Raises:
+    ValueError: an unknown knob, or a text that is not a value of its type.
+  """
+  known = {name: field for name, field, _ in knobs.fields(Config())}
+  found = {}
+  for arg in given:
+    match = OVERRIDE.fullmatch(arg)
+    assert match
+    no, name, text = match.groups()
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+      raise ValueError(f'no knob --config.{name}; the nearest are {", ".join(near)}')
+    kind = known[name].annotation
+    if text is None and kind is bool:
+      text = 'false' if no else 'true'
+    try:
+      found[name] = _from_text(kind, text)
+    except (ValueError, LookupError, SyntaxError, RecursionError, MemoryError):
+      wanted, text = knobs.expected(known[name]), text or ''
+      text = knobs.shorten(text if text.isprintable() else repr(text))
+      raise ValueError(f'{name}={text}: give {wanted}') from None
+  return found
 
 
-def _elements(config: Config) -> None:
-  """Raises ValueError if an array of rows has more elements than int32 can index."""
-  T = config.row_length
-  for name, rows in _rows(config).items():
-    if rows * T > knobs.LARGEST:
-      raise ValueError(
-        f'{name}: {rows} rows x {T} tokens are too many for one array; give at most '
-        f'{knobs.LARGEST // T} rows'
-      )
+def decided(values: dict[str, Any]) -> dict[str, Any]:
+  """Removes the values that are None; `derived` lists their names.
+
+  Raises:
+    ValueError: one of them is for the user to set.
+  """
+  names: list[str] = []
+
+  def without_none(section: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+    found = {}
+    for key, value in section.items():
+      if isinstance(value, dict):
+        found[key] = without_none(value, f'{prefix}{key}.')
+      elif value is None:
+        names.append(prefix + key)
+      else:
+        found[key] = value
+    return found
+
+  found = without_none(values)
+  if missing := [name for name in names if name not in training.DERIVABLE]:
+    wanted = ', '.join(f'--config.{name}=...' for name in missing)
+    raise ValueError(f'the config file leaves this to you: give {wanted}')
+  return found | {'derived': tuple(names)} if names else found
+
+
+def _from_text(kind: Any, text: str | None) -> Any:
+  """Parses the value of a knob of this type; its range is not checked."""
+  if text is None:
+    raise ValueError('no value')
+  if kind is bool:
+    return TRUTH[text.lower()]
+  if kind in (int, float):
+    return kind(text)
+  if typing.get_origin(kind) is not tuple:
+    return text
+  if text.isidentifier():  # a string without its quotes
+    return (text,)
+  if len(text) > LONGEST:
+    raise ValueError(f'{len(text)} characters')
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')  # Python warns of '1if'; the next line refuses it
+    value = ast.literal_eval(text)
+  inner, *rest = typing.get_args(kind)
+  if isinstance(value, list):
+    return tuple(value)
+  single = rest == [...] and typing.get_origin(inner) is not tuple
+  return (value,) if single and not isinstance(value, tuple) else value

@@ -8,6 +8,7 @@
 """
 
 import collections
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from bapo_jax.data import prompts
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
@@ -47,16 +47,14 @@ def evaluate(
   """Samples and verifies `engine.group_size` responses to every problem.
 
   Args:
-    params: an actor, the weights laid out for decoding.
-    step: the learner step of these weights.
+    params: an actor, the weights of learner step `step` laid out for decoding.
     ks: k of pass@k and maj@k, at most the group size.
 
   Returns:
-    (result, samples): `result` as from `summarize`; samples is a list of dicts, one per
-    response: id and text of the problem, answer, verifier (the name of its rule),
-    response, correct, verdict, reason, extracted (the answer in the response), tokens,
-    truncated (no end token), logp (summed, nats) and uid, which with the key determines
-    the noise.
+    (result, samples): the result of `summarize`, and a dict per response: id and text
+    of its problem, answer, verifier (the name of its rule), response, extracted (the
+    answer in the response), verdict, reason, correct, tokens, truncated (no end token),
+    logp (summed, nats) and uid, which with the key determines the noise.
   """
   pad = 0  # of several processes each has as many rows
   if hosts.processes() > 1 and engine.mesh:
@@ -72,41 +70,27 @@ def evaluate(
     step=step,
     policy_version=step,
   )
-  uids = range(len(problems.id_N) * engine.group_size)
-  read = {
-    str(uid): _sample(
-      uid,
-      problems,
-      engine.group_size,
-      sampled.texts[uid],
-      sampled.verdicts[uid],
-      verifier.rule,
-    )
-    for uid in (uids if sampled.own is None else sampled.own.tolist())
-  }
+  uids, G = range(len(problems.id_N) * engine.group_size), engine.group_size
+  own = uids if sampled.own is None else sampled.own.tolist()
+  read = {str(uid): _sample(sampled, problems, uid, G, verifier.rule) for uid in own}
   counted = exchange.merged(_numbers(sampled, tokenizer.eos))
   read = exchange.merged(read)
   samples = [read[str(uid)] | counted[str(uid)] for uid in uids]
-  return summarize(samples, engine.group_size, ks), samples
+  return summarize(samples, G, ks), samples
 
 
 def _sample(
-  uid: int,
-  problems: Problems,
-  group_size: int,
-  text: str,
-  verdict: Verdict,
-  rule: str,
+  sampled: Rollout, problems: Problems, uid: int, G: int, rule: str
 ) -> dict[str, Any]:
-  """Describes one response; `rule` is the verifier of problems that name none."""
-  p = uid // group_size
+  """Describes a response; `rule` is the verifier of problems that name none."""
+  p, verdict = uid // G, sampled.verdicts[uid]
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
     'problem': problems.text[p],
     'answer': problems.answer[p],
     'verifier': (problems.verifier[p] if problems.verifier else '') or rule,
-    'response': text,
+    'response': sampled.texts[uid],
     'extracted': verdict.answer,
     'verdict': WORDS[verdict.right],
     'reason': verdict.reason,
@@ -118,19 +102,20 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   """Returns uid -> tokens, truncation and log-probability, for this host."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
-  mask_PGT = exchange.rows_of(groups.response_mask_PGT, own)
-  logp_PGT = exchange.rows_of(groups.behavior_logp_PGT, own).astype(float)
-  ended_PGT = mask_PGT & np.isin(exchange.rows_of(groups.tokens_PGT, own), eos)
-  G = mask_PGT.shape[1]
-  columns = (
-    (own[:, None] * G + np.arange(G)).ravel(),
-    mask_PGT.sum(2).ravel(),
-    ended_PGT.any(2).ravel(),
-    np.where(mask_PGT, logp_PGT, 0).sum(2).ravel(),
+  tokens_PGT, mask_PGT, logp_PGT = (
+    exchange.rows_of(x, own)
+    for x in (groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT)
   )
+  logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
+  ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
+  length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
   return {
-    str(uid): {'tokens': int(tokens), 'truncated': not ended, 'logp': float(logp)}
-    for uid, tokens, ended, logp in zip(*columns, strict=True)
+    str(p * G + g): {
+      'tokens': int(length_PG[i, g]),
+      'truncated': not ended_PG[i, g],
+      'logp': float(logp_PG[i, g]),
+    }
+    for (i, p), g in itertools.product(enumerate(own), range(G))
   }
 
 
@@ -148,17 +133,16 @@ def summarize(
   def column(name: str) -> np.ndarray:
     return np.asarray([sample[name] for sample in samples]).reshape(-1, group_size)
 
-  def vote(rows: Sequence[dict[str, Any]], k: int) -> float:
-    return majority([s['extracted'] for s in rows], [s['correct'] for s in rows], k)
-
   correct_PG = column('correct')
-  rows = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
+  answers = np.asarray([sample['extracted'] for sample in samples], object)
+  answers = answers.reshape(correct_PG.shape).tolist()
+  votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
-  voted = {k: [vote(r, k) for r in rows] for k in ks}
+  voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
   return {
     'accuracy': float(correct_PG.mean()),
     'stderr': clustered_error(correct_PG),
-    'n': len(rows),
+    'n': len(correct_PG),
     'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
@@ -190,9 +174,9 @@ def pass_at(n: int, c: int, k: int) -> float:
 def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
   """Returns the share of maj@k that is right, over n // k whole blocks of responses.
 
-  Equal answers vote together; a response without an answer does not vote. Answers that
-  tie each count in part, as a fair draw among them would on average. Without any vote
-  the block is wrong. Answers of equal meaning and different spelling vote apart.
+  Answers of one spelling vote together; a response without an answer does not vote.
+  Answers that tie each count in part, as in a fair draw; a block without a vote is
+  wrong.
   """
   shares = []
   for i in range(0, len(answers) - k + 1, k):
@@ -210,13 +194,11 @@ def table(result: dict[str, Any], title: str) -> str:
   for name in ('pass', 'maj'):
     for k, value in result[name].items():
       measures[f'{name}@{k}'] = (value['mean'], value['stderr'])
-  rows = [(n, f'{mean:.4f}', f'{error:.4f}') for n, (mean, error) in measures.items()]
-  counts = {'tokens': 'length', 'truncated': 'truncated', 'undecided': 'undecided'}
-  rows += [(n, f'{result[key]:.4g}', '') for n, key in counts.items()]
-  header, *cells = (
-    (name.ljust(12), mean.rjust(9), error.rjust(9))
-    for name, mean, error in [('measure', 'mean', 'std. err.'), *rows]
-  )
+  rows = [('measure', 'mean', 'std. err.')]
+  rows += [(n, f'{mean:.4f}', f'{error:.4f}') for n, (mean, error) in measures.items()]
+  for name in ('length', 'truncated', 'undecided'):
+    rows.append(('tokens' if name == 'length' else name, f'{result[name]:.4g}', ''))
+  header, *cells = ((a.ljust(12), b.rjust(9), c.rjust(9)) for a, b, c in rows)
   size = f'{result["n"]} problems x {result["group_size"]} responses'
   return f'{title}: {size}\n\n{markdown.table(cells, header, "lrr")}\n'
 
@@ -228,39 +210,25 @@ def record(
   samples: Sequence[dict[str, Any]],
   problems: Problems,
 ) -> None:
-  """Writes an evaluation of training, and the pictures of its problems.
-
-  Args:
-    problems: the evaluated problems, by their ids.
+  """Writes an evaluation of training, and the pictures of its problems, by their ids.
 
   Raises:
-    OSError: the system refused to write one of the files.
+    OSError: the system refused to write a file.
   """
-  path = recorded_path(workdir, step)
+  path = os.path.join(workdir, 'eval', f'{step}.json')
+  os.makedirs(os.path.dirname(path), exist_ok=True)
   if any(problems.pictures):
     names = [files.write_pictures(workdir, each) for each in problems.pictures]
     samples = [sample | {'pictures': names[sample['id']]} for sample in samples]
   files.write_json(path, {'result': result, 'samples': samples})
 
 
-def recorded_path(workdir: str, step: int) -> str:
-  """Returns the file of an evaluation of training."""
-  return os.path.join(workdir, 'eval', f'{step}.json')
-
-
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   """Reads {'result', 'samples'} of an evaluation of training.
 
   Raises:
-    ValueError: the file is missing, or is not an evaluation.
+    ValueError: the file is missing or damaged.
   """
-  path = recorded_path(workdir, step)
+  path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = 'the command of the run makes those of step 0 and of its last step again'
-  found = files.read_json(path, way_out)
-  try:
-    ok = 'accuracy' in found['result'] and all('correct' in s for s in found['samples'])
-  except (TypeError, KeyError):
-    ok = False
-  if not ok:
-    raise ValueError(f'{path} holds no evaluation; {way_out}')
-  return found
+  return files.read_json(path, way_out)

@@ -62,16 +62,6 @@ class LearnerConfig(Section):
     'is below float32 and the loss rule does not weigh the difference itself.',
   )
 
-  def recomputes(self, compute: str, weighs_sampler: bool) -> bool:
-    """Whether the learner's log-probabilities replace the sampler's.
-
-    Args:
-      compute: model.compute. weighs_sampler: of the loss rule.
-    """
-    if self.recompute_logprobs != 'auto':
-      return self.recompute_logprobs == 'on'
-    return compute != 'float32' and not weighs_sampler
-
 
 class OptimizerConfig(Section):
   """AdamW after clipping by the global norm."""

@@ -2,34 +2,37 @@
 
 1. `load` reads published weights, or warm-starts random weights;
 2. `divide` separates the frozen weights from the trained weights;
-3. `reader` reads all weights of a checkpoint, which stores only the trained weights.
+3. `reader` reads all weights of a checkpoint, which stores only the trained weights;
+4. `fingerprint` identifies weights, whatever their mesh.
 """
 
 import dataclasses
 import functools
+import hashlib
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, sft, weights
+from bapo_jax.sharding import path_name
+from bapo_jax.training import budget, checkpoint, sft
 from bapo_jax.training import config as config_lib
+from bapo_jax.training.checkpoint import Read
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model, Resolved
-from bapo_jax.training.weights import Read
 from bapo_jax.types import Tree
 
 TOWER = 'vision'  # the subtree of a vision tower, its merger included
+RECIPE = ('model', 'tokenizer', 'sft')  # sections that the warm start depends on
 
 
 def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
@@ -42,27 +45,22 @@ def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
   return jax.jit(functools.partial(transformer.cast, dtype=r.spec.dtype))(params)
 
 
-def freezes_tower(config: Config, spec: ModelSpec) -> bool:
-  """Returns whether the run leaves a vision tower unchanged."""
-  return spec.vision is not None and not config.model.train_tower
-
-
 def divide(r: Resolved, params: Tree) -> tuple[Tree, Tree]:
   """Returns (frozen, trained) weights; frozen is None if all weights are trained.
 
   With lora.rank all weights are frozen and new adapters are trained; else only a vision
   tower may be frozen.
   """
-  lora_knobs = r.config.lora
-  if not lora_knobs.rank and freezes_tower(r.config, r.spec):
+  knobs = r.config.lora
+  if not knobs.rank and not budget.frozen_tower(r.config, r.spec):
+    return None, params
+  if not knobs.rank:
     trained = {name: w for name, w in params.items() if name != TOWER}
     return {TOWER: params[TOWER]}, trained
-  if not lora_knobs.rank:
-    return None, params
 
   def make() -> Tree:
     key = jax.random.fold_in(jax.random.key(r.config.seed), 2**31 - 3)
-    return lora.init(r.spec, key, **lora_knobs.model_dump())
+    return lora.init(r.spec, key, **knobs.model_dump())
 
   layout = sharding.shardings(jax.eval_shape(make), r.mesh)
   return params, jax.jit(make, out_shardings=layout)()
@@ -71,10 +69,9 @@ def divide(r: Resolved, params: Tree) -> tuple[Tree, Tree]:
 def reader(
   config: Config, model: Model, workdir: str, step: int, exact: bool = False
 ) -> Read:
-  """Returns a function from a parameter's path to its array on the host.
+  """Returns a function that reads a parameter of a checkpoint by its path.
 
-  The function reads one parameter of the checkpoint at a time, and merges adapters
-  into the adapted weights.
+  Adapters are merged into the adapted weights.
 
   Args:
     exact: read the optimiser's float32 master weights if the weights are bfloat16.
@@ -84,8 +81,8 @@ def reader(
   """
   spec = model.spec
   master = exact and config.model.dtype != 'float32' and not config.lora.rank
-  trained = weights.read_params(workdir, step, 'opt/master' if master else 'params')
-  if not config.lora.rank and not freezes_tower(config, spec):
+  trained = checkpoint.read_params(workdir, step, 'opt/master' if master else 'params')
+  if not config.lora.rank and not budget.frozen_tower(config, spec):
     return trained
   frozen = _frozen_reader(model, workdir)
   if not config.lora.rank:
@@ -109,26 +106,20 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
     return hf_weights.reader(model.directory, model.spec)
   # The recipe of the warm start is in the run's own config.
   ran = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
-  saved = weights.read_saved(warm_start_path(ran, workdir))
+  saved = checkpoint.read_saved(warm_start_path(ran, workdir))
   dtypes = transformer.flatten(transformer.abstract(model.spec))
   return lambda parameter: saved(parameter).astype(dtypes[parameter].dtype)
 
 
 def warm_start_path(config: Config, workdir: str) -> str:
   """Returns the directory of the warm-started weights, named by their recipe."""
-  problems = config.problems
-  made = problems.source in ('countdown', 'drawn')
-  kind = {problems.source} if made else {'family', 'level'}
+  problems, source = config.problems, config.problems.source
+  kind = {source} if source in ('countdown', 'drawn') else {'family', 'level'}
   if 'family' in kind and problems.family == 'pair':
     kind |= {'pair'}
-  recipe: dict[str, Any] = {
-    'seed': config.seed,
-    'length': config.row_length,
-    'problems': problems.model_dump(include=kind | {'train', 'test', 'seed'}),
-    **{
-      name: getattr(config, name).model_dump() for name in ('model', 'tokenizer', 'sft')
-    },
-  }
+  recipe = {name: getattr(config, name).model_dump() for name in RECIPE}
+  recipe |= {'seed': config.seed, 'length': config.row_length}
+  recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
   del recipe['model']['train_tower']  # the warm start trains all weights
   if not config.model.tower.layers:  # the recipe of a policy that reads texts alone
     del recipe['model']['tower']
@@ -142,13 +133,10 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
   path = warm_start_path(config, workdir)
   if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
     like = transformer.abstract(spec)
-    like = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      like,
-      sharding.shardings(like, mesh),
-    )
+    layout = sharding.shardings(like, mesh)
+    like = jax.tree.map(lambda x, s: x.update(sharding=s), like, layout)
     try:
-      return weights.restore_params(path, like)
+      return checkpoint.restore_params(path, like)
     except ValueError as error:  # the recipe is at hand
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
@@ -158,11 +146,41 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
       mesh,
       config.row_length,
       *sources.sft_problems(config.problems),
-      schedule=r.schedule,
-      seed=config.seed,
-      **config.sft.model_dump(),
+      config.sft,
+      config.seed,
+      r.schedule,
     )
-  if bad := checkpoint.not_finite({'params': params}):
-    raise ValueError(f'the warm start diverged: {bad}; lower sft.lr={config.sft.lr}')
-  weights.save_params(path, params)
+  if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
+    raise ValueError(f'the warm start diverged; lower sft.lr={config.sft.lr}')
+  checkpoint.save_params(path, params)
   return params
+
+
+def fingerprint(weights: Tree) -> str:
+  """Returns hexadecimal digits that change with any number of the weights; '' for none.
+
+  Sums an integer per number, made of its bits and its place. The sum is the same on any
+  mesh and with any number of processes, and no array leaves its devices.
+  """
+  leaves = jax.tree.leaves_with_path(weights)
+  sums = [exchange.whole(_mixed(x)) for _, x in leaves]
+  names = [path_name(path) for path, _ in leaves]
+  text = f'{names} {[s.tolist() for s in sums]}'
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if leaves else ''
+
+
+@jax.jit
+def _mixed(x: Array) -> Array:
+  """Returns two sums, modulo 2^32, of the mixed bits and place of every element."""
+  kind = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+  place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+  for axis in reversed(range(x.ndim)):
+    iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    place, stride = place + iota * jnp.uint32(stride % 2**32), stride * x.shape[axis]
+  sums = []
+  for odd in (0x9E3779B1, 0x85EBCA77):  # of the golden ratio; of xxHash
+    mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(odd)
+    sums.append((mixed ^ (mixed >> 13)).sum(dtype=jnp.uint32))
+  return jnp.stack(sums)

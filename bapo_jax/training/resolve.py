@@ -8,7 +8,7 @@ Everything below receives the `Resolved` and asks for no file and no device agai
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
-from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import attention, lora
 from bapo_jax.models.hf import config as hf_config
@@ -72,27 +71,23 @@ class Resolved:
 def check_available(config: Config, *, decided: bool = True) -> Model:
   """Returns the opened model once its files and all problems are found.
 
-  Files of problems are read, all of them: a damaged row, or an answer that its verifier
-  cannot read, is reported before anything is downloaded or compiled.
+  What is wrong is reported before anything is downloaded or compiled.
 
   Args:
-    decided: False if the verifier is derived later: answers are not checked.
+    decided: see `check_problems`.
 
   Raises:
     ValueError: a list of everything that is missing, and how to get it.
   """
-  path = config.model.path
-  directory = hf_directory.resolve(path) if path else ''
-  lacks = hf_directory.missing(directory) if path else []
-  model = None if lacks else open_model(config, directory)
+  path, check = config.model.path, gold.check(config.rewards.rule) if decided else None
+  lacks = hf_directory.missing(hf_directory.resolve(path)) if path else []
+  model = None if lacks else open_model(config)
   # A model that is yet to be downloaded may have a vision tower.
   sees = model is None or model.spec.vision is not None
-  check = gold.check(config.rewards.rule) if decided else None
-  absent = _missing_problems(config, check, sees)
+  absent = check_problems(config, sees=sees, decided=decided)
   if lacks and (absent or not hub_names.parse(path)):
-    absent.insert(
-      0, f'--config.model.path={path} (no {", ".join(lacks)}){hf_directory.hint(path)}'
-    )
+    hint = hf_directory.hint(path)
+    absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)}){hint}')
   if absent:
     raise ValueError(
       f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
@@ -104,26 +99,24 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
   for knob in sources.SPLITS:
     sources.download(config.problems, knob, check, sees)
   if model is None:  # downloaded only when nothing else is missing
-    model = open_model(config, hf_directory.find(path, 'model.path'))
+    hf_directory.find(path, 'model.path')
+    model = open_model(config)
   if model.directory:
     hf_weights.check(model.directory, model.spec)
   return model
 
 
-def check_problems(config: Config, *, sees: bool) -> None:
-  """Checks every problem again once its verifier is derived.
+def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
+  """Reads all problems and checks their answers; lists the missing sources.
+
+  Args:
+    sees: whether the model may have a vision tower.
+    decided: False if the verifier is derived later: answers are not checked.
 
   Raises:
-    ValueError: an answer that the verifier cannot read.
+    ValueError: a row is damaged, or its verifier cannot read its answer.
   """
-  if absent := _missing_problems(config, gold.check(config.rewards.rule), sees):
-    raise ValueError(f'not found: {"; ".join(absent)}')
-
-
-def _missing_problems(
-  config: Config, check: Callable[[Row], None] | None, sees: bool
-) -> list[str]:
-  """Lists the sources of problems that are missing."""
+  check = gold.check(config.rewards.rule) if decided else None
   return [
     problem
     for knob in sources.SPLITS
@@ -131,17 +124,13 @@ def _missing_problems(
   ]
 
 
-def open_model(config: Config, directory: str | None = None) -> Model:
-  """Opens the tokenizer and reads config.json, or the config's sizes if it has no path.
-
-  Args:
-    directory: of the model, '' for the embedded policy; None: found by model.path.
+def open_model(config: Config) -> Model:
+  """Opens the tokenizer and reads config.json, or the config's sizes without a path.
 
   Raises:
     ValueError: a file is missing or damaged, or adapters do not fit the model.
   """
-  if directory is None:
-    directory = hf_directory.resolve(config.model.path) if config.model.path else ''
+  directory = hf_directory.resolve(config.model.path)
   derived = 'tokenizer.template' in config.derived
   template = '{problem}' if derived else config.tokenizer.template
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
@@ -149,11 +138,7 @@ def open_model(config: Config, directory: str | None = None) -> Model:
 
 
 def tokenizer_directory(config: Config, model_directory: str) -> str:
-  """Returns the tokenizer's directory, downloading a hub name; or 'characters'.
-
-  Raises:
-    ValueError: it cannot be downloaded.
-  """
+  """Returns the tokenizer's directory, downloading a hub name; or 'characters'."""
   path = config.tokenizer.path
   if path in ('', config.model.path):
     return model_directory or EMBEDDED
@@ -163,11 +148,11 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 
 
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
-  """Returns the sizes of the policy, from its config.json or from the config's knobs.
+  """Returns the sizes of the policy, from config.json or from the config's knobs.
 
   Args:
     directory: of the model; '' for the embedded policy.
-    tokenizer: gives the vocabulary of the embedded policy; else it is not read.
+    tokenizer: of the embedded policy, whose vocabulary is rounded up.
 
   Raises:
     ValueError: adapters do not fit the model, or it has no tower to train.
@@ -178,7 +163,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     spec = dataclasses.replace(spec, attention=knobs.attention, dtype=knobs.dtype)
   else:
     assert tokenizer is not None
-    # Rounded up, as in published models, so that the vocabulary divides over devices.
+    # As in published models, so that the vocabulary divides over devices.
     vocab = -(-len(tokenizer.backend) // 8) * 8
     spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
     if knobs.tower.layers:
@@ -203,14 +188,14 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
   The rotary pairs of a head are divided as in Qwen2.5-VL: a quarter turns by time, the
   others by row and column.
   """
-  knobs = config.model.tower.model_dump()
+  knobs = config.model.tower
   tower = VisionSpec(
-    **knobs,
+    **knobs.model_dump(),
     heads=TOWER_HEADS,
     patch=TOWER_PATCH,
     window=TOWER_WINDOW,
     out=spec.width,
-    full_layers=(knobs['layers'] - 1,),
+    full_layers=(knobs.layers - 1,),
     image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
     merge=MERGE,
     least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
@@ -230,7 +215,7 @@ def resolve(
 
   Args:
     config: with nothing left to derive.
-    model: of this config, opened before or after knobs were derived; None: opened here.
+    model: opened before or after knobs were derived; None: opened here.
     devices: of the mesh; None: all that are attached.
 
   Raises:
@@ -241,14 +226,13 @@ def resolve(
   tokenizer = tokenizer._replace(template=config.tokenizer.template)
   knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
   spec = dataclasses.replace(spec, **knobs)
-  check_vocabulary(config, tokenizer, spec)
+  _check_vocabulary(config, tokenizer, spec)
   if directory:
     config_lib.check_positions(config, spec.positions)
   mesh = make_mesh(config, devices)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh)
-  model = Model(directory, tokenizer, spec)
-  return Resolved(config, model, mesh, schedule, counted)
+  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule, counted)
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -260,17 +244,25 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(config.model.attention, platform, config.model.compute)
-  config_lib.check_shards(config, sharding.row_shards(mesh))
+  shards = sharding.row_shards(mesh)
+  over = f'do not divide over {shards} device shards (mesh.data x mesh.fsdp)'
+  if config.minibatch_rows % shards:
+    raise ValueError(
+      f'a minibatch has {config.minibatch_rows} responses, which {over}; change '
+      'prompts.count or learner.minibatches'
+    )
+  for name in ('max_num_seqs', 'prefill_batch_size'):
+    if (rows := getattr(config.sampler, name)) % shards:
+      raise ValueError(
+        f'sampler.{name}={rows} rows {over}; give a multiple of {shards}'
+      )
   return mesh
 
 
-def check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-  """Checks that the model has a row for every token that the tokenizer can produce.
+def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+  """Raises ValueError if the model has no row for a token of the tokenizer.
 
   A token id beyond the embedding would be read as its last row, without an error.
-
-  Raises:
-    ValueError: an end token, an added token or any other is beyond the vocabulary.
   """
   ids = tokenizer.backend.get_vocab()
   last = max(ids, key=ids.__getitem__, default='')

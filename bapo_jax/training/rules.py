@@ -12,21 +12,10 @@ from bapo_jax.types import Rules
 
 
 def bind_rule(rules: Mapping[str, Callable], slot: Section) -> Callable:
-  """Returns the rule that `slot.rule` names, bound to its section of knobs.
-
-  A rule with knobs takes its section as the last argument, `k`; a rule without knobs
-  is returned as it is.
-
-  Raises:
-    ValueError: if there is no such rule.
-  """
+  """Returns the rule that `slot.rule` names, its section of knobs bound as `k`."""
   name = getattr(slot, 'rule')  # noqa: B009 (only the sections of slots have it)
-  if name not in rules:
-    raise ValueError(f'no rule named {name!r}; choose one of {sorted(rules)}')
-  section = getattr(slot, name)
-  if not type(section).model_fields:
-    return rules[name]
-  return functools.partial(rules[name], k=section)
+  rule, section = rules[name], getattr(slot, name)
+  return functools.partial(rule, k=section) if type(section).model_fields else rule
 
 
 def bind(config: Config) -> Rules:

@@ -28,10 +28,11 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import progress_bar
+from bapo_jax.training.knobs import SftConfig
 from bapo_jax.types import Pictures, Tree
 
 MICRO_BATCHES = 4  # of a step, if all its rows were of full length
-CHUNK = 50  # steps whose solutions are tokenised at once: it keeps the tokenizer quick
+CHUNK = 50  # steps whose solutions are tokenized at once, which is faster
 
 
 def rows(
@@ -84,8 +85,7 @@ def imitate(
 ) -> tuple[Tree, Tree, Array]:
   """Runs one supervised step; returns (params, opt, nats per weighted token).
 
-  Args:
-    pictures: of the rows' prompts, whose tower is trained too; None: texts.
+  A vision tower is trained too if `pictures` are given.
   """
   trained, seen, of_params = pictured.variables(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, weight_BT > 0, MICRO_BATCHES, spec, seen)
@@ -109,18 +109,6 @@ def imitate(
   return optax.apply_updates(params, updates), opt, value
 
 
-def pictured_problems(
-  tokenizer: Tokenizer, problems: Sequence[Problem], spec: ModelSpec
-) -> tuple[list[list[int]], Gallery | None]:
-  """Returns the token ids of each prompt, and the pictures; None: there are none."""
-  shown = [problem.row for problem in problems]
-  encoded = prompts_lib.encode(tokenizer, shown, spec.vision)
-  tokens, grids = [x.tokens for x in encoded], [x.grids for x in encoded]
-  if spec.vision is None or not any(grids):
-    return tokens, None
-  return tokens, Gallery(shown, spec.vision, capacity(grids, spec.vision))
-
-
 def fit(
   tokenizer: Tokenizer,
   spec: ModelSpec,
@@ -128,47 +116,44 @@ def fit(
   length: int,
   problems: Sequence[Problem],
   solve: Solver,
-  *,
-  schedule: Schedule = Schedule(),
+  k: SftConfig,
   seed: int,
-  clean: int,
-  noisy: int,
-  batch: int,
-  lr: float,
-  slip: float,
-  repeat: float,
+  schedule: Schedule = Schedule(),
 ) -> Tree:
-  """Returns the parameters after `clean` + `noisy` steps of `batch` solutions each."""
-  tx = optimizer.adamw(lr=lr, warmup=20, b2=0.98, weight_decay=0.01)
+  """Returns the parameters after k.clean + k.noisy steps of k.batch solutions each."""
+  tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
   params = exchange.placed(params, sharding.shardings(params, mesh))
   opt = tx.init(params)
   rng = np.random.default_rng(seed)
-  encoded, gallery = pictured_problems(tokenizer, problems, spec)
-  step = None
+  shown = [problem.row for problem in problems]
+  encoded = prompts_lib.encode(tokenizer, shown, spec.vision)
+  grids, gallery, step = [x.grids for x in encoded], None, None
+  if spec.vision is not None and any(grids):
+    gallery = Gallery(shown, spec.vision, capacity(grids, spec.vision))
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields (tokens_BT, weight_BT, index_B) of every step, always new solutions."""
-    for name, steps, chances in (
-      ('clean', clean, (0.0, 0.0)),
-      ('noisy', noisy, (slip, repeat)),
+    for name, steps, *chances in (
+      ('clean', k.clean, 0, 0),
+      ('noisy', k.noisy, k.slip, k.repeat),
     ):
       for start in range(0, steps, CHUNK):
         count = min(CHUNK, steps - start)
-        index = rng.integers(len(problems), size=count * batch)
-        drawn, prompts = [problems[i] for i in index], [encoded[i] for i in index]
-        purpose = (seed, start, len(name))
+        index = rng.integers(len(problems), size=count * k.batch)
+        prompts = [encoded[i].tokens for i in index]
+        drawn, purpose = [problems[i] for i in index], (seed, start, len(name))
         made = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
-        tokens, weights = (x.reshape(count, batch, -1) for x in made)
-        yield from zip(tokens, weights, index.reshape(count, batch), strict=True)
+        tokens, weights = (x.reshape(count, k.batch, -1) for x in made)
+        yield from zip(tokens, weights, index.reshape(count, k.batch), strict=True)
 
-  with progress_bar(clean + noisy, 'warm start', 'step') as progress:
+  with progress_bar(k.clean + k.noisy, 'warm start', 'step') as progress:
     for *rows_BT, index_B in batches():
       tokens_BT, weight_BT = exchange.placed(rows_BT, sharding.over_rows(mesh))
-      shown = gallery and pictured.placed(gallery.of(index_B), mesh)
-      args = params, opt, tokens_BT, weight_BT, shown
-      # Once: results of a program lie otherwise than what it was first given, and
-      # `imitate` would be compiled for them again.
+      pictures = gallery and pictured.placed(gallery.of(index_B), mesh)
+      args = params, opt, tokens_BT, weight_BT, pictures
+      # Once: results of a program are laid out otherwise than its first arguments, so
+      # that `imitate` would be compiled again.
       step = step or imitate.lower(*args, tx=tx, spec=spec, schedule=schedule).compile()
       params, opt, value = step(*args)
       nats = float(value)

@@ -56,8 +56,8 @@ class Trainer:
   train_step: TrainStep  # jitted once
   proximal: (
     Callable[[Tree, Groups, Seen], Array] | None
-  )  # scores a batch, where asked for
-  recompute: Recompute | None  # scores what was sampled, where asked for
+  )  # scores a batch; None: no need
+  recompute: Recompute | None  # scores what was sampled; None: not asked for
   timer: PhaseTimer
   base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
   pictures: OfProblems | None = None  # of problems for the learner; None: texts
@@ -93,7 +93,7 @@ class TrainState(struct.PyTreeNode):
   buffer: ReplayBuffer
   actor_adapters: Tree = None  # those that the actor is merged from
   step: int = struct.field(pytree_node=False, default=0)  # learner steps done
-  actor_version: int = struct.field(pytree_node=False, default=0)  # their learner step
+  actor_version: int = struct.field(pytree_node=False, default=0)  # its learner step
   prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
   responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
   updates: int = struct.field(pytree_node=False, default=0)  # applied

@@ -1,6 +1,6 @@
 """Computes the metrics of one learner step from its groups, batch and updates.
 
-1. `describe` makes one row: means over the updates, and the maximum of every maximum;
+1. `describe` makes a row: means over the updates, and the maximum of every maximum;
 2. `theory` estimates the terms of Batch Adaptation PO's Theorem 3.2, by source.
 """
 
@@ -14,10 +14,18 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics
+from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import exchange
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.types import SOURCES, Groups, ReplayBuffer, masked_mean, trained_on
+from bapo_jax.training.state import StepRecord
+from bapo_jax.types import (
+  SOURCES,
+  Groups,
+  ReplayBuffer,
+  concat,
+  masked_mean,
+  trained_on,
+)
 
 Update = Mapping[str, Any]  # the metrics of one optimiser update
 # The sampler against the learner: where the weights are those that sampled.
@@ -29,87 +37,49 @@ OF_UPDATES = (
 )
 
 
-def live(updates: Sequence[Update]) -> list[Update]:
-  """Returns the updates that had a token to learn from."""
-  return [update for update in updates if update['learner/tokens'] > 0]
-
-
-def applied(updates: Sequence[Update]) -> int:
-  """Counts the updates that changed the weights: with a token, and finite."""
-  return sum(not update['learner/skipped'] for update in live(updates))
-
-
-def consecutive_skips(before: int, updates: Sequence[Update]) -> int:
-  """Counts the updates skipped in a row up to the last of these.
-
-  Args:
-    before: the count up to the first of them.
-  """
-  for update in live(updates):
-    before = before + 1 if update['learner/skipped'] else 0
-  return before
-
-
-def idle_steps(before: int, groups: Groups, source_P: Array) -> int:
-  """Counts the steps in a row, this one included, whose batch taught nothing.
-
-  Args:
-    before: the count up to the step before.
-    groups, source_P: the batch. If the rewards of every group are equal, every
-      advantage is 0.
-  """
-  reward_PG = exchange.whole(groups.reward_PG)
-  differ_P = reward_PG.max(1) > reward_PG.min(1)
-  return 0 if (differ_P & (exchange.whole(source_P) >= 0)).any() else before + 1
-
-
-def of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-  """Returns the share of undecided verdicts, and sampler against learner."""
-  verdicts = sum(len(each.verdicts) for each in rollouts)
-  undecided = sum(each.undecided for each in rollouts)
-  row = {'rollout/undecided': undecided / max(verdicts, 1)}
-  diffs = [each.logp_diff for each in rollouts if each.logp_diff is not None]
-  if not diffs:
-    return row
-  tokens = sum(int(diff.tokens) for diff in diffs)
-  if not tokens:
-    return row | dict.fromkeys(OF_FIRST, math.nan)
-  return row | {
-    'rollout/logp_diff': sum(float(diff.total) for diff in diffs) / tokens,
-    'rollout/logp_diff_max': max(float(diff.largest) for diff in diffs),
-  }
+def live(updates: Sequence[Updated]) -> list[Update]:
+  """Returns the metrics of the updates that had a token to learn from."""
+  return [u.metrics for u in updates if u.metrics['learner/tokens'] > 0]
 
 
 def describe(
-  fresh: Groups,
-  reevaluated: Groups,
-  groups: Groups,
-  source_P: Array,
+  fresh: Sequence[Rollout],
+  reevaluated: Rollout,
+  record: StepRecord,
   buffer: ReplayBuffer,
-  now: int,
-  updates: Sequence[Update],
-  eos: np.ndarray,
+  eos: Sequence[int],
 ) -> dict[str, float]:
-  """Makes one row of metrics: means over the updates, the maximum of every maximum.
+  """Makes a row of metrics: means over the updates, the maximum of every maximum.
 
   Args:
-    fresh, reevaluated: the groups sampled in the step.
-    groups, source_P: its batch, and the index into SOURCES of each group or -1.
+    fresh, reevaluated: sampled in the step.
+    record: the batch of the step and its updates; none if no seat was filled.
     buffer: the replay buffer after the step.
-    now: the learner step.
-    updates: the metrics of each optimiser update; empty if no seat was filled.
     eos: tokens that end a response.
   """
-  row = _of_updates(live(updates))
-  row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in live(updates)))
+  step, groups, source_P, updates = record
+  new, learned = concat(*(each.groups for each in fresh)), live(updates)
+  row = _of_updates(learned)
+  row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
   row['rollout/tokens'] = float(
-    fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
+    new.response_mask_PGT.sum() + reevaluated.groups.response_mask_PGT.sum()
   )
-  found = _step_metrics(fresh, groups, source_P, buffer, now, jnp.asarray(eos))
+  found = _step_metrics(new, groups, source_P, buffer, step, np.asarray(eos))
   row |= {name: float(value) for name, value in found.items()}
   trained_P = trained_on(groups).any(1)
   spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
-  return row | theory(row, live(updates), spread)
+  row |= theory(row, learned, spread)
+  sampled = [*fresh, reevaluated]
+  verdicts = sum(len(each.verdicts) for each in sampled)
+  row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
+  diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
+  tokens = sum(int(diff.tokens) for diff in diffs)
+  if diffs:
+    total = sum(float(diff.total) for diff in diffs)
+    row['rollout/logp_diff'] = total / tokens if tokens else math.nan
+    largest = max(float(diff.largest) for diff in diffs)
+    row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  return row
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
@@ -148,9 +118,8 @@ def theory(
   source's share of the filled seats. Token-level total variation bounds nothing: the
   sum is an estimate, and may exceed the true gain. gain and TV(pi, alpha) are means
   over the step's updates. pi_t is the policy before the first update; its distance is
-  taken from the first update with a token of the source, the nearest one that is
-  measured. A source
-  without a group of mixed verdicts gives no evidence: its terms are 0.
+  taken from the first update with a token of the source. A source without a group of
+  mixed verdicts gives no evidence: its terms are 0.
 
   Args:
     row: the metrics of the step.
@@ -158,24 +127,22 @@ def theory(
     spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without a
       group of mixed verdicts.
   """
-  terms, estimate = {}, 0.0
+  found, estimate = {}, 0.0
   for source in SOURCES:
     seen = (float(update[f'loss/tv_{source}']) for update in updates)
     at_start = next((tv for tv in seen if not math.isnan(tv)), math.nan)
     share = row[f'batch/{source}'] / max(row['batch/filled'], 1e-9)
-    gain, moved, stale = (
-      0.0 if share == 0 or math.isnan(spread[source]) else share * term
-      for term in (
-        row[f'loss/gain_{source}'],
-        2 * spread[source] * row[f'loss/tv_{source}'],
-        2 * at_start,
-      )
-    )
-    terms[f'theory/gain_{source}'] = gain
-    terms[f'theory/moved_{source}'] = moved
-    terms[f'theory/stale_{source}'] = stale
+    nothing = share == 0 or math.isnan(spread[source])
+    terms = {
+      f'theory/gain_{source}': row[f'loss/gain_{source}'],
+      f'theory/moved_{source}': 2 * spread[source] * row[f'loss/tv_{source}'],
+      f'theory/stale_{source}': 2 * at_start,
+    }
+    terms = {name: 0.0 if nothing else share * x for name, x in terms.items()}
+    gain, moved, stale = terms.values()
     estimate += gain - moved - stale
-  return terms | {'theory/estimate': estimate}
+    found |= terms
+  return found | {'theory/estimate': estimate}
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 from jax import Array
 
 from bapo_jax import sharding
@@ -31,13 +30,7 @@ from bapo_jax.runtime import exchange, machine
 from bapo_jax.training import step_metrics
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
-from bapo_jax.types import (
-  SOURCES,
-  Groups,
-  Prompts,
-  Tree,
-  concat,
-)
+from bapo_jax.types import SOURCES, Groups, Prompts, concat
 
 
 def train_loop(
@@ -89,12 +82,11 @@ def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 def free_actor(s: TrainState) -> TrainState:
   """Deletes the arrays of the actor, even if another variable refers to them."""
-  if s.actor is None:
-    return s
-  for x in jax.tree.leaves(s.actor):
-    if isinstance(x, Array):
-      x.delete()
-  machine.trim()  # returns a CPU's freed memory from the C library to the system
+  if s.actor is not None:
+    for x in jax.tree.leaves(s.actor):
+      if isinstance(x, Array):
+        x.delete()
+    machine.trim()  # returns a CPU's freed memory from the C library to the system
   return s.replace(actor=None)
 
 
@@ -108,62 +100,54 @@ def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
 
 def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
   """Samples groups of the hard problems with the current weights."""
-  if not len(hard.id_P):
+  P = len(hard.id_P)
+  if not P:
     return nothing(t.engine)
-  actor = s.actor
-  if s.actor_version != s.step:
-    actor = t.actor(s.params)
   found = rollout(
-    PartialRollouts(t.engine, len(hard.id_P)),
-    actor,
+    PartialRollouts(t.engine, P),
+    s.actor if s.actor_version == s.step else t.actor(s.params),
     hard,
     key,
     verification=verification(t),
     step=s.step,
     policy_version=s.step,
-    first_uid=first_uid(t, s.prompt_round, hard),
+    first_uid=s.prompt_round * P * t.engine.group_size,
   )
-  return recompute(t, found, t.weights(s.params), s.step)
+  return recompute(t, s, found, s.step)
 
 
 def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
   """Samples groups of the next prompts with the actor, within the token budget."""
-  now = prompts.next_prompts(
-    t.problems, prompt_round, t.config.seed, t.config.prompts.count
-  )
+  P = t.config.prompts.count
+  now = prompts.next_prompts(t.problems, prompt_round, t.config.seed, P)
   found = rollout(
-    s.partial or PartialRollouts(t.engine, len(now.id_P)),
+    s.partial or PartialRollouts(t.engine, P),
     s.actor,
     now,
     key,
-    policy_version=s.actor_version,
-    k=t.config.rollout,
     verification=verification(t),
     step=s.step,
-    first_uid=first_uid(t, prompt_round, now),
+    policy_version=s.actor_version,
+    first_uid=prompt_round * P * t.engine.group_size,
+    k=t.config.rollout,
   )
-  return recompute_fresh(t, s, found)
+  return recompute(t, s, found, s.actor_version)
 
 
-def recompute_fresh(t: Trainer, s: TrainState, found: Rollout) -> Rollout:
-  """Recomputes the log-probabilities of what the actor sampled."""
-  if t.recompute is None or s.actor_version == s.step:
-    return recompute(t, found, t.weights(s.params), s.actor_version)
-  if s.actor_adapters is not None:
-    weights = t.weights(s.actor_adapters)
-  else:
-    weights = decode.params_of(s.actor, t.spec, t.mesh)
-  return recompute(t, found, weights, s.actor_version)
-
-
-def recompute(t: Trainer, found: Rollout, weights: Tree, version: int) -> Rollout:
+def recompute(t: Trainer, s: TrainState, found: Rollout, version: int) -> Rollout:
   """Replaces the sampler's log-probabilities by the learner's, if the config asks.
 
   This happens in the step that sampled: one step later the weights of learner step
-  `version` may no longer exist.
+  `version`, which sampled, may no longer exist.
   """
   if t.recompute is None:
     return found
+  if version == s.step:
+    weights = t.weights(s.params)
+  elif s.actor_adapters is not None:
+    weights = t.weights(s.actor_adapters)
+  else:
+    weights = decode.params_of(s.actor, t.spec, t.mesh)
   with t.timer('score'):
     groups, diff = jax.block_until_ready(
       t.recompute(weights, found.groups, version, t.seen(found.groups))
@@ -183,12 +167,7 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
     verification=verification(t),
     step=s.step,
   )
-  return recompute_fresh(t, s, found)
-
-
-def first_uid(t: Trainer, prompt_round: int, now: Prompts) -> int:
-  """Returns the number of the first response of a round, which seeds its noise."""
-  return prompt_round * len(now.id_P) * t.engine.group_size
+  return recompute(t, s, found, s.actor_version)
 
 
 def verification(t: Trainer) -> Verification:
@@ -260,13 +239,18 @@ def update(
         version=s.step,
       )
     )
-  metrics = [update.metrics for update in updates]
+  live, skips = step_metrics.live(updates), s.consecutive_skips
+  for metrics in live:
+    skips = skips + 1 if metrics['learner/skipped'] else 0
+  # If the rewards of every group are equal, every advantage is 0.
+  reward_PG = exchange.whole(batch.reward_PG)
+  taught_P = (reward_PG.max(1) > reward_PG.min(1)) & (exchange.whole(source_P) >= 0)
   s = s.replace(
     params=params,
     opt=opt,
-    updates=s.updates + step_metrics.applied(metrics),
-    consecutive_skips=step_metrics.consecutive_skips(s.consecutive_skips, metrics),
-    idle_steps=step_metrics.idle_steps(s.idle_steps, batch, source_P),
+    updates=s.updates + sum(not metrics['learner/skipped'] for metrics in live),
+    consecutive_skips=skips,
+    idle_steps=0 if taught_P.any() else s.idle_steps + 1,
   )
   return s, StepRecord(s.step, batch, source_P, updates)
 
@@ -281,10 +265,11 @@ def insert(
 ) -> tuple[TrainState, Metrics]:
   """Files the step's groups in the replay buffer; returns counts of the moves too."""
   groups = concat(*(each.groups for each in fresh))
-  responses = s.responses + _count(groups) + _count(reevaluated.groups)
-  s = s.replace(responses=responses)
-  rounds = sum(each.submits for each in fresh)
-  metrics = {'rollout/responses': float(responses), 'rollout/rounds': float(rounds)}
+  both = groups, reevaluated.groups
+  filled = sum(int((x.completed_step_P >= 0).sum()) for x in both)
+  s = s.replace(responses=s.responses + filled * t.engine.group_size)
+  rounds = float(sum(each.submits for each in fresh))
+  metrics = {'rollout/responses': float(s.responses), 'rollout/rounds': rounds}
   if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):
@@ -304,11 +289,6 @@ def insert(
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}
 
 
-def _count(groups: Groups) -> int:
-  """Counts the responses in the groups that are not empty."""
-  return int((groups.completed_step_P >= 0).sum()) * groups.correct_PG.shape[1]
-
-
 def describe(
   t: Trainer,
   s: TrainState,
@@ -319,17 +299,7 @@ def describe(
   """Computes the metrics of the step."""
   with t.timer('log'):
     metrics = step_metrics.describe(
-      concat(*(each.groups for each in fresh)),
-      reevaluated.groups,
-      record.groups,
-      record.source_P,
-      s.buffer,
-      s.step,
-      [update.metrics for update in record.updates],
-      np.asarray(t.tokenizer.eos),
+      fresh, reevaluated, record, s.buffer, t.tokenizer.eos
     )
-  counts = {
-    'learner/updates': float(s.updates),
-    'learner/idle_steps': float(s.idle_steps),
-  }
-  return metrics | step_metrics.of_rollouts([*fresh, reevaluated]) | counts
+  counts = {'learner/updates': s.updates, 'learner/idle_steps': s.idle_steps}
+  return metrics | {name: float(n) for name, n in counts.items()}

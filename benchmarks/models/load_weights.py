@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.models.hf import tensors as hf_tensors
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 
 CASES = (  # dtype in the file, dtype of the parameters
@@ -55,7 +55,7 @@ def write(path: str, spec: ModelSpec, kind: str) -> None:
   """Random tensors in two files of about one size, with config.json and index."""
   rng = np.random.default_rng(0)
   dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
-  shapes = hf_tensors.stored(spec)
+  shapes = hf_weights.stored(spec)
   names = sorted(shapes)
   for i in range(2):
     save_file(
@@ -107,7 +107,7 @@ def row(
   size = {'float32': 4, 'bfloat16': 2}[dtype]
   peak, seconds = measure(path, dtype, devices)
   parameters = size * transformer.count(spec)
-  largest = size * max(int(np.prod(s)) for s in hf_tensors.stored(spec).values())
+  largest = size * max(int(np.prod(s)) for s in hf_weights.stored(spec).values())
   return {
     'file': stored_as,
     'params': dtype,

@@ -256,7 +256,7 @@ def test_every_patch_has_its_token_and_every_token_its_patch():
   encoded = prompts.encode(reader(), rows, V)
   pixels_PZE, grid_PI2, _ = Gallery(rows, V, Capacity(64, 2, 9)).of([0, 1, 2])
   table = prompts.tabulate(reader(), rows, 40, V, drop=False)
-  at = jax.jit(sequence.place, static_argnums=2)(table.tokens_NT, grid_PI2, V)
+  at, _ = jax.jit(sequence.place, static_argnums=2)(table.tokens_NT, grid_PI2, V)
   for p, prompt in enumerate(encoded):
     assert [tuple(grid) for grid in grid_PI2[p] if grid.any()] == list(prompt.grids)
     merged = at.merged_BT[p][table.tokens_NT[p] == V.image_token]

@@ -1,4 +1,4 @@
-"""Packed rows with pictures give what whole rows of `sequence.forward` give."""
+"""Packed rows with pictures give what whole rows give."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from pictured import SEEING, problems
+from pictured import SEEING, forward, problems
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
@@ -35,7 +35,7 @@ EMBEDDED = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
 def oracle(params, tokens_BT):
   """Log-probabilities [B, T] of whole rows at TEMPERATURE; 0 in column 0."""
   rows = jax.tree.map(lambda x: jnp.repeat(x, B // P, axis=0), PIXELS)
-  hidden_BTD = sequence.forward(params, tokens_BT, rows, SEEING)
+  hidden_BTD = forward(params, tokens_BT, rows, SEEING)
   logits_BTV = hidden_BTD @ transformer.head(params).T / TEMPERATURE
   next_BT1 = jnp.roll(tokens_BT, -1, 1)[..., None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), next_BT1, 2)[..., 0]
@@ -223,7 +223,7 @@ def test_the_warm_start_trains_the_tower():
 
   def of(params):
     pictures = jax.tree.map(jnp.asarray, rows)
-    hidden_BTD = sequence.forward(params, batch.tokens_BT, pictures, SEEING)
+    hidden_BTD = forward(params, batch.tokens_BT, pictures, SEEING)
     logp_BTV = jax.nn.log_softmax(hidden_BTD @ transformer.head(params).T)
     next_BT1 = jnp.roll(batch.tokens_BT, -1, 1)[..., None]
     logp_BT = jnp.roll(jnp.take_along_axis(logp_BTV, next_BT1, 2)[..., 0], 1, 1)

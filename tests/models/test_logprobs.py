@@ -14,9 +14,7 @@ from bapo_jax.models import layers, logprob_tiles, logprobs, transformer
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
-CHUNKS = pytest.mark.parametrize(
-  ('chunk', 'block'), [(1, 4096), (3, 5), (T, 7), (T + 5, 10)]
-)
+CHUNKS = pytest.mark.parametrize(('chunk', 'block'), [(1, 4096), (3, 5), (T + 5, 7)])
 
 
 def example(seed: int = 0):
@@ -29,17 +27,16 @@ def example(seed: int = 0):
 
 
 @CHUNKS
-@pytest.mark.parametrize('temperature', [0.6, 1.0])
-def test_values_equal_the_oracle(variant, chunk, block, temperature):
+def test_values_equal_the_oracle(variant, chunk, block):
   hidden_BTD, head_VD, token_BT = example()
 
   def score(hidden_BTD, token_BT):
     return logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, temperature, chunk=chunk, block=block
+      hidden_BTD, head_VD, token_BT, 0.6, chunk=chunk, block=block
     )
 
   found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
-  expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, temperature)
+  expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, 0.6)
   assert all(x.dtype == jnp.float32 for x in found)
   # Logits up to 10 / 0.6 from sums of 16; the exponentials of 20 are added up.
   oracles.close(tuple(found), expected, 64)
@@ -74,15 +71,6 @@ def test_temperature_by_hand():
     np.testing.assert_allclose(entropy_BT[0], [entropy, entropy], rtol=1e-6)
 
 
-def test_a_uniform_policy_has_entropy_log_v():
-  hidden_BTD, _, token_BT = example()
-  logp_BT, entropy_BT, _ = logprobs.token_stats(
-    hidden_BTD, jnp.zeros((V, D)), token_BT, 1.0
-  )
-  np.testing.assert_allclose(entropy_BT, math.log(V), rtol=1e-6)  # 2.9957 nats
-  np.testing.assert_allclose(logp_BT, -math.log(V), rtol=1e-6)
-
-
 def test_the_covariance_by_hand_and_without_a_gradient():
   # pi = (.9, .1): H = .32508; sum of pi^2 (log pi + H) is .81 .21972 - .01 1.97750.
   head_VD, token_BT = jnp.log(jnp.array([[0.9], [0.1]])), jnp.zeros((1, 2), jnp.int32)
@@ -100,7 +88,8 @@ def test_rows_score_each_token_given_those_before_it():
     vocab=V, width=D, layers=1, heads=2, kv_heads=1, head_width=8, ffn=24, tied=False
   )
   params, (_, _, tokens_BT) = oracles.noisy(spec, 0), example()
-  found = logprobs.sequence_stats(params, tokens_BT, spec, 0.7, chunk=4)
+  score = jax.jit(lambda x: logprobs.sequence_stats(params, x, spec, 0.7, chunk=4))
+  found = score(tokens_BT)
   assert not any(x_BT[:, 0].any() for x_BT in found)
   for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
     hidden_B1D = layers.forward(params, tokens_BT[:, :t], spec)[:, -1:]
@@ -119,18 +108,15 @@ def test_blocks_are_equal_and_no_larger_than_the_limit():
   assert logprob_tiles.num_blocks(151, 10) == 1  # a prime divides into single rows only
 
 
-def sharded_gradient(devices, chunk=2, block=5):
+def sharded_gradient(devices):
   """(jitted value and gradient of an example, its arguments on the mesh)."""
   hidden_BTD, head_VD, token_BT = example()
   weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
 
-  def total(hidden_BTD, head_VD, token_BT):
-    scored = logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, 0.8, chunk=chunk, block=block
-    )
-    return sum(
-      (w * x).sum() for w, x in zip(weight_2BT, scored[:2], strict=True)
-    ), scored
+  def total(*args):
+    scored = logprobs.token_stats(*args, 0.8, chunk=2, block=5)
+    terms = zip(weight_2BT, scored[:2], strict=True)
+    return sum((w * x).sum() for w, x in terms), scored
 
   args = hidden_BTD, head_VD, token_BT
   if devices:
@@ -140,7 +126,7 @@ def sharded_gradient(devices, chunk=2, block=5):
   return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True)), args
 
 
-@pytest.mark.parametrize('sizes', [(2, 2, 2), (1, 1, 4), (8, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize('sizes', [(2, 2, 2), (1, 1, 4)])
 def test_the_mesh_changes_neither_values_nor_gradients(sizes):
   gradient, args = sharded_gradient(None)
   alone = gradient(*args)
@@ -191,21 +177,16 @@ def test_the_logits_never_exist():
   assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(('B', 'T', 'chunk'), [(1, 8192, 256), (8, 1024, 32)])
-def test_memory_on_a_v5e(topology, B, T, chunk):
-  V, D, gib = 152064, 3584, 2**30  # of the 7B model
+@pytest.mark.nightly  # compiles for a TPU; the test above guards memory on a CPU
+def test_memory_on_a_v5e(topology):
+  B, T, V, D = 8, 1024, 152064, 3584  # of the 7B model
   one = jax.sharding.SingleDeviceSharding(topology('v5e:2x2')[0])
 
-  def temporaries(head_kind):
-    def total(hidden_BTD, head_VD, token_BT):
-      stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 0.6, chunk=chunk)
-      return stats.logp_BT.sum()
+  def total(hidden_BTD, head_VD, token_BT):
+    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 0.6, chunk=32)
+    return stats.logp_BT.sum()
 
-    like = functools.partial(jax.ShapeDtypeStruct, sharding=one)
-    args = like((B, T, D), 'bfloat16'), like((V, D), head_kind), like((B, T), 'int32')
-    compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-  assert temporaries('bfloat16') < 0.3 * gib
-  assert temporaries('float32') < 0.3 * gib
+  like = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+  args = like((B, T, D), 'bfloat16'), like((V, D), 'float32'), like((B, T), 'int32')
+  compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * 2**30

@@ -54,10 +54,9 @@ def test_yarn_by_hand():
 
 
 @pytest.mark.parametrize('rule, knobs', [('llama3', LLAMA3), ('yarn', YARN)])
-@pytest.mark.parametrize('width', [16, 64, 128])
-def test_a_rule_divides_by_one_to_the_factor(rule, knobs, width):
-  plain, _ = table(width, 1e6)
-  found, _ = table(width, 1e6, rule, **knobs)
+def test_a_rule_divides_by_one_to_the_factor(rule, knobs):
+  plain, _ = table(64, 1e6)
+  found, _ = table(64, 1e6, rule, **knobs)
   assert (found <= plain).all() and (np.diff(found) < 0).all()
   assert (found >= plain / knobs['factor'] * (1 - 1e-6)).all()
   # The slowest pair is divided fully and the fastest not at all: a rule has an effect.

@@ -13,11 +13,7 @@ from safetensors.numpy import load_file, save_file
 from bapo_jax.models.hf import safetensors_io
 
 RNG = np.random.default_rng(0)
-KINDS = {
-  'float32': np.float32,
-  'float16': np.float16,
-  'bfloat16': jnp.bfloat16,
-}
+KINDS = {'float32': np.float32, 'float16': np.float16, 'bfloat16': jnp.bfloat16}
 
 
 def random(shape, kind):
@@ -25,16 +21,23 @@ def random(shape, kind):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_files_of_the_library_are_read_by_rows(kind, tmp_path):
-  arrays = {'a': random((6, 2, 3), kind), 'b': random((5,), kind)}
-  save_file(arrays, tmp_path / 'model.safetensors')
+def test_files_are_those_of_the_library(kind, tmp_path):
+  shapes = {'z': (6, 2, 3), 'b': (5,), 'none': (0,)}
+  arrays = {name: random(shape, kind) for name, shape in shapes.items()}
+  path = str(tmp_path / 'model.safetensors')
+  safetensors_io.write(path, kind, shapes, arrays.values())
+  ours = load_file(path)
+  save_file(arrays, path)
   found = safetensors_io.index(str(tmp_path))
-  assert set(found) == set(arrays)
+  assert set(found) == set(ours) == set(arrays)
   for name, array in arrays.items():
-    assert found[name].shape == array.shape and found[name].dtype == array.dtype
-    for start, stop in ((0, 5), (2, 4), (4, 5), (3, 3)):
-      rows = safetensors_io.read(found[name], start, stop)
-      assert rows.tobytes() == array[start:stop].tobytes()
+    for x in (ours[name], found[name]):
+      assert x.shape == array.shape and x.dtype == array.dtype
+    assert ours[name].tobytes() == array.tobytes()
+    for start, stop in ((0, len(array)), (2, 4), (3, 3)):
+      if stop <= len(array):
+        rows = safetensors_io.read(found[name], start, stop)
+        assert rows.tobytes() == array[start:stop].tobytes()
 
 
 def test_columns_of_rows_are_read_alone(tmp_path, monkeypatch):
@@ -50,19 +53,6 @@ def test_columns_of_rows_are_read_alone(tmp_path, monkeypatch):
   found = safetensors_io.read(safetensors_io.header(path)['x'], 1, 4, (3, 7))
   np.testing.assert_array_equal(found.reshape(3, 4), x[1:4, 3:7])
   assert asked == [16] * 3  # bytes: four numbers of each of three rows
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_the_library_reads_our_files(kind, tmp_path):
-  arrays = {'z': random((3, 4), kind), 'a': random((7,), kind), 'none': random(0, kind)}
-  path = str(tmp_path / 'model.safetensors')
-  shapes = {name: x.shape for name, x in arrays.items()}
-  safetensors_io.write(path, kind, shapes, arrays.values())
-  found = load_file(path)
-  assert set(found) == set(arrays)
-  for name, array in arrays.items():
-    assert found[name].dtype == array.dtype and found[name].shape == array.shape
-    assert found[name].tobytes() == array.tobytes()
 
 
 @settings(deadline=None)
@@ -93,22 +83,6 @@ def test_an_index_lists_the_files_of_the_model(tmp_path):
   (tmp_path / safetensors_io.INDEX).unlink()
   save_file({'one': np.ones(2, np.float32)}, tmp_path / safetensors_io.ONE_FILE)
   assert safetensors_io.files(str(tmp_path)) == [safetensors_io.ONE_FILE]
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-  path = tmp_path / 'model.safetensors'
-  save_file({'a': np.ones((8, 8), np.float32)}, path)
-  complete = path.read_bytes()
-  broken = [complete[:size] for size in (4, 20, len(complete) - 1)]
-  broken += [complete + b'0', complete.replace(b'[8,8]', b'[8,7]')]
-  for content in broken:
-    path.write_bytes(content)
-    with pytest.raises(ValueError) as error:
-      safetensors_io.index(str(tmp_path))
-    assert str(path) in str(error.value) and '\n' not in str(error.value)
-  save_file({'a': np.ones((8, 8), np.int8)}, path)
-  with pytest.raises(ValueError, match='a has the dtype I8'):
-    safetensors_io.index(str(tmp_path))
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

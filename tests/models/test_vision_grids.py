@@ -1,22 +1,25 @@
-"""Each patch has its picture, its place and its window."""
+"""Each patch has its picture, its place and its window, and each picture is alone."""
 
 import jax
 import numpy as np
+import oracles
 import pytest
+from pictured import SEEING, VISION
 
-from bapo_jax.models.vision import grids
+from bapo_jax import sharding
+from bapo_jax.models.vision import grids, tower
 from bapo_jax.models.vision import spec as vision_spec
 
 V = vision_spec.VisionSpec(
   width=16, layers=2, heads=2, ffn=24, out=16, full_layers=(1,), image_token=5
 )
-ROWS = {
-  'one': [(4, 6)],
-  'two': [(18, 10), (2, 2)],
-  'none': [],
-  'strips': [(2, 30), (30, 2), (8, 8)],
-  'whole windows': [(16, 8), (8, 16)],
-}
+ROWS = (
+  [(4, 6)],
+  [(18, 10), (2, 2)],
+  [],
+  [(2, 30), (30, 2), (8, 8)],
+  [(16, 8), (8, 16)],
+)
 
 
 def by_hand(pictures, v):
@@ -37,10 +40,9 @@ def by_hand(pictures, v):
 
 
 @pytest.mark.parametrize('sizes', [{}, {'merge': 3, 'window': 84}], ids=['2', '3'])
-@pytest.mark.parametrize('seed', range(3))
-def test_the_layout_equals_the_count_by_hand(sizes, seed):
+def test_the_layout_equals_the_count_by_hand(sizes):
   v = vision_spec.VisionSpec(**vars(V) | sizes)
-  rng, Z, I, R = np.random.default_rng(seed), 400, 4, 5
+  rng, Z, I, R = np.random.default_rng(0), 400, 4, 5
   rows = []
   for count in (0, 1, 2, 3, 4):
     most = max(1, int((Z / max(count, 1)) ** 0.5) // v.merge)
@@ -68,15 +70,11 @@ def test_the_layout_equals_the_count_by_hand(sizes, seed):
     assert (patch_X >= 0).sum() == n
 
 
-@pytest.mark.parametrize('name', ROWS)
-def test_no_row_needs_more_windows_than_the_bound(name):
-  pictures = ROWS[name]
-  patches = sum(high * wide for high, wide in pictures)
-  bound = grids.most_windows(patches, len(pictures), V)
-  assert grids.count_windows(pictures, V) <= bound
-
-
-def test_strips_reach_the_bound():
+def test_no_row_needs_more_windows_than_the_bound():
+  for pictures in ROWS:
+    patches = sum(high * wide for high, wide in pictures)
+    bound = grids.most_windows(patches, len(pictures), V)
+    assert grids.count_windows(pictures, V) <= bound
   # 17 merged patches in a strip: five windows, and (17 + 3) // 4 is five.
   assert grids.count_windows([(2, 34)], V) == grids.most_windows(68, 1, V) == 5
 
@@ -88,3 +86,38 @@ def test_sizes_that_do_not_fit_are_refused(change):
   vision_spec.check(V)
   with pytest.raises(ValueError, match='vision: '):
     vision_spec.check(vision_spec.VisionSpec(**vars(V) | change))
+
+
+def pixels():
+  """(uint8 [1, Z, E], grid [1, I, 2]) of two random pictures and empty patches."""
+  rng, grid_1I2 = np.random.default_rng(7), np.asarray([[(4, 4), (10, 8)]])
+  return rng.integers(0, 256, (1, 104, VISION.numbers), np.uint8), grid_1I2
+
+
+def test_each_picture_is_read_by_itself():
+  # Beside others and alone, with just as many windows as it has; empty patches are not
+  # read.
+  run = jax.jit(tower.forward, static_argnames=('spec', 'windows'))
+  params, (pixels_1ZE, grid_1I2) = oracles.noisy(SEEING, 0)['vision'], pixels()
+  whole_1MD, start = run(params, pixels_1ZE, grid_1I2, SEEING), 0
+  for high, wide in grid_1I2[0].tolist():
+    n, first = high * wide, start // VISION.merge**2
+    windows = grids.count_windows([(high, wide)], VISION)
+    grid_112 = np.asarray([[[high, wide]]], np.int32)
+    patches_1ZE = pixels_1ZE[:, start : start + n]
+    alone_1MD = run(params, patches_1ZE, grid_112, SEEING, windows=windows)
+    oracles.close(whole_1MD[:, first : first + n // VISION.merge**2], alone_1MD, 128)
+    start += n
+  assert not whole_1MD[:, start // VISION.merge**2 :].any()
+  pixels_1ZE[:, start:] = 200
+  np.testing.assert_array_equal(run(params, pixels_1ZE, grid_1I2, SEEING), whole_1MD)
+
+
+def test_the_gradient_is_finite_and_reaches_every_parameter():
+  def total(params):
+    return (tower.forward(params, *pixels(), SEEING) ** 2).sum()
+
+  grads = jax.jit(jax.grad(total))(oracles.noisy(SEEING, 0)['vision'])
+  for path, x in jax.tree.leaves_with_path(grads):
+    assert np.isfinite(x).all(), sharding.path_name(path)
+    assert np.abs(x).max() > 0, sharding.path_name(path)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from pictured import SEEING, problems
+from pictured import SEEING, forward, problems
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
-from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -51,7 +50,7 @@ def of_rows() -> Pictures:
 
 @functools.partial(jax.jit, static_argnames='temperature')
 def logits(params, tokens_BT, pictures, temperature):
-  hidden_BTD = sequence.forward(params, tokens_BT, pictures, SEEING)
+  hidden_BTD = forward(params, tokens_BT, pictures, SEEING)
   return hidden_BTD @ transformer.head(params).T / temperature
 
 

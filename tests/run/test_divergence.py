@@ -5,7 +5,7 @@ import runs
 from runs import last_run, tiny
 
 from bapo_jax.run import experiment
-from bapo_jax.training import weights
+from bapo_jax.training import checkpoint
 
 
 def beyond(config, **sections):
@@ -39,7 +39,7 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
   # The saved weights are those before the skips: changed, and finite.
   for name in ('embed', 'final_norm'):
     before, last = (
-      weights.read_params(str(workdir), n)(name) for n in (step - 1, step)
+      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
     )
     assert np.isfinite(last).all() and np.abs(last).max() > 1e20
     np.testing.assert_array_equal(last, before)

@@ -18,7 +18,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime import metrics
 from bapo_jax.tools import eval_checkpoint, export, viewer
-from bapo_jax.training import build, policy, weights
+from bapo_jax.training import build, checkpoint, policy
 
 CELLS = {
   'fixed': {'batch.rule': 'fresh_only', 'clip.rule': 'fixed'},
@@ -89,7 +89,7 @@ def assert_exported(run, to):
   spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
   assert set(found) == set(transformer.describe(spec))
-  start = weights.read_saved(policy.warm_start_path(made, str(path)))
+  start = checkpoint.read_saved(policy.warm_start_path(made, str(path)))
   saved = last_run(path).arrays
   part = 'params' if made.model.dtype == 'float32' else 'opt/master'
   for name, array in found.items():

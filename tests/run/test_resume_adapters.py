@@ -12,7 +12,7 @@ from runs import last_run, one_device, tiny
 from bapo_jax.models import lora, transformer
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, policy, resolve, weights
+from bapo_jax.training import build, checkpoint, policy, resolve
 
 
 @pytest.fixture(scope='module')
@@ -61,17 +61,17 @@ def test_adapters_of_other_frozen_weights_are_refused(adapter_run, resumed):
 def test_a_fingerprint_is_of_the_numbers_and_their_places():
   rng = np.random.default_rng(0)
   a, b = jnp.asarray(rng.normal(size=(4, 8, 6)), jnp.float32), jnp.ones(3)
-  found = weights.fingerprint({'a': a, 'b': b})
-  assert found == weights.fingerprint({'a': jnp.copy(a), 'b': jnp.copy(b)})
+  found = policy.fingerprint({'a': a, 'b': b})
+  assert found == policy.fingerprint({'a': jnp.copy(a), 'b': jnp.copy(b)})
   swapped = a.at[0, 0, 0].set(a[3, 7, 5]).at[3, 7, 5].set(a[0, 0, 0])
   turned, narrow = a.reshape(8, 4, 6).reshape(4, 8, 6)[::-1], a.astype(jnp.bfloat16)
   others = [{'a': x, 'b': b} for x in (swapped, turned, narrow)]
   others += [{'a': a, 'c': b}, {'a': a, 'b': -b}]
-  assert len({found, *map(weights.fingerprint, others)}) == 6
+  assert len({found, *map(policy.fingerprint, others)}) == 6
   mesh = jax.make_mesh((4, 2), ('x', 'y'))
   layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x', None, 'y'))
-  assert weights.fingerprint({'a': jax.device_put(a, layout), 'b': b}) == found
-  assert weights.fingerprint(None) == ''
+  assert policy.fingerprint({'a': jax.device_put(a, layout), 'b': b}) == found
+  assert policy.fingerprint(None) == ''
 
 
 def test_a_finished_run_may_leave_its_optimiser_out(whole_run, tmp_path):

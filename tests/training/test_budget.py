@@ -45,22 +45,20 @@ def temporaries(spec, kind, T, rank=0):
 
 
 @pytest.mark.parametrize(
-  ('qk_norm', 'T', 'rank'),
-  [(True, 64, 0), (False, 256, 0), (False, 64, 4)],
+  ('qk_norm', 'T', 'rank', 'kinds'),
+  [(True, 64, 0, budget.REMATS), (False, 256, 0, ['none']), (False, 64, 4, ['dots'])],
 )
-def test_saved_bytes_are_the_compilers(qk_norm, T, rank):
+def test_saved_bytes_are_the_compilers(qk_norm, T, rank, kinds):
   # A difference of two depths leaves out what does not depend on the depth.
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
-  for kind in budget.REMATS:
+  for kind in kinds:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (24, 8)
+      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (4, 2)
     )
     counted = budget.saved_bytes(spec, Schedule(kind), T)
-    if rank and kind == 'none':
-      counted -= 2 * 4 * 48  # a norm's frozen scale needs no array of its own
     if kind == 'dots':
       counted += 4 * 7 * rank  # x A of seven projections, too few to be in the count
-    assert (deep - shallow) / 16 / (B * T) == pytest.approx(counted, rel=0.02), kind
+    assert (deep - shallow) / 2 / (B * T) == pytest.approx(counted, rel=0.02), kind
 
 
 def test_saved_bytes_by_hand():
@@ -97,25 +95,20 @@ def parsed(learner=(), **model):
 def fake_mesh(platform, data, fsdp, tensor, stats=None):
   """A mesh of devices that are not attached."""
   device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
-  n = data * fsdp * tensor
-  shape = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+  devices = [device] * (data * fsdp * tensor)
   return types.SimpleNamespace(
-    devices=np.array([device] * n), local_devices=[device] * n, shape=shape
+    devices=np.array(devices),
+    local_devices=devices,
+    shape={'data': data, 'fsdp': fsdp, 'tensor': tensor},
   )
 
 
 def test_auto_recomputes_as_little_as_fits():
   mesh, (config, spec) = fake_mesh('tpu', 2, 2, 2), parsed()
+  pairs = 'none stored, dots stored, none again, full stored, dots again, full again'
   order = [
     Schedule(kind, split, bounds)
-    for kind, bounds in (
-      ('none', 'stored'),
-      ('dots', 'stored'),
-      ('none', 'again'),
-      ('full', 'stored'),
-      ('dots', 'again'),
-      ('full', 'again'),
-    )
+    for kind, bounds in map(str.split, pairs.split(', '))
     for split in (False, True)
   ]
   needed = {s: budget.count(config, spec, s, mesh).update for s in order}
@@ -142,8 +135,7 @@ def test_auto_recomputes_as_little_as_fits():
 )
 def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
   config, spec = parsed(learner)
-  clip = config.clip.model_copy(update={'rule': rule})
-  config = config.model_copy(update={'clip': clip})
+  config = config.with_values(clip={'rule': rule})
   found = budget.choose_schedule(config, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
   assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
@@ -163,13 +155,12 @@ def test_stored_passes_count_once_per_micro_batch():
   assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
 
 
-@pytest.mark.parametrize('kind', budget.REMATS)
-def test_a_given_knob_is_obeyed(kind):
-  knobs = {'remat': kind, 'sequence_sharding': 'on'}
+def test_given_knobs_are_obeyed():
+  knobs = {'remat': 'full', 'sequence_sharding': 'on'}
   config, spec = parsed({'bounds_pass': 'again'}, **knobs)
   found = budget.choose_schedule(config, spec, sharding.make(2, 2, 2), 1e15)
-  assert found == Schedule(kind, True, 'again')
-  assert f'remat {kind}:' in budget.sentence(config, found, 1, 1)
+  assert found == Schedule('full', True, 'again')
+  assert 'remat full:' in budget.sentence(config, found, 1, 1)
 
 
 def test_auto_on_a_cpu_saves_products_at_most():
@@ -208,11 +199,7 @@ def counted(spec=None, mesh=(1, 1, 1), **knobs):
   config = tiny(**{'batch.rule': 'fresh_only'} | knobs)
   spec = spec or resolve.open_model(config).spec
   spec = dataclasses.replace(spec, dtype=config.model.dtype)
-  return (
-    config,
-    spec,
-    budget.count(config, spec, Schedule(), fake_mesh('cpu', *mesh)),
-  )
+  return config, spec, budget.count(config, spec, Schedule(), fake_mesh('cpu', *mesh))
 
 
 def test_the_state_by_hand():
@@ -264,64 +251,19 @@ def test_a_checkpoint_by_hand():
   assert found.checkpoint == adapted
   # Newest, best, and one being written.
   assert found.disk == (config.checkpoint.keep + 2) * sum(adapted.values())
-
-
-def test_the_buffer_is_that_of_the_run():
   config, _, found = counted(**{'batch.rule': 'adapted'})
   # 8 groups of 4 rows; 13 bytes per token of a row.
   assert found.checkpoint['buffer'] == found.buffer == 8 * 4 * config.row_length * 13
 
 
-@pytest.mark.parametrize(
-  ('knobs', 'message'),
-  [
-    ({'model.layers': 1024, 'model.width': 65536}, r'most of it for weights .*model\.'),
-    ({'sampler.max_num_seqs': 1 << 20}, r'the KV cache .*sampler\.max_num_seqs'),
-  ],
-)
-def test_what_cannot_fit_is_refused_by_the_knob_of_its_largest_part(knobs, message):
-  _, _, found = counted(**knobs)
-  total = max(found.update, found.decoding + found.responses) + found.buffer
-  with pytest.raises(ValueError, match=message):
-    budget.check(found, total / 2)
-  budget.check(found, total)
-
-
 @pytest.mark.parametrize('part', budget.KNOBS)
-def test_every_part_is_refused(part):
+def test_what_cannot_fit_is_refused_by_the_knobs_of_its_largest_part(part):
   _, _, found = counted()
-  large = found._replace(**{part: 1e12})
-  with pytest.raises(
-    ValueError, match=f'most of it for {re.escape(budget.KNOBS[part])}'
-  ):
+  total = max(found.update, found.decoding + found.responses) + found.buffer
+  budget.check(found, total)
+  large, message = found._replace(**{part: 1e12}), re.escape(budget.KNOBS[part])
+  with pytest.raises(ValueError, match=f'most of it for {message}'):
     budget.check(large, 1e11)
-
-
-@pytest.mark.parametrize(
-  ('kind', 'tokens'), [(k, 16) for k in budget.REMATS] + [('dots', 17)]
-)
-def test_split_columns_change_no_gradient(kind, tokens):
-  # 17 columns do not divide over two devices and stay whole.
-  spec = dataclasses.replace(SPEC, layers=2)
-  params = making.params(spec)
-  tokens_BT = jax.random.randint(jax.random.key(1), (8, tokens), 0, spec.vocab)
-  weight_D = jax.random.normal(jax.random.key(2), (spec.width,))
-
-  def total(params, tokens_BT, split):
-    schedule = Schedule(kind, sequence_sharding=split)
-    hidden_BTD = layers.forward(params, tokens_BT, spec, schedule=schedule)
-    return jnp.sin(hidden_BTD * weight_D[None, None]).sum()
-
-  gradient = jax.jit(jax.grad(total), static_argnames='split')
-  expected = gradient(params, tokens_BT, split=False)
-  mesh = sharding.make(2, 2, 2)
-  spread = jax.device_put(params, sharding.shardings(params, mesh))
-  found = sharding.under(mesh, functools.partial(gradient, split=True))(
-    spread, jax.device_put(tokens_BT, sharding.over_rows(mesh))
-  )
-  for path, g in jax.tree.leaves_with_path(expected):
-    other = dict(jax.tree.leaves_with_path(found))[path]
-    np.testing.assert_allclose(other, g, atol=1e-5 * np.abs(g).max(), err_msg=str(path))
 
 
 @pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])

@@ -1,4 +1,4 @@
-r"""The supervised stage: which tokens weigh what, and that it learns."""
+"""The supervised stage: which tokens weigh what, and that it learns."""
 
 import jax
 import making
@@ -11,6 +11,7 @@ from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import synthetic
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.training import sft
+from bapo_jax.training.knobs import SftConfig
 
 LENGTH = 66
 SPEC = transformer.ModelSpec(
@@ -51,9 +52,8 @@ def test_prompt_weighs_nothing_work_one_and_answer_four(reader):
     at, end = row.index(r'\boxed{'), row.index('<eos>')
     assert tokens_T[at] == box and tokens_T[end] == eos
     # The answer is the box, its number, the brace and the end: one digit modulo 7.
-    assert row[at:] == [r'\boxed{', str(problem.answer), '}', '<eos>'] + ['<pad>'] * (
-      LENGTH - end - 1
-    )
+    padding = ['<pad>'] * (LENGTH - end - 1)
+    assert row[at:] == [r'\boxed{', str(problem.answer), '}', '<eos>', *padding]
     expected = [0] * prompt + [1] * (at - prompt) + [4] * (end + 1 - at)
     np.testing.assert_array_equal(weight_T, expected + [0] * (LENGTH - end - 1))
 
@@ -87,20 +87,9 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
     return -(logp_NT * weight_NT).sum() / weight_NT.sum()
 
   def fitted(clean, noisy):
-    return sft.fit(
-      reader,
-      SPEC,
-      sharding.make(devices=jax.devices()[:1]),
-      LENGTH,
-      made_problems(64),
-      synthetic.solve_trial,
-      seed=0,
-      clean=clean,
-      noisy=noisy,
-      batch=8,
-      lr=1e-2,
-      slip=0.3,
-      repeat=0.3,
-    )
+    knobs = SftConfig(clean=clean, noisy=noisy, batch=8, lr=1e-2, slip=0.3, repeat=0.3)
+    mesh = sharding.make(devices=jax.devices()[:1])
+    given = made_problems(64), synthetic.solve_trial
+    return sft.fit(reader, SPEC, mesh, LENGTH, *given, knobs, seed=0)
 
   assert nats(fitted(24, 4)) < nats(fitted(0, 0)) - 0.3

@@ -1,3 +1,3 @@
 """Reads and writes Hugging Face model directories: config.json, weights, adapters.
-Read directory, config, tensors, safetensors_io, weights, then peft.
+Read directory, config, safetensors_io, weights, then peft.
 """

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bapo_jax.models import rope
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.models.vision.spec import VisionSpec
+from bapo_jax.models.vision.spec import CHANNELS, VisionSpec
 from bapo_jax.runtime import files
 
 
@@ -33,13 +33,23 @@ class Architecture(NamedTuple):
   head_width: int | None = None  # if config.json has no head_dim; None: D / H
 
 
+VISION = 'qwen2_5_vl'  # the model_type with a vision tower
 ARCHITECTURES = {
   'llama': Architecture('LlamaForCausalLM'),
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
+  VISION: Architecture('Qwen2_5_VLForConditionalGeneration', qkv_bias=True),
 }
-VISION = 'qwen2_5_vl'  # the model_type with a vision tower
-VISION_CLASS = 'Qwen2_5_VLForConditionalGeneration'
+FIELDS = {  # field of ModelSpec -> its option, a positive integer
+  'vocab': 'vocab_size',
+  'width': 'hidden_size',
+  'layers': 'num_hidden_layers',
+  'heads': 'num_attention_heads',
+  'kv_heads': 'num_key_value_heads',
+  'head_width': 'head_dim',
+  'ffn': 'intermediate_size',
+  'positions': 'max_position_embeddings',
+}
 # Options that would change the computation -> the only value that is implemented.
 ONLY = {
   'hidden_act': 'silu',
@@ -48,11 +58,7 @@ ONLY = {
   'partial_rotary_factor': 1.0,
   'quantization_config': None,
 }
-ONLY_VISION = {
-  'hidden_act': 'silu',
-  'in_channels': vision_spec.CHANNELS,
-  'in_chans': vision_spec.CHANNELS,
-}
+ONLY_VISION = {'hidden_act': 'silu', 'in_channels': CHANNELS, 'in_chans': CHANNELS}
 ONLY_PIXELS = {  # of a preprocessor
   'do_resize': True,
   'resample': 3,  # cubic interpolation
@@ -60,29 +66,27 @@ ONLY_PIXELS = {  # of a preprocessor
   'rescale_factor': 1 / 255,
   'do_normalize': True,
 }
-DTYPES = ('float32', 'bfloat16', 'float16')
 PIXELS, PROCESSOR = 'preprocessor_config.json', 'processor_config.json'
 VISION_THETA = 1_000_000.0  # rope_theta of a vision-language model that names none
-# Field of VisionSpec -> its names in vision_config, of which the first present one
-# counts, and the default of transformers' class.
-SIZES: dict[str, tuple[tuple[str, ...], int]] = {
-  'width': (('hidden_size',), 3584),
-  'layers': (('depth',), 32),
-  'heads': (('num_heads',), 16),
-  'ffn': (('intermediate_size',), 3420),
-  'out': (('out_hidden_size',), 3584),
-  'window': (('window_size',), 112),
-  'patch': (('patch_size', 'spatial_patch_size'), 14),
-  'frames': (('temporal_patch_size',), 2),
-  'merge': (('spatial_merge_size',), 2),
+# Field of VisionSpec -> its name in vision_config, and the default of transformers.
+SIZES = {
+  'width': ('hidden_size', 3584),
+  'layers': ('depth', 32),
+  'heads': ('num_heads', 16),
+  'ffn': ('intermediate_size', 3420),
+  'out': ('out_hidden_size', 3584),
+  'window': ('window_size', 112),
+  'patch': ('patch_size', 14),
+  'frames': ('temporal_patch_size', 2),
+  'merge': ('spatial_merge_size', 2),
 }
 FULL_LAYERS = (7, 15, 23, 31)  # the default, cut to the layers that the tower has
 IMAGE_TOKEN = 151655  # the default
-# Options that a preprocessor repeats -> the field of VisionSpec.
+# Field of VisionSpec -> the option of a preprocessor that repeats it.
 REPEATED = {
-  'patch_size': 'patch',
-  'temporal_patch_size': 'frames',
-  'merge_size': 'merge',
+  'patch': 'patch_size',
+  'frames': 'temporal_patch_size',
+  'merge': 'merge_size',
 }
 LIMITS = {  # field of VisionSpec -> the option, and its name within `size`
   'least_pixels': ('min_pixels', 'shortest_edge'),
@@ -92,10 +96,6 @@ LIMITS = {  # field of VisionSpec -> the option, and its name within `size`
 
 def read_spec(path: str, compute: str) -> ModelSpec:
   """Reads the ModelSpec of a model directory, with a tower for Qwen2.5-VL.
-
-  Args:
-    path: a directory; see `directory.find` for hub names.
-    compute: dtype of the matrix products.
 
   Raises:
     ValueError: a file is missing or damaged, or an architecture or option is not
@@ -122,12 +122,10 @@ def read_pixels(path: str) -> dict[str, Any]:
   Raises:
     ValueError: a file is damaged.
   """
-  options: dict[str, dict[str, Any]] = {}
-  for name in (PROCESSOR, PIXELS):
-    file = os.path.join(path, name)
-    options[name] = files.read_object(file) if os.path.exists(file) else {}
-  of_processor = options[PROCESSOR].get('image_processor')
-  return options[PIXELS] if of_processor is None else of_processor
+  paths = [os.path.join(path, name) for name in (PROCESSOR, PIXELS)]
+  found = [files.read_object(p) if os.path.exists(p) else {} for p in paths]
+  processor, pixels = found
+  return processor.get('image_processor') or pixels
 
 
 def spec_of(
@@ -136,22 +134,26 @@ def spec_of(
   """Converts the contents of config.json to a ModelSpec.
 
   Args:
-    c: the contents of config.json.
-    compute: dtype of the matrix products.
     pixels: the result of `read_pixels`; read for a model with a tower only.
 
   Raises:
     ValueError: an architecture or an option is not supported.
   """
-  if c.get('model_type') != VISION:
-    return _language_model(c, compute)
-  if c.get('architectures') not in (None, [VISION_CLASS]):
+  implied = ARCHITECTURES.get(c.get('model_type', ''))
+  if implied is None:
+    raise ValueError(
+      f'model_type={c.get("model_type")!r} is not supported; choose a model of '
+      f'{sorted(ARCHITECTURES)}'
+    )
+  if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(
       f'architectures={c["architectures"]!r:.60} is not supported; choose a '
-      f'{VISION_CLASS}'
+      f'{implied.name}'
     )
+  if c['model_type'] != VISION:
+    return _language_model(c, implied, compute)
   text, sections = _text_options(c)
-  model = _language_model(text, compute)
+  model = _language_model(text, implied, compute)
   if len(sections) != 3 or 2 * sum(sections) != model.head_width:
     raise ValueError(
       f'mrope_section={list(sections)} must be three integers that add up to '
@@ -166,33 +168,31 @@ def spec_of(
   return dataclasses.replace(model, mrope=sections, vision=tower)
 
 
-def _language_model(c: dict[str, Any], compute: str) -> ModelSpec:
-  implied = _check(c)
+def _language_model(
+  c: dict[str, Any], implied: Architecture, compute: str
+) -> ModelSpec:
+  _check_only(c, ONLY)
+  _check_window(c)
   # In Llama and Qwen3 the option means all four projections; Qwen2 does not have it.
   biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   width, heads = _integer(c, 'hidden_size'), _integer(c, 'num_attention_heads')
-  kv_heads = _integer(c, 'num_key_value_heads', default=heads)
-  head_width = _integer(c, 'head_dim', default=implied.head_width or width // heads)
-  if heads % kv_heads or head_width % 2:
+  default = {'kv_heads': heads, 'head_width': implied.head_width or width // heads}
+  sizes: dict[str, Any] = {
+    field: _integer(c, name, default.get(field)) for field, name in FIELDS.items()
+  }
+  if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
     raise ValueError(
-      f'num_attention_heads={heads} must be a multiple of '
-      f'num_key_value_heads={kv_heads}, and head_dim={head_width} even'
+      f'num_attention_heads={heads} must be a multiple of num_key_value_heads='
+      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} even'
     )
   theta, rope_type, knobs = _rope(c)
-  rope.table(head_width, theta, rope_type, knobs)  # checks the rule and its knobs
+  rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
   return ModelSpec(
-    vocab=_integer(c, 'vocab_size'),
-    width=width,
-    layers=_integer(c, 'num_hidden_layers'),
-    heads=heads,
-    kv_heads=kv_heads,
-    head_width=head_width,
-    ffn=_integer(c, 'intermediate_size'),
+    **sizes,
     rope_theta=theta,
     rope_type=rope_type,
     rope_knobs=knobs,
     norm_eps=_number(c, 'rms_norm_eps'),
-    positions=_integer(c, 'max_position_embeddings'),
     tied=bool(c.get('tie_word_embeddings')),
     qkv_bias=implied.qkv_bias or biased,
     o_bias=biased,
@@ -201,27 +201,12 @@ def _language_model(c: dict[str, Any], compute: str) -> ModelSpec:
   )
 
 
-def _check(c: dict[str, Any]) -> Architecture:
-  """Returns the architecture; raises ValueError if an option is not implemented."""
-  implied = ARCHITECTURES.get(c.get('model_type', ''))
-  if implied is None:
-    raise ValueError(
-      f'model_type={c.get("model_type")!r} is not supported; choose a model of '
-      f'{sorted([*ARCHITECTURES, VISION])}'
-    )
-  if c.get('architectures') and implied.name not in c['architectures']:
-    raise ValueError(
-      f'architectures={c["architectures"]} is not supported; choose a {implied.name}'
-    )
-  _check_only(c, ONLY)
-  dtype = c.get('dtype') or c.get('torch_dtype') or DTYPES[0]
-  if dtype not in DTYPES:
-    raise ValueError(f'dtype={dtype!r} is not supported, only {", ".join(DTYPES)}')
-  # Every layer must attend to the first position. Published Qwen2 configs have a
-  # window that `use_sliding_window` switches off.
+def _check_window(c: dict[str, Any]) -> None:
+  """Raises ValueError if a layer does not attend to the first position."""
   window, positions = c.get('sliding_window'), _integer(c, 'max_position_embeddings')
-  sliding = 'sliding_attention' in (c.get('layer_types') or ())
-  if not c.get('layer_types'):
+  if c.get('layer_types'):
+    sliding = 'sliding_attention' in c['layer_types']
+  else:  # published Qwen2 configs have a window that `use_sliding_window` switches off
     sliding = bool(c.get('use_sliding_window'))
     sliding &= c.get('max_window_layers', 28) < _integer(c, 'num_hidden_layers')
   if sliding and c.get('use_sliding_window', True) and window and window < positions:
@@ -231,7 +216,6 @@ def _check(c: dict[str, Any]) -> Architecture:
       f'max_position_embeddings to {window} in config.json, or choose a model without '
       'a window'
     )
-  return implied
 
 
 def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> None:
@@ -270,16 +254,12 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
 def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
   """Returns the language model's options as a Qwen2's, and its mrope_section."""
   text = dict(c.get('text_config') or c)
-  text['model_type'], text['architectures'] = 'qwen2', None
-  tied = c.get('tie_word_embeddings') or text.get('tie_word_embeddings')
-  text['tie_word_embeddings'] = tied
+  name = 'tie_word_embeddings'
+  text[name] = c.get(name) or text.get(name)
   name = 'rope_scaling' if text.get('rope_scaling') else 'rope_parameters'
   scaling = dict(text.get(name) or {})
   sections = tuple(scaling.pop('mrope_section', None) or ())
-  for key in ('type', 'rope_type'):
-    if scaling.get(key) == 'mrope':
-      scaling[key] = 'default'
-  text[name] = scaling
+  text[name] = {k: 'default' if x == 'mrope' else x for k, x in scaling.items()}
   if not (text.get('rope_theta') or scaling.get('rope_theta')):
     text['rope_theta'] = VISION_THETA
   return text, sections
@@ -288,34 +268,20 @@ def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
 def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
   tower = c.get('vision_config') or {}
   _check_only(tower, ONLY_VISION, ' in vision_config')
-  sizes: dict[str, Any] = {
-    field: _integer(tower, *names, default=default)
-    for field, (names, default) in SIZES.items()
+  fields: dict[str, Any] = {
+    field: _integer(tower, name, default) for field, (name, default) in SIZES.items()
   }
   full_layers = tower.get('fullatt_block_indexes')
   if full_layers is None:
-    full_layers = [i for i in FULL_LAYERS if i < sizes['layers']]
-  repeated = {name: sizes[field] for name, field in REPEATED.items()}
-  _check_only(pixels, ONLY_PIXELS | repeated, f' in {PIXELS}')
+    full_layers = [i for i in FULL_LAYERS if i < fields['layers']]
   rope_options = tower.get('rope_parameters') or {}
   _check_only(rope_options, {'rope_type': 'axial'}, ' in vision_config')
-  v = VisionSpec(
-    **sizes,
-    full_layers=tuple(full_layers),
-    image_token=_integer(c, 'image_token_id', default=IMAGE_TOKEN),
-    rope_theta=_number(rope_options, 'rope_theta', 10_000.0),
-    **_pixel_fields(pixels),
-  )
-  vision_spec.check(v)
-  return v
-
-
-def _pixel_fields(pixels: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of VisionSpec that a preprocessor sets."""
-  fields: dict[str, Any] = {}
+  # A preprocessor repeats three sizes, and names the values and limits of pixels.
+  repeated = {option: fields[field] for field, option in REPEATED.items()}
+  _check_only(pixels, ONLY_PIXELS | repeated, f' in {PIXELS}')
   for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
     if (values := pixels.get(name)) is not None:
-      if len(values) != vision_spec.CHANNELS or (field == 'std' and 0 in values):
+      if len(values) != CHANNELS or (field == 'std' and 0 in values):
         raise ValueError(f'{name}={values} must be three numbers, image_std without 0')
       fields[field] = tuple(float(value) for value in values)
   limits = pixels.get('size') or {}
@@ -325,12 +291,18 @@ def _pixel_fields(pixels: dict[str, Any]) -> dict[str, Any]:
       fields[field] = _integer(pixels, option)
     elif limits:
       fields[field] = _integer(limits, edge)
-  return fields
+  v = VisionSpec(
+    **fields,
+    full_layers=tuple(full_layers),
+    image_token=_integer(c, 'image_token_id', IMAGE_TOKEN),
+    rope_theta=_number(rope_options, 'rope_theta', 10_000.0),
+  )
+  vision_spec.check(v)
+  return v
 
 
-def _integer(c: dict[str, Any], *names: str, default: int | None = None) -> int:
-  """Returns the positive integer under the first of these names that is present."""
-  name = next((name for name in names if c.get(name) is not None), names[0])
+def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
+  """Returns the positive integer under this name."""
   value = default if c.get(name) is None else c[name]
   if type(value) is not int or value < 1:
     raise ValueError(f'{name}={value!r:.60} must be a positive integer')
@@ -351,11 +323,9 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   Raises:
     ValueError: no architecture has these biases and norms.
   """
-  if spec.qkv_bias == spec.o_bias:
-    kind = 'qwen3' if spec.qk_norm else 'llama'
-  elif spec.qkv_bias and not spec.qk_norm:
-    kind = 'qwen2'
-  else:
+  kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
+  kind = 'qwen3' if spec.qk_norm else kind
+  if spec.qkv_bias != spec.o_bias and (spec.o_bias or spec.qk_norm):
     raise ValueError(
       f'no architecture has qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias} and '
       f'qk_norm={spec.qk_norm}; choose those of one of {sorted(ARCHITECTURES)}'
@@ -363,14 +333,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   config: dict[str, Any] = {
     'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,
-    'vocab_size': spec.vocab,
-    'hidden_size': spec.width,
-    'num_hidden_layers': spec.layers,
-    'num_attention_heads': spec.heads,
-    'num_key_value_heads': spec.kv_heads,
-    'head_dim': spec.head_width,
-    'intermediate_size': spec.ffn,
-    'max_position_embeddings': spec.positions,
+    **{name: getattr(spec, field) for field, name in FIELDS.items()},
     'rms_norm_eps': spec.norm_eps,
     'rope_theta': spec.rope_theta,
     'tie_word_embeddings': spec.tied,
@@ -380,29 +343,23 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     config['attention_bias'] = spec.o_bias
   if spec.rope_type != 'default':
     config['rope_scaling'] = {'rope_type': spec.rope_type} | dict(spec.rope_knobs)
-  return config | _vision_options(config, spec) if spec.vision else config
-
-
-def _vision_options(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-  """Returns the options of config.json that a vision tower adds or changes."""
-  v = spec.vision
-  assert v is not None
-  scaling = config.get('rope_scaling') or {'type': 'mrope'}
-  sizes = {names[0]: getattr(v, field) for field, (names, _) in SIZES.items()}
-  return {
-    'architectures': [VISION_CLASS],
-    'model_type': VISION,
-    'image_token_id': v.image_token,
-    'rope_scaling': scaling | {'mrope_section': list(spec.mrope)},
-    'vision_config': sizes
-    | {
+  if v := spec.vision:
+    scaling = config.get('rope_scaling') or {'type': 'mrope'}
+    config |= {
+      'architectures': [ARCHITECTURES[VISION].name],
       'model_type': VISION,
-      'hidden_act': 'silu',
-      'in_chans': vision_spec.CHANNELS,
-      'fullatt_block_indexes': list(v.full_layers),
-      'rope_parameters': {'rope_type': 'axial', 'rope_theta': v.rope_theta},
-    },
-  }
+      'image_token_id': v.image_token,
+      'rope_scaling': scaling | {'mrope_section': list(spec.mrope)},
+      'vision_config': {
+        **{name: getattr(v, field) for field, (name, _) in SIZES.items()},
+        'model_type': VISION,
+        'hidden_act': 'silu',
+        'in_chans': CHANNELS,
+        'fullatt_block_indexes': list(v.full_layers),
+        'rope_parameters': {'rope_type': 'axial', 'rope_theta': v.rope_theta},
+      },
+    }
+  return config
 
 
 def preprocessor_of(v: VisionSpec) -> dict[str, Any]:
@@ -411,9 +368,6 @@ def preprocessor_of(v: VisionSpec) -> dict[str, Any]:
     'image_processor_type': 'Qwen2VLImageProcessor',
     'image_mean': list(v.mean),
     'image_std': list(v.std),
-    'min_pixels': v.least_pixels,
-    'max_pixels': v.most_pixels,
-    'patch_size': v.patch,
-    'temporal_patch_size': v.frames,
-    'merge_size': v.merge,
+    **{option: getattr(v, field) for field, (option, _) in LIMITS.items()},
+    **{option: getattr(v, field) for field, option in REPEATED.items()},
   }

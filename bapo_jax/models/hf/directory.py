@@ -1,10 +1,8 @@
 """Finds model directories on this machine, or downloads them from the hub.
 
-1. `find` returns the directory of a model and downloads a hub name,
-   `hub:owner/name@revision`, if files are missing;
-2. `resolve` returns the directory without the network, `missing` the missing files;
-3. `hint` suggests the spelling of a hub name for a path that looks like one;
-4. `identity` fingerprints a model, to compare two machines.
+1. `find` returns the directory of a model, and downloads a hub name if files are
+   missing; `resolve` and `missing` do so without the network;
+2. `identity` fingerprints a model, to compare two machines.
 """
 
 import os
@@ -61,27 +59,20 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
 def resolve(name: str) -> str:
   """Returns the local directory of a model without using the network.
 
-  Returns:
-    A directory unchanged; for a hub name its snapshot in the hub's cache, or the name
-    itself if the cache has none.
+  A directory is returned unchanged, and a hub name that the hub's cache lacks too.
 
   Raises:
     ValueError: the name begins with hub: and is malformed.
   """
   hub = hub_names.parse(name)
-  if hub is None:
-    return name
   try:
-    return _snapshot(hub, local=True)
+    return _snapshot(hub, local=True) if hub else name
   except (OSError, ValueError):
     return name
 
 
 def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
   """Returns the files that a model's directory, as `resolve` returns it, lacks.
-
-  Args:
-    needs: see `find`.
 
   Raises:
     ValueError: the index of the weights is damaged.

@@ -2,7 +2,7 @@
 
 1. `index` maps every tensor of a directory to its place on disk;
 2. `read` reads some rows, and some columns, of one tensor;
-3. `write` writes one file from an iterator of arrays; `shards` splits names over files.
+3. `write` writes one file from an iterator of arrays.
 
 A file is the length n of its header (eight bytes), n bytes of JSON {name: {dtype,
 shape, data_offsets}}, and the data. The safetensors library validates headers here but
@@ -43,9 +43,8 @@ class Tensor(NamedTuple):
 def files(path: str) -> list[str]:
   """Returns the names of the safetensors files of a model, present or missing.
 
-  The index lists them. Without an index they are model.safetensors, or else all
-  safetensors files of the directory. A directory may contain others as well: some
-  models are published in their original format too.
+  The index lists them; without an index they are model.safetensors, or else all
+  safetensors files. A directory may contain the model in its original format as well.
 
   Raises:
     ValueError: the index is damaged.
@@ -82,11 +81,7 @@ def index(path: str) -> dict[str, Tensor]:
 
 
 def header(path: str) -> dict[str, Tensor]:
-  """Returns the tensors of one file by name; reads its header only.
-
-  Raises:
-    ValueError: the file is missing, truncated or damaged, or a dtype is not supported.
-  """
+  """Returns the tensors of one file by name; see `index`."""
   try:
     with safetensors.safe_open(path, framework='numpy'):
       pass  # The library compares the header with the size of the file.
@@ -97,10 +92,9 @@ def header(path: str) -> dict[str, Tensor]:
   with open(path, 'rb') as file:
     length = int.from_bytes(file.read(8), 'little')
     entries = json.loads(file.read(length))
+  entries.pop('__metadata__', None)
   tensors = {}
   for name, entry in entries.items():
-    if name == '__metadata__':
-      continue
     if entry['dtype'] not in DTYPES:
       raise ValueError(
         f'{path}: {name} has the dtype {entry["dtype"]}, and only {", ".join(DTYPES)} '
@@ -116,9 +110,7 @@ def read(
 ) -> np.ndarray:
   """Reads the rows start..stop-1 of a tensor, flat; a row is an index of axis 0.
 
-  Args:
-    columns: (start, stop) of the numbers that are read of each row; reads no byte of
-      the other numbers. None: whole rows.
+  If columns are given, only columns[0]..columns[1]-1 of each row are read.
   """
   row = math.prod(tensor.shape[1:])
   left, right = columns or (0, row)
@@ -139,22 +131,12 @@ def write(
   shapes: dict[str, tuple[int, ...]],
   arrays: Iterable[np.ndarray],
 ) -> None:
-  """Writes one file, holding one array at a time.
-
-  Args:
-    dtype: the dtype of all tensors: 'float32', 'float16' or 'bfloat16'.
-    shapes: name -> shape, in the order of `arrays`.
-    arrays: the arrays, already in this dtype.
-  """
+  """Writes one file of arrays of this dtype and of these shapes, one at a time."""
   entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
-  end = 0
+  end, code = 0, NAMES[dtype]
   for name, shape in shapes.items():
-    start, end = end, end + math.prod(shape) * DTYPES[NAMES[dtype]].itemsize
-    entries[name] = {
-      'dtype': NAMES[dtype],
-      'shape': shape,
-      'data_offsets': [start, end],
-    }
+    start, end = end, end + math.prod(shape) * DTYPES[code].itemsize
+    entries[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
   text = json.dumps(entries).encode()
   text += b' ' * (-len(text) % 8)  # the format's alignment
   with open(path, 'wb') as file:
@@ -165,11 +147,7 @@ def write(
 
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-  """Yields the names of each file, in order: at most `limit` bytes, or a single name.
-
-  Args:
-    sizes: name -> bytes.
-  """
+  """Yields the names of each file: at most `limit` bytes, or a single name."""
   names, total = [], 0
   for name, size in sizes.items():
     if names and total + size > limit:

@@ -1,10 +1,12 @@
 """Loads safetensors directories into the parameter tree, and saves the tree as one.
 
-1. `check` compares the names and shapes of a directory with those of the model;
-2. `load` fills each device's shard in place, block by block, so that no host and no
+1. `NAMES` maps a parameter to its tensor, one per layer if it is stacked, and `AXES`
+   to the order of axes in the file; `stored` lists every tensor of a model;
+2. `check` compares the names and shapes of a directory with those of the model;
+3. `load` fills each device's shard in place, block by block, so that no host and no
    device holds a second copy of a parameter; `reader` does so for single parameters on
    the host; both refuse NaN and infinity;
-3. `save` writes parameter by parameter, in files of bounded size.
+4. `save` writes parameter by parameter, in files of bounded size.
 """
 
 import functools
@@ -21,8 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
-from bapo_jax.models.hf import safetensors_io, tensors
-from bapo_jax.models.hf.tensors import Shape
+from bapo_jax.models.hf import safetensors_io
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -30,19 +31,68 @@ from bapo_jax.types import Tree
 # MiB at 8 MiB, 56 at 2); the time stays the same (7.5 s and 7.9 s for 2 GB).
 BLOCK = 1 << 21
 
+Shape = tuple[int, ...]
 Span = tuple[int, int]  # (start, stop) along an axis
 Index = dict[str, safetensors_io.Tensor]
+# parameter -> module; {} is the layer.
+MODULES = {
+  'embed': 'model.embed_tokens',
+  'head': 'lm_head',
+  'final_norm': 'model.norm',
+  'layers/attn_norm': 'model.layers.{}.input_layernorm',
+  'layers/mlp_norm': 'model.layers.{}.post_attention_layernorm',
+  'layers/q': 'model.layers.{}.self_attn.q_proj',
+  'layers/k': 'model.layers.{}.self_attn.k_proj',
+  'layers/v': 'model.layers.{}.self_attn.v_proj',
+  'layers/o': 'model.layers.{}.self_attn.o_proj',
+  'layers/q_norm': 'model.layers.{}.self_attn.q_norm',
+  'layers/k_norm': 'model.layers.{}.self_attn.k_norm',
+  'layers/gate': 'model.layers.{}.mlp.gate_proj',
+  'layers/up': 'model.layers.{}.mlp.up_proj',
+  'layers/down': 'model.layers.{}.mlp.down_proj',
+  'vision/patch': 'visual.patch_embed.proj',
+  'vision/layers/attn_norm': 'visual.blocks.{}.norm1',
+  'vision/layers/qkv': 'visual.blocks.{}.attn.qkv',
+  'vision/layers/o': 'visual.blocks.{}.attn.proj',
+  'vision/layers/mlp_norm': 'visual.blocks.{}.norm2',
+  'vision/layers/gate': 'visual.blocks.{}.mlp.gate_proj',
+  'vision/layers/up': 'visual.blocks.{}.mlp.up_proj',
+  'vision/layers/down': 'visual.blocks.{}.mlp.down_proj',
+  'vision/merger_norm': 'visual.merger.ln_q',
+  'vision/merger_in': 'visual.merger.mlp.0',
+  'vision/merger_out': 'visual.merger.mlp.2',
+}
+NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
+NAMES |= {
+  f'{parameter}_bias': f'{module}.bias' for parameter, module in MODULES.items()
+}
+# Last name of a parameter -> its axes here and in the file, which stores projections as
+# [out, in]; a file merges letters without a space. Other parameters have equal axes.
+AXES = {
+  'q': ('DHC', 'HC D'),
+  'k': ('DKC', 'KC D'),
+  'v': ('DKC', 'KC D'),
+  'o': ('HCD', 'D HC'),
+  'q_bias': ('HC', 'HC'),
+  'k_bias': ('KC', 'KC'),
+  'v_bias': ('KC', 'KC'),
+  'gate': ('DF', 'F D'),
+  'up': ('DF', 'F D'),
+  'down': ('FD', 'D F'),
+  # Channel, frame, row and column of a pixel; queries, keys and values share axis N.
+  'patch': ('cthwD', 'D c t h w'),
+  'qkv': ('DNHC', 'NHC D'),
+  'qkv_bias': ('NHC', 'NHC'),
+  'merger_in': ('XY', 'Y X'),
+  'merger_out': ('XD', 'D X'),
+}
 
 
-def load(path: str, spec: ModelSpec, mesh: Mesh, block: int = BLOCK) -> Tree:
+def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Loads the parameters onto the devices of a mesh, in spec.dtype.
 
   Each process reads the bytes of its own shards only. Host memory beyond the parameters
   is a few blocks, whatever the sizes of the tensors.
-
-  Args:
-    path: a directory of safetensors files.
-    block: bytes read at once.
 
   Raises:
     ValueError: a file is damaged, or a tensor is missing, left over, of another shape,
@@ -52,24 +102,18 @@ def load(path: str, spec: ModelSpec, mesh: Mesh, block: int = BLOCK) -> Tree:
   params = {}
   for parameter, like in transformer.flatten(transformer.abstract(spec)).items():
     layout = NamedSharding(mesh, sharding.spec_of(parameter, like.shape, mesh))
-    params[parameter] = _load_parameter(parameter, like, layout, index, block)
+    params[parameter] = _load_parameter(parameter, like, layout, index)
   return transformer.unflatten(params)
 
 
 def reader(path: str, spec: ModelSpec) -> Callable[[str], np.ndarray]:
-  """Returns a function that loads one parameter to host memory, in spec.dtype.
-
-  Raises:
-    ValueError: see `load`.
-  """
+  """Returns a function that loads one parameter to host memory; see `load`."""
   index, like = check(path, spec), transformer.flatten(transformer.abstract(spec))
   host = sharding.make(devices=jax.local_devices(backend='cpu')[:1])
-
-  def read(parameter: str) -> np.ndarray:
-    layout = sharding.replicated(host)
-    return np.asarray(_load_parameter(parameter, like[parameter], layout, index, BLOCK))
-
-  return read
+  layout = sharding.replicated(host)
+  return lambda parameter: np.asarray(
+    _load_parameter(parameter, like[parameter], layout, index)
+  )
 
 
 def check(path: str, spec: ModelSpec) -> Index:
@@ -80,12 +124,17 @@ def check(path: str, spec: ModelSpec) -> Index:
   """
   index = safetensors_io.index(path)
   if spec.tied:
-    index.pop(tensors.NAMES['head'], None)  # some files repeat the embedding
+    index.pop(NAMES['head'], None)  # some files repeat the embedding
   # Old Llama files contain the rotary frequencies, which are computed here.
   index = {n: t for n, t in index.items() if not n.endswith('rotary_emb.inv_freq')}
-  if spec.vision:
-    index = {tensors.published(name): t for name, t in index.items()}
-  shapes = tensors.stored(spec)
+  if spec.vision:  # some programs write the module names of transformers' class
+    index = {
+      n.replace('model.language_model.', 'model.').replace(
+        'model.visual.', 'visual.'
+      ): t
+      for n, t in index.items()
+    }
+  shapes = stored(spec)
   if set(shapes) != set(index):
     missing, extra = sorted(set(shapes) - set(index)), sorted(set(index) - set(shapes))
     raise ValueError(
@@ -102,16 +151,13 @@ def check(path: str, spec: ModelSpec) -> Index:
 
 
 def _load_parameter(
-  parameter: str,
-  like: jax.ShapeDtypeStruct,
-  layout: NamedSharding,
-  index: Index,
-  block: int,
+  parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ) -> jax.Array:
   """Loads one parameter into the shards of its devices, each filled in place."""
   shape, dtype = like.shape, like.dtype
-  layers, tail = tensors.split(parameter, shape)
-  order = tensors.file_axes(parameter, len(tail))
+  layers, tail = split(parameter, shape)
+  axes = file_axes(parameter, tail)
+  order = list(itertools.chain(*axes))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
   # The part of every axis of the file that each device of this process holds.
   spans: dict[jax.Device, list[Span]] = {
@@ -123,15 +169,17 @@ def _load_parameter(
   # Devices that hold the same rows of the file share every block that is read.
   for start, stop in sorted({span[0] for span in spans.values()}):
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
-    hull = _hull(list(group.values()))
+    # The span of every axis but the first that covers all of these devices.
+    parts = list(group.values())
+    lows, highs = np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]
+    hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize
-    for stack, top, bottom in _blocks(layers, start, stop, row_bytes, block):
+    for stack, top, bottom in _blocks(layers, start, stop, row_bytes):
       rows = np.empty((len(stack), bottom - top, *widths), dtype)
       for i, layer in enumerate(stack):
-        name = tensors.NAMES[parameter].format(layer)
-        lead = tensors.leading_axes(parameter)
-        rows[i] = _read_rows(index[name], top, bottom, sizes, hull, lead)
+        name = NAMES[parameter].format(layer)
+        rows[i] = _read_rows(index[name], top, bottom, sizes, hull, len(axes[0]))
         # After the cast: a large float32 is infinite in bfloat16.
         if not finite(rows[i]):
           raise ValueError(
@@ -157,22 +205,16 @@ def _load_parameter(
   )
 
 
-def _hull(spans: list[list[Span]]) -> list[Span]:
-  """Returns the span of every axis but the first that covers all devices."""
-  lows, highs = np.min(spans, 0)[1:, 0], np.max(spans, 0)[1:, 1]
-  return list(zip(lows.tolist(), highs.tolist(), strict=True))
-
-
 def _blocks(
-  layers: int, start: int, stop: int, row_bytes: int, block: int
+  layers: int, start: int, stop: int, row_bytes: int
 ) -> Iterator[tuple[range, int, int]]:
   """Yields (layers, start, stop): several small tensors, or a part of a large one."""
-  together = block // max((stop - start) * row_bytes, 1)
+  together = BLOCK // max((stop - start) * row_bytes, 1)
   if together:
     for i in range(0, layers, together):
       yield range(i, min(i + together, layers)), start, stop
   else:
-    rows = max(block // row_bytes, 1)
+    rows = max(BLOCK // row_bytes, 1)
     for i in range(layers):
       for top in range(start, stop, rows):
         yield range(i, i + 1), top, min(top + rows, stop)
@@ -186,17 +228,17 @@ def _read_rows(
   hull: list[Span],
   lead: int,
 ) -> np.ndarray:
-  """Reads the part `hull` of the rows start..stop-1 of a tensor.
+  """Reads the rows start..stop-1 of a tensor.
 
   Args:
     sizes: of the axes of the file, before it merges them.
-    hull: the span that is read of every axis but the first.
+    hull: the span to read of every axis but the first.
     lead: number of axes that the file merges into its first axis.
   """
   # Of the axes of a row, one is split at most: the first. Only its span is read.
-  split = hull[lead - 1 : lead]
+  cut = hull[lead - 1 : lead]
   inner = math.prod(sizes[lead + 1 :])
-  columns = (split[0][0] * inner, split[0][1] * inner) if split else None
+  columns = (cut[0][0] * inner, cut[0][1] * inner) if cut else None
   fine = tensor.shape[0] // sizes[0]  # rows of the file per index of our first axis
   rows = safetensors_io.read(tensor, start * fine, stop * fine, columns)
   # Axes merged with the first one are read whole, then cut.
@@ -222,7 +264,7 @@ def _filled(
   shape: Shape,
   device: jax.Device,
 ) -> jax.Array:
-  """Returns the shard with the piece at `corner`; None is a shard that is yet empty."""
+  """Returns the shard with the piece at `corner`; None is an empty shard."""
   if piece.shape == shape:
     return jax.device_put(piece, device)
   if shard is None:
@@ -257,10 +299,10 @@ def save(
       the host holds one at a time.
     dtype: the dtype of all tensors: 'float32', 'float16' or 'bfloat16'.
   """
-  kind, shapes = jnp.dtype(dtype), tensors.stored(spec)
+  kind, shapes = jnp.dtype(dtype), stored(spec)
   sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
   parts = list(safetensors_io.shards(sizes, shard_bytes))
-  arrays, file_of = _as_stored(get, spec, kind), {}
+  arrays, file_of = _as_stored(get, spec, kind, shapes), {}
   for i, names in enumerate(parts, 1):
     file = f'model-{i:05}-of-{len(parts):05}.safetensors'
     file = file if len(parts) > 1 else safetensors_io.ONE_FILE
@@ -278,14 +320,42 @@ def save(
 
 
 def _as_stored(
-  get: Callable[[str], jax.Array | np.ndarray], spec: ModelSpec, dtype: np.dtype
+  get: Callable[[str], jax.Array | np.ndarray],
+  spec: ModelSpec,
+  dtype: np.dtype,
+  shapes: dict[str, Shape],
 ) -> Iterator[np.ndarray]:
-  """Yields the tensors in the order and with the axes of `tensors.stored`."""
+  """Yields the tensors in the order and with the axes of `stored`."""
   for parameter, (shape, _) in transformer.describe(spec).items():
     array = get(parameter)
-    layers, tail = tensors.split(parameter, shape)
+    layers, tail = split(parameter, shape)
+    order = list(itertools.chain(*file_axes(parameter, tail)))
     for i in range(layers):
       layer = np.asarray(array if len(tail) == len(shape) else array[i])
-      layer = layer.transpose(tensors.file_axes(parameter, len(tail))).astype(dtype)
-      yield layer.reshape(tensors.file_shape(parameter, tail))
+      layer = layer.transpose(order).astype(dtype)
+      yield layer.reshape(shapes[NAMES[parameter].format(i)])
     del array, layer  # before the next parameter is read
+
+
+def stored(spec: ModelSpec) -> dict[str, Shape]:
+  """Lists every tensor of a checkpoint of this model: name -> shape in the file."""
+  shapes = {}
+  for parameter, (shape, _) in transformer.describe(spec).items():
+    layers, tail = split(parameter, shape)
+    merged = [math.prod(tail[i] for i in axes) for axes in file_axes(parameter, tail)]
+    shapes |= {NAMES[parameter].format(i): tuple(merged) for i in range(layers)}
+  return shapes
+
+
+def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
+  """Returns the number of tensors of a parameter, and the shape of each tensor here."""
+  return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
+
+
+def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
+  """Returns, for each axis of the file, the axes of the shape `tail` that it merges."""
+  name = parameter.rpartition('/')[2]
+  if name not in AXES:
+    return [[axis] for axis in range(len(tail))]
+  ours, theirs = AXES[name]
+  return [[ours.index(axis) for axis in axes] for axes in theirs.split()]

@@ -37,9 +37,7 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
 
   Args:
     grid_RI2: patches of each picture along height and width, multiples of v.merge; 0
-      for no picture. They must fit into `patches` and `windows`.
-    patches: Z of a row.
-    windows: W of a row.
+      for no picture. They must fit into `patches` (Z) and `windows` (W) of a row.
   """
   m, side, Y = v.merge, v.window_side, v.window_patches
   high_RI, wide_RI = grid_RI2[..., 0] // m, grid_RI2[..., 1] // m  # in merged patches
@@ -86,10 +84,6 @@ def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
 
   A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s. That
   is at most (ab + s - 1) / s, the number of a strip of width 1.
-
-  Args:
-    patches: of all pictures together.
-    pictures: the number of pictures.
   """
   side = v.window_side
   return (patches // v.merge**2 + pictures * (side - 1)) // side

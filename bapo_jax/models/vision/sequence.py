@@ -3,43 +3,32 @@
 1. `place` finds the image tokens, one per merged patch, and gives every token three
    positions: time, row and column. They are equal in a text, and the place of the patch
    within a picture (mrope of Qwen2-VL, Wang et al., 2024, arXiv:2409.12191);
-2. `forward` and `prefill` extend layers.forward and decoder.prefill: merged patches
-   replace the embeddings of image tokens;
+2. `embed` replaces the embeddings of image tokens by merged patches, and `prefill` runs
+   such prompts through an actor;
 3. `embedded` and `place_responses` serve packed rows, several per prompt.
 
-Letters beyond those of types.py: I pictures of a row, Z patches and M merged patches of
-a row, E numbers of a patch.
+Letters as in grids.py.
 """
-
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
 
 from bapo_jax.models import decoder, layers
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.packing import Places
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import tower
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 
-class Placed(NamedTuple):
-  """Positions of the tokens of some rows."""
-
-  position_BT3: Int32[Array, 'B T 3']  # time, row and column of each token
-  merged_BT: Int32[Array, 'B T']  # index of the token's merged patch; -1: a text token
-  shift_B: Int32[Array, ' B']  # position minus column of tokens after all pictures
-
-
-def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
-  """Returns the positions of all tokens, and the merged patches of image tokens.
+def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Array]:
+  """Returns the places of all tokens, and shift_B.
 
   A picture is as many tokens `v.image_token` as it has merged patches. It starts at the
   position that a text token would have, and the text after it continues beyond its
-  longer side. Image tokens beyond the number of patches are text, because a policy may
-  sample them.
+  longer side: shift_B is position minus column of the tokens after all pictures. Image
+  tokens beyond the number of patches are text, because a policy may sample them.
 
   Args:
     grid_BI2: patches of each picture along height and width; 0 for no picture.
@@ -72,11 +61,11 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> Placed:
     [jnp.zeros_like(local_BT), local_BT // across_BT, local_BT % across_BT], -1
   )
   place_BT3 = jnp.where(patch_BT[..., None], place_BT3, 0)
-  return Placed(
-    position_BT3=(text_BT[..., None] + place_BT3).astype(jnp.int32),
+  places = Places(
+    parts_BT3=(text_BT[..., None] + place_BT3).astype(jnp.int32),
     merged_BT=jnp.where(patch_BT, before_BT, -1),
-    shift_B=span_BI.sum(1) - end_BI[:, -1],
   )
+  return places, span_BI.sum(1) - end_BI[:, -1]
 
 
 def embedded(
@@ -88,42 +77,27 @@ def embedded(
   """Embeds pictures with the vision tower; returns embedded pictures unchanged."""
   if isinstance(pictures, EmbeddedPictures):
     return pictures
-  merged_PMD = _merged(params, pictures, spec, schedule)
-  return EmbeddedPictures(merged_PMD, pictures.grid_PI2)
-
-
-def _merged(
-  params: Tree, pictures: Pictures, spec: ModelSpec, schedule: Schedule
-) -> Array:
-  """Computes the merged patches [P, M, D] of pictures, in as many windows as given."""
   pixels_PZE, grid_PI2, window_PW = pictures
   windows = None if window_PW is None else window_PW.shape[1]
-  return tower.forward(
+  merged_PMD = tower.forward(
     params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
   )
+  return EmbeddedPictures(merged_PMD, grid_PI2)
 
 
 def place_responses(
   tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
-) -> Placed:
+) -> Places:
   """Returns `place` of rows that share pictures: B / P consecutive rows per prompt.
 
   `merged_BT` indexes the merged patches of all prompts, [P * M].
   """
   P, M, _ = pictures.merged_PMD.shape
   rows = tokens_BT.shape[0] // P
-  at = place(tokens_BT, jnp.repeat(pictures.grid_PI2, rows, axis=0), v)
+  at, _ = place(tokens_BT, jnp.repeat(pictures.grid_PI2, rows, axis=0), v)
   first_B1 = jnp.repeat(M * jnp.arange(P, dtype=jnp.int32), rows)[:, None]
   merged_BT = jnp.where(at.merged_BT < 0, -1, at.merged_BT + first_B1)
   return at._replace(merged_BT=merged_BT)
-
-
-def forward(
-  params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
-) -> Array:
-  """Computes the final hidden states [B, T, D] of rows with pictures."""
-  x_BTD, turn, _ = _embedded(params, tokens_BT, pictures, spec)
-  return layers.through(params, x_BTD, turn, spec)
 
 
 def prefill(
@@ -133,21 +107,21 @@ def prefill(
 
   The position of a token decoded after a prompt is its column plus shift_R.
   """
-  x_RTD, turn, at = _embedded(actor, tokens_RT, pictures, spec)
-  return decoder.prefill_embedded(actor, x_RTD, turn, spec), at.shift_B
+  x_RTD, turn, shift_R = embed(actor, tokens_RT, pictures, spec)
+  return decoder.prefill_embedded(actor, x_RTD, turn, spec), shift_R
 
 
-def _embedded(
+def embed(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
-) -> tuple[Array, tuple[Array, Array], Placed]:
-  """Returns (embeddings, rotations, places) of rows with pictures."""
-  at = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
+) -> tuple[Array, tuple[Array, Array], Array]:
+  """Embeds rows with pictures: ([B, T, D], rotations of their positions, shift_B)."""
+  at, shift_B = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   # Nothing is differentiated here, so nothing is recomputed.
-  merged_BMD = _merged(params, pictures, spec, Schedule(remat='none'))
+  merged_BMD, _ = embedded(params, pictures, spec, Schedule(remat='none'))
   x_BTD = layers.embed_rows(params, tokens_BT, spec)
   patch_BTD = jnp.take_along_axis(
     merged_BMD, jnp.maximum(at.merged_BT, 0)[..., None], 1, mode='clip'
   )
   is_patch_BT1 = at.merged_BT[..., None] >= 0
   x_BTD = jnp.where(is_patch_BT1, patch_BTD.astype(x_BTD.dtype), x_BTD)
-  return x_BTD, layers.rotations_by_parts(at.position_BT3, spec), at
+  return x_BTD, layers.rotations_by_parts(at.parts_BT3, spec), shift_B

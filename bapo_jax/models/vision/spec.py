@@ -56,11 +56,7 @@ class VisionSpec:
 
 
 def check(v: VisionSpec) -> None:
-  """Checks that the sizes fit together.
-
-  Raises:
-    ValueError: names the first size that does not fit.
-  """
+  """Raises ValueError if the sizes do not fit together."""
   if v.width % v.heads or v.head_width % 4:
     raise ValueError(
       f'vision: hidden_size={v.width} over num_heads={v.heads} must be a multiple of 4'
@@ -82,11 +78,9 @@ def describe(v: VisionSpec) -> dict[str, Initialiser]:
   D, F, L, H, C = v.width, v.ffn, v.layers, v.heads, v.head_width
   X = v.merge**2 * D  # the merger's input: the patches that become one
   inner, outer = D**-0.5, (2 * L) ** -0.5
+  f, p = v.frames, v.patch
   return {
-    'patch': (
-      (CHANNELS, v.frames, v.patch, v.patch, D),
-      (v.frames * v.numbers) ** -0.5,
-    ),
+    'patch': ((CHANNELS, f, p, p, D), (f * v.numbers) ** -0.5),
     'layers/attn_norm': ((L, D), 'ones'),
     'layers/qkv': ((L, D, 3, H, C), inner),
     'layers/qkv_bias': ((L, 3, H, C), 'zeros'),

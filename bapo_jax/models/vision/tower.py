@@ -1,12 +1,11 @@
 """Runs Qwen2.5-VL's vision tower: patches in, embeddings for the language model out.
 
-1. `embed_patches` normalises pixels and projects each patch;
+1. `_embed_patches` normalises pixels and projects each patch;
 2. every layer attends within windows, or within pictures (`VisionSpec.full_layers`);
 3. the merger joins 2 x 2 patches into one embedding of the language model.
 
-One half of the rotary pairs rotates by the row of a patch, the other half by its
-column. Letters as in grids.py; norms, rotary positions and softmax are float32, matrix
-products run in `spec.compute`.
+Letters as in grids.py. Norms, rotary positions and softmax are float32, matrix products
+run in `spec.compute`.
 """
 
 import jax
@@ -39,33 +38,29 @@ def forward(
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
     windows: windows per row; None: as many as any pictures can have.
   """
-  v = vision_of(spec)
-  x_RZD, at = hidden(params, pixels_RZE, grid_RI2, spec, windows, schedule=schedule)
-  R, Z, D = x_RZD.shape
+  v, (R, Z, _) = vision_of(spec), pixels_RZE.shape
+  if windows is None:
+    windows = grids.most_windows(Z, grid_RI2.shape[1], v)
+  at = grids.layout(grid_RI2, Z, windows, v)
+  x_RZD = _hidden(params, pixels_RZE, at, spec, schedule)
   y_RMX = rms_norm(x_RZD, params['merger_norm'], v.norm_eps)
-  y_RMX = y_RMX.reshape(R, Z // v.merge**2, D * v.merge**2)
+  y_RMX = y_RMX.reshape(R, Z // v.merge**2, v.width * v.merge**2)
   y_RMX = _affine(y_RMX, params, 'merger_in')
   merged_RMD = _affine(jax.nn.gelu(y_RMX, approximate=False), params, 'merger_out')
   live_RM1 = (at.picture_RZ[:, :: v.merge**2] >= 0)[..., None]
   return jnp.where(live_RM1, merged_RMD, 0)
 
 
-def hidden(
-  params: Tree,
-  pixels_RZE: Array,
-  grid_RI2: Array,
-  spec: ModelSpec,
-  windows: int | None = None,
-  *,
-  schedule: Schedule = Schedule(),
-) -> tuple[Array, grids.Layout]:
-  """Returns (hidden states [R, Z, D] before the merger, the layout); see `forward`."""
+def _hidden(
+  params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
+) -> Array:
+  """Returns the hidden states before the merger, [R, Z, D]."""
   v = vision_of(spec)
-  Z = pixels_RZE.shape[1]
-  if windows is None:
-    windows = grids.most_windows(Z, grid_RI2.shape[1], v)
-  at = grids.layout(grid_RI2, Z, windows, v)
-  turn = rotations(at.place_RZ2, v)
+  # Half of the rotary pairs turn by the row of a patch, half by its column.
+  frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
+  angle = at.place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
+  angle = angle.reshape(*at.place_RZ2.shape[:2], v.head_width // 2)
+  turn = jnp.sin(angle), jnp.cos(angle)
 
   def layer(x_RZD: Array, xs: tuple[Tree, Array]) -> tuple[Array, None]:
     w, is_full = xs
@@ -77,7 +72,7 @@ def hidden(
       lambda q, k, value: attention.attend(
         q, k, value, kind=spec.attention, segment_BT=at.picture_RZ, is_causal=False
       ),
-      lambda q, k, value: in_windows(q, k, value, at),
+      lambda q, k, value: _in_windows(q, k, value, at),
       *turned,
     )
     x_RZD = x_RZD + _affine(attended_RZHC, w, 'o', 2)
@@ -87,11 +82,10 @@ def hidden(
     return sharding.constrain(x_RZD, sharding.ROWS), None
 
   is_full_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
-  x_RZD = embed_patches(params, pixels_RZE, spec)
+  x_RZD = _embed_patches(params, pixels_RZE, spec)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
   xs = params['layers'], is_full_L
-  x_RZD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)
-  return x_RZD, at
+  return jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)[0]
 
 
 def vision_of(spec: ModelSpec) -> VisionSpec:
@@ -105,7 +99,7 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
   return spec.vision
 
 
-def embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
+def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
   """Embeds each patch of uint8 pixels, [R, Z, D].
 
   The kernel spans two frames, and a picture is both frames. One product of the pixels
@@ -121,15 +115,7 @@ def embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
   return product(x_RZE.astype(spec.compute), kernel_ED)
 
 
-def rotations(place_RZ2: Array, v: VisionSpec) -> tuple[Array, Array]:
-  """Returns (sine, cosine) [R, Z, C / 2]: half of the pairs by row, half by column."""
-  frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
-  angle = place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
-  angle = angle.reshape(*place_RZ2.shape[:2], v.head_width // 2)
-  return jnp.sin(angle), jnp.cos(angle)
-
-
-def in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
+def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
   """Attends from each patch to the patches of its window, [R, Z, H, C].
 
   Windows are small and of one size, so a dense product serves on every platform.

@@ -110,7 +110,7 @@ def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif policy.freezes_tower(config, spec):
+  elif budget.frozen_tower(config, spec):
     base = {policy.TOWER: params.pop(policy.TOWER)}
   opt = jax.eval_shape(build.optimizer(config).init, params)
   found = params, opt, base
