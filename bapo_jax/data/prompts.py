@@ -48,19 +48,17 @@ def load(
   prompts: PromptsConfig,
   problems: ProblemsConfig,
   vision: VisionSpec | None = None,
-  rows: tuple[Sequence[Row], Sequence[Row]] | None = None,
 ) -> tuple[Problems, Problems]:
   """Returns training and held-out problems.
 
   Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
-  problems are never dropped, which would change the meaning of the score. `rows` are
-  the training and held-out rows, if they were read before.
+  problems are never dropped, which would change the meaning of the score.
 
   Raises:
     ValueError: a source or picture cannot be read, a prompt is too long, or there are
       too few problems.
   """
-  training, held_out = rows or (sources.load(problems, k) for k in sources.SPLITS)
+  training, held_out = (sources.load(problems, k) for k in sources.SPLITS)
   both, message = overlap(problems, training, held_out)
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]
