@@ -58,10 +58,7 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
-  """Returns the indices of training problems that are held out too, and a message.
-
-  The message is '' if there are none.
-  """
+  """Returns the indices of training problems held out too, and a message ('': none)."""
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
   both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:

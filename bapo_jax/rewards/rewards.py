@@ -103,7 +103,7 @@ def shape(
   longest: int,
   k: ShapingConfig,
 ) -> tuple[Array, Array]:
-  """Computes rewards from verdicts; the default knobs change nothing.
+  """Computes rewards, f32, and which responses teach: False if masked out of the loss.
 
   The overlong penalty is DAPO's (arXiv:2503.14476, equation 13): 0 for lengths up to
   longest - overlong_cache, then linear, and full at `longest`. DAPO adds it to rewards
@@ -118,9 +118,6 @@ def shape(
     truncated_PG: bool, True for a response without end token.
     formatted_PG: bool, True if the reader of the rule finds an answer.
     longest: L_max, the maximum number of tokens of a response.
-
-  Returns:
-    reward_PG, f32, and teaches_PG, bool, False for responses masked out of the loss.
   """
   verdict_PG = correct_PG & ~truncated_PG if k.truncated == 'wrong' else correct_PG
   over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache

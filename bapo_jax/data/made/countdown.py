@@ -60,8 +60,7 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems, the training problems first; answers are targets.
 
-  Raises:
-    ValueError: there are too few distinct problems.
+  Too few distinct problems raise a ValueError.
   """
   knobs, count = problems.countdown, problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))

@@ -39,8 +39,7 @@ GRID = np.array((215, 215, 215), np.uint8)  # fainter: it is behind the quantiti
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems; the quantities do not depend on the kind of picture.
 
-  Raises:
-    ValueError: there are too few distinct problems.
+  Too few distinct problems raise a ValueError.
   """
   knobs, seed = problems.drawn, problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))

@@ -224,8 +224,7 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test distinct problems, the training problems first.
 
-  Raises:
-    ValueError: the level has too few problems.
+  A level with too few problems raises a ValueError.
   """
   family, level = problems.family, problems.level
   rng = np.random.default_rng((problems.seed, level))

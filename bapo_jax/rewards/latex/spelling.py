@@ -98,8 +98,7 @@ def closing(text: str, start: int) -> int:
 def split(text: str, marks: str) -> tuple[list[str], str]:
   """Returns the parts of a text between marks outside all brackets, and these marks.
 
-  Raises:
-    ValueError: the brackets are unbalanced.
+  Unbalanced brackets raise a ValueError.
   """
   parts, separators, depth, begin = [], '', 0, 0
   for i, character in enumerate(text):
