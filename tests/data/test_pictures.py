@@ -7,7 +7,6 @@ import PIL.Image
 import pytest
 
 from bapo_jax.data import pictures
-from bapo_jax.data.row import Row
 from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
@@ -168,18 +167,3 @@ def test_damaged_bytes_never_end_in_another_error():
         assert pictures.read(bytes(data)).mode == 'RGB'
       except ValueError as error:
         assert '\n' not in str(error)
-
-
-def test_a_problem_has_a_place_for_each_picture():
-  for problem, count in (('x', 1), ('<image>', 0), ('<image>', 2)):
-    row = Row(problem, '1', pictures=(WHOLE,) * count)
-    with pytest.raises(ValueError, match=f'<image> for {count} pictures'):
-      pictures.check_row(row, sees=True)
-
-
-def test_a_text_only_model_refuses_pictures_and_reads_any_text():
-  row = Row('<image>As in <image>, find x.', '1', pictures=(WHOLE, WHOLE))
-  pictures.check_row(row, sees=True)
-  with pytest.raises(ValueError, match=r'text-only.*model\.tower\.layers'):
-    pictures.check_row(row, sees=False)
-  pictures.check_row(row._replace(pictures=()), sees=False)

@@ -102,12 +102,6 @@ def throttled(pool, pause):
     thread.join()
 
 
-def test_verdicts_come_in_the_order_of_the_requests():
-  with lenient(3) as pool:
-    batches = {n: halves(pool, n) for n in (40, 0, 1)}
-    assert all(rights(futures) == known(n) for n, futures in batches.items())
-
-
 def test_sigkill_in_mid_batch_loses_no_verdict():
   n = 300
   with lenient(2) as pool:
