@@ -35,11 +35,11 @@ def saved(picture, kind='PNG', **options):
 
 
 def sizes():
-  """50 sizes: both limits, strips, odd numbers, halves that round to even."""
+  """25 sizes: both limits, strips, odd numbers, halves that round to even."""
   rng = np.random.default_rng(0)
   fixed = [(1, 1), (14, 14), (42, 70), (56, 84), (57, 55), (28, 1400), (1400, 28)]
   fixed += [(448, 448), (1, 200), (200, 1), (1100, 1000), (900, 1400), (29, 2800)]
-  return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(37)]
+  return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(12)]
 
 
 def theirs(v):
@@ -60,7 +60,7 @@ def frames(found, v):
 
 
 @pytest.mark.parametrize('v', [V, SMALL], ids=['published', 'small'])
-def test_fifty_sizes_have_the_patches_of_transformers(v):
+def test_sizes_have_the_patches_of_transformers(v):
   processor = theirs(v)
   for seed, (height, width) in enumerate(sizes()):
     picture = drawn(height, width, seed)

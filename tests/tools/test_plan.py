@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline
 from bapo_jax.training import budget, resolve
@@ -162,23 +161,6 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
   # Decoding reads its cache by plain products, all others run the TPU's kernel.
   assert ('tpu_custom_call' in text) == (name != 'decode')
   assert program.cost.flops > 0
-
-
-def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
-  job = job_of(seeing, mesh)
-  params, opt, batch, base = programs.train_step(job).args
-  tower = transformer.count(job.spec) - transformer.count(job.language)
-  assert sum(x.size for x in jax.tree.leaves(base)) == tower
-  assert 'vision' not in params
-  assert jax.tree.structure(opt[1][0].mu) == jax.tree.structure(params)
-  # 8 prompts of a minibatch, each of 256 tokens of a picture of 4 patches each.
-  assert batch.pictures.merged_PMD.shape == (8, 256, 1536)
-  pixels = programs.tower(job).args[1]
-  assert pixels.pixels_PZE.shape == (8 * 4, 1024, 3 * 14 * 14)
-  trained = seeing.with_values(model={'train_tower': True})
-  params, _, batch, base = programs.train_step(job._replace(config=trained)).args
-  assert base is None and 'vision' in params
-  assert batch.pictures.pixels_PZE.shape == (8, 1024, 3 * 14 * 14)
 
 
 @pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
