@@ -45,9 +45,7 @@ def test_a_token_changes_nothing_before_it(spec):
   assert (moved_TT[np.triu_indices(T)] > 1e-4).all()  # and t reaches all that follow
 
 
-@pytest.mark.parametrize(
-  ('spec', 'prompt'), [(QWEN2, 0), (QWEN3, 4), (LLAMA, 4), (YARN, 4)]
-)
+@pytest.mark.parametrize(('spec', 'prompt'), [(QWEN2, 0), (QWEN3, 4), (YARN, 4)])
 def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   params, tokens_BT = oracles.noisy(spec, 0), tokens(3)
 

@@ -76,7 +76,7 @@ def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected
     assert verdict.right is expected, verdict
 
 
-@pytest.mark.parametrize('unit', [r'\boxed{', '}', '{', '-', '1,', '\n', 'answer'])
+@pytest.mark.parametrize('unit', [r'\boxed{', '}', '-', '1,', '\n'])
 @pytest.mark.parametrize('rule', FAST)
 def test_fast_rules_take_linear_time(rule, unit):
   # Eight times the text, eight times the time; anything quadratic takes 64 times.
