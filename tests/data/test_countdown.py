@@ -102,11 +102,3 @@ def test_slips_make_wrong_steps_and_wrong_answers():
       # At 1 a slip downwards has nowhere to go.
       assert all(r == 1 or RESULT[sign](a, b) != r for a, sign, b, r in made)
   assert np.mean(verdicts) < 0.5
-
-
-def test_repeats_write_a_chain_twice():
-  def share(**noise):
-    tried = [s.split('\\')[0].split('|') for _, _, s in solved(**noise)]
-    return np.mean([len(set(t)) < len(t) for t in tried])
-
-  assert share() == 0 and share(repeat=0.5) > 0.5

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import layers, logprob_tiles, logprobs, transformer
+from bapo_jax.models import logprob_tiles, logprobs
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -81,22 +81,6 @@ def test_the_covariance_by_hand_and_without_a_gradient():
 
   np.testing.assert_allclose(covariance(head_VD), 2 * 0.1582, atol=1e-4)
   np.testing.assert_array_equal(jax.grad(covariance)(head_VD), 0)
-
-
-def test_rows_score_each_token_given_those_before_it():
-  spec = transformer.ModelSpec(
-    vocab=V, width=D, layers=1, heads=2, kv_heads=1, head_width=8, ffn=24, tied=False
-  )
-  params, (_, _, tokens_BT) = oracles.noisy(spec, 0), example()
-  score = jax.jit(lambda x: logprobs.sequence_stats(params, x, spec, 0.7, chunk=4))
-  found = score(tokens_BT)
-  assert not any(x_BT[:, 0].any() for x_BT in found)
-  for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
-    hidden_B1D = layers.forward(params, tokens_BT[:, :t], spec)[:, -1:]
-    expected = oracles.logprob_oracle(
-      hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
-    )
-    oracles.close([x_BT[:, t : t + 1] for x_BT in found], expected, 64)
 
 
 def test_blocks_are_equal_and_no_larger_than_the_limit():

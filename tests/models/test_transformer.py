@@ -99,21 +99,6 @@ def test_rms_norm_by_hand():
   np.testing.assert_allclose(out, [0.5, -0.5], rtol=1e-6)
 
 
-def test_rope_is_a_rotation_of_complex_numbers():
-  rng = np.random.default_rng(0)
-  x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)  # [B, T, heads, C]
-  position = np.asarray([[0, 1, 2, 3, 4], [7, 100, 1000, 5, 4000]])
-  z = x[..., :4].astype(complex) + 1j * x[..., 4:]
-  frequency = 1e4 ** (-np.arange(4) / 4)
-  z *= np.exp(1j * position[..., None, None] * frequency)
-  expected = np.concatenate([z.real, z.imag], -1)
-
-  found = layers.rotate(x, *layers.rotations(position, QWEN3))
-  # The angle is rounded, and is as large as the position.
-  oracles.close(found[0], expected[0], 4 * 5)
-  oracles.close(found, expected, 4 * 4000)
-
-
 def test_count_by_hand():
   # Embedding 20 * 16 = 320; a layer: q 16*16 = 256, k and v 16*8 = 128 each, o 256,
   # biases 16 + 8 + 8 = 32, gate, up and down 16*32 = 512 each, two norms 32: 2368;

@@ -140,20 +140,6 @@ def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
   assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
 
 
-def test_stored_passes_count_once_per_micro_batch():
-  config, spec = parsed({'grad_accum_steps': 4})
-  mesh = fake_mesh('cpu', 1, 1, 1)
-  again, stored = (
-    budget.count(config, spec, Schedule(bounds_pass=name), mesh).update
-    for name in ('again', 'stored')
-  )
-  rows = max(config.sft.batch, config.micro_batch_rows)
-  layer = budget.saved_bytes(spec, Schedule(), config.row_length)
-  hidden = (4 + 4) * spec.width
-  tokens = rows * config.row_length
-  assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
-
-
 def test_given_knobs_are_obeyed():
   knobs = {'remat': 'full', 'sequence_sharding': 'on'}
   config, spec = parsed({'bounds_pass': 'again'}, **knobs)
