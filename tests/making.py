@@ -23,6 +23,12 @@ SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
 )
 
+# Tiny models of the kinds that transformers calls qwen2 and qwen3.
+QWEN2 = transformer.ModelSpec(
+  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
+)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+
 TOWER = vision_spec.VisionSpec(
   width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
 )

@@ -6,22 +6,13 @@ import types
 
 import numpy as np
 import pytest
+from making import QWEN2 as SPEC
 
 from bapo_jax import main
-from bapo_jax.models import transformer
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.tools.plan import roofline
 from benchmarks.models import tower
 from benchmarks.training import learner, our_step, rates, rl_step, trl_step
-
-SPEC = transformer.ModelSpec(
-  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
-)
-
-
-def test_defaults_name_every_case():
-  assert rl_step.parse([]).cases.split(',') == list(rl_step.CASES)
-  assert learner.parse([]).cases.split(',') == list(learner.CASES)
 
 
 @pytest.mark.parametrize('name', rl_step.CASES)
@@ -54,13 +45,6 @@ def test_rewards_of_the_peer_are_our_verdicts():
   chat = [{'role': 'assistant', 'content': '39 + 14 = 53.'}]
   texts = [chat, '39 + 14 = 52.', r'\boxed{53}']
   assert trl_step.reward(texts, ['53'] * 3, ['gsm8k', 'gsm8k', 'aime']) == [1, 0, 1]
-
-
-def test_what_is_not_there_is_named(tmp_path):
-  args = rl_step.parse([f'--model={tmp_path}', '--data=none.jsonl'])
-  assert rl_step.lacking('embedded', args) == ''
-  assert rl_step.lacking('SmolLM2-135M', args) == '--data=none.jsonl is not there'
-  assert 'none is not there' in rl_step.peers_lacking('none')
 
 
 @pytest.mark.parametrize('case', learner.CASES)

@@ -123,19 +123,6 @@ def test_a_tpu_is_not_divided_and_no_number_of_devices_is_one_each():
   assert 'count=1' in run(LAUNCH / 'processes.sh', '2', '--devices=', '--dry-run')
 
 
-def test_one_host_has_eight_devices_on_every_axis(tmp_path):
-  text = '#!/bin/bash\necho "$XLA_FLAGS"; printf \'%q \' "$@"; echo\n'
-  programs(tmp_path, python=text)
-  text = run(LAUNCH / 'local.sh', *FLAGS, env={'PYTHON': str(tmp_path / 'python')})
-  devices, line = text.splitlines()
-  assert devices.strip() == '--xla_force_host_platform_device_count=8'
-  command = words(line)
-  main, (default, *axes, workdir), own = command[:2], command[2:7], command[7:]
-  assert main == ['-m', 'bapo_jax.main'] and own == FLAGS
-  assert default == '--config=configs/aime.py' and workdir == '--workdir=runs/local'
-  assert axes == [f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'tensor')]
-
-
 def test_slurm_runs_one_process_per_task():
   text = run(LAUNCH / 'slurm.sbatch', '--dry-run', *FLAGS, env={'RESTARTS': '5'})
   command = words(text.strip())

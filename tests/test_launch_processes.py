@@ -207,9 +207,3 @@ def test_a_signal_between_two_attempts_ends_it(tmp_path):
     process.terminate()
     assert process.wait(timeout=WAIT_S) == 1
   assert (tmp_path / 'tries').read_text() == 'x\n'
-
-
-@pytest.mark.parametrize('wrong', [[], ['3'], ['x', 'true']])
-def test_restarts_need_a_number_and_a_command(wrong):
-  done = subprocess.run(['launch/restarts.sh', *wrong], cwd=ROOT, capture_output=True)
-  assert done.returncode == 2 and b'Usage: ' in done.stderr

@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import making
 import pytest
 from jax.sharding import PartitionSpec as P
+from making import QWEN2, QWEN3
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
 from bapo_jax.training import build
 from bapo_jax.training.config import Config
 
-QWEN2 = transformer.ModelSpec(
-  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
-)
-QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
 LLAMA = dataclasses.replace(QWEN2, qkv_bias=False)
 UNTIED = dataclasses.replace(QWEN2, tied=False)
 SEEING = dataclasses.replace(QWEN2, vision=making.TOWER)

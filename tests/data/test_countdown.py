@@ -1,6 +1,5 @@
 """Countdown: every problem can be solved, comes once, and depends on the seed alone."""
 
-import json
 import operator as op
 import re
 
@@ -21,14 +20,6 @@ def generate(count, seed=0, **knobs):
   made = CountdownConfig(**knobs)
   problems = ProblemsConfig(seed=seed, train=count - 1, test=1, countdown=made)
   return countdown.generate(problems)
-
-
-def test_a_problem_names_the_numbers_the_target_and_the_place_of_the_answer():
-  row = countdown.row([3, 7, 25], 46, 'sentence')
-  assert row.problem.startswith('Combine the numbers 3, 7, 25 with')
-  assert 'equals 46.' in row.problem and r'\boxed{}' in row.problem
-  assert json.loads(row.answer) == {'numbers': [3, 7, 25], 'target': 46}
-  assert countdown.row([3, 7, 25], 46, 'short') == row._replace(problem='3 7 25=46')
 
 
 @pytest.mark.parametrize(
@@ -56,12 +47,6 @@ def test_no_two_problems_are_one_and_the_seed_decides():
   countdown.generate.cache_clear()
   assert found == generate(400, 1, **knobs)
   assert found != generate(400, 2, **knobs)
-
-
-def test_more_problems_than_there_are_are_refused():
-  knobs = {'numbers': (2,), 'largest': 10, 'target': 10}
-  with pytest.raises(ValueError, match=r'about 1\d\d different .* train \+ test = 999'):
-    generate(999, **knobs)
 
 
 def solved(count=60, **noise):
@@ -117,11 +102,3 @@ def test_slips_make_wrong_steps_and_wrong_answers():
       # At 1 a slip downwards has nowhere to go.
       assert all(r == 1 or RESULT[sign](a, b) != r for a, sign, b, r in made)
   assert np.mean(verdicts) < 0.5
-
-
-def test_repeats_write_a_chain_twice():
-  def share(**noise):
-    tried = [s.split('\\')[0].split('|') for _, _, s in solved(**noise)]
-    return np.mean([len(set(t)) < len(t) for t in tried])
-
-  assert share() == 0 and share(repeat=0.5) > 0.5

@@ -161,12 +161,3 @@ def test_the_embedded_policy_reads_problem_picture_and_solution():
   rng = np.random.default_rng(0)
   solutions = [drawn.solve(problem, rng, 0.5, 0.5) for problem in problems]
   tokenizer.encode(READER, solutions)  # refuses what it does not know
-
-
-def test_sentences_name_what_is_shown():
-  problem, _ = made(2, kind='dials', wording='sentence')
-  assert problem.text == (
-    '<image>Let x1, x2, x3 be the angles of the hands, clockwise from the top in '
-    'tenths of a turn, row by row. Find x3-x1 mod 10, from 0 to 9, and give it in '
-    r'\boxed{}.'
-  )

@@ -110,14 +110,11 @@ def test_columns_without_a_meaning_are_not_read(tmp_path):
   ('line', 'message'),
   [
     ('{"problem": "1+2"}', "no field 'answer', only ['problem']"),
-    ('{"answer": "3"}', "no field 'problem', only ['answer']"),
     (json.dumps(VERL[0]), "no field 'problem'"),
     ('{"problem": "1+2", "answer": NaN}', "field 'answer': nan"),
     ('{"problem": "1+2", ', 'not JSON'),
-    ('', 'not JSON'),
     ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', 'not JSON'),
     ('["problem", "answer"]', "['problem', 'answer'] is not a JSON object"),
-    ('null', 'None is not a JSON object'),
   ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path, line, message):
@@ -195,7 +192,6 @@ def test_a_damaged_table_is_one_sentence(tmp_path, part):
   ('columns', 'message'),
   [
     ({'problem': [], 'answer': []}, 'no problem'),
-    ({'answer': pa.nulls(1)}, "row 1: field 'answer': None"),
     ({'answer': [b'2']}, "row 1: field 'answer': b'2'"),
     ({'answer': [[['2']]]}, "row 1: field 'answer': ['2']"),
     ({'problem': pa.array([b'\xff']).view(pa.string())}, 'not a readable parquet file'),

@@ -7,7 +7,6 @@ import PIL.Image
 import pytest
 
 from bapo_jax.data import pictures
-from bapo_jax.data.row import Row
 from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
@@ -36,11 +35,11 @@ def saved(picture, kind='PNG', **options):
 
 
 def sizes():
-  """50 sizes: both limits, strips, odd numbers, halves that round to even."""
+  """25 sizes: both limits, strips, odd numbers, halves that round to even."""
   rng = np.random.default_rng(0)
   fixed = [(1, 1), (14, 14), (42, 70), (56, 84), (57, 55), (28, 1400), (1400, 28)]
   fixed += [(448, 448), (1, 200), (200, 1), (1100, 1000), (900, 1400), (29, 2800)]
-  return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(37)]
+  return fixed + [tuple(map(int, rng.integers(2, 400, 2))) for _ in range(12)]
 
 
 def theirs(v):
@@ -61,7 +60,7 @@ def frames(found, v):
 
 
 @pytest.mark.parametrize('v', [V, SMALL], ids=['published', 'small'])
-def test_fifty_sizes_have_the_patches_of_transformers(v):
+def test_sizes_have_the_patches_of_transformers(v):
   processor = theirs(v)
   for seed, (height, width) in enumerate(sizes()):
     picture = drawn(height, width, seed)
@@ -168,18 +167,3 @@ def test_damaged_bytes_never_end_in_another_error():
         assert pictures.read(bytes(data)).mode == 'RGB'
       except ValueError as error:
         assert '\n' not in str(error)
-
-
-def test_a_problem_has_a_place_for_each_picture():
-  for problem, count in (('x', 1), ('<image>', 0), ('<image>', 2)):
-    row = Row(problem, '1', pictures=(WHOLE,) * count)
-    with pytest.raises(ValueError, match=f'<image> for {count} pictures'):
-      pictures.check_row(row, sees=True)
-
-
-def test_a_text_only_model_refuses_pictures_and_reads_any_text():
-  row = Row('<image>As in <image>, find x.', '1', pictures=(WHOLE, WHOLE))
-  pictures.check_row(row, sees=True)
-  with pytest.raises(ValueError, match=r'text-only.*model\.tower\.layers'):
-    pictures.check_row(row, sees=False)
-  pictures.check_row(row._replace(pictures=()), sees=False)

@@ -3,17 +3,14 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 from making import SEEING
 from pictured import CHAT, ONE_LAYER, READER, WORDS, png, reader
 
-from bapo_jax.data import pictures, prompts, tokenizer
-from bapo_jax.data.gallery import Capacity, Gallery
+from bapo_jax.data import prompts, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.row import Row
-from bapo_jax.models.vision import sequence
 
 N, WIDTH = 10, 4
 
@@ -244,29 +241,6 @@ def test_pictures_stand_where_the_template_puts_them():
 def test_pictures_stand_in_a_template_without_a_chat():
   (found,) = prompts.encode(reader('{problem} and'), [row('<image>Find', (56, 56))], V)
   assert words(found) == [*['<image_pad>'] * 4, 'Find', 'and']
-
-
-def test_every_patch_has_its_token_and_every_token_its_patch():
-  # By the very function that the model places patches with.
-  rows = [
-    row('<image>Find x', (70, 90)),
-    row('Find x'),
-    row('<image> and <image>', (30, 200), (56, 56)),
-  ]
-  encoded = prompts.encode(reader(), rows, V)
-  pixels_PZE, grid_PI2, _ = Gallery(rows, V, Capacity(64, 2, 9)).of([0, 1, 2])
-  table = prompts.tabulate(reader(), rows, 40, V, drop=False)
-  at, _ = jax.jit(sequence.place, static_argnums=2)(table.tokens_NT, grid_PI2, V)
-  for p, prompt in enumerate(encoded):
-    assert [tuple(grid) for grid in grid_PI2[p] if grid.any()] == list(prompt.grids)
-    merged = at.merged_BT[p][table.tokens_NT[p] == V.image_token]
-    files = rows[p].pictures
-    patches = [pictures.patches(pictures.read(data), V).pixels_ZE for data in files]
-    n = sum(map(len, patches))
-    assert merged.tolist() == list(range(n // V.merge**2))
-    assert not pixels_PZE[p, n:].any()
-    if n:
-      np.testing.assert_array_equal(pixels_PZE[p, :n], np.concatenate(patches))
 
 
 @pytest.mark.parametrize(

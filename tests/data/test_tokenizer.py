@@ -6,8 +6,6 @@ import socket
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
@@ -44,18 +42,6 @@ def test_one_token_per_character_and_one_for_the_box():
   assert len(TOKENIZER.backend) == len(tokenizer_lib.CHARACTERS)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(WRITTEN), max_size=30))
-def test_round_trip(tokens):
-  string = ''.join(tokens)
-  (row,) = tokenizer_lib.encode(TOKENIZER, [string])
-  assert row == [tokenizer_lib.CHARACTERS.index(token) for token in tokens]
-  mask_BT = np.ones((1, len(row)), bool)
-  assert tokenizer_lib.decode_responses(TOKENIZER, np.asarray([row], int), mask_BT) == [
-    string
-  ]
-
-
 @pytest.mark.parametrize('kind', ['', 'qwen2', 'llama'])
 def test_it_is_a_tokenizer_like_any_other_with_any_model(kind, tmp_path):
   TOKENIZER.backend.save_pretrained(tmp_path)
@@ -72,12 +58,6 @@ def test_it_is_a_tokenizer_like_any_other_with_any_model(kind, tmp_path):
   assert written == strings[1:]
   with pytest.raises(ValueError, match='no token for'):
     tokenizer_lib.encode(loaded, ['?'])
-
-
-def test_the_chat_template_wraps_the_problem():
-  wrapped = TOKENIZER._replace(template='chat:{problem}=')
-  assert tokenizer_lib.encode_prompts(wrapped, rows_of('1+2')) == [[7, 16, 8, 19, 4]]
-  assert tokenizer_lib.encode_prompts(wrapped, []) == []
 
 
 def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):

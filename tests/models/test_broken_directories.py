@@ -63,12 +63,8 @@ def indexed(file):
 
 
 DAMAGES = {  # name -> (the damage, what the sentence names)
-  'config.json is empty': (written('config.json', b''), 'config.json'),
-  'config.json is a list': (written('config.json', b'[1]'), 'config.json'),
   'config.json is cut': (truncated('config.json', 40), 'config.json'),
   'config.json is missing': (lambda p: (p / 'config.json').unlink(), 'config.json'),
-  'a size is missing': (edited('config.json', hidden_size=None), 'hidden_size'),
-  'a size is a text': (edited('config.json', vocab_size='20'), 'vocab_size'),
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
   'more layers': (edited('config.json', num_hidden_layers=3), 'layers.2'),
   'rope is a list': (edited('config.json', rope_parameters=[1]), 'config.json'),

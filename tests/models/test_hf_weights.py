@@ -50,8 +50,10 @@ def by_hand(params):
   return tensors
 
 
-@pytest.mark.parametrize('block', [1, 300, 1 << 20])
-@pytest.mark.parametrize('shape', [(1, 1, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+  ('shape', 'block'),
+  [((1, 1, 1), 300), ((2, 2, 2), 1), ((2, 2, 2), 1 << 20), ((1, 2, 4), 300)],
+)
 def test_any_devices_read_each_byte_once_in_any_blocks(
   tmp_path, monkeypatch, shape, block
 ):

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import layers, logprob_tiles, logprobs, transformer
+from bapo_jax.models import logprob_tiles, logprobs
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -83,22 +83,6 @@ def test_the_covariance_by_hand_and_without_a_gradient():
   np.testing.assert_array_equal(jax.grad(covariance)(head_VD), 0)
 
 
-def test_rows_score_each_token_given_those_before_it():
-  spec = transformer.ModelSpec(
-    vocab=V, width=D, layers=1, heads=2, kv_heads=1, head_width=8, ffn=24, tied=False
-  )
-  params, (_, _, tokens_BT) = oracles.noisy(spec, 0), example()
-  score = jax.jit(lambda x: logprobs.sequence_stats(params, x, spec, 0.7, chunk=4))
-  found = score(tokens_BT)
-  assert not any(x_BT[:, 0].any() for x_BT in found)
-  for t in (1, T - 1):  # the row ends before t: only earlier tokens are there
-    hidden_B1D = layers.forward(params, tokens_BT[:, :t], spec)[:, -1:]
-    expected = oracles.logprob_oracle(
-      hidden_B1D, params['head'], tokens_BT[:, t : t + 1], 0.7
-    )
-    oracles.close([x_BT[:, t : t + 1] for x_BT in found], expected, 64)
-
-
 def test_blocks_are_equal_and_no_larger_than_the_limit():
   # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
   assert logprob_tiles.num_blocks(152064, 4096) == 44
@@ -108,38 +92,18 @@ def test_blocks_are_equal_and_no_larger_than_the_limit():
   assert logprob_tiles.num_blocks(151, 10) == 1  # a prime divides into single rows only
 
 
-def sharded_gradient(devices):
-  """(jitted value and gradient of an example, its arguments on the mesh)."""
+def test_no_tile_waits_for_another_device():
   hidden_BTD, head_VD, token_BT = example()
-  weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)
 
   def total(*args):
-    scored = logprobs.token_stats(*args, 0.8, chunk=2, block=5)
-    terms = zip(weight_2BT, scored[:2], strict=True)
-    return sum((w * x).sum() for w, x in terms), scored
+    stats = logprobs.token_stats(*args, 0.8, chunk=2, block=5)
+    return (stats.logp_BT * stats.entropy_BT).sum(), stats
 
-  args = hidden_BTD, head_VD, token_BT
-  if devices:
-    place = sharding.shardings({'head': head_VD}, devices)['head']
-    rows = sharding.over_rows(devices)
-    args = jax.device_put(args, (rows, place, rows))
-  return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True)), args
-
-
-@pytest.mark.parametrize('sizes', [(2, 2, 2), (1, 1, 4)])
-def test_the_mesh_changes_neither_values_nor_gradients(sizes):
-  gradient, args = sharded_gradient(None)
-  alone = gradient(*args)
-  devices = sharding.make(*sizes, devices=jax.devices()[: math.prod(sizes)])
-  gradient, args = sharded_gradient(devices)
-  with sharding.current(devices):
-    spread = gradient(*args)
-  oracles.close(spread, alone, 64)
-
-
-def test_no_tile_waits_for_another_device():
   devices = sharding.make(2, 2, 2)
-  gradient, args = sharded_gradient(devices)
+  rows = sharding.over_rows(devices)
+  place = sharding.shardings({'head': head_VD}, devices)['head']
+  args = jax.device_put((hidden_BTD, head_VD, token_BT), (rows, place, rows))
+  gradient = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
   with sharding.current(devices):
     text = gradient.lower(*args).compile().as_text()
   assert hlo.in_loops(text) == []
@@ -175,18 +139,3 @@ def test_the_logits_never_exist():
   gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
   compiled = gradient.lower(hidden, head, like((2, 512), jnp.int32)).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 2**20
-
-
-@pytest.mark.nightly  # compiles for a TPU; the test above guards memory on a CPU
-def test_memory_on_a_v5e(topology):
-  B, T, V, D = 8, 1024, 152064, 3584  # of the 7B model
-  one = jax.sharding.SingleDeviceSharding(topology('v5e:2x2')[0])
-
-  def total(hidden_BTD, head_VD, token_BT):
-    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 0.6, chunk=32)
-    return stats.logp_BT.sum()
-
-  like = functools.partial(jax.ShapeDtypeStruct, sharding=one)
-  args = like((B, T, D), 'bfloat16'), like((V, D), 'float32'), like((B, T), 'int32')
-  compiled = jax.jit(jax.grad(total, (0, 1))).lower(*args).compile()
-  assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * 2**30

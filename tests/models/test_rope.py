@@ -53,17 +53,6 @@ def test_yarn_by_hand():
   assert table(8, 1e4, 'yarn', **knobs, attention_factor=1.5)[1] == 1.5
 
 
-@pytest.mark.parametrize('rule, knobs', [('llama3', LLAMA3), ('yarn', YARN)])
-def test_a_rule_divides_by_one_to_the_factor(rule, knobs):
-  plain, _ = table(64, 1e6)
-  found, _ = table(64, 1e6, rule, **knobs)
-  assert (found <= plain).all() and (np.diff(found) < 0).all()
-  assert (found >= plain / knobs['factor'] * (1 - 1e-6)).all()
-  # The slowest pair is divided fully and the fastest not at all: a rule has an effect.
-  assert found[0] == plain[0]
-  assert found[-1] == pytest.approx(plain[-1] / knobs['factor'])
-
-
 @pytest.mark.parametrize(
   ('rule', 'knobs', 'name'),
   [

@@ -21,7 +21,7 @@ from bapo_jax import sharding
 from bapo_jax.data import prompts
 from bapo_jax.data.gallery import Capacity, Gallery
 from bapo_jax.data.row import Row
-from bapo_jax.models import decoder, layers, transformer
+from bapo_jax.models import decoder, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.vision import sequence
@@ -180,14 +180,6 @@ def test_positions_are_those_of_transformers(trio):
   jax.tree.map(np.testing.assert_array_equal, found, (at, shift_B))
 
 
-def test_in_a_text_three_parts_turn_as_one(trio):
-  _, spec, _, _ = trio
-  position_T = jnp.arange(T)
-  one = layers.rotations(position_T, spec)
-  three = layers.rotations_by_parts(jnp.stack([position_T] * 3, -1), spec)
-  jax.tree.map(np.testing.assert_array_equal, one, three)
-
-
 def test_greedy_decoding(trio):
   theirs, spec, params, _ = trio
   tokens_BT, length_B, pictures = rows(spec.vision)
@@ -222,17 +214,6 @@ def test_greedy_decoding(trio):
       eos_token_id=-1,
     )
     assert grown_BT[b, n : n + NEW].tolist() == wanted[0, n:].tolist(), b
-
-
-def test_a_mesh_computes_the_same(trio):
-  _, spec, params, _ = trio
-  tokens_BT, _, pictures = rows(spec.vision)
-  alone = forward(params, tokens_BT, pictures, spec)
-  mesh = sharding.make(data=2, fsdp=2, tensor=2)
-  placed = jax.device_put(params, sharding.shardings(params, mesh))
-  given = sharding.split_rows((tokens_BT, pictures), mesh)
-  found = sharding.under(mesh, forward)(placed, *given, spec)
-  oracles.close(found, alone, 128)
 
 
 def test_pictures_are_cut_as_by_their_processor(trio):

@@ -39,15 +39,6 @@ def test_the_knob_names_every_rule():
   assert set(verifiers.RULES) >= verifiers.POOLED
 
 
-def test_answers_are_paired_with_responses(verifier):
-  aime = verifier('aime')
-  texts = [r'\boxed{1}', r'\boxed{1}', '']
-  assert rights(aime, ['1', '2', '3'], texts) == [True, False, False]
-  assert rights(aime, [], []) == []
-  with pytest.raises(ValueError, match='zip'):
-    aime.submit(['1', '2'], [r'\boxed{1}'])
-
-
 def test_only_a_slow_rule_has_processes_and_before_the_first_response(verifier):
   aime, math = verifier('aime'), verifier('math')
   assert rights(aime, ['1'], [r'\boxed{1}']) == [True]

@@ -102,12 +102,6 @@ def throttled(pool, pause):
     thread.join()
 
 
-def test_verdicts_come_in_the_order_of_the_requests():
-  with lenient(3) as pool:
-    batches = {n: halves(pool, n) for n in (40, 0, 1)}
-    assert all(rights(futures) == known(n) for n, futures in batches.items())
-
-
 def test_sigkill_in_mid_batch_loses_no_verdict():
   n = 300
   with lenient(2) as pool:
@@ -243,16 +237,16 @@ def test_neither_pool_nor_worker_loads_jax():
 
 def test_on_a_loaded_machine_honest_answers_get_their_verdicts():
   # 30 to 60 ms of work each: by wall time nearly all are late.
-  texts = [f'\\boxed{{(x+{i})^4}}' for i in range(1, 9)]
-  golds = [f'(x+{i})^2(x^2+{2 * i}x+{i * i})' for i in range(1, 9)]
+  texts = [f'\\boxed{{(x+{i})^4}}' for i in range(1, 5)]
+  golds = [f'(x+{i})^2(x^2+{2 * i}x+{i * i})' for i in range(1, 5)]
   with lenient(2, deadline=0.25, batch_deadline=20.0) as pool:
     verdicts(halves(pool, 4))
     began = time.monotonic()
     with throttled(pool, 0.25):
       pairs = zip(golds, texts, strict=True)
-      assert rights(pool.submit([('math', *pair) for pair in pairs])) == [True] * 8
+      assert rights(pool.submit([('math', *pair) for pair in pairs])) == [True] * 4
     # The premise: the answers of a worker took longer than a deadline each.
-    assert time.monotonic() - began > 4 * 0.25
+    assert time.monotonic() - began > 2 * 0.25
 
 
 def test_a_worker_that_stands_still_is_replaced_and_no_verdict_lost():

@@ -7,7 +7,6 @@ from docs/data_and_rewards.md before a rule was run. A response is a text, or a 
 """
 
 import builtins
-import contextlib
 import functools
 import itertools
 import json
@@ -61,11 +60,6 @@ def verify():
     verifier.close()
 
 
-def test_the_table_is_long_and_without_repetition():
-  assert {rule for _, rule, *_ in CASES} == set(verifiers.RULES)
-  assert len({case[1:4] for case in CASES}) == len(CASES) >= 750
-
-
 @pytest.mark.parametrize(
   ('file', 'rule', 'answer', 'response', 'expected'),
   CASES,
@@ -82,16 +76,7 @@ def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected
     assert verdict.right is expected, verdict
 
 
-def test_a_lenient_verdict_survives_bombs():
-  bombs = [case[2:4] for case in CASES if case[:2] == ('bombs', 'math')][:6]
-  k = RewardsConfig(rule='math', deadline=0.5, strict=False)
-  with contextlib.closing(Verifier(k)) as verifier:
-    verdicts = verifier.submit(*zip(*bombs, strict=True)).result()
-  assert not any(verdict.right for verdict in verdicts)
-  assert 'took over 0.5 s' in {verdict.reason for verdict in verdicts}  # the premise
-
-
-@pytest.mark.parametrize('unit', [r'\boxed{', '}', '{', '-', '1,', '\n', 'answer'])
+@pytest.mark.parametrize('unit', [r'\boxed{', '}', '-', '1,', '\n'])
 @pytest.mark.parametrize('rule', FAST)
 def test_fast_rules_take_linear_time(rule, unit):
   # Eight times the text, eight times the time; anything quadratic takes 64 times.
@@ -130,13 +115,6 @@ def test_a_malformed_right_answer_crashes_nothing(verify, rule, answer):
     verdict = verify(rule, answer, response)
     assert not verdict.right or rule == 'exact'
   assert verify(rule, answer, '\\boxed{\udc00}').right is not True
-
-
-def test_text_outside_unicode_is_undecided_or_wrong(verify):
-  for answer in ('\ud800', r'\frac{'):
-    assert verify('math', answer, r'\boxed{1}').right is None
-  for rule in ('math', 'gsm8k'):
-    assert verify(rule, '1', '\\boxed{\ud800}').right is False
 
 
 def test_math_verify_receives_the_box_that_was_read(monkeypatch):

@@ -11,13 +11,6 @@ import pytest
 from bapo_jax.runtime import metrics
 
 
-def test_every_metric_has_one_sentence():
-  for name, text in metrics.GLOSSARY.items():
-    stage, quantity = name.split('/')
-    assert stage and quantity
-    assert text[0].isalnum() and text.endswith('.') and '\n' not in text
-
-
 def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
   with metrics.writing(tmp_path, -1) as write:
     write(1, {'loss/kl': float('nan'), 'loss/ratio_max': np.float32(np.inf)})
@@ -121,20 +114,3 @@ def test_wandb_is_imported_only_on_demand(tmp_path, monkeypatch):
       write(step, {'loss/value': 1.0})
   assert logged == [(1, {'loss/value': 1.0}), (2, {'loss/value': 1.0})]
   assert ids[0] == ids[1]  # a resumed run is the same run
-
-
-def test_the_legend_names_every_column_in_short_lines():
-  legend = metrics.legend()
-  assert all(len(line) <= 100 for line in legend.splitlines())
-  for label, name, _ in metrics.COLUMNS:
-    assert f'{label}={name}' in legend or f'..{name}' in legend
-
-
-def test_lines_stand_under_each_other():
-  full = {name: 0.5 for name in metrics.GLOSSARY}
-  odd = full | {'learner/grad_norm': 123456.0, 'clip/low': math.nan}
-  lines = [metrics.line(n, 400, x) for n, x in ((1, full), (399, {}), (400, odd))]
-  assert lines[0].startswith('  1/400  acc 0.500')
-  assert 'kl  0.5000' in lines[0] and 'bounds 0.500 .. 0.500' in lines[0]
-  assert len({len(line) for line in lines}) == 1
-  assert len({line.index('grad') for line in lines}) == 1

@@ -126,15 +126,6 @@ def test_a_refused_write_names_the_file_and_the_last_whole_checkpoint(tmp_path):
     raise FileNotFoundError(errno.ENOENT, 'No such file', '/nowhere/model')
 
 
-def test_checkpoint_steps_are_those_of_whole_checkpoints(tmp_path):
-  assert workdir.checkpoint_steps(str(tmp_path)) == []
-  assert os.listdir(tmp_path) == []  # nothing is made
-  for name in ('10', '9', '11.orbax-checkpoint-tmp', 'notes'):
-    (tmp_path / 'checkpoints' / name).mkdir(parents=True)
-  assert workdir.checkpoint_steps(str(tmp_path)) == [9, 10]  # as numbers
-  assert len(os.listdir(tmp_path / 'checkpoints')) == 4  # nothing is cleared
-
-
 @pytest.mark.parametrize('kind', ['file', 'link'])
 def test_checkpoints_that_are_no_directory_are_one_sentence(kind, tmp_path):
   path = tmp_path / 'checkpoints'

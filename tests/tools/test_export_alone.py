@@ -11,8 +11,6 @@ import transformers
 from runs import saved, tiny
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
-from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
@@ -27,19 +25,6 @@ TEXTS = (
 )
 
 
-def problems():
-  """Texts of every family and level of the made problems."""
-  for family in ('trial', 'chain', 'pair'):
-    for level in (1, 4):
-      made = ProblemsConfig(family=family, level=level, train=40, test=1)
-      yield from (p.text for p in synthetic.generate(made))
-  short = CountdownConfig(wording='short')
-  made = ProblemsConfig(
-    source='countdown', test_source='countdown', countdown=short, train=40, test=1
-  )
-  yield from (p.text for p in countdown.generate(made))
-
-
 def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
   ours = tokenizer_lib.load('characters', '{problem}\n')
   tokenizer_lib.save(ours, 'characters', str(tmp_path))
@@ -49,8 +34,7 @@ def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
   assert 'Qwen2' in type(theirs).__name__
   assert len(theirs) == len(tokenizer_lib.CHARACTERS) == len(ours.backend)
   assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
-  strings = [*TEXTS, *(f'{text}\n' for text in problems())]
-  assert len(strings) > 200
+  strings = [*TEXTS, '29x+25=5 mod 9\n', '24x=56 mod 16|5x=3\n', '3 7 25=46\n']
   rows = tokenizer_lib.encode(ours, strings)
   assert theirs(strings, add_special_tokens=False)['input_ids'] == rows
   assert theirs(strings)['input_ids'] == rows

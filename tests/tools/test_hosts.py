@@ -1,9 +1,6 @@
 """What crosses between hosts is counted by hand, and what each of them remembers."""
 
-import types
-
 import jax
-import numpy as np
 import pytest
 
 from bapo_jax import sharding
@@ -99,32 +96,3 @@ def test_the_memory_of_a_process_by_hand(spec):
   assert found['responses of a step'] == 13 * config.prompts.count * G * T
   # The hard part holds no responses.
   assert found['replay buffer'] == 13 * config.buffer.capacity * G * T
-
-
-def test_the_table_adds_up_a_step(spec):
-  config = aime.get_config()
-  config.rollout.weight_sync_interval = 4
-  config = config_lib.parse(config.to_dict())
-  devices = [
-    types.SimpleNamespace(process_index=i // 4, platform='tpu') for i in range(8)
-  ]
-  mesh = types.SimpleNamespace(devices=np.asarray(devices).reshape(1, 4, 2), size=8)
-  mesh.shape = {'data': 1, 'fsdp': 4, 'tensor': 2}
-  gib = 2**30
-  between = {'train step': 3 * gib, 'decode': gib}
-  job = Job(config, spec, Schedule(), mesh)
-  text = hosts.table(job, between)
-  assert text.startswith('2 hosts of 4 devices; inside a host: tensor\n')
-  lines = {line[:16].strip(): line[16:].split() for line in text.splitlines()}
-  n = config.updates_per_step
-  assert [float(x) for x in lines['train step']] == [3, n, 3 * n]
-  sampler = config.sampler
-  rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-  runs = rounds * sampler.max_new_tokens / sampler.tokens_per_dispatch
-  assert [float(x) for x in lines['decode']] == pytest.approx([1, runs, runs], rel=1e-3)
-  synced = hosts.weight_sync(spec, mesh.shape, [0] * 4 + [1] * 4) / gib
-  found = [float(x) for x in lines['weight sync']]
-  assert found == pytest.approx([synced, 1 / 4, synced / 4], rel=1e-3)
-  mesh.devices = np.asarray(jax.devices()).reshape(1, 4, 2)
-  alone = hosts.table(job, between)
-  assert alone.startswith('1 host of 8 devices') and 'weight sync' not in alone

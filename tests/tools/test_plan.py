@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import plan, programs, roofline
 from bapo_jax.training import budget, resolve
@@ -123,20 +122,6 @@ def test_the_programs_are_those_of_the_run(config, mesh):
   assert held == pytest.approx(counted.weights + counted.moments, rel=1e-3)
 
 
-def test_adapters_are_trained_beside_frozen_weights(config, mesh):
-  adapted = config.with_values(lora={'rank': 4}, model={'dtype': 'bfloat16'})
-  job = job_of(adapted, mesh)
-  params, opt, _, base = programs.train_step(job).args
-  assert jax.tree.structure(params) == jax.tree.structure(opt[1][0].mu)
-  numbers = sum(x.size for x in jax.tree.leaves(params))
-  assert numbers == lora.count(job.spec, 4, adapted.lora.targets)
-  # 4 bytes each, and two moments.
-  assert {x.dtype.name for x in jax.tree.leaves((params, opt[1][0].mu))} == {'float32'}
-  weights = [x for x in jax.tree.leaves(base) if x.ndim > 2]
-  assert {x.dtype.name for x in weights} == {'bfloat16'}
-  assert sum(x.size for x in jax.tree.leaves(base)) == transformer.count(job.spec)
-
-
 VISION = {  # Qwen2.5-VL's tower in all but depth
   'depth': 2,
   'fullatt_block_indexes': [1],
@@ -178,32 +163,6 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
   assert program.cost.flops > 0
 
 
-def test_the_learner_has_pictures_as_its_frozen_tower_embeds_them(seeing, mesh):
-  job = job_of(seeing, mesh)
-  params, opt, batch, base = programs.train_step(job).args
-  tower = transformer.count(job.spec) - transformer.count(job.language)
-  assert sum(x.size for x in jax.tree.leaves(base)) == tower
-  assert 'vision' not in params
-  assert jax.tree.structure(opt[1][0].mu) == jax.tree.structure(params)
-  # 8 prompts of a minibatch, each of 256 tokens of a picture of 4 patches each.
-  assert batch.pictures.merged_PMD.shape == (8, 256, 1536)
-  pixels = programs.tower(job).args[1]
-  assert pixels.pixels_PZE.shape == (8 * 4, 1024, 3 * 14 * 14)
-  trained = seeing.with_values(model={'train_tower': True})
-  params, _, batch, base = programs.train_step(job._replace(config=trained)).args
-  assert base is None and 'vision' in params
-  assert batch.pictures.pixels_PZE.shape == (8, 1024, 3 * 14 * 14)
-
-
-def test_a_prefill_costs_its_pictures_too(seeing, mesh):
-  job = job_of(seeing, mesh)
-  found = programs.prefill(job).cost
-  text = roofline.prefill(job.language, job.shape, 8, 512)
-  pictures = roofline.tower(job.spec, job.shape, 8, 1024)
-  assert found.flops == text.flops + pictures.flops
-  assert found.bytes == text.bytes + pictures.bytes
-
-
 @pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
 def test_an_unknown_topology_is_refused(name):
   with pytest.raises(ValueError, match=f'--topology={name!r}'):
@@ -233,17 +192,6 @@ def test_the_compilers_refusal_is_read(config, mesh):
     'RESOURCE_EXHAUSTED: something else': float('inf'),
   }.items():
     assert plan.bytes_needed(message, program) == pytest.approx(needed)
-
-
-def test_knobs_that_cost_no_products_are_tried_first(config, mesh):
-  job = job_of(config, mesh, 'none', False, 'stored')
-  assert list(plan.ladder('train step', job))[:5] == [
-    ('model.sequence_sharding', 'on'),
-    ('learner.bounds_pass', 'again'),
-    ('model.remat', 'dots'),
-    ('model.remat', 'full'),
-    ('learner.grad_accum_steps', 32),
-  ]
 
 
 def test_packing_is_an_assumption_that_is_printed(config, mesh):

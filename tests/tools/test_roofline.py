@@ -3,14 +3,12 @@
 import dataclasses
 
 import pytest
+from making import QWEN2 as SPEC
 
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import roofline
 
-SPEC = transformer.ModelSpec(
-  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
-)
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
 

@@ -94,15 +94,6 @@ def test_the_choice_is_the_fastest_that_fits(config):
   assert f'--config.learner.grad_accum_steps={best.grad_accum_steps}' in best.flags
 
 
-@pytest.mark.parametrize('shape', [(1, 4, 2), (2, 1, 4), (8, 1, 1)])
-def test_the_cache_is_that_of_the_program(config, shape):
-  # 2 key/value heads do not divide over 4.
-  spec = programs.tpu_spec(config)
-  job = programs.Job(config, spec, Schedule(), mesh_of(*shape))
-  _, cache = programs.slots_of(job)
-  assert budget.count(*job).cache == cache
-
-
 def test_the_fastest_come_first_and_the_flags_run(config):
   found, refused = searched(config, 2.0**60)
   assert [c.seconds for c in found] == sorted(c.seconds for c in found)

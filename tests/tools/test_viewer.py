@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bapo_jax.algorithms import advantage
 from bapo_jax.tools import recorded_groups, viewer
 from bapo_jax.training import checkpoint, config
 from bapo_jax.training.config import Config
@@ -95,46 +94,6 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '4[1.30]3' in with_bounds and 'xxxxxxxxx' in with_bounds
   assert '3[' not in with_bounds
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
-
-
-def test_where_the_pictures_of_a_group_lie(tmp_path):
-  workdir = evaluated(tmp_path, *TWO)
-  assert 'picture' not in printed(workdir)
-  path = workdir / 'eval' / '10.json'
-  held = json.loads(path.read_text())
-  for sample in held['samples'][:4]:
-    sample['pictures'] = ['pictures/a.png', 'pictures/b.jpg']
-  path.write_text(json.dumps(held))
-  record(workdir, 7, [response('43', True, 1.5)], pictures=['pictures/c.png'])
-  wide = Console(file=io.StringIO(), width=500, _environ={})
-  for number in (1, 2, 3):
-    viewer.show(str(workdir), number, '', wide)
-  shown = re.findall(r'picture: (\S+)', wide.file.getvalue())
-  names = ('c.png', 'a.png', 'b.jpg')  # trained on; evaluated; without a picture
-  assert shown == [f'{workdir}/pictures/{name}' for name in names]
-
-
-def test_a_view_of_tokens_explains_why_it_is_empty(tmp_path):
-  workdir = evaluated(tmp_path, *TWO)
-  drawn = ' '.join(printed(workdir, 1, 'pc').split())
-  assert 'An evaluation records only text' in drawn and '⟨' not in drawn
-  alone = response('4', True, 0.0, pieces=['4'], sampler_logp=[0.0])
-  record(workdir, 8, [alone], update=None, low=None, high=None)
-  assert 'No update of the step had this group' in printed(workdir, 1, 'c')
-
-
-def test_responses_have_the_colour_of_their_advantage(tmp_path):
-  drawn = printed(evaluated(tmp_path, *TWO), 1, terminal=True)
-  assert '\x1b[32mso 3\x1b[0m' in drawn and '\x1b[31mso 4\x1b[0m' in drawn
-  # A group of one has no advantage, and no colour.
-  assert '\x1b[31mso' not in printed(tmp_path, 2, terminal=True)
-
-
-@pytest.mark.parametrize('rule', advantage.RULES)
-def test_a_group_of_one_is_compared_with_nobody(rule, tmp_path):
-  # The mean of the others, of which there are none, would be no number.
-  drawn = printed(evaluated(tmp_path, ('1', [('so 3', True)]), rule=rule), 1)
-  assert 'reward 1.00  advantage +0.00' in drawn
 
 
 def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):

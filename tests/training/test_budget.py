@@ -13,7 +13,7 @@ import pytest
 from runs import tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, layers, lora, transformer
+from bapo_jax.models import layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
@@ -27,7 +27,7 @@ SPEC = transformer.ModelSpec(
 B, T = 4, 64
 
 
-def temporaries(spec, kind, T, rank=0):
+def temporaries(spec, kind, rank=0):
   """Bytes that the compiler allocates for a gradient, beyond arguments and results."""
 
   def total(params, base, tokens_BT):
@@ -45,15 +45,14 @@ def temporaries(spec, kind, T, rank=0):
 
 
 @pytest.mark.parametrize(
-  ('qk_norm', 'T', 'rank', 'kinds'),
-  [(True, 64, 0, budget.REMATS), (False, 256, 0, ['none']), (False, 64, 4, ['dots'])],
+  ('qk_norm', 'rank', 'kinds'), [(True, 0, budget.REMATS), (False, 4, ['dots'])]
 )
-def test_saved_bytes_are_the_compilers(qk_norm, T, rank, kinds):
+def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
   # A difference of two depths leaves out what does not depend on the depth.
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
   for kind in kinds:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, layers=n), kind, T, rank) for n in (4, 2)
+      temporaries(dataclasses.replace(spec, layers=n), kind, rank) for n in (4, 2)
     )
     counted = budget.saved_bytes(spec, Schedule(kind), T)
     if kind == 'dots':
@@ -141,20 +140,6 @@ def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
   assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
 
 
-def test_stored_passes_count_once_per_micro_batch():
-  config, spec = parsed({'grad_accum_steps': 4})
-  mesh = fake_mesh('cpu', 1, 1, 1)
-  again, stored = (
-    budget.count(config, spec, Schedule(bounds_pass=name), mesh).update
-    for name in ('again', 'stored')
-  )
-  rows = max(config.sft.batch, config.micro_batch_rows)
-  layer = budget.saved_bytes(spec, Schedule(), config.row_length)
-  hidden = (4 + 4) * spec.width
-  tokens = rows * config.row_length
-  assert stored - again == pytest.approx(3 * tokens * (spec.layers * layer + hidden))
-
-
 def test_given_knobs_are_obeyed():
   knobs = {'remat': 'full', 'sequence_sharding': 'on'}
   config, spec = parsed({'bounds_pass': 'again'}, **knobs)
@@ -167,19 +152,6 @@ def test_auto_on_a_cpu_saves_products_at_most():
   (config, spec), mesh = parsed(), sharding.make()
   assert {s.remat for s in budget.choices(config, mesh)} == {'dots', 'full'}
   assert budget.choose_schedule(config, spec, mesh, 1e15).remat == 'dots'
-
-
-def test_the_kernels_gradients_of_queries_are_counted(monkeypatch):
-  (config, spec), mesh = parsed(), fake_mesh('cpu', 1, 1, 1)
-  spec = dataclasses.replace(spec, attention='splash')
-  few = budget.count(config, spec, Schedule(), mesh).saved
-  columns = -(-config.row_length // 128) * 128
-  monkeypatch.setattr(attention, 'key_block', lambda length: length / 3)
-  more = budget.count(config, spec, Schedule(), mesh).saved - few
-  blocks = 3 - columns / max(n for n in (128, 256, 512) if columns % n == 0)
-  rows = max(config.sft.batch, config.minibatch_rows)
-  # Float32 queries, once per block.
-  assert more == pytest.approx(blocks * rows * config.row_length * 4 * 4 * 16)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +236,3 @@ def test_what_cannot_fit_is_refused_by_the_knobs_of_its_largest_part(part):
   large, message = found._replace(**{part: 1e12}), re.escape(budget.KNOBS[part])
   with pytest.raises(ValueError, match=f'most of it for {message}'):
     budget.check(large, 1e11)
-
-
-@pytest.mark.parametrize(('tokens', 'columns'), [(16, 8), (17, 17)])
-def test_columns_are_split_where_they_divide(tokens, columns):
-  mesh = sharding.make(2, 2, 2)
-  place = jax.jit(functools.partial(layers.split, schedule=Schedule('full', True)))
-  x_BTD = sharding.under(mesh, place)(jnp.zeros((8, tokens, SPEC.width)))
-  assert x_BTD.sharding.shard_shape(x_BTD.shape) == (2, columns, SPEC.width)

@@ -107,17 +107,6 @@ def test_every_flipped_byte_of_every_file_is_noticed(broken):
       flip(path, at)
 
 
-def test_arrays_are_restored_to_the_bit(whole, tmp_path):
-  step, found = restored(copied(whole, tmp_path / 'run'))
-  assert step == STEPS[-1]
-  assert same(found, state(step))
-  assert found['params']['w'].sharding == state(step)['params']['w'].sharding
-  read = checkpoint.read_params(str(whole), 2)
-  np.testing.assert_array_equal(read('w'), state(2)['params']['w'])
-  with pytest.raises(ValueError, match='has no params/lost'):
-    read('lost')
-
-
 def replaced_by_file(path: pathlib.Path) -> None:
   """A file where a directory was."""
   shutil.rmtree(path)

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from three_problems import ACTOR, ENGINE, GROUP, PROBLEMS, TOKENIZER, WIDTH, problems
 
 from bapo_jax import types
-from bapo_jax.data import prompts
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout as rollout_lib
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout, Verification, rollout
-from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.training import evaluate
 
 ODD = making.OddVerifier()
@@ -101,30 +98,6 @@ def evaluated(verifier, group_size=GROUP, asked=None, **knobs):
   return evaluate.evaluate(*given, engine=engine, verifier=verifier, step=3, **knobs)
 
 
-def test_the_evaluation_goes_through_the_same_door():
-  result, samples = evaluated(ODD, ks=(1, GROUP))
-  assert len(samples) == 3 * GROUP
-  verdicts = [len(sample['response']) % 2 == 1 for sample in samples]
-  assert 0 < sum(verdicts) < len(verdicts)
-  assert [sample['correct'] for sample in samples] == verdicts
-  assert result['accuracy'] == pytest.approx(np.mean(verdicts))
-  # The record is the rollout's own.
-  groups = rollout(
-    PartialRollouts(ENGINE, 3),
-    ACTOR,
-    prompts.prompts_by_id(problems(), [0, 1, 2]),
-    jax.random.key(1),
-    verification=Verification(problems(), TOKENIZER, ODD, PhaseTimer()),
-    step=3,
-    policy_version=3,
-  ).groups
-  tokens = np.asarray(groups.response_mask_PGT).sum(2).reshape(-1)
-  assert [sample['tokens'] for sample in samples] == tokens.tolist()
-  logp = np.asarray(groups.behavior_logp_PGT).sum(2).reshape(-1)
-  # Sums of 7 float32 terms of one sign: within 7 x 6e-8, and 20 times that.
-  np.testing.assert_allclose([s['logp'] for s in samples], logp, rtol=1e-5)
-
-
 def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   monkeypatch,
 ):
@@ -142,22 +115,6 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   assert verifiers == ['aime', 'exact', 'aime']
 
 
-def test_an_evaluation_is_recorded_with_its_pictures(tmp_path):
-  problems = prompts.Problems(
-    np.arange(2), None, None, ['a', 'b'], ['1', '2'], pictures=[(b'GIF8',), ()]
-  )
-  samples = [{'id': i, 'correct': True} for i in (0, 0, 1)]
-  result = {'accuracy': 1.0}
-  evaluate.record(str(tmp_path), 4, result, samples, problems)
-  found = evaluate.read_recorded(str(tmp_path), 4)
-  names = [sample.pop('pictures') for sample in found['samples']]
-  assert found == {'result': result, 'samples': samples}
-  assert names[0] == names[1] and names[2] == []
-  assert (tmp_path / names[0][0]).read_bytes() == b'GIF8'
-  evaluate.record(str(tmp_path), 5, result, samples, problems._replace(pictures=()))
-  assert evaluate.read_recorded(str(tmp_path), 5)['samples'] == samples
-
-
 def test_undecided_is_wrong_and_counted_as_undecided():
   class Lost(making.OddVerifier):
     def verdict(self, text):
@@ -167,23 +124,6 @@ def test_undecided_is_wrong_and_counted_as_undecided():
   assert (result['accuracy'], result['undecided']) == (0, 1)
   assert {s['verdict'] for s in samples} == {'undecided'}
   assert result['maj'][1]['mean'] == 0
-
-
-# C(n, k) by hand: of 4 responses 2 are right; of the 6 pairs one has none.
-KNOWN = [
-  (4, 2, 1, 1 / 2),
-  (4, 2, 2, 5 / 6),
-  (4, 2, 3, 1.0),
-  (4, 0, 4, 0.0),
-  (4, 4, 1, 1.0),
-  (10, 3, 5, 11 / 12),  # 1 - 21/252
-  (200, 1, 100, 1 / 2),
-]
-
-
-@pytest.mark.parametrize(('n', 'c', 'k', 'expected'), KNOWN)
-def test_pass_at_k_on_known_counts(n, c, k, expected):
-  assert evaluate.pass_at(n, c, k) == expected
 
 
 @hypothesis.given(st.integers(1, 8), st.data())
@@ -222,25 +162,3 @@ def test_the_majority_by_hand(answers, right, k, share):
   answers = [None if s == '-' else s for s in answers.split()]
   correct = [r == '1' for r in right.split()]
   assert evaluate.majority(answers, correct, k) == pytest.approx(share)
-
-
-@hypothesis.given(
-  st.lists(st.tuples(st.sampled_from('abc'), st.booleans()), min_size=1, max_size=12)
-)
-def test_maj_at_one_is_the_accuracy(rows):
-  right = dict(rows)  # one verdict per answer
-  answers = [answer for answer, _ in rows]
-  correct = [right[answer] for answer in answers]
-  assert evaluate.majority(answers, correct, 1) == pytest.approx(np.mean(correct))
-
-
-def test_the_table_has_every_measure():
-  samples = [
-    dict(correct=c, extracted='1', verdict='right', tokens=3, truncated=False)
-    for c in (True, False, True, True)
-  ]
-  table = evaluate.table(evaluate.summarize(samples, 2, (1, 2)), 'step 4 on x')
-  rows = [line.replace('|', ' ').split() for line in table.splitlines()[4:]]
-  assert rows[0] == ['avg@2', '0.7500', '0.2500']
-  names = 'avg@2 pass@1 pass@2 maj@1 maj@2 tokens truncated undecided'
-  assert [row[0] for row in rows] == names.split()

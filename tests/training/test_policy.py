@@ -9,8 +9,7 @@ from runs import source, tiny
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.run import experiment
-from bapo_jax.training import build, policy, resolve
+from bapo_jax.training import policy, resolve
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
@@ -29,19 +28,6 @@ def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
   assert config.model.path == config.tokenizer.path == 'models/mine'
   config = main.read_config(file, given[1:])
   assert config.model.path == config.tokenizer.path != 'models/mine'
-
-
-def test_a_run_reads_the_tokenizer_of_its_model(tmp_path):
-  path = source(tmp_path / 'model')
-  # Another order of tokens than the embedded one: only the model's file has it.
-  text = (tmp_path / 'model' / 'tokenizer.json').read_text()
-  held = json.loads(text)
-  vocab = held['model']['vocab']
-  vocab['7'], vocab['8'] = vocab['8'], vocab['7']
-  (tmp_path / 'model' / 'tokenizer.json').write_text(json.dumps(held))
-  config = tiny(**{'model.path': path})
-  model = resolve.check_available(config)
-  assert tokenizer_lib.encode(model.tokenizer, ['78']) == [[14, 13]]
 
 
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
@@ -96,17 +82,6 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
   ends = tmp_path / 'model' / 'generation_config.json'
   ends.write_text(json.dumps({'eos_token_id': 39}))
   assert resolve.resolve(config).tokenizer.eos == (1, 39)
-
-
-def test_the_first_screen_names_tokenizer_and_template(tmp_path):
-  path = source(tmp_path / 'model')
-  knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
-  config = tiny(**knobs)
-  r = resolve.resolve(config)
-  text = experiment.first_screen(r, build.read(config, r.model), 'work')
-  assert 'remat dots (auto)' in text
-  (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
-  assert line.split(None, 1)[1] == f"{path}, 29 tokens, template '{{problem}}='"
 
 
 def seeing(**knobs):

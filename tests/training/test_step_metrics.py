@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from runs import tiny
 
-from bapo_jax.rewards import verifiers
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, trainer
@@ -109,23 +108,3 @@ def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
     np.testing.assert_array_equal(batch.adv_B, whole.adv_B)
     rows += (~ended_B).sum()
   assert rows > 0
-
-
-def test_the_format_bonus_is_by_the_verifier_of_the_problem(
-  warm, one_device, monkeypatch
-):
-  knobs = {'rewards.shaping.format_bonus': 0.25, 'rewards.rule': 'exact'}
-  t, s = started(warm(), **knobs)
-  # Readers that differ: a digit in the response, or no answer ever.
-  monkeypatch.setitem(verifiers.READERS, 'gsm8k', lambda x: '1' if '1' in x else None)
-  monkeypatch.setitem(verifiers.READERS, 'exact', lambda text: None)
-  own = ['gsm8k', ''] * (len(t.problems.id_N) // 2)
-  t = dataclasses.replace(t, problems=t.problems._replace(verifier=own))
-  s = trainer.sync_actor_if_due(t, s)
-  found = trainer.sample_fresh(t, s, 0, trainer.step_keys(0, 0).fresh)
-  bonus_PG = np.asarray(found.groups.reward_PG - found.groups.correct_PG)
-  id_B = np.repeat(np.asarray(found.groups.id_P), bonus_PG.shape[1])
-  given = zip(id_B, found.texts, strict=True)
-  answered = [own[i] == 'gsm8k' and '1' in text for i, text in given]
-  np.testing.assert_allclose(bonus_PG.ravel(), 0.25 * np.asarray(answered), atol=1e-6)
-  assert 0 < sum(answered) < len(answered)

@@ -143,19 +143,10 @@ def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkey
   ]
 
 
-@pytest.mark.parametrize(
-  ('seed', 'oldest', 'interval'),
-  [(0, 1, 1)]
-  # Repetitions: ages beyond one step.
-  + [pytest.param(*x, marks=pytest.mark.nightly) for x in ((2, 1, 2), (3, 2, 1))],
-)
-def test_no_token_is_older_than_promised_whatever_the_rounds(
-  seed, oldest, interval, warm
-):
+def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
   # A step of three rounds submits three times the prompts that a step of one returns.
   knobs = EXTRA | {
-    'rollout.max_off_policy_steps': oldest,
-    'rollout.weight_sync_interval': interval,
+    'rollout.max_off_policy_steps': 1,
     'rollout.max_tokens_per_step': 4.0,
     'prompts.count': 1,
     'sampler.group_size': 16,
@@ -165,15 +156,15 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(
     'checkpoint.every': 99,
   }
   workdir = warm('whole')
-  assert runs.train(tiny(seed=seed, **knobs), workdir) == 0
+  assert runs.train(tiny(**knobs), workdir) == 0
   whole = last_run(workdir)
   rows = [row for step, row in whole.rows.items() if step]
   rounds = [float(row['rollout/rounds']) for row in rows]
   ages = [float(row['rollout/age_max']) for row in rows]
   assert min(rounds) < 3 == max(rounds) and max(ages) > 0, 'or nothing is tested'
-  assert max(ages) <= oldest + interval - 1, ages
+  assert max(ages) <= 1, ages
   submitted_W = whole.arrays['partial/host/submitted_W']
-  assert (submitted_W[submitted_W >= 0] > 6 - oldest).all(), 'all that is due is out'
+  assert (submitted_W[submitted_W >= 0] > 5).all(), 'all that is due is out'
 
 
 def test_responses_are_numbered_through_rounds_and_resumes(monkeypatch):
