@@ -11,6 +11,7 @@
 import contextlib
 import dataclasses
 import math
+import operator
 import os
 import shutil
 import time
@@ -38,6 +39,7 @@ from bapo_jax.types import take
 GROUPS = 8  # that are sampled at least, as far as a step has so many
 SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
+KIND = operator.attrgetter('kind')
 
 
 def check(config: Config, workdir: str) -> int:
@@ -198,21 +200,17 @@ def measured(
 ) -> str:
   """Times one update on a minibatch of these groups; describes a step and memory.
 
-  Args:
-    config: of the run; that of `t` samples fewer groups.
-    seconds: the time that sampling the groups took.
+  `config` is the run's; that of `t` samples fewer groups, which took `seconds`.
   """
   groups, updates = rollout.groups, config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
   chosen = np.argsort(-spread_P)[:per_update]  # those that teach
   teaching = int((spread_P[chosen] > 0).sum())
-  single = t.config.with_values(
-    prompts={'count': per_update}, learner={'minibatches': 1}
-  )
+  sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
     step = build.compile_train_step(t, s)
-  t = dataclasses.replace(t, config=single, train_step=step)
+  t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update
   batch, source_P = take(groups, chosen), jnp.zeros(per_update, jnp.int32)
   began = time.perf_counter()
@@ -236,8 +234,5 @@ def measured(
 
 def listed(findings: Sequence[Finding]) -> str:
   """Formats all findings, mistakes first."""
-  lines = [
-    derive.wrapped(f'{kind.upper()} ({name}): {text}', '')
-    for kind, name, text in sorted(findings, key=lambda x: x.kind)
-  ]
-  return '\n'.join(lines) or 'No problems found.'
+  lines = (f'{x.kind.upper()} ({x.name}): {x.text}' for x in sorted(findings, key=KIND))
+  return '\n'.join(derive.wrapped(x, '') for x in lines) or 'No problems found.'

@@ -52,11 +52,7 @@ class Sampled(NamedTuple):
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
-  """Returns the findings about the config of a new run.
-
-  Args:
-    free: free bytes where the run writes.
-  """
+  """Returns the findings about a new run's config; `free` bytes are on its disk."""
   rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
   found = [finding for rule in rules for finding in rule(r.config, known)]
   return [*found, *_room(r, known.memory, free)]

@@ -167,8 +167,8 @@ def backward(config: Config, facts: Facts) -> tuple[str, str]:
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives learner.bounds_pass from the schedule that fits the memory."""
-  several = budget.bounds_wait(config)
-  reason = LEAST if several else 'one micro-batch: its bounds need no other pass'
+  alone = 'one micro-batch: its bounds need no other pass'
+  reason = LEAST if budget.bounds_wait(config) else alone
   return schedule_of(config, facts).bounds_pass, reason
 
 
