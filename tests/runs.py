@@ -183,11 +183,7 @@ def one_device() -> Iterator[None]:
 def shared(
   factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]
 ) -> pathlib.Path:
-  """Returns a directory that the worker that needs it first makes, once per session.
-
-  Args:
-    make: fills the directory that it is called with.
-  """
+  """Returns a directory that `make` fills, once per session, for all workers."""
   root = factory.getbasetemp()
   if 'PYTEST_XDIST_WORKER' in os.environ:  # each worker has a directory below it
     root = root.parent
@@ -236,8 +232,7 @@ RECORDED: dict[str, dict[str, Any]] = {
 def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   """Returns the recorded run of this name; the first call of a session trains it.
 
-  The embedded policy has its warm start; models that cannot compute yet are rewarded
-  for responses of an odd length, so that there is something to learn.
+  Models without a warm start are rewarded for responses of an odd length.
   """
   knobs = RECORDED[name]
   if name == 'adapters':

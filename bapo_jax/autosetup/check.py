@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import operator
-import os
+import pathlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -83,10 +83,8 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 def free_bytes(workdir: str) -> int:
   """Returns the free bytes where the workdir is, or would be made."""
-  path = os.path.abspath(workdir)
-  while not os.path.exists(path):
-    path = os.path.dirname(path)
-  return shutil.disk_usage(path).free
+  path = pathlib.Path(workdir).absolute()
+  return shutil.disk_usage(next(x for x in (path, *path.parents) if x.exists())).free
 
 
 def shrunk(config: Config) -> Config:

@@ -160,7 +160,6 @@ def _read(config: Config, workdir: str) -> Config:
         f'{path} has no {knob}; give another --workdir, or put the config back'
       ) from None
   config = config_lib.parse(config_lib.plain(config_lib.from_json(values)))
-  given = ((knob, operator.attrgetter(knob)(config)) for knob in config.derived)
-  names = ', '.join(f'{knob}={shown(value)}' for knob, value in given)
-  log(wrapped(f'Derived when this run began ({path}): {names}', ''))
+  given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)
+  log(wrapped(f'Derived when this run began ({path}): {", ".join(given)}', ''))
   return config

@@ -54,8 +54,7 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives model.compute from the kind of device."""
   if facts.cpu:
     return 'float32', 'a CPU has no faster products in bfloat16'
-  reason = 'products of accelerators; weights and log-probabilities are float32'
-  return 'bfloat16', reason
+  return 'bfloat16', 'for products; weights and log-probabilities are float32'
 
 
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:

@@ -4,6 +4,7 @@
 2. report.json for programs.
 """
 
+import datetime
 import itertools
 import json
 import math
@@ -50,7 +51,7 @@ def summary(
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{duration(spent["wall_s"])} of wall time and '
+    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
     f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
   )
 
@@ -202,11 +203,3 @@ def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
   steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(steps) // 5)
   return steps[:n], steps[-n:]
-
-
-def duration(s: float) -> str:
-  """Formats seconds: '1 h 02 min', '3 min 05 s' or '4.2 s'."""
-  if s < 60:
-    return f'{s:.1f} s'
-  m, s = divmod(round(s), 60)
-  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'

@@ -17,8 +17,8 @@ SCALARS += ('consecutive_skips', 'idle_steps')
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state.
 
-  The actor is among them if the next step decodes with it, in the layout of the
-  parameters, since a run may resume on another mesh; of adapters without frozen weights.
+  The actor is among them if the next step decodes with it: in the layout of the
+  parameters, since a run may resume on another mesh, and without frozen weights.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval:

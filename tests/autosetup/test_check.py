@@ -112,7 +112,6 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
     ([1, 0, 8], {}, {}),  # one group is enough
     ([0, 0, 0], {}, {'nothing to learn': 'mistake'}),
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
-    ([0, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
     ([1, 2], {'undecided': 3}, {'undecided': 'warning'}),

@@ -49,7 +49,6 @@ def rows(idle, accuracy):
     ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* too easy'),
     ([*range(1, 11)], 0.5, 'always solved or never'),
     ([*range(1, 10), 0, *range(1, 10)], 0.0, None),
-    ([], 0.0, None),
   ],
 )
 def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
