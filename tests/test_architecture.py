@@ -32,7 +32,7 @@ FOLDERS = (
 # Rules of one slot know the records and their knobs, and no other slot.
 SLOTS = {'replay_buffer', 'batch_rules', 'advantage', 'clip', 'loss'}
 SLOTS = {f'algorithms.{name}' for name in SLOTS}
-HELPERS = {'algorithms.bound_search', 'algorithms.knobs', 'algorithms.batch_knobs'}
+HELPERS = {'algorithms.bound_search', 'algorithms.knobs'}
 
 # The learner receives its rules; one module looks their names up.
 RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}

@@ -12,8 +12,13 @@ from refusals import refusal
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
-from bapo_jax.algorithms.batch_knobs import BatchConfig, ThresholdsConfig
-from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
+from bapo_jax.algorithms.knobs import (
+  AdvantageConfig,
+  BatchConfig,
+  ClipConfig,
+  LossConfig,
+  ThresholdsConfig,
+)
 from bapo_jax.knobs import Section, knob
 from bapo_jax.training.config import Config, parse
 from bapo_jax.training.rules import bind
