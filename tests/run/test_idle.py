@@ -27,7 +27,7 @@ def test_steps_without_anything_to_learn_are_reported_once(warm, capsys, monkeyp
   out = capsys.readouterr().out
   assert out.count('Nothing was learned in steps 1 to 2:') == 1
   assert out.count('Nothing was learned') == 1
-  assert 'look at the verifier (rewards.rule)' in out
+  assert 'check the verifier (rewards.rule)' in out
   assert 'Nothing was learned in steps 1 to 3:' in (workdir / 'report.md').read_text()
   run = last_run(workdir)
   assert run.scalars['idle_steps'] == 3
