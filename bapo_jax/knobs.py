@@ -25,19 +25,17 @@ class Section(pydantic.BaseModel):
   """Base of all sections: frozen, no unknown names, no conversion between types."""
 
   model_config = pydantic.ConfigDict(
-    frozen=True,
-    extra='forbid',
-    strict=True,
-    allow_inf_nan=True,
-    protected_namespaces=(),
+    frozen=True, extra='forbid', strict=True, protected_namespaces=()
   )
 
   # First of all validators: those of a section may take every number as in its range.
   @pydantic.model_validator(mode='after')
   def _ranges(self) -> Self:
     for name, field in type(self).model_fields.items():
-      value = getattr(self, name)
-      if not _fits(value, _limits(field)):
+      value, limits = getattr(self, name), _limits(field)
+      values = value if isinstance(value, tuple) else (value,)
+      falls = limits.get('rising') and list(values) != sorted(values)
+      if falls or not all(_inside(x, limits) for x in values):
         raise ValueError(f'{name}={shown(value)}: give {expected(field)}')
     return self
 
@@ -78,11 +76,9 @@ def knob(
 def validate(
   section: type[AnySection], values: dict[str, Any], name: str = ''
 ) -> AnySection:
-  """Returns the section with these values.
+  """Returns the section with these values; knobs without a value have their defaults.
 
-  Args:
-    values: of some or all knobs; the others have their defaults.
-    name: of the section, for errors; '' for the whole config.
+  Errors call the section by its name; '' is the whole config.
 
   Raises:
     ValueError: one sentence with the knob, its value and its range.
@@ -166,13 +162,6 @@ def _kind(annotation: Any) -> str:
 def _limits(field: FieldInfo) -> dict[str, Any]:
   extra = field.json_schema_extra
   return dict(extra) if isinstance(extra, dict) else {}
-
-
-def _fits(value: Any, limits: dict[str, Any]) -> bool:
-  """Returns whether a value, or every value of a tuple, is in range and in order."""
-  values = value if isinstance(value, tuple) else (value,)
-  ordered = not limits.get('rising') or list(values) == sorted(values)
-  return ordered and all(_inside(x, limits) for x in values)
 
 
 def _inside(value: Any, limits: dict[str, Any]) -> bool:

@@ -20,12 +20,8 @@ from bapo_jax.runtime import hosts, signals
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, overrides
 from bapo_jax.training.config import parse as parse_config
 
-CONFIG = flags.DEFINE_string(
-  'config', None, 'A file of configs/, with `:variant` if it has variants.'
-)
-WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/default', 'Directory of all results; give it again to resume.'
-)
+CONFIG = flags.DEFINE_string('config', None, 'A file of configs/, or file:variant.')
+WORKDIR = flags.DEFINE_string('workdir', 'runs/default', 'Directory of all results.')
 MODE = flags.DEFINE_enum(
   'mode', 'train', ['train', 'check', 'eval', 'export', 'plan', 'show'], 'What to do.'
 )
@@ -53,9 +49,7 @@ EXPORT_DTYPE = flags.DEFINE_enum(
 EXPORT_SHARD_GB = flags.DEFINE_float(
   'export_shard_gb', 5.0, 'Limit of an exported file, 10^9 bytes.', lower_bound=1e-9
 )
-TOPOLOGY = flags.DEFINE_string(
-  'topology', 'v5p:2x2x4', 'Devices to plan for, which need not be attached.'
-)
+TOPOLOGY = flags.DEFINE_string('topology', 'v5p:2x2x4', 'Devices to plan for.')
 MEAN_SHARE = flags.DEFINE_float(
   'mean_share', 1.0, 'Mean row length over the longest, for --mode=plan.', 1e-6, 1.0
 )
@@ -128,13 +122,13 @@ def join(config: Config) -> None:
   Raises:
     ValueError: the processes differ, or another mode has several.
   """
-  if MODE.value != 'train' and PROCESSES.value is not None:
+  if MODE.value != 'train':
+    if PROCESSES.value is None:
+      return
     raise ValueError(
       f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
       'only a training run has several'
     )
-  if MODE.value != 'train':
-    return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
     from bapo_jax.runtime import machine

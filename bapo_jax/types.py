@@ -203,38 +203,28 @@ FindBounds = Callable[[Array], Bounds]
 
 
 class ClipRule(Protocol):
-  """Bounds on how far the policy may move a token."""
-
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-    """Returns the bounds for the ratios that the loss rule clips."""
+    """Bounds how far the policy may move a token, by ratios that a loss rule clips."""
 
 
 class LossRule(Protocol):
-  """The objective of each token, to be maximised."""
-
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """Returns (gain_BT, clip bounds); gain_BT is 0 outside the loss mask."""
+    """Returns (gain_BT, bounds): the objective to maximise, 0 outside the mask."""
 
 
 class AdvantageRule(Protocol):
-  """Computes the advantages of a group from its rewards."""
-
   def __call__(self, reward_PG: Array) -> Array:
-    """Returns adv_PG, zeros for a group of equal rewards."""
+    """Returns adv_PG from the rewards of each group; zeros if they are equal."""
 
 
 class ThresholdRule(Protocol):
-  """Pass rates of hard problems and of reusable groups."""
-
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     """Returns the thresholds at a mean verdict of `rate` for groups of G responses."""
 
 
 class BatchRule(Protocol):
-  """Chooses the groups that the learner trains on."""
-
   def __call__(
     self,
     fresh: Groups,
@@ -244,7 +234,7 @@ class BatchRule(Protocol):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
-    """Returns `seats` groups, and source_P: their indices into SOURCES, or -1."""
+    """Chooses `seats` groups to train on; source_P indexes SOURCES, -1 for none."""
 
 
 @dataclasses.dataclass(frozen=True)

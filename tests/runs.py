@@ -37,7 +37,9 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / 'configs' / 'aime.py'
-FLAGS = '--xla_backend_optimization_level=0'
+# Of the tests, without their number of devices: children find programs in the cache.
+GIVEN = os.environ.get('XLA_FLAGS', '').split()
+FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
 TINY: dict[str, Any] = {
   'steps': 4,
   'model.width': 16,
@@ -116,7 +118,6 @@ def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
   return {
     'args': [*arguments, f'--workdir={workdir}', *flags],
     'cwd': ROOT,
-    # The flags of the tests, for one device: programs are found in their cache.
     'env': os.environ | {'XLA_FLAGS': FLAGS, 'PYTHONUNBUFFERED': '1'},
   }
 
@@ -183,11 +184,7 @@ def one_device() -> Iterator[None]:
 def shared(
   factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]
 ) -> pathlib.Path:
-  """Returns a directory that the worker that needs it first makes, once per session.
-
-  Args:
-    make: fills the directory that it is called with.
-  """
+  """Returns a directory that `make` fills, once per session, for all workers."""
   root = factory.getbasetemp()
   if 'PYTEST_XDIST_WORKER' in os.environ:  # each worker has a directory below it
     root = root.parent
@@ -236,8 +233,7 @@ RECORDED: dict[str, dict[str, Any]] = {
 def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   """Returns the recorded run of this name; the first call of a session trains it.
 
-  The embedded policy has its warm start; models that cannot compute yet are rewarded
-  for responses of an odd length, so that there is something to learn.
+  Models without a warm start are rewarded for responses of an odd length.
   """
   knobs = RECORDED[name]
   if name == 'adapters':

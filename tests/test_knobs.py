@@ -21,7 +21,7 @@ from bapo_jax.algorithms.knobs import (
 )
 from bapo_jax.knobs import Section, knob
 from bapo_jax.training.config import Config, parse
-from bapo_jax.training.rules import bind, bind_rule
+from bapo_jax.training.rules import bind
 
 INF, NAN = math.inf, math.nan
 
@@ -75,17 +75,6 @@ def test_every_knob_refuses_what_it_excludes(path):
       assert refusal(**{path: value}).startswith(
         f'{path}={knobs.shown(value)}: give a tuple'
       )
-
-
-def test_describe_gives_a_line_per_knob():
-  lines = {path: rest for path, *rest in knobs.describe(Config())}
-  assert list(lines) == list(EVERY)
-  assert all(sentence.endswith('.') for *_, sentence in lines.values())
-  assert lines['clip.fixed.low'] == [
-    '0.8',
-    'a number from 0 to 1',
-    'Lower bound of the ratio, 1 - epsilon.',
-  ]
 
 
 class Inner(Section):
@@ -174,36 +163,6 @@ def test_a_rule_takes_its_section_last_unless_it_has_no_knobs(slot, name):
   assert (last.name == 'k') == (has_knobs or name == 'recipe')
   if has_knobs:
     assert last.annotation is type(section) and last.default == section
-
-
-def scaled(x, k):
-  return x * k.scale
-
-
-def shifted(x, k):
-  return x + k.by * (1 + k.twice)
-
-
-class Scaled(Section):
-  scale: float = knob(3.0, 'Factor.')
-
-
-class Shifted(Section):
-  by: float = knob(5.0, 'Difference.')
-  twice: bool = knob(True, 'Added twice.')
-
-
-class Slot(Section):
-  rule: str = knob('scaled', 'The rule.')
-  scaled: Scaled = knob(Scaled, 'A factor.')
-  shifted: Shifted = knob(Shifted, 'A difference.')
-
-
-def test_bind_rule_binds_the_knobs_of_the_rule_in_force():
-  rules = {'scaled': scaled, 'shifted': shifted}
-  assert bind_rule(rules, Slot())(2.0) == 6
-  assert bind_rule(rules, Slot(rule='shifted'))(2.0) == 12
-  assert bind_rule(rules, Slot(scaled=Scaled(scale=4.0)))(2.0) == 8
 
 
 def test_a_config_binds_the_rules_that_it_names():

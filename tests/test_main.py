@@ -1,7 +1,6 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
 import importlib.util
-import math
 import pathlib
 import re
 import subprocess
@@ -21,9 +20,7 @@ CASES = [  # flags, what the sentence must say
   ([], '--config=configs/aime.py'),
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
   (['--config=configs/nope.py'], 'No such file or directory'),
-  (['--config=configs'], "not a file that ends in .py: 'configs'"),
   ([GOOD, '--wrkdir=x'], 'workdir'),
-  ([GOOD, '--workdir'], 'workdir'),
   ([GOOD, 'steps=3'], "'steps=3'"),
   ([GOOD, '--config.clip.rul=fixed'], 'the nearest are clip.rule'),
   ([GOOD, '--config.clip=fixed'], 'no knob --config.clip; the nearest are'),
@@ -31,18 +28,14 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.steps=' + '9' * 5000], 'steps=' + '9' * 57 + '...: give an int'),
   ([GOOD, '--config.responses=nan'], 'responses=nan: give a number above 0 or inf'),
   ([GOOD, '--config.clip.balanced.low=3'], 'low=3: give a tuple of 2 numbers'),
-  ([GOOD, '--config.clip.balanced.low=(0.6,'], 'low=(0.6,: give a tuple of 2 numbers'),
   ([GOOD, '--config.evaluate.k=(1,8)'], 'evaluate.group_size=1'),
   ([GOOD, '--config.evaluate.k=' + '(' * 5000], 'evaluate.k=((((('),
-  ([GOOD, '--config.metrics.wandb=maybe'], 'metrics.wandb=maybe: give True or False'),
   ([GOOD, '--config.clip.rule=balnced'], "clip.rule='balnced': give one of 'uncl"),
-  ([GOOD, '--config.clip.balanced.target=1.5'], 'target=1.5: give a number from 0'),
   ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
   ([GOOD, '--mode=export'], 'train there first'),
   ([GOOD, '--mode=eval'], 'names no model; train there first'),
-  ([GOOD, '--mode=show'], 'train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
   ([GOOD, '--config.problems.test_source=requirements.txt'], 'ends in .jsonl'),
   ([GOOD, '--mode=exprt'], 'should be one of'),
@@ -75,11 +68,9 @@ def test_bad_input_ends_the_process_with_one_line(tmp_path):
 FILES = [  # a config file, what the sentence must say
   ("raise KeyError('boom')", "KeyError: 'boom'"),
   ('def get_config(:', 'SyntaxError: invalid syntax'),
-  ('import nothing_of_this_name', 'ModuleNotFoundError: No module named'),
   ('steps = 3', "has no attribute 'get_config'"),
   ('raise SystemExit(0)', 'SystemExit: 0'),
   ('get_config = lambda: None', 'get_config() returns None, not a ConfigDict'),
-  ('get_config = dict', 'get_config() returns {}, not a ConfigDict'),
   ("raise ValueError('two\\nlines')", 'two lines'),
 ]
 DICT = 'from ml_collections import ConfigDict\nget_config = lambda: ConfigDict({})\n'
@@ -122,16 +113,11 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   ('given', 'value'),
   [
     ('--config.steps=10', 10),
-    ('--config.responses=512', 512.0),
-    ('--config.responses=inf', math.inf),
     ('--config.title=a=b', 'a=b'),
-    ('--config.title=', ''),
     ('--config.metrics.wandb', True),
     ('--noconfig.metrics.wandb', False),
     ('--config.metrics.wandb=False', False),
-    ('--config.metrics.wandb=t', True),
     ('--config.evaluate.k=(1, 8)', (1, 8)),
-    ('--config.evaluate.k=[1,8]', (1, 8)),
     ('--config.evaluate.k=8', (8,)),
     ('--config.clip.balanced.sources=fresh', ('fresh',)),
     ("--config.clip.balanced.sources=('fresh','reused')", ('fresh', 'reused')),

@@ -11,7 +11,8 @@
 import contextlib
 import dataclasses
 import math
-import os
+import operator
+import pathlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from bapo_jax.types import take
 GROUPS = 8  # that are sampled at least, as far as a step has so many
 SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
+KIND = operator.attrgetter('kind')
 
 
 def check(config: Config, workdir: str) -> int:
@@ -81,10 +83,8 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 def free_bytes(workdir: str) -> int:
   """Returns the free bytes where the workdir is, or would be made."""
-  path = os.path.abspath(workdir)
-  while not os.path.exists(path):
-    path = os.path.dirname(path)
-  return shutil.disk_usage(path).free
+  path = pathlib.Path(workdir).absolute()
+  return shutil.disk_usage(next(x for x in (path, *path.parents) if x.exists())).free
 
 
 def shrunk(config: Config) -> Config:
@@ -198,21 +198,17 @@ def measured(
 ) -> str:
   """Times one update on a minibatch of these groups; describes a step and memory.
 
-  Args:
-    config: of the run; that of `t` samples fewer groups.
-    seconds: the time that sampling the groups took.
+  `config` is the run's; that of `t` samples fewer groups, which took `seconds`.
   """
   groups, updates = rollout.groups, config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
   chosen = np.argsort(-spread_P)[:per_update]  # those that teach
   teaching = int((spread_P[chosen] > 0).sum())
-  single = t.config.with_values(
-    prompts={'count': per_update}, learner={'minibatches': 1}
-  )
+  sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
     step = build.compile_train_step(t, s)
-  t = dataclasses.replace(t, config=single, train_step=step)
+  t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update
   batch, source_P = take(groups, chosen), jnp.zeros(per_update, jnp.int32)
   began = time.perf_counter()
@@ -236,8 +232,5 @@ def measured(
 
 def listed(findings: Sequence[Finding]) -> str:
   """Formats all findings, mistakes first."""
-  lines = [
-    derive.wrapped(f'{kind.upper()} ({name}): {text}', '')
-    for kind, name, text in sorted(findings, key=lambda x: x.kind)
-  ]
-  return '\n'.join(lines) or 'No problems found.'
+  lines = (f'{x.kind.upper()} ({x.name}): {x.text}' for x in sorted(findings, key=KIND))
+  return '\n'.join(derive.wrapped(x, '') for x in lines) or 'No problems found.'

@@ -22,7 +22,6 @@ from bapo_jax.training.resolve import Resolved
 
 CUT = 1 / 3  # share of training prompts that are left out, or of truncated responses
 OFF = 10  # times the learning rate of the papers
-GIB = 2**30
 ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
 
 
@@ -52,11 +51,7 @@ class Sampled(NamedTuple):
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
-  """Returns the findings about the config of a new run.
-
-  Args:
-    free: free bytes where the run writes.
-  """
+  """Returns the findings about a new run's config; `free` bytes are on its disk."""
   rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
   found = [finding for rule in rules for finding in rule(r.config, known)]
   return [*found, *_room(r, known.memory, free)]
@@ -169,8 +164,8 @@ def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
   if needed > memory:
     yield warning(
       'memory',
-      f'an update needs about {needed / GIB:.3g} GiB per device, but a run may use '
-      f'only {memory / GIB:.3g} GiB; raise --config.learner.grad_accum_steps, lower '
+      f'an update needs about {needed / 2**30:.3g} GiB per device, but a run may use '
+      f'only {memory / 2**30:.3g} GiB; raise --config.learner.grad_accum_steps, lower '
       '--config.sampler.max_new_tokens, or use more devices (--config.mesh.fsdp)',
     )
   knobs = r.config.checkpoint

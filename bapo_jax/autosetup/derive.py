@@ -87,10 +87,8 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
 def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   """Finds the files of a run, derives what its config leaves open, decides the rest.
 
-  Args:
-    workdir: of the run; if it has begun there, derived knobs are read from it.
-    trains: False for an evaluation, which needs no training problems: the held-out ones
-      take their place.
+  If the run has begun in the workdir, derived knobs are read from it. An evaluation
+  (not `trains`) needs no training problems: the held-out ones take their place.
 
   Raises:
     ValueError: a list of what is missing, or one sentence about what does not fit.
@@ -116,11 +114,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 
 def decide(config: Config, workdir: str) -> Config:
-  """Returns the config with every knob derived, for modes that need no mesh.
-
-  Raises:
-    ValueError: as `prepare`.
-  """
+  """Returns the config with every knob derived; raises ValueError as `prepare`."""
   if not config.derived:
     return config
   return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
@@ -136,11 +130,9 @@ def screen(derived: list[Derived]) -> str:
   """Lists all derived knobs, each with its reason."""
   lines = ['Derived from model, problems and machine (--config.<knob>=... wins):']
   for knob, value, reason, given in derived:
-    if given is None:
-      line = f'{knob}={shown(value)}: {reason}'
-    else:
-      same = given == value
-      other = 'as derived' if same else f'derived: {shown(value)}, {reason}'
+    line = f'{knob}={shown(value)}: {reason}'
+    if given is not None:
+      other = 'as derived' if given == value else f'derived: {shown(value)}, {reason}'
       line = f'{knob}={shown(given)}, GIVEN ({other})'
     lines.append(wrapped(line))
   return '\n'.join(lines)
@@ -154,11 +146,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 
 def _read(config: Config, workdir: str) -> Config:
-  """Returns the config with the values that its run has derived, from config.json.
-
-  Raises:
-    ValueError: the file has no config, or a config without these knobs.
-  """
+  """Returns the config with the values that its run has derived, from config.json."""
   path = os.path.join(workdir, 'config.json')
   stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config_lib.plain(config)))
@@ -172,7 +160,6 @@ def _read(config: Config, workdir: str) -> Config:
         f'{path} has no {knob}; give another --workdir, or put the config back'
       ) from None
   config = config_lib.parse(config_lib.plain(config_lib.from_json(values)))
-  given = ((knob, operator.attrgetter(knob)(config)) for knob in config.derived)
-  names = ', '.join(f'{knob}={shown(value)}' for knob, value in given)
-  log(wrapped(f'Derived when this run began ({path}): {names}', ''))
+  given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)
+  log(wrapped(f'Derived when this run began ({path}): {", ".join(given)}', ''))
   return config

@@ -54,8 +54,7 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives model.compute from the kind of device."""
   if facts.cpu:
     return 'float32', 'a CPU has no faster products in bfloat16'
-  reason = 'products of accelerators; weights and log-probabilities are float32'
-  return 'bfloat16', reason
+  return 'bfloat16', 'for products; weights and log-probabilities are float32'
 
 
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:
@@ -167,8 +166,8 @@ def backward(config: Config, facts: Facts) -> tuple[str, str]:
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives learner.bounds_pass from the schedule that fits the memory."""
-  several = budget.bounds_wait(config)
-  reason = LEAST if several else 'one micro-batch: its bounds need no other pass'
+  alone = 'one micro-batch: its bounds need no other pass'
+  reason = LEAST if budget.bounds_wait(config) else alone
   return schedule_of(config, facts).bounds_pass, reason
 
 

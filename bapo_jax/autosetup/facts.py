@@ -83,8 +83,7 @@ class Facts(NamedTuple):
 def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
   """Reads the problems, which were downloaded before, and the devices.
 
-  Args:
-    mesh: of the run; None if it is not decided yet.
+  The mesh is None if it is not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -125,11 +124,7 @@ def _read(
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Verifies DRAWN right answers against themselves, as if responses had given them.
-
-  Args:
-    rule: verifier of the rows that name none.
-  """
+  """Verifies DRAWN right answers as if responses; `rule` if a row names none."""
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
   rules = [row.verifier or rule for row in drawn]

@@ -67,10 +67,9 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate')
-  accepted = ('problems',) if config.problems.changed == 'accept' else ()
-  free = (*free, 'mesh', 'derived', 'problems.changed', *accepted)
-  workdirs.open_workdir(workdir, config_lib.plain(config), free)
+  problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
+  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate', 'mesh')
+  workdirs.open_workdir(workdir, config_lib.plain(config), (*free, 'derived', problems))
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
@@ -95,7 +94,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       evaluate_again_if_lost(t, workdir, s)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
-    s = run.start(s)
+    run.start(s)
     s, status = run.loop(s)
   if status:
     log(f'Saved. The same command with --workdir={workdir} continues.')
@@ -142,49 +141,41 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   )
 
 
+@dataclasses.dataclass
 class Run:
-  """Drives the training loop: evaluates, writes metrics, logs and saves checkpoints.
+  """Drives the training loop: evaluates, writes metrics, logs and saves checkpoints."""
 
-  Args:
-    identity: fingerprints of the training and the held-out problems.
-    spent: the cost of the run before this start, from its newest checkpoint.
-  """
+  t: Trainer
+  workdir: str
+  checkpoints: checkpoint.CheckpointManager
+  identity: list[str]  # fingerprints of the training and the held-out problems
+  spent: Spent  # before this start, from the newest checkpoint
 
-  def __init__(
-    self,
-    t: Trainer,
-    workdir: str,
-    checkpoints: checkpoint.CheckpointManager,
-    identity: list[str],
-    spent: Spent,
-  ):
-    self.t, self.workdir, self.checkpoints = t, workdir, checkpoints
-    self._identity, self._spent = identity, spent
-    self._base = policy.fingerprint(t.base)
-    for name, seconds in spent['phases'].items():
-      t.timer.seconds[name] = t.timer.seconds.get(name, 0.0) + seconds
+  def __post_init__(self):
+    self.base, seconds = policy.fingerprint(self.t.base), self.t.timer.seconds
+    for name, before in self.spent['phases'].items():
+      seconds[name] = seconds.get(name, 0.0) + before
 
   def cost(self) -> Spent:
     """Returns the cost of the run so far, its problems, frozen weights and mesh."""
     return {
-      'wall_s': self._spent['wall_s'] + time.perf_counter() - self.t.timer.began,
+      'wall_s': self.spent['wall_s'] + time.perf_counter() - self.t.timer.began,
       'phases': self.t.timer.seconds,
-      'problems': self._identity,
-      'base': self._base,
-      'peak_rss_bytes': max(self._spent['peak_rss_bytes'], machine.peak_rss()),
+      'problems': self.identity,
+      'base': self.base,
+      'peak_rss_bytes': max(self.spent['peak_rss_bytes'], machine.peak_rss()),
       'mesh': dict(self.t.mesh.shape),
     }
 
-  def start(self, s: TrainState) -> TrainState:
+  def start(self, s: TrainState) -> None:
     """Compiles the programs; repeats the missing last evaluation of a finished run."""
     if s.step and hosts.is_first():
       metrics.report_lost(self.workdir, s.step)
-    workdirs.log_mesh_change(self._spent.get('mesh'), dict(self.t.mesh.shape))
+    workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
       self.t = compiled(self.t, s)
-    return s
 
   def loop(self, first: TrainState) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
@@ -204,16 +195,15 @@ class Run:
           speed = f'{row["rollout/tokens_per_s"]:.0f} tokens/s'
           progress.set_postfix_str(speed, refresh=False)
           progress.update()
-          lost = s.updates == 0 < s.consecutive_skips
-          skips = s.consecutive_skips
-          diverged = lost or skips >= config.learner.max_consecutive_skips
+          skips, limit = s.consecutive_skips, config.learner.max_consecutive_skips
+          diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process is the decision of all.
           stopped, diverged = exchange.agree([stop.signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
           if diverged:
-            log(divergence(s, config.learner.max_consecutive_skips))
+            log(divergence(s, limit))
             return s, DIVERGED
           if stopped and not done:
             return s, 128 + stopped
@@ -262,18 +252,13 @@ class Run:
 
 
 def divergence(s: TrainState, limit: int) -> str:
-  """Says why a run ends whose last updates were not finite, and where to look.
-
-  Args:
-    limit: learner.max_consecutive_skips.
-  """
+  """Says why a run ends after `limit` updates that were not finite; where to look."""
   if s.updates == 0:
     return (
-      f'The first update of the run is not finite, nor are the other '
-      f'{s.consecutive_skips - 1}: the loss or the gradient overflows, and nothing was '
-      'learned. Check the weights (model.path, model.dtype), the precision '
-      '(model.compute), rollout/logp_diff_max (sampler and learner disagree) and '
-      'loss/ratio_max in metrics.jsonl, and the scale of loss.kl and rewards.'
+      'The first update of the run is not finite: the loss or the gradient overflows. '
+      'Check the weights (model.path, model.dtype), the precision (model.compute), '
+      'rollout/logp_diff_max and loss/ratio_max in metrics.jsonl, and the scale of '
+      'loss.kl and rewards.'
     )
   return (
     f'{s.consecutive_skips} updates in a row were skipped because the loss or the '
@@ -330,18 +315,8 @@ def evaluation(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Returns (result, samples) on the held-out problems, through training's rollout."""
   knobs = t.config.evaluate
-  return evaluate.evaluate(
-    t.actor(params),
-    t.held_out,
-    t.tokenizer,
-    jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1),
-    engine=dataclasses.replace(
-      t.engine,
-      group_size=knobs.group_size,
-      gallery=t.held_out_gallery,
-      **knobs.sampling.model_dump(),
-    ),
-    verifier=t.verifier,
-    step=step,
-    ks=knobs.k,
-  )
+  sampling = knobs.sampling.model_dump() | {'group_size': knobs.group_size}
+  engine = dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)
+  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
+  given = {'engine': engine, 'verifier': t.verifier, 'step': step, 'ks': knobs.k}
+  return evaluate.evaluate(t.actor(params), t.held_out, t.tokenizer, key, **given)

@@ -4,6 +4,7 @@
 2. report.json for programs.
 """
 
+import datetime
 import itertools
 import json
 import math
@@ -50,33 +51,25 @@ def summary(
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{duration(spent["wall_s"])} of wall time and '
+    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
     f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
   )
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   """Says how often the positive share met its target; '' without a target."""
-  met, share = mean(rows, 'clip/target_met'), mean(rows, 'clip/share')
+  met = mean(rows, 'clip/target_met')
   if target is None or not math.isfinite(met):
     return ''
-  average = f', and was {share:.2f} on average' if math.isfinite(share) else ''
   text = (
     f'The positive share met its target of {target:.2f} in {100 * met:.1f} % of the '
-    f'updates{"" if met == 1 else average}.'
+    'updates.'
   )
-  blind = mean(rows, 'clip/no_evidence')
-  if met < 1 and blind > 0:
-    text += (
-      f' {100 * blind:.1f} % had no token with an advantage: their bounds stayed at '
-      'their start.'
-    )
-  if met + (blind if blind > 0 else 0) > 1 - 1e-9:
+  if met == 1:
     return text
   return (
-    f'{text} In the others the bound search ended at the limits of both bounds: even '
-    'there the tokens with positive advantage contributed less than the target to the '
-    'gradient.'
+    f'{text} In the others the bound search ended at the limits of both bounds, or no '
+    'token had an advantage (clip/no_evidence).'
   )
 
 
@@ -89,21 +82,21 @@ def idle_sentence(rows: Sequence[Row]) -> str:
   last = int(steps[list(idle).index(longest)])
   among = [row for row in rows if last - longest < row['step'] <= last]
   accuracy = mean(among, 'rollout/accuracy')
-  text = (
-    f'Nothing was learned in steps {last - longest + 1} to {last}: no group of a batch '
-    f'had responses of different rewards, at an accuracy of {accuracy:.3f}. '
-  )
-  if accuracy == 0:
-    return text + (
-      'No response is right: look at the verifier (rewards.rule), at the prompt '
-      'template (tokenizer.template) and at the length limit (rollout/truncated) '
-      'beside some responses in eval/, or take easier problems.'
-    )
-  if accuracy == 1:
-    return text + 'Every response is right: the problems are too easy.'
-  return text + (
+  cause = (
     'Each problem is always solved or never: take problems between the two, or more '
     'responses per problem (sampler.group_size).'
+  )
+  if accuracy == 0:
+    cause = (
+      'No response is right: check the verifier (rewards.rule), the prompt template '
+      '(tokenizer.template), the length limit (rollout/truncated) and some responses '
+      'in eval/, or take easier problems.'
+    )
+  elif accuracy == 1:
+    cause = 'Every response is right: the problems are too easy.'
+  return (
+    f'Nothing was learned in steps {last - longest + 1} to {last}: no group of a batch '
+    f'had responses of different rewards, at an accuracy of {accuracy:.3f}. {cause}'
   )
 
 
@@ -154,15 +147,13 @@ def write(
   spent: dict[str, Any],
   steps: int,
 ) -> None:
-  """Writes curves.png, report.md and report.json.
+  """Writes curves.png, report.md and report.json to a workdir with metrics.jsonl.
 
   Texts of the config, the data and the model are escaped in report.md.
 
   Args:
-    workdir: contains metrics.jsonl.
     before, after: the first and the last evaluation, of `evaluate.read_recorded`.
     spent: wall_s, peak_rss_bytes, and phases: seconds by name.
-    steps: learner steps done.
 
   Raises:
     OSError: the system refused to write one of the files.
@@ -191,7 +182,8 @@ def write(
     '</details>',
   ]
   files.write(workdir / 'report.md', '\n\n'.join(filter(None, blocks)) + '\n')
-  first, last = map(length_ratio, fifths(rows))
+  wrong, right = 'rollout/length_wrong', 'rollout/length_right'
+  ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
     'eval_before': results[0],
     'eval_after': results[1],
@@ -199,7 +191,7 @@ def write(
     'steps': steps,
     'config_hash': fingerprint(values),
     'clip_moved_fraction': mean(rows, 'clip/moved'),
-    'length_ratio': {'first_fifth': first, 'last_fifth': last},
+    'length_ratio': dict(zip(('first_fifth', 'last_fifth'), ratios, strict=True)),
     'responses': rows[-1].get('rollout/responses') if rows else None,
   }
   text = json.dumps(finite(facts), indent=2, allow_nan=False)
@@ -211,17 +203,3 @@ def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
   steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(steps) // 5)
   return steps[:n], steps[-n:]
-
-
-def length_ratio(rows: Sequence[Row]) -> float:
-  """Returns mean wrong length over mean right length; nan if either is missing."""
-  right = mean(rows, 'rollout/length_right')
-  return mean(rows, 'rollout/length_wrong') / right if right else math.nan
-
-
-def duration(s: float) -> str:
-  """Formats seconds: '1 h 02 min', '3 min 05 s' or '4.2 s'."""
-  if s < 60:
-    return f'{s:.1f} s'
-  m, s = divmod(round(s), 60)
-  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'

@@ -36,9 +36,7 @@ CLIPPED = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
 LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
 PANELS = (
   Panel('Reward of the fresh responses', 'mean reward', {'rollout/reward': ''}),
-  Panel(
-    'Accuracy on held-out problems', 'accuracy ± standard error', {'eval/accuracy': ''}
-  ),
+  Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
   Panel('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
   Panel('KL from behaviour to current policy', 'nats per token', {'loss/kl': ''}),
   Panel('Positive share', 'share of the gradient', SHARES),
@@ -67,11 +65,7 @@ def mean(rows: Sequence[Row], name: str) -> float:
 def running_mean(
   step_N: np.ndarray, value_N: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Averages whole windows of `width` (odd) values, each placed at its middle step.
-
-  The curve begins and ends half a window inside the values, so that every point is a
-  mean of `width` values.
-  """
+  """Averages whole windows of `width` (odd) values, each placed at its middle step."""
   half = width // 2
   smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
   return step_N[half : len(step_N) - half], smooth
@@ -109,20 +103,8 @@ def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
   step_N, value_N = series(rows, 'eval/accuracy')
   error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
   error_N = [error.get(s, 0.0) for s in step_N]
-  ax.errorbar(
-    step_N, value_N, error_N, linewidth=1.5, marker='o', ms=4, capsize=3, **line
-  )
-
-
-def _target(ax: 'Axes', rows: Sequence[Row], target: float) -> None:
-  """Draws the target share as a line, and writes how often updates met it."""
-  ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
-  met = mean(rows, 'clip/target_met')
-  if math.isfinite(met):
-    low, high = ax.get_ylim()
-    ax.set_ylim(low - 0.15 * (high - low), high)  # room below the curves
-    text = f'target {target:.2f} met in {100 * met:.1f} % of the updates'
-    ax.text(0.02, 0.04, text, fontsize=9, transform=ax.transAxes)
+  line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
+  ax.errorbar(step_N, value_N, error_N, **line)
 
 
 def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) -> None:
@@ -145,31 +127,20 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
     if value_N.min() > 0 and value_N.max() > 30 * np.median(value_N):
       ax.set_yscale('log')
   if panel.title == 'Positive share' and target is not None:
-    _target(ax, rows, target)
+    ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
   ax.set_xlabel('step', fontsize=9)
   ax.set_ylabel(panel.unit, fontsize=9)
   ax.grid(color='0.9', linewidth=0.8)
   ax.locator_params(axis='x', integer=True)
   if len(panel.labels) > 1:  # above the axes, where the legend can hide no curve
-    ax.legend(
-      loc='lower right',
-      bbox_to_anchor=(1, 0.99),
-      borderaxespad=0.2,
-      ncols=4,
-      fontsize=8,
-      frameon=False,
-      handlelength=1.2,
-    )
+    slim = {'borderaxespad': 0.2, 'frameon': False, 'handlelength': 1.2}
+    ax.legend(loc='lower right', bbox_to_anchor=(1, 0.99), ncols=4, fontsize=8, **slim)
 
 
 def draw_curves(
   path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
 ) -> None:
-  """Draws all panels over the steps, as one PNG.
-
-  Args:
-    target: the target of the positive share, drawn as a line; None without a target.
-  """
+  """Draws all panels over the steps, as one PNG; a target of the share as a line."""
   figure = new_figure(11, 16)
   steps = [r['step'] for r in rows] or [0]
   margin = max(1, 0.03 * (max(steps) - min(steps)))

@@ -17,10 +17,8 @@ SCALARS += ('consecutive_skips', 'idle_steps')
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state.
 
-  The actor is among them if the next step decodes with it; otherwise that step copies
-  the current weights. It is stored in the layout of the parameters: its own layout
-  depends on the mesh, and a run may resume on another mesh. If the actor is merged from
-  adapters, only the adapters are stored: frozen weights are not part of a state.
+  The actor is among them if the next step decodes with it: in the layout of the
+  parameters, since a run may resume on another mesh, and without frozen weights.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval:
@@ -58,9 +56,7 @@ def resume(
 ) -> tuple[TrainState, Spent]:
   """Restores the newest whole checkpoint; returns the state and the cost so far.
 
-  Args:
-    same: whether the checkpoint is of the same problems; otherwise its buffer and its
-      partial rollouts refer to other problems, and are dropped.
+  If its problems are not the `same`, its buffer and partial rollouts are dropped.
 
   Raises:
     ValueError: all checkpoints are damaged, or the run cannot continue from the newest,
@@ -95,8 +91,7 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
       '(--mode=export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
-    path = t.config.model.path
-    where = f'the weights of model.path={path!r}' if path else 'the folder warmstart/'
+    where = t.config.model.path or 'the folder warmstart/'
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprints, '
       f'{meta["base"]} then, {now} now); restore {where}, or start in another --workdir'
@@ -106,14 +101,12 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
 def same_problems(
   checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
 ) -> bool:
-  """Returns whether the latest checkpoint has these problems, or no checkpoint exists.
+  """Returns whether the latest checkpoint, if any, has these problems.
 
-  Args:
-    identity: fingerprints of the training and the held-out problems.
-    changed: what to do if they differ: 'refuse' or 'accept'.
+  `identity` has the fingerprints of the training and the held-out problems.
 
   Raises:
-    ValueError: the problems differ, and `changed` is 'refuse'.
+    ValueError: the problems differ, and `changed` (the knob) is 'refuse'.
   """
   step = checkpoints.latest_step()
   if step is None:

@@ -13,18 +13,17 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, UpdatedTokens
+from bapo_jax.types import SOURCES, Groups
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # of a file, spread over the filled seats
@@ -32,15 +31,8 @@ MOST_TOKENS = 2**15  # of a file that have numbers: some 40 bytes each
 OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
 
 
-def path_of(workdir: str, step: int) -> str:
-  """Returns the file of a step."""
-  return os.path.join(workdir, FOLDER, f'{step}.jsonl')
-
-
 def write(t: Trainer, workdir: str, record: StepRecord) -> None:
-  """Writes a few groups of a step to its file; every process must call this function.
-
-  Only the first process writes.
+  """Writes a few groups of a step to its file; every process must call it.
 
   Raises:
     OSError: the file cannot be written; its filename is set.
@@ -58,31 +50,36 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   adv_PG = np.asarray(t.rules.advantage(jnp.asarray(groups.reward_PG)))
   adv_PG = adv_PG * weight_P[:, None]
   left, lines = MOST_TOKENS, []
-  for p, of_seat in enumerate(updated):
-    group, number = Groups(*(x[p] for x in groups)), int(groups.id_P[p])  # without P
+  for p, (number, of_seat) in enumerate(updated):
+    group, problem = Groups(*(x[p] for x in groups)), int(groups.id_P[p])  # without P
     responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, left)
     left -= sum(response['tokens'] for response in responses)
-    update, low, high = None, None, None
-    if of_seat:
-      update = of_seat.number
-      low, high = _numbers([of_seat.metrics[f'clip/{x}'] for x in ('low', 'high')])
+    bounds = of_seat.metrics if of_seat else {}
+    low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
+    length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
+    # Of the first response, without P.
+    prompt_1T, image = group.tokens_PGT[:1], t.spec.image_token
+    (text,) = tokenizer_lib.decode_prompts(t.tokenizer, prompt_1T, [length], image)
     row = {
       'step': record.step + 1,
-      'id': number,
-      'answer': t.problems.answer[number],
+      'id': problem,
+      'answer': t.problems.answer[problem],
       'source': SOURCES[source_P[p]],
       'completed_step': int(group.completed_step_P),
-      **_prompt(t.tokenizer, group, t.spec.image_token),
-      'update': update,
+      'prompt': text,
+      'prompt_tokens': length,
+      'prompt_ids': np.asarray(prompt_1T[0, :length]).tolist(),
+      'update': number,
       'low': low,
       'high': high,
     }
     if any(t.problems.pictures):
-      row['pictures'] = files.write_pictures(workdir, t.problems.pictures[number])
+      row['pictures'] = files.write_pictures(workdir, t.problems.pictures[problem])
     lines.append(json.dumps(row | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break
-  files.write(path_of(workdir, record.step + 1), '\n'.join([*lines, '']))
+  path = os.path.join(workdir, FOLDER, f'{record.step + 1}.jsonl')
+  files.write(path, '\n'.join([*lines, '']))
 
 
 def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
@@ -92,46 +89,25 @@ def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
   return seats[np.arange(count) * len(seats) // max(count, 1)]
 
 
-class OfSeat(NamedTuple):
-  """The last update that contained a seat of the batch."""
-
-  number: int  # in the step, from 1
-  metrics: dict[str, Array]
-  tokens: UpdatedTokens  # of the seat's group, [G, T], on the host
-
-
-def _updated(updates: Sequence[Updated], seat: int, group_size: int) -> OfSeat | None:
-  """Returns the last update that contained this seat, or None."""
+def _updated(
+  updates: Sequence[Updated], seat: int, group_size: int
+) -> tuple[int, Updated] | tuple[None, None]:
+  """Returns the last update with this seat, its tokens [G, T], and its number."""
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
       rows = i * group_size + np.arange(group_size)
-      return OfSeat(number, updated.metrics, exchange.taken(updated.tokens, rows))
-  return None
-
-
-def _prompt(
-  tokenizer: Tokenizer, group: Groups, image_token: int | None
-) -> dict[str, Any]:
-  """Describes the prompt as the policy reads it, and its length."""
-  length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
-  tokens_1T = group.tokens_PGT[:1]  # of the first response, without P
-  (text,) = tokenizer_lib.decode_prompts(tokenizer, tokens_1T, [length], image_token)
-  ids = np.asarray(group.tokens_PGT[0, :length]).tolist()
-  return {'prompt': text, 'prompt_tokens': length, 'prompt_ids': ids}
+      return number, updated._replace(tokens=exchange.taken(updated.tokens, rows))
+  return None, None
 
 
 def _responses(
   tokenizer: Tokenizer,
   group: Groups,
   adv_G: np.ndarray,
-  of_seat: OfSeat | None,
+  of_seat: Updated | None,
   left: int,
 ) -> list[dict[str, Any]]:
-  """Describes the responses of one group, its arrays [G, T], as JSON values.
-
-  Args:
-    left: number of tokens whose per-token fields may still be written.
-  """
+  """Describes the responses of one group: arrays [G, T], `left` tokens at most."""
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   found = []
@@ -182,15 +158,12 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   Raises:
     ValueError: the file is missing, or is not a record of groups.
   """
-  path = path_of(workdir, step)
-  way_out = 'delete it; the next checkpoint records its step'
+  path = os.path.join(workdir, FOLDER, f'{step}.jsonl')
   try:
     with open(path, encoding='utf-8') as file:
       rows = [json.loads(line) for line in file]
-  except OSError as error:
-    raise ValueError(f'{path} cannot be read ({error.strerror}); {way_out}') from error
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
-  if not all(isinstance(row, dict) and 'responses' in row for row in rows):
-    raise ValueError(f'{path} has no recorded groups; {way_out}')
+    if not all(isinstance(row, dict) and 'responses' in row for row in rows):
+      raise ValueError('a line has no recorded group')
+  except (OSError, ValueError, RecursionError) as error:
+    raise ValueError(f'{path} cannot be read ({error}); delete it') from error
   return rows

@@ -10,7 +10,6 @@ import pytest
 from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
-from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.training.config import Config
 
@@ -113,7 +112,6 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
     ([1, 0, 8], {}, {}),  # one group is enough
     ([0, 0, 0], {}, {'nothing to learn': 'mistake'}),
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
-    ([0, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
     ([1, 2], {'undecided': 3}, {'undecided': 'warning'}),
@@ -153,12 +151,3 @@ def test_the_check_of_a_model_that_knows_nothing(
 def test_a_check_needs_a_model(one_device):
   with pytest.raises(ValueError, match=r'--config\.model\.path'):
     check.check(main.read_config('configs/aime.py', []), 'nowhere')
-
-
-def test_an_exchange_ends_as_the_template_says():
-  backend = foreign.tokenizer('llama')
-  tokenizer = tokenizer_lib.Tokenizer(backend, (backend.eos_token_id,), '{problem}')
-  assert tokenizer_lib.turn_end(tokenizer) == ('<|end|>', True)
-  assert tokenizer_lib.turn_end(tokenizer._replace(eos=(0,))) == ('<|end|>', False)
-  backend.chat_template = None
-  assert tokenizer_lib.turn_end(tokenizer) is None

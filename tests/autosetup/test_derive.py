@@ -79,7 +79,6 @@ def values(config=None, **changes) -> dict:
     (['5', r'\frac{\pi}{2}'], 'math'),
     (['x^2 + 1', '(3, 4)'], 'math'),
     (['{"numbers": [3, 5], "target": 8}'], 'countdown'),
-    (['1', '2', 'x^2'], 'math'),
     (['yes', 'no'], 'exact'),
   ],
 )

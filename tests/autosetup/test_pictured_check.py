@@ -74,13 +74,3 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
   assert overlap(*paths) == []
   assert overlap(paths[0], paths[0]) == ['overlap']
   assert overlap('drawn', 'drawn') == []
-
-
-@pytest.mark.nightly
-def test_a_model_that_sees_is_checked(config, one_device, tmp_path, capsys):
-  assert check.check(config, str(tmp_path / 'work')) in (0, 1)
-  text = capsys.readouterr().out
-  assert 'prompt 1, 26 tokens, right answer' in text
-  assert '  | (<image> x 16)x' in text
-  assert 'a step     about' in text and 'Checked in' in text
-  assert not list(tmp_path.iterdir())

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import runs
 from runs import command, last_run, same, tiny
 
 from bapo_jax.run import experiment, resume
-from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
 
@@ -76,22 +75,6 @@ def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('batch', ['fresh_only', 'adapted'])
-@pytest.mark.parametrize('clip', ['fixed', 'balanced'])
-@pytest.mark.parametrize('partial', [False, True])
-def test_every_cell_of_the_grid_is_resumed_to_the_bit(
-  batch, clip, partial, warm, tmp_path
-):
-  rules = {'clip.rule': clip, 'batch.rule': batch, **runs.STEPS}
-  config = tiny(**rules, **(runs.PARTIAL if partial else {}))
-  whole = runs.Recorded(config, warm('whole'))
-  assert runs.train(config, whole.workdir) == 0
-  parts = runs.truncated(whole, tmp_path / 'parts', 1)
-  assert runs.train(config, parts) == 0
-  assert_same_run(parts, whole.workdir, 4)
-
-
-@pytest.mark.nightly
 def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
   # The ratio is 1 and nothing is clipped: the rule must not matter, to the last bit.
   knobs = {'learner.minibatches': 1, 'steps': 3, 'checkpoint.keep': 3}
@@ -102,14 +85,9 @@ def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
     assert runs.train(tiny(**knobs, **rule), workdir) == 0
     run = last_run(workdir)
     assert max(float(row.get('clip/fraction', 0)) for row in run.rows.values()) == 0
-    found.append(weights(run))
-  assert not same(weights(last_run(workdir, 1)), found[1])
-  assert same(*found)
-
-
-def weights(run: runs.Saved) -> dict[str, Any]:
-  """Returns the weights among the arrays of a state."""
-  return {name: x for name, x in run.arrays.items() if name.startswith('params/')}
+    for saved in (run, last_run(workdir, 1)):
+      found.append({k: x for k, x in saved.arrays.items() if k.startswith('params/')})
+  assert same(found[0], found[2]) and not same(found[2], found[3])
 
 
 def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
@@ -153,17 +131,6 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   assert identity(3) != before
 
 
-def test_another_mesh_is_logged(capsys):
-  workdir_lib.log_mesh_change({'data': 1, 'tensor': 1}, {'data': 1, 'tensor': 1})
-  # A checkpoint from before it was noted.
-  workdir_lib.log_mesh_change(None, {'data': 1})
-  assert not capsys.readouterr().out
-  workdir_lib.log_mesh_change({'data': 1, 'tensor': 1}, {'data': 4, 'tensor': 2})
-  logged = capsys.readouterr().out
-  assert 'data 1 x tensor 1 then, data 4 x tensor 2 now' in logged
-  assert 'rounded differently' in logged
-
-
 @pytest.mark.parametrize('name', ['inside', 'elsewhere'])
 def test_a_refused_write_is_one_sentence(name, tmp_path):
   # No file may grow beyond 100 bytes: the system refuses as a full disk does.
@@ -195,31 +162,18 @@ def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) ->
     assert {k: row[k] for k in names} == {k: found.rows[number][k] for k in names}
 
 
-def start_and_wait(workdir, logged, saved=0, **overrides):
-  """Starts a run in its own process and waits for so many steps."""
-  call = command(workdir, **overrides)
-  process = subprocess.Popen(**call, stdout=subprocess.PIPE, text=True)
-  rows = lambda: len(metrics.read(workdir))  # noqa: E731
-  wait_for(process, lambda: rows() > logged and newest(workdir) >= saved)
-  return process
-
-
 KILLED = runs.RECORDED['partial']
 
 
-def test_a_killed_and_interrupted_run_is_the_unbroken_one(warm, partial_run):
-  knobs, broken = KILLED | {'checkpoint.every': 3, 'checkpoint.best': 0}, warm('broken')
-  process = start_and_wait(broken, 3, saved=3, **knobs)
-  process.kill()
-  process.wait()
-  saved, logged = newest(broken), len(metrics.read(str(broken)))
-  process = start_and_wait(broken, logged, **knobs)
+def test_a_resumed_and_interrupted_run_is_the_unbroken_one(partial_run, tmp_path):
+  broken = runs.truncated(partial_run, tmp_path / 'broken', 3)
+  call = command(broken, **KILLED | {'checkpoint.every': 3, 'checkpoint.best': 0})
+  process = subprocess.Popen(**call, stdout=subprocess.PIPE, text=True)
+  wait_for(process, lambda: newest(broken) > 3)
   process.send_signal(signal.SIGINT)
   out = process.communicate()[0]
   assert process.returncode == 128 + signal.SIGINT
-  assert f'Resuming after step {saved}.' in out
-  assert f'--workdir={broken}' in out
-  assert newest(broken) > saved
+  assert 'Resuming after step 3.' in out and f'--workdir={broken}' in out
   assert_same_run(broken, partial_run.workdir, newest(broken))
 
 
@@ -302,15 +256,3 @@ def wait_for(
     assert process.poll() is None, 'the run ended before it was stopped'
     assert time.monotonic() < deadline
     time.sleep(every_s)
-
-
-def test_an_interrupted_warm_start_says_so(tmp_path):
-  call = command(tmp_path, **{'sft.clean': 100_000}) | {'text': True}
-  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-  process = subprocess.Popen(**call | pipes)
-  while 'results' not in process.stdout.readline():
-    assert process.poll() is None
-  process.send_signal(signal.SIGINT)
-  _, error = process.communicate(timeout=120)
-  assert process.returncode == 130
-  assert 'warm start' in error and 'Traceback' not in error

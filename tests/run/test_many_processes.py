@@ -52,28 +52,18 @@ def differences(one: Saved, other: Saved) -> dict[str, float]:
   return far
 
 
-def evaluated(workdir: pathlib.Path) -> dict[str, list]:
-  """File -> responses and verdicts of an evaluation."""
-  files = (workdir / 'eval').glob('*.json')
-  samples = {path.name: json.loads(path.read_text())['samples'] for path in files}
-  return {
-    name: [(x['response'], x['verdict']) for x in found]
-    for name, found in samples.items()
-  }
-
-
-def recorded(workdir: pathlib.Path) -> dict[str, list]:
-  """File -> problem, seat and responses with verdicts of each recorded group."""
-  files = (workdir / 'groups').glob('*.jsonl')
-  rows = {path.name: map(json.loads, path.read_text().splitlines()) for path in files}
-  return {
-    name: [
-      (row['id'], row['source'], row['update'])
-      + tuple((r['response'], r['correct'], r['version']) for r in row['responses'])
-      for row in found
-    ]
-    for name, found in rows.items()
-  }
+def texts(workdir: pathlib.Path) -> dict[str, list]:
+  """File -> responses and verdicts, of evaluations and of recorded groups."""
+  found = {}
+  for path in (workdir / 'eval').glob('*.json'):
+    samples = json.loads(path.read_text())['samples']
+    found[path.name] = [(x['response'], x['verdict']) for x in samples]
+  for path in (workdir / 'groups').glob('*.jsonl'):
+    for row in map(json.loads, path.read_text().splitlines()):
+      seen = [(r['response'], r['correct'], r['version']) for r in row['responses']]
+      group = row['id'], row['source'], row['update'], seen
+      found.setdefault(path.name, []).append(group)
+  return found
 
 
 def metric_differences(one: Saved, other: Saved) -> dict[str, float]:
@@ -98,8 +88,8 @@ def assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
   """Responses, verdicts and counts are equal; weights and means to a figure."""
   a, b = last_run(one), last_run(other)
   assert any(float(row.get('learner/grad_norm', 0)) > 0 for row in a.rows.values())
-  assert evaluated(one) == evaluated(other) != {}
-  assert recorded(one) == recorded(other) != {}
+  assert texts(one) == texts(other)
+  assert {'0.json', '2.jsonl'} <= texts(one).keys()
   far = differences(a, b) | metric_differences(a, b)
   print(other.name, *(f'{name} {value:.2g}' for name, value in far.items()))
   assert far['params'] < FAR
@@ -107,29 +97,55 @@ def assert_equal_runs(one: pathlib.Path, other: pathlib.Path) -> None:
   assert far['metrics'] < 2e-3
 
 
-KNOBS = RULES | PARTIAL | {'steps': 3}
+def wait_for_step(workdir: pathlib.Path, step: int, started: list) -> None:
+  """Returns when a row of this step is written, or a process has ended."""
+  while all(process.poll() is None for process in started):
+    if last_step(workdir) >= step:
+      return
+    time.sleep(0.1)
+
+
+def last_step(workdir: pathlib.Path) -> int:
+  """The last step that has a row of metrics; 0 without one."""
+  return max((int(row['step']) for row in metrics.read(workdir)), default=0)
+
+
+KNOBS = RULES | PARTIAL
 
 
 @pytest.fixture
-def alone(start_from, monkeypatch) -> pathlib.Path:
-  """Trains in this process, on as many devices as a run of several processes has."""
+def two(start_from) -> pathlib.Path:
+  """Trains in two processes until the second one gets a signal, after step 2."""
+  workdir = start_from('two')
+  started = processes.trainings(workdir, 2, **KNOBS | {'steps': 200})
+  wait_for_step(workdir, 2, started)
+  started[1].send_signal(signal.SIGTERM)
+  statuses, outputs = processes.ended(started, workdir.parent / 'two.output')
+  assert statuses == [128 + signal.SIGTERM] * 2, outputs
+  assert 'Saved.' in outputs[0]
+  # The second process writes nothing about a run to its console.
+  assert 'held-out accuracy' not in outputs[1] and 'training' not in outputs[1]
+  return workdir
+
+
+@pytest.fixture
+def alone(two, start_from, monkeypatch) -> pathlib.Path:
+  """Trains in this process, on as many devices, to the step after the last of two."""
   devices = jax.devices()[: processes.DEVICES]
   monkeypatch.setattr(jax, 'devices', lambda *_: devices)
-  workdir = start_from('alone')
-  assert experiment.train(runs.tiny(**KNOBS | MESH), str(workdir)) == 0
+  workdir, steps = start_from('alone'), last_step(two) + 1
+  assert experiment.train(runs.tiny(**KNOBS | MESH, steps=steps), str(workdir)) == 0
   return workdir
 
 
 def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint(
-  alone, start_from, capsys
+  two, alone, capsys
 ):
-  two = start_from('two')
-  _, quiet = processes.trained(two, 2, **KNOBS | {'steps': 2})
-  # The second process writes nothing about a run to its console.
-  assert 'held-out accuracy' not in quiet and 'training' not in quiet
-  capsys.readouterr()
-  assert experiment.train(runs.tiny(**KNOBS | MESH), str(two)) == 0
-  assert 'Resuming after step 2' in capsys.readouterr().out
+  last = last_run(two)
+  step = last.scalars['step']
+  assert 2 <= step == max(last.rows) < 200
+  assert experiment.train(runs.tiny(**KNOBS | MESH, steps=step + 1), str(two)) == 0
+  assert f'Resuming after step {step}' in capsys.readouterr().out
   assert_equal_runs(alone, two)
   assert (two / 'report.md').exists()
 
@@ -154,43 +170,6 @@ def test_one_two_and_four_processes_make_the_same_run(name, start_from):
 
 
 @pytest.mark.nightly
-def test_a_run_continues_in_another_number_of_processes_and_on_another_mesh(start_from):
-  whole, parts = start_from('whole'), start_from('parts')
-  knobs = RULES | PARTIAL | {'evaluate.every': 1}  # as the last step of each part is
-  processes.trained(whole, 1, **knobs)
-  processes.trained(parts, 2, steps=1, **knobs)
-  processes.trained(parts, 4, steps=2, **knobs | {'mesh.fsdp': 4, 'mesh.data': 1})
-  processes.trained(parts, 1, steps=3, **knobs)
-  processes.trained(parts, 2, steps=4, **knobs | {'mesh.fsdp': 1, 'mesh.data': 4})
-  assert_equal_runs(whole, parts)
-
-
-def wait_for_step(workdir: pathlib.Path, step: int, started: list) -> None:
-  """Returns when a row of this step is written, or a process has ended."""
-  while all(process.poll() is None for process in started):
-    if last_step(workdir) >= step:
-      return
-    time.sleep(0.1)
-
-
-def last_step(workdir: pathlib.Path) -> int:
-  """The last step that has a row of metrics; 0 without one."""
-  return max((int(row['step']) for row in metrics.read(workdir)), default=0)
-
-
-def test_sigterm_to_one_process_saves_the_same_step_in_all(start_from):
-  workdir = start_from('stopped')
-  started = processes.trainings(workdir, 2, steps=200)
-  wait_for_step(workdir, 1, started)
-  started[1].send_signal(signal.SIGTERM)
-  statuses, outputs = processes.ended(started, workdir.parent / 'stopped.output')
-  assert statuses == [128 + signal.SIGTERM] * 2, outputs
-  assert 'Saved.' in outputs[0]
-  last = last_run(workdir)
-  assert max(last.rows) == last.scalars['step'] < 200
-
-
-@pytest.mark.nightly
 def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(start_from):
   whole, broken = start_from('whole'), start_from('broken')
   knobs = RULES | PARTIAL | {'steps': 1000, 'evaluate.every': 1000}
@@ -209,7 +188,7 @@ def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(start_from):
   a, b = last_run(whole), last_run(broken)
   assert set(differences(a, b).values()) == {0.0}
   assert a.rows == b.rows
-  assert evaluated(whole) == evaluated(broken)
+  assert texts(whole) == texts(broken)
 
 
 def refused(workdir: pathlib.Path, words: str, **arguments: Any) -> None:

@@ -2,11 +2,10 @@
 
 import collections
 
-import foreign
 import pytest
 
-from bapo_jax import main, sharding
-from bapo_jax.autosetup import check, derive
+from bapo_jax import sharding
+from bapo_jax.autosetup import check
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import experiment
@@ -51,19 +50,3 @@ def test_a_start_resolves_once(mode, adapter_run, calls, tmp_path, one_device):
   config = adapter_run.config.model_copy(update={'steps': 1})
   assert MODES[mode](config, str(tmp_path / 'run'))
   assert calls == dict.fromkeys(COUNTED, 1)
-
-
-def test_a_derivation_shares_one_mesh(calls, tmp_path, one_device):
-  """Lays out three meshes at most: for the memory, for the rules, and for the run."""
-  knobs = {
-    'model.path': foreign.model(tmp_path / 'model', 'qwen2'),
-    'problems.source': foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24)),
-    'problems.test_source': foreign.rows(tmp_path / 'b.jsonl', foreign.problems(4, 24)),
-  }
-  flags = [f'--config.{name}={value}' for name, value in knobs.items()]
-  config = main.read_config('configs/finetune.py', flags)
-  assert config.derived
-  calls.clear()
-  derive.prepare(config, str(tmp_path / 'run'))
-  assert (calls['config.json'], calls['directory']) == (1, 1)
-  assert calls['mesh'] <= 3
