@@ -5,6 +5,7 @@
 3. facts: report.json for programs.
 """
 
+import html
 import itertools
 import json
 import math
@@ -191,7 +192,8 @@ def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
 def _config(fingerprint: str, text: str) -> Iterator[str]:
   """Folds the config away; empty lines between the blocks enable Markdown inside."""
   yield '## Config'
-  yield f'<details>\n<summary>Fingerprint {markdown.html(fingerprint)}</summary>'
+  name = html.escape(markdown.visible(fingerprint, keep=''))
+  yield f'<details>\n<summary>Fingerprint {name}</summary>'
   yield markdown.fence(text)
   yield '</details>'
 
