@@ -40,6 +40,7 @@ class Stop:
   signal = 0
 
   def __call__(self, number: int, frame: object) -> None:
+    """Handles a signal."""
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number

@@ -97,7 +97,7 @@ def _text(path: str) -> str:
 
 
 def check_writable(path: str, knob: str) -> None:
-  """Makes the directory; raises a ValueError with the flag `knob` if it is not writable."""
+  """Makes the directory; a ValueError names the flag `knob` if it is not writable."""
   try:
     os.makedirs(path, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):

@@ -168,7 +168,7 @@ def make_trainer(
     chunk=config.logprobs.chunk,
   )
   recompute, when = None, config.learner.recompute_logprobs
-  narrow = config.model.compute != 'float32' and not config.loss.weighs_sampler
+  narrow = config.model.compute != 'float32' and not config.loss.active.weighs_sampler
   if when == 'on' or (when == 'auto' and narrow):
     recompute = jax.jit(functools.partial(scoring.recompute, score=score))
     recompute = sharding.under(mesh, recompute)
@@ -195,7 +195,7 @@ def make_trainer(
 
 def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | None:
   """Scores a batch by the weights of the step's start, if the loss rule needs it."""
-  if not config.loss.needs_proximal:
+  if not config.loss.active.needs_proximal:
     return None
   jitted = sharding.under(mesh, jax.jit(score))
   return lambda params, groups, seen: jitted(lora.attach(base, params), groups, seen)

@@ -23,7 +23,6 @@ from ml_collections import ConfigDict
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import knobs as algorithms
-from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
@@ -61,8 +60,8 @@ class Config(Section):
   sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
   rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
-  buffer: BufferConfig = knob(BufferConfig, 'Replay buffer.')
-  batch: BatchConfig = knob(BatchConfig, 'Batch rules.')
+  buffer: algorithms.BufferConfig = knob(algorithms.BufferConfig, 'Replay buffer.')
+  batch: algorithms.BatchConfig = knob(algorithms.BatchConfig, 'Batch rules.')
   advantage: algorithms.AdvantageConfig = knob(
     algorithms.AdvantageConfig, 'Advantage rules.'
   )
