@@ -72,11 +72,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
-  """Reads the recorded groups that a step trained on; [] for None.
-
-  Raises:
-    ValueError: nothing is recorded of this step.
-  """
+  """Reads the groups that a step trained on, [] for None; ValueError if not recorded."""
   rows = [] if step is None else step_record.read(workdir, step)
   return [_of_record(workdir, row) for row in rows]
 

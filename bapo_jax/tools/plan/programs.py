@@ -48,6 +48,7 @@ class Job(NamedTuple):
 
   @property
   def shape(self) -> roofline.MeshShape:
+    """Devices along the axes of the mesh."""
     return dict(self.mesh.shape)
 
 

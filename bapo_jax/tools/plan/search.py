@@ -40,6 +40,7 @@ class Choice(NamedTuple):
 
   @property
   def flags(self) -> str:
+    """The flags of a run with this setting."""
     sizes = ' '.join(f'--config.mesh.{axis}={n}' for axis, n in self.shape.items())
     return (
       f'{sizes} --config.learner.grad_accum_steps={self.grad_accum_steps} '
@@ -48,6 +49,7 @@ class Choice(NamedTuple):
 
 
 def divisors(n: int) -> list[int]:
+  """Returns the divisors of n, ascending."""
   return [k for k in range(1, n + 1) if n % k == 0]
 
 
