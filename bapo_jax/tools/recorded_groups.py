@@ -72,7 +72,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
-  """Reads the groups that a step trained on, [] for None; ValueError if not recorded."""
+  """Reads the groups that a step trained on; [] for None, ValueError if unrecorded."""
   rows = [] if step is None else step_record.read(workdir, step)
   return [_of_record(workdir, row) for row in rows]
 
