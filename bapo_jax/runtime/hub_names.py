@@ -21,6 +21,7 @@ def parse(name: str) -> HubName | None:
     return None
   if not (match := NAME.fullmatch(name)):
     raise ValueError(
-      f'{name[:80]!r} is not a name on the hub; write hub:owner/name[@revision]'
+      f'{name[:80]!r} is not a name on the hub; write hub:owner/name or '
+      'hub:owner/name@revision'
     )
   return HubName(match[1], match[2])
