@@ -125,8 +125,8 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
       label = f'{name}: {len(mu_N)} tokens, {cut_N.sum()} cut'
       ax.scatter([], [], s=20, color=colour, label=label)
     updates = {group.update for group in run.groups if group.update is not None}
-    for update in updates:
-      for bound in (update.low, update.high):
+    for _, *bounds in updates:
+      for bound in bounds:
         ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
     _label(ax, 'probability when sampled', 'ratio')
     ax.set_yscale('log')

@@ -1,4 +1,1 @@
-"""Writes the directory, the metrics and the console of a run; joins its processes.
-
-Nothing here knows of a model or of an algorithm.
-"""
+"""Files, metrics, console and processes of a run; knows no model and no algorithm."""

@@ -1,9 +1,5 @@
 """Finds bytes of files that changed since they were written, by digests.
 
-1. `write` records the length and the digest of every file of a directory, beside them;
-2. `damage` compares the files with the record, and names the first that differs;
-3. `sampled` reads parts of a file that is too large to be read whole.
-
 orbax and zarr restore flipped bytes without an error, so checkpoints need this record.
 """
 
@@ -17,7 +13,7 @@ WRITTEN_LATER = ('commit_success.txt', '_CHECKPOINT_METADATA')
 
 
 def write(directory: str, label: str) -> None:
-  """Records all files below the directory as they are now.
+  """Records the length and the digest of every file below the directory.
 
   The label is the directory's own name, such as a step: it reveals a copied directory.
   """
@@ -35,10 +31,7 @@ def write(directory: str, label: str) -> None:
 def damage(directory: str, label: str, skip: str = '') -> str:
   """Describes the first difference between the files and their record; '' for none.
 
-  Args:
-    directory: the directory.
-    label: the label that it was recorded with.
-    skip: a folder whose files are not read; '' for none.
+  Files in the folder `skip` are not read.
   """
   path = NAME
   try:

@@ -1,9 +1,5 @@
 """Combines host values of all processes, and moves values between host and devices.
 
-1. `total`, `agree` and `merged` combine host values of all processes;
-2. `whole`, `taken` and `rows_of` read global arrays: all of a small one, a few rows, or
-   rows of this process (`owned`); `placed` puts equal host arrays on the devices.
-
 All processes call `total`, `agree`, `merged`, `whole` and `taken` in the same order. In
 a single process these calls are free.
 """
@@ -36,10 +32,8 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
   """Returns the union of the dicts of all processes; their values are JSON."""
   if processes() == 1:
     return values
-  union: dict[str, Any] = {}
-  for text in everyones(json.dumps(values)):
-    union |= json.loads(text)
-  return union
+  dicts = map(json.loads, everyones(json.dumps(values)))
+  return {name: value for part in dicts for name, value in part.items()}
 
 
 def whole(array: Any) -> np.ndarray:

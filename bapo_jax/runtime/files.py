@@ -7,17 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# The first bytes of a picture -> the suffix of its file.
-PICTURES = {
-  b'\x89PNG': 'png',
-  b'\xff\xd8\xff': 'jpg',
-  b'RIFF': 'webp',
-  b'BM': 'bmp',
-  b'GIF8': 'gif',
-}
+# The suffix of a picture's file -> its first bytes.
+PICTURES = dict(
+  png=b'\x89PNG', jpg=b'\xff\xd8\xff', webp=b'RIFF', bmp=b'BM', gif=b'GIF8'
+)
+Path = str | os.PathLike[str]
 
 
-def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write(path: Path, content: str | bytes) -> None:
   """Writes a file, and its folder: it has the old content or the new, never a part.
 
   Raises:
@@ -31,28 +28,26 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     os.replace(f'{path}.tmp', path)
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
   """Writes the value as JSON, atomically (see `write`)."""
   write(path, json.dumps(value, indent=2))
 
 
-def write_pictures(
-  workdir: str | os.PathLike[str], pictures: Sequence[bytes]
-) -> list[str]:
+def write_pictures(workdir: Path, pictures: Sequence[bytes]) -> list[str]:
   """Writes the pictures that the workdir lacks; returns all paths within the workdir.
 
   Pictures are encoded images; the name of a file is the digest of its bytes.
   """
   names = []
   for data in pictures:
-    suffix = next((s for start, s in PICTURES.items() if data.startswith(start)), 'bin')
+    suffix = next((s for s, start in PICTURES.items() if data.startswith(start)), 'bin')
     names.append(f'pictures/{hashlib.sha256(data).hexdigest()[:16]}.{suffix}')
     if not os.path.exists(path := os.path.join(workdir, names[-1])):
       write(path, data)
   return names
 
 
-def read_json(path: str | os.PathLike[str], way_out: str) -> Any:
+def read_json(path: Path, way_out: str) -> Any:
   """Reads a JSON file.
 
   Raises:
@@ -77,7 +72,7 @@ def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
   """Adds the path to an OSError without a filename, such as that of a write()."""
   try:
     yield

@@ -1,14 +1,9 @@
 """Joins the processes of one run, one per host, and ends them together.
 
-1. `initialise` joins this process to the others, by flags or by the environment; in a
-   single process every function below is free;
-2. process 0 writes the console and the files (`is_first`), and runs first when several
-   processes would make the same files (`first_ahead`);
-3. `together` and `same_everywhere` turn an error of one process into an error of all;
-4. `finish`, `leave` and `failed` end this process. JAX's heartbeats abort it if another
-   process is gone; a signal handler turns the abort into a sentence and a status.
-
-All processes run the same program on the same seed; exchange.py has the collectives.
+All processes run the same program on the same seed, and process 0 writes the console
+and the files. An error of one process becomes an error of all: JAX's heartbeats abort a
+process if another one is gone, and a signal handler turns the abort into a sentence and
+a status. In a single process these functions cost nothing.
 """
 
 import contextlib
@@ -60,13 +55,8 @@ def initialise(
 
   Without flags it reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
   JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks for SLURM, GKE and the
-  metadata of a TPU. If there is none, this process is alone.
-
-  Args:
-    coordinator: host:port of process 0, the same for all processes.
-    process: number of this process, from 0.
-    processes: number of processes.
-    start_s: seconds to wait for the other processes.
+  metadata of a TPU. If there is none, this process is alone. `coordinator` is host:port
+  of process 0, `process` counts from 0, and `start_s` limits the wait in seconds.
 
   Raises:
     ValueError: the flags do not fit, the port is taken, or the environment describes a
@@ -76,11 +66,13 @@ def initialise(
   given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
   if len(given) in (1, 2):
     raise ValueError(
-      f'{" ".join(given)}: give --coordinator, --process and --processes, or none of '
-      'them'
+      f'{" ".join(given)}: give all of --coordinator, --process, --processes, or none'
     )
   if process is None or processes is None:
-    place = _jobset()
+    # A JobSet without TPUs sets these; JAX finds it only if it may query Kubernetes.
+    names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
+    at, i, n = (os.environ.get(name, '') for name in names)
+    place = (at, int(i), int(n)) if at and i and n else None
   else:
     place = coordinator, process, processes
   if place:
@@ -105,18 +97,6 @@ def initialise(
   )
 
 
-def _jobset() -> tuple[str, int, int] | None:
-  """Returns (coordinator, process, processes) that a JobSet without TPUs sets.
-
-  JAX finds them only in a pod that may query Kubernetes.
-  """
-  names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
-  coordinator, process, processes = (os.environ.get(name, '') for name in names)
-  if coordinator and process and processes:
-    return coordinator, int(process), int(processes)
-  return None
-
-
 def _check(coordinator: str, process: int, processes: int) -> None:
   """Raises ValueError unless the numbers fit and the coordinator's port is free."""
   host, _, port = coordinator.rpartition(':')
@@ -134,16 +114,14 @@ def _check(coordinator: str, process: int, processes: int) -> None:
       pass
   except OSError as error:
     raise ValueError(
-      f'--coordinator={coordinator}: port {port} cannot be used ({error.strerror}); '
-      'give a free port'
+      f'--coordinator={coordinator}: {error.strerror}; give a free port'
     ) from None
 
 
 def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
-  Args:
-    place: coordinator, process and processes; None lets JAX look for them.
+  `place` None lets JAX look for (coordinator, process, processes).
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   import jax
@@ -302,8 +280,7 @@ def first_ahead() -> Iterator[None]:
 
 def same_everywhere(values: dict[str, Any]) -> None:
   """Raises ValueError in all processes if JSON values differ in one; a collective."""
-  texts = everyones(json.dumps(values, default=str))
-  expected, *others = map(json.loads, texts)
+  expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
   for i, found in enumerate(others, 1):
     if differ := [
       f'{name} {new!r:.60} there and {old!r:.60} in process 0'

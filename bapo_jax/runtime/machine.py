@@ -57,9 +57,6 @@ def hold_freed_memory() -> None:
 
 
 def trim() -> None:
-  """Returns freed memory that glibc keeps to the system.
-
-  Loading weights and compiling leave hundreds of MiB in pieces.
-  """
+  """Gives freed memory that glibc keeps, often hundreds of MiB, back to the system."""
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,9 @@
 """Formats tables, and untrusted text as plain characters, in Markdown.
 
 A problem, an answer or a response may contain backticks, HTML, terminal escapes, or
-marks that reverse the direction of writing. `fence` shows the text as a block, `inline`
-within a sentence, `escape` in a heading or a cell, and `html` inside a tag of ours.
+marks that reverse the direction of writing.
 """
 
-import html as html_lib
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -19,10 +17,7 @@ MARKUP = re.compile(r'[\\`*_{}\[\]<>#|!~$&@:^=]|(?<=www)\.', re.IGNORECASE)
 def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> str:
   """Formats a table, one line per row, without a newline at the end.
 
-  Args:
-    rows: the cells, as many per row as there are columns.
-    header: the names of the columns.
-    align: one letter per column, 'l' for left and 'r' for right.
+  `align` has one letter per column, 'l' for left and 'r' for right.
   """
   rules = ['--:' if letter == 'r' else ':--' for letter in align]
   lines = [
@@ -72,11 +67,6 @@ def inline(text: str, limit: int = 200) -> str:
 def escape(text: str) -> str:
   """Formats the text as words on one line, its markup escaped by backslashes."""
   return MARKUP.sub(r'\\\g<0>', visible(text, keep=''))
-
-
-def html(text: str) -> str:
-  """Formats the text as one line inside a tag, where Markdown's escapes do not work."""
-  return html_lib.escape(visible(text, keep=''))
 
 
 def _ticks(text: str, at_least: int) -> str:

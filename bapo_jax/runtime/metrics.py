@@ -1,9 +1,6 @@
 """Writes the metrics of every step, reads them back, and prints one line per step.
 
-1. `writing` appends rows to metrics.jsonl, to TensorBoard and to W&B, and removes
-   the rows that a resumed run writes again; a name must be in the glossary;
-2. `read` returns the rows;
-3. `line` formats a row for the console, and `legend` explains its columns.
+Rows go to metrics.jsonl, to TensorBoard and to W&B; every name is in the glossary.
 """
 
 import difflib
@@ -21,13 +18,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from bapo_jax.runtime import files, hosts, markdown
+from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.runtime.progress import log
 
 Row = dict[str, float]  # metric -> value; read from a file also step -> int
-Path = str | os.PathLike[str]
-
-
 Write = Callable[[int, Row], None]  # step, metrics
 
 
@@ -48,7 +42,7 @@ def read(workdir: Path) -> list[Row]:
   """
   path = pathlib.Path(workdir, 'metrics.jsonl')
   try:
-    lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
+    text = path.read_text(encoding='utf-8', errors='replace')
   except FileNotFoundError:
     return []
   except OSError as error:
@@ -56,30 +50,18 @@ def read(workdir: Path) -> list[Row]:
       f'{path} cannot be read ({error.strerror}); put it back, or move it away: the '
       'run then continues without the rows so far'
     ) from error
-  while lines and not lines[-1]:
-    lines.pop()
-  rows = []
-  for i, text in enumerate(lines, 1):
+  rows, lines = [], text.rstrip('\n').split('\n')
+  for i, line in enumerate(lines, 1):
     try:
-      row = json.loads(text)
+      row = json.loads(line)
       rows.append({'step': int(row.pop('step'))} | {k: float(row[k]) for k in row})
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
       if i < len(lines):
         raise ValueError(
-          f'{path}, line {i} of {len(lines)} is not a row of metrics: {text[:60]!r}; '
+          f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}; '
           'delete the line, or start in another workdir'
         ) from error
   return rows
-
-
-def report_lost(workdir: Path, step: int) -> None:
-  """Logs which rows of the steps 0 to `step` are missing; raises as `read` does."""
-  steps = {row['step'] for row in read(workdir)}
-  if lost := [n for n in range(step + 1) if n not in steps]:
-    log(
-      f'{workdir}/metrics.jsonl lacks {len(lost)} rows of the steps 0 to {step}; first '
-      f'{lost[0]}, last {lost[-1]}. The report omits these steps.'
-    )
 
 
 def _need(package: str, knob: str) -> types.ModuleType:
@@ -135,11 +117,9 @@ def _tensorboard(
       board.flush()
 
   # TensorBoard then hides earlier events of this step and later ones.
-  start = proto.SessionLog(status=proto.SessionLog.START)
-  emit(step + 1, session_log=start)
+  emit(step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
   if config is not None:
-    text = markdown.fence(str(config))
-    emit(max(step, 0), summary=summary.text('config', text))
+    emit(max(step, 0), summary=summary.text('config', markdown.fence(str(config))))
   return write
 
 
@@ -148,14 +128,8 @@ def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
   path = pathlib.Path(workdir, 'wandb_id.txt')  # a resumed run continues the same curve
   if not path.exists():
     path.write_text(uuid.uuid4().hex)
-  run = lib.init(
-    project='bapo_jax',
-    name=path.resolve().parent.name,
-    id=path.read_text(),
-    dir=str(workdir),
-    config=config,
-    resume='allow',
-  )
+  name, old = path.resolve().parent.name, {'id': path.read_text(), 'resume': 'allow'}
+  run = lib.init(project='bapo_jax', name=name, dir=str(workdir), config=config, **old)
   stack.callback(run.finish)
   # W&B ignores steps that it already has: after a resume metrics.jsonl is right.
   return lambda step, row: run.log(row, step=step)
@@ -172,12 +146,8 @@ def writing(
 ) -> Iterator[Write]:
   """Yields a function that writes the metrics of a step; only process 0 writes.
 
-  Args:
-    workdir: the directory.
-    step: the step resumed from; later rows are removed. -1 starts afresh, without rows.
-    tensorboard: writes event files in workdir/tensorboard.
-    wandb: writes to Weights & Biases.
-    config: shown beside the curves.
+  Rows after `step`, the step resumed from, are removed; -1 starts afresh, without rows.
+  TensorBoard and W&B show the config beside the curves.
 
   Raises:
     ValueError: a package is missing, and no row is removed; or the function received a
@@ -226,10 +196,8 @@ WIDTH = 100  # characters of a line of the console
 def legend() -> str:
   """Returns an explanation of the columns of `line`."""
   named = ', '.join(f'{label}={name}' for label, name, _ in COLUMNS)
-  text = (
-    f'Columns: {named.replace(", ..=", "..")}. '
-    'bapo_jax/runtime/glossary.py defines every metric.'
-  )
+  named = named.replace(', ..=', '..')
+  text = f'Columns: {named}. bapo_jax/runtime/glossary.py defines every metric.'
   return textwrap.fill(text, WIDTH, subsequent_indent='  ', break_on_hyphens=False)
 
 

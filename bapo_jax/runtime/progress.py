@@ -1,9 +1,4 @@
-"""Measures where the wall time goes, and shows how far along the run is.
-
-1. `PhaseTimer` charges every second to the innermost open phase;
-2. `progress_bar` shows a rate and the time left; it updates less often in a log;
-3. `log` prints a line without breaking the bar.
-"""
+"""Measures where the wall time goes, and shows how far along the run is."""
 
 import contextlib
 import sys
@@ -19,7 +14,7 @@ TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two updates of a bar
 
 
 class PhaseTimer:
-  """Counts seconds by phase; phases do not overlap, so the sum is at most wall time.
+  """Charges every second to the innermost open phase, so the sum is at most wall time.
 
   >>> with timer('sample'):
   ...   with timer('verify'): ...  # these seconds are not counted in 'sample'
@@ -109,7 +104,6 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
 
 def log(text: str) -> None:
   """Prints a line to stdout, above a bar on the same terminal; in process 0 only."""
-  if not hosts.is_first():
-    return
-  tqdm.write(text, file=sys.stdout)
-  sys.stdout.flush()  # a reader of the log sees the line now
+  if hosts.is_first():
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()  # a reader of the log sees the line now

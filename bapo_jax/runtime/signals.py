@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from bapo_jax.runtime.progress import log
 
-AGAIN_S = 0.1
-
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
@@ -25,7 +23,7 @@ def none_lost() -> Iterator[None]:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       return before(lost)
     # Raised at once, in this hook, the interrupt would be lost again.
-    timer = threading.Timer(AGAIN_S, _thread.interrupt_main)
+    timer = threading.Timer(0.1, _thread.interrupt_main)
     timer.daemon = True
     timer.start()
 
@@ -39,12 +37,10 @@ def none_lost() -> Iterator[None]:
 class Stop:
   """Remembers the first SIGINT or SIGTERM; the second one raises KeyboardInterrupt."""
 
-  def __init__(self):
-    self.signal = 0
+  signal = 0
 
   def __call__(self, number: int, frame: object) -> None:
     """Handles a signal."""
-    del frame
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number

@@ -14,8 +14,8 @@ def mean_and_error(values: ArrayLike) -> tuple[float, float]:
   """
   value_N = np.asarray(values, float)
   n = len(value_N)
-  error = float(value_N.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-  return float(value_N.mean()), error
+  error = value_N.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
+  return float(value_N.mean()), float(error)
 
 
 def clustered_error(correct_PG: ArrayLike) -> float:

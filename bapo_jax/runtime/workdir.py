@@ -1,11 +1,4 @@
-"""Guards the directory of a run: one writer, one config, errors that name the file.
-
-1. `locked` makes the directory and keeps a second run out of it;
-2. `open_workdir` refuses a directory that has another run;
-3. `writable` turns an error of the system into a sentence that names the file;
-4. `check_shared` refuses processes of one run that have different directories;
-5. `checkpoint_steps` lists the complete checkpoints.
-"""
+"""Guards the directory of a run: one writer, one config, errors that name the file."""
 
 import contextlib
 import errno
@@ -20,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_jax.runtime import files, hosts
-from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 
 # Only a write fails with these errors, whatever the file.
@@ -61,8 +53,7 @@ def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
       file.seek(0)
       holder = file.readline(200).strip() or 'another process'
       raise ValueError(
-        f'--workdir={workdir} is in use by {holder}; wait until that run ends, stop '
-        'it, or give another --workdir'
+        f'--workdir={workdir} is in use by {holder}; stop it or give another --workdir'
       ) from None
     except OSError as error:
       log(
@@ -92,46 +83,35 @@ def check_shared(workdir: str) -> None:
       if time.monotonic() > deadline:
         raise ValueError(
           f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
-          'is not the directory of process 0; give a directory on a file system that '
-          'all processes share'
+          'is not the directory of process 0; give one that all processes share'
         )
       time.sleep(0.2)
 
 
 def _text(path: str) -> str:
   """Returns the content of a small file; '' if it cannot be read."""
-  try:
-    with open(path, encoding='utf-8', errors='replace') as file:
-      return file.read(400)
-  except OSError:
-    return ''
+  refusals = contextlib.suppress(OSError)
+  with refusals, open(path, encoding='utf-8', errors='replace') as file:
+    return file.read(400)
+  return ''
 
 
 def check_writable(path: str, knob: str) -> None:
-  """Makes the directory; raises ValueError if no file can be written there.
-
-  The error names the directory by the flag of the user, `knob`.
-  """
+  """Makes the directory; a ValueError names the flag `knob` if it is not writable."""
   try:
     os.makedirs(path, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as error:
-    raise ValueError(
-      f'{knob} cannot be used ({error.strerror}); give a directory that you may write '
-      'to'
-    ) from error
+    reason = f'{knob} cannot be used ({error.strerror})'
+    raise ValueError(f'{reason}; give a directory that you may write to') from error
 
 
-def open_workdir(
-  workdir: str, values: dict[str, Any], free: Sequence[str] = ()
-) -> None:
+def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
   """Makes the directory and writes the config into its config.json.
 
-  Args:
-    workdir: the directory.
-    values: the config, section -> knob -> value.
-    free: sections and dotted knobs that may differ from those of an earlier start.
+  `values` maps section -> knob -> value; sections and dotted knobs in `free` may differ
+  from those of an earlier start.
 
   Raises:
     ValueError: the directory cannot be written, or has a run with another config.
@@ -143,7 +123,7 @@ def open_workdir(
   if has_begun(workdir):
     changed = [
       f'{name}: {old!r} then, {new!r} now'
-      for name, old, new in differences(read_config(path), now)
+      for name, old, new in hosts.differences(read_config(path), now)
       if name not in free and name.split('.')[0] not in free
     ]
     if changed:
@@ -167,8 +147,7 @@ def read_config(path: str) -> dict[str, Any]:
   Raises:
     ValueError: the file is missing or has no config.
   """
-  way_out = 'give another --workdir, or restore the config of the run'
-  return files.read_object(path, way_out)
+  return files.read_object(path, 'give another --workdir, or restore its config')
 
 
 @contextlib.contextmanager

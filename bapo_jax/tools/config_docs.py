@@ -26,13 +26,11 @@ def document() -> str:
     section, _, inner = knob.partition('.')
     row = [f'`{knob}`', f'`{default}`', allowed, meaning]
     rows.setdefault(section if inner else '', []).append(row)
-  header = ['knob', 'default', 'range', 'meaning']
-  page = (
-    f'{INTRODUCTION}\n## The run\n\n{markdown.table(rows.pop(""), header, "llll")}\n'
-  )
+  page = INTRODUCTION
   for name, found in rows.items():
-    about = type(getattr(config, name)).__doc__
-    page += f'\n## {name}\n\n{about}\n\n{markdown.table(found, header, "llll")}\n'
+    table = markdown.table(found, ['knob', 'default', 'range', 'meaning'], 'llll')
+    about = f'{name}\n\n{type(getattr(config, name)).__doc__}' if name else 'The run'
+    page += f'\n## {about}\n\n{table}\n'
   return page
 
 

@@ -1,9 +1,8 @@
 """--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
 
-1. the weights are those of a checkpoint of the workdir; without one, of model.path;
-2. responses to problems.test_source come through the rollout function of training;
-3. results go to a table (.md) and one JSON line per response (.jsonl), with the prompt
-   as the policy reads it and the number of patches in place of a picture.
+Responses to problems.test_source come through the rollout function of training. Results
+go to a table (.md) and one JSON line per response (.jsonl), with the prompt as the
+policy reads it and the number of patches in place of a picture.
 """
 
 import contextlib
@@ -34,15 +33,10 @@ SETTINGS = 'seed tokenizer problems prompts sampler rewards evaluate'
 def eval_checkpoint(
   config: Config, workdir: str, to: str, which: str = 'newest'
 ) -> int:
-  """Evaluates, prints the table, writes `to`.jsonl and `to`.md.
+  """Evaluates, prints the table, writes `to`.jsonl and `to`.md; returns 0.
 
-  Args:
-    to: path without its suffix; '' stands for
-      <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
-    which: newest, best or a step; see checkpoint.choose.
-
-  Returns:
-    The exit status, 0.
+  Reads the checkpoint `which`, see checkpoint.choose, or model.path if there is none.
+  `to` '' stands for <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
 
   Raises:
     ValueError: there are no weights, or the workdir is of another model.
@@ -53,13 +47,13 @@ def eval_checkpoint(
   elif not config.model.path:
     raise ValueError(
       f'--workdir={workdir} holds no checkpoint and --config.model.path names no '
-      'model; train there first (the same command without --mode=eval), or give one'
+      'model; train there first, or give a model'
     )
   r = derive.prepare(config, workdir, trains=False)
   values = config_lib.plain(r.config)
   settings = {name: values[name] for name in SETTINGS.split()}
-  name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
+  name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   to = to or os.path.join(workdir, 'eval', name)
   # Before the evaluation, which may take hours.
   for path in (workdir, os.path.dirname(to) or '.'):
@@ -89,9 +83,8 @@ def _run(
     read = policy.reader(config, r.model, workdir, step)
     # One parameter at a time goes onto the mesh.
     layout = sharding.shardings(transformer.abstract(r.spec), r.mesh)
-    flat = transformer.flatten(layout).items()
-    flat = {path: jax.device_put(read(path), place) for path, place in flat}
-    params = transformer.unflatten(flat)
+    places = transformer.flatten(layout).items()
+    params = transformer.unflatten({p: jax.device_put(read(p), at) for p, at in places})
   with contextlib.closing(build.make_verifier(config)) as verifier:
     t = build.make_trainer(r, material, verifier, timer)
     result, samples = experiment.evaluation(t, params, step or 0)

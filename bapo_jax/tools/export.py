@@ -1,12 +1,7 @@
 """--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
 
-Adapters are merged into their weights, or written alone, for peft.
-
-1. `check_config` refuses a checkpoint of another model;
-2. tensors are read and written parameter by parameter: no device, no second copy;
-3. `write_configs` adds config.json and generation_config.json, and of a model that sees
-   how pictures are prepared; the tokenizer's follow;
-4. the directory appears under its name when it is whole.
+Tensors are read and written parameter by parameter: no device, no second copy. The
+directory appears under its name when it is whole.
 """
 
 import json
@@ -37,27 +32,19 @@ def export(
   which: str = 'newest',
   adapter: bool = False,
 ) -> int:
-  """Writes a checkpoint of `workdir` to the new directory `to`.
+  """Writes a checkpoint of `workdir` to the new directory `to`; returns 0.
 
-  Args:
-    to: '' stands for <workdir>/export/<step>.
-    dtype: 'float32' keeps the trained weights to the last bit; 'bfloat16' halves them.
-    shard_bytes: largest size of a file of tensors.
-    which: newest, best or a step; see checkpoint.choose.
-    adapter: adapters alone, as peft has them; else they are merged into the weights.
-
-  Returns:
-    The exit status, 0.
+  `to` '' stands for <workdir>/export/<step>, and `which` is as in checkpoint.choose.
+  The dtype float32 keeps the trained weights to the last bit; `shard_bytes` is the
+  largest size of a file of tensors. `adapter` writes adapters alone, as peft has them;
+  else they are merged into the weights.
 
   Raises:
     ValueError: no such checkpoint, another model, or a directory that is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
-    raise ValueError(
-      f'--workdir={workdir} holds no checkpoint; train there first (the same command '
-      'without --mode=export)'
-    )
+    raise ValueError(f'--workdir={workdir} holds no checkpoint; train there first')
   check_config(config, workdir)
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
@@ -107,7 +94,6 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   backend = tokenizer.backend
 
   def read(name: str) -> dict[str, Any]:
-    """Returns the content of a JSON file of the source; {} if it does not exist."""
     file = os.path.join(source, name)
     return files.read_object(file) if source and os.path.exists(file) else {}
 
@@ -117,11 +103,11 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
   if not source:
     described |= ends | {'bos_token_id': backend.bos_token_id}
-  generation = read('generation_config.json') or (
-    ends | {'do_sample': True, 'temperature': config.sampler.temperature}
-  )
-  written = {'config.json': described | {'torch_dtype': dtype}}
-  written['generation_config.json'] = generation
+  sampled = {'do_sample': True, 'temperature': config.sampler.temperature}
+  written = {
+    'config.json': described | {'torch_dtype': dtype},
+    'generation_config.json': read('generation_config.json') or ends | sampled,
+  }
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}
     # transformers 4 reads this file alone, 5 also the processor's.

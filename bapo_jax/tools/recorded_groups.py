@@ -1,15 +1,13 @@
 """Reads the groups of responses that a run recorded in its workdir.
 
-1. `trained` returns the groups that a step trained on, with numbers for every token;
-2. `evaluated` returns the responses of the newest evaluation, as text;
-3. `read` returns both.
+Groups that a step trained on have numbers for every token, those of an evaluation have
+text alone.
 """
 
-import glob
 import itertools
 import math
 import os
-import re
+import pathlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,14 +35,6 @@ class Response(NamedTuple):
   length: int | None = None  # tokens
 
 
-class OfUpdate(NamedTuple):
-  """The optimiser update that contained a recorded group."""
-
-  number: int  # in its step, from 1
-  low: float
-  high: float
-
-
 class RecordedGroup(NamedTuple):
   """The responses to one prompt."""
 
@@ -54,14 +44,14 @@ class RecordedGroup(NamedTuple):
   responses: list[Response]
   pictures: tuple[str, ...] = ()  # paths
   step: int | None = None  # learner steps, this one included; None: an evaluation
-  update: OfUpdate | None = None
+  # Number in its step, from 1, and bounds of the update that had the group.
+  update: tuple[int, float, float] | None = None
 
 
 def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   """Reads all groups of the newest recorded step and the newest evaluation.
 
-  Args:
-    which: newest, best or a step, see checkpoint.choose; nothing later is read.
+  Nothing later than the checkpoint `which` is read; see checkpoint.choose.
 
   Raises:
     ValueError: the workdir has no run, or no recorded group.
@@ -70,35 +60,28 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   if not os.path.exists(path):
     raise ValueError(f'--workdir={workdir} has no run; train there first')
   config = config_lib.from_json(read_config(path))
-  until = math.inf
-  if which != 'newest':
-    until = checkpoint.choose(workdir, which) or math.inf
+  until = checkpoint.choose(workdir, which) if which != 'newest' else None
+  until = until or math.inf
   found = trained(workdir, step_record.newest(workdir, until))
   found += evaluated(workdir, until, rules.bind(config).advantage)
   if not found:
     raise ValueError(
-      f'--workdir={workdir} has no recorded group yet; the first evaluation and the '
-      'first checkpoint record some'
+      f'--workdir={workdir} has no recorded group yet; the first evaluation makes some'
     )
   return found
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
-  """Reads the recorded groups that a step trained on; [] for None.
-
-  Raises:
-    ValueError: nothing is recorded of this step.
-  """
-  if step is None:
-    return []
-  return [_of_record(workdir, row) for row in step_record.read(workdir, step)]
+  """Reads the groups that a step trained on; [] for None, ValueError if unrecorded."""
+  rows = [] if step is None else step_record.read(workdir, step)
+  return [_of_record(workdir, row) for row in rows]
 
 
 def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
   """Parses a line of groups/<step>.jsonl, where null stands for nan."""
 
-  def numbers(values: Any) -> Float32[np.ndarray, ' T'] | None:
-    return None if values is None else np.asarray(values, np.float32)
+  def array(values: list | None, dtype: type = np.float32) -> Any:
+    return None if values is None else np.asarray(values, dtype)
 
   def number(value: float | None) -> float:
     return math.nan if value is None else value
@@ -110,25 +93,19 @@ def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
       number(r['reward']),
       number(r['advantage']),
       r['pieces'],
-      numbers(r['sampler_logp']),
-      numbers(r['ratio']),
-      None if r['cut'] is None else np.asarray(r['cut'], bool),
+      array(r['sampler_logp']),
+      array(r['ratio']),
+      array(r['cut'], bool),
       r['tokens'],
     )
     for r in row['responses']
   ]
   update = None
   if row['update'] is not None:
-    update = OfUpdate(row['update'], number(row['low']), number(row['high']))
-  return RecordedGroup(
-    f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}',
-    row['prompt'],
-    row['answer'],
-    responses,
-    _pictures(workdir, row),
-    row['step'],
-    update,
-  )
+    update = row['update'], number(row['low']), number(row['high'])
+  source = f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}'
+  prompt, answer, pictures = row['prompt'], row['answer'], _pictures(workdir, row)
+  return RecordedGroup(source, prompt, answer, responses, pictures, row['step'], update)
 
 
 def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -137,9 +114,9 @@ def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedGroup]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
-  files = glob.glob(os.path.join(workdir, 'eval', '*.json'))
-  found = (int(m[1]) for f in files if (m := re.search(r'(\d+)\.json$', f)))
-  step = max((step for step in found if step <= until), default=None)
+  names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
+  steps = (int(name) for name in names if name.isdecimal())
+  step = max((step for step in steps if step <= until), default=None)
   if step is None:
     return []
   groups = []
@@ -150,9 +127,9 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
   ):
     samples = list(rows)
     reward_PG = np.asarray([[s['correct'] for s in samples]], np.float32)
-    # A group of one has no others to be compared with.
-    several = len(samples) > 1
-    adv_PG = np.asarray(rule(jnp.asarray(reward_PG))) if several else 0 * reward_PG
+    adv_PG = np.zeros_like(reward_PG)
+    if len(samples) > 1:  # a group of one has no others to be compared with
+      adv_PG = np.asarray(rule(jnp.asarray(reward_PG)))
     responses = [
       Response(s['response'], s['correct'], reward, adv)
       for s, reward, adv in zip(samples, reward_PG[0], adv_PG[0], strict=True)

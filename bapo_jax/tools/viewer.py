@@ -1,9 +1,4 @@
-"""--mode=show: draws recorded responses on the terminal, group by group.
-
-1. `page` draws one group: its prompt, the paths of its pictures, and its responses in
-   the colour of their advantage;
-2. `show` prints one page, or turns pages by keys if the output is a terminal.
-"""
+"""--mode=show: draws recorded responses on the terminal, group by group."""
 
 import itertools
 import os
@@ -39,45 +34,43 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
   parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
   if group.answer:
     parts.append(Text(f'right answer: {visible(group.answer)}'))
-  parts.extend(_explanations(group, views))
+  if views & {'p', 'c'} and group.step is None:
+    text = 'An evaluation records only text; the groups of a step have tokens too.'
+    parts.append(Text(text, style='yellow'))
+  elif 'p' in views:
+    parts.append(Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim'))
+  if 'c' in views and group.step is not None:
+    text, style = 'No update of the step had this group.', 'yellow'
+    if group.update:
+      number, low, high = group.update
+      text = f'[] ratio of a token cut by the bounds of update {number} of step '
+      text, style = f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim'
+    parts.append(Text(text, style))
   for g, response in enumerate(group.responses, 1):
     parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
   return Group(*parts)
 
 
-def _explanations(group: RecordedGroup, views: set[str]) -> Iterator[Text]:
-  """Explains the views of tokens that are on."""
-  if views & {'p', 'c'} and group.step is None:
-    text = 'An evaluation records only text; the groups of a step have tokens too.'
-    yield Text(text, style='yellow')
-    return
-  if 'p' in views:
-    yield Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim')
-  if 'c' in views and group.update is None:
-    yield Text('No update of the step had this group.', style='yellow')
-  elif 'c' in views and group.update is not None:
-    number, low, high = group.update
-    text = f'[] ratio of a token cut by the bounds of update {number} of step '
-    yield Text(f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim')
-
-
 def _drawn(response: Response, views: set[str]) -> Text:
-  """Draws verdict, reward, advantage and text of a response.
-
-  If a view of tokens is on, the text is drawn token by token, with notes.
-  """
+  """Draws verdict, reward, advantage and text of a response, with notes on tokens."""
   colour = COLOURS[int(np.sign(response.advantage))]
-  head, body = Text(), Text()
   verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
-  head.append(*verdict).append(f'  reward {response.reward:.2f}  advantage ')
-  head.append(f'{response.advantage:+.2f}', style=f'bold {colour}')
-  if response.logp_T is not None and len(response.logp_T):
-    mean = np.exp(response.logp_T).mean()
-    head.append(f'  {len(response.logp_T)} tokens, mean probability {mean:.2f}')
+  reward = f'  reward {response.reward:.2f}  advantage '
+  advantage = f'{response.advantage:+.2f}', f'bold {colour}'
+  head, body = Text.assemble(verdict, reward, advantage), Text()
+  ratio_T, cut_T = response.ratio_T, response.cut_T
+  p_T = np.exp(() if response.logp_T is None else response.logp_T)
+  if len(p_T):
+    head.append(f'  {len(p_T)} tokens, mean probability {p_T.mean():.2f}')
   if response.pieces is None or not views & {'p', 'c'}:
     body.append(visible(response.text), style=colour)
   else:
-    for piece, note in zip(response.pieces, _notes(response, views), strict=True):
+    for t, piece in enumerate(response.pieces):
+      note = ''
+      if 'p' in views and p_T[t] < LIKELY:
+        note = f'⟨{p_T[t]:.2f}⟩'.replace('0.', '.')
+      if 'c' in views and ratio_T is not None and cut_T is not None and cut_T[t]:
+        note += f'[{ratio_T[t]:.2f}]'
       body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
@@ -85,18 +78,6 @@ def _drawn(response: Response, views: set[str]) -> Text:
     gap = Text(f'\n... {left} characters left out, a shows them ...\n', style='dim')
     body = Text.assemble(body[: LONG // 2], gap, body[-(LONG // 2) :])
   return Text.assemble(head, '\n', body)
-
-
-def _notes(response: Response, views: set[str]) -> list[str]:
-  """Returns the note beside each token: its probability, its ratio, or ''."""
-  notes = [''] * len(response.pieces or ())
-  if 'p' in views and response.logp_T is not None:
-    for i, p in enumerate(np.exp(response.logp_T)):
-      notes[i] += f'⟨{p:.2f}⟩'.replace('0.', '.') if p < LIKELY else ''
-  if 'c' in views and response.ratio_T is not None and response.cut_T is not None:
-    for i in np.flatnonzero(response.cut_T):
-      notes[i] += f'[{response.ratio_T[i]:.2f}]'
-  return notes
 
 
 def show(
@@ -107,14 +88,10 @@ def show(
   keys: Iterable[str] | None = None,
   which: str = 'newest',
 ) -> int:
-  """Shows recorded groups; returns the exit status, 0.
+  """Prints a page, or turns pages by keys on a terminal; returns 0.
 
-  Args:
-    number: the group to print, from 1; None: all of them, by keys on a terminal, else
-      the first.
-    views: keys of VIEWS that are on at the start.
-    console, keys: where to draw and which keys are pressed; by default the terminal's.
-    which: newest, best or a step; see checkpoint.choose.
+  `number` is the group to print, from 1; None: all of them by keys, else the first.
+  `views` are the keys of VIEWS that are on at the start, `keys` those that are pressed.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
@@ -125,11 +102,10 @@ def show(
   if number is not None and not 1 <= number <= len(groups):
     raise ValueError(f'--show_group={number}: give 1 to {len(groups)}')
   console = console or Console()
-  interactive = number is None and console.is_terminal
-  if keys is None and interactive and sys.stdin.isatty():
+  if keys is None and sys.stdin.isatty():
     keys = pressed()
   at, on = (number or 1) - 1, set(views)
-  if not interactive or keys is None:
+  if number is not None or not console.is_terminal or keys is None:
     console.print(page(groups, at, on))
     if number is None:
       console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')

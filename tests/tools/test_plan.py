@@ -176,7 +176,7 @@ def test_an_impossible_shape_is_refused(topology):
 
 def test_a_plan_needs_a_config_json(config, tmp_path):
   (tmp_path / 'config.json').unlink()
-  with pytest.raises(ValueError, match=r'--config\.model\.path'):
+  with pytest.raises(ValueError, match=r'config\.json cannot be read'):
     programs.tpu_spec(config)
 
 

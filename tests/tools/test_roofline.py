@@ -71,8 +71,7 @@ def test_links_by_hand():
   gathered = 3 * 2 * weights / 2
   found = roofline.train_links(spec, dots, shape, 4, 8, 1)
   assert found == pytest.approx(gathered + 2 * 4 * weights / 2 / 2)
-  shape = {**ALONE, 'tensor': 2}
-  assert roofline.decode_links(spec, shape, 3) == 2 * 2 * (3 * 16 * 2) * 2 / 2
+  assert roofline.hidden_sums(spec, 2, 3) == 2 * 2 * (3 * 16 * 2) * 2 / 2
 
 
 def test_the_slowest_of_three_is_the_bound():

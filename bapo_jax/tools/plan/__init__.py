@@ -1,4 +1,1 @@
-"""Plans a run for TPUs that are not attached: its memory, traffic and time.
-
-Read hlo, roofline, programs, hosts, search, then plan.
-"""
+"""Plans a run for TPUs that are not attached: its memory, traffic and time."""

@@ -1,17 +1,12 @@
 """Reads the collectives in the loops of a compiled program from its HLO text.
 
-1. `computations` splits the text into computations and their instructions;
-2. `runs` walks from the entry into loop bodies and the computations that they call,
-   multiplying trip counts on the way; `in_loops` adds up what runs in loops;
-3. `groups` returns the devices that take part in a collective together.
-
 XLA's own cost analysis counts a loop's body once, so it is of no use here.
 """
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +20,9 @@ KINDS = (
 SCATTER = 'all-reduce-scatter'
 # `-done` ends what `-start` began and is not counted a second time.
 COLLECTIVE = re.compile(rf' = (.+?) ({KINDS})(-start)?\(')
-ARRAY = re.compile(r'\b(pred|[suf]\d+|bf16|f8\w*|c\d+)\[([\d,]*)\]')
-CALLED = re.compile(
-  r'(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)'
-)
+# Bits of a number, and dimensions: bf16[8,4], f8e4m3[2], pred[].
+ARRAY = re.compile(r'\b(?:pred|(?:[sufc]|bf)(\d+)\w*)\[([\d,]*)\]')
+CALLED = re.compile(r'(?:calls|to_apply|(?:true|false)_computation)=%?([\w.\-]+)')
 BRANCHES = re.compile(r'(?:branch|called)_computations=\{([^}]*)\}')
 LOOP = re.compile(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -56,18 +50,6 @@ class Collective(NamedTuple):
     return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
 
 
-def computations(text: str) -> tuple[dict[str, list[str]], str]:
-  """Splits HLO text into (name -> instructions, name of the entry)."""
-  found, entry, lines = {}, '', []
-  for line in text.splitlines():
-    if header := HEADER.match(line):
-      lines = found[header[2]] = []
-      entry = header[2] if header[1] else entry
-    elif line.startswith('  '):
-      lines.append(line)
-  return found, entry
-
-
 class Run(NamedTuple):
   """A collective instruction, and how often it runs."""
 
@@ -82,9 +64,15 @@ class Run(NamedTuple):
 def runs(text: str, most: int = 1) -> Iterator[Run]:
   """Yields the collectives of the program, once per path that leads to them.
 
-  A loop without a known trip count has at most `most` iterations.
+  A loop runs XLA's trip count, else the bound in its condition, else `most` times.
   """
-  bodies, entry = computations(text)
+  bodies, entry, lines = {}, '', []  # computation -> instructions
+  for line in text.splitlines():
+    if header := HEADER.match(line):
+      lines = bodies[header[2]] = []
+      entry = header[2] if header[1] else entry
+    elif line.startswith('  '):
+      lines.append(line)
 
   def walk(where: str, repeats: int, looped: bool) -> Iterator[Run]:
     for line in bodies.get(where, ()):
@@ -93,8 +81,9 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
         kind = 'reduce-scatter' if where.startswith(SCATTER) else found[2]
         yield Run(kind, bytes_, repeats, looped, line, where)
       if loop := LOOP.search(line):
-        count = repeats * trips(line, bodies.get(loop[1], ()), most)
-        yield from walk(loop[2], count, True)
+        known = TRIPS.findall(line) or BOUND.findall('\n'.join(bodies.get(loop[1], ())))
+        trips = max(map(int, known), default=most)
+        yield from walk(loop[2], repeats * trips, True)
       called = CALLED.findall(line)
       for group in BRANCHES.findall(line):
         called += [name.strip().lstrip('%') for name in group.split(',')]
@@ -106,23 +95,15 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
 
 def in_loops(text: str, most: int = 1) -> list[Collective]:
   """Lists the collectives inside loops, the most bytes first; see `runs`."""
-  sites: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
-  times = Counter()
+  same: dict[tuple[str, int], list[Run]] = defaultdict(list)
   for run in runs(text, most):
     if run.looped:
-      key = run.kind, run.bytes
-      sites[key].add((run.where, run.line))
-      times[key] += run.times
-  found = [Collective(k, n, len(at), times[k, n]) for (k, n), at in sites.items()]
+      same[run.kind, run.bytes].append(run)
+  found = [
+    Collective(*key, len({(r.where, r.line) for r in rs}), sum(r.times for r in rs))
+    for key, rs in same.items()
+  ]
   return sorted(found, key=lambda c: -c.received)
-
-
-def trips(line: str, condition: Iterable[str], most: int = 1) -> int:
-  """Returns XLA's trip count, else the bound in the loop's condition, else `most`."""
-  if known := TRIPS.search(line):
-    return int(known[1])
-  bounds = [int(n) for text in condition for n in BOUND.findall(text)]
-  return max(bounds, default=most)
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:
@@ -131,8 +112,8 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
   `shape` is the result's, as in the text; `started`: the `-start` half of a collective.
   """
   arrays = [
-    math.prod(int(n) for n in dims.split(',') if n) * itemsize(dtype)
-    for dtype, dims in ARRAY.findall(shape)
+    math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
+    for bits, dims in ARRAY.findall(shape)
   ]
   # A started gather or permute lists its operand before its result.
   paired = started and kind in ('all-gather', 'collective-permute')
@@ -172,9 +153,3 @@ def _iota(shape: str, of: str | None, order: str | None) -> np.ndarray:
 
 def _numbers(text: str) -> list[int]:
   return [int(n) for n in text.split(',')]
-
-
-def itemsize(dtype: str) -> int:
-  """Returns the bytes of one number of an HLO dtype: 'bf16', 's32', 'pred'."""
-  bits = re.search(r'\d+', dtype)
-  return max(int(bits[0]) // 8, 1) if bits else 1

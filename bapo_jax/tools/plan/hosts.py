@@ -1,11 +1,5 @@
 """Adds several hosts to a plan: the traffic between them and the memory of each.
 
-1. `processes` returns the host of each device of the mesh;
-2. `crossing` counts the bytes that a program's collectives bring into one host,
-   `weight_sync` the bytes of a new actor;
-3. `memory` counts the memory of a process on its host;
-4. `table` formats them, with the axes of the mesh that stay inside a host.
-
 The traffic is a lower bound for any algorithm of the collectives: each host receives
 once the data that its devices lack. Bytes are counted by hand or read from HLO text.
 """
@@ -16,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
@@ -31,24 +24,13 @@ GIB = 2**30
 LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
 
 
-def processes(mesh: Mesh) -> list[int]:
-  """Returns the process of each device, in the order of the mesh."""
-  return [device.process_index for device in mesh.devices.flat]
-
-
 def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
   """Counts the bytes that collectives bring into one host, per run of the program.
 
   If n devices gather an array and k of them are on one host, the host receives
-  (n - k) / n of the array. A scatter counts as one gather, a sum as two.
-
-  Args:
-    text: HLO.
-    process_of: host of each device, from `processes`.
-    most: upper limit of iterations, see `hlo.runs`.
-
-  Returns:
-    The bytes into the host that receives the most.
+  (n - k) / n of the array. A scatter counts as one gather, a sum as two. Returns the
+  count of the host that receives most. `process_of` has the host of each device, in the
+  order of the mesh; `most` limits iterations as in `hlo.runs`.
   """
   total: dict[int, float] = defaultdict(float)
   shares = functools.cache(lambda kind, line: _shares(kind, line, process_of))
@@ -101,10 +83,10 @@ def memory(job: Job, hosts: int) -> dict[str, float]:
   Rows are counted whole in every process. Python, the compiler (2 GiB), problems and
   verifiers come on top.
   """
-  config, T, sampler = job.config, job.config.row_length, job.config.sampler
+  T, sampler = job.config.row_length, job.config.sampler
   stored = dict(budget.count(*job).checkpoint)
   buffer = stored.pop('buffer', 0.0)
-  rows = config.prompts.count * sampler.group_size
+  rows = job.config.prompts.count * sampler.group_size
   return {
     'weights, while they are read': LOADING * hf_weights.BLOCK,
     'a checkpoint, while it is written': sum(stored.values()) / hosts,
@@ -127,10 +109,10 @@ def inside(shape: MeshShape, process_of: Sequence[int]) -> list[str]:
 def table(job: Job, between: Mapping[str, float]) -> str:
   """Formats the hosts, the bytes into one of them per step, and its memory.
 
-  Args:
-    between: program -> bytes into one host per run, from `crossing`.
+  `between` maps a program to the bytes into one host per run, from `crossing`.
   """
-  process_of, shape, sampler = processes(job.mesh), job.shape, job.config.sampler
+  process_of = [device.process_index for device in job.mesh.devices.flat]
+  shape, sampler = job.shape, job.config.sampler
   hosts = len(set(process_of))
   lines = [
     f'{hosts} {"hosts" if hosts > 1 else "host"} of {job.mesh.size // hosts} devices; '

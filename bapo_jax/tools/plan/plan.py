@@ -1,17 +1,10 @@
 """Compiles a run for a TPU that is not attached, and checks whether it fits.
 
-1. `attach` turns 'v5p:4x4x4' into devices to compile for;
-2. `compiled` runs the TPU's compiler and reads memory and collectives of a program;
-3. `remedy` searches the largest batch that fits if the configured one does not;
-4. `run` does so for every program and prints memory, collectives, a roofline and the
-   traffic between hosts; `run_search` compares meshes without compiling.
-
 No weight is loaded and no program runs: a config.json is enough.
 """
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +33,6 @@ class Row(NamedTuple):
   temporaries: float
   loops: Sequence[hlo.Collective] = ()
   between: float = 0.0  # into the host that receives most, by collectives
-  seconds: float = 0.0  # to compile
 
   @property
   def total(self) -> float:
@@ -71,7 +63,6 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
   """Compiles a program; returns its row, or the bytes needed if they do not fit."""
-  begun = time.time()
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:
@@ -83,25 +74,25 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
   m = executable.memory_analysis()
   assert m is not None, 'every TPU has it'
   text = executable.as_text() or ''
+  process_of = [device.process_index for device in mesh.devices.flat]
   return Row(
     program,
     m.argument_size_in_bytes,
     m.output_size_in_bytes - m.alias_size_in_bytes,
     m.temp_size_in_bytes,
     hlo.in_loops(text, program.micro_batches),
-    hosts.crossing(text, hosts.processes(mesh), program.micro_batches),
-    time.time() - begun,
+    hosts.crossing(text, process_of, program.micro_batches),
   )
 
 
 def bytes_needed(message: str, program: Program) -> float:
   """Reads the bytes that a device would need from the compiler's error, or inf."""
-  if found := re.search(r'Used ([\d.]+)([KMGT]) of', message):
-    return float(found[1]) * UNITS[found[2]] + program.resident
-  if found := re.search(r'temporaries \(([\d.]+)([KMGT])\)', message):
-    own = float(found[1]) * UNITS[found[2]] + programs.bytes_per_device(program.args)
-    return own + program.resident
-  return math.inf
+  total = re.search(r'Used ([\d.]+)([KMGT]) of', message)
+  found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
+  if not found:
+    return math.inf
+  arguments = 0 if total else programs.bytes_per_device(program.args)
+  return float(found[1]) * UNITS[found[2]] + arguments + program.resident
 
 
 def room(chip: Chip) -> float:
@@ -117,8 +108,7 @@ def left(row: Row | float, chip: Chip) -> float:
 def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
   """Yields (knob, value) to try in turn if a program of the job does not fit.
 
-  Knobs that cost no products come first, then batches from the largest down, so that
-  the first that fits is the largest.
+  Knobs that cost no products come first, then batches from the largest down.
   """
   config, _, schedule, mesh = job
   shards = sharding.row_shards(mesh)
@@ -170,15 +160,11 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
 
 
 def run(
-  config: Config,
-  topology: str,
-  mean_share: float = 1.0,
-  echo: Echo = print,
+  config: Config, topology: str, mean_share: float = 1.0, echo: Echo = print
 ) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
-  Args:
-    mean_share: mean length of the rows over the longest, in (0, 1].
+  `mean_share` is the mean length of the rows over the longest, in (0, 1].
 
   Raises:
     ValueError: topology, model or knobs do not fit together.
@@ -186,42 +172,34 @@ def run(
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
-  needed = budget.count(*job).update
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
-    f'attention {job.spec.attention}\n'
-    f'{budget.sentence(config, job.schedule, needed, room(chip))}'
+    f'attention {job.spec.attention}'
   )
+  needed = budget.count(*job).update
+  echo(budget.sentence(config, job.schedule, needed, room(chip)))
   rows, verdicts = {}, {}
   for name, make in programs.programs_of(job.spec).items():
     rows[name] = row = compiled(make(job), mesh)
     spare = left(row, chip)
     if isinstance(row, Row) and spare >= 0:
       verdicts[name] = f'fits, {spare:.1f} left'
-      echo(f'  {name} compiled in {row.seconds:.0f} s')
+      echo(f'  {name} compiled')
     else:
       echo(f'  {name} does not fit; searching a smaller batch')
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
-  between = {name: row.between for name, row in known.items()}
-  for table in (
-    memory_table(rows, verdicts),
-    loops_table(known),
-    roofline_table(known, chip, config, mean_share),
-    hosts.table(job, between),
-  ):
-    echo(f'\n{table}')
+  echo(f'\n{memory_table(rows, verdicts)}')
+  echo(f'\n{loops_table(known)}')
+  echo(f'\n{roofline_table(known, chip, config, mean_share)}')
+  echo(f'\n{hosts.table(job, {name: row.between for name, row in known.items()})}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
 def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
-  """Prints the meshes of the topology, fastest first; returns whether one fits.
-
-  Raises:
-    ValueError: topology or model do not exist.
-  """
+  """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = attach(topology)
   spec = programs.tpu_spec(config)
   found, refused = search.search(config, spec, chip, devices, room(chip))
@@ -233,15 +211,11 @@ def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
 def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
   """Formats the memory of each program, in GiB per device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
-  shares = []
   for name, row in rows.items():
     if isinstance(row, Row):
       p = row.program
       own = row.arguments, row.output, row.temporaries, p.cache, p.resident, row.total
       cells = ''.join(f'{size / GIB:12.2f}' for size in own)
-      if p.cache:
-        share = row.temporaries / p.cache
-        shares.append(f'{name}: temporaries are {share:.1%} of the cache')
     else:
       cells = f'{row / GIB:72.2f}'
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
@@ -249,7 +223,7 @@ def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
     'cache is part of the arguments; resident is memory of the run that the '
     'program does not take (the learner, the actor, the buffer)'
   )
-  return '\n'.join([*lines, *shares])
+  return '\n'.join(lines)
 
 
 def loops_table(rows: dict[str, Row]) -> str:
@@ -271,39 +245,28 @@ def roofline_table(
   rows: dict[str, Row], chip: Chip, config: Config, mean_share: float
 ) -> str:
   """Formats lower bounds on the seconds of each program and of a step."""
-  bounds = ('products', 'memory', 'links')
-  header = ''.join(f'{b:>12}' for b in bounds)
-  lines = [f'{"seconds, at least":18}{header}  of one']
+  lines = [
+    f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}  of one'
+  ]
   took = {}
   for name, row in rows.items():
     cost = row.program.cost
     linked = sum(c.received for c in row.loops) / row.program.steps
-    seconds = cost.seconds(chip, linked)
-    took[name] = max(seconds.values())
-    cells = ''.join(f'{seconds[b]:12.4g}' for b in bounds)
+    seconds = cost.seconds(chip, linked).values()
+    took[name] = max(seconds)
+    cells = ''.join(f'{s:12.4g}' for s in seconds)
     share = cost.model_flops / chip.flops / took[name]
     lines.append(
       f'{name:18}{cells}  {programs.UNIT[name]}: {cost.model_flops / 1e12:.4g} TFLOP '
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  return '\n'.join([*lines, *_step_lines(took, config, mean_share)])
-
-
-def _step_lines(
-  took: dict[str, float], config: Config, mean_share: float
-) -> Iterator[str]:
-  """Yields lower bounds on the decoding and learning time of a step.
-
-  Args:
-    took: program -> lower bound on its time in seconds.
-  """
   sampler = config.sampler
   if 'decode' in took:
     tokens = sampler.max_num_seqs / took['decode']
     rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
     hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
-    yield (
+    lines.append(
       f'decoding: at most {tokens:.0f} tokens/s; a rollout of responses of '
       f'{sampler.max_new_tokens} tokens at least {hours:.2f} h'
     )
@@ -311,12 +274,11 @@ def _step_lines(
     updates = config.updates_per_step
     hours = updates * took['train step'] / 3600
     columns = updates * config.minibatch_rows * config.row_length
-    yield (
+    lines.append(
       f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
-      f'at least {hours:.3g} h'
-    )
-    yield (
+      f'at least {hours:.3g} h\n'
       f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
       f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
       f'{mean_share * hours:.3g} h'
     )
+  return '\n'.join(lines)

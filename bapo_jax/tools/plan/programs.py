@@ -1,17 +1,13 @@
 """Makes the programs that a run compiles, with abstract arguments placed on a mesh.
 
-1. `tpu_spec` reads the model of a config from its config.json alone;
-2. `PROGRAMS` makes the train step, the log-probabilities, prefill and decode as the run
-   calls them, for any mesh, even of absent devices; `programs_of` adds a vision tower.
-
-A plan reads no problems: each prompt of a vision model has one picture, as large as the
-prompt has room for beside TEXT tokens of text.
+The devices may be absent; of a published model only config.json is read, and no
+problems: each prompt of a vision model has one picture, as large as the prompt has room
+for beside TEXT tokens of text.
 """
 
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,19 +66,10 @@ class Program(NamedTuple):
 
 
 def tpu_spec(config: Config) -> ModelSpec:
-  """Reads the model of the config, with the attention kernel of a TPU.
-
-  Raises:
-    ValueError: the model's directory has no config.json.
-  """
+  """Reads the model of the config, with the attention kernel of a TPU."""
   path = config.model.path
-  if path and not os.path.isfile(os.path.join(path, 'config.json')):
-    raise ValueError(
-      f'--config.model.path={path} has no config.json; give a directory with '
-      'this file, the only file that a plan reads'
-    )
-  own = resolve.read_spec(config, path, None) if path else None
-  spec = own or resolve.open_model(config).spec
+  spec = resolve.read_spec(config, path, None) if path else None
+  spec = spec or resolve.open_model(config).spec
   kind = attention.resolve(spec.attention, 'tpu', spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
@@ -158,22 +145,15 @@ def train_step(job: Job) -> Program:
 
 def score(job: Job) -> Program:
   """Makes the log-probabilities of one micro-batch, packed, without a gradient."""
-  config, mesh = job.config, job.mesh
+  config, T = job.config, job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
-  T = config.row_length
-  function = functools.partial(
-    scoring.packed_logprobs,
-    micro_batches=1,
-    spec=job.spec,
-    schedule=job.schedule,
-    temperature=config.sampler.temperature,
-    chunk=config.logprobs.chunk,
-  )
+  knobs = dict(temperature=config.sampler.temperature, chunk=config.logprobs.chunk)
+  knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
   params, opt, base = learner_state(job)
-  like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(mesh))
+  like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(job.mesh))
   seen = embedded(job, max(1, B // config.sampler.group_size))
   return Program(
-    jax.jit(function),
+    jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
     (lora.attach(base, params), like((B, T), 'int32'), like((B, T), 'bool')),
     {} if seen is None else {'pictures': seen},
     roofline.score(job.language, job.shape, B, T),
@@ -183,9 +163,10 @@ def score(job: Job) -> Program:
 
 def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
   """Returns (slots of the sampler, bytes of their cache per device)."""
-  S, T = job.config.sampler.max_num_seqs, job.config.row_length
-  segments = job.config.sampler.cache_segments
-  slots = jax.eval_shape(lambda: decode_lib.empty(job.spec, S, T, segments))
+  T, k = job.config.row_length, job.config.sampler
+  slots = jax.eval_shape(
+    lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
+  )
   slots = place(slots, decode_lib.slot_shardings(slots, job.mesh))
   return slots, bytes_per_device(slots.cache)
 
@@ -196,11 +177,11 @@ def prefill(job: Job) -> Program:
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots, cache = slots_of(job)
-  like = jax.ShapeDtypeStruct
-  # As many prompts as responses, as in an evaluation of one response per prompt.
-  prompts = like((R, width), jnp.int32), like((R,), jnp.int32)
-  kinds = ('int32', 'int32', 'int32', 'uint32', 'int32')  # from, slot, row, uid, new
-  responses = [like((R,), kind) for kind in kinds]
+  # As many prompts as responses, as in an evaluation of one response per prompt:
+  # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
+  kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
+  tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
+  numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
   seen = [pixels_of(job, R)] if spec.vision else []
   cost = roofline.prefill(job.language, job.shape, R, width)
   for pictures in seen:
@@ -208,7 +189,7 @@ def prefill(job: Job) -> Program:
     cost = roofline.Cost(*map(sum, zip(cost, more, strict=True)))
   return Program(
     decode_lib.admit,
-    (actor(job), slots, *prompts, *responses, *seen),
+    (actor(job), slots, tokens, *numbers, *seen),
     {'spec': spec},
     cost,
     bytes_per_device((learner_state(job), buffer(job))),

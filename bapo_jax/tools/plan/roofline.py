@@ -1,11 +1,4 @@
-"""Computes lower bounds on the time of a step from hand-counted FLOPs and bytes.
-
-1. `CHIPS` lists the memory and the peak rates of a device of each kind;
-2. `forward` counts the FLOPs of one token; `train`, `score`, `prefill` and `decode`
-   return the cost of a program; `train_links` and `decode_links` count the bytes over
-   links if there is no compiled program to read them from;
-3. `Cost.seconds` divides the cost by the peak rates.
-"""
+"""Computes lower bounds on the time of a step from hand-counted FLOPs and bytes."""
 
 import math
 from collections.abc import Mapping
@@ -65,10 +58,7 @@ class Products(NamedTuple):
   attention: float
   head: float
 
-  @property
-  def all(self) -> float:
-    """FLOPs of the whole pass."""
-    return sum(self)
+  all = property(sum, doc='FLOPs of the whole pass.')
 
 
 def matrices(spec: ModelSpec) -> int:
@@ -117,9 +107,8 @@ def train(
   with 'dots', unless the kernel's results are saved), and everything once more if
   several micro-batches share their bounds and bounds_pass is 'again'.
 
-  Args:
-    rows, length: shape of the minibatch, over all devices.
-    adapters: number of adapter parameters; 0: all weights are trained.
+  [rows, length] is the minibatch over all devices; `adapters` counts adapter
+  parameters, 0 if all weights are trained.
   """
   devices, tokens = math.prod(shape.values()), rows * length
   once, trained = forward(spec, length / 2), adapters or transformer.count(spec)
@@ -150,37 +139,29 @@ def train(
 
 
 def train_links(
-  spec: ModelSpec,
-  schedule: Schedule,
-  shape: MeshShape,
-  rows: int,
-  length: int,
-  grad_accum_steps: int,
+  spec: ModelSpec, schedule: Schedule, shape: MeshShape, rows: int, length: int, n: int
 ) -> float:
-  """Counts the bytes that a device receives for one update, at least.
+  """Counts the bytes that a device receives for an update of n micro-batches, at least.
 
   Per micro-batch the weights are gathered over fsdp for each forward pass and for the
   backward pass; their gradients are scattered over fsdp, and summed in float32 over
   data. Each pass sums the hidden states over tensor twice per layer.
   """
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
-  several, c = grad_accum_steps > 1, itemsize(spec.compute)
+  several, c = n > 1, itemsize(spec.compute)
   weights = transformer.count(spec) / tensor
   gathered = c * weights * (1 - 1 / fsdp) * (3 + several)
   summed = 2 * 4 * weights / fsdp * (1 - 1 / data)
   passes = 2 + several + (schedule.remat == 'full')
-  return grad_accum_steps * (gathered + summed) + passes * _hidden_sums(
-    spec, tensor, rows * length / (data * fsdp)
-  )
+  hidden = hidden_sums(spec, tensor, rows * length / (data * fsdp))
+  return n * (gathered + summed) + passes * hidden
 
 
-def decode_links(spec: ModelSpec, shape: MeshShape, slots: int) -> float:
-  """Counts the bytes that a device receives for one token in each slot, at least."""
-  return _hidden_sums(spec, shape['tensor'], slots / (shape['data'] * shape['fsdp']))
+def hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
+  """Counts the bytes that a device receives for a pass over `tokens`, at least.
 
-
-def _hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
-  """Counts the bytes of two sums of hidden states per layer, each sent twice."""
+  Each layer sums its hidden states over `tensor` devices twice; a sum is sent twice.
+  """
   numbers = spec.width * spec.layers * tokens
   return 4 * itemsize(spec.compute) * numbers * (1 - 1 / tensor)
 

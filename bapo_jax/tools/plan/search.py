@@ -1,10 +1,5 @@
 """Compares all meshes of a topology by hand counts, without compiling anything.
 
-1. `shapes` lists the ways to lay out n devices as (data, fsdp, tensor);
-2. `judge` finds the fastest micro-batches and slots that fit a mesh, or the reason why
-   nothing fits;
-3. `search` judges and sorts all meshes; `table` prints the best and the refused meshes.
-
 Memory comes from training/budget.py, time from the roofline with hand-counted links,
 which found 47 to 81 % of the bytes on links of three compiled train steps.
 """
@@ -73,10 +68,7 @@ def name(shape: roofline.MeshShape) -> str:
 def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, str]]:
-  """Returns (meshes that fit, fastest first; name of an unfit mesh -> reason).
-
-  `memory`: bytes that a device may use.
-  """
+  """Returns (meshes that fit, fastest first; name of an unfit mesh -> reason)."""
   found, refused = [], {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
@@ -100,57 +92,46 @@ def judge(
   shards, rows = sharding.row_shards(mesh), config.minibatch_rows
   if rows % shards:
     raise ValueError(f'{rows} responses of a minibatch do not divide over data x fsdp')
-  config = config.with_values(mesh=dict(mesh.shape))
+  T, shape = config.row_length, dict(mesh.shape)
+  config = config.with_values(mesh=shape)
   extra = budget.count(config, spec, Schedule(), mesh).buffer
-  steps, schedule, update_bytes, update = min(
-    _updates(config, spec, chip, mesh, memory - extra),
-    key=lambda option: (max(option[3].values()), option[0]),
-  )
-  slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory - extra)
-  responses = config.prompts.count * config.sampler.group_size
-  tokens = responses / slots * config.sampler.max_new_tokens
-  seconds = config.updates_per_step * max(update.values())
-  seconds += tokens * max(token.values())
-  shape, sizes = dict(mesh.shape), (update_bytes + extra, decode_bytes + extra)
-  return Choice(shape, steps, schedule, slots, *sizes, update, token, seconds)
-
-
-def _updates(
-  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
-) -> list[tuple[int, Schedule, float, dict[str, float]]]:
-  """Lists (micro-batches, schedule, bytes, seconds) of the updates that fit."""
-  found, least, shape = [], math.inf, dict(mesh.shape)
-  rows, T = config.minibatch_rows, config.row_length
-  for steps in divisors(rows // sharding.row_shards(mesh)):
+  memory -= extra
+  adapters, least, updates = budget.adapters(config, spec), math.inf, []
+  for steps in divisors(rows // shards):
     changed = config.with_values(learner={'grad_accum_steps': steps})
     schedule = budget.choose_schedule(changed, spec, mesh, memory)
     needed = budget.count(changed, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
       linked = roofline.train_links(spec, schedule, shape, rows, T, steps)
-      adapters = budget.adapters(config, spec)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
-      found.append((steps, schedule, needed, cost.seconds(chip, linked)))
-  if not found:
+      updates.append((steps, schedule, needed, cost.seconds(chip, linked)))
+  if not updates:
     raise ValueError(
       f'an update needs {least / GIB:.0f} GiB per device, even with one row per '
       f'micro-batch, and {memory / GIB:.0f} GiB are available'
     )
-  return found
+  steps, schedule, update_bytes, update = min(
+    updates, key=lambda option: (max(option[3].values()), option[0])
+  )
+  slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory)
+  responses = config.prompts.count * config.sampler.group_size
+  tokens = responses / slots * config.sampler.max_new_tokens
+  seconds = config.updates_per_step * max(update.values())
+  seconds += tokens * max(token.values())
+  sizes = update_bytes + extra, decode_bytes + extra
+  return Choice(shape, steps, schedule, slots, *sizes, update, token, seconds)
 
 
 def _decoding(
   config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> tuple[int, float, dict[str, float]]:
-  """Returns (slots, bytes, seconds per token) for the most slots that fit.
-
-  Tries the configured number, doubled or halved.
-  """
+  """Returns (slots, bytes, seconds per token) for the most slots that fit."""
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
   b, needed = budget.count(config, spec, Schedule(), mesh), math.inf
   held, each = b.decoding - b.cache, budget.cache_bytes(spec, T, shape['tensor'])
-  for power in itertools.count(6, -1):
+  for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
     if slots < shards or slots % shards:
       break
@@ -159,7 +140,7 @@ def _decoding(
     cache = slots / shards * each
     needed = held + cache
     if needed <= memory:
-      linked = roofline.decode_links(spec, shape, slots)
+      linked = roofline.hidden_sums(spec, shape['tensor'], slots / shards)
       cost = roofline.decode(spec, shape, slots, T, cache)
       return slots, needed, cost.seconds(chip, linked)
   raise ValueError(
@@ -184,10 +165,10 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
       f'{c.decode_bytes / GIB:7.1f}{_bound(c.token, 1e3):>18}{c.seconds / 3600:9.3g}'
     )
   if found:
-    lines += [
-      'seconds and hours at least, by what bounds them; GiB of a device, by hand',
-      f'the first: {found[0].flags}',
-    ]
+    lines.append(
+      'seconds and hours at least, by what bounds them; GiB of a device, by hand\n'
+      f'the first: {found[0].flags}'
+    )
   slower = [name(c.shape) for c in found[BEST:]]
   reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
   for mesh, reason in refused.items():
