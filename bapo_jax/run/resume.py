@@ -73,12 +73,9 @@ def resume(
     ValueError: all checkpoints are damaged, or the run cannot continue from the newest,
       which has no optimiser state or was trained with other frozen weights.
   """
-  newest = checkpoint.restore_newest(
-    checkpoints, lambda step: arrays(t, s.replace(step=step))
-  )
-  if newest is None:
+  if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  step, found, meta = newest
+  found, meta = checkpoint.restore(checkpoints, step, arrays(t, s.replace(step=step)))
   log(f'Resuming after step {step}.')
   s = _whole_actor(t, s.replace(**meta['run']), found)
   _check(t, s, meta)

@@ -1,15 +1,10 @@
 """Saves and restores one run, atomically; an incomplete checkpoint is never used.
 
-1. a checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta
-   of plain values, such as the seconds by phase, from which the report continues;
-2. it is written in the background, with digests of its files, and gets its name when it
-   is complete; an error of the system is an OSError at the next save or at the end;
-3. a damaged checkpoint is renamed and logged, and the run resumes from the one before;
-4. the newest checkpoints stay, for resuming, and the best by evaluation;
-5. restored arrays are laid out for the new mesh, whatever mesh saved them;
-6. arrays that a run does not ask for, as an older version stored them, are not read.
-
-`save_params` and `restore_params` write and read weights alone, with the same digests.
+A checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta of
+plain values. It is written in the background, with digests of its files, and gets its
+name when it is complete; an error of the system is an OSError at the next save or at
+the end. A damaged checkpoint is renamed and logged, and the run resumes from the
+checkpoint before it. Restored arrays are laid out for the new mesh.
 """
 
 import contextlib
@@ -47,10 +42,8 @@ def home(workdir: str) -> str:
 def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   """Makes the directory, removes what a kill left incomplete, sets damage aside.
 
-  Args:
-    keep: how many of the newest checkpoints stay.
-    best: how many stay besides: those with the highest accuracy, among equals the
-      newest; checkpoints without an accuracy do not count.
+  The `keep` newest checkpoints stay, and the `best` with the highest accuracy, among
+  equals the newest; checkpoints without an accuracy do not count.
 
   Raises:
     ValueError: there are checkpoints, and none is whole.
@@ -62,10 +55,9 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   ranked = policies.BestN(
     get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
   )
+  kept = policies.AnyPreservationPolicy([policies.LatestN(keep), ranked])
   options = ocp.CheckpointManagerOptions(
-    preservation_policy=policies.AnyPreservationPolicy(
-      [policies.LatestN(keep), ranked]
-    ),
+    preservation_policy=kept,
     best_fn=accuracy,  # or the accuracies are not written
     cleanup_tmp_directories=True,
     enable_async_checkpointing=True,
@@ -100,9 +92,7 @@ def save(
 
   The checkpoint has the present values: as soon as this returns, the arrays may be
   donated and `meta`, plain values, may change. Waits for an unfinished write first.
-
-  Args:
-    accuracy: on the held-out problems; None if this step was not evaluated.
+  `accuracy` is that on the held-out problems; None if this step was not evaluated.
 
   Raises:
     OSError: the system refused to write this checkpoint or the previous one.
@@ -125,7 +115,7 @@ def wait(checkpoints: CheckpointManager) -> None:
   Raises:
     OSError: the system refused to write the last checkpoint.
   """
-  step = checkpoints.latest_step()  # the one being written counts
+  step = checkpoints.latest_step()  # the checkpoint being written counts
   with _refusing(checkpoints, step):
     checkpoints.wait_until_finished()
 
@@ -181,10 +171,9 @@ def _as_oserror(path: str) -> Iterator[None]:
 def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
   """Restores named arrays of a directory that orbax wrote; reads no others.
 
-  Args:
-    like: name -> an array or a jax.ShapeDtypeStruct, whose sharding the restored array
-      gets; None restores a NumPy array on the host.
-    optional: names with this prefix may be missing; '': none.
+  A restored array gets the sharding of its array or jax.ShapeDtypeStruct in `like`;
+  None restores a NumPy array on the host. Names that begin with `optional` may be
+  missing; '': none.
   """
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
@@ -231,19 +220,6 @@ def _restored(path: str, like: Tree, optional: str = '') -> Tree:
   return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
 
 
-def restore_newest(
-  checkpoints: CheckpointManager, like: Callable[[int], Tree]
-) -> tuple[int, Tree, dict[str, Any]] | None:
-  """Returns (step, arrays, meta) of the newest checkpoint; None without any.
-
-  Args:
-    checkpoints: the manager, which has set damaged checkpoints aside.
-    like: from a step to the arrays of a run after it.
-  """
-  step = checkpoints.latest_step()
-  return None if step is None else (step, *restore(checkpoints, step, like(step)))
-
-
 def read_meta(directory: str, step: int) -> dict[str, Any]:
   """Reads the meta of a whole checkpoint in the directory of checkpoints."""
   path = os.path.join(directory, str(step), 'meta', 'metadata')
@@ -254,9 +230,8 @@ def read_meta(directory: str, step: int) -> dict[str, Any]:
 def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of a checkpoint, or None without any; changes nothing.
 
-  Args:
-    which: 'newest'; 'best' by accuracy on the held-out problems, among equals the
-      newest; or a step.
+  `which` is 'newest', a step, or 'best': by accuracy on the held-out problems, among
+  equals the newest.
 
   Raises:
     ValueError: there are checkpoints, but not this one.
@@ -289,10 +264,8 @@ def _set_damaged_aside(workdir: str) -> None:
   """Renames damaged checkpoints, so that nothing uses or deletes them.
 
   Reads all files of the newest whole checkpoint, and the small files of older ones.
-  Raises ValueError if there are checkpoints, and none is whole.
   """
-  damaged: dict[str, str] = {}
-  whole = False
+  damaged, whole = dict[str, str](), False
   for step in reversed(checkpoint_steps(workdir)):
     path = os.path.join(home(workdir), str(step))
     if why := digests.damage(path, str(step), 'arrays' if whole else ''):
@@ -315,8 +288,7 @@ def _set_damaged_aside(workdir: str) -> None:
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   """Returns a function that reads an array of a checkpoint to the host.
 
-  Args:
-    part: part of the saved state, such as 'buffer/reusable'.
+  `part` is a part of the saved state, such as 'buffer/reusable'.
 
   Raises:
     ValueError: the checkpoint is damaged.
@@ -329,8 +301,7 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
 def save_params(path: str, params: Tree) -> None:
   """Writes weights and their digests to the directory `path`, completely or not at all.
 
-  Raises:
-    OSError: the system refused.
+  Raises OSError if the system refuses.
   """
   path = os.path.abspath(path)
   options = _recording(os.path.dirname(path))
@@ -339,11 +310,7 @@ def save_params(path: str, params: Tree) -> None:
 
 
 def restore_params(path: str, like: Tree) -> Tree:
-  """Restores the weights at `path`, laid out as `like`.
-
-  Raises:
-    ValueError: the weights are damaged; the message says how.
-  """
+  """Restores the weights at `path`, laid out as `like`; ValueError if damaged."""
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(why)
   return _restored(os.path.abspath(path), like)
@@ -354,10 +321,8 @@ def read_saved(
 ) -> Read:
   """Returns a function that reads an array of a directory with digests to the host.
 
-  Args:
-    folder: below `path`, with the arrays.
-    prefix: of the names of the arrays.
-    way_out: ends the sentence of the error.
+  The arrays are in `folder` below `path`; their names begin with `prefix`. `way_out`
+  ends the sentence of the error.
 
   Raises:
     ValueError: the directory is missing or damaged.

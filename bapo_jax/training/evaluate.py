@@ -1,10 +1,8 @@
 """Measures the policy on problems that it was never trained on.
 
-1. `evaluate` samples through the same rollout as training, and records with each
-   response everything that an audit of its verdict needs;
-2. `summarize` computes avg@k, pass@k and maj@k, each with a standard error clustered by
-   problem;
-3. `table` shows them; `read_recorded` reads what training wrote of them.
+Responses are sampled by the same rollout as in training, and recorded with everything
+that an audit of their verdicts needs. avg@k, pass@k and maj@k have standard errors
+clustered by problem.
 """
 
 import collections
@@ -162,10 +160,7 @@ def pass_at(n: int, c: int, k: int) -> float:
   """Returns the chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
-  section 2.1); the binomials are integers, so nothing overflows or cancels.
-
-  Args:
-    n, c, k: 0 <= c <= n and 1 <= k <= n.
+  section 2.1) for 1 <= k <= n; integer binomials neither overflow nor cancel.
   """
   ways = math.comb(n, k)
   return (ways - math.comb(n - c, k)) / ways
@@ -212,8 +207,7 @@ def record(
 ) -> None:
   """Writes an evaluation of training, and the pictures of its problems, by their ids.
 
-  Raises:
-    OSError: the system refused to write a file.
+  Raises OSError if the system refuses to write a file.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -226,8 +220,7 @@ def record(
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   """Reads {'result', 'samples'} of an evaluation of training.
 
-  Raises:
-    ValueError: the file is missing or damaged.
+  Raises ValueError if the file is missing or damaged.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = 'the command of the run makes those of step 0 and of its last step again'

@@ -1,10 +1,4 @@
-"""Loads or warm-starts the weights of a run; divides them into frozen and trained.
-
-1. `load` reads published weights, or warm-starts random weights;
-2. `divide` separates the frozen weights from the trained weights;
-3. `reader` reads all weights of a checkpoint, which stores only the trained weights;
-4. `fingerprint` identifies weights, whatever their mesh.
-"""
+"""Loads or warm-starts the weights of a run; divides them into frozen and trained."""
 
 import dataclasses
 import functools
@@ -71,10 +65,8 @@ def reader(
 ) -> Read:
   """Returns a function that reads a parameter of a checkpoint by its path.
 
-  Adapters are merged into the adapted weights.
-
-  Args:
-    exact: read the optimiser's float32 master weights if the weights are bfloat16.
+  Adapters are merged into the adapted weights. With `exact`, the optimiser's float32
+  master weights are read if the weights are bfloat16.
 
   Raises:
     ValueError: the checkpoint or the frozen weights are damaged or missing.

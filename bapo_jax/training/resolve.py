@@ -1,10 +1,7 @@
 """Decides everything about a run that needs no weights, once, before all else.
 
-1. `check_available` finds the files of model and problems, downloads what is missing,
-   and opens the model: its config.json and its tokenizer are read here only;
-2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
-
-Everything below receives the `Resolved` and asks for no file and no device again.
+The model's config.json and tokenizer are read here only. Later stages receive the
+`Resolved` and ask for no file and no device again.
 """
 
 import dataclasses
@@ -71,10 +68,8 @@ class Resolved:
 def check_available(config: Config, *, decided: bool = True) -> Model:
   """Returns the opened model once its files and all problems are found.
 
-  What is wrong is reported before anything is downloaded or compiled.
-
-  Args:
-    decided: see `check_problems`.
+  What is wrong is reported before anything is downloaded or compiled. For `decided`
+  see `check_problems`.
 
   Raises:
     ValueError: a list of everything that is missing, and how to get it.
@@ -109,9 +104,8 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
 def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
   """Reads all problems and checks their answers; lists the missing sources.
 
-  Args:
-    sees: whether the model may have a vision tower.
-    decided: False if the verifier is derived later: answers are not checked.
+  `sees`: the model may have a vision tower. Unless `decided`, the verifier is derived
+  later, and answers are not checked.
 
   Raises:
     ValueError: a row is damaged, or its verifier cannot read its answer.
@@ -150,9 +144,7 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  Args:
-    directory: of the model; '' for the embedded policy.
-    tokenizer: of the embedded policy, whose vocabulary is rounded up.
+  The embedded policy has no directory; it rounds the tokenizer's vocabulary up.
 
   Raises:
     ValueError: adapters do not fit the model, or it has no tower to train.
@@ -213,10 +205,8 @@ def resolve(
 ) -> Resolved:
   """Returns the run with model, mesh and schedule decided.
 
-  Args:
-    config: with nothing left to derive.
-    model: opened before or after knobs were derived; None: opened here.
-    devices: of the mesh; None: all that are attached.
+  The config has nothing left to derive; the model may have been opened before knobs
+  were derived. By default the mesh has all attached devices.
 
   Raises:
     ValueError: model, tokenizer, mesh and knobs do not fit together.
@@ -252,18 +242,13 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
       'prompts.count or learner.minibatches'
     )
   for name in ('max_num_seqs', 'prefill_batch_size'):
-    if (rows := getattr(config.sampler, name)) % shards:
-      raise ValueError(
-        f'sampler.{name}={rows} rows {over}; give a multiple of {shards}'
-      )
+    if (n := getattr(config.sampler, name)) % shards:
+      raise ValueError(f'sampler.{name}={n} rows {over}; give a multiple of {shards}')
   return mesh
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-  """Raises ValueError if the model has no row for a token of the tokenizer.
-
-  A token id beyond the embedding would be read as its last row, without an error.
-  """
+  """Refuses token ids beyond the embedding, which would be read as its last row."""
   ids = tokenizer.backend.get_vocab()
   last = max(ids, key=ids.__getitem__, default='')
   worst = max([*tokenizer.eos, ids.get(last, 0)])

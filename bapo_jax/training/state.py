@@ -28,6 +28,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]
+Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
 
 
 class StepRecord(NamedTuple):
@@ -54,9 +55,7 @@ class Trainer:
   engine: RolloutEngine
   verifier: Verifier
   train_step: TrainStep  # jitted once
-  proximal: (
-    Callable[[Tree, Groups, Seen], Array] | None
-  )  # scores a batch; None: no need
+  proximal: Score | None  # by the weights of the step's start; None: no need
   recompute: Recompute | None  # scores what was sampled; None: not asked for
   timer: PhaseTimer
   base: Tree = None  # frozen weights, where adapters are trained, or a tower is not

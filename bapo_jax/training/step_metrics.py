@@ -1,8 +1,4 @@
-"""Computes the metrics of one learner step from its groups, batch and updates.
-
-1. `describe` makes a row: means over the updates, and the maximum of every maximum;
-2. `theory` estimates the terms of Batch Adaptation PO's Theorem 3.2, by source.
-"""
+"""Computes the metrics of one learner step from its groups, batch and updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -51,11 +47,8 @@ def describe(
 ) -> dict[str, float]:
   """Makes a row of metrics: means over the updates, the maximum of every maximum.
 
-  Args:
-    fresh, reevaluated: sampled in the step.
-    record: the batch of the step and its updates; none if no seat was filled.
-    buffer: the replay buffer after the step.
-    eos: tokens that end a response.
+  `fresh` and `reevaluated` were sampled in the step, `buffer` is the replay buffer
+  after it, and `eos` are the tokens that end a response.
   """
   step, groups, source_P, updates = record
   new, learned = concat(*(each.groups for each in fresh)), live(updates)
@@ -122,8 +115,6 @@ def theory(
   mixed verdicts gives no evidence: its terms are 0.
 
   Args:
-    row: the metrics of the step.
-    updates: the metrics of the updates that had a token.
     spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without a
       group of mixed verdicts.
   """
@@ -188,12 +179,3 @@ def _step_metrics(
     age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
     metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
   return metrics
-
-
-def timings(seconds: dict[str, float], tokens: float) -> dict[str, float]:
-  """Returns time/* of a step; phases without a metric of their own are 'other'."""
-  named = {f'time/{name}': s for name, s in seconds.items()}
-  return named | {
-    'time/step': sum(seconds.values()),
-    'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
-  }
