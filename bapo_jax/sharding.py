@@ -64,10 +64,8 @@ def make(
 ) -> Mesh:
   """Makes a (data, fsdp, tensor) mesh of `devices`, by default of all processes.
 
-  At most one size is -1: that axis takes all devices that the others leave.
-
-  Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+  At most one size is -1: that axis takes all devices that the others leave. Raises
+  ValueError if the sizes do not multiply to the number of devices.
   """
   grid, shape = np.asarray(devices or jax.devices()), (data, fsdp, tensor)
   try:
@@ -92,10 +90,8 @@ def spec_of(
   """Returns the PartitionSpec of the parameter at path `name`.
 
   Key/value heads that do not divide over their mesh axis are replicated, as in every
-  implementation of grouped-query attention. `layout` is a key of LAYOUTS.
-
-  Raises:
-    ValueError: no line of PATHS matches, or another axis does not divide over the mesh.
+  implementation of grouped-query attention. `layout` is a key of LAYOUTS. Raises
+  ValueError if no line of PATHS matches, or another axis does not divide over the mesh.
   """
   stacked = re.sub(r'(^|/)layers/\d+/', r'\1layers/', name)
   matches = [axes for pattern, axes in PATHS if re.search(pattern, stacked)]

@@ -34,7 +34,8 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
     found['actor'] = s.actor_adapters
   elif s.step % t.config.rollout.weight_sync_interval:
     actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
-    found['actor'] = t.trained(decode.params_of(actor, t.spec, t.mesh))
+    weights = decode.params_of(actor, t.spec, t.mesh).items()
+    found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 

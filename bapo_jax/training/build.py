@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts, sources
+from bapo_jax.data import prompts
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
@@ -42,20 +42,10 @@ class Material(NamedTuple):
 def read(config: Config, model: Model) -> Material:
   """Reads and tokenizes the training and the held-out problems.
 
-  Raises:
-    ValueError: a source cannot be read, or too few problems are left.
+  Raises ValueError if a source cannot be read, or too few problems are left.
   """
   knobs = config.prompts, config.problems
   return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
-
-
-def read_held_out(r: Resolved) -> Material:
-  """Reads the held-out problems, also in place of training problems; see `read`."""
-  rows, limit = sources.load(r.config.problems, 'test_source'), r.config.prompts
-  held_out = prompts.tabulate(
-    r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
-  )
-  return Material(held_out, held_out)
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -116,8 +106,8 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   `pictures` are shapes from `pictured.abstract`; None: prompts are texts.
   """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = dict.fromkeys(('tokens', 'source'), jnp.int32)
-  kinds |= dict.fromkeys(('loss_mask', 'on_policy'), jnp.bool_)
+  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
+  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   rows, fields = sharding.over_rows(mesh), list[Any]()
   for field in Batch._fields[:-1]:  # the name says the axes
     name, _, axes = field.rpartition('_')

@@ -43,10 +43,8 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   """Makes the directory, removes what a kill left incomplete, sets damage aside.
 
   The `keep` newest checkpoints stay, and the `best` with the highest accuracy, among
-  equals the newest; checkpoints without an accuracy do not count.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
+  equals the newest; checkpoints without an accuracy do not count. Raises ValueError if
+  there are checkpoints, and none is whole.
   """
   with hosts.together():
     if hosts.is_first():
@@ -60,8 +58,6 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
     preservation_policy=kept,
     best_fn=accuracy,  # or the accuracies are not written
     cleanup_tmp_directories=True,
-    enable_async_checkpointing=True,
-    create=True,
     async_options=_recording(home(workdir)),
   )
   return CheckpointManager(home(workdir), options=options)
@@ -93,9 +89,7 @@ def save(
   The checkpoint has the present values: as soon as this returns, the arrays may be
   donated and `meta`, plain values, may change. Waits for an unfinished write first.
   `accuracy` is that on the held-out problems; None if this step was not evaluated.
-
-  Raises:
-    OSError: the system refused to write this checkpoint or the previous one.
+  Raises OSError if the system refuses to write this checkpoint or the previous one.
   """
   wait(checkpoints)
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
@@ -110,11 +104,7 @@ def save(
 
 
 def wait(checkpoints: CheckpointManager) -> None:
-  """Waits until nothing is being written.
-
-  Raises:
-    OSError: the system refused to write the last checkpoint.
-  """
+  """Waits for the write in progress; OSError if the system refused it."""
   step = checkpoints.latest_step()  # the checkpoint being written counts
   with _refusing(checkpoints, step):
     checkpoints.wait_until_finished()
@@ -124,10 +114,8 @@ def wait(checkpoints: CheckpointManager) -> None:
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
   """Waits for the write in progress and closes; an interrupt waits for nothing.
 
-  The next start removes what an interrupt leaves incomplete.
-
-  Raises:
-    OSError: the system refused to write the last checkpoint.
+  The next start removes what an interrupt leaves incomplete. Raises OSError if the
+  system refused to write the last checkpoint.
   """
   try:
     yield
@@ -168,19 +156,19 @@ def _as_oserror(path: str) -> Iterator[None]:
     raise
 
 
-def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
+def _read(
+  path: str, like: Mapping[str, Any], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
   """Restores named arrays of a directory that orbax wrote; reads no others.
 
   A restored array gets the sharding of its array or jax.ShapeDtypeStruct in `like`;
-  None restores a NumPy array on the host. Names that begin with `optional` may be
-  missing; '': none.
+  None restores a NumPy array on the host. Names with a prefix in `optional` may be
+  missing.
   """
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
-    lacks = sorted(set(like) - stored)
-    if optional:
-      like = {name: x for name, x in like.items() if name in stored}
-      lacks = [name for name in lacks if not name.startswith(optional)]
+    lacks = sorted(n for n in set(like) - stored if not n.startswith(optional))
+    like = {name: x for name, x in like.items() if name in stored}
     if lacks:
       raise ValueError(
         f'{path} has no {", ".join(lacks[:3])}: another version of this program, or '
@@ -204,17 +192,15 @@ def restore(
 ) -> tuple[Tree, dict[str, Any]]:
   """Returns (arrays, meta) of `step`, laid out as the arrays of `like`.
 
-  If the checkpoint has weights only, the optimiser's arrays are those of `like`.
-
-  Raises:
-    ValueError: an array is not in the checkpoint.
+  If the checkpoint has weights only, the optimiser's arrays are those of `like`. Raises
+  ValueError if an array is not in the checkpoint.
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  return _restored(path, like, 'opt/' if meta.get('weights_only') else ''), meta
+  return _restored(path, like, ('opt/',) if meta.get('weights_only') else ()), meta
 
 
-def _restored(path: str, like: Tree, optional: str = '') -> Tree:
+def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
   restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
   return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
@@ -231,10 +217,7 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of a checkpoint, or None without any; changes nothing.
 
   `which` is 'newest', a step, or 'best': by accuracy on the held-out problems, among
-  equals the newest.
-
-  Raises:
-    ValueError: there are checkpoints, but not this one.
+  equals the newest. Raises ValueError if there are checkpoints, but not this one.
   """
   steps, accuracies = checkpoint_steps(workdir), {}
   for step in steps:
@@ -288,10 +271,8 @@ def _set_damaged_aside(workdir: str) -> None:
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   """Returns a function that reads an array of a checkpoint to the host.
 
-  `part` is a part of the saved state, such as 'buffer/reusable'.
-
-  Raises:
-    ValueError: the checkpoint is damaged.
+  `part` is a part of the saved state, such as 'buffer/reusable'. Raises ValueError if
+  the checkpoint is damaged.
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
   way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
@@ -322,10 +303,7 @@ def read_saved(
   """Returns a function that reads an array of a directory with digests to the host.
 
   The arrays are in `folder` below `path`; their names begin with `prefix`. `way_out`
-  ends the sentence of the error.
-
-  Raises:
-    ValueError: the directory is missing or damaged.
+  ends the message of the ValueError that a missing or damaged directory raises.
   """
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(f'{path} is damaged ({why}){way_out}')

@@ -107,12 +107,11 @@ class EvaluateConfig(Section):
 
   @pydantic.model_validator(mode='after')
   def _enough(self) -> 'EvaluateConfig':
-    for k in self.k:
-      if k > self.group_size:
-        raise ValueError(
-          f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
-          f'evaluate.group_size={self.group_size}'
-        )
+    if (k := max(self.k, default=0)) > self.group_size:
+      raise ValueError(
+        f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
+        f'evaluate.group_size={self.group_size}'
+      )
     return self
 
 

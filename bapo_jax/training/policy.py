@@ -66,10 +66,8 @@ def reader(
   """Returns a function that reads a parameter of a checkpoint by its path.
 
   Adapters are merged into the adapted weights. With `exact`, the optimiser's float32
-  master weights are read if the weights are bfloat16.
-
-  Raises:
-    ValueError: the checkpoint or the frozen weights are damaged or missing.
+  master weights are read if the weights are bfloat16. Raises ValueError if the
+  checkpoint or the frozen weights are damaged or missing.
   """
   spec = model.spec
   master = exact and config.model.dtype != 'float32' and not config.lora.rank

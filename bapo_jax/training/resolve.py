@@ -68,11 +68,8 @@ class Resolved:
 def check_available(config: Config, *, decided: bool = True) -> Model:
   """Returns the opened model once its files and all problems are found.
 
-  What is wrong is reported before anything is downloaded or compiled. For `decided`
-  see `check_problems`.
-
-  Raises:
-    ValueError: a list of everything that is missing, and how to get it.
+  Raises ValueError with a list of everything that is missing, before anything is
+  downloaded or compiled. For `decided` see `check_problems`.
   """
   path, check = config.model.path, gold.check(config.rewards.rule) if decided else None
   lacks = hf_directory.missing(hf_directory.resolve(path)) if path else []
@@ -105,10 +102,8 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
   """Reads all problems and checks their answers; lists the missing sources.
 
   `sees`: the model may have a vision tower. Unless `decided`, the verifier is derived
-  later, and answers are not checked.
-
-  Raises:
-    ValueError: a row is damaged, or its verifier cannot read its answer.
+  later, and answers are not checked. Raises ValueError if a row is damaged, or its
+  verifier cannot read its answer.
   """
   check = gold.check(config.rewards.rule) if decided else None
   return [
@@ -121,8 +116,7 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
 def open_model(config: Config) -> Model:
   """Opens the tokenizer and reads config.json, or the config's sizes without a path.
 
-  Raises:
-    ValueError: a file is missing or damaged, or adapters do not fit the model.
+  Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
   directory = hf_directory.resolve(config.model.path)
   derived = 'tokenizer.template' in config.derived
@@ -144,10 +138,8 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  The embedded policy has no directory; it rounds the tokenizer's vocabulary up.
-
-  Raises:
-    ValueError: adapters do not fit the model, or it has no tower to train.
+  The embedded policy has no directory; it rounds the tokenizer's vocabulary up. Raises
+  ValueError if adapters do not fit the model, or it has no tower to train.
   """
   knobs = config.model
   if directory:
@@ -206,10 +198,8 @@ def resolve(
   """Returns the run with model, mesh and schedule decided.
 
   The config has nothing left to derive; the model may have been opened before knobs
-  were derived. By default the mesh has all attached devices.
-
-  Raises:
-    ValueError: model, tokenizer, mesh and knobs do not fit together.
+  were derived. By default the mesh has all attached devices. Raises ValueError if
+  model, tokenizer, mesh and knobs do not fit together.
   """
   directory, tokenizer, spec = model or open_model(config)
   # Template and types may have been derived after the model was opened.
@@ -226,11 +216,7 @@ def resolve(
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Lays out the device mesh.
-
-  Raises:
-    ValueError: devices, attention kernel or rows do not fit.
-  """
+  """Lays out the device mesh; ValueError if devices, kernel or rows do not fit."""
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(config.model.attention, platform, config.model.compute)

@@ -78,10 +78,6 @@ class Trainer:
     """Copies the adapters that an actor is merged from; None without adapters."""
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
 
-  def trained(self, weights: Tree) -> Tree:
-    """Selects the trained weights from all weights, if no adapters are trained."""
-    return {name: w for name, w in weights.items() if name not in (self.base or {})}
-
 
 class TrainState(struct.PyTreeNode):
   """Everything that changes in a run: save it and everything is saved."""

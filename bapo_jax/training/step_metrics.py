@@ -13,7 +13,7 @@ from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.training.state import StepRecord
+from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -39,39 +39,41 @@ def live(updates: Sequence[Updated]) -> list[Update]:
 
 
 def describe(
+  t: Trainer,
+  s: TrainState,
   fresh: Sequence[Rollout],
   reevaluated: Rollout,
   record: StepRecord,
-  buffer: ReplayBuffer,
-  eos: Sequence[int],
-) -> dict[str, float]:
+) -> Metrics:
   """Makes a row of metrics: means over the updates, the maximum of every maximum.
 
-  `fresh` and `reevaluated` were sampled in the step, `buffer` is the replay buffer
-  after it, and `eos` are the tokens that end a response.
+  `fresh` and `reevaluated` were sampled in the step, and `s` is the state after it.
   """
-  step, groups, source_P, updates = record
-  new, learned = concat(*(each.groups for each in fresh)), live(updates)
-  row = _of_updates(learned)
-  row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
-  row['rollout/tokens'] = float(
-    new.response_mask_PGT.sum() + reevaluated.groups.response_mask_PGT.sum()
-  )
-  found = _step_metrics(new, groups, source_P, buffer, step, np.asarray(eos))
-  row |= {name: float(value) for name, value in found.items()}
-  trained_P = trained_on(groups).any(1)
-  spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
-  row |= theory(row, learned, spread)
-  sampled = [*fresh, reevaluated]
-  verdicts = sum(len(each.verdicts) for each in sampled)
-  row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
-  diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
-  tokens = sum(int(diff.tokens) for diff in diffs)
-  if diffs:
-    total = sum(float(diff.total) for diff in diffs)
-    row['rollout/logp_diff'] = total / tokens if tokens else math.nan
-    largest = max(float(diff.largest) for diff in diffs)
-    row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  with t.timer('log'):
+    step, groups, source_P, updates = record
+    new, learned = concat(*(each.groups for each in fresh)), live(updates)
+    row = _of_updates(learned)
+    row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
+    masks = new.response_mask_PGT, reevaluated.groups.response_mask_PGT
+    row['rollout/tokens'] = float(masks[0].sum() + masks[1].sum())
+    eos = np.asarray(t.tokenizer.eos)
+    found = _step_metrics(new, groups, source_P, s.buffer, step, eos)
+    row |= {name: float(value) for name, value in found.items()}
+    trained_P = trained_on(groups).any(1)
+    spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
+    row |= theory(row, learned, spread)
+    sampled = [*fresh, reevaluated]
+    verdicts = sum(len(each.verdicts) for each in sampled)
+    row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
+    diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
+    tokens = sum(int(diff.tokens) for diff in diffs)
+    if diffs:
+      total = sum(float(diff.total) for diff in diffs)
+      row['rollout/logp_diff'] = total / tokens if tokens else math.nan
+      largest = max(float(diff.largest) for diff in diffs)
+      row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  row['learner/updates'] = float(s.updates)
+  row['learner/idle_steps'] = float(s.idle_steps)
   return row
 
 
@@ -113,10 +115,7 @@ def theory(
   over the step's updates. pi_t is the policy before the first update; its distance is
   taken from the first update with a token of the source. A source without a group of
   mixed verdicts gives no evidence: its terms are 0.
-
-  Args:
-    spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without a
-      group of mixed verdicts.
+  `spread` has K, the mean of (1 - sigma) / sigma over the groups of a source, or nan.
   """
   found, estimate = {}, 0.0
   for source in SOURCES:
