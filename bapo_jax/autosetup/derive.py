@@ -105,7 +105,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   if not trains and not undecided:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
-    model = resolve.check_available(config, decided=not config.derived)
+    model = resolve.check_available(config)
     if undecided:
       known = facts.gather(config, model)
   if known is not None:

@@ -80,8 +80,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   split = mesh.shape['fsdp'] * tensor
   weights, moments, gradients, actor = whole_state(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
-  made = c.problems.test_source in MADE
-  evaluated = made * c.problems.test * c.evaluate.group_size
+  evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
   buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
   few, n = adapters(config, spec), trained(config, spec)
@@ -258,9 +257,8 @@ def choices(config: Config, mesh: Mesh) -> list[Schedule]:
 
 def bounds_wait(config: Config) -> bool:
   """Returns whether bounds are searched over the ratios of several micro-batches."""
-  learner, constant = config.learner, config.clip.rule in ('fixed', 'unclipped')
-  several = learner.grad_accum_steps > 1 and learner.bounds_scope == 'minibatch'
-  return several and not constant
+  k, searched = config.learner, config.clip.rule not in ('fixed', 'unclipped')
+  return searched and k.grad_accum_steps > 1 and k.bounds_scope == 'minibatch'
 
 
 def choose_schedule(

@@ -29,6 +29,7 @@ from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
 
 CheckpointManager = ocp.CheckpointManager
+Meta = dict[str, Any]
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
 
 INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
@@ -81,7 +82,7 @@ def save(
   checkpoints: CheckpointManager,
   step: int,
   arrays: Tree,
-  meta: dict[str, Any],
+  meta: Meta,
   accuracy: float | None = None,
 ) -> None:
   """Begins to write the checkpoint of `step`; `wait` returns when it is complete.
@@ -187,9 +188,7 @@ def _read(
     return checkpointer.restore(path, args=request)
 
 
-def restore(
-  checkpoints: CheckpointManager, step: int, like: Tree
-) -> tuple[Tree, dict[str, Any]]:
+def restore(checkpoints: CheckpointManager, step: int, like: Tree) -> tuple[Tree, Meta]:
   """Returns (arrays, meta) of `step`, laid out as the arrays of `like`.
 
   If the checkpoint has weights only, the optimiser's arrays are those of `like`. Raises
@@ -206,7 +205,7 @@ def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
   return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
 
 
-def read_meta(directory: str, step: int) -> dict[str, Any]:
+def read_meta(directory: str, step: int) -> Meta:
   """Reads the meta of a whole checkpoint in the directory of checkpoints."""
   path = os.path.join(directory, str(step), 'meta', 'metadata')
   with open(path, encoding='utf-8') as file:
@@ -261,8 +260,7 @@ def _set_damaged_aside(workdir: str) -> None:
       'or remove that folder, and the same command starts from step 0'
     )
   for path, why in damaged.items():
-    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
-    names = (f'{path}.damaged{number}' for number in numbers)
+    names = (f'{path}.damaged{f"-{n}" if n > 1 else ""}' for n in itertools.count(1))
     to = next(name for name in names if not os.path.lexists(name))
     os.rename(path, to)
     log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
@@ -275,8 +273,8 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   the checkpoint is damaged.
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
-  way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
-  return read_saved(path, 'arrays', f'{part}/', way_out)
+  hint = f'; give another of the checkpoints {others} as --checkpoint=<step>'
+  return read_saved(path, 'arrays', f'{part}/', hint)
 
 
 def save_params(path: str, params: Tree) -> None:
@@ -297,15 +295,13 @@ def restore_params(path: str, like: Tree) -> Tree:
   return _restored(os.path.abspath(path), like)
 
 
-def read_saved(
-  path: str, folder: str = '', prefix: str = '', way_out: str = ''
-) -> Read:
+def read_saved(path: str, folder: str = '', prefix: str = '', hint: str = '') -> Read:
   """Returns a function that reads an array of a directory with digests to the host.
 
-  The arrays are in `folder` below `path`; their names begin with `prefix`. `way_out`
+  The arrays are in `folder` below `path`; their names begin with `prefix`. `hint`
   ends the message of the ValueError that a missing or damaged directory raises.
   """
   if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(f'{path} is damaged ({why}){way_out}')
+    raise ValueError(f'{path} is damaged ({why}){hint}')
   path = os.path.abspath(os.path.join(path, folder))
   return lambda name: _read(path, {prefix + name: None})[prefix + name]

@@ -40,10 +40,7 @@ class Config(Section):
   seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
   steps: int = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
-    math.inf,
-    'Sampled training responses after which the run ends.',
-    above=0,
-    infinite=True,
+    math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that a new run derives: those that the config file leaves None.'
@@ -103,10 +100,7 @@ class Config(Section):
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
     """Returns a copy with other values: with_values(prompts={'count': 1})."""
-    changed = {
-      name: getattr(self, name).model_copy(update=values)
-      for name, values in sections.items()
-    }
+    changed = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
     return self.model_copy(update=changed)
 
 

@@ -44,9 +44,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Samples and verifies `engine.group_size` responses to every problem.
 
-  Args:
-    params: an actor, the weights of learner step `step` laid out for decoding.
-    ks: k of pass@k and maj@k, at most the group size.
+  `params` are an actor, the weights of learner step `step` laid out for decoding; `ks`
+  are the k of pass@k and maj@k.
 
   Returns:
     (result, samples): the result of `summarize`, and a dict per response: id and text
@@ -100,10 +99,8 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   """Returns uid -> tokens, truncation and log-probability, for this host."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
-  tokens_PGT, mask_PGT, logp_PGT = (
-    exchange.rows_of(x, own)
-    for x in (groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT)
-  )
+  stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
+  tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
   length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
@@ -128,12 +125,11 @@ def summarize(
     and maj for each k the mean over problems and its stderr.
   """
 
-  def column(name: str) -> np.ndarray:
-    return np.asarray([sample[name] for sample in samples]).reshape(-1, group_size)
+  def column(name: str, kind: type | None = None) -> np.ndarray:
+    values = np.asarray([sample[name] for sample in samples], kind)
+    return values.reshape(-1, group_size)
 
-  correct_PG = column('correct')
-  answers = np.asarray([sample['extracted'] for sample in samples], object)
-  answers = answers.reshape(correct_PG.shape).tolist()
+  correct_PG, answers = column('correct'), column('extracted', object).tolist()
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
@@ -151,7 +147,6 @@ def summarize(
 
 
 def _measure(values: Sequence[float]) -> dict[str, float]:
-  """Returns the mean over problems and its standard error."""
   value_P = np.asarray(values, float)
   return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
 

@@ -130,15 +130,9 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     except ValueError as error:  # the recipe is at hand
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
+    made, T = sources.sft_problems(config.problems), config.row_length
     params = sharding.under(mesh, sft.fit)(
-      r.tokenizer,
-      spec,
-      mesh,
-      config.row_length,
-      *sources.sft_problems(config.problems),
-      config.sft,
-      config.seed,
-      r.schedule,
+      r.tokenizer, spec, mesh, T, *made, config.sft, config.seed, r.schedule
     )
   if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
     raise ValueError(f'the warm start diverged; lower sft.lr={config.sft.lr}')

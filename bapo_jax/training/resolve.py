@@ -65,13 +65,14 @@ class Resolved:
     return self.model.tokenizer
 
 
-def check_available(config: Config, *, decided: bool = True) -> Model:
+def check_available(config: Config) -> Model:
   """Returns the opened model once its files and all problems are found.
 
   Raises ValueError with a list of everything that is missing, before anything is
-  downloaded or compiled. For `decided` see `check_problems`.
+  downloaded or compiled.
   """
-  path, check = config.model.path, gold.check(config.rewards.rule) if decided else None
+  path, decided = config.model.path, not config.derived
+  check = gold.check(config.rewards.rule) if decided else None
   lacks = hf_directory.missing(hf_directory.resolve(path)) if path else []
   model = None if lacks else open_model(config)
   # A model that is yet to be downloaded may have a vision tower.
@@ -106,11 +107,8 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
   verifier cannot read its answer.
   """
   check = gold.check(config.rewards.rule) if decided else None
-  return [
-    problem
-    for knob in sources.SPLITS
-    for problem in sources.missing(config.problems, knob, check, sees)
-  ]
+  problems = config.problems
+  return [x for k in sources.SPLITS for x in sources.missing(problems, k, check, sees)]
 
 
 def open_model(config: Config) -> Model:
@@ -153,9 +151,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
   if knobs.train_tower and spec.vision is None:
-    raise ValueError(
-      'model.train_tower=True: this model has no vision tower; give False'
-    )
+    raise ValueError('model.train_tower=True: the model has no vision tower; set False')
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
       f'model.train_tower=True with lora.rank={config.lora.rank}: adapters freeze all '

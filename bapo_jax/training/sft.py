@@ -88,13 +88,9 @@ def imitate(
   total = jnp.maximum(weight_BT.sum(), 1)
 
   def objective(trained: Variables, n: Array) -> tuple[Array, None]:
+    cells, patch_XD = packed.cells(n), trained.patches(seen)
     stats = logprobs.packed_stats(
-      trained.params,
-      packed.cells(n),
-      spec,
-      1.0,
-      patch_XD=trained.patches(seen),
-      schedule=schedule,
+      trained.params, cells, spec, 1.0, patch_XD=patch_XD, schedule=schedule
     )
     return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 

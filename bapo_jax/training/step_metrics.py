@@ -113,9 +113,9 @@ def theory(
   source's share of the filled seats. Token-level total variation bounds nothing: the
   sum is an estimate, and may exceed the true gain. gain and TV(pi, alpha) are means
   over the step's updates. pi_t is the policy before the first update; its distance is
-  taken from the first update with a token of the source. A source without a group of
-  mixed verdicts gives no evidence: its terms are 0.
-  `spread` has K, the mean of (1 - sigma) / sigma over the groups of a source, or nan.
+  taken from the first update with a token of the source. `spread` has K, the mean of
+  (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
+  of mixed verdicts, which gives no evidence: its terms are 0.
   """
   found, estimate = {}, 0.0
   for source in SOURCES:

@@ -17,13 +17,7 @@ from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import (
-  Rollout,
-  Verification,
-  collect_due,
-  nothing,
-  rollout,
-)
+from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
 from bapo_jax.runtime import exchange, machine
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
@@ -66,10 +60,8 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   if s.step % t.config.rollout.weight_sync_interval:
     return s
   s = free_actor(s)  # two actors at once would be the peak of a run's memory
-  adapters = t.adapters(s.params)
-  return s.replace(
-    actor=t.actor(s.params), actor_adapters=adapters, actor_version=s.step
-  )
+  adapters, actor = t.adapters(s.params), t.actor(s.params)
+  return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
@@ -100,7 +92,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
   """Samples groups of the hard problems with the current weights."""
   P = len(hard.id_P)
   if not P:
-    return nothing(t.engine)
+    return empty(t.engine)
   found = rollout(
     PartialRollouts(t.engine, P),
     s.actor if s.actor_version == s.step else t.actor(s.params),
@@ -196,12 +188,9 @@ def fill_batch(
   while True:
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
-      batch, source_P = t.rules.batch(
-        fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      )
-      batch, source_P = jax.block_until_ready(
-        sharding.split_rows((batch, source_P), t.mesh)
-      )
+      given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
+      filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
+      batch, source_P = jax.block_until_ready(filled)
     if not (source_P >= 0).all() and next_round <= last:
       rounds.append(sample_fresh(t, s, next_round, keys.fresh))
       next_round += 1
