@@ -11,7 +11,7 @@
 import math
 import typing
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -114,11 +114,9 @@ def expected(field: FieldInfo) -> str:
   kind, limits = _kind(field.annotation), _limits(field)
   range_ = _range(limits, 'integer' in kind)
   kind += ' that do not fall' if limits.get('rising') else ''
-  if range_ and kind.startswith('a tuple'):
-    return f'{kind}, each {range_}'
-  if range_.startswith('at least'):
-    return f'{kind} of {range_}'
-  return f'{kind} {range_}'.rstrip()
+  link = ', each' if kind.startswith('a tuple') else ''
+  link = link or (' of' if range_.startswith('at least') else '')
+  return f'{kind}{link} {range_}' if range_ else kind
 
 
 def shown(value: Any) -> str:
@@ -136,20 +134,14 @@ def shorten(text: str) -> str:
 
 def _range(limits: dict[str, Any], whole: bool) -> str:
   """Describes the limits in words; '' without limits."""
-  most = limits.get('most', LARGEST if whole and 'below' not in limits else None)
-  if 'least' in limits and most is not None:
-    words = f'from {limits["least"]:g} to ' + (f'{most}' if whole else f'{most:g}')
-  else:
-    parts = []
-    if 'above' in limits:
-      parts.append(f'above {limits["above"]:g}')
-    if 'least' in limits:
-      parts.append(f'at least {limits["least"]:g}')
-    if 'below' in limits:
-      parts.append(f'below {limits["below"]:g}')
-    if most is not None:
-      parts.append(f'at most {most}' if whole else f'at most {most:g}')
-    words = ' and '.join(parts)
+  if whole and 'below' not in limits:
+    limits = {'most': LARGEST} | limits
+  ends = {'above': 'above', 'least': 'at least', 'below': 'below', 'most': 'at most'}
+  kind = 'd' if whole else 'g'
+  number = {end: format(limits[end], kind) for end in ends if end in limits}
+  words = ' and '.join(f'{ends[end]} {n}' for end, n in number.items())
+  if {'least', 'most'} <= number.keys():
+    words = f'from {number["least"]} to {number["most"]}'
   return words + (' or inf' if limits.get('infinite') else '')
 
 
@@ -179,8 +171,8 @@ def _limits(field: FieldInfo) -> dict[str, Any]:
 def _fits(value: Any, limits: dict[str, Any]) -> bool:
   """Returns whether a value, or every value of a tuple, is in range and in order."""
   values = value if isinstance(value, tuple) else (value,)
-  inside = all(_inside(one, limits) for one in values)
-  return inside and (not limits.get('rising') or list(values) == sorted(values))
+  ordered = not limits.get('rising') or list(values) == sorted(values)
+  return ordered and all(_inside(x, limits) for x in values)
 
 
 def _inside(value: Any, limits: dict[str, Any]) -> bool:
@@ -198,39 +190,22 @@ def _inside(value: Any, limits: dict[str, Any]) -> bool:
   )
 
 
-class _Place(NamedTuple):
-  """A place in the config, as pydantic's errors name it."""
-
-  path: str  # dotted, down to a knob; not to an element of its tuple
-  value: Any
-  field: FieldInfo | None  # None: no such knob
-  section: type[Section]  # that has the knob, or lacks it
-
-
-def _place(
-  section: type[Section], values: Any, location: tuple[int | str, ...]
-) -> _Place:
-  """Follows a location from a section and its values down to a knob."""
-  path, field = [], None
-  for key in map(str, location):
+def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
+  """Turns pydantic's first error into one sentence."""
+  path, field = [name] if name else [], None
+  for key in map(str, error['loc']):  # down to a knob, not to an element of its tuple
     path.append(key)
     values, field = values[key], section.model_fields.get(key)
     inner = field and field.annotation
     if not isinstance(inner, type) or not issubclass(inner, Section):
       break
     section = inner
-  return _Place('.'.join(path), values, field, section)
-
-
-def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
-  """Turns pydantic's first error into one sentence."""
-  place = _place(section, values, error['loc'])
-  path = '.'.join(filter(None, (name, place.path)))
+  dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
-    sentence = f'{path}.{error["ctx"]["error"]}'.lstrip('.')
+    sentence = f'{dotted}.{error["ctx"]["error"]}'.lstrip('.')
     long = len(sentence) > 400  # a value in it may be
     return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
-  if place.field is None:
-    parent = path.rpartition('.')[0] or 'the config'
-    return f'no knob {path}; {parent} is {_kind(place.section)}'
-  return f'{path}={shown(place.value)}: give {expected(place.field)}'
+  if field is None:
+    parent = '.'.join(path[:-1]) or 'the config'
+    return f'no knob {dotted}; {parent} is {_kind(section)}'
+  return f'{dotted}={shown(values)}: give {expected(field)}'

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -25,15 +24,10 @@ CONFIG = flags.DEFINE_string(
   'config', None, 'A file of configs/, with `:variant` if it has variants.'
 )
 WORKDIR = flags.DEFINE_string(
-  'workdir',
-  'runs/default',
-  'Directory of everything a run writes; give it again to resume.',
+  'workdir', 'runs/default', 'Directory of all results; give it again to resume.'
 )
 MODE = flags.DEFINE_enum(
-  'mode',
-  'train',
-  ['train', 'check', 'eval', 'export', 'plan', 'show'],
-  'What to do.',
+  'mode', 'train', ['train', 'check', 'eval', 'export', 'plan', 'show'], 'What to do.'
 )
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', 'newest', 'Checkpoint to eval, export or show: newest, best or a step.'
@@ -51,24 +45,16 @@ EXPORT_TO = flags.DEFINE_string(
   'export_to', '', 'New directory to export to; empty: <workdir>/export/<step>.'
 )
 EXPORT_AS = flags.DEFINE_enum(
-  'export_as',
-  'merged',
-  ['merged', 'adapter'],
-  'adapter: exports the LoRA adapters alone, in the format of peft.',
+  'export_as', 'merged', ['merged', 'adapter'], 'adapter: LoRA alone, as peft reads it.'
 )
 EXPORT_DTYPE = flags.DEFINE_enum(
   'export_dtype', 'float32', ['float32', 'bfloat16'], 'Type of the exported numbers.'
 )
 EXPORT_SHARD_GB = flags.DEFINE_float(
-  'export_shard_gb',
-  5.0,
-  'Size limit of an exported file, 10^9 bytes.',
-  lower_bound=1e-9,
+  'export_shard_gb', 5.0, 'Limit of an exported file, 10^9 bytes.', lower_bound=1e-9
 )
 TOPOLOGY = flags.DEFINE_string(
-  'topology',
-  'v5p:2x2x4',
-  'Devices that --mode=plan compiles for; they need not be attached.',
+  'topology', 'v5p:2x2x4', 'Devices to plan for, which need not be attached.'
 )
 MEAN_SHARE = flags.DEFINE_float(
   'mean_share', 1.0, 'Mean row length over the longest, for --mode=plan.', 1e-6, 1.0
@@ -87,11 +73,7 @@ START_S = flags.DEFINE_float(
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Parses the flags of absl.
-
-  Returns:
-    The name of the program and the overrides.
-  """
+  """Parses the flags of absl; returns the name of the program and the overrides."""
   try:
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     given = [arg for arg in argv[1:] if OVERRIDE.fullmatch(arg)]
@@ -140,6 +122,68 @@ PLANNING = {
 }
 
 
+def join(config: Config) -> None:
+  """Joins the other processes of a training run; checks that all run the same program.
+
+  Raises:
+    ValueError: the processes differ, or another mode has several.
+  """
+  if MODE.value != 'train' and PROCESSES.value is not None:
+    raise ValueError(
+      f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
+      'only a training run has several'
+    )
+  if MODE.value != 'train':
+    return
+  hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
+  if hosts.processes() > 1:
+    from bapo_jax.runtime import machine
+
+    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
+
+
+def run(config: Config) -> int:
+  """Does what --mode selects; returns the exit status.
+
+  Each mode imports what it needs: a bad flag does not wait for JAX to load.
+  """
+  mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
+  # The other modes prepare the run themselves. JAX is imported here: a plan sets its
+  # environment first, unless knobs have to be derived.
+  if mode in ('export', 'plan', 'show') and config.derived:
+    from bapo_jax.autosetup import derive
+
+    config = derive.decide(config, workdir)
+  if mode == 'check':
+    from bapo_jax.autosetup import check
+
+    return check.check(config, workdir)
+  if mode == 'eval':
+    from bapo_jax.tools import eval_checkpoint
+
+    return eval_checkpoint.eval_checkpoint(config, workdir, EVAL_TO.value, which)
+  if mode == 'export':
+    from bapo_jax.tools import export
+
+    size, adapter = int(EXPORT_SHARD_GB.value * 1e9), EXPORT_AS.value == 'adapter'
+    knobs = EXPORT_TO.value, EXPORT_DTYPE.value, size, which
+    return export.export(config, workdir, *knobs, adapter=adapter)
+  if mode == 'plan':
+    return plan(config)
+  if mode == 'show':
+    from bapo_jax.tools import viewer
+
+    return viewer.show(workdir, SHOW_GROUP.value, SHOW_WITH.value, which=which)
+  if which != 'newest':
+    fail(
+      f'--checkpoint={which} is for --mode=eval, export and show; a run always resumes '
+      'from the newest'
+    )
+  from bapo_jax.run import experiment
+
+  return experiment.train(config, workdir)
+
+
 def plan(config: Config) -> int:
   """Compiles for --topology; returns 0 if everything fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
@@ -151,105 +195,8 @@ def plan(config: Config) -> int:
   from bapo_jax.tools.plan import plan
 
   if SEARCH.value:
-    return 0 if plan.run_search(config, TOPOLOGY.value) else 1
-  return 0 if plan.run(config, TOPOLOGY.value, MEAN_SHARE.value) else 1
-
-
-def show(config: Config) -> int:
-  """Shows recorded groups."""
-  del config
-  from bapo_jax.tools import viewer
-
-  return viewer.show(
-    WORKDIR.value, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value
-  )
-
-
-def check(config: Config) -> int:
-  """Checks a run before it begins; returns 1 for a certain mistake."""
-  from bapo_jax.autosetup import check
-
-  return check.check(config, WORKDIR.value)
-
-
-def export(config: Config) -> int:
-  """Exports a checkpoint."""
-  from bapo_jax.tools import export
-
-  return export.export(
-    config,
-    WORKDIR.value,
-    EXPORT_TO.value,
-    EXPORT_DTYPE.value,
-    int(EXPORT_SHARD_GB.value * 1e9),
-    CHECKPOINT.value,
-    adapter=EXPORT_AS.value == 'adapter',
-  )
-
-
-def evaluate(config: Config) -> int:
-  """Evaluates a checkpoint or a published model."""
-  from bapo_jax.tools import eval_checkpoint
-
-  return eval_checkpoint.eval_checkpoint(
-    config, WORKDIR.value, EVAL_TO.value, CHECKPOINT.value
-  )
-
-
-def train(config: Config) -> int:
-  """Trains the run."""
-  from bapo_jax.run import experiment
-
-  return experiment.train(config, WORKDIR.value)
-
-
-# Each imports what it needs: a bad flag does not wait for JAX to load.
-MODES: dict[str, Callable[[Config], int]] = {
-  'train': train,
-  'check': check,
-  'eval': evaluate,
-  'export': export,
-  'plan': plan,
-  'show': show,
-}
-
-
-def join(config: Config) -> None:
-  """Joins the other processes, if any, and checks that all run the same program.
-
-  Raises:
-    ValueError: there are several processes and this is not a training run; or they
-      differ.
-  """
-  if MODE.value != 'train':
-    if PROCESSES.value is not None:
-      raise ValueError(
-        f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
-        'only a training run has several'
-      )
-    return
-  hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
-  if hosts.processes() > 1:
-    from bapo_jax.runtime import machine
-
-    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
-
-
-def run(config: Config) -> int:
-  """Does what --mode selects; returns the exit status."""
-  mode = MODE.value
-  if mode == 'train' and CHECKPOINT.value != 'newest':
-    fail(
-      f'--checkpoint={CHECKPOINT.value} is for --mode=eval, export and show; a run '
-      'always resumes from the newest'
-    )
-  # The other modes prepare the run themselves. JAX is imported here: a plan sets its
-  # environment first, unless knobs have to be derived.
-  if mode in ('export', 'plan', 'show') and config.derived:
-    from bapo_jax.autosetup import derive
-
-    config = derive.decide(config, WORKDIR.value)
-  return MODES[mode](config)
+    return int(not plan.run_search(config, TOPOLOGY.value))
+  return int(not plan.run(config, TOPOLOGY.value, MEAN_SHARE.value))
 
 
 def ignore_duplicates(unraisable: Any) -> None:

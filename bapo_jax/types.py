@@ -12,7 +12,7 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
   C head width      F feed-forward width   L layers   R rows prefilled at once
   N problems in a data set
 
-and of what is seen:
+and of pictures:
 
   I pictures of a prompt   Z patches   M merged patches   W windows   E numbers of a patch
 """
@@ -20,6 +20,7 @@ and of what is seen:
 # fmt: off
 # ruff: noqa: E501
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -39,14 +40,14 @@ class Prompts(NamedTuple):
 
 
 class Pictures(NamedTuple):
-  pixels_PZE: UInt8[Array, 'P Z E']  # the patches of a prompt's pictures, one picture after the other; 0 where nothing is
+  pixels_PZE: UInt8[Array, 'P Z E']  # the patches of a prompt's pictures, one picture after the other, then zeros
   grid_PI2: Int32[Array, 'P I 2']    # patches of each picture along height and width; 0 for no picture
-  window_PW: Bool[Array, 'P W'] | None = None  # True for each window that they have, from column 0; None: W is bounded from Z
+  window_PW: Bool[Array, 'P W'] | None = None  # True for each window of the pictures, from column 0; None: W is bounded from Z
 
 
 class EmbeddedPictures(NamedTuple):
-  merged_PMD: Float[Array, 'P M D']  # their merged patches, as the vision tower embeds them
-  grid_PI2: Int32[Array, 'P I 2']    # as of Pictures
+  merged_PMD: Float[Array, 'P M D']  # the merged patches, as the vision tower embeds them
+  grid_PI2: Int32[Array, 'P I 2']    # as in Pictures
 
 
 class Groups(NamedTuple):
@@ -84,7 +85,7 @@ class Batch(NamedTuple):
   adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
-  pictures: EmbeddedPictures | Pictures | None = None  # of its P prompts, whose B / P responses follow each other; None: texts
+  pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: texts
 
 
 class TokenStats(NamedTuple):
@@ -132,19 +133,15 @@ def agree(**arrays: Any) -> dict[str, int]:
   for name, array in arrays.items():
     letters = name.rsplit('_', 1)[-1]
     if len(letters) != array.ndim:
-      raise ValueError(
-        f'{name} promises axes {letters}, but its shape is {array.shape}'
-      )
+      raise ValueError(f'{name} promises axes {letters}, but has shape {array.shape}')
     for letter, n in zip(letters, array.shape, strict=True):
-      if size.setdefault(letter, n) != n:
-        raise ValueError(
-          f'{name} has {letter}={n}, but {letter}={size[letter]} elsewhere'
-        )
+      if (other := size.setdefault(letter, n)) != n:
+        raise ValueError(f'{name} has {letter}={n}, but {letter}={other} elsewhere')
   return size
 
 
 def empty_groups(rows: int, group: int, length: int) -> Groups:
-  """`rows` empty rows, marked by id -1 and completed_step -1."""
+  """Returns `rows` empty rows, marked by id -1 and completed_step -1."""
   P, G, T = rows, group, length
   return Groups(
     id_P=jnp.full(P, -1, jnp.int32),
@@ -160,31 +157,31 @@ def empty_groups(rows: int, group: int, length: int) -> Groups:
 
 
 def take(tree: AnyTree, index: Any) -> AnyTree:
-  """Rows `index` (integers, a mask or a slice) of every array, along axis 0."""
+  """Returns rows `index` (integers, a mask or a slice) of every array."""
   return jax.tree.map(lambda x: x[index], tree)
 
 
 def concat(*trees: AnyTree) -> AnyTree:
-  """The rows of several trees of one type, in order."""
+  """Concatenates the rows of several trees of one type."""
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
 
 
 def first_of(id_N: Array, valid_N: Array) -> Array:
-  """True where a row is valid and no earlier valid row has its id."""
+  """Marks the valid rows whose id no earlier valid row has."""
   same_NN = (id_N[:, None] == id_N[None]) & valid_N[None]
   return valid_N & ~jnp.tril(same_NN, -1).any(1)
 
 
 def trained_on(groups: Groups) -> Array:
-  """bool [P, G]: responses that are not masked and have a token."""
+  """Marks the responses [P, G] that are not left out of the loss and have a token."""
   return groups.teaches_PG & groups.response_mask_PGT.any(2)
 
 
 def learnable(groups: Groups) -> Array:
-  """bool [P]: groups that teach: both verdicts, and rewards that differ.
+  """Marks the groups [P] with both verdicts and different rewards.
 
-  Rewards may be shaped, and a masked response does not teach: the rewards of the others
-  decide whether any of them has an advantage over another.
+  Mixed verdicts alone are not enough: rewards may be shaped, and the rewards of
+  responses that are left out of the loss do not count.
   """
   k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
   most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
@@ -198,24 +195,17 @@ def masked_mean(x: Array, mask: Array) -> Array:
   return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-class Weigh(Protocol):
-  """The gradient of a loss rule as a function of the bounds."""
-
-  def __call__(self, bounds: Bounds, /) -> Array:
-    """Returns weight_BT, d objective / d logp per token, up to a common factor."""
+# Bounds -> weight_BT, the gradient of a loss rule: d objective / d logp per token, up to
+# a common factor.
+Weigh = Callable[[Bounds], Array]
+# Ratios that the loss rule clips, [B, T] -> the bounds to clip with: searched, or given.
+FindBounds = Callable[[Array], Bounds]
 
 
 class ClipRule(Protocol):
   """Bounds on how far the policy may move a token."""
 
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-    """Returns the bounds for the ratios that the loss rule clips."""
-
-
-class FindBounds(Protocol):
-  """The bounds that a loss rule clips with: searched, or given."""
-
-  def __call__(self, ratio_BT: Array, /) -> Bounds:
     """Returns the bounds for the ratios that the loss rule clips."""
 
 

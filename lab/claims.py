@@ -14,7 +14,6 @@ import argparse
 import os
 import pathlib
 import re
-import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,9 +51,7 @@ def page(
 ) -> str:
   """Returns the text of a README.md with all generated tables renewed.
 
-  Args:
-    module: the description of the page, from `load`.
-    results: experiment -> run -> result.
+  `module` describes the page (`load`); `results` is experiment -> run -> result.
 
   Raises:
     ValueError: the text lacks the markers of a table.
@@ -115,7 +112,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-  try:
-    sys.exit(main())
-  except ValueError as error:
-    sys.exit(f'lab: {error}')
+  experiments.command(main)

@@ -19,7 +19,7 @@ import functools
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,15 +140,13 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
   Raises:
     ValueError: a value of a knob is invalid.
   """
-  values = with_knobs(config_lib.plain(recorded.config), knobs)
-  return config_lib.parse(values)
+  return config_lib.parse(with_knobs(config_lib.plain(recorded.config), knobs))
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:
   """Returns the rows with every token's log-ratio multiplied.
 
-  Args:
-    times: 0 gives the policy that sampled, 1 the recorded policy.
+  `times=0` gives the policy that sampled, `times=1` the recorded policy.
   """
   moved_BT = recorded.logp_BT - recorded.behavior_logp_BT
   return recorded._replace(logp_BT=recorded.behavior_logp_BT + times * moved_BT)
@@ -158,11 +156,8 @@ def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
   bound = rules.bind(config)
   adv_PG = bound.advantage(jnp.asarray(recorded.reward_PG))
-  logp_BT, old_BT = (
-    jnp.asarray(recorded.logp_BT),
-    jnp.asarray(recorded.behavior_logp_BT),
-  )
-  mask_BT = jnp.asarray(recorded.loss_mask_BT)
+  arrays = recorded.logp_BT, recorded.behavior_logp_BT, recorded.loss_mask_BT
+  logp_BT, old_BT, mask_BT = map(jnp.asarray, arrays)
   batch = Batch(
     tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
     loss_mask_BT=mask_BT,
@@ -172,9 +167,8 @@ def apply(recorded: Recorded, config: Config) -> Applied:
     source_B=jnp.asarray(recorded.source_B, jnp.int32),
     on_policy_BT=mask_BT,
   )
-  scale_B = loss.row_scale(
-    mask_BT, config.loss.aggregate, config.sampler.max_new_tokens
-  )
+  longest = config.sampler.max_new_tokens
+  scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
   weigh = loss.weigher(bound.loss, logp_BT, batch, scale_B)
   find = functools.partial(bound.clip, batch=batch, weigh=weigh)
   _, bounds = bound.loss(logp_BT, batch, find)
@@ -234,6 +228,31 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   return model.spec, traverse_util.unflatten_dict(flat, sep='/')
 
 
+def _stats_of(
+  recorded: Recorded, spec: ModelSpec
+) -> Callable[[Tree], tuple[Array, Array]]:
+  """Returns weights -> (logp_BT, mean entropy) of the recorded tokens."""
+  if recorded.ids is None:
+    raise ValueError('the record has no token ids, or pictures; use that of a new run')
+  # Rows of prompt and response, and the column of each recorded token in them.
+  rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
+  X = max(map(len, rows))
+  tokens_BX = jnp.asarray([row + [0] * (X - len(row)) for row in rows], jnp.int32)
+  mask_BT = jnp.asarray(recorded.loss_mask_BT)
+  start_B1 = np.asarray([[len(prompt)] for prompt, _ in recorded.ids])
+  column_BT = np.minimum(start_B1 + np.arange(mask_BT.shape[1]), X - 1)
+  temperature = recorded.config.sampler.temperature
+
+  def stats(params: Tree) -> tuple[Array, Array]:
+    of_row = logprobs.sequence_stats(params, tokens_BX, spec, temperature)
+    logp_BT, entropy_BT = (
+      jnp.take_along_axis(x, column_BT, 1) for x in (of_row.logp_BT, of_row.entropy_BT)
+    )
+    return logp_BT, (entropy_BT * mask_BT).sum() / mask_BT.sum()
+
+  return stats
+
+
 def entropy_changes(
   recorded: Recorded,
   applied: Mapping[str, Applied],
@@ -257,25 +276,8 @@ def entropy_changes(
   Raises:
     ValueError: the record has no token ids, or its problems have pictures.
   """
-  if recorded.ids is None:
-    raise ValueError('the record has no token ids, or pictures; use that of a new run')
-  # Rows of prompt and response, and the column of each recorded token in them.
-  rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
-  X = max(map(len, rows))
-  tokens_BX = jnp.asarray([row + [0] * (X - len(row)) for row in rows], jnp.int32)
-  mask_BT = jnp.asarray(recorded.loss_mask_BT)
-  start_B1 = np.asarray([[len(prompt)] for prompt, _ in recorded.ids])
-  column_BT = np.minimum(start_B1 + np.arange(mask_BT.shape[1]), X - 1)
   spec, start = model
-  temperature = recorded.config.sampler.temperature
-
-  def stats(params: Tree) -> tuple[Array, Array]:
-    """Returns (logp_BT, mean entropy)."""
-    of_row = logprobs.sequence_stats(params, tokens_BX, spec, temperature)
-    logp_BT, entropy_BT = (
-      jnp.take_along_axis(x, column_BT, 1) for x in (of_row.logp_BT, of_row.entropy_BT)
-    )
-    return logp_BT, (entropy_BT * mask_BT).sum() / mask_BT.sum()
+  stats = _stats_of(recorded, spec)
 
   @jax.jit
   def direction(params: Tree, weight_BT: Array) -> Tree:
@@ -380,12 +382,7 @@ def read_summaries(folder: str) -> list[dict[str, Any]]:
 
 
 def store_summaries(module: Any, folder: str, runs: str) -> None:
-  """Stores the summaries of the runs whose workdirs exist.
-
-  Args:
-    module: the description of the page, from `claims.load`.
-    runs: folder of the workdirs.
-  """
+  """Stores summaries of the page's recorded runs that have a workdir in `runs`."""
   experiment, arm, others = module.RECORDED
   arms = {name: module.ARMS[name] for name in others}
   path = os.path.join(folder, 'results', 'recorded')

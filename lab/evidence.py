@@ -116,7 +116,7 @@ def difference_table(
   would have shown, are given only for hypotheses with enough seeds.
 
   Args:
-    pairs: description -> differences f64 [S], from `differences_of`.
+    pairs: from `differences_of`.
     tested: whether the rows are a hypothesis of the protocol.
   """
   tested &= all(len(difference_S) >= FEWEST for difference_S in pairs.values())
@@ -158,8 +158,7 @@ def judge(
 ) -> tuple[str, list[str]]:
   """Returns the verdict on a claim, and the effect of each part as text.
 
-  Args:
-    seeds: all seeds of its experiment.
+  `seeds` are all seeds of its experiment.
   """
   differences = [
     contrast(results, part.plus, part.minus, part.outcome, seeds) - part.less
@@ -190,12 +189,7 @@ def judge(
 
 
 def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
-  """Returns the table of a paper's claims with verdicts and effects.
-
-  Args:
-    module: the description of the page, from `claims.load`.
-    results: experiment -> run -> result.
-  """
+  """Returns the table of a paper's claims with verdicts; see `claims.page`."""
   rows = []
   for claim in module.CLAIMS:
     name, verdict, effects, figure = claim.experiment, NOT_RUN, [], ''

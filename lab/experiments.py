@@ -15,8 +15,9 @@ import json
 import math
 import os
 import pathlib
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,14 @@ STEP_METRICS = (
   'loss/ratio_max', 'learner/grad_norm', 'learner/skipped', 'learner/updates',
 )  # fmt: skip
 WAY_OUT = 'remove it, and the runner makes it again'
+
+
+def command(main: Callable[[], int]) -> None:
+  """Runs a command; exits with its status, or with the sentence of a ValueError."""
+  try:
+    sys.exit(main())
+  except ValueError as error:
+    sys.exit(f'lab: {error}')
 
 
 class Experiment(NamedTuple):

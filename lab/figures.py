@@ -32,12 +32,7 @@ PROMISED = (0.40, 0.33, 0.25)  # positive shares of the levels of imbalance
 def write(
   module: Any, results: Mapping[str, Mapping[str, Result]], folder: str
 ) -> None:
-  """Draws the figures of all experiments that have results, as PNG files.
-
-  Args:
-    module: the description of the page, from `claims.load`.
-    results: experiment -> run -> result.
-  """
+  """Draws the figures of all experiments with results as PNG files; see claims.page."""
   os.makedirs(os.path.join(folder, 'figures'), exist_ok=True)
   for name, shown in module.SHOWN.items():
     for title, drawn in shown.figures.items() if results[name] else ():
@@ -139,12 +134,10 @@ def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 
 def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndarray]:
-  """Interpolates every run at common numbers of responses, up to the end of the first.
+  """Interpolates every run at common numbers of responses: (responses_N, y_SN).
 
-  Runs of one arm may spend their responses in steps of different cost.
-
-  Returns:
-    (responses_N, y_SN)
+  Runs of one arm may spend their responses in steps of different cost. The numbers
+  reach to the end of the first run that ends.
   """
   points = [_points(result, metric) for result in results]
   begin = max((x[0] for x, _ in points if len(x)), default=0.0)

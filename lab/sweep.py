@@ -62,8 +62,7 @@ def warm_start(run: RunSpec) -> str:
 def share(folder: str, name: str, start: str) -> bool:
   """Copies a warm start from another run if needed, and returns whether it exists.
 
-  Args:
-    folder: the workdirs of an experiment, beside those of other experiments.
+  `folder` has the workdirs of an experiment, beside those of other experiments.
   """
   path = pathlib.Path(folder, name, 'warmstart', start)
   if not start or path.is_dir():
@@ -221,7 +220,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-  try:
-    sys.exit(main())
-  except ValueError as error:
-    sys.exit(f'lab: {error}')
+  experiments.command(main)

@@ -21,7 +21,7 @@ FAST = {
   'algorithms': 'advantage knobs_of_rules loss replay_buffer',
   'autosetup': 'presets',
   'data': 'countdown data_knobs dedup drawn hub local_files pictures prompts synthetic',
-  'lab': 'claims recorded run_plots',
+  'lab': 'claims run_plots',
   'models': 'hf_config hf_directory rope safetensors_io',
   'rewards': 'gold',
   'rollout': 'rollout shapes',

@@ -29,7 +29,7 @@ def environment(processes: int) -> dict[str, str]:
   """Of a process that has its share of the devices."""
   flag = f'--xla_force_host_platform_device_count={DEVICES // processes}'
   return os.environ | {
-    'XLA_FLAGS': flag,
+    'XLA_FLAGS': f'{runs.FLAGS} {flag}',
     'PYTHONUNBUFFERED': '1',
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': f'{runs.ROOT}{os.pathsep}{runs.ROOT / "tests"}',

@@ -5,12 +5,12 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pydantic
 import pytest
 from absl import logging
 from absl.testing import flagsaver
+from flax import traverse_util
 
 from bapo_jax import main
 from bapo_jax.runtime import hosts
@@ -19,14 +19,7 @@ from bapo_jax.training.config import parse
 
 def nested(dotted: dict) -> dict:
   """{'clip.rule': x} as {'clip': {'rule': x}}."""
-  values = {}
-  for path, value in dotted.items():
-    *sections, name = path.split('.')
-    section = values
-    for key in sections:
-      section = section.setdefault(key, {})
-    section[name] = value
-  return values
+  return traverse_util.unflatten_dict(dotted, sep='.')
 
 
 def refusal(**dotted) -> str:
@@ -38,16 +31,8 @@ def refusal(**dotted) -> str:
   return str(error.value)
 
 
-class Ended(NamedTuple):
-  """A command that has ended."""
-
-  status: int
-  stdout: str
-  stderr: str
-
-
-def command(flags: Sequence[str]) -> Ended:
-  """Runs `python -m bapo_jax.main` with these flags inside this process."""
+def refused(flags: Sequence[str]) -> str:
+  """Returns the one line on stderr by which `bapo_jax.main` refuses these flags."""
   out, err, verbosity = io.StringIO(), io.StringIO(), logging.get_verbosity()
   with (
     flagsaver.flagsaver(),
@@ -61,13 +46,7 @@ def command(flags: Sequence[str]) -> Ended:
     patch.setattr(hosts, 'initialise', lambda *_: None)  # must come before other JAX
     main.main(main.parse(['bapo_jax', *flags]))
   logging.set_verbosity(verbosity)
-  return Ended(done.value.code, out.getvalue(), err.getvalue())
-
-
-def refused(flags: Sequence[str]) -> str:
-  """Returns the one line on stderr by which the command line refuses these flags."""
-  ended = command(flags)
-  assert ended.status == 2, ended
-  (line,) = ended.stderr.strip().splitlines()
-  assert line.startswith('bapo_jax: ') and not ended.stdout
+  assert done.value.code == 2, err.getvalue()
+  (line,) = err.getvalue().strip().splitlines()
+  assert line.startswith('bapo_jax: ') and not out.getvalue()
   return line

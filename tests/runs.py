@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ TINY: dict[str, Any] = {
   'metrics.tensorboard': False,
   'mesh.data': 1,
 }
+TIMED = re.compile('time/|per_s')  # metrics that differ in every run
 # A Llama of the hub, in miniature.
 SOURCE: dict[str, Any] = {
   'architectures': ['LlamaForCausalLM'],
@@ -119,16 +121,13 @@ def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
   }
 
 
-def train(
-  config: Config,
-  workdir: str | os.PathLike,
-  verifier: Callable[[], Verifier] | None = None,
-) -> int:
-  """Trains on one device of this process; returns the exit status.
+MakeVerifier = Callable[[], Verifier] | None  # None: as the config says
 
-  Args:
-    verifier: makes the verifier; None: as the config says.
-  """
+
+def train(
+  config: Config, workdir: str | os.PathLike, verifier: MakeVerifier = None
+) -> int:
+  """Trains on one device of this process; returns the exit status."""
   with one_device(), pytest.MonkeyPatch.context() as patch:
     if verifier is not None:
       patch.setattr(build, 'make_verifier', lambda config: verifier())
@@ -155,13 +154,9 @@ def last_run(workdir: str | os.PathLike, step: int | None = None) -> Saved:
       f'{path}/arrays', args=ocp.args.PyTreeRestore(restore_args=on_host)
     )
   meta = json.loads(pathlib.Path(path, 'meta', 'metadata').read_text())
+  # As text, because nan != nan: a length is nan if no response is of its kind.
   rows = {
-    # As text, because nan != nan: a length is nan if no response is of its kind.
-    int(row['step']): {
-      name: repr(value)
-      for name, value in row.items()
-      if 'time/' not in name and 'per_s' not in name
-    }
+    int(row['step']): {k: repr(row[k]) for k in row if not TIMED.search(k)}
     for row in metrics.read(str(workdir))
     if row['step'] <= step
   }
@@ -207,10 +202,8 @@ def shared(
 
 def warm_start(workdir: pathlib.Path) -> None:
   """Writes the problems and the warm start of a tiny run to the workdir."""
-  made = tiny()
   with one_device():
-    r = resolve.resolve(made)
-    policy.load(r, str(workdir), PhaseTimer())
+    policy.load(resolve.resolve(tiny()), str(workdir), PhaseTimer())
 
 
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -224,20 +217,18 @@ class Recorded(NamedTuple):
 
   config: Config
   workdir: pathlib.Path
-  verifier: Callable[[], Verifier] | None = None  # None: as the config says
+  verifier: MakeVerifier = None
 
 
 # The four runs that serve every test of a finished run, each with all checkpoints.
 STEPS = {'checkpoint.keep': 99, 'rollout.weight_sync_interval': 2}
 BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
 PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
+PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,
   'partial': BOTH | PARTIAL | {'steps': 24, 'evaluate.every': 4},
-  'pictures': pictured.DRAWN
-  | BOTH
-  | PARTIAL
-  | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2},
+  'pictures': pictured.DRAWN | BOTH | PICTURES,
   'adapters': STEPS | {'lora.rank': 2, 'optimizer.lr': 1e-2},
 }
 
@@ -252,7 +243,6 @@ def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   if name == 'adapters':
     knobs = knobs | {'model.path': str(shared(factory, 'llama', source))}
   made = tiny(**knobs)
-
   verifier = None if name in ('whole', 'partial') else making.OddVerifier
 
   def make(workdir: pathlib.Path) -> None:
@@ -296,14 +286,9 @@ def source(path: pathlib.Path) -> str:
 def saved(workdir: str | os.PathLike, params: Tree) -> None:
   """Saves a checkpoint of step 1 with these weights, laid out as a run's."""
   ones = jnp.ones(3)
-  state = TrainState(
-    params=params,
-    opt=(ones,),
-    actor=jax.tree.map(lambda x: x + 1, params),
-    buffer=ReplayBuffer(*[ones] * len(ReplayBuffer._fields)),
-    step=1,
-  )
+  actor = jax.tree.map(lambda x: x + 1, params)
+  buffer = ReplayBuffer(*[ones] * len(ReplayBuffer._fields))
+  state = TrainState(params=params, opt=(ones,), actor=actor, buffer=buffer, step=1)
   arrays = {name: getattr(state, name) for name in ('params', 'opt', 'actor', 'buffer')}
   with checkpoint.manager(str(workdir), 2) as checkpoints:
-    meta = {'run': resume.scalars(state)}
-    checkpoint.save(checkpoints, 1, arrays, meta)
+    checkpoint.save(checkpoints, 1, arrays, {'run': resume.scalars(state)})

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import typing
 
-import pydantic
 import pytest
 from refusals import refusal
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
-from bapo_jax.algorithms.batch_knobs import BatchConfig, ThresholdsConfig
-from bapo_jax.algorithms.knobs import AdvantageConfig, ClipConfig, LossConfig
+from bapo_jax.algorithms.knobs import (
+  AdvantageConfig,
+  BatchConfig,
+  ClipConfig,
+  LossConfig,
+  ThresholdsConfig,
+)
 from bapo_jax.knobs import Section, knob
 from bapo_jax.training.config import Config, parse
 from bapo_jax.training.rules import bind, bind_rule
@@ -22,22 +26,18 @@ from bapo_jax.training.rules import bind, bind_rule
 INF, NAN = math.inf, math.nan
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
-  # Of a rule that is not in force, too; and of the source of a weight.
-  assert refusal(**{'clip.fixed.target': 0.4}) == (
-    'no knob clip.fixed.target; clip.fixed is a section with low, high, dual'
-  )
-  assert refusal(**{'clip.unclipped.low': 0.4}) == (
-    'no knob clip.unclipped.low; clip.unclipped is a section with no knobs'
-  )
-  assert refusal(**{'batch.weights.stale': 1.0}) == (
-    'no knob batch.weights.stale; batch.weights is a section with fresh, reevaluated, '
-    'reused'
-  )
-  assert refusal(clop=1).startswith('no knob clop; the config is a section with title,')
-  assert refusal(**{'batch.replay': 1}) == (
-    'batch.replay=1: give a section with replay_ratio'
-  )
+@pytest.mark.parametrize(
+  ('path', 'sentence'),
+  [
+    # Of a rule that is not in force, too; and of the source of a weight.
+    ('clip.fixed.target', 'clip.fixed is a section with low, high, dual'),
+    ('clip.unclipped.low', 'clip.unclipped is a section with no knobs'),
+    ('batch.weights.stale', 'batch.weights is a section with fresh, reevaluated, reu'),
+    ('clop', 'the config is a section with title,'),
+  ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(path, sentence):
+  assert refusal(**{path: 0.4}).startswith(f'no knob {path}; {sentence}')
 
 
 EVERY = {path: (field, value) for path, field, value in knobs.fields(Config())}
@@ -77,28 +77,10 @@ def test_every_knob_refuses_what_it_excludes(path):
       )
 
 
-NUMBER = r'-?\d+(\.\d+)?(e[+-]\d+)?'
-RANGE = rf'(from {NUMBER} to {NUMBER}|(above|at least|below|at most) {NUMBER})'
-RANGE += rf'( and (below|at most) {NUMBER})?( or inf)?'
-WORDS = "('[a-z0-9_]+'(, )?)+"
-EXPECTED = re.compile(
-  rf'an? (integer|number)( of)? {RANGE}|a string|True or False|one of {WORDS}'
-  rf'|a tuple of (\d )?(integers|numbers|strings)( that do not fall)?(, each {RANGE})?'
-  rf'|a tuple of values(, each one of {WORDS})?|a tuple of tuples, each a tuple of .*'
-)
-
-
-@pytest.mark.parametrize('path', EVERY)
-def test_every_knob_has_its_range_and_its_sentence(path):
-  field, _ = EVERY[path]
-  assert EXPECTED.fullmatch(knobs.expected(field)), knobs.expected(field)
-  sentence = field.description
-  assert sentence.endswith('.') and len(sentence) >= 10 and '  ' not in sentence
-
-
 def test_describe_gives_a_line_per_knob():
   lines = {path: rest for path, *rest in knobs.describe(Config())}
   assert list(lines) == list(EVERY)
+  assert all(sentence.endswith('.') for *_, sentence in lines.values())
   assert lines['clip.fixed.low'] == [
     '0.8',
     'a number from 0 to 1',
@@ -131,30 +113,26 @@ def test_ranges_in_words():
   }
 
 
-def test_validate_names_the_section_it_is_given():
-  made = knobs.validate(Outer, {'inner': {'pair': (1.0, 1.0)}}, 'a.b')
+@pytest.mark.parametrize(
+  ('values', 'name', 'sentence'),
+  [
+    ({'inner': {'pair': (2.0, 1.0)}}, 'a.b', 'a.b.inner.pair=(2.0, 1.0): give a tuple'),
+    ({'cuont': 1}, 'a.b', 'no knob a.b.cuont; a.b is a section with rows, count'),
+    ({'free': INF}, '', 'free=inf: give a number'),
+    ({'inner': 1}, '', 'inner=1: give a section with pair'),
+  ],
+)
+def test_validate_names_the_section_it_is_given(values, name, sentence):
+  with pytest.raises(ValueError, match=f'^{re.escape(sentence)}'):
+    knobs.validate(Outer, values, name)
+  made = knobs.validate(Outer, {'inner': {'pair': (1.0, 1.0)}}, name)
   assert made.inner.pair == (1.0, 1.0) and made.count == 1
-  with pytest.raises(
-    ValueError, match=r'^a\.b\.inner\.pair=\(2\.0, 1\.0\): give a tup'
-  ):
-    knobs.validate(Outer, {'inner': {'pair': (2.0, 1.0)}}, 'a.b')
-  with pytest.raises(
-    ValueError, match=r'^no knob a\.b\.cuont; a\.b is a section with rows, count'
-  ):
-    knobs.validate(Outer, {'cuont': 1}, 'a.b')
-  with pytest.raises(ValueError, match=r'^free=inf: give a number$'):
-    knobs.validate(Outer, {'free': INF})
 
 
 def test_a_value_is_shown_on_one_line():
   assert knobs.shown('a\nb') == r"'a\nb'" and knobs.shown(0.1) == '0.1'
   assert knobs.shown('x' * 99) == "'" + 'x' * 56 + '...'
   assert knobs.shown(10**5000) == '<int>'
-
-
-def test_a_section_cannot_change():
-  with pytest.raises(pydantic.ValidationError, match='frozen'):
-    Outer().count = 2
 
 
 def test_the_command_line_reads_a_config_without_jax():

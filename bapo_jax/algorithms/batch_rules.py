@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import batch_knobs
+from bapo_jax.algorithms import knobs
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -44,7 +44,6 @@ def fresh_only(
   seats: int,
 ) -> tuple[Groups, Array]:
   """Returns all fresh groups: the baseline of this slot."""
-  del reevaluated, buffer, now, key, seats
   return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
 
@@ -61,7 +60,6 @@ def learnable_only(
   arXiv:2503.14476, Eq. 11. Learnable groups beyond the last seat are dropped, as in
   DAPO.
   """
-  del reevaluated, buffer, now, key
   earned_N = first_of(fresh.id_P, learnable(fresh))
   return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
 
@@ -73,22 +71,17 @@ def replay(
   now: int | Array,
   key: Array,
   seats: int,
-  k: batch_knobs.ReplayRule = batch_knobs.ReplayRule(),
+  k: knobs.ReplayRule = knobs.ReplayRule(),
 ) -> tuple[Groups, Array]:
   """Returns the fresh groups and k.replay_ratio times as many older ones at random.
 
   Plain experience replay, the baseline of `adapted`. buffer.thresholds decides which
   groups the buffer keeps; with 'everything' it keeps all of them.
   """
-  del reevaluated
   assert seats == len(fresh.id_P) * (1 + k.replay_ratio)
   reusable = buffer.reusable
   candidates = concat(fresh, reusable)
-  source_N = jnp.repeat(
-    jnp.asarray([FRESH, REUSED]),
-    jnp.asarray([len(fresh.id_P), len(reusable.id_P)]),
-    total_repeat_length=len(candidates.id_P),
-  )
+  source_N = _sources(jnp.asarray([FRESH, REUSED]), fresh, reusable)
   earned_N = (candidates.completed_step_P >= 0) & (
     (source_N == FRESH) | (candidates.completed_step_P < now)
   )
@@ -112,11 +105,7 @@ def adapted(
     (groups, source_P): groups with both verdicts, at most one per problem.
   """
   candidates = concat(fresh, reevaluated, buffer.reusable)
-  source_N = jnp.repeat(
-    jnp.arange(len(SOURCES)),
-    jnp.asarray([len(g.id_P) for g in (fresh, reevaluated, buffer.reusable)]),
-    total_repeat_length=len(candidates.id_P),
-  )
+  source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
   k_N, thresholds = candidates.correct_PG.sum(1), buffer.thresholds
   reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
   # A promoted group without a seat so far is reusable regardless of its pass rate.
@@ -131,6 +120,12 @@ def adapted(
   # keep.
   earned_N = first_of(candidates.id_P, earned_N)
   return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
+
+
+def _sources(source: Array, *groups: Groups) -> Array:
+  """Repeats each source for all rows of its groups."""
+  rows = [len(g.id_P) for g in groups]
+  return jnp.repeat(source, jnp.asarray(rows), total_repeat_length=sum(rows))
 
 
 def _luck(key: Array, source_N: Array) -> Array:

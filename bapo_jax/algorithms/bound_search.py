@@ -25,24 +25,14 @@ steps, with the same result.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float32
 
 from bapo_jax.algorithms.knobs import BalancedClip, Contribution
 from bapo_jax.types import SOURCES, Batch, Bounds, agree
-
-
-class Contributions(NamedTuple):
-  """Contribution of each token to P and N while no bound cuts it."""
-
-  ratio_BT: Float32[Array, 'B T']  # r, the ratio that the loss rule clips
-  plus_BT: Float32[Array, 'B T']  # w |W| (surrogate: w |A|) if A > 0 and it counts
-  minus_BT: Float32[Array, 'B T']  # w |W| (surrogate: w |A|) if A < 0 and it counts
 
 
 def search(
@@ -67,8 +57,8 @@ def search(
   Returns:
     Bounds without a cap and without dual clip; the first point if no token counts.
   """
-  parts = contributions(ratio_BT, batch, k, weight_BT)
-  positives, negatives = (parts.plus_BT > 0).any(), (parts.minus_BT > 0).any()
+  plus_BT, minus_BT = contributions(ratio_BT, batch, k, weight_BT)
+  positives, negatives = (plus_BT > 0).any(), (minus_BT > 0).any()
   evidence = positives | negatives
   down, up = len(lows) - 1, len(highs) - 1  # steps of the lower and the upper bound
   low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
@@ -80,7 +70,8 @@ def search(
     return low_points[i], high_points[j]
 
   def meets(index: Array | int) -> Array:
-    return reaches(*sums(parts, *bounds(index), k.contribution), k.target)
+    sides = sums(ratio_BT, plus_BT, minus_BT, *bounds(index), k.contribution)
+    return reaches(*sides, k.target)
 
   # The indices in which `meets` changes from False to True at most once.
   if k.contribution == 'gradient':
@@ -130,26 +121,29 @@ def share(
 ) -> Array:
   """Returns the share P / (P + N) of positive tokens, in [0, 1]; 0 if none counts.
 
-  Args:
-    ratio_BT, batch, weight_BT: see `contributions`.
-    k: contribution, weight and sources.
+  See `contributions` for ratio_BT, batch, k and weight_BT.
   """
-  parts = contributions(ratio_BT, batch, k, weight_BT)
-  positive, negative = sums(parts, low, high, k.contribution)
+  sides = contributions(ratio_BT, batch, k, weight_BT)
+  positive, negative = sums(ratio_BT, *sides, low, high, k.contribution)
   total = positive + negative
   return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
 def contributions(
   ratio_BT: Array, batch: Batch, k: BalancedClip, weight_BT: Array | None = None
-) -> Contributions:
-  """Returns the contributions of the rows of k.sources; 0 for all other tokens.
+) -> tuple[Array, Array]:
+  """Returns the contributions of tokens to P and to N while no bound cuts them.
 
   Args:
+    ratio_BT: r, the ratio that the loss rule clips.
     batch: the tokens; behavior_logp_BT is read if k.weight='behaviour'.
-    k: contribution, weight and sources.
+    k: contribution, weight, and the sources whose rows count.
     weight_BT: W for `gradient`; None: r A, the weights of the clipped loss with
       loss.aggregate='token'. `surrogate` ignores it.
+
+  Returns:
+    (plus_BT, minus_BT): w |W| (surrogate: w |A|) of the tokens with A > 0 and with
+    A < 0; 0 elsewhere.
 
   Raises:
     ValueError: if the shapes of the arrays differ.
@@ -173,17 +167,18 @@ def contributions(
   size_BT = jnp.where(counts_BT & ~jnp.isnan(size_BT), size_BT, 0)
   plus_BT = jnp.where(adv_BT > 0, size_BT, 0)
   minus_BT = jnp.where(adv_BT < 0, size_BT, 0)
-  return Contributions(ratio_BT, plus_BT, minus_BT)
+  return plus_BT, minus_BT
 
 
 def sums(
-  parts: Contributions,
+  ratio_BT: Array,
+  plus_BT: Array,
+  minus_BT: Array,
   low: Array | float,
   high: Array | float,
   contribution: Contribution,
 ) -> tuple[Array, Array]:
   """Returns (P, N) for these bounds; both are at least 0."""
-  ratio_BT, plus_BT, minus_BT = parts
   if contribution == 'gradient':
     plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
     minus_BT = jnp.where(ratio_BT > low, minus_BT, 0)

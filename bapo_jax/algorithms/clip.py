@@ -37,15 +37,11 @@ class Recipe(NamedTuple):
 
 def unclipped(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
   """Returns no bounds at all: plain importance weights."""
-  del ratio_BT, batch, weigh
   return _constant(0.0, math.inf, math.inf)
 
 
 def fixed(
-  ratio_BT: Array,
-  batch: Batch,
-  weigh: Weigh,
-  k: knobs.FixedClip = knobs.FixedClip(),
+  ratio_BT: Array, batch: Batch, weigh: Weigh, k: knobs.FixedClip = knobs.FixedClip()
 ) -> Bounds:
   """Returns the same bounds at every update: the baseline of this slot.
 
@@ -53,7 +49,6 @@ def fixed(
   k.high is DAPO's clip-higher (arXiv:2503.14476, Eq. 10). k.dual is c of dual-clip PPO
   (arXiv:1912.09729): a token with A < 0 and a ratio of at least c has no gradient.
   """
-  del ratio_BT, batch, weigh
   return _constant(k.low, k.high, k.dual)
 
 
@@ -91,12 +86,7 @@ def balanced(
   return bounds._replace(**limits)
 
 
-def recipe(
-  ratio_BT: Array,
-  batch: Batch,
-  weigh: Weigh,
-  k: Recipe = Recipe(),
-) -> Bounds:
+def recipe(ratio_BT: Array, batch: Batch, weigh: Weigh, k: Recipe = Recipe()) -> Bounds:
   """Returns the bounds that the search of the paper's public code finds.
 
   It balances the clipped surrogate, lower bound first, and shortens the last step so
@@ -110,7 +100,6 @@ def recipe(
     k: the target P / N is t, as a share t / (1 + t). The search ignores k.dual, which
       only the loss applies.
   """
-  del weigh
   search = knobs.BalancedClip(
     target=k.positive_to_negative / (1 + k.positive_to_negative),
     contribution='surrogate',
@@ -141,9 +130,4 @@ def clamped(ends: knobs.Range, step: float) -> np.ndarray:
   return np.asarray(values, np.float32)
 
 
-RULES = {
-  'unclipped': unclipped,
-  'fixed': fixed,
-  'balanced': balanced,
-  'recipe': recipe,
-}
+RULES = {'unclipped': unclipped, 'fixed': fixed, 'balanced': balanced, 'recipe': recipe}

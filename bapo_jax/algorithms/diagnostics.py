@@ -42,16 +42,12 @@ OF_TOKENS = (
   'loss/kl_plain',
 )
 
-# nan if a minibatch has no token of the kind; a mean over updates skips nan.
 _SURROGATE = BalancedClip(contribution='surrogate')
-OF_SOME = frozenset(OF_TOKENS) | frozenset(
-  {'clip/probability_positive', 'clip/probability_negative', 'clip/fraction_negative'}
-  | {'clip/fraction_positive', 'advantage/positive'}
-  | {
-    f'clip/{share}{at}'
-    for share in ('share', 'surrogate_share')
-    for at in ('_start', '')
-  }
+# nan if a minibatch has no token of the kind; a mean over updates skips nan.
+OF_SOME = frozenset(
+  {*OF_TOKENS, 'advantage/positive', 'clip/fraction_positive', 'clip/fraction_negative'}
+  | {'clip/probability_positive', 'clip/probability_negative', 'clip/share'}
+  | {'clip/share_start', 'clip/surrogate_share', 'clip/surrogate_share_start'}
   | {f'{name}_{source}' for name in OF_SOURCE for source in SOURCES}
 )
 
@@ -100,18 +96,12 @@ def updated_tokens(
 ) -> UpdatedTokens:
   """Returns log-probability, ratio and cut of each token, for the record of the step.
 
-  Args:
-    logp_BT: log pi of each token before the update, nats.
-    batch: its mask contains the computed tokens.
-    bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
+  See `diagnose` for batch and bounds; logp_BT is log pi before the update, nats.
   """
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
-  return UpdatedTokens(
-    logp_BT,
-    jnp.where(batch.loss_mask_BT, ratio_BT, 0),
-    _cut(weight_BT, batch),
-  )
+  ratio_BT = jnp.where(batch.loss_mask_BT, ratio_BT, 0)
+  return UpdatedTokens(logp_BT, ratio_BT, _cut(weight_BT, batch))
 
 
 def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
@@ -140,11 +130,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
 
 
 def _shares(
-  rule: LossRule,
-  logp_BT: Array,
-  batch: Batch,
-  bounds: Bounds,
-  scale_B: Array,
+  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
   """Positive share before and after the search, both definitions; nan if no token."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
@@ -154,17 +140,15 @@ def _shares(
   teaches_BT = up_BT | down_BT
   shares = {'advantage/positive': _mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
-    shares[f'clip/share{name}'] = _positive_part(weigh(b))
+    weight_BT = weigh(b)
+    positive = jnp.maximum(weight_BT, 0).sum()
+    shares[f'clip/share{name}'] = positive / jnp.abs(weight_BT).sum()
     surrogate = bound_search.share(ratio_BT, batch, b.low, b.high, _SURROGATE)
     # `share` returns 0 without tokens, which would bias a mean over updates.
     shares[f'clip/surrogate_share{name}'] = jnp.where(
       teaches_BT.any(), surrogate, jnp.nan
     )
   return shares
-
-
-def _positive_part(weight_BT: Array) -> Array:
-  return jnp.maximum(weight_BT, 0).sum() / jnp.abs(weight_BT).sum()
 
 
 def _signs(batch: Batch) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Knobs of the advantage, clip and loss rules; those of the batch: batch_knobs.py.
+"""Knobs of the advantage, clip, loss and batch rules, and of the replay buffer.
 
 The section of a slot names the active rule and contains one section per rule, so that
 --config.clip.rule=fixed is enough to switch rules. A rule receives its own section as
@@ -13,13 +13,11 @@ import pydantic
 from bapo_jax.knobs import NoKnobs, Section, knob
 
 Aggregate = Literal['token', 'sequence', 'constant']
-BeyondCap = Literal['truncate', 'mask']
 Contribution = Literal['gradient', 'surrogate']
+HardOrder = Literal['fifo', 'least_recent']
 KlDirection = Literal['behavior_policy', 'policy_behavior']
 Order = Literal['upper', 'lower']
-Resolution = Literal['step', 'continuous']
 Source = Literal['fresh', 'reevaluated', 'reused']
-TokenWeight = Literal['one', 'behaviour']
 Range = tuple[float, float]
 
 
@@ -37,16 +35,6 @@ class AdvantageConfig(Section):
 def _dual(default: float) -> Any:
   sentence = 'Dual clip: ratio from which a token with A < 0 is cut; inf: none.'
   return knob(default, sentence, above=1, infinite=True)
-
-
-def _lows(default: Range) -> Any:
-  sentence = 'First and last value of the lower bound.'
-  return knob(default, sentence, above=0, most=1, rising=True)
-
-
-def _highs(default: Range) -> Any:
-  sentence = 'First and last value of the upper bound.'
-  return knob(default, sentence, least=1, most=1e9, rising=True)
 
 
 def _step(default: float, bound: str) -> Any:
@@ -89,21 +77,28 @@ class BalancedClip(Section):
     least=0,
     most=1,
   )
-  low: Range = _lows((0.6, 0.9))
-  high: Range = _highs((1.2, 3.0))
+  low: Range = knob(
+    (0.6, 0.9), 'First and last value of the lower bound.', above=0, most=1, rising=True
+  )
+  high: Range = knob(
+    (1.2, 3.0),
+    'First and last value of the upper bound.',
+    least=1,
+    most=1e9,
+    rising=True,
+  )
   low_step: float = _step(0.02, 'lower bound, delta_2')
   high_step: float = _step(0.05, 'upper bound, delta_1')
   contribution: Contribution = knob(
     'gradient',
     'Contribution of a token: its gradient weight, or its clipped surrogate.',
   )
-  weight: TokenWeight = knob(
+  weight: Literal['one', 'behaviour'] = knob(
     'one', 'Weight of a token in the share: 1, or its probability when it was sampled.'
   )
   order: Order = knob('upper', 'The bound that moves first, all the way to its end.')
-  resolution: Resolution = knob(
-    'step',
-    'step: Algorithm 1 to the last bit; continuous: the crossing within 1e-4.',
+  resolution: Literal['step', 'continuous'] = knob(
+    'step', 'step: Algorithm 1 to the last bit; continuous: the crossing within 1e-4.'
   )
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
@@ -139,9 +134,6 @@ class ClipConfig(Section):
   recipe: NoKnobs = knob(NoKnobs, "Balanced PO's public code.")
 
 
-_BOUNDS = "choose clip.rule='fixed' or 'unclipped'"
-
-
 def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   """Raises a ValueError if the clip rule does not fit the loss rule.
 
@@ -149,17 +141,18 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   and changes the weight of no other token.
   """
   name = f'clip.rule={clip.rule!r}'
-  if loss.bounds == 'ignored' and clip.rule != 'unclipped':
+  if loss.active.bounds == 'ignored' and clip.rule != 'unclipped':
     raise ValueError(
       f'{name}: loss.rule={loss.rule!r} has no clip to set; '
       "choose clip.rule='unclipped'"
     )
   if clip.rule not in ('balanced', 'recipe'):
     return
-  if loss.bounds == 'limit':
+  if loss.active.bounds == 'limit':
     raise ValueError(
       f'{name} searches for bounds that cut tokens, but loss.rule={loss.rule!r} limits '
-      f'their weight and cuts none; {_BOUNDS}, or another loss.rule'
+      "their weight and cuts none; choose clip.rule='fixed' or 'unclipped', or another "
+      'loss.rule'
     )
   balanced = clip.balanced
   surrogate = clip.rule == 'recipe' or balanced.contribution == 'surrogate'
@@ -183,6 +176,11 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
       f"(Eq. 8), but loss.rule={loss.rule!r}; choose weight='one' or "
       "loss.rule='clipped'"
     )
+
+
+def _cap(default: float, ratio: str) -> Any:
+  sentence = f'Upper limit of {ratio}, the weight of a token; inf: none.'
+  return knob(default, sentence, above=0, infinite=True)
 
 
 class LossKnobs(Section):
@@ -212,13 +210,8 @@ class DecoupledLoss(LossKnobs):
   needs_proximal = True
   weighs_sampler = True
 
-  cap: float = knob(
-    2.0,
-    'Upper limit of prox / mu, the weight of a token; inf: none.',
-    above=0,
-    infinite=True,
-  )
-  beyond_cap: BeyondCap = knob(
+  cap: float = _cap(2.0, 'prox / mu')
+  beyond_cap: Literal['truncate', 'mask'] = knob(
     'truncate',
     'A token above `cap`: its weight is the cap (TIS), or it has no gradient (AReaL).',
   )
@@ -236,12 +229,7 @@ class TisLoss(LossKnobs):
   bounds = 'ignored'
   weighs_sampler = True
 
-  cap: float = knob(
-    2.0,
-    'Upper limit of pi / mu, the weight of a token; inf: none.',
-    above=0,
-    infinite=True,
-  )
+  cap: float = _cap(2.0, 'pi / mu')
 
 
 class DppoTvLoss(LossKnobs):
@@ -256,12 +244,7 @@ class DppoTvLoss(LossKnobs):
   high: float = knob(
     0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
   )
-  cap: float = knob(
-    20.0,
-    'Upper limit of pi / mu, the weight of a token; inf: none.',
-    above=0,
-    infinite=True,
-  )
+  cap: float = _cap(20.0, 'pi / mu')
 
 
 class SapoLoss(LossKnobs):
@@ -310,17 +293,160 @@ class LossConfig(Section):
     """Section of the active rule."""
     return getattr(self, self.rule)
 
-  @property
-  def needs_proximal(self) -> bool:
-    """Whether the rule reads the log-probabilities of the proximal policy."""
-    return self.active.needs_proximal
+
+class FixedThresholds(Section):
+  """The same thresholds at every step."""
+
+  hard: float = knob(
+    1 / 8, 'c1: a problem is hard up to this pass rate.', least=0, below=1
+  )
+  reusable: Range = knob(
+    (1 / 8, 5 / 8),
+    '(c2, c3): a group is reusable from the first to the second pass rate.',
+    least=0,
+    most=1,
+    rising=True,
+  )
+
+
+class MovingThresholds(Section):
+  """Thresholds c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
+
+  The defaults lower the band as the policy improves, like the paper's text and code.
+  Its printed Eq. 8 raises the band: exchange the ends of `low` and of `high` for that.
+  """
+
+  hard: float = knob(
+    1 / 8, 'c1: a problem is hard up to this pass rate.', least=0, below=1
+  )
+  low: Range = knob(
+    (3 / 8, 1 / 8),
+    'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; it '
+    "falls as in the paper's code, and rises as in its Eq. 8 with the ends exchanged.",
+    least=0,
+    most=1,
+  )
+  high: Range = knob(
+    (7 / 8, 5 / 8),
+    'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; it '
+    "falls as in the paper's code, and rises as in its Eq. 8 with the ends exchanged.",
+    least=0,
+    most=1,
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _ordered(self) -> Self:
+    for c2, c3 in zip(self.low, self.high, strict=True):
+      if c2 > c3:
+        raise ValueError(
+          f'low={self.low} and high={self.high}: c2={c2} is above c3={c3}'
+        )
+    return self
+
+
+class ThresholdsConfig(Section):
+  """Pass rates that make a problem hard or a group reusable."""
+
+  rule: Literal['fixed', 'moving', 'threshold_free', 'everything'] = knob(
+    'fixed', 'Threshold rule: pass rates of hard problems and of reusable groups.'
+  )
+  fixed: FixedThresholds = knob(FixedThresholds, 'Constant thresholds.')
+  moving: MovingThresholds = knob(
+    MovingThresholds, 'Thresholds that follow the policy.'
+  )
+  threshold_free: NoKnobs = knob(NoKnobs, 'Hard: never solved; reusable: half solved.')
+  everything: NoKnobs = knob(NoKnobs, 'Every group is reusable, no problem is hard.')
+
+
+class BufferConfig(Section):
+  """The replay buffer."""
+
+  capacity: int = knob(
+    256,
+    'Problems in the hard part of the buffer, and groups in the reusable part.',
+    least=1,
+    most=1 << 20,
+  )
+  max_off_policy_steps: int = knob(
+    3, 'Maximum age of a reusable group in training, learner steps.', least=1
+  )
+  max_reuse: int = knob(
+    3, 'Times that a reusable group is trained on again before it is dropped.', least=1
+  )
+  reevaluate: int = knob(
+    16, 'Hard problems per re-evaluation, oldest last attempt first.', least=0
+  )
+  reeval_interval: int = knob(
+    2, 'Learner steps between re-evaluations of hard problems.', least=1
+  )
+  hard_order: HardOrder = knob(
+    'fifo',
+    'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
+    'one with the oldest last attempt.',
+  )
+  thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Hard and reusable.')
+
+  @pydantic.model_validator(mode='after')
+  def _has_room(self) -> Self:
+    if self.reevaluate > self.capacity:
+      raise ValueError(
+        f'reevaluate={self.reevaluate} is more than buffer.capacity={self.capacity}'
+      )
+    return self
+
+
+class SourceWeights(Section):
+  """Factors on the advantage of a row, by its source."""
+
+  fresh: float = knob(1.0, 'Factor on the advantage of fresh rows.', least=0)
+  reevaluated: float = knob(
+    1.0, 'Factor on the advantage of re-evaluated rows.', least=0
+  )
+  reused: float = knob(1.0, 'Factor on the advantage of reused rows.', least=0)
+
+
+class ReplayRule(Section):
+  """Plain experience replay."""
+
+  replay_ratio: int = knob(
+    1, 'Replayed groups per fresh group in a batch.', least=1, most=1024
+  )
+
+
+class BatchConfig(Section):
+  """Batch rule: selects the groups of a batch."""
+
+  rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] = knob(
+    'fresh_only', 'Batch rule: selects the groups of a batch.'
+  )
+  max_extra_rounds: int = knob(
+    2,
+    'Extra rounds of prompts per step while learnable_only has empty seats.',
+    least=0,
+    most=1024,
+  )
+  weights: SourceWeights = knob(SourceWeights, 'Weights by source.')
+  fresh_only: NoKnobs = knob(NoKnobs, 'GRPO.')
+  learnable_only: NoKnobs = knob(NoKnobs, "DAPO's dynamic sampling.")
+  replay: ReplayRule = knob(ReplayRule, 'Experience replay.')
+  adapted: NoKnobs = knob(NoKnobs, 'Batch Adaptation PO.')
 
   @property
-  def weighs_sampler(self) -> bool:
-    """Whether the rule itself corrects the sampler's log-probabilities."""
-    return self.active.weighs_sampler
+  def uses_buffer(self) -> bool:
+    """Whether the rule reads the replay buffer."""
+    return self.rule in ('replay', 'adapted')
 
   @property
-  def bounds(self) -> str:
-    """Effect of the clip bounds on a token: 'cut', 'limit' or 'ignored'."""
-    return self.active.bounds
+  def reevaluates(self) -> bool:
+    """Whether the rule re-evaluates hard problems."""
+    return self.rule == 'adapted'
+
+  @property
+  def extra_rounds(self) -> int:
+    """Maximum number of further rounds of prompts after the first round of a step."""
+    return self.max_extra_rounds if self.rule == 'learnable_only' else 0
+
+  def seats(self, prompts: int) -> int:
+    """Returns the number of groups in a batch, for `prompts` prompts per step."""
+    replayed = self.replay.replay_ratio if self.rule == 'replay' else 0
+    return prompts * (1 + replayed)

@@ -165,11 +165,7 @@ def sapo(
   return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
 
 
-def divergence(
-  logp_BT: Array,
-  batch: Batch,
-  direction: knobs.KlDirection = knobs.LossConfig().kl_direction,
-) -> Array:
+def divergence(logp_BT: Array, batch: Batch, direction: knobs.KlDirection) -> Array:
   """Returns an estimate of the divergence of each token, nats; 0 outside the mask.
 
   Value and gradient are unbiased for tokens sampled from mu. Both estimates are convex

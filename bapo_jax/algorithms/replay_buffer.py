@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import batch_knobs
-from bapo_jax.algorithms.batch_knobs import HardOrder
+from bapo_jax.algorithms import knobs
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -36,23 +35,16 @@ REUSED = SOURCES.index('reused')
 
 
 def fixed(
-  rate: Array,
-  G: int,
-  k: batch_knobs.FixedThresholds = batch_knobs.FixedThresholds(),
+  rate: Array, G: int, k: knobs.FixedThresholds = knobs.FixedThresholds()
 ) -> PassRateThresholds:
-  """Returns the same thresholds at every step (arXiv:2602.20722, section 3).
-
-  k.hard is c1, k.reusable is (c2, c3).
-  """
+  """Returns the same thresholds at every step (arXiv:2602.20722, section 3)."""
   c2, c3 = k.reusable
-  constant = batch_knobs.MovingThresholds(hard=k.hard, low=(c2, c2), high=(c3, c3))
+  constant = knobs.MovingThresholds(hard=k.hard, low=(c2, c2), high=(c3, c3))
   return moving(rate, G, constant)
 
 
 def moving(
-  rate: Array,
-  G: int,
-  k: batch_knobs.MovingThresholds = batch_knobs.MovingThresholds(),
+  rate: Array, G: int, k: knobs.MovingThresholds = knobs.MovingThresholds()
 ) -> PassRateThresholds:
   """Returns thresholds that follow the policy (arXiv:2602.20722, Eq. 8).
 
@@ -70,20 +62,18 @@ def moving(
     # At most G - 1 despite rounding: a solved problem is not hard.
     hard_max=jnp.minimum(_most(jnp.float32(k.hard), G), G - 1),
     # From 1 to G - 1: a group with one verdict has no advantage.
-    reusable_min=jnp.maximum(_least(c2, G), 1),
+    reusable_min=jnp.maximum(jnp.ceil(c2 * G - SLACK).astype(jnp.int32), 1),
     reusable_max=jnp.minimum(_most(c3, G), G - 1),
   )
 
 
 def threshold_free(rate: Array, G: int) -> PassRateThresholds:
-  """Returns: hard if never solved, reusable if half solved (section 3); G is even."""
-  del rate
+  """Returns thresholds: hard if never solved, reusable if half solved; G is even."""
   return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
 
 def everything(rate: Array, G: int) -> PassRateThresholds:
-  """Returns: every group is reusable and no problem is hard, for plain replay."""
-  del rate
+  """Returns thresholds for plain replay: all groups reusable, no problem hard."""
   return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
 
 
@@ -102,21 +92,12 @@ def _most(rate: Array, G: int) -> Array:
   return jnp.floor(rate * G + SLACK).astype(jnp.int32)
 
 
-def _least(rate: Array, G: int) -> Array:
-  return jnp.ceil(rate * G - SLACK).astype(jnp.int32)
-
-
 def init(
   capacity: int, group_size: int, length: int, thresholds: ThresholdRule = fixed
 ) -> ReplayBuffer:
-  """Returns an empty buffer.
+  """Returns an empty buffer with `capacity` rows in each of its two parts.
 
-  Args:
-    capacity: rows of each of the two parts. Rows of `hard` have one token: only their
-      problems are needed.
-    group_size: G, responses per group.
-    length: T, tokens per row.
-    thresholds: a rule of THRESHOLD_RULES, its knobs bound.
+  Rows of `hard` have one token: only their problems are needed.
   """
   return ReplayBuffer(
     hard=empty_groups(capacity, 1, 1),
@@ -153,7 +134,7 @@ def insert(
   thresholds: ThresholdRule = fixed,
   max_off_policy_steps: int,
   max_reuse: int,
-  hard_order: HardOrder = 'fifo',
+  hard_order: knobs.HardOrder = 'fifo',
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
   """Files the groups completed at step `now` (arXiv:2602.20722, section 3).
 
@@ -210,10 +191,8 @@ def _among(id_P: Array, others: Array) -> Array:
 
 
 def _emptied(groups: Groups, where_P: Array) -> Groups:
-  """The groups, empty at these rows."""
-  return groups._replace(
-    completed_step_P=jnp.where(where_P, -1, groups.completed_step_P)
-  )
+  step_P = jnp.where(where_P, -1, groups.completed_step_P)
+  return groups._replace(completed_step_P=step_P)
 
 
 def _insert_reusable(
@@ -226,9 +205,8 @@ def _insert_reusable(
 ) -> tuple[Groups, Array]:
   """(reusable, usage_count_P) after inserting the reusable groups of `tried`.
 
-  Args:
-    waiting_P: bool, promoted groups without a seat. None of them is evicted: there are
-      at most buffer.reevaluate of them, which is at most the capacity.
+  waiting_P marks promoted groups without a seat. None of them is evicted: there are at
+  most buffer.reevaluate of them, which is at most the capacity.
   """
   k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
@@ -251,12 +229,15 @@ def _insert_reusable(
 
 
 def _insert_hard(
-  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: HardOrder
+  buffer: ReplayBuffer,
+  tried: Groups,
+  k_P: Array,
+  fresh: int,
+  hard_order: str,
 ) -> tuple[Groups, dict[str, Array]]:
   """(hard, counts) after inserting the hard problems of `tried`.
 
-  Args:
-    fresh: number of fresh rows, the first of `tried`; the others are re-evaluated.
+  The first `fresh` rows of `tried` are fresh, the others re-evaluated.
   """
   filled_P = tried.completed_step_P >= 0
   hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)

@@ -10,22 +10,23 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import time
 from collections.abc import Sequence
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.autosetup import check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
@@ -50,23 +51,21 @@ def check(config: Config, workdir: str) -> int:
       '--mode=check needs a published model; set --config.model.path (the embedded '
       'policy has no weights before its warm start)'
     )
-  began, timer = time.perf_counter(), PhaseTimer()
+  began = time.perf_counter()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
-  config, known = r.config, known_of(r)
-  knobs, rows = (config.prompts, config.problems), (known.training, known.held_out)
-  vision = r.spec.vision
-  material = Material(*prompts.load(r.tokenizer, *knobs, vision, rows))
-  findings = check_rules.of_config(config, known, free_bytes(workdir))
+  config, known = r.config, facts.gather(r.config, r.model, r.mesh)
+  material = build.read(config, r.model)
+  findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config))
   with contextlib.closing(build.make_verifier(config)) as verifier:
-    t, s = build.build(small, material, verifier, workdir, timer)
-    seconds, rollout = sample(t, s, timer)
+    t, s = build.build(small, material, verifier, workdir, PhaseTimer())
+    seconds, rollout = sample(t, s)
     sampled = summary(rollout, r.tokenizer.eos)
-    log(shown_responses(config, t, rollout, sampled))
+    log(shown_responses(t, rollout, sampled))
     findings += check_rules.of_responses(config, sampled)
-    log(measured(config, t, s, rollout, seconds, timer))
+    log(measured(config, t, s, rollout, seconds))
   log(listed(findings))
   log(f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written.')
   return int(any(each.kind == 'mistake' for each in findings))
@@ -74,14 +73,10 @@ def check(config: Config, workdir: str) -> int:
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
   """Shows one prompt as the model sees it, and what is wrong with the config."""
-  findings = check_rules.of_config(r.config, known_of(r), free_bytes(workdir))
+  known = facts.gather(r.config, r.model, r.mesh)
+  findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
-
-
-def known_of(r: Resolved) -> Facts:
-  """Returns the facts of a resolved run."""
-  return facts.gather(r.config, r.model, r.mesh, r.schedule)
 
 
 def free_bytes(workdir: str) -> int:
@@ -99,23 +94,20 @@ def shrunk(config: Config) -> Config:
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
+  slots = min(config.sampler.max_num_seqs, count * config.sampler.group_size)
   return config.with_values(
     prompts={'count': count},
     learner={'minibatches': max(count // groups, 1), 'epochs': 1},
     batch={'rule': 'fresh_only', 'max_extra_rounds': 0},
-    rollout={'max_off_policy_steps': 0, 'max_tokens_per_step': float('inf')},
-    sampler={
-      'max_num_seqs': min(
-        config.sampler.max_num_seqs, count * config.sampler.group_size
-      )
-    },
+    rollout={'max_off_policy_steps': 0, 'max_tokens_per_step': math.inf},
+    sampler={'max_num_seqs': slots},
   )
 
 
-def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout]:
+def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   """Compiles the sampler, then returns (seconds, the first groups of the run)."""
   key = trainer.step_keys(t.config.seed, 0).fresh
-  with timer('compile'):
+  with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
   began = time.perf_counter()
@@ -126,25 +118,18 @@ def sample(t: Trainer, s: TrainState, timer: PhaseTimer) -> tuple[float, Rollout
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   """Summarizes a rollout for the findings."""
   groups = rollout.groups
-  mask_PGT, tokens_PGT = (
-    np.asarray(x) for x in (groups.response_mask_PGT, groups.tokens_PGT)
-  )
-  shape = mask_PGT.shape[:2]
+  correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
+  ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
   read = [verdict.answer is not None for verdict in rollout.verdicts]
-  return Sampled(
-    correct_PG=np.asarray(groups.correct_PG),
-    truncated_PG=np.asarray(~(mask_PGT & np.isin(tokens_PGT, eos)).any(2)),
-    read_PG=np.asarray(read).reshape(shape),
-    undecided=sum(verdict.right is None for verdict in rollout.verdicts),
-  )
+  undecided = sum(verdict.right is None for verdict in rollout.verdicts)
+  read_PG = np.reshape(read, correct_PG.shape)
+  return Sampled(correct_PG, np.logical_not(ended_PG), read_PG, undecided)
 
 
 def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
   """Decodes the first prompts of the training problems, special tokens included."""
-  training = material.problems
-  return tokenizer_lib.decode_prompts(
-    r.tokenizer, training.tokens_NT[:n], training.length_N[:n], r.spec.image_token
-  )
+  rows = material.problems.tokens_NT[:n], material.problems.length_N[:n]
+  return tokenizer_lib.decode_prompts(r.tokenizer, *rows, r.spec.image_token)
 
 
 def quoted(text: str) -> str:
@@ -156,23 +141,21 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
   """Describes the prompts, their lengths, the right answers and the disk."""
   config, found = r.config, material.problems
   verified = known.verified(config.rewards.rule)
-  lines = [f'Check of {config.model.path} on {config.problems.source}']
-  for i, text in enumerate(prompt_texts(r, material, SHOWN)):
-    answer = found.answer[i]
-    lines.append(
-      f'prompt {i + 1}, {found.length_N[i]} tokens, right answer {answer[:40]!r}:\n'
-      f'{quoted(text)}'
-    )
-  training, held_out = known.lengths(config.tokenizer.template)
-  disk = r.budget.disk / 1e9
-  lines += [
-    f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
-    f'limit {config.prompts.max_prompt_tokens}',
-    f'answers    {verified.right} of {verified.tried} are right by their own verifier '
-    f'({config.rewards.rule})',
-    f'disk       checkpoints {disk:.3g} GB, free {free_bytes(workdir) / 1e9:.3g} GB',
+  lines = [
+    f'prompt {i + 1}, {found.length_N[i]} tokens, right answer '
+    f'{found.answer[i][:40]!r}:\n{quoted(text)}\n'
+    for i, text in enumerate(prompt_texts(r, material, SHOWN))
   ]
-  return '\n'.join(lines)
+  training, held_out = known.lengths(config.tokenizer.template)
+  disk, free = r.budget.disk / 1e9, free_bytes(workdir) / 1e9
+  return (
+    f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
+    f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
+    f'limit {config.prompts.max_prompt_tokens}\n'
+    f'answers    {verified.right} of {verified.tried} are right by their own verifier '
+    f'({config.rewards.rule})\n'
+    f'disk       checkpoints {disk:.3g} GB, free {free:.3g} GB'
+  )
 
 
 def lengths(tokens: Sequence[int]) -> str:
@@ -181,84 +164,80 @@ def lengths(tokens: Sequence[int]) -> str:
   return f'{len(tokens)} of {low} to {high} tokens, median {mid}'
 
 
-def shown_responses(
-  config: Config, t: Trainer, rollout: Rollout, sampled: Sampled
-) -> str:
+def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
   """Describes some responses with their verdicts, and statistics of all."""
-  ids = np.repeat(np.asarray(rollout.groups.id_P), t.config.sampler.group_size)
-  order = sorted(range(len(ids)), key=lambda i: (i % t.config.sampler.group_size, i))
-  right = [i for i in order if rollout.verdicts[i].right][:1]
-  chosen = [*right, *(i for i in order if i not in right)][:SHOWN]
+  G, knobs = t.config.sampler.group_size, t.config.sampler
+  ids, verdicts = np.repeat(np.asarray(rollout.groups.id_P), G), rollout.verdicts
+  order = sorted(range(len(ids)), key=lambda i: (i % G, i))  # a response per group
+  right = [i for i in order if verdicts[i].right][:1]
   lines = []
-  for i in chosen:
-    verdict = rollout.verdicts[i]
-    text = rollout.texts[i]
+  for i in [*right, *(i for i in order if i not in right)][:SHOWN]:
+    verdict, text = verdicts[i], rollout.texts[i]
     text = text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
     lines.append(
       f'response to {t.problems.text[ids[i]][:60]!r}, right answer '
       f'{t.problems.answer[ids[i]][:40]!r}: {WORDS[verdict.right]} ({verdict.reason})\n'
-      f'{quoted(text)}'
+      f'{quoted(text)}\n'
     )
-  groups, n = len(sampled.correct_PG), sampled.correct_PG.size
+  correct_PG = sampled.correct_PG
   tokens = float(np.asarray(rollout.groups.response_mask_PGT).sum(2).mean())
-  lines += [
-    f'accuracy   {check_rules.accuracy(sampled)} of {n} responses at temperature '
-    f'{config.sampler.temperature:g}, before any training',
-    f'learnable  {sampled.mixed} of {groups} groups have right and wrong responses',
+  return (
+    f'{"".join(lines)}'
+    f'accuracy   {correct_PG.mean():.3f} ± {clustered_error(correct_PG):.3f} of '
+    f'{correct_PG.size} responses at temperature {knobs.temperature:g}, before any '
+    f'training\n'
+    f'learnable  {sampled.mixed} of {len(correct_PG)} groups have right and wrong '
+    f'responses\n'
     f'length     {tokens:.3g} tokens on average, {sampled.truncated_PG.mean():.0%} cut '
-    f'at {config.sampler.max_new_tokens}; an answer found in '
-    f'{sampled.read_PG.mean():.0%}',
-  ]
-  return '\n'.join(lines)
+    f'at {knobs.max_new_tokens}; an answer found in {sampled.read_PG.mean():.0%}'
+  )
 
 
 def measured(
-  config: Config,
-  t: Trainer,
-  s: TrainState,
-  rollout: Rollout,
-  seconds: float,
-  timer: PhaseTimer,
+  config: Config, t: Trainer, s: TrainState, rollout: Rollout, seconds: float
 ) -> str:
-  """Times one update on a minibatch of these groups; describes a step and memory."""
-  groups = rollout.groups
+  """Times one update on a minibatch of these groups; describes a step and memory.
+
+  Args:
+    config: of the run; that of `t` samples fewer groups.
+    seconds: the time that sampling the groups took.
+  """
+  groups, updates = rollout.groups, config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
   chosen = np.argsort(-spread_P)[:per_update]  # those that teach
   teaching = int((spread_P[chosen] > 0).sum())
-  one = t.config.with_values(prompts={'count': per_update}, learner={'minibatches': 1})
-  with timer('compile'):
+  single = t.config.with_values(
+    prompts={'count': per_update}, learner={'minibatches': 1}
+  )
+  with t.timer('compile'):
     step = build.compile_train_step(t, s)
-  t = dataclasses.replace(t, config=one, train_step=step)
+  t = dataclasses.replace(t, config=single, train_step=step)
   key = trainer.step_keys(config.seed, 0).update
-  batch, source_P = take(groups, chosen), np.zeros(per_update, np.int32)
+  batch, source_P = take(groups, chosen), jnp.zeros(per_update, jnp.int32)
   began = time.perf_counter()
-  trainer.update(t, s, batch, jax.numpy.asarray(source_P), key)
+  trainer.update(t, s, batch, source_P, key)
   update = time.perf_counter() - began
   sampling = seconds * config.prompts.count / len(spread_P)
-  total = sampling + update * config.updates_per_step
+  total = sampling + update * updates
+  device = t.mesh.devices.flat[0]
+  stats = device.memory_stats() if device.platform != 'cpu' else None
+  peak, where = machine.peak_rss(), 'the host'
+  if stats and 'peak_bytes_in_use' in stats:
+    peak, where = stats['peak_bytes_in_use'], 'a device'
   return (
-    f'a step     about {total:.3g} s: sampling {sampling:.3g}, '
-    f'{config.updates_per_step} updates of {update:.3g} ({teaching} of {per_update} '
-    f'groups had mixed verdicts); '
+    f'a step     about {total:.3g} s: sampling {sampling:.3g}, {updates} updates of '
+    f'{update:.3g} ({teaching} of {per_update} groups had mixed verdicts); '
     f'{config.steps} steps {config.steps * total / 3600:.2g} h\n'
-    f'memory     {peak(t)}; compiling took {timer.seconds["compile"]:.0f} s'
+    f'memory     at most {peak / 2**30:.3g} GiB of {where}; compiling took '
+    f'{t.timer.seconds["compile"]:.0f} s'
   )
 
 
-def peak(t: Trainer) -> str:
-  """Describes the peak of memory so far."""
-  device = t.mesh.devices.flat[0]
-  stats = device.memory_stats() if device.platform != 'cpu' else None
-  if stats and 'peak_bytes_in_use' in stats:
-    return f'at most {stats["peak_bytes_in_use"] / 2**30:.3g} GiB of a device'
-  return f'at most {machine.peak_rss() / 2**30:.3g} GiB of the host'
-
-
 def listed(findings: Sequence[Finding]) -> str:
-  """Formats all findings, the worst first."""
-  order = ('mistake', 'warning', 'note')
-  lines = sorted(findings, key=lambda each: order.index(each.kind))
-  if not lines:
-    return 'No problems found.'
-  return '\n'.join(derive.wrapped(each.line, '') for each in lines)
+  """Formats all findings, mistakes first."""
+  lines = [
+    derive.wrapped(f'{kind.upper()} ({name}): {text}', '')
+    for kind, name, text in sorted(findings, key=lambda x: x.kind)
+  ]
+  return '\n'.join(lines) or 'No problems found.'

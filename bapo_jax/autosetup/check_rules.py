@@ -3,12 +3,12 @@
 1. `of_config` reads config and facts alone, in milliseconds;
 2. `of_responses` reads responses that were sampled and verified.
 
-A `mistake` makes the run useless for certain, a `warning` probably; a `note` is for
-information.
+A `mistake` makes the run useless for certain, a `warning` probably.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,10 +17,9 @@ from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 
-Kind = Literal['mistake', 'warning', 'note']
 CUT = 1 / 3  # share of training prompts that are left out, or of truncated responses
 OFF = 10  # times the learning rate of the papers
 GIB = 2**30
@@ -30,15 +29,12 @@ ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
 class Finding(NamedTuple):
   """One problem of a run, and the way out."""
 
-  kind: Kind
+  kind: Literal['mistake', 'warning']
   name: str  # in two words, for a program
-  sentence: str
-  way_out: str
+  text: str  # what is wrong; what to do
 
-  @property
-  def line(self) -> str:
-    """The finding as a line of the screen."""
-    return f'{self.kind.upper()} ({self.name}): {self.sentence}; {self.way_out}'
+
+warning = functools.partial(Finding, 'warning')
 
 
 class Sampled(NamedTuple):
@@ -55,62 +51,42 @@ class Sampled(NamedTuple):
     return int((self.correct_PG.any(1) & ~self.correct_PG.all(1)).sum())
 
 
-def of_config(config: Config, known: Facts, free: int) -> list[Finding]:
+def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
   """Returns the findings about the config of a new run.
 
   Args:
     free: free bytes where the run writes.
   """
-  rules: Sequence[Callable[[Config, Facts], Iterator[Finding]]] = (
-    _template,
-    _end_token,
-    _verifier,
-    _box,
-    _learning_rate,
-    _lengths,
-    _overlap,
-    _memory,
-  )
-  return [x for rule in rules for x in rule(config, known)] + list(
-    _disk(config, known, free)
-  )
+  rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
+  found = [finding for rule in rules for finding in rule(r.config, known)]
+  return [*found, *_room(r, known.memory, free)]
 
 
 def _template(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a chat model without its template, and special tokens written twice."""
+  """Finds a chat template that is unused, written twice, or that ends no response."""
   template = config.tokenizer.template
-  if known.chat and not template.startswith('chat:'):
-    yield Finding(
-      'warning',
+  chat = template.startswith('chat:')
+  if known.chat and not chat:
+    yield warning(
       'chat template',
       f'the model has a chat template, and tokenizer.template={template[:40]!r} does '
-      'not use it',
-      "give --config.tokenizer.template='chat:{problem}'",
+      "not use it; give --config.tokenizer.template='chat:{problem}'",
     )
   added = map(str, known.tokenizer.backend.added_tokens_decoder.values())
   written = [token for token in added if token in template]
-  if template.startswith('chat:') and written:
-    yield Finding(
-      'warning',
+  if chat and written:
+    yield warning(
       'chat template',
       f'tokenizer.template writes {written[0]!r} inside the message of a chat, which '
-      'the chat template writes itself',
-      'take it out of --config.tokenizer.template',
+      'the chat template writes itself; take it out of --config.tokenizer.template',
     )
-
-
-def _end_token(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a chat template whose turn end does not end a response."""
-  if not config.tokenizer.template.startswith('chat:'):
-    return
-  found = tokenizer_lib.turn_end(known.tokenizer)
-  if found and not found[1]:
-    yield Finding(
-      'warning',
+  end = tokenizer_lib.turn_end(known.tokenizer) if chat else None
+  if end and not end[1]:
+    yield warning(
       'end token',
-      f'the chat template ends an answer with {found[0]!r}, which is not among the end '
-      'tokens: responses go on after it',
-      "add its id to eos_token_id in the model's generation_config.json",
+      f'the chat template ends an answer with {end[0]!r}, which is not among the end '
+      'tokens: responses continue after it; add its id to eos_token_id in the '
+      "model's generation_config.json",
     )
 
 
@@ -119,38 +95,32 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
   given, check = config.rewards.rule, known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
-      'mistake' if not check.right else 'warning',
+      'warning' if check.right else 'mistake',
       'verifier',
       f'{check.tried - check.right} of {check.tried} right answers are not right by '
-      f'their own verifier, such as {check.wrong}',
-      'give another --config.rewards.rule, or correct these rows',
+      f'their own verifier, such as {check.wrong}; give another --config.rewards.rule, '
+      'or correct these rows',
     )
   unnamed = [row.answer for row in known.rows if not row.verifier]
   best = derive_text.by_answers(unnamed)[0] if unnamed else given
   if given == 'exact' and best != 'exact':
-    yield Finding(
-      'warning',
+    yield warning(
       'verifier',
       '`exact` compares letter by letter, which is too strict for answers such as '
-      f'{unnamed[0]!r}',
-      f'give --config.rewards.rule={best}',
+      f'{unnamed[0]!r}; give --config.rewards.rule={best}',
     )
 
 
 def _box(config: Config, known: Facts) -> Iterator[Finding]:
   """Finds a verifier that reads boxes although no prompt asks for a box."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
-  asking = ASKED.search(config.tokenizer.template) or any(
-    ASKED.search(row.problem) or ASKED.search(row.system) for row in known.training
-  )
-  if rules & {'aime', 'math'} and not asking:
-    rule = min(rules & {'aime', 'math'})
-    yield Finding(
-      'warning',
+  texts = (text for row in known.training for text in (row.problem, row.system))
+  asking = any(map(ASKED.search, (config.tokenizer.template, *texts)))
+  if (boxed := rules & {'aime', 'math'}) and not asking:
+    yield warning(
       'no box',
-      rf'{rule} reads the answer in \boxed{{}} or after `Answer:`, and no prompt asks '
-      'for either',
-      'add a request to --config.tokenizer.template, such as '
+      rf'{min(boxed)} reads the answer in \boxed{{}} or after `Answer:`, and no prompt '
+      'asks for either; add a request to --config.tokenizer.template, such as '
       rf"'chat:{{problem}}{derive_text.REQUEST.strip()}'",
     )
 
@@ -160,145 +130,97 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
   usual, reason = derive_sizes.learning_rate(config, known)
   times = config.optimizer.lr / usual
   if not 1 / OFF < times < OFF:
-    yield Finding(
-      'warning',
+    yield warning(
       'learning rate',
       f'optimizer.lr={config.optimizer.lr:g} is {times:.3g} times the usual '
-      f'{usual:g} ({reason})',
-      f'give --config.optimizer.lr={usual:g}, unless you chose the value on purpose',
+      f'{usual:g} ({reason}); give --config.optimizer.lr={usual:g}, unless you chose '
+      'the value on purpose',
     )
 
 
 def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
-  """Counts training prompts that are too long and dropped."""
+  """Finds that a large share of the training prompts is too long and dropped."""
   training, _ = known.lengths(config.tokenizer.template)
-  most = config.prompts.max_prompt_tokens
-  cut = sum(n > most for n in training)
-  if cut:
-    yield Finding(
-      'warning' if cut >= CUT * len(training) else 'note',
+  limit = config.prompts.max_prompt_tokens
+  cut = sum(n > limit for n in training)
+  if cut >= CUT * len(training):
+    yield warning(
       'long prompts',
       f'{cut} of {len(training)} training prompts are longer than '
-      f'prompts.max_prompt_tokens={most} and are dropped',
-      f'give --config.prompts.max_prompt_tokens={max(training)} to keep all prompts',
+      f'prompts.max_prompt_tokens={limit} and are dropped; give '
+      f'--config.prompts.max_prompt_tokens={max(training)} to keep all prompts',
     )
 
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds held-out problems among the training problems."""
+  """Finds held-out problems that are trained on."""
   both, message = prompts.overlap(config.problems, known.training, known.held_out)
-  if not both:
-    return
-  drop = config.problems.overlap == 'drop'
-  if drop and len(known.training) - len(both) < config.prompts.count:
-    yield Finding(
-      'mistake',
+  if both and config.problems.overlap != 'drop':
+    yield warning(
       'overlap',
-      f'{message}; they are not trained on, and {len(known.training) - len(both)} are '
-      'left',
-      'give other problems.source or problems.test_source',
-    )
-  elif drop:
-    yield Finding('note', 'overlap', message, 'they are not trained on')
-  else:
-    yield Finding(
-      'warning',
-      'overlap',
-      message,
-      'give --config.problems.overlap=drop, or the held-out accuracy means little',
+      f'{message}; give --config.problems.overlap=drop, or the held-out accuracy means '
+      'little',
     )
 
 
-def _memory(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds an update that does not fit the memory of a device."""
-  needed = derive_sizes.budget_of(config, known)[1].update
-  if needed > known.memory:
-    yield Finding(
-      'warning',
+def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
+  """Finds an update that does not fit a device, and checkpoints beyond the disk."""
+  needed, each = r.budget.update, sum(r.budget.checkpoint.values())
+  if needed > memory:
+    yield warning(
       'memory',
       f'an update needs about {needed / GIB:.3g} GiB per device, but a run may use '
-      f'only {known.memory / GIB:.3g} GiB',
-      'raise --config.learner.grad_accum_steps, lower '
+      f'only {memory / GIB:.3g} GiB; raise --config.learner.grad_accum_steps, lower '
       '--config.sampler.max_new_tokens, or use more devices (--config.mesh.fsdp)',
     )
-
-
-def _disk(config: Config, known: Facts, free: int) -> Iterator[Finding]:
-  """Finds checkpoints that do not fit the disk."""
-  _, b = derive_sizes.budget_of(config, known)
-  each, wanted = sum(b.checkpoint.values()), b.disk
-  if wanted > free:
+  knobs = r.config.checkpoint
+  if r.budget.disk > free:
     yield Finding(
       'mistake' if each > free else 'warning',
       'disk',
-      f'checkpoints take {wanted / 1e9:.3g} GB ({each / 1e9:.3g} each, '
-      f'{config.checkpoint.keep} newest, {config.checkpoint.best} best, one being '
-      f'written), and {free / 1e9:.3g} GB are free',
-      'give another --workdir, or fewer --config.checkpoint.keep and '
-      '--config.checkpoint.best',
+      f'checkpoints take {r.budget.disk / 1e9:.3g} GB ({each / 1e9:.3g} each, '
+      f'{knobs.keep} newest, {knobs.best} best, one being written), and '
+      f'{free / 1e9:.3g} GB are free; give another --workdir, or fewer '
+      '--config.checkpoint.keep and --config.checkpoint.best',
     )
 
 
-def of_responses(config: Config, sampled: Sampled) -> list[Finding]:
-  """Returns the findings about responses of the model before any training."""
+def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
+  """Yields the findings about responses of the model before any training."""
   correct_PG, n = sampled.correct_PG, sampled.correct_PG.size
-  groups = len(correct_PG)
-  found = list(_learnable(correct_PG, sampled.mixed))
-  truncated = float(sampled.truncated_PG.mean())
-  most = config.sampler.max_new_tokens
+  groups, accuracy = len(correct_PG), float(correct_PG.mean())
+  if not sampled.mixed:
+    verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
+    if 0 < accuracy < 1:
+      verdict = 'in every group all responses are right, or all are wrong'
+    way_out = 'take harder problems'
+    if accuracy < 0.5:
+      way_out = 'take easier problems, a larger --config.sampler.group_size or another'
+      way_out += ' template'
+    yield Finding(
+      'mistake',
+      'nothing to learn',
+      f'{verdict}: of {groups} groups none has an advantage, and nothing is learned; '
+      f'{way_out}',
+    )
+  truncated, limit = float(sampled.truncated_PG.mean()), config.sampler.max_new_tokens
   if truncated > 1 - CUT:
-    found.append(
-      Finding(
-        'warning',
-        'truncated',
-        f'{truncated:.0%} of the responses are cut at sampler.max_new_tokens={most}',
-        f'raise the limit, such as --config.sampler.max_new_tokens={2 * most}, and '
-        'check that an end token is trained (a base model may have none)',
-      )
+    yield warning(
+      'truncated',
+      f'{truncated:.0%} of the responses are cut at sampler.max_new_tokens={limit}; '
+      f'raise the limit, such as --config.sampler.max_new_tokens={2 * limit}, and '
+      'check that an end token is trained (a base model may have none)',
     )
   if not sampled.read_PG.any():
-    found.append(
-      Finding(
-        'warning',
-        'no answer',
-        f'the verifier found no answer in any of {n} responses',
-        'ask for its format in --config.tokenizer.template, or give another '
-        '--config.rewards.rule',
-      )
+    yield warning(
+      'no answer',
+      f'the verifier found no answer in any of {n} responses; ask for its format in '
+      '--config.tokenizer.template, or give another --config.rewards.rule',
     )
   if sampled.undecided:
-    found.append(
-      Finding(
-        'warning',
-        'undecided',
-        f'{sampled.undecided} of {n} responses could not be verified, and count as '
-        f'wrong, in {groups} groups',
-        'see the reasons above; a right answer may be malformed',
-      )
+    yield warning(
+      'undecided',
+      f'{sampled.undecided} of {n} responses could not be verified, and count as '
+      f'wrong, in {groups} groups; see the reasons above; a right answer may be '
+      'malformed',
     )
-  return found
-
-
-def _learnable(correct_PG: np.ndarray, mixed: int) -> Iterator[Finding]:
-  """Finds that no group has mixed verdicts."""
-  groups, accuracy = len(correct_PG), float(correct_PG.mean())
-  if mixed:
-    return
-  if 0 < accuracy < 1:
-    sentence = 'in every group all responses are right, or all are wrong'
-  else:
-    sentence = f'all {correct_PG.size} responses are {"right" if accuracy else "wrong"}'
-  yield Finding(
-    'mistake',
-    'nothing to learn',
-    f'{sentence}: of {groups} groups none has an advantage, and nothing is learned',
-    'take easier problems, a larger --config.sampler.group_size or another template'
-    if accuracy < 0.5
-    else 'take harder problems',
-  )
-
-
-def accuracy(sampled: Sampled) -> str:
-  """Formats the accuracy before training with its standard error."""
-  error = clustered_error(sampled.correct_PG)
-  return f'{sampled.correct_PG.mean():.3f} ± {error:.3f}'

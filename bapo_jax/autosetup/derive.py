@@ -7,6 +7,7 @@
 """
 
 import json
+import operator
 import os
 import textwrap
 from collections.abc import Callable
@@ -57,15 +58,6 @@ class Derived(NamedTuple):
   reason: str
   given: Any = None  # what the user has set in its place; None: nothing
 
-  @property
-  def line(self) -> str:
-    """The knob, its value and the reason, for the first screen."""
-    if self.given is None:
-      return f'{self.knob}={shown(self.value)}: {self.reason}'
-    same = self.given == self.value
-    else_ = 'as derived' if same else f'derived: {shown(self.value)}, {self.reason}'
-    return f'{self.knob}={shown(self.given)}, GIVEN ({else_})'
-
 
 def shown(value: Any) -> str:
   """Formats a value as the command line accepts it; texts are quoted."""
@@ -75,16 +67,20 @@ def shown(value: Any) -> str:
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
   """Returns the config with the open knobs decided, and every rule with its reason."""
-  found = []
+  found: list[Derived] = []
   if wrong := [name for name in config.derived if name not in RULES]:
     raise ValueError(f'derived={wrong[0][:60]!r}: give some of {", ".join(RULES)}')
   for knob, rule in RULES.items():
-    value, reason = rule(config, known)
-    if knob in config.derived:
-      config = set_knob(config, knob, value)
-      found.append(Derived(knob, value, reason))
+    derived = Derived(knob, *rule(config, known))
+    if knob not in config.derived:
+      derived = derived._replace(given=operator.attrgetter(knob)(config))
     else:
-      found.append(Derived(knob, value, reason, value_of(config, knob)))
+      section, _, key = knob.rpartition('.')
+      values = {key: derived.value}  # validated when all are known
+      if section:
+        values = {section: getattr(config, section).model_copy(update=values)}
+      config = config.model_copy(update=values)
+    found.append(derived)
   return config, found
 
 
@@ -100,17 +96,18 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
     ValueError: a list of what is missing, or one sentence about what does not fit.
   """
   undecided = bool(config.derived) and not _begun(workdir)
-  known = None
-  held_out = {'source': config.problems.test_source}
-  if not trains and not undecided:
+  held_out = {} if trains else {'source': config.problems.test_source}
+  if not undecided:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
     model = resolve.check_available(config)
-    if undecided:
-      known = facts.gather(config, model)
+    known = facts.gather(config, model) if undecided else None
   if known is not None:
-    config = _derived(config, known)
-    config = config if trains else config.with_values(problems=held_out)
+    config, derived = derive(config, known)
+    config = config_lib.parse(config_lib.plain(config))
+    hosts.same_everywhere({'derived': config_lib.plain(config)})
+    log(screen(derived))
+    config = config.with_values(problems=held_out)
   elif config.derived:
     config = _read(config, workdir)
   if config.derived:  # the verifier is known now: answers are checked by it
@@ -126,9 +123,7 @@ def decide(config: Config, workdir: str) -> Config:
   """
   if not config.derived:
     return config
-  if _begun(workdir):
-    return _read(config, workdir)
-  return prepare(config, workdir).config
+  return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
 
 
 def _begun(workdir: str) -> bool:
@@ -137,33 +132,25 @@ def _begun(workdir: str) -> bool:
   return workdir_lib.has_begun(workdir) and os.path.lexists(path)
 
 
-def _derived(config: Config, known: Facts) -> Config:
-  """Derives the open knobs of a new run and logs each with its reason."""
-  decided, derived = derive(config, known)
-  decided = config_lib.parse(config_lib.plain(decided))
-  hosts.same_everywhere({'derived': config_lib.plain(decided)})
-  log(screen(derived))
-  return decided
-
-
 def screen(derived: list[Derived]) -> str:
   """Lists all derived knobs, each with its reason."""
-  lines = '\n'.join(wrapped(each.line) for each in derived)
-  return (
-    f'Derived from model, problems and machine (--config.<knob>=... wins):\n{lines}'
-  )
+  lines = ['Derived from model, problems and machine (--config.<knob>=... wins):']
+  for knob, value, reason, given in derived:
+    if given is None:
+      line = f'{knob}={shown(value)}: {reason}'
+    else:
+      same = given == value
+      other = 'as derived' if same else f'derived: {shown(value)}, {reason}'
+      line = f'{knob}={shown(given)}, GIVEN ({other})'
+    lines.append(wrapped(line))
+  return '\n'.join(lines)
 
 
 def wrapped(line: str, indent: str = '  ') -> str:
   """Breaks a line at the width of the screen."""
-  return textwrap.fill(
-    line,
-    WIDTH,
-    initial_indent=indent,
-    subsequent_indent=indent + '    ',
-    break_long_words=False,
-    break_on_hyphens=False,
-  )
+  wrapper = textwrap.TextWrapper(WIDTH, indent, indent + '    ')
+  wrapper.break_long_words = wrapper.break_on_hyphens = False
+  return wrapper.fill(line)
 
 
 def _read(config: Config, workdir: str) -> Config:
@@ -176,33 +163,16 @@ def _read(config: Config, workdir: str) -> Config:
   stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config_lib.plain(config)))
   for knob in config.derived:
-    *sections, key = knob.split('.')
-    section, other = values, stored
+    section, _, key = knob.rpartition('.')
     try:
-      for name in sections:
-        section, other = section[name], other[name]
-      section[key] = other[key]
+      here, there = (x[section] if section else x for x in (values, stored))
+      here[key] = there[key]
     except (KeyError, TypeError):
       raise ValueError(
         f'{path} has no {knob}; give another --workdir, or put the config back'
       ) from None
   config = config_lib.parse(config_lib.plain(config_lib.from_json(values)))
-  names = ', '.join(f'{k}={shown(value_of(config, k))}' for k in config.derived)
+  given = ((knob, operator.attrgetter(knob)(config)) for knob in config.derived)
+  names = ', '.join(f'{knob}={shown(value)}' for knob, value in given)
   log(wrapped(f'Derived when this run began ({path}): {names}', ''))
   return config
-
-
-def value_of(config: Config, knob: str) -> Any:
-  """Returns the value of a knob by its dotted name."""
-  found: Any = config
-  for name in knob.split('.'):
-    found = getattr(found, name)
-  return found
-
-
-def set_knob(config: Config, knob: str, value: Any) -> Config:
-  """Returns the config with this value of a knob, which is not validated."""
-  section, _, key = knob.rpartition('.')
-  if section:
-    return config.with_values(**{section: {key: value}})
-  return config.model_copy(update={key: value})

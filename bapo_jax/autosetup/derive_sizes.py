@@ -7,17 +7,16 @@ returns a value and the reason, which the first screen shows.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.models.knobs import MeshConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import budget
-from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -28,13 +27,14 @@ PREFILL = 16384  # tokens of prompts at once
 SEGMENT = 1024  # columns of a part of the cache
 LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the smallest model they train
 LR_MOST = 1e-4  # below 15 M weights, of which nothing was measured
+LEAST = 'the least recomputation that fits memory'
 LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 2025
 
 
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives mesh.fsdp: all devices if the state exceeds half the memory of one."""
-  n, spec = len(facts.devices), spec_of(config, facts)
-  weights, moments, _, actor = budget.whole_state(config, spec)
+  n = len(facts.devices)
+  weights, moments, _, actor = budget.whole_state(config, spec_of(config, facts))
   state = weights + moments + actor
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
@@ -54,15 +54,13 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives model.compute from the kind of device."""
   if facts.cpu:
     return 'float32', 'a CPU has no faster products in bfloat16'
-  return (
-    'bfloat16',
-    'products of accelerators; weights and log-probabilities are float32',
-  )
+  reason = 'products of accelerators; weights and log-probabilities are float32'
+  return 'bfloat16', reason
 
 
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives prompts.count, so that a batch divides over updates and devices."""
-  G, shards = config.sampler.group_size, sharding.row_shards(mesh_of(config, facts))
+  G, shards = config.sampler.group_size, _shards(config, facts)
   most = len(facts.training)
   wanted = min(PROMPTS_CPU if facts.cpu else PROMPTS, most)
   whole = shards // math.gcd(shards, G)  # prompts of the smallest minibatch
@@ -76,12 +74,9 @@ def prompts(config: Config, facts: Facts) -> tuple[int, str]:
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives learner.minibatches: UPDATES, or fewer if the batch does not divide."""
-  shards, G = sharding.row_shards(mesh_of(config, facts)), config.sampler.group_size
-  fitting = [
-    n
-    for n in range(1, UPDATES + 1)
-    if not config.seats % n and not config.seats // n * G % shards
-  ]
+  seats, G, shards = config.seats, config.sampler.group_size, _shards(config, facts)
+  counts = range(1, UPDATES + 1)
+  fitting = (n for n in counts if not seats % n and not seats // n * G % shards)
   n = max(fitting, default=1)
   return n, f'{config.seats // n} groups an update; {UPDATES} in both public scripts'
 
@@ -95,16 +90,15 @@ def steps(config: Config, facts: Facts) -> tuple[int, str]:
 
 def slots(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.max_num_seqs: as many responses as the cache has memory for."""
-  mesh = mesh_of(config, facts)
-  shards, spec = sharding.row_shards(mesh), spec_of(config, facts)
-  T = config.row_length
+  mesh, spec, T = mesh_of(config, facts), spec_of(config, facts), config.row_length
+  shards = sharding.row_shards(mesh)
   each = budget.cache_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
   b = budget.count(config, spec, Schedule(), mesh)
   room = CACHE_SHARE * (facts.memory - b.weights - b.moments - b.actor)
   wanted = -(-config.places * config.sampler.group_size // shards) * shards
   fitting = max(int(room / each), 1) * shards
-  found = wanted if fitting >= wanted else 1 << int(math.log2(fitting / shards))
-  found = found if fitting >= wanted else found * shards
+  fits = shards << int(math.log2(fitting / shards))
+  found = wanted if fitting >= wanted else fits
   whose = 'all responses of a step' if found == wanted else 'what fits'
   return found, (
     f'{whose}: {each / 2**20:.3g} MiB of cache each, {max(room, 0) / GIB:.3g} GiB '
@@ -114,18 +108,18 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
 
 def prefill(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.prefill_batch_size: all responses to PREFILL prompt tokens."""
-  shards = sharding.row_shards(mesh_of(config, facts))
   width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
-  rows = min(config.sampler.max_num_seqs, max(1, PREFILL // width) * G * shards)
+  rows = max(1, PREFILL // width) * G * _shards(config, facts)
+  rows = min(config.sampler.max_num_seqs, rows)
   return rows, f'at most {PREFILL} tokens of prompts of {width} at once, on a device'
 
 
 def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.tokens_per_dispatch from the kind of device."""
-  found = min(8 if facts.cpu else 64, config.sampler.max_new_tokens)
-  return found, 'short, so that slots are filled again soon' if facts.cpu else (
-    'long, so that the host is not waited for'
-  )
+  n, reason = 64, 'long, so that the host is not waited for'
+  if facts.cpu:
+    n, reason = 8, 'short, so that slots are filled again soon'
+  return min(n, config.sampler.max_new_tokens), reason
 
 
 def segments(config: Config, facts: Facts) -> tuple[int, str]:
@@ -160,26 +154,22 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
 
-def budget_of(config: Config, facts: Facts) -> tuple[Schedule, Budget]:
-  """Returns the schedule that fits the device memory, and the bytes of the run."""
+def schedule_of(config: Config, facts: Facts) -> Schedule:
+  """Returns the schedule with the least recomputation that fits the device memory."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  schedule = facts.schedule
-  if schedule is None:
-    schedule = budget.choose_schedule(config, spec, mesh, facts.memory)
-  return schedule, budget.count(config, spec, schedule, mesh)
+  return budget.choose_schedule(config, spec, mesh, facts.memory)
 
 
 def backward(config: Config, facts: Facts) -> tuple[str, str]:
-  """Derives model.remat: the least recomputation that fits the memory."""
-  return budget_of(config, facts)[0].remat, 'the least recomputation that fits memory'
+  """Derives model.remat from the schedule that fits the memory."""
+  return schedule_of(config, facts).remat, LEAST
 
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives learner.bounds_pass from the schedule that fits the memory."""
-  found = budget_of(config, facts)[0].bounds_pass
-  if not budget.bounds_wait(config):
-    return found, 'one micro-batch: its bounds need no other pass'
-  return found, 'the least recomputation that fits memory'
+  several = budget.bounds_wait(config)
+  reason = LEAST if several else 'one micro-batch: its bounds need no other pass'
+  return schedule_of(config, facts).bounds_pass, reason
 
 
 def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
@@ -188,34 +178,27 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
   found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
   if scale > 1:
     words += f'; inversely to size below (here {facts.size})'
-  if is_lora(config):
+  if config.lora.rank:
     found *= LORA_FACTOR
     words += f'; {LORA_FACTOR} times that for LoRA (LoRA Without Regret, 2025)'
   return float(f'{found:.1e}'), words
 
 
-def is_lora(config: Config) -> bool:
-  """Returns whether adapters are trained and the weights are frozen."""
-  lora: Any = getattr(config, 'lora', None)
-  return bool(lora and lora.rank)
-
-
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """Returns the run's mesh, or lays one out that the rules of a derivation share."""
-  if facts.mesh is not None:
-    return facts.mesh
-  return _mesh(**config.mesh.model_dump(), devices=tuple(facts.devices))
+  """Returns the mesh of the config, which the rules of a derivation share."""
+  return _mesh(config.mesh, tuple(facts.devices))
 
 
 @functools.lru_cache(maxsize=4)
-def _mesh(devices: tuple[jax.Device, ...], **sizes: int) -> Mesh:
-  """Lays out a mesh, once for the same sizes."""
-  return sharding.make(**sizes, devices=devices)
+def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]) -> Mesh:
+  return sharding.make(**knobs.model_dump(), devices=devices)
+
+
+def _shards(config: Config, facts: Facts) -> int:
+  return sharding.row_shards(mesh_of(config, facts))
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:
   """Returns the model with the config's dtypes and attention kernel."""
-  knobs = config.model
-  return dataclasses.replace(
-    facts.spec, dtype=knobs.dtype, compute=knobs.compute, attention=knobs.attention
-  )
+  knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
+  return dataclasses.replace(facts.spec, **knobs)

@@ -30,12 +30,12 @@ OUTLIER = 2.0  # a longest prompt of more than so many times the 99th percentile
 def rule(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives rewards.rule from the right answers."""
   rows = facts.rows
-  named = collections.Counter(row.verifier for row in rows if row.verifier)
-  unnamed = [row for row in rows if not row.verifier]
+  unnamed = [row.answer for row in rows if not row.verifier]
   if not unnamed:
-    counts = ', '.join(f'{name} {n}' for name, n in named.most_common())
-    return named.most_common(1)[0][0], f'each problem names its verifier ({counts})'
-  found, reason = by_answers([row.answer for row in unnamed])
+    named = collections.Counter(row.verifier for row in rows).most_common()
+    counts = ', '.join(f'{name} {n}' for name, n in named)
+    return named[0][0], f'each problem names its verifier ({counts})'
+  found, reason = by_answers(unnamed)
   if found == 'aime' and facts.parameters < SMALL and not asks_for_box(rows):
     found = 'gsm8k'
     reason += (
@@ -43,8 +43,9 @@ def rule(config: Config, facts: Facts) -> tuple[str, str]:
       'last number too'
     )
   check = facts.verified(found)
-  reason += f'; {check.right} of {check.tried} verify against themselves'
-  return found, reason + (f', not {check.wrong}' if check.wrong else '')
+  wrong = f', not {check.wrong}' if check.wrong else ''
+  verify = f'{check.right} of {check.tried} verify against themselves'
+  return found, f'{reason}; {verify}{wrong}'
 
 
 def by_answers(answers: Sequence[str]) -> tuple[str, str]:
@@ -84,10 +85,10 @@ def asks_for_box(rows: Sequence[Row]) -> bool:
 
 def template(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives tokenizer.template: the model's chat template or a plain one."""
-  found = 'chat:{problem}' if facts.chat else '{problem}'
-  reason = 'the chat template of the model'
-  if not facts.chat:
-    reason = 'a plain one: the model has no chat template'
+  found, end = '{problem}', '\n'
+  reason = 'a plain one: the model has no chat template'
+  if facts.chat:
+    found, end, reason = 'chat:{problem}', '', 'the chat template of the model'
   verifier = config.rewards.rule
   boxed = verifier in ('aime', 'math')
   boxed |= verifier in SHORT and facts.parameters >= SMALL
@@ -98,7 +99,7 @@ def template(config: Config, facts: Facts) -> tuple[str, str]:
   else:
     found += REQUEST
     reason += f', with a request for the box that {verifier} reads'
-  return found + ('' if facts.chat else '\n'), reason
+  return found + end, reason
 
 
 def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:

@@ -4,10 +4,11 @@
 2. `Facts` passes them to the rules of derive.py, which are functions of them.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,11 +20,10 @@ from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
-from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
-from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
+from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
@@ -52,8 +52,6 @@ class Facts(NamedTuple):
   verified: Callable[[str], Verified]  # of the right answers by this rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
-  mesh: Mesh | None = None  # of the run; None: not decided yet
-  schedule: Schedule | None = None  # likewise
 
   @property
   def rows(self) -> list[Row]:
@@ -82,53 +80,39 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(
-  config: Config,
-  model: Model,
-  mesh: Mesh | None = None,
-  schedule: Schedule | None = None,
-) -> Facts:
-  """Reads problems and devices; what is not here was downloaded before.
+def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
+  """Reads the problems, which were downloaded before, and the devices.
 
   Args:
-    mesh, schedule: of the run; None if they are not decided yet.
+    mesh: of the run; None if it is not decided yet.
 
   Raises:
     ValueError: a source of problems is damaged.
   """
-  # The verifier's own knobs: rule and shaping change nothing that is read here.
-  rewards = config.rewards.model_copy(
-    update={'rule': 'exact', 'shaping': ShapingConfig()}
-  )
-  sources_ = [getattr(config.problems, knob) for knob in sources.SPLITS]
-  paths = [x for source in sources_ for x in source.split(',') if os.path.isfile(x)]
-  versions = tuple((os.path.getsize(x), os.stat(x).st_mtime_ns) for x in paths)
+  rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
+  named = [getattr(config.problems, knob).split(',') for knob in sources.SPLITS]
+  stats = [os.stat(path) for paths in named for path in paths if os.path.isfile(path)]
+  versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
   directory = resolve.tokenizer_directory(config, model.directory)
   read = _read(directory, config.problems, rewards, versions, model.spec.vision)
-  return Facts(
-    spec=model.spec,
-    tokenizer=model.tokenizer,
-    **read,
-    devices=jax.devices(),
-    memory=budget.limit(sharding.make() if mesh is None else mesh),
-    mesh=mesh,
-    schedule=schedule,
-  )
+  memory = budget.limit(sharding.make() if mesh is None else mesh)
+  return Facts(model.spec, model.tokenizer, *read, jax.devices(), memory)
 
 
-@functools.lru_cache(maxsize=1)  # a check asks again for what was derived from
+@functools.lru_cache(maxsize=1)  # a check asks again for the facts of a derivation
 def _read(
   directory: str,
   problems: ProblemsConfig,
   rewards: RewardsConfig,
   versions: tuple[tuple[int, int], ...],
   vision: VisionSpec | None,
-) -> dict[str, Any]:
-  """Reads the problems, and makes the functions that measure them."""
+) -> tuple[list[Row], list[Row], Callable[[str], Lengths], Callable[[str], Verified]]:
+  """Reads the problems; returns them with functions that measure and verify them."""
   del versions  # of the files, a part of the cache's key
   backend = tokenizer_lib.load(directory, '{problem}')
   # Repeated problems are logged when a run loads them to train.
   training, held_out = (sources.load(problems, k, quiet=True) for k in sources.SPLITS)
+  rows = [*training, *held_out]
 
   @functools.cache
   def lengths(template: str) -> Lengths:
@@ -136,14 +120,8 @@ def _read(
     tokens = [len(prompt.tokens) for prompt in prompts.encode(reader, rows, vision)]
     return tokens[: len(training)], tokens[len(training) :]
 
-  rows = [*training, *held_out]
   check = functools.cache(functools.partial(verified, rows, rewards))
-  return {
-    'training': training,
-    'held_out': held_out,
-    'lengths': lengths,
-    'verified': check,
-  }
+  return training, held_out, lengths, check
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
@@ -154,14 +132,11 @@ def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified
   """
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
-  verifier = Verifier(rewards.model_copy(update={'rule': 'exact'}))
-  try:
-    texts = [gold.stating(row.verifier or rule, row.answer) for row in drawn]
-    rules = [row.verifier or rule for row in drawn]
-    pending = verifier.submit([row.answer for row in drawn], texts, rules)
-    verdicts = pending.result()
-  finally:
-    verifier.close()
-  wrong = [(r, v) for r, v in zip(drawn, verdicts, strict=True) if v.right is not True]
-  example = f'{wrong[0][0].answer[:40]!r}: {wrong[0][1].reason}' if wrong else ''
-  return Verified(len(drawn) - len(wrong), len(drawn), example)
+  rules = [row.verifier or rule for row in drawn]
+  answers = [row.answer for row in drawn]
+  with contextlib.closing(Verifier(rewards)) as verifier:
+    texts = [gold.stating(*pair) for pair in zip(rules, answers, strict=True)]
+    verdicts = verifier.submit(answers, texts, rules).result()
+  pairs = zip(answers, verdicts, strict=True)
+  wrong = [f'{a[:40]!r}: {v.reason}' for a, v in pairs if v.right is not True]
+  return Verified(len(drawn) - len(wrong), len(drawn), *wrong[:1])

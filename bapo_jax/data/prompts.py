@@ -54,7 +54,6 @@ def load(
   prompts: PromptsConfig,
   problems: ProblemsConfig,
   vision: VisionSpec | None = None,
-  rows: tuple[Sequence[Row], Sequence[Row]] | None = None,
 ) -> tuple[Problems, Problems]:
   """Returns training and held-out problems.
 
@@ -63,13 +62,12 @@ def load(
 
   Args:
     vision: the vision tower; None: the model is text-only.
-    rows: of both, if they were read before.
 
   Raises:
     ValueError: a source or picture cannot be read, a prompt is too long, or there are
       too few problems.
   """
-  training, held_out = rows or (sources.load(problems, k) for k in sources.SPLITS)
+  training, held_out = (sources.load(problems, k) for k in sources.SPLITS)
   both, message = overlap(problems, training, held_out)
   if both and problems.overlap == 'drop':
     training = [row for i, row in enumerate(training) if i not in both]

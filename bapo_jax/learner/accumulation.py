@@ -18,7 +18,7 @@ Aux = Any
 
 
 def _zeros(params: Tree) -> Tree:
-  """Float32 accumulators: a sum in bfloat16 would lose small terms."""
+  # Accumulators in float32: a sum in bfloat16 would lose small terms.
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
 
 
@@ -33,8 +33,7 @@ def summed(
 
   Args:
     value_of: (params, n) -> (value, auxiliary output) of micro-batch n.
-    aux: initial auxiliary output.
-    merge: (n, aux so far, aux of micro-batch n) -> aux.
+    merge: (n, aux so far, aux of micro-batch n) -> aux; the first is `aux`.
 
   Returns:
     (value, float32 gradients, aux).

@@ -65,14 +65,12 @@ def flatten(
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
-    advantage_rule: rewards [P, G] -> advantages [P, G].
     prox_PGT: log-probabilities of the proximal policy, nats; None: those of the
       behaviour policy.
     weights: factor on the advantage per source, in the order of types.SOURCES; clip
       rules see the weighted advantages.
     version: learner step of the weights before the first update; -1 if they sampled
       none of the tokens.
-    pictures: pictures of the groups' problems; None: texts.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
@@ -115,11 +113,9 @@ def update(
   (`_minibatches`); a batch without a token to train on takes none.
 
   Args:
-    params, opt: trained parameters and optimiser state; donated by `train_step`.
     groups, source_P, advantage_rule, pictures, weights, version: see `flatten`.
     key: determines the minibatches of every epoch.
-    epochs: visits of the batch.
-    minibatches: updates per visit of a full batch.
+    minibatches: updates per epoch of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
       before the first update, for loss rules that need them; None for the others.
     place: puts a batch onto the mesh.
@@ -151,9 +147,6 @@ def _minibatches(
   n filled seats make ceil(n / size) minibatches with filled seats as even in number as
   possible; empty seats pad them. The public code of Batch Adaptation PO also splits by
   size: a half-empty batch takes fewer steps than a full one.
-
-  Args:
-    order_P: a permutation of the seats.
   """
   size = len(order_P) // minibatches
   filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]

@@ -69,11 +69,6 @@ class Objective:
     """Whether one search covers all tokens of the minibatch."""
     return self.bounds_scope == 'minibatch'
 
-  @property
-  def stores(self) -> bool:
-    """Whether all forward passes run first, then the search, then the backward ones."""
-    return self.together and self.schedule.bounds_pass == 'stored'
-
   def computed(self, batch: Batch) -> Batch:
     """Returns the batch with a mask of the tokens to compute.
 
@@ -102,10 +97,7 @@ class Objective:
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
     """Returns the bound search over the tokens of a batch; it has no gradient.
 
-    Args:
-      logp_BT: log pi of each token, nats.
-      batch: the tokens to search over.
-      scale_B: see `loss.row_scale`; rows count as they do in the gradient.
+    With scale_B of `loss.row_scale` rows count as they do in the gradient.
     """
     logp_BT = jax.lax.stop_gradient(logp_BT)
     weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
@@ -156,7 +148,7 @@ class MicroBatches(NamedTuple):
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), stats_RT)
 
   def mine(self, n: Array | int) -> Array:
-    """Returns bool [B, 1], the rows of micro-batch n."""
+    """Returns a mask [B, 1] of the rows of micro-batch n."""
     return self.packed.mine(n)[:, None]
 
   def rows(self, n: Array | int) -> Batch:
@@ -172,14 +164,8 @@ def micro_batches(
 ) -> MicroBatches:
   """Packs the tokens of a batch that the objective computes."""
   o, batch = objective, objective.computed(batch)
-  packed = pictured.pack(
-    batch.tokens_BT,
-    batch.loss_mask_BT,
-    o.grad_accum_steps,
-    o.spec,
-    pictures,
-    packed=o.pack,
-  )
+  tokens_BT, wanted_BT, most = batch.tokens_BT, batch.loss_mask_BT, o.grad_accum_steps
+  packed = pictured.pack(tokens_BT, wanted_BT, most, o.spec, pictures, packed=o.pack)
   return MicroBatches(batch, packed, base, pictures)
 
 
@@ -211,8 +197,9 @@ def gradient(
     params, batch.pictures, o.spec, o.schedule
   )
   parts = micro_batches(batch, o, base, seen)
-  stored = o.stores and parts.packed.shape.micro_batches > 1
-  run = _of_all if stored else _one_by_one
+  stored = o.together and o.schedule.bounds_pass == 'stored'
+  several = parts.packed.shape.micro_batches > 1
+  run = _of_all if stored and several else _one_by_one
   value, grads, aux = run(trained, parts, scale_B, o)
   return value, of_params(grads), aux
 

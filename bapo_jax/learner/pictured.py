@@ -40,7 +40,7 @@ BLOCK = 8  # prompts per device whose pictures are embedded at once
 def galleries(
   training: Problems, held_out: Problems, spec: ModelSpec
 ) -> tuple[Gallery | None, Gallery | None]:
-  """Of training and held-out problems, of one capacity; None where all are texts."""
+  """Returns the galleries of both sets, with one capacity; None if all are texts."""
   grids = [*training.grids, *held_out.grids]
   if spec.vision is None or not any(grids):
     return None, None
@@ -126,10 +126,8 @@ def pack(
   """Packs rows at the model's width, with the positions of tokens and patches.
 
   Args:
-    wanted_BT: bool, the tokens to compute.
-    micro_batches: maximum number of micro-batches.
+    wanted_BT, micro_batches, packed: see `packing.pack`.
     pictures: pictures of P prompts with B / P consecutive rows each; None: texts.
-    packed: False: one row per bin, see `packing.pack`.
   """
   rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
@@ -159,20 +157,16 @@ def variables(
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
   """Returns the variables of a loss, and how their gradients become those of params.
 
-  Args:
-    params: the trained parameters, including the tower if `pictures` are pixels.
-    pictures: pixels, embedded pictures or None.
+  If `pictures` are pixels, `params` must include the tower.
 
   Returns:
     (variables, embedded pictures, gradients by the variables -> gradients by params).
   """
   if not isinstance(pictures, Pictures):
     return Variables(params), pictures, lambda grads: grads.params
-  grid_PI2 = pictures.grid_PI2
 
   def embed(vision: Tree) -> Array:
-    found = sequence.embedded({'vision': vision}, pictures, spec, schedule)
-    return found.merged_PMD
+    return sequence.embedded({'vision': vision}, pictures, spec, schedule).merged_PMD
 
   merged_PMD, pull = jax.vjp(embed, params['vision'])
 
@@ -182,8 +176,5 @@ def variables(
     vision = jax.tree.map(lambda x: x.astype(jnp.float32), vision)
     return grads.params | {'vision': vision}
 
-  return (
-    Variables(params, merged_PMD),
-    EmbeddedPictures(merged_PMD, grid_PI2),
-    gradients,
-  )
+  embedded = EmbeddedPictures(merged_PMD, pictures.grid_PI2)
+  return Variables(params, merged_PMD), embedded, gradients

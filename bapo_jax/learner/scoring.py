@@ -6,8 +6,9 @@
    weights sampled, and measures the difference.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, LogpDiff, Tree
 
-
-class Recompute(Protocol):
-  """Replaces the sampler's log-probabilities by the learner's; jitted."""
-
-  def __call__(
-    self, params: Tree, groups: Groups, version: int, pictures: Seen, /
-  ) -> tuple[Groups, LogpDiff]:
-    """See `recompute`."""
+Recompute = Callable[[Tree, Groups, int, Seen], tuple[Groups, LogpDiff]]  # jitted
 
 
 def packed_logprobs(
@@ -51,23 +45,19 @@ def packed_logprobs(
     temperature, chunk: see `logprobs.packed_stats`.
     pictures: see `pictured.pack`; pixels are embedded with the tower of `params`.
   """
-  seen = (
-    None if pictures is None else sequence.embedded(params, pictures, spec, schedule)
-  )
+  seen = None
+  if pictures is not None:
+    seen = sequence.embedded(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
-  patch_XD = pictured.Variables(params).patches(seen)
+  stats_of = functools.partial(
+    logprobs.packed_stats,
+    chunk=chunk,
+    patch_XD=pictured.Variables(params).patches(seen),
+    schedule=schedule,
+  )
 
   def add(n: Array, logp_BT: Array) -> Array:
-    cells = packed.cells(n)
-    stats = logprobs.packed_stats(
-      params,
-      cells,
-      spec,
-      temperature,
-      chunk=chunk,
-      patch_XD=patch_XD,
-      schedule=schedule,
-    )
+    stats = stats_of(params, packed.cells(n), spec, temperature)
     return logp_BT + packed.unpack(stats.logp_BT, n)
 
   nothing_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
@@ -80,17 +70,14 @@ def score(
   pictures: Seen = None,
   *,
   rows: int,
-  spec: ModelSpec,
-  schedule: Schedule = Schedule(),
-  temperature: float,
-  chunk: int,
+  **knobs: Any,
 ) -> Array:
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
     pictures: pictures of the groups' problems; None: texts.
     rows: full-length responses per micro-batch; shorter ones are packed together.
-    temperature, chunk: see `logprobs.packed_stats`.
+    knobs: the other knobs of `packed_logprobs`.
   """
   P, G, T = groups.tokens_PGT.shape
   logp_BT = packed_logprobs(
@@ -98,11 +85,8 @@ def score(
     groups.tokens_PGT.reshape(-1, T),
     groups.response_mask_PGT.reshape(-1, T),
     micro_batches=-(-P * G // rows),
-    spec=spec,
-    schedule=schedule,
-    temperature=temperature,
-    chunk=chunk,
     pictures=pictures,
+    **knobs,
   )
   return logp_BT.reshape(P, G, T)
 
@@ -124,8 +108,6 @@ def recompute(
 
   Args:
     params: the weights that sampled, of learner step `version`.
-    version: learner step of `params`.
-    pictures: pictures of the groups' problems; None: texts.
     score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.
 
   Returns:

@@ -134,9 +134,9 @@ def admit(
 ) -> Slots:
   """Starts A responses to R prompts in free slots; prefills each prompt once.
 
+  Donates `slots`.
+
   Args:
-    params: the actor's weights.
-    slots: donated.
     tokens_RT: i32, prompts, at one of the prefill widths.
     length_R: i32, tokens of each prompt.
     from_A: i32, index of the prompt that the response answers.
@@ -145,7 +145,6 @@ def admit(
     uid_A: u32, its name, for the noise.
     new_A: i32, maximum number of tokens of the response, end token included.
     pictures: of the R prompts; None: text only.
-    spec: the model.
   """
   tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
 
@@ -195,12 +194,11 @@ def refresh(
 ) -> Slots:
   """Recomputes the first `columns` of the cache of some slots from their tokens.
 
+  Donates `slots`.
+
   Args:
-    params: the actor's weights.
-    slots: donated.
     slot_A: i32, the slots. Entries equal to S are padding and are dropped.
     pictures: of the A prompts in the slots; None: text only.
-    spec: the model.
     columns: at least the position of every one of the slots.
   """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
@@ -227,15 +225,13 @@ def run(
 ) -> tuple[Slots, Array]:
   """Decodes up to n more tokens in every busy slot, in one dispatch.
 
+  Donates `slots`.
+
   Args:
-    params: the actor's weights.
-    slots: donated.
     key: with uid and position, determines the noise.
     temperature: divides the logits.
     n: tokens per slot; another n does not recompile.
     policy_version: learner step of the weights.
-    spec: the model.
-    eos: end tokens.
     live: leading cache segments that contain all columns of this dispatch; attention
       reads no others.
     sampling: truncation of the distribution, or greedy.

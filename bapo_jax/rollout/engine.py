@@ -32,13 +32,10 @@ class RolloutEngine:
   """The settings of decoding.
 
   Args:
-    spec: the model.
-    max_prompt_tokens: maximum number of tokens of a prompt.
     max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
     temperature: divides the logits; the recorded distribution includes it. 0: greedy,
       for evaluation only.
-    eos: end tokens.
     max_num_seqs: S, decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
@@ -47,8 +44,7 @@ class RolloutEngine:
     done_check_lag: dispatches after which the host reads the done flags. 1 keeps an
       accelerator busy while the host reads, and leaves a finished slot idle for one
       dispatch.
-    top_k: see `SamplingParams`; evaluation only.
-    top_p: see `SamplingParams`; evaluation only.
+    top_k, top_p: see `SamplingParams`; evaluation only.
     mesh: splits slots and rows over its data and fsdp axes; None: one device.
     gallery: pictures of the problems, by problem id; None: text only. A gallery of the
       same capacity, such as the held-out problems', runs the same programs.
@@ -118,13 +114,9 @@ class RolloutEngine:
     if self.mesh is None:
       return make()
     # Each device creates its own shard: the full cache may not fit on one device.
-    slots, like = jax.eval_shape(make)
+    slots = decode.slot_shardings(jax.eval_shape(make)[0], self.mesh)
     over_rows = sharding.over_rows(self.mesh, rows)
-    layout = (
-      decode.slot_shardings(slots, self.mesh),
-      jax.tree.map(lambda _: over_rows, like),
-    )
-    return jax.jit(make, out_shardings=layout)()
+    return jax.jit(make, out_shardings=(slots, over_rows))()
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
     """Returns the pictures of problems (id -1: none), or None for text only."""
@@ -136,8 +128,6 @@ class RolloutEngine:
     """Calls `decode.admit` under the mesh.
 
     Args:
-      params: the actor's weights.
-      slots: donated.
       id_R: problem ids of the prompts, -1 for padding.
       rows: the arrays of decode.admit from tokens_RT to new_A.
     """
@@ -150,8 +140,6 @@ class RolloutEngine:
     """Calls `decode.refresh` under the mesh.
 
     Args:
-      params: the actor's weights.
-      slots: donated.
       id_A: problem ids of the rows in the slots, -1 for padding.
       slot_A: the slots; S for padding.
       live: number of leading cache segments to recompute.
@@ -184,8 +172,6 @@ class RolloutEngine:
     """Compiles every shape that can occur, by calls that do nothing.
 
     Args:
-      params: the actor's weights.
-      key: any random key.
       places: groups in the output, as in PartialRollouts.
       refreshed: whether the cache is ever recomputed, as in partial rollouts.
     """
@@ -193,22 +179,12 @@ class RolloutEngine:
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
     no_slot, no_id = zeros + self.max_num_seqs, zeros - 1
-    uid = zeros.astype(np.uint32)
+    # from_A, slot_A, row_A, uid_A and new_A of decode.admit.
+    padding = zeros, no_slot, zeros, zeros.astype(np.uint32), zeros
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
-      tokens_RT, ones = np.zeros((R, width), np.int32), np.ones(R, np.int32)
-      slots = self.admit(
-        params,
-        slots,
-        no_id[:R],
-        tokens_RT,
-        ones,
-        zeros,
-        no_slot,
-        zeros,
-        uid,
-        zeros,
-      )
+      prompts = np.zeros((R, width), np.int32), np.ones(R, np.int32)
+      slots = self.admit(params, slots, no_id[:R], *prompts, *padding)
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
         slots = self.refresh(params, slots, no_id, no_slot, live)

@@ -75,16 +75,14 @@ class PartialRollouts:
     """Queues G responses to each prompt; a prompt of length 0 is an empty seat.
 
     Args:
-      prompts: at most as many as free places.
       uid_B: u32, names each response; equal (key, uid) give equal noise.
       step: learner step of the submission.
       limit_B: maximum number of tokens of each response, clipped to 1..max_new_tokens;
         None: max_new_tokens.
 
     Raises:
-      ValueError: a prompt does not fit, or there are more prompts than free places.
+      ValueError: there are more prompts than free places.
     """
-    shapes.check_prompts(prompts)
     free = np.flatnonzero(self.submitted_W < 0)
     if len(prompts.id_P) > len(free):
       raise ValueError(f'{len(prompts.id_P)} prompts for {len(free)} free places')
@@ -124,9 +122,8 @@ class PartialRollouts:
     """Decodes until all responses have ended, or the budget is spent.
 
     Args:
-      params: the actor's weights.
       key: with uid and position, determines the noise.
-      policy_version: learner step of these weights.
+      policy_version: learner step of the weights `params`.
       max_tokens: token budget per slot, shared by the responses that the slot decodes.
       due_W: bool, places whose groups are completed even beyond the budget.
       on_finished: called with the rows that have ended since its last call.
@@ -162,9 +159,8 @@ class PartialRollouts:
     count, pad = len(rows), (0, A - len(rows))
     # Each prompt is prefilled once, at the smallest compiled shape that fits.
     R = next(n for n in e.prefill_sizes if n >= len(places))
-    longest = self.length_W[places].max()
     widths = shapes.prefill_widths(e.max_prompt_tokens)
-    width = next(n for n in widths if n >= longest)
+    width = next(n for n in widths if n >= self.length_W[places].max())
     tokens_RT = np.zeros((R, width), np.int32)
     tokens_RT[: len(places)] = self.prompt_WT[places, :width]
     length_R = np.ones(R, np.int32)
@@ -237,9 +233,8 @@ class PartialRollouts:
     """Returns the rows [seats, G, T] of the groups at these places, then empty rows."""
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
-    group_size, mesh = self.engine.group_size, self.engine.mesh
-    take = sharding.under(mesh, decode.take_groups)
-    return take(self.rows, np.pad(places, pad), filled_P, group_size)
+    take = sharding.under(self.engine.mesh, decode.take_groups)
+    return take(self.rows, np.pad(places, pad), filled_P, self.engine.group_size)
 
   def free(self, places: np.ndarray) -> None:
     """Frees places whose groups have been read."""

@@ -82,12 +82,10 @@ def rollout(
 
   Args:
     rollouts: at least P free places, perhaps with unfinished responses; mutated.
-    params: the actor's weights.
     prompts: P rows; a row with id -1 is an empty seat, for which nothing is sampled.
     key: with the uid of a response and the position, determines the noise.
-    verification: turns finished responses into groups.
     step: learner step at which the groups are completed.
-    policy_version: learner step that made the weights.
+    policy_version: learner step that made the weights `params`.
     first_uid: uid of the first response; the others count up.
     k: budget and age of responses. k.cache is 'refresh': the cache of unfinished
       responses is recomputed first, so that log-probabilities of new tokens are those
@@ -115,7 +113,7 @@ def rollout(
         on_finished=on_finished,
       )
     places = rollouts.finished()[:P]
-  return _record(rollouts, pending, places, P, verification, step)
+  return pending.record(places, P, step)
 
 
 def collect_due(
@@ -135,34 +133,12 @@ def collect_due(
   Args:
     rollouts: mutated: the places are freed.
     seats: P, rows of the result; the last are empty if fewer groups are due.
-    verification: turns finished responses into groups.
-    step: the learner step.
-    max_off_policy_steps: maximum age of a group.
   """
   places = rollouts.finished()
   due_W = rollouts.due(step - max_off_policy_steps)
   pending = PendingVerifications(verification, rollouts)
   places = places[due_W[places]][:seats]
-  due = _record(rollouts, pending, places, seats, verification, step)
-  return due._replace(submits=False)
-
-
-def _record(
-  rollouts: PartialRollouts,
-  pending: 'PendingVerifications',
-  places: np.ndarray,
-  seats: int,
-  verification: Verification,
-  step: int,
-) -> Rollout:
-  """Reads, verifies and rewards the groups at these places; frees the places."""
-  with verification.timer('sample'):
-    rows = jax.block_until_ready(rollouts.read(places, seats))
-  with verification.timer('verify'):
-    verified = pending.record(rows, places, step)
-  groups = verification.shape(verified.groups, verified.texts)
-  rollouts.free(places)
-  return verified._replace(groups=groups)
+  return pending.record(places, seats, step)._replace(submits=False)
 
 
 def empty(engine: RolloutEngine) -> Rollout:
@@ -188,40 +164,45 @@ def _progress(
 
 
 class PendingVerifications:
-  """Requests verdicts of a rollout; slow ones while other responses are decoded.
-
-  Args:
-    verification: verifies a response by the rule of its problem.
-    rollouts: after the prompts were submitted.
-  """
+  """Requests verdicts of submitted prompts; slow ones while others are decoded."""
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
-    verifier, problems = verification.verifier, verification.problems
-    self._verifier, self._problems = verifier, problems
-    self._tokenizer, self._rollouts = verification.tokenizer, rollouts
+    self._verification, self._rollouts = verification, rollouts
+    problems = verification.problems
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
-    self._early = verifier.slow({self._rules[i] for i in ids if i >= 0})
+    self._early = verification.verifier.slow({self._rules[i] for i in ids if i >= 0})
     # By output row: its submission, and its index there.
     self._requested: dict[int, tuple[PendingVerdicts, int]] = {}
 
   def request_early(self, rows: list[int]) -> None:
     """Submits rows that have just ended, if the verdicts are slow."""
     if self._early:
-      self._request(rows)
+      self._request([row for row in rows if self._rollouts.own_B[row]])
 
   def _request(self, rows: list[int]) -> None:
-    """Submits the finished rows that are on devices of this process."""
-    rows = [row for row in rows if self._rollouts.own_B[row]]
+    """Submits finished rows, all on devices of this process."""
     if not rows:
       return
-    texts = decode_rows(self._tokenizer, self._rollouts.rows, rows)
-    ids = self._rollouts.id_W[np.asarray(rows, int) // self._rollouts.engine.group_size]
-    answers = [self._problems.answer[i] for i in ids]
-    pending = self._verifier.submit(answers, texts, [self._rules[i] for i in ids])
+    v, rollouts = self._verification, self._rollouts
+    texts = decode_rows(v.tokenizer, rollouts.rows, rows)
+    ids = rollouts.id_W[np.asarray(rows, int) // rollouts.engine.group_size]
+    answers = [v.problems.answer[i] for i in ids]
+    pending = v.verifier.submit(answers, texts, [self._rules[i] for i in ids])
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
-  def record(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
+  def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
+    """Reads, verifies and rewards the groups at these places; frees the places."""
+    v, rollouts = self._verification, self._rollouts
+    with v.timer('sample'):
+      rows = jax.block_until_ready(rollouts.read(places, seats))
+    with v.timer('verify'):
+      verified = self._verified(rows, places, step)
+    groups = v.shape(verified.groups, verified.texts)
+    rollouts.free(places)
+    return verified._replace(groups=groups)
+
+  def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
     """Waits for the verdicts on the rows of these places; empty seats follow them.
 
     Each process verifies the responses on its own devices; the verdicts are summed over

@@ -3,16 +3,13 @@
 1. prompts are prefilled at a handful of widths (`prefill_widths`);
 2. the KV cache is split into segments (`segment_sizes`), and attention reads only the
    segments that a slot has reached;
-3. `check_rows` and `check_prompts` refuse rows that cannot be decoded.
+3. `check_rows` refuses rows that cannot be decoded.
 """
 
 import itertools
 import math
 
-import numpy as np
-
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.types import Prompts, agree
 
 SHORTEST = 64  # columns of the smallest prefill width; the next widths double
 ALIGN = 128  # tile of a TPU; segments of long rows are multiples
@@ -58,16 +55,4 @@ def check_rows(
     raise ValueError(
       f'end tokens {tuple(eos)}: the tokenizer must have at least one, all below the '
       f'vocabulary size {spec.vocab}'
-    )
-
-
-def check_prompts(prompts: Prompts) -> None:
-  """Raises a ValueError that names the first prompt longer than its row."""
-  agree(id_P=prompts.id_P, tokens_PT=prompts.tokens_PT, length_P=prompts.length_P)
-  width = prompts.tokens_PT.shape[1]
-  long_P = np.flatnonzero(prompts.length_P > width)
-  if len(long_P):
-    raise ValueError(
-      f'row {long_P[0]}: a prompt of {prompts.length_P[long_P[0]]} tokens exceeds '
-      f'{width} columns; raise prompts.max_prompt_tokens'
     )

@@ -7,7 +7,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 from typing import Any
@@ -16,16 +15,17 @@ import jax
 
 from bapo_jax.autosetup import check, derive
 from bapo_jax.data import prompts
+from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.run import report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
-from bapo_jax.run.welcome import welcome
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
+from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
@@ -33,7 +33,6 @@ from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
-SHOWN = 6  # responses in the report; eval/ has all of them
 
 
 def train(config: Config, workdir: str) -> int:
@@ -81,18 +80,18 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   identity = [prompts.fingerprint(p) for p in material]
   model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
-  welcome(r, workdir, material)
+  log(first_screen(r, material, workdir))
   with contextlib.ExitStack() as stack:
-    verifier = build.make_verifier(r.config)
-    stack.callback(verifier.close)
+    verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     knobs = r.config.checkpoint
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
-    if r.model.directory and checkpoints.latest_step() is None and hosts.is_first():
+    begun = checkpoints.latest_step() is not None
+    if r.model.directory and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     t, s = build.build(r, material, verifier, workdir, timer)
-    if checkpoints.latest_step() is not None:
+    if begun:
       evaluate_again_if_lost(t, workdir, s)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
@@ -102,9 +101,45 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     log(f'Saved. The same command with --workdir={workdir} continues.')
     return status
   if hosts.is_first():
-    with files.naming(os.path.join(workdir, 'report.md')):
-      finish(r.config, workdir, s.step, run.cost())
+    before, after = (evaluate.read_recorded(workdir, step) for step in (0, s.step))
+    path = os.path.join(workdir, 'report.md')
+    with files.naming(path):
+      report.write(workdir, r.config, before, after, run.cost(), s.step)
+    log(f'Report: {path}')
   return 0
+
+
+def first_screen(r: Resolved, material: Material, workdir: str) -> str:
+  """Describes the run that begins."""
+  c, spec, devices = r.config, r.spec, jax.devices()
+  memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
+  frozen, count = '', hosts.processes()
+  if few := budget.adapters(c, spec):
+    frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
+  elif tower := budget.frozen_tower(c, spec):
+    frozen = f', {tower:,} of them, the vision tower, frozen'
+  sizes = r.budget.checkpoint
+  parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
+  total, kept = sum(sizes.values()), c.checkpoint.keep + c.checkpoint.best
+  return (
+    f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
+    f'responses, {c.updates_per_step} updates per step\n'
+    f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
+    f'parameters ({c.model.dtype}){frozen}\n'
+    f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
+    f'template {c.tokenizer.template!r:.60}\n'
+    f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
+    f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
+    f'  verifier   {c.rewards.rule}\n'
+    f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
+    f'{c.clip.rule}, loss {c.loss.rule}\n'
+    f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
+    f'{f", {count} processes" if count > 1 else ""}\n'
+    f'  memory     {memory}\n'
+    f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
+    f'{kept * total / 2**30:.3g} GiB\n'
+    f'  results    {workdir}; Ctrl-C saves, the same command continues'
+  )
 
 
 class Run:
@@ -154,24 +189,20 @@ class Run:
   def loop(self, first: TrainState) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
-    values = config_lib.plain(config)
-    knobs = config.metrics.model_dump()
-    with metrics.writing(self.workdir, s.step or -1, **knobs, config=values) as write:
-      if first.step == 0:
-        row, message = self.evaluate(first)
+    knobs = config.metrics.model_dump() | {'config': config_lib.plain(config)}
+    with metrics.writing(self.workdir, s.step or -1, **knobs) as write:
+      if s.step == 0:
+        row, message = self.evaluate(s)
         write(0, row)
         log(message)
       log(metrics.legend())
-      with (
-        stoppable() as stop,
-        progress_bar(config.steps, 'training', 'step', initial=first.step) as progress,
-      ):
+      bar = progress_bar(config.steps, 'training', 'step', initial=s.step)
+      with stoppable() as stop, bar as progress:
         self.t.timer.since()
         for s, row, record in train_loop(self.t, first):
           self.report_step(s, row, write)
-          progress.set_postfix_str(
-            f'{row["rollout/tokens_per_s"]:.0f} tokens/s', refresh=False
-          )
+          speed = f'{row["rollout/tokens_per_s"]:.0f} tokens/s'
+          progress.set_postfix_str(speed, refresh=False)
           progress.update()
           lost = s.updates == 0 < s.consecutive_skips
           skips = s.consecutive_skips
@@ -182,7 +213,7 @@ class Run:
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
           if diverged:
-            self.log_divergence(s)
+            log(divergence(s, config.learner.max_consecutive_skips))
             return s, DIVERGED
           if stopped and not done:
             return s, 128 + stopped
@@ -206,24 +237,6 @@ class Run:
     # Once per series of idle steps; the first process has the metrics.
     if s.idle_steps == report.IDLE and hosts.is_first():
       log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
-
-  def log_divergence(self, s: TrainState) -> None:
-    """Logs why the run ends, and where to look."""
-    if s.updates == 0:
-      return log(
-        f'The first update of the run is not finite, nor are the other '
-        f'{s.consecutive_skips - 1}: the loss or the gradient overflows, and nothing '
-        'was learned. Check the weights (model.path, model.dtype), the precision '
-        '(model.compute), rollout/logp_diff_max (sampler and learner disagree) and '
-        'loss/ratio_max in metrics.jsonl, and the scale of loss.kl and rewards.'
-      )
-    limit = self.t.config.learner.max_consecutive_skips
-    log(
-      f'{s.consecutive_skips} updates in a row were skipped because the loss or the '
-      f'gradient was not finite (learner.max_consecutive_skips={limit}). The saved '
-      'weights are from before the skips. To find the cause, see loss/ratio_max and '
-      'learner/grad_norm in metrics.jsonl.'
-    )
 
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""
@@ -250,6 +263,28 @@ class Run:
         checkpoint.save(self.checkpoints, s.step, arrays, meta | self.cost(), accuracy)
       if last:
         checkpoint.wait(self.checkpoints)
+
+
+def divergence(s: TrainState, limit: int) -> str:
+  """Says why a run ends whose last updates were not finite, and where to look.
+
+  Args:
+    limit: learner.max_consecutive_skips.
+  """
+  if s.updates == 0:
+    return (
+      f'The first update of the run is not finite, nor are the other '
+      f'{s.consecutive_skips - 1}: the loss or the gradient overflows, and nothing was '
+      'learned. Check the weights (model.path, model.dtype), the precision '
+      '(model.compute), rollout/logp_diff_max (sampler and learner disagree) and '
+      'loss/ratio_max in metrics.jsonl, and the scale of loss.kl and rewards.'
+    )
+  return (
+    f'{s.consecutive_skips} updates in a row were skipped because the loss or the '
+    f'gradient was not finite (learner.max_consecutive_skips={limit}). The saved '
+    'weights are from before the skips. To find the cause, see loss/ratio_max and '
+    'learner/grad_norm in metrics.jsonl.'
+  )
 
 
 def compiled(t: Trainer, s: TrainState) -> Trainer:
@@ -314,25 +349,3 @@ def evaluation(
     step=step,
     ks=knobs.k,
   )
-
-
-def finish(config: Config, workdir: str, last: int, spent: Spent) -> None:
-  """Writes the report of a run that ended at step `last`, from its workdir."""
-  before, after = (evaluate.read_recorded(workdir, step) for step in (0, last))
-  values = config_lib.plain(config)
-  report.write(
-    workdir,
-    title=config.title,
-    config_text=json.dumps(values, indent=2),
-    config_hash=config_lib.fingerprint(values),
-    eval_before=before['result'],
-    eval_after=after['result'],
-    samples_before=before['samples'][:SHOWN],
-    samples_after=after['samples'][:SHOWN],
-    phases=spent['phases'],
-    wall_s=spent['wall_s'],
-    peak_rss_bytes=spent['peak_rss_bytes'],
-    steps=last,
-    target=config.clip.balanced.target if config.clip.rule == 'balanced' else None,
-  )
-  log(f'Report: {os.path.join(workdir, "report.md")}')

@@ -1,8 +1,7 @@
 """Writes one page about a run: what happened, in words, curves, tables and samples.
 
-1. numbers: means over steps, and the wall time by phase;
-2. words: report.md for people, around the figures of report_plots;
-3. facts: report.json for programs.
+1. report.md for people: words and tables around the curves of report_plots;
+2. report.json for programs.
 """
 
 import itertools
@@ -10,19 +9,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.run.report_plots import (
-  draw_curves,
-  draw_phases,
-  duration,
-  mean,
-  series,
-)
+from bapo_jax.run.report_plots import draw_curves, mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
+from bapo_jax.training.config import Config, fingerprint, plain
 
 MAIN = """
   rollout/reward rollout/accuracy rollout/length rollout/length_right
@@ -31,51 +25,22 @@ MAIN = """
   clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
   time/step
 """
+SAMPLES = 6  # responses in the report; eval/ has all of them
 SHOWN = 1500  # characters of a problem or a response
 IDLE = 10  # steps without anything to learn, after which a run says so
 
 
-def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """Returns the first and the last fifth of the training steps, at least one each."""
-  steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
-  n = max(1, len(steps) // 5)
-  return steps[:n], steps[-n:]
-
-
-def length_ratio(rows: Sequence[Row]) -> float:
-  """Returns mean wrong length over mean right length; nan if either is missing."""
-  right = mean(rows, 'rollout/length_right')
-  return mean(rows, 'rollout/length_wrong') / right if right else math.nan
-
-
-def with_rest(phases: Mapping[str, float], wall_s: float) -> dict[str, float]:
-  """Sorts the phases, longest first, and adds the remaining wall time as 'other'."""
-  named = {k: float(v) for k, v in phases.items() if k != 'other'}
-  named = dict(sorted(named.items(), key=lambda item: -item[1]))
-  return {**named, 'other': max(0.0, wall_s - sum(named.values()))}
-
-
-def plain(tree: Any) -> Any:
-  """Converts to plain Python values; numbers that are not finite become JSON's null."""
+def finite(tree: Any) -> Any:
+  """Replaces numbers that are not finite by None, which JSON can express."""
   if isinstance(tree, dict):
-    return {k: plain(v) for k, v in tree.items()}
-  if hasattr(tree, 'item'):  # a NumPy or JAX scalar
-    tree = tree.item()
+    return {k: finite(v) for k, v in tree.items()}
   return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def summary(
-  before: Mapping[str, Any],
-  after: Mapping[str, Any],
-  steps: int,
-  wall_s: float,
-  peak_rss_bytes: int,
+  before: dict[str, Any], after: dict[str, Any], steps: int, spent: dict[str, Any]
 ) -> str:
-  """Describes the change of accuracy and the cost of the run.
-
-  Args:
-    before, after: accuracy, stderr and n of the first and the last evaluation.
-  """
+  """Describes the change of accuracy and the cost of the run; see `write`."""
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
@@ -85,8 +50,8 @@ def summary(
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{duration(wall_s)} of wall time and {peak_rss_bytes / 2**30:.2f} GiB of memory '
-    'at its peak.'
+    f'{duration(spent["wall_s"])} of wall time and '
+    f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
   )
 
 
@@ -95,13 +60,13 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   met, share = mean(rows, 'clip/target_met'), mean(rows, 'clip/share')
   if target is None or not math.isfinite(met):
     return ''
-  text = f'The positive share met its target of {target:.2f} in {100 * met:.1f} % of '
-  text += 'the updates'
-  if met == 1:
-    return f'{text}.'
-  text += f', and was {share:.2f} on average.' if math.isfinite(share) else '.'
+  average = f', and was {share:.2f} on average' if math.isfinite(share) else ''
+  text = (
+    f'The positive share met its target of {target:.2f} in {100 * met:.1f} % of the '
+    f'updates{"" if met == 1 else average}.'
+  )
   blind = mean(rows, 'clip/no_evidence')
-  if blind > 0:
+  if met < 1 and blind > 0:
     text += (
       f' {100 * blind:.1f} % had no token with an advantage: their bounds stayed at '
       'their start.'
@@ -142,11 +107,6 @@ def idle_sentence(rows: Sequence[Row]) -> str:
   )
 
 
-def _remarks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
-  yield target_sentence(rows, target)
-  yield idle_sentence(rows)
-
-
 def _sample_blocks(
   before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 ) -> Iterator[str]:
@@ -166,106 +126,102 @@ def _sample_blocks(
       yield markdown.fence(sample['response'], SHOWN)
 
 
-def _change_table(rows: Sequence[Row]) -> str:
-  first, last = fifths(rows)
-  reported = [name for name in MAIN.split() if len(series(rows, name)[0])]
-  cells = (
-    (f'`{n}`', f'{mean(first, n):.4g}', f'{mean(last, n):.4g}', GLOSSARY[n])
-    for n in reported
-  )
-  return markdown.table(
-    cells, ('metric', 'first fifth', 'last fifth', 'meaning'), 'lrrl'
-  )
-
-
-def _times(phases: Mapping[str, float], wall_s: float) -> Iterator[str]:
+def _tables(
+  rows: Sequence[Row], phases: dict[str, float], wall_s: float
+) -> Iterator[str]:
   yield '## Where the time went'
-  yield '![Wall time by phase](phases.png)'
   cells = (
     (name, f'{s:.1f}', f'{100 * s / wall_s:.1f}')
     for name, s in {**phases, '**wall**': wall_s}.items()
   )
   yield markdown.table(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
-
-
-def _config(fingerprint: str, text: str) -> Iterator[str]:
-  """Folds the config away; empty lines between the blocks enable Markdown inside."""
-  yield '## Config'
-  yield f'<details>\n<summary>Fingerprint {markdown.html(fingerprint)}</summary>'
-  yield markdown.fence(text)
-  yield '</details>'
+  yield '## First fifth against last fifth of the steps'
+  first, last = fifths(rows)
+  cells = (
+    (f'`{n}`', f'{mean(first, n):.4g}', f'{mean(last, n):.4g}', GLOSSARY[n])
+    for n in MAIN.split()
+    if len(series(rows, n)[0])
+  )
+  header = ('metric', 'first fifth', 'last fifth', 'meaning')
+  yield markdown.table(cells, header, 'lrrl')
 
 
 def write(
   workdir: str | os.PathLike[str],
-  *,
-  title: str,
-  config_text: str,
-  config_hash: str,
-  eval_before: dict[str, Any],
-  eval_after: dict[str, Any],
-  samples_before: list[dict[str, Any]],
-  samples_after: list[dict[str, Any]],
-  phases: dict[str, float],
-  wall_s: float,
-  peak_rss_bytes: int,
+  config: Config,
+  before: dict[str, Any],
+  after: dict[str, Any],
+  spent: dict[str, Any],
   steps: int,
-  target: float | None = None,
-) -> pathlib.Path:
-  """Writes curves.png, phases.png, report.md and report.json; returns report.md's path.
+) -> None:
+  """Writes curves.png, report.md and report.json.
 
   Texts of the config, the data and the model are escaped in report.md.
 
   Args:
     workdir: contains metrics.jsonl.
-    eval_before, eval_after: accuracy, stderr, n.
-    samples_before, samples_after: dicts of problem, answer, response, correct.
-    phases: name -> seconds; the remaining part of wall_s is shown as 'other'.
-    target: the target of the positive share; None without a target.
+    before, after: the first and the last evaluation, of `evaluate.read_recorded`.
+    spent: wall_s, peak_rss_bytes, and phases: seconds by name.
+    steps: learner steps done.
 
   Raises:
     OSError: the system refused to write one of the files.
   """
-  workdir = pathlib.Path(workdir)
-  rows = metrics.read(workdir)
-  full = with_rest(phases, wall_s)
+  workdir, rows, values = pathlib.Path(workdir), metrics.read(workdir), plain(config)
+  results, wall_s = (before['result'], after['result']), spent['wall_s']
+  balanced = config.clip.rule == 'balanced'
+  target = config.clip.balanced.target if balanced else None
+  phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
+  phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
+  phases['other'] = max(0.0, wall_s - sum(phases.values()))
   draw_curves(workdir / 'curves.png', rows, target)
-  draw_phases(workdir / 'phases.png', full, wall_s)
   blocks = [
-    f'# {markdown.escape(title)}',
-    summary(eval_before, eval_after, steps, wall_s, peak_rss_bytes),
-    *_remarks(rows, target),
+    f'# {markdown.escape(config.title)}',
+    summary(*results, steps, spent),
+    target_sentence(rows, target),
+    idle_sentence(rows),
     '![Curves over the training steps](curves.png)',
-    *_times(full, wall_s),
-    '## First fifth against last fifth of the steps',
-    _change_table(rows),
+    *_tables(rows, phases, wall_s),
     '## Responses before and after',
-    *_sample_blocks(samples_before, samples_after),
-    *_config(config_hash, config_text),
+    *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),
+    '## Config',
+    # Folded away; empty lines between the blocks enable Markdown inside.
+    f'<details>\n<summary>Fingerprint {fingerprint(values)}</summary>',
+    markdown.fence(json.dumps(values, indent=2)),
+    '</details>',
   ]
   files.write(workdir / 'report.md', '\n\n'.join(filter(None, blocks)) + '\n')
+  first, last = map(length_ratio, fifths(rows))
   facts = {
-    'eval_before': eval_before,
-    'eval_after': eval_after,
-    'wall_s': wall_s,
-    'peak_rss_bytes': peak_rss_bytes,
-    'phases': phases,
+    'eval_before': results[0],
+    'eval_after': results[1],
+    **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
     'steps': steps,
-    'config_hash': config_hash,
-  }
-  text = json.dumps(plain(facts | _from_rows(rows)), indent=2, allow_nan=False)
-  files.write(workdir / 'report.json', text + '\n')
-  return workdir / 'report.md'
-
-
-def _from_rows(rows: Sequence[Row]) -> dict[str, Any]:
-  """Computes the facts that come from the rows of metrics."""
-  first, last = fifths(rows)
-  return {
+    'config_hash': fingerprint(values),
     'clip_moved_fraction': mean(rows, 'clip/moved'),
-    'length_ratio': {
-      'first_fifth': length_ratio(first),
-      'last_fifth': length_ratio(last),
-    },
+    'length_ratio': {'first_fifth': first, 'last_fifth': last},
     'responses': rows[-1].get('rollout/responses') if rows else None,
   }
+  text = json.dumps(finite(facts), indent=2, allow_nan=False)
+  files.write(workdir / 'report.json', text + '\n')
+
+
+def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+  """Returns the first and the last fifth of the training steps, at least one each."""
+  steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
+  n = max(1, len(steps) // 5)
+  return steps[:n], steps[-n:]
+
+
+def length_ratio(rows: Sequence[Row]) -> float:
+  """Returns mean wrong length over mean right length; nan if either is missing."""
+  right = mean(rows, 'rollout/length_right')
+  return mean(rows, 'rollout/length_wrong') / right if right else math.nan
+
+
+def duration(s: float) -> str:
+  """Formats seconds: '1 h 02 min', '3 min 05 s' or '4.2 s'."""
+  if s < 60:
+    return f'{s:.1f} s'
+  m, s = divmod(round(s), 60)
+  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'

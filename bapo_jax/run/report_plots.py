@@ -1,18 +1,18 @@
-"""Draws the figures of the report: curves over the steps, and bars of the wall time.
+"""Draws the figure of the report: curves over the steps.
 
 1. `series` and `mean` read a metric from the rows, skipping gaps;
-2. `draw_curves` draws panels, the raw values pale under their running means;
-3. `draw_phases` draws the wall time by phase.
+2. `draw_curves` draws panels, the raw values pale under their running means.
 """
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bapo_jax.runtime.metrics import Row
+from bapo_jax.types import SOURCES
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -23,64 +23,32 @@ FEW = 20  # points that are dots rather than a curve
 
 
 class Panel(NamedTuple):
-  """One pair of axes: up to three metrics of a stage."""
+  """One pair of axes with up to three metrics."""
 
   title: str
   unit: str  # of the vertical axis
-  stage: str
-  labels: dict[str, str]  # quantity -> its name in the legend
-
-  @property
-  def names(self) -> list[str]:
-    """The metrics drawn."""
-    return [f'{self.stage}/{quantity}' for quantity in self.labels]
+  labels: dict[str, str]  # metric -> its name in the legend
 
 
+SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}
+BOUNDS = {'clip/high': 'high', 'clip/low': 'low'}
+CLIPPED = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
+LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
 PANELS = (
-  Panel('Reward of the fresh responses', 'mean reward', 'rollout', {'reward': ''}),
+  Panel('Reward of the fresh responses', 'mean reward', {'rollout/reward': ''}),
   Panel(
-    'Accuracy on held-out problems',
-    'accuracy ± standard error',
-    'eval',
-    {'accuracy': ''},
+    'Accuracy on held-out problems', 'accuracy ± standard error', {'eval/accuracy': ''}
   ),
-  Panel('Entropy of the policy', 'nats per token', 'loss', {'entropy': ''}),
-  Panel('KL from behaviour to current policy', 'nats per token', 'loss', {'kl': ''}),
-  Panel(
-    'Positive share',
-    'share of the gradient',
-    'clip',
-    {'share': 'bounds used', 'share_start': 'start bounds'},
-  ),
-  Panel('Clip bounds', 'probability ratio', 'clip', {'high': 'high', 'low': 'low'}),
-  Panel(
-    'Tokens clipped',
-    'share',
-    'clip',
-    {
-      'fraction_positive': 'A > 0',
-      'fraction_negative': 'A < 0',
-      'fraction': 'all tokens',
-    },
-  ),
-  Panel(
-    'Batch by source',
-    'share of the seats',
-    'batch',
-    {'fresh': 'fresh', 'reevaluated': 'reevaluated', 'reused': 'reused'},
-  ),
-  Panel('Gradient norm', 'norm', 'learner', {'grad_norm': ''}),
-  Panel(
-    'Response length',
-    'tokens',
-    'rollout',
-    {'length_right': 'right', 'length_wrong': 'wrong', 'length': 'all'},
-  ),
+  Panel('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
+  Panel('KL from behaviour to current policy', 'nats per token', {'loss/kl': ''}),
+  Panel('Positive share', 'share of the gradient', SHARES),
+  Panel('Clip bounds', 'probability ratio', BOUNDS),
+  Panel('Tokens clipped', 'share', CLIPPED | {'clip/fraction': 'all tokens'}),
+  Panel('Batch by source', 'share of the seats', {f'batch/{x}': x for x in SOURCES}),
+  Panel('Gradient norm', 'norm', {'learner/grad_norm': ''}),
+  Panel('Response length', 'tokens', LENGTHS | {'rollout/length': 'all'}),
 )
-SPIKY = {
-  'learner/grad_norm',
-  'loss/kl',
-}  # one spike would flatten the rest of the curve
+SPIKY = {'learner/grad_norm', 'loss/kl'}  # one spike would flatten the other values
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -159,21 +127,21 @@ def _target(ax: 'Axes', rows: Sequence[Row], target: float) -> None:
 
 def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) -> None:
   dress(ax, panel.title)
-  found = {name: series(rows, name) for name in panel.names}
-  found = {name: points for name, points in found.items() if len(points[0])}
-  colours = dict(zip(panel.names, (BLUE, ORANGE, GREY), strict=False))
-  for name, points in found.items():
-    if name == 'eval/accuracy':
-      errors(ax, rows, color=colours[name])
-    else:
-      label = panel.labels[name.split('/')[1]]
-      curve(ax, *points, color=colours[name], label=label)
+  found, colours = {}, (BLUE, ORANGE, GREY)
+  for (name, label), color in zip(panel.labels.items(), colours, strict=False):
+    points = series(rows, name)
+    if len(points[0]):
+      found[name] = points[1]
+      if name == 'eval/accuracy':
+        errors(ax, rows, color=color)
+      else:
+        curve(ax, *points, color=color, label=label)
   if not found:
     ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
     return
   for name in SPIKY & found.keys():
-    value_N = found[name][1]
+    value_N = found[name]
     if value_N.min() > 0 and value_N.max() > 30 * np.median(value_N):
       ax.set_yscale('log')
   if panel.title == 'Positive share' and target is not None:
@@ -211,33 +179,3 @@ def draw_curves(
     if ax.get_xlabel():  # all panels over the same steps
       ax.set_xlim(min(steps) - margin, max(steps) + margin)
   figure.savefig(path)
-
-
-def draw_phases(
-  path: str | os.PathLike[str], phases: Mapping[str, float], wall_s: float
-) -> None:
-  """Draws the wall time by phase as horizontal bars, as one PNG.
-
-  Args:
-    phases: seconds by phase, in the order of the bars.
-  """
-  figure = new_figure(8, 1.0 + 0.35 * len(phases))
-  ax = figure.subplots()
-  percent = [100 * s / wall_s for s in phases.values()]
-  colours = [GREY if name == 'other' else BLUE for name in phases]
-  bars = ax.barh(list(phases), percent, color=colours, height=0.7)
-  text = [f'{100 * s / wall_s:.1f} %  ({duration(s)})' for s in phases.values()]
-  ax.bar_label(bars, text, padding=4, fontsize=9)
-  dress(ax, 'Wall time by phase')
-  ax.set_xlabel('percent of the wall time', fontsize=9)
-  ax.set_xlim(0, max(1.0, *percent) * 1.3)  # room for the labels
-  ax.invert_yaxis()
-  figure.savefig(path)
-
-
-def duration(s: float) -> str:
-  """Formats seconds: '1 h 02 min', '3 min 05 s' or '4.2 s'."""
-  if s < 60:
-    return f'{s:.1f} s'
-  m, s = divmod(round(s), 60)
-  return f'{m} min {s:02d} s' if m < 60 else f'{m // 60} h {m % 60:02d} min'

@@ -10,15 +10,8 @@ from bapo_jax.training.trainer import finished
 
 Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
 
-SCALARS = (
-  'step',
-  'actor_version',
-  'prompt_round',
-  'responses',
-  'updates',
-  'consecutive_skips',
-  'idle_steps',
-)
+SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'updates')
+SCALARS += ('consecutive_skips', 'idle_steps')
 
 
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
@@ -30,12 +23,12 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   adapters, only the adapters are stored: frozen weights are not part of a state.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
-  if s.step % t.config.rollout.weight_sync_interval and s.actor_adapters is not None:
+  if s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = s.actor_adapters
-  elif s.step % t.config.rollout.weight_sync_interval:
-    actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
-    weights = decode.params_of(actor, t.spec, t.mesh).items()
-    found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
+    if s.actor_adapters is None:
+      actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
+      weights = decode.params_of(actor, t.spec, t.mesh).items()
+      found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 
@@ -78,25 +71,17 @@ def resume(
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
   found, meta = checkpoint.restore(checkpoints, step, arrays(t, s.replace(step=step)))
   log(f'Resuming after step {step}.')
-  s = _whole_actor(t, s.replace(**meta['run']), found)
+  s = s.replace(**meta['run'])
   _check(t, s, meta)
+  actor = found.pop('actor', None)
+  if actor is not None:  # else the next step makes it, and its version
+    s = s.replace(actor=t.actor(actor), actor_adapters=t.adapters(actor))
   partial = found.pop('partial', None)
   if not same:
     found['buffer'] = s.buffer
   elif partial and s.partial is not None:
     s.partial.restore(partial)
   return s.replace(**found), meta
-
-
-def _whole_actor(t: Trainer, s: TrainState, found: dict[str, Any]) -> TrainState:
-  """Returns the state with its actor, which is removed from `found`.
-
-  If no actor is stored, the next step makes it, and its version, before it decodes.
-  """
-  params = found.pop('actor', None)
-  if params is None:
-    return s
-  return s.replace(actor=t.actor(params), actor_adapters=t.adapters(params))
 
 
 def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
@@ -134,8 +119,7 @@ def same_problems(
   before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
   if before == identity:
     return True
-  names = ('training', 'held-out')
-  others = zip(names, before, identity, strict=True)
+  others = zip(('training', 'held-out'), before, identity, strict=True)
   message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':
     raise ValueError(

@@ -11,7 +11,7 @@ fields of responses that exceed the file's limit of MOST_TOKENS.
 import json
 import math
 import os
-import re
+import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,9 +50,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
   groups, source_P = exchange.taken((record.groups, record.source_P), index)
-  updated = [
-    _updated(record.updates, seat, groups.reward_PG.shape[1]) for seat in seats
-  ]
+  updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
   weights = t.config.batch.weights
@@ -61,18 +59,27 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   adv_PG = adv_PG * weight_P[:, None]
   left, lines = MOST_TOKENS, []
   for p, of_seat in enumerate(updated):
-    group = Groups(*(x[p] for x in groups))  # without P
+    group, number = Groups(*(x[p] for x in groups)), int(groups.id_P[p])  # without P
     responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, left)
     left -= sum(response['tokens'] for response in responses)
-    source = SOURCES[source_P[p]]
-    answer = t.problems.answer[int(group.id_P)]
-    head = {'step': record.step + 1, 'id': int(group.id_P), 'answer': answer}
-    head |= {'source': source, 'completed_step': int(group.completed_step_P)}
-    head |= _prompt(t.tokenizer, group, t.spec.image_token) | _bounds(of_seat)
+    update, low, high = None, None, None
+    if of_seat:
+      update = of_seat.number
+      low, high = _numbers([of_seat.metrics[f'clip/{x}'] for x in ('low', 'high')])
+    row = {
+      'step': record.step + 1,
+      'id': number,
+      'answer': t.problems.answer[number],
+      'source': SOURCES[source_P[p]],
+      'completed_step': int(group.completed_step_P),
+      **_prompt(t.tokenizer, group, t.spec.image_token),
+      'update': update,
+      'low': low,
+      'high': high,
+    }
     if any(t.problems.pictures):
-      pictures = t.problems.pictures[int(group.id_P)]
-      head |= {'pictures': files.write_pictures(workdir, pictures)}
-    lines.append(json.dumps(head | {'responses': responses}, allow_nan=False))
+      row['pictures'] = files.write_pictures(workdir, t.problems.pictures[number])
+    lines.append(json.dumps(row | {'responses': responses}, allow_nan=False))
     if left <= 0:
       break
   files.write(path_of(workdir, record.step + 1), '\n'.join([*lines, '']))
@@ -100,15 +107,6 @@ def _updated(updates: Sequence[Updated], seat: int, group_size: int) -> OfSeat |
       rows = i * group_size + np.arange(group_size)
       return OfSeat(number, updated.metrics, exchange.taken(updated.tokens, rows))
   return None
-
-
-def _bounds(of_seat: OfSeat | None) -> dict[str, Any]:
-  """Describes the update and its bounds as JSON values."""
-  if of_seat is None:
-    return {'update': None, 'low': None, 'high': None}
-  low, high = (of_seat.metrics[f'clip/{name}'] for name in ('low', 'high'))
-  low, high = _numbers([low, high])
-  return {'update': of_seat.number, 'low': low, 'high': high}
 
 
 def _prompt(
@@ -141,36 +139,28 @@ def _responses(
     mask_T = np.asarray(mask_GT[g])
     tokens_N, version_N = tokens_GT[g, mask_T], version_GT[g, mask_T]
     left -= len(tokens_N)
-    response = {
+    reward, advantage = _numbers([reward_G[g], adv_G[g]])
+    response: dict[str, Any] = {
       'response': text,
       'correct': bool(correct_G[g]),
-      'reward': _numbers([reward_G[g]])[0],
-      'advantage': _numbers([adv_G[g]])[0],
+      'reward': reward,
+      'advantage': advantage,
       'taught': bool(teaches_G[g]),
       'tokens': len(tokens_N),
       'truncated': not np.isin(tokens_N, tokenizer.eos).any(),
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
-    numbers = dict.fromkeys(OF_TOKENS)
+    response |= dict.fromkeys(OF_TOKENS)
     if left >= 0:
       pieces = tokenizer.backend.batch_decode(tokens_N[:, None].tolist())
-      numbers |= {'ids': tokens_N.tolist(), 'pieces': pieces}
-      numbers |= {'sampler_logp': _numbers(logp_GT[g, mask_T])}
-      numbers |= _of_update(of_seat, g, mask_T)
-    found.append(response | numbers)
+      response |= {'ids': tokens_N.tolist(), 'pieces': pieces}
+      response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
+      if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
+        logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
+        response |= {'learner_logp': _numbers(logp_N), 'ratio': _numbers(ratio_N)}
+        response['cut'] = [int(cut) for cut in cut_N]
+    found.append(response)
   return found
-
-
-def _of_update(of_seat: OfSeat | None, g: int, mask_T: np.ndarray) -> dict[str, Any]:
-  """Describes the per-token values of a response in the update; {} if it has none."""
-  if of_seat is None or not of_seat.tokens.ratio_BT[g].any():
-    return {}
-  logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
-  return {
-    'learner_logp': _numbers(logp_N),
-    'ratio': _numbers(ratio_N),
-    'cut': [int(cut) for cut in cut_N],
-  }
 
 
 def _numbers(values: Any) -> list[float | None]:
@@ -181,10 +171,8 @@ def _numbers(values: Any) -> list[float | None]:
 
 def newest(workdir: str, until: float = math.inf) -> int | None:
   """Returns the last recorded step up to `until`, or None."""
-  names = (
-    os.listdir(folder) if os.path.isdir(folder := os.path.join(workdir, FOLDER)) else ()
-  )
-  steps = (int(m[1]) for name in names if (m := re.fullmatch(r'(\d+)\.jsonl', name)))
+  paths = pathlib.Path(workdir, FOLDER).glob('*.jsonl')
+  steps = (int(path.stem) for path in paths if path.stem.isdecimal())
   return max((step for step in steps if step <= until), default=None)
 
 

@@ -45,6 +45,7 @@ class PhaseTimer:
 
   @contextlib.contextmanager
   def __call__(self, name: str) -> Iterator[None]:
+    """Charges the seconds of the block to a phase."""
     self._charge()
     self._open.append(name)
     try:

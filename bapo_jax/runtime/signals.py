@@ -43,6 +43,7 @@ class Stop:
     self.signal = 0
 
   def __call__(self, number: int, frame: object) -> None:
+    """Handles a signal."""
     del frame
     if self.signal:
       raise KeyboardInterrupt

@@ -147,7 +147,7 @@ def make_trainer(
   )
   at_start = sharding.under(mesh, jax.jit(score))
   recompute, when = None, config.learner.recompute_logprobs
-  narrow = config.model.compute != 'float32' and not config.loss.weighs_sampler
+  narrow = config.model.compute != 'float32' and not config.loss.active.weighs_sampler
   if when == 'on' or (when == 'auto' and narrow):
     recompute = jax.jit(functools.partial(scoring.recompute, score=score))
     recompute = sharding.under(mesh, recompute)
@@ -164,7 +164,7 @@ def make_trainer(
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
-    if config.loss.needs_proximal
+    if config.loss.active.needs_proximal
     else None,
     recompute=recompute,
     timer=timer,

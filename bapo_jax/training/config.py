@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import knobs as rules
-from bapo_jax.algorithms.batch_knobs import BatchConfig, BufferConfig
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
@@ -55,8 +54,8 @@ class Config(Section):
   sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
   rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
-  buffer: BufferConfig = knob(BufferConfig, 'Replay buffer.')
-  batch: BatchConfig = knob(BatchConfig, 'Batch rules.')
+  buffer: rules.BufferConfig = knob(rules.BufferConfig, 'Replay buffer.')
+  batch: rules.BatchConfig = knob(rules.BatchConfig, 'Batch rules.')
   advantage: rules.AdvantageConfig = knob(rules.AdvantageConfig, 'Advantage rules.')
   clip: rules.ClipConfig = knob(rules.ClipConfig, 'Clip rules.')
   loss: rules.LossConfig = knob(rules.LossConfig, 'Loss rules.')

@@ -73,8 +73,9 @@ def check_available(config: Config) -> Model:
   """
   path, decided = config.model.path, not config.derived
   check = gold.check(config.rewards.rule) if decided else None
-  lacks = hf_directory.missing(hf_directory.resolve(path)) if path else []
-  model = None if lacks else open_model(config)
+  directory = hf_directory.resolve(path)
+  lacks = hf_directory.missing(directory) if path else []
+  model = None if lacks else open_model(config, directory)
   # A model that is yet to be downloaded may have a vision tower.
   sees = model is None or model.spec.vision is not None
   absent = check_problems(config, sees=sees, decided=decided)
@@ -92,8 +93,7 @@ def check_available(config: Config) -> Model:
   for knob in sources.SPLITS:
     sources.download(config.problems, knob, check, sees)
   if model is None:  # downloaded only when nothing else is missing
-    hf_directory.find(path, 'model.path')
-    model = open_model(config)
+    model = open_model(config, hf_directory.find(path, 'model.path'))
   if model.directory:
     hf_weights.check(model.directory, model.spec)
   return model
@@ -111,12 +111,14 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
   return [x for k in sources.SPLITS for x in sources.missing(problems, k, check, sees)]
 
 
-def open_model(config: Config) -> Model:
+def open_model(config: Config, directory: str | None = None) -> Model:
   """Opens the tokenizer and reads config.json, or the config's sizes without a path.
 
+  By default the directory is found by model.path; it is '' for the embedded policy.
   Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
-  directory = hf_directory.resolve(config.model.path)
+  if directory is None:
+    directory = hf_directory.resolve(config.model.path)
   derived = 'tokenizer.template' in config.derived
   template = '{problem}' if derived else config.tokenizer.template
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)

@@ -82,7 +82,7 @@ def meets(
 ) -> Array:
   """Whether these bounds meet the target."""
   parts = bound_search.contributions(ratio_BT, batch, BalancedClip())
-  P, N = bound_search.sums(parts, low, high, 'gradient')
+  P, N = bound_search.sums(ratio_BT, *parts, low, high, 'gradient')
   return bound_search.reaches(P, N, TARGET)
 
 

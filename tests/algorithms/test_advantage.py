@@ -37,11 +37,11 @@ def test_centred_goldens(variant):
 
 
 @EVERY_RULE
-@pytest.mark.parametrize('G', [2, 3, 5, 7, 8, 16])
-@pytest.mark.parametrize('reward', [0, 1, 0.1, 1 / 3, 1e6 + 0.3, -0.7, 1.1])
-def test_equal_rewards_get_exact_zeros(rule, G, reward, variant):
+@pytest.mark.parametrize('G', [2, 3, 7, 8])
+def test_equal_rewards_get_exact_zeros(rule, G, variant):
   # A format bonus of 0.1 on a right answer; the mean of such numbers is rounded.
-  adv_PG = variant(advantage.RULES[rule], padded([reward] * G))
+  rewards = np.float32([0, 1, 0.1, 1 / 3, 1e6 + 0.3, -0.7, 1.1, 0.7])
+  adv_PG = variant(advantage.RULES[rule], np.tile(rewards[:, None], G))
   np.testing.assert_array_equal(adv_PG, 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
-from bapo_jax.algorithms.batch_knobs import BatchConfig, ReplayRule
+from bapo_jax.algorithms.knobs import BatchConfig, ReplayRule
 
 G, NOW = 8, 20
 
@@ -99,21 +99,6 @@ def test_a_group_without_an_advantage_takes_no_seat(rule_name):
   )
   assert source_P.tolist() == [0, 0, -1, -1]
   assert groups.id_P[:2].tolist() == [3, 4]
-
-
-def test_a_promoted_group_that_waits_is_reusable_whatever_its_pass_rate():
-  # Reusable is 4 of 8. 1 waits, with 7 of 8; 2 has 7 of 8 and was trained on before.
-  fresh, nothing, reusable = sources(
-    [(9, 0, NOW)] * 3, [], [(1, 7, NOW - 1), (2, 7, NOW - 1), (3, 4, NOW - 1)]
-  )
-  thresholds = types.PassRateThresholds(*map(jnp.int32, (1, 4, 4)))
-  buffer = holding(reusable, thresholds=thresholds)
-  buffer = buffer._replace(usage_count_P=jnp.asarray([-1, 0, 0]))
-  groups, source_P = batch_rules.adapted(
-    fresh, nothing, buffer, NOW, jax.random.key(0), 3
-  )
-  assert source_P.tolist() == [2, 2, -1]
-  assert set(groups.id_P[:2].tolist()) == {1, 3}
 
 
 def replay(fresh, reusable, key, ratio):

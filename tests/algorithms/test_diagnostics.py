@@ -145,14 +145,6 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   np.testing.assert_allclose(metrics['clip/share'], positive, rtol=1e-5)
 
 
-def test_of_nothing_only_means_over_tokens_are_nan():
-  logp_BT, batch = making.mixed_tokens()
-  nothing = batch._replace(loss_mask_BT=np.zeros_like(batch.loss_mask_BT))
-  metrics = diagnose(logp_BT, -logp_BT, nothing)
-  lost = {name for name, value in metrics.items() if not np.isfinite(value)}
-  assert lost == diagnostics.OF_SOME | set(diagnostics.OF_TOKENS)
-
-
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
   # 0 would be a share: that of a minibatch whose tokens are all pushed down.
@@ -166,22 +158,17 @@ def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
       np.testing.assert_equal(float(metrics[name]), expected, err_msg=name)
 
 
-def test_a_ratio_that_is_no_number_is_shown():
-  logp_BT, entropy_BT, batch = golden()
-  logp_BT[0, 1] = np.nan
-  metrics = diagnose(logp_BT, entropy_BT, batch)
-  np.testing.assert_allclose(metrics['loss/ratio_nan'], 1 / 5)
-  assert np.isnan(metrics['loss/ratio_mean']) and np.isnan(metrics['loss/ratio_max'])
-  assert np.isnan(metrics['loss/kl'])
-
-
-def test_large_ratios_do_not_spoil_the_effective_sample_size():
+def test_ratios_that_overflow_or_are_no_number():
   # r = e^60 squared is beyond float32; one token of 5 then carries everything.
   logp_BT, entropy_BT, batch = golden()
   logp_BT[1, 2] = 57
-  np.testing.assert_allclose(
-    diagnose(logp_BT, entropy_BT, batch)['loss/ess'], 1 / 5, rtol=1e-5
-  )
+  ess = diagnose(logp_BT, entropy_BT, batch)['loss/ess']
+  np.testing.assert_allclose(ess, 1 / 5, rtol=1e-5)
+  logp_BT[0, 1] = np.nan  # is shown
+  metrics = diagnose(logp_BT, entropy_BT, batch)
+  np.testing.assert_allclose(metrics['loss/ratio_nan'], 1 / 5)
+  names = ('loss/ratio_mean', 'loss/ratio_max', 'loss/kl')
+  assert all(np.isnan(metrics[name]) for name in names)
 
 
 # ------------------------------------------------------- the Entropy-Clip Rule (Eq. 7)
@@ -223,7 +210,7 @@ def test_the_entropy_rule_agrees_with_an_exact_step(mean):
   slopes, true = [], []
   for seed in range(300):
     rng = np.random.default_rng(seed)
-    z_V = rng.normal(0, rng.uniform(0.3, 2), rng.integers(3, 40))
+    z_V = rng.normal(0, rng.uniform(0.3, 2), (3, 12, 39)[seed % 3])
     pi_V = np.exp(z_V) / np.exp(z_V).sum()
     # Some are cut, where advantages have both signs.
     uncut_V = rng.random(len(z_V)) < 0.6 if mean == 0 and seed % 2 else 1
@@ -232,7 +219,6 @@ def test_the_entropy_rule_agrees_with_an_exact_step(mean):
     slopes.append(predicted(pi_V, adv_V))
   agree = (np.sign(slopes) == np.sign(true)).mean()
   slope = np.dot(slopes, true) / np.dot(slopes, slopes)
-  print(f'mean {mean}: signs agree in {agree:.1%}, true on predicted {slope:.5f}')
   assert agree >= 0.95
   assert slope == pytest.approx(1, abs=1e-3) and np.std(true) > 0.001
   assert np.corrcoef(slopes, true)[0, 1] > 0.9999

@@ -14,33 +14,14 @@ from bapo_jax.algorithms import replay_buffer
 G, T = 8, 3
 
 
-def insert(
-  buffer,
-  fresh,
-  now,
-  reevaluated=None,
-  thresholds=replay_buffer.fixed,
-  max_reuse=9,
-  seated=True,
-  **knobs,
-):
+def insert(buffer, fresh, now, reevaluated=None, thresholds=replay_buffer.fixed):
   """(buffer, counts) after a step whose batch was the fresh groups."""
-  length, group_size = fresh.tokens_PGT.shape[2], fresh.correct_PG.shape[1]
-  if reevaluated is None:
-    reevaluated = types.empty_groups(0, group_size, length)
-  source_P = jnp.full(len(fresh.id_P), 0 if seated else -1, jnp.int32)
-  return replay_buffer.insert(
-    buffer,
-    fresh,
-    reevaluated,
-    fresh,
-    source_P,
-    now,
-    thresholds=thresholds,
-    max_off_policy_steps=3,
-    max_reuse=max_reuse,
-    **knobs,
-  )
+  _, G, T = fresh.tokens_PGT.shape
+  reevaluated = reevaluated or types.empty_groups(0, G, T)
+  source_P = jnp.zeros(len(fresh.id_P), jnp.int32)
+  groups, limits = (fresh, reevaluated, fresh), {'max_off_policy_steps': 3}
+  limits |= {'max_reuse': 9, 'thresholds': thresholds}
+  return replay_buffer.insert(buffer, *groups, source_P, now, **limits)
 
 
 @functools.cache
@@ -73,38 +54,6 @@ def test_insert_golden():
   assert live(insert(buffer, nothing, 6)[0].reusable) == [(0, 4)]
 
 
-def test_an_expired_group_evicts_no_other():
-  # Two rows: 1 (step 4) is trained on for the last time, 2 (step 3) stays, and the
-  # newcomer 3 takes the row of 1, not that of 2, though 2 is older.
-  buffer = replay_buffer.init(2, G, T)
-  buffer, _ = insert(buffer, making.groups([2], [4], [3]), 3)
-  buffer, _ = insert(buffer, making.groups([1], [4], [4]), 4)
-  assert live(buffer.reusable) == [(1, 4), (2, 3)]
-  fresh, nothing = making.groups([3], [4], [5]), types.empty_groups(0, G, T)
-  buffer, _ = replay_buffer.insert(
-    buffer,
-    fresh,
-    nothing,
-    types.concat(fresh, types.take(buffer.reusable, jnp.asarray([0]))),
-    jnp.asarray([0, 2]),
-    5,
-    max_off_policy_steps=3,
-    max_reuse=1,
-  )
-  assert live(buffer.reusable) == [(3, 5), (2, 3)]
-  assert buffer.usage_count_P.tolist() == [0, 0]
-
-
-def test_a_problem_fresh_and_reevaluated_in_one_step_is_filed_once():
-  # Both verdicts are failures: two rows would be re-evaluated twice. The other
-  # problem, by the current weights, succeeds: it is no longer hard.
-  fresh, reevaluated = (making.groups([3, 4], k, [7] * 2) for k in ([0, 0], [0, 4]))
-  buffer, _ = insert(replay_buffer.init(4, G, T), fresh, 7, reevaluated)
-  assert live(buffer.hard) == [(3, 7)]
-  assert live(buffer.reusable) == [(4, 7)]
-  assert making.same_row(buffer.reusable, 0, reevaluated, 1)
-
-
 def test_thresholds_count_responses_and_not_floats():
   # 1/49 of 49 responses is one, though the floats say 0.9999999999999999.
   tried = making.groups([0], [1], [0], G=49)
@@ -128,41 +77,16 @@ def test_draw_gives_the_oldest_first_and_empty_rows_last():
   assert replay_buffer.draw(hard_problems([-1, -1]), 2).id_P.tolist() == [-1, -1]
 
 
-def entered_one_by_one(steps, **knobs):
-  """A buffer of three rows; problem i fails at step i, 0 again at each of `steps`."""
-  buffer = replay_buffer.init(3, G, T)
-  for now in range(3):
-    buffer, _ = insert(buffer, making.groups([now], [0], [now]), now, **knobs)
-  for now in steps:
-    buffer, _ = insert(buffer, making.groups([0], [0], [now]), now, **knobs)
-  return buffer
-
-
 def test_a_problem_that_stays_hard_does_not_displace_newer_ones():
   # 0 entered first and is tried again at step 3: in a queue it is still the next out.
-  buffer = entered_one_by_one([3])
+  buffer = replay_buffer.init(3, G, T)
+  for now, problem in enumerate((0, 1, 2, 0)):
+    buffer, _ = insert(buffer, making.groups([problem], [0], [now]), now)
   assert sorted(live(buffer.hard)) == [(0, 3), (1, 1), (2, 2)]
   assert replay_buffer.draw(buffer.hard, 3).id_P.tolist() == [1, 2, 0]
   buffer, counts = insert(buffer, making.groups([9], [0], [4]), 4)
   assert live(buffer.hard) == [(9, 4), (2, 2), (1, 1)]
   assert counts['buffer/evicted'] == counts['buffer/entered'] == 1
-
-
-def test_by_the_last_attempt_it_outlives_those_not_tried():
-  order = {'hard_order': 'least_recent'}
-  buffer, _ = insert(
-    entered_one_by_one([3], **order), making.groups([9], [0], [4]), 4, **order
-  )
-  assert live(buffer.hard) == [(9, 4), (0, 3), (2, 2)]
-
-
-def test_a_problem_that_left_enters_again_at_the_end_of_the_queue():
-  # 0 is solved at step 3 and fails again at step 4: it is the newest now.
-  buffer = entered_one_by_one([])
-  buffer, _ = insert(buffer, making.groups([0], [8], [3]), 3)
-  assert [i for i, _ in live(buffer.hard)] == [2, 1]
-  buffer, _ = insert(buffer, making.groups([0], [0], [4]), 4)
-  assert live(buffer.hard) == [(0, 4), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize('k', [2, 7])
@@ -182,16 +106,6 @@ def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
     assert live(buffer.reusable) == [(5, 1), (7, 1)]
     assert making.same_row(buffer.reusable, 0, again, 0)
     assert buffer.usage_count_P.tolist() == [-1, 0]
-
-
-def test_a_group_of_equal_rewards_is_not_reusable_unless_all_are():
-  tried = making.groups([1, 2], [4, 4], [0, 0])
-  tried = tried._replace(reward_PG=tried.reward_PG.at[0].set(0.1))
-  buffer, _ = insert(replay_buffer.init(4, G, T), tried, 0)
-  assert live(buffer.reusable) == [(2, 0)]
-  everything = replay_buffer.everything
-  buffer, _ = insert(replay_buffer.init(4, G, T, everything), tried, 0)
-  assert live(buffer.reusable) == [(1, 0), (2, 0)]
 
 
 @hypothesis.settings(max_examples=150, deadline=None)

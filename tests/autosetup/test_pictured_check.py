@@ -68,7 +68,8 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
     asked = config.model_copy(
       update={'problems': config.problems.model_copy(update=problems)}
     )
-    return [x.name for x in check_rules._overlap(asked, facts.gather(asked, model))]
+    found = check_rules._overlap(asked, facts.gather(asked, model))
+    return [finding.name for finding in found]
 
   assert overlap(*paths) == []
   assert overlap(paths[0], paths[0]) == ['overlap']

@@ -3,6 +3,8 @@
 The tables are typed from the papers and the public script, not from configs/aime.py.
 """
 
+from typing import Any
+
 import pytest
 from runs import plain
 
@@ -60,84 +62,42 @@ BATCH = {
   'loss.kl': 0.001,
   'loss.kl_direction': 'policy_behavior',
 }
-PRESETS = {'balanced_paper': BALANCED, 'batch_paper': BATCH}
 # What the papers leave open and a large model needs: ours.
-OURS = {
-  'title',
-  'steps',
-  'mesh.data',
-  'mesh.fsdp',
-  'model.path',
-  'model.compute',
-  'logprobs.chunk',
-  'tokenizer.path',
-  'tokenizer.template',
-  'problems.source',
-  'problems.test_source',
-  'prompts.max_prompt_tokens',
-  'sampler.max_new_tokens',
-  'sampler.max_num_seqs',
-  'sampler.prefill_batch_size',
-  'sampler.tokens_per_dispatch',
-  'sampler.cache_segments',
-  'sampler.done_check_lag',
-  'learner.grad_accum_steps',
-  'optimizer.warmup',
-  'optimizer.b2',
-  'evaluate.every',
-  'evaluate.group_size',
-  'evaluate.sampling.temperature',
-}
+OURS = """
+  title steps mesh.data mesh.fsdp mesh.tensor model.path model.compute logprobs.chunk
+  tokenizer.path tokenizer.template problems.source problems.test_source rewards.rule
+  prompts.max_prompt_tokens sampler.max_new_tokens sampler.max_num_seqs
+  sampler.prefill_batch_size sampler.tokens_per_dispatch sampler.cache_segments
+  sampler.done_check_lag learner.grad_accum_steps optimizer.warmup optimizer.b2
+  evaluate.every evaluate.group_size evaluate.sampling.temperature
+"""
+PRESETS = [  # config file, variant, settings of its paper, model
+  (aime, 'balanced_paper', BALANCED, 'DeepSeek-R1-Distill-Qwen-7B'),
+  (aime, 'batch_paper', BATCH, 'DeepSeek-R1-Distill-Qwen-1.5B'),
+  (aime, '7b', BALANCED, 'DeepSeek-R1-Distill-Qwen-7B'),
+  (aime, '32b', BALANCED, 'DeepSeek-R1-Distill-Qwen-32B'),
+  (geometry, '3b', BATCH, 'Qwen2.5-VL-3B-Instruct'),
+  (geometry, '7b', BATCH, 'Qwen2.5-VL-7B-Instruct'),
+]
 
 
-def values(config: Config) -> dict:
-  """Knob -> value."""
+def values(config: Config) -> dict[str, Any]:
+  """Returns knob -> value."""
   return {name: value for name, _, value in fields(config)}
 
 
-def preset(name: str) -> dict:
-  """Knob -> value of a preset, validated."""
-  return values(parse(aime.get_config(name).to_dict()))
-
-
-@pytest.mark.parametrize('name', PRESETS)
-def test_a_preset_has_every_setting_of_its_paper(name):
-  found = preset(name)
-  for knob, value in PRESETS[name].items():
-    assert found[knob] == value, knob
-
-
-@pytest.mark.parametrize('name', PRESETS)
-def test_whatever_a_preset_changes_is_the_papers_or_named_as_ours(name):
-  default = values(parse(plain()))
-  changed = {knob for knob, value in preset(name).items() if value != default[knob]}
-  assert changed <= PRESETS[name].keys() | OURS
-
-
-def test_the_runs_of_one_model_have_the_settings_of_balanced_po():
-  for name, model in (('7b', '7B'), ('32b', '32B')):
-    found = preset(name)
-    assert found['model.path'] == f'models/DeepSeek-R1-Distill-Qwen-{model}'
-    for knob, value in BALANCED.items():
-      assert found[knob] == value, knob
-
-
-@pytest.mark.parametrize('name', ['3b', '7b'])
-def test_the_runs_on_pictures_have_the_settings_of_batch_adaptation(name):
-  found = values(parse(geometry.get_config(name).to_dict()))
-  assert found['model.path'] == f'models/Qwen2.5-VL-{name.upper()}-Instruct'
-  for knob, value in BATCH.items():
-    assert found[knob] == value, knob
-  default = values(parse(plain()))
+@pytest.mark.parametrize(('file', 'variant', 'paper', 'model'), PRESETS)
+def test_a_preset_has_the_settings_of_its_paper_and_others_are_ours(
+  file, variant, paper, model
+):
+  config = parse(file.get_config(variant).to_dict())
+  found, default = (values(x) for x in (config, parse(plain())))
+  assert {knob: found[knob] for knob in paper} == paper
   changed = {knob for knob, value in found.items() if value != default[knob]}
-  assert changed <= BATCH.keys() | OURS | {'rewards.rule', 'mesh.tensor'}
-  # A picture of 1024 tokens, and text.
-  assert found['prompts.max_prompt_tokens'] == 1024 + programs.TEXT
-  assert not found['model.train_tower']
-
-
-@pytest.mark.parametrize('name', PRESETS)
-def test_the_rules_of_a_preset_can_be_bound(name):
-  config = parse(aime.get_config(name).to_dict())
+  assert changed <= paper.keys() | set(OURS.split())
+  assert found['model.path'] == f'models/{model}'
   assert callable(rules.bind(config).batch)
   assert config.updates_per_step == 4 * config.learner.epochs
+  if file is geometry:  # a picture of 1024 tokens, and text
+    assert found['prompts.max_prompt_tokens'] == 1024 + programs.TEXT
+    assert not found['model.train_tower']

@@ -1,17 +1,25 @@
-"""Other rules on recorded tokens: by hand, and compared with a run."""
+"""Other rules on recorded tokens: by hand, compared with a run, and as a table."""
 
 import json
 import math
 import pathlib
+import shutil
+import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
 from bapo_jax.training.config import Config, plain
 from lab import counterfactual
+from lab.counterfactual import Applied, Recorded
+from lab.experiments import Experiment
 
-RUNS = pathlib.Path(__file__).parents[2] / 'notebooks' / '4_runs'
+NOTEBOOKS = pathlib.Path(__file__).parents[2] / 'notebooks'
+RUNS, RUN = NOTEBOOKS / '4_runs', NOTEBOOKS / '5_run'
 GRPO = {'clip.rule': 'fixed'}
 WIDE = {'clip.rule': 'fixed', 'clip.fixed.high': 2.0, 'clip.fixed.low': 0.5}
 BALANCED = {'clip.rule': 'balanced', 'clip.balanced.target': 0.4}
@@ -147,3 +155,160 @@ def test_every_rule_applies(knobs):
   assert 0 < counterfactual.summary(found, applied)['share'] < 1
   with pytest.raises(ValueError, match=r"loss\.rule='ppo'"):
     counterfactual.config_of(found, {'loss.rule': 'ppo'})
+
+
+# ------------------------------------------------- the change of entropy by a step
+
+SPEC = transformer.ModelSpec(
+  vocab=16, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=32
+)
+IDS = [([1, 2, 3], [4, 5, 6, 7]), ([8, 9], [10, 11])]
+MASK_BT = np.asarray([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
+
+
+def record_of(ids=IDS):
+  fields = dict.fromkeys(Recorded._fields)
+  fields |= {'config': Config(), 'loss_mask_BT': MASK_BT}
+  return Recorded(**fields | {'ids': ids})
+
+
+def applied(weight_BT):
+  """A rule that gives these weights."""
+  nothing = np.zeros_like(weight_BT)
+  return Applied(None, nothing, np.zeros(2), np.where(MASK_BT, weight_BT, 0), nothing)
+
+
+def logprobs(params):
+  """Log-probabilities [N, V] before each recorded token, without any padding."""
+  rows = []
+  for prompt, ids in IDS:
+    hidden_TD = layers.forward(params, jnp.asarray([[*prompt, *ids]]), SPEC)[0]
+    logp_TV = jax.nn.log_softmax(hidden_TD @ transformer.head(params).T)
+    rows.append(logp_TV[len(prompt) - 1 : -1])
+  return jnp.concatenate(rows)
+
+
+def entropy(params):
+  logp_NV = np.asarray(logprobs(params), np.float64)
+  return -(np.exp(logp_NV) * logp_NV).sum(1).mean()
+
+
+def objective(params, weight_N):
+  """sum(weight * log-probability) of the recorded tokens."""
+  tokens_N = np.concatenate([ids for _, ids in IDS])
+  return (logprobs(params)[np.arange(len(tokens_N)), tokens_N] * weight_N).sum()
+
+
+def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient():
+  params = transformer.init(SPEC, jax.random.key(0))
+  params = jax.tree.map(lambda x: 2 * x, params)
+  weight_BT = np.random.default_rng(1).normal(size=MASK_BT.shape).astype(np.float32)
+  step, rules = 3e-6, {'one': applied(weight_BT), 'half': applied(weight_BT / 2)}
+  change = counterfactual.entropy_changes(record_of(), rules, (SPEC, params), step)
+  gradient = jax.grad(objective)(params, jnp.asarray(weight_BT[MASK_BT]))
+  length, norm = (
+    sum(float((x**2).sum()) for x in jax.tree.leaves(tree)) ** 0.5
+    for tree in (params, gradient)
+  )
+  after = jax.tree.map(lambda x, g: x + step * length / norm * g, params, gradient)
+  expected = entropy(after) - entropy(params)
+  (predicted, measured), (half, _) = change['one'], change['half']
+  # An entropy of two nats in float32 has an error of some 1e-6.
+  assert measured == pytest.approx(expected, abs=5e-6) and abs(expected) > 3e-4
+  # The derivative is the limit of the difference, and half the weights give half.
+  assert predicted == pytest.approx(expected, rel=0.03)
+  assert half == pytest.approx(predicted / 2, rel=1e-4)
+
+
+def test_a_record_that_the_forward_pass_cannot_read_is_refused():
+  with pytest.raises(ValueError, match='token ids'):
+    counterfactual.entropy_changes(record_of(None), {}, (SPEC, {}), 1e-3)
+
+
+# ------------------------------------------- recorded batches of a page of papers/
+
+ARMS = {
+  'grpo': {'clip.rule': 'fixed', 'clip.fixed.low': 0.8, 'clip.fixed.high': 1.2},
+  'widest': {'clip.rule': 'fixed', 'clip.fixed.low': 0.9, 'clip.fixed.high': 3.0},
+}
+
+
+def module():
+  """A description of a page with two runs of the arm `grpo`."""
+  recorded, made = (
+    ('main', 'grpo', tuple(ARMS)),
+    Experiment(plain(Config()), ARMS, (0,)),
+  )
+  return types.SimpleNamespace(
+    ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
+  )
+
+
+def test_tokens_inside_all_bounds_are_counted_from_the_record():
+  found = counterfactual.summarise(str(RUN), ARMS, 'grpo')
+  (path,) = (RUN / 'groups').glob('*.jsonl')
+  inside = tokens = 0
+  for line in path.read_text().splitlines():
+    for response in json.loads(line)['responses']:
+      if response['learner_logp']:
+        tokens += response['tokens']
+        inside += sum(0.9 < ratio < 1.2 for ratio in response['ratio'])
+  assert found['tokens'] == tokens
+  assert found['inside'] == pytest.approx(inside / tokens, abs=2e-3)
+  assert found['arms']['grpo']['low'] == pytest.approx(0.8)
+  # A higher upper bound frees tokens with A > 0, a higher lower one cuts others.
+  grpo, widest = found['arms']['grpo'], found['arms']['widest']
+  assert widest['cut_positive'] < grpo['cut_positive']
+  assert widest['cut_negative'] > grpo['cut_negative']
+  assert not any(found['searches'].values()), 'its bounds were fixed'
+  # Where the policy is the one that sampled no ratio is cut, and all are inside.
+  staler = found['staler']
+  assert staler['0']['inside'] == 1 and staler['0']['cut_negative'] == 0
+  assert staler['1'] == grpo
+  assert staler['8']['inside'] < found['inside'] < 1
+  assert staler['8']['cut_negative'] > grpo['cut_negative']
+
+
+def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
+  run = tmp_path / 'run'
+  shutil.copytree(RUN, run)
+  config = json.loads((run / 'config.json').read_text())
+  config['clip']['rule'] = 'balanced'
+  config['clip']['balanced'] |= {'low': [0.6, 0.9], 'high': [1.2, 3.0]}
+  (run / 'config.json').write_text(json.dumps(config))
+  (path,) = (run / 'groups').glob('*.jsonl')
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  first, second, *_ = dict.fromkeys(line['update'] for line in lines)
+  bounds = {first: (0.6, 1.2), second: (0.9, 3.0)}
+  for line in lines:
+    line['low'], line['high'] = bounds.get(line['update'], (0.6, 1.7))
+  path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
+  others = len({line['update'] for line in lines}) - 2
+  found = counterfactual.summarise(str(run), ARMS, 'grpo')['searches']
+  assert found == {'start': 1, 'between': others, 'ends': 1} and others > 5
+
+
+def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
+  for run in ('grpo-seed0', 'widest-seed0'):
+    shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
+  counterfactual.store_summaries(module(), str(tmp_path), str(tmp_path / 'runs'))
+  stored = counterfactual.read_summaries(str(tmp_path))
+  assert [p.name for p in (tmp_path / 'results' / 'recorded').iterdir()] == [
+    'grpo-seed0.json'
+  ]
+  assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
+  runs = [
+    {
+      'tokens': 10,
+      'inside': inside,
+      'arms': {'grpo': dict.fromkeys(counterfactual.COLUMNS, number)},
+      'searches': {'start': 1, 'between': 2, 'ends': 4},
+      'staler': {'2': dict.fromkeys([*counterfactual.COLUMNS, 'inside'], 0.5)},
+    }
+    for inside, number in ((0.8, 0.25), (0.9, 0.35))
+  ]
+  text = counterfactual.recorded_table(runs)
+  assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
+  assert 'Of their 14 recorded updates 2 have the bounds of the start, 8 those' in text
+  assert '| grpo | 0.300 ± 0.050 |' in text and '| 2 | 0.500 ± 0.000 |' in text
+  assert counterfactual.read_summaries(str(tmp_path / 'elsewhere')) == []

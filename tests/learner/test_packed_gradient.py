@@ -1,8 +1,7 @@
 """What teaches, packed, gives the gradient and the bounds of all rows, padded."""
 
+import dataclasses
 import functools
-import itertools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +12,17 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.algorithms.knobs import LossConfig
 from bapo_jax.learner import learner, pictured
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models.layers import Schedule
 
 SPEC = transformer.ModelSpec(
-  vocab=24,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_width=8,
-  ffn=32,
-  tied=True,
+  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
 )
 B, T = 32, 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
 FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
-AGGREGATES = typing.get_args(LossConfig.model_fields['aggregate'].annotation)
 CLIPS = {
   'clipped': making.bound(clip.balanced, target=0.45),
   'decoupled': making.bound(clip.balanced, target=0.45),
@@ -61,11 +51,11 @@ def example():
   return params, jax.tree.map(jnp.asarray, batch._replace(tokens_BT=tokens_BT))
 
 
-def objective(loss_rule, aggregate, **knobs):
+def objective(loss_rule, aggregate, tied=True, **knobs):
   return objective_lib.Objective(
     clip_rule=CLIPS[loss_rule],
     loss_rule=loss.RULES[loss_rule],
-    spec=SPEC,
+    spec=dataclasses.replace(SPEC, tied=tied),
     temperature=0.8,
     chunk=16,
     aggregate=aggregate,
@@ -76,84 +66,84 @@ def objective(loss_rule, aggregate, **knobs):
 
 @functools.cache
 def gradient(*rules, mesh=None, **knobs):
-  params, batch = example()
-  run = functools.partial(
-    objective_lib.gradient, objective=objective(*rules, **dict(knobs))
-  )
+  chosen, (params, batch) = objective(*rules, **knobs), example()
+  if not chosen.spec.tied:
+    params = params | {'head': params['embed'][::-1]}
+  run = functools.partial(objective_lib.gradient, objective=chosen)
   if mesh is not None:
     params = jax.device_put(params, sharding.shardings(params, mesh))
     batch = jax.device_put(batch, sharding.over_rows(mesh))
   return sharding.under(mesh, jax.jit(run, compiler_options=FAST))(params, batch)
 
 
-@functools.cache
-def eight():
-  return sharding.make(2, 2, 2)
-
-
-def cases():
-  """Rules, micro-batches and devices; every pair of them that differs in one way."""
-  for loss_rule, how, parts, spread in itertools.product(
-    loss.RULES, AGGREGATES, (1, 3), (False, True)
-  ):
-    usual = loss_rule == 'clipped' or how == 'token'
-    marks = [pytest.mark.slow] if spread and parts == 3 and usual else []
-    marks += [pytest.mark.nightly] if spread and not marks else []
-    yield pytest.param(loss_rule, how, parts, spread, marks=marks)
-
-
-@pytest.mark.parametrize(('loss_rule', 'aggregate', 'parts', 'spread'), list(cases()))
-def test_pruned_and_packed_gradients_are_those_of_all_rows(
-  loss_rule, aggregate, parts, spread
-):
-  mesh = eight() if spread else None
-  check(loss_rule, aggregate, grad_accum_steps=parts, mesh=mesh)
-
-
-def check(loss_rule, aggregate, **knobs):
+def check(loss_rule, aggregate, tied=True, **knobs):
   """Value, gradient and bounds under these knobs are those of all rows, padded."""
-  value, wanted, (stats, bounds) = gradient(loss_rule, aggregate, pack=False)
-  found_value, found, (found_stats, found_bounds) = gradient(
-    loss_rule, aggregate, **knobs
-  )
+  rules, batch = (loss_rule, aggregate, tied), example()[1]
+  value, wanted, (stats, bounds) = gradient(*rules, pack=False)
+  found_value, found, (found_stats, found_bounds) = gradient(*rules, **knobs)
   making.close(found_value, value, count=B * T, terms=1)
   making.close_trees(found, wanted, count=PRODUCTS)
   assert float(optax.tree.norm(wanted)) > 1e-3
   for name, bound in bounds._asdict().items():
     np.testing.assert_array_equal(getattr(found_bounds, name), bound, err_msg=name)
-  if CLIPS[loss_rule] in (clip.balanced, CLIPS['clipped']):
+  if loss_rule in ('clipped', 'decoupled', 'sequence'):
     assert bounds.search_steps > 0
-  teaches_B1 = (example()[1].adv_B != 0)[:, None] & example()[1].loss_mask_BT
+  teaches_BT = (batch.adv_B != 0)[:, None] & batch.loss_mask_BT
   for name, x_BT in stats._asdict().items():
-    making.close(
-      getattr(found_stats, name), np.where(teaches_B1, x_BT, 0), count=PRODUCTS
-    )
+    wanted_BT = np.where(teaches_BT, x_BT, 0)
+    making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
+  # The loss is the sum of all gains, scaled for the whole batch at once.
+  gain_BT, _ = loss.RULES[loss_rule](stats.logp_BT, batch, lambda _: bounds)
+  scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
+  scale_B *= objective_lib.filled_share(batch)
+  making.close(value, -(gain_BT.sum(1) * scale_B).sum(), count=B * T, terms=1)
 
 
 STORED = Schedule(bounds_pass='stored')
+SPLIT = Schedule('dots', sequence_sharding=True)
 
 
 @pytest.mark.parametrize(
-  ('loss_rule', 'aggregate'),
+  ('loss_rule', 'aggregate', 'knobs'),
   [
-    pytest.param(rule, how, marks=pytest.mark.nightly)
-    if rule != 'clipped' and how != 'token'
-    else (rule, how)
-    for rule, how in itertools.product(loss.RULES, AGGREGATES)
+    # A row's scale is known before packing: any aggregate serves with any rule.
+    ('clipped', 'token', {}),
+    ('clipped', 'token', {'grad_accum_steps': 3}),
+    ('decoupled', 'sequence', {'grad_accum_steps': 3}),
+    ('sequence', 'constant', {'grad_accum_steps': 3}),
+    ('cispo', 'token', {'grad_accum_steps': 3}),
+    ('tis', 'sequence', {'grad_accum_steps': 3}),
+    ('dppo_tv', 'constant', {'grad_accum_steps': 3}),
+    ('sapo', 'token', {'grad_accum_steps': 3}),
+    # All forward passes wait for the bounds: any part of a layer, any ratio.
+    *(
+      (
+        'clipped',
+        'token',
+        {'schedule': STORED._replace(remat=r), 'grad_accum_steps': 3},
+      )
+      for r in layers.REMAT
+    ),
+    ('sequence', 'constant', {'schedule': STORED, 'grad_accum_steps': 3}),
   ],
 )
-def test_bounds_of_all_need_no_second_forward_pass(loss_rule, aggregate):
-  check(loss_rule, aggregate, schedule=STORED, grad_accum_steps=3)
+def test_pruned_and_packed_gradients_are_those_of_all_rows(loss_rule, aggregate, knobs):
+  check(loss_rule, aggregate, **knobs)
 
 
-@pytest.mark.parametrize('remat', layers.REMAT)
-def test_what_waits_for_the_bounds_may_be_any_part_of_a_layer(remat):
-  schedule = STORED._replace(remat=remat)
-  check('clipped', 'token', schedule=schedule, grad_accum_steps=2)
+@pytest.mark.parametrize(
+  ('loss_rule', 'aggregate', 'tied', 'knobs'),
+  [
+    ('clipped', 'token', True, {'schedule': STORED, 'grad_accum_steps': 3}),
+    ('sequence', 'constant', True, {'grad_accum_steps': 3}),
+    ('clipped', 'token', False, {'schedule': SPLIT}),
+  ],
+)
+def test_eight_devices_give_the_gradient_of_one(loss_rule, aggregate, tied, knobs):
+  check(loss_rule, aggregate, tied, mesh=sharding.make(2, 2, 2), **knobs)
 
 
-@pytest.mark.parametrize('remat', layers.REMAT)
-def test_what_waits_saves_one_forward_pass(remat):
+def test_what_waits_saves_one_forward_pass():
   params, batch = example()
 
   def products(function):  # the compiler counts the body of a loop once
@@ -161,7 +151,7 @@ def test_what_waits_saves_one_forward_pass(remat):
     return compiled.cost_analysis()['flops']
 
   def of(bounds_pass):
-    schedule = Schedule(remat=remat, bounds_pass=bounds_pass)
+    schedule = Schedule(bounds_pass=bounds_pass)
     return objective('clipped', 'token', schedule=schedule, grad_accum_steps=3)
 
   def forward(params, batch):
@@ -175,50 +165,36 @@ def test_what_waits_saves_one_forward_pass(remat):
   assert (again - stored) / products(forward) == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.slow
-def test_what_waits_for_the_bounds_lies_on_its_devices():
-  check('clipped', 'token', schedule=STORED, grad_accum_steps=3, mesh=eight())
-
-
-def test_a_row_without_an_advantage_is_computed_only_for_a_penalty():
+def test_a_penalty_reaches_rows_without_an_advantage():
   _, batch = example()
-  plain, penalised = (objective('clipped', 'token', kl=kl) for kl in (0.0, 0.1))
+  plain, penalised = (objective('clipped', 'token', kl=kl) for kl in (0.0, 0.3))
   computed_B = objective_lib.micro_batches(batch, plain).packed.bin_B >= 0
   trained_B = batch.loss_mask_BT.any(1)
   np.testing.assert_array_equal(computed_B, trained_B & (batch.adv_B != 0))
   all_B = objective_lib.micro_batches(batch, penalised).packed.bin_B >= 0
   np.testing.assert_array_equal(all_B, trained_B)
   assert 0 < computed_B.sum() < trained_B.sum()
-
-
-@pytest.mark.parametrize('parts', [1, 4])
-def test_a_penalty_reaches_rows_without_an_advantage(parts):
-  rules = 'clipped', 'token'
+  rules = 'clipped', 'token', True
   _, wanted, _ = gradient(*rules, kl=0.3, pack=False)
-  _, found, _ = gradient(*rules, kl=0.3, grad_accum_steps=parts)
-  _, without, _ = gradient(*rules)
+  _, found, _ = gradient(*rules, kl=0.3, grad_accum_steps=4)
+  _, without, _ = gradient(*rules, pack=False)
   making.close_trees(found, wanted, count=PRODUCTS)
   apart = jax.tree.map(jnp.subtract, without, wanted)
   assert float(optax.tree.norm(apart)) > 1e-2 * float(optax.tree.norm(wanted))
 
 
-@pytest.mark.parametrize('scope', ['minibatch', 'micro_batch'])
-def test_a_batch_without_an_advantage_costs_no_pass(scope):
+def test_a_batch_without_an_advantage_costs_no_pass():
   # And leaves the moments their say, as a gradient of zeros does.
   params, batch = example()
   batch = batch._replace(adv_B=jnp.zeros(B))
-  chosen = objective('clipped', 'token', bounds_scope=scope, grad_accum_steps=2)
+  chosen = objective('clipped', 'token', grad_accum_steps=2)
   assert objective_lib.micro_batches(batch, chosen).packed.used == 0
-  value, grads, (_, bounds) = jax.jit(
-    functools.partial(objective_lib.gradient, objective=chosen)
-  )(params, batch)
-  assert value == 0 and optax.tree.norm(grads) == 0
-  assert bounds.no_evidence.all() and not bounds.search_steps.any()
   tx = optax.adam(1e-2)
-  opt = tx.init(params)
-  opt = jax.tree.map(lambda x: x + 0.1 if x.ndim else x, opt)
-  step = jax.jit(functools.partial(learner.learn, tx=tx, objective=chosen))
-  after, _, metrics, _ = step(params, opt, batch)
+  opt = jax.tree.map(lambda x: x + 0.1 if x.ndim else x, tx.init(params))
+  step = functools.partial(learner.learn, tx=tx, objective=chosen)
+  after, _, metrics, _ = jax.jit(step, compiler_options=FAST)(params, opt, batch)
+  assert metrics['loss/value'] == metrics['learner/grad_norm'] == 0
+  assert metrics['clip/no_evidence'] == 1 and metrics['clip/search_steps'] == 0
   assert metrics['learner/tokens'] > 0 and metrics['learner/tokens_computed'] == 0
   moved = jax.tree.map(jnp.subtract, after, params)
   assert float(optax.tree.norm(moved)) > 0

@@ -32,11 +32,11 @@ MESH = sharding.make(devices=jax.devices()[:1])
 EMBEDDED = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
 
 
-def oracle(params, tokens_BT):
-  """Log-probabilities [B, T] of whole rows at TEMPERATURE; 0 in column 0."""
+def oracle(params, tokens_BT, temperature=TEMPERATURE):
+  """Log-probabilities [B, T] of whole rows; 0 in column 0."""
   rows = jax.tree.map(lambda x: jnp.repeat(x, B // P, axis=0), PIXELS)
   hidden_BTD = forward(params, tokens_BT, rows, SEEING)
-  logits_BTV = hidden_BTD @ transformer.head(params).T / TEMPERATURE
+  logits_BTV = hidden_BTD @ transformer.head(params).T / temperature
   next_BT1 = jnp.roll(tokens_BT, -1, 1)[..., None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), next_BT1, 2)[..., 0]
   return jnp.pad(logp_BT[:, :-1], ((0, 0), (1, 0)))
@@ -123,16 +123,13 @@ def test_log_probabilities_are_those_of_whole_rows():
     making.close(found_BT, wanted_BT, count=T * SEEING.width)
 
 
-KNOBS = [
-  {},
-  {'pack': False},
-  {'grad_accum_steps': 3},
-  {'grad_accum_steps': 3, 'schedule': Schedule(bounds_pass='stored')},
-]
+STORED = {'grad_accum_steps': 3, 'schedule': Schedule(bounds_pass='stored')}
 
 
-@pytest.mark.parametrize('knobs', KNOBS)
-@pytest.mark.parametrize('trained', [False, True])
+@pytest.mark.parametrize(
+  ('trained', 'knobs'),
+  [(False, {}), (False, STORED), (True, {'grad_accum_steps': 3}), (True, STORED)],
+)
 def test_the_gradient_is_that_of_whole_rows(trained, knobs):
   (expected, _), grads = wanted()
   if trained:
@@ -191,12 +188,9 @@ def test_minibatches_have_the_pictures_of_their_groups():
 
   made = making.groups(range(P), [1] * P, [0] * P, G, T)
   tokens_PGT = np.repeat(np.pad(PROMPTS.tokens_PT, ((0, 0), (0, NEW)))[:, None], G, 1)
+  made, source_P = made._replace(tokens_PGT=tokens_PGT), jnp.zeros(P, jnp.int32)
   learner.update(
-    None,
-    None,
-    made._replace(tokens_PGT=tokens_PGT),
-    jnp.zeros(P, jnp.int32),
-    jax.random.key(0),
+    *(None, None, made, source_P, jax.random.key(0)),
     train_step=train_step,
     advantage_rule=lambda reward_PG: reward_PG,
     epochs=1,
@@ -222,11 +216,7 @@ def test_the_warm_start_trains_the_tower():
   )
 
   def of(params):
-    pictures = jax.tree.map(jnp.asarray, rows)
-    hidden_BTD = forward(params, batch.tokens_BT, pictures, SEEING)
-    logp_BTV = jax.nn.log_softmax(hidden_BTD @ transformer.head(params).T)
-    next_BT1 = jnp.roll(batch.tokens_BT, -1, 1)[..., None]
-    logp_BT = jnp.roll(jnp.take_along_axis(logp_BTV, next_BT1, 2)[..., 0], 1, 1)
+    logp_BT = oracle(params, batch.tokens_BT, temperature=1.0)
     return -(logp_BT * weight_BT).sum() / weight_BT.sum()
 
   expected, grads = jax.jit(jax.value_and_grad(of))(PARAMS)

@@ -47,6 +47,7 @@ KNOBS = {
   'prefill_batch_size': 2,
   'tokens_per_dispatch': 4,
 }
+WIDE = {'max_num_seqs': 16, 'prefill_batch_size': 16}
 
 
 def generate(given=None, uid_B=UID_B, params=PARAMS, **changes):
@@ -101,18 +102,10 @@ def test_recorded_logp_is_the_learners(rows):
   'knobs',
   [
     {'max_num_seqs': 2, 'prefill_batch_size': 1, 'tokens_per_dispatch': 1},
-    {'max_num_seqs': 5, 'prefill_batch_size': 3},
     {'max_num_seqs': 16, 'prefill_batch_size': 16, 'tokens_per_dispatch': 50},
-    {'prefill_batch_size': 4},  # more than one prompt is prefilled at once
-    {'cache_segments': 3, 'tokens_per_dispatch': 3},
-    {'done_check_lag': 1, 'tokens_per_dispatch': 2},
-    {
-      'done_check_lag': 2,
-      'tokens_per_dispatch': 2,
-      'max_num_seqs': 3,
-      'prefill_batch_size': 1,
-      'cache_segments': 2,
-    },
+    {'max_num_seqs': 5, 'prefill_batch_size': 4, 'cache_segments': 3},
+    # The host reads flags late, and several blocks of prompts are in flight.
+    {'done_check_lag': 2, 'tokens_per_dispatch': 2, 'cache_segments': 2},
   ],
   ids=str,
 )
@@ -167,13 +160,13 @@ def test_a_temperature_of_0_decodes_the_likeliest_tokens():
 
 def test_pauses_leave_every_bit_as_it_is(rows):
   # A quarter of the longest response per step, the same weights and cache.
-  paused, steps = partial_rollouts(max_num_seqs=16, prefill_batch_size=16), 0
+  paused, steps = partial_rollouts(**WIDE), 0
   paused.submit(prompts(), UID_B)
   while paused.unfinished:
     paused.decode(ACTOR, KEY, max_tokens=-(-NEW // 4))
     steps += 1
   assert steps == 3  # the longest one here has 8 tokens or 9
-  whole = generate(max_num_seqs=16, prefill_batch_size=16)
+  whole = generate(**WIDE)
   for found, expected in zip(paused.rows, whole, strict=True):
     np.testing.assert_array_equal(found, expected)
   np.testing.assert_array_equal(whole.tokens_BT, rows.tokens_BT)
@@ -202,40 +195,25 @@ def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
 
 def test_each_token_has_the_version_of_the_weights_that_sampled_it():
   other = oracles.noisy(SPEC, 1)
-  other_actor = decoder.actor(other, SPEC)
-  rollouts = partial_rollouts(max_num_seqs=16, prefill_batch_size=16)
+  other_actor, rollouts = decoder.actor(other, SPEC), partial_rollouts(**WIDE)
   rollouts.submit(prompts(), UID_B)
   rollouts.decode(ACTOR, KEY, policy_version=3, max_tokens=4)
   rollouts.refresh(other_actor)
   rollouts.decode(other_actor, KEY, policy_version=5)
   version_BT = np.asarray(rollouts.rows.policy_version_BT)
-  logp_BT = {
-    version: logprobs.sequence_stats(
-      params, rollouts.rows.tokens_BT, SPEC, TEMPERATURE
-    )[0]
-    for version, params in ((3, PARAMS), (5, other))
-  }
   for b in np.flatnonzero(OF_B):
     versions = version_BT[b][rollouts.rows.response_mask_BT[b]].tolist()
     assert versions == ([3] * 4 + [5] * NEW)[: len(versions)]
   assert (version_BT == 5).any()
   # Each under the weights of its version, the prefix read by those same weights.
-  for version, logp in logp_BT.items():
-    of = version_BT == version
-    np.testing.assert_allclose(rollouts.rows.logp_BT[of], logp[of], atol=1e-5)
-
-
-def test_due_groups_are_completed_whatever_the_budget():
-  rollouts = partial_rollouts(places=2 * P, max_num_seqs=2, prefill_batch_size=1)
-  rollouts.submit(prompts(), UID_B, step=0)
-  rollouts.submit(prompts(1), UID_B + np.uint32(B), step=1)
-  rollouts.decode(ACTOR, KEY, max_tokens=1, due_W=rollouts.submitted_W == 0)
-  assert rollouts.finished()[:P].tolist() == list(range(P))
-  assert rollouts.unfinished and rollouts.busy
+  for version, params in ((3, PARAMS), (5, other)):
+    of, tokens_BT = version_BT == version, rollouts.rows.tokens_BT
+    logp_BT = logprobs.sequence_stats(params, tokens_BT, SPEC, TEMPERATURE).logp_BT
+    np.testing.assert_allclose(rollouts.rows.logp_BT[of], logp_BT[of], atol=1e-5)
 
 
 def test_the_oldest_finished_groups_come_first_and_free_their_places():
-  rollouts = partial_rollouts(places=2 * P, max_num_seqs=16, prefill_batch_size=16)
+  rollouts = partial_rollouts(places=2 * P, **WIDE)
   rollouts.submit(prompts(), UID_B, step=4)
   rollouts.decode(ACTOR, KEY)
   rollouts.free([1, 2])
@@ -303,23 +281,11 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
 
 def test_nothing_compiles_after_the_warm_up():
   jitted = (decode.run, decode.admit, decode.harvest, decode.refresh)
-  # Prompts of 3 and of 70 tokens: two buckets; a cache of four segments.
-  knobs = {
-    'group_size': 1,
-    'max_new_tokens': 26,
-    'temperature': 1.0,
-    'eos': (3,),
-    'cache_segments': 4,
-  }
+  # Prompts of 3 and of 70 tokens: two buckets; a cache of two segments.
+  knobs = KNOBS | {'group_size': 1, 'max_new_tokens': 26, 'cache_segments': 2}
+  knobs |= {'max_num_seqs': 2, 'prefill_batch_size': 1, 'tokens_per_dispatch': 8}
   spec = dataclasses.replace(SPEC, positions=128)
-  engine = RolloutEngine(
-    spec,
-    max_prompt_tokens=70,
-    max_num_seqs=2,
-    prefill_batch_size=1,
-    tokens_per_dispatch=8,
-    **knobs,
-  )
+  engine = RolloutEngine(spec, max_prompt_tokens=70, **knobs)
   engine.warm_up(ACTOR, KEY, places=4)
   before = [function._cache_size() for function in jitted]
   rollouts = PartialRollouts(engine, 4)
@@ -340,19 +306,11 @@ def test_nothing_compiles_after_the_warm_up():
     ({'max_new_tokens': 0}, 'sampler.max_new_tokens=0'),
     ({'eos': ()}, 'end tokens'),
     ({'eos': (3, 12)}, 'end tokens'),
-    ({'given': prompts()._replace(length_P=LENGTH_P + 1)}, 'prompts.max_prompt_tokens'),
-    ({'given': prompts()._replace(length_P=LENGTH_P[:5])}, 'length_P has P=5'),
   ],
 )
 def test_rows_that_cannot_be_decoded_are_refused(changes, name):
   with pytest.raises(ValueError, match=name):
     generate(**changes)
-
-
-def test_without_prompts_all_rows_are_empty():
-  nothing = generate(prompts()._replace(length_P=0 * LENGTH_P))
-  assert not np.asarray(nothing.tokens_BT).any()
-  assert (np.asarray(nothing.policy_version_BT) == -1).all()
 
 
 def test_a_token_in_every_slot_needs_nothing_of_another_device():

@@ -12,9 +12,8 @@ from bapo_jax.rollout import sampling
 KEY = jax.random.key(5)
 
 
-@pytest.mark.parametrize('temperature', [0.6, 1.0])
 @pytest.mark.parametrize('by', ['uid', 'position'])
-def test_draws_follow_the_softmax(temperature, by):
+def test_draws_follow_the_softmax(by, temperature=0.6):
   n, logits_V = 20_000, jnp.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0])
   count_S, same_S = jnp.arange(n), jnp.zeros(n, int)
   uid_S, position_S = (count_S, same_S) if by == 'uid' else (same_S, count_S)
@@ -36,8 +35,9 @@ def test_draws_follow_the_softmax(temperature, by):
 
 
 # Vocabularies of one token per block, of two per block, of few blocks of many.
-@pytest.mark.parametrize('V', [25, 50, 48, 512])
-@pytest.mark.parametrize('temperature', [0.6, 1.0])
+@pytest.mark.parametrize(
+  ('V', 'temperature'), [(25, 0.6), (50, 1.0), (48, 0.6), (512, 1.0)]
+)
 def test_chi_square(V, temperature):
   n = 40_000
   logits_V = 1.5 * jax.random.normal(jax.random.key(V), (V,))

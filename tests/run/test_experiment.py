@@ -1,5 +1,6 @@
 """Whole runs, tiny: exact resume, the report, signals, kills, a full disk."""
 
+import functools
 import glob
 import json
 import pathlib
@@ -7,7 +8,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +36,13 @@ def test_a_recorded_run_is_resumed_to_the_bit(recorded, tmp_path):
   assert runs.train(recorded.config, workdir, recorded.verifier) == 0
   assert_same_run(workdir, recorded.workdir, last)
   names = [f'groups/{step}.jsonl' for step in range(last - 2, last + 1)]
-  names += [f'eval/{last}.json']
-  for name in names:
+  for name in (*names, f'eval/{last}.json'):
     found, expected = (path / name for path in (workdir, recorded.workdir))
     assert found.exists() == expected.exists()
     assert not found.exists() or found.read_text() == expected.read_text(), name
 
 
-def test_a_recorded_run_learned(recorded):
+def test_a_recorded_run_learned_and_reports(recorded):
   run = last_run(recorded.workdir)
   assert run.scalars['updates'] > 0
   assert max(float(row.get('learner/grad_norm', 0)) for row in run.rows.values()) > 0
@@ -56,40 +55,24 @@ def test_a_recorded_run_learned(recorded):
     submitted_W = run.arrays['partial/host/submitted_W'] >= 0
     done_W = host['done_B'].reshape(len(submitted_W), -1).all(1)
     assert (submitted_W & ~done_W).any()
+  report = json.loads((recorded.workdir / 'report.json').read_text())
+  keys = 'eval_before eval_after wall_s peak_rss_bytes phases steps config_hash'
+  keys += ' clip_moved_fraction length_ratio responses'
+  assert list(report) == keys.split()
+  assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
+  assert sum(report['phases'].values()) <= report['wall_s']
+  assert (recorded.workdir / 'curves.png').stat().st_size > 10_000
 
 
 def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
-  lines = [
-    line
-    for path in (recorded.workdir / 'groups').iterdir()
-    for line in path.read_text().splitlines()
-  ]
-  responses = [r for line in lines for r in json.loads(line)['responses']]
-  responses = [r for r in responses if r['ratio'] is not None]
+  files = (recorded.workdir / 'groups').iterdir()
+  rows = [json.loads(line) for x in files for line in x.read_text().splitlines()]
+  responses = [r for row in rows for r in row['responses'] if r['ratio'] is not None]
   assert responses
   for r in responses:
     wanted = np.exp(np.subtract(r['learner_logp'], r['sampler_logp']))
     # All three are written with 4 decimals: within 1e-4 of the ratio and 5e-5 beside.
     np.testing.assert_allclose(r['ratio'], wanted, rtol=4e-4, atol=2e-4)
-
-
-def test_the_report_of_a_recorded_run(whole_run):
-  report = json.loads((whole_run.workdir / 'report.json').read_text())
-  assert set(report) == {
-    'eval_before',
-    'eval_after',
-    'wall_s',
-    'peak_rss_bytes',
-    'phases',
-    'clip_moved_fraction',
-    'length_ratio',
-    'steps',
-    'config_hash',
-    'responses',
-  }
-  assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
-  assert sum(report['phases'].values()) <= report['wall_s']
-  assert (whole_run.workdir / 'curves.png').stat().st_size > 10_000
 
 
 @pytest.mark.nightly
@@ -111,90 +94,63 @@ def test_every_cell_of_the_grid_is_resumed_to_the_bit(
 @pytest.mark.nightly
 def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
   # The ratio is 1 and nothing is clipped: the rule must not matter, to the last bit.
-  once = {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
-  once |= {'checkpoint.keep': 3}
-  rules = (
-    {'clip.rule': 'fixed'},
-    {'clip.rule': 'balanced', 'clip.balanced.target': 1.0},
-  )
-  params = []
+  knobs = {'learner.minibatches': 1, 'steps': 3, 'checkpoint.keep': 3}
+  rules = {'clip.rule': 'fixed'}, {'clip.rule': 'balanced', 'clip.balanced.target': 1.0}
+  found = []
   for i, rule in enumerate(rules):
     workdir = warm(str(i))
-    assert runs.train(tiny(**once, **rule), workdir) == 0
+    assert runs.train(tiny(**knobs, **rule), workdir) == 0
     run = last_run(workdir)
     assert max(float(row.get('clip/fraction', 0)) for row in run.rows.values()) == 0
-    params.append(policy(run.arrays))
-  assert not same(policy(last_run(workdir, 1).arrays), params[1])
-  assert same(*params)
+    found.append(weights(run))
+  assert not same(weights(last_run(workdir, 1)), found[1])
+  assert same(*found)
 
 
-def policy(arrays: dict[str, Any]) -> dict[str, Any]:
+def weights(run: runs.Saved) -> dict[str, Any]:
   """Returns the weights among the arrays of a state."""
-  return {name: x for name, x in arrays.items() if name.startswith('params/')}
+  return {name: x for name, x in run.arrays.items() if name.startswith('params/')}
 
 
-def test_another_config_is_refused_with_the_difference(tmp_path):
+def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
   experiment.claim(str(tmp_path), tiny())
   (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due
   # A longer run is the same run, and so is one on another mesh.
   experiment.claim(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
   with pytest.raises(ValueError, match=r'sampler\.group_size: 4 then, 8 now'):
     experiment.claim(str(tmp_path), tiny(**{'sampler.group_size': 8}))
+  with pytest.raises(ValueError, match='cannot be written'):
+    experiment.claim(str(tmp_path / 'metrics.jsonl' / 'run'), tiny())
 
 
 def test_other_problems_are_refused_on_resume_and_can_be_accepted(
-  tmp_path, one_device, capsys
+  whole_run, tmp_path, capsys
 ):
-  def write(*rows):
-    lines = (json.dumps({'problem': p, 'answer': a}) for p, a in rows)
-    (tmp_path / 'own.jsonl').write_text('\n'.join(lines))
+  workdir = runs.truncated(whole_run, tmp_path / 'run', 2)
+  rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(8)]
+  (tmp_path / 'own.jsonl').write_text('\n'.join(map(json.dumps, rows)))
 
   def identity(step):
-    with checkpoint.manager(workdir, 2) as checkpoints:
-      found = checkpoint.read_meta(checkpoint.home(workdir), step)['problems']
+    with checkpoint.manager(str(workdir), 9) as checkpoints:
+      with pytest.raises(ValueError, match=r'problems\.changed=accept'):
+        resume.same_problems(checkpoints, ['other', 'problems'], 'refuse')
+      found = checkpoint.read_meta(checkpoint.home(str(workdir)), step)['problems']
       assert resume.same_problems(checkpoints, found, 'refuse')
-    return found
+      return found
 
-  first = [(f'{a}+{b}', a + b) for a in range(4) for b in range(4)]
-  write(*first)
-  own = {
-    'problems.source': str(tmp_path / 'own.jsonl'),
-    'batch.rule': 'adapted',
-    'evaluate.every': 9,
-  }
-  own |= {'problems.test_source': own['problems.source']}
-  workdir = str(tmp_path / 'run')
-  assert experiment.train(tiny(**own, steps=1), workdir) == 0
-  before = identity(1)
-  assert max(int(row['buffer/hard']) for row in metrics.read(workdir)[1:]) > 0
-
-  # Fewer of them: the ids in the buffer would be those of other problems, or of none.
-  write(*first[::-2])
-  with pytest.raises(ValueError, match=r'problems\.changed=accept'):
-    experiment.train(tiny(**own, steps=2), workdir)
-  accept = own | {'problems.changed': 'accept', 'buffer.reevaluate': 0, 'steps': 2}
+  before, buffer = identity(2), last_run(workdir).arrays
+  assert (buffer['buffer/hard/completed_step_P'] >= 0).any()
+  knobs = runs.RECORDED['whole'] | {'problems.changed': 'accept', 'steps': 3}
+  knobs |= {'problems.source': str(tmp_path / 'own.jsonl')}
+  knobs |= {'problems.test_source': knobs['problems.source']}
   with pytest.raises(ValueError, match=r'buffer\.reevaluate: 4 then, 0 now'):
-    experiment.train(tiny(**accept), workdir)  # that, and nothing else
-  accept.pop('buffer.reevaluate')
-  capsys.readouterr()
-  assert experiment.train(tiny(**accept), workdir) == 0
+    runs.train(tiny(**knobs | {'buffer.reevaluate': 0}), workdir)
+  assert runs.train(tiny(**knobs), workdir) == 0
   assert 'accepted, the buffer is empty' in capsys.readouterr().out
   run = last_run(workdir)
-  assert run.scalars['step'] == 2
-  completed = [
-    run.arrays[f'buffer/{part}/completed_step_P'] for part in ('hard', 'reusable')
-  ]
-  assert set(np.concatenate(completed).tolist()) <= {-1, 1}, (
-    'no group of an earlier step is left'
-  )
-  # From here on these are its problems, and the knob is not needed any more.
-  assert identity(2) != before
-
-
-def test_a_workdir_that_cannot_be_used_is_refused(tmp_path):
-  (tmp_path / 'file').write_text('')
-  with pytest.raises(ValueError, match='cannot be written'):
-    experiment.claim(str(tmp_path / 'file' / 'run'), tiny())
+  parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
+  assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'
+  assert identity(3) != before
 
 
 def test_another_mesh_is_logged(capsys):
@@ -216,10 +172,7 @@ def test_a_refused_write_is_one_sentence(name, tmp_path):
   path = str(tmp_path / ('run' if name == 'inside' else '') / 'eval.json')
   resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
   try:
-    with (
-      pytest.raises(ValueError) as error,
-      workdir_lib.writable(str(tmp_path / 'run')),
-    ):
+    with pytest.raises(ValueError) as error, workdir_lib.writable(f'{tmp_path}/run'):
       files.write(path, 'x' * 1000)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -227,7 +180,7 @@ def test_a_refused_write_is_one_sentence(name, tmp_path):
     assert part in str(error.value)
   # An error that is not about writing, and not in the workdir, passes through.
   with pytest.raises(FileNotFoundError), workdir_lib.writable(str(tmp_path / 'run')):
-    open(tmp_path / 'run2')  # noqa: SIM115
+    (tmp_path / 'run2').read_text()
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) -> None:
@@ -244,13 +197,10 @@ def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) ->
 
 def start_and_wait(workdir, logged, saved=0, **overrides):
   """Starts a run in its own process and waits for so many steps."""
-  process = subprocess.Popen(
-    **command(workdir, **overrides), stdout=subprocess.PIPE, text=True
-  )
-  wait_for(
-    process,
-    lambda: len(metrics.read(str(workdir))) > logged and newest(workdir) >= saved,
-  )
+  call = command(workdir, **overrides)
+  process = subprocess.Popen(**call, stdout=subprocess.PIPE, text=True)
+  rows = lambda: len(metrics.read(workdir))  # noqa: E731
+  wait_for(process, lambda: rows() > logged and newest(workdir) >= saved)
   return process
 
 
@@ -305,51 +255,37 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(partial_run, tmp_path):
   assert_same_run(full, partial_run.workdir, 2)
 
 
-SEED = 7
-
-
 @pytest.mark.nightly
 def test_killed_often_a_run_ends_where_an_unbroken_one_does(warm):
-  kills, knobs, broken, whole = 30, KILLED | {'steps': 120}, warm('broken'), warm()
+  knobs, broken, whole = KILLED | {'steps': 120}, warm('broken'), warm()
   assert runs.train(tiny(**knobs), whole) == 0
-  inside = kill_often(broken, kills, random.Random(SEED), **knobs)
+  kills, inside, rng = 30, 0, random.Random(7)
+  for kill in range(kills):
+    saving = functools.partial(saves_after, broken, newest(broken))
+    process = subprocess.Popen(**command(broken, **knobs), stdout=subprocess.DEVNULL)
+    if kill % 3:  # a few milliseconds after the second save has begun, or the third
+      wait_for(process, saving, 0.001)
+      time.sleep(rng.uniform(0, 0.06))
+    else:  # anywhere: loading, compiling, resuming, between two saves
+      time.sleep(rng.uniform(0, 8))
+    assert process.poll() is None, f'the run is over, kill {kill}'
+    process.kill()
+    process.wait()
+    inside += bool(kill % 3 and half_written(broken))
   assert inside >= kills // 3, f'only {inside} kills fell into a save'
   assert runs.train(tiny(**knobs), broken) == 0
   assert_same_run(broken, whole, knobs['steps'])
   assert not half_written(broken)
 
 
-def kill_often(workdir, kills, random_, **knobs) -> int:
-  """Starts and kills the run so many times; how many kills fell into a save."""
-  inside, until_saving, log = 0, 5.0, workdir / 'log'
-  for kill in range(kills):
-    where = f'seed {SEED}, kill {kill}'
-    before = newest(workdir)
-    with open(log, 'w') as file:
-      process = subprocess.Popen(**command(workdir, **knobs), stdout=file)
-    began = time.monotonic()
-    if kill % 3:  # a few milliseconds after the second save has begun, or the third
-
-      def saving(last=before):
-        return newest(workdir) > last and half_written(workdir)
-
-      wait_for(process, saving, where, 0.001)
-      until_saving = time.monotonic() - began
-      time.sleep(random_.uniform(0, 0.06))
-    else:  # anywhere: loading, compiling, resuming, between two saves
-      time.sleep(random_.uniform(0, 1.1 * until_saving))
-    assert process.poll() is None, f'the run is over, {where}'
-    process.kill()
-    process.wait()
-    inside += bool(kill % 3 and half_written(workdir))
-    if before and 'Resuming' in log.read_text():
-      assert f'Resuming after step {before}.' in log.read_text(), where
-  return inside
-
-
 def newest(workdir: pathlib.Path) -> int:
   """The step of the newest checkpoint; 0 without one."""
   return max(workdir_lib.checkpoint_steps(str(workdir)), default=0)
+
+
+def saves_after(workdir: pathlib.Path, step: int) -> bool:
+  """Returns whether a checkpoint after this step is whole and another one is not."""
+  return newest(workdir) > step and bool(half_written(workdir))
 
 
 def half_written(workdir: pathlib.Path) -> list[str]:
@@ -358,45 +294,23 @@ def half_written(workdir: pathlib.Path) -> list[str]:
 
 
 def wait_for(
-  process: subprocess.Popen,
-  happened: Callable[[], object],
-  where: str = '',
-  every_s: float = 0.02,
+  process: subprocess.Popen, happened: Callable[[], object], every_s: float = 0.02
 ) -> None:
   """Returns once it has happened, while the process is running."""
   deadline = time.monotonic() + 600
   while not happened():
-    assert process.poll() is None, f'the run ended before it was stopped {where}'
-    assert time.monotonic() < deadline, where
+    assert process.poll() is None, 'the run ended before it was stopped'
+    assert time.monotonic() < deadline
     time.sleep(every_s)
 
 
 def test_an_interrupted_warm_start_says_so(tmp_path):
-  call = command(tmp_path, **{'sft.clean': 100_000})
-  process = subprocess.Popen(
-    **call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  assert process.stdout is not None
+  call = command(tmp_path, **{'sft.clean': 100_000}) | {'text': True}
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+  process = subprocess.Popen(**call | pipes)
   while 'results' not in process.stdout.readline():
     assert process.poll() is None
   process.send_signal(signal.SIGINT)
   _, error = process.communicate(timeout=120)
   assert process.returncode == 130
-  assert 'warm start' in error
-  assert 'Traceback' not in error
-
-
-@pytest.mark.nightly
-def test_local_launch_shards_over_eight_devices(tmp_path):
-  call = command(tmp_path, **{'mesh.data': 2, 'steps': 1, 'sft.clean': 2})
-  flags = call['args'][call['args'].index(f'--config={runs.CONFIG}') + 1 :]
-  run = subprocess.run(
-    ['bash', 'launch/local.sh', *flags],
-    cwd=runs.ROOT,
-    env=call['env'] | {'PYTHON': sys.executable},
-    capture_output=True,
-    text=True,
-  )
-  assert run.returncode == 0, run.stderr[-2000:]
-  assert '8 cpu' in run.stdout
-  assert (tmp_path / 'report.md').exists()
+  assert 'warm start' in error and 'Traceback' not in error

@@ -10,29 +10,29 @@ from markdown_it import MarkdownIt
 
 from bapo_jax.run import report, report_plots
 from bapo_jax.runtime import metrics
+from bapo_jax.training.config import Config, parse
 
 NAN = math.nan
+CONFIG = Config(title='A run')
 
 
-def write_report(workdir, rows, **overrides):
+SAMPLE = dict(problem='What is 2+3?', answer='5', response='5', correct=True)
+WRONG = SAMPLE | {'response': '```\n4', 'correct': False}
+
+
+def write_report(workdir, rows, before=(WRONG,), after=(SAMPLE,), config=CONFIG):
+  """Returns (report.md, report.json) of these rows and samples."""
   with metrics.writing(workdir, -1) as write:
     for step, row in enumerate(rows, 1):
       write(step, row)
-  sample = dict(problem='What is 2+3?', answer='5', response='5', correct=True)
-  facts = dict(
-    title='A run',
-    config_text='seed = 0',
-    config_hash='abc',
-    eval_before=dict(accuracy=0.25, stderr=0.03, n=200),
-    eval_after=dict(accuracy=np.float32(0.5), stderr=0.04, n=200),
-    samples_before=[{**sample, 'response': '```\n4', 'correct': False}],
-    samples_after=[sample],
-    phases={'verify': 10.0, 'sample': 60.0},
-    wall_s=100.0,
-    peak_rss_bytes=3 * 2**29,
-    steps=len(rows),
+  results = (
+    {'result': dict(accuracy=0.25, stderr=0.03, n=200), 'samples': before},
+    {'result': dict(accuracy=0.5, stderr=0.04, n=200), 'samples': after},
   )
-  page = report.write(workdir, **{**facts, **overrides}).read_text()
+  spent = {'wall_s': 100.0, 'phases': {'verify': 10.0, 'sample': 60.0}}
+  spent['peak_rss_bytes'] = 3 * 2**29
+  report.write(workdir, config, *results, spent, len(rows))
+  page = (workdir / 'report.md').read_text()
   return page, json.loads((workdir / 'report.json').read_text())
 
 
@@ -46,7 +46,7 @@ def test_numbers_by_hand(tmp_path):
   rows = [lengths(20, 30), lengths(NAN, 50), *[lengths(1, 1000)] * 6]
   rows += [lengths(10, 60), lengths(30, 60)]
   rows = [dict(row, **{'clip/moved': i >= 6}) for i, row in enumerate(rows)]
-  page, facts = write_report(tmp_path, rows, target=0.4)
+  page, facts = write_report(tmp_path, rows)
   assert facts['length_ratio'] == {'first_fifth': 2.0, 'last_fifth': 3.0}
   assert facts['clip_moved_fraction'] == 0.4  # 4 of 10
   assert facts['eval_after'] == {'accuracy': 0.5, 'stderr': 0.04, 'n': 200}
@@ -62,14 +62,12 @@ def test_numbers_by_hand(tmp_path):
   assert '| `rollout/length_right` | 20 | 20 |' in page
   # the wrong response opens a fence of three: its block needs four to hold it
   assert '````text\n```\n4\n````' in page
-  for name in ('curves.png', 'phases.png'):
-    assert (tmp_path / name).read_bytes().startswith(b'\x89PNG')
+  assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_pictures_stand_beside_the_sample(tmp_path):
-  sample = dict(problem='<image>?', answer='5', response='5', correct=True)
-  sample['pictures'] = ['pictures/a.png', 'pictures/b.png']
-  page, _ = write_report(tmp_path, [], samples_before=[sample], samples_after=[sample])
+  sample = SAMPLE | {'pictures': ['pictures/a.png', 'pictures/b.png']}
+  page, _ = write_report(tmp_path, [], [sample], [sample])
   shown = page[page.index('### Sample 1') : page.index('Before:')]
   assert '![Picture 1](pictures/a.png)\n\n![Picture 2](pictures/b.png)' in shown
   assert page.count('pictures/a.png') == 1
@@ -86,7 +84,7 @@ def test_pictures_stand_beside_the_sample(tmp_path):
   ],
 )
 def test_gaps_are_shown_as_gaps(tmp_path, rows):
-  page, facts = write_report(tmp_path, rows, samples_before=[])
+  page, facts = write_report(tmp_path, rows, before=[])
   assert facts['length_ratio'] == {'first_fifth': None, 'last_fifth': None}
   assert facts['clip_moved_fraction'] is None
   assert 'After: **right**' in page and 'Before:' not in page
@@ -109,7 +107,7 @@ def test_no_curve_of_a_long_run_ends_on_its_last_value():
   rows = [{'step': i, 'loss/kl': 1.0} for i in range(100)]
   rows[-1]['loss/kl'] = 1000.0
   ax = Figure().subplots()
-  kl = next(panel for panel in report_plots.PANELS if panel.names == ['loss/kl'])
+  kl = next(panel for panel in report_plots.PANELS if 'loss/kl' in panel.labels)
   report_plots._panel(ax, rows, None, kl)
   raw, smooth = ax.lines
   assert (raw.get_xdata()[-1], raw.get_ydata()[-1]) == (99, 1000)
@@ -119,8 +117,8 @@ def test_no_curve_of_a_long_run_ends_on_its_last_value():
 
 
 def test_every_panel_draws_metrics_of_the_glossary():
-  names = [name for panel in report_plots.PANELS for name in panel.names]
-  assert set(names) | set(report.MAIN.split()) <= set(metrics.GLOSSARY)
+  names = {name for panel in report_plots.PANELS for name in panel.labels}
+  assert names | set(report.MAIN.split()) <= set(metrics.GLOSSARY)
 
 
 def test_a_missed_target_is_explained(tmp_path):
@@ -129,7 +127,8 @@ def test_a_missed_target_is_explained(tmp_path):
     {'clip/target_met': met, 'clip/share': share}
     for met, share in ((0.5, 0.4), (0.0, 0.3), (1.0, 0.5))
   ]
-  page, _ = write_report(tmp_path, rows, target=0.45)
+  balanced = {'clip': {'rule': 'balanced', 'balanced': {'target': 0.45}}}
+  page, _ = write_report(tmp_path, rows, config=parse(balanced))
   sentence = page.split('\n\n')[2]
   for words in ('0.45', '50.0 %', '0.40 on average', 'limits'):
     assert words in sentence
@@ -154,21 +153,16 @@ HOSTILE = (
 
 def test_texts_of_models_take_no_effect_on_the_page(tmp_path):
   sample = dict(problem=HOSTILE, answer=HOSTILE, response=HOSTILE, correct=True)
-  page, _ = write_report(
-    tmp_path,
-    [{'rollout/reward': 0.5, 'batch/filled': 1.0}],
-    title=HOSTILE,
-    config_text=HOSTILE,
-    config_hash=HOSTILE,
-    samples_before=[sample],
-    samples_after=[sample, {**sample, 'problem': '# other'}],
-  )
+  after = [sample, sample | {'problem': '# other'}]
+  config = CONFIG.model_copy(update={'title': HOSTILE})
+  rows = [{'rollout/reward': 0.5, 'batch/filled': 1.0}]
+  page, _ = write_report(tmp_path, rows, [sample], after, config)
   assert not [c for c in page if not c.isprintable() and c != '\n']
   tokens = MarkdownIt('commonmark', {'html': True}).enable('table').parse(page)
   kinds = collections.Counter(token.type for token in tokens)
   # Our six sections and the title; two problems, three responses and the config.
   assert kinds['heading_open'] == 7 and kinds['fence'] == 6
-  # Our two tables: a head and 4 rows, a head and 2.
+  # Our two tables: a head and 4 rows, a head and 2 rows.
   assert kinds['table_open'] == 2 and kinds['tr_open'] == 5 + 3
   # The only tags are ours: they fold the config away.
   opened, closed = (t.content for t in tokens if t.type == 'html_block')
@@ -176,4 +170,4 @@ def test_texts_of_models_take_no_effect_on_the_page(tmp_path):
   children = [child for token in tokens for child in token.children or []]
   assert not {'html_inline', 'link_open'} & {child.type for child in children}
   images = [c.attrs['src'] for c in children if c.type == 'image']
-  assert images == ['curves.png', 'phases.png']
+  assert images == ['curves.png']

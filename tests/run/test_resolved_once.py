@@ -42,8 +42,7 @@ def calls(monkeypatch):
 
   for name, functions in COUNTED.items():
     for module, function in functions:
-      original = getattr(module, function)
-      monkeypatch.setattr(module, function, counted(name, original))
+      monkeypatch.setattr(module, function, counted(name, getattr(module, function)))
   return counts
 
 
@@ -54,7 +53,7 @@ def test_a_start_resolves_once(mode, adapter_run, calls, tmp_path, one_device):
   assert calls == dict.fromkeys(COUNTED, 1)
 
 
-def test_a_derivation_shares_one_mesh(request, tmp_path, one_device):
+def test_a_derivation_shares_one_mesh(calls, tmp_path, one_device):
   """Lays out three meshes at most: for the memory, for the rules, and for the run."""
   knobs = {
     'model.path': foreign.model(tmp_path / 'model', 'qwen2'),
@@ -64,7 +63,7 @@ def test_a_derivation_shares_one_mesh(request, tmp_path, one_device):
   flags = [f'--config.{name}={value}' for name, value in knobs.items()]
   config = main.read_config('configs/finetune.py', flags)
   assert config.derived
-  calls = request.getfixturevalue('calls')
+  calls.clear()
   derive.prepare(config, str(tmp_path / 'run'))
   assert (calls['config.json'], calls['directory']) == (1, 1)
   assert calls['mesh'] <= 3

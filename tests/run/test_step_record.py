@@ -1,6 +1,5 @@
 """What a step trained on is recorded: every number is that of the run's own arrays."""
 
-import json
 import math
 import types as python_types
 
@@ -127,17 +126,14 @@ def test_the_last_update_that_had_a_group_is_recorded(tmp_path):
   assert rows[0]['responses'][0]['learner_logp'] == [-3.25] * 4
 
 
-def test_without_an_update_bounds_and_ratios_are_null(tmp_path):
-  rows = recorded(*held_step(updates=()), tmp_path)
-  assert {(row['update'], row['low'], row['high']) for row in rows} == {(None,) * 3}
-  assert all(r['ratio'] is None and r['pieces'] for r in rows[0]['responses'])
-
-
-def test_a_number_that_is_not_finite_is_null(tmp_path):
-  t, record = held_step()
+def test_what_is_missing_or_not_finite_is_null(tmp_path):
+  t, record = held_step(updates=())
   logp_PGT = record.groups.behavior_logp_PGT.at[0, 0, 3].set(-jnp.inf)
   groups = record.groups._replace(behavior_logp_PGT=logp_PGT)
-  first = recorded(t, record._replace(groups=groups), tmp_path)[0]['responses'][0]
+  rows = recorded(t, record._replace(groups=groups), tmp_path)
+  assert {(row['update'], row['low'], row['high']) for row in rows} == {(None,) * 3}
+  assert all(r['ratio'] is None and r['pieces'] for r in rows[0]['responses'])
+  first = rows[0]['responses'][0]
   assert first['sampler_logp'][1] is None and first['sampler_logp'][0] is not None
 
 
@@ -155,26 +151,20 @@ def test_a_file_is_bounded_in_groups_and_in_tokens(tmp_path, monkeypatch):
   assert rows[1]['responses'][1]['response'] == '345'
 
 
-def test_a_step_without_a_filled_seat_records_nothing(tmp_path):
-  t, record = held_step(source=(-1,) * P)
+def test_the_newest_up_to_a_step_is_found_and_a_broken_file_named(tmp_path):
+  t, record = held_step(source=(-1,) * P)  # no filled seat
   step_record.write(t, str(tmp_path), record)
   assert step_record.newest(str(tmp_path)) is None
-
-
-def test_the_newest_up_to_a_step_is_found_and_a_broken_file_named(tmp_path):
   (tmp_path / 'groups').mkdir()
   for step in (2, 10, 9):
     (tmp_path / 'groups' / f'{step}.jsonl').write_text('{"a": 1}\n')
   (tmp_path / 'groups' / '11.jsonl.tmp').write_text('')
   found = [step_record.newest(str(tmp_path), until) for until in (math.inf, 9, 1)]
   assert found == [10, 9, None]
-  with pytest.raises(ValueError, match=r'10\.jsonl'):
-    step_record.read(str(tmp_path), 10)
-  (tmp_path / 'groups' / '10.jsonl').write_text('{')
-  with pytest.raises(ValueError, match=r'10\.jsonl'):
-    step_record.read(str(tmp_path), 10)
-  with pytest.raises(ValueError, match=r'3\.jsonl'):
-    step_record.read(str(tmp_path), 3)
+  (tmp_path / 'groups' / '9.jsonl').write_text('{')
+  for step in (10, 9, 3):  # no groups, no JSON, no file
+    with pytest.raises(ValueError, match=rf'{step}\.jsonl'):
+      step_record.read(str(tmp_path), step)
 
 
 @pytest.mark.parametrize('rule', ['clipped', 'sequence'])
@@ -195,11 +185,3 @@ def test_cut_tokens_are_those_without_a_gradient(rule):
     np.asarray(tokens.cut_BT)[up_BT], np.asarray(tokens.ratio_BT)[up_BT] > 1.1
   )
   assert not np.asarray(tokens.ratio_BT)[~np.asarray(batch.loss_mask_BT)].any()
-
-
-def test_a_file_is_lines_of_json(tmp_path):
-  t, record = held_step()
-  step_record.write(t, str(tmp_path), record)
-  text = (tmp_path / 'groups' / '8.jsonl').read_text()
-  assert len([json.loads(line) for line in text.splitlines()]) == 4
-  assert {'step', 'id', 'prompt', 'responses'} <= json.loads(text.split('\n')[0]).keys()

@@ -9,7 +9,7 @@ from runs import source, tiny
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.run import welcome
+from bapo_jax.run import experiment
 from bapo_jax.training import build, policy, resolve
 
 
@@ -98,13 +98,12 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
   assert resolve.resolve(config).tokenizer.eos == (1, 39)
 
 
-def test_the_first_screen_names_tokenizer_and_template(tmp_path, capsys):
+def test_the_first_screen_names_tokenizer_and_template(tmp_path):
   path = source(tmp_path / 'model')
   knobs = {'model.path': path, 'tokenizer.template': '{problem}=', 'mesh.tensor': 8}
   config = tiny(**knobs)
   r = resolve.resolve(config)
-  welcome.welcome(r, 'work', build.read(config, r.model))
-  text = capsys.readouterr().out
+  text = experiment.first_screen(r, build.read(config, r.model), 'work')
   assert 'remat dots (auto)' in text
   (line,) = (x for x in text.splitlines() if 'tokenizer ' in x)
   assert line.split(None, 1)[1] == f"{path}, 29 tokens, template '{{problem}}='"
