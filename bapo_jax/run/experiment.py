@@ -226,7 +226,7 @@ class Run:
       results, message = self.evaluate(s)
       row |= results
     seconds = self.t.timer.since()
-    row |= {f'time/{name}': s for name, s in seconds.items()}
+    row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = max(seconds.get('sample', 0.0), 1e-9)
     row['rollout/tokens_per_s'] = row['rollout/tokens'] / sampling

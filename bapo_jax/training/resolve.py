@@ -102,9 +102,9 @@ def check_available(config: Config) -> Model:
 def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
   """Reads all problems and checks their answers; lists the missing sources.
 
-  `sees`: the model may have a vision tower. Unless `decided`, the verifier is derived
-  later, and answers are not checked. Raises ValueError if a row is damaged, or its
-  verifier cannot read its answer.
+  With `sees`, the model may have a vision tower. Unless `decided`, the verifier is
+  derived later, and answers are not checked. Raises ValueError if a row is damaged, or
+  its verifier cannot read its answer.
   """
   check = gold.check(config.rewards.rule) if decided else None
   problems = config.problems
