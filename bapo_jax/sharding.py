@@ -1,12 +1,8 @@
 """Places arrays: one table from parameter path to logical axes to mesh axes.
 
-1. `make` lays the devices out as (data, fsdp, tensor);
-2. `PATHS` names the logical axes of each parameter; the first match wins;
-3. `LAYOUTS` maps each logical axis to the mesh axis it is split over: in training the
-   weights are split over fsdp and tensor, in decoding over tensor alone, so that a
-   token step gathers no weights;
-4. code that needs the mesh while it is traced (a kernel, a constraint) reads the
-   `ambient` mesh, which `current` and `under` set.
+In training the weights are split over fsdp and tensor, in decoding over tensor alone,
+so that a token step gathers no weights. Code that needs the mesh while it is traced (a
+kernel, a constraint) reads the `ambient` mesh, which `current` and `under` set.
 """
 
 import contextlib
@@ -29,17 +25,15 @@ Result = TypeVar('Result')
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = ('data', 'fsdp')  # every batch-like axis is split over both
 
-PATHS = (
+PATHS = (  # the logical axes of each parameter; the first match wins
   (r'(^|/)(embed|head)$', ('vocab', 'width')),
   (r'vision/patch$', (None, None, None, None, 'width')),
   (r'vision/layers/qkv$', ('layer', 'width', None, 'heads', None)),
   (r'vision/layers/qkv_bias$', ('layer', None, 'heads', None)),
   (r'vision/layers/(gate|up)_bias$', ('layer', 'ffn')),
-  (r'vision/layers/(o|down)_bias$', None),
   (r'vision/merger_in$', ('width', 'ffn')),
   (r'vision/merger_in_bias$', ('ffn',)),
   (r'vision/merger_out$', ('ffn', 'width')),
-  (r'vision/merger_out_bias$', None),
   (r'layers/q$', ('layer', 'width', 'heads', None)),
   (r'layers/[kv]$', ('layer', 'width', 'kv_heads', None)),
   (r'layers/q_bias$', ('layer', 'heads', None)),
@@ -49,7 +43,6 @@ PATHS = (
   (r'layers/(qkv|gate_up)$', ('layer', 'width', None)),  # of an actor, where tensor=1
   (r'layers/out$', ('layer', None, 'width')),  # likewise
   (r'layers/down$', ('layer', 'ffn', 'width')),
-  (r'layers/o_bias$', None),
   (r'layers/(q|k|v|gate|up)/a$', ('layer', 'width', None)),  # of adapters
   (r'layers/o/a$', ('layer', 'heads', None, None)),
   (r'layers/down/a$', ('layer', 'ffn', None)),
@@ -57,10 +50,11 @@ PATHS = (
   (r'layers/[kv]/b$', ('layer', None, 'kv_heads', None)),
   (r'layers/(gate|up)/b$', ('layer', None, 'ffn')),
   (r'layers/(o|down)/b$', ('layer', None, 'width')),
-  (r'_norm$', None),  # replicated, whatever its rank
-  (r'(^|/)(count|step)$', None),
+  # Replicated, whatever their rank.
+  (r'(layers/(o|down)|merger_out)_bias$|_norm$|(^|/)(count|step)$', None),
 )
 
+# Maps a logical axis to the mesh axis that it is split over.
 LAYOUTS = {'decode': dict.fromkeys(('vocab', 'heads', 'kv_heads', 'ffn'), 'tensor')}
 LAYOUTS['train'] = LAYOUTS['decode'] | {'width': 'fsdp'}
 
@@ -68,15 +62,10 @@ LAYOUTS['train'] = LAYOUTS['decode'] | {'width': 'fsdp'}
 def make(
   data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-  """Makes a (data, fsdp, tensor) mesh.
+  """Makes a (data, fsdp, tensor) mesh of `devices`, by default of all processes.
 
-  Args:
-    data, fsdp, tensor: devices along each axis; at most one is -1, which takes all that
-      the others leave.
-    devices: of the mesh, in order; None: all devices of all processes.
-
-  Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+  At most one size is -1: that axis takes all devices that the others leave. Raises
+  ValueError if the sizes do not multiply to the number of devices.
   """
   grid, shape = np.asarray(devices or jax.devices()), (data, fsdp, tensor)
   try:
@@ -101,20 +90,14 @@ def spec_of(
   """Returns the PartitionSpec of the parameter at path `name`.
 
   Key/value heads that do not divide over their mesh axis are replicated, as in every
-  implementation of grouped-query attention.
-
-  Args:
-    layout: a key of LAYOUTS.
-
-  Raises:
-    ValueError: no line of PATHS matches, or another axis does not divide over the mesh.
+  implementation of grouped-query attention. `layout` is a key of LAYOUTS. Raises
+  ValueError if no line of PATHS matches, or another axis does not divide over the mesh.
   """
   stacked = re.sub(r'(^|/)layers/\d+/', r'\1layers/', name)
   matches = [axes for pattern, axes in PATHS if re.search(pattern, stacked)]
   if not matches:
     raise ValueError(f'no line of sharding.PATHS matches parameter {name!r}; add one')
-  logical = matches[0]
-  if logical and stacked != name:  # one layer of an actor
+  if (logical := matches[0]) and stacked != name:  # one layer of an actor
     logical = logical[1:]
   entries = []
   for axis, n in zip(logical or (), shape, strict=logical is not None):

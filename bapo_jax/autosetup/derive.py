@@ -98,7 +98,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   if not undecided:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
-    model = resolve.check_available(config, decided=not config.derived)
+    model = resolve.check_available(config)
     known = facts.gather(config, model) if undecided else None
   if known is not None:
     config, derived = derive(config, known)

@@ -96,7 +96,7 @@ def rollout(
   """
   P = len(prompts.id_P)
   if not P:
-    return nothing(rollouts.engine)
+    return empty(rollouts.engine)
   with verification.timer('sample'):
     if k.cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
@@ -141,7 +141,7 @@ def collect_due(
   return pending.record(places, seats, step)._replace(submits=False)
 
 
-def nothing(engine: RolloutEngine) -> Rollout:
+def empty(engine: RolloutEngine) -> Rollout:
   """Returns the rollout of no prompts."""
   return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
 

@@ -23,7 +23,7 @@ from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
-from bapo_jax.training import budget, build, checkpoint, evaluate, policy, step_metrics
+from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
@@ -225,7 +225,11 @@ class Run:
     if finished(config, s) or s.step % config.evaluate.every == 0:
       results, message = self.evaluate(s)
       row |= results
-    row |= step_metrics.timings(self.t.timer.since(), row['rollout/tokens'])
+    seconds = self.t.timer.since()
+    row |= {f'time/{name}': x for name, x in seconds.items()}
+    row['time/step'] = sum(seconds.values())
+    sampling = max(seconds.get('sample', 0.0), 1e-9)
+    row['rollout/tokens_per_s'] = row['rollout/tokens'] / sampling
     write(s.step, row)
     log(metrics.line(s.step, config.steps, row))
     if message:

@@ -25,7 +25,8 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
     found['actor'] = s.actor_adapters
     if s.actor_adapters is None:
       actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
-      found['actor'] = t.trained(decode.params_of(actor, t.spec, t.mesh))
+      weights = decode.params_of(actor, t.spec, t.mesh).items()
+      found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   return found if s.partial is None else found | {'partial': s.partial.state()}
 
 
@@ -62,12 +63,9 @@ def resume(
     ValueError: all checkpoints are damaged, or the run cannot continue from the newest,
       which has no optimiser state or was trained with other frozen weights.
   """
-  newest = checkpoint.restore_newest(
-    checkpoints, lambda step: arrays(t, s.replace(step=step))
-  )
-  if newest is None:
+  if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  step, found, meta = newest
+  found, meta = checkpoint.restore(checkpoints, step, arrays(t, s.replace(step=step)))
   log(f'Resuming after step {step}.')
   s = s.replace(**meta['run'])
   _check(t, s, meta)

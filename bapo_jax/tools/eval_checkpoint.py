@@ -14,6 +14,7 @@ import jax
 
 from bapo_jax import sharding
 from bapo_jax.autosetup import derive
+from bapo_jax.data import prompts, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.run import experiment
@@ -74,7 +75,10 @@ def _run(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """Returns (source of the weights, result, samples); step None: model.path."""
   timer, config = PhaseTimer(), r.config
-  material = build.read_held_out(r)
+  rows, limit = sources.load(config.problems, 'test_source'), config.prompts
+  held_out = prompts.tabulate(
+    r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
+  )
   if step is None:
     source = config.model.path
     params = policy.load(r, workdir, timer)
@@ -86,9 +90,8 @@ def _run(
     places = transformer.flatten(layout).items()
     params = transformer.unflatten({p: jax.device_put(read(p), at) for p, at in places})
   with contextlib.closing(build.make_verifier(config)) as verifier:
-    t = build.make_trainer(r, material, verifier, timer)
+    t = build.make_trainer(r, build.Material(held_out, held_out), verifier, timer)
     result, samples = experiment.evaluation(t, params, step or 0)
-  held_out = material.held_out
   texts = tokenizer_lib.decode_prompts(
     r.tokenizer, held_out.tokens_NT, held_out.length_N, r.spec.image_token
   )

@@ -1,8 +1,4 @@
-"""Memory and disk of a run, counted by hand before anything is compiled.
-
-1. `count` adds up a `Budget`: bytes per device by what they hold, and per checkpoint;
-2. `choose_schedule` takes the schedule that recomputes least among those that fit;
-3. `check` refuses a run that cannot fit, `sentence` describes a run that does.
+"""Counts memory and disk of a run by hand, before anything is compiled.
 
 The count of an update is within 17 % of twelve compiled TPU programs of text models; of
 a vision tower only the weights are counted. --mode=plan asks a compiler.
@@ -84,8 +80,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   split = mesh.shape['fsdp'] * tensor
   weights, moments, gradients, actor = whole_state(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
-  made = c.problems.test_source in MADE
-  evaluated = made * c.problems.test * c.evaluate.group_size
+  evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
   buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
   few, n = adapters(config, spec), trained(config, spec)
@@ -144,8 +139,7 @@ def _passes(
     rows = max(rows, config.sft.batch)
   rows = rows if rows % shards else rows // shards
   head, tower = spec.vocab * spec.width, transformer.count(spec, 'vision/')
-  layer = transformer.count(spec) - tower - head * (2 - spec.tied)
-  layer /= spec.layers
+  layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers
   gradient = 0 if config.lora.rank else 4  # bytes per gathered weight
   gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
   at_once = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
@@ -171,8 +165,6 @@ def itemsize(dtype: str) -> int:
 
 def adapters(config: Config, spec: ModelSpec) -> int:
   """Returns the number of trained adapter weights; 0 without adapters."""
-  if not config.lora.rank:
-    return 0
   return lora.count(spec, config.lora.rank, config.lora.targets)
 
 
@@ -187,11 +179,9 @@ def trained(config: Config, spec: ModelSpec) -> int:
 
 
 def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
-  """Returns the bytes per device of the keys and values of a decode slot.
+  """Returns the bytes per device of the keys and values of a slot of `length` tokens.
 
-  Args:
-    length: T, the tokens of a slot.
-    tensor: devices along the mesh axis tensor, which divide the heads if they can.
+  The `tensor` devices along that mesh axis divide the heads if they can.
   """
   heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
@@ -261,18 +251,14 @@ def choices(config: Config, mesh: Mesh) -> list[Schedule]:
     columns = (False,)
   again = {'none': 0.0, 'dots': 0.2, 'full': 1.0, 'stored': 0.0, 'again': 1.0}
   both = itertools.product(remats, passes)
-  return [
-    Schedule(kind, split, bounds_pass)
-    for kind, bounds_pass in sorted(both, key=lambda x: again[x[0]] + again[x[1]])
-    for split in columns
-  ]
+  both = sorted(both, key=lambda pair: again[pair[0]] + again[pair[1]])
+  return [Schedule(kind, split, where) for kind, where in both for split in columns]
 
 
 def bounds_wait(config: Config) -> bool:
   """Returns whether bounds are searched over the ratios of several micro-batches."""
-  learner, constant = config.learner, config.clip.rule in ('fixed', 'unclipped')
-  several = learner.grad_accum_steps > 1 and learner.bounds_scope == 'minibatch'
-  return several and not constant
+  k, searched = config.learner, config.clip.rule not in ('fixed', 'unclipped')
+  return searched and k.grad_accum_steps > 1 and k.bounds_scope == 'minibatch'
 
 
 def choose_schedule(
@@ -280,8 +266,7 @@ def choose_schedule(
 ) -> Schedule:
   """Chooses the first of `choices` whose update fits the memory, or the last.
 
-  Args:
-    memory: bytes that a device may use; 0: `limit` of the mesh.
+  `memory` is in bytes per device; 0: the `limit` of the mesh.
   """
   memory, options = memory or limit(mesh), choices(config, mesh)
   fitting = (s for s in options if count(config, spec, s, mesh).update <= memory)
@@ -306,11 +291,7 @@ def limit(mesh: Mesh) -> float:
 
 
 def check(budget: Budget, room: float) -> None:
-  """Refuses a run that cannot fit the memory, before anything is compiled.
-
-  Raises:
-    ValueError: a phase needs more than SLACK times `room` bytes.
-  """
+  """Raises ValueError if a phase needs more than SLACK times `room` bytes."""
   b, state = budget, budget.weights + budget.moments
   rows = {'responses': b.responses, 'buffer': b.buffer}
   decoding = {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows

@@ -1,24 +1,16 @@
-"""Builds the trainer of a run and its state at step 0.
-
-1. `read` opens the problems; `make_verifier` starts its worker processes;
-2. `make_trainer` binds the rules and jits the programs: everything that is fixed;
-3. `build` also loads the weights, and makes everything that changes;
-4. `compile_train_step` compiles the update for the arrays of a state.
-"""
+"""Builds the trainer of a run, with its rules and programs, and its state at step 0."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts, sources
+from bapo_jax.data import prompts
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
@@ -37,9 +29,7 @@ from bapo_jax.training import policy, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model, Resolved, resolve
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, Groups, ReplayBuffer, Rules, Tree
-
-Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
+from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
 
 
 class Material(NamedTuple):
@@ -52,20 +42,10 @@ class Material(NamedTuple):
 def read(config: Config, model: Model) -> Material:
   """Reads and tokenizes the training and the held-out problems.
 
-  Raises:
-    ValueError: a source cannot be read, or too few problems are left.
+  Raises ValueError if a source cannot be read, or too few problems are left.
   """
   knobs = config.prompts, config.problems
   return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
-
-
-def read_held_out(r: Resolved) -> Material:
-  """Reads the held-out problems, also in place of training problems; see `read`."""
-  rows, limit = sources.load(r.config.problems, 'test_source'), r.config.prompts
-  held_out = prompts.tabulate(
-    r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
-  )
-  return Material(held_out, held_out)
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -123,12 +103,11 @@ def make_train_step(
 def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   """Returns the shapes of a minibatch of the run, placed on the mesh.
 
-  Args:
-    pictures: shapes from `pictured.abstract`; None: prompts are texts.
+  `pictures` are shapes from `pictured.abstract`; None: prompts are texts.
   """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = dict.fromkeys(('tokens', 'source'), jnp.int32)
-  kinds |= dict.fromkeys(('loss_mask', 'on_policy'), jnp.bool_)
+  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
+  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   rows, fields = sharding.over_rows(mesh), list[Any]()
   for field in Batch._fields[:-1]:  # the name says the axes
     name, _, axes = field.rpartition('_')
@@ -155,8 +134,7 @@ def make_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
   """Builds everything that is fixed for a run; `base` are its frozen weights."""
-  config, spec, mesh = r.config, r.spec, r.mesh
-  bound = rules.bind(config)
+  config, spec, mesh, bound = r.config, r.spec, r.mesh, rules.bind(r.config)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   score = functools.partial(
@@ -167,6 +145,7 @@ def make_trainer(
     temperature=config.sampler.temperature,
     chunk=config.logprobs.chunk,
   )
+  at_start = sharding.under(mesh, jax.jit(score))
   recompute, when = None, config.learner.recompute_logprobs
   narrow = config.model.compute != 'float32' and not config.loss.active.weighs_sampler
   if when == 'on' or (when == 'auto' and narrow):
@@ -184,21 +163,15 @@ def make_trainer(
     engine=make_engine(r, gallery),
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
-    proximal=_proximal(config, mesh, base, score),
+    proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
+    if config.loss.active.needs_proximal
+    else None,
     recompute=recompute,
     timer=timer,
     base=base,
     pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
     held_out_gallery=held_out,
   )
-
-
-def _proximal(config: Config, mesh: Mesh, base: Tree, score: Score) -> Score | None:
-  """Scores a batch by the weights of the step's start, if the loss rule needs it."""
-  if not config.loss.active.needs_proximal:
-    return None
-  jitted = sharding.under(mesh, jax.jit(score))
-  return lambda params, groups, seen: jitted(lora.attach(base, params), groups, seen)
 
 
 def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
@@ -213,8 +186,7 @@ def build(
 ) -> tuple[Trainer, TrainState]:
   """Loads or warm-starts the weights; returns the trainer and its state at step 0.
 
-  Args:
-    workdir: has the warm start, or receives it.
+  `workdir` has the warm start, or receives it.
   """
   base, params = policy.divide(r, policy.load(r, workdir, timer))
   if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
@@ -241,11 +213,9 @@ def build(
 def start(
   config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
 ) -> tuple[Trainer, TrainState]:
-  """Resolves, reads and builds a run, for notebooks and loops of others.
+  """Resolves, reads and builds a run, for notebooks and other loops.
 
-  Args:
-    config: with nothing left to derive.
-    verifier: None: built from the config; close it at the end.
+  The config has nothing left to derive. Close the verifier at the end.
   """
   r = resolve(config)
   with timer('load'):

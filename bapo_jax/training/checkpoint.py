@@ -1,15 +1,10 @@
 """Saves and restores one run, atomically; an incomplete checkpoint is never used.
 
-1. a checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta
-   of plain values, such as the seconds by phase, from which the report continues;
-2. it is written in the background, with digests of its files, and gets its name when it
-   is complete; an error of the system is an OSError at the next save or at the end;
-3. a damaged checkpoint is renamed and logged, and the run resumes from the one before;
-4. the newest checkpoints stay, for resuming, and the best by evaluation;
-5. restored arrays are laid out for the new mesh, whatever mesh saved them;
-6. arrays that a run does not ask for, as an older version stored them, are not read.
-
-`save_params` and `restore_params` write and read weights alone, with the same digests.
+A checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta of
+plain values. It is written in the background, with digests of its files, and gets its
+name when it is complete; an error of the system is an OSError at the next save or at
+the end. A damaged checkpoint is renamed and logged, and the run resumes from the
+checkpoint before it. Restored arrays are laid out for the new mesh.
 """
 
 import contextlib
@@ -34,6 +29,7 @@ from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
 
 CheckpointManager = ocp.CheckpointManager
+Meta = dict[str, Any]
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
 
 INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
@@ -47,13 +43,9 @@ def home(workdir: str) -> str:
 def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   """Makes the directory, removes what a kill left incomplete, sets damage aside.
 
-  Args:
-    keep: how many of the newest checkpoints stay.
-    best: how many stay besides: those with the highest accuracy, among equals the
-      newest; checkpoints without an accuracy do not count.
-
-  Raises:
-    ValueError: there are checkpoints, and none is whole.
+  The `keep` newest checkpoints stay, and the `best` with the highest accuracy, among
+  equals the newest; checkpoints without an accuracy do not count. Raises ValueError if
+  there are checkpoints, and none is whole.
   """
   with hosts.together():
     if hosts.is_first():
@@ -62,14 +54,11 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   ranked = policies.BestN(
     get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
   )
+  kept = policies.AnyPreservationPolicy([policies.LatestN(keep), ranked])
   options = ocp.CheckpointManagerOptions(
-    preservation_policy=policies.AnyPreservationPolicy(
-      [policies.LatestN(keep), ranked]
-    ),
+    preservation_policy=kept,
     best_fn=accuracy,  # or the accuracies are not written
     cleanup_tmp_directories=True,
-    enable_async_checkpointing=True,
-    create=True,
     async_options=_recording(home(workdir)),
   )
   return CheckpointManager(home(workdir), options=options)
@@ -93,19 +82,15 @@ def save(
   checkpoints: CheckpointManager,
   step: int,
   arrays: Tree,
-  meta: dict[str, Any],
+  meta: Meta,
   accuracy: float | None = None,
 ) -> None:
   """Begins to write the checkpoint of `step`; `wait` returns when it is complete.
 
   The checkpoint has the present values: as soon as this returns, the arrays may be
   donated and `meta`, plain values, may change. Waits for an unfinished write first.
-
-  Args:
-    accuracy: on the held-out problems; None if this step was not evaluated.
-
-  Raises:
-    OSError: the system refused to write this checkpoint or the previous one.
+  `accuracy` is that on the held-out problems; None if this step was not evaluated.
+  Raises OSError if the system refuses to write this checkpoint or the previous one.
   """
   wait(checkpoints)
   # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
@@ -120,12 +105,8 @@ def save(
 
 
 def wait(checkpoints: CheckpointManager) -> None:
-  """Waits until nothing is being written.
-
-  Raises:
-    OSError: the system refused to write the last checkpoint.
-  """
-  step = checkpoints.latest_step()  # the one being written counts
+  """Waits for the write in progress; OSError if the system refused it."""
+  step = checkpoints.latest_step()  # the checkpoint being written counts
   with _refusing(checkpoints, step):
     checkpoints.wait_until_finished()
 
@@ -134,10 +115,8 @@ def wait(checkpoints: CheckpointManager) -> None:
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
   """Waits for the write in progress and closes; an interrupt waits for nothing.
 
-  The next start removes what an interrupt leaves incomplete.
-
-  Raises:
-    OSError: the system refused to write the last checkpoint.
+  The next start removes what an interrupt leaves incomplete. Raises OSError if the
+  system refused to write the last checkpoint.
   """
   try:
     yield
@@ -178,20 +157,19 @@ def _as_oserror(path: str) -> Iterator[None]:
     raise
 
 
-def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, Any]:
+def _read(
+  path: str, like: Mapping[str, Any], optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
   """Restores named arrays of a directory that orbax wrote; reads no others.
 
-  Args:
-    like: name -> an array or a jax.ShapeDtypeStruct, whose sharding the restored array
-      gets; None restores a NumPy array on the host.
-    optional: names with this prefix may be missing; '': none.
+  A restored array gets the sharding of its array or jax.ShapeDtypeStruct in `like`;
+  None restores a NumPy array on the host. Names with a prefix in `optional` may be
+  missing.
   """
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
-    lacks = sorted(set(like) - stored)
-    if optional:
-      like = {name: x for name, x in like.items() if name in stored}
-      lacks = [name for name in lacks if not name.startswith(optional)]
+    lacks = sorted(n for n in set(like) - stored if not n.startswith(optional))
+    like = {name: x for name, x in like.items() if name in stored}
     if lacks:
       raise ValueError(
         f'{path} has no {", ".join(lacks[:3])}: another version of this program, or '
@@ -210,41 +188,24 @@ def _read(path: str, like: Mapping[str, Any], optional: str = '') -> dict[str, A
     return checkpointer.restore(path, args=request)
 
 
-def restore(
-  checkpoints: CheckpointManager, step: int, like: Tree
-) -> tuple[Tree, dict[str, Any]]:
+def restore(checkpoints: CheckpointManager, step: int, like: Tree) -> tuple[Tree, Meta]:
   """Returns (arrays, meta) of `step`, laid out as the arrays of `like`.
 
-  If the checkpoint has weights only, the optimiser's arrays are those of `like`.
-
-  Raises:
-    ValueError: an array is not in the checkpoint.
+  If the checkpoint has weights only, the optimiser's arrays are those of `like`. Raises
+  ValueError if an array is not in the checkpoint.
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  return _restored(path, like, 'opt/' if meta.get('weights_only') else ''), meta
+  return _restored(path, like, ('opt/',) if meta.get('weights_only') else ()), meta
 
 
-def _restored(path: str, like: Tree, optional: str = '') -> Tree:
+def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
   restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
   return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
 
 
-def restore_newest(
-  checkpoints: CheckpointManager, like: Callable[[int], Tree]
-) -> tuple[int, Tree, dict[str, Any]] | None:
-  """Returns (step, arrays, meta) of the newest checkpoint; None without any.
-
-  Args:
-    checkpoints: the manager, which has set damaged checkpoints aside.
-    like: from a step to the arrays of a run after it.
-  """
-  step = checkpoints.latest_step()
-  return None if step is None else (step, *restore(checkpoints, step, like(step)))
-
-
-def read_meta(directory: str, step: int) -> dict[str, Any]:
+def read_meta(directory: str, step: int) -> Meta:
   """Reads the meta of a whole checkpoint in the directory of checkpoints."""
   path = os.path.join(directory, str(step), 'meta', 'metadata')
   with open(path, encoding='utf-8') as file:
@@ -254,12 +215,8 @@ def read_meta(directory: str, step: int) -> dict[str, Any]:
 def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of a checkpoint, or None without any; changes nothing.
 
-  Args:
-    which: 'newest'; 'best' by accuracy on the held-out problems, among equals the
-      newest; or a step.
-
-  Raises:
-    ValueError: there are checkpoints, but not this one.
+  `which` is 'newest', a step, or 'best': by accuracy on the held-out problems, among
+  equals the newest. Raises ValueError if there are checkpoints, but not this one.
   """
   steps, accuracies = checkpoint_steps(workdir), {}
   for step in steps:
@@ -289,10 +246,8 @@ def _set_damaged_aside(workdir: str) -> None:
   """Renames damaged checkpoints, so that nothing uses or deletes them.
 
   Reads all files of the newest whole checkpoint, and the small files of older ones.
-  Raises ValueError if there are checkpoints, and none is whole.
   """
-  damaged: dict[str, str] = {}
-  whole = False
+  damaged, whole = dict[str, str](), False
   for step in reversed(checkpoint_steps(workdir)):
     path = os.path.join(home(workdir), str(step))
     if why := digests.damage(path, str(step), 'arrays' if whole else ''):
@@ -305,8 +260,7 @@ def _set_damaged_aside(workdir: str) -> None:
       'or remove that folder, and the same command starts from step 0'
     )
   for path, why in damaged.items():
-    numbers = itertools.chain([''], (f'-{n}' for n in itertools.count(2)))
-    names = (f'{path}.damaged{number}' for number in numbers)
+    names = (f'{path}.damaged{f"-{n}" if n > 1 else ""}' for n in itertools.count(1))
     to = next(name for name in names if not os.path.lexists(name))
     os.rename(path, to)
     log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
@@ -315,22 +269,18 @@ def _set_damaged_aside(workdir: str) -> None:
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   """Returns a function that reads an array of a checkpoint to the host.
 
-  Args:
-    part: part of the saved state, such as 'buffer/reusable'.
-
-  Raises:
-    ValueError: the checkpoint is damaged.
+  `part` is a part of the saved state, such as 'buffer/reusable'. Raises ValueError if
+  the checkpoint is damaged.
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
-  way_out = f'; give another of the checkpoints {others} as --checkpoint=<step>'
-  return read_saved(path, 'arrays', f'{part}/', way_out)
+  hint = f'; give another of the checkpoints {others} as --checkpoint=<step>'
+  return read_saved(path, 'arrays', f'{part}/', hint)
 
 
 def save_params(path: str, params: Tree) -> None:
   """Writes weights and their digests to the directory `path`, completely or not at all.
 
-  Raises:
-    OSError: the system refused.
+  Raises OSError if the system refuses.
   """
   path = os.path.abspath(path)
   options = _recording(os.path.dirname(path))
@@ -339,30 +289,19 @@ def save_params(path: str, params: Tree) -> None:
 
 
 def restore_params(path: str, like: Tree) -> Tree:
-  """Restores the weights at `path`, laid out as `like`.
-
-  Raises:
-    ValueError: the weights are damaged; the message says how.
-  """
+  """Restores the weights at `path`, laid out as `like`; ValueError if damaged."""
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(why)
   return _restored(os.path.abspath(path), like)
 
 
-def read_saved(
-  path: str, folder: str = '', prefix: str = '', way_out: str = ''
-) -> Read:
+def read_saved(path: str, folder: str = '', prefix: str = '', hint: str = '') -> Read:
   """Returns a function that reads an array of a directory with digests to the host.
 
-  Args:
-    folder: below `path`, with the arrays.
-    prefix: of the names of the arrays.
-    way_out: ends the sentence of the error.
-
-  Raises:
-    ValueError: the directory is missing or damaged.
+  The arrays are in `folder` below `path`; their names begin with `prefix`. `hint`
+  ends the message of the ValueError that a missing or damaged directory raises.
   """
   if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(f'{path} is damaged ({why}){way_out}')
+    raise ValueError(f'{path} is damaged ({why}){hint}')
   path = os.path.abspath(os.path.join(path, folder))
   return lambda name: _read(path, {prefix + name: None})[prefix + name]

@@ -1,10 +1,7 @@
 """Defines the config of a run: typed, frozen, validated once, before JAX is imported.
 
-1. `load` runs a config file, which returns an ml_collections ConfigDict;
-2. `overrides` reads arguments such as --config.clip.rule=fixed; `decided` removes the
-   knobs that are left None, which the run derives;
-3. `parse` validates plain values, every knob by itself and then their combinations;
-4. `Config` consists of the sections of all folders, in the order of the flow.
+A config file returns an ml_collections ConfigDict, and arguments such as
+--config.clip.rule=fixed override its values. Knobs that are left None are derived.
 """
 
 import ast
@@ -22,13 +19,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bapo_jax import knobs
-from bapo_jax.algorithms import knobs as algorithms
+from bapo_jax.algorithms import knobs as rules
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
-from bapo_jax.training import knobs as training
+from bapo_jax.training import knobs as train
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
@@ -42,10 +39,7 @@ class Config(Section):
   seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
   steps: int = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
-    math.inf,
-    'Sampled training responses after which the run ends.',
-    above=0,
-    infinite=True,
+    math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that a new run derives: those that the config file leaves None.'
@@ -60,21 +54,17 @@ class Config(Section):
   sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
   rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
-  buffer: algorithms.BufferConfig = knob(algorithms.BufferConfig, 'Replay buffer.')
-  batch: algorithms.BatchConfig = knob(algorithms.BatchConfig, 'Batch rules.')
-  advantage: algorithms.AdvantageConfig = knob(
-    algorithms.AdvantageConfig, 'Advantage rules.'
-  )
-  clip: algorithms.ClipConfig = knob(algorithms.ClipConfig, 'Clip rules.')
-  loss: algorithms.LossConfig = knob(algorithms.LossConfig, 'Loss rules.')
-  learner: training.LearnerConfig = knob(training.LearnerConfig, 'Updates.')
-  optimizer: training.OptimizerConfig = knob(training.OptimizerConfig, 'AdamW.')
-  sft: training.SftConfig = knob(training.SftConfig, 'Warm start.')
-  evaluate: training.EvaluateConfig = knob(training.EvaluateConfig, 'Evaluation.')
-  metrics: training.MetricsConfig = knob(training.MetricsConfig, 'Metrics.')
-  checkpoint: training.CheckpointConfig = knob(
-    training.CheckpointConfig, 'Checkpoints.'
-  )
+  buffer: rules.BufferConfig = knob(rules.BufferConfig, 'Replay buffer.')
+  batch: rules.BatchConfig = knob(rules.BatchConfig, 'Batch rules.')
+  advantage: rules.AdvantageConfig = knob(rules.AdvantageConfig, 'Advantage rules.')
+  clip: rules.ClipConfig = knob(rules.ClipConfig, 'Clip rules.')
+  loss: rules.LossConfig = knob(rules.LossConfig, 'Loss rules.')
+  learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
+  optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
+  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.')
+  evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
+  metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
+  checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
 
   @property
   def row_length(self) -> int:
@@ -109,10 +99,7 @@ class Config(Section):
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
     """Returns a copy with other values: with_values(prompts={'count': 1})."""
-    changed = {
-      name: getattr(self, name).model_copy(update=values)
-      for name, values in sections.items()
-    }
+    changed = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
     return self.model_copy(update=changed)
 
 
@@ -130,22 +117,20 @@ def fingerprint(values: dict[str, Any]) -> str:
 def from_json(values: dict[str, Any]) -> Config:
   """Restores the config from config.json, where tuples are lists.
 
-  Raises:
-    ValueError: another version of the program wrote it.
+  Raises ValueError if another version of the program wrote it.
   """
   return Config.model_validate_json(json.dumps(values))
 
 
 def parse(values: dict[str, Any]) -> Config:
-  """Returns the config of these values, after checks of every knob and of combinations.
+  """Returns the config of these values.
 
-  Raises:
-    ValueError: one sentence.
+  Raises ValueError if a knob is out of range or knobs do not fit together.
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
   config = config.model_copy(update={'tokenizer': tokenizer})
-  algorithms.check_clip(config.clip, config.loss)
+  rules.check_clip(config.clip, config.loss)
   for conflict in _conflicts(config):
     raise ValueError(conflict)
   if not config.model.path:
@@ -172,8 +157,7 @@ def _conflicts(config: Config) -> Iterator[str]:
       f'replays, prompts.count={count} x batch.replay.replay_ratio='
       f'{config.batch.replay.replay_ratio} = {replayed}; give {replayed} or more'
     )
-  cache = config.rewards.shaping.overlong_cache
-  if cache > longest:
+  if (cache := config.rewards.shaping.overlong_cache) > longest:
     limit = f'sampler.max_new_tokens={longest} tokens'
     yield f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}'
   if config.problems.source in MADE and count > (train := config.problems.train):
@@ -203,11 +187,8 @@ def check_positions(config: Config, positions: int) -> None:
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
-  Args:
-    file: its path; after a colon the variant, the argument of its get_config.
-
-  Raises:
-    ValueError: the file cannot be read, or raises.
+  `file` is its path; after a colon the variant, the argument of its get_config.
+  Raises ValueError if the file cannot be read, or raises.
   """
   path, *variant = file.split(':', 1)
   try:
@@ -229,8 +210,7 @@ def load(file: str) -> dict[str, Any]:
 def overrides(given: list[str]) -> dict[str, Any]:
   """Parses arguments such as --config.steps=10; the last value of a name counts.
 
-  Raises:
-    ValueError: an unknown knob, or a text that is not a value of its type.
+  Raises ValueError for an unknown knob, and for a text that is not of the knob's type.
   """
   known = {name: field for name, field, _ in knobs.fields(Config())}
   found = {}
@@ -256,8 +236,7 @@ def overrides(given: list[str]) -> dict[str, Any]:
 def decided(values: dict[str, Any]) -> dict[str, Any]:
   """Removes the values that are None; `derived` lists their names.
 
-  Raises:
-    ValueError: one of them is for the user to set.
+  Raises ValueError if a knob that no run derives is None.
   """
   names: list[str] = []
 
@@ -273,7 +252,7 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
   found = without_none(values)
-  if missing := [name for name in names if name not in training.DERIVABLE]:
+  if missing := [name for name in names if name not in train.DERIVABLE]:
     wanted = ', '.join(f'--config.{name}=...' for name in missing)
     raise ValueError(f'the config file leaves this to you: give {wanted}')
   return found | {'derived': tuple(names)} if names else found

@@ -1,10 +1,8 @@
 """Measures the policy on problems that it was never trained on.
 
-1. `evaluate` samples through the same rollout as training, and records with each
-   response everything that an audit of its verdict needs;
-2. `summarize` computes avg@k, pass@k and maj@k, each with a standard error clustered by
-   problem;
-3. `table` shows them; `read_recorded` reads what training wrote of them.
+Responses are sampled by the same rollout as in training, and recorded with everything
+that an audit of their verdicts needs. avg@k, pass@k and maj@k have standard errors
+clustered by problem.
 """
 
 import collections
@@ -46,9 +44,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Samples and verifies `engine.group_size` responses to every problem.
 
-  Args:
-    params: an actor, the weights of learner step `step` laid out for decoding.
-    ks: k of pass@k and maj@k, at most the group size.
+  `params` are an actor, the weights of learner step `step` laid out for decoding; `ks`
+  are the k of pass@k and maj@k.
 
   Returns:
     (result, samples): the result of `summarize`, and a dict per response: id and text
@@ -102,10 +99,8 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   """Returns uid -> tokens, truncation and log-probability, for this host."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
-  tokens_PGT, mask_PGT, logp_PGT = (
-    exchange.rows_of(x, own)
-    for x in (groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT)
-  )
+  stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
+  tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
   length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
@@ -130,12 +125,11 @@ def summarize(
     and maj for each k the mean over problems and its stderr.
   """
 
-  def column(name: str) -> np.ndarray:
-    return np.asarray([sample[name] for sample in samples]).reshape(-1, group_size)
+  def column(name: str, kind: type | None = None) -> np.ndarray:
+    values = np.asarray([sample[name] for sample in samples], kind)
+    return values.reshape(-1, group_size)
 
-  correct_PG = column('correct')
-  answers = np.asarray([sample['extracted'] for sample in samples], object)
-  answers = answers.reshape(correct_PG.shape).tolist()
+  correct_PG, answers = column('correct'), column('extracted', object).tolist()
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
@@ -153,7 +147,6 @@ def summarize(
 
 
 def _measure(values: Sequence[float]) -> dict[str, float]:
-  """Returns the mean over problems and its standard error."""
   value_P = np.asarray(values, float)
   return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
 
@@ -162,10 +155,7 @@ def pass_at(n: int, c: int, k: int) -> float:
   """Returns the chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
-  section 2.1); the binomials are integers, so nothing overflows or cancels.
-
-  Args:
-    n, c, k: 0 <= c <= n and 1 <= k <= n.
+  section 2.1) for 1 <= k <= n; integer binomials neither overflow nor cancel.
   """
   ways = math.comb(n, k)
   return (ways - math.comb(n - c, k)) / ways
@@ -212,8 +202,7 @@ def record(
 ) -> None:
   """Writes an evaluation of training, and the pictures of its problems, by their ids.
 
-  Raises:
-    OSError: the system refused to write a file.
+  Raises OSError if the system refuses to write a file.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -226,8 +215,7 @@ def record(
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   """Reads {'result', 'samples'} of an evaluation of training.
 
-  Raises:
-    ValueError: the file is missing or damaged.
+  Raises ValueError if the file is missing or damaged.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = 'the command of the run makes those of step 0 and of its last step again'

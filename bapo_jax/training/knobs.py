@@ -36,14 +36,9 @@ class LearnerConfig(Section):
   epochs: int = knob(1, 'Visits of a batch.', least=1, most=1024)
   minibatches: int = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
   grad_accum_steps: int = knob(
-    2,
-    'The most micro-batches of a minibatch, their gradients summed.',
-    least=1,
-    most=65536,
+    2, 'Largest number of micro-batches per minibatch.', least=1, most=65536
   )
-  pack: bool = knob(
-    True, 'Rows are packed, and rows without an advantage are not computed.'
-  )
+  pack: bool = knob(True, 'Packs rows, and skips rows without an advantage.')
   max_consecutive_skips: int = knob(
     64, 'Consecutive updates that are not finite, after which the run stops.', least=1
   )
@@ -52,9 +47,8 @@ class LearnerConfig(Section):
   )
   bounds_pass: Literal['auto', 'stored', 'again'] = knob(
     'auto',
-    'Bounds over several micro-batches: stored has all forward passes first, and what '
-    'their backward passes read in memory until then; again has a forward pass more; '
-    'auto takes what fits and computes least.',
+    'Bounds over several micro-batches: stored keeps the activations of all of them; '
+    'again runs one more forward pass; auto takes what fits and computes least.',
   )
   recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
     'auto',
@@ -107,12 +101,11 @@ class EvaluateConfig(Section):
 
   @pydantic.model_validator(mode='after')
   def _enough(self) -> 'EvaluateConfig':
-    for k in self.k:
-      if k > self.group_size:
-        raise ValueError(
-          f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
-          f'evaluate.group_size={self.group_size}'
-        )
+    if (k := max(self.k, default=0)) > self.group_size:
+      raise ValueError(
+        f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
+        f'evaluate.group_size={self.group_size}'
+      )
     return self
 
 
@@ -130,7 +123,5 @@ class CheckpointConfig(Section):
   keep: int = knob(2, 'Newest checkpoints that remain.', least=1)
   best: int = knob(1, 'Best evaluated checkpoints that remain as well.', least=0)
   final: Literal['run', 'weights'] = knob(
-    'run',
-    'What the checkpoint of a finished run holds: all, so that more steps can follow, '
-    'or no optimiser state, to be evaluated and exported only.',
+    'run', 'weights: a finished run stores no optimiser state and cannot be continued.'
   )

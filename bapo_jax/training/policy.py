@@ -1,10 +1,4 @@
-"""Loads or warm-starts the weights of a run; divides them into frozen and trained.
-
-1. `load` reads published weights, or warm-starts random weights;
-2. `divide` separates the frozen weights from the trained weights;
-3. `reader` reads all weights of a checkpoint, which stores only the trained weights;
-4. `fingerprint` identifies weights, whatever their mesh.
-"""
+"""Loads or warm-starts the weights of a run; divides them into frozen and trained."""
 
 import dataclasses
 import functools
@@ -71,13 +65,9 @@ def reader(
 ) -> Read:
   """Returns a function that reads a parameter of a checkpoint by its path.
 
-  Adapters are merged into the adapted weights.
-
-  Args:
-    exact: read the optimiser's float32 master weights if the weights are bfloat16.
-
-  Raises:
-    ValueError: the checkpoint or the frozen weights are damaged or missing.
+  Adapters are merged into the adapted weights. With `exact`, the optimiser's float32
+  master weights are read if the weights are bfloat16. Raises ValueError if the
+  checkpoint or the frozen weights are damaged or missing.
   """
   spec = model.spec
   master = exact and config.model.dtype != 'float32' and not config.lora.rank
@@ -140,15 +130,9 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     except ValueError as error:  # the recipe is at hand
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
+    made, T = sources.sft_problems(config.problems), config.row_length
     params = sharding.under(mesh, sft.fit)(
-      r.tokenizer,
-      spec,
-      mesh,
-      config.row_length,
-      *sources.sft_problems(config.problems),
-      config.sft,
-      config.seed,
-      r.schedule,
+      r.tokenizer, spec, mesh, T, *made, config.sft, config.seed, r.schedule
     )
   if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
     raise ValueError(f'the warm start diverged; lower sft.lr={config.sft.lr}')

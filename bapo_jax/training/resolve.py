@@ -1,10 +1,7 @@
 """Decides everything about a run that needs no weights, once, before all else.
 
-1. `check_available` finds the files of model and problems, downloads what is missing,
-   and opens the model: its config.json and its tokenizer are read here only;
-2. `resolve` lays out the mesh, chooses the schedule of the learner and counts memory.
-
-Everything below receives the `Resolved` and asks for no file and no device again.
+The model's config.json and tokenizer are read here only. Later stages receive the
+`Resolved` and ask for no file and no device again.
 """
 
 import dataclasses
@@ -68,18 +65,14 @@ class Resolved:
     return self.model.tokenizer
 
 
-def check_available(config: Config, *, decided: bool = True) -> Model:
+def check_available(config: Config) -> Model:
   """Returns the opened model once its files and all problems are found.
 
-  What is wrong is reported before anything is downloaded or compiled.
-
-  Args:
-    decided: see `check_problems`.
-
-  Raises:
-    ValueError: a list of everything that is missing, and how to get it.
+  Raises ValueError with a list of everything that is missing, before anything is
+  downloaded or compiled.
   """
-  path, check = config.model.path, gold.check(config.rewards.rule) if decided else None
+  path, decided = config.model.path, not config.derived
+  check = gold.check(config.rewards.rule) if decided else None
   directory = hf_directory.resolve(path)
   lacks = hf_directory.missing(directory) if path else []
   model = None if lacks else open_model(config, directory)
@@ -109,29 +102,20 @@ def check_available(config: Config, *, decided: bool = True) -> Model:
 def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
   """Reads all problems and checks their answers; lists the missing sources.
 
-  Args:
-    sees: whether the model may have a vision tower.
-    decided: False if the verifier is derived later: answers are not checked.
-
-  Raises:
-    ValueError: a row is damaged, or its verifier cannot read its answer.
+  With `sees`, the model may have a vision tower. Unless `decided`, the verifier is
+  derived later, and answers are not checked. Raises ValueError if a row is damaged, or
+  its verifier cannot read its answer.
   """
   check = gold.check(config.rewards.rule) if decided else None
-  return [
-    problem
-    for knob in sources.SPLITS
-    for problem in sources.missing(config.problems, knob, check, sees)
-  ]
+  problems = config.problems
+  return [x for k in sources.SPLITS for x in sources.missing(problems, k, check, sees)]
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:
   """Opens the tokenizer and reads config.json, or the config's sizes without a path.
 
-  Args:
-    directory: of the model, '' for the embedded policy; None: found by model.path.
-
-  Raises:
-    ValueError: a file is missing or damaged, or adapters do not fit the model.
+  By default the directory is found by model.path; it is '' for the embedded policy.
+  Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
   if directory is None:
     directory = hf_directory.resolve(config.model.path)
@@ -154,12 +138,8 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  Args:
-    directory: of the model; '' for the embedded policy.
-    tokenizer: of the embedded policy, whose vocabulary is rounded up.
-
-  Raises:
-    ValueError: adapters do not fit the model, or it has no tower to train.
+  The embedded policy has no directory; it rounds the tokenizer's vocabulary up. Raises
+  ValueError if adapters do not fit the model, or it has no tower to train.
   """
   knobs = config.model
   if directory:
@@ -173,9 +153,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
   if knobs.train_tower and spec.vision is None:
-    raise ValueError(
-      'model.train_tower=True: this model has no vision tower; give False'
-    )
+    raise ValueError('model.train_tower=True: the model has no vision tower; set False')
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
       f'model.train_tower=True with lora.rank={config.lora.rank}: adapters freeze all '
@@ -217,13 +195,9 @@ def resolve(
 ) -> Resolved:
   """Returns the run with model, mesh and schedule decided.
 
-  Args:
-    config: with nothing left to derive.
-    model: opened before or after knobs were derived; None: opened here.
-    devices: of the mesh; None: all that are attached.
-
-  Raises:
-    ValueError: model, tokenizer, mesh and knobs do not fit together.
+  The config has nothing left to derive; the model may have been opened before knobs
+  were derived. By default the mesh has all attached devices. Raises ValueError if
+  model, tokenizer, mesh and knobs do not fit together.
   """
   directory, tokenizer, spec = model or open_model(config)
   # Template and types may have been derived after the model was opened.
@@ -240,11 +214,7 @@ def resolve(
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Lays out the device mesh.
-
-  Raises:
-    ValueError: devices, attention kernel or rows do not fit.
-  """
+  """Lays out the device mesh; ValueError if devices, kernel or rows do not fit."""
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(config.model.attention, platform, config.model.compute)
@@ -256,18 +226,13 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
       'prompts.count or learner.minibatches'
     )
   for name in ('max_num_seqs', 'prefill_batch_size'):
-    if (rows := getattr(config.sampler, name)) % shards:
-      raise ValueError(
-        f'sampler.{name}={rows} rows {over}; give a multiple of {shards}'
-      )
+    if (n := getattr(config.sampler, name)) % shards:
+      raise ValueError(f'sampler.{name}={n} rows {over}; give a multiple of {shards}')
   return mesh
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-  """Raises ValueError if the model has no row for a token of the tokenizer.
-
-  A token id beyond the embedding would be read as its last row, without an error.
-  """
+  """Refuses token ids beyond the embedding, which would be read as its last row."""
   ids = tokenizer.backend.get_vocab()
   last = max(ids, key=ids.__getitem__, default='')
   worst = max([*tokenizer.eos, ids.get(last, 0)])

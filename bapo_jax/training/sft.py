@@ -1,8 +1,7 @@
 """Runs the supervised warm start of the embedded policy.
 
-1. worked solutions, some clean and some with slips and repeats, become token rows;
-2. `fit` trains on clean ones until the policy can reason, then briefly on noisy ones,
-   so that it is sometimes right and sometimes wrong.
+The policy is trained on clean worked solutions until it can reason, then briefly on
+solutions with slips and repeats, so that it is sometimes right and sometimes wrong.
 """
 
 import functools
@@ -48,11 +47,8 @@ def rows(
   """Returns (tokens_NT, weight_NT) of prompts with worked solutions, cut at `length`.
 
   The answer has four times the weight of a token of the work: it is one token in
-  twenty, and a policy that never ends a response earns no reward.
-
-  Args:
-    prompts: token ids of the prompt of each problem.
-    solve: (problem, rng, slip, repeat) -> its worked solution.
+  twenty, and a policy that never ends a response earns no reward. `prompts` are token
+  ids, one list per problem.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
@@ -92,13 +88,9 @@ def imitate(
   total = jnp.maximum(weight_BT.sum(), 1)
 
   def objective(trained: Variables, n: Array) -> tuple[Array, None]:
+    cells, patch_XD = packed.cells(n), trained.patches(seen)
     stats = logprobs.packed_stats(
-      trained.params,
-      packed.cells(n),
-      spec,
-      1.0,
-      patch_XD=trained.patches(seen),
-      schedule=schedule,
+      trained.params, cells, spec, 1.0, patch_XD=patch_XD, schedule=schedule
     )
     return -(packed.unpack(stats.logp_BT, n) * weight_BT).sum() / total, None
 

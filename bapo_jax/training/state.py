@@ -28,6 +28,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]
+Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
 
 
 class StepRecord(NamedTuple):
@@ -54,9 +55,7 @@ class Trainer:
   engine: RolloutEngine
   verifier: Verifier
   train_step: TrainStep  # jitted once
-  proximal: (
-    Callable[[Tree, Groups, Seen], Array] | None
-  )  # scores a batch; None: no need
+  proximal: Score | None  # by the weights of the step's start; None: no need
   recompute: Recompute | None  # scores what was sampled; None: not asked for
   timer: PhaseTimer
   base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
@@ -78,10 +77,6 @@ class Trainer:
   def adapters(self, params: Tree) -> Tree:
     """Copies the adapters that an actor is merged from; None without adapters."""
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
-
-  def trained(self, weights: Tree) -> Tree:
-    """Selects the trained weights from all weights, if no adapters are trained."""
-    return {name: w for name, w in weights.items() if name not in (self.base or {})}
 
 
 class TrainState(struct.PyTreeNode):

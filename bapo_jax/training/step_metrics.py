@@ -1,8 +1,4 @@
-"""Computes the metrics of one learner step from its groups, batch and updates.
-
-1. `describe` makes a row: means over the updates, and the maximum of every maximum;
-2. `theory` estimates the terms of Batch Adaptation PO's Theorem 3.2, by source.
-"""
+"""Computes the metrics of one learner step from its groups, batch and updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +13,7 @@ from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.training.state import StepRecord
+from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -43,42 +39,41 @@ def live(updates: Sequence[Updated]) -> list[Update]:
 
 
 def describe(
+  t: Trainer,
+  s: TrainState,
   fresh: Sequence[Rollout],
   reevaluated: Rollout,
   record: StepRecord,
-  buffer: ReplayBuffer,
-  eos: Sequence[int],
-) -> dict[str, float]:
+) -> Metrics:
   """Makes a row of metrics: means over the updates, the maximum of every maximum.
 
-  Args:
-    fresh, reevaluated: sampled in the step.
-    record: the batch of the step and its updates; none if no seat was filled.
-    buffer: the replay buffer after the step.
-    eos: tokens that end a response.
+  `fresh` and `reevaluated` were sampled in the step, and `s` is the state after it.
   """
-  step, groups, source_P, updates = record
-  new, learned = concat(*(each.groups for each in fresh)), live(updates)
-  row = _of_updates(learned)
-  row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
-  row['rollout/tokens'] = float(
-    new.response_mask_PGT.sum() + reevaluated.groups.response_mask_PGT.sum()
-  )
-  found = _step_metrics(new, groups, source_P, buffer, step, np.asarray(eos))
-  row |= {name: float(value) for name, value in found.items()}
-  trained_P = trained_on(groups).any(1)
-  spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
-  row |= theory(row, learned, spread)
-  sampled = [*fresh, reevaluated]
-  verdicts = sum(len(each.verdicts) for each in sampled)
-  row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
-  diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
-  tokens = sum(int(diff.tokens) for diff in diffs)
-  if diffs:
-    total = sum(float(diff.total) for diff in diffs)
-    row['rollout/logp_diff'] = total / tokens if tokens else math.nan
-    largest = max(float(diff.largest) for diff in diffs)
-    row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  with t.timer('log'):
+    step, groups, source_P, updates = record
+    new, learned = concat(*(each.groups for each in fresh)), live(updates)
+    row = _of_updates(learned)
+    row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
+    masks = new.response_mask_PGT, reevaluated.groups.response_mask_PGT
+    row['rollout/tokens'] = float(masks[0].sum() + masks[1].sum())
+    eos = np.asarray(t.tokenizer.eos)
+    found = _step_metrics(new, groups, source_P, s.buffer, step, eos)
+    row |= {name: float(value) for name, value in found.items()}
+    trained_P = trained_on(groups).any(1)
+    spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
+    row |= theory(row, learned, spread)
+    sampled = [*fresh, reevaluated]
+    verdicts = sum(len(each.verdicts) for each in sampled)
+    row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
+    diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
+    tokens = sum(int(diff.tokens) for diff in diffs)
+    if diffs:
+      total = sum(float(diff.total) for diff in diffs)
+      row['rollout/logp_diff'] = total / tokens if tokens else math.nan
+      largest = max(float(diff.largest) for diff in diffs)
+      row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  row['learner/updates'] = float(s.updates)
+  row['learner/idle_steps'] = float(s.idle_steps)
   return row
 
 
@@ -118,14 +113,9 @@ def theory(
   source's share of the filled seats. Token-level total variation bounds nothing: the
   sum is an estimate, and may exceed the true gain. gain and TV(pi, alpha) are means
   over the step's updates. pi_t is the policy before the first update; its distance is
-  taken from the first update with a token of the source. A source without a group of
-  mixed verdicts gives no evidence: its terms are 0.
-
-  Args:
-    row: the metrics of the step.
-    updates: the metrics of the updates that had a token.
-    spread: source -> K, the mean of (1 - sigma) / sigma over its groups; nan without a
-      group of mixed verdicts.
+  taken from the first update with a token of the source. `spread` has K, the mean of
+  (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
+  of mixed verdicts, which gives no evidence: its terms are 0.
   """
   found, estimate = {}, 0.0
   for source in SOURCES:
@@ -188,12 +178,3 @@ def _step_metrics(
     age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
     metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
   return metrics
-
-
-def timings(seconds: dict[str, float], tokens: float) -> dict[str, float]:
-  """Returns time/* of a step; phases without a metric of their own are 'other'."""
-  named = {f'time/{name}': s for name, s in seconds.items()}
-  return named | {
-    'time/step': sum(seconds.values()),
-    'rollout/tokens_per_s': tokens / max(seconds.get('sample', 0.0), 1e-9),
-  }

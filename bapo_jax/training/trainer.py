@@ -1,9 +1,7 @@
 """Runs the loop: from one state to the next.
 
-1. `train_loop` yields the state, the metrics and a record of every learner step;
-2. the functions below it are its lines, in their order.
-
-Saving, logging and evaluating belong to the caller.
+The functions below `train_loop` are its lines, in their order. Saving, logging and
+evaluating belong to the caller.
 """
 
 import functools
@@ -19,17 +17,11 @@ from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import (
-  Rollout,
-  Verification,
-  collect_due,
-  nothing,
-  rollout,
-)
+from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
 from bapo_jax.runtime import exchange, machine
-from bapo_jax.training import step_metrics
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
+from bapo_jax.training.step_metrics import describe, live
 from bapo_jax.types import SOURCES, Groups, Prompts, concat
 
 
@@ -68,10 +60,8 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   if s.step % t.config.rollout.weight_sync_interval:
     return s
   s = free_actor(s)  # two actors at once would be the peak of a run's memory
-  adapters = t.adapters(s.params)
-  return s.replace(
-    actor=t.actor(s.params), actor_adapters=adapters, actor_version=s.step
-  )
+  adapters, actor = t.adapters(s.params), t.actor(s.params)
+  return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
@@ -102,7 +92,7 @@ def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
   """Samples groups of the hard problems with the current weights."""
   P = len(hard.id_P)
   if not P:
-    return nothing(t.engine)
+    return empty(t.engine)
   found = rollout(
     PartialRollouts(t.engine, P),
     s.actor if s.actor_version == s.step else t.actor(s.params),
@@ -190,9 +180,7 @@ def fill_batch(
 
   A group that is due is returned in this step even if no seat is left for it: one step
   later it would be older than rollout.max_off_policy_steps allows.
-
-  Returns:
-    (state, fresh rollouts, groups of the batch, their source_P).
+  Returns (state, fresh rollouts, groups of the batch, their source_P).
   """
   rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
   next_round = s.prompt_round + 1
@@ -200,12 +188,9 @@ def fill_batch(
   while True:
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
-      batch, source_P = t.rules.batch(
-        fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      )
-      batch, source_P = jax.block_until_ready(
-        sharding.split_rows((batch, source_P), t.mesh)
-      )
+      given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
+      filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
+      batch, source_P = jax.block_until_ready(filled)
     if not (source_P >= 0).all() and next_round <= last:
       rounds.append(sample_fresh(t, s, next_round, keys.fresh))
       next_round += 1
@@ -239,8 +224,8 @@ def update(
         version=s.step,
       )
     )
-  live, skips = step_metrics.live(updates), s.consecutive_skips
-  for metrics in live:
+  learned, skips = live(updates), s.consecutive_skips
+  for metrics in learned:
     skips = skips + 1 if metrics['learner/skipped'] else 0
   # If the rewards of every group are equal, every advantage is 0.
   reward_PG = exchange.whole(batch.reward_PG)
@@ -248,7 +233,7 @@ def update(
   s = s.replace(
     params=params,
     opt=opt,
-    updates=s.updates + sum(not metrics['learner/skipped'] for metrics in live),
+    updates=s.updates + sum(not metrics['learner/skipped'] for metrics in learned),
     consecutive_skips=skips,
     idle_steps=0 if taught_P.any() else s.idle_steps + 1,
   )
@@ -287,19 +272,3 @@ def insert(
     )
     buffer = jax.block_until_ready(sharding.split_rows(buffer, t.mesh))
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}
-
-
-def describe(
-  t: Trainer,
-  s: TrainState,
-  fresh: list[Rollout],
-  reevaluated: Rollout,
-  record: StepRecord,
-) -> Metrics:
-  """Computes the metrics of the step."""
-  with t.timer('log'):
-    metrics = step_metrics.describe(
-      fresh, reevaluated, record, s.buffer, t.tokenizer.eos
-    )
-  counts = {'learner/updates': s.updates, 'learner/idle_steps': s.idle_steps}
-  return metrics | {name: float(n) for name, n in counts.items()}

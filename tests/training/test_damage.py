@@ -63,9 +63,11 @@ def broken(whole, tmp_path) -> pathlib.Path:
 def restored(path: pathlib.Path) -> tuple[int, Tree]:
   """(step, arrays) that a run in this workdir resumes from."""
   with checkpoint.manager(str(path), len(STEPS)) as checkpoints:
-    found = checkpoint.restore_newest(checkpoints, state)
-  assert found and found[2] == {'run': {'step': found[0]}}
-  return found[:2]
+    step = checkpoints.latest_step()
+    assert step is not None
+    arrays, meta = checkpoint.restore(checkpoints, step, state(step))
+  assert meta == {'run': {'step': step}}
+  return step, arrays
 
 
 def files(path: pathlib.Path) -> list[pathlib.Path]:

@@ -241,8 +241,10 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   groups = making.groups([1, 2], [0, 8], [3, 3])
   nothing = Rollout(types.empty_groups(0, G, T), [], [])
   record = StepRecord(3, groups, np.array([-1, -1]), [])
-  given = [Rollout(groups, [], [])], nothing, record, replay_buffer.init(1, G, T)
-  found = step_metrics.describe(*given, eos=(1,))
+  tokenizer = python_types.SimpleNamespace(eos=(1,))
+  t: Any = python_types.SimpleNamespace(tokenizer=tokenizer, timer=PhaseTimer())
+  s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
+  found = step_metrics.describe(t, s, [Rollout(groups, [], [])], nothing, record)
   assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
   of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
   assert of_updates and all(np.isnan(x) for x in of_updates.values())
