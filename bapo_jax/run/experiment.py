@@ -170,10 +170,6 @@ class Run:
   def start(self, s: TrainState) -> None:
     """Compiles the programs; repeats the missing last evaluation of a finished run."""
     if s.step and hosts.is_first():
-<<<<<<< HEAD
-      metrics.report_lost(self.workdir, s.step)
-    workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
-=======
       steps = {row['step'] for row in metrics.read(self.workdir)}
       if lost := [n for n in range(s.step + 1) if n not in steps]:
         log(
@@ -181,7 +177,6 @@ class Run:
           f'{s.step}; first {lost[0]}, last {lost[-1]}. The report omits these steps.'
         )
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
->>>>>>> w2-tools
     if finished(self.t.config, s):
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
