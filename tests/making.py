@@ -18,6 +18,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Batch, Groups
+from lab import experiments
 
 SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
@@ -202,3 +203,25 @@ def off_policy(params, spec, P, G, T, temperature) -> Batch:
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
   loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
   return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)
+
+
+def result(run=None, evaluations=((0, 0.0),), **changed) -> experiments.Result:
+  """Returns what an experiment stores of a run; evaluations are (step, accuracy)."""
+  made = {
+    'arm': 'a',
+    'levels': {},
+    'seed': 0,
+    'commit': 'c0ffee',
+    'versions': {'code': 'a'},
+    'diverged': False,
+    'planned': 10,
+    'evaluations': [[step, right, 0.01, 8.0 * step] for step, right in evaluations],
+    'right': {'0': [0, 1], '10': [1, 1]},
+    'group_size': 4,
+    'steps': {name: [] for name in experiments.STEP_METRICS},
+    'seconds': 9.0,
+  }
+  if run is not None:
+    made |= {'config': experiments.fingerprint(run.config)}
+    made |= {name: getattr(run, name) for name in ('arm', 'levels', 'seed')}
+  return made | changed

@@ -28,7 +28,6 @@ RULES = {
 ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
 PLAIN = optax.sgd(0.1)
-FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
 
 
 @pytest.fixture(scope='module')
@@ -49,11 +48,8 @@ def objective(rule, **knobs) -> objective_lib.Objective:
 
 @functools.cache
 def learn(rule, tx=PLAIN, **knobs):
-  return jax.jit(
-    functools.partial(learner.learn, tx=tx, objective=objective(rule, **knobs)),
-    # What must agree to the last bit is compiled in earnest.
-    compiler_options=FAST if tx is PLAIN else None,
-  )
+  chosen = objective(rule, **knobs)
+  return jax.jit(functools.partial(learner.learn, tx=tx, objective=chosen))
 
 
 @jax.jit
@@ -122,8 +118,7 @@ def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params)
 @functools.cache
 def gradient(**knobs):
   chosen = objective('balanced', **knobs)
-  run = functools.partial(objective_lib.gradient, objective=chosen)
-  return jax.jit(run, compiler_options=FAST)
+  return jax.jit(functools.partial(objective_lib.gradient, objective=chosen))
 
 
 def test_micro_batches_make_the_same_update_and_record_the_same_tokens(params):

@@ -106,7 +106,7 @@ def test_tokens_of_other_weights_are_left_alone(params, sampled):
   assert (new_PGT != old_PGT)[own_PGT].mean() > 0.2
 
 
-@pytest.mark.parametrize('rows', [3, 8, 100])
+@pytest.mark.parametrize('rows', [3, 100])
 def test_rows_are_scored_a_few_at_a_time_whatever_divides(params, sampled, rows):
   small = jax.tree.map(lambda x: x[:2], sampled)
   knobs = dict(spec=making.SPEC, temperature=1.0, chunk=256)
