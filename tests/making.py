@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.algorithms import advantage
+from bapo_jax.algorithms import advantage, loss
 from bapo_jax.learner import learner
+from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.rewards.knobs import RewardsConfig
@@ -103,6 +104,12 @@ def bound(rule, **knobs):
   if not knobs:
     return rule
   return functools.partial(rule, k=rule.__annotations__['k'](**knobs))
+
+
+def objective(clip_rule, loss_rule='clipped', **knobs) -> objective_lib.Objective:
+  """Returns the objective of these rules, on the tiny model if no other is given."""
+  rules = {'clip_rule': clip_rule, 'loss_rule': loss.RULES[loss_rule]}
+  return objective_lib.Objective(**{'spec': SPEC, 'temperature': 0.8} | rules | knobs)
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:

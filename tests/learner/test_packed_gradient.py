@@ -41,7 +41,8 @@ def example():
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
   mask_BT = (np.arange(T) >= first_B) & (np.arange(T) < last_B)
-  logp_BT = logprobs.sequence_stats(params, tokens_BT, SPEC, 0.8).logp_BT
+  stats = jax.jit(logprobs.sequence_stats, static_argnums=(2, 3))
+  logp_BT = stats(params, tokens_BT, SPEC, 0.8).logp_BT
   old_BT, prox_BT = (logp_BT + 0.4 * rng.standard_normal((B, T)) for _ in range(2))
   adv_B = rng.normal(-0.1, 1, B) * (rng.random(B) < 0.5)
   source_B = np.where(np.arange(B) == 5, -1, np.arange(B) % 3)
@@ -51,16 +52,9 @@ def example():
 
 
 def objective(loss_rule, aggregate, tied=True, **knobs):
-  return objective_lib.Objective(
-    clip_rule=CLIPS[loss_rule],
-    loss_rule=loss.RULES[loss_rule],
-    spec=dataclasses.replace(SPEC, tied=tied),
-    temperature=0.8,
-    chunk=16,
-    aggregate=aggregate,
-    length=T,
-    **knobs,
-  )
+  spec = dataclasses.replace(SPEC, tied=tied)
+  knobs = {'spec': spec, 'chunk': 16, 'aggregate': aggregate, 'length': T} | knobs
+  return making.objective(CLIPS[loss_rule], loss_rule, **knobs)
 
 
 @functools.cache

@@ -76,14 +76,8 @@ def example():
 
 
 def objective(**knobs):
-  return objective_lib.Objective(
-    clip_rule=making.bound(clip.balanced, target=0.45),
-    loss_rule=loss.RULES['clipped'],
-    temperature=TEMPERATURE,
-    chunk=16,
-    length=T,
-    **{'spec': SEEING} | knobs,
-  )
+  rule = making.bound(clip.balanced, target=0.45)
+  return making.objective(rule, **{'spec': SEEING, 'chunk': 16, 'length': T} | knobs)
 
 
 def gradient(params, pictures, base=None, mesh=MESH, **knobs):
@@ -211,9 +205,9 @@ def test_the_warm_start_trains_the_tower():
   rows = jax.tree.map(lambda x: np.repeat(x, G, axis=0), PIXELS)
   tx = optax.sgd(1.0)
   before = jax.tree.map(jnp.copy, PARAMS)
-  after, _, value = sft.imitate(
-    before, tx.init(before), batch.tokens_BT, weight_BT, rows, tx=tx, spec=SEEING
-  )
+  rows_of = batch.tokens_BT, weight_BT, rows
+  knobs = {'tx': tx, 'spec': SEEING, 'schedule': Schedule('none')}
+  after, _, value = sft.imitate(before, tx.init(before), *rows_of, **knobs)
 
   slope_BT = -weight_BT / weight_BT.sum()
   logp_BT, grads = oracle(batch.tokens_BT, 1.0, slope_BT)

@@ -304,7 +304,6 @@ def test_nothing_compiles_after_the_warm_up():
   [
     ({'max_new_tokens': 27}, 'sampler.max_new_tokens or prompts.max_prompt_tokens'),
     ({'max_new_tokens': 0}, 'sampler.max_new_tokens=0'),
-    ({'eos': ()}, 'end tokens'),
     ({'eos': (3, 12)}, 'end tokens'),
   ],
 )
