@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.algorithms import advantage
+from bapo_jax.algorithms import advantage, loss
 from bapo_jax.learner import learner
+from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.rewards.knobs import RewardsConfig
@@ -18,6 +19,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Batch, Groups
+from lab import experiments
 
 SPEC = transformer.ModelSpec(
   vocab=11, width=16, layers=2, heads=2, kv_heads=1, head_width=8, ffn=16
@@ -108,6 +110,12 @@ def bound(rule, **knobs):
   if not knobs:
     return rule
   return functools.partial(rule, k=rule.__annotations__['k'](**knobs))
+
+
+def objective(clip_rule, loss_rule='clipped', **knobs) -> objective_lib.Objective:
+  """Returns the objective of these rules, on the tiny model if no other is given."""
+  rules = {'clip_rule': clip_rule, 'loss_rule': loss.RULES[loss_rule]}
+  return objective_lib.Objective(**{'spec': SPEC, 'temperature': 0.8} | rules | knobs)
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:
@@ -208,3 +216,25 @@ def off_policy(params, spec, P, G, T, temperature) -> Batch:
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
   loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]
   return rows._replace(loss_mask_BT=loss_mask_BT, behavior_logp_BT=logp_BT + noise_BT)
+
+
+def result(run=None, evaluations=((0, 0.0),), **changed) -> experiments.Result:
+  """Returns what an experiment stores of a run; evaluations are (step, accuracy)."""
+  made = {
+    'arm': 'a',
+    'levels': {},
+    'seed': 0,
+    'commit': 'c0ffee',
+    'versions': {'code': 'a'},
+    'diverged': False,
+    'planned': 10,
+    'evaluations': [[step, right, 0.01, 8.0 * step] for step, right in evaluations],
+    'right': {'0': [0, 1], '10': [1, 1]},
+    'group_size': 4,
+    'steps': {name: [] for name in experiments.STEP_METRICS},
+    'seconds': 9.0,
+  }
+  if run is not None:
+    made |= {'config': experiments.fingerprint(run.config)}
+    made |= {name: getattr(run, name) for name in ('arm', 'levels', 'seed')}
+  return made | changed

@@ -159,13 +159,3 @@ def test_reused_groups_are_drawn_evenly():
   assert (source_P >= 0).all()
   counts = np.bincount(np.asarray(groups.id_P)[:, 0], minlength=6)[2:]
   assert counts.sum() == 400 and counts.min() > 60
-
-
-def test_empty_sources_and_no_seat_earned():
-  nothing = types.empty_groups(0, G, 3)
-  fresh, _, reusable = sources([(1, 0, NOW), (2, 8, NOW)], [], [(3, 4, NOW - 1)])
-  groups, source_P = adapted(fresh, nothing, nothing, NOW, jax.random.key(0))
-  assert source_P.tolist() == [-1, -1] and groups.tokens_PGT.shape == (2, G, 3)
-  # Without a fresh group that teaches, the other sources are still used.
-  groups, source_P = adapted(fresh, nothing, reusable, NOW, jax.random.key(0))
-  assert seated(groups, source_P) == [(3, 4, NOW - 1)]

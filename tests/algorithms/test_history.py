@@ -365,9 +365,6 @@ def test_the_histories_are_worth_it():
       seated = set(step.groups.id_P[step.seats()].tolist())
       waiting = [t for t in step.tiers[1] if t.problem not in seated]
       seen['promoted without a seat'] += len(waiting)
-      before, after = step.before.hard, step.after.hard
-      again = set(after.id_P[after.completed_step_P == step.now].tolist())
-      seen['hard again'] += len(again & {*before.id_P[before.completed_step_P >= 0]})
       seen['without advantage'] += sum(
         0 < t.k < scene.G and not t.teaches for t in entries(step.fresh)
       )

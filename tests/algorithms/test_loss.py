@@ -258,18 +258,6 @@ def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
     np.testing.assert_allclose(weights_BT, expected_BT, rtol=making.RTOL, err_msg=name)
 
 
-def test_an_uncut_token_weighs_what_equation_5_says(variant):
-  logp_BT, batch = making.mixed_tokens()
-  weights_BT = variant(
-    lambda *xs: loss.weights(loss.clipped, *xs, bounds()), jnp.asarray(logp_BT), batch
-  )
-  r_BT = np.exp(logp_BT - batch.behavior_logp_BT)
-  adv_BT = np.broadcast_to(batch.adv_B[:, None], r_BT.shape)
-  live_BT = batch.loss_mask_BT & np.where(adv_BT > 0, r_BT < 1.5, r_BT > 0.75)
-  assert 0 < live_BT.sum() < batch.loss_mask_BT.sum()
-  np.testing.assert_allclose(weights_BT, r_BT * adv_BT * live_BT, rtol=making.RTOL)
-
-
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
 @pytest.mark.parametrize('rule', loss.RULES)
 def test_what_is_outside_the_mask_does_not_matter(rule, junk):

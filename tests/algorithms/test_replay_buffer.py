@@ -63,20 +63,6 @@ def test_thresholds_count_responses_and_not_floats():
   assert live(buffer.hard) == live(buffer.reusable) == [(0, 0)]
 
 
-def hard_problems(steps):
-  ids = [10 + i for i in range(len(steps))]
-  return making.groups(ids, [0] * len(steps), steps, 1, 1)
-
-
-def test_draw_gives_the_oldest_first_and_empty_rows_last():
-  drawn = replay_buffer.draw(hard_problems([5, -1, 2, 9, 2]), 5)
-  assert drawn.id_P.tolist() == [12, 14, 10, 13, -1]
-  assert drawn.completed_step_P.tolist() == [2, 2, 5, 9, -1]
-  drawn = replay_buffer.draw(hard_problems([5, -1, 2, 9, 2]), 2)
-  assert drawn.id_P.tolist() == [12, 14]
-  assert replay_buffer.draw(hard_problems([-1, -1]), 2).id_P.tolist() == [-1, -1]
-
-
 def test_a_problem_that_stays_hard_does_not_displace_newer_ones():
   # 0 entered first and is tried again at step 3: in a queue it is still the next out.
   buffer = replay_buffer.init(3, G, T)

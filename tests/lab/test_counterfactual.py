@@ -46,12 +46,17 @@ def recorded(tmp_path, *responses, **fields):
   return counterfactual.read(str(tmp_path))
 
 
+def by(found, knobs):
+  """The rules of these knobs on a record."""
+  return counterfactual.apply(found, counterfactual.config_of(found, knobs))
+
+
 def test_bounds_cut_what_they_say_and_leave_ratio_times_advantage(tmp_path):
   found = recorded(
     tmp_path, response(1.0, [1.0, 1.5, 2.5]), response(0.0, [0.7, 0.4, 1.0, 3.0])
   )
   assert found.step == 7 and found.logp_BT.shape == (2, 4)
-  grpo = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  grpo = by(found, GRPO)
   # Advantages +1 and -1, seven tokens; above 1.2 and below .8 nothing is moved.
   assert grpo.adv_B == pytest.approx([1, -1], abs=1e-4)
   expected = np.asarray([[1.0, 0, 0, 0], [0, 0, -1, -3]]) / 7
@@ -67,10 +72,7 @@ def test_the_tokens_that_one_rule_frees_are_named_far_ones_first(tmp_path):
   found = recorded(
     tmp_path, response(1.0, [1.0, 1.3, 1.9, 2.5]), response(0.0, [0.7, 0.4, 1.0])
   )
-  grpo, wide = (
-    counterfactual.apply(found, counterfactual.config_of(found, knobs))
-    for knobs in (GRPO, WIDE)
-  )
+  grpo, wide = by(found, GRPO), by(found, WIDE)
   freed = list(counterfactual.moved_by(found, wide, grpo))
   assert [(t.before, t.text) for t in freed] == [('ab', 'c'), ('', 'a'), ('a', 'b')]
   assert [round(t.ratio, 2) for t in freed] == [1.9, 0.7, 1.3]
@@ -83,14 +85,13 @@ def test_the_search_sees_all_rows_and_staleness_scales_log_ratios(tmp_path):
   found = recorded(
     tmp_path, response(1.0, [1.0, 1.5]), response(0.0, [1.0, 0.7, 1.0, 1.0])
   )
-  config = counterfactual.config_of(found, BALANCED)
   # P = 1, and 2.5 above 1.5; N = 3.7 at .6: shares .21 and .40.
-  bounds = counterfactual.apply(found, config).bounds
+  bounds = by(found, BALANCED).bounds
   assert float(bounds.high) == pytest.approx(1.55)
   assert float(bounds.low) == pytest.approx(0.6)
-  fresh = counterfactual.apply(counterfactual.staler(found, 0.0), config)
+  fresh = by(counterfactual.staler(found, 0.0), BALANCED)
   assert fresh.ratio_BT == pytest.approx(np.ones((2, 4)))
-  twice = counterfactual.apply(counterfactual.staler(found, 2.0), config)
+  twice = by(counterfactual.staler(found, 2.0), BALANCED)
   assert twice.ratio_BT[0, 1] == pytest.approx(2.25)
 
 
@@ -150,11 +151,15 @@ def test_the_rules_of_the_run_cut_what_the_run_cut(run):
 )
 def test_every_rule_applies(knobs):
   found = counterfactual.read(str(RUNS / 'grpo'))
-  config = counterfactual.config_of(found, knobs)
-  applied = counterfactual.apply(found, config)
-  assert 0 < counterfactual.summary(found, applied)['share'] < 1
+  assert 0 < counterfactual.summary(found, by(found, knobs))['share'] < 1
+
+
+def test_what_cannot_be_applied_is_refused():
+  found = counterfactual.read(str(RUNS / 'grpo'))
   with pytest.raises(ValueError, match=r"loss\.rule='ppo'"):
     counterfactual.config_of(found, {'loss.rule': 'ppo'})
+  with pytest.raises(ValueError, match='token ids'):
+    counterfactual.entropy_changes(found._replace(ids=None), {}, (SPEC, {}), 1e-3)
 
 
 # ------------------------------------------------- the change of entropy by a step
@@ -166,10 +171,8 @@ IDS = [([1, 2, 3], [4, 5, 6, 7]), ([8, 9], [10, 11])]
 MASK_BT = np.asarray([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
 
 
-def record_of(ids=IDS):
-  fields = dict.fromkeys(Recorded._fields)
-  fields |= {'config': Config(), 'loss_mask_BT': MASK_BT}
-  return Recorded(**fields | {'ids': ids})
+FIELDS = {'config': Config(), 'loss_mask_BT': MASK_BT, 'ids': IDS}
+RECORD = Recorded(**dict.fromkeys(Recorded._fields) | FIELDS)
 
 
 def applied(weight_BT):
@@ -204,7 +207,7 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient():
   params = jax.tree.map(lambda x: 2 * x, params)
   weight_BT = np.random.default_rng(1).normal(size=MASK_BT.shape).astype(np.float32)
   step, rules = 3e-6, {'one': applied(weight_BT), 'half': applied(weight_BT / 2)}
-  change = counterfactual.entropy_changes(record_of(), rules, (SPEC, params), step)
+  change = counterfactual.entropy_changes(RECORD, rules, (SPEC, params), step)
   gradient = jax.grad(objective)(params, jnp.asarray(weight_BT[MASK_BT]))
   length, norm = (
     sum(float((x**2).sum()) for x in jax.tree.leaves(tree)) ** 0.5
@@ -220,28 +223,12 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient():
   assert half == pytest.approx(predicted / 2, rel=1e-4)
 
 
-def test_a_record_that_the_forward_pass_cannot_read_is_refused():
-  with pytest.raises(ValueError, match='token ids'):
-    counterfactual.entropy_changes(record_of(None), {}, (SPEC, {}), 1e-3)
-
-
 # ------------------------------------------- recorded batches of a page of papers/
 
 ARMS = {
   'grpo': {'clip.rule': 'fixed', 'clip.fixed.low': 0.8, 'clip.fixed.high': 1.2},
   'widest': {'clip.rule': 'fixed', 'clip.fixed.low': 0.9, 'clip.fixed.high': 3.0},
 }
-
-
-def module():
-  """A description of a page with two runs of the arm `grpo`."""
-  recorded, made = (
-    ('main', 'grpo', tuple(ARMS)),
-    Experiment(plain(Config()), ARMS, (0,)),
-  )
-  return types.SimpleNamespace(
-    ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
-  )
 
 
 def test_tokens_inside_all_bounds_are_counted_from_the_record():
@@ -291,11 +278,15 @@ def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
 def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
   for run in ('grpo-seed0', 'widest-seed0'):
     shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
-  counterfactual.store_summaries(module(), str(tmp_path), str(tmp_path / 'runs'))
+  made = Experiment(plain(Config()), ARMS, (0,))
+  recorded = ('main', 'grpo', tuple(ARMS))
+  page = types.SimpleNamespace(
+    ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
+  )
+  counterfactual.store_summaries(page, str(tmp_path), str(tmp_path / 'runs'))
   stored = counterfactual.read_summaries(str(tmp_path))
-  assert [p.name for p in (tmp_path / 'results' / 'recorded').iterdir()] == [
-    'grpo-seed0.json'
-  ]
+  files = (tmp_path / 'results' / 'recorded').iterdir()
+  assert [file.name for file in files] == ['grpo-seed0.json']
   assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
   runs = [
     {

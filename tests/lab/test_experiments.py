@@ -2,6 +2,7 @@
 
 import json
 
+import making
 import pytest
 
 from bapo_jax.training.config import Config, plain
@@ -19,20 +20,6 @@ def experiment(arms=ARMS, factors=FACTORS, seeds=(0, 1)):
   values = plain(Config())
   values['problems']['family'] = 'chain'
   return Experiment(values, arms, seeds, factors)
-
-
-def result(run, **changed):
-  """A result of three steps with two evaluations."""
-  made = {
-    'arm': run.arm,
-    'levels': run.levels,
-    'seed': run.seed,
-    'config': experiments.fingerprint(run.config),
-    'commit': 'c0ffee',
-    'versions': {'code': 'a'},
-    'evaluations': [[0, 0.25, 0.02, 0], [3, 0.5, 0.02, 96]],
-  }
-  return made | changed
 
 
 def test_every_arm_runs_at_every_level_with_every_seed():
@@ -54,21 +41,13 @@ def test_bad_knobs_and_equal_arms_are_refused_by_the_name_of_the_run():
     experiments.runs(experiment({'a': ARMS['grpo'], 'b': ARMS['grpo']}))
 
 
-def test_a_fingerprint_depends_on_the_seed_and_not_on_the_title():
-  config = Config()
-  titled = config.model_copy(update={'title': 'x'})
-  seeded = config.model_copy(update={'seed': 1})
-  assert experiments.fingerprint(titled) == experiments.fingerprint(config)
-  assert experiments.fingerprint(seeded) != experiments.fingerprint(config)
-
-
 def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
   # Results of experiments beside this one count too: a folder without neighbours.
   runs, code = experiments.runs(experiment()), {'code': 'a'}
   folder = str(tmp_path / 'results')
   (name, run), *_ = runs.items()
   assert experiments.undone(folder, runs, code) == runs
-  experiments.write(folder, name, result(run))
+  experiments.write(folder, name, making.result(run))
   assert [*experiments.undone(folder, runs, code)] == [*runs][1:]
   with pytest.raises(ValueError, match='c0ffee'):
     experiments.undone(folder, runs, {'code': 'b'})
@@ -81,25 +60,27 @@ def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
   main, other = experiment(), experiment({'base': ARMS['grpo']}, {}, (0, 1, 2))
   runs = experiments.runs(main)
   for name, code in (('grpo-k8-seed0', 'a'), ('grpo-k8-seed1', 'b')):
-    stored = result(runs[name], versions={'code': code})
+    stored = making.result(runs[name], versions={'code': code})
     experiments.write(str(tmp_path / 'main'), name, stored)
   runs, folder = experiments.runs(other), str(tmp_path / 'other')
   undone = experiments.undone(folder, runs, {'code': 'a'})
   assert [*undone] == ['base-seed1', 'base-seed2']
-  assert experiments.read(other, folder) == {'base-seed0': result(runs['base-seed0'])}
+  assert experiments.read(other, folder) == {
+    'base-seed0': making.result(runs['base-seed0'])
+  }
 
 
 def test_results_of_two_versions_are_not_read_together(tmp_path):
   made, folder = experiment(), str(tmp_path)
   runs = experiments.runs(made)
   for name in ('grpo-k4-seed0', 'wide-k4-seed0'):
-    experiments.write(folder, name, result(runs[name]))
+    experiments.write(folder, name, making.result(runs[name]))
   assert list(experiments.read(made, folder)) == ['grpo-k4-seed0', 'wide-k4-seed0']
-  newer = result(runs['wide-k4-seed0'], versions={'code': 'b'}, commit='beef')
+  newer = making.result(runs['wide-k4-seed0'], versions={'code': 'b'}, commit='beef')
   experiments.write(folder, 'wide-k4-seed0', newer)
   with pytest.raises(ValueError, match='beef'):
     experiments.read(made, folder)
-  experiments.write(folder, 'wide-k4-seed0', result(runs['wide-k8-seed0']))
+  experiments.write(folder, 'wide-k4-seed0', making.result(runs['wide-k8-seed0']))
   with pytest.raises(ValueError, match='another run'):
     experiments.read(made, folder)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import making
 import pytest
 
 from bapo_jax.runtime import machine
@@ -120,20 +121,14 @@ def write_results(folder, arms, accuracies):
   runs = experiments.runs(experiments.load(f'{file}:main'))
   for arm in arms:
     for seed, accuracy in enumerate(accuracies[arm]):
-      run = runs[f'{arm}-seed{seed}']
-      stored = {
-        'arm': arm,
-        'levels': {},
-        'seed': seed,
-        'config': experiments.fingerprint(run.config),
-        'versions': machine.versions(),
-        'diverged': False,
-        'evaluations': [[0, 0.25, 0.01, 0.0], [3, accuracy, 0.01, 96.0]],
-        'right': {'0': [0, 1, 0, 1], '3': [1, 1, 0, 1]},
-        'group_size': 1,
-        'steps': {name: [1.0, 3.0] for name in experiments.STEP_METRICS},
-        'seconds': 9.0,
-      }
+      stored = making.result(
+        runs[f'{arm}-seed{seed}'],
+        [(0, 0.25), (3, accuracy)],
+        versions=machine.versions(),
+        right={'0': [0, 1, 0, 1], '3': [1, 1, 0, 1]},
+        group_size=1,
+        steps={name: [1.0, 3.0] for name in experiments.STEP_METRICS},
+      )
       experiments.write(str(folder / 'results' / 'main'), f'{arm}-seed{seed}', stored)
   return f'{file}:main'
 

@@ -28,7 +28,6 @@ T = 8
 # So long a step that where the parameters started is rounded away: it is the gradient.
 LONG = optax.sgd(2.0**24)
 START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
-FAST = {'xla_backend_optimization_level': 0}
 
 
 class Direct(objective_lib.Objective):
@@ -97,7 +96,7 @@ def compiled(chosen):
     )
     return sides(after_BT - logp_BT, batch), metrics
 
-  return jax.jit(run, compiler_options=FAST)
+  return jax.jit(run)
 
 
 def path_of(k):
@@ -122,7 +121,7 @@ def on_the_path(chosen):
 
     return sides(jax.grad(value)(logp_BT), batch)
 
-  return jax.jit(jax.vmap(at, (0, None, None)), compiler_options=FAST)
+  return jax.jit(jax.vmap(at, (0, None, None)))
 
 
 def pairs():
@@ -217,38 +216,36 @@ def outcome(data, **values):
   return float(P / (P + N)), metrics
 
 
-def test_reused_rows_that_their_cap_cuts_do_not_meet_the_target():
-  # P is 1 of the fresh row, N is 2: 1/3. The reused row, at 1.15 below the bound 1.2
-  # and above its cap, has no gradient; with it the share would be 2.15 / 4.15.
-  data = one_token_rows((1, 1, 1, 0), (1, 1.15, 1, 2), (-1, 1, 1, 0), (-1, 1, 1, 0))
-  values = {'clip.balanced.reused_high': 1.1, 'clip.balanced.target': 0.45}
-  share, metrics = outcome(data, **values)
-  assert share == pytest.approx(1 / 3) and metrics['clip/target_met'] == 0
+FOR, AGAINST = (1, 1, 1, 0), (-1, 1, 1, 0)
 
 
-def test_a_token_that_dual_clip_cuts_moves_no_bound():
-  # 2 of 3: the negative token at 10 is cut. With it the share would be 2 / 13.
-  data = one_token_rows((1, 1, 1, 0), (1, 1, 1, 0), (-1, 1, 1, 0), (-1, 10, 1, 0))
-  share, metrics = outcome(data, **{'clip.balanced.dual': 3.0})
-  assert share == pytest.approx(2 / 3) and metrics['clip/search_steps'] == 0
-  assert [metrics['clip/low'], metrics['clip/high']] == START
-
-
-def test_the_factor_of_the_decoupled_loss_counts():
-  # pi / prox is 1 in both rows; prox / mu is .22 and 1: .22 / 1.22.
-  data = one_token_rows((1, 0.22, 0.22, 0), (-1, 1, 1, 0))
-  share, metrics = outcome(data, **{'loss.rule': 'decoupled'})
-  assert share == pytest.approx(0.22 / 1.22) and metrics['clip/target_met'] == 0
-  assert metrics['clip/search_steps'] == 51  # a ratio of 1 is cut by no bounds
-
-
-def test_rows_count_as_the_aggregate_scales_them():
-  # A row of one token and a row of four: 1/2 each under `sequence`, 1/5 per token.
-  data = one_token_rows((1, 1, 1, 0), (-1, 1, 1, 0), lengths=[1, 4])
-  for how, share, steps in (('sequence', 1 / 2, 0), ('token', 1 / 5, 51)):
-    found, metrics = outcome(data, **{'loss.aggregate': how})
-    assert found == pytest.approx(share) and metrics['clip/search_steps'] == steps
-    np.testing.assert_allclose(metrics['clip/share'], share, rtol=making.RTOL)
+@pytest.mark.parametrize(
+  ('rows', 'lengths', 'values', 'share', 'steps'),
+  [
+    # The reused row, at 1.15 below the bound 1.2 and above its cap, has no gradient.
+    (
+      [FOR, (1, 1.15, 1, 2), AGAINST, AGAINST],
+      None,
+      {'clip.balanced.reused_high': 1.1, 'clip.balanced.target': 0.45},
+      1 / 3,
+      51,
+    ),
+    # Dual clip cuts the negative token at 10: with it the share would be 2 / 13.
+    ([FOR, FOR, AGAINST, (-1, 10, 1, 0)], None, {'clip.balanced.dual': 3.0}, 2 / 3, 0),
+    # pi / prox is 1 in both rows; prox / mu is .22 and 1.
+    ([(1, 0.22, 0.22, 0), AGAINST], None, {'loss.rule': 'decoupled'}, 0.22 / 1.22, 51),
+    # A row of one token and a row of four.
+    ([FOR, AGAINST], [1, 4], {'loss.aggregate': 'sequence'}, 1 / 2, 0),
+    ([FOR, AGAINST], [1, 4], {'loss.aggregate': 'token'}, 1 / 5, 51),
+  ],
+)
+def test_the_share_by_hand(rows, lengths, values, share, steps):
+  found, metrics = outcome(one_token_rows(*rows, lengths=lengths), **values)
+  assert found == pytest.approx(share)
+  np.testing.assert_allclose(metrics['clip/share'], share, rtol=making.RTOL)
+  # A ratio of 1 is cut by no bounds: where the start is not enough, nothing is.
+  assert metrics['clip/search_steps'] == steps
+  assert metrics['clip/target_met'] == (steps == 0)
 
 
 @pytest.mark.parametrize(

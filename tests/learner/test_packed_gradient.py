@@ -22,7 +22,6 @@ SPEC = transformer.ModelSpec(
 )
 B, T = 32, 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
-FAST = {'xla_backend_optimization_level': 0}  # compiles in half the time
 CLIPS = {
   'clipped': making.bound(clip.balanced, target=0.45),
   'decoupled': making.bound(clip.balanced, target=0.45),
@@ -42,7 +41,8 @@ def example():
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
   mask_BT = (np.arange(T) >= first_B) & (np.arange(T) < last_B)
-  logp_BT = logprobs.sequence_stats(params, tokens_BT, SPEC, 0.8).logp_BT
+  stats = jax.jit(logprobs.sequence_stats, static_argnums=(2, 3))
+  logp_BT = stats(params, tokens_BT, SPEC, 0.8).logp_BT
   old_BT, prox_BT = (logp_BT + 0.4 * rng.standard_normal((B, T)) for _ in range(2))
   adv_B = rng.normal(-0.1, 1, B) * (rng.random(B) < 0.5)
   source_B = np.where(np.arange(B) == 5, -1, np.arange(B) % 3)
@@ -52,16 +52,9 @@ def example():
 
 
 def objective(loss_rule, aggregate, tied=True, **knobs):
-  return objective_lib.Objective(
-    clip_rule=CLIPS[loss_rule],
-    loss_rule=loss.RULES[loss_rule],
-    spec=dataclasses.replace(SPEC, tied=tied),
-    temperature=0.8,
-    chunk=16,
-    aggregate=aggregate,
-    length=T,
-    **knobs,
-  )
+  spec = dataclasses.replace(SPEC, tied=tied)
+  knobs = {'spec': spec, 'chunk': 16, 'aggregate': aggregate, 'length': T} | knobs
+  return making.objective(CLIPS[loss_rule], loss_rule, **knobs)
 
 
 @functools.cache
@@ -73,7 +66,7 @@ def gradient(*rules, mesh=None, **knobs):
   if mesh is not None:
     params = jax.device_put(params, sharding.shardings(params, mesh))
     batch = jax.device_put(batch, sharding.over_rows(mesh))
-  return sharding.under(mesh, jax.jit(run, compiler_options=FAST))(params, batch)
+  return sharding.under(mesh, jax.jit(run))(params, batch)
 
 
 def check(loss_rule, aggregate, tied=True, **knobs):
@@ -99,7 +92,11 @@ def check(loss_rule, aggregate, tied=True, **knobs):
   making.close(value, -(gain_BT.sum(1) * scale_B).sum(), count=B * T, terms=1)
 
 
-STORED = Schedule(bounds_pass='stored')
+def waiting(remat):
+  schedule = Schedule(remat, bounds_pass='stored')
+  return {'schedule': schedule, 'grad_accum_steps': 3}
+
+
 SPLIT = Schedule('dots', sequence_sharding=True)
 
 
@@ -110,21 +107,13 @@ SPLIT = Schedule('dots', sequence_sharding=True)
     ('clipped', 'token', {}),
     ('clipped', 'token', {'grad_accum_steps': 3}),
     ('decoupled', 'sequence', {'grad_accum_steps': 3}),
-    ('sequence', 'constant', {'grad_accum_steps': 3}),
     ('cispo', 'token', {'grad_accum_steps': 3}),
     ('tis', 'sequence', {'grad_accum_steps': 3}),
     ('dppo_tv', 'constant', {'grad_accum_steps': 3}),
     ('sapo', 'token', {'grad_accum_steps': 3}),
     # All forward passes wait for the bounds: any part of a layer, any ratio.
-    *(
-      (
-        'clipped',
-        'token',
-        {'schedule': STORED._replace(remat=r), 'grad_accum_steps': 3},
-      )
-      for r in layers.REMAT
-    ),
-    ('sequence', 'constant', {'schedule': STORED, 'grad_accum_steps': 3}),
+    *(('clipped', 'token', waiting(remat)) for remat in layers.REMAT),
+    ('sequence', 'constant', waiting('full')),
   ],
 )
 def test_pruned_and_packed_gradients_are_those_of_all_rows(loss_rule, aggregate, knobs):
@@ -134,7 +123,7 @@ def test_pruned_and_packed_gradients_are_those_of_all_rows(loss_rule, aggregate,
 @pytest.mark.parametrize(
   ('loss_rule', 'aggregate', 'tied', 'knobs'),
   [
-    ('clipped', 'token', True, {'schedule': STORED, 'grad_accum_steps': 3}),
+    ('clipped', 'token', True, waiting('full')),
     ('sequence', 'constant', True, {'grad_accum_steps': 3}),
     ('clipped', 'token', False, {'schedule': SPLIT}),
   ],
@@ -192,7 +181,7 @@ def test_a_batch_without_an_advantage_costs_no_pass():
   tx = optax.adam(1e-2)
   opt = jax.tree.map(lambda x: x + 0.1 if x.ndim else x, tx.init(params))
   step = functools.partial(learner.learn, tx=tx, objective=chosen)
-  after, _, metrics, _ = jax.jit(step, compiler_options=FAST)(params, opt, batch)
+  after, _, metrics, _ = jax.jit(step)(params, opt, batch)
   assert metrics['loss/value'] == metrics['learner/grad_norm'] == 0
   assert metrics['clip/no_evidence'] == 1 and metrics['clip/search_steps'] == 0
   assert metrics['learner/tokens'] > 0 and metrics['learner/tokens_computed'] == 0

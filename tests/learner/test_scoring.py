@@ -9,9 +9,8 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.algorithms import advantage, clip, loss
+from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, optimizer, scoring
-from bapo_jax.learner import objective as objective_lib
 from bapo_jax.types import Groups, Prompts
 
 P, G, T = 8, 8, 24
@@ -61,13 +60,9 @@ score = functools.partial(
 
 def first_update(params, groups: Groups) -> dict:
   """Metrics of GSPO with the paper's bounds (arXiv:2507.18071, section 5.1)."""
-  objective = objective_lib.Objective(
-    clip_rule=making.bound(clip.fixed, low=0.9997, high=1.0004),
-    loss_rule=loss.RULES['sequence'],
-    spec=SPEC,
-    temperature=1.0,
-    aggregate='sequence',
-  )
+  rule = making.bound(clip.fixed, low=0.9997, high=1.0004)
+  knobs = {'spec': SPEC, 'temperature': 1.0, 'aggregate': 'sequence'}
+  objective = making.objective(rule, 'sequence', **knobs)
   tx = optimizer.adamw(lr=1e-3)
   batch = learner.flatten(
     groups, jnp.zeros(P, jnp.int32), advantage.group_relative, version=5
@@ -106,7 +101,7 @@ def test_tokens_of_other_weights_are_left_alone(params, sampled):
   assert (new_PGT != old_PGT)[own_PGT].mean() > 0.2
 
 
-@pytest.mark.parametrize('rows', [3, 8, 100])
+@pytest.mark.parametrize('rows', [3, 100])
 def test_rows_are_scored_a_few_at_a_time_whatever_divides(params, sampled, rows):
   small = jax.tree.map(lambda x: x[:2], sampled)
   knobs = dict(spec=making.SPEC, temperature=1.0, chunk=256)

@@ -11,9 +11,8 @@ import optax
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms import clip
 from bapo_jax.learner import learner
-from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import knobs, lora, transformer
 from bapo_jax.models.layers import Schedule
 
@@ -39,15 +38,9 @@ batch = functools.partial(
 
 def learn(spec, parts=1, **schedule):
   """One update by the gradient itself."""
-  objective = objective_lib.Objective(
-    clip_rule=making.bound(clip.balanced, target=0.4),
-    loss_rule=loss.clipped,
-    spec=spec,
-    schedule=Schedule(**schedule),
-    temperature=TEMPERATURE,
-    chunk=4,
-    grad_accum_steps=parts,
-  )
+  rule = making.bound(clip.balanced, target=0.4)
+  knobs = {'schedule': Schedule(**schedule), 'chunk': 4, 'grad_accum_steps': parts}
+  objective = making.objective(rule, spec=spec, **knobs)
   return functools.partial(learner.learn, tx=PLAIN, objective=objective)
 
 

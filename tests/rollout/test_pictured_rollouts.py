@@ -99,13 +99,6 @@ def test_greedy_text_is_that_without_a_cache():
   np.testing.assert_array_equal(run.rows.tokens_BT, tokens_BT)
 
 
-def test_the_text_does_not_depend_on_the_slots(sampled):
-  other = rollouts(max_num_seqs=2, prefill_batch_size=1)
-  other.decode(ACTOR, KEY)
-  np.testing.assert_array_equal(other.rows.tokens_BT, sampled.tokens_BT)
-  np.testing.assert_allclose(other.rows.logp_BT, sampled.logp_BT, atol=1e-5)
-
-
 def test_a_refreshed_cache_is_that_of_the_new_weights():
   run = rollouts(**WHOLE)
   run.decode(ACTOR, KEY, policy_version=3, max_tokens=2)

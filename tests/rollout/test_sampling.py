@@ -23,11 +23,8 @@ def test_draws_follow_the_softmax(by, temperature=0.6):
   p_V = np.exp(np.asarray(logits_V, float) / temperature)
   p_V /= p_V.sum()
   np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
-  # Bretagnolle-Huber-Carol: P(TV >= e) <= 2^V exp(-2 n e^2), so e = 0.025 is crossed
-  # with probability 64 exp(-25) < 1e-9; between 0.6 and 1.0 the distance is 0.20.
-  found_V = np.bincount(token_S, minlength=len(p_V)) / n
-  assert 0.5 * np.abs(found_V - p_V).sum() < 0.025
-  # And neighbours are independent: pairs follow the product, 2^36 exp(-2 n/2 e^2).
+  # Neighbours are independent: pairs follow the product. Bretagnolle-Huber-Carol:
+  # P(TV >= e) <= 2^36 exp(-2 n/2 e^2); of temperatures 0.6 and 1.0 it is above 0.20.
   pair_VV = np.zeros((6, 6))
   np.add.at(pair_VV, (token_S[::2], token_S[1::2]), 2 / n)
   bound = math.sqrt((36 * math.log(2) - math.log(1e-9)) / n)  # 0.0479
