@@ -1,6 +1,9 @@
 """Every notebook runs from a clean checkout, and is committed with its outputs."""
 
+import ast
+import importlib
 import pathlib
+import pkgutil
 
 import nbformat
 import pytest
@@ -37,6 +40,28 @@ def test_every_notebook_is_run():
 @pytest.mark.parametrize('name', NOTEBOOKS)
 def test_outputs_are_committed(name):
   check_outputs(execute.read(FOLDER / name), name)
+
+
+@pytest.mark.parametrize('name', NOTEBOOKS)
+def test_the_names_that_it_uses_exist(name):
+  cells = [c.source for c in execute.read(FOLDER / name).cells if c.cell_type == 'code']
+  lines = '\n'.join(cells).splitlines()
+  tree = ast.parse('\n'.join(line for line in lines if not line.startswith('%')))
+  imported = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom) and node.module.startswith(('bapo_jax', 'lab')):
+      for alias in node.names:
+        module = importlib.import_module(node.module)
+        if not hasattr(module, alias.name):
+          importlib.import_module(f'{node.module}.{alias.name}')
+        imported[alias.name] = pkgutil.resolve_name(f'{node.module}:{alias.name}')
+  used = [
+    (node.value.id, node.attr)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+  ]
+  missing = [x for x in used if x[0] in imported and not hasattr(imported[x[0]], x[1])]
+  assert not missing
 
 
 @pytest.mark.nightly
