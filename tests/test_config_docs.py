@@ -2,11 +2,11 @@
 
 import pathlib
 
-from bapo_jax.tools import config_docs
+from docs import write_config
 
 PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'config.md'
 
 
 def test_the_page_is_current():
-  command = 'python -m bapo_jax.tools.config_docs > docs/config.md'
-  assert PAGE.read_text() == config_docs.document(), command
+  command = 'python -m docs.write_config > docs/config.md'
+  assert PAGE.read_text() == write_config.document(), command

@@ -320,7 +320,7 @@ REFUSED_VISION = [
 @pytest.mark.parametrize(
   ('make', 'name', 'changes'),
   [(spec, *case) for case in REFUSED] + [(vision, *case) for case in REFUSED_VISION],
-  ids=str,
+  ids=lambda value: getattr(value, '__name__', str(value)),
 )
 def test_an_unsupported_option_is_named(make, name, changes):
   with pytest.raises(ValueError) as error:
