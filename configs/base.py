@@ -6,9 +6,9 @@ beside the code that uses them, in bapo_jax/*/knobs.py.
 
 from ml_collections import ConfigDict
 
-from bapo_jax.training.config import Config, plain
+from bapo_jax.training.config import Config
 
 
 def get_config() -> ConfigDict:
   """All knobs at their defaults."""
-  return ConfigDict(plain(Config()))
+  return ConfigDict(Config().model_dump())

@@ -140,7 +140,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
   Raises:
     ValueError: a value of a knob is invalid.
   """
-  return config_lib.parse(with_knobs(config_lib.plain(recorded.config), knobs))
+  return config_lib.parse(with_knobs(recorded.config.model_dump(), knobs))
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:

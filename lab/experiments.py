@@ -144,7 +144,7 @@ def with_knobs(values: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
 
 def fingerprint(config: Config) -> str:
   """Returns twelve digits that change with any knob except the title."""
-  return config_lib.fingerprint(config_lib.plain(config) | {'title': ''})
+  return config_lib.fingerprint(config.model_dump() | {'title': ''})
 
 
 def outcome(

@@ -9,7 +9,7 @@ import pytest
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training.config import Config, decided, parse, plain
+from bapo_jax.training.config import Config, decided, parse
 from configs import aime, countdown, finetune, geometry
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def overridden(line: str) -> Config:
   """
   named = re.search(r'--config=configs/(\w+)\.py(?::(\w+))?', line)
   config = CONFIGS[named[1]](named[2] or '') if named else aime.get_config()
-  values = plain(Config()) | config.to_dict()
+  values = Config().model_dump() | config.to_dict()
   for name, text in OVERRIDE.findall(line):
     if not text or text.startswith('<'):
       continue

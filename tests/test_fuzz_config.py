@@ -17,7 +17,7 @@ from bapo_jax import knobs, sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.training import budget, build, resolve, rules
-from bapo_jax.training.config import Config, overrides, parse, plain
+from bapo_jax.training.config import Config, overrides, parse
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
@@ -55,7 +55,7 @@ def value(rng: random.Random, name: str):
 
 def trial(rng: random.Random) -> dict:
   """The default's values, some of them replaced."""
-  values = copy.deepcopy(plain(Config()))
+  values = copy.deepcopy(Config().model_dump())
   for name in rng.sample(sorted(FIELDS), rng.randint(1, 3)):
     *sections, key = name.split('.')
     functools.reduce(dict.__getitem__, sections, values)[key] = value(rng, name)

@@ -102,8 +102,8 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
     known = facts.gather(config, model) if undecided else None
   if known is not None:
     config, derived = derive(config, known)
-    config = config_lib.parse(config_lib.plain(config))
-    hosts.same_everywhere({'derived': config_lib.plain(config)})
+    config = config_lib.parse(config.model_dump())
+    hosts.same_everywhere({'derived': config.model_dump()})
     log(screen(derived))
     config = config.with_values(problems=held_out)
   elif config.derived:
@@ -149,7 +149,7 @@ def _read(config: Config, workdir: str) -> Config:
   """Returns the config with the values that its run has derived, from config.json."""
   path = os.path.join(workdir, 'config.json')
   stored = workdir_lib.read_config(path)
-  values = json.loads(json.dumps(config_lib.plain(config)))
+  values = json.loads(json.dumps(config.model_dump()))
   for knob in config.derived:
     section, _, key = knob.rpartition('.')
     try:
@@ -159,7 +159,7 @@ def _read(config: Config, workdir: str) -> Config:
       raise ValueError(
         f'{path} has no {knob}; give another --workdir, or put the config back'
       ) from None
-  config = config_lib.parse(config_lib.plain(config_lib.from_json(values)))
+  config = config_lib.parse(config_lib.from_json(values).model_dump())
   given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)
   log(wrapped(f'Derived when this run began ({path}): {", ".join(given)}', ''))
   return config

@@ -24,7 +24,6 @@ from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -69,7 +68,7 @@ def claim(workdir: str, config: Config) -> None:
   """
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate', 'mesh')
-  workdirs.open_workdir(workdir, config_lib.plain(config), (*free, 'derived', problems))
+  workdirs.open_workdir(workdir, config.model_dump(), (*free, 'derived', problems))
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
@@ -185,7 +184,7 @@ class Run:
   def loop(self, first: TrainState) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
-    knobs = config.metrics.model_dump() | {'config': config_lib.plain(config)}
+    knobs = config.metrics.model_dump() | {'config': config.model_dump()}
     with metrics.writing(self.workdir, s.step or -1, **knobs) as write:
       if s.step == 0:
         row, message = self.evaluate(s)

@@ -17,7 +17,7 @@ from bapo_jax.run.report_plots import draw_curves, mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
-from bapo_jax.training.config import Config, fingerprint, plain
+from bapo_jax.training.config import Config, fingerprint
 
 MAIN = """
   rollout/reward rollout/accuracy rollout/length rollout/length_right
@@ -158,8 +158,9 @@ def write(
   Raises:
     OSError: the system refused to write one of the files.
   """
-  workdir, rows, values = pathlib.Path(workdir), metrics.read(workdir), plain(config)
-  results, wall_s = (before['result'], after['result']), spent['wall_s']
+  workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
+  values, wall_s = config.model_dump(), spent['wall_s']
+  results = before['result'], after['result']
   balanced = config.clip.rule == 'balanced'
   target = config.clip.balanced.target if balanced else None
   phases = {name: s for name, s in spent['phases'].items() if name != 'other'}

@@ -41,12 +41,8 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]
   if bare:
     master = getattr(s.opt, 'master', None)
     found['opt'] = {} if master is None else {'master': master}
-  return found, {'run': scalars(s), 'weights_only': bare}
-
-
-def scalars(s: TrainState) -> dict[str, int]:
-  """Returns the plain numbers of a state."""
-  return {name: getattr(s, name) for name in SCALARS}
+  numbers = {name: getattr(s, name) for name in SCALARS}
+  return found, {'run': numbers, 'weights_only': bare}
 
 
 def resume(

@@ -51,7 +51,7 @@ def eval_checkpoint(
       'model; train there first, or give a model'
     )
   r = derive.prepare(config, workdir, trains=False)
-  values = config_lib.plain(r.config)
+  values = r.config.model_dump()
   settings = {name: values[name] for name in SETTINGS.split()}
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'

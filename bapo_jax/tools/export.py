@@ -18,7 +18,6 @@ from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, policy, resolve
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
 
@@ -76,8 +75,8 @@ def export(
 def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
-  now = json.loads(json.dumps(config_lib.plain(config)))
-  defaults = json.loads(json.dumps(config_lib.plain(Config())))
+  now = json.loads(json.dumps(config.model_dump()))
+  defaults = json.loads(json.dumps(Config().model_dump()))
   for section in ('model', 'lora', 'tokenizer'):
     # A run from before a knob was there had its default.
     was = defaults[section] | before.get(section, {})

@@ -103,11 +103,6 @@ class Config(Section):
     return self.model_copy(update=changed)
 
 
-def plain(config: Config) -> dict[str, Any]:
-  """Returns the config as nested dicts, the form of ConfigDict and JSON."""
-  return config.model_dump()
-
-
 def fingerprint(values: dict[str, Any]) -> str:
   """Returns twelve hexadecimal digits that change with any value."""
   text = json.dumps(values, sort_keys=True, default=list).encode()

@@ -28,11 +28,11 @@ CLAIMS = (
 )
 """
 SETUP = """
-from bapo_jax.training.config import Config, plain
+from bapo_jax.training.config import Config
 from lab.experiments import Experiment
 NAMES = ('main',)
 def get_experiment(name):
-  return Experiment(plain(Config()), {'a': {}, 'b': {'steps': 3}}, (0, 1, 2))
+  return Experiment(Config().model_dump(), {'a': {}, 'b': {'steps': 3}}, (0, 1, 2))
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
-from bapo_jax.training.config import Config, plain
+from bapo_jax.training.config import Config
 from lab import counterfactual
 from lab.counterfactual import Applied, Recorded
 from lab.experiments import Experiment
@@ -40,7 +40,7 @@ def response(reward, ratios, **changed):
 def recorded(tmp_path, *responses, **fields):
   """The record of one group."""
   (tmp_path / 'groups').mkdir()
-  (tmp_path / 'config.json').write_text(json.dumps(plain(Config())))
+  (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
   group = {'source': 'fresh', 'prompt': '1+1\n', 'responses': responses} | fields
   (tmp_path / 'groups' / '7.jsonl').write_text(json.dumps(group) + '\n')
   return counterfactual.read(str(tmp_path))
@@ -278,7 +278,7 @@ def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
 def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
   for run in ('grpo-seed0', 'widest-seed0'):
     shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
-  made = Experiment(plain(Config()), ARMS, (0,))
+  made = Experiment(Config().model_dump(), ARMS, (0,))
   recorded = ('main', 'grpo', tuple(ARMS))
   page = types.SimpleNamespace(
     ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made

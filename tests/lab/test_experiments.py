@@ -5,7 +5,7 @@ import json
 import making
 import pytest
 
-from bapo_jax.training.config import Config, plain
+from bapo_jax.training.config import Config
 from lab import experiments
 from lab.experiments import Experiment
 
@@ -17,7 +17,7 @@ FACTORS = {'updates': {'k4': {'learner.minibatches': 4}, 'k8': {}}}
 
 
 def experiment(arms=ARMS, factors=FACTORS, seeds=(0, 1)):
-  values = plain(Config())
+  values = Config().model_dump()
   values['problems']['family'] = 'chain'
   return Experiment(values, arms, seeds, factors)
 

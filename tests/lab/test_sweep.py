@@ -107,10 +107,11 @@ def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
 
 
 DESCRIPTION = """
-from bapo_jax.training.config import Config, plain
+from bapo_jax.training.config import Config
 from lab.experiments import Experiment
 def get_experiment(name):
-  return Experiment(plain(Config()), {'a': {}, 'b': {'clip.rule': 'fixed'}}, (0, 1))
+  arms = {'a': {}, 'b': {'clip.rule': 'fixed'}}
+  return Experiment(Config().model_dump(), arms, (0, 1))
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bapo_jax.tools import recorded_groups, viewer
-from bapo_jax.training import checkpoint, config
+from bapo_jax.training import checkpoint
 from bapo_jax.training.config import Config
 
 
@@ -23,7 +23,7 @@ def printed(workdir, number=None, views='', terminal=False, keys=None):
 def evaluated(tmp_path, *problems, rule='group_relative'):
   """A run with one evaluation: each problem, its responses and their verdicts."""
   made = Config().with_values(advantage={'rule': rule})
-  (tmp_path / 'config.json').write_text(json.dumps(config.plain(made)))
+  (tmp_path / 'config.json').write_text(json.dumps(made.model_dump()))
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
     for problem, responses in problems

@@ -80,6 +80,6 @@ def test_variants_that_need_no_download_are_sound(variant):
 
 def test_a_config_comes_back_from_its_plain_values_and_from_json():
   for config in (parse({}), tiny()):
-    values = config_lib.plain(config)
+    values = config.model_dump()
     assert parse(values) == config
     assert config_lib.from_json(json.loads(json.dumps(values))) == config
