@@ -81,7 +81,7 @@ FLIPPED = str.maketrans('<>≤≥', '><≥≤')
 
 
 class Answer(NamedTuple):
-  kind: str  # expression, list (or set), tuple (or interval), union, matrix, equation
+  kind: str  # expression, list or set, tuple or interval, union, matrix, row, equation
   parts: tuple[Any, ...]  # answers; of an expression its text
   brackets: str = ''  # of a tuple or interval, such as '[)'
   name: str = ''  # the variable before = or between two bounds; '': none
@@ -100,7 +100,7 @@ def read(text: str, commas_group: bool) -> Answer:
   text = spelling.unwrap(WORDS.sub(',', text))
   if matrix := MATRIX.fullmatch(text):
     rows = [row.split('&') for row in matrix[2].split(spelling.ROW)]
-    cells = tuple(Answer('list', tuple(map(_expression, row))) for row in rows)
+    cells = tuple(Answer('row', tuple(map(_expression, row))) for row in rows)
     return Answer('matrix', cells)
   if commas_group and not re.search(r'[(\[\x02]', text):
     text = COMMA.sub(lambda match: match[0].replace(',', spelling.THOUSANDS), text)
@@ -205,6 +205,8 @@ def _same_equation(gold: Answer, given: Answer) -> bool:
   if gold.kind == 'equation':
     if len(gold.parts) != 2 or len(sides) != 2:
       return False
+    if any(x.kind != 'expression' for x in (*gold.parts, *sides)):
+      return all(map(_same, gold.parts, sides))
     texts = [' = '.join(str(x.parts[0]) for x in y.parts) for y in (gold, given)]
     return _same_symbols(*texts)
   label = str(sides[0].parts[0])
