@@ -12,9 +12,9 @@ from collections.abc import Generator
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-# Ten seconds are the aim (--limit=10); CI stops what is far beyond it, until every test
-# has been timed on idle cores with an empty compile cache.
-CI_LIMIT_S = 120.0
+# Ten seconds on idle cores are the aim (--limit=10). CI allows twice as much: its cores
+# may be slower, or shared.
+CI_LIMIT_S = 20.0
 CHILDREN = 5  # times the limit: two processes that start JAX and a run
 # Pure and quick, by measured durations: 90 s in all on two cores.
 FAST = {

@@ -181,6 +181,7 @@ def applied(weight_BT):
   return Applied(None, nothing, np.zeros(2), np.where(MASK_BT, weight_BT, 0), nothing)
 
 
+@jax.jit
 def logprobs(params):
   """Log-probabilities [N, V] before each recorded token, without any padding."""
   rows = []

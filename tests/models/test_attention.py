@@ -37,12 +37,13 @@ def segments(T=T):
 def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
   """Row by row, head by head, query by query, in float64."""
   q, k, v = (np.asarray(x, np.float64) for x in (q_BTHC, k_BTKC, v_BTKC))
+  segment_BT = None if segment_BT is None else np.asarray(segment_BT)
   out = np.zeros_like(q)
   for b, t, h in np.ndindex(q.shape[:3]):
     head = h * k.shape[2] // q.shape[2]
     seen = np.arange(t + 1 if is_causal else q.shape[1])
     if segment_BT is not None:
-      seen = seen[np.asarray(segment_BT[b, seen] == segment_BT[b, t])]
+      seen = seen[segment_BT[b, seen] == segment_BT[b, t]]
     score = k[b, seen, head] @ q[b, t, h] / np.sqrt(C)
     weight = np.exp(score - score.max())
     out[b, t, h] = weight @ v[b, seen, head] / weight.sum()
