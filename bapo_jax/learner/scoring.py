@@ -75,9 +75,9 @@ def score(
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
-    pictures: pictures of the groups' problems; None: texts.
-    rows: full-length responses per micro-batch; shorter ones are packed together.
-    knobs: the other knobs of `packed_logprobs`.
+    pictures: pictures of the groups' problems; None: text only.
+    rows: full-length responses per micro-batch; shorter responses are packed together.
+    knobs: the other arguments of `packed_logprobs`.
   """
   P, G, T = groups.tokens_PGT.shape
   logp_BT = packed_logprobs(
@@ -111,7 +111,7 @@ def recompute(
     score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.
 
   Returns:
-    (groups, difference between sampler and learner before).
+    (groups, difference between the log-probabilities of sampler and learner).
   """
   same_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   logp_PGT = score(params, groups, pictures)
