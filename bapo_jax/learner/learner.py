@@ -211,7 +211,7 @@ def learn(
     return optax.apply_updates(params, updates), opt
 
   # An update without a token is skipped: the moments alone would move the weights. So
-  # is a non-finite update, which would ruin moments and weights for good. `cond`, because
+  # is a non-finite update: it would ruin moments and weights for good. `cond`, because
   # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
   params, opt = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
