@@ -7,9 +7,9 @@ A rule is (fresh, reevaluated, buffer, now, key, seats, k) -> (groups, source_P)
 prompts while seats are empty (DAPO's dynamic sampling).
 `replay` adds replayed groups to the fresh ones, regardless of their verdicts.
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
-1. fresh groups with both verdicts,
-2. re-evaluated problems that the current policy sometimes solves,
-3. reusable groups from the replay buffer, drawn at random.
+1. X1: fresh groups with both verdicts,
+2. X2: re-evaluated problems that the current policy sometimes solves,
+3. X3: reusable groups from the replay buffer, drawn at random.
 
 Groups with both verdicts also need different rewards among their unmasked responses:
 equal shaped rewards give no advantage (`types.learnable`). A batch always has `seats`
@@ -128,7 +128,7 @@ def _sources(source: Array, *groups: Groups) -> Array:
 
 
 def _luck(key: Array, source_N: Array) -> Array:
-  """Draws from [0, 1) for reused groups; returns 0 for other groups, in their order."""
+  """Draws from [0, 1) for reused groups; 0 for other groups keeps their order."""
   return jnp.where(source_N == REUSED, jax.random.uniform(key, source_N.shape), 0)
 
 

@@ -1,4 +1,4 @@
-"""Searches the first clip bounds that give positive tokens their gradient share.
+"""Finds the first clip bounds at which positive tokens reach their target share.
 
 A share is P / (P + N), with one of two definitions of a token's contribution:
 
@@ -51,8 +51,7 @@ def search(
     ratio_BT, batch, weight_BT: see `contributions`.
     lows, highs: the ascending values of each bound, computed on the host, because a
       compiled low + step * i may round once instead of twice.
-    k: target, contribution, weight, order and sources; ranges and steps are not read,
-      since `lows` and `highs` contain them.
+    k: ranges and steps are not read, since `lows` and `highs` contain them.
 
   Returns:
     Bounds without a cap and without dual clip; the first point if no token counts.

@@ -33,7 +33,7 @@ class AdvantageConfig(Section):
 
 
 def _dual(default: float) -> Any:
-  sentence = 'Dual clip: ratio at which a token with A < 0 is cut; inf: none.'
+  sentence = 'Dual clip: a token with A < 0 is cut from this ratio on; inf: none.'
   return knob(default, sentence, above=1, infinite=True)
 
 
@@ -267,7 +267,8 @@ class LossConfig(Section):
   ] = knob('clipped', 'Loss rule: the objective of a token.')
   aggregate: Aggregate = knob(
     'token',
-    'Mean over tokens, or over responses of their token mean or sum / max_new_tokens.',
+    'token: mean over all tokens; sequence: mean over responses of their token mean; '
+    'constant: mean over responses of their sum / max_new_tokens.',
   )
   kl: float = knob(
     0.0,

@@ -43,7 +43,7 @@ class Mastered(NamedTuple):
 
 
 def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Returns an optimiser that updates float32 weights and rounds them to parameters.
+  """Returns an optimiser of float32 weights, rounded to the dtype of the parameters.
 
   A step of 1e-6 is below the bfloat16 spacing of most weights, so that adding the step
   to bfloat16 parameters would not change them (Micikevicius et al., 2018).

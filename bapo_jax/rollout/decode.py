@@ -192,7 +192,7 @@ def refresh(
   spec: ModelSpec,
   columns: int,
 ) -> Slots:
-  """Recomputes the cache of some slots, up to `columns`, from the tokens in the slots.
+  """Recomputes the first `columns` cache columns of some slots from their tokens.
 
   Donates `slots`.
 
@@ -232,8 +232,8 @@ def run(
     temperature: divides the logits.
     n: maximum number of tokens per slot; changing n does not recompile.
     policy_version: learner step of the weights.
-    live: number of leading cache segments with all columns of this dispatch; attention
-      reads only these segments.
+    live: number of leading cache segments that contain all columns of this dispatch;
+      attention reads only these segments.
     sampling: truncation of the distribution, or greedy.
 
   Returns:

@@ -52,7 +52,7 @@ class RolloutConfig(Section):
   )
   max_tokens_per_step: float = knob(
     math.inf,
-    'Token budget per slot and learner step; the next step continues the responses.',
+    'Token budget per slot and step; unfinished responses continue in the next step.',
     least=1,
     infinite=True,
   )

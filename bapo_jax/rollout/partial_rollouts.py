@@ -4,11 +4,11 @@
 2. `decode` fills free slots, dispatches, and collects finished responses, until all
    have ended or a token budget is spent. Unfinished responses stay in their slots and
    continue in the next call (partial rollouts);
-3. `finished`, `read` and `free` hand out the groups whose responses have all ended.
+3. `finished` lists the groups whose responses have all ended, `read` returns their rows
+   and `free` frees their places.
 
-Synchronous sampling has an infinite budget. `PartialRollouts` is the only mutable
-object of the package. After an exception anywhere in `decode` the next call continues
-without losing a response.
+Synchronous sampling has an infinite budget. `PartialRollouts` is the package's only
+mutable object. After an exception anywhere in `decode` the next call loses no response.
 """
 
 import collections

@@ -4,8 +4,7 @@
 2. the oldest finished groups are read and verified;
 3. they become `Groups`, with the rewards for the learner.
 
-Training, re-evaluation and evaluation all call `rollout`, so that all responses are
-recorded in the same way.
+All responses of training, re-evaluation and evaluation come from `rollout`.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ class Rollout(NamedTuple):
   groups: Groups
   texts: list[str]  # of the responses verified here; '' for other responses
   verdicts: list[Verdict]  # of the same responses; EMPTY_SEAT for other responses
-  own: np.ndarray | None = None  # indices verified by this process; None: all
+  own: np.ndarray | None = None  # indices of responses verified here; None: all
   undecided: int = 0  # undecided responses of all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
@@ -88,8 +87,9 @@ def rollout(
     policy_version: learner step that made the weights `params`.
     first_uid: uid of the first response; later responses count up from it.
     k: budget and maximum age of responses. With k.cache='refresh' the cache of
-      unfinished responses is recomputed with the new weights first; with 'keep' they
-      continue on the keys and values that older weights computed.
+      unfinished responses is recomputed first, so that the log-probabilities of new
+      tokens are those of the new weights; with 'keep' unfinished responses continue on
+      the keys and values that older weights computed.
 
   Returns:
     P groups; the last groups are empty if fewer than P have finished.
@@ -181,7 +181,7 @@ class PendingVerifications:
       self._request([row for row in rows if self._rollouts.own_B[row]])
 
   def _request(self, rows: list[int]) -> None:
-    """Submits finished rows, on devices of this process only, for verification."""
+    """Submits finished rows for verification; all must be on this process's devices."""
     if not rows:
       return
     v, rollouts = self._verification, self._rollouts
@@ -244,7 +244,7 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
 
 
 def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:
-  """Decodes the responses of rows, on devices of this process only, to strings."""
+  """Decodes the responses of rows to strings; all must be on this process's devices."""
   version_BT = exchange.rows_of(rows.policy_version_BT, indices)
   tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
   return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

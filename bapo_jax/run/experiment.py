@@ -61,8 +61,8 @@ def train(config: Config, workdir: str) -> int:
 def claim(workdir: str, config: Config) -> None:
   """Writes the config to a new workdir, or compares it with the config of its run.
 
-  On resuming, sections that do not affect the results may change, and so may the mesh,
-  up to rounding, and with problems.changed='accept' the whole section `problems`.
+  Sections that do not affect the results may change on resuming. The mesh may change
+  too, up to rounding; so may section `problems` with problems.changed='accept'.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -261,7 +261,7 @@ class Run:
 
 
 def divergence(s: TrainState, limit: int) -> str:
-  """Returns the message of a run that non-finite updates end."""
+  """Returns the message for a run that ends after non-finite updates."""
   if s.updates == 0:
     return (
       'The first update of the run is not finite: the loss or the gradient overflows. '
@@ -287,7 +287,7 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
     actor = t.actor(s.params) if s.actor is None else s.actor
     t.engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
     del actor
-    machine.trim()  # else the first updates would need memory on top of it
+    machine.trim()  # frees memory for the first updates
     train_step = build.compile_train_step(t, s)
     machine.trim()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')

@@ -95,8 +95,8 @@ def idle_sentence(rows: Sequence[Row]) -> str:
   elif accuracy == 1:
     cause = 'Every response is right: use harder problems.'
   return (
-    f'Nothing was learned in steps {last - longest + 1} to {last}: no group in a batch '
-    f'had different rewards (mean accuracy {accuracy:.3f}). {cause}'
+    f'Nothing was learned in steps {last - longest + 1} to {last}: the rewards '
+    f'within every group were equal (mean accuracy {accuracy:.3f}). {cause}'
   )
 
 
@@ -199,7 +199,7 @@ def write(
 
 
 def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """Returns the first and the last fifth of the training steps, at least one step."""
+  """Returns the first and last fifth of the training steps, at least one step each."""
   steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(steps) // 5)
   return steps[:n], steps[-n:]

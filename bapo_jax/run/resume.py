@@ -17,8 +17,8 @@ SCALARS += ('consecutive_skips', 'idle_steps')
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state.
 
-  They include the actor if the next step decodes with its older weights. The actor has
-  the layout of the parameters, for other meshes, and no frozen weights.
+  They include the actor if the next step decodes with its older weights. The actor is
+  stored in the layout of the parameters, which fits any mesh, without frozen weights.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval:
@@ -57,7 +57,7 @@ def resume(
 ) -> tuple[TrainState, Spent]:
   """Restores the newest complete checkpoint; returns the state and the cost so far.
 
-  Unless its problems are the `same`, its buffer and partial rollouts are dropped.
+  If `same` is False (other problems), its buffer and partial rollouts are dropped.
 
   Raises:
     ValueError: all checkpoints are damaged, or the newest checkpoint has no optimiser
