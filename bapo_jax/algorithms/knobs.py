@@ -383,7 +383,7 @@ class BufferConfig(Section):
   hard_order: HardOrder = knob(
     'fifo',
     'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
-    'one with the oldest last attempt.',
+    'problem tried least recently.',
   )
   thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Thresholds.')
 

@@ -149,7 +149,7 @@ def insert(
     max_off_policy_steps, max_reuse: maximum age, learner steps, and maximum number of
       further uses of a reusable group.
     hard_order: the hard problem that leaves a full buffer: 'fifo', the first to enter,
-      even if it was tried again; 'least_recent', the one with the oldest last attempt.
+      even if it was tried again; 'least_recent', the problem tried least recently.
 
   Returns:
     (buffer, counts of problems that entered `hard` or left it: always solved on

@@ -65,7 +65,7 @@ def flatten(
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
-    prox_PGT: log-probabilities of the proximal policy, nats; None: those of the
+    prox_PGT: log-probabilities of the proximal policy, nats; None: uses the
       behaviour policy.
     weights: factor on the advantage per source, in the order of types.SOURCES; clip
       rules use the weighted advantages.

@@ -1,6 +1,6 @@
 """Computes log-probabilities of whole groups with the learner's program.
 
-1. `score` computes them packed, one micro-batch at a time, without a gradient
+1. `score` packs responses and runs one micro-batch at a time, without a gradient
    (`packed_logprobs`);
 2. `recompute` replaces the sampler's log-probabilities of the tokens that the same
    weights sampled, and measures the difference.
@@ -103,8 +103,8 @@ def recompute(
 
   The two programs round differently: in bfloat16 by more than narrow clip bounds allow.
   If one program computes both sides, ratios start at 1 (verl likewise recomputes
-  `old_log_probs` with its actor). Older tokens of a partial rollout, which other
-  weights sampled, keep the sampler's numbers: those weights are gone.
+  `old_log_probs` with its actor). Older tokens of a partial rollout keep the
+  sampler's numbers, because the weights that sampled them no longer exist.
 
   Args:
     params: the weights that sampled, of learner step `version`.

@@ -257,7 +257,7 @@ def run(
     # The only reduction over slots, which are split over devices.
     return (carry[0] < n) & ~carry[1].done_S.all()
 
-  # Attention reads only the live segments; the others stay outside the loop.
+  # Attention reads only the live segments; other segments stay outside the loop.
   near = [layer[:live] for layer in slots.cache]
   far = [layer[live:] for layer in slots.cache]
   carry = jnp.int32(0), slots._replace(cache=near)

@@ -205,7 +205,7 @@ class PendingVerifications:
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
     """Waits for the verdicts on the rows of these places; pads with empty seats.
 
-    Each process verifies the responses on its own devices; the verdicts are summed over
+    Each process verifies the responses on its devices; the verdicts are summed over
     processes.
     """
     P, G, _ = rows.tokens_BT.shape

@@ -26,7 +26,7 @@ MAIN = """
   clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
   time/step
 """
-SAMPLES = 6  # responses in the report; eval/ has all of them
+SAMPLES = 6  # responses in the report; eval/ has all responses
 SHOWN = 1500  # characters of a problem or a response
 IDLE = 10  # steps in a row without anything to learn that trigger a warning
 
@@ -83,7 +83,7 @@ def idle_sentence(rows: Sequence[Row]) -> str:
   among = [row for row in rows if last - longest < row['step'] <= last]
   accuracy = mean(among, 'rollout/accuracy')
   cause = (
-    'Each problem is either always or never solved: use problems of medium difficulty, '
+    'Each problem is always solved or never solved: use problems of medium difficulty '
     'or raise sampler.group_size.'
   )
   if accuracy == 0:
@@ -93,7 +93,7 @@ def idle_sentence(rows: Sequence[Row]) -> str:
       'in eval/, or use easier problems.'
     )
   elif accuracy == 1:
-    cause = 'Every response is right: use harder problems.'
+    cause = 'Every response is right: the problems are too easy; use harder problems.'
   return (
     f'Nothing was learned in steps {last - longest + 1} to {last}: the rewards '
     f'within every group were equal (mean accuracy {accuracy:.3f}). {cause}'
