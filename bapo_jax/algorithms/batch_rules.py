@@ -144,7 +144,7 @@ def _seated(
   # draw among reused groups (fraction), and by order of arrival (stability).
   last = len(SOURCES) + 1  # after all candidates: 2 + luck may round to 3
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, last), stable=True)
-  # With fewer candidates than seats the last is repeated, and masked out below.
+  # With fewer candidates than seats the last is repeated, but masked out below.
   order_P = jnp.pad(order_N, (0, max(seats - len(order_N), 0)), mode='edge')[:seats]
   source_P = jnp.where(earned_N, source_N, -1)[order_P]
   groups = take(candidates, order_P)

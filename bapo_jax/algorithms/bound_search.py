@@ -18,7 +18,7 @@ path of bounds is monotone, so bisection over the integer index of the path find
 first point that meets a target: at most 7 evaluations instead of a loop of up to 51
 steps, with the same result.
 
-1. `contributions` computes everything that is the same at every point of the path;
+1. `contributions` computes the terms that are equal at all points of the path;
 2. `sums` returns P and N for two bounds, `reaches` compares them with a target;
 3. `search` bisects a path of bounds.
 """

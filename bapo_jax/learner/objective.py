@@ -174,8 +174,8 @@ def gradient(
 ) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
   """Computes the loss of one minibatch and its gradient.
 
-  Only tokens with a gradient are computed (`Objective.computed`), packed, in as many
-  micro-batches as they fill; one program serves every batch.
+  Only tokens with a gradient are computed (`Objective.computed`). They are packed, and
+  only filled micro-batches run; all batches use the same program.
 
   There is one bound search per minibatch, over the tokens of all devices and all
   micro-batches. If all tokens fit into one micro-batch, the search uses the forward

@@ -4,7 +4,7 @@
    re-evaluation and evaluation differ only in sampling parameters and group size
    (`dataclasses.replace`);
 2. its methods call the compiled functions with these settings, under the mesh;
-3. `warm_up` compiles every shape that can occur.
+3. `warm_up` compiles all shapes that can occur.
 """
 
 import dataclasses

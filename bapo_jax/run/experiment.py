@@ -97,7 +97,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     run.start(s)
     s, status = run.loop(s)
   if status:
-    log(f'Saved. The same command with --workdir={workdir} continues.')
+    log(f'Saved. Run the same command with --workdir={workdir} to resume.')
     return status
   if hosts.is_first():
     before, after = (evaluate.read_recorded(workdir, step) for step in (0, s.step))
@@ -137,7 +137,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  memory     {memory}\n'
     f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
     f'{kept * total / 2**30:.3g} GiB\n'
-    f'  results    {workdir}; Ctrl-C saves, the same command continues'
+    f'  results    {workdir}; Ctrl-C saves, the same command resumes'
   )
 
 
@@ -174,7 +174,7 @@ class Run:
       if lost := [n for n in range(s.step + 1) if n not in steps]:
         log(
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} rows of the steps 0 to '
-          f'{s.step}; first {lost[0]}, last {lost[-1]}. The report omits these steps.'
+          f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
@@ -304,7 +304,7 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
 
 
 def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
-  """Evaluates the state again if eval/<step>.json is missing: the report needs it.
+  """Evaluates the state again if eval/<step>.json, which the report needs, is missing.
 
   The same weights, prompts and noise give the same responses.
   """

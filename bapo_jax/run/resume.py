@@ -101,7 +101,7 @@ def same_problems(
 ) -> bool:
   """Returns whether the problems match the latest checkpoint; True without checkpoints.
 
-  `identity` has the fingerprints of the training and the held-out problems.
+  `identity` contains the fingerprints of the training and the held-out problems.
 
   Raises:
     ValueError: the problems differ, and `changed` (the knob) is 'refuse'.

@@ -163,7 +163,7 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
     with open(path, encoding='utf-8') as file:
       rows = [json.loads(line) for line in file]
     if not all(isinstance(row, dict) and 'responses' in row for row in rows):
-      raise ValueError('a line has no recorded group')
+      raise ValueError('a line contains no recorded group')
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read ({error}); delete the file') from error
   return rows
