@@ -1,4 +1,4 @@
-"""Advantage rules reward_PG -> adv_PG: each response compared with its group.
+"""Advantage rules reward_PG -> adv_PG: compare each response with its group.
 
 Every rule returns zeros for a group of equal rewards.
 """
@@ -6,7 +6,7 @@ Every rule returns zeros for a group of equal rewards.
 import jax.numpy as jnp
 from jax import Array
 
-EPS = 1e-6  # added to the variance of a group's rewards, under the root
+EPS = 1e-6  # added to the variance of a group's rewards, inside the root
 
 
 def group_relative(reward_PG: Array) -> Array:

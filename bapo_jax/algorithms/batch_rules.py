@@ -7,14 +7,14 @@ A rule is (fresh, reevaluated, buffer, now, key, seats, k) -> (groups, source_P)
 prompts while seats are empty (DAPO's dynamic sampling).
 `replay` adds replayed groups to the fresh ones, regardless of their verdicts.
 `adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
-1. fresh groups with both verdicts,
-2. re-evaluated problems that the current policy sometimes solves,
-3. reusable groups from the replay buffer, drawn at random.
+1. X1: fresh groups with both verdicts,
+2. X2: re-evaluated problems that the current policy sometimes solves,
+3. X3: reusable groups from the replay buffer, drawn at random.
 
-The verdicts decide, and the rewards of the unmasked responses must differ: a group of
-equal shaped rewards has no advantage and gets no seat (`types.learnable`). A batch
-always has `seats` seats; an empty seat is masked out. `source_P` is the index of each
-seat into types.SOURCES, -1 for an empty seat.
+Groups with both verdicts also need different rewards among their unmasked responses:
+equal shaped rewards give no advantage (`types.learnable`). A batch always has `seats`
+seats; an empty seat is masked out. `source_P` is the index of each seat into
+types.SOURCES, -1 for an empty seat.
 """
 
 import jax
@@ -73,10 +73,10 @@ def replay(
   seats: int,
   k: knobs.ReplayRule = knobs.ReplayRule(),
 ) -> tuple[Groups, Array]:
-  """Returns the fresh groups and k.replay_ratio times as many older ones at random.
+  """Returns the fresh groups and k.replay_ratio random older groups per fresh group.
 
   Plain experience replay, the baseline of `adapted`. buffer.thresholds decides which
-  groups the buffer keeps; with 'everything' it keeps all of them.
+  groups the buffer keeps; with 'everything' the buffer keeps all groups.
   """
   assert seats == len(fresh.id_P) * (1 + k.replay_ratio)
   reusable = buffer.reusable
@@ -96,9 +96,9 @@ def adapted(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Returns X1, then X2 not in X1, then X3 in neither: arXiv:2602.20722, Def. 3.1.
+  """Returns X1, then X2 without X1, then X3 without both: arXiv:2602.20722, Def. 3.1.
 
-  `buffer.thresholds` decides which pass rates are hard and which reusable. The buffer
+  `buffer.thresholds` defines the pass rates of hard and reusable groups. The buffer
   contains no group that is too old or was used too often (`replay_buffer.insert`).
 
   Returns:
@@ -111,13 +111,12 @@ def adapted(
   # A promoted group without a seat so far is reusable regardless of its pass rate.
   others = len(candidates.id_P) - len(buffer.usage_count_P)
   reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
-  # Both verdicts for all sources; X2 must have improved, X3 must be in the band and
-  # from an earlier step: a group of this step is in the fresh ones already.
+  # All sources need both verdicts. X2 must have improved; X3 must be in the band and
+  # from an earlier step: groups of this step are among the fresh groups already.
   earned_N = learnable(candidates)
   earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
   earned_N &= (source_N != REUSED) | (reusable_N & (candidates.completed_step_P < now))
-  # Sources are concatenated by priority, so the first row of a problem is the one to
-  # keep.
+  # Sources are concatenated by priority, so the first row of each problem is kept.
   earned_N = first_of(candidates.id_P, earned_N)
   return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
 
@@ -129,7 +128,7 @@ def _sources(source: Array, *groups: Groups) -> Array:
 
 
 def _luck(key: Array, source_N: Array) -> Array:
-  """A random number in [0, 1) for reused groups; 0 for others, to keep their order."""
+  """Draws from [0, 1) for reused groups; 0 for other groups keeps their order."""
   return jnp.where(source_N == REUSED, jax.random.uniform(key, source_N.shape), 0)
 
 
@@ -140,12 +139,12 @@ def _seated(
   luck_N: Array | float,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """(groups, source_P): the candidates that earned a seat, by source, then by luck."""
-  # One stable argsort does it all: priority of the sources (integer part), the random
-  # draw within the reused ones (fraction), the order of arrival (stability).
-  last = len(SOURCES) + 1  # behind all others: 2 + luck may round to 3
+  """Returns (groups, source_P): candidates that earned a seat, by source, then luck."""
+  # One stable argsort sorts by priority of the source (integer part), by the random
+  # draw among reused groups (fraction), and by order of arrival (stability).
+  last = len(SOURCES) + 1  # after all candidates: 2 + luck may round to 3
   order_N = jnp.argsort(jnp.where(earned_N, source_N + luck_N, last), stable=True)
-  # With fewer candidates than seats the last one is repeated, and masked out below.
+  # With fewer candidates than seats the last is repeated, but masked out below.
   order_P = jnp.pad(order_N, (0, max(seats - len(order_N), 0)), mode='edge')[:seats]
   source_P = jnp.where(earned_N, source_N, -1)[order_P]
   groups = take(candidates, order_P)

@@ -1,4 +1,4 @@
-"""Positive tokens' share of the policy gradient, and the first bounds that reach it.
+"""Finds the first clip bounds at which positive tokens reach their target share.
 
 A share is P / (P + N), with one of two definitions of a token's contribution:
 
@@ -18,7 +18,7 @@ path of bounds is monotone, so bisection over the integer index of the path find
 first point that meets a target: at most 7 evaluations instead of a loop of up to 51
 steps, with the same result.
 
-1. `contributions` computes everything that is the same at every point of the path;
+1. `contributions` computes the terms that are equal at all points of the path;
 2. `sums` returns P and N for two bounds, `reaches` compares them with a target;
 3. `search` bisects a path of bounds.
 """
@@ -45,14 +45,13 @@ def search(
 ) -> Bounds:
   """Returns the first point of a path of bounds that meets the target, or the last.
 
-  The path moves one bound from end to end, then the other.
+  The path moves one bound from end to end, then the other bound.
 
   Args:
     ratio_BT, batch, weight_BT: see `contributions`.
-    lows, highs: the rising points of each bound, computed on the host: compiled,
-      low + step * i may round once where it rounds twice eagerly.
-    k: target, contribution, weight, order and sources; the ranges and steps are those
-      of `lows` and `highs`.
+    lows, highs: the ascending values of each bound, computed on the host, because a
+      compiled low + step * i may round once instead of twice.
+    k: ranges and steps are not read, since `lows` and `highs` contain them.
 
   Returns:
     Bounds without a cap and without dual clip; the first point if no token counts.
@@ -73,7 +72,7 @@ def search(
     sides = sums(ratio_BT, plus_BT, minus_BT, *bounds(index), k.contribution)
     return reaches(*sides, k.target)
 
-  # The indices in which `meets` changes from False to True at most once.
+  # The range of indices in which `meets` changes from False to True at most once.
   if k.contribution == 'gradient':
     begin, end = 0, down + up + 1
   elif k.order == 'upper':
@@ -191,8 +190,8 @@ def sums(
 def reaches(positive: Array, negative: Array, target: float) -> Array:
   """Returns whether P / (P + N) >= target, computed as P (1 - target) >= N target.
 
-  Both products are monotone in floating point. The quotient is not, to the last bit,
-  and bisection could then differ from the published loop.
+  Both products are monotone in floating point. The quotient is not monotone to the
+  last bit, so bisection could differ from the published loop.
   """
   if target == 0:
     return jnp.ones_like(positive, bool)

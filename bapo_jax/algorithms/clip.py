@@ -63,12 +63,12 @@ def balanced(
   Args:
     ratio_BT: the ratios that the loss rule clips. A token whose ratio is nan does not
       count.
-    batch: the tokens; its mask, advantages and sources decide which of them count.
+    batch: the tokens; its mask, advantages and sources decide which tokens count.
     weigh: bounds -> weights in the gradient. It is called once, with no bounds except
-      `reused_high` and `dual`, so that the tokens these two cut do not count.
+      `reused_high` and `dual`, so that tokens cut by these two do not count.
     k: target rho_0; ranges [a-, b-] and [a+, b+]; steps delta_2 and delta_1.
       resolution='step' equals Algorithm 1 to the last bit; 'continuous' finds the
-      crossing itself to within TOLERANCE and ignores the steps. Only
+      crossing point to within TOLERANCE and ignores the steps. Only
       contribution='gradient' with weight='one' is a share of the gradient;
       weight='behaviour' is Eq. 8 as printed.
 
@@ -97,7 +97,7 @@ def recipe(ratio_BT: Array, batch: Batch, weigh: Weigh, k: Recipe = Recipe()) ->
   reports the target as met in this case.
 
   Args:
-    k: the target P / N is t, as a share t / (1 + t). The search ignores k.dual, which
+    k: the target t = P / N is the share t / (1 + t). The search ignores k.dual, which
       only the loss applies.
   """
   search = knobs.BalancedClip(
@@ -117,14 +117,14 @@ def _constant(low: float, high: float, dual: float) -> Bounds:
 
 
 def points(ends: knobs.Range, step: float) -> np.ndarray:
-  """Returns start + i step, as many whole steps as fit: 15 for 0.6..0.9 by 0.02."""
+  """Returns start + i * step for all whole steps: 15 steps for 0.6..0.9 by 0.02."""
   # Multiplied, not accumulated: sixteen float additions of 0.02 stop at 0.88.
   steps = int((ends[1] - ends[0]) / step + 1e-6) if step else 0
   return np.asarray([ends[0] + step * i for i in range(steps + 1)], np.float32)
 
 
 def clamped(ends: knobs.Range, step: float) -> np.ndarray:
-  """Returns start + i step and, after a shorter last step, the end itself."""
+  """Returns start + i * step, or `end` if that would overshoot it."""
   steps = math.ceil((ends[1] - ends[0]) / step - 1e-6) if step else 0
   values = [min(ends[0] + step * i, ends[1]) for i in range(steps + 1)]
   return np.asarray(values, np.float32)

@@ -1,4 +1,4 @@
-"""Metrics of one optimiser minibatch, from the arrays of its loss.
+"""Computes the metrics of one optimiser minibatch from the arrays of its loss.
 
 Nothing is computed twice: log-probabilities and entropies come from the forward pass of
 the gradient, and the gradient of the loss shows which tokens were cut (`loss.weights`).
@@ -20,7 +20,7 @@ from bapo_jax.types import (
   masked_mean,
 )
 
-# Reported per source of the rows, too.
+# Also reported per source of the rows.
 OF_SOURCE = (
   'clip/fraction',
   'loss/ratio_mean',
@@ -29,7 +29,7 @@ OF_SOURCE = (
   'loss/gain',
 )
 
-# nan if a minibatch has no computed token. If it has one, nan is an error of the run.
+# nan if a minibatch has no computed token; otherwise nan is an error of the run.
 OF_TOKENS = (
   'clip/fraction',
   'loss/entropy',
@@ -113,7 +113,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
     slope = -w [pi_y (log pi_y + H) - S],   S = Cov_pi[pi, log pi],
 
   the centred form of arXiv:2510.18927, Eq. 7. S is the effect of the other words:
-  without it, advantages shared by all words of a state would seem to move a policy that
+  without S, advantages shared by all words of a state would seem to move a policy that
   does not change. One sampled token per state is unbiased: w contains the importance
   ratio.
 
@@ -132,7 +132,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
 def _shares(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
-  """Positive share before and after the search, both definitions; nan if no token."""
+  """Computes the positive share at the start and final bounds; nan without tokens."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
@@ -152,19 +152,19 @@ def _shares(
 
 
 def _signs(batch: Batch) -> tuple[Array, Array]:
-  """(up_BT, down_BT): the computed tokens with A > 0 and with A < 0."""
+  """Returns (up_BT, down_BT): the computed tokens with A > 0 and with A < 0."""
   adv_B1 = batch.adv_B[:, None]
   return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
 
 def _cut(weight_BT: Array, batch: Batch) -> Array:
-  """bool [B, T]: the token has an advantage and no gradient."""
+  """Returns a mask [B, T] of the tokens with an advantage but no gradient."""
   up_BT, down_BT = _signs(batch)
   return (up_BT | down_BT) & (weight_BT == 0)
 
 
 def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Share of cut tokens, by sign of A, and their probability when sampled."""
+  """Returns the share of cut tokens, by sign of A, and their sampling probability."""
   up_BT, down_BT = _signs(batch)
   cut_BT = _cut(weight_BT, batch)
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
@@ -176,10 +176,10 @@ def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
 
 
 def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """The metrics of OF_SOURCE for the rows of each source.
+  """Computes the metrics of OF_SOURCE for the rows of each source.
 
   Half the mean of |r - 1| over tokens estimates the total variation between the policy
-  and the one that sampled the rows (arXiv:2602.20722, Theorem 3.2).
+  and the policy that sampled the rows (arXiv:2602.20722, Theorem 3.2).
   """
   cut_BT = _cut(weight_BT, batch)
   metrics = {}
@@ -198,7 +198,7 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
 
 
 def spread(groups: Groups, source_P: Array) -> dict[str, float]:
-  """Returns source -> K, the mean of (1 - sigma) / sigma over its groups; nan if none.
+  """Returns source -> K, the mean of (1 - sigma) / sigma over its groups, or nan.
 
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
   Groups with one verdict, whose advantages are all 0, are skipped.
@@ -217,9 +217,9 @@ def _mean_or_nan(x: Array, mask: Array) -> Array:
 
 
 def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Distances between the policy and the policy that sampled the batch.
+  """Measures how far the policy is from the policy that sampled the batch.
 
-  A nan ratio is an error of the run; it is not masked, so that the metrics show it.
+  A nan ratio is an error of the run and is not masked, so that the metrics show it.
   """
   loss_mask_BT = batch.loss_mask_BT
   log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, loss_mask_BT)

@@ -22,7 +22,7 @@ Range = tuple[float, float]
 
 
 class AdvantageConfig(Section):
-  """From rewards to advantages."""
+  """Turns rewards into advantages."""
 
   rule: Literal['group_relative', 'leave_one_out', 'group_centred'] = knob(
     'group_relative', "Advantage rule: from a group's rewards to its advantages."
@@ -33,7 +33,7 @@ class AdvantageConfig(Section):
 
 
 def _dual(default: float) -> Any:
-  sentence = 'Dual clip: ratio from which a token with A < 0 is cut; inf: none.'
+  sentence = 'Dual clip: a token with A < 0 is cut from this ratio on; inf: none.'
   return knob(default, sentence, above=1, infinite=True)
 
 
@@ -43,18 +43,18 @@ def _step(default: float, bound: str) -> Any:
 
 
 def _check_step(name: str, ends: Range, step: float) -> None:
-  """Raises a ValueError unless the range fits 1 to 1,000,000 steps."""
+  """Raises a ValueError unless the range contains 1 to 1,000,000 steps."""
   width = ends[1] - ends[0]
   if step == width == 0:  # a constant bound
     return
   if not 0 < step <= width + 1e-6:
     raise ValueError(
-      f'{name}_step={step}: must be in (0, {width:.6g}], the width of the range '
-      f'{ends}; 0 for a range of one point, which keeps the bound constant'
+      f'{name}_step={step} must be above 0 and at most {width:.6g}, the width of the '
+      f'range {ends}; for a constant bound set both ends equal and the step to 0'
     )
   if width / step > 1e6:
     raise ValueError(
-      f'{name}_step={step}: more than 1,000,000 steps in {ends}; give a larger step'
+      f'{name}_step={step} gives more than 1,000,000 steps in {ends}; raise the step'
     )
 
 
@@ -94,15 +94,15 @@ class BalancedClip(Section):
     'Contribution of a token: its gradient weight, or its clipped surrogate.',
   )
   weight: Literal['one', 'behaviour'] = knob(
-    'one', 'Weight of a token in the share: 1, or its probability when it was sampled.'
+    'one', 'Weight of a token in the share: 1, or its probability under the sampler.'
   )
-  order: Order = knob('upper', 'The bound that moves first, all the way to its end.')
+  order: Order = knob('upper', 'The bound that moves first, to its end if necessary.')
   resolution: Literal['step', 'continuous'] = knob(
     'step', 'step: Algorithm 1 to the last bit; continuous: the crossing within 1e-4.'
   )
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
-    'Sources of the rows that the search counts; its bounds apply to all rows.',
+    'Sources of the rows that the search counts; the bounds apply to all rows.',
   )
   reused_high: float = knob(
     math.inf,
@@ -143,7 +143,7 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   name = f'clip.rule={clip.rule!r}'
   if loss.active.bounds == 'ignored' and clip.rule != 'unclipped':
     raise ValueError(
-      f'{name}: loss.rule={loss.rule!r} has no clip to set; '
+      f'{name} has no effect, because loss.rule={loss.rule!r} ignores clip bounds; '
       "choose clip.rule='unclipped'"
     )
   if clip.rule not in ('balanced', 'recipe'):
@@ -151,7 +151,7 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   if loss.active.bounds == 'limit':
     raise ValueError(
       f'{name} searches for bounds that cut tokens, but loss.rule={loss.rule!r} limits '
-      "their weight and cuts none; choose clip.rule='fixed' or 'unclipped', or another "
+      "weights and cuts no token; choose clip.rule='fixed' or 'unclipped', or another "
       'loss.rule'
     )
   balanced = clip.balanced
@@ -186,8 +186,7 @@ def _cap(default: float, ratio: str) -> Any:
 class LossKnobs(Section):
   """Base of the sections of the loss rules: declares what a rule needs."""
 
-  # What the bounds of a clip rule do to a token: they 'cut' its gradient, 'limit' its
-  # weight, or the loss rule has no use for them: 'ignored'.
+  # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
   bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
   needs_proximal: ClassVar[bool] = False  # reads Batch.prox_BT
   weighs_sampler: ClassVar[bool] = False  # corrects the sampler's log-probabilities
@@ -198,7 +197,7 @@ class ClippedLoss(LossKnobs):
 
   limit: float = knob(
     math.inf,
-    'The log-ratio of a token is clamped to +- this, nats; inf: not clamped.',
+    'Clamps the log-ratio of a token to [-limit, limit], nats; inf: not clamped.',
     above=0,
     infinite=True,
   )
@@ -213,7 +212,7 @@ class DecoupledLoss(LossKnobs):
   cap: float = _cap(2.0, 'prox / mu')
   beyond_cap: Literal['truncate', 'mask'] = knob(
     'truncate',
-    'A token above `cap`: its weight is the cap (TIS), or it has no gradient (AReaL).',
+    'Above `cap`: truncate the weight to the cap (TIS), or mask the token (AReaL).',
   )
 
 
@@ -261,14 +260,15 @@ class SapoLoss(LossKnobs):
 
 
 class LossConfig(Section):
-  """The objective, token by token, and its sum."""
+  """The objective of a token, and how it is averaged."""
 
   rule: Literal[
     'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
   ] = knob('clipped', 'Loss rule: the objective of a token.')
   aggregate: Aggregate = knob(
     'token',
-    'Mean over tokens, over token means of responses, or over sums / max_new_tokens.',
+    'token: mean over all tokens; sequence: mean over responses of their token mean; '
+    'constant: mean over responses of their sum / max_new_tokens.',
   )
   kl: float = knob(
     0.0,
@@ -290,7 +290,7 @@ class LossConfig(Section):
 
   @property
   def active(self) -> LossKnobs:
-    """Section of the active rule."""
+    """Returns the section of the active rule."""
     return getattr(self, self.rule)
 
 
@@ -312,8 +312,8 @@ class FixedThresholds(Section):
 class MovingThresholds(Section):
   """Thresholds c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
 
-  The defaults lower the band as the policy improves, like the paper's text and code.
-  Its printed Eq. 8 raises the band: exchange the ends of `low` and of `high` for that.
+  The defaults lower the band as the policy improves, like the paper's text and code. To
+  raise the band, as in its printed Eq. 8, swap the ends of `low` and of `high`.
   """
 
   hard: float = knob(
@@ -321,15 +321,15 @@ class MovingThresholds(Section):
   )
   low: Range = knob(
     (3 / 8, 1 / 8),
-    'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; it '
-    "falls as in the paper's code, and rises as in its Eq. 8 with the ends exchanged.",
+    'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
+    "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
     least=0,
     most=1,
   )
   high: Range = knob(
     (7 / 8, 5 / 8),
-    'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; it '
-    "falls as in the paper's code, and rises as in its Eq. 8 with the ends exchanged.",
+    'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; '
+    "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
     least=0,
     most=1,
   )
@@ -339,7 +339,8 @@ class MovingThresholds(Section):
     for c2, c3 in zip(self.low, self.high, strict=True):
       if c2 > c3:
         raise ValueError(
-          f'low={self.low} and high={self.high}: c2={c2} is above c3={c3}'
+          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; lower low '
+          'or raise high until c2 <= c3'
         )
     return self
 
@@ -382,15 +383,16 @@ class BufferConfig(Section):
   hard_order: HardOrder = knob(
     'fifo',
     'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
-    'one with the oldest last attempt.',
+    'problem tried least recently.',
   )
-  thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Hard and reusable.')
+  thresholds: ThresholdsConfig = knob(ThresholdsConfig, 'Thresholds.')
 
   @pydantic.model_validator(mode='after')
   def _has_room(self) -> Self:
     if self.reevaluate > self.capacity:
       raise ValueError(
-        f'reevaluate={self.reevaluate} is more than buffer.capacity={self.capacity}'
+        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; lower '
+        'reevaluate or raise capacity'
       )
     return self
 
@@ -421,7 +423,7 @@ class BatchConfig(Section):
   )
   max_extra_rounds: int = knob(
     2,
-    'Extra rounds of prompts per step while learnable_only has empty seats.',
+    'Maximum extra rounds of prompts per step while learnable_only has empty seats.',
     least=0,
     most=1024,
   )
@@ -433,17 +435,17 @@ class BatchConfig(Section):
 
   @property
   def uses_buffer(self) -> bool:
-    """Whether the rule reads the replay buffer."""
+    """Returns whether the rule reads the replay buffer."""
     return self.rule in ('replay', 'adapted')
 
   @property
   def reevaluates(self) -> bool:
-    """Whether the rule re-evaluates hard problems."""
+    """Returns whether the rule re-evaluates hard problems."""
     return self.rule == 'adapted'
 
   @property
   def extra_rounds(self) -> int:
-    """Maximum number of further rounds of prompts after the first round of a step."""
+    """Returns the maximum number of rounds of prompts after the first of a step."""
     return self.max_extra_rounds if self.rule == 'learnable_only' else 0
 
   def seats(self, prompts: int) -> int:

@@ -2,11 +2,11 @@
 
 `gain_BT` is the objective of each token, 0 outside the loss mask; its derivative with
 respect to logp is the weight of the token in the policy gradient. A rule that clips
-calls `find` with the ratios it clips; `find` searches the bounds or returns given ones.
+calls `find` with the ratios it clips; `find` searches bounds or returns fixed bounds.
 
 1. `ratio` compares the policy with the policy that sampled the tokens;
 2. the rules: `clipped` (PPO, GRPO, DAPO) and published alternatives;
-3. `divergence` is the penalty beside them;
+3. `divergence` is the optional penalty;
 4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
    of each token in the gradient.
 """
@@ -42,7 +42,7 @@ def clipped(
 
   arXiv:1707.06347, Eq. 7. With Bounds.dual the gain is at least dual A if A < 0:
   dual-clip PPO (arXiv:1912.09729). k.limit clamps |log r|, nats; the public code of
-  Balanced PO does it at 20.
+  Balanced PO clamps at 20.
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if k.limit < math.inf:
@@ -66,7 +66,7 @@ def decoupled(
   the start of the step. In the first update of a step r is 1 however stale the data
   are, so `balanced` has nothing to balance there.
 
-  k.beyond_cap decides about tokens with prox / mu > k.cap: 'truncate' limits the factor
+  k.beyond_cap applies to tokens with prox / mu > k.cap: 'truncate' limits the factor
   to the cap (TIS), 'mask' sets the gain to 0 (`behav_imp_weight_cap` of AReaL's code).
   """
   log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
@@ -99,8 +99,8 @@ def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bou
 def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
   """Computes sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
 
-  The bounds limit the weight of a token and cut none; sg stops the gradient. The paper
-  has no lower bound (clip.fixed.low=0).
+  The bounds limit the weight of a token but cut no token; sg stops the gradient. The
+  paper has no lower bound (clip.fixed.low=0).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   bounds = find(jnp.exp(log_r_BT))
@@ -115,7 +115,7 @@ def tis(
 
   Ionides (2008), Eq. 2, for the policy gradient as in Yao et al. (2025), "Your
   Efficient RL Framework Secretly Brings You Off-Policy RL Training", its REINFORCE
-  form. There is no other clip: clip.rule must be 'unclipped'.
+  form. No other clip applies: clip.rule must be 'unclipped'.
   """
   ratio_BT = ratio(logp_BT, batch)
   return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
@@ -131,7 +131,7 @@ def dppo_tv(
 
   arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that moved
   further than the trust region in the direction of its advantage, p - q > k.high if
-  A > 0 and q - p > k.low otherwise, and 1 for all others. The region is measured from
+  A > 0 and q - p > k.low otherwise, and 1 for other tokens. The region is measured from
   the policy that sampled the token, so learner.recompute_logprobs='auto' does not
   replace the sampler's log-probabilities.
   """
@@ -151,13 +151,13 @@ def sapo(
 ) -> tuple[Array, Bounds]:
   """Computes (4 / tau) sigmoid(tau (r - 1)) A: SAPO (arXiv:2511.20347).
 
-  A soft gate in place of a clip. The weight of a token is 4 s (1 - s) r A with
+  A soft gate replaces the clip. The weight of a token is 4 s (1 - s) r A with
   s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is k.positive if
   A > 0, else k.negative. The paper averages over responses
   (loss.aggregate='sequence').
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  # Far in the saturated part of the gate: its slope 0 times an infinite r would be nan.
+  # r is limited where the gate is saturated: slope 0 times an infinite r would be nan.
   ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
   adv_B1 = batch.adv_B[:, None]
   tau_B1 = jnp.where(adv_B1 > 0, k.positive, k.negative)
@@ -225,7 +225,7 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
 
 
 def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
-  """Returns a function from bounds to the token weights in the penalty-free gradient.
+  """Returns a function: clip bounds -> token weights in the gradient without penalty.
 
   Args:
     logp_BT: log pi of each token, nats.
@@ -243,7 +243,7 @@ def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Wei
 def clipped_ratio(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> Array:
-  """Returns the ratio of each token that the rule clips, as it passes it to `find`."""
+  """Returns the ratio of each token that the rule passes to `find`."""
   ratios = []
 
   def find(ratio_BT: Array) -> Bounds:

@@ -1,13 +1,13 @@
 """The replay buffer: pure functions on ReplayBuffer.
 
-1. a threshold rule (rate, G, k) returns, as numbers of correct responses, which groups
-   are hard and which are reusable;
+1. a threshold rule (rate, G, k) returns the numbers of correct responses that make a
+   group hard or reusable;
 2. `draw` returns the hard problems with the oldest last attempt;
-3. `insert` files the groups completed at a step: failures as hard; groups with both
+3. `insert` stores the groups completed at a step: failures as hard; groups with both
    verdicts, and promoted groups without a seat, as reusable. It counts the problems
    that enter and leave.
 
-A row is empty if completed_step_P is -1; sorted oldest first, empty rows come first.
+A row is empty if completed_step_P is -1; empty rows come first in order of age.
 With hard_order='fifo' the hard problems are in order of entry, the newest first.
 """
 
@@ -49,8 +49,8 @@ def moving(
   """Returns thresholds that follow the policy (arXiv:2602.20722, Eq. 8).
 
   c = rate (end - start) + start for c2 and c3; c1 is constant. The paper's text and
-  code lower the band as the policy improves (start above end, the default), its printed
-  Eq. 8 raises it. The paper does not print the ends; the defaults are ours.
+  code lower the band as the policy improves (start above end, the default), but its
+  Eq. 8 raises the band. The paper does not print the ends; the defaults are ours.
 
   Args:
     rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
@@ -68,7 +68,7 @@ def moving(
 
 
 def threshold_free(rate: Array, G: int) -> PassRateThresholds:
-  """Returns thresholds: hard if never solved, reusable if half solved; G is even."""
+  """Returns thresholds: hard if never solved, reusable if half solved; needs even G."""
   return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
 
@@ -136,9 +136,9 @@ def insert(
   max_reuse: int,
   hard_order: knobs.HardOrder = 'fifo',
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
-  """Files the groups completed at step `now` (arXiv:2602.20722, section 3).
+  """Stores the groups completed at step `now` (arXiv:2602.20722, section 3).
 
-  The stored thresholds apply to this step; its verdicts enter the next thresholds. A
+  The stored thresholds apply to this step; its verdicts affect the next thresholds. A
   promoted group whose problem has no seat in the batch becomes reusable regardless of
   its pass rate, with usage count -1: never trained on.
 
@@ -149,14 +149,14 @@ def insert(
     max_off_policy_steps, max_reuse: maximum age, learner steps, and maximum number of
       further uses of a reusable group.
     hard_order: the hard problem that leaves a full buffer: 'fifo', the first to enter,
-      even if it was tried again; 'least_recent', the one with the oldest last attempt.
+      even if it was tried again; 'least_recent', the problem tried least recently.
 
   Returns:
     (buffer, counts of problems that entered `hard` or left it: always solved on
     re-evaluation (graduated), sometimes (promoted), solved as a fresh prompt
     (progressed), or displaced by newer problems (evicted)).
   """
-  # One attempt per problem: the last row, re-evaluated if there is such a row.
+  # Keeps one attempt per problem, the last row; re-evaluated rows come last.
   tried = concat(fresh, reevaluated)
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
@@ -164,7 +164,7 @@ def insert(
   usage_count_P = buffer.usage_count_P + _among(
     buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
   )
-  # Promoted without a seat: dropped, these groups would be lost untrained.
+  # Promoted groups without a seat wait; if dropped, they would be lost untrained.
   waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
   waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
   waiting_P &= ~_among(tried.id_P, jnp.where(source_P >= 0, groups.id_P, -1))
@@ -186,7 +186,7 @@ def insert(
 
 
 def _among(id_P: Array, others: Array) -> Array:
-  """bool [P]: whether the problem is among `others`; -1 is no problem."""
+  """Returns a mask [P] of the problems that `others` contains; -1 is no problem."""
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
@@ -203,10 +203,10 @@ def _insert_reusable(
   max_off_policy_steps: int,
   max_reuse: int,
 ) -> tuple[Groups, Array]:
-  """(reusable, usage_count_P) after inserting the reusable groups of `tried`.
+  """Returns (reusable, usage_count_P) after inserting reusable groups of `tried`.
 
-  waiting_P marks promoted groups without a seat. None of them is evicted: there are at
-  most buffer.reevaluate of them, which is at most the capacity.
+  waiting_P marks promoted groups without a seat. These groups are not evicted: their
+  number is at most buffer.reevaluate, which is at most the capacity.
   """
   k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
   reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
@@ -235,9 +235,9 @@ def _insert_hard(
   fresh: int,
   hard_order: str,
 ) -> tuple[Groups, dict[str, Array]]:
-  """(hard, counts) after inserting the hard problems of `tried`.
+  """Returns (hard, counts) after inserting the hard problems of `tried`.
 
-  The first `fresh` rows of `tried` are fresh, the others re-evaluated.
+  The first `fresh` rows of `tried` are fresh, the other rows re-evaluated.
   """
   filled_P = tried.completed_step_P >= 0
   hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)
@@ -246,7 +246,7 @@ def _insert_hard(
   reevaluated_P = jnp.arange(len(k_P)) >= fresh
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
-  # `hard` stores one token and one response per problem; the rest is sampled again.
+  # `hard` stores one token and one response per problem; responses are sampled again.
   problems = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
   problems = problems._replace(
     correct_PG=tried.correct_PG[:, :1],
@@ -274,6 +274,6 @@ def _insert_hard(
     'buffer/progressed': left_P & ~reevaluated_P,
   }
   counts = {name: is_P.sum() for name, is_P in counts.items()}
-  # Conservation: in before + entered - left = in after + evicted.
+  # Conservation: number before + entered - left = number after + evicted.
   wanted = (before_P >= 0).sum() + counts['buffer/entered'] - left_P.sum()
   return hard, counts | {'buffer/evicted': wanted - (hard.completed_step_P >= 0).sum()}

@@ -33,7 +33,7 @@ def summed(
 
   Args:
     value_of: (params, n) -> (value, auxiliary output) of micro-batch n.
-    merge: (n, aux so far, aux of micro-batch n) -> aux; the first is `aux`.
+    merge: (n, aux so far, aux of micro-batch n) -> aux; starts from `aux`.
 
   Returns:
     (value, float32 gradients, aux).
@@ -56,8 +56,8 @@ def forward_all(
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
   """Runs all forward passes and returns a function that runs all backward passes.
 
-  A loss over all micro-batches, for example with bounds searched over all tokens, needs
-  no second forward pass, at the price of the residuals of all micro-batches in memory.
+  So a loss over all micro-batches, for example with bounds searched over all tokens,
+  needs no second forward pass, but the residuals of all micro-batches stay in memory.
   Parameters and frozen arrays, which every backward pass reads, are not copied.
 
   Args:
@@ -90,8 +90,8 @@ def forward_all(
 
   def backward(d_stats: Tree) -> Tree:
     def add(n: Array, sums: Tree) -> Tree:
-      # Traces the forward pass once more and replaces its residuals by the stored ones;
-      # the compiler drops the forward pass, which nothing reads.
+      # Traces the forward pass again and replaces its residuals by the stored arrays;
+      # the compiler removes the forward pass, since nothing reads its results.
       _, pull = jax.vjp(lambda params: stats_of(params, n), params)
       leaves, tree = jax.tree.flatten(pull)
       restored = iter(stored)

@@ -1,9 +1,9 @@
 """Turns groups into new weights: several optimiser updates on one batch.
 
 1. `flatten` gives every response its advantage and masks responses out of the loss;
-2. `update` visits the batch `epochs` times, each time in disjoint minibatches of one
-   size, as many as the filled seats need;
-3. `learn` is one jitted optimiser update: bounds and `gradient`, step, diagnosis.
+2. `update` passes over the batch `epochs` times, in disjoint minibatches of equal size,
+   as many as the filled seats need;
+3. `learn` is one jitted optimiser update: clip bounds and gradient, step, metrics.
 
 Staleness is epochs x minibatches, the number of updates on one full batch. The learner
 does not know the algorithm: it receives a clip, a loss and an advantage rule.
@@ -47,7 +47,7 @@ class TrainStep(Protocol):
 class Updated(NamedTuple):
   """One optimiser update, for the record of its step."""
 
-  seats_P: np.ndarray  # seats of the batch: the groups of `tokens`, in order of rows
+  seats_P: np.ndarray  # seats of the groups in `tokens`, in order of rows
   metrics: dict[str, Array]
   tokens: UpdatedTokens
 
@@ -65,12 +65,12 @@ def flatten(
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
-    prox_PGT: log-probabilities of the proximal policy, nats; None: those of the
+    prox_PGT: log-probabilities of the proximal policy, nats; None: uses the
       behaviour policy.
     weights: factor on the advantage per source, in the order of types.SOURCES; clip
-      rules see the weighted advantages.
-    version: learner step of the weights before the first update; -1 if they sampled
-      none of the tokens.
+      rules use the weighted advantages.
+    version: learner step of the weights before the first update; -1 if these weights
+      sampled none of the tokens.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
@@ -110,14 +110,14 @@ def update(
   """Runs epochs x minibatches optimiser updates on one batch.
 
   A minibatch is a random set of whole groups. An underfilled batch takes fewer updates
-  (`_minibatches`); a batch without a token to train on takes none.
+  (`_minibatches`); a batch without tokens to train on takes no update.
 
   Args:
     groups, source_P, advantage_rule, pictures, weights, version: see `flatten`.
     key: determines the minibatches of every epoch.
     minibatches: updates per epoch of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
-      before the first update, for loss rules that need them; None for the others.
+      before the first update, for loss rules that need them; else None.
     place: puts a batch onto the mesh.
 
   Returns:
@@ -142,11 +142,11 @@ def update(
 def _minibatches(
   order_P: np.ndarray, filled_P: np.ndarray, minibatches: int
 ) -> list[np.ndarray]:
-  """Seats of each minibatch, always P / `minibatches` of them: one compiled shape.
+  """Returns the seats of each minibatch: size = P / `minibatches`, one compiled shape.
 
-  n filled seats make ceil(n / size) minibatches with filled seats as even in number as
-  possible; empty seats pad them. The public code of Batch Adaptation PO also splits by
-  size: a half-empty batch takes fewer steps than a full one.
+  n filled seats are spread evenly over ceil(n / size) minibatches, and empty seats pad
+  these to `size`. The public code of Batch Adaptation PO also splits by size, so that a
+  half-empty batch takes fewer steps than a full batch.
   """
   size = len(order_P) // minibatches
   filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]
@@ -175,8 +175,8 @@ def learn(
   """Runs one optimiser update on one minibatch.
 
   The update is skipped, and counted in learner/skipped, if the loss, the gradient or a
-  recorded log-probability is not finite. The last test is needed because rows without
-  an advantage are not computed and would hide weights that are lost.
+  recorded log-probability is not finite. The log-probabilities are checked because rows
+  without an advantage are not computed and so cannot reveal non-finite weights.
 
   Args:
     base: frozen weights, see `objective.gradient`.
@@ -187,7 +187,7 @@ def learn(
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
   computed = objective.computed(batch)
-  # Sampler against learner, on the tokens that these very weights sampled.
+  # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
   norm = optax.tree.norm(grads)
@@ -210,8 +210,8 @@ def learn(
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt
 
-  # Without a token there is no update: the moments alone would move the weights. One
-  # number that is not finite would spoil moments and weights for good. `cond`, because
+  # An update without a token is skipped: the moments alone would move the weights. So
+  # is a non-finite update: it would ruin moments and weights for good. `cond`, because
   # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
   params, opt = jax.lax.cond(sound, apply, lambda state: state, (params, opt))

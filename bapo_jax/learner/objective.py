@@ -1,8 +1,8 @@
-"""The objective of an update, and the gradient of one minibatch.
+"""Defines the objective of an update and computes the gradient of a minibatch.
 
 1. `Objective` binds the rules: which tokens are computed and how bounds are searched;
 2. `micro_batches` packs the computed tokens into bins of one shape;
-3. `gradient` runs over the bins that the batch fills.
+3. `gradient` sums the gradients of the bins that the batch fills.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class Objective:
 
   Args:
     schedule: trades memory for time, see `layers.Schedule`.
-    temperature: sampling temperature; the policy is the distribution sampled from.
+    temperature: sampling temperature; divides the logits of the policy.
     chunk: see `logprobs.packed_stats`.
-    pack: packs rows, and skips rows without an advantage unless there is a penalty;
-      False: computes every token of every row.
+    pack: True packs rows and, without a penalty, skips rows without an advantage; False
+      computes every token of every row.
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
@@ -66,7 +66,7 @@ class Objective:
 
   @property
   def together(self) -> bool:
-    """Whether one search covers all tokens of the minibatch."""
+    """Returns whether one search covers all tokens of the minibatch."""
     return self.bounds_scope == 'minibatch'
 
   def computed(self, batch: Batch) -> Batch:
@@ -95,9 +95,9 @@ class Objective:
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
-    """Returns the bound search over the tokens of a batch; it has no gradient.
+    """Returns the bound search over the tokens of a batch, without a gradient.
 
-    With scale_B of `loss.row_scale` rows count as they do in the gradient.
+    scale_B of `loss.row_scale` weighs the rows of the search as in the gradient.
     """
     logp_BT = jax.lax.stop_gradient(logp_BT)
     weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
@@ -113,7 +113,7 @@ class Objective:
   def loss(
     self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """Returns (loss, the bounds that clip it)."""
+    """Returns (loss, its clip bounds)."""
     gain_BT, bounds = self.loss_rule(logp_BT, part, find)
     if self.kl:
       gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
@@ -123,8 +123,8 @@ class Objective:
 def filled_share(batch: Batch) -> Array:
   """Returns the share of filled seats, exactly 1 for a full minibatch.
 
-  It scales the loss: a mean over few rows must not move the weights as far as a mean
-  over a full minibatch.
+  The loss is scaled by this share, so that a mean over few rows does not move the
+  weights as far as a mean over a full minibatch.
   """
   filled_B = batch.source_B >= 0
   return jnp.where(filled_B.all(), 1.0, filled_B.mean(dtype=jnp.float32))
@@ -174,18 +174,18 @@ def gradient(
 ) -> tuple[Array, Tree, tuple[TokenStats, Bounds]]:
   """Computes the loss of one minibatch and its gradient.
 
-  Only tokens with a gradient are computed (`Objective.computed`), packed, in as many
-  micro-batches as they fill; one program serves every batch.
+  Only tokens with a gradient are computed (`Objective.computed`). They are packed, and
+  only filled micro-batches run; all batches use the same program.
 
   There is one bound search per minibatch, over the tokens of all devices and all
   micro-batches. If all tokens fit into one micro-batch, the search uses the forward
   pass of the gradient. Otherwise schedule.bounds_pass decides: 'again' runs a forward
   pass without gradient first, 'stored' keeps the residuals of all forward passes until
-  the bounds are known. With bounds_scope='micro_batch' every micro-batch has its own
-  search, which needs neither but mixes objectives.
+  the bounds are known. With bounds_scope='micro_batch' every micro-batch has a separate
+  search, which needs neither, but sums gradients of different objectives.
 
   Args:
-    base: frozen weights if `params` are adapters; None: there are none.
+    base: frozen weights if `params` are adapters; else None.
 
   Returns:
     (loss, gradients, (statistics of the computed tokens, 0 elsewhere, bounds)).
@@ -236,8 +236,8 @@ def _one_by_one(
     stats, part = parts.stats(trained, n, o), parts.rows(n)
     search = o.search(stats.logp_BT, part, scale_B)
 
-    # One filled micro-batch contains all tokens: its own search covers the minibatch.
-    # With more, the bounds of the extra forward pass apply.
+    # If only one micro-batch is filled, its search covers the whole minibatch. With
+    # several, the bounds of the extra forward pass apply.
     def find(ratio_BT: Array) -> Bounds:
       of_part = search(ratio_BT)
       if not together:
@@ -265,7 +265,7 @@ def _one_by_one(
 def _bounds_of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> Bounds:
-  """Searches over several micro-batches; with one or none, over no token at all."""
+  """Searches bounds over all micro-batches; over no token if at most one is used."""
   o, shape = objective, parts.batch.tokens_BT.shape
 
   def add(n: Array, logp_BT: Array) -> Array:

@@ -25,7 +25,7 @@ def adamw(
     warmup: optimiser updates of linear warm-up.
     b1, b2: decay of the moments.
     max_norm: maximum global norm of the gradient.
-    master: keep float32 master weights, for narrower parameters; see `mastered`.
+    master: keeps float32 master weights beside narrower parameters; see `mastered`.
   """
   schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
   tx = optax.chain(
@@ -39,14 +39,14 @@ class Mastered(NamedTuple):
   """The state of `mastered`."""
 
   master: Any  # the weights in float32
-  inner: Any  # the optimiser's own state
+  inner: Any  # state of the wrapped optimiser
 
 
 def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Returns an optimiser that updates float32 weights and rounds them to parameters.
+  """Returns an optimiser of float32 weights, rounded to the dtype of the parameters.
 
-  A step of 1e-6 is below the spacing of bfloat16 at most weights: added to the
-  parameters themselves it would be lost every time (Micikevicius et al., 2018).
+  A step of 1e-6 is below the bfloat16 spacing of most weights, so that adding the step
+  to bfloat16 parameters would not change them (Micikevicius et al., 2018).
   """
 
   def wide(tree: Tree) -> Tree:

@@ -1,13 +1,13 @@
-"""Pictures in the learner: embedded once, read by the packed rows of all responses.
+"""Embeds pictures once for the learner; the packed rows of all responses read them.
 
-1. `galleries` contain the pictures of a run, and `embedder` returns those of given
-   problems: embedded once per step if the tower is frozen, pixels if it is trained;
+1. `galleries` collects the pictures of a run; `embedder` looks up pictures by problem:
+   embedded once per step if the vision tower is frozen, pixels if the tower is trained;
 2. `pack` packs rows together with the positions of their tokens;
-3. `variables` are the inputs that a loss is differentiated by: with a trained tower
-   they include the embedded patches, so that the tower runs once per minibatch instead
-   of once per micro-batch.
+3. `variables` returns the inputs by which a loss is differentiated: with a trained
+   tower they include the embedded patches, so that the tower runs once per minibatch
+   instead of once per micro-batch.
 
-Without pictures these functions change nothing in the programs.
+Without pictures these functions do not change the compiled programs.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ BLOCK = 8  # prompts per device whose pictures are embedded at once
 def galleries(
   training: Problems, held_out: Problems, spec: ModelSpec
 ) -> tuple[Gallery | None, Gallery | None]:
-  """Returns the galleries of both sets, with one capacity; None if all are texts."""
+  """Returns the galleries of both sets, of equal capacity; None without pictures."""
   grids = [*training.grids, *held_out.grids]
   if spec.vision is None or not any(grids):
     return None, None
@@ -66,8 +66,8 @@ def embedder(
   """Returns a function from problem ids to their pictures on the mesh.
 
   Args:
-    gallery: the pictures of the problems; None: texts, and the result is None.
-    base: frozen weights; if they include the tower, it embeds the pictures here.
+    gallery: pictures of the problems; None: text only, the result is None.
+    base: frozen weights; if they include the tower, pictures are embedded here.
   """
   if gallery is None:
     return None
@@ -96,7 +96,7 @@ def embedder(
 
 
 def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
-  """Shards pictures over the rows of the mesh, if it divides their number."""
+  """Shards pictures over the rows of the mesh if the shards divide their number."""
   return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
 
 
@@ -127,7 +127,7 @@ def pack(
 
   Args:
     wanted_BT, micro_batches, packed: see `packing.pack`.
-    pictures: pictures of P prompts with B / P consecutive rows each; None: texts.
+    pictures: pictures of P prompts with B / P consecutive rows each; None: text only.
   """
   rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
@@ -139,13 +139,13 @@ def pack(
 
 
 class Variables(NamedTuple):
-  """The inputs that a loss is differentiated by."""
+  """The inputs by which a loss is differentiated."""
 
   params: Tree
   merged_PMD: Array | None = None  # embedded patches, if the tower is trained
 
   def patches(self, pictures: EmbeddedPictures | None) -> Array | None:
-    """Returns the patches [P * M, D]: its own or those of `pictures`; None: texts."""
+    """Returns patches [P * M, D] of self, else of `pictures`; None for text only."""
     if pictures is None:
       return None
     merged_PMD = pictures.merged_PMD if self.merged_PMD is None else self.merged_PMD
@@ -155,7 +155,7 @@ class Variables(NamedTuple):
 def variables(
   params: Tree, pictures: Seen, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
-  """Returns the variables of a loss, and how their gradients become those of params.
+  """Returns the variables of a loss, and the map of their gradients to params.
 
   If `pictures` are pixels, `params` must include the tower.
 

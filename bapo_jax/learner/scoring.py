@@ -1,6 +1,6 @@
 """Computes log-probabilities of whole groups with the learner's program.
 
-1. `score` computes them packed, one micro-batch at a time, without a gradient
+1. `score` packs responses and runs one micro-batch at a time, without a gradient
    (`packed_logprobs`);
 2. `recompute` replaces the sampler's log-probabilities of the tokens that the same
    weights sampled, and measures the difference.
@@ -75,9 +75,9 @@ def score(
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
-    pictures: pictures of the groups' problems; None: texts.
-    rows: full-length responses per micro-batch; shorter ones are packed together.
-    knobs: the other knobs of `packed_logprobs`.
+    pictures: pictures of the groups' problems; None: text only.
+    rows: full-length responses per micro-batch; shorter responses are packed together.
+    knobs: the other arguments of `packed_logprobs`.
   """
   P, G, T = groups.tokens_PGT.shape
   logp_BT = packed_logprobs(
@@ -103,15 +103,15 @@ def recompute(
 
   The two programs round differently: in bfloat16 by more than narrow clip bounds allow.
   If one program computes both sides, ratios start at 1 (verl likewise recomputes
-  `old_log_probs` with its actor). Older tokens of a partial rollout, which other
-  weights sampled, keep the sampler's numbers: those weights are gone.
+  `old_log_probs` with its actor). Older tokens of a partial rollout keep the
+  sampler's numbers, because the weights that sampled them no longer exist.
 
   Args:
     params: the weights that sampled, of learner step `version`.
     score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.
 
   Returns:
-    (groups, difference between sampler and learner before).
+    (groups, difference between the log-probabilities of sampler and learner).
   """
   same_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   logp_PGT = score(params, groups, pictures)

@@ -1,14 +1,14 @@
 """Decodes responses on the device, in a fixed set of slots that are reused.
 
-1. `admit` prefills R prompts and copies each into the slots of its A responses;
+1. `admit` prefills R prompts and copies each into the slots of its responses, A in all;
 2. `run` advances every slot by at most n tokens in one dispatch;
 3. `harvest` copies finished rows to the output and frees their slots;
 4. `refresh` recomputes the cache of slots, for new weights or after a restart.
 
-All four are compiled functions of `Slots`; partial_rollouts.py is the host's loop
-around them. (key, uid of the response, position) determine the noise of a token, so the
-text depends neither on the slot, nor on other rows, nor on the length of a dispatch.
-Axis A, besides those of types.py: responses admitted at once.
+All four are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
+around them. (key, uid of the response, position) determine the noise of a token, so a
+response depends neither on its slot, nor on other rows, nor on the dispatch length.
+Besides the axes of types.py, A is the number of responses admitted at once.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Slots(NamedTuple):
   limit_S: Int32[Array, ' S']  # column at which the response is cut off
   done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
   cache: Tree  # segments of keys and values per layer, as in decoder.empty_cache
-  shift_S: Int32[Array, ' S'] | None = None  # of `sequence.prefill`; None: text only
+  shift_S: Int32[Array, ' S'] | None = None  # see `sequence.prefill`; None: text only
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
   tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
   logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
-  policy_version_BT: Int32[Array, 'B T']  # of the sampling weights; -1 elsewhere
+  policy_version_BT: Int32[Array, 'B T']  # step of the sampling weights; -1 elsewhere
 
   @property
   def response_mask_BT(self) -> Array:
@@ -82,7 +82,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 
 
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Copies the weights into the layout for decoding; the learner may donate its own."""
+  """Copies the weights to the decoding layout; the learner may donate the originals."""
   return _syncs(spec, mesh)[0](params)
 
 
@@ -110,7 +110,7 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
 
 
 def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
-  """Returns the shardings of slots: over rows, and of the cache also over heads."""
+  """Returns the shardings of slots: rows are split, in the cache heads as well."""
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
@@ -140,19 +140,19 @@ def admit(
     tokens_RT: i32, prompts, at one of the prefill widths.
     length_R: i32, tokens of each prompt.
     from_A: i32, index of the prompt that the response answers.
-    slot_A: i32, its slot. Entries equal to S are padding and are dropped.
-    row_A: i32, its output row.
-    uid_A: u32, its name, for the noise.
+    slot_A: i32, slot of the response. Entries equal to S are padding and are dropped.
+    row_A: i32, output row of the response.
+    uid_A: u32, name of the response, for the noise.
     new_A: i32, maximum number of tokens of the response, end token included.
-    pictures: of the R prompts; None: text only.
+    pictures: pictures of the R prompts; None: text only.
   """
   tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
 
   def put(x: Array, value: Array | bool) -> Array:
     return x.at[slot_A].set(value, mode='drop')
 
-  # Only the prompt's columns are written. Leftovers behind them are never read: masks
-  # end at position_S, and `harvest` copies no further.
+  # Only the prompt's columns are written. Leftovers in later columns are never read:
+  # masks end at position_S, and `harvest` copies the columns before position_S.
   head = (slot_A, slice(0, tokens_RT.shape[1]))
   slots = slots._replace(
     row_S=put(slots.row_S, row_A),
@@ -192,14 +192,14 @@ def refresh(
   spec: ModelSpec,
   columns: int,
 ) -> Slots:
-  """Recomputes the first `columns` of the cache of some slots from their tokens.
+  """Recomputes the first `columns` cache columns of some slots from their tokens.
 
   Donates `slots`.
 
   Args:
     slot_A: i32, the slots. Entries equal to S are padding and are dropped.
-    pictures: of the A prompts in the slots; None: text only.
-    columns: at least the position of every one of the slots.
+    pictures: pictures of the A prompts in the slots; None: text only.
+    columns: number of columns, at least the largest position of these slots.
   """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
   prefilled, _ = _prefill(params, tokens_At, pictures, spec)
@@ -230,15 +230,15 @@ def run(
   Args:
     key: with uid and position, determines the noise.
     temperature: divides the logits.
-    n: tokens per slot; another n does not recompile.
+    n: maximum number of tokens per slot; changing n does not recompile.
     policy_version: learner step of the weights.
-    live: leading cache segments that contain all columns of this dispatch; attention
-      reads no others.
+    live: number of leading cache segments that contain all columns of this dispatch;
+      attention reads only these segments.
     sampling: truncation of the distribution, or greedy.
 
   Returns:
-    the slots, and position_S, i32: the position of each slot, negative if it is done.
-    position_S is a separate array, replicated on all devices: the host may read it
+    the slots, and position_S, i32: position of each slot, negative if the slot is done.
+    position_S is a separate array, replicated on all devices: the host can read it
     after the slots were donated to the next dispatch.
   """
   draw_token = functools.partial(
@@ -257,7 +257,7 @@ def run(
     # The only reduction over slots, which are split over devices.
     return (carry[0] < n) & ~carry[1].done_S.all()
 
-  # Attention reads only the live segments; the others stay outside the loop.
+  # Attention reads only the live segments; other segments stay outside the loop.
   near = [layer[:live] for layer in slots.cache]
   far = [layer[live:] for layer in slots.cache]
   carry = jnp.int32(0), slots._replace(cache=near)
@@ -334,7 +334,7 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 
 @functools.partial(jax.jit, static_argnames='group')
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
-  """Gathers the rows of places as groups [P, G, T]; empty rows if not filled_P."""
+  """Gathers the rows of places as groups [P, G, T]; empty rows where not filled_P."""
 
   def gather(x_BT: Array, empty_value: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]

@@ -4,7 +4,7 @@
    re-evaluation and evaluation differ only in sampling parameters and group size
    (`dataclasses.replace`);
 2. its methods call the compiled functions with these settings, under the mesh;
-3. `warm_up` compiles every shape that can occur.
+3. `warm_up` compiles all shapes that can occur.
 """
 
 import dataclasses
@@ -34,23 +34,23 @@ class RolloutEngine:
   Args:
     max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
-    temperature: divides the logits; the recorded distribution includes it. 0: greedy,
-      for evaluation only.
+    temperature: divides the logits, also in recorded log-probabilities. 0: greedy, for
+      evaluation only.
     max_num_seqs: S, decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
     cache_segments: parts of the KV cache; attention skips parts that no slot has
       reached.
-    done_check_lag: dispatches after which the host reads the done flags. 1 keeps an
-      accelerator busy while the host reads, and leaves a finished slot idle for one
-      dispatch.
+    done_check_lag: number of dispatches by which the host reads done flags late. 1
+      keeps an accelerator busy while the host reads, but leaves a finished slot idle
+      for one dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
-    mesh: splits slots and rows over its data and fsdp axes; None: one device.
-    gallery: pictures of the problems, by problem id; None: text only. A gallery of the
-      same capacity, such as the held-out problems', runs the same programs.
+    mesh: slots and rows are split over its data and fsdp axes; None: one device.
+    gallery: pictures of the problems, by problem id; None: text only. Galleries of
+      equal capacity use the same compiled programs.
 
   Raises:
-    ValueError: rows of these sizes cannot be decoded, or cannot end.
+    ValueError: rows of these sizes cannot be decoded or have no room to finish.
   """
 
   spec: ModelSpec
@@ -87,9 +87,9 @@ class RolloutEngine:
   def prefill_sizes(self) -> list[int]:
     """Returns the numbers of prompts that are prefilled at once, ascending.
 
-    A block of A responses that starts with a group has one prompt less than a block
-    that starts and ends inside groups. The smaller number gets a program of its own if
-    it saves more than a tenth of the work.
+    A block of A responses that starts with a group has one prompt fewer than a block
+    that starts and ends inside groups. The smaller number gets a separate program if
+    that program saves more than a tenth of the work.
     """
     aligned = -(-self.prefill_rows // self.group_size)
     unaligned = min(self.prefill_rows, aligned + 1)
@@ -129,7 +129,7 @@ class RolloutEngine:
 
     Args:
       id_R: problem ids of the prompts, -1 for padding.
-      rows: the arrays of decode.admit from tokens_RT to new_A.
+      rows: the arguments of decode.admit from tokens_RT to new_A.
     """
     admit = sharding.under(self.mesh, decode.admit)
     return admit(params, slots, *rows, self.pictures(id_R), spec=self.spec)
@@ -169,11 +169,11 @@ class RolloutEngine:
   def warm_up(
     self, params: Tree, key: Array, *, places: int, refreshed: bool = True
   ) -> None:
-    """Compiles every shape that can occur, by calls that do nothing.
+    """Compiles every shape that can occur, with calls that contain only padding.
 
     Args:
       places: groups in the output, as in PartialRollouts.
-      refreshed: whether the cache is ever recomputed, as in partial rollouts.
+      refreshed: whether `refresh` is compiled too, for partial rollouts.
     """
     slots, rows = self.empty(places * self.group_size)
     # Slot S is past the end and problem -1 has no pictures: every row is padding.

@@ -19,7 +19,7 @@ class SamplerConfig(Section):
     most=1 << 20,
   )
   temperature: float = knob(1.0, 'Divides the logits.', above=0, most=1000)
-  max_num_seqs: int = knob(512, 'Decode slots.', least=1, most=1 << 20)
+  max_num_seqs: int = knob(512, 'Number of decode slots.', least=1, most=1 << 20)
   prefill_batch_size: int = knob(
     512, 'Responses admitted at once.', least=1, most=1 << 20
   )
@@ -32,7 +32,7 @@ class SamplerConfig(Section):
   )
   done_check_lag: int = knob(
     0,
-    'Dispatches after which done flags are read; 1 keeps an accelerator busy.',
+    'Dispatches by which done flags are read late; 1 keeps an accelerator busy.',
     least=0,
     most=1024,
   )
@@ -52,12 +52,12 @@ class RolloutConfig(Section):
   )
   max_tokens_per_step: float = knob(
     math.inf,
-    'Token budget per slot and learner step; a partial rollout stops there.',
+    'Token budget per slot and step; unfinished responses continue in the next step.',
     least=1,
     infinite=True,
   )
   cache: Literal['refresh', 'keep'] = knob(
-    'refresh', 'KV cache of unfinished responses under new weights.'
+    'refresh', 'KV cache of unfinished responses: recompute for new weights, or keep.'
   )
 
   @pydantic.model_validator(mode='after')

@@ -4,11 +4,11 @@
 2. `decode` fills free slots, dispatches, and collects finished responses, until all
    have ended or a token budget is spent. Unfinished responses stay in their slots and
    continue in the next call (partial rollouts);
-3. `finished`, `read` and `free` return the groups whose responses have all ended.
+3. `finished` lists the groups whose responses have all ended, `read` returns their rows
+   and `free` frees their places.
 
-Synchronous sampling is a budget of infinity. `PartialRollouts` is the only mutable
-value of the package: after an exception in `decode`, wherever it was raised, the next
-call continues without losing a response.
+Synchronous sampling has an infinite budget. `PartialRollouts` is the package's only
+mutable object. After an exception anywhere in `decode` the next call loses no response.
 """
 
 import collections
@@ -36,7 +36,7 @@ class PartialRollouts:
     places: W, the maximum number of groups that are submitted and not yet freed.
   """
 
-  # Host arrays in a checkpoint; the others are derived from them and from the slots.
+  # Host arrays in a checkpoint; `restore` derives all other host arrays.
   SAVED = ('submitted_W', 'id_W', 'length_W', 'prompt_WT', 'uid_B', 'limit_B', 'done_B')
 
   def __init__(self, engine: RolloutEngine, places: int):
@@ -59,8 +59,8 @@ class PartialRollouts:
     self.limit_S = np.zeros(S, int)  # column at which the response is cut off
     self.waiting: collections.deque[int] = collections.deque()  # rows, oldest first
     self.dispatched = 0
-    self.tokens = 0  # in the responses that finished in this `decode`
-    self.cache_lost = False  # a checkpoint contains no keys and values
+    self.tokens = 0  # in responses that finished in the current `decode`
+    self.cache_lost = False  # True after `restore`: checkpoints have no cache
     # (dispatch, position_S) of dispatches whose done flags are not read yet.
     self._pending: collections.deque[tuple[int, Array]] = collections.deque()
     self._unreported: list[int] = []  # finished rows, not yet given to `on_finished`
@@ -85,7 +85,7 @@ class PartialRollouts:
     """
     free = np.flatnonzero(self.submitted_W < 0)
     if len(prompts.id_P) > len(free):
-      raise ValueError(f'{len(prompts.id_P)} prompts for {len(free)} free places')
+      raise ValueError(f'{len(prompts.id_P)} prompts, but only {len(free)} free places')
     G, longest = self.engine.group_size, self.engine.max_new_tokens
     place_P = free[: len(prompts.id_P)]
     self.submitted_W[place_P], self.id_W[place_P] = step, prompts.id_P
@@ -106,7 +106,7 @@ class PartialRollouts:
 
   @property
   def busy(self) -> int:
-    """Returns the number of slots with an unfinished response, as the host sees it."""
+    """Returns the number of slots with an unfinished response, as known to the host."""
     return int((self.row_S >= 0).sum())
 
   def decode(
@@ -142,7 +142,7 @@ class PartialRollouts:
     self._collect(on_finished, 0)
 
   def _fill(self, params: Tree) -> None:
-    """Admits waiting rows to free slots, in full blocks or all that still wait."""
+    """Admits waiting rows to free slots in blocks of A, or fewer if fewer wait."""
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -153,7 +153,7 @@ class PartialRollouts:
     """Admits the oldest waiting rows to the first free slots, as one padded block."""
     e = self.engine
     A, S = e.prefill_rows, e.max_num_seqs
-    # The rows leave the queue only after `admit`: an exception loses none.
+    # The rows leave the queue after `admit`, so that an exception loses no row.
     rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
     count, pad = len(rows), (0, A - len(rows))
@@ -201,11 +201,11 @@ class PartialRollouts:
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
       position_S = np.asarray(position_S)
-      # The flags of a dispatch are not about rows that were admitted after it.
+      # The flags of a dispatch do not apply to rows that were admitted after it.
       ready_S = (position_S < 0) & (self.row_S >= 0) & (self.first_dispatch_S <= number)
       if ready_S.any():
-        # Harvests every slot that is done by now, including ones that ended in a later
-        # dispatch. Their slots are free on the device before the host reads so.
+        # Harvests every slot that is done by now, even if it ended in a later dispatch;
+        # such a slot is free on the device before the host reads its flag.
         self.slots, self.rows = decode.harvest(self.slots, self.rows)
         rows = self.row_S[ready_S]
         self.done_B[rows] = True
@@ -274,7 +274,7 @@ class PartialRollouts:
     self.reach_S = np.array(exchange.whole(self.slots.position_S), int)
     self.limit_S = np.array(exchange.whole(self.slots.limit_S), int)
     self.first_dispatch_S[:] = self.dispatched
-    # Unfinished rows without a slot wait again, in their order of submission.
+    # Unfinished rows without a slot are queued again, in order of submission.
     rows = np.arange(len(self.done_B))
     rows = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
     step = self.submitted_W[rows // self.engine.group_size]

@@ -1,11 +1,10 @@
-"""Samples and verifies responses; every response of a run comes from here.
+"""Samples and verifies all responses of a run.
 
-1. prompts are submitted and decoded; slow verdicts are requested meanwhile;
+1. prompts are submitted and decoded; slow verdicts are requested during decoding;
 2. the oldest finished groups are read and verified;
 3. they become `Groups`, with the rewards for the learner.
 
-Training, re-evaluation and evaluation all call `rollout`, so their records cannot
-differ.
+All responses of training, re-evaluation and evaluation come from `rollout`.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
-EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no rule is asked
+EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no verifier runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Verification:
   problems: Problems
   tokenizer: Tokenizer
   verifier: Verifier
-  timer: PhaseTimer  # of phases 'sample' and 'verify'
-  # (groups, texts of the responses) -> groups with the rewards that the learner sees
+  timer: PhaseTimer  # has the phases 'sample' and 'verify'
+  # (groups, texts of the responses) -> groups with the rewards for the learner
   shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain
 
 
@@ -52,9 +51,9 @@ class Rollout(NamedTuple):
   """Groups, and the texts and verdicts of their P * G responses, row by row."""
 
   groups: Groups
-  texts: list[str]  # of responses that this process verified; '' for all others
-  verdicts: list[Verdict]  # likewise; EMPTY_SEAT for all others
-  own: np.ndarray | None = None  # indices of the responses verified here; None: all
+  texts: list[str]  # of the responses verified here; '' for other responses
+  verdicts: list[Verdict]  # of the same responses; EMPTY_SEAT for other responses
+  own: np.ndarray | None = None  # indices of responses verified here; None: all
   undecided: int = 0  # undecided responses of all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
@@ -75,24 +74,25 @@ def rollout(
   """Samples G responses to each of P prompts, and returns up to P verified groups.
 
   With a token budget (k.max_tokens_per_step) decoding stops when the budget is spent,
-  and the next step's weights continue the unfinished responses (partial rollouts;
-  Balanced PO, section 5). The oldest finished groups are returned, at most P. A group
-  that was submitted k.max_off_policy_steps ago is completed even beyond the budget; if
-  more than P groups are due, `collect_due` returns the others in the same step.
+  and the unfinished responses are continued in the next step, with its weights (partial
+  rollouts; Balanced PO, section 5). The oldest finished groups are returned, at most P.
+  A group that was submitted k.max_off_policy_steps ago is due: it is completed even
+  beyond the budget. `collect_due` returns due groups beyond P in the same step.
 
   Args:
-    rollouts: at least P free places, perhaps with unfinished responses; mutated.
+    rollouts: has at least P free places; may have unfinished responses; mutated.
     prompts: P rows; a row with id -1 is an empty seat, for which nothing is sampled.
     key: with the uid of a response and the position, determines the noise.
     step: learner step at which the groups are completed.
     policy_version: learner step that made the weights `params`.
-    first_uid: uid of the first response; the others count up.
-    k: budget and age of responses. k.cache is 'refresh': the cache of unfinished
-      responses is recomputed first, so that log-probabilities of new tokens are those
-      of the new weights; or 'keep': they continue with keys and values of older ones.
+    first_uid: uid of the first response; later responses count up from it.
+    k: budget and maximum age of responses. With k.cache='refresh' the cache of
+      unfinished responses is recomputed first, so that the log-probabilities of new
+      tokens are those of the new weights; with 'keep' unfinished responses continue on
+      the keys and values that older weights computed.
 
   Returns:
-    P groups, the last of them empty if fewer have finished.
+    P groups; the last groups are empty if fewer than P have finished.
   """
   P = len(prompts.id_P)
   if not P:
@@ -126,13 +126,13 @@ def collect_due(
 ) -> Rollout:
   """Returns the finished groups that were submitted `max_off_policy_steps` ago or more.
 
-  `rollout` completes all of them but returns at most as many as it submits. A step that
-  submits fewer groups than an earlier step calls this function for the others, so that
-  no group becomes older. Decodes nothing.
+  `rollout` completes all due groups, but returns at most as many as it submits. A step
+  that submits fewer groups than an earlier step calls this function for the remaining
+  groups, so that no group exceeds the maximum age. Decodes nothing.
 
   Args:
     rollouts: mutated: the places are freed.
-    seats: P, rows of the result; the last are empty if fewer groups are due.
+    seats: P, groups in the result; the last are empty if fewer groups are due.
   """
   places = rollouts.finished()
   due_W = rollouts.due(step - max_off_policy_steps)
@@ -142,7 +142,7 @@ def collect_due(
 
 
 def empty(engine: RolloutEngine) -> Rollout:
-  """Returns the rollout of no prompts."""
+  """Returns a rollout without groups."""
   return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
 
 
@@ -164,7 +164,7 @@ def _progress(
 
 
 class PendingVerifications:
-  """Requests verdicts of submitted prompts; slow ones while others are decoded."""
+  """Requests verdicts on finished responses; slow verdicts already during decoding."""
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
     self._verification, self._rollouts = verification, rollouts
@@ -172,16 +172,16 @@ class PendingVerifications:
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
     self._early = verification.verifier.slow({self._rules[i] for i in ids if i >= 0})
-    # By output row: its submission, and its index there.
+    # Output row -> (its pending verdicts, its index in them).
     self._requested: dict[int, tuple[PendingVerdicts, int]] = {}
 
   def request_early(self, rows: list[int]) -> None:
-    """Submits rows that have just ended, if the verdicts are slow."""
+    """Submits rows that have just finished for verification, if verdicts are slow."""
     if self._early:
       self._request([row for row in rows if self._rollouts.own_B[row]])
 
   def _request(self, rows: list[int]) -> None:
-    """Submits finished rows, all on devices of this process."""
+    """Submits finished rows for verification; all must be on this process's devices."""
     if not rows:
       return
     v, rollouts = self._verification, self._rollouts
@@ -203,9 +203,9 @@ class PendingVerifications:
     return verified._replace(groups=groups)
 
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """Waits for the verdicts on the rows of these places; empty seats follow them.
+    """Waits for the verdicts on the rows of these places; pads with empty seats.
 
-    Each process verifies the responses on its own devices; the verdicts are summed over
+    Each process verifies the responses on its devices; the verdicts are summed over
     processes.
     """
     P, G, _ = rows.tokens_BT.shape
@@ -228,7 +228,7 @@ class PendingVerifications:
 
 @jax.jit
 def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
-  """Makes groups whose rewards are the verdicts."""
+  """Returns groups whose rewards are the verdicts."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
     id_P=id_P,
@@ -244,7 +244,7 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
 
 
 def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:
-  """Returns the responses of rows on devices of this process as text."""
+  """Decodes the responses of rows to strings; all must be on this process's devices."""
   version_BT = exchange.rows_of(rows.policy_version_BT, indices)
   tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
   return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

@@ -13,7 +13,7 @@ from jax import Array
 
 
 class SamplingParams(NamedTuple):
-  """The distribution of a token; all but the softmax are for evaluation only."""
+  """The distribution of a token; training uses the defaults, the softmax."""
 
   greedy: bool = False  # the most likely token, recorded with log-probability 0
   top_k: int = 0  # only the k most likely tokens; 0: all
@@ -34,14 +34,14 @@ def draw(
   """Draws a token per slot by the Gumbel-max trick in two levels.
 
   First draws a block of the vocabulary by its total probability, then a token in the
-  block. The distribution is the softmax of the logits, but a token needs only about
-  2 sqrt(V) random numbers instead of V, which took half the time of a step.
+  block. The token has the softmax distribution, but needs about 2 sqrt(V) random
+  numbers instead of V; drawing V numbers took half the time of a step.
 
   Args:
     key: random key of the rollout.
     uid_S: u32, name of the response in each slot.
-    position_S: i32, column of the token. (key, uid, position) determine the noise, so
-      it does not depend on the slot or on other responses.
+    position_S: i32, column of the token. (key, uid, position) determine the noise,
+      which does not depend on the slot or on other responses.
     logits_SV: f32.
     temperature: divides the logits; above 0.
     sampling: truncation of the distribution, or greedy.
@@ -91,8 +91,8 @@ def _truncate(logits_SV: Array, sampling: SamplingParams) -> Array:
   if sampling.top_p < 1:
     falling_SV = jnp.flip(jnp.sort(logits_SV, -1), -1)
     p_SV = jax.nn.softmax(falling_SV)
-    # A token is in the nucleus if the tokens before it have less than top_p together;
-    # so the most likely token always is.
+    # A token is in the nucleus if the tokens before it have a total probability below
+    # top_p, so the most likely token is always in the nucleus.
     nucleus_SV = jnp.cumsum(p_SV, -1) - p_SV < sampling.top_p
     cutoff_S1 = jnp.where(nucleus_SV, falling_SV, jnp.inf).min(-1, keepdims=True)
     logits_SV = jnp.where(logits_SV < cutoff_S1, -jnp.inf, logits_SV)

@@ -1,9 +1,9 @@
-"""Chooses the few shapes that decoding compiles, all of them at the start.
+"""Chooses the few shapes for which decoding is compiled at the start of a run.
 
 1. prompts are prefilled at a handful of widths (`prefill_widths`);
 2. the KV cache is split into segments (`segment_sizes`), and attention reads only the
    segments that a slot has reached;
-3. `check_rows` refuses rows that cannot be decoded.
+3. `check_rows` rejects rows that cannot be decoded.
 """
 
 import itertools
@@ -16,7 +16,7 @@ ALIGN = 128  # tile of a TPU; segments of long rows are multiples
 
 
 def prefill_widths(max_prompt_tokens: int) -> list[int]:
-  """Returns the widths for prefilling: 64, doubled while below the maximum, and it."""
+  """Returns the prefill widths: 64, 128, ... below the maximum, then the maximum."""
   n = max(0, math.ceil(math.log2(max(max_prompt_tokens, 1) / SHORTEST)))
   return [SHORTEST << i for i in range(n)] + [max_prompt_tokens]
 
@@ -39,7 +39,7 @@ def segments_reached(sizes: list[int], columns: int) -> int:
 def check_rows(
   spec: ModelSpec, max_prompt_tokens: int, max_new_tokens: int, eos: tuple[int, ...]
 ) -> None:
-  """Raises a ValueError unless rows of these sizes can be decoded and can end."""
+  """Raises a ValueError unless such rows can be decoded and have room to finish."""
   if max_prompt_tokens + max_new_tokens > spec.positions:
     raise ValueError(
       f'prompt {max_prompt_tokens} + response {max_new_tokens} tokens exceed the '
@@ -48,11 +48,11 @@ def check_rows(
     )
   if max_new_tokens < 1:
     raise ValueError(
-      f'sampler.max_new_tokens={max_new_tokens} leaves no room for a response; set 1 '
-      'or more'
+      f'sampler.max_new_tokens={max_new_tokens} leaves no room for a response; set '
+      'it to 1 or more'
     )
   if not eos or not all(0 <= token < spec.vocab for token in eos):
     raise ValueError(
-      f'end tokens {tuple(eos)}: the tokenizer must have at least one, all below the '
-      f'vocabulary size {spec.vocab}'
+      f'end tokens {tuple(eos)}: there must be at least one, all below the vocabulary '
+      f'size {spec.vocab}; use the tokenizer of the model'
     )

@@ -1,5 +1,5 @@
-"""One run as its user sees it: the first screen, resume, log, save, report.
+"""Runs an experiment: first screen, resume, log, checkpoints, report.
 
-A config and a workdir come in; metrics, checkpoints and a report go out.
-step_record, resume, report -> experiment.
+In: a config and a workdir. Out: metrics, checkpoints and a report.
+Reading order: step_record, resume, report, experiment.
 """

@@ -1,8 +1,8 @@
-"""One training run as its user sees it, from the first screen to the report.
+"""Carries out a training run, from the first screen to the report.
 
 1. `train` opens the workdir, resolves the config, builds the trainer, resumes;
-2. `Run` is the caller of the loop: it evaluates, writes metrics, logs and saves;
-3. everything that the report needs is in the workdir, so a resumed run reports it all.
+2. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
+3. the report is written from files of the workdir, so it includes all earlier steps.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ DIVERGED = 3  # exit status
 
 
 def train(config: Config, workdir: str) -> int:
-  """Trains in the workdir, resuming the run that is there; returns an exit status.
+  """Trains in the workdir, or resumes its run; returns an exit status.
 
-  0 when all steps are done, 128 + signal number when a signal ended the run earlier,
-  DIVERGED when the first update, or too many in a row, were not finite.
+  0: all steps are done. 128 + signal number: a signal ended the run earlier. DIVERGED:
+  the first update, or too many updates in a row, were not finite.
 
   Raises:
-    ValueError: the config cannot be run here; the workdir cannot be written, is in use
+    ValueError: the config cannot run here; the workdir cannot be written, is in use
       by another process, belongs to another run, or has only damaged checkpoints.
   """
   timer = PhaseTimer()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
-  if not r.model.directory:  # a real model spends little of its time on clearing pages
+  if not r.model.directory:  # matters only for tiny models
     machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
     with hosts.together():
@@ -58,10 +58,10 @@ def train(config: Config, workdir: str) -> int:
 
 
 def claim(workdir: str, config: Config) -> None:
-  """Writes the config to the workdir, or compares it with the run that is there.
+  """Writes the config to a new workdir, or compares it with the config of its run.
 
-  Sections without influence on the results may change between the parts of a run, and
-  so may the mesh, on which sums round differently; with other problems, their names.
+  Sections that do not affect the results may change on resuming. The mesh may change
+  too, up to rounding; so may section `problems` with problems.changed='accept'.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -72,8 +72,8 @@ def claim(workdir: str, config: Config) -> None:
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
-  """Runs from the problems to the report; OSErrors name the file."""
-  with timer('load'), hosts.first_ahead():  # the first process makes data sets
+  """Reads the problems, trains and writes the report; an OSError names the file."""
+  with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.read(r.config, r.model)
   identity = [prompts.fingerprint(p) for p in material]
   model = hf_directory.identity(r.model.directory)
@@ -96,7 +96,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     run.start(s)
     s, status = run.loop(s)
   if status:
-    log(f'Saved. The same command with --workdir={workdir} continues.')
+    log(f'Saved. Run the same command with --workdir={workdir} to resume.')
     return status
   if hosts.is_first():
     before, after = (evaluate.read_recorded(workdir, step) for step in (0, s.step))
@@ -108,7 +108,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
 
 
 def first_screen(r: Resolved, material: Material, workdir: str) -> str:
-  """Describes the run that begins."""
+  """Returns the summary that a run prints at its start."""
   c, spec, devices = r.config, r.spec, jax.devices()
   memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
   frozen, count = '', hosts.processes()
@@ -136,7 +136,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  memory     {memory}\n'
     f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
     f'{kept * total / 2**30:.3g} GiB\n'
-    f'  results    {workdir}; Ctrl-C saves, the same command continues'
+    f'  results    {workdir}; Ctrl-C saves, the same command resumes'
   )
 
 
@@ -148,7 +148,7 @@ class Run:
   workdir: str
   checkpoints: checkpoint.CheckpointManager
   identity: list[str]  # fingerprints of the training and the held-out problems
-  spent: Spent  # before this start, from the newest checkpoint
+  spent: Spent  # cost before this start, from the newest checkpoint
 
   def __post_init__(self):
     self.base, seconds = policy.fingerprint(self.t.base), self.t.timer.seconds
@@ -167,13 +167,13 @@ class Run:
     }
 
   def start(self, s: TrainState) -> None:
-    """Compiles the programs; repeats the missing last evaluation of a finished run."""
+    """Compiles the programs, or repeats a missing evaluation of a finished run."""
     if s.step and hosts.is_first():
       steps = {row['step'] for row in metrics.read(self.workdir)}
       if lost := [n for n in range(s.step + 1) if n not in steps]:
         log(
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} rows of the steps 0 to '
-          f'{s.step}; first {lost[0]}, last {lost[-1]}. The report omits these steps.'
+          f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
@@ -202,7 +202,7 @@ class Run:
           skips, limit = s.consecutive_skips, config.learner.max_consecutive_skips
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
-          # A signal or a divergence in one process is the decision of all.
+          # A signal or a divergence in one process stops all processes.
           stopped, diverged = exchange.agree([stop.signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
@@ -244,7 +244,7 @@ class Run:
   def save_if_due(
     self, s: TrainState, row: Metrics, record: StepRecord, *, last: bool
   ) -> None:
-    """Saves every checkpoint.every steps, after a ranked evaluation, and at the end."""
+    """Saves every checkpoint.every steps, at the end, and after ranked evaluations."""
     config = self.t.config.checkpoint
     ranked = 'eval/accuracy' in row and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
@@ -260,7 +260,7 @@ class Run:
 
 
 def divergence(s: TrainState, limit: int) -> str:
-  """Says why a run ends after `limit` updates that were not finite; where to look."""
+  """Returns the message for a run that ends after non-finite updates."""
   if s.updates == 0:
     return (
       'The first update of the run is not finite: the loss or the gradient overflows. '
@@ -271,7 +271,7 @@ def divergence(s: TrainState, limit: int) -> str:
   return (
     f'{s.consecutive_skips} updates in a row were skipped because the loss or the '
     f'gradient was not finite (learner.max_consecutive_skips={limit}). The saved '
-    'weights are from before the skips. To find the cause, see loss/ratio_max and '
+    'weights are from before these updates. To find the cause, see loss/ratio_max and '
     'learner/grad_norm in metrics.jsonl.'
   )
 
@@ -286,7 +286,7 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
     actor = t.actor(s.params) if s.actor is None else s.actor
     t.engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
     del actor
-    machine.trim()  # else the memory of the first updates would come on top of it
+    machine.trim()  # frees memory for the first updates
     train_step = build.compile_train_step(t, s)
     machine.trim()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')
@@ -303,7 +303,7 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]
 
 
 def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
-  """Evaluates the state again if eval/<step>.json is missing: the report needs it.
+  """Evaluates the state again if eval/<step>.json, which the report needs, is missing.
 
   The same weights, prompts and noise give the same responses.
   """
@@ -321,7 +321,7 @@ def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
 def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """Returns (result, samples) on the held-out problems, through training's rollout."""
+  """Evaluates on the held-out problems like training; returns (result, samples)."""
   knobs = t.config.evaluate
   sampling = knobs.sampling.model_dump() | {'group_size': knobs.group_size}
   engine = dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)

@@ -1,7 +1,7 @@
-"""Writes one page about a run: what happened, in words, curves, tables and samples.
+"""Writes the report of a run: a summary, curves, tables and sample responses.
 
-1. report.md for people: words and tables around the curves of report_plots;
-2. report.json for programs.
+1. report.md is for people and shows the curves of report_plots;
+2. report.json has the main results, for programs.
 """
 
 import datetime
@@ -26,13 +26,13 @@ MAIN = """
   clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
   time/step
 """
-SAMPLES = 6  # responses in the report; eval/ has all of them
+SAMPLES = 6  # responses in the report; eval/ has all responses
 SHOWN = 1500  # characters of a problem or a response
-IDLE = 10  # steps without anything to learn, after which a run says so
+IDLE = 10  # steps in a row without anything to learn that trigger a warning
 
 
 def finite(tree: Any) -> Any:
-  """Replaces numbers that are not finite by None, which JSON can express."""
+  """Replaces non-finite numbers by None, because JSON has no nan and no infinity."""
   if isinstance(tree, dict):
     return {k: finite(v) for k, v in tree.items()}
   return None if isinstance(tree, float) and not math.isfinite(tree) else tree
@@ -57,7 +57,7 @@ def summary(
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
-  """Says how often the positive share met its target; '' without a target."""
+  """Returns a sentence on the share and its target; '' if there is no target."""
   met = mean(rows, 'clip/target_met')
   if target is None or not math.isfinite(met):
     return ''
@@ -68,13 +68,13 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   if met == 1:
     return text
   return (
-    f'{text} In the others the bound search ended at the limits of both bounds, or no '
-    'token had an advantage (clip/no_evidence).'
+    f'{text} In the other updates the bound search ended at the limits of both bounds, '
+    'or no token had an advantage (clip/no_evidence).'
   )
 
 
 def idle_sentence(rows: Sequence[Row]) -> str:
-  """Says where nothing was learned for IDLE steps or more, and where to look; or ''."""
+  """Returns a warning if nothing was learned for IDLE steps or more; else ''."""
   steps, idle = series(rows, 'learner/idle_steps')
   longest = int(max(idle, default=0))
   if longest < IDLE:
@@ -83,20 +83,20 @@ def idle_sentence(rows: Sequence[Row]) -> str:
   among = [row for row in rows if last - longest < row['step'] <= last]
   accuracy = mean(among, 'rollout/accuracy')
   cause = (
-    'Each problem is always solved or never: take problems between the two, or more '
-    'responses per problem (sampler.group_size).'
+    'Each problem is always solved or never solved: use problems of medium difficulty '
+    'or raise sampler.group_size.'
   )
   if accuracy == 0:
     cause = (
       'No response is right: check the verifier (rewards.rule), the prompt template '
       '(tokenizer.template), the length limit (rollout/truncated) and some responses '
-      'in eval/, or take easier problems.'
+      'in eval/, or use easier problems.'
     )
   elif accuracy == 1:
-    cause = 'Every response is right: the problems are too easy.'
+    cause = 'Every response is right: the problems are too easy; use harder problems.'
   return (
-    f'Nothing was learned in steps {last - longest + 1} to {last}: no group of a batch '
-    f'had responses of different rewards, at an accuracy of {accuracy:.3f}. {cause}'
+    f'Nothing was learned in steps {last - longest + 1} to {last}: the rewards '
+    f'within every group were equal (mean accuracy {accuracy:.3f}). {cause}'
   )
 
 
@@ -149,14 +149,14 @@ def write(
 ) -> None:
   """Writes curves.png, report.md and report.json to a workdir with metrics.jsonl.
 
-  Texts of the config, the data and the model are escaped in report.md.
+  Strings from the config, the data and the model are escaped in report.md.
 
   Args:
-    before, after: the first and the last evaluation, of `evaluate.read_recorded`.
-    spent: wall_s, peak_rss_bytes, and phases: seconds by name.
+    before, after: first and last evaluation, from `evaluate.read_recorded`.
+    spent: dict with wall_s, peak_rss_bytes and phases (name -> seconds).
 
   Raises:
-    OSError: the system refused to write one of the files.
+    OSError: one of the files cannot be written.
   """
   workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
   values, wall_s = config.model_dump(), spent['wall_s']
@@ -177,7 +177,7 @@ def write(
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),
     '## Config',
-    # Folded away; empty lines between the blocks enable Markdown inside.
+    # Collapsed; the blank lines between the blocks enable Markdown inside.
     f'<details>\n<summary>Fingerprint {fingerprint(values)}</summary>',
     markdown.fence(json.dumps(values, indent=2)),
     '</details>',
@@ -200,7 +200,7 @@ def write(
 
 
 def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """Returns the first and the last fifth of the training steps, at least one each."""
+  """Returns the first and last fifth of the training steps, at least one step each."""
   steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
   n = max(1, len(steps) // 5)
   return steps[:n], steps[-n:]

@@ -1,7 +1,7 @@
 """Draws the figure of the report: curves over the steps.
 
 1. `series` and `mean` read a metric from the rows, skipping gaps;
-2. `draw_curves` draws panels, the raw values pale under their running means.
+2. `draw_curves` draws the panels: pale raw values under their running means.
 """
 
 import math
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # colour-blind eyes see three
-FEW = 20  # points that are dots rather than a curve
+BLUE, ORANGE, GREY = '#0072B2', '#D55E00', '#777777'  # colour-blind readers see three
+FEW = 20  # at most this many points are drawn as dots
 
 
 class Panel(NamedTuple):
-  """One pair of axes with up to three metrics."""
+  """A subplot with up to three metrics."""
 
   title: str
   unit: str  # of the vertical axis
@@ -65,7 +65,7 @@ def mean(rows: Sequence[Row], name: str) -> float:
 def running_mean(
   step_N: np.ndarray, value_N: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Averages whole windows of `width` (odd) values, each placed at its middle step."""
+  """Returns (middle step, mean) of every full window of `width` (odd) values."""
   half = width // 2
   smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
   return step_N[half : len(step_N) - half], smooth
@@ -73,7 +73,7 @@ def running_mean(
 
 def new_figure(width: float, height: float, dpi: int = 150) -> 'Figure':
   """Makes an empty figure of this size in inches."""
-  # Slow to import; a figure made without pyplot is Agg's.
+  # Imported here because matplotlib is slow to import.
   from matplotlib.figure import Figure
   from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -82,14 +82,14 @@ def new_figure(width: float, height: float, dpi: int = 150) -> 'Figure':
 
 
 def dress(ax: 'Axes', title: str) -> None:
-  """Titles the axes in the report's style."""
+  """Sets the title and the style of the axes."""
   ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
   ax.spines[['top', 'right']].set_visible(False)
   ax.tick_params(labelsize=9)
 
 
 def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
-  """Draws raw values thin and pale, their running mean strong; few points as dots."""
+  """Draws pale raw values and their running mean; few points are drawn as dots."""
   width = len(value_N) // FEW | 1
   if width > 1:
     ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
@@ -99,7 +99,7 @@ def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> N
 
 
 def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
-  """Draws evaluations: few points, each with its standard error if it has one."""
+  """Draws evaluations as dots with their standard errors, if recorded."""
   step_N, value_N = series(rows, 'eval/accuracy')
   error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
   error_N = [error.get(s, 0.0) for s in step_N]
@@ -132,7 +132,7 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
   ax.set_ylabel(panel.unit, fontsize=9)
   ax.grid(color='0.9', linewidth=0.8)
   ax.locator_params(axis='x', integer=True)
-  if len(panel.labels) > 1:  # above the axes, where the legend can hide no curve
+  if len(panel.labels) > 1:  # above the axes: the legend hides no curve
     slim = {'borderaxespad': 0.2, 'frameon': False, 'handlelength': 1.2}
     ax.legend(loc='lower right', bbox_to_anchor=(1, 0.99), ncols=4, fontsize=8, **slim)
 
@@ -140,13 +140,13 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
 def draw_curves(
   path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
 ) -> None:
-  """Draws all panels over the steps, as one PNG; a target of the share as a line."""
+  """Draws all panels into one PNG, with the target share as a dashed line."""
   figure = new_figure(11, 16)
   steps = [r['step'] for r in rows] or [0]
   margin = max(1, 0.03 * (max(steps) - min(steps)))
   axes = figure.subplots(len(PANELS) // 2, 2)
   for ax, panel in zip(axes.flat, PANELS, strict=True):
     _panel(ax, rows, target, panel)
-    if ax.get_xlabel():  # all panels over the same steps
+    if ax.get_xlabel():  # all panels have the same range of steps
       ax.set_xlim(min(steps) - margin, max(steps) + margin)
   figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Converts between a checkpoint and the state of a run; refuses what has changed."""
+"""Converts between checkpoints and states of a run; detects changed inputs."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ SCALARS += ('consecutive_skips', 'idle_steps')
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state.
 
-  The actor is among them if the next step decodes with it: in the layout of the
-  parameters, since a run may resume on another mesh, and without frozen weights.
+  They include the actor if the next step decodes with its older weights. The actor is
+  stored in the layout of the parameters, which fits any mesh, without frozen weights.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = s.actor_adapters
     if s.actor_adapters is None:
-      actor = t.actor(s.params) if s.actor is None else s.actor  # of a state to restore
+      actor = t.actor(s.params) if s.actor is None else s.actor  # None before restoring
       weights = decode.params_of(actor, t.spec, t.mesh).items()
       found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   return found if s.partial is None else found | {'partial': s.partial.state()}
@@ -51,13 +51,13 @@ def resume(
   s: TrainState,
   same: bool = True,
 ) -> tuple[TrainState, Spent]:
-  """Restores the newest whole checkpoint; returns the state and the cost so far.
+  """Restores the newest complete checkpoint; returns the state and the cost so far.
 
-  If its problems are not the `same`, its buffer and partial rollouts are dropped.
+  If `same` is False (other problems), its buffer and partial rollouts are dropped.
 
   Raises:
-    ValueError: all checkpoints are damaged, or the run cannot continue from the newest,
-      which has no optimiser state or was trained with other frozen weights.
+    ValueError: all checkpoints are damaged, or the newest checkpoint has no optimiser
+      state or belongs to other frozen weights.
   """
   if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
@@ -66,7 +66,7 @@ def resume(
   s = s.replace(**meta['run'])
   _check(t, s, meta)
   actor = found.pop('actor', None)
-  if actor is not None:  # else the next step makes it, and its version
+  if actor is not None:  # else the next step creates actor and version
     s = s.replace(actor=t.actor(actor), actor_adapters=t.adapters(actor))
   partial = found.pop('partial', None)
   if not same:
@@ -81,23 +81,23 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
-      '(checkpoint.final=weights), so no run can continue from it; export it '
+      '(checkpoint.final=weights), so training cannot resume; export the weights '
       '(--mode=export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
     where = t.config.model.path or 'the folder warmstart/'
     raise ValueError(
-      f'the frozen weights have changed since step {s.step} (fingerprints, '
-      f'{meta["base"]} then, {now} now); restore {where}, or start in another --workdir'
+      f'the frozen weights have changed since step {s.step} (fingerprint '
+      f'{meta["base"]} then, {now} now); restore {where} or start in another --workdir'
     )
 
 
 def same_problems(
   checkpoints: checkpoint.CheckpointManager, identity: list[str], changed: str
 ) -> bool:
-  """Returns whether the latest checkpoint, if any, has these problems.
+  """Returns whether the problems match the latest checkpoint; True without checkpoints.
 
-  `identity` has the fingerprints of the training and the held-out problems.
+  `identity` contains the fingerprints of the training and the held-out problems.
 
   Raises:
     ValueError: the problems differ, and `changed` (the knob) is 'refuse'.
@@ -116,5 +116,5 @@ def same_problems(
       'the old problems, start in another --workdir, or continue with '
       '--config.problems.changed=accept'
     )
-  log(f'Other problems than at step {step} ({message}): accepted, the buffer is empty.')
+  log(f'The problems have changed since step {step} ({message}). The buffer is empty.')
   return False

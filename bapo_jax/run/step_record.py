@@ -1,11 +1,11 @@
-"""Writes what a step trained on, token by token, to a file of the workdir.
+"""Records groups that a step trained on, token by token, in the workdir.
 
-1. `write` saves a few groups of the record that the loop yields to
-   groups/<step>.jsonl, one object per group, for every batch rule;
-2. `read` returns the groups of a step, `newest` finds the last file.
+1. `write` saves a few groups of a step to groups/<step>.jsonl, one JSON object per
+   group, for every batch rule;
+2. `read` returns the recorded groups of a step, `newest` the last recorded step.
 
-docs/running.md explains every field. Non-finite numbers are null. So are the per-token
-fields of responses that exceed the file's limit of MOST_TOKENS.
+docs/running.md explains every field. Non-finite numbers are null, and so are the
+per-token fields of responses beyond the first MOST_TOKENS tokens of a file.
 """
 
 import json
@@ -26,8 +26,8 @@ from bapo_jax.training.state import StepRecord, Trainer
 from bapo_jax.types import SOURCES, Groups
 
 FOLDER = 'groups'
-MOST_GROUPS = 16  # of a file, spread over the filled seats
-MOST_TOKENS = 2**15  # of a file that have numbers: some 40 bytes each
+MOST_GROUPS = 16  # per file, spread over the filled seats
+MOST_TOKENS = 2**15  # per file with per-token fields, about 40 bytes each
 OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
 
 
@@ -57,7 +57,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
     length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
-    # Of the first response, without P.
+    # The prompt of the first response, without P.
     prompt_1T, image = group.tokens_PGT[:1], t.spec.image_token
     (text,) = tokenizer_lib.decode_prompts(t.tokenizer, prompt_1T, [length], image)
     row = {
@@ -92,7 +92,7 @@ def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
 def _updated(
   updates: Sequence[Updated], seat: int, group_size: int
 ) -> tuple[int, Updated] | tuple[None, None]:
-  """Returns the last update with this seat, its tokens [G, T], and its number."""
+  """Returns (number, update) of the last update with this seat, with tokens [G, T]."""
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
       rows = i * group_size + np.arange(group_size)
@@ -107,7 +107,7 @@ def _responses(
   of_seat: Updated | None,
   left: int,
 ) -> list[dict[str, Any]]:
-  """Describes the responses of one group: arrays [G, T], `left` tokens at most."""
+  """Describes the responses of one group, at most `left` tokens in per-token fields."""
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   found = []
@@ -156,14 +156,14 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   """Reads the recorded groups of a step.
 
   Raises:
-    ValueError: the file is missing, or is not a record of groups.
+    ValueError: the file is missing or does not contain recorded groups.
   """
   path = os.path.join(workdir, FOLDER, f'{step}.jsonl')
   try:
     with open(path, encoding='utf-8') as file:
       rows = [json.loads(line) for line in file]
     if not all(isinstance(row, dict) and 'responses' in row for row in rows):
-      raise ValueError('a line has no recorded group')
+      raise ValueError('a line contains no recorded group')
   except (OSError, ValueError, RecursionError) as error:
-    raise ValueError(f'{path} cannot be read ({error}); delete it') from error
+    raise ValueError(f'{path} cannot be read ({error}); delete the file') from error
   return rows
