@@ -1,7 +1,7 @@
-"""Repeated problems, within a data set or in both training and evaluation.
+"""Finds repeated problems, within a data set or across training and evaluation.
 
-Two problems are equal if their pictures are, and their texts up to white space. Lines
-at the start or end of every problem of a data set (an instruction) do not count.
+Problems are equal if their pictures and, up to white space, their texts are equal.
+Lines that start or end every problem of a data set (an instruction) are ignored.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from bapo_jax.data.row import Row
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-  """Returns a key for each row; two problems are equal if their keys are."""
-  # A text is split once, however often it is repeated.
+  """Returns a key for each row; only equal problems have equal keys."""
+  # Splits each distinct text once.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
   start = end = 0
@@ -39,7 +39,7 @@ def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
 
 
 def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
-  """Returns the first row of each problem, and a message on repeats; '' for none."""
+  """Returns the first row of each problem, and a message about repeats ('': none)."""
   unique: dict[str, Row] = {}
   other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):
@@ -58,7 +58,7 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
-  """Returns the indices of training problems held out too, and a message ('': none)."""
+  """Returns the indices of training problems that are also held out, and a message."""
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
   both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:

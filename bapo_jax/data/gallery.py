@@ -1,9 +1,9 @@
-"""The pictures of a data set, by the ids of its problems.
+"""Looks up the pictures of a data set by problem id.
 
-Groups, replay buffers and checkpoints store ids only: decoding and learning ask here
-for the pictures of their rows. All problems of a run have one capacity, so that every
-program is compiled once. Patches are made when a step needs them, because those of a
-whole data set would take gigabytes.
+Groups, replay buffers and checkpoints store ids only; decoding and learning look up the
+pictures of their rows here. All problems of a run have one capacity, so that every
+program is compiled once. Patches are computed when a step needs them, because the
+patches of a whole data set would take gigabytes.
 """
 
 import functools
@@ -21,7 +21,7 @@ from bapo_jax.models.vision.grids import count_windows
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.types import Pictures
 
-CACHED = 1 << 30  # bytes of patches that stay decoded
+CACHED = 1 << 30  # bytes of decoded patches in the cache
 
 
 class Capacity(NamedTuple):
@@ -31,12 +31,12 @@ class Capacity(NamedTuple):
 
 
 def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
-  """Returns the room that the pictures of every problem fit into, given their grids."""
+  """Returns the capacity that fits the pictures of every problem, given their grids."""
   sizes = [
     (sum(high * wide for high, wide in x), len(x), count_windows(x, v)) for x in grids
   ]
   patches, pictures, windows = map(max, zip((0, 0, 0), *sizes, strict=True))
-  # Whole windows, within which most layers attend.
+  # Rounds up to whole windows, because most layers attend within windows.
   patches = -(-patches // v.window_patches) * v.window_patches
   return Capacity(patches, pictures, windows)
 
@@ -44,7 +44,7 @@ def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
 class Gallery:
   """The pictures of N problems, by id, decoded on demand.
 
-  `room` is the capacity of every prompt, at least that of the rows.
+  `room` is the capacity of every prompt; the pictures of every row must fit.
   """
 
   def __init__(self, rows: Sequence[Row], v: VisionSpec, room: Capacity):
@@ -61,8 +61,8 @@ class Gallery:
     return jax.tree.map(lambda *x: np.concatenate(x), self.empty(0), *pictures)
 
   def empty(self, prompts: int) -> Pictures:
-    """Returns room for so many prompts, without any picture."""
-    room, zeros = self.room, cast(Any, np.zeros)  # the record is one of jax.Array
+    """Returns arrays for this many prompts, without pictures."""
+    room, zeros = self.room, cast(Any, np.zeros)  # Pictures is typed with jax.Array
     return Pictures(
       zeros((prompts, room.patches, self.vision.numbers), np.uint8),
       zeros((prompts, room.pictures, 2), np.int32),

@@ -7,7 +7,7 @@ import pydantic
 from bapo_jax.knobs import Section, knob, shown
 
 EMBEDDED = 'characters'  # the name of the embedded tokenizer
-MADE = ('synthetic', 'countdown', 'drawn')  # sources that are made from a seed
+MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
 
 
 class TokenizerConfig(Section):
@@ -15,21 +15,21 @@ class TokenizerConfig(Section):
 
   path: str = knob(
     '',
-    "Directory with tokenizer.json, or hub:owner/name; '': that of model.path; "
+    "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer; "
     "'characters': the embedded tokenizer, for the embedded policy only.",
   )
   template: str = knob(
-    '{problem}\n', 'Prompt with {problem}; a leading chat: applies the chat template.'
+    '{problem}\n', "Prompt with {problem}; prefix 'chat:' to use the chat template."
   )
 
   @pydantic.model_validator(mode='after')
   def _has_problem(self) -> 'TokenizerConfig':
     if '{problem}' not in self.template:
-      raise ValueError(f'template={self.template[:60]!r} does not contain {{problem}}')
+      raise ValueError(f'template={self.template[:60]!r} must contain {{problem}}')
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs with the model's path if `path` is empty.
+    """Returns a copy of these knobs in which an empty `path` is the model's path.
 
     Raises a ValueError if the embedded tokenizer is combined with a model.
     """
@@ -43,10 +43,10 @@ class TokenizerConfig(Section):
 
 
 class CountdownConfig(Section):
-  """Countdown problems made from the seed."""
+  """Countdown problems generated from the seed."""
 
   numbers: tuple[int, ...] = knob(
-    (3, 4), 'How many numbers a problem has, drawn evenly.', least=2, most=6
+    (3, 4), 'Choices of how many numbers a problem has.', least=2, most=6
   )
   largest: int = knob(99, 'Largest number.', least=5, most=10_000)
   target: int = knob(999, 'Largest target.', least=10, most=1_000_000)
@@ -57,7 +57,7 @@ class CountdownConfig(Section):
   @pydantic.model_validator(mode='after')
   def _some_numbers(self) -> 'CountdownConfig':
     if not self.numbers:
-      raise ValueError('numbers=(): give how many numbers a problem has, as in (3,)')
+      raise ValueError('numbers=() is empty; give counts of numbers, such as (3,)')
     return self
 
 
@@ -66,13 +66,13 @@ class DrawnConfig(Section):
 
   kind: Literal['bars', 'dots', 'lengths', 'dials', 'mixed', 'blank'] = knob(
     'bars',
-    'What a picture shows; mixed: all kinds, drawn evenly; blank: nothing, for an '
-    'evaluation that measures whether pictures are read.',
+    'What a picture shows; mixed: a random kind per problem; blank: nothing, to '
+    'measure in an evaluation whether pictures are read.',
   )
   shown: int = knob(3, 'Quantities that a picture shows.', least=2, most=4)
   terms: int = knob(2, 'Quantities that a problem asks for.', least=1, most=4)
   sides: tuple[int, ...] = knob(
-    (56,), 'Pixels along each side of a picture, drawn evenly.', least=56, most=1024
+    (56,), 'Choices of the side of a square picture, in pixels.', least=56, most=1024
   )
   wording: Literal['sentence', 'short'] = knob(
     'short', 'English, or the short form for the embedded policy.'
@@ -81,9 +81,9 @@ class DrawnConfig(Section):
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'DrawnConfig':
     if self.terms > self.shown:
-      raise ValueError(f'terms={self.terms}: give at most shown={self.shown}')
+      raise ValueError(f'terms={self.terms}: give at most shown={self.shown} terms')
     if not self.sides:
-      raise ValueError('sides=(): give how large a picture is, as in (56,)')
+      raise ValueError('sides=() is empty; give sides in pixels, such as (56,)')
     return self
 
 
@@ -92,17 +92,17 @@ class PairConfig(Section):
 
   hard: float = knob(
     0.0,
-    'Share of hard problems, with numbers that the warm start never reads.',
+    'Share of hard problems, whose numbers do not occur in the warm start.',
     least=0,
     below=1,
   )
   stops: bool = knob(
     True,
-    'Worked solutions stop at the solution, so that wrong responses are longer; off: '
-    'they try every candidate, so that all responses are equally long.',
+    'Worked solutions stop at the solution, so wrong responses are longer; off: worked '
+    'solutions try every candidate, so all responses are equally long.',
   )
   answer: Literal['x', 'all'] = knob(
-    'x', 'The answer: x, or the digits of the reduced a and b and of x.'
+    'x', 'The answer: x, or all: the digits of the reduced a, the reduced b and x.'
   )
 
 
@@ -112,33 +112,33 @@ class ProblemsConfig(Section):
   source: str = knob(
     'synthetic',
     'Training problems: synthetic, countdown, drawn (with pictures), files '
-    '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins one) or '
+    '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins a version) or '
     'tfds:name:split.',
   )
-  test_source: str = knob('synthetic', 'Held-out problems, with the same choices.')
+  test_source: str = knob('synthetic', 'Held-out problems; same choices as source.')
   family: Literal['trial', 'chain', 'pair'] = knob(
     'trial', 'Family of the synthetic problems.'
   )
   level: int = knob(3, 'Difficulty of the synthetic problems.', least=1, most=4)
-  seed: int = knob(0, 'Seed of the made problems.', least=0)
-  train: int = knob(2048, 'Made training problems.', least=1, most=50_000)
-  test: int = knob(512, 'Made held-out problems.', least=1, most=50_000)
+  seed: int = knob(0, 'Seed of the generated problems.', least=0)
+  train: int = knob(2048, 'Generated training problems.', least=1, most=50_000)
+  test: int = knob(512, 'Generated held-out problems.', least=1, most=50_000)
   pair: PairConfig = knob(PairConfig, 'Problems of the family pair.')
   countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
   drawn: DrawnConfig = knob(DrawnConfig, 'Problems with pictures drawn from the seed.')
   duplicates: Literal['drop', 'keep'] = knob(
-    'drop', 'Repeated problems: drop all but the first, or keep all; both are logged.'
+    'drop', 'Repeated problems: drop all but the first, or keep all; logged either way.'
   )
   overlap: Literal['keep', 'drop'] = knob(
-    'keep', 'Training problems that are also held out: kept, or dropped.'
+    'keep', 'Training problems that are also held out: keep or drop.'
   )
   changed: Literal['refuse', 'accept'] = knob(
-    'refuse', 'Resume with other problems: refuse, or accept with an empty buffer.'
+    'refuse', 'Resume with other problems: refuse, or accept and empty the buffer.'
   )
 
   @property
   def count(self) -> int:
-    """The number of made problems, training and held-out."""
+    """Returns the number of generated problems, training and held-out."""
     return self.train + self.test
 
   @pydantic.model_validator(mode='after')
@@ -163,5 +163,5 @@ class PromptsConfig(Section):
   count: int = knob(64, 'Prompts per learner step.', least=1, most=65536)
   max_prompt_tokens: int = knob(17, 'Longest prompt, in tokens.', least=1, most=1 << 20)
   overlong: Literal['drop', 'refuse'] = knob(
-    'drop', 'Longer training prompts: drop and count them, or refuse.'
+    'drop', 'Training prompts over the limit: drop and count, or refuse to start.'
   )

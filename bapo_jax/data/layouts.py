@@ -1,10 +1,9 @@
-r"""Layouts of published data sets: which fields hold problem, answer and data set name.
+r"""Detects layouts of data sets: the fields of problem, answer and data set name.
 
-The fields of its first row decide the layout of a file, and every row is read in this
-layout: problem, answer, verifier, system message. The case of a field name and its
-underscores do not matter: `final_answer` and `Final Answer` are the same field. A
-problem is a text, or the messages of a chat: a message by the user, after at most one
-by the system.
+The first row of a file decides its layout, in which every row is read: problem, answer,
+verifier, system message. Field names match regardless of case, spaces, underscores and
+hyphens: `final_answer` and `Final Answer` are the same field. A problem is a string or
+a list of chat messages: one user message, preceded by at most one system message.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from bapo_jax.knobs import shown
 
 
 class Layout(NamedTuple):
-  """Field names as the first row spells them; `a.b` is field b of the object in a."""
+  """Field names as spelled in the first row; `a.b` is field b of the object a."""
 
   name: str
   problem: str
@@ -30,14 +29,14 @@ class Layout(NamedTuple):
 
   @property
   def columns(self) -> list[str]:
-    """The top-level fields that `parse` reads."""
+    """Returns the top-level fields that `parse` reads."""
     fields = (self.problem, self.answer, self.source)
     return list(dict.fromkeys(field.split('.')[0] for field in fields if field))
 
 
 ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
-# Name, then the field names of problem, answer and data set; earlier names win, and
-# earlier layouts: a verl row may also have a field `answer`.
+# Name, then the field names of problem, answer and data set. Earlier names and earlier
+# layouts take precedence: a verl row may also have a field `answer`.
 LAYOUTS = (
   ('verl', ('prompt',), ('reward_model.ground_truth',), ('data_source',)),
   ('open-instruct', ('messages',), ('ground_truth',), ('dataset',)),
@@ -47,7 +46,7 @@ LAYOUTS = (
   ('messages', ('messages',), ANSWERS, ('data_source',)),
 )
 NUMBERS, TARGET = ('nums', 'numbers'), 'target'  # of a countdown problem
-PICTURES = ('images', 'image')  # the first field with any pictures counts
+PICTURES = ('images', 'image')  # the first non-empty field is used
 # Patterns in the name of a data set, and the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
@@ -55,8 +54,8 @@ VERIFIERS = (
   ('aime', 'aime'),
   ('math|numina|olympiad|amc', 'math'),
 )
-LONGEST_BARE = 100  # characters of a solution that is nothing but an answer
-EXACT = 2**53  # larger floats stand for several integers
+LONGEST_BARE = 100  # characters of a solution that is only an answer
+EXACT = 2**53  # a larger float may stand for several integers
 OPENER = r'\boxed{'
 
 
@@ -94,7 +93,7 @@ def detect(row: dict[str, Any]) -> Layout:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
   for name, *columns in LAYOUTS:
     problem, answer, source = (_find(row, spelled, names) for names in columns)
-    # A prompt of messages was made from the problem, and may have a system message.
+    # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
       answer_format = _answer_format(name, answer, row.get(answer))
@@ -114,7 +113,7 @@ def parse(row: dict[str, Any], layout: Layout) -> Row:
   """Returns problem, answer, verifier and system message of a row; no pictures.
 
   Raises:
-    ValueError: a field is missing or has a wrong value; names the field and the value.
+    ValueError: a field is missing or wrong; the message names the field and its value.
   """
   if layout.answer_format == 'countdown':
     numbers, target = (_get(row, field) for field in (layout.problem, layout.answer))
@@ -146,7 +145,7 @@ def _names(row: dict[str, Any]) -> str:
 
 
 def _spellings(row: dict[str, Any]) -> dict[str, str]:
-  """Returns the row's spelling of each field name by its plain form."""
+  """Maps the plain form of each field name to the row's spelling."""
   spelled: dict[str, str] = {}
   for name in row:
     other = spelled.setdefault(_plain(name), name)
@@ -157,7 +156,7 @@ def _spellings(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) -> str:
-  """Returns the first of these fields that the row has, in its spelling; '': none."""
+  """Returns the first of `names` in the row, as spelled there; '' if there is none."""
   for name in names:
     outer, _, inner = name.partition('.')
     field = spelled.get(_plain(outer), '')
@@ -173,88 +172,96 @@ def _answer_format(layout: str, field: str, value: Any) -> str:
     return 'hashes' if hashes else 'plain'
   if hashes and not boxed:
     return 'hashes'
-  # Beside a problem, a solution is worked out. Beside a prompt, as in TRL, it is what
-  # reward functions compare with, which may be the bare answer.
+  # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, a solution
+  # is the reference for reward functions and may be the bare answer.
   return 'boxed' if boxed or layout == 'problem and answer' else 'bare'
 
 
 def _get(row: Any, path: str) -> Any:
   for name in path.split('.'):
     if not isinstance(row, dict):
-      raise ValueError(f'field {path!r}: {shown(row)} is not an object')
+      raise ValueError(f'field {path!r}: {shown(row)} is not an object with {name!r}')
     if name not in row:
-      raise ValueError(f'no field {name!r}, only {_names(row)}')
+      raise ValueError(f'no field {name!r}, only {_names(row)}; correct the row')
     row = row[name]
   return row
 
 
 def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
-  """Returns (problem, system message, solution) of a text or the messages of a chat.
+  """Returns (problem, system message, solution) of a string or chat messages.
 
-  If `solved`, the assistant's message with the solution may come last.
+  If `solved`, the last message may be the assistant's, with the solution.
   """
   if not isinstance(value, list):
     return _statement(value, field, 'problem'), '', ''
   for turn in value:
     if not isinstance(turn, dict) or not {'role', 'content'} <= turn.keys():
-      raise ValueError(f'field {field!r}: {shown(turn)} is not a chat message')
+      raise ValueError(
+        f'field {field!r}: {shown(turn)} is not a chat message; give role and content'
+      )
   roles = [turn['role'] for turn in value]
   texts = [turn['content'] for turn in value]
   solution = texts.pop() if solved and roles[-1:] == ['assistant'] else ''
   if roles[: len(texts)] not in (['user'], ['system', 'user']):
     raise ValueError(
-      f'field {field!r} has messages by {shown(roles)}; give one message by the user, '
-      'after at most one by the system'
+      f'field {field!r} has messages with the roles {shown(roles)}; give one user '
+      'message, preceded by at most one system message'
     )
   if not isinstance(solution, str):
-    raise ValueError(f'field {field!r}: {shown(solution)} is not a solution')
-  # An empty system message is refused: a chat template would treat it unlike none.
+    raise ValueError(
+      f'field {field!r}: {shown(solution)} is not a solution; give a string with '
+      r'"#### ANSWER" or \boxed{ANSWER}, or remove the row'
+    )
+  # Rejects an empty system message, which chat templates treat unlike a missing one.
   system = '' if len(texts) < 2 else _statement(texts[0], field, 'system message')
   return _statement(texts[-1], field, 'problem'), system, solution
 
 
 def _statement(value: Any, field: str, what: str) -> str:
   if not isinstance(value, str) or not value.strip():
-    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}')
+    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}; write text')
   return _readable(value, field, r'\0')
 
 
 def _readable(text: str, field: str, refused: str) -> str:
   if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
     raise ValueError(
-      f'field {field!r}: {shown(text)} contains {bad[0]!r}; remove it, or write \\\\ '
-      'where JSON lost a backslash'
+      f'field {field!r}: {shown(text)} contains {bad[0]!r}; remove this character, '
+      r'or write \\ for each backslash in JSON'
     )
   return text
 
 
 def _answer(value: Any, field: str) -> str:
-  """Returns the answer: a text, a number, a list of one answer, a countdown problem."""
+  """Returns the answer in a string, a number, a list of one or a countdown problem."""
   if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
-    with contextlib.suppress(ValueError):  # a text that only looks like a list
+    with contextlib.suppress(ValueError):  # a string that only looks like a list
       value = json.loads(value)
   if isinstance(value, list):
     if len(value) != 1:
-      raise ValueError(f'field {field!r} has {len(value)} answers; give one')
+      raise ValueError(f'field {field!r} has {len(value)} answers; give one answer')
     value = value[0]
   if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
     return countdown.row(value['numbers'], value['target'], 'sentence').answer
   if isinstance(value, float) and math.isfinite(value):
     if abs(value) > EXACT:
-      raise ValueError(f'field {field!r}: the float {value} is inexact; write a text')
-    value = int(value) if value.is_integer() else value  # 204.0 of a table is 204
+      raise ValueError(f'field {field!r}: the float {value} is inexact; give a string')
+    value = int(value) if value.is_integer() else value  # 204.0 in a table means 204
   elif not isinstance(value, str | int) or isinstance(value, bool):
-    raise ValueError(f'field {field!r}: {shown(value)} is not an answer')
-  # Before white space is stripped: a form feed is a \frac that lost its backslash.
+    raise ValueError(
+      f'field {field!r}: {shown(value)} is not an answer; give a string, a finite '
+      'number or a list of one answer'
+    )
+  # Checks before stripping spaces: a form feed is a \frac that lost its backslash.
   text = _readable(str(value), field, r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
   if not text:
-    raise ValueError(f'field {field!r} is empty')
+    raise ValueError(f'field {field!r} is empty; give an answer')
   return text
 
 
 def _after_hashes(value: Any, field: str) -> str:  # as in GSM8K
   if not isinstance(value, str) or '####' not in value:
-    raise ValueError(f'field {field!r}: {shown(value)} has no #### before an answer')
+    raise ValueError(f'field {field!r}: {shown(value)} has no ####; add #### ANSWER')
   return _answer(value.rpartition('####')[2], field)
 
 
@@ -266,16 +273,16 @@ def _in_box(value: Any, field: str) -> str:
   start = value.rindex(OPENER) + len(OPENER)
   depth = 1
   for i in range(start, len(value)):
-    # \{ and \} are part of the answer, and need not come in pairs.
+    # \{ and \} are part of the answer and need not be balanced.
     if value[i] in '{}' and value[i - 1] != '\\':
       depth += 1 if value[i] == '{' else -1
     if not depth:
       return _answer(value[start:i], field)
-  raise ValueError(rf'field {field!r}: its last \boxed{{ is not closed')
+  raise ValueError(rf'field {field!r}: its last \boxed{{ is not closed; add a }}')
 
 
 def _bare(value: Any, field: str) -> str:
-  """Returns a solution that is nothing but an answer, or boxes it; strips $ signs."""
+  """Returns the boxed answer, or a solution that is only an answer; strips $ signs."""
   if isinstance(value, str) and OPENER in value:
     return _in_box(value, field)
   text = _answer(value, field)
@@ -297,7 +304,7 @@ def _verifier(value: Any, field: str) -> str:
   """Returns the verifier for answers of the data set with this name; '': unknown."""
   names = value if isinstance(value, list) else [value]
   if not names or not all(isinstance(name, str) for name in names):
-    raise ValueError(f'field {field!r}: {shown(value)} is not the name of a data set')
+    raise ValueError(f'field {field!r}: {shown(value)} is not a name; give a string')
   name = names[0].lower()
   if 'code' in name:
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Image files to patches of pixels, as the processor of Qwen2.5-VL makes them.
+"""Converts image files to patches of pixels, as the processor of Qwen2.5-VL does.
 
-A picture is decoded, resized to multiples of a merged patch, and cut: merged patches in
-reading order, the patches within each in reading order too, a patch as channels, rows
-and columns. Pixels stay bytes, a quarter of the floats; the tower normalises them.
+A picture is decoded, resized to whole merged patches and cut. Merged patches, and the
+patches within a merged patch, are in reading order; a patch is channels, rows, columns.
+Pixels stay uint8, a quarter of the size of float32; the vision tower normalises them.
 """
 
 import functools
@@ -22,7 +22,7 @@ from bapo_jax.models.vision.spec import VisionSpec
 
 Grid = tuple[int, int]  # patches along height and width
 PLACEHOLDER = '<image>'  # stands for a picture in the text of a problem
-# Formats of published data sets. Pillow would run other programs for some formats.
+# Formats of published data sets. Pillow runs external programs for some others.
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF')
 REMEMBERED = 1 << 17  # files whose sizes are cached
 LONGEST_SIDE = 200  # times the shorter side, as in Qwen's processor
@@ -34,7 +34,7 @@ class Patches(NamedTuple):
 
 
 class Checked(NamedTuple):
-  data: bytes  # equal files are one object
+  data: bytes  # shared between equal files
   size: tuple[int, int]  # height and width of the upright picture
 
 
@@ -45,10 +45,10 @@ def checked(data: bytes) -> Checked:
 
 
 def read(data: bytes) -> PIL.Image.Image:
-  """Returns the picture in a file, upright, in RGB, on white where it is transparent.
+  """Decodes a file to an upright RGB picture; transparent areas become white.
 
   Raises:
-    ValueError: the picture cannot be decoded, is a strip or an animation.
+    ValueError: the picture cannot be decoded, is too elongated or is animated.
   """
   try:
     picture = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
@@ -67,13 +67,13 @@ def read(data: bytes) -> PIL.Image.Image:
   width, height = upright.size
   if max(width, height) > LONGEST_SIDE * min(width, height):
     raise ValueError(
-      f'the picture has {width} x {height} pixels, and a side is more than '
-      f'{LONGEST_SIDE} times the other; crop or pad it'
+      f'the picture has {width} x {height} pixels, but the longer side may be at most '
+      f'{LONGEST_SIDE} times the shorter side; crop or pad the picture'
     )
-  # A photograph may contain a preview of itself (MPO): it is still one picture.
+  # An MPO photograph contains a preview of itself but is one picture.
   if getattr(picture, 'is_animated', False) and picture.format != 'MPO':
     raise ValueError(
-      f'the picture has {getattr(picture, "n_frames", 2)} frames; keep one of them'
+      f'the picture has {getattr(picture, "n_frames", 2)} frames; keep one frame'
     )
   return upright
 
@@ -81,7 +81,7 @@ def read(data: bytes) -> PIL.Image.Image:
 def _upright(picture: PIL.Image.Image) -> PIL.Image.Image:
   picture = PIL.ImageOps.exif_transpose(picture)
   if picture.mode.startswith('I;16'):
-    # 16 bits, which Pillow would clip at 255, are scaled to 8.
+    # Scales 16 bits to 8; Pillow would clip values at 255.
     grey_HW = np.asarray(picture).astype(np.int32)
     grey_HW = np.where(grey_HW == picture.info.get('transparency'), 65535, grey_HW)
     grey_HW = ((grey_HW + 128) // 257).clip(0, 255)
@@ -105,8 +105,8 @@ def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
 
   Each side is rounded to the nearest multiple. If the result has more pixels than
   v.most_pixels or fewer than v.least_pixels, the picture is scaled to that limit
-  instead, and its sides are rounded down or up (`smart_resize` of Qwen2-VL, Wang et
-  al., 2024, arXiv:2409.12191).
+  instead, with sides rounded down or up, respectively (`smart_resize` of Qwen2-VL, Wang
+  et al., 2024, arXiv:2409.12191).
   """
   unit = v.patch * v.merge
   sides = height, width
@@ -122,7 +122,7 @@ def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
 
 
 def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
-  """Returns the patches of a picture in RGB, resized by cubic interpolation."""
+  """Resizes an RGB picture by bicubic interpolation and cuts it into patches."""
   width, height = picture.size
   height, width = resized_size(height, width, v)
   resized = picture.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -136,27 +136,27 @@ def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
 
 
 def grid(data: bytes, v: VisionSpec) -> Grid:
-  """Returns the grid that `patches` makes of a file; raises the errors of `read`."""
+  """Returns the grid of a file, as in `patches`; raises the errors of `read`."""
   height, width = resized_size(*checked(data).size, v)
   return height // v.patch, width // v.patch
 
 
 def digests(files: Sequence[bytes]) -> list[str]:
-  """Returns 16 hexadecimal digits for each picture."""
+  """Returns a digest of each picture file, 16 hexadecimal digits long."""
   return [hashlib.sha256(data).hexdigest()[:16] for data in files]
 
 
 def check_row(row: Row, *, sees: bool) -> None:
-  """Checks that a model, which has a vision tower if it `sees`, can read a problem.
+  """Checks that a model, with a vision tower if `sees`, can read a problem.
 
   Raises:
-    ValueError: it cannot, or the numbers of `<image>` and of pictures differ.
+    ValueError: pictures without a tower, or not one `<image>` per picture.
   """
   if not sees and row.pictures:
     raise ValueError(
-      f'the problem {row.problem[:60]!r} has pictures, which need a vision model; this '
-      'model is text-only. Choose other problems or a model with a vision tower (the '
-      'embedded policy has one with --config.model.tower.layers=2)'
+      f'the problem {row.problem[:60]!r} has pictures, which need a vision model, but '
+      'this model is text-only; choose other problems or a model with a vision tower '
+      '(the embedded policy has one with --config.model.tower.layers=2)'
     )
   places, count = row.problem.count(PLACEHOLDER), len(row.pictures)
   if sees and places != count:

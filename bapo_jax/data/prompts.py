@@ -1,7 +1,7 @@
-"""The prompts of each learner step: a pure function of (seed, step).
+"""Computes the prompts of each learner step, a pure function of (seed, step).
 
-Problems are read, tokenized to rows of one length, and dealt in epochs, each shuffled
-anew, so that no problem comes twice in a step.
+Problems are read, tokenized to rows of equal length, and served in epochs. Every epoch
+has a new order, and no problem occurs twice in a step.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Problems(NamedTuple):
   verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
   system: Sequence[str] = ()  # system message of each problem; '' or (): none
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
-  grids: Sequence[tuple[Grid, ...]] = ()  # patches of each picture
+  grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
 
 
 class EncodedPrompt(NamedTuple):
@@ -51,8 +51,8 @@ def load(
 ) -> tuple[Problems, Problems]:
   """Returns training and held-out problems.
 
-  Overlap and long training prompts are logged, and dropped as the knobs say. Held-out
-  problems are never dropped, which would change the meaning of the score.
+  Overlapping problems and overlong training prompts are logged, and dropped if the
+  knobs say so. Held-out problems are all kept, so that scores stay comparable.
 
   Raises:
     ValueError: a source or picture cannot be read, a prompt is too long, or there are
@@ -64,14 +64,14 @@ def load(
     training = [row for i, row in enumerate(training) if i not in both]
     log(f'{message}; they are dropped from the training problems')
   elif both:
-    log(f'{message}; problems.overlap=keep')
+    log(f'{message}; they are kept, because problems.overlap=keep')
   limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
   table = tabulate(tokenizer, training, limit, vision, drop=drop)
   held_out_table = tabulate(tokenizer, held_out, limit, vision, drop=False)
   if prompts.count > len(table.id_N):
     raise ValueError(
-      f'prompts.count={prompts.count} prompts per step, but only {len(table.id_N)} '
-      'problems; lower prompts.count or give more problems'
+      f'prompts.count={prompts.count} is too large for only {len(table.id_N)} '
+      'problems; lower prompts.count or give more training problems'
     )
   return table, held_out_table
 
@@ -79,9 +79,9 @@ def load(
 def overlap(
   problems: ProblemsConfig, training: Sequence[Row], held_out: Sequence[Row]
 ) -> tuple[set[int], str]:
-  """Returns the indices of training problems that are held out too, and a message.
+  """Returns the indices of training problems that are also held out, and a message.
 
-  Made problems of one source are distinct, even if blank pictures make them look equal.
+  Generated problems of one source are distinct, even if blank pictures compare equal.
   """
   if problems.source == problems.test_source and problems.source in MADE:
     return set(), ''
@@ -96,7 +96,7 @@ def tabulate(
   *,
   drop: bool,
 ) -> Problems:
-  """Returns problems with prompts padded to T = max_prompt_tokens; may drop others.
+  """Returns `Problems` padded to T = max_prompt_tokens; `drop` omits longer prompts.
 
   Raises:
     ValueError: a prompt is too long and `drop` is off, or a picture cannot be read.
@@ -116,7 +116,7 @@ def tabulate(
     if len(tokens) > max_prompt_tokens:
       raise ValueError(
         f'prompts.max_prompt_tokens={max_prompt_tokens} is too small: the prompt of '
-        f'{rows[i].problem[:60]!r} has {len(tokens)} tokens'
+        f'{rows[i].problem[:60]!r} has {len(tokens)} tokens; raise the limit'
       )
     tokens_NT[i, : len(tokens)] = tokens
   return Problems(
@@ -135,14 +135,14 @@ def tabulate(
 def encode(
   tokenizer: Tokenizer, rows: Sequence[Row], vision: VisionSpec | None = None
 ) -> list[EncodedPrompt]:
-  """Returns the prompt of each problem, of any length.
+  """Returns the encoded prompt of each problem, without a length limit.
 
-  The template writes the token of a picture once for each `<image>`; it is repeated
-  here for each merged patch of the picture.
+  The template writes one picture token per `<image>`; this function repeats the token
+  for every merged patch of the picture.
 
   Raises:
     ValueError: a problem has pictures and the model is text-only, a picture cannot be
-      read, or the template writes another number of picture tokens.
+      read, or picture tokens and pictures differ in number.
   """
   if vision is None:
     for row in rows:
@@ -151,8 +151,8 @@ def encode(
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
   if image is None:
     raise ValueError(
-      f'tokenizer.path: no token with id {vision.image_token}, which stands for a '
-      "picture in the model's config.json; give the model's own tokenizer"
+      f'tokenizer.path: no token with id {vision.image_token}, the picture token '
+      "in the model's config.json; give the model's own tokenizer"
     )
   encoded = []
   ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
@@ -173,10 +173,10 @@ def encode(
 
 
 def fingerprint(problems: Problems) -> str:
-  """Returns 16 hexadecimal digits that change with any id, text, answer or verifier.
+  """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages and pictures enter only if there are any, so that the digits of
-  problems without them are those of earlier versions.
+  System messages and pictures enter only if present, so that other problems keep the
+  digests of earlier versions.
   """
   digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)
@@ -191,8 +191,8 @@ def fingerprint(problems: Problems) -> str:
 
 
 def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompts:
-  """Returns the `count` prompts of a learner step; there are at least `count`."""
-  # The remainder of an epoch is skipped, so that no problem comes twice in a step.
+  """Returns the prompts of a learner step; requires at least `count` problems."""
+  # The remainder of an epoch is skipped, so that no problem occurs twice in a step.
   n = len(problems.id_N)
   epoch, position = divmod(step, n // count)
   order = np.random.default_rng((seed, epoch)).permutation(n)

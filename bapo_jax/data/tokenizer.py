@@ -1,7 +1,7 @@
-r"""Tokenizers and prompt templates: the only importer of transformers.
+r"""Loads tokenizers and renders prompts; the only module that imports transformers.
 
-transformers renders chat templates in its Jinja sandbox. No code of a model directory
-is run.
+transformers renders chat templates in a Jinja sandbox. No code of a model directory is
+executed.
 """
 
 import functools
@@ -33,20 +33,20 @@ CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 class Tokenizer(NamedTuple):
   backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
-  template: str  # prompt with {problem}; 'chat:' + the user message of a chat template
+  template: str  # prompt with {problem}, or 'chat:' and the user message to render
 
 
 def characters() -> Any:
   """Returns the embedded tokenizer, with one token per character.
 
-  It is a byte-level BPE without merges, so that Qwen2's tokenizer class in transformers
-  reads an export alike: that class takes vocabulary, merges and added tokens from
-  tokenizer.json, and splits and decodes by its own rules.
+  The tokenizer is a byte-level BPE without merges, so that an export still works if
+  transformers loads it with Qwen2's tokenizer class: that class reads only vocabulary,
+  merges and added tokens from tokenizer.json, and splits and decodes by its own rules.
   """
   import tokenizers
   import transformers
 
-  # Bytes as GPT-2 spells them: those that do not print have symbols from U+0100 on.
+  # GPT-2's spelling of bytes: non-printing bytes have symbols from U+0100 on.
   symbols = [token.replace('\n', 'Ċ').replace(' ', 'Ġ') for token in CHARACTERS]
   vocab = {symbol: i for i, symbol in enumerate(symbols)}
   model = tokenizers.models.BPE(vocab, merges=[], unk_token='<pad>')
@@ -55,14 +55,14 @@ def characters() -> Any:
     add_prefix_space=False, use_regex=False
   )
   backend.decoder = tokenizers.decoders.ByteLevel()
-  # Added tokens, since Qwen2's splitting lets no merge cross from \boxed to {. They are
-  # not special tokens: decoding without special tokens must not drop them.
+  # Added tokens, because Qwen2's splitting allows no merge of \boxed with {. They are
+  # not special tokens, so that decoding without special tokens keeps them.
   backend.add_tokens(
     [tokenizers.AddedToken(token, normalized=False) for token in (BOX, IMAGE)]
   )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
-    unk_token='<pad>',  # `encode` refuses it
+    unk_token='<pad>',  # `encode` rejects unknown characters
     pad_token='<pad>',
     eos_token='<eos>',
     clean_up_tokenization_spaces=False,
@@ -71,7 +71,7 @@ def characters() -> Any:
 
 
 def load(path: str, template: str) -> Tokenizer:
-  """Returns the tokenizer of a directory, or of 'characters' the embedded tokenizer.
+  """Loads the tokenizer of a directory; 'characters' is the embedded tokenizer.
 
   Raises:
     ValueError: the tokenizer cannot be loaded, or has no end token or chat template.
@@ -79,7 +79,7 @@ def load(path: str, template: str) -> Tokenizer:
   if path == EMBEDDED:
     backend = characters()
     return Tokenizer(backend, (backend.eos_token_id,), template)
-  # transformers would ask the hub for the name: 47 s without a network.
+  # Otherwise transformers would query the hub: 47 s without a network.
   if not os.path.isdir(path):
     raise ValueError(
       f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
@@ -89,7 +89,7 @@ def load(path: str, template: str) -> Tokenizer:
   if template.startswith('chat:') and not backend.chat_template:
     raise ValueError(
       f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
-      'none; give the whole prompt, without chat:'
+      "none; write the whole prompt, without the prefix 'chat:'"
     )
   return Tokenizer(backend, _end_tokens(path, backend), template)
 
@@ -98,17 +98,17 @@ def _load(path: str) -> Any:
   import transformers
 
   try:
-    # Reads tokenizer.json to the letter. AutoTokenizer goes by config.json: for a Qwen2
-    # it replaces the splitting rules of tokenizer.json by Qwen's.
+    # Uses tokenizer.json unchanged. AutoTokenizer follows config.json: for Qwen2 it
+    # replaces the splitting rules of tokenizer.json with Qwen's.
     backend = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    # Damage of some parts shows at their first use only.
+    # Some damaged parts fail only on first use.
     backend('1 + 1', add_special_tokens=False)
     if backend.chat_template and not isinstance(backend.get_chat_template(), str):
-      raise ValueError('its chat template is not a text')
+      raise ValueError('its chat template is not a string')
     json.dumps([backend.special_tokens_map, backend.eos_token_id, backend.get_vocab()])
   except (KeyboardInterrupt, SystemExit):
     raise
-  except BaseException as error:  # a panic of the Rust core is no Exception
+  except BaseException as error:  # a Rust panic is not an Exception
     reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
       f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
@@ -117,7 +117,7 @@ def _load(path: str) -> Any:
   return backend
 
 
-# The files of a tokenizer, in all versions and families.
+# Tokenizer files of all versions and model families.
 FILES = (
   *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json'),
   *('added_tokens.json', 'vocab.json', 'merges.txt', 'tokenizer.model'),
@@ -126,7 +126,7 @@ FILES = (
 
 
 def save(tokenizer: Tokenizer, source: str, path: str) -> None:
-  """Writes the tokenizer to the directory `path`; copies its files from `source`."""
+  """Writes the tokenizer to `path`; copies its files if `source` is a directory."""
   if not os.path.isdir(source):
     tokenizer.backend.save_pretrained(path)
     return
@@ -144,7 +144,7 @@ def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
     if wrong := [i for i in listed if i is not None and (type(i) is not int or i < 0)]:
       raise ValueError(
         f'{file}: eos_token_id={wrong[0]!r:.40} is not a token id; give a non-negative '
-        'integer or a list of them'
+        'integer or a list of non-negative integers'
       )
     ends += listed
   ends = tuple(dict.fromkeys(i for i in ends if i is not None))
@@ -159,9 +159,9 @@ def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
 def encode_prompts(
   tokenizer: Tokenizer, rows: Sequence[Row], image: str = ''
 ) -> list[list[int]]:
-  """Returns the token ids of each problem in the template, of any length.
+  """Returns the token ids of each problem in the template, without a length limit.
 
-  The token `image` is written for each <image> of a problem; '': problems are texts.
+  Each <image> of a problem becomes the token `image`; '' leaves <image> as text.
 
   Raises:
     ValueError: the chat template fails, or the template has no place for a system
@@ -173,8 +173,8 @@ def encode_prompts(
   elif system := next((row.system for row in rows if row.system), ''):
     raise ValueError(
       f'tokenizer.template={template[:30]!r} has no place for the system message '
-      f'{system[:60]!r} of the problems; start it with chat:, or remove the system '
-      'messages from the data'
+      f"{system[:60]!r} of the problems; start the template with 'chat:', or remove "
+      'the system messages from the data'
     )
   else:
     texts = [row.problem.replace(PLACEHOLDER, image or PLACEHOLDER) for row in rows]
@@ -185,7 +185,7 @@ def encode_prompts(
 def _render_prompts(
   tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool
 ) -> list[str]:
-  """Returns each problem as a chat that ends where the assistant's answer begins."""
+  """Renders each problem as a chat that ends where the assistant's answer begins."""
   template = tokenizer.template.removeprefix('chat:')
   conversations = []
   for row in rows:
@@ -203,8 +203,8 @@ def _render_prompts(
     if row.system.strip() not in prompt:
       raise ValueError(
         f'tokenizer.template: the chat template of {tokenizer.backend.name_or_path!r} '
-        f'leaves out the system message {row.system[:60]!r}; give the whole prompt, '
-        'without chat:, or correct the chat template'
+        f'leaves out the system message {row.system[:60]!r}; correct the chat template '
+        'or remove the system messages from the data'
       )
   return prompts
 
@@ -217,19 +217,20 @@ def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[s
     return backend.apply_chat_template(
       conversations, tokenize=False, add_generation_prompt=not answered
     )
-  except Exception as error:  # a template may raise anything
+  except Exception as error:  # a template may raise any exception
     reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
     raise ValueError(
       f'tokenizer.template: the chat template of {backend.name_or_path!r} fails '
-      f'({reason}); give the whole prompt, without chat:, or correct the chat template'
+      f'({reason}); correct the chat template, or write the whole prompt in '
+      "tokenizer.template without the prefix 'chat:'"
     ) from None
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
-  """Returns the token after an answer in the chat template, and if it ends a response.
+  """Returns the special token after a chat answer and whether it ends a response.
 
-  Returns None without a chat template or such a special token. A chat template that
-  fails raises a ValueError.
+  Returns None if there is no chat template or no such token. Raises a ValueError if the
+  chat template fails.
   """
   backend = tokenizer.backend
   if not backend.chat_template:
@@ -259,8 +260,8 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
     for character in string:
       if unknown in tokenizer.backend(character, add_special_tokens=False)['input_ids']:
         raise ValueError(
-          f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove it '
-          'from the problem or choose another tokenizer'
+          f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove '
+          'the character from the problem or choose another tokenizer'
         )
   return rows
 
@@ -271,9 +272,9 @@ def decode_prompts(
   length_N: ArrayLike,
   image_token: int | None = None,
 ) -> list[str]:
-  """Returns each prompt, which starts in column 0, with its special tokens.
+  """Decodes prompts, which start in column 0; keeps special tokens.
 
-  Runs of image_token are abbreviated as `(<|image_pad|> x 1024)`, unless it is None.
+  Abbreviates runs of image_token, unless it is None, as `(<|image_pad|> x 1024)`.
   """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
   decode = functools.partial(tokenizer.backend.batch_decode, skip_special_tokens=False)
@@ -291,7 +292,7 @@ def decode_prompts(
 def decode_responses(
   tokenizer: Tokenizer, tokens_BT: ArrayLike, response_mask_BT: ArrayLike
 ) -> list[str]:
-  """Returns the response of each row as text, without end tokens."""
+  """Returns the text of each response, without end tokens."""
   tokens_BT = np.asarray(tokens_BT)
   ends_BT = np.isin(tokens_BT, np.asarray(tokenizer.eos))
   written_BT = np.asarray(response_mask_BT) & ~ends_BT

@@ -112,8 +112,8 @@ WRONG = [  # first row, other values in another row, parts of the error
   (PLAIN, {'answer': '\frac12'}, r"'answer': '\x0crac12' contains"),  # a lost backslash
   (PLAIN, {'data_source': None}, "'data_source': None"),
   (PLAIN, {'data_source': 'train-code-x'}, "'data_source': no verifier for the code"),
-  (VERL, {'prompt': TURNS[:1]}, "'prompt' has messages by ['system']"),
-  (VERL, {'prompt': solved('2')}, "'prompt' has messages by ['user', 'assistant']"),
+  (VERL, {'prompt': TURNS[:1]}, "'prompt' has messages with the roles ['system']"),
+  (VERL, {'prompt': solved('2')}, "'prompt' has messages with the roles ['user', 'a"),
   (VERL, {'prompt': EMPTY_SYSTEM}, "'prompt': ' ' is not a system message"),
   (VERL, {'prompt': ['1+1']}, "'prompt': '1+1' is not a chat message"),
   (VERL, {'reward_model': None}, "'reward_model.ground_truth': None"),
@@ -158,4 +158,4 @@ def test_fields_of_no_layout_and_long_values_are_shown_short():
   assert len(str(error.value)) < 1000
   with pytest.raises(ValueError, match="'prompt': ") as error:
     layouts.parse(VERL | {'prompt': ['a\n' * 99] * 2}, layouts.detect(VERL))
-  assert len(str(error.value)) < 120 and '\n' not in str(error.value)
+  assert len(str(error.value)) < 150 and '\n' not in str(error.value)
