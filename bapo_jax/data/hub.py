@@ -1,8 +1,8 @@
-"""Named data sets: of the hub (`hub:owner/name`) and of tensorflow-datasets (`tfds:`).
+"""Loads data sets by name: `hub:owner/name`, or `tfds:name` of tensorflow-datasets.
 
-tensorflow-datasets writes what it downloads as array_record: its default format,
-tfrecord, needs TensorFlow. Your data set is a `tfds.core.GeneratorBasedBuilder` with
-the fields of a layout, such as question and answer, imported before the run.
+tensorflow-datasets stores downloads as array_record, because its default format,
+tfrecord, needs TensorFlow. To use your own data set, import before the run a
+`tfds.core.GeneratorBasedBuilder` with the fields of a layout, such as question, answer.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
-  """Returns the local paths of the files of a split, in order.
+  """Returns the local paths of the files of a split, in order; may download them.
 
-  The name is owner/name or owner/name@revision: a commit, tag or branch. File names
-  begin with `split`, such as `train`, or `main/train` with their folder.
+  `name` is owner/name or owner/name@revision, with a commit, tag or branch as revision.
+  File names start with `split`: `train`, or `main/train` with a folder.
 
   Raises:
-    ValueError: no such data set or split, or no network.
+    ValueError: the data set or split does not exist, or there is no network.
   """
   import huggingface_hub
 
@@ -55,9 +55,9 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   options = name.replace('@', ' --revision ')
   raise ValueError(
     f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl on the hub or '
-    f'in its local cache{reason}; download it on a machine with a network, `hf '
-    f'download {options} --repo-type dataset --local-dir <directory>`, and give the '
-    'file'
+    f'in the local cache{reason}; download the files on a machine with a network, `hf '
+    f'download {options} --repo-type dataset --local-dir <directory>`, and give their '
+    'paths'
   )
 
 
@@ -82,13 +82,13 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
 def read_tfds(
   name: str, split: str, knob: str, check: Callable[[Row], None] | None = None
 ) -> list[Row]:
-  """Returns the rows of a split of a data set of tensorflow-datasets.
+  """Returns the rows of a split of a tensorflow-datasets data set.
 
-  The library keeps the data in ~/tensorflow_datasets, and downloads it if necessary.
+  The library downloads the data to ~/tensorflow_datasets if necessary.
   `check` raises a ValueError if an answer cannot be verified; errors name the knob.
 
   Raises:
-    ValueError: no such data set or split, no network, or a row cannot be read.
+    ValueError: no such data set, split or network, or a row cannot be read.
   """
   rows: list[Row] = []
   layout = None
@@ -98,8 +98,8 @@ def read_tfds(
     try:
       if field := layouts.pictures(row)[0]:
         raise ValueError(
-          f'field {field!r} has pictures, which are read from files and from the hub '
-          'only; give a parquet file or hub:owner/name:split'
+          f'field {field!r} has pictures, but only files and the hub may contain '
+          'pictures; give a parquet file or hub:owner/name:split'
         )
       layout = layout or layouts.detect(row)
       rows.append(layouts.parse(row, layout))
@@ -111,20 +111,20 @@ def read_tfds(
 
 
 def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
-  """Returns the builder of a data set, its data written to disk."""
+  """Returns the builder of a data set after writing the data to disk."""
   builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
   if not builder.info.splits and not _has_network():
     raise ValueError(
-      f'{source}: not in {builder.data_dir}, and there is no network to download it; '
-      'copy that directory from another machine, or give a file'
+      f'{source}: not in {builder.data_dir}, and there is no network to download the '
+      'data; copy that directory from another machine, or give a file'
     )
   try:
-    # The library prints a download even if there is none, and draws progress bars.
+    # The library reports a download even if there is none, and draws progress bars.
     tfds.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):
       builder.download_and_prepare()
-  except Exception as error:  # of the library, of requests and of each data set
+  except Exception as error:  # of the library, requests or the data set
     raise ValueError(
       f'{source} cannot be prepared ({str(error).splitlines()[0]}); give another data '
       'set or a file'
@@ -140,7 +140,7 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
 def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
   package = pathlib.Path(tfds.__file__).parent
   for path in package.glob(f'*/{name}/{name}.py') if name.isidentifier() else ():
-    # Registers the data set; without TensorFlow the library does not import it.
+    # Registers the data set, which the library imports only with TensorFlow.
     module = path.relative_to(package.parent).with_suffix('')
     importlib.import_module('.'.join(module.parts))
   try:
@@ -154,7 +154,7 @@ def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
 
 
 def _has_network() -> bool:
-  """Returns whether a name can be looked up; with a proxy, the proxy looks it up."""
+  """Returns whether host names resolve; True behind a proxy, which resolves them."""
   try:
     socket.getaddrinfo('github.com', 443)
   except OSError:

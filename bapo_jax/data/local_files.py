@@ -1,11 +1,11 @@
-"""Problems from jsonl, json and parquet files, with or without pictures.
+"""Reads problems from jsonl, json and parquet files, with or without pictures.
 
 The first row decides the layout of the file (`layouts.detect`). Pictures are bytes in
 the file, or paths relative to its folder.
 
-Lines are read by `json`, not by pyarrow, which infers a type for every column: it turns
-the answers 2024-01-01 and 12345678901234567890123 into a time and a float, and refuses
-a file in which an answer is 5 in one row and "5" in another.
+Lines are parsed by `json`. pyarrow would infer a type for every column: it turns the
+answers 2024-01-01 and 12345678901234567890123 into a time and a float, and rejects a
+file with the answers 5 and "5".
 """
 
 import functools
@@ -21,21 +21,21 @@ from bapo_jax.knobs import shown
 SUFFIXES = ('.jsonl', '.json', '.parquet')
 BATCH = 256  # rows of a parquet file that are converted at once
 
-Place = tuple[str, Any]  # ('line 3', its value)
+Place = tuple[str, Any]  # ('line 3', the row)
 
 
 def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
-  """Returns the rows of a file, in its order.
+  """Returns the rows of a file, in file order.
 
   Raises:
-    ValueError: the file or a row cannot be read, or `check` raises a ValueError for the
-      row; names file, row and field.
+    ValueError: the file or a row cannot be read, or `check` rejects a row; the message
+      names file, row and field.
   """
   if not path.endswith(SUFFIXES):
-    raise ValueError(f'{path}: give a file that ends in {", ".join(SUFFIXES)}')
+    raise ValueError(f'{path} has an unknown suffix; use {", ".join(SUFFIXES)}')
   try:
     status = os.stat(path)
-    # Every start reads a file several times: to check it, to derive knobs, to train.
+    # Cached: a start reads a file several times, to check it, derive knobs and train.
     unit, rows = _read(path, status.st_mtime_ns, status.st_size)
   except OSError as error:
     raise ValueError(
@@ -50,16 +50,16 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: str, mtime_ns: int, size: int) -> tuple[str, tuple[Row, ...]]:
-  """Returns ('line' or 'row', the rows); time and size are part of the cache key."""
+  """Returns ('line' or 'row', rows); mtime_ns and size only extend the cache key."""
   del mtime_ns, size
   items = _parquet if path.endswith('.parquet') else _json
   first = next(items(path, None), None)
   if first is None:
-    raise ValueError(f'{path} contains no problem')
+    raise ValueError(f'{path} contains no problem; give another file')
   layout = _at(path, first, layouts.detect)
   columns = [*layout.columns, *filter(layouts.is_picture, first[1])]
   parse = functools.partial(_parse, layout=layout, folder=os.path.dirname(path))
-  # Mirrors repeat 17k problems a hundred times: equal rows are kept once in memory.
+  # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
   unique: dict[Row, Row] = {}
   rows = (_at(path, item, parse) for item in items(path, columns))
   return first[0].split()[0], tuple(unique.setdefault(row, row) for row in rows)
@@ -85,7 +85,7 @@ def _parse(row: dict[str, Any], layout: layouts.Layout, folder: str) -> Row:
 
 
 def _picture(value: Any, folder: str) -> bytes:
-  """Returns the image file: bytes, a path, or both as the library `datasets` writes."""
+  """Reads an image file given as bytes, a path, or a dict of the library `datasets`."""
   if isinstance(value, dict):
     value = value.get('path') if value.get('bytes') is None else value['bytes']
   if isinstance(value, bytes):
@@ -97,11 +97,11 @@ def _picture(value: Any, folder: str) -> bytes:
     with open(path, 'rb') as file:
       return file.read()
   except OSError as error:
-    raise ValueError(f'{path[:200]!r} cannot be read ({error.strerror})') from error
+    raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
 def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields lines of JSON, or the items of one JSON list, with all their fields."""
+  """Yields JSON lines, or the items of one JSON list, with all fields."""
   del columns
   try:
     with open(path, encoding='utf-8-sig') as file:
@@ -127,11 +127,11 @@ def _loads(text: str) -> Any:
   try:
     return json.loads(text)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'not JSON ({error})') from error
+    raise ValueError(f'not JSON ({error}); correct the text') from error
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields rows of these columns; None: known columns, and the names of all others."""
+  """Yields rows of these columns; None: known columns, and None for all others."""
   import pyarrow.parquet
 
   try:

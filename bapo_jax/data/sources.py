@@ -1,7 +1,7 @@
-"""Rows of problems.source and problems.test_source.
+"""Reads the rows of problems.source and problems.test_source.
 
-hub is imported late: tensorflow-datasets takes a second, and `missing` runs before the
-first screen.
+Imports `hub` late: tensorflow-datasets takes a second to load, and `missing` runs
+before the first screen.
 """
 
 import functools
@@ -20,7 +20,7 @@ from bapo_jax.runtime.progress import log
 
 Check = Callable[[Row], None]  # raises a ValueError if an answer cannot be verified
 Knob = Literal['source', 'test_source']
-SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}  # the defaults
+SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}  # default splits
 MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
   'synthetic': synthetic.generate,
   'countdown': countdown.generate,
@@ -31,13 +31,13 @@ MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
 def missing(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
 ) -> list[str]:
-  """Returns the files of a source that are absent; does not look up names.
+  """Returns the absent files of a source; skips hub and tfds names.
 
-  Makes problems and reads all files, so that every error comes now: `check` raises a
+  Generates problems and reads all files, so that errors surface early. `check` raises a
   ValueError if an answer cannot be verified; `sees` is True with a vision tower.
 
   Raises:
-    ValueError: problems cannot be made or read, or a name is malformed.
+    ValueError: problems cannot be generated or read, or a name is malformed.
   """
   source = getattr(problems, knob)
   if _parse_name(knob, source):
@@ -59,7 +59,7 @@ def _hint(path: str) -> str:
 def download(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
 ) -> None:
-  """Downloads a named data set if necessary, and reads it like `missing`."""
+  """Downloads a named data set if necessary, and checks its rows like `missing`."""
   if _parse_name(knob, getattr(problems, knob)):
     _check_rows(problems, knob, check, sees)
 
@@ -73,7 +73,7 @@ def _check_rows(
     pictures.check_row(row, sees=sees)
 
   rows = _read(problems, knob, check_row)
-  if getattr(problems, knob) in MADE:  # their answers are right by construction
+  if getattr(problems, knob) in MADE:  # generated answers are right
     pictures.check_row(rows[0], sees=sees)
 
 
@@ -81,7 +81,7 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
   """Returns the rows of a source, each once unless duplicates='keep'; logs repeats.
 
   Raises:
-    ValueError: problems cannot be made or read.
+    ValueError: problems cannot be generated or read.
   """
   source, rows = getattr(problems, knob), _read(problems, knob)
   if source in MADE:  # distinct by construction, even with blank pictures
@@ -89,17 +89,17 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
   unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
   drop = problems.duplicates == 'drop'
   if message and not quiet:
-    log(f'{message}; {"the first row counts" if drop else "problems.duplicates=keep"}')
+    log(f'{message}; {"first rows are kept" if drop else "problems.duplicates=keep"}')
   return unique if drop else rows
 
 
 def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
-  """Returns the training problems that the warm start imitates, and their solver.
+  """Returns problems and the solver whose solutions the warm start imitates.
 
-  If the source is not made, uses problems of problems.family.
+  Uses synthetic problems of problems.family if the source generates no problems.
 
   Raises:
-    ValueError: they cannot be made, or the embedded policy cannot read them.
+    ValueError: problems cannot be generated, or read by the embedded policy.
   """
   source = problems.source
   if source not in ('countdown', 'drawn'):
@@ -107,7 +107,7 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   if (wording := getattr(problems, source).wording) != 'short':
     raise ValueError(
       f'problems.{source}.wording={wording!r} needs letters that the embedded policy '
-      "(model.path='') has no tokens for; set wording='short' or a model.path"
+      "(model.path='') has no tokens for; set wording='short' or model.path"
     )
   solve: Solver = drawn.solve
   if source == 'countdown':
@@ -118,14 +118,14 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
 def _read(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None
 ) -> list[Row]:
-  """Returns the rows of a source, with repeats; `check` is not for made rows."""
+  """Returns the rows of a source, repeats included; `check` skips generated rows."""
   source = getattr(problems, knob)
   if source in MADE:
     train, count = problems.train, problems.count
     ids = list(range(train) if knob == 'source' else range(train, count))
     if source != 'drawn':
-      # Recorded runs number their problems in the order of tensorflow-datasets, which
-      # shuffled them by the MD5 sums of split and id. Another order is another run.
+      # Recorded runs number problems in the order of tensorflow-datasets, which sorts
+      # by the MD5 sum of split and id. A different order would change the run.
       ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
     made = MAKERS[source](problems)
     return [made[i].row for i in ids]
@@ -141,7 +141,7 @@ def _read(
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
-  """Returns (hub or tfds, name with its revision, split); None for made and files."""
+  """Returns ('hub' or 'tfds', name@revision, split); None for other sources."""
   where, _, rest = source.partition(':')
   if where not in ('hub', 'tfds') or where == source:
     return None
@@ -149,7 +149,7 @@ def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
   on_hub = hub_names.NAME.fullmatch(hub_names.PREFIX + name)
   if not name or ('/' in name if where == 'tfds' else not on_hub):
     raise ValueError(
-      f'problems.{knob}={source[:80]}: write hub:owner/name:split, '
+      f'problems.{knob}={source[:80]} is malformed; write hub:owner/name:split, '
       'hub:owner/name@revision:split or tfds:name:split'
     )
   return where, name, split or SPLITS[knob]

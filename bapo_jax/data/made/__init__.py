@@ -1,1 +1,1 @@
-"""Problems made from a seed: their texts, pictures, answers and worked solutions."""
+"""Generates problems from a seed: texts, pictures, answers and worked solutions."""

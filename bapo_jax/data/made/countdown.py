@@ -1,6 +1,6 @@
 r"""Countdown: make a target from a few numbers, each used exactly once.
 
-A problem is made from its solution: numbers are drawn and combined two by two, at
+A problem is generated from its solution: random numbers are combined two by two, at
 random, until a single number is left, the target. All intermediate results are positive
 integers and divisions are exact, so every problem can be solved without a fraction.
 
@@ -37,7 +37,7 @@ WORDINGS = {
 
 
 def row(numbers: Any, target: Any, wording: str) -> Row:
-  """Returns the problem in this wording; its answer is numbers and target as JSON.
+  """Returns the problem in this wording; its answer has numbers and target as JSON.
 
   Raises:
     ValueError: `numbers` are not two or more integers, or `target` is not an integer.
@@ -46,7 +46,7 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
   if not listed or any(type(n) is not int for n in (*numbers, target)):
     raise ValueError(
       f'numbers={str(numbers)[:40]} with target={str(target)[:40]}: give two or more '
-      'integers and an integer'
+      'integers and an integer target'
     )
   answer = json.dumps({'numbers': list(numbers), 'target': target})
   words = [str(n) for n in numbers]
@@ -56,11 +56,11 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
   return Row(text, answer, 'countdown')
 
 
-@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
+@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems, the training problems first; answers are targets.
 
-  Too few distinct problems raise a ValueError.
+  Raises a ValueError if there are too few distinct problems.
   """
   knobs, count = problems.countdown, problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))
@@ -71,7 +71,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     target = _combine(rng, numbers)
     if target > knobs.target:
       return None
-    # Another order of the numbers is the same problem.
+    # The order of the numbers does not matter.
     problem = Problem(row(numbers, target, knobs.wording), target, numbers)
     return (*sorted(numbers), -target), problem
 
@@ -93,8 +93,8 @@ def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
   return left[0]
 
 
-# About 130 tokens of work. Chains beyond the length of a row only cost time: with forty
-# chains the solutions of a step took longer than its gradient.
+# About 130 tokens of work. Chains beyond the length of a row only cost time: writing
+# forty chains per solution took longer than the gradient of a step.
 CHAINS = 12
 
 
@@ -108,9 +108,9 @@ def solve(
 ) -> str:
   """Writes chains until a chain ends in the target; steps slip with chance `slip`.
 
-  A slip moves a result by 1 to 3; later steps are computed from it, so it can hide or
-  fake a solution. A chain repeats an earlier chain with chance `repeat`. Results are at
-  most `largest`, which bounds the arithmetic to learn.
+  A slip changes a result by 1 to 3; later steps use the wrong result, so a slip can
+  hide or fake a solution. A chain repeats an earlier chain with chance `repeat`.
+  Results are at most `largest`, which bounds the arithmetic to learn.
   """
   tried: list[tuple[str, str, int]] = []
   for _ in range(CHAINS):
@@ -132,10 +132,10 @@ def solve(
 def _chain(
   rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float
 ) -> tuple[str, str, int]:
-  """Returns ('(7*4)-2', '7*4=28-2=26', 26): all numbers, results within 1..largest."""
+  """Returns expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
-    # 4-7 is not positive and 4+7 is 7+4: the larger of the first two comes first.
+    # The larger of the first two comes first: 4-7 is not positive, 4+7 is 7+4.
     first, rest[0] = max(first, rest[0]), min(first, rest[0])
     value, steps, expression = first, str(first), str(first)
     for i, n in enumerate(rest):

@@ -1,6 +1,6 @@
-r"""Problems whose pictures are drawn from a seed; only the picture tells the answer.
+r"""Generates problems with pictures, from a seed; only the picture tells the answer.
 
-A picture shows some quantities, each a digit from 0 to 9 drawn evenly: heights of bars
+A picture shows some quantities, random digits from 0 to 9: heights of bars
 on an axis, columns of dots, lengths on a grid, or hands of dials. The text asks for a
 sum or difference of some of the quantities modulo 10. Without the picture every answer
 is equally likely, whatever the text: chance is 1 / 10.
@@ -9,12 +9,12 @@ The worked solution reads the quantities off, in the order of the question:
 
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
-A slip reads a quantity as another digit; the sum of the digits read is still right.
+A slip reads a quantity as another digit; the sum of these digits is still right.
 The wording `short` is for the embedded policy.
 
-A `Problem` has all quantities shown as `numbers`; its `terms` are the quantities asked
-for, counted from 1, negative if subtracted. Axes: H and W are rows and columns of
-pixels.
+In a `Problem`, `numbers` are the quantities shown, and `terms` are the indices of the
+quantities asked for, counted from 1 and negative if subtracted. Axes: H and W are rows
+and columns of pixels.
 """
 
 import functools
@@ -30,16 +30,16 @@ from bapo_jax.data.made.problem import Problem, draw_distinct
 from bapo_jax.data.row import Row
 
 Canvas = UInt8[np.ndarray, 'H W 3']
-BASE = 10  # quantities are 0..9, and answers are modulo it
+BASE = 10  # quantities are 0..9, and answers are modulo 10
 LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
-GRID = np.array((215, 215, 215), np.uint8)  # fainter: it is behind the quantities
+GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
 
 
-@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
+@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test problems; the quantities do not depend on the kind of picture.
 
-  Too few distinct problems raise a ValueError.
+  Raises a ValueError if there are too few distinct problems.
   """
   knobs, seed = problems.drawn, problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
@@ -54,7 +54,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
   source = f'drawn with shown={knobs.shown} and terms={knobs.terms}'
   drawn = draw_distinct(draw, problems.count, source, 'problems.drawn.shown')
-  # Kinds have a random stream of their own, so that they do not change the quantities.
+  # Kinds use a separate random stream, so that quantities do not depend on kinds.
   kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
   stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
   made = []
@@ -71,9 +71,9 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 def solve(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Writes the quantities asked for and their sum, reading wrongly with chance `slip`.
+  """Writes the quantities asked for and their sum; misreads with chance `slip`.
 
-  The line is written a second time, before the answer, with chance `repeat`.
+  The line is written twice, before the answer, with chance `repeat`.
   """
   read = [problem.numbers[abs(n) - 1] for n in problem.terms]
   slips = [int(rng.integers(1, BASE)) if rng.random() < slip else 0 for _ in read]
@@ -137,7 +137,7 @@ def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
 
 
 def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Draws columns of dots, each in some of ten places, with lines between columns."""
+  """Draws columns of dots in random places of ten, with lines between columns."""
   wide = len(canvas) // len(numbers)
   across, down = (wide - 2) // 2, len(canvas) // 5
   size = min(across, down) - 2
@@ -152,7 +152,7 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
 
 
 def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Draws horizontal segments, one per row, on a vertical grid of one unit."""
+  """Draws horizontal segments, one per row, over vertical lines one unit apart."""
   unit, high = (len(canvas) - 2) // BASE, len(canvas) // len(numbers)
   canvas[:, : BASE * unit + 1 : unit] = GRID
   for i, n in enumerate(numbers):
@@ -179,7 +179,7 @@ def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> 
     canvas[(along > -1) & (along < radius) & (abs(aside) < 1.3)] = _dark(rng)
 
 
-# What draws a picture, and the phrase that names its quantities.
+# Kind -> function that draws a picture, and phrase that names the quantities.
 KINDS = {
   'blank': (lambda *_: None, 'quantities that the picture does not show'),
   'bars': (_bars, 'the heights of the bars in ticks of the axis, from the left'),

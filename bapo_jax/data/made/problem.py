@@ -1,4 +1,4 @@
-"""The record of a made problem, and a loop that draws distinct problems."""
+"""The record of a generated problem, and a loop that draws distinct problems."""
 
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
@@ -11,7 +11,7 @@ Item = TypeVar('Item')
 
 
 class Problem(NamedTuple):
-  """A made problem with the values that its worked solution is computed from."""
+  """A generated problem with the values from which its solution is computed."""
 
   row: Row
   answer: int
@@ -20,7 +20,7 @@ class Problem(NamedTuple):
 
   @property
   def text(self) -> str:
-    """The text of the problem."""
+    """Returns the text of the problem."""
     return self.row.problem
 
 
@@ -35,16 +35,16 @@ def draw_distinct(
   """Returns the first `count` items with distinct keys.
 
   `draw` returns (key, item), or None for a rejected draw. The error names `source` and
-  the knob that makes more items distinct.
+  `knob`, which raises the number of distinct items.
 
-  Stops after D = 20 * count + 1000 draws, or earlier after n draws in a row without a
-  new item while r items are missing, if n r > 50 D. The early stop refuses no call that
-  would succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls,
-  then n draws bring nothing and D bring r with chance < exp(-n x/D) (e x/r)^r exp(-x)
-  (Chernoff), which is below 1e-15 for every x.
+  Stops after D = 20 * count + 1000 draws, or once n r > 50 D for n draws since the last
+  new item and r missing items. The early stop almost never fails a call that would
+  succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls, then n
+  draws yield no new item, and D draws yield r, with chance < exp(-n x/D) (e x/r)^r
+  exp(-x) (Chernoff), which is below 1e-15 for every x.
 
   Raises:
-    ValueError: there are fewer items.
+    ValueError: there are fewer than `count` distinct items.
   """
   draws = 20 * count + 1000  # D
   items: dict[Hashable, Item] = {}
@@ -61,5 +61,5 @@ def draw_distinct(
       break
   raise ValueError(
     f'problems: {source} has about {len(items)} different problems, fewer than train + '
-    f'test = {count}; ask for fewer or raise {knob}'
+    f'test = {count}; lower problems.train or problems.test, or raise {knob}'
   )

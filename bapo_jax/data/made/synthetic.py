@@ -6,23 +6,22 @@ r"""Three families of problems over residues, with worked solutions.
 
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-  Right answers come early and wrong responses run into the token budget, as in the
-  published runs (7k tokens against 4.7k), if the policy cannot predict the solution.
-  With one modulus it learns to (level 2: accuracy 0.98 in 25 steps), with three not.
+  If the policy cannot predict the solution, right responses are short and wrong
+  responses run into the token budget, as in the published runs (4.7k against 7k).
+  The policy can for one modulus (level 2: accuracy 0.98 in 25 steps), but not for three.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
-  are equally long, so the positive share is 1/2 and an adaptive bound has no work.
+  are equally long, so the positive share is 1/2, and an adaptive bound stays put.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
-  tries candidates, writing x and ax; where ax is b it writes dx and e, and ends if they
-  are equal:
+  tries candidates, writing x and ax; if ax is b, it also writes dx and e, and stops
+  if dx is e:
 
     16x=32 mod 10|7x=4  ->  6x=2|50|72=94|...|22=44\boxed{2}
 
-  A solution that reduces a or b wrongly meets no candidate that passes both equations:
-  d and e are read from the problem. Wrong responses are then as long as
-  sampler.max_new_tokens, which sets the ratio of the lengths of wrong and right ones;
-  with problems.pair.stops off, both are equally long. A wrong reduction can still meet
-  the right x; with problems.pair.answer='all' the answer is the digits of the reduced a
-  and b and of x, 622 above, and such lucky solutions are wrong.
+  If a or b is reduced wrongly, few candidates pass both equations, because d and e are
+  read from the problem. Wrong responses then run to sampler.max_new_tokens, which sets
+  the ratio of wrong to right lengths; with problems.pair.stops off, all responses are
+  equally long. With problems.pair.answer='all', the answer is the digits of the reduced
+  a, the reduced b and x (622 above), so a wrong reduction is wrong even if x is right.
 
 Every number has a fixed width, the number of digits of m - 1. Answers are 0..999, or
 have six digits for `pair` with answer='all' at level 4.
@@ -64,7 +63,7 @@ def _problem(text: str, answer: int, numbers: tuple[int, ...]) -> Problem:
 
 
 def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """Draws a x + c = b (mod m) with one solution, neither 0 nor visible at once."""
+  """Draws a x + c = b (mod m) with one solution, which is not 0; a is not 1, c is not 0."""
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:
@@ -78,14 +77,14 @@ def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
 def solve_trial(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Writes trials; each goes wrong with chance `slip`, repeats with `repeat`."""
+  """Writes trials; a trial goes wrong with chance `slip` and repeats with `repeat`."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   reduced = (_join((n % m,), digits) for n in (a, c, b))
   written = ['{}x+{}={}'.format(*reduced)]
   untried = list(rng.permutation(m))
   tried = []
-  for _ in range(4 * m):  # slips and repeats could continue for ever
+  for _ in range(4 * m):  # slips and repeats could go on forever
     repeats = tried and (not untried or rng.random() < repeat)
     x = int(tried[rng.integers(len(tried))] if repeats else untried.pop())
     tried.append(x)
@@ -93,7 +92,7 @@ def solve_trial(
     if rng.random() < slip:
       wrong = int(rng.integers(3))
       shift = int(rng.integers(1, m))
-      # Later steps are computed from the slip, so it can hide or fake a solution.
+      # Later steps use the wrong value, so a slip can hide or fake a solution.
       steps[wrong:] = [(s + shift) % m for s in steps[wrong:]]
     written.append(_join((x, *steps), digits))
     if steps[-1] == 0:
@@ -134,7 +133,7 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """Draws a x = b and d x = e (mod m) with one common solution, which is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
   above = HARD * int(rng.random() < problems.pair.hard)
-  # Modulo 10 a policy could ignore the hundreds digit, which it never saw.
+  # If m divides HARD, a policy could ignore the new hundreds digit.
   moduli = [m for m in moduli if above % m or not above]
   m = moduli[rng.integers(len(moduli))]
   # Several x solve the first equation, so some candidates fail the second; otherwise
@@ -142,7 +141,7 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   a = 1
   while not 1 < math.gcd(a, m) < m:
     a = above + int(rng.integers(2, largest + 1))
-  # d takes two values only: a policy that cannot multiply by d fakes solutions.
+  # Only two values of d: a policy that cannot multiply by d would fake solutions.
   d = [n for n in range(2, m) if math.gcd(n, m) == 1][rng.integers(2)]
   x = int(rng.integers(1, m))
   least = above + 1 + (a * x - above - 1) % m  # the smallest b above `above`
@@ -165,7 +164,7 @@ def solve_pair(
   """Writes trials; a or b is reduced wrongly with chance `slip`.
 
   A trial repeats an earlier candidate with chance `repeat`. If `stops` is off, tries
-  all candidates, then states the solution, or a random candidate if there was none.
+  all candidates, then states the solution, or a random candidate if none exists.
   """
   a, b, m, d, e = problem.numbers
   digits = len(str(m - 1))
@@ -176,7 +175,7 @@ def solve_pair(
   a_reduced, b_reduced = reduced
   written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
   solution, untried, tried = int(rng.integers(m)), list(rng.permutation(m)), []
-  for _ in range(m if not stops else 6 * m):  # bounded, for there may be no solution
+  for _ in range(m if not stops else 6 * m):  # bounded: there may be no solution
     if not untried:
       untried = list(rng.permutation(m))
     repeats = stops and tried and rng.random() < repeat
@@ -211,7 +210,7 @@ FAMILIES = {
 
 
 def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
-  """Returns the problems and the solver of `sources.sft_problems`."""
+  """Returns the problems and the solver that the warm start imitates."""
   training = generate(problems)[: problems.train]
   if problems.family != 'pair':
     return training, FAMILIES[problems.family].solve
@@ -220,11 +219,11 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   return easy, functools.partial(solve_pair, **knobs)
 
 
-@functools.lru_cache(maxsize=2)  # drawn once for the check, the warm start, the run
+@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws train + test distinct problems, the training problems first.
 
-  A level with too few problems raises a ValueError.
+  Raises a ValueError if the level has too few problems.
   """
   family, level = problems.family, problems.level
   rng = np.random.default_rng((problems.seed, level))
