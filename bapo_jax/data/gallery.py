@@ -2,8 +2,7 @@
 
 Groups, replay buffers and checkpoints store ids only; decoding and learning look up the
 pictures of their rows here. All problems of a run have one capacity, so that every
-program is compiled once. Patches are computed when a step needs them, because the
-patches of a whole data set would take gigabytes.
+program is compiled once. Patches are computed on demand to save gigabytes.
 """
 
 import functools

@@ -28,8 +28,7 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
   """Returns the rows of a file, in file order.
 
   Raises:
-    ValueError: the file or a row cannot be read, or `check` rejects a row; the message
-      names file, row and field.
+    ValueError: the file or a row cannot be read, or a row fails `check`.
   """
   if not path.endswith(SUFFIXES):
     raise ValueError(f'{path} has an unknown suffix; use {", ".join(SUFFIXES)}')

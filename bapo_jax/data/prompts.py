@@ -137,8 +137,7 @@ def encode(
 ) -> list[EncodedPrompt]:
   """Returns the encoded prompt of each problem, without a length limit.
 
-  The template writes one picture token per `<image>`; this function repeats the token
-  for every merged patch of the picture.
+  Repeats the picture token of each `<image>` once per merged patch of the picture.
 
   Raises:
     ValueError: a problem has pictures and the model is text-only, a picture cannot be
@@ -175,8 +174,7 @@ def encode(
 def fingerprint(problems: Problems) -> str:
   """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages and pictures enter only if present, so that other problems keep the
-  digests of earlier versions.
+  System messages and pictures enter only if present, so older digests stay valid.
   """
   digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)

@@ -1,9 +1,9 @@
 r"""Checks the right answers of a data set when they are read.
 
-The verifier itself runs on an empty response: an answer that stays undecided there
-would stay undecided for every response. `math` is too slow for that and may hang, so
-only the nesting of its answers is limited. A response that states the right answer must
-be verified as right; otherwise no response can be.
+The verifier runs on an empty response: a right answer that is undecided there would be
+undecided for every response. `math` is too slow for this check and may hang, so only
+the depth of brackets is limited. `stating` writes a response for a second check: if a
+response that states the right answer is not verified as right, no response can be.
 """
 
 import itertools
@@ -20,7 +20,7 @@ DEPTH = 100  # nested LaTeX brackets; the parser uses at least one stack frame f
 def check(rule: str) -> Callable[[Row], None]:
   """Returns a function that raises a ValueError if a row's answer cannot be used.
 
-  The verifier is the one that the row names, else `rule`, a key of verifiers.RULES.
+  The verifier is named by the row, or else by `rule`, a key of verifiers.RULES.
   """
 
   def check_row(row: Row) -> None:
@@ -61,9 +61,8 @@ def _fault(rule: str, answer: str) -> str:
 def stating(rule: str, answer: str) -> str:
   r"""Returns a response that states the right answer where the verifier looks for it.
 
-  For `math` the answer gets extra braces; otherwise the verifier would compare the
-  characters and never parse it. For `countdown`, whose right answer is the problem, the
-  response is empty.
+  For `math`, extra braces make the verifier parse the answer instead of comparing it by
+  characters. For `countdown`, whose right answer is the problem, the response is empty.
   """
   if rule == 'countdown':
     return ''

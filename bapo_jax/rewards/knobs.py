@@ -6,7 +6,7 @@ from bapo_jax.knobs import Section, knob
 
 
 class ShapingConfig(Section):
-  """Rewards besides 1 for a right and 0 for a wrong answer; off by default."""
+  """Changes to the rewards 1 (right) and 0 (wrong answer); off by default."""
 
   format_bonus: float = knob(
     0.0,
@@ -25,7 +25,7 @@ class ShapingConfig(Section):
   )
   truncated: Literal['verified', 'wrong', 'masked'] = knob(
     'verified',
-    'A truncated response is verified like any other, wrong, or not trained on.',
+    'Truncated responses: verified as usual, counted as wrong, or not trained on.',
   )
 
 
@@ -33,11 +33,11 @@ class RewardsConfig(Section):
   """Knobs of verification."""
 
   rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] = knob(
-    'aime', 'Verifier of problems that name none.'
+    'aime', 'Verifier of problems that do not name a verifier.'
   )
   strict: bool = knob(
     True,
-    'Requires a calculated answer; else `math` evaluates and rounds, and `gsm8k` '
+    'Requires a calculated answer; off: `math` evaluates and rounds, and `gsm8k` '
     'ignores the text around a number.',
   )
   workers: int = knob(

@@ -1,6 +1,6 @@
 r"""Implements the rule `math`: compares LaTeX answers by meaning.
 
-1. both answers are brought to the normal spelling (latex/spelling.py);
+1. both answers are rewritten in the normal spelling (latex/spelling.py);
 2. `read` splits them at the marks outside all brackets into lists, tuples, intervals,
    matrices and the like, whose parts are expressions;
 3. numbers and closed forms are compared by value (latex/trees.py);
@@ -29,9 +29,9 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   Call this only in a process that can be killed: math-verify may hang. An error inside
   math-verify leaves the response undecided. Votes are counted by spelling.
 
-  A `strict` verdict requires an answer that is calculated as far as the right one.
-  Otherwise math-verify alone decides; it evaluates, rounds and reads the last side of a
-  chain of equations.
+  A `strict` verdict requires an answer that is calculated as far as the right
+  answer. Otherwise math-verify alone decides: it evaluates, rounds and reads the last
+  side of a chain of equations.
   """
   content = answers.box_or_line(text)
   if content is None:
@@ -55,7 +55,7 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
 
 
 def _equal(answer: str, given: str) -> bool:
-  """Compares two LaTeX answers strictly; raises Unreadable for the right one."""
+  """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
   gold_text, given_text = spelling.spell(answer), spelling.spell(given)
   # 1,000 is either a number or a list.
   for commas_group in (True, False) if ',' in gold_text + given_text else (True,):
@@ -82,7 +82,7 @@ FLIPPED = str.maketrans('<>≤≥', '><≥≤')
 
 class Answer(NamedTuple):
   kind: str  # expression, list or set, tuple or interval, union, matrix, row, equation
-  parts: tuple[Any, ...]  # answers; of an expression its text
+  parts: tuple[Any, ...]  # answers, or the text of an expression
   brackets: str = ''  # of a tuple or interval, such as '[)'
   name: str = ''  # the variable before = or between two bounds; '': none
 
@@ -94,8 +94,8 @@ def _expression(text: str) -> Answer:
 def read(text: str, commas_group: bool) -> Answer:
   """Parses the structure of an answer in the normal spelling.
 
-  `commas_group` reads 1,000 outside all brackets as a thousand; otherwise it is a list.
-  Unbalanced brackets and empty parts raise a ValueError.
+  `commas_group` reads 1,000 outside all brackets as a thousand, otherwise as a list.
+  Raises a ValueError for unbalanced brackets and empty parts.
   """
   text = spelling.unwrap(WORDS.sub(',', text))
   if matrix := MATRIX.fullmatch(text):
@@ -111,7 +111,7 @@ def read(text: str, commas_group: bool) -> Answer:
 
 
 def _signs(text: str) -> Answer:
-  r"""Parses an answer; one with \pm becomes a list of two."""
+  r"""Parses an answer; an answer with \pm becomes a list of two answers."""
   if text.count('±') == 1:
     return Answer('list', tuple(_relation(text.replace('±', sign)) for sign in '+-'))
   return _relation(text)
@@ -131,7 +131,7 @@ def _relation(text: str) -> Answer:
 
 
 def _bounds(sides: list[str], marks: str) -> Answer:
-  """Makes an interval of x < 2 or 0 < x < 1; other inequalities stay expressions."""
+  """Converts x < 2 or 0 < x < 1 to an interval; other inequalities stay expressions."""
   if marks[0] in '>≥':
     sides, marks = sides[::-1], marks[::-1].translate(FLIPPED)
   pairs = zip(marks, sides[1:], strict=True)
@@ -198,7 +198,7 @@ def _same_equation(gold: Answer, given: Answer) -> bool:
   """Returns whether an equation states the right answer.
 
   If the right answer is an equation, math-verify compares the two. Otherwise every side
-  must equal the right answer; a label may precede them (`x = 4/2 = 2`). So neither
+  must equal the right answer; a label may come first (`x = 4/2 = 2`). So neither
   3 = 2 nor 1 + 1 = 2 states 2.
   """
   sides = given.parts
@@ -232,9 +232,9 @@ def _same_expression(gold: str, given: str) -> bool:
   if (gold_words and '\\text' in gold) or (given_words and '\\text' in given):
     return False
   gold_tree, given_tree = trees.parse(gold), trees.parse(given)
-  # Outside the grammar are functions and words. A right answer inside the grammar is
-  # never stated by such a response; one outside it may be stated by a tree, but not by
-  # one with arithmetic left to do.
+  # Functions and words are outside the grammar. Such a response never states a right
+  # answer inside the grammar. A response inside the grammar may state a right answer
+  # outside it, unless arithmetic is left to do.
   if gold_tree is None:
     if given_tree and {'sum', 'product', 'power'} & set(trees.operations(given_tree)):
       return False

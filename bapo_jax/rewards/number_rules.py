@@ -1,4 +1,4 @@
-r"""Implements the rules `aime` and `gsm8k`, whose answer is one number.
+r"""Implements the rules `aime` and `gsm8k`, for answers that are one number.
 
 Both rules take time linear in the length of the text; they parse only short answers.
 """
@@ -41,7 +41,7 @@ INTEGER = re.compile(r'([0-9]{1,9})(?:\.0*)?')
 def integer(text: str) -> int | None:
   """Returns the integer 0..999 that the text spells in ASCII digits, or None.
 
-  Leading zeros, decimals of 0, a label, degrees, \\text and braces are allowed.
+  Leading zeros, zeros as decimals, a label, degrees, \\text and braces are allowed.
   """
   if len(text) > LONGEST:
     return None
@@ -104,7 +104,7 @@ BARE = re.compile(
 )
 
 
-@functools.lru_cache(maxsize=1024)  # a group repeats its right answer
+@functools.lru_cache(maxsize=1024)  # the responses of a group share a right answer
 def number(text: str) -> Fraction | None:
   """Parses a number such as 1,000 or 5/2, with label and unit; None for other text."""
   if len(text) > LONGEST:
@@ -155,12 +155,12 @@ def _unify(text: str) -> str:
 
 
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """Verifies the number in the last box, else after ####, else the last in the text.
+  """Verifies the number in the last box, else after ####, else the last number.
 
   A box or a #### without exactly one number is wrong; no other place is searched then.
-  The right answer may be a whole solution, with its number after ####. `strict` allows
-  only a label, a unit or the counted noun around the number. Otherwise anything but a
-  second number is allowed.
+  The right answer may be a whole solution, with its number after ####. If `strict`,
+  only a label, a unit or the counted noun may surround the number; otherwise anything
+  but a second number.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:
@@ -181,7 +181,7 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
 
 
 def _spelled(value: Fraction) -> str:
-  """Spells a number for counting votes: a decimal if it is finite, else a fraction."""
+  """Spells a number for counting votes: a finite decimal if exact, else a fraction."""
   denominator = value.denominator
   for prime in (2, 5):
     while denominator % prime == 0:

@@ -37,7 +37,7 @@ class PendingVerdicts(NamedTuple):
     if isinstance(verdict, Verdict):
       return verdict
     verdict = verdict.result()
-    # A killed worker has not said which answer it read; votes need the answer.
+    # A killed worker did not report the extracted answer, which votes need.
     if verdict.right is None and verdict.answer is None:
       answer = verifiers.READERS[self.rules[i]](self.texts[i])
       verdict = verdict._replace(answer=answer and ''.join(answer.split()))
@@ -47,8 +47,7 @@ class PendingVerdicts(NamedTuple):
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason.
 
-  Starts the worker processes at once if k.rule, the rule of problems that name none,
-  needs them; otherwise with the first response that needs them.
+  Starts worker processes at once if k.rule needs them, else when a response does.
   """
 
   def __init__(self, k: RewardsConfig):
@@ -103,15 +102,15 @@ def shape(
   longest: int,
   k: ShapingConfig,
 ) -> tuple[Array, Array]:
-  """Computes rewards, f32, and which responses teach: False if masked out of the loss.
+  """Computes rewards (f32) and a mask of the responses that enter the loss (bool).
 
   The overlong penalty is DAPO's (arXiv:2503.14476, equation 13): 0 for lengths up to
-  longest - overlong_cache, then linear, and full at `longest`. DAPO adds it to rewards
-  of -1 and 1 (equation 7). Here they are 0 and 1, so half of it is subtracted:
-  (R + R_length + 1) / 2 is the same reward, with the same standardised advantages.
+  longest - overlong_cache, then linear, and full at `longest`. DAPO adds the penalty to
+  rewards of -1 and 1 (equation 7). Here rewards are 0 and 1, and half of the penalty is
+  subtracted: (R + R_length + 1) / 2 gives the same standardised advantages.
 
   truncated='masked' is DAPO's overlong filtering: a truncated response is not in the
-  loss, though its reward stays in the mean of its group.
+  loss, but its reward stays in the mean of its group.
 
   Args:
     length_PG: tokens of the responses, end token included.
@@ -163,7 +162,7 @@ def shaped(
     longest=longest,
     k=k,
   )
-  filled_P = groups.completed_step_P >= 0  # an empty seat earns nothing
+  filled_P = groups.completed_step_P >= 0  # an empty seat has no reward
   return groups._replace(
     reward_PG=jnp.where(filled_P[:, None], reward_PG, 0), teaches_PG=teaches_PG
   )

@@ -1,15 +1,15 @@
 r"""Verifies responses in processes that may hang, run out of memory or be killed.
 
 A fork server (verifier_worker.py) loads math-verify once and forks a warm worker for
-every socket sent to it. A thread per worker sends it one answer at a time, and kills it
-at the deadline. An answer whose worker died goes to the next worker, once.
+every socket sent to it. A thread per worker sends one answer at a time, and kills the
+worker at the deadline. An answer whose worker died goes to the next worker, once.
 
     pool --- other end of a socket pair ---> fork server --- fork ---> worker
       \__________________ the socket pair: JSON lines _________________/
 
 Deadlines count processor time, so an answer gets the same verdict on an idle and on a
-busy machine. Wall time ends only a worker that does not run at all (STALLED_S), which
-counts as its death.
+busy machine. Wall time (STALLED_S) ends only a worker that does not run at all; such a
+worker counts as dead.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
 None of these processes loads JAX, runs the caller's main module or receives its Ctrl-C,
@@ -67,8 +67,7 @@ class Worker:
   ) -> dict[str, Any] | None:
     """Sends a request and returns the reply; None: overdue, the worker must be killed.
 
-    The worker may use `seconds` of processor time. If it is silent for `stalled`
-    seconds of wall time, it counts as dead.
+    The limits are `seconds` of processor time and `stalled` of wall time in silence.
     """
     self._socket.settimeout(stalled)
     self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
@@ -83,7 +82,7 @@ class Worker:
     return json.loads(line)
 
   def kill(self) -> None:
-    """Kills the process, once: its pid may soon belong to another process."""
+    """Kills the process at most once, because its pid may be reused."""
     pid, self.pid = self.pid, None
     if pid:
       with contextlib.suppress(ProcessLookupError):
@@ -134,8 +133,8 @@ class VerifierPool:
     self._knobs, self._closed = k, False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-    self._lock = threading.Lock()  # of the fork server and of the batches' budgets
-    self._workers: dict[int, Worker] = {}  # by thread; a dead one has no pid
+    self._lock = threading.Lock()  # guards the fork server and the budgets
+    self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
     self._fork_server = start(strict=k.strict)
     self._threads = [
       threading.Thread(target=self._serve, args=(i,), daemon=True)
@@ -151,7 +150,7 @@ class VerifierPool:
     closed pool raises a ValueError.
     """
     if self._closed:
-      raise ValueError('the verifier pool is closed; create another')
+      raise ValueError('the verifier pool is closed; create a new pool')
     batch = Batch(self._knobs.batch_deadline * len(self._threads))
     tasks = [(request, batch, Future()) for request in requests]
     for task in tasks:

@@ -33,7 +33,7 @@ def main(memory_mb: int, recycle: int, strict: bool) -> None:
   A worker has memory_mb MiB of address space, and exits after `recycle` answers.
   """
   control = socket.socket(fileno=os.dup(0))
-  os.close(0)  # a worker with this socket would hide the end of the server
+  os.close(0)  # a copy in a worker would hide the server's end
   logging.disable()  # math-verify warns that its own alarms are off
   symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies

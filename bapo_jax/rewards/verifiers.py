@@ -1,7 +1,7 @@
 r"""Defines the rules that decide whether a response gives the right answer.
 
 A reader (answers.py) extracts the answer from a response, and a rule compares it with
-the right one: right, wrong or undecided, with a reason.
+the right answer: right, wrong or undecided, with a reason.
 
 Text is parsed, never evaluated. Every rule but `math` takes time linear in the length
 of the text, for any text; `math` may hang inside sympy and must run in a process that
@@ -37,7 +37,7 @@ SPELLINGS = {
   '}': '))',
   '$': '',
 }
-LONGEST = 200  # characters of an expression; bounds its depth and its numbers, too
+LONGEST = 200  # characters of an expression; also bounds its depth and numbers
 
 
 def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
@@ -121,7 +121,7 @@ RULES: dict[str, Callable[..., Verdict]] = {
   rule.__name__: rule for rule in (aime, math, gsm8k, countdown, exact)
 }
 POOLED = frozenset({'math'})  # rules for processes that can be killed
-LENIENT = ('math', 'gsm8k')  # rules with a lenient verdict too
+LENIENT = ('math', 'gsm8k')  # rules that also have a lenient mode
 # Readers of the rules; an answer that they find earns the format bonus.
 READERS: dict[str, Callable[[str], str | None]] = {
   **dict.fromkeys(RULES, answers.box_or_line),

@@ -8,9 +8,9 @@ r"""Three families of problems over residues, with worked solutions.
 
   If the policy cannot predict the solution, right responses are short and wrong
   responses run into the token budget, as in the published runs (4.7k against 7k).
-  The policy can for one modulus (level 2: accuracy 0.98 in 25 steps), but not for three.
+  A policy learns to with one modulus (level 2: accuracy 0.98 in 25 steps), not three.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
-  are equally long, so the positive share is 1/2, and an adaptive bound stays put.
+  are equally long, so the positive share is 1/2, and an adaptive bound has no effect.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
   tries candidates, writing x and ax; if ax is b, it also writes dx and e, and stops
   if dx is e:
@@ -63,7 +63,7 @@ def _problem(text: str, answer: int, numbers: tuple[int, ...]) -> Problem:
 
 
 def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """Draws a x + c = b (mod m) with one solution, which is not 0; a is not 1, c is not 0."""
+  """Draws a x + c = b (mod m) with one solution; x, c != 0 and a != 1 (mod m)."""
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:

@@ -19,7 +19,7 @@ THOUSANDS = '\x1f'  # marker of an unambiguous thousands separator
 SEPARATOR = re.compile(r'(?<=\d)(?:\{,\}|,\\[!,]|\\,)(?=\d{3}(?!\d))', re.ASCII)
 SET_OPEN, SET_CLOSE = '\x02', '\x03'  # markers of \{ and \}; { and } only group
 ROW = '\x04'  # marker of \\ between the rows of a matrix
-COMMANDS = {  # of what follows a backslash: its replacement
+COMMANDS = {  # command after a backslash -> its replacement
   None: '',  # a dollar sign without a backslash
   ' ': ' ',
   **{
@@ -66,7 +66,7 @@ def spell(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-  r"""Removes spaces, a full stop, braces and \text{} around the whole text."""
+  r"""Removes spaces, a final full stop, and braces or \text{} around the whole text."""
   while True:
     text = text.strip()
     bare = text[:-1] if text.endswith('.') else text
@@ -83,7 +83,7 @@ OPEN, CLOSE = '([{' + SET_OPEN, ')]}' + SET_CLOSE
 
 
 def closing(text: str, start: int) -> int:
-  """Returns the index of the bracket that closes the one at `start`, or -1.
+  """Returns the index of the bracket that closes the bracket at `start`, or -1.
 
   A round and a square bracket may close each other, as in the interval [0, 1).
   """
@@ -96,9 +96,9 @@ def closing(text: str, start: int) -> int:
 
 
 def split(text: str, marks: str) -> tuple[list[str], str]:
-  """Returns the parts of a text between marks outside all brackets, and these marks.
+  """Splits a text at marks outside all brackets; returns the parts and these marks.
 
-  Unbalanced brackets raise a ValueError.
+  Raises a ValueError if brackets are unbalanced.
   """
   parts, separators, depth, begin = [], '', 0, 0
   for i, character in enumerate(text):
@@ -113,7 +113,7 @@ def split(text: str, marks: str) -> tuple[list[str], str]:
   return [*parts, text[begin:].strip()], separators
 
 
-# Commands of Greek letters that may be variables in all modules.
+# Commands of Greek letters that all modules accept as variables.
 LETTERS = (
   'alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|omega'
 )

@@ -1,6 +1,6 @@
-r"""Compares expressions with variables by math-verify; no other module imports it.
+r"""Compares expressions with variables; the only module that imports math-verify.
 
-math-verify receives the content of a box, never a text to search for a box.
+math-verify receives the content of a box and never searches a response for a box.
 """
 
 import collections
@@ -15,7 +15,7 @@ NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
 
 
 def _numeral(s: str, *_: Any, **__: Any):
-  """Converts a numeral to a sympy number; evaluates nothing and refuses other text."""
+  """Converts a numeral to a sympy number; evaluates nothing and rejects other text."""
   import sympy
 
   if s.isascii() and s.isdigit():
@@ -27,12 +27,12 @@ def _numeral(s: str, *_: Any, **__: Any):
 
 @functools.cache
 def _math_verify():
-  """Imports math-verify and closes its path to Python's eval."""
+  """Imports math-verify and disables its use of Python's eval."""
   import math_verify
   import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
   from sympy.parsing import sympy_parser
 
-  # latex2sympy hands numerals as text to parse_expr, which evaluates any text.
+  # latex2sympy passes numerals as strings to parse_expr, which evaluates any string.
   sympy_parser.parse_expr = _numeral
   return math_verify
 
@@ -61,7 +61,7 @@ def equivalent(answer: str, given: str) -> bool:
 
   Uses only the LaTeX grammar of math-verify: its parser of plain expressions calls
   eval. Text that the grammar cannot parse is compared character by character. A timeout
-  of 0 sets no alarm; an alarm would need the main thread.
+  of 0 disables the alarm of math-verify, which works only in the main thread.
   """
   math_verify = _math_verify()
   (gold, gold_text), (parsed, given_text) = _read(answer), _read(given)
@@ -80,8 +80,8 @@ HARMLESS = {r'\frac', r'\sqrt'}
 def no_new_parts(answer: str, given: str) -> bool:
   """Returns whether all functions, signs and variables of `given` are in the answer.
 
-  Each may occur at most as often as in the right answer: an integral, a sum sign or a
-  determinant that the right answer lacks has not been calculated.
+  Functions and signs may occur at most as often as in the answer: an integral, a sum
+  sign or a determinant that the answer lacks has not been calculated.
   """
   count = collections.Counter
   extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))

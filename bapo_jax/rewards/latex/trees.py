@@ -28,7 +28,7 @@ TOKEN = re.compile(
   re.DOTALL,
 )
 GREEK = re.compile(rf'\\(?:{LETTERS}|ell)')
-# Tokens that end a product; a factor may follow all others without a sign.
+# Tokens that end a product; any other next token continues the product.
 ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
@@ -41,7 +41,7 @@ def _numeral(text: str) -> Fraction:
 
 
 def parse(text: str) -> Tree | None:
-  """Parses an expression; None: the text is outside the grammar."""
+  """Parses an expression; returns None for text outside the grammar."""
   tokens = []
   for match in TOKEN.finditer(text.strip()):
     kind = match.lastgroup or 'other'
@@ -65,7 +65,7 @@ class _Parser:
   """
 
   def __init__(self, tokens: list[str]):
-    self.tokens, self.at, self.depth = [*tokens, ''], 0, 0  # '' ends them
+    self.tokens, self.at, self.depth = [*tokens, ''], 0, 0  # '' marks the end
 
   def peek(self) -> str:
     return self.tokens[self.at]
@@ -258,7 +258,7 @@ INFINITE = {('inf',), ('neg', ('inf',))}
 def equal(gold: Tree, given: Tree, digits: int) -> bool:
   """Returns whether two trees without variables have the same finite value.
 
-  Compares plain trees exactly, others to this many decimal digits. With more than three
+  Compares plain numbers exactly, others to `digits` decimal digits. With more than 3
   digits per character of both texts, an irrational number differs from every fraction
   that fits in as many characters.
   """
@@ -272,7 +272,7 @@ def equal(gold: Tree, given: Tree, digits: int) -> bool:
       a, b = _value(gold), _value(given)
     except (ValueError, OverflowError, ZeroDivisionError):
       return False
-    # One fifth of the digits is a margin for rounding, which takes only a few.
+    # One fifth of the digits is a margin for rounding errors, which are smaller.
     close = mpmath.mpf(10) ** (-digits + digits // 5)
     return bool(abs(a - b) <= close * max(1, abs(a)))
 
@@ -298,7 +298,7 @@ def _value(tree: Tree) -> Any:
     case ('root', inner, degree):
       value, n = _value(inner), _value(degree)
       if isinstance(value, mpmath.mpf) and value < 0 and n % 2 == 1:
-        return -_power(-value, 1 / n)  # the real root, not a complex one
+        return -_power(-value, 1 / n)  # the real root, not a complex root
       return _power(value, 1 / n)
   raise ValueError(f'{tree[0]} has no value')
 
