@@ -81,7 +81,7 @@ class DrawnConfig(Section):
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'DrawnConfig':
     if self.terms > self.shown:
-      raise ValueError(f'terms={self.terms}: give at most shown={self.shown} terms')
+      raise ValueError(f'terms={self.terms} exceeds shown={self.shown}; lower terms')
     if not self.sides:
       raise ValueError('sides=() is empty; give sides in pixels, such as (56,)')
     return self

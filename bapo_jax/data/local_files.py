@@ -148,4 +148,6 @@ def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
     if isinstance(error, OSError) and error.errno:
       raise  # the file cannot be opened
     reason = str(error).strip().splitlines()[0].rstrip('.')[:200]
-    raise ValueError(f'{path} is not a readable parquet file ({reason})') from error
+    raise ValueError(
+      f'{path} is not a readable parquet file ({reason}); write or download it again'
+    ) from error

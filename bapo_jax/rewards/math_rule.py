@@ -232,9 +232,9 @@ def _same_expression(gold: str, given: str) -> bool:
   if (gold_words and '\\text' in gold) or (given_words and '\\text' in given):
     return False
   gold_tree, given_tree = trees.parse(gold), trees.parse(given)
-  # Functions and words are outside the grammar. Such a response never states a right
-  # answer inside the grammar. A response inside the grammar may state a right answer
-  # outside it, unless arithmetic is left to do.
+  # Functions and words are outside the grammar. A response outside never states a
+  # right answer inside the grammar. A response inside may state a right answer outside
+  # the grammar, unless the response has arithmetic left to do.
   if gold_tree is None:
     if given_tree and {'sum', 'product', 'power'} & set(trees.operations(given_tree)):
       return False

@@ -8,8 +8,7 @@ worker at the deadline. An answer whose worker died goes to the next worker, onc
       \__________________ the socket pair: JSON lines _________________/
 
 Deadlines count processor time, so an answer gets the same verdict on an idle and on a
-busy machine. Wall time (STALLED_S) ends only a worker that does not run at all; such a
-worker counts as dead.
+busy machine. Wall time (STALLED_S) ends only a worker that does not run at all.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
 None of these processes loads JAX, runs the caller's main module or receives its Ctrl-C,

@@ -34,8 +34,7 @@ def draw_distinct(
 ) -> list[Item]:
   """Returns the first `count` items with distinct keys.
 
-  `draw` returns (key, item), or None for a rejected draw. The error names `source` and
-  `knob`, which raises the number of distinct items.
+  `draw` returns (key, item), or None to reject a draw; errors name `source` and `knob`.
 
   Stops after D = 20 * count + 1000 draws, or once n r > 50 D for n draws since the last
   new item and r missing items. The early stop almost never fails a call that would

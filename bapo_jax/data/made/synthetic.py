@@ -6,9 +6,9 @@ r"""Three families of problems over residues, with worked solutions.
 
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-  If the policy cannot predict the solution, right responses are short and wrong
-  responses run into the token budget, as in the published runs (4.7k against 7k).
-  A policy learns to with one modulus (level 2: accuracy 0.98 in 25 steps), not three.
+  If the solution is unpredictable, right responses are short and wrong responses run
+  into the token budget, as in the published runs (4.7k against 7k). A policy learns to
+  predict it with one modulus (level 2: accuracy 0.98 in 25 steps), but not with three.
 `chain`: a chain of operations modulo m, with running results. Right and wrong responses
   are equally long, so the positive share is 1/2, and an adaptive bound has no effect.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
