@@ -114,9 +114,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 
 def decide(config: Config, workdir: str) -> Config:
-  """Returns the config with every knob derived; raises ValueError as `prepare`."""
-  if not config.derived:
-    return config
+  """Derives the open knobs of a config; raises ValueError as `prepare`."""
   return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
 
 

@@ -85,7 +85,8 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
       '(--mode=export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
-    where = t.config.model.path or 'the folder warmstart/'
+    path = t.config.model.path
+    where = f'model.path={path}' if path else 'the folder warmstart/'
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '
       f'{meta["base"]} then, {now} now); restore {where} or start in another --workdir'
