@@ -1,4 +1,4 @@
-"""What the machine of a benchmark reaches, and the model that several of them share.
+"""Measures the rates of this machine, and defines a model that benchmarks share.
 
 1. `gemm_rate` and `copy_rate` measure the machine;
 2. `QWEN2_25M` is a random Qwen2 of about 25 M parameters.
@@ -30,7 +30,7 @@ QWEN2_25M = transformer.ModelSpec(
 
 
 def seconds(call: Callable[[], Any], times: int = 10) -> float:
-  """Median of the wall time of a call, a first one left out."""
+  """Returns the median wall time of a call, after a first call."""
   jax.block_until_ready(call())
   took = []
   for _ in range(times):
@@ -41,14 +41,14 @@ def seconds(call: Callable[[], Any], times: int = 10) -> float:
 
 
 def gemm_rate(dtype: str = 'float32', times: int = 10) -> float:
-  """FLOP/s of a product of two matrices of GEMM_SIZE squared, the median."""
+  """Returns the median FLOP/s of a product of two GEMM_SIZE x GEMM_SIZE matrices."""
   a = jnp.ones((GEMM_SIZE, GEMM_SIZE), dtype)
   took = seconds(functools.partial(jax.jit(jnp.matmul), a, a), times)
   return 2 * GEMM_SIZE**3 / took
 
 
 def copy_rate(size: int = 2**29) -> float:
-  """Bytes per second that are read and written where `size` floats change in place."""
+  """Returns bytes/s read and written by an in-place update of `size` floats."""
   held = [jnp.zeros(size, jnp.float32)]
   add = jax.jit(lambda x: x + 1, donate_argnums=0)
 

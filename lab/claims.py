@@ -2,8 +2,8 @@
 
   python -m lab.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
 
-Between markers in README.md it writes the claims with their verdicts and the tables of
-every experiment (evidence.py), and into figures/ the figures (figures.py). --runs first
+Writes the claims with their verdicts and the tables of every experiment (evidence.py)
+between markers in README.md, and the figures (figures.py) to figures/. --runs first
 summarises the recorded batches of these workdirs (counterfactual.py). --check writes
 nothing. A folder of papers/ has README.md, results/<experiment>/<run>.json,
 experiments.py with NAMES and `get_experiment`, and claims.py with CLAIMS, SHOWN
@@ -27,7 +27,7 @@ EMPTY = 'Not run: there are no results yet.'
 
 
 def load(folder: str) -> types.ModuleType:
-  """Returns experiments.py of a folder, extended by the names of its claims.py.
+  """Returns experiments.py of a folder as a module, extended by claims.py.
 
   Raises:
     ValueError: one of the files is missing.
@@ -39,7 +39,7 @@ def load(folder: str) -> types.ModuleType:
 
 
 def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
-  """Returns experiment -> run -> result, from `experiments.read`."""
+  """Reads experiment -> run -> result; see `experiments.read`."""
   return {
     name: experiments.read(module.get_experiment(name), f'{folder}/results/{name}')
     for name in module.NAMES
@@ -49,7 +49,7 @@ def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
 def page(
   text: str, module: Any, results: Mapping[str, Mapping[str, Result]], folder: str
 ) -> str:
-  """Returns the text of a README.md with all generated tables renewed.
+  """Returns the text of a README.md with all generated tables updated.
 
   `module` describes the page (`load`); `results` is experiment -> run -> result.
 
@@ -85,14 +85,14 @@ def _between(text: str, what: str, content: str) -> str:
   """Replaces the text between the markers of `what`."""
   begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
   if text.count(begin) != 1 or text.count(end) != 1:
-    raise ValueError(f'README.md needs the markers {begin} and {end}, once each')
+    raise ValueError(f'README.md must have {begin} and {end} exactly once')
   block = f'{begin}\n\n{content}\n\n{end}'
   pattern = re.escape(begin) + '.*?' + re.escape(end)
   return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Writes the page; with --check it returns 1 if the page would change."""
+  """Writes the page; with --check, only returns 1 if the page would change, else 0."""
   parser = argparse.ArgumentParser(description='Writes a page of papers/.')
   parser.add_argument('folder')
   parser.add_argument('--check', action='store_true')

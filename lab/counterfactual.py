@@ -1,18 +1,18 @@
-"""Applies other rules to the tokens that a recorded step was trained on.
+"""Applies other rules to the tokens of a recorded training step.
 
 1. `read` loads the newest recorded step of a workdir: rows of tokens with their
-   log-probabilities under the policy that sampled them and before their update.
+   log-probabilities under the policy that sampled them and just before their update.
 2. `apply` computes the bounds, and every token's weight in the gradient, under the
    advantage, clip and loss rules of any config; `staler` moves the policy further from
-   the one that sampled.
+   the policy that sampled.
 3. `summary` gives the numbers of a table row, `moved_by` lists the tokens that one rule
-   moves and another cuts, `entropy_changes` how a step of each rule would change the
-   entropy.
+   moves and another cuts, and `entropy_changes` gives the change of entropy by a step
+   of each rule.
 4. For a page of papers/, `store_summaries` applies the rules of all arms to a recorded
    step of every run, and `recorded_table` renders the stored numbers.
 
-All recorded rows are treated as one minibatch, though the step had several, each with
-its own ratios. Rows without an advantage were never computed and are left out.
+All recorded rows are treated as one minibatch, although the step had several, with
+ratios of different policies. Rows without an advantage have no ratios and are left out.
 """
 
 import functools
@@ -43,7 +43,7 @@ from bapo_jax.types import SOURCES, Batch, Bounds, Tree
 from lab import experiments
 from lab.experiments import Knobs, with_knobs
 
-COLUMNS = {  # of counterfactual.summary -> heading
+COLUMNS = {  # key of `summary` -> heading
   'low': 'lower bound',
   'high': 'upper bound',
   'share': 'share',
@@ -52,7 +52,7 @@ COLUMNS = {  # of counterfactual.summary -> heading
 }
 INSIDE = (0.9, 1.2)  # ratios that no bounds of the search cut (section 5)
 STALER = (0, 1, 2, 4, 8)  # factors of the recorded log-ratios
-ENDS = ('start', 'between', 'ends')  # where a search can stop
+ENDS = ('start', 'between', 'ends')  # the points where a search can stop
 
 
 class Recorded(NamedTuple):
@@ -77,8 +77,8 @@ class Applied(NamedTuple):
   bounds: Bounds
   ratio_BT: np.ndarray  # f32, pi / mu of each token; 1 after the end of a row
   adv_B: np.ndarray  # f32
-  weight_BT: np.ndarray  # f32, in the gradient, rows scaled; 0 if cut
-  cut_BT: np.ndarray  # bool, a token with an advantage and no gradient
+  weight_BT: np.ndarray  # f32, weight in the gradient, scaled by row; 0 if cut
+  cut_BT: np.ndarray  # bool, tokens with an advantage but no gradient
 
 
 class Token(NamedTuple):
@@ -92,7 +92,7 @@ class Token(NamedTuple):
 
 
 def read(workdir: str) -> Recorded:
-  """Returns the newest recorded step.
+  """Reads the newest recorded step.
 
   Raises:
     ValueError: no step is recorded, or no recorded row was computed.
@@ -100,7 +100,7 @@ def read(workdir: str) -> Recorded:
   config = config_lib.from_json(read_config(f'{workdir}/config.json'))
   step = step_record.newest(workdir)
   if step is None:
-    raise ValueError(f'{workdir} has no recorded step; its first checkpoint writes one')
+    raise ValueError(f'{workdir} has no recorded step; wait for its first checkpoint')
   groups = step_record.read(workdir, step)
   responses = [(group, response) for group in groups for response in group['responses']]
   # A row has log-probabilities of the learner only if it had an advantage.
@@ -146,7 +146,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
 def staler(recorded: Recorded, times: float) -> Recorded:
   """Returns the rows with every token's log-ratio multiplied.
 
-  `times=0` gives the policy that sampled, `times=1` the recorded policy.
+  `times=0` gives the sampling policy, `times=1` the recorded policy.
   """
   moved_BT = recorded.logp_BT - recorded.behavior_logp_BT
   return recorded._replace(logp_BT=recorded.behavior_logp_BT + times * moved_BT)
@@ -201,7 +201,7 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
 
 
 def moved_by(recorded: Recorded, one: Applied, other: Applied) -> Iterator[Token]:
-  """Yields tokens that `one` moves and `other` cuts, the largest log-ratios first."""
+  """Yields the tokens that `one` moves and `other` cuts, by decreasing |log-ratio|."""
   freed_BT = other.cut_BT & (one.weight_BT != 0)
   distance_BT = np.abs(recorded.logp_BT - recorded.behavior_logp_BT)
   places = sorted(np.argwhere(freed_BT).tolist(), key=lambda bt: -distance_BT[*bt])
@@ -220,7 +220,7 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   """Returns the model of a workdir and its weights after the recorded step.
 
   Raises:
-    ValueError: the step has no checkpoint, or a damaged one.
+    ValueError: the step has no checkpoint, or the checkpoint is damaged.
   """
   model = resolve.open_model(recorded.config)
   read = policy.reader(recorded.config, model, workdir, recorded.step)
@@ -233,7 +233,7 @@ def _stats_of(
 ) -> Callable[[Tree], tuple[Array, Array]]:
   """Returns weights -> (logp_BT, mean entropy) of the recorded tokens."""
   if recorded.ids is None:
-    raise ValueError('the record has no token ids, or pictures; use that of a new run')
+    raise ValueError('the record has pictures or no token ids; use a new text-only run')
   # Rows of prompt and response, and the column of each recorded token in them.
   rows = [[*prompt, *ids] for prompt, ids in recorded.ids]
   X = max(map(len, rows))
@@ -259,7 +259,7 @@ def entropy_changes(
   model: tuple[ModelSpec, Tree],
   step: float,
 ) -> dict[str, tuple[float, float]]:
-  """Returns the change of entropy by one step of gradient ascent under each rule.
+  """Computes the change of entropy by one step of gradient ascent under each rule.
 
   The step follows the gradient of sum(weight * logp) of the recorded tokens, from the
   weights after the recorded step.
@@ -307,10 +307,10 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
     arm: the arm of the run, a key of `arms`.
 
   Returns:
-    the number of tokens; the share of them inside all bounds of the search; for each
-    arm, and for each factor of the log-ratios under the run's own rules, the `summary`;
-    and the number of recorded updates by where their search stopped, all 0 if the clip
-    rule is not `balanced`.
+    the number of tokens, and the share inside all bounds of the search; a `summary` for
+    each arm, and for each factor of the log-ratios under the rules of the run; and the
+    number of recorded updates by the point where the search stopped (all 0 unless the
+    clip rule is `balanced`).
 
   Raises:
     ValueError: no step is recorded.

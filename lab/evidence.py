@@ -1,18 +1,18 @@
 """Describes a page of papers/, and renders its tables and verdicts from results.
 
 `means` has a row per cell, `difference_table` a row per pair of cells; only hypotheses
-of the protocol have p-values. A claim consists of parts, each with one number per seed:
-an outcome of some cells, less that of others, less a constant. `judge` gives the
-verdict:
+of the protocol have p-values. A claim consists of parts with one number per seed: the
+outcome of some cells, minus the outcome of other cells, minus a constant. `judge` gives
+the verdict:
 
   seen       every part has the claimed sign, with p < .05 by Holm over the parts;
-  opposite   a part has the other sign with such a p;
-  not seen   neither;
+  opposite   a part has the opposite sign, with p < .05;
+  not seen   all other outcomes;
   not run    a run of these cells is missing, or the claim has no experiment here;
   by design  the experiment was built to have this property; nothing is tested.
 
-With fewer than six seeds no p can be below .05. A sign then counts if all seeds share
-it, and the verdict says so; by chance four seeds share a sign in one of eight cases.
+With fewer than six seeds, p cannot be below .05. A sign then counts if all seeds share
+the sign, and the verdict mentions this; four seeds do so by chance in one of 8 cases.
 """
 
 import itertools
@@ -43,7 +43,7 @@ SIGNIFICANT = 0.05
 
 
 class Compared(NamedTuple):
-  """Differences of one arm to each of the others, at every combination of levels."""
+  """Differences of one arm to other arms, at every combination of levels."""
 
   arm: str
   others: tuple[str, ...]
@@ -52,7 +52,7 @@ class Compared(NamedTuple):
 
 
 class Drawn(NamedTuple):
-  """A figure."""
+  """A figure of a page."""
 
   kind: str  # a key of figures.DRAWN
   arms: tuple[str, ...]
@@ -68,7 +68,7 @@ class Shown(NamedTuple):
 
 
 class Part(NamedTuple):
-  """An outcome of the cells `plus`, less the cells `minus`, less a constant."""
+  """An outcome of the cells `plus`, minus that of `minus`, minus a constant."""
 
   text: str
   outcome: str
@@ -112,8 +112,8 @@ def difference_table(
 ) -> str:
   """Returns a table of differences; '' without pairs.
 
-  All rows are one family for Holm. p-values, and the smallest effect that these seeds
-  would have shown, are given only for hypotheses with enough seeds.
+  Holm's method treats all rows as one family. Only hypotheses with enough seeds have
+  p-values and the smallest effect that would have been visible with these seeds.
 
   Args:
     pairs: from `differences_of`.
@@ -139,9 +139,9 @@ def difference_table(
 def differences_of(
   results: Mapping[str, Result], arm: str, others: Sequence[str], outcome: str
 ) -> dict[str, np.ndarray]:
-  """Returns a description of each pair -> differences f64 [S] over their common seeds.
+  """Returns description of a pair -> differences f64 [S] over the common seeds.
 
-  Pairs with fewer than two such seeds are left out.
+  Pairs with fewer than two common seeds are left out.
   """
   pairs = dict[str, np.ndarray]()
   combinations = dict.fromkeys(cell[1:] for cell in cells(results))
@@ -158,7 +158,7 @@ def judge(
 ) -> tuple[str, list[str]]:
   """Returns the verdict on a claim, and the effect of each part as text.
 
-  `seeds` are all seeds of its experiment.
+  `seeds` are all seeds of the claim's experiment.
   """
   differences = [
     contrast(results, part.plus, part.minus, part.outcome, seeds) - part.less

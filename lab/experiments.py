@@ -1,12 +1,12 @@
 """Expands an experiment into runs, and stores one small result per run.
 
-1. A Python file with a function `get_experiment(name)` returns an `Experiment`: the
-   knobs that all runs share, and the knobs in which its arms and factors differ.
+1. `get_experiment(name)` of a Python file returns an `Experiment`: the knobs that all
+   runs share, and the knobs in which arms and factors differ.
 2. `runs` builds the config of every run: arms x factor levels x seeds.
 3. `outcome` extracts the quantities of tables and figures from a finished workdir;
    `write` stores them in <results>/<run>.json.
 4. `undone` lists the runs to train, and `read` loads the results of an experiment.
-   Both refuse results of different versions of the code.
+   Both raise an error if results have different versions of the code.
 """
 
 import importlib.util
@@ -38,11 +38,11 @@ STEP_METRICS = (
   'clip/high', 'clip/moved', 'clip/target_met', 'clip/fraction', 'loss/entropy',
   'loss/ratio_max', 'learner/grad_norm', 'learner/skipped', 'learner/updates',
 )  # fmt: skip
-WAY_OUT = 'remove it, and the runner makes it again'
+WAY_OUT = 'remove the file and run the experiment again'
 
 
 def command(main: Callable[[], int]) -> None:
-  """Runs a command; exits with its status, or with the sentence of a ValueError."""
+  """Runs a command; exits with its status, or with the message of a ValueError."""
   try:
     sys.exit(main())
   except ValueError as error:
@@ -103,7 +103,7 @@ def load(description: str) -> Experiment:
 
 
 def runs(experiment: Experiment) -> dict[str, RunSpec]:
-  """Returns run name -> run. Runs of one seed, which share warm starts, are adjacent.
+  """Returns run name -> run; runs of a seed share warm starts and are adjacent.
 
   Raises:
     ValueError: a config is invalid, or two runs have the same config.
@@ -128,7 +128,7 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
       raise ValueError(f'run {name}: {error}') from None
     twin = run_of.setdefault(fingerprint(config), name)
     if twin != name:
-      raise ValueError(f'runs {twin} and {name} have the same config; arms must differ')
+      raise ValueError(f'runs {twin} and {name} have the same config; change an arm')
     specs[name] = RunSpec(arm, levels, seed, config)
   return specs
 
@@ -156,7 +156,7 @@ def outcome(
   `evaluations` are [step, accuracy, standard error, responses sampled]. `right` is step
   -> number of right responses, of `group_size`, to each held-out problem, for the first
   and the last evaluation. `steps` is metric -> values after every step, five digits,
-  null where not finite. `seconds` are without the warm start.
+  null if not finite. `seconds` exclude the warm start.
   """
   rows = metrics.read(workdir)
   trained = [row for row in rows if row['step'] > 0]
@@ -206,14 +206,14 @@ def undone(
 ) -> dict[str, RunSpec]:
   """Returns the runs without a result, after copying results of other experiments.
 
-  Runs with equal configs at one version of the code are the same run, whatever their
-  experiments and arms are called, and are trained once.
+  Runs with equal configs and versions of the code are trained once, even if the names
+  of their experiments and arms differ.
 
   Args:
     results: folder of this experiment's results, beside those of other experiments.
 
   Raises:
-    ValueError: a stored result has another config, or was made by other code.
+    ValueError: a stored result has another config or another version of the code.
   """
   by_config = {}
   for path in sorted(pathlib.Path(results).parent.glob('*/*.json')):
@@ -231,21 +231,21 @@ def undone(
       write(results, name, by_config[config] | identity)
     stored = files.read_json(path, WAY_OUT)
     if stored.get('config') != config:
-      raise ValueError(f'{path} has another config than the description; {WAY_OUT}')
+      raise ValueError(f'{path} has another config than the experiment; {WAY_OUT}')
     if stored.get('versions') != dict(versions):
       raise ValueError(
-        f'{path} was made by other code or packages, at commit {stored.get("commit")}; '
-        'continue at that commit, or remove its results'
+        f'{path} is of other code or packages, at commit {stored.get("commit")}; '
+        'continue at this commit, or remove its results'
       )
   return missing
 
 
 def read(experiment: Experiment, results: str) -> dict[str, Result]:
-  """Returns run name -> result for the runs that are done.
+  """Reads run name -> result of the finished runs.
 
   Raises:
-    ValueError: a result belongs to another run than its file name says, or two results
-      were made by different versions of the code.
+    ValueError: a result does not match the run of its file name, or two results are of
+      different versions of the code.
   """
   stored: dict[str, Result] = {}
   for name, run in runs(experiment).items():
@@ -259,8 +259,8 @@ def read(experiment: Experiment, results: str) -> dict[str, Result]:
     earlier = next(iter(stored.values()), result)
     if result['versions'] != earlier['versions']:
       raise ValueError(
-        f'{path} (commit {result["commit"][:12]}) was made by other code or packages '
-        f'than the results before it (commit {earlier["commit"][:12]})'
+        f'{path} (commit {result["commit"][:12]}) is of other code or packages '
+        f'than commit {earlier["commit"][:12]}; remove the results of one commit'
       )
     stored[name] = result
   return stored

@@ -1,6 +1,6 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-A figure is one of `curves`, `differences`, `levels` and `plane`.
+The kinds of figures are `curves`, `differences`, `levels` and `plane`.
 """
 
 import os
@@ -37,7 +37,7 @@ def write(
   for name, shown in module.SHOWN.items():
     for title, drawn in shown.figures.items() if results[name] else ():
       figure = DRAWN[drawn.kind](results[name], drawn)
-      # Without matplotlib's version in it, equal numbers give an equal file.
+      # Without matplotlib's version in the file, equal numbers give equal files.
       path = os.path.join(folder, 'figures', f'{title}.png')
       figure.savefig(path, metadata={'Software': None})
 
@@ -71,7 +71,7 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 
 def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
-  """Draws the first arm less each other arm: seeds, their mean and its interval."""
+  """Draws the first arm minus each other arm: seeds, mean and interval."""
   arm, *others = drawn.arms
   pairs = differences_of(results, arm, others, drawn.outcome)
   ax = _axes(1, 1, (8, 1.2 + 0.4 * len(pairs))).flat[0]
@@ -104,7 +104,7 @@ def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 
 def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
-  """Draws the first arm less each other arm in every cell of two factors."""
+  """Draws the first arm minus each other arm in every cell of two factors."""
   grouped, (arm, *others) = cells(results), drawn.arms
   rows = list(dict.fromkeys(cell[1] for cell in grouped))
   columns = list(dict.fromkeys(cell[2] for cell in grouped))
@@ -136,8 +136,8 @@ def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndarray]:
   """Interpolates every run at common numbers of responses: (responses_N, y_SN).
 
-  Runs of one arm may spend their responses in steps of different cost. The numbers
-  reach to the end of the first run that ends.
+  Steps of runs of one arm may use different numbers of responses. The common range ends
+  where the shortest run ends.
   """
   points = [_points(result, metric) for result in results]
   begin = max((x[0] for x, _ in points if len(x)), default=0.0)

@@ -1,7 +1,7 @@
-"""Computes what is compared between runs, and the statistics of paired differences.
+"""Computes outcomes of runs, and the statistics of their paired differences.
 
-`OUTCOMES` computes scalar outcomes from the result of one run; a run that diverged has
-an accuracy of 0 from there to its planned end. `contrast` pairs runs with equal seeds.
+`OUTCOMES` computes scalar outcomes from the result of one run. After a divergence, the
+accuracy is 0 up to the planned end. `contrast` pairs runs with equal seeds.
 """
 
 import functools
@@ -18,23 +18,23 @@ Cell = tuple[str, ...]  # (arm, level, ...)
 COLLAPSE = 2 / 3  # share of the best accuracy of a run
 SPIKE = 5.0  # multiple of the median gradient norm of a run
 DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
-FEWEST = 6  # seeds of a test; with five the smallest two-sided p is 1/16
+FEWEST = 6  # seeds of a test; with five seeds the smallest two-sided p is 1/16
 
 
 def area(result: Result) -> float:
-  """Returns the mean held-out accuracy over the steps, by trapezoids."""
+  """Returns the mean held-out accuracy over the steps, by the trapezoidal rule."""
   step_N, accuracy_N = _evaluations(result)
   return float(np.trapezoid(accuracy_N, step_N) / (step_N[-1] - step_N[0]))
 
 
 def collapsed(result: Result) -> float:
-  """Returns 1 if the last accuracy is a third below the best one, else 0."""
+  """Returns 1 if the last accuracy is below COLLAPSE times the best, else 0."""
   accuracy_N = _evaluations(result)[1]
   return float(accuracy_N[-1] < COLLAPSE * accuracy_N.max())
 
 
 def spikes(result: Result) -> float:
-  """Returns the share of steps with a gradient norm above five times the median."""
+  """Returns the share of steps with a gradient norm above SPIKE times the median."""
   norm_S = _finite(result, 'learner/grad_norm')
   return float((norm_S > SPIKE * np.median(norm_S)).mean()) if len(norm_S) else 0.0
 
@@ -42,8 +42,8 @@ def spikes(result: Result) -> float:
 def newly_solved(result: Result) -> float:
   """Returns the share solved at the end among the problems failed at the start.
 
-  A problem is solved if at least one response is right, and failed otherwise; nan if no
-  problem was failed at the start.
+  A problem is solved if at least one response is right, and failed otherwise. The
+  share is nan if no problem was failed at the start.
   """
   start_P, end_P = _right(result)
   return _mean((end_P > 0)[start_P == 0])
@@ -58,7 +58,7 @@ def newly_failed(result: Result) -> float:
 def accuracy_of_failed(result: Result) -> float:
   """Returns the accuracy at the end on the problems failed at the start.
 
-  Unlike `newly_solved` it does not grow with the number of responses.
+  Unlike `newly_solved`, this does not grow with the number of responses.
   """
   start_P, end_P = _right(result)
   return _mean((end_P / result['group_size'])[start_P == 0])
@@ -70,7 +70,7 @@ def mean_of(result: Result, metric: str) -> float:
 
 
 def mean_with_target(result: Result, metric: str) -> float:
-  """Returns the mean of a metric of the bound search; nan for rules without one."""
+  """Returns the mean of a metric of the bound search, or nan for other rules."""
   return mean_of(result, metric) if mean_of(result, 'clip/moved') > 0 else math.nan
 
 
@@ -80,10 +80,10 @@ def last_of(result: Result, metric: str) -> float:
 
 
 def bound_where_moved(result: Result, metric: str) -> float:
-  """Returns the mean bound of the updates in which the search moved it, or nan.
+  """Returns the mean bound over the updates whose search moved the bounds, or nan.
 
-  The mean bound of a step is linear in the share of its updates that moved; the value
-  at share 1 is returned.
+  Fits the mean bound of a step as a linear function of the share of updates that moved,
+  and returns the value at share 1.
   """
   moved_S, bound_S = finite_pairs(result, 'clip/moved', metric)
   if len(set(moved_S.tolist())) < 2:
@@ -178,7 +178,7 @@ def contrast(
   outcome: str,
   seeds: Sequence[int] | None = None,
 ) -> np.ndarray:
-  """Returns sums of an outcome over the cells `plus` less those over `minus`, by seed.
+  """Sums an outcome over the cells `plus` minus the cells `minus`, by seed.
 
   Args:
     seeds: seeds that every cell must have; None for the seeds that all cells share.
@@ -230,8 +230,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def smallest_effect(difference_S: np.ndarray) -> float:
   """Returns the mean difference whose sign all seeds would share in 80 % of trials.
 
-  Only then is the adjusted p-value of the smallest of five comparisons below .05 with
-  eight seeds. Differences are assumed normal with the spread of `difference_S`.
+  With eight seeds and five comparisons, the smallest adjusted p-value is below .05 only
+  if all seeds agree. Assumes normal differences with the spread of `difference_S`.
   """
   n = len(difference_S)
   return float(difference_S.std(ddof=1)) * NormalDist().inv_cdf(POWER ** (1 / n))

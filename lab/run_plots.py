@@ -1,8 +1,8 @@
-"""Draws figures of any workdirs: runs side by side, and their recorded tokens.
+"""Draws figures of workdirs: metrics of several runs, and their recorded tokens.
 
 `read_run` reads metrics, config and a recorded step of a workdir. `overlay` draws the
-curves of several runs into the same panels, `ratios` and `lengths` their recorded
-tokens and responses. notebooks/4_your_run.ipynb shows them.
+curves of several runs into the same panels; `ratios` and `lengths` draw their recorded
+tokens and responses. notebooks/4_your_run.ipynb shows the figures.
 """
 
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COLOURS = (BLUE, ORANGE, '#009E73', '#CC79A7', '#000000')  # one per run, in order
 LENGTHS = ('rollout/length_right', 'rollout/length_wrong')
 BOUNDS = ('clip/high', 'clip/low')
-PANELS = (  # (title, unit, metrics: the first drawn solid, the second dashed)
+PANELS = (  # (title, unit, metrics: first solid, second dashed)
   ('Reward of the fresh responses', 'mean reward', ('rollout/reward',)),
   ('Accuracy on held-out problems', 'accuracy ± standard error', ('eval/accuracy',)),
   ('Response length, right (solid) and wrong (dashed)', 'tokens', LENGTHS),
@@ -52,7 +52,7 @@ class RunFiles(NamedTuple):
 def read_run(
   workdir: str | os.PathLike[str], label: str = '', step: int | None = None
 ) -> RunFiles:
-  """Reads a workdir, also of a run in progress; needs no model.
+  """Reads a workdir, finished or in progress; needs no model.
 
   Args:
     label: for legends; '' for the name of the directory.
@@ -67,7 +67,7 @@ def read_run(
     raise ValueError(f'{workdir} has no rows of metrics; give the workdir of a run')
   step = step_record.newest(workdir) if step is None else step
   path = os.path.join(workdir, 'config.json')
-  config = files.read_json(path, 'remove it') if os.path.exists(path) else {}
+  config = files.read_json(path, 'remove the file') if os.path.exists(path) else {}
   return RunFiles(
     label or os.path.basename(os.path.normpath(workdir)),
     rows,
@@ -77,7 +77,7 @@ def read_run(
 
 
 def differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-  """Returns the knobs in which runs differ -> their value in each run, or None."""
+  """Returns knob -> value in each run, or None, for knobs that differ."""
   names = sorted({name for run in runs for name in run.values})
   by_name = {name: [run.values.get(name) for run in runs] for name in names}
   return {n: v for n, v in by_name.items() if len({json.dumps(x) for x in v}) > 1}
@@ -111,7 +111,7 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
 
-  A cross is a token that its update cut. Grey lines are the bounds of the updates.
+  Crosses are tokens cut by their update. Grey lines are the bounds of the updates.
   """
   figure = report_plots.new_figure(5.5 * len(runs), 4, DPI)
   panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
@@ -141,7 +141,7 @@ def tokens(
   """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
 
   Args:
-    sign: the sign of their advantage, 1 or -1.
+    sign: the sign of the tokens' advantage, 1 or -1.
   """
   responses = [
     (np.exp(response.logp_T), response.ratio_T, response.cut_T)
@@ -159,7 +159,7 @@ def tokens(
 
 
 def lengths(runs: Sequence[RunFiles]) -> 'Figure':
-  """Draws length and advantage of the recorded responses, right and wrong ones."""
+  """Draws length and advantage of the recorded responses, coloured by verdict."""
   figure = report_plots.new_figure(5.5 * len(runs), 3.2, DPI)
   panels = figure.subplots(1, len(runs), squeeze=False, sharex=True, sharey=True)[0]
   for ax, run in zip(panels, runs, strict=True):
@@ -177,7 +177,7 @@ def lengths(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def _label(ax: 'Axes', x: str, y: str) -> None:
-  """Labels both axes, and puts the legend above them, where it hides no point."""
+  """Labels both axes, and puts the legend above the plot, where it hides no point."""
   ax.set_xlabel(x, fontsize=9)
   ax.set_ylabel(y, fontsize=9)
   at = (1, 0.98)

@@ -5,11 +5,11 @@ r"""Runs an experiment with several workers, and tabulates its arms over the see
     --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
 
 Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
-writes <results>/<experiment>/<run>.json. Runs with equal warm starts wait until one of
-them has made it, and copy it. Ctrl-C stops all runs after their step; the same command
-resumes. Overrides such as --config.steps=3 change the config that all runs share;
---table only prints the table. A result names its commit: uncommitted changes are
-refused, and so are stored results of another config or another version of the code.
+writes <results>/<experiment>/<run>.json. Of the runs with equal warm starts, the first
+computes the warm start and the others wait and copy it. Ctrl-C stops all runs after
+their step; the same command resumes. Overrides such as --config.steps=3 change the
+shared config; --table only prints the table. Results name a commit: uncommitted
+changes, and stored results of another config or code version, raise an error.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def commit() -> str:
   lines = call.stdout.splitlines()
   changed = [line for line in lines if not line.startswith('# ')]
   if call.returncode or changed:
-    raise ValueError(f'results name a commit; commit first: {call.stderr or changed}')
+    raise ValueError(f'commit the source first: {call.stderr or changed}')
   return lines[0].removeprefix('# branch.oid ')
 
 
@@ -82,10 +82,10 @@ def drive(
   ready: Callable[[str, str], bool],
   workers: int,
 ) -> tuple[dict[str, int], int]:
-  """Runs processes, at most `workers` at once, until all have ended or a signal comes.
+  """Runs processes, at most `workers` at once, until all end or a signal arrives.
 
   Args:
-    waiting: run -> warm start, in the order of work.
+    waiting: run -> warm start, in the order of execution.
     start: (run, core) -> its process.
     ready: (run, warm start) -> whether the warm start exists.
 
@@ -98,14 +98,14 @@ def drive(
   over = passed_on = 0
   with stoppable() as stop:
     while active or (waiting and not stop.signal):
-      # Every free core gets the next run whose warm start exists or is not being made.
+      # A free core gets the next run whose warm start exists or is not being computed.
       for core in set(range(workers)) - {core for _, core, _ in active.values()}:
         making = {warm for _, _, warm in active.values()}
         runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
         run = None if stop.signal else next(runs, None)
         if run is not None:
           active[run] = start(run, core), core, waiting.pop(run)
-      # A signal is passed on once: a second one would stop the runs without saving.
+      # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal
         for process, *_ in active.values():
@@ -124,10 +124,10 @@ def drive(
 def train(run: RunSpec, name: str, folder: str, results: str, core: int = 0) -> int:
   """Trains one run on one core and writes its result; returns an exit status.
 
-  A run that diverges has a result too, and status 0.
+  A run that diverges also writes a result and returns 0.
   """
   if hasattr(os, 'sched_setaffinity'):
-    # Another number of threads would split sums differently, and round differently.
+    # Another number of threads would split sums, and so round, differently.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[core % len(cores)]})
   code, revision = machine.versions(), commit()
@@ -142,7 +142,7 @@ def train(run: RunSpec, name: str, folder: str, results: str, core: int = 0) -> 
 
 
 def table(made: Experiment, results: str) -> str:
-  """Returns means over the seeds of every arm, and differences to the first arm."""
+  """Returns a table of means over seeds, and tables of differences to the first arm."""
   stored = experiments.read(made, results)
   first, *others = made.arms
   parts = [evidence.means(stored, columns) for columns in TABLES]
@@ -155,9 +155,9 @@ def table(made: Experiment, results: str) -> str:
 
 
 def launch(command: list[str], folder: str, run: str, core: int) -> subprocess.Popen:
-  """Starts a run with its output in a file; signals of the terminal do not reach it."""
+  """Starts a run that logs to a file, out of reach of the terminal's signals."""
   environment = os.environ | {
-    # One program serves all runs with its shapes; many small ones add up.
+    # Runs of equal shapes share compiled programs; even small programs are cached.
     'JAX_COMPILATION_CACHE_DIR': os.path.abspath(os.path.join(folder, 'compiled')),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
   }
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 if everything is done, 1 if a run failed, 128 + signal number after a signal.
 
   Raises:
-    ValueError: the source has uncommitted changes, or a stored result is refused.
+    ValueError: the source has uncommitted changes, or a stored result does not match.
   """
   argv = sys.argv[1:] if argv is None else list(argv)
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -188,8 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--runs', default='runs/lab', help='folder of the workdirs')
   parser.add_argument('--workers', type=int, default=os.cpu_count())
   parser.add_argument('--only', default='', help='one run, in this process')
-  parser.add_argument('--core', type=int, default=0, help='of the run of --only')
-  parser.add_argument('--table', action='store_true', help='trains nothing')
+  parser.add_argument('--core', type=int, default=0, help='core of the --only run')
+  parser.add_argument('--table', action='store_true', help='only prints the table')
   given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
   args = parser.parse_args([arg for arg in argv if arg not in given])
   made = experiments.load(args.experiment)

@@ -2,7 +2,7 @@
 
 Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU; decoding uses
 `cached`: one query per slot over the live part of its cache. cuDNN and splash never
-hold the [T, T] scores; `blockwise` holds half of them.
+materialise the [T, T] scores; a causal `blockwise` computes half of the scores.
 """
 
 import functools
@@ -18,7 +18,7 @@ from bapo_jax import sharding
 
 NEEDS = {'splash': 'a tpu', 'cudnn': 'a gpu and model.compute=bfloat16'}
 ATTENDED = 'attended'  # the name under which remat policies save splash's output
-BLOCK, MOST_BLOCKS = 64, 8  # `blockwise`: least queries per block, most blocks
+BLOCK, MOST_BLOCKS = 64, 8  # of `blockwise`: minimum queries per block, maximum blocks
 LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
 
 
@@ -37,8 +37,8 @@ def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
     return next((name for name, does_fit in fits.items() if does_fit), 'plain')
   if not fits.get(kind, True):
     raise ValueError(
-      f'model.attention={kind} needs {NEEDS[kind]}, and this is a {platform} with '
-      f'model.compute={jnp.dtype(compute)}; set it to auto or plain'
+      f'model.attention={kind} needs {NEEDS[kind]}, but this is a {platform} with '
+      f'model.compute={jnp.dtype(compute)}; set model.attention to auto or plain'
     )
   return kind
 
@@ -56,10 +56,10 @@ def attend(
 
   Args:
     q_BTHC, k_BTKC, v_BTKC: H is a multiple of K.
-    kind: 'auto', or the name of a kernel, used without a check.
+    kind: 'auto' or the name of a kernel, which is not checked.
     segment_BT: for packed rows, the segment of each column: a query attends to the
-      columns of its segment only. Empty columns form segments too, such as -1.
-    is_causal: a query attends to the keys up to its column; else to all keys.
+      columns of its segment only. Empty columns need a segment too, such as -1.
+    is_causal: whether a query attends only to keys up to its column, not to all keys.
   """
   if kind == 'auto':
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
@@ -94,9 +94,9 @@ def blockwise(
 ) -> Array:
   """Computes `attend` in plain JAX, a block of queries at a time.
 
-  If causal, a block skips the keys past its end. The queries of a key head are the rows
-  of one product, and the softmax divides its result [T, C] by the sum, not the weights
-  [T, T]: half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
+  A causal block skips the keys past its end. All queries of a key head share a product,
+  and the softmax normalises the output [T, C] instead of the weights [T, T]. This takes
+  half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
   """
   B, T, H, C = q_BTHC.shape
   K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)
@@ -120,7 +120,7 @@ def blockwise(
       preferred_element_type=jnp.float32,
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
-    # Softmax, divided last. A query attends to itself, so no maximum is -inf.
+    # Softmax, normalised last. Each query attends to itself, so no maximum is -inf.
     max_BKX1 = jax.lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
     weight_BKXj = jnp.exp(scores_BKXj - max_BKX1)
     sum_BKXC = jnp.einsum(
@@ -138,7 +138,7 @@ def blockwise(
 def cached(
   q_SHC: Array, segments: Sequence[tuple[Array, Array]], position_S: Array
 ) -> Array:
-  """Attends from one query per slot to the columns up to its position, [S, H, C].
+  """Computes attention [S, H, C] of a query per slot to columns up to its position.
 
   Args:
     segments: keys [S, K, C, columns] and values [S, K, columns, C], in the order of the
@@ -155,7 +155,7 @@ def cached(
   live_ST = jnp.arange(scores_SKGT.shape[-1])[None] <= position_S[:, None]
   scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT * C**-0.5, -jnp.inf)
   share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
-  # Each segment mixes its own values, so that no cache is copied into one array.
+  # Values are mixed per segment, so that the segments are not copied to one array.
   mixed, start = [], 0
   for _, v_SKtC in segments:
     columns = v_SKtC.shape[2]
@@ -176,8 +176,8 @@ def splash(
 ) -> Array:
   """Computes attention with the TPU kernel, one shard of rows and heads per device.
 
-  XLA cannot split a kernel over devices; under a mesh `shard_map` does. `interpret`
-  emulates the kernel on any platform, for tests.
+  XLA cannot partition a kernel, so under a mesh `shard_map` runs it on each shard.
+  `interpret` emulates the kernel on any platform, for tests.
   """
   run = functools.partial(_splash, is_causal=is_causal, interpret=interpret)
   mesh = sharding.ambient()
@@ -208,7 +208,7 @@ def _splash(
   is_causal: bool,
   interpret: bool,
 ) -> Array:
-  """Runs the kernel on the rows and heads of one device, padded to whole lanes."""
+  """Runs the kernel on one device's rows and heads, padded to multiples of LANES."""
   # Imported late because it loads Pallas.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
@@ -231,7 +231,7 @@ def _splash(
     interpret=interpret,
     residual_checkpoint_name=ATTENDED,
   )
-  # Padded columns come last, behind a causal mask or in a segment -2, so that no real
+  # Padded columns come last, behind a causal mask or in segment -2, so that no real
   # query attends to them.
   q, k, v = (
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
@@ -246,10 +246,10 @@ def _splash(
 
 
 def key_block(length: int) -> int:
-  """Returns the columns of keys per block of the TPU kernel's backward pass.
+  """Returns the number of keys per block in the TPU kernel's backward pass.
 
-  `length` is a multiple of LANES. The kernel writes the gradient of all queries once
-  per block, [blocks, H, T, C], and adds them up afterwards. With many blocks that array
-  grows with the length squared.
+  `length` is a multiple of LANES. The kernel writes the gradient of all queries for
+  every block, [blocks, H, T, C], and sums over blocks afterwards. With small blocks the
+  size of this array is quadratic in the length.
   """
   return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)

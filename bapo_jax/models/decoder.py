@@ -25,10 +25,10 @@ JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """Rearranges the parameters for decoding: a list of layers, in `spec.compute`.
 
-  Every step would copy each layer out of stacked arrays: 20 of the 97 ms of
-  SmolLM2-135M at 32 slots on two cores. If `joined`, joins weights into `qkv`
+  With stacked arrays, every step would copy each layer: 20 of 97 ms for SmolLM2-135M
+  with 32 slots on two cores. If `joined`, weights are joined into `qkv`
   [D, (H + 2K) C], `gate_up` [D, 2F] and `out` [H C, D], for fewer and larger products.
-  These weights have two axes because XLA's CPU backend transposes weights with three.
+  Joined weights have two axes: XLA's CPU backend would transpose weights with three.
   """
 
   def layer(i: int) -> Tree:
@@ -73,9 +73,9 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
 def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segments]:
   """Returns zeros for the keys and values of every layer, in segments of `columns`.
 
-  Keys have their columns last and values their heads first, which is how attention
-  reads them (`attention.cached`). Decoding skips segments that no slot has reached; a
-  slice of a single array would be copied.
+  Keys are [slots, K, C, n] and values [slots, K, n, C], which `attention.cached` reads
+  without a transpose. Decoding skips segments that no slot has reached; a slice of a
+  single array would be copied.
   """
 
   def zeros(*shape: int) -> Array:
@@ -110,11 +110,11 @@ def prefill_embedded(
 def store(
   cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
 ) -> list[Segments]:
-  """Writes prefilled rows from_A to slots slot_A of the cache; drops slot number S."""
+  """Writes prefilled rows from_A to slots slot_A of the cache; slot S drops its row."""
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
     start, new = 0, []
-    # Each segment takes its columns of the prompts; segments beyond them stay.
+    # Each segment takes its columns of the prompts; later segments are unchanged.
     for k_SKCt, v_SKtC in layer:
       end = start + v_SKtC.shape[2]
       piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
@@ -136,13 +136,13 @@ def decode(
   spec: ModelSpec,
   shift_S: Array | None = None,
 ) -> tuple[Array, list[Segments]]:
-  """Decodes one token per slot: (final hidden states [S, D], the extended cache).
+  """Decodes a token per slot; returns (final hidden states [S, D], extended cache).
 
   Layers are unrolled: a scan would copy the cache of each layer at each token (211 MiB
   of temporaries instead of 14 at 28 layers).
 
   Args:
-    position_S: column of each token in the cache, and its position.
+    position_S: cache column of each token, and its rotary position without a shift.
     shift_S: added to the position but not to the column, for prompts with pictures
       (`sequence.prefill`).
   """
@@ -175,9 +175,9 @@ def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
 
   `new` has the shape of `x` without `axis`. An index past the end is dropped.
 
-  The scatter is batched over slots. A scatter with slot numbers among its indices makes
-  a mesh that shards slots gather all values on every device, and XLA's TPU backend copy
-  the cache: 16.9 GB of temporaries for 16.9 GB (7B, 2048 slots of 9216 columns).
+  The scatter is batched over slots. With slot numbers among the indices, every device
+  of a mesh that shards slots would gather all values, and XLA's TPU backend would copy
+  the cache: 16.9 GB of temporaries for a cache of 16.9 GB (7B, 2048 slots of 9216).
   """
   within_slots = jax.lax.ScatterDimensionNumbers(
     update_window_dims=tuple(range(1, x.ndim)),

@@ -9,23 +9,23 @@ from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
 MERGE = 2  # patches along each side of one token of a picture
-# Of the embedded tower: heads, pixels along each side of a patch and of a window.
+# Embedded tower: heads, and pixels along each side of a patch and of a window.
 TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
 POSITIONS = 32768  # of the embedded policy
-# Projections that may have adapters -> axes of the weight that a product sums over.
+# Projections that may have adapters -> number of input axes of the weight.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
 PROJECTIONS |= {'layers/o': 2}
 
 
 class MeshConfig(Section):
-  """Devices along each axis of the mesh; one axis may be -1: all remaining devices."""
+  """Devices along each axis of the mesh; one axis may be -1 (all remaining devices)."""
 
-  data: int = knob(-1, 'Devices that share rows; -1: all remaining.', least=-1)
+  data: int = knob(-1, 'Devices that split the rows; -1: all remaining.', least=-1)
   fsdp: int = knob(
-    1, 'Devices that share weights and rows; -1: all remaining.', least=-1
+    1, 'Devices that split the weights and the rows; -1: all remaining.', least=-1
   )
   tensor: int = knob(
-    1, 'Devices that share heads and vocabulary; -1: all remaining.', least=-1
+    1, 'Devices that split the heads and the vocabulary; -1: all remaining.', least=-1
   )
 
   @pydantic.model_validator(mode='after')
@@ -33,8 +33,8 @@ class MeshConfig(Section):
     sizes = self.data, self.fsdp, self.tensor
     if 0 in sizes or sizes.count(-1) > 1:
       raise ValueError(
-        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: set 1 or more '
-        'devices per axis, or one axis to -1: all remaining'
+        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: set every axis '
+        'to 1 or more, except at most one axis to -1 (all remaining devices)'
       )
     return self
 
@@ -52,7 +52,7 @@ class TowerConfig(Section):
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'TowerConfig':
     if self.width % (4 * TOWER_HEADS):
-      raise ValueError(f'width={self.width}: set a multiple of {4 * TOWER_HEADS}')
+      raise ValueError(f'width={self.width} must be a multiple of {4 * TOWER_HEADS}')
     return self
 
 
@@ -69,7 +69,7 @@ class ModelConfig(Section):
   head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
   ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
   train_tower: bool = knob(
-    False, 'Trains the vision tower with the other weights; off: it is frozen.'
+    False, 'Trains the vision tower with the other weights; off: the tower is frozen.'
   )
   tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
   dtype: DType = knob(
@@ -82,22 +82,22 @@ class ModelConfig(Section):
   )
   remat: Literal['auto', 'full', 'dots', 'none'] = knob(
     'auto',
-    'What the backward pass recomputes: full, all activations; dots, all but products; '
-    'none, nothing; auto, as little as memory allows, on a CPU dots or full.',
+    'Activations that the backward pass recomputes. full: all; dots: all but products; '
+    'none: no activation; auto: as few as memory allows (on a CPU, dots or full).',
   )
   sequence_sharding: Literal['auto', 'on', 'off'] = knob(
     'auto',
-    'Splits columns between layers over mesh.tensor; auto: if memory requires it.',
+    'Splits columns between layers over mesh.tensor; auto: only if memory is short.',
   )
 
   @pydantic.model_validator(mode='after')
   def _heads_fit(self) -> 'ModelConfig':
     if not self.path and self.heads % self.kv_heads:
       raise ValueError(
-        f'heads={self.heads}: set a multiple of kv_heads={self.kv_heads}'
+        f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
       )
     if not self.path and self.head_width % 2:
-      raise ValueError(f'head_width={self.head_width}: set an even number')
+      raise ValueError(f'head_width={self.head_width} must be even')
     return self
 
 
@@ -120,8 +120,8 @@ class LoraConfig(Section):
         return self
     except re.error as error:
       raise ValueError(
-        f'targets={self.targets!r} is not a regular expression ({error}); set one such '
-        "as 'layers/(q|v)'"
+        f'targets={self.targets!r} is not a valid regular expression ({error}); set an '
+        "expression such as 'layers/(q|v)'"
       ) from None
     raise ValueError(
       f'targets={self.targets!r} matches no projection; match at least one of '
@@ -133,5 +133,5 @@ class LogprobsConfig(Section):
   """Computation of log-probabilities."""
 
   chunk: int = knob(
-    256, 'Tokens of a device projected to the vocabulary at once.', least=1
+    256, 'Tokens per device projected to the vocabulary at once.', least=1
   )

@@ -24,7 +24,7 @@ from bapo_jax.types import Tree
 # What the forward pass saves for the backward pass. full: nothing; dots: the products
 # with weights and the output of the TPU's attention kernel; none: everything.
 _SAVED = jax.checkpoint_policies
-_ADAPTED = 'adapted product'  # the sum, saved in place of its two products
+_ADAPTED = 'adapted product'  # names a sum, saved in place of its two products
 REMAT = {
   'full': jax.checkpoint,
   'dots': functools.partial(
@@ -39,22 +39,22 @@ REMAT = {
 
 
 class Schedule(NamedTuple):
-  """Chooses how an update is computed: memory against time, with equal results."""
+  """Chooses how an update is computed; trades time for memory, with equal results."""
 
   remat: str = 'full'  # key of REMAT
-  sequence_sharding: bool = False  # columns between layers over the mesh axis tensor
+  sequence_sharding: bool = False  # splits columns between layers over mesh axis tensor
   bounds_pass: str = 'again'  # or 'stored', see objective.gradient
 
 
 def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
   """Multiplies x [..., *in] by a weight [*in, *out], in the dtype of x.
 
-  The product sums over `axes` axes. An adapted weight is not merged: the gradients of A
-  and B then need no product as large as the gradient of W, a third of all products.
+  The product sums over `axes` axes. An adapted weight is not merged, so that the
+  gradients of A and B avoid the product for the gradient of W, a third of all products.
   """
 
   def times(x: Array, w: Array, axes: int) -> Array:
-    # The last axis comes first, as in einsum, which gives the same sums bit for bit.
+    # The last axis comes first, so that sums equal those of einsum bit for bit.
     inner = list(reversed(range(axes)))
     outer = [i - axes for i in inner]
     return jnp.tensordot(x, w.astype(x.dtype), (outer, inner))
@@ -80,7 +80,7 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
   """Returns (sine, cosine) [..., C / 2] of the rotary angles at positions [...].
 
-  Angles are float32: in bfloat16 they are off by a radian beyond position 256.
+  Angles are float32; bfloat16 angles would be off by a radian beyond position 256.
   """
   return _turns(position[..., None], spec)
 
@@ -90,13 +90,13 @@ def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 
   The first spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row
   and the last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are
-  equal, as in a text, the result equals that of `rotations`, bit for bit.
+  equal, as for text tokens, the result equals that of `rotations`, bit for bit.
   """
   return _turns(position[..., np.repeat(np.arange(3), spec.mrope)], spec)
 
 
 def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns (sine, cosine) at positions [..., C / 2] or [..., 1] of the pairs."""
+  """Returns (sine, cosine); positions are [..., C / 2], or [..., 1] for all pairs."""
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
@@ -108,7 +108,7 @@ def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 def rotate(x: Array, sin: Array, cos: Array) -> Array:
   """Rotates x [..., heads, C] by angles [..., C / 2] (RoPE, Su et al., 2021).
 
-  The two coordinates of a pair are in the two halves of C, as in Hugging Face models.
+  A pair consists of coordinates i and i + C / 2, as in Hugging Face models.
   """
   sin, cos = sin[..., None, :], cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -169,7 +169,7 @@ def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
 def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
   """Returns `embed` of whole rows; each device looks up its share of the vocabulary.
 
-  Left alone, XLA sums all rows in float32 on every device and moves them afterwards.
+  Without `shard_map`, XLA sums all rows in float32 on every device, then reshards.
   """
   mesh, embed_VD = sharding.ambient(), params['embed']
   if mesh is None or (
@@ -192,8 +192,8 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
 
 def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
-  """Replaces the embeddings of image tokens by patches merged_BT; -1: a text token."""
-  # Any row may read any patch, so every device gets all: a picture per prompt is small.
+  """Replaces the embeddings of image tokens by patch_XD[merged_BT]; -1: text token."""
+  # Any row may read any patch, so patches are replicated: few bytes per prompt.
   patch_XD = sharding.constrain(patch_XD, None)
   patch_BTD = patch_XD[jnp.maximum(merged_BT, 0)].astype(x_BTD.dtype)
   return jnp.where(merged_BT[..., None] >= 0, patch_BTD, x_BTD)
@@ -202,10 +202,10 @@ def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
 def split(x_BTD: Array, schedule: Schedule) -> Array:
   """Shards the residual stream: rows, and columns if schedule.sequence_sharding.
 
-  Rows stay on their devices and weights move to them, whatever XLA would prefer.
+  Pins rows to their devices, so that XLA moves the weights instead.
   Columns over the tensor axis are Megatron's sequence parallelism (Korthikanti et al.,
   2022): the sum of a product over that axis becomes a reduce-scatter, and an all-gather
-  precedes the next product. As many bytes move, and activations take less memory.
+  precedes the next product. Traffic is unchanged, and activations take less memory.
   """
   mesh = sharding.ambient()
   divides = mesh is not None and x_BTD.shape[1] % mesh.shape['tensor'] == 0
@@ -225,8 +225,8 @@ def forward(
   """Computes the final hidden states [B, T, D]; column t depends on tokens 0..t.
 
   Rows are padded on the right. Attention is causal, so padding never affects a token
-  before it and needs no mask. Positions are columns by default; `segment_BT` is the
-  index of each token's text if rows contain several, see `attention.attend`.
+  before it and needs no mask. Positions are columns by default. If rows contain
+  several texts, `segment_BT` is the text index of each token (`attention.attend`).
   """
   if position_BT is None:
     position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)

@@ -1,11 +1,11 @@
 """Computes token statistics and their gradients on one device, tile by tile.
 
-A tile is a chunk of columns times a block of the vocabulary. It is reduced to a few
-numbers per token and dropped, and computed again in the backward pass.
+A tile is the logits of a chunk of columns over a block of the vocabulary. It is reduced
+to a few numbers per token, dropped, and recomputed in the backward pass.
 
-The head's gradient is summed in float32 whatever its dtype: a bfloat16 sum over 128
-chunks is off by 1.3 %. Under a mesh (`sharded`) the head is gathered over fsdp before
-the tiles and its gradient is scattered after them; no tile waits for another device.
+The head's gradient is always summed in float32: a bfloat16 sum over 128 chunks is off
+by 1.3 %. Under a mesh (`sharded`) the head is gathered over fsdp before the tiles, and
+its gradient is scattered after them; no tile waits for another device.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from jax import Array
 
 
 def _gather(head_VD: Array, dtype: jax.typing.DTypeLike, sharded: bool) -> Array:
-  """Returns the head that this device multiplies by: its share of V, all of D."""
+  """Gathers the part of the head that this device needs: a share of V, all of D."""
   if not sharded or jax.lax.axis_size('fsdp') == 1:
     return head_VD  # cast where it is used
   return jax.lax.all_gather(head_VD.astype(dtype), 'fsdp', axis=1, tiled=True)
@@ -28,7 +28,7 @@ def _first(head_VD: Array, sharded: bool) -> int | Array:
 
 
 def num_blocks(V: int, block: int) -> int:
-  """Returns the number of equal parts of at most `block` rows of V; 1 if none fits."""
+  """Returns the least n with V / n an integer of at most `block`, else 1."""
   least = -(-V // block)
   return next((n for n in range(least, 8 * least) if V % n == 0), 1)
 
@@ -43,8 +43,8 @@ def _block_of(
   """Returns block i of the head's rows, in the dtype of its products.
 
   Before the cast the block is multiplied by 1.0 behind an optimization barrier.
-  Without the product XLA moves the cast out of the loops and copies the whole float32
-  head, 1 GiB for the 7B model.
+  Without the product XLA would move the cast out of the loops and copy the whole
+  float32 head, 1 GiB for the 7B model.
   """
   head_vD = _cut(head_VD, i, size, 0)
   if head_vD.dtype == dtype:
@@ -70,12 +70,12 @@ def forward(
   sizes: tuple[int, int],
   sharded: bool,
 ) -> tuple[Array, ...]:
-  """Computes `types.TokenStats` and lse_BT, the logarithm of the softmax's divisor.
+  """Computes `types.TokenStats` and lse_BT, the log-sum-exp of the logits.
 
   Args:
-    columns: i32, number of leading columns to score; a chunk beyond them gives 0.
-    sizes: (columns, most rows of the head) of a tile; the columns divide T.
-    sharded: the arrays are shards of one device, within `jax.shard_map`.
+    columns: i32, number of leading columns to score; later chunks give 0.
+    sizes: (columns, maximum head rows) of a tile; the columns divide T.
+    sharded: whether the arrays are one device's shards, within `jax.shard_map`.
   """
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
   chunk, blocks = sizes[0], num_blocks(head_VD.shape[0], sizes[1])
@@ -111,7 +111,7 @@ def forward(
 
 
 def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
-  """Reduces a tile for `_combine`; at_Bt is the index in the tile to score."""
+  """Reduces a tile for `_combine`; at_Bt indexes the token to score in the tile."""
   peak_Bt = logits_Btv.max(-1)
   below_Btv = logits_Btv - peak_Bt[..., None]
   weight_Btv = jnp.exp(below_Btv)
@@ -129,12 +129,12 @@ def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
 
 
 def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
-  """Merges the blocks of this device and the shards of all devices to one softmax.
+  """Merges the blocks of this device and the shards of all devices into one softmax.
 
   All terms are relative to the maximum, so that no two large numbers are subtracted.
 
   Args:
-    tiles: arrays [blocks, B, T] of `_reduced`: the maximum of each block's logits; the
+    tiles: arrays [blocks, B, T] of `_reduced`: each block's largest logit, `peak`; the
       sums of exp(logit - peak) and of exp(logit - peak) * (logit - peak); the same sums
       of exp(logit - peak)^2; the logit of the token to score, -inf outside its block.
   """
@@ -159,7 +159,7 @@ def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
 
 
 class _Columns(NamedTuple):
-  """Arrays that the backward pass reads by chunks; d_x is the gradient by x."""
+  """Arrays that the backward pass reads by chunks; d_x is the gradient of the loss."""
 
   hidden_BTD: Array
   token_BT: Array
@@ -195,7 +195,7 @@ def _block_gradient(
   used: Array,
   trained: bool,
 ) -> tuple[Array, Array | None]:
-  """Returns (d_hidden_BTD plus the share of one block, d_head_vD), chunk by chunk.
+  """Returns (d_hidden_BTD plus the block's part, d_head_vD), chunk by chunk.
 
   `used` counts the chunks with a scored column; d_head_vD is None unless `trained`.
   """
@@ -234,15 +234,15 @@ def backward(
   sharded: bool,
   trained: bool = True,
 ) -> tuple[Array, Array | None]:
-  """Computes the gradients by hidden_BTD and head_VD, in their dtypes.
+  """Computes the gradients w.r.t. hidden_BTD and head_VD, in their dtypes.
 
   The outer loop runs over blocks of the vocabulary and the inner loop over chunks, so
   that the head's gradient of a block is summed in float32 and written once.
 
   Args:
-    columns, sizes, sharded: see `forward`; the gradient of other columns is 0.
-    d_logp_BT, d_entropy_BT: gradients by the outputs; None: the loss does not depend
-      on the output.
+    columns, sizes, sharded: see `forward`; the gradient of later columns is 0.
+    d_logp_BT, d_entropy_BT: gradients w.r.t. the outputs; None: the loss does not
+      depend on this output.
     trained: whether the head is trained; its gradient is None if it is frozen.
   """
   dtype = head_VD.dtype
@@ -267,13 +267,13 @@ def backward(
   zeros_BTD = jnp.zeros(hidden_BTD.shape, jnp.float32)
   d_hidden_BTD, d_head_bvD = jax.lax.scan(add_block, zeros_BTD, jnp.arange(blocks))
   d_hidden_BTD = d_hidden_BTD.astype(hidden_BTD.dtype)
-  # Every device has the share of its vocabulary; hidden states need the sum of shares.
+  # Each device has the part from its vocabulary; hidden states need the sum of parts.
   if sharded:
     d_hidden_BTD = jax.lax.psum(d_hidden_BTD, 'tensor')
   if d_head_bvD is None:
     return d_hidden_BTD, None
   d_head_VD = d_head_bvD.reshape(head_VD.shape)
-  if sharded:  # the reverse of `_gather`, and the sum over rows of other devices
+  if sharded:  # reverses `_gather` and sums over the rows of other devices
     d_head_VD = jax.lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
     d_head_VD = jax.lax.psum(d_head_VD, 'data')
   return d_hidden_BTD, d_head_VD.astype(dtype)

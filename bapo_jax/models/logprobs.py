@@ -1,6 +1,6 @@
 """Computes log-probability and entropy of given tokens without the [B, T, V] logits.
 
-Three floats per token come from the tiles of logprob_tiles.py, forward and backward.
+logprob_tiles.py reduces the logits to three floats per token, forward and backward.
 Under a mesh each device runs the tiles of its shard of rows and vocabulary.
 """
 
@@ -32,19 +32,19 @@ def token_stats(
   block: int = 4096,
   columns: Array | None = None,
 ) -> TokenStats:
-  """Scores token_BT, column t given hidden state t; float32, nats.
+  """Scores token_BT: hidden state t predicts the token in column t; float32, nats.
 
-  Log-probability and entropy have exact gradients by hidden states and head; the
-  entropy's gradient costs nothing unless it is differentiated. The covariance and the
+  Log-probability and entropy propagate exact gradients to hidden states and head. A
+  loss without the entropy does not pay for its gradient. The covariance and the
   temperature have no gradient.
 
   Args:
     hidden_BTD: final hidden states that predict the tokens (already shifted by one).
     temperature: divides the logits, as in sampling.
     chunk: columns of T projected at once; memory is B * chunk * block floats.
-    block: the most rows of the head projected at once.
-    columns: i32, number of leading columns that are scored; a chunk beyond them costs
-      nothing and gives 0. None: all columns.
+    block: maximum rows of the head projected at once.
+    columns: i32, number of leading columns to score; later chunks cost nothing and
+      give 0. None: all columns.
   """
   T = hidden_BTD.shape[1]
   chunk = min(chunk, T)
@@ -91,9 +91,9 @@ def packed_stats(
 ) -> TokenStats:
   """Scores the targets of packed rows, [R, T]; 0 in other cells.
 
-  Prompts need no head: on each device the cells with a target are sorted to the front,
-  and only they meet the vocabulary. `chunk` of them are projected at once; memory is
-  chunk * 4096 floats. `patch_XD` embeds the merged patches of cells.places.
+  Only cells with a target are projected to the vocabulary: each device sorts them to
+  the front and projects `chunk` cells at once, in chunk * 4096 floats of memory.
+  `patch_XD` are the embeddings of the merged patches that cells.places indexes.
   """
   if cells.places is None or patch_XD is None:
     text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT
@@ -154,7 +154,7 @@ _token_logprobs.defvjp(
 
 
 def _over_mesh(function: Callable[..., Any], sizes: tuple[int, int], *args: Any) -> Any:
-  """Runs a function on shards of the mesh, or on whole arrays without one."""
+  """Runs a function on shards of the mesh, or on whole arrays without a mesh."""
   mesh, (hidden_BTD, head_VD) = sharding.ambient(), args[:2]
   tiled = functools.partial(function, sizes=sizes)
   head = P('tensor', 'fsdp')
@@ -166,7 +166,7 @@ def _over_mesh(function: Callable[..., Any], sizes: tuple[int, int], *args: Any)
   rows = P(sharding.ROWS)
   return jax.shard_map(
     functools.partial(tiled, sharded=True),
-    # Arguments are rows, except the head, the temperature and the columns.
+    # All arguments but the head, the temperature and `columns` are split by rows.
     in_specs=(rows, head, rows, P(), P(), *[rows] * (len(args) - 5)),
     out_specs=rows if function is logprob_tiles.forward else (rows, head),
     check_vma=False,

@@ -52,8 +52,8 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
       if rank > limit:
         raise ValueError(
           f'lora.rank={rank} exceeds the rank of {path}, which has {math.prod(inner)} '
-          f'inputs and {math.prod(outer)} outputs; set it to 1 to {limit}, or change '
-          'lora.targets'
+          f'inputs and {math.prod(outer)} outputs; set a rank of 1 to {limit}, or '
+          'change lora.targets'
         )
       pairs[path] = ((shape[0], *inner, rank), (shape[0], rank, *outer))
   return pairs
@@ -66,10 +66,10 @@ def count(spec: ModelSpec, rank: int, targets: str) -> int:
 
 
 def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) -> Tree:
-  """Returns new adapters in float32, which add nothing yet because B is zero.
+  """Initialises adapters in float32; B is zero, so that they add nothing yet.
 
   A is uniform on +-1 / sqrt(inputs), as in peft (Kaiming's rule with a = sqrt 5); the
-  paper names a Gaussian without a variance.
+  paper uses a Gaussian of unstated variance.
   """
   flat = {}
   for i, (path, (a, b)) in enumerate(sorted(shapes(spec, rank, targets).items())):
@@ -100,9 +100,9 @@ def layer(w: Array | Adapted, i: int) -> Array:
 
 
 def merge(weights: Tree) -> Tree:
-  """Merges the weights of `attach` to plain arrays, adapted projections in float32."""
+  """Merges the weights of `attach` to plain arrays; adapted projections are float32."""
 
-  def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one layer more
+  def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one more layer
     if not isinstance(w, Adapted):
       return w
     return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])

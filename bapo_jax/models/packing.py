@@ -1,8 +1,8 @@
-"""Packs rows into bins of one shape, so that a pass computes little beyond its targets.
+"""Packs rows into bins of one shape, so that little of a pass is spent on padding.
 
-A text in a bin attends to itself only (`attention.attend`), at the positions of its
-row, so packing changes results only by the order of sums. The letters of a micro-batch
-are R bins of T cells; the batch has B rows of T tokens.
+A text attends only to itself within its bin (`attention.attend`) and keeps the
+positions of its row, so packing changes results only through the order of summation.
+Axes: a micro-batch has R bins of T cells; the batch has B rows of T tokens.
 """
 
 import math
@@ -16,15 +16,15 @@ from jaxtyping import Bool, Int32
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
 
-# The largest share of attention in the products of a layer, in a bin of several rows.
+# Attention's largest share of a layer's products in a bin of several rows.
 ATTENTION = 0.02
 
 
 class Shape(NamedTuple):
-  """The bins that any batch can need; fixed, so that one program is compiled."""
+  """Bins that suffice for any batch; fixed, so that only one program is compiled."""
 
-  micro_batches: int  # the largest number that a batch can need
-  bins: int  # R of a micro-batch
+  micro_batches: int  # the maximum for any batch
+  bins: int  # per micro-batch, R
   width: int  # cells of a bin
 
 
@@ -52,8 +52,8 @@ class Packed(NamedTuple):
   shape: Shape
   bin_B: Int32[Array, ' B']  # bin of each row; -1: the row is not computed
   start_B: Int32[Array, ' B']  # the row's first cell in its bin
-  length_B: Int32[Array, ' B']  # the row's cells: the tokens before its last target
-  used: Int32[Array, '']  # micro-batches with rows, which come first
+  length_B: Int32[Array, ' B']  # cells of the row: the tokens before its last target
+  used: Int32[Array, '']  # number of micro-batches with rows; they come first
   places: Places | None = None  # of all tokens; None: prompts have no pictures
 
   def mine(self, n: Array | int) -> Array:
@@ -98,7 +98,7 @@ class Packed(NamedTuple):
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
   def _cell_BT(self) -> Array:
-    """Returns each token's cell among all bins; the number of cells if it has none."""
+    """Returns each token's cell over all bins; the number of cells for no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
     cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
@@ -108,9 +108,9 @@ class Packed(NamedTuple):
 def widest(spec: ModelSpec) -> int:
   """Returns the widest bin whose attention costs little beside the other products.
 
-  A wide bin wastes fewer cells: rows of 60 % of T do not share a bin of T cells but do
-  share a bin of 5 T. Its attention costs 5 times as much, most of it between tokens of
-  different rows.
+  Wide bins waste fewer cells: only one row of 0.6 T tokens fits into T cells, but eight
+  such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
+  between tokens of different rows.
   """
   D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
   weights = 2 * D * (H + K) * C + 3 * D * spec.ffn
@@ -128,16 +128,16 @@ def shape_of(
 ) -> Shape:
   """Returns the bins for `rows` rows of `length` tokens, all of them targets.
 
-  A bin of n lengths takes n rows of any length, so that ceil(rows / n) bins suffice.
+  Any n rows fit into a bin of n * length cells, so ceil(rows / n) bins suffice.
 
   Args:
-    micro_batches: reduced if a device would have no row.
+    micro_batches: desired number, reduced if a device would have no row.
     shards: devices that share the bins of a micro-batch.
-    width: the most cells of a bin of several rows; see `widest`.
-    packed: False: one bin per row.
+    width: maximum cells of a bin of several rows; see `widest`.
+    packed: whether a bin may contain several rows.
   """
   micro_batches = min(micro_batches, -(-rows // shards))
-  # At most as many rows per bin as leave a bin to every device and micro-batch.
+  # Limit the rows per bin, so that every device has a bin in every micro-batch.
   fair = -(-rows // (shards * micro_batches))
   per_bin = max(1, min(width // length, fair)) if packed else 1
   bins = -(-rows // (per_bin * micro_batches))
@@ -154,8 +154,8 @@ def pack(
 ) -> Packed:
   """Packs the rows that have a target by first fit decreasing; see `shape_of`.
 
-  The targets wanted_BT are False in column 0. Unless `packed`, row i fills bin i, and
-  all tokens are targets.
+  wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
+  bin i, and all tokens after column 0 are targets.
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()
@@ -173,7 +173,7 @@ def pack(
   def place(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     free_K, bin_B, start_B = state
     row = order_B[i]
-    # argmax of booleans: the first bin with room. `shape_of` guarantees that one has.
+    # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
     k = jnp.argmax(free_K >= length_B[row]).astype(jnp.int32)
     start_B = start_B.at[row].set(shape.width - free_K[k])
     return free_K.at[k].add(-length_B[row]), bin_B.at[row].set(k), start_B
@@ -181,7 +181,7 @@ def pack(
   none_B = jnp.full(B, -1, jnp.int32)
   state = free_K, none_B, none_B
   free_K, bin_B, start_B = jax.lax.fori_loop(0, B, place, state)
-  # Rows without a target have length 0 and were placed; they are not computed.
+  # Rows without a target were placed with length 0, but are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)
   return Packed(tokens_BT, wanted_BT, shape, bin_B, start_B, length_B, used)

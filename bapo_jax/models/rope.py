@@ -1,9 +1,9 @@
 """Computes rotary frequencies from theta and a scaling rule, on the host.
 
 Every rule starts from f_i = theta^(-2i/C), in radians per token, for pair i of C/2. It
-divides some frequencies by a factor, so that angles at far positions stay in the range
-of the training; yarn also multiplies sine and cosine by a factor. Rules and their knobs
-have the names of a Hugging Face config (`rope_type`).
+divides some frequencies by a factor, so that angles at distant positions stay in the
+range of training; yarn also multiplies sine and cosine by a factor. Rules and knobs are
+named as in Hugging Face configs (`rope_type`).
 """
 
 import functools
@@ -34,9 +34,9 @@ def llama3(
   high_freq_factor: float,
   original_max_position_embeddings: float,
 ) -> Scaled:
-  """Divides low frequencies by `factor`, with a ramp up to high frequencies (Llama 3).
+  """Divides low frequencies by `factor`, blending to unchanged high frequencies.
 
-  `low_freq_factor` and `high_freq_factor` are turns within the original context.
+  The blend ranges from low_freq_factor to high_freq_factor turns per original context.
   """
   turns = original_max_position_embeddings * frequency / (2 * math.pi)
   unscaled = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
@@ -56,7 +56,7 @@ def yarn(
   mscale_all_dim: float | None = None,
   truncate: bool = True,
 ) -> Scaled:
-  """Divides low frequencies with a ramp in the index, and sharpens attention (YaRN).
+  """Divides low frequencies, blending by pair index, and sharpens attention (YaRN).
 
   Pairs with more than `beta_fast` turns within the original context stay unchanged;
   pairs with fewer than `beta_slow` turns are divided by `factor` (Peng et al., 2023).
@@ -71,7 +71,7 @@ def yarn(
     first, last = math.floor(first), math.ceil(last)
   # As in the published models, the upper limit counts channels, not pairs.
   first, last = max(first, 0), min(last, 2 * len(frequency) - 1)
-  # If one pair is both limits, the ramp becomes a jump.
+  # If both limits are the same pair, the ramp becomes a jump.
   scaled = (np.arange(len(frequency)) - first) / ((last - first) or 1e-3)
   if attention_factor is None:
     attention_factor = _temperature(factor, 1)
@@ -108,11 +108,11 @@ def table(
     ValueError: the rule or a knob is unknown, missing or of the wrong type.
   """
   if rule not in RULES:
-    raise ValueError(f'rope_type={rule!r} is not supported, only {sorted(RULES)}')
+    raise ValueError(f'rope_type={rule!r} is not supported; use one of {sorted(RULES)}')
   half = head_width // 2
   frequency = float(theta) ** (-np.arange(half) / half)
   try:
     frequency, factor = RULES[rule](frequency, theta, **dict(knobs))
   except TypeError as error:  # names the keyword
-    raise ValueError(f'rope_type={rule!r}: {error}') from None
+    raise ValueError(f'rope_type={rule!r}: {error}; correct config.json') from None
   return frequency.astype(np.float32), float(factor)

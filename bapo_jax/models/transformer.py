@@ -2,7 +2,7 @@
 
 `describe(spec)` lists every parameter once: path -> shape and initialiser. Shapes,
 initial values and shardings derive from it. Layers are stacked on a leading axis L.
-layers.py runs whole rows through them, decoder.py one token per slot.
+layers.py runs whole rows through the layers, decoder.py one token per slot.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class ModelSpec:
   qkv_bias: bool = True  # Qwen2
   o_bias: bool = False  # Llama and Qwen3 with attention_bias
   qk_norm: bool = False  # Qwen3
-  dtype: str = _D.dtype  # of the parameters; norms are float32 in any case
+  dtype: str = _D.dtype  # of the parameters; norms are always float32
   compute: str = _D.compute  # of the matrix products
-  attention: str = _D.attention  # a kind of attention.py
+  attention: str = _D.attention  # see attention.resolve
   vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
 
   @property
   def image_token(self) -> int | None:
-    """The token that stands for a merged patch; None: the model is text-only."""
+    """Returns the token that stands for a merged patch; None for a text-only model."""
     return self.vision.image_token if self.vision else None
 
 
@@ -103,12 +103,12 @@ def abstract(spec: ModelSpec) -> Tree:
 
 
 def unflatten(flat: dict[str, Any]) -> Tree:
-  """Converts a dict from path to array to a tree."""
+  """Converts a dict of path -> array to a tree."""
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-  """Converts a tree to a dict from path to array."""
+  """Converts a tree to a dict of path -> array."""
   return traverse_util.flatten_dict(tree, sep='/')
 
 
@@ -133,8 +133,8 @@ def count(spec: ModelSpec, below: str = '') -> int:
 def cast(params: Tree, dtype: str) -> Tree:
   """Casts the parameters to a dtype; norms stay float32.
 
-  Products read weights in `spec.compute`. Weights cast to it beforehand give the same
-  results, bit for bit, and a decoder then reads half as many bytes.
+  Products cast weights to `spec.compute`. Casting beforehand gives the same results,
+  bit for bit, and a decoder then reads half as many bytes.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x.astype(
@@ -145,5 +145,5 @@ def cast(params: Tree, dtype: str) -> Tree:
 
 
 def head(params: Tree) -> Array:
-  """Returns the output projection [V, D]; the embedding if the two are tied."""
+  """Returns the output projection [V, D]; the embedding if the weights are tied."""
   return params.get('head', params['embed'])

@@ -1,22 +1,22 @@
-"""The bound search: the loop as published, the loop under jit, and ours.
+"""Times the bound search: the loop as published, the loop under jit, and ours.
 
   python -m benchmarks.algorithms.clip_search [--repeat=10] [--rows=1]
       [--shapes=64x57,64x4096,256x8192]
 
-Per shape [B, T] of a minibatch, medians in milliseconds of one run:
+Reports the median milliseconds of a run for each minibatch shape [B, T]:
 
-  host_loop         Algorithm 1 as it is published: one share at a time, operation by
-                    operation, each read by the host before it computes the next
-  host_loop_jitted  the same with each share one compiled program
-  linear_scan       the same loop inside jit, no host
+  host_loop         Algorithm 1 as published: one share at a time, without jit; the host
+                    reads each share before the next
+  host_loop_jitted  like host_loop, with one compiled program per share
+  linear_scan       the same loop inside jit, without the host
   ours              bisection over the index of the path, inside jit, on the
                     weights that the loss's derivative gives
-  loss              loss and gradient by the log-probabilities, bounds given, no search
+  loss              loss and gradient w.r.t. log-probabilities, given the bounds
   train_step        one update of the embedded default's policy, search included
 
-All searches find the same bounds; the benchmark fails if they do not. For the long
-shapes a train step is measured on --rows rows, a micro-batch each, and multiplied up (a
-micro-batch takes the same time however many there are); `train_rows` is their number.
+The benchmark fails unless all searches find the same bounds. For long shapes, a train
+step is measured on --rows rows (`train_rows`), one per micro-batch, and scaled to all
+rows, because the time per micro-batch is constant.
 Prints a table and, as the last line, one JSON object.
 """
 
@@ -57,7 +57,7 @@ balanced = functools.partial(
 
 
 def minibatch(B: int, T: int) -> tuple[Array, Batch]:
-  """(logp_BT, batch) of stale data whose search goes far down its path."""
+  """Returns (logp_BT, batch) of stale data whose search needs many steps."""
   rng = np.random.default_rng(0)
   old_BT = -rng.exponential(0.5, (B, T)).astype(np.float32)
   logp_BT = old_BT + rng.normal(0, 0.5, (B, T)).astype(np.float32)
@@ -72,7 +72,7 @@ def minibatch(B: int, T: int) -> tuple[Array, Batch]:
 
 
 def path(index: int) -> tuple[float, float]:
-  """(low, high) after so many steps: the upper bound first."""
+  """Returns (low, high) after `index` steps; the upper bound moves first."""
   up = min(index, len(HIGHS) - 1)
   return float(LOWS[index - up]), float(HIGHS[up])
 
@@ -80,7 +80,7 @@ def path(index: int) -> tuple[float, float]:
 def meets(
   ratio_BT: Array, batch: Batch, low: Array | float, high: Array | float
 ) -> Array:
-  """Whether these bounds meet the target."""
+  """Returns whether these bounds meet the target."""
   parts = bound_search.contributions(ratio_BT, batch, BalancedClip())
   P, N = bound_search.sums(ratio_BT, *parts, low, high, 'gradient')
   return bound_search.reaches(P, N, TARGET)
@@ -89,7 +89,7 @@ def meets(
 def host_loop(
   ratio_BT: Array, batch: Batch, meets: Callable[..., Array] = meets
 ) -> int:
-  """Steps of Algorithm 1, the host waiting for every share."""
+  """Counts the steps of Algorithm 1; the host waits for every share."""
   index = 0
   while index < LAST and not bool(meets(ratio_BT, batch, *path(index))):
     index += 1
@@ -101,7 +101,7 @@ host_loop_jitted = functools.partial(host_loop, meets=jax.jit(meets))
 
 @jax.jit
 def linear_scan(ratio_BT: Array, batch: Batch) -> Array:
-  """Steps of Algorithm 1 without the host."""
+  """Counts the steps of Algorithm 1 without the host."""
   points = map(path, range(LAST + 1))
   lows, highs = (jnp.asarray(x) for x in zip(*points, strict=True))
 
@@ -113,7 +113,7 @@ def linear_scan(ratio_BT: Array, batch: Batch) -> Array:
 
 @jax.jit
 def ours(logp_BT: Array, batch: Batch) -> Array:
-  """Steps found by bisection, on weights that the loss gives."""
+  """Counts the steps by bisection, with the weights of the loss."""
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
   weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
   return balanced(loss.ratio(logp_BT, batch), batch, weigh).search_steps
@@ -121,7 +121,7 @@ def ours(logp_BT: Array, batch: Batch) -> Array:
 
 @jax.jit
 def loss_alone(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
-  """Loss and gradient by the log-probabilities, bounds given."""
+  """Computes loss and gradient w.r.t. the log-probabilities, given the bounds."""
   bounds = clip.fixed(logp_BT, batch, lambda bounds: logp_BT)
 
   def total(logp_BT: Array) -> Array:
@@ -132,7 +132,7 @@ def loss_alone(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
 
 
 def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
-  """Median over `repeat` calls, after one that compiles."""
+  """Returns the median of `repeat` calls, after a call that compiles."""
   jax.block_until_ready(function(*args))
   taken = []
   for _ in range(repeat):
@@ -143,7 +143,7 @@ def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
 
 
 def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
-  """One update of the embedded policy on `rows` rows, a micro-batch each if few."""
+  """Times one update of the embedded policy on `rows` rows."""
   config = Config()
   sizes = {name: getattr(config.model, name) for name in SIZES}
   spec = transformer.ModelSpec(vocab=40, **sizes)
@@ -163,14 +163,14 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
 
 
 def measure(B: int, T: int, repeat: int, rows: int) -> dict[str, float]:
-  """The figures of one shape."""
+  """Measures one shape."""
   logp_BT, batch = minibatch(B, T)
   ratio_BT = loss.ratio(logp_BT, batch)
   steps = host_loop(ratio_BT, batch)
   found = [int(f(ratio_BT, batch)) for f in (host_loop_jitted, linear_scan)]
   found.append(int(ours(logp_BT, batch)))
   if found != [steps] * 3:
-    raise SystemExit(f'[{B}, {T}]: the loop makes {steps} steps, the others {found}')
+    raise SystemExit(f'[{B}, {T}]: the loop makes {steps} steps, not {found}')
   some = B if T < 1024 else rows
   step_ms = train_step_ms(batch, some, repeat if some == B else 3) * B / some
   figures = {

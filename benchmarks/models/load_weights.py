@@ -1,4 +1,4 @@
-"""Host memory of loading: at most the parameters + 1.25 x the largest tensor?
+"""Checks the host memory of loading: the parameters + 1.25 x the largest tensor.
 
   python -m benchmarks.models.load_weights [--gb=1] [--devices=1]
 
@@ -7,7 +7,7 @@ in bfloat16, loads each in a fresh process (on the CPU, where device buffers are
 memory) and measures the peak resident size above that after the imports. Prints a table
 and, as the last line, one JSON object. The largest tensor is the largest single tensor
 of the files, in bytes as loaded: one layer of a stacked parameter, or the embedding.
-There is no peer to compare with; the figures are compared with the bound.
+The figures are compared with this bound, because there is no peer.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CASES = (  # dtype in the file, dtype of the parameters
 
 
 def spec_of(parameters: int) -> ModelSpec:
-  """A Qwen2 of at least so many parameters, in published proportions."""
+  """Returns a Qwen2 with at least this number of parameters."""
   specs = (
     ModelSpec(
       vocab=32000,
@@ -52,7 +52,7 @@ def spec_of(parameters: int) -> ModelSpec:
 
 
 def write(path: str, spec: ModelSpec, kind: str) -> None:
-  """Random tensors in two files of about one size, with config.json and index."""
+  """Writes random tensors to two files of similar size, with config.json and index."""
   rng = np.random.default_rng(0)
   dtype = {'float32': np.float32, 'bfloat16': bfloat16}[kind]
   shapes = hf_weights.stored(spec)
@@ -87,7 +87,7 @@ print(rss() - before, time.perf_counter() - began)
 
 
 def measure(path: str, dtype: str, devices: int) -> tuple[int, float]:
-  """(bytes of peak resident size above that after the imports, seconds)."""
+  """Returns (growth of the peak resident size since the imports in bytes, seconds)."""
   flag = f'--xla_force_host_platform_device_count={devices}'
   run = subprocess.run(
     [sys.executable, '-c', LOAD, path, dtype],
@@ -103,7 +103,7 @@ def measure(path: str, dtype: str, devices: int) -> tuple[int, float]:
 def row(
   path: str, spec: ModelSpec, stored_as: str, dtype: str, devices: int
 ) -> dict[str, str | float]:
-  """The figures of one case."""
+  """Measures one case."""
   size = {'float32': 4, 'bfloat16': 2}[dtype]
   peak, seconds = measure(path, dtype, devices)
   parameters = size * transformer.count(spec)

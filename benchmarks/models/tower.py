@@ -1,13 +1,13 @@
-r"""The vision tower of Qwen2.5-VL, forward, beside that of transformers in torch.
+r"""Times the forward pass of Qwen2.5-VL's vision tower, ours and transformers'.
 
   python -m benchmarks.models.tower
   python -m benchmarks.models.tower --tower=published --layers=8 --pictures=8
 
-Both have the same random weights, float32, and the same pictures of noise. Each runs
-all pictures in calls of `--batches` pictures and is given its best batch; torch its
-best attention, too. The embeddings of both are compared. Needs torch
-(requirements-parity.txt). A table, and a JSON line last; about five minutes on two
-cores.
+Both towers have the same random float32 weights and the same pictures of noise. Each
+processes all pictures in calls of `--batches` pictures; the best batch counts, and for
+torch the best attention. The embeddings are compared. Needs torch
+(requirements-parity.txt). Prints a table and, as the last line, one JSON object. Takes
+about five minutes on two cores.
 """
 
 import argparse
@@ -43,13 +43,13 @@ TOWERS = {
   'small': (384, 8, 6, 1024, (3, 7)),
   'published': (1280, 32, 16, 3420, (7, 15, 23, 31)),
 }
-OUT = 512  # width of the language model, of which there are no layers to speak of
+OUT = 512  # width of the language model, which has next to no layers
 ATTENTION = ('sdpa', 'eager')
 Run = Callable[[int], np.ndarray]  # pictures of a call -> embeddings of all pictures
 
 
 def spec_of(name: str) -> ModelSpec:
-  """A model with this tower, and next to no language model."""
+  """Returns a model with this tower and a minimal language model."""
   width, layers, heads, ffn, full = TOWERS[name]
   v = VisionSpec(
     width=width,
@@ -74,7 +74,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def ours(params: Tree, spec: ModelSpec, pixels_NZE: np.ndarray, grid: Any) -> Run:
-  """Our tower, each picture a row."""
+  """Returns a runner of our tower, one picture per row."""
   v = tower.vision_of(spec)
   run = jax.jit(
     functools.partial(
@@ -99,7 +99,7 @@ def ours(params: Tree, spec: ModelSpec, pixels_NZE: np.ndarray, grid: Any) -> Ru
 def theirs(
   params: Tree, spec: ModelSpec, pixels_NZE: np.ndarray, grid: Any, kind: str
 ) -> Run:
-  """The tower of transformers, the pictures of a call one after the other."""
+  """Returns a runner of transformers' tower on concatenated pictures."""
   import torch
 
   v = tower.vision_of(spec)
@@ -135,7 +135,7 @@ def theirs(
 
 
 def seconds(run: Callable[[], Any], times: int) -> float:
-  """The median wall time of a call, a first one left out."""
+  """Returns the median wall time of a call, after a first call."""
   run()
   took = []
   for _ in range(times):

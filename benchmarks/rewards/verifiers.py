@@ -1,4 +1,4 @@
-"""Answers per second of each verifier.
+"""Measures the answers per second of each verifier.
 
   python -m benchmarks.rewards.verifiers [--count=20000] [--characters=2000]
       [--workers=2]
@@ -31,7 +31,7 @@ ANSWERS = {  # verifier -> answer, right, wrong; N is counted up, M is 2 N
 
 
 def responses(right: str, wrong: str, count: int, characters: int) -> list[str]:
-  """Worked text, then the answer on a line of its own."""
+  """Returns responses: worked text, then the answer on a separate line."""
   work = (WORK * (characters // len(WORK) + 1))[:characters]
   answers = [wrong if i % 2 else right for i in range(count)]
   return [
@@ -41,14 +41,14 @@ def responses(right: str, wrong: str, count: int, characters: int) -> list[str]:
 
 
 def rate(verifier: Verifier, answer: str, texts: list[str]) -> float:
-  """Answers per second; exits unless every other verdict is right."""
+  """Returns answers per second; exits if a verdict is wrong."""
   best = float('inf')
   for _ in range(3):
     began = time.perf_counter()
     found = verifier.submit([answer] * len(texts), texts).result()
     best = min(best, time.perf_counter() - began)
     if [verdict.right for verdict in found] != [i % 2 == 0 for i in range(len(texts))]:
-      raise SystemExit(f'{answer!r}: a verdict is not what it should be')
+      raise SystemExit(f'{answer!r}: a verdict is wrong')
   return len(texts) / best
 
 

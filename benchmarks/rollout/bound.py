@@ -1,4 +1,4 @@
-"""What a decode step must at least take on this machine, and what it takes.
+"""Compares a decode step with its lower bound on this machine.
 
 1. `step_seconds` times `decode.run` at half of a row's length;
 2. `share` sets the step beside the larger of products / GEMM rate and bytes / copy
@@ -28,7 +28,7 @@ def step_seconds(
   """(seconds of one token in each of `slots` slots, bytes of the cache).
 
   Args:
-    length: columns of a row; every slot stands in the middle.
+    length: columns of a row; every slot is at its middle.
     n: tokens of the dispatch.
   """
   s = decode.empty(spec, slots, length)
@@ -55,7 +55,7 @@ def step_seconds(
 def share(
   actor: Tree, spec: ModelSpec, slots: int, length: int, *, greedy: bool
 ) -> dict[str, float]:
-  """The step, its lower bound and the machine's rates, by name."""
+  """Returns the step, its lower bound and the machine's rates, by name."""
   gemm, copy = machine.gemm_rate(spec.compute), machine.copy_rate()
   took, cache = step_seconds(actor, spec, slots, length, greedy=greedy)
   cost = roofline.decode(spec, ALONE, slots, length, cache)

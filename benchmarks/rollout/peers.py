@@ -1,4 +1,4 @@
-"""Other samplers with the same weights: transformers' generate and google-tunix's.
+"""Runs other samplers with the same weights: transformers' generate and Tunix's.
 
 Each is a function (prompts, lengths, batch) -> seconds: a batch at a time, stopped at
 the longest of the batch, since none of the two fills a slot again. No end token stops a
@@ -28,11 +28,11 @@ Peer = Callable[[Prompts, np.ndarray, int], float]
 
 
 def in_torch(params: Tree, spec: ModelSpec, group: int, greedy: bool) -> Peer:
-  """The weights in transformers, float32.
+  """Returns transformers' sampler with these weights, in float32.
 
   Args:
     group: responses per prompt.
-    greedy: the likeliest token; else one drawn from the softmax.
+    greedy: whether to take the likeliest token instead of sampling.
   """
   import torch
   import transformers
@@ -66,7 +66,7 @@ def in_torch(params: Tree, spec: ModelSpec, group: int, greedy: bool) -> Peer:
 
 
 def missing_tunix(spec: ModelSpec) -> str:
-  """Why Tunix's sampler cannot run this model here, or ''."""
+  """Returns why Tunix's sampler cannot run this model here, or ''."""
   if importlib.util.find_spec('tunix') is None:
     return 'google-tunix is not installed: requirements-peers.txt, and its PYTHONPATH'
   plain = dataclasses.replace(spec, qkv_bias=False, o_bias=False, qk_norm=False)
@@ -76,7 +76,7 @@ def missing_tunix(spec: ModelSpec) -> str:
 
 
 def in_tunix(params: Tree, spec: ModelSpec, group: int, longest: int) -> Peer:
-  """The weights in Tunix's sampler, greedy, float32.
+  """Returns Tunix's greedy sampler with these weights, in float32.
 
   Args:
     group: responses per prompt.
@@ -116,7 +116,7 @@ def in_tunix(params: Tree, spec: ModelSpec, group: int, longest: int) -> Peer:
 
 
 def _llama(nnx: Any, params: Tree, spec: ModelSpec) -> Any:
-  """Tunix's Llama with these weights."""
+  """Returns Tunix's Llama with these weights."""
   model = importlib.import_module('tunix.models.llama3.model')
   net = model.Llama3(
     model.ModelConfig(
@@ -147,28 +147,28 @@ def _llama(nnx: Any, params: Tree, spec: ModelSpec) -> Any:
 
 
 class _Given:
-  """A tokenizer whose texts are numbers of rows that are tokens already."""
+  """A tokenizer whose texts are indices of tokenized rows."""
 
   def __init__(self, rows: list[list[int]]):
     self.rows = rows
 
   def encode(self, text: str) -> list[int]:
-    """The row of this number."""
+    """Returns the row with this index."""
     return self.rows[int(text)]
 
   def decode(self, ids: list[int]) -> str:
-    """Nothing: texts are not compared."""
+    """Returns '', because texts are not compared."""
     del ids
     return ''
 
   def bos_id(self) -> int:
-    """0: none is put before a prompt."""
+    """Returns 0: prompts get no such token."""
     return 0
 
   def eos_id(self) -> int:
-    """A token that is never drawn."""
+    """Returns a token that is never sampled."""
     return -1
 
   def pad_id(self) -> int:
-    """A token that no prompt has."""
+    """Returns a token that no prompt contains."""
     return 0

@@ -1,23 +1,23 @@
-"""Useful tokens per second: this sampler, a static batch, transformers' generate.
+"""Compares useful tokens/s of this sampler, a static batch and transformers' generate.
 
   python -m benchmarks.rollout.sampler [--batch=32,64] [--rounds=1] [--device]
   PYTHONPATH=PEERS python -m benchmarks.rollout.sampler --model=DIR --batch=32
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
 float32, prompts of 64 tokens, G = 8 responses to each. The lengths of responses are
-drawn beforehand, geometric, on average a quarter of the longest (256), equal for all:
+drawn beforehand, geometric with a mean of a quarter of the longest (256), and equal for
+all samplers:
 
-- ours: `batch` slots, admitted to as responses end;
-- static: the same functions, a batch at a time, the next when the longest has ended;
-- transformers: `generate` on torch with the same weights and its cache, a batch at a
-  time, stopped at the longest of the batch.
+- ours: `batch` slots, refilled as responses end;
+- static: the same functions, one batch at a time until its longest response ends;
+- transformers: `generate` on torch with the same weights and its cache, one batch
+  at a time until its longest response ends.
 
-Only tokens up to a response's own length count. `waves` batches of responses are made
-one way after the other in one process, `rounds` times; medians. `outside_run_fraction`
-is the share of our wall time in which no `run` was executed, from a pass of its own in
-which every call is waited for. With --device a model shaped like Qwen2.5-1.5B is
-decoded in bfloat16 at batch 64, and the bytes per second that it must read are set
-beside those that a copy moves on the same card.
+Only tokens up to a response's own length count. The samplers take turns to
+generate `waves` batches in one process, `rounds` times; figures are medians.
+`outside_run_fraction` is the share of our wall time outside `run`, from a separate pass
+that waits for every call. With --device a model shaped like Qwen2.5-1.5B is decoded in
+bfloat16 at batch 64, and its read rate is compared with the rate of a copy.
 
 With --model, real weights in float32, greedy: static lengths (64 tokens each) and those
 above, beside transformers and google-tunix's sampler (where PYTHONPATH has it), and one
@@ -61,7 +61,7 @@ LARGE = transformer.ModelSpec(
   compute='bfloat16',
 )
 PROMPT, NEW, GROUP = 64, 256, 8
-END = 0  # one token in 32 000: lengths are given
+END = 0  # rarely sampled, one token in 32 000, because lengths are given
 COUNTS = {'rounds': 1, 'waves': 4}
 KNOBS = {
   'prefill_batch_size': 8,
@@ -72,14 +72,14 @@ KNOBS = {
 
 
 def lengths(rows: int, seed: int) -> np.ndarray:
-  """Tokens of each response: geometric, mean NEW / 4 after the cut at NEW."""
+  """Draws the tokens per response: geometric, cut at NEW, with a mean of NEW / 4."""
   rng = np.random.default_rng(seed)
-  # A cut at four means takes 2 % of the mean: drawn a little longer.
+  # The cut at four means lowers the mean by 2 %, so the mean is drawn a little higher.
   return np.minimum(rng.geometric(1 / (NEW / 4 * 1.02), rows), NEW).astype(np.int32)
 
 
 def prompts_of(prompts: int, spec: transformer.ModelSpec) -> Prompts:
-  """Random prompts of PROMPT tokens."""
+  """Draws random prompts of PROMPT tokens."""
   tokens_PT = np.random.default_rng(1).integers(1, spec.vocab, (prompts, PROMPT))
   length_P = np.full(prompts, PROMPT, np.int32)
   return Prompts(
@@ -102,7 +102,7 @@ class TimedEngine(RolloutEngine):
     version: int,
     live: int,
   ) -> tuple[decode.Slots, jax.Array]:
-    """As the engine's; adds to `seconds`."""
+    """Runs the engine's method and adds its time to `seconds`."""
     jax.block_until_ready((params, slots))
     begun = time.perf_counter()
     out = super().run(params, slots, key, n, version, live)
@@ -123,7 +123,7 @@ def sample(
   static: bool = False,
   timed: bool = False,
 ) -> tuple[float, float, int]:
-  """(seconds, share of them outside `run`, tokens) of all responses."""
+  """Samples all responses; returns (seconds, share outside `run`, tokens)."""
   G, P = GROUP, len(prompts.id_P)
   share = slots // G if static else P
   key, tokens = jax.random.key(0), 0
@@ -159,7 +159,7 @@ def sample(
 
 
 def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
-  """All three, side by side: measure -> batch -> median."""
+  """Compares the three samplers; returns measure -> batch -> median."""
   params = transformer.init(SMALL, jax.random.key(0))
   actor = decoder.actor(params, SMALL)
   theirs = None if args.alone else peers.in_torch(params, SMALL, GROUP, greedy=False)
@@ -204,7 +204,7 @@ def small(args: argparse.Namespace) -> dict[str, dict[int, float]]:
 def peers_of(
   args: argparse.Namespace, params: Tree, spec: transformer.ModelSpec
 ) -> dict[str, peers.Peer]:
-  """The other samplers that are here; says why one is not."""
+  """Returns the other installed samplers; prints why a sampler is missing."""
   if args.alone:
     return {}
   found = {'transformers_tps': peers.in_torch(params, spec, GROUP, greedy=True)}
@@ -216,7 +216,7 @@ def peers_of(
 
 
 def real(args: argparse.Namespace) -> dict[str, Any]:
-  """A model from a directory, greedy: model -> lengths -> tokens/s, and the step."""
+  """Samples greedily from --model; returns lengths -> tokens/s, and the step."""
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
   spec = hf_config.read_spec(args.model, 'float32')
   params = hf_weights.load(args.model, spec, mesh)

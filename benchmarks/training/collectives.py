@@ -1,4 +1,4 @@
-"""Milliseconds of one collective between the devices of a run, and how many it has.
+"""Times one collective between the devices of a run, and counts a run's collectives.
 
   MAIN=benchmarks.training.collectives launch/processes.sh 2 --devices=4 --restarts=0 \\
       [--length=100] [--times=10] [--count] [overrides]
@@ -43,7 +43,7 @@ def loop(mesh: Mesh, length: int, summed: bool) -> Callable[[Array], Array]:
 
     return jax.lax.fori_loop(0, length, once, x_n)
 
-  # A loop's carry is the same on every device, which its sums make it: no proof needed.
+  # Sums make the loop's carry equal on every device, so that no check is needed.
   mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
   return jax.jit(mapped)
 

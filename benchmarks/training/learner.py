@@ -1,17 +1,17 @@
-"""Useful tokens per second of the learner's update, rows packed and padded.
+"""Compares useful tokens/s of the learner's update with packed and with padded rows.
 
   python -m benchmarks.training.learner [--rows=32] [--length=256] [--rounds=3]
       [--cases=1:1,1:2,1:4,1:1-quarter,1:2-quarter,1:4-quarter]
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
-float32, AdamW, GRPO's loss. One update on `rows` rows in groups of 8, a quarter of each
-row its prompt; the longest row has `length` tokens, the mean row as much of that as the
-case says: 1:4 is a quarter. In those of a quarter only one in four groups has
-an advantage. A useful token is one of a response with an advantage.
+float32, AdamW, GRPO's loss. One update on `rows` rows in groups of 8, with a
+quarter of each row as its prompt. The longest row has `length` tokens; case 1:4 has a
+mean row of a quarter of `length`. In the -quarter cases only one in four groups has an
+advantage. Useful tokens are the tokens of responses with an advantage.
 
-The two take turns in one process, `rounds` times, with float32 products of 2048 cubed
-between them, since a machine is not as fast in one minute as in the next; medians, the
-first update of each left out. `fraction` is the rate of the FLOPs that the useful rows
+Both take turns in one process, `rounds` times, with float32 products of 2048 cubed in
+between, because the speed of a machine varies; figures are medians without the first
+update. `fraction` is the rate of the FLOPs that the useful rows
 need (see rates.py) beside that of the products. The last line is one JSON object.
 """
 
@@ -41,10 +41,10 @@ SIDES = {'padded': False, 'packed': True}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-  """The arguments.
+  """Parses the arguments.
 
   Raises:
-    SystemExit: one is unknown.
+    SystemExit: an argument is unknown.
   """
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   for name, value in {'rows': 32, 'length': 256, 'rounds': 3}.items():
@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def lengths(rows: int, longest: int, times: int) -> np.ndarray:
-  """i64 [rows], tokens of each row: the longest `longest`, the mean a `times`th of it.
+  """Returns the tokens of each row, i64 [rows]: maximum longest, mean longest / times.
 
   A power of an even spread: all equal for 1, about uniform for 2. Groups of GROUP rows,
   one after the other, have lengths alike.
@@ -67,12 +67,12 @@ def lengths(rows: int, longest: int, times: int) -> np.ndarray:
 
 
 def factor(case: str) -> int:
-  """Longest over mean row of a case: 2 of '1:2'."""
+  """Returns longest / mean row of a case: 2 for '1:2'."""
   return int(case.partition('-')[0].partition(':')[2])
 
 
 def example(rows: int, longest: int, case: str) -> Batch:
-  """A synthetic batch of a case, '1:2' or '1:2-quarter'."""
+  """Returns a synthetic batch of a case such as '1:2' or '1:2-quarter'."""
   length_B = lengths(rows, longest, factor(case))
   column_T = np.arange(longest)
   prompt_B = np.maximum(length_B // 4, 1)
@@ -109,7 +109,7 @@ def config_of(rows: int, longest: int, *, pack: bool) -> Config:
 
 
 def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
-  """A function that makes one update, waits for it and returns its seconds."""
+  """Returns a function that runs one update to its end and returns the seconds."""
   config = config_of(rows, longest, pack=pack)
   bound, schedule = rules.bind(config), Schedule(remat='dots')
   train_step = build.make_train_step(config, bound, SPEC, schedule)

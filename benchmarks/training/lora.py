@@ -1,4 +1,4 @@
-"""Peak memory and seconds per update of adapters, beside training all weights.
+"""Compares adapters with training all weights: peak memory and seconds per update.
 
   python -m benchmarks.training.lora [--model=DIR] [--data=sums.jsonl] [--rank=16]
       [--steps=2] [--rounds=1] [--workdir=DIR]
@@ -33,7 +33,7 @@ COLUMNS = ('before', 'peak', 'of full', 'steps', 'update_s', 'step_s')
 
 
 def ways(rank: int) -> dict[str, list[str]]:
-  """Overrides of each way."""
+  """Returns the overrides of each way."""
   adapters = f'--config.lora.rank={rank}'
   return {
     'full': [],
@@ -51,12 +51,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument('--steps', type=int, default=2)
   parser.add_argument('--rounds', type=int, default=1)
   parser.add_argument('--workdir', default='runs/lora')
-  parser.add_argument('--way', default='', help='measures this one in this process')
+  parser.add_argument('--way', default='', help='measures this way in this process')
   return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-  """The figures of one way in this process."""
+  """Measures one way in this process."""
   from bapo_jax import main as command_line
   from bapo_jax.run import experiment
   from bapo_jax.runtime import machine
@@ -87,10 +87,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def run(way: str, args: argparse.Namespace) -> dict[str, Any]:
-  """The figures of one way, from a process that has ended when this returns.
+  """Measures one way in a process that has ended when this returns.
 
   Raises:
-    subprocess.CalledProcessError: it failed.
+    subprocess.CalledProcessError: the process failed.
   """
   command = [sys.executable, '-m', 'benchmarks.training.lora', f'--way={way}']
   command += [

@@ -1,4 +1,4 @@
-"""The main job over several seeds: what it takes and what it gives.
+"""Measures cost and results of the main job over several seeds.
 
   python -m benchmarks.training.main_job --seeds=3 [--workdir=runs/benchmark]
       [overrides]
@@ -19,7 +19,7 @@ from bapo_jax.runtime import metrics
 
 
 def run(seed: int, workdir: str, overrides: list[str]) -> dict:
-  """report.json of one seed."""
+  """Runs one seed and returns its report.json."""
   command = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
   subprocess.run(
     [*command, f'--workdir={workdir}', f'--config.seed={seed}', *overrides],
@@ -31,7 +31,7 @@ def run(seed: int, workdir: str, overrides: list[str]) -> dict:
 
 
 def host_share(workdir: str) -> float:
-  """Part of the steps' wall time in which neither sampler nor learner ran."""
+  """Returns the share of the steps' wall time without sampler or learner."""
   rows = [row for row in metrics.read(workdir) if 'time/step' in row]
   device = sum(row['time/sample'] + row['time/update'] for row in rows)
   steps = sum(row['time/step'] - row.get('time/eval', 0) for row in rows)
@@ -39,7 +39,7 @@ def host_share(workdir: str) -> float:
 
 
 def row(seed: int, report: dict, workdir: str) -> dict:
-  """The figures of one seed."""
+  """Returns the figures of one seed."""
   return {
     'seed': seed,
     'before': report['eval_before']['accuracy'],

@@ -1,4 +1,4 @@
-"""Seconds of one RL step of this project, for `rl_step`, which starts it.
+"""Times one RL step of this project; `rl_step` starts this program.
 
   python -m benchmarks.training.our_step --workdir=DIR [--config.<knob>=value ...]
 
@@ -27,7 +27,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 
 def measure(workdir: str, overrides: list[str]) -> dict[str, Any]:
-  """The figures of a run of `steps` steps in this process."""
+  """Measures a run of `steps` steps in this process."""
   from bapo_jax import main as command_line
   from bapo_jax.run import experiment
   from bapo_jax.runtime.progress import PhaseTimer
@@ -116,7 +116,7 @@ def learner_figures(spec: Any, counted: list, phases: list[dict]) -> dict[str, f
 
 
 def write_problems(t: Any, path: str) -> None:
-  """The problems of all steps in the order in which this run samples them."""
+  """Writes the problems of all steps, in the order of sampling."""
   from bapo_jax.data import prompts
 
   config, problems = t.config, t.problems
@@ -132,7 +132,7 @@ def write_problems(t: Any, path: str) -> None:
 
 
 def write_model(t: Any, params: Any, path: str) -> None:
-  """These weights as a directory that transformers loads."""
+  """Writes these weights to a directory that transformers can load."""
   from bapo_jax.data import tokenizer
   from bapo_jax.models import transformer
   from bapo_jax.models.hf import weights as hf_weights

@@ -1,4 +1,4 @@
-"""Seconds of a learner step in one process, and in several with the same devices.
+"""Times a learner step in one process and in several, with the same devices.
 
   python -m benchmarks.training.processes [--devices=4] [--of=1,2] [--rounds=2]
       [--steps=8] [--workdir=runs/processes] [overrides]
@@ -51,7 +51,7 @@ def collectives(processes: int, devices: int, given: list[str]) -> dict:
 
 
 def run(processes: int, args: argparse.Namespace, workdir: str, given: list) -> list:
-  """The metric rows of one run, by step."""
+  """Returns the metric rows of one run, by step."""
   flags = ['--config=configs/aime.py', f'--workdir={workdir}']
   flags += [f'--config.steps={args.steps}', *SHORT, *given]
   launched(processes, args.devices, 'bapo_jax.main', flags)
@@ -59,7 +59,7 @@ def run(processes: int, args: argparse.Namespace, workdir: str, given: list) -> 
 
 
 def seconds(rows: list) -> list[float]:
-  """Of each step but the first, without its evaluation."""
+  """Returns the seconds of each step but the first, without evaluations."""
   return [row['time/step'] - row.get('time/eval', 0.0) for row in rows[1:]]
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of training count: teaching rows and their FLOPs.
+"""Counts the teaching rows of a batch and their FLOPs, for training benchmarks.
 
 1. `teaching` says which rows of a batch teach, and how long they are;
 2. `useful_flops` counts what their gradient must at least take.
@@ -25,7 +25,7 @@ class Teaching(NamedTuple):
 
 
 def teaching(batch: Batch) -> Teaching:
-  """The rows of one optimiser update whose advantage is not zero.
+  """Returns the rows of one optimiser update whose advantage is not zero.
 
   A row of advantage 0 has no gradient where loss.kl is 0. Rows start at column 0, and
   nothing that is trained on follows their last token.
@@ -37,10 +37,10 @@ def teaching(batch: Batch) -> Teaching:
 
 
 def useful_flops(spec: ModelSpec, seen: Iterable[Teaching]) -> float:
-  """FLOPs of the gradients of the rows that teach, nothing computed twice.
+  """Counts the FLOPs of the gradients of teaching rows, without recomputation.
 
   Every token of such a row goes through the layers, and attends to half the row on
-  average; the head meets the tokens of its response alone.
+  average; the head processes only the tokens of its response.
   """
   total = 0.0
   for update in seen:

@@ -1,4 +1,4 @@
-"""Seconds of one RL step, ours and that of TRL's GRPOTrainer.
+"""Compares the seconds of one RL step with those of TRL's GRPOTrainer.
 
   python -m benchmarks.training.rl_step [--model=DIR] [--data=sums.jsonl] [--pairs=3]
       [--steps=3] [--peers=DIR] [--cases=embedded,SmolLM2-135M] [--workdir=DIR]
@@ -79,10 +79,10 @@ COLUMNS = (
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-  """The arguments.
+  """Parses the arguments.
 
   Raises:
-    SystemExit: one is unknown.
+    SystemExit: an argument is unknown.
   """
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--model', default='models/SmolLM2-135M-Instruct')
@@ -97,7 +97,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def overrides(name: str, args: argparse.Namespace) -> list[str]:
-  """The arguments of bapo_jax.main that make our run of a case."""
+  """Returns the arguments of bapo_jax.main for our run of a case."""
   case = CASES[name]
   values = [
     f'prompts.count={case.prompts}',
@@ -116,7 +116,7 @@ def overrides(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def trl_command(name: str, args: argparse.Namespace) -> list[str]:
-  """The command of TRL's side."""
+  """Returns the command of TRL's side."""
   case, model = CASES[name], args.model
   if name == 'embedded':
     model = os.path.join(args.workdir, name, 'model')
@@ -132,7 +132,7 @@ def trl_command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def our_command(name: str, args: argparse.Namespace) -> list[str]:
-  """The command of our side, which writes what TRL's reads."""
+  """Returns the command of our side, which writes the inputs of TRL's."""
   return [
     *(sys.executable, '-m', 'benchmarks.training.our_step'),
     f'--workdir={os.path.join(args.workdir, name)}',
@@ -142,19 +142,19 @@ def our_command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def lacking(name: str, args: argparse.Namespace) -> str:
-  """Why a case cannot be run at all; '' where it can."""
+  """Returns why a case cannot be run, or ''."""
   if name == 'embedded':
     return ''
   for knob, path in (('model', args.model), ('data', args.data)):
     if not os.path.exists(path):
-      return f'--{knob}={path} is not there'
+      return f'--{knob}={path} does not exist'
   return ''
 
 
 def peers_lacking(peers: str) -> str:
-  """Why TRL cannot be run; '' where it can."""
+  """Returns why TRL cannot be run, or ''."""
   if peers and not os.path.isdir(peers):
-    return f'--peers={peers} is not there'
+    return f'--peers={peers} does not exist'
   path = [peers, *sys.path] if peers else sys.path
   found = importlib.machinery.PathFinder.find_spec
   if absent := [package for package in PEERS if not found(package, path)]:
@@ -163,10 +163,10 @@ def peers_lacking(peers: str) -> str:
 
 
 def run(command: list[str], peers: str = '') -> dict[str, Any]:
-  """The JSON line of a process, which has ended when this returns.
+  """Runs a process to its end and returns its JSON line.
 
   Raises:
-    subprocess.CalledProcessError: it failed.
+    subprocess.CalledProcessError: the process failed.
   """
   env = os.environ | {'HF_HUB_OFFLINE': '1'}
   if peers:
@@ -179,7 +179,7 @@ def run(command: list[str], peers: str = '') -> dict[str, Any]:
 def pair(
   name: str, args: argparse.Namespace, ours_first: bool, with_trl: bool
 ) -> dict[str, float | None]:
-  """COLUMNS of one process of ours and one of TRL's."""
+  """Returns COLUMNS of one process of ours and one of TRL's."""
 
   def own() -> dict[str, Any]:
     return run(our_command(name, args))
@@ -201,7 +201,7 @@ def pair(
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-  """The median of each column; `ratio` is that of the medians."""
+  """Returns the median of each column; `ratio` is the ratio of the medians."""
   row: dict[str, Any] = {
     k: None if rows[0][k] is None else statistics.median(r[k] for r in rows)
     for k in COLUMNS
@@ -210,7 +210,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def line(label: str, row: dict[str, Any]) -> str:
-  """A row of the table."""
+  """Formats a row of the table."""
   cells = ('-' if row[k] is None else f'{row[k]:.3g}' for k in COLUMNS)
   return f'{label:22}' + ''.join(f'{cell:>13}' for cell in cells)
 
@@ -228,7 +228,7 @@ def main() -> None:
       continue
     rows = []
     for i in range(args.pairs):
-      # The first run of ours writes what TRL's reads.
+      # Our first run writes the inputs of TRL's.
       rows.append(pair(name, args, ours_first=i % 2 == 0, with_trl=not no_peer))
       print(line(f'{name} {i + 1}', rows[-1]), flush=True)
     result[name] = {k: v and round(v, 4) for k, v in medians(rows).items()}

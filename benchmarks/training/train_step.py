@@ -1,4 +1,4 @@
-"""Tokens per second of a train step, and of the same step in transformers and torch.
+"""Compares tokens/s of a train step with the same step in transformers and torch.
 
   python -m benchmarks.training.train_step [--layers=4] [--rows=4] [--length=256]
       [--steps=3] [--vocab=151936]
@@ -32,14 +32,14 @@ LR, LOW, HIGH = 1e-6, 0.8, 1.2
 
 
 def example(rows: int, length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-  """(tokens_BT, adv_B); every token but the first is trained on."""
+  """Returns (tokens_BT, adv_B); all tokens but the first are trained."""
   rng = np.random.default_rng(0)
   tokens_BT = rng.integers(0, vocab, (rows, length), np.int32)
   return tokens_BT, rng.standard_normal(rows).astype(np.float32)
 
 
 def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
-  """A function that makes one update, waits for it and returns the loss."""
+  """Returns a function that runs one update to its end and returns the loss."""
   import jax
 
   from bapo_jax.algorithms.knobs import FixedClip
@@ -128,7 +128,7 @@ def theirs(kind: str, args: argparse.Namespace) -> Callable[[], float]:
 def measure(
   make: Callable[..., Callable[[], float]], kind: str, args: argparse.Namespace
 ) -> dict:
-  """Tokens per second of the median step, and the seconds of every step."""
+  """Returns tokens/s of the median step, and the seconds of every step."""
   step = make(kind, args)
   step()
   seconds = []

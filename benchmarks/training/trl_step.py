@@ -1,4 +1,4 @@
-"""Seconds of one RL step of TRL's GRPOTrainer, for `rl_step`, which starts it.
+"""Times one RL step of TRL's GRPOTrainer; `rl_step` starts this program.
 
   python -m benchmarks.training.trl_step --model=DIR --problems=FILE --out=DIR
       --prompts=8 --group=8 --new=20 --updates=4 --steps=3 --lr=1e-6 [--chat]
@@ -34,7 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def example(row: dict[str, str], chat: bool) -> dict[str, Any]:
-  """A problem as TRL wants it: the text of a prompt, or a chat."""
+  """Converts a problem to TRL's format: a prompt, or a chat."""
   problem = row['problem']
   prompt = [{'role': 'user', 'content': problem}] if chat else f'{problem}\n'
   return {'prompt': prompt, 'answer': row['answer'], 'rule': row['rule']}
@@ -43,14 +43,14 @@ def example(row: dict[str, str], chat: bool) -> dict[str, Any]:
 def reward(
   completions: list[Any], answer: list[str], rule: list[str], **_: Any
 ) -> list[float]:
-  """1 where our verifier says right, else 0."""
+  """Returns 1 per response that our verifier accepts, else 0."""
   texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]
   verdicts = map(verifiers.verify, rule, answer, texts)
   return [float(verdict.right is True) for verdict in verdicts]
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-  """GRPOConfig's arguments: ours wherever a default differs."""
+  """Returns the arguments of GRPOConfig that match our settings."""
   return {
     'output_dir': args.out,
     'use_cpu': True,
@@ -78,7 +78,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace) -> tuple[list[float], list[float]]:
-  """(seconds of each step, seconds of its generation), from the first on."""
+  """Returns (seconds per step, seconds of generation per step) for all steps."""
   import torch
   import transformers
   import trl

@@ -1,12 +1,12 @@
 """Converts config.json to a ModelSpec and back, and ignores no option silently.
 
-Reading accepts the spellings of transformers 4 and 5, and refuses every option that is
-not implemented, by name and value.
+Reading accepts the spellings of transformers 4 and 5, and raises an error with name and
+value if an option is not supported.
 
 A vision-language model (Qwen2.5-VL) is a Qwen2 with three-part positions, plus a tower.
-Published files keep the language model's options beside the tower's; transformers 5
-writes them as `text_config`. The options of pictures are in a file of their own, or an
-object within the file of the whole processor.
+Published files have the language model's options at the top level; transformers 5 has
+them in `text_config`. Image options are in preprocessor_config.json, or in
+`image_processor` of processor_config.json.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'ffn': 'intermediate_size',
   'positions': 'max_position_embeddings',
 }
-# Options that would change the computation -> the only value that is implemented.
+# Options that would change the computation -> the only supported value.
 ONLY = {
   'hidden_act': 'silu',
   'mlp_bias': False,
@@ -64,7 +64,7 @@ ONLY_PIXELS = {  # of a preprocessor
   'do_normalize': True,
 }
 PIXELS, PROCESSOR = 'preprocessor_config.json', 'processor_config.json'
-VISION_THETA = 1_000_000.0  # rope_theta of a vision-language model that names none
+VISION_THETA = 1_000_000.0  # default rope_theta of a vision-language model
 # Field of VisionSpec -> its name in vision_config, and the default of transformers.
 SIZES = {
   'width': ('hidden_size', 3584),
@@ -79,7 +79,7 @@ SIZES = {
 }
 FULL_LAYERS = (7, 15, 23, 31)  # the default, cut to the layers that the tower has
 IMAGE_TOKEN = 151655  # the default
-# Field of VisionSpec -> the option of a preprocessor that repeats it.
+# Field of VisionSpec -> the preprocessor option of equal value.
 REPEATED = {
   'patch': 'patch_size',
   'frames': 'temporal_patch_size',
@@ -112,9 +112,9 @@ def read_spec(path: str, compute: str) -> ModelSpec:
 
 
 def read_pixels(path: str) -> dict[str, Any]:
-  """Reads the options of the preprocessor of pictures; {} if there is no file.
+  """Reads the image options of the preprocessor; {} if there is no file.
 
-  The file of the whole processor takes precedence, as in transformers 5. A damaged file
+  processor_config.json takes precedence, as in transformers 5. A damaged file
   raises a ValueError.
   """
   paths = (os.path.join(path, name) for name in (PROCESSOR, PIXELS))
@@ -133,13 +133,13 @@ def spec_of(
   implied = ARCHITECTURES.get(c.get('model_type', ''))
   if implied is None:
     raise ValueError(
-      f'model_type={c.get("model_type")!r} is not supported; choose a model of '
-      f'{sorted(ARCHITECTURES)}'
+      f'model_type={c.get("model_type")!r} is not supported; choose a model '
+      f'with one of {sorted(ARCHITECTURES)}'
     )
   if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(
-      f'architectures={c["architectures"]!r:.60} is not supported; choose a '
-      f'{implied.name}'
+      f'architectures={c["architectures"]!r:.60} is not supported; choose a model '
+      f'with {implied.name}'
     )
   if c['model_type'] != VISION:
     return _language_model(c, implied, compute)
@@ -148,13 +148,13 @@ def spec_of(
   if len(sections) != 3 or 2 * sum(sections) != model.head_width:
     raise ValueError(
       f'mrope_section={list(sections)} must be three integers that add up to '
-      f'{model.head_width // 2}, half of the head width'
+      f'{model.head_width // 2}, half of the head width; correct config.json'
     )
   tower = _tower(c, pixels or {})
   if tower.out != model.width:
     raise ValueError(
       f'out_hidden_size={tower.out} in vision_config must equal '
-      f'hidden_size={model.width} of the language model'
+      f'hidden_size={model.width} of the language model; correct config.json'
     )
   return dataclasses.replace(model, mrope=sections, vision=tower)
 
@@ -164,7 +164,7 @@ def _language_model(
 ) -> ModelSpec:
   _check_only(c, ONLY)
   _check_window(c)
-  # In Llama and Qwen3 the option means all four projections; Qwen2 does not have it.
+  # In Llama and Qwen3 attention_bias covers all four projections; Qwen2 lacks it.
   biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   width, heads = _integer(c, 'hidden_size'), _integer(c, 'num_attention_heads')
   default = {'kv_heads': heads, 'head_width': implied.head_width or width // heads}
@@ -174,7 +174,7 @@ def _language_model(
   if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
     raise ValueError(
       f'num_attention_heads={heads} must be a multiple of num_key_value_heads='
-      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} even'
+      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} must be even'
     )
   theta, rope_type, knobs = _rope(c)
   rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
@@ -193,7 +193,7 @@ def _language_model(
 
 
 def _check_window(c: dict[str, Any]) -> None:
-  """Raises ValueError if a layer does not attend to the first position."""
+  """Raises ValueError if a layer's sliding window is shorter than the context."""
   window, positions = c.get('sliding_window'), _integer(c, 'max_position_embeddings')
   if c.get('layer_types'):
     sliding = 'sliding_attention' in c['layer_types']
@@ -205,7 +205,7 @@ def _check_window(c: dict[str, Any]) -> None:
       f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
       f'which is not supported; for rows of at most {window} tokens set '
       f'max_position_embeddings to {window} in config.json, or choose a model without '
-      'a window'
+      'a sliding window'
     )
 
 
@@ -218,8 +218,8 @@ def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> Non
     if isinstance(wanted, float) and math.isclose(value, wanted, rel_tol=1e-8):
       continue
     raise ValueError(
-      f'{option}={value!r:.60}{where} is not supported, only {wanted!r}; correct the '
-      'file, or choose another model'
+      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct '
+      'the file, or choose another model'
     )
 
 
@@ -229,7 +229,7 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   knobs = dict(c.get('rope_scaling') or c.get('rope_parameters') or {})
   for name, value in knobs.items():
     if isinstance(value, dict):
-      raise ValueError(f'rope_parameters for {name} alone are not supported')
+      raise ValueError(f'rope_parameters.{name} is not supported; choose another model')
   kind = knobs.pop('type', None)
   kind = knobs.pop('rope_type', None) or kind or 'default'
   theta = knobs.pop('rope_theta', None) or c.get('rope_theta') or 10000.0
@@ -242,7 +242,7 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
 
 
 def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-  """Returns the language model's options as a Qwen2's, and its mrope_section."""
+  """Returns the language model's options, spelled as for Qwen2, and mrope_section."""
   text = dict(c.get('text_config') or c)
   name = 'tie_word_embeddings'
   text[name] = c.get(name) or text.get(name)
@@ -272,7 +272,7 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
   for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
     if (values := pixels.get(name)) is not None:
       if len(values) != CHANNELS or (field == 'std' and 0 in values):
-        raise ValueError(f'{name}={values} must be three numbers, image_std without 0')
+        raise ValueError(f'{name}={values} must be 3 numbers, nonzero for image_std')
       fields[field] = tuple(float(value) for value in values)
   limits = pixels.get('size') or {}
   for field, (option, edge) in LIMITS.items():
@@ -294,19 +294,19 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
 def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
   value = default if c.get(name) is None else c[name]
   if type(value) is not int or value < 1:
-    raise ValueError(f'{name}={value!r:.60} must be a positive integer')
+    raise ValueError(f'{name}={value!r:.60} must be an integer >= 1; correct the file')
   return value
 
 
 def _number(c: dict[str, Any], name: str, default: float | None = None) -> float:
   value = default if c.get(name) is None else c[name]
   if not isinstance(value, int | float) or not 0 <= value < math.inf:
-    raise ValueError(f'{name}={value!r:.60} must be a number of at least 0')
+    raise ValueError(f'{name}={value!r:.60} must be a number >= 0; correct the file')
   return float(value)
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
-  """Returns the contents of config.json, in spellings that every version reads.
+  """Returns config.json's contents, as every version of transformers reads them.
 
   Raises:
     ValueError: no architecture has these biases and norms.
@@ -316,7 +316,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   if spec.qkv_bias != spec.o_bias and (spec.o_bias or spec.qk_norm):
     raise ValueError(
       f'no architecture has qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias} and '
-      f'qk_norm={spec.qk_norm}; choose those of one of {sorted(ARCHITECTURES)}'
+      f'qk_norm={spec.qk_norm}; use the values of one of {sorted(ARCHITECTURES)}'
     )
   config: dict[str, Any] = {
     'architectures': [ARCHITECTURES[kind].name],

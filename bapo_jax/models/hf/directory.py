@@ -30,14 +30,14 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
     try:
       path = _snapshot(hub, local=False)
     except (OSError, ValueError) as error:
-      # The first line states the failure; the others suggest an import.
+      # The first line states the failure; the other lines suggest an import.
       reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
   if lacking := missing(path, needs):
     place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
     revision = f' --revision {hub.revision}' if hub and hub.revision else ''
     raise ValueError(
       f'--config.{knob}={name}: no {", ".join(lacking)} {place}; on a machine with a '
-      f'network run `hf download {hub.repository if hub else "<name>"}{revision} '
+      f'network, run `hf download {hub.repository if hub else "<name>"}{revision} '
       f'--local-dir {"<directory>" if hub else name}`, then set {knob} to that '
       'directory'
     )
@@ -47,7 +47,7 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
 def resolve(name: str) -> str:
   """Returns the local directory of a model without using the network.
 
-  A directory is returned unchanged, and a hub name that the hub's cache lacks too. A
+  A directory is returned unchanged, as is a hub name that is not in the hub's cache. A
   malformed hub name raises a ValueError.
   """
   hub = hub_names.parse(name)
@@ -58,7 +58,7 @@ def resolve(name: str) -> str:
 
 
 def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
-  """Returns the files that a model's directory, as `resolve` returns it, lacks.
+  """Returns the files missing from a model's directory, a result of `resolve`.
 
   A damaged index of the weights raises a ValueError.
   """
@@ -70,10 +70,10 @@ def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
 
 
 def identity(path: str) -> dict[str, list[int | str]]:
-  """Returns file -> [size, digest] of the files of a model that a run reads; {} for ''.
+  """Returns file -> [size, digest] for the model files that a run reads; {} for ''.
 
-  Weights are digested in samples: a process reads its own shards only, and two
-  revisions of a model differ in every part.
+  Only samples of the weights are digested: a process reads only its shards, and two
+  revisions of a model differ everywhere.
   """
   if not path:
     return {}

@@ -1,4 +1,4 @@
-"""Writes adapters as a directory that peft loads beside the model they belong to."""
+"""Writes adapters to a directory that peft can load on top of the base model."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def save(
   """Writes adapter_model.safetensors and adapter_config.json to a directory.
 
   `get` returns the array at a path such as 'layers/q/a', and `model` is model.path. The
-  dtype of all tensors is 'float32', 'float16' or 'bfloat16'.
+  `dtype` of all tensors is 'float32', 'float16' or 'bfloat16'.
   """
   kind, hub = jnp.dtype(dtype), hub_names.parse(model)
   modules, arrays = [], {}
   for parameter in lora.shapes(spec, knobs.rank, knobs.targets):
     module = weights.MODULES[parameter]
-    if spec.vision:  # as transformers' class names it
+    if spec.vision:  # the module name in transformers' class
       module = module.replace('model.', 'model.language_model.', 1)
     modules.append(module)
     # A is [rank, in] and B is [out, rank]; heads and head width are one axis.
@@ -43,7 +43,7 @@ def save(
       arrays[f'{name}.lora_A.weight'] = a[i].reshape(-1, knobs.rank).T.astype(kind)
       arrays[f'{name}.lora_B.weight'] = b[i].reshape(knobs.rank, -1).T.astype(kind)
   targets: list[str] | str = sorted(name.rpartition('.')[2] for name in modules)
-  if spec.vision:  # the tower's layers have projections of the same last names
+  if spec.vision:  # the tower's projections have the same last names
     patterns = [re.escape(name).replace(r'\{\}', r'\d+') for name in sorted(modules)]
     targets = '|'.join(patterns)
   config = {

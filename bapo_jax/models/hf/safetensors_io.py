@@ -1,9 +1,9 @@
 """Reads safetensors files by rows and writes them array by array.
 
-A file is the length n of its header (eight bytes), n bytes of JSON {name: {dtype,
-shape, data_offsets}}, and the data. The safetensors library validates headers here but
-neither reads nor writes data: it maps a file or reads a whole tensor (256 MiB for a
-slice of 8 MiB, measured with 0.8.0), and it writes from whole dictionaries.
+A file consists of the header's length n (eight bytes), n bytes of JSON {name: {dtype,
+shape, data_offsets}}, and the data. The safetensors library only checks headers here,
+because it maps whole files, or reads whole tensors (256 MiB for a slice of 8 MiB with
+version 0.8.0), and writes from whole dictionaries.
 """
 
 import json
@@ -37,8 +37,8 @@ class Tensor(NamedTuple):
 def files(path: str) -> list[str]:
   """Returns the names of the safetensors files of a model, present or missing.
 
-  The index lists them; without an index they are model.safetensors, or else all
-  safetensors files. A directory may contain the model in its original format as well.
+  The index lists the files. Without an index, the model is model.safetensors or, if
+  missing, all safetensors files. Others may be the model in its original format.
 
   Raises:
     ValueError: the index is damaged.
@@ -48,7 +48,7 @@ def files(path: str) -> list[str]:
     index_file = os.path.join(path, INDEX)
     weight_map = read_object(index_file).get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
-      raise ValueError(f'{index_file} has no weight_map; download it again')
+      raise ValueError(f'{index_file} has no weight_map; download the file again')
     return sorted(set(weight_map.values()))
   if ONE_FILE in names:
     return [ONE_FILE]
@@ -81,7 +81,7 @@ def header(path: str) -> dict[str, Tensor]:
       pass  # The library compares the header with the size of the file.
   except (OSError, safetensors.SafetensorError) as error:
     raise ValueError(
-      f'{path} is missing, truncated or damaged ({error}); download it again'
+      f'{path} is missing, truncated or damaged ({error}); download the file again'
     ) from None
   with open(path, 'rb') as file:
     length = int.from_bytes(file.read(8), 'little')
@@ -91,7 +91,7 @@ def header(path: str) -> dict[str, Tensor]:
   for name, entry in entries.items():
     if entry['dtype'] not in DTYPES:
       raise ValueError(
-        f'{path}: {name} has the dtype {entry["dtype"]}, and only {", ".join(DTYPES)} '
+        f'{path}: {name} has the dtype {entry["dtype"]}, but only {", ".join(DTYPES)} '
         'are supported; choose a checkpoint that is not quantized'
       )
     start = 8 + length + entry['data_offsets'][0]
@@ -102,7 +102,7 @@ def header(path: str) -> dict[str, Tensor]:
 def read(
   tensor: Tensor, start: int, stop: int, columns: tuple[int, int] | None = None
 ) -> np.ndarray:
-  """Reads the rows start..stop-1 of a tensor, flat; a row is an index of axis 0.
+  """Reads rows start to stop - 1 of a tensor, along axis 0, as a flat array.
 
   If columns are given, only columns[0]..columns[1]-1 of each row are read.
   """
@@ -125,7 +125,7 @@ def write(
   shapes: dict[str, tuple[int, ...]],
   arrays: Iterable[np.ndarray],
 ) -> None:
-  """Writes one file of arrays of this dtype and of these shapes, one at a time."""
+  """Writes arrays of one dtype to a file, one at a time, with names and `shapes`."""
   entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
   end, code = 0, NAMES[dtype]
   for name, shape in shapes.items():
@@ -141,7 +141,7 @@ def write(
 
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-  """Yields the names of each file: at most `limit` bytes, or a single name."""
+  """Yields the tensor names of each file: at most `limit` bytes, or one tensor."""
   names, total = [], 0
   for name, size in sizes.items():
     if names and total + size > limit:

@@ -1,8 +1,8 @@
-"""Loads safetensors directories into the parameter tree, and saves the tree as one.
+"""Loads a safetensors directory into the parameter tree, and saves the tree to one.
 
 Loading fills each device's shard in place, block by block, so that no host and no
-device holds a second copy of a parameter, and refuses NaN and infinity. Saving writes
-parameter by parameter, in files of bounded size.
+device holds a second copy of a parameter. NaN and infinity raise an error. Saving
+writes parameter by parameter, in files of bounded size.
 """
 
 import functools
@@ -23,14 +23,14 @@ from bapo_jax.models.hf import safetensors_io
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
-# Bytes read at once. Peak memory beyond the parameters grows by nine times this (157
-# MiB at 8 MiB, 56 at 2); the time stays the same (7.5 s and 7.9 s for 2 GB).
+# Bytes read at once. Blocks of 8 MiB would take 157 MiB beyond the parameters, not 56,
+# and hardly less time (7.5 s instead of 7.9 s for 2 GB).
 BLOCK = 1 << 21
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]  # (start, stop) along an axis
 Index = dict[str, safetensors_io.Tensor]
-# parameter -> module; {} is the layer.
+# parameter -> module; {} is the layer's index.
 MODULES = {
   'embed': 'model.embed_tokens',
   'head': 'lm_head',
@@ -60,8 +60,8 @@ MODULES = {
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
 NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
-# Last name of a parameter -> its axes here and in the file, which stores projections as
-# [out, in]; a file merges letters without a space. Other parameters have equal axes.
+# Last name of a parameter -> (axes here, axes in the file). A file has projections as
+# [out, in] and merges letters without a space. Other parameters have the same axes.
 AXES = {
   **dict.fromkeys('qkv', ('DHC', 'HC D')),
   **dict.fromkeys(('q_bias', 'k_bias', 'v_bias'), ('HC', 'HC')),
@@ -80,11 +80,11 @@ AXES = {
 def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Loads the parameters onto the devices of a mesh, in spec.dtype.
 
-  Each process reads the bytes of its own shards only. Host memory beyond the parameters
+  Each process reads only the bytes of its shards. Host memory beyond the parameters
   is a few blocks, whatever the sizes of the tensors.
 
   Raises:
-    ValueError: a file is damaged, or a tensor is missing, left over, of another shape,
+    ValueError: a file is damaged, or a tensor is missing, unknown, of the wrong shape,
       or not finite.
   """
   index = check(path, spec)
@@ -109,7 +109,7 @@ def check(path: str, spec: ModelSpec) -> Index:
   """Returns the tensors of a directory by name; reads headers only.
 
   Raises:
-    ValueError: the tensors are not those of `spec`, or a file is damaged.
+    ValueError: the tensors do not match `spec`, or a file is damaged.
   """
   index = safetensors_io.index(path)
   if spec.tied:
@@ -129,7 +129,7 @@ def check(path: str, spec: ModelSpec) -> Index:
   for name, shape in shapes.items():
     if index[name].shape != shape:
       raise ValueError(
-        f'{path}: {name} has the shape {index[name].shape}, and config.json implies '
+        f'{path}: {name} has the shape {index[name].shape}, but config.json implies '
         f'{shape}; download the model again'
       )
   return index
@@ -153,7 +153,7 @@ def _load_parameter(
   # Devices that hold the same rows of the file share every block that is read.
   for start, stop in sorted({span[0] for span in spans.values()}):
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
-    # The span of every axis but the first that covers all of these devices.
+    # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
     lows, highs = np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]
     hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
@@ -164,7 +164,7 @@ def _load_parameter(
       for i, layer in enumerate(stack):
         name = NAMES[parameter].format(layer)
         rows[i] = _read_rows(index[name], top, bottom, sizes, hull, len(axes[0]))
-        # After the cast: a large float32 is infinite in bfloat16.
+        # Checked after the cast: a large float32 is infinite in bfloat16.
         if not finite(rows[i]):
           raise ValueError(
             f'{index[name].file}: {name} contains NaN or infinity in {dtype}; '
@@ -212,17 +212,17 @@ def _read_rows(
   hull: list[Span],
   lead: int,
 ) -> np.ndarray:
-  """Reads the rows start..stop-1 of a tensor, and the span `hull` of all other axes.
+  """Reads rows start to stop - 1 of a tensor, and the spans `hull` of the other axes.
 
-  The axes have `sizes` before the file merges them, `lead` of them into its first axis.
+  `sizes` are the sizes before merging; the file's first axis merges `lead` axes.
   """
-  # Of the axes of a row, one is split at most: the first. Only its span is read.
+  # At most the first axis of a row is split. Only the span of this axis is read.
   cut = hull[lead - 1 : lead]
   inner = math.prod(sizes[lead + 1 :])
   columns = (cut[0][0] * inner, cut[0][1] * inner) if cut else None
   fine = tensor.shape[0] // sizes[0]  # rows of the file per index of our first axis
   rows = safetensors_io.read(tensor, start * fine, stop * fine, columns)
-  # Axes merged with the first one are read whole, then cut.
+  # Axes merged with the first axis are read whole, then cut.
   widths = [right - left for left, right in hull[lead - 1 :]]
   rows = rows.reshape(stop - start, *sizes[1:lead], *widths)
   return rows[(slice(None), *(slice(*span) for span in hull[: lead - 1]))]
@@ -232,7 +232,7 @@ def finite(array: np.ndarray) -> bool:
   """Returns whether an array has no NaN and no infinity, without a wider copy."""
   if array.dtype.itemsize != 2:
     return bool(np.isfinite(array).all())
-  # By the bits: NumPy converts bfloat16 and float16 number by number.
+  # On the bits, because NumPy converts bfloat16 and float16 number by number.
   infinity = np.asarray(np.inf, array.dtype).view(np.uint16)
   largest = (array.view(np.uint16) & 0x7FFF).max(initial=0)
   return bool(largest < infinity)
@@ -274,7 +274,7 @@ def save(
 ) -> None:
   """Writes the parameters to a directory, in files of at most `shard_bytes`.
 
-  `get` returns the array of a parameter. It is called once per parameter, in order, so
+  `get` returns the array of a parameter. Parameters are requested once, in order, so
   that the host holds one at a time. `dtype` is 'float32', 'float16' or 'bfloat16'.
   """
   kind, shapes = jnp.dtype(dtype), stored(spec)

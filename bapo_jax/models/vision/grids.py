@@ -1,4 +1,4 @@
-"""Locates each patch of a row of pictures: its picture, its place, its window.
+"""Locates each patch in a row of pictures: picture, place and window.
 
 A row contains up to I consecutive pictures in Z patches; the remaining patches are
 empty. The patches of a picture are in the order of Qwen2.5-VL's processor: merged
@@ -77,10 +77,10 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
 
 
 def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
-  """Returns a number of windows that suffices for any pictures of so many patches.
+  """Returns enough windows for any `pictures` pictures of `patches` patches in all.
 
-  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s. That
-  is at most (ab + s - 1) / s, the number of a strip of width 1.
+  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
+  most (ab + s - 1) / s, which a strip of width 1 needs.
   """
   side = v.window_side
   return (patches // v.merge**2 + pictures * (side - 1)) // side

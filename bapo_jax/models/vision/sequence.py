@@ -1,8 +1,8 @@
-"""Runs the language model over texts with pictures.
+"""Runs the language model over tokens with pictures.
 
-Every token has three positions: time, row and column. They are equal in a text, and the
-place of the patch within a picture (mrope of Qwen2-VL, Wang et al., 2024,
-arXiv:2409.12191). Letters as in grids.py.
+Every token has three positions: time, row and column. The three are equal for text and
+locate the patch within a picture (mrope of Qwen2-VL, Wang et al., 2024,
+arXiv:2409.12191). Axis letters are those of grids.py.
 """
 
 import jax.numpy as jnp
@@ -20,11 +20,11 @@ from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Array]:
   """Returns the places of all tokens, and shift_B.
 
-  A picture is as many tokens `v.image_token` as it has merged patches. It starts at the
-  position that a text token would have, and the text after it continues beyond its
-  longer side: shift_B is position minus column of the tokens after all pictures. Image
-  tokens beyond the number of patches are text, because a policy may sample them.
-  grid_BI2 counts the patches of each picture along height and width; 0: no picture.
+  A picture has one token `v.image_token` per merged patch. The picture starts at the
+  position that a text token would have, and its longer side is added for the text after
+  it. shift_B is position minus column of the tokens after all pictures. A policy may
+  sample image tokens: beyond the number of patches they count as text. grid_BI2 counts
+  the patches of each picture along height and width; 0: no picture.
   """
   high_BI, wide_BI = grid_BI2[..., 0] // v.merge, grid_BI2[..., 1] // v.merge
   end_BI = jnp.cumsum(high_BI * wide_BI, 1)
@@ -80,7 +80,7 @@ def embedded(
 def place_responses(
   tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
 ) -> Places:
-  """Returns `place` of rows that share pictures: B / P consecutive rows per prompt.
+  """Computes `place` for rows that share pictures: B / P consecutive rows per prompt.
 
   `merged_BT` indexes the merged patches of all prompts, [P * M].
   """
@@ -95,7 +95,7 @@ def place_responses(
 def prefill(
   actor: Tree, tokens_RT: Array, pictures: Pictures, spec: ModelSpec
 ) -> tuple[list[decoder.KeysValues], Array]:
-  """Prefills prompts with pictures: (keys and values, shift_R); see `decoder.prefill`.
+  """Prefills prompts with pictures; returns (`decoder.prefill`'s result, shift_R).
 
   The position of a token decoded after a prompt is its column plus shift_R.
   """
@@ -106,7 +106,7 @@ def prefill(
 def embed(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
 ) -> tuple[Array, tuple[Array, Array], Array]:
-  """Embeds rows with pictures: ([B, T, D], rotations of their positions, shift_B)."""
+  """Embeds rows with pictures; returns (x_BTD, rotations of the positions, shift_B)."""
   at, shift_B = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   # Nothing is differentiated here, so nothing is recomputed.
   merged_BMD, _ = embedded(params, pictures, spec, Schedule(remat='none'))

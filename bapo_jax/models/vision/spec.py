@@ -23,7 +23,7 @@ class VisionSpec:
   image_token: int  # the token that stands for a merged patch in a text
   window: int = 112  # pixels along each side of a window
   patch: int = 14  # pixels along each side of a patch
-  frames: int = 2  # frames of a patch of a video; a picture is repeated
+  frames: int = 2  # frames per patch of a video; a picture is repeated
   merge: int = 2  # patches along each side of a merged patch
   mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # of CLIP
   std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)  # of CLIP
@@ -39,7 +39,7 @@ class VisionSpec:
 
   @property
   def numbers(self) -> int:
-    """Returns E, the numbers of a patch in one frame."""
+    """Returns E, the number of values of a patch in one frame."""
     return CHANNELS * self.patch**2
 
   @property
@@ -57,7 +57,7 @@ def check(v: VisionSpec) -> None:
   """Raises ValueError if the sizes do not fit together."""
   if v.width % v.heads or v.head_width % 4:
     raise ValueError(
-      f'vision: hidden_size={v.width} over num_heads={v.heads} must be a multiple of 4'
+      f'vision: hidden_size={v.width} / num_heads={v.heads} must be a multiple of 4'
     )
   if v.window < v.merge * v.patch:
     raise ValueError(
@@ -74,7 +74,7 @@ def check(v: VisionSpec) -> None:
 def describe(v: VisionSpec) -> dict[str, Initialiser]:
   """Lists the parameters: path -> (shape, scale), as in `transformer.describe`."""
   D, F, L, H, C = v.width, v.ffn, v.layers, v.heads, v.head_width
-  X = v.merge**2 * D  # the merger's input: the patches that become one
+  X = v.merge**2 * D  # the merger's input: merge * merge patches
   inner, outer = D**-0.5, (2 * L) ** -0.5
   f, p = v.frames, v.patch
   return {

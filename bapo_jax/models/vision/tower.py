@@ -3,8 +3,8 @@
 Every layer attends within windows, or within pictures (`VisionSpec.full_layers`); the
 merger joins 2 x 2 patches into one embedding of the language model.
 
-Letters as in grids.py. Norms, rotary positions and softmax are float32, matrix products
-run in `spec.compute`.
+Axis letters are those of grids.py. Norms, rotary positions and softmax are float32;
+matrix products run in `spec.compute`.
 """
 
 import jax
@@ -35,7 +35,7 @@ def forward(
     params: the tree below `vision`.
     pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
-    windows: windows per row; None: as many as any pictures can have.
+    windows: windows per row; None: enough for any pictures.
   """
   v, (R, Z, _) = vision_of(spec), pixels_RZE.shape
   if windows is None:
@@ -54,7 +54,7 @@ def _hidden(
   params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
 ) -> Array:
   v = vision_of(spec)
-  # Half of the rotary pairs turn by the row of a patch, half by its column.
+  # Half of the rotary pairs rotate by the row of a patch, half by the column.
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
   angle = at.place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
   angle = angle.reshape(*at.place_RZ2.shape[:2], v.head_width // 2)
@@ -94,8 +94,8 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
 
 
 def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
-  # The kernel spans two frames, and a picture is both frames. One product of the pixels
-  # with the kernel's sum over frames therefore suffices.
+  # The kernel spans two frames, and a picture repeats its frame. One product with the
+  # sum of the kernel over frames therefore suffices.
   v = vision_of(spec)
   mean_E, std_E = (
     jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
@@ -107,9 +107,9 @@ def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
 
 
 def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
-  """Attends from each patch to the patches of its window, [R, Z, H, C].
+  """Computes attention [R, Z, H, C] from each patch to the patches of its window.
 
-  Windows are small and of one size, so a dense product serves on every platform.
+  Windows are small and of one size, so the plain kernel suffices on every platform.
   """
   R, W, Y = at.patch_RWY.shape
   H, C = q_RZHC.shape[2:]
@@ -122,7 +122,7 @@ def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -
   attended_NYHC = attention.attend(
     *map(windows, (q_RZHC, k_RZHC, v_RZHC)),
     kind='plain',
-    # Empty places of a window form a segment, to which no patch attends.
+    # Empty places of a window form a segment that no patch attends to.
     segment_BT=jnp.where(at.patch_RWY < 0, -1, 0).reshape(R * W, Y),
     is_causal=False,
   )
