@@ -36,9 +36,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_pictures(workdir: Path, pictures: Sequence[bytes]) -> list[str]:
-  """Writes encoded images that the workdir lacks; returns the paths of all `pictures`.
+  """Writes encoded images that the workdir lacks; returns all paths, relative to it.
 
-  Paths are relative to the workdir; a file is named by the digest of its bytes.
+  A file is named by the digest of its bytes.
   """
   names = []
   for data in pictures:

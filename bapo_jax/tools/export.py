@@ -1,8 +1,7 @@
 """--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
 
-Tensors are read and written one parameter at a time, without a device and without a
-second copy of the model in memory. The directory gets its final name only once it is
-complete.
+Tensors are read and written one parameter at a time, without a device or a second copy
+of the model in memory. The directory gets its final name only once it is complete.
 """
 
 import json

@@ -90,8 +90,8 @@ def show(
 ) -> int:
   """Prints a page, or turns pages by keys on a terminal; returns 0.
 
-  `number` is the group to print, from 1; None browses all groups on a terminal and
-  prints the first elsewhere. `views` are the initial keys of VIEWS, `keys` the input.
+  `number` is the group to print, from 1; None browses all groups on a terminal, else
+  prints the first group. `views` are the initial keys of VIEWS, `keys` the input.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
