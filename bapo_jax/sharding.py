@@ -163,7 +163,7 @@ def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-  """Makes the mesh the ambient one in a `with` block; a no-op on one device."""
+  """Makes the mesh ambient in a `with` block; a no-op on one device."""
   alone = mesh is None or mesh.size == 1
   return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
 
@@ -171,7 +171,7 @@ def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 def under(
   mesh: Mesh | None, function: Callable[Args, Result]
 ) -> Callable[Args, Result]:
-  """Wraps a function so that it always runs with this mesh as the ambient one."""
+  """Wraps a function so that it always runs with this ambient mesh."""
 
   @functools.wraps(function)
   def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -172,7 +172,7 @@ def _explain_abort(sentence: str) -> None:
 
 
 def _console(sentence: str) -> None:
-  """Writes one line to stderr, bypassing Python's streams."""
+  """Writes one line to stderr directly, without Python's buffers."""
   with contextlib.suppress(OSError):
     os.write(2, f'bapo_jax: {" ".join(sentence.split())}\n'.encode())
 

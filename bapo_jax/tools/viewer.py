@@ -97,9 +97,7 @@ def show(
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
   if wrong := set(views) - set(VIEWS):
-    raise ValueError(
-      f'--show_with={views}: no {sorted(wrong)}; give letters of {VIEWS}'
-    )
+    raise ValueError(f'--show_with={views}: no {sorted(wrong)}; use letters of {VIEWS}')
   groups = recorded_groups.read(workdir, which)
   if number is not None and not 1 <= number <= len(groups):
     raise ValueError(f'--show_group={number}: give 1 to {len(groups)}')

@@ -68,7 +68,7 @@ def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) ->
     axes = sharding.spec_of(name, x.shape, layout)
     if 'fsdp' in axes:
       gathered += x.size // (tensor if 'tensor' in axes else 1)
-  held: dict[tuple[int, int], set[int]] = {}  # (host, part) -> columns
+  held: dict[tuple[int, int], set[int]] = {}  # (host, part over tensor) -> columns
   for i, host in enumerate(process_of):
     held.setdefault((host, i % tensor), set()).add(i // tensor % F)
   parts: dict[int, float] = defaultdict(float)

@@ -62,7 +62,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
 
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns its row, or the bytes needed if they do not fit."""
+  """Compiles a program; returns its row, or the bytes needed if memory is exceeded."""
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:

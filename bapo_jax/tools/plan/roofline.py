@@ -128,7 +128,7 @@ def train(
   local = tokens / (devices / shape['tensor'])
   moved = (
     2 * weights * passes * grad_accum_steps
-    # three arrays read and written; gradients added up
+    # weights and two moments read and written; gradients accumulated
     + state * (6 + 3 * grad_accum_steps)
     + local * activations(spec, shape['tensor']) * passes
   )
