@@ -1,8 +1,8 @@
 """Describes every knob once: name, type, default, range, one sentence.
 
-1. A section of the config is a frozen class whose fields are made by `knob`. It is in
-   the folder whose code uses it, in a knobs.py that imports neither JAX nor NumPy, so
-   that a bad value is refused before either is imported.
+1. A section of the config is a frozen class whose fields are made by `knob`. The
+   class is in knobs.py of the package that uses it, which imports neither JAX nor
+   NumPy, so that a bad value fails before these imports.
 2. `validate` makes a section from plain values, or raises one sentence that names the
    knob, its value and its range.
 3. `describe` gives the line of each knob in docs/config.md.
@@ -28,7 +28,7 @@ class Section(pydantic.BaseModel):
     frozen=True, extra='forbid', strict=True, protected_namespaces=()
   )
 
-  # First of all validators: those of a section may take every number as in its range.
+  # Runs before the validators of a section, which may then rely on every range.
   @pydantic.model_validator(mode='after')
   def _ranges(self) -> Self:
     for name, field in type(self).model_fields.items():
@@ -78,7 +78,7 @@ def validate(
 ) -> AnySection:
   """Returns the section with these values; knobs without a value have their defaults.
 
-  Errors call the section by its name; '' is the whole config.
+  `name` is the name of the section in errors; '' is the whole config.
 
   Raises:
     ValueError: one sentence with the knob, its value and its range.
@@ -124,7 +124,7 @@ def shown(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-  """Cuts a text to 57 characters and three dots if it is longer than 60."""
+  """Cuts a string of more than 60 characters to 57 characters and three dots."""
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 

@@ -4,7 +4,7 @@
 2. `parse_config` validates every knob, before JAX is imported;
 3. `run` does what --mode selects.
 
-An error of the user is one sentence on stderr and exit status 2, before anything is
+A user error prints one sentence on stderr and exits with status 2 before anything is
 written or compiled.
 """
 
@@ -80,10 +80,10 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def read_config(file: str, given: list[str]) -> Config:
-  """Returns the validated config of a file and the overrides.
+  """Returns the validated config of a file with the overrides applied.
 
   Raises:
-    ValueError: one sentence.
+    ValueError: the file or a knob is invalid; the message is one sentence.
   """
   values = load(file)
   for name, value in overrides(given).items():
@@ -105,7 +105,7 @@ def fail(error: object) -> NoReturn:
   sys.exit(2)
 
 
-# What libtpu needs on a host without a TPU. The two efforts halve the time to compile
+# Settings for libtpu on a host without a TPU. The two efforts halve the compile time
 # and do not change the memory.
 PLANNING = {
   'JAX_PLATFORMS': 'cpu',
@@ -120,14 +120,14 @@ def join(config: Config) -> None:
   """Joins the other processes of a training run; checks that all run the same program.
 
   Raises:
-    ValueError: the processes differ, or another mode has several.
+    ValueError: the processes differ, or a mode other than train has several.
   """
   if MODE.value != 'train':
     if PROCESSES.value is None:
       return
     raise ValueError(
       f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
-      'only a training run has several'
+      'omit --processes, or use --mode=train'
     )
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
@@ -139,11 +139,11 @@ def join(config: Config) -> None:
 def run(config: Config) -> int:
   """Does what --mode selects; returns the exit status.
 
-  Each mode imports what it needs: a bad flag does not wait for JAX to load.
+  Each mode imports its own modules, so that a bad flag fails before JAX loads.
   """
   mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
-  # The other modes prepare the run themselves. JAX is imported here: a plan sets its
-  # environment first, unless knobs have to be derived.
+  # The other modes derive their knobs themselves. Deriving imports JAX, so a plan can
+  # set its environment first only if no knobs are derived.
   if mode in ('export', 'plan', 'show') and config.derived:
     from bapo_jax.autosetup import derive
 
@@ -170,8 +170,8 @@ def run(config: Config) -> int:
     return viewer.show(workdir, SHOW_GROUP.value, SHOW_WITH.value, which=which)
   if which != 'newest':
     fail(
-      f'--checkpoint={which} is for --mode=eval, export and show; a run always resumes '
-      'from the newest'
+      f'--checkpoint={which} is for --mode=eval, export and show; omit it, since '
+      'training resumes from the newest'
     )
   from bapo_jax.run import experiment
 
@@ -194,7 +194,7 @@ def plan(config: Config) -> int:
 
 
 def ignore_duplicates(unraisable: Any) -> None:
-  """Suppresses duplicate tensorstore errors: a refused write is raised as well."""
+  """Suppresses duplicate tensorstore errors: a failed write is raised elsewhere."""
   if str(unraisable.exc_value) != 'Event loop is closed':
     sys.__unraisablehook__(unraisable)
 
@@ -205,11 +205,11 @@ def main(argv: list[str]) -> None:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
-  # Python warns of the same refused write again on a busy machine.
+  # On a busy machine Python also warns about a failed write that is already raised.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   file = CONFIG.value
   if file is None:
-    fail('--config is missing; give one, for instance --config=configs/aime.py')
+    fail('--config is missing; give a file, for instance --config=configs/aime.py')
   try:
     with signals.none_lost():
       config = read_config(file, argv[1:])
@@ -219,8 +219,8 @@ def main(argv: list[str]) -> None:
     fail(error)
   except KeyboardInterrupt:
     print(
-      f'Stopped at once. The same command with --workdir={WORKDIR.value} resumes from '
-      'the newest checkpoint; a warm start is saved once it is finished.',
+      f'Stopped immediately. The same command with --workdir={WORKDIR.value} resumes '
+      'from the newest checkpoint; an unfinished warm start begins again.',
       file=sys.stderr,
     )
     sys.stdout.flush()

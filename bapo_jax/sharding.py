@@ -64,8 +64,8 @@ def make(
 ) -> Mesh:
   """Makes a (data, fsdp, tensor) mesh of `devices`, by default of all processes.
 
-  At most one size is -1: that axis takes all devices that the others leave. Raises
-  ValueError if the sizes do not multiply to the number of devices.
+  At most one size is -1: that axis gets all remaining devices. Raises ValueError if the
+  product of the sizes is not the number of devices.
   """
   grid, shape = np.asarray(devices or jax.devices()), (data, fsdp, tensor)
   try:
@@ -75,7 +75,7 @@ def make(
   except ValueError:
     raise ValueError(
       f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {grid.size} '
-      f'devices; let the three multiply to {grid.size}, or set one of them to -1'
+      f'devices; give sizes with product {grid.size}, or set one size to -1'
     ) from None
 
 
@@ -126,8 +126,8 @@ def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
-  If `rows` do not divide over the mesh, every device gets all of them; only inputs of a
-  program must divide, results may have any length.
+  If `rows` do not divide over the mesh, the arrays are replicated: program inputs must
+  divide, while results may have any length.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
@@ -147,7 +147,7 @@ def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of small arrays that are whole on every device."""
+  """Returns the sharding of small arrays replicated on every device."""
   return NamedSharding(mesh, P())
 
 
@@ -157,13 +157,13 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """Returns the sharding of keys and values [S, K, ...]: that of their projections."""
+  """Returns the sharding of keys and values [S, K, ...], as in their projections."""
   heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
   return NamedSharding(mesh, P(ROWS, heads))
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-  """Makes the mesh the ambient one in a `with` block; a no-op on one device."""
+  """Makes the mesh ambient in a `with` block; a no-op on one device."""
   alone = mesh is None or mesh.size == 1
   return contextlib.nullcontext() if alone else jax.set_mesh(mesh)
 
@@ -171,7 +171,7 @@ def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 def under(
   mesh: Mesh | None, function: Callable[Args, Result]
 ) -> Callable[Args, Result]:
-  """Wraps a function so that it always runs with this mesh as the ambient one."""
+  """Wraps a function so that it always runs with this ambient mesh."""
 
   @functools.wraps(function)
   def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -182,7 +182,7 @@ def under(
 
 
 def ambient() -> AbstractMesh | None:
-  """Returns the ambient mesh; None: XLA places all arrays by itself."""
+  """Returns the ambient mesh; None if XLA places all arrays."""
   found = jax.sharding.get_abstract_mesh()
   return found if found.axis_names == AXES and found.size > 1 else None
 

@@ -1,7 +1,7 @@
 """The records of a training step, the letters of their axes, and the rules' signatures.
 
 1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
-2. `ReplayBuffer` holds groups between steps: it is a Groups with a capacity;
+2. `ReplayBuffer` keeps groups between steps, in two Groups of fixed capacity;
 3. `Batch` is the learner's flat view, one row per response;
 4. a Protocol per slot is the signature that every rule of the slot has.
 
@@ -12,7 +12,7 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
   C head width      F feed-forward width   L layers   R rows prefilled at once
   N problems in a data set
 
-and of pictures:
+and for pictures:
 
   I pictures of a prompt   Z patches   M merged patches   W windows   E numbers of a patch
 """
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
   adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
-  pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: texts
+  pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: a text model
 
 
 class TokenStats(NamedTuple):
@@ -115,7 +115,7 @@ class Bounds(NamedTuple):
 
 class LogpDiff(NamedTuple):
   total: Float32[Array, '']    # sum of |learner logp - sampler logp| over tokens of the same weights, nats
-  largest: Float32[Array, '']  # the largest of them; 0 without any
+  largest: Float32[Array, '']  # largest of these differences; 0 without tokens
   tokens: Int32[Array, '']     # tokens compared
 
 
@@ -124,7 +124,7 @@ SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
 
 # fmt: on
 def agree(**arrays: Any) -> dict[str, int]:
-  """Checks that axes of one letter have one size; returns letter -> size.
+  """Checks that axes with the same letter have the same size; returns letter -> size.
 
   >>> agree(logp_BT=logp_BT, adv_B=adv_B)
   ValueError: adv_B has B=5, but B=4 elsewhere

@@ -1,1 +1,1 @@
-"""Files, metrics, console and processes of a run; knows no model and no algorithm."""
+"""Handles files, metrics, console and processes of a run; imports no model code."""

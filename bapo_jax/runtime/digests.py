@@ -1,6 +1,6 @@
-"""Finds bytes of files that changed since they were written, by digests.
+"""Records digests of the files in a directory, and finds files that changed later.
 
-orbax and zarr restore flipped bytes without an error, so checkpoints need this record.
+orbax and zarr restore flipped bytes without an error, so checkpoints have digests.
 """
 
 import hashlib
@@ -8,14 +8,14 @@ import json
 import os
 
 NAME = 'digests.json'
-# orbax writes these when it renames a checkpoint, after the record is made.
+# orbax writes these files when it renames a checkpoint, after `write` has run.
 WRITTEN_LATER = ('commit_success.txt', '_CHECKPOINT_METADATA')
 
 
 def write(directory: str, label: str) -> None:
   """Records the length and the digest of every file below the directory.
 
-  The label is the directory's own name, such as a step: it reveals a copied directory.
+  `label` names the directory, such as its step, so that `damage` detects a copy.
   """
   paths = [
     os.path.relpath(os.path.join(folder, name), directory)
@@ -48,12 +48,12 @@ def damage(directory: str, label: str, skip: str = '') -> str:
   except OSError as error:
     return f'{path} cannot be read: {error.strerror}'
   except (ValueError, TypeError, KeyError):
-    return f'{NAME} is not a record of digests'
+    return f'{NAME} is not a JSON record of a label and digests'
   return ''
 
 
 def sampled(path: str, blocks: int = 64, block: int = 4096) -> list[int | str]:
-  """Returns [bytes, digest of evenly spaced blocks of `block` bytes] of a file."""
+  """Returns [bytes in the file, digest of evenly spaced blocks of `block` bytes]."""
   size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
   with open(path, 'rb') as file:
     for i in range(blocks):
@@ -63,7 +63,7 @@ def sampled(path: str, blocks: int = 64, block: int = 4096) -> list[int | str]:
 
 
 def of_file(directory: str, path: str) -> list[int | str]:
-  """Returns [bytes, digest of all of them] of a file."""
+  """Returns [bytes in the file, digest of the whole file]."""
   with open(os.path.join(directory, path), 'rb') as file:
     digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     return [file.tell(), digest.hexdigest()]

@@ -22,7 +22,7 @@ def total(values: np.ndarray | Sequence) -> np.ndarray:
 
 
 def agree(values: Sequence[int]) -> list[int]:
-  """Returns the maximum over processes of each value, so that all decide the same."""
+  """Returns the maximum over processes of each value, so that all processes agree."""
   if processes() == 1:
     return list(values)
   return process_allgather(np.asarray(values, np.int32)).max(0).tolist()
@@ -37,7 +37,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(array: Any) -> np.ndarray:
-  """Returns a small global array on the host of every process."""
+  """Copies a small global array to the host of every process."""
   if processes() > 1 and not (array.is_fully_addressable or array.is_fully_replicated):
     return process_allgather(array, tiled=True)
   return np.asarray(array)
@@ -46,8 +46,8 @@ def whole(array: Any) -> np.ndarray:
 def placed(tree: Any, layout: Any) -> Any:
   """Puts host values that are equal in all processes on the devices.
 
-  `layout` is a sharding, or a prefix tree of shardings. Each process puts its shards;
-  `jax.device_put` would send all values to compare them.
+  `layout` is a sharding, or a prefix tree of shardings. Each process puts its shards,
+  whereas `jax.device_put` would send all values to compare them.
   """
   if processes() == 1:
     return jax.device_put(tree, layout)
@@ -60,12 +60,12 @@ def placed(tree: Any, layout: Any) -> Any:
 
 
 def taken(tree: Any, rows: np.ndarray) -> Any:
-  """Returns these rows of global arrays, few enough for the host of every process."""
+  """Copies a few rows of global arrays to the host of every process."""
   return jax.tree.map(whole, _take(tree, rows))
 
 
 def owned(array: Any) -> np.ndarray:
-  """Returns for each row, as bool, whether this process answers for it.
+  """Returns a bool per row: whether this process owns the row.
 
   Each row has one owner among the processes whose devices hold it. Processes that hold
   the same rows share them evenly.
@@ -85,7 +85,7 @@ def owned(array: Any) -> np.ndarray:
 
 
 def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
-  """Returns these rows of a global array; devices of this process hold all of them."""
+  """Returns rows of a global array that are all on devices of this process."""
   index = np.asarray(rows, int)
   if isinstance(array, np.ndarray):
     return array[index]

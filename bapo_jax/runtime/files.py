@@ -1,4 +1,4 @@
-"""Reads and writes whole files; every error about a file names it."""
+"""Reads and writes whole files; every error names the file."""
 
 import contextlib
 import hashlib
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# The suffix of a picture's file -> its first bytes.
+# Suffix of an image file -> the first bytes of the format.
 PICTURES = dict(
   png=b'\x89PNG', jpg=b'\xff\xd8\xff', webp=b'RIFF', bmp=b'BM', gif=b'GIF8'
 )
@@ -15,10 +15,12 @@ Path = str | os.PathLike[str]
 
 
 def write(path: Path, content: str | bytes) -> None:
-  """Writes a file, and its folder: it has the old content or the new, never a part.
+  """Writes a file atomically, creating its directory if needed.
+
+  After a failure the file has its old content or the new, never a part of either.
 
   Raises:
-    OSError: the system refused; its filename is set.
+    OSError: the write failed; the exception's `filename` is set.
   """
   data = content.encode() if isinstance(content, str) else content
   with naming(path):
@@ -34,9 +36,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_pictures(workdir: Path, pictures: Sequence[bytes]) -> list[str]:
-  """Writes the pictures that the workdir lacks; returns all paths within the workdir.
+  """Writes encoded images that the workdir lacks; returns all paths, relative to it.
 
-  Pictures are encoded images; the name of a file is the digest of its bytes.
+  A file is named by the digest of its bytes.
   """
   names = []
   for data in pictures:
@@ -51,8 +53,8 @@ def read_json(path: Path, way_out: str) -> Any:
   """Reads a JSON file.
 
   Raises:
-    ValueError: the file is missing, cannot be read, or is not JSON. The sentence ends
-      with `way_out`, what to do about it.
+    ValueError: the file is missing, cannot be read, or is not JSON. The message ends
+      with `way_out`, the advice to the user.
   """
   try:
     with open(path, encoding='utf-8') as file:
@@ -67,13 +69,13 @@ def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]
   """Reads a JSON file with an object at its top; see `read_json`."""
   value = read_json(path, way_out)
   if not isinstance(value, dict):
-    raise ValueError(f'{path} has no JSON object; {way_out}')
+    raise ValueError(f'{path} has no JSON object at the top level; {way_out}')
   return value
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-  """Adds the path to an OSError without a filename, such as that of a write()."""
+  """Adds the path to an OSError without a filename, for instance from write()."""
   try:
     yield
   except OSError as error:

@@ -1,7 +1,7 @@
 """Defines every metric of a run, `stage/quantity`, in a sentence: `GLOSSARY[name]`.
 
 r is the probability ratio of the current policy pi to the behaviour policy mu, which
-sampled the token; A is the advantage. nan: no such token, response or group.
+sampled the token; A is the advantage. nan means that there is no such token, response or group.
 """
 
 from bapo_jax.types import SOURCES
@@ -18,12 +18,12 @@ _SENTENCES = {
   'rollout/undecided': 'Share of the responses, fresh and reevaluated, that the verifier could not decide (too slow, too large, or an error), in [0, 1]; they count as wrong.',
   'rollout/seats': 'Share of the seats for fresh groups that completed groups fill, in [0, 1]; below 1 only where partial rollouts wait for the next step.',
   'rollout/age': 'Mean age of the tokens of the fresh responses, learner steps.',
-  'rollout/age_max': 'Age of the oldest of these tokens, learner steps; at most rollout.max_off_policy_steps + rollout.weight_sync_interval - 1.',
+  'rollout/age_max': 'Age of the oldest token of the fresh responses, learner steps; at most rollout.max_off_policy_steps + rollout.weight_sync_interval - 1.',
   'rollout/responses': 'Responses sampled so far in the run, those of extra rounds and of reevaluated problems included, those of evaluations excluded.',
   'rollout/rounds': 'Rounds of prompts sampled in the step: 1 plus the extra rounds.',
   'rollout/tokens': 'Response tokens of the fresh and the reevaluated groups of the step.',
   'rollout/tokens_per_s': 'Response tokens sampled per second of sampling.',
-  'rollout/logp_diff': 'Mean of |learner logp - sampler logp|, nats, >= 0, over tokens that both computed with the same weights: by a pass of its own where the learner recomputes, else those of the first update that the current weights sampled; nan without any. Large where the two compute different numbers for one policy.',
+  'rollout/logp_diff': 'Mean of |learner logp - sampler logp|, nats, >= 0, over tokens that both computed with the same weights: from a separate pass where the learner recomputes log-probabilities, else from the tokens of the first update that the current weights sampled; nan without any. Large where the two compute different numbers for one policy.',
   'rollout/logp_diff_max': 'Largest |learner logp - sampler logp| of the same tokens, nats, >= 0; nan without any.',
   'batch/filled': 'Share of the batch seats that are filled, in [0, 1].',
   'batch/fresh': 'Share of the batch seats filled with fresh groups, in [0, 1].',
@@ -48,8 +48,8 @@ _SENTENCES = {
   'clip/search_steps': 'Mean number of steps that the bound search took from its start, >= 0.',
   'clip/moved': 'Share of the updates in which the bound search moved, in [0, 1].',
   'clip/target_met': 'Share of the updates in which the positive share reached its target, in [0, 1]; 1 without a target, 0 without evidence.',
-  'clip/no_evidence': 'Share of the updates in which no token that the bound search counts had a gradient, in [0, 1]: bounds stay at their start.',
-  'clip/negatives_only': 'Share of the updates in which all tokens that the bound search counts had A < 0, in [0, 1]: it runs to the last bounds.',
+  'clip/no_evidence': 'Share of the updates in which no token that the bound search counts had a gradient, in [0, 1]: the bounds then keep their starting values.',
+  'clip/negatives_only': 'Share of the updates in which all tokens that the bound search counts had A < 0, in [0, 1]: the search then runs to its last bounds.',
   'clip/share_start': 'Positive share at the starting bounds, before the search: the part of the policy gradient that tokens with A > 0 contribute, rows scaled as loss.aggregate scales them, in [0, 1]; nan where no token has a gradient.',
   'clip/share': 'Positive share at the bounds used, after the search, in [0, 1]; nan where no token has a gradient.',
   'clip/surrogate_share_start': "Positive share of the clipped surrogate at the starting bounds, as the paper's public code computes it, in [0, 1]; nan where no token has an advantage.",
@@ -75,10 +75,10 @@ _SENTENCES = {
   'loss/kl': 'k3 estimate of KL(mu, pi), mean of r - 1 - log r over the computed tokens, nats per token, >= 0.',
   'loss/kl_plain': 'k1 estimate of KL(mu, pi), mean of -log r over the computed tokens, nats per token; noisier, may be negative.',
   'learner/grad_norm': 'Global norm of the gradient before it is clipped, >= 0.',
-  'learner/updates': 'Optimiser updates applied so far in the run: not those that were skipped, nor those without a token.',
+  'learner/updates': 'Optimiser updates applied so far in the run: skipped updates and updates without a token excluded.',
   'learner/skipped': 'Updates of the step that were skipped because the loss or the gradient was not finite.',
   'learner/tokens': 'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
-  'learner/tokens_computed': 'Those of them that were computed, in the step: of responses with an advantage, and of all where loss.kl > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
+  'learner/tokens_computed': 'Tokens trained on in the step that were also computed: those of responses with an advantage, or all tokens where loss.kl > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
   'learner/idle_steps': 'Steps in a row, this one included, in which no group of the batch had rewards that differ, so that nothing was learned.',
   'theory/gain_{s}': 'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.',
   'theory/moved_{s}': 'Estimate of the second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha), times their share of the filled seats: the current policy against the one that sampled them; 0 without a group of both verdicts.',

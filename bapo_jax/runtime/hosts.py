@@ -1,9 +1,9 @@
 """Joins the processes of one run, one per host, and ends them together.
 
-All processes run the same program on the same seed, and process 0 writes the console
-and the files. An error of one process becomes an error of all: JAX's heartbeats abort a
-process if another one is gone, and a signal handler turns the abort into a sentence and
-a status. In a single process these functions cost nothing.
+All processes run the same program with the same seed; process 0 writes the console and
+the files. An error in one process ends all processes: JAX aborts a process when another
+process sends no heartbeat, and a signal handler turns the abort into a message and an
+exit status. With a single process these functions cost nothing.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 
 START_S = 300.0  # hosts of one job start minutes apart
 HEARTBEAT_S = 10  # a process without a heartbeat for this long counts as gone
-GRACE_S = 3.0  # `leave` waits this long for others that leave as well
-SHUTDOWN_S = 24 * 3600  # the others wait for process 0, which writes the report
+GRACE_S = 3.0  # `leave` waits this long for the other processes
+SHUTDOWN_S = 24 * 3600  # processes wait this long for process 0 to write the report
 LOST = 4  # exit status: another process is gone
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 _here = {'process': 0, 'processes': 1}
-_handlers: list[Any] = []  # C does not keep a callback alive
+_handlers: list[Any] = []  # keeps callbacks alive, which C does not
 
 
 def process() -> int:
@@ -51,25 +51,25 @@ def initialise(
   processes: int | None = None,
   start_s: float = START_S,
 ) -> None:
-  """Joins this process to the others and waits for them; JAX must not be in use yet.
+  """Joins the other processes and waits for them; JAX must not be in use yet.
 
-  Without flags it reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
-  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX), and then JAX looks for SLURM, GKE and the
-  metadata of a TPU. If there is none, this process is alone. `coordinator` is host:port
-  of process 0, `process` counts from 0, and `start_s` limits the wait in seconds.
+  Without arguments, reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
+  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX) or lets JAX look for SLURM, GKE and TPU
+  metadata; without any of these, the process runs alone. `coordinator` is host:port of
+  process 0, `process` counts from 0, and `start_s` limits the wait in seconds.
 
   Raises:
-    ValueError: the flags do not fit, the port is taken, or the environment describes a
-      cluster and the other processes cannot be found.
+    ValueError: the flags are inconsistent, the port is taken, or the environment
+      describes a cluster but the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
   given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
   if len(given) in (1, 2):
     raise ValueError(
-      f'{" ".join(given)}: give all of --coordinator, --process, --processes, or none'
+      f'{" ".join(given)}: give --coordinator, --process and --processes, or none'
     )
   if process is None or processes is None:
-    # A JobSet without TPUs sets these; JAX finds it only if it may query Kubernetes.
+    # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
     names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
     at, i, n = (os.environ.get(name, '') for name in names)
     place = (at, int(i), int(n)) if at and i and n else None
@@ -80,8 +80,8 @@ def initialise(
     if place[2] == 1:
       return
   _explain_abort(
-    f'not all processes came to {place[0] if place else "the coordinator"} within '
-    f'{start_s:.0f} s; start all of them, with the same --coordinator'
+    f'not all processes reached {place[0] if place else "the coordinator"} within '
+    f'{start_s:.0f} s; start every process with the same --coordinator'
   )
   if _join(place, int(start_s)):
     import jax
@@ -91,9 +91,9 @@ def initialise(
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
   _explain_abort(
-    f'process {_here["process"]} of {_here["processes"]}: another process is gone (it '
-    'was killed, its host is gone, or it ended with an error of its own); the same '
-    'command on all of them resumes from the newest checkpoint'
+    f'process {_here["process"]} of {_here["processes"]}: another process is gone '
+    '(killed, lost with its host, or ended by an error); run the same command on all '
+    'hosts to resume from the newest checkpoint'
   )
 
 
@@ -101,10 +101,10 @@ def _check(coordinator: str, process: int, processes: int) -> None:
   """Raises ValueError unless the numbers fit and the coordinator's port is free."""
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-    raise ValueError(f'--coordinator={coordinator}: give host:port')
+    raise ValueError(f'--coordinator={coordinator}: give host:port, port 1-65535')
   if not 0 <= process < processes:
     raise ValueError(
-      f'--process={process}: give 0 to {processes - 1}, for --processes={processes}'
+      f'--process={process}: give 0 to {processes - 1} for --processes={processes}'
     )
   if process or processes == 1:
     return
@@ -121,15 +121,15 @@ def _check(coordinator: str, process: int, processes: int) -> None:
 def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
-  `place` None lets JAX look for (coordinator, process, processes).
+  `place` is (coordinator, process, processes); with None, JAX detects the cluster.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   import jax
 
-  # runtime/signals.py handles SIGTERM; this service would swallow it.
+  # runtime/signals.py handles SIGTERM; this service would swallow the signal.
   jax.config.update('jax_enable_preemption_service', False)
-  # By default JAX gives each SLURM task one device. An empty list restricts nothing: a
-  # task that is alone on its node has all devices of the node.
+  # By default JAX gives each SLURM task one device. An empty list lifts this limit: a
+  # task that is alone on its node gets all devices of the node.
   nodes, tasks = (os.environ.get(f'SLURM_{x}') for x in ('STEP_NUM_NODES', 'NTASKS'))
   coordinator, process, processes = place or (None, None, None)
   try:
@@ -143,21 +143,21 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
       heartbeat_timeout_seconds=HEARTBEAT_S,
       shutdown_timeout_seconds=SHUTDOWN_S,
     )
-  except Exception as error:  # of metadata servers, host names, Kubernetes
+  except Exception as error:  # raised by metadata servers, host names or Kubernetes
     if not place and str(error) == 'coordinator_address should be defined.':
       return False
     raise ValueError(
-      'the processes of this run cannot be joined '
-      f'({type(error).__name__}: {error}); give --coordinator, --process, --processes'
+      f'the processes of this run cannot be joined ({type(error).__name__}: {error}); '
+      'give --coordinator, --process and --processes'
     ) from error
   return True
 
 
 def _explain_abort(sentence: str) -> None:
-  """Prints the sentence and exits with the status LOST when this process aborts.
+  """Makes an abort of this process print the sentence and exit with status LOST.
 
   The handler is a C function: a Python signal handler would wait for the main thread,
-  and the thread that aborts does not come back from abort().
+  but the aborting thread never returns from abort().
   """
 
   def handle(number: int) -> None:
@@ -172,15 +172,15 @@ def _explain_abort(sentence: str) -> None:
 
 
 def _console(sentence: str) -> None:
-  """Writes one line to stderr, whatever state Python is in."""
+  """Writes one line to stderr directly, without Python's buffers."""
   with contextlib.suppress(OSError):
     os.write(2, f'bapo_jax: {" ".join(sentence.split())}\n'.encode())
 
 
 def leave(status: int) -> None:
-  """Ends this process; the others end as LOST. Returns if this process is alone.
+  """Ends this process, and all others with status LOST; returns if it is alone.
 
-  If all processes leave within GRACE_S, each of them keeps its status.
+  If all processes call this within GRACE_S seconds, every process exits with `status`.
   """
   if processes() > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
@@ -190,17 +190,17 @@ def leave(status: int) -> None:
 
 
 def finish(status: int) -> None:
-  """Ends this process when all processes call this. Returns if it is alone."""
+  """Ends this process once all processes have called this; returns if it is alone."""
   if processes() > 1:
     try:
       _disconnect()
-    except Exception as error:  # another process was lost on its way here
+    except Exception as error:  # another process was lost before this call
       failed(error)
     _exit(status)
 
 
 def _disconnect() -> None:
-  """Waits until all processes are here; afterwards they no longer watch each other."""
+  """Waits until all processes call this, then stops watching their heartbeats."""
   import jax
 
   sys.stdout.flush()
@@ -215,7 +215,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def failed(error: BaseException) -> NoReturn:
-  """Ends this process after an unexpected error, and prints the traceback.
+  """Prints the traceback of an unexpected error and ends this process.
 
   Collectives and barriers fail when another process is gone. Then JAX aborts this
   process during the wait below, and the handler explains the abort.
@@ -228,29 +228,29 @@ def failed(error: BaseException) -> NoReturn:
 
 
 def everyones(text: str) -> list[str]:
-  """Returns the texts of all processes, by process number; a collective."""
+  """Gathers a string from every process, in process order; a collective."""
   if processes() == 1:
     return [text]
-  import numpy as np  # not before a bad knob is refused
+  import numpy as np  # late: bad knobs fail before this import
   from jax.experimental.multihost_utils import process_allgather
 
   data = np.frombuffer(text.encode(), np.uint8)
   length_P = process_allgather(np.int32(len(data)))
-  # Powers of two: few lengths, and so few programs to compile.
+  # Lengths are rounded up to powers of two, so that few programs are compiled.
   size = 1 << int(length_P.max()).bit_length()
   rows = process_allgather(np.pad(data, (0, size - len(data))))
   return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
 
 
 def _share(sentence: str) -> None:
-  """Raises ValueError if another process has an error and this one has none.
+  """Raises ValueError if another process has an error and this process has none.
 
   A collective; `sentence` is the error of this process, '' for none.
   """
   sentences = everyones(sentence)
   if processes() == 1 or not any(sentences):
     return
-  _disconnect()  # each process now ends by itself, at its own time
+  _disconnect()  # from here on, processes end independently
   if not sentence:
     i = next(i for i, text in enumerate(sentences) if text)
     raise ValueError(f'process {i} of {processes()}: {sentences[i]}')
@@ -258,7 +258,7 @@ def _share(sentence: str) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-  """Runs the body in all processes; a ValueError in one of them is raised in all."""
+  """Runs the body in all processes; a ValueError in any process is raised in all."""
   try:
     yield
   except ValueError as error:
@@ -269,7 +269,7 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_ahead() -> Iterator[None]:
-  """Runs the body in process 0 and then in the others; errors as in `together`."""
+  """Runs the body in process 0, then in all others; errors as in `together`."""
   if not is_first():
     _share('')  # process 0 is done, or its error is raised here
   with together():
@@ -279,7 +279,7 @@ def first_ahead() -> Iterator[None]:
 
 
 def same_everywhere(values: dict[str, Any]) -> None:
-  """Raises ValueError in all processes if JSON values differ in one; a collective."""
+  """Raises ValueError in all processes unless `values` are equal; a collective."""
   expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
   for i, found in enumerate(others, 1):
     if differ := [
@@ -289,13 +289,13 @@ def same_everywhere(values: dict[str, Any]) -> None:
       with together():
         raise ValueError(
           f'process {i} of {processes()} differs from process 0: '
-          f'{"; ".join(differ[:3])}; start all of them with the same command, code, '
+          f'{"; ".join(differ[:3])}; start every process with the same command, code, '
           'packages and data'
         )
 
 
 def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """Yields (dotted name, old, new) for every value that differs; None if missing."""
+  """Yields (dotted name, old, new) per differing value; None if it is missing."""
   if isinstance(old, dict) and isinstance(new, dict):
     for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key

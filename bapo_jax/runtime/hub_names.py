@@ -1,6 +1,6 @@
-"""Parses names of repositories on the hub: hub:owner/name or hub:owner/name@revision.
+"""Parses names of Hugging Face repositories: hub:owner/name or hub:owner/name@revision.
 
-A name without `hub:` is a path on this machine: a mistyped path is never downloaded.
+A name without 'hub:' is a local path, so a mistyped path is never downloaded.
 """
 
 import re
@@ -21,7 +21,7 @@ def parse(name: str) -> HubName | None:
     return None
   if not (match := NAME.fullmatch(name)):
     raise ValueError(
-      f'{name[:80]!r} is not a name on the hub; write hub:owner/name or '
+      f'{name[:80]!r} is not a hub name; write hub:owner/name or '
       'hub:owner/name@revision'
     )
   return HubName(match[1], match[2])

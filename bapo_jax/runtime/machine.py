@@ -1,4 +1,4 @@
-"""Describes this machine and program without importing JAX: memory, and versions."""
+"""Reports memory and package versions without importing JAX."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import resource
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-# Packages that change results.
+# Packages whose version can change the results of a run.
 PACKAGES = (
   'jax jaxlib libtpu flax optax orbax-checkpoint numpy transformers tokenizers '
   'math-verify sympy'
@@ -19,7 +19,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-  """Returns name -> version; 'code' is a digest of the source files of this package."""
+  """Returns package -> version; 'code' is a digest of the source files of bapo_jax."""
   root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
   for path in sorted(root.rglob('*.py')):
     digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
@@ -31,13 +31,13 @@ def versions() -> dict[str, str]:
 
 
 def host_memory() -> int:
-  """Returns the bytes of the host's memory."""
+  """Returns the size of the host's memory, bytes."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
 
 def peak_rss() -> int:
   """Returns the largest resident size of this process so far, bytes."""
-  # getrusage counts the process that this one was forked from, before its exec.
+  # getrusage includes the memory of the parent process between fork and exec.
   with contextlib.suppress(OSError), open('/proc/self/status') as file:
     return next(int(x.split()[1]) << 10 for x in file if x.startswith('VmHWM'))
   unit = 1 if sys.platform == 'darwin' else 1024
@@ -47,9 +47,9 @@ def peak_rss() -> int:
 def hold_freed_memory() -> None:
   """Lets glibc keep up to 512 MiB of freed memory; a no-op with other C libraries.
 
-  On a CPU every program allocates its temporaries anew. By default glibc returns pieces
-  of more than 32 MiB to the kernel, which clears the pages again: a third of the
-  processor time of a small policy. `trim` returns the memory that is kept.
+  On a CPU every call of a program allocates new temporaries. By default glibc returns
+  blocks over 32 MiB to the kernel, which must zero the pages again: this is a third of
+  the CPU time of a small policy. `trim` releases the kept memory.
   """
   with contextlib.suppress(AttributeError, OSError):
     for what, most in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**29)):
@@ -57,6 +57,6 @@ def hold_freed_memory() -> None:
 
 
 def trim() -> None:
-  """Gives freed memory that glibc keeps, often hundreds of MiB, back to the system."""
+  """Returns freed memory that glibc keeps, often hundreds of MiB, to the system."""
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)

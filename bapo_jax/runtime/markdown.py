@@ -1,4 +1,4 @@
-"""Formats tables, and untrusted text as plain characters, in Markdown.
+"""Formats tables and untrusted text in Markdown.
 
 A problem, an answer or a response may contain backticks, HTML, terminal escapes, or
 marks that reverse the direction of writing.
@@ -21,7 +21,7 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> s
   """
   rules = ['--:' if letter == 'r' else ':--' for letter in align]
   lines = [
-    # A bar or a newline would end the cell.
+    # A bar or a newline inside a cell would end it.
     ' | '.join(cell.replace('|', '\\|').replace('\n', ' ') for cell in row)
     for row in (header, *rows)
   ]
@@ -42,7 +42,7 @@ def visible(text: str, keep: str = '\n\t') -> str:
 def fence(text: str, limit: int | None = None) -> str:
   """Formats the text as a code block that no backticks inside can close.
 
-  If a limit is given, the middle of a text with more characters is left out.
+  `limit` is the largest number of characters; the middle of a longer text is cut.
   """
   if limit is not None and len(text) > limit:
     half = limit // 2
@@ -59,13 +59,13 @@ def inline(text: str, limit: int = 200) -> str:
   if not text.strip():
     return '(empty)'
   ticks = _ticks(text, at_least=1)
-  # Markdown removes one blank at both ends if both ends are blank.
+  # Markdown strips one space from each end if both ends are spaces.
   pad = ' ' if {text[0], text[-1]} & {'`', ' '} else ''
   return f'{ticks}{pad}{text}{pad}{ticks}'
 
 
 def escape(text: str) -> str:
-  """Formats the text as words on one line, its markup escaped by backslashes."""
+  """Formats the text on one line, escaping its markup with backslashes."""
   return MARKUP.sub(r'\\\g<0>', visible(text, keep=''))
 
 

@@ -1,6 +1,6 @@
 """Writes the metrics of every step, reads them back, and prints one line per step.
 
-Rows go to metrics.jsonl, to TensorBoard and to W&B; every name is in the glossary.
+Rows go to metrics.jsonl, to TensorBoard and to W&B; the glossary defines every name.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
 
-Row = dict[str, float]  # metric -> value; read from a file also step -> int
+Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
 
 
@@ -33,9 +33,9 @@ def to_json(row: Mapping[str, float]) -> str:
 
 
 def read(workdir: Path) -> list[Row]:
-  """Reads workdir/metrics.jsonl in the order written; [] without the file.
+  """Reads the rows of workdir/metrics.jsonl, oldest first; [] if the file is missing.
 
-  A last line that a kill left incomplete is skipped.
+  An incomplete last line, left by a killed run, is skipped.
 
   Raises:
     ValueError: a line before the last is not a row, or the file cannot be read.
@@ -47,8 +47,8 @@ def read(workdir: Path) -> list[Row]:
     return []
   except OSError as error:
     raise ValueError(
-      f'{path} cannot be read ({error.strerror}); put it back, or move it away: the '
-      'run then continues without the rows so far'
+      f'{path} cannot be read ({error.strerror}); restore it, or move it away to '
+      'continue the run without the rows written so far'
     ) from error
   rows, lines = [], text.rstrip('\n').split('\n')
   for i, line in enumerate(lines, 1):
@@ -58,8 +58,8 @@ def read(workdir: Path) -> list[Row]:
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
       if i < len(lines):
         raise ValueError(
-          f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}; '
-          'delete the line, or start in another workdir'
+          f'{path}, line {i} of {len(lines)} is not a JSON row: {line[:60]!r}'
+          '; delete the line, or give another --workdir'
         ) from error
   return rows
 
@@ -70,7 +70,7 @@ def _need(package: str, knob: str) -> types.ModuleType:
   except ImportError as error:
     raise ValueError(
       f'{knob}=True needs the package {package}, which cannot be imported ({error}); '
-      f'pip install {package}, or set {knob}=False'
+      f'pip install {package.partition(".")[0]}, or set {knob}=False'
     ) from error
 
 
@@ -79,13 +79,13 @@ def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
   lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
   files.write(path, ''.join(f'{line}\n' for line in lines))
   with files.naming(path):
-    # Unbuffered: after a full disk refused a row, closing the file does not try again.
+    # Unbuffered: closing the file does not retry a write that failed on a full disk.
     file = stack.enter_context(open(path, 'ab', buffering=0))  # noqa: SIM115
 
   def write(step: int, row: Row) -> None:
     left = (to_json({'step': step, **row}) + '\n').encode()
     with files.naming(path):
-      while left:  # an almost full disk takes a part; the next write raises
+      while left:  # an almost full disk writes a part; the next write raises
         left = left[file.write(left) :]
 
   return write
@@ -94,8 +94,8 @@ def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
 def _tensorboard(
   workdir: Path, step: int, stack: ExitStack, config: dict | None
 ) -> Write:
-  # Its SummaryWriter writes in a thread. A full disk ends the thread, and the next row
-  # would wait for it for ever.
+  # Not tensorboardX's SummaryWriter: a full disk ends its writer thread, and the next
+  # row would wait for the thread forever.
   summary = _need('tensorboardX.summary', 'metrics.tensorboard')
   proto = importlib.import_module('tensorboardX.proto.event_pb2')
   lib = importlib.import_module('tensorboardX.event_file_writer')
@@ -111,12 +111,12 @@ def _tensorboard(
   def write(step: int, row: Row) -> None:
     with files.naming(path):
       for name, value in row.items():
-        # Not summary.scalar, which warns of every nan on the console.
+        # Not summary.scalar, which warns about every nan on the console.
         scalar = summary.Summary.Value(tag=name, simple_value=value)
         emit(step, summary=summary.Summary(value=[scalar]))
       board.flush()
 
-  # TensorBoard then hides earlier events of this step and later ones.
+  # Makes TensorBoard hide the events after `step` that an earlier start wrote.
   emit(step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
   if config is not None:
     emit(max(step, 0), summary=summary.text('config', markdown.fence(str(config))))
@@ -131,7 +131,7 @@ def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
   name, old = path.resolve().parent.name, {'id': path.read_text(), 'resume': 'allow'}
   run = lib.init(project='bapo_jax', name=name, dir=str(workdir), config=config, **old)
   stack.callback(run.finish)
-  # W&B ignores steps that it already has: after a resume metrics.jsonl is right.
+  # W&B ignores steps that it already has; after a resume, trust metrics.jsonl.
   return lambda step, row: run.log(row, step=step)
 
 
@@ -146,13 +146,13 @@ def writing(
 ) -> Iterator[Write]:
   """Yields a function that writes the metrics of a step; only process 0 writes.
 
-  Rows after `step`, the step resumed from, are removed; -1 starts afresh, without rows.
+  Removes rows after `step`, the step resumed from; -1 removes all rows.
   TensorBoard and W&B show the config beside the curves.
 
   Raises:
-    ValueError: a package is missing, and no row is removed; or the function received a
-      name that is not in the glossary, and nothing is written.
-    OSError: the system refused; its filename is set.
+    ValueError: a package is missing (no row is removed), or the function received a
+      name that is not in the glossary (nothing is written).
+    OSError: the write failed; the exception's `filename` is set.
   """
   sinks: list[Write] = []
 
@@ -169,7 +169,7 @@ def writing(
 
   with ExitStack() as stack:
     if hosts.is_first():
-      if wandb:  # first: a missing package is an error before rows are removed
+      if wandb:  # a missing package must raise before rows are removed
         sinks.append(_wandb(workdir, stack, config))
       if tensorboard:
         sinks.append(_tensorboard(workdir, step, stack, config))
@@ -190,7 +190,7 @@ COLUMNS = (  # label, metric, format
   ('tok/s', 'rollout/tokens_per_s', '6.0f'),
   ('sec', 'time/step', '6.1f'),
 )
-WIDTH = 100  # characters of a line of the console
+WIDTH = 100  # characters per console line
 
 
 def legend() -> str:
@@ -204,7 +204,7 @@ def legend() -> str:
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
   """Formats the metrics of a step for the console; '-' is a missing value.
 
-  The width of `steps`, the learner steps of the run, aligns the lines.
+  `steps` is the number of learner steps of the run; its width aligns the lines.
   """
   cells = [f'{step:>{len(str(steps))}}/{steps}']
   for label, name, form in COLUMNS:

@@ -14,13 +14,13 @@ TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two updates of a bar
 
 
 class PhaseTimer:
-  """Charges every second to the innermost open phase, so the sum is at most wall time.
+  """Charges every second to the innermost open phase: the sum is at most wall time.
 
   >>> with timer('sample'):
   ...   with timer('verify'): ...  # these seconds are not counted in 'sample'
 
-  JAX returns before the device is done: the seconds of a phase that does not wait for
-  its result are charged to the phase that does. Use a timer in one thread only.
+  JAX returns before the device is done, so device time is charged to the phase that
+  waits for the result. Use a timer in one thread only.
   """
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -50,9 +50,9 @@ class PhaseTimer:
       self._open.pop()
 
   def since(self) -> dict[str, float]:
-    """Returns the seconds of each phase since the last call; 'other': in no phase.
+    """Returns the seconds per phase since the last call; 'other' is time in no phase.
 
-    They sum to the wall time since then; an open phase is charged up to now.
+    The values sum to the elapsed wall time; an open phase is charged up to now.
     """
     now = self._charge()
     ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
@@ -63,7 +63,7 @@ class PhaseTimer:
 
 
 class _Lines:
-  """Makes each update of a bar a line of its own, for logs."""
+  """Writes every update of a bar on a separate line, for logs."""
 
   def __init__(self, stream: TextIO):
     self._stream = stream
@@ -79,9 +79,9 @@ class _Lines:
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
   """Opens a bar on stderr: `with progress_bar(400, 'training', 'step') as b: ...`.
 
-  In a log the bar prints a line every LOG_S seconds, and none if it ends sooner. A bar
-  that was opened inside another one is erased when it closes. `b.update(n)` adds to the
-  count; `initial` is its first value, such as the step resumed from.
+  Without a terminal the bar prints a line every LOG_S seconds, or no line if it closes
+  sooner. A nested bar is erased when it closes. `b.update(n)` adds n to the count,
+  which starts at `initial`, such as the step resumed from.
   """
   terminal = sys.stderr.isatty()
   every = TERMINAL_S if terminal else LOG_S
@@ -92,7 +92,7 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
     unit=unit,
     file=sys.stderr if terminal else _Lines(sys.stderr),
     mininterval=every,
-    miniters=0,  # look at the time on every update: steps differ in length
+    miniters=0,  # check the time on every update: steps differ in length
     delay=0 if terminal else every,
     ncols=None if terminal else 80,
     dynamic_ncols=terminal,
@@ -103,7 +103,7 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
 
 
 def log(text: str) -> None:
-  """Prints a line to stdout, above a bar on the same terminal; in process 0 only."""
+  """Prints a line to stdout, above any progress bar; only process 0 prints."""
   if hosts.is_first():
     tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()  # a reader of the log sees the line now
+    sys.stdout.flush()  # the line appears in a redirected log at once

@@ -1,4 +1,4 @@
-"""Stops a run on SIGINT or SIGTERM: after its step, or at once on the second signal."""
+"""Stops a run on SIGINT or SIGTERM: after the step, or at once on a second signal."""
 
 import _thread
 import contextlib
@@ -12,17 +12,17 @@ from bapo_jax.runtime.progress import log
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
-  """Raises a KeyboardInterrupt again that Python dropped.
+  """Re-raises a KeyboardInterrupt that Python dropped.
 
-  Python prints and drops an exception that is raised inside a finaliser or a callback
-  of the garbage collector (JAX has one), and the program continues.
+  Python prints and drops an exception raised inside a finaliser or a garbage-collector
+  callback (JAX registers one), and the program continues.
   """
   before = sys.unraisablehook
 
   def hook(lost: 'sys.UnraisableHookArgs') -> None:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       return before(lost)
-    # Raised at once, in this hook, the interrupt would be lost again.
+    # Python would also drop an interrupt that this hook raises.
     timer = threading.Timer(0.1, _thread.interrupt_main)
     timer.daemon = True
     timer.start()
@@ -35,7 +35,7 @@ def none_lost() -> Iterator[None]:
 
 
 class Stop:
-  """Remembers the first SIGINT or SIGTERM; the second one raises KeyboardInterrupt."""
+  """Remembers the first SIGINT or SIGTERM; raises KeyboardInterrupt on the second."""
 
   signal = 0
 
@@ -49,7 +49,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-  """Turns SIGINT and SIGTERM into a flag while the loop runs."""
+  """Yields a `Stop` that handles SIGINT and SIGTERM during the `with` block."""
   stop = Stop()
   before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
   try:

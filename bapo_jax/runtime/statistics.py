@@ -21,9 +21,9 @@ def mean_and_error(values: ArrayLike) -> tuple[float, float]:
 def clustered_error(correct_PG: ArrayLike) -> float:
   """Returns the standard error of the mean of correct_PG, clustered by problem.
 
-  Problems are drawn at random and responses to one problem depend on each other, so the
-  error is that of the mean over problems of each problem's mean; 0.0 for fewer than two
-  problems. Treating all responses as independent would give too small an error.
+  Responses to one problem are correlated, so this is the standard error of the mean of
+  the per-problem means; 0.0 with fewer than two problems. Treating all responses as
+  independent would give too small an error.
   """
   mean_P = np.asarray(correct_PG, float).mean(1)
   return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

@@ -15,7 +15,7 @@ from typing import Any
 from bapo_jax.runtime import files, hosts
 from bapo_jax.runtime.progress import log
 
-# Only a write fails with these errors, whatever the file.
+# Only a failed write raises these errors.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 LOCK = '.lock'
 SHARED_S = 10.0  # a shared file system shows a new file to all hosts within seconds
@@ -23,9 +23,9 @@ SHARED_S = 10.0  # a shared file system shows a new file to all hosts within sec
 
 @contextlib.contextmanager
 def locked(workdir: str) -> Iterator[None]:
-  """Makes the directory and locks it: one run at a time writes there.
+  """Makes the directory and locks it, so that only one run at a time writes there.
 
-  The kernel releases the lock when the process ends, however it ends. On NFS the lock
+  The kernel releases the lock when the process ends for any reason. On NFS the lock
   works across machines unless the mount has local_lock. On a file system without locks
   the run continues without a lock. Process 0 locks for all processes of a run.
 
@@ -40,7 +40,7 @@ def locked(workdir: str) -> Iterator[None]:
 
 
 def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
-  """Locks the directory until the stack closes; the file names the process."""
+  """Locks the directory until the stack closes; the lock file names the process."""
   check_writable(workdir, f'--workdir={workdir}')
   path = os.path.join(workdir, LOCK)
   with writable(workdir), files.naming(path):
@@ -57,8 +57,8 @@ def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
       ) from None
     except OSError as error:
       log(
-        f'{path} cannot be locked ({error.strerror}): nothing keeps a second process '
-        'out of this directory.'
+        f'{path} cannot be locked ({error.strerror}); start no second process in '
+        'this directory, because nothing prevents it.'
       )
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
@@ -71,7 +71,7 @@ def check_shared(workdir: str) -> None:
   """Waits until every process can read the lock that process 0 holds in the directory.
 
   Raises:
-    ValueError: a process cannot read it within SHARED_S.
+    ValueError: a process cannot read the lock within SHARED_S seconds.
   """
   if hosts.processes() == 1:
     return
@@ -83,7 +83,7 @@ def check_shared(workdir: str) -> None:
       if time.monotonic() > deadline:
         raise ValueError(
           f'--workdir={workdir} of process {hosts.process()} on {socket.gethostname()} '
-          'is not the directory of process 0; give one that all processes share'
+          'is not the directory of process 0; give a directory that all processes share'
         )
       time.sleep(0.2)
 
@@ -111,15 +111,15 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
   """Makes the directory and writes the config into its config.json.
 
   `values` maps section -> knob -> value; sections and dotted knobs in `free` may differ
-  from those of an earlier start.
+  from the values of an earlier start.
 
   Raises:
     ValueError: the directory cannot be written, or has a run with another config.
   """
   path = os.path.join(workdir, 'config.json')
   now = json.loads(json.dumps(values))
-  # A run that was refused before its first evaluation, for instance because a tokenizer
-  # was missing, has no results yet: the corrected command may use the directory.
+  # A run that failed before its first evaluation, for instance because a tokenizer was
+  # missing, has no results yet: the corrected command may use the directory.
   if has_begun(workdir):
     changed = [
       f'{name}: {old!r} then, {new!r} now'
@@ -129,7 +129,7 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
     if changed:
       raise ValueError(
         f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])});'
-        ' give another --workdir, or the config that the run was started with'
+        ' give another --workdir, or restore the config that the run was started with'
       )
   with writable(workdir):
     files.write_json(path, now)
@@ -145,16 +145,16 @@ def read_config(path: str) -> dict[str, Any]:
   """Reads the config of a run, section -> knob -> value, from its config.json.
 
   Raises:
-    ValueError: the file is missing or has no config.
+    ValueError: the file is missing or is not a JSON object.
   """
   return files.read_object(path, 'give another --workdir, or restore its config')
 
 
 @contextlib.contextmanager
 def writable(workdir: str) -> Iterator[None]:
-  """Turns an error of writing into a ValueError: which file, and what is safe.
+  """Turns a failed write into a ValueError that names the file and the last checkpoint.
 
-  That is an OSError about a file in the workdir, or one of REFUSALS about any file.
+  Converts an OSError about a file in the workdir, or with an errno in REFUSALS.
   """
   try:
     yield
@@ -167,9 +167,9 @@ def writable(workdir: str) -> Iterator[None]:
     safe = f'the checkpoint of step {steps[-1]}' if steps else 'no checkpoint'
     raise ValueError(
       f'{error.filename or workdir} cannot be written ({error.strerror or error}); '
-      f'{safe} is complete. Free space, make the directory writable, or remove what '
-      'is in the place of this file or directory; then the same command with '
-      f'--workdir={workdir} resumes from there'
+      f'{safe} was saved completely. Free disk space, make the directory writable, or '
+      'remove whatever blocks this path; then run the same command with '
+      f'--workdir={workdir} to resume from there'
     ) from error
 
 
@@ -178,8 +178,8 @@ def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
   if before and before != now:
     then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(
-      f'Another mesh ({then} then, {today} now): from here on sums are rounded '
-      'differently, so this run equals an unbroken one only up to rounding.'
+      f'Another mesh ({then} then, {today} now): sums are now rounded '
+      'differently, so this run equals an uninterrupted run only up to rounding.'
     )
 
 
@@ -194,8 +194,8 @@ def checkpoint_steps(workdir: str) -> list[int]:
     names = os.listdir(path) if os.path.lexists(path) else []
   except OSError as error:
     raise ValueError(
-      f'{path} cannot be read as a directory ({error.strerror}); move it away and put '
-      'the checkpoints back, or give another --workdir'
+      f'{path} cannot be read as a directory ({error.strerror}); move it away and '
+      'restore the checkpoints, or give another --workdir'
     ) from error
   # int() would also read '007'.
   return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))

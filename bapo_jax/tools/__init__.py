@@ -1,1 +1,1 @@
-"""Evaluates, exports, shows and plans runs; writes the reference of the knobs."""
+"""Evaluates, exports, shows and plans runs."""

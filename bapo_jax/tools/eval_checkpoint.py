@@ -1,8 +1,8 @@
 """--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
 
-Responses to problems.test_source come through the rollout function of training. Results
-go to a table (.md) and one JSON line per response (.jsonl), with the prompt as the
-policy reads it and the number of patches in place of a picture.
+Responses to problems.test_source are sampled as in training. Writes a table (.md) and
+one JSON line per response (.jsonl) with the prompt as the policy reads it, where a
+picture is replaced by its number of patches.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ def eval_checkpoint(
 ) -> int:
   """Evaluates, prints the table, writes `to`.jsonl and `to`.md; returns 0.
 
-  Reads the checkpoint `which`, see checkpoint.choose, or model.path if there is none.
+  Reads the checkpoint `which` (see checkpoint.choose), or model.path without one.
   `to` '' stands for <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
 
   Raises:
-    ValueError: there are no weights, or the workdir is of another model.
+    ValueError: there are no weights, or the workdir has a run of another model.
   """
   step = checkpoint.choose(workdir, which)
   if step is not None:
@@ -48,7 +48,7 @@ def eval_checkpoint(
   elif not config.model.path:
     raise ValueError(
       f'--workdir={workdir} holds no checkpoint and --config.model.path names no '
-      'model; train there first, or give a model'
+      'model; train there first, or set model.path'
     )
   r = derive.prepare(config, workdir, trains=False)
   values = r.config.model_dump()
@@ -56,7 +56,7 @@ def eval_checkpoint(
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   to = to or os.path.join(workdir, 'eval', name)
-  # Before the evaluation, which may take hours.
+  # Checked before the evaluation, which may take hours.
   for path in (workdir, os.path.dirname(to) or '.'):
     check_writable(path, knob)
   with writable(workdir):
@@ -85,7 +85,7 @@ def _run(
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
     read = policy.reader(config, r.model, workdir, step)
-    # One parameter at a time goes onto the mesh.
+    # Places one parameter at a time on the mesh.
     layout = sharding.shardings(transformer.abstract(r.spec), r.mesh)
     places = transformer.flatten(layout).items()
     params = transformer.unflatten({p: jax.device_put(read(p), at) for p, at in places})

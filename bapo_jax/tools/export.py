@@ -1,7 +1,7 @@
 """--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
 
-Tensors are read and written parameter by parameter: no device, no second copy. The
-directory appears under its name when it is whole.
+Tensors are read and written one parameter at a time, without a device or a second copy
+of the model in memory. The directory gets its final name only once it is complete.
 """
 
 import json
@@ -33,13 +33,13 @@ def export(
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`; returns 0.
 
-  `to` '' stands for <workdir>/export/<step>, and `which` is as in checkpoint.choose.
-  The dtype float32 keeps the trained weights to the last bit; `shard_bytes` is the
-  largest size of a file of tensors. `adapter` writes adapters alone, as peft has them;
-  else they are merged into the weights.
+  `to` '' stands for <workdir>/export/<step>; for `which` see checkpoint.choose. The
+  dtype float32 preserves the trained weights exactly; `shard_bytes` limits the size of
+  a tensor file. `adapter` writes only the adapters, in the format of peft; otherwise
+  adapters are merged into the weights.
 
   Raises:
-    ValueError: no such checkpoint, another model, or a directory that is not empty.
+    ValueError: no such checkpoint, another model, or `to` is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -48,7 +48,7 @@ def export(
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
       f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r}: only adapters of a published model stand alone; give '
+      f'{config.model.path!r}: only adapters of a published model stand alone; use '
       '--export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
@@ -73,17 +73,17 @@ def export(
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError unless the run in the workdir is of this model and tokenizer."""
+  """Raises ValueError unless the run in the workdir has this model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config.model_dump()))
   defaults = json.loads(json.dumps(Config().model_dump()))
   for section in ('model', 'lora', 'tokenizer'):
-    # A run from before a knob was there had its default.
+    # A run that predates a knob used its default.
     was = defaults[section] | before.get(section, {})
     for name, old, new in differences(was, now[section], section):
       raise ValueError(
         f'--workdir={workdir} was trained with {name}={old!r}, not {new!r}; '
-        'give the config it was trained with'
+        'give the config of that run'
       )
 
 
@@ -97,7 +97,7 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
     return files.read_object(file) if source and os.path.exists(file) else {}
 
   described = read('config.json') or hf_config.config_of(spec)
-  # torch_dtype alone: transformers 4 and 5 both read it.
+  # Only torch_dtype: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
   if not source:
@@ -109,7 +109,7 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   }
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}
-    # transformers 4 reads this file alone, 5 also the processor's.
+    # transformers 4 reads only this file, 5 also the processor's file.
     written[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
     if processor := read(hf_config.PROCESSOR):
       written[hf_config.PROCESSOR] = processor

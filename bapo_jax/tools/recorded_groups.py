@@ -1,7 +1,7 @@
 """Reads the groups of responses that a run recorded in its workdir.
 
-Groups that a step trained on have numbers for every token, those of an evaluation have
-text alone.
+Groups that a step trained on have values for every token; groups of an evaluation have
+only text.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from bapo_jax.types import AdvantageRule
 
 
 class Response(NamedTuple):
-  """One response to the prompt of a group; None stands for what was not recorded."""
+  """One response to the prompt of a group; None marks values that were not recorded."""
 
   text: str
   correct: bool
   reward: float
   advantage: float
-  pieces: list[str] | None = None  # its tokens, as texts
+  pieces: list[str] | None = None  # its tokens as strings
   logp_T: Float32[np.ndarray, ' T'] | None = None  # log mu of each token, nats
   ratio_T: Float32[np.ndarray, ' T'] | None = None  # clipped by the update
   cut_T: Bool[np.ndarray, ' T'] | None = None  # True: the bounds cut the token
@@ -43,15 +43,15 @@ class RecordedGroup(NamedTuple):
   answer: str
   responses: list[Response]
   pictures: tuple[str, ...] = ()  # paths
-  step: int | None = None  # learner steps, this one included; None: an evaluation
-  # Number in its step, from 1, and bounds of the update that had the group.
+  step: int | None = None  # number of the learner step, from 1; None: an evaluation
+  # The update that used the group: number in its step, from 1, and both bounds.
   update: tuple[int, float, float] | None = None
 
 
 def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   """Reads all groups of the newest recorded step and the newest evaluation.
 
-  Nothing later than the checkpoint `which` is read; see checkpoint.choose.
+  Ignores everything recorded after the checkpoint `which`; see checkpoint.choose.
 
   Raises:
     ValueError: the workdir has no run, or no recorded group.
@@ -66,7 +66,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   found += evaluated(workdir, until, rules.bind(config).advantage)
   if not found:
     raise ValueError(
-      f'--workdir={workdir} has no recorded group yet; the first evaluation makes some'
+      f'--workdir={workdir} has no recorded group yet; an evaluation records some'
     )
   return found
 
@@ -120,7 +120,7 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
   if step is None:
     return []
   groups = []
-  # By the id as well: problems with the same text may have different verifiers.
+  # Also by id: problems with the same text may have different verifiers.
   for (_, problem), rows in itertools.groupby(
     evaluate.read_recorded(workdir, step)['samples'],
     lambda sample: (sample.get('id'), sample['problem']),
@@ -128,7 +128,7 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
     samples = list(rows)
     reward_PG = np.asarray([[s['correct'] for s in samples]], np.float32)
     adv_PG = np.zeros_like(reward_PG)
-    if len(samples) > 1:  # a group of one has no others to be compared with
+    if len(samples) > 1:  # a single response has no advantage
       adv_PG = np.asarray(rule(jnp.asarray(reward_PG)))
     responses = [
       Response(s['response'], s['correct'], reward, adv)

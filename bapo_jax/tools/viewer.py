@@ -15,8 +15,8 @@ from bapo_jax.runtime.markdown import visible  # a response must not steer the t
 from bapo_jax.tools import recorded_groups
 from bapo_jax.tools.recorded_groups import RecordedGroup, Response
 
-LONG = 2000  # characters of a response that are shown unless the view is 'a'
-LIKELY = 0.9  # tokens below this probability carry it in the view of probabilities
+LONG = 2000  # longest response shown in full without the view 'a', characters
+LIKELY = 0.9  # the view 'p' marks tokens below this probability
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
 # The sign of the advantage is also written out, for readers who do not see colours.
 COLOURS = {1: 'green', -1: 'red', 0: 'default'}
@@ -90,14 +90,14 @@ def show(
 ) -> int:
   """Prints a page, or turns pages by keys on a terminal; returns 0.
 
-  `number` is the group to print, from 1; None: all of them by keys, else the first.
-  `views` are the keys of VIEWS that are on at the start, `keys` those that are pressed.
+  `number` is the group to print, from 1; None browses all groups on a terminal, else
+  prints the first group. `views` are the initial keys of VIEWS, `keys` the input.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
   if wrong := set(views) - set(VIEWS):
-    raise ValueError(f'--show_with={views}: no {sorted(wrong)}; letters of {VIEWS}')
+    raise ValueError(f'--show_with={views}: no {sorted(wrong)}; use letters of {VIEWS}')
   groups = recorded_groups.read(workdir, which)
   if number is not None and not 1 <= number <= len(groups):
     raise ValueError(f'--show_group={number}: give 1 to {len(groups)}')

@@ -180,4 +180,4 @@ def test_a_process_that_stays_alone_ends_with_a_sentence(tmp_path):
   started = processes.scripts('', 1, tmp_path, join=join)
   (status,), (text,) = processes.ended(started, tmp_path)
   assert status == hosts.LOST
-  assert 'not all processes came to 127.0.0.1:1' in text
+  assert 'not all processes reached 127.0.0.1:1' in text

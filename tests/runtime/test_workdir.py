@@ -112,15 +112,15 @@ def test_a_refused_write_names_the_file_and_the_last_whole_checkpoint(tmp_path):
   inside = os.path.join(home, 'metrics.jsonl')
   found = refused(home, errno.EIO, inside)
   assert f'{inside} cannot be written (Input/output error)' in found
-  assert 'no checkpoint is complete' in found
+  assert 'no checkpoint was saved completely' in found
   for name in ('12', '9', '15.orbax-checkpoint-tmp'):
     (tmp_path / 'checkpoints' / name).mkdir(parents=True)
   # No space is about writing, wherever it was.
   found = refused(home, errno.ENOSPC, None)
   assert f'{home} cannot be written (No space left on device)' in found
-  assert 'the checkpoint of step 12 is complete' in found
+  assert 'the checkpoint of step 12 was saved completely' in found
   found = refused(home, errno.ENOTDIR, os.path.join(home, 'eval', '0.json'))
-  assert 'remove what is in the place of this file' in found
+  assert 'remove whatever blocks this path' in found
   # An error of reading elsewhere is not the workdir's.
   with pytest.raises(FileNotFoundError), workdir.writable(home):
     raise FileNotFoundError(errno.ENOENT, 'No such file', '/nowhere/model')

@@ -1,6 +1,6 @@
 """Reads the collectives in the loops of a compiled program from its HLO text.
 
-XLA's own cost analysis counts a loop's body once, so it is of no use here.
+XLA's cost analysis counts a loop's body only once, so it cannot be used here.
 """
 
 import math
@@ -16,7 +16,7 @@ KINDS = (
   'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|'
   'ragged-all-to-all|collective-broadcast'
 )
-# A TPU's scatter: a computation of this name sums all of it and keeps a slice.
+# A scatter on TPUs: a computation of this name sums the whole array, keeps a slice.
 SCATTER = 'all-reduce-scatter'
 # `-done` ends what `-start` began and is not counted a second time.
 COLLECTIVE = re.compile(rf' = (.+?) ({KINDS})(-start)?\(')
@@ -27,7 +27,7 @@ BRANCHES = re.compile(r'(?:branch|called)_computations=\{([^}]*)\}')
 LOOP = re.compile(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 BOUND = re.compile(r' constant\((\d+)\)')
-# Groups of devices are listed, or those of a permuted iota, or axes of a small mesh.
+# Groups of devices are a list, a permuted iota, or axes of a small mesh.
 LISTED = re.compile(r'(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}')
 IOTA = r'\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?'
 TILED = re.compile(rf'replica_groups={IOTA}')
@@ -58,13 +58,13 @@ class Run(NamedTuple):
   times: int  # per run of the program
   looped: bool
   line: str
-  where: str  # its computation
+  where: str  # name of the computation
 
 
 def runs(text: str, most: int = 1) -> Iterator[Run]:
   """Yields the collectives of the program, once per path that leads to them.
 
-  A loop runs XLA's trip count, else the bound in its condition, else `most` times.
+  A loop runs for XLA's trip count, else its condition's bound, else `most` times.
   """
   bodies, entry, lines = {}, '', []  # computation -> instructions
   for line in text.splitlines():
@@ -109,7 +109,7 @@ def in_loops(text: str, most: int = 1) -> list[Collective]:
 def size(shape: str, kind: str, started: bool, line: str) -> int:
   """Returns the bytes of the whole array: the result, or a scatter's operand.
 
-  `shape` is the result's, as in the text; `started`: the `-start` half of a collective.
+  `shape` is the result's shape in HLO; `started` marks the `-start` of a collective.
   """
   arrays = [
     math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
@@ -124,9 +124,9 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
 
 
 def groups(line: str) -> list[list[int]]:
-  """Lists the groups of devices of a collective, by their place in the mesh.
+  """Lists the groups of devices of a collective, by position in the mesh.
 
-  A permute has one pair (from, to) per transfer; [] if the line names none.
+  A permute has one pair (from, to) per transfer; [] if the line has no groups.
   """
   if listed := LISTED.search(line):
     return [_numbers(part) for part in listed[1].strip('{}').split('},{')]

@@ -1,7 +1,7 @@
-"""Adds several hosts to a plan: the traffic between them and the memory of each.
+"""Plans for several hosts: the traffic between hosts and the memory of each host.
 
-The traffic is a lower bound for any algorithm of the collectives: each host receives
-once the data that its devices lack. Bytes are counted by hand or read from HLO text.
+The traffic is a lower bound for any implementation of the collectives: a host receives
+the data that its devices lack once. Bytes are counted by hand or read from HLO text.
 """
 
 import functools
@@ -21,7 +21,7 @@ from bapo_jax.tools.plan.roofline import MeshShape
 from bapo_jax.training import budget
 
 GIB = 2**30
-LOADING = 9  # blocks of hf_weights.BLOCK that loading holds, measured there
+LOADING = 9  # blocks of hf_weights.BLOCK in memory during loading, measured
 
 
 def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
@@ -29,8 +29,8 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
 
   If n devices gather an array and k of them are on one host, the host receives
   (n - k) / n of the array. A scatter counts as one gather, a sum as two. Returns the
-  count of the host that receives most. `process_of` has the host of each device, in the
-  order of the mesh; `most` limits iterations as in `hlo.runs`.
+  count of the host that receives most. `process_of` is the host of each device in mesh
+  order; `most` limits iterations as in `hlo.runs`.
   """
   total: dict[int, float] = defaultdict(float)
   shares = functools.cache(lambda kind, line: _shares(kind, line, process_of))
@@ -53,14 +53,14 @@ def _shares(kind: str, line: str, process_of: Sequence[int]) -> dict[int, float]
       share = 1 - k / len(group)
       if kind == 'all-reduce':
         share *= 2
-      elif kind.endswith('all-to-all'):  # every device receives parts of its own
+      elif kind.endswith('all-to-all'):  # every device receives different parts
         share *= k
       found[host] += share
   return found
 
 
 def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) -> float:
-  """Counts the bytes into one host for a new actor: columns are gathered over fsdp."""
+  """Counts the bytes that a host receives when the actor gathers weights over fsdp."""
   F, tensor = shape['fsdp'], shape['tensor']
   layout = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
   gathered = 0
@@ -68,7 +68,7 @@ def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) ->
     axes = sharding.spec_of(name, x.shape, layout)
     if 'fsdp' in axes:
       gathered += x.size // (tensor if 'tensor' in axes else 1)
-  held: dict[tuple[int, int], set[int]] = {}  # (host, part) -> columns
+  held: dict[tuple[int, int], set[int]] = {}  # (host, part over tensor) -> columns
   for i, host in enumerate(process_of):
     held.setdefault((host, i % tensor), set()).add(i // tensor % F)
   parts: dict[int, float] = defaultdict(float)
@@ -107,7 +107,7 @@ def inside(shape: MeshShape, process_of: Sequence[int]) -> list[str]:
 
 
 def table(job: Job, between: Mapping[str, float]) -> str:
-  """Formats the hosts, the bytes into one of them per step, and its memory.
+  """Formats the hosts, the bytes into one host per step, and the memory of a process.
 
   `between` maps a program to the bytes into one host per run, from `crossing`.
   """

@@ -55,14 +55,14 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
   chip = roofline.CHIPS[name]
   try:
     found = topologies.get_topology_desc(topology, 'tpu', **chip.options)
-  except Exception as error:  # libtpu raises its own kind
+  except Exception as error:  # libtpu raises its own exception type
     reason = str(error).partition('=== Source')[0]
     raise ValueError(f'--topology={topology}: {reason}') from None
   return chip, found.devices
 
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns its row, or the bytes needed if they do not fit."""
+  """Compiles a program; returns its row, or the bytes needed if memory is exceeded."""
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:
@@ -72,7 +72,7 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
         raise
       return bytes_needed(str(error), program)
   m = executable.memory_analysis()
-  assert m is not None, 'every TPU has it'
+  assert m is not None, 'every TPU reports it'
   text = executable.as_text() or ''
   process_of = [device.process_index for device in mesh.devices.flat]
   return Row(
@@ -108,7 +108,7 @@ def left(row: Row | float, chip: Chip) -> float:
 def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
   """Yields (knob, value) to try in turn if a program of the job does not fit.
 
-  Knobs that cost no products come first, then batches from the largest down.
+  Knobs that add no FLOPs come first, then batch sizes, largest first.
   """
   config, _, schedule, mesh = job
   shards = sharding.row_shards(mesh)
@@ -155,8 +155,8 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
     if isinstance(row, Row) and left(row, chip) >= 0:
       return f'{given} fits, {left(row, chip):.1f} GiB left'
   if not given:
-    return 'no smaller batch divides over this mesh'
-  return f'not even with {given}: a larger mesh.tensor or topology would'
+    return 'no smaller batch divides over this mesh; try a larger mesh.tensor'
+  return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
 def run(
@@ -167,7 +167,7 @@ def run(
   `mean_share` is the mean length of the rows over the longest, in (0, 1].
 
   Raises:
-    ValueError: topology, model or knobs do not fit together.
+    ValueError: topology, model and knobs are inconsistent.
   """
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)
@@ -187,7 +187,7 @@ def run(
       verdicts[name] = f'fits, {spare:.1f} left'
       echo(f'  {name} compiled')
     else:
-      echo(f'  {name} does not fit; searching a smaller batch')
+      echo(f'  {name} does not fit; searching for a smaller batch')
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}

@@ -1,8 +1,8 @@
 """Makes the programs that a run compiles, with abstract arguments placed on a mesh.
 
-The devices may be absent; of a published model only config.json is read, and no
-problems: each prompt of a vision model has one picture, as large as the prompt has room
-for beside TEXT tokens of text.
+The devices may be absent. Reads no problems, and only config.json of a published model:
+each prompt of a vision model is assumed to have TEXT tokens of text and one picture
+that fills the remaining tokens.
 """
 
 import dataclasses
@@ -58,11 +58,11 @@ class Program(NamedTuple):
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  cost: roofline.Cost  # of one of `steps`
-  resident: float  # bytes of the run that the program does not take
+  cost: roofline.Cost  # per step, see `steps`
+  resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
-  micro_batches: int = 1  # at most; the loop over them ends when the data do
+  micro_batches: int = 1  # upper limit; the loop ends with the last row
 
 
 def tpu_spec(config: Config) -> ModelSpec:
@@ -91,7 +91,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
-  """Returns (params, opt, base), placed as in training; base None: all is trained."""
+  """Returns (params, opt, base), placed as in training; base None: none frozen."""
   config, spec = job.config, job.spec
   params, base = transformer.abstract(spec), None
   if config.lora.rank:
@@ -114,19 +114,19 @@ def actor(job: Job) -> Tree:
 
 
 def buffer(job: Job) -> Tree:
-  """Returns the replay buffer, its rows over the devices as in training."""
+  """Returns the replay buffer, its rows split over the mesh as in training."""
   made = jax.eval_shape(lambda: build.empty_buffer(job.config, rules.bind(job.config)))
   return place(made, sharding.layout_of_rows(made, job.mesh))
 
 
 def beside_update(job: Job) -> int:
-  """Returns the bytes per device of the buffer and of an actor that stays."""
+  """Returns the bytes per device that stay beside an update: buffer, lagging actor."""
   lags = job.config.rollout.weight_sync_interval > 1
   return bytes_per_device((actor(job) if lags else None, buffer(job)))
 
 
 def train_step(job: Job) -> Program:
-  """Makes one optimiser update on one minibatch."""
+  """Builds the program of one optimiser update on one minibatch."""
   config, spec, schedule, mesh = job
   B, T, n = config.minibatch_rows, config.row_length, config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
@@ -144,7 +144,7 @@ def train_step(job: Job) -> Program:
 
 
 def score(job: Job) -> Program:
-  """Makes the log-probabilities of one micro-batch, packed, without a gradient."""
+  """Builds the packed log-probability pass of one micro-batch, without a gradient."""
   config, T = job.config, job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
   knobs = dict(temperature=config.sampler.temperature, chunk=config.logprobs.chunk)
@@ -172,7 +172,7 @@ def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
 
 
 def prefill(job: Job) -> Program:
-  """Makes the admission of prompts into free slots."""
+  """Builds the program that admits prompts into free slots."""
   config, spec = job.config, job.spec
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
@@ -198,7 +198,7 @@ def prefill(job: Job) -> Program:
 
 
 def decode(job: Job) -> Program:
-  """Makes a dispatch of the sampler, `sampler.tokens_per_dispatch` tokens a slot."""
+  """Builds one dispatch of the sampler, `tokens_per_dispatch` tokens per slot."""
   sampler, T = job.config.sampler, job.config.row_length
   S, n = sampler.max_num_seqs, sampler.tokens_per_dispatch
   slots, cache = slots_of(job)
@@ -215,7 +215,7 @@ def decode(job: Job) -> Program:
 
 
 def gallery_of(job: Job) -> Gallery | None:
-  """Returns room for the largest, nearly square picture of a prompt; None: texts."""
+  """Returns a gallery for the largest picture of a prompt; None for text models."""
   v = job.spec.vision
   if v is None:
     return None
@@ -227,14 +227,14 @@ def gallery_of(job: Job) -> Gallery | None:
 
 
 def embedded(job: Job, prompts: int) -> pictured.Seen:
-  """Returns the pictures of so many prompts as the learner has them, placed."""
+  """Returns the placed pictures of `prompts` prompts as the learner receives them."""
   _, _, base = learner_state(job)
   seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
   return place(seen, sharding.layout_of_rows(seen, job.mesh))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
-  """Returns the pictures of so many prompts, placed."""
+  """Returns the placed pictures of `prompts` prompts."""
   held = gallery_of(job)
   assert held is not None, 'only called for vision models'
   pixels = jax.eval_shape(lambda: held.empty(prompts))
@@ -242,7 +242,7 @@ def pixels_of(job: Job, prompts: int) -> Pictures:
 
 
 def tower(job: Job) -> Program:
-  """Makes the pass of a block of pictures through the tower."""
+  """Builds the pass of a block of pictures through the vision tower."""
   params, opt, base = learner_state(job)
   pixels = pixels_of(job, pictured.BLOCK * sharding.row_shards(job.mesh))
   rest = {name: w for name, w in params.items() if name != policy.TOWER}

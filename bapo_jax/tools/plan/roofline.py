@@ -13,13 +13,13 @@ MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
 
 
 class Chip(NamedTuple):
-  """One device, as JAX counts them."""
+  """One device as JAX counts devices, which may be half of a chip."""
 
   hbm: float  # GiB that a program may use, by the compiler's count
   flops: float  # bfloat16, per second
   memory: float  # bytes per second
   links: float  # bytes per second into the device from all its neighbours
-  options: Mapping[str, Any] = {}  # of the topology
+  options: Mapping[str, Any] = {}  # options of the topology
 
 
 # Peaks of cloud.google.com/tpu/docs; a TPU7x chip is two devices.
@@ -35,14 +35,14 @@ CHIPS = {
 class Cost(NamedTuple):
   """One run of a program, on one device."""
 
-  model_flops: float  # of the mathematics, without rematerialisation
+  model_flops: float  # of the model, without rematerialisation
   flops: float  # of the program
   bytes: float  # to and from memory
 
   def seconds(self, chip: Chip, linked: float) -> dict[str, float]:
-    """Returns lower bounds in seconds by products, by memory and by links.
+    """Returns lower bounds in seconds from products, memory and links.
 
-    `linked`: bytes that the device receives from collectives inside loops.
+    `linked` is the bytes that the device receives from collectives inside loops.
     """
     return {
       'products': self.flops / chip.flops,
@@ -68,9 +68,9 @@ def matrices(spec: ModelSpec) -> int:
 
 
 def forward(spec: ModelSpec, context: float) -> Products:
-  """Counts the FLOPs of a token that attends to `context` others.
+  """Counts the FLOPs of a token that attends to `context` tokens.
 
-  2 per weight and 4 H C per token attended to, in every layer.
+  These are 2 per weight and 4 H C per layer and token attended to.
   """
   return Products(
     layers=2 * matrices(spec),
@@ -100,12 +100,10 @@ def train(
 ) -> Cost:
   """Counts the cost of one optimiser update on `rows` rows.
 
-  The FLOPs of the model are those of three forward passes, or of two for frozen
-  weights, which need no gradient.
-
-  Recomputed: the head once (chunks), the layers once with remat='full' (attention alone
-  with 'dots', unless the kernel's results are saved), and everything once more if
-  several micro-batches share their bounds and bounds_pass is 'again'.
+  The model's FLOPs are three forward passes, or two for frozen weights, which need no
+  gradient. Recomputed are the head once (in chunks), the layers once with remat='full'
+  (only attention with 'dots', unless the kernel saves its results), and the whole pass
+  if several micro-batches share their bounds and bounds_pass is 'again'.
 
   [rows, length] is the minibatch over all devices; `adapters` counts adapter
   parameters, 0 if all weights are trained.
@@ -130,7 +128,7 @@ def train(
   local = tokens / (devices / shape['tensor'])
   moved = (
     2 * weights * passes * grad_accum_steps
-    # three arrays read and written; gradients added up
+    # weights and two moments read and written; gradients accumulated
     + state * (6 + 3 * grad_accum_steps)
     + local * activations(spec, shape['tensor']) * passes
   )
@@ -141,7 +139,7 @@ def train(
 def train_links(
   spec: ModelSpec, schedule: Schedule, shape: MeshShape, rows: int, length: int, n: int
 ) -> float:
-  """Counts the bytes that a device receives for an update of n micro-batches, at least.
+  """Counts the minimum bytes that a device receives in an update of n micro-batches.
 
   Per micro-batch the weights are gathered over fsdp for each forward pass and for the
   backward pass; their gradients are scattered over fsdp, and summed in float32 over
@@ -158,7 +156,7 @@ def train_links(
 
 
 def hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
-  """Counts the bytes that a device receives for a pass over `tokens`, at least.
+  """Counts the minimum bytes that a device receives in a pass over `tokens` tokens.
 
   Each layer sums its hidden states over `tensor` devices twice; a sum is sent twice.
   """
@@ -206,7 +204,7 @@ def decode(
 ) -> Cost:
   """Counts the cost of decoding one token in each of `slots` slots.
 
-  Each attends to `length` tokens. The weights, and the cache of so many bytes per
+  Each token attends to `length` tokens. The weights and the cache, `cache` bytes per
   device, are read once.
   """
   flops = forward(spec, length).all * slots / math.prod(shape.values())

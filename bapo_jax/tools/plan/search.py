@@ -26,7 +26,7 @@ BEST = 5
 
 
 class Choice(NamedTuple):
-  """The fastest setting that fits a mesh; bytes per device, seconds at least."""
+  """The fastest setting that fits a mesh; bytes per device, lower bounds in seconds."""
 
   shape: dict[str, int]
   grad_accum_steps: int
@@ -34,8 +34,8 @@ class Choice(NamedTuple):
   slots: int
   update_bytes: float
   decode_bytes: float
-  update: dict[str, float]  # bound of an update -> its seconds
-  token: dict[str, float]  # likewise for a token in every slot
+  update: dict[str, float]  # resource -> lower bound of an update, seconds
+  token: dict[str, float]  # the same for one token in every slot
   seconds: float  # of a step: all its updates and its rollout
 
   @property
@@ -68,7 +68,7 @@ def name(shape: roofline.MeshShape) -> str:
 def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, str]]:
-  """Returns (meshes that fit, fastest first; name of an unfit mesh -> reason)."""
+  """Returns (meshes that fit, fastest first; name of a rejected mesh -> reason)."""
   found, refused = [], {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
@@ -76,7 +76,7 @@ def search(
       found.append(judge(config, spec, chip, mesh, memory))
     except ValueError as error:
       refused[name(shape)] = str(error)
-  # If products bound several meshes, the mesh with the least traffic comes first.
+  # Among meshes with equal bounds, the mesh with the least traffic comes first.
   return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
 
 
@@ -109,7 +109,7 @@ def judge(
   if not updates:
     raise ValueError(
       f'an update needs {least / GIB:.0f} GiB per device, even with one row per '
-      f'micro-batch, and {memory / GIB:.0f} GiB are available'
+      f'micro-batch, but only {memory / GIB:.0f} GiB are available'
     )
   steps, schedule, update_bytes, update = min(
     updates, key=lambda option: (max(option[3].values()), option[0])
@@ -145,14 +145,14 @@ def _decoding(
       return slots, needed, cost.seconds(chip, linked)
   raise ValueError(
     f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
-    f'over {shards} shards, and {memory / GIB:.0f} GiB are available'
+    f'over {shards} shards, but only {memory / GIB:.0f} GiB are available'
     if needed < math.inf
     else f'slots do not divide over {shards} shards; change sampler.max_num_seqs'
   )
 
 
 def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
-  """Formats the best meshes, the flags of the first, and the refused by reason."""
+  """Formats the best meshes, the flags for the fastest, and the rejected meshes."""
   lines = [
     f'{"data x fsdp x tensor":21}{"micro-batches":>14}{"remat":>14}{"GiB":>7}'
     f'{"update, s":>18}{"slots":>8}{"GiB":>7}{"token, ms":>18}{"step, h":>9}'
@@ -166,8 +166,8 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
     )
   if found:
     lines.append(
-      'seconds and hours at least, by what bounds them; GiB of a device, by hand\n'
-      f'the first: {found[0].flags}'
+      'times are lower bounds with their resource; GiB per device, counted by hand\n'
+      f'flags for the fastest: {found[0].flags}'
     )
   slower = [name(c.shape) for c in found[BEST:]]
   reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
