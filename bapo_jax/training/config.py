@@ -42,7 +42,7 @@ class Config(Section):
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
   derived: tuple[str, ...] = knob(
-    (), 'Knobs that a new run derives: those that the config file leaves None.'
+    (), 'Knobs that the config file leaves None, so that a new run derives them.'
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
