@@ -1,11 +1,11 @@
 """Runs --mode=check: a dry run that trains nothing and writes nothing.
 
-1. shows prompts as the model sees them, verifies the right answers, looks at the disk;
-2. samples responses from the model as it is: can a run learn from their verdicts?
+1. shows prompts as the model sees them, verifies right answers, compares disk space;
+2. samples responses before any training, to show whether a run can learn from them;
 3. times one update and measures its memory;
-4. lists findings, each with its way out. The status is 1 if one is a certain mistake.
+4. lists findings with their remedies. The exit status is 1 if any is a mistake.
 
-`short` is the cheap part, with which every new run begins.
+`short` is the cheap part, which every new run shows first.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import take
 
-GROUPS = 8  # that are sampled at least, as far as a step has so many
+GROUPS = 8  # sampled at least, unless a step has fewer
 SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
 KIND = operator.attrgetter('kind')
@@ -46,7 +46,7 @@ def check(config: Config, workdir: str) -> int:
   """Runs the whole check; returns the exit status: 1 for a certain mistake, else 0.
 
   Raises:
-    ValueError: one sentence, if the run would be refused.
+    ValueError: a run with this config could not start.
   """
   if not config.model.path:
     raise ValueError(
@@ -74,7 +74,7 @@ def check(config: Config, workdir: str) -> int:
 
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
-  """Shows one prompt as the model sees it, and what is wrong with the config."""
+  """Describes one prompt as the model sees it, and the findings about the config."""
   known = facts.gather(r.config, r.model, r.mesh)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
@@ -82,7 +82,7 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 
 def free_bytes(workdir: str) -> int:
-  """Returns the free bytes where the workdir is, or would be made."""
+  """Returns the free bytes of the disk that has, or will have, the workdir."""
   path = pathlib.Path(workdir).absolute()
   return shutil.disk_usage(next(x for x in (path, *path.parents) if x.exists())).free
 
@@ -90,7 +90,7 @@ def free_bytes(workdir: str) -> int:
 def shrunk(config: Config) -> Config:
   """Returns the config of a step with one minibatch, or with GROUPS groups if larger.
 
-  It is synchronous and has no buffer: it measures one update on fresh responses.
+  The step is synchronous and without a buffer: one update on fresh responses.
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
@@ -105,7 +105,7 @@ def shrunk(config: Config) -> Config:
 
 
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
-  """Compiles the sampler, then returns (seconds, the first groups of the run)."""
+  """Compiles the sampler, then samples the run's first groups: (seconds, rollout)."""
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
@@ -116,7 +116,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
-  """Summarizes a rollout for the findings."""
+  """Returns the values of a rollout that `of_responses` reads."""
   groups = rollout.groups
   correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
   ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
@@ -133,7 +133,7 @@ def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
 
 
 def quoted(text: str) -> str:
-  """Puts a bar before every line of a text."""
+  """Puts a bar before every line of a string."""
   return '\n'.join(f'  | {line}' for line in text.split('\n'))
 
 
@@ -165,7 +165,7 @@ def lengths(tokens: Sequence[int]) -> str:
 
 
 def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
-  """Describes some responses with their verdicts, and statistics of all."""
+  """Describes some responses with verdicts, and statistics of all responses."""
   G, knobs = t.config.sampler.group_size, t.config.sampler
   ids, verdicts = np.repeat(np.asarray(rollout.groups.id_P), G), rollout.verdicts
   order = sorted(range(len(ids)), key=lambda i: (i % G, i))  # a response per group
@@ -198,12 +198,12 @@ def measured(
 ) -> str:
   """Times one update on a minibatch of these groups; describes a step and memory.
 
-  `config` is the run's; that of `t` samples fewer groups, which took `seconds`.
+  `config` is the run's config; `t` sampled fewer groups, in `seconds`.
   """
   groups, updates = rollout.groups, config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
-  chosen = np.argsort(-spread_P)[:per_update]  # those that teach
+  chosen = np.argsort(-spread_P)[:per_update]  # groups with mixed verdicts first
   teaching = int((spread_P[chosen] > 0).sum())
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):

@@ -1,9 +1,9 @@
-"""Finds likely mistakes in the config of a run, and says how to correct them.
+"""Finds likely mistakes in the config of a run, and explains how to correct them.
 
-1. `of_config` reads config and facts alone, in milliseconds;
+1. `of_config` reads only config and facts, in milliseconds;
 2. `of_responses` reads responses that were sampled and verified.
 
-A `mistake` makes the run useless for certain, a `warning` probably.
+A `mistake` certainly makes the run useless, a `warning` probably does.
 """
 
 import functools
@@ -20,16 +20,16 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 
-CUT = 1 / 3  # share of training prompts that are left out, or of truncated responses
-OFF = 10  # times the learning rate of the papers
+CUT = 1 / 3  # most dropped prompts, or fewest complete responses, without a warning
+OFF = 10  # largest factor between the learning rate and the usual learning rate
 ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
 
 
 class Finding(NamedTuple):
-  """One problem of a run, and the way out."""
+  """One problem of a run, and its remedy."""
 
   kind: Literal['mistake', 'warning']
-  name: str  # in two words, for a program
+  name: str  # a short name, for programs
   text: str  # what is wrong; what to do
 
 
@@ -51,20 +51,20 @@ class Sampled(NamedTuple):
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
-  """Returns the findings about a new run's config; `free` bytes are on its disk."""
+  """Returns the findings about a new run's config; its disk has `free` free bytes."""
   rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
   found = [finding for rule in rules for finding in rule(r.config, known)]
   return [*found, *_room(r, known.memory, free)]
 
 
 def _template(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a chat template that is unused, written twice, or that ends no response."""
+  """Finds a chat template that is unused, repeated, or does not end a response."""
   template = config.tokenizer.template
   chat = template.startswith('chat:')
   if known.chat and not chat:
     yield warning(
       'chat template',
-      f'the model has a chat template, and tokenizer.template={template[:40]!r} does '
+      f'the model has a chat template, but tokenizer.template={template[:40]!r} does '
       "not use it; give --config.tokenizer.template='chat:{problem}'",
     )
   added = map(str, known.tokenizer.backend.added_tokens_decoder.values())
@@ -72,37 +72,37 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
   if chat and written:
     yield warning(
       'chat template',
-      f'tokenizer.template writes {written[0]!r} inside the message of a chat, which '
-      'the chat template writes itself; take it out of --config.tokenizer.template',
+      f'tokenizer.template contains {written[0]!r}, which the chat template adds '
+      'itself; remove this token from --config.tokenizer.template',
     )
   end = tokenizer_lib.turn_end(known.tokenizer) if chat else None
   if end and not end[1]:
     yield warning(
       'end token',
       f'the chat template ends an answer with {end[0]!r}, which is not among the end '
-      'tokens: responses continue after it; add its id to eos_token_id in the '
+      'tokens, so responses do not stop there; add its id to eos_token_id in the '
       "model's generation_config.json",
     )
 
 
 def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds right answers that fail their verifier, or suit another one better."""
+  """Finds right answers that fail their verifier, or suit another verifier better."""
   given, check = config.rewards.rule, known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
       'warning' if check.right else 'mistake',
       'verifier',
-      f'{check.tried - check.right} of {check.tried} right answers are not right by '
-      f'their own verifier, such as {check.wrong}; give another --config.rewards.rule, '
-      'or correct these rows',
+      f'{check.tried - check.right} of {check.tried} right answers fail their own '
+      f'verifier, such as {check.wrong}; give another --config.rewards.rule, or '
+      'correct these rows',
     )
   unnamed = [row.answer for row in known.rows if not row.verifier]
   best = derive_text.by_answers(unnamed)[0] if unnamed else given
   if given == 'exact' and best != 'exact':
     yield warning(
       'verifier',
-      '`exact` compares letter by letter, which is too strict for answers such as '
-      f'{unnamed[0]!r}; give --config.rewards.rule={best}',
+      "rewards.rule='exact' compares letter by letter, which is too strict for answers "
+      f'such as {unnamed[0]!r}; give --config.rewards.rule={best}',
     )
 
 
@@ -114,8 +114,8 @@ def _box(config: Config, known: Facts) -> Iterator[Finding]:
   if (boxed := rules & {'aime', 'math'}) and not asking:
     yield warning(
       'no box',
-      rf'{min(boxed)} reads the answer in \boxed{{}} or after `Answer:`, and no prompt '
-      'asks for either; add a request to --config.tokenizer.template, such as '
+      rf'{min(boxed)} reads the answer in \boxed{{}} or after `Answer:`, but no prompt '
+      'asks for that format; add a request to --config.tokenizer.template, such as '
       rf"'chat:{{problem}}{derive_text.REQUEST.strip()}'",
     )
 
@@ -134,7 +134,7 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds that a large share of the training prompts is too long and dropped."""
+  """Finds a limit on prompt length that drops many of the training prompts."""
   training, _ = known.lengths(config.tokenizer.template)
   limit = config.prompts.max_prompt_tokens
   cut = sum(n > limit for n in training)
@@ -159,7 +159,7 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
-  """Finds an update that does not fit a device, and checkpoints beyond the disk."""
+  """Finds an update too large for a device, and checkpoints too large for the disk."""
   needed, each = r.budget.update, sum(r.budget.checkpoint.values())
   if needed > memory:
     yield warning(
@@ -174,9 +174,9 @@ def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
       'mistake' if each > free else 'warning',
       'disk',
       f'checkpoints take {r.budget.disk / 1e9:.3g} GB ({each / 1e9:.3g} each, '
-      f'{knobs.keep} newest, {knobs.best} best, one being written), and '
-      f'{free / 1e9:.3g} GB are free; give another --workdir, or fewer '
-      '--config.checkpoint.keep and --config.checkpoint.best',
+      f'{knobs.keep} newest, {knobs.best} best, one being written), but only '
+      f'{free / 1e9:.3g} GB are free; use a --workdir with more space, or lower '
+      '--config.checkpoint.keep or --config.checkpoint.best',
     )
 
 
@@ -187,35 +187,35 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   if not sampled.mixed:
     verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
     if 0 < accuracy < 1:
-      verdict = 'in every group all responses are right, or all are wrong'
-    way_out = 'take harder problems'
+      verdict = 'in every group, either all responses are right or all are wrong'
+    way_out = 'use harder problems'
     if accuracy < 0.5:
-      way_out = 'take easier problems, a larger --config.sampler.group_size or another'
-      way_out += ' template'
+      way_out = 'use easier problems, raise --config.sampler.group_size, or change'
+      way_out += ' --config.tokenizer.template'
     yield Finding(
       'mistake',
       'nothing to learn',
-      f'{verdict}: of {groups} groups none has an advantage, and nothing is learned; '
-      f'{way_out}',
+      f'{verdict}: none of the {groups} groups has a nonzero advantage, so nothing is '
+      f'learned; {way_out}',
     )
   truncated, limit = float(sampled.truncated_PG.mean()), config.sampler.max_new_tokens
   if truncated > 1 - CUT:
     yield warning(
       'truncated',
       f'{truncated:.0%} of the responses are cut at sampler.max_new_tokens={limit}; '
-      f'raise the limit, such as --config.sampler.max_new_tokens={2 * limit}, and '
-      'check that an end token is trained (a base model may have none)',
+      f'give a higher limit, such as --config.sampler.max_new_tokens={2 * limit}, and '
+      'check that the model can write an end token (a base model may not)',
     )
   if not sampled.read_PG.any():
     yield warning(
       'no answer',
-      f'the verifier found no answer in any of {n} responses; ask for its format in '
-      '--config.tokenizer.template, or give another --config.rewards.rule',
+      f'the verifier found no answer in any of {n} responses; ask for its format '
+      'in --config.tokenizer.template, or give another --config.rewards.rule',
     )
   if sampled.undecided:
     yield warning(
       'undecided',
-      f'{sampled.undecided} of {n} responses could not be verified, and count as '
-      f'wrong, in {groups} groups; see the reasons above; a right answer may be '
+      f'{sampled.undecided} of {n} responses in {groups} groups could not be verified '
+      'and count as wrong; see the reasons above, and correct right answers that are '
       'malformed',
     )

@@ -1,9 +1,9 @@
-"""Derives what a config leaves open, each value with its reason.
+"""Derives the knobs that a config leaves open, each with the reason for its value.
 
-1. a config file leaves knobs None, `config.decided` lists them in `derived`;
+1. `config.decided` lists in `derived` the knobs that a config file leaves None;
 2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
-3. `prepare` does so once per run, and resolves the config; a run that has begun reads
-   its values from its config.json.
+3. `prepare` derives the knobs once per run and resolves the config; for a run that has
+   begun, it reads the derived values from config.json.
 """
 
 import json
@@ -26,7 +26,7 @@ from bapo_jax.training.resolve import Resolved
 WIDTH = 100  # columns of the first screen
 
 Rule = Callable[[Config, Facts], tuple[Any, str]]
-# In the order in which one depends on another.
+# Ordered so that a rule reads only knobs that are decided before it.
 RULES: dict[str, Rule] = {
   'model.compute': derive_sizes.compute,
   'mesh.fsdp': derive_sizes.fsdp,
@@ -54,29 +54,29 @@ class Derived(NamedTuple):
   """One derived knob with the reason for its value."""
 
   knob: str
-  value: Any  # that the rule gives
+  value: Any  # as derived by the rule
   reason: str
-  given: Any = None  # what the user has set in its place; None: nothing
+  given: Any = None  # the user's value, which takes precedence; None: no such value
 
 
 def shown(value: Any) -> str:
-  """Formats a value as the command line accepts it; texts are quoted."""
+  """Formats a value as the command line accepts it; strings may need quotes."""
   quoted = isinstance(value, str) and not value.isidentifier()
   return repr(value) if quoted else f'{value}'
 
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
-  """Returns the config with the open knobs decided, and every rule with its reason."""
+  """Returns the config with the open knobs decided, and the result of every rule."""
   found: list[Derived] = []
   if wrong := [name for name in config.derived if name not in RULES]:
-    raise ValueError(f'derived={wrong[0][:60]!r}: give some of {", ".join(RULES)}')
+    raise ValueError(f'derived={wrong[0][:60]!r}: give only {", ".join(RULES)}')
   for knob, rule in RULES.items():
     derived = Derived(knob, *rule(config, known))
     if knob not in config.derived:
       derived = derived._replace(given=operator.attrgetter(knob)(config))
     else:
       section, _, key = knob.rpartition('.')
-      values = {key: derived.value}  # validated when all are known
+      values = {key: derived.value}  # validated when all knobs are decided
       if section:
         values = {section: getattr(config, section).model_copy(update=values)}
       config = config.model_copy(update=values)
@@ -85,13 +85,13 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
 
 
 def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
-  """Finds the files of a run, derives what its config leaves open, decides the rest.
+  """Finds the files of a run and settles every knob that its config leaves open.
 
-  If the run has begun in the workdir, derived knobs are read from it. An evaluation
-  (not `trains`) needs no training problems: the held-out ones take their place.
+  If the run has begun in the workdir, the derived knobs are read from there. With
+  trains=False (an evaluation), held-out problems replace the training problems.
 
   Raises:
-    ValueError: a list of what is missing, or one sentence about what does not fit.
+    ValueError: files are missing, or knobs do not fit together.
   """
   undecided = bool(config.derived) and not _begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
@@ -108,7 +108,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
     config = config.with_values(problems=held_out)
   elif config.derived:
     config = _read(config, workdir)
-  if config.derived:  # the verifier is known now: answers are checked by it
+  if config.derived:  # the verifier is known now, so answers can be checked
     resolve.check_problems(config, sees=model.spec.vision is not None)
   return resolve.resolve(config, model)
 
@@ -119,14 +119,14 @@ def decide(config: Config, workdir: str) -> Config:
 
 
 def _begun(workdir: str) -> bool:
-  """Returns whether a run in the workdir has decided before."""
+  """Returns whether the workdir has a run with decided knobs."""
   path = os.path.join(workdir, 'config.json')
   return workdir_lib.has_begun(workdir) and os.path.lexists(path)
 
 
 def screen(derived: list[Derived]) -> str:
   """Lists all derived knobs, each with its reason."""
-  lines = ['Derived from model, problems and machine (--config.<knob>=... wins):']
+  lines = ['Derived from model, problems and machine; override by --config.<knob>=...:']
   for knob, value, reason, given in derived:
     line = f'{knob}={shown(value)}: {reason}'
     if given is not None:
@@ -144,7 +144,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 
 def _read(config: Config, workdir: str) -> Config:
-  """Returns the config with the values that its run has derived, from config.json."""
+  """Returns the config with the derived values that its run stored in config.json."""
   path = os.path.join(workdir, 'config.json')
   stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config.model_dump()))
@@ -155,7 +155,7 @@ def _read(config: Config, workdir: str) -> Config:
       here[key] = there[key]
     except (KeyError, TypeError):
       raise ValueError(
-        f'{path} has no {knob}; give another --workdir, or put the config back'
+        f'{path} has no {knob}; give another --workdir, or the original config'
       ) from None
   config = config_lib.parse(config_lib.from_json(values).model_dump())
   given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)

@@ -22,13 +22,13 @@ from bapo_jax.training.config import Config
 GIB = 2**30
 PROMPTS, PROMPTS_CPU = 64, 8
 UPDATES = 4  # minibatches of a step: the public scripts of both papers
-CACHE_SHARE = 0.8  # of what weights and optimiser leave, for keys and values
-PREFILL = 16384  # tokens of prompts at once
-SEGMENT = 1024  # columns of a part of the cache
-LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the smallest model they train
-LR_MOST = 1e-4  # below 15 M weights, of which nothing was measured
+CACHE_SHARE = 0.8  # of the memory beside weights and optimiser, for keys and values
+PREFILL = 16384  # prompt tokens at once, per device
+SEGMENT = 1024  # smallest number of columns of a cache segment
+LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the weights of their smallest model
+LR_MOST = 1e-4  # reached at 15 M weights; nothing was measured below that size
 LEAST = 'the least recomputation that fits memory'
-LORA_FACTOR = 10  # of full training's; Schulman et al., LoRA Without Regret, 2025
+LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2025
 
 
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
@@ -39,8 +39,8 @@ def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:
-    return -1, f'{words}, over all {n} devices: more than half of {room}'
-  return 1, f'{words}, whole on each of {n}: {room}'
+    return -1, f'{words}, divided over {n} devices: more than half of {room}'
+  return 1, f'{words}, copied to each device ({n}): {room}'
 
 
 def data(config: Config, facts: Facts) -> tuple[int, str]:
@@ -53,7 +53,7 @@ def data(config: Config, facts: Facts) -> tuple[int, str]:
 def compute(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives model.compute from the kind of device."""
   if facts.cpu:
-    return 'float32', 'a CPU has no faster products in bfloat16'
+    return 'float32', 'bfloat16 products are no faster on a CPU'
   return 'bfloat16', 'for products; weights and log-probabilities are float32'
 
 
@@ -98,7 +98,7 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
   fitting = max(int(room / each), 1) * shards
   fits = shards << int(math.log2(fitting / shards))
   found = wanted if fitting >= wanted else fits
-  whose = 'all responses of a step' if found == wanted else 'what fits'
+  whose = 'all responses of a step' if found == wanted else 'as many as fit'
   return found, (
     f'{whose}: {each / 2**20:.3g} MiB of cache each, {max(room, 0) / GIB:.3g} GiB '
     'beside weights and optimiser'
@@ -110,30 +110,30 @@ def prefill(config: Config, facts: Facts) -> tuple[int, str]:
   width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
   rows = max(1, PREFILL // width) * G * _shards(config, facts)
   rows = min(config.sampler.max_num_seqs, rows)
-  return rows, f'at most {PREFILL} tokens of prompts of {width} at once, on a device'
+  return rows, f'at most {PREFILL} prompt tokens per device, in prompts of {width}'
 
 
 def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.tokens_per_dispatch from the kind of device."""
-  n, reason = 64, 'long, so that the host is not waited for'
+  n, reason = 64, 'long, so that devices do not wait for the host'
   if facts.cpu:
-    n, reason = 8, 'short, so that slots are filled again soon'
+    n, reason = 8, 'short, so that free slots are refilled soon'
   return min(n, config.sampler.max_new_tokens), reason
 
 
 def segments(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.cache_segments from the length of a row."""
   found = min(8, max(1, config.row_length // SEGMENT))
-  return found, f'rows of {config.row_length} tokens, parts of {SEGMENT} or more'
+  return found, f'rows of {config.row_length} tokens, segments of {SEGMENT} or more'
 
 
 def lag(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.done_check_lag from the kind of device."""
-  return (0, 'a CPU') if facts.cpu else (1, 'an accelerator is busy meanwhile')
+  return (0, 'a CPU') if facts.cpu else (1, 'an accelerator decodes during the check')
 
 
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives learner.grad_accum_steps: the smallest with the least recomputation."""
+  """Derives learner.grad_accum_steps: the fewest with the least recomputation."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
   least, fitting = budget.choices(config, mesh)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
@@ -166,7 +166,7 @@ def backward(config: Config, facts: Facts) -> tuple[str, str]:
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives learner.bounds_pass from the schedule that fits the memory."""
-  alone = 'one micro-batch: its bounds need no other pass'
+  alone = 'no bounds over several micro-batches'
   reason = LEAST if budget.bounds_wait(config) else alone
   return schedule_of(config, facts).bounds_pass, reason
 
@@ -176,7 +176,7 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
   scale = min(max(1.0, LR_SIZE / facts.parameters), LR_MOST / LR)
   found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
   if scale > 1:
-    words += f'; inversely to size below (here {facts.size})'
+    words += f'; scaled inversely to the size below that (here {facts.size})'
   if config.lora.rank:
     found *= LORA_FACTOR
     words += f'; {LORA_FACTOR} times that for LoRA (LoRA Without Regret, 2025)'
@@ -184,7 +184,7 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """Returns the mesh of the config, which the rules of a derivation share."""
+  """Returns the mesh of the config, cached for the rules of a derivation."""
   return _mesh(config.mesh, tuple(facts.devices))
 
 

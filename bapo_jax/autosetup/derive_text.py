@@ -1,7 +1,7 @@
 """Derives verifier, template and lengths from the problems.
 
-A rule is a function of the config, in which the earlier knobs are decided, and of the
-facts; it returns a value and the reason, for the first screen.
+A rule takes the config, in which all earlier knobs are decided, and the facts. It
+returns a value and the reason, which the first screen shows.
 """
 
 import collections
@@ -13,18 +13,18 @@ from bapo_jax.data.row import Row
 from bapo_jax.rewards import number_rules
 from bapo_jax.training.config import Config
 
-# Weights below which a model is not asked for a box: of 400 responses of SmolLM2-135M
-# that were asked for one, none was right; without one 1 in 40 to 1 in 10 (LOG.md).
+# A model with fewer weights is not asked for a box: of 400 responses of SmolLM2-135M to
+# such a request none was right; without the request 1 in 40 to 1 in 10 (LOG.md).
 SMALL = 400_000_000
 BOX = r'\boxed'
 REQUEST = '\nPlease reason step by step, and put your final answer within \\boxed{}.'
-# Most tokens of a response, on an accelerator. Of aime and math those of published runs
-# (configs/aime.py); of the others room for a worked solution.
+# Largest response in tokens on an accelerator: for aime and math as in published runs
+# (configs/aime.py), for other verifiers enough for a worked solution.
 LONGEST = {'aime': 8192, 'math': 8192, 'gsm8k': 1024, 'countdown': 1024, 'exact': 256}
 LONGEST_CPU = 512
-PER_PROBLEM = 5  # tokens of a response per token of the longest problem, where short
+PER_PROBLEM = 5  # tokens of a response per token of the longest problem, for SHORT
 SHORT = ('gsm8k', 'exact')  # verifiers whose answers need no long reasoning
-OUTLIER = 2.0  # a longest prompt of more than so many times the 99th percentile
+OUTLIER = 2.0  # times the 99th percentile of prompt lengths: longer is an outlier
 
 
 def rule(config: Config, facts: Facts) -> tuple[str, str]:
@@ -39,12 +39,12 @@ def rule(config: Config, facts: Facts) -> tuple[str, str]:
   if found == 'aime' and facts.parameters < SMALL and not asks_for_box(rows):
     found = 'gsm8k'
     reason += (
-      f'; aime reads boxes, which a model of {facts.size} rarely writes, gsm8k the '
-      'last number too'
+      f'; aime reads boxes, which a model of {facts.size} rarely writes; gsm8k also '
+      'reads the last number'
     )
   check = facts.verified(found)
   wrong = f', not {check.wrong}' if check.wrong else ''
-  verify = f'{check.right} of {check.tried} verify against themselves'
+  verify = f'{check.right} of {check.tried} answers pass this verifier'
   return found, f'{reason}; {verify}{wrong}'
 
 
@@ -84,9 +84,9 @@ def asks_for_box(rows: Sequence[Row]) -> bool:
 
 
 def template(config: Config, facts: Facts) -> tuple[str, str]:
-  """Derives tokenizer.template: the model's chat template or a plain one."""
+  """Derives tokenizer.template: the model's chat template or a plain template."""
   found, end = '{problem}', '\n'
-  reason = 'a plain one: the model has no chat template'
+  reason = 'a plain template: the model has no chat template'
   if facts.chat:
     found, end, reason = 'chat:{problem}', '', 'the chat template of the model'
   verifier = config.rewards.rule
@@ -110,7 +110,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   limit = facts.spec.positions // 2
   if longest <= min(OUTLIER * most, limit):
     return longest, f'the longest of {len(lengths)} prompts'
-  # Held-out problems are never left out: the score would be one of another set.
+  # Held-out problems are never left out: the score would be for another set.
   found = max(min(round(OUTLIER * most), limit), *held_out)
   left_out = sum(n > found for n in training)
   return found, (
@@ -124,11 +124,11 @@ def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.max_new_tokens from verifier, positions and device."""
   verifier, positions = config.rewards.rule, facts.spec.positions
   limits = {
-    f"{verifier}'s": LONGEST[verifier],
+    f'the limit for {verifier}': LONGEST[verifier],
     f"the model's {positions} positions": positions - config.prompts.max_prompt_tokens,
   }
   if facts.cpu:
-    limits['the most on a CPU'] = LONGEST_CPU
+    limits['the limit on a CPU'] = LONGEST_CPU
   if verifier in SHORT:
     longest = max(max(lengths) for lengths in facts.lengths('{problem}'))
     tokens = max(32, -(-PER_PROBLEM * longest // 16) * 16)

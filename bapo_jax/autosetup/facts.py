@@ -1,7 +1,7 @@
 """Gathers the facts from which knobs are derived: model, problems, tokens, devices.
 
-1. `gather` reads all of them once, and writes nothing;
-2. `Facts` passes them to the rules of derive.py, which are functions of them.
+1. `gather` reads all facts once, and writes nothing;
+2. `Facts` passes them to the rules of derive.py.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ class Verified(NamedTuple):
 
   right: int
   tried: int
-  wrong: str = ''  # one that is not found right, and why; '': none
+  wrong: str = ''  # the first answer that fails, and why; '' if none fails
 
 
 class Facts(NamedTuple):
-  """What is known before a run is decided."""
+  """The facts that are known before the knobs of a run are decided."""
 
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
   training: Sequence[Row]
   held_out: Sequence[Row]
-  lengths: Callable[[str], Lengths]  # of the prompts in this template
-  verified: Callable[[str], Verified]  # of the right answers by this rule
+  lengths: Callable[[str], Lengths]  # of the prompts with a given template
+  verified: Callable[[str], Verified]  # result for the right answers with a given rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
 
@@ -70,7 +70,7 @@ class Facts(NamedTuple):
 
   @property
   def size(self) -> str:
-    """The number of weights of the model, for a sentence."""
+    """The number of weights of the model, formatted: '135 M'."""
     n = self.parameters
     return f'{n / 1e9:.3g} B' if n >= 1e9 else f'{n / 1e6:.3g} M'
 
@@ -98,7 +98,7 @@ def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
   return Facts(model.spec, model.tokenizer, *read, jax.devices(), memory)
 
 
-@functools.lru_cache(maxsize=1)  # a check asks again for the facts of a derivation
+@functools.lru_cache(maxsize=1)  # a check reuses the facts of a derivation
 def _read(
   directory: str,
   problems: ProblemsConfig,
@@ -107,9 +107,9 @@ def _read(
   vision: VisionSpec | None,
 ) -> tuple[list[Row], list[Row], Callable[[str], Lengths], Callable[[str], Verified]]:
   """Reads the problems; returns them with functions that measure and verify them."""
-  del versions  # of the files, a part of the cache's key
+  del versions  # only part of the cache key: changed files are read again
   backend = tokenizer_lib.load(directory, '{problem}')
-  # Repeated problems are logged when a run loads them to train.
+  # Repeated problems are logged later, when a run loads its training problems.
   training, held_out = (sources.load(problems, k, quiet=True) for k in sources.SPLITS)
   rows = [*training, *held_out]
 
@@ -124,7 +124,7 @@ def _read(
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Verifies DRAWN right answers as if responses; `rule` if a row names none."""
+  """Verifies DRAWN right answers as responses; `rule` if a row has no verifier."""
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
   rules = [row.verifier or rule for row in drawn]

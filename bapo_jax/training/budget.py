@@ -1,7 +1,7 @@
-"""Counts memory and disk of a run by hand, before anything is compiled.
+"""Estimates the memory and disk of a run from formulas, before anything is compiled.
 
-The count of an update is within 17 % of twelve compiled TPU programs of text models; of
-a vision tower only the weights are counted. --mode=plan asks a compiler.
+For text models, the estimate of an update is within 17 % of twelve compiled TPU
+programs. For a vision tower, only the weights count. --mode=plan compiles instead.
 """
 
 import dataclasses
@@ -21,29 +21,29 @@ from bapo_jax.training.config import Config
 GIB = 2**30
 REMATS = ('none', 'dots', 'full')  # values of model.remat; later ones recompute more
 RECOMPUTED = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
-BOUNDS = {'stored': 'no forward pass of their own', 'again': 'one forward pass more'}
+BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
 BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
 DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
-RECORDED = 13  # bytes per token of Groups: the same and the response mask
-# What remains is for gaps in the allocator; on a host also for other programs.
+RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
+# The remaining memory is for fragmentation and, on a host, for other programs.
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
-SLACK = 1.2  # times the memory: a larger count is beyond the error of counting
+SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
 
 
 class Budget(NamedTuple):
-  """Bytes per device of one run; those of `checkpoint` and `disk` are on the disk."""
+  """Bytes per device of one run; `checkpoint` and `disk` are bytes on the disk."""
 
   weights: float  # in model.dtype, frozen ones included
   moments: float  # two per trained number, and a float32 copy of narrower weights
-  gradients: float  # one per trained number, and their sum over micro-batches
+  gradients: float  # one per trained number, and the sum over micro-batches
   actor: float  # the copy of the weights that decodes
-  kept_actor: float  # part of it that stays during an update
+  kept_actor: float  # part of `actor` that stays during an update
   gathered: float  # weights of one layer and the head during an update, and casts
   saved: float  # activations of an update, for its backward pass
   cache: float  # keys and values of all decode slots
   responses: float  # recorded tokens of the responses of a step or an evaluation
   buffer: float  # recorded tokens of the replay buffer
-  checkpoint: dict[str, float]  # by content; the actor where a checkpoint may hold one
+  checkpoint: dict[str, float]  # by content; with the actor if it may be older
   disk: float  # all checkpoints at once, including the one being written
 
   @property
@@ -58,7 +58,7 @@ class Budget(NamedTuple):
     return self.weights + self.moments + self.actor + self.cache
 
 
-# The knobs that a part of the memory follows, for the refusal.
+# Parts of the memory with the knobs that determine their size, for the error message.
 KNOBS = {
   'weights': 'weights and optimiser state (model.*, mesh.fsdp)',
   'actor': 'the decoding copy of the weights (model.*, mesh.tensor)',
@@ -74,7 +74,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   """Counts the memory of a run on one device of the mesh, and its checkpoints.
 
   Weights, moments and gradients are divided over fsdp and tensor, the actor over
-  tensor, rows over data and fsdp. Of the mesh only shape and platform are read.
+  tensor, rows over data and fsdp. Only shape and platform of the mesh are read.
   """
   c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
@@ -111,8 +111,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
 def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
   """Counts the bytes of (weights, moments, gradients, actor) on a single device."""
   weights, n = transformer.count(spec), trained(config, spec)
-  # Adapters are float32: their own 4 bytes count beside their moments, as a float32
-  # copy of narrow weights does.
+  # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
   actor = itemsize(spec.compute) * weights
   return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor
@@ -121,13 +120,12 @@ def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
 def _passes(
   config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
 ) -> tuple[float, float]:
-  """Bytes per device of (gathered weights, activations) of one update.
+  """Counts bytes per device of (gathered weights, activations) of one update.
 
-  One layer's and the head's gathered weights and their gradients over tensor. Per token
-  of a micro-batch (of all of them with bounds_pass='stored') what all layers save and
-  the hidden states with their gradients; per token of one micro-batch the backward pass
-  of one layer: all it computes, its gradient, and the queries' gradients by block of
-  keys. Three blocks of logits.
+  Gathered are weights and gradients of one layer and the head, divided over tensor.
+  Activations are the saved values of all layers and the hidden states with gradients
+  (of one micro-batch, or of all with bounds_pass='stored'), the backward pass of one
+  layer with the queries' gradients by block of keys, and three blocks of logits.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -150,7 +148,7 @@ def _passes(
   inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor)
   per_token = saved * at_once + 2 * inside
   if spec.attention == 'splash':
-    # Its fused backward pass writes the queries' gradients once per block of keys.
+    # The fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
     blocks = wide / attention.key_block(wide)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
@@ -181,7 +179,7 @@ def trained(config: Config, spec: ModelSpec) -> int:
 def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
   """Returns the bytes per device of the keys and values of a slot of `length` tokens.
 
-  The `tensor` devices along that mesh axis divide the heads if they can.
+  The heads are divided over the `tensor` devices of that mesh axis if they divide.
   """
   heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
@@ -195,19 +193,19 @@ def saved_bytes(
   With c bytes per number of a product, and D, F, H, K, C as in transformer.describe:
 
     full  the residual stream                              c D
-    dots  that and the products q, k, v, o, gate, up       c (2 D + (H + 2K) C + 2F)
+    dots  the residual stream, q, k, v, o, gate, up        c (2 D + (H + 2K) C + 2F)
           splash: attention's output and its divisors      c H C + 4 H
     none  two norms: input and quotient, float32; output   16 D + 2 c D
           q, k, v, attention's output                      c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
-          gate, up, sigmoid, silu and what they multiply   6 c F
+          gate, up, sigmoid, silu and their products       6 c F
           plain: exponentials of the live scores (L of T   4 H L, bfloat16 6 H L
           a query), their sums, and of the values;         12 H + 4 H C
           of n blocks, keys and values up to their ends    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
-  Heads and F are divided by `tensor`, the devices along that mesh axis; with sequence
-  sharding D as well. The scores of the plain kernel grow with `length`, T.
+  Heads and F are divided by `tensor`, the size of that mesh axis; with sequence
+  sharding, D too. The scores of the plain kernel grow with `length`, T.
   """
   kind, c = schedule.remat, itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
@@ -235,9 +233,9 @@ def saved_bytes(
 def choices(config: Config, mesh: Mesh) -> list[Schedule]:
   """Lists the schedules that the knobs allow, those that recompute least first.
 
-  Recomputed forward passes: dots about 0.2, full 1; bounds_pass='again' 1. On a CPU
-  reading everything back is slower than recomputing all but products, so auto leaves
-  'none' out. Whole columns come before split ones, which send more bytes over links.
+  Forward passes recomputed: about 0.2 by dots, 1 by full, 1 by bounds_pass='again'. On
+  a CPU, auto omits 'none': reading all values back is slower than recomputing all but
+  the products. Whole columns come before split columns, which send more bytes.
   """
   c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
   remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
@@ -274,9 +272,9 @@ def choose_schedule(
 
 
 def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> float:
-  """Returns the bytes of a device of the mesh, or a share of them.
+  """Returns the memory of a device of the mesh in bytes, times a share.
 
-  A device without a limit of its own, such as a CPU, has its part of the host's memory.
+  A device that reports no limit, such as a CPU, has an equal part of the host's memory.
   """
   device = mesh.devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
@@ -302,18 +300,18 @@ def check(budget: Budget, room: float) -> None:
   if total > SLACK * room:
     raise ValueError(
       f'this config needs about {total / GIB:.3g} GiB per device, most of it for '
-      f'{KNOBS[max(phase, key=phase.__getitem__)]}, and a device has '
-      f'{room / GIB:.3g} GiB; lower one of these knobs'
+      f'{KNOBS[max(phase, key=phase.__getitem__)]}, but a device has only '
+      f'{room / GIB:.3g} GiB; change one of these knobs'
     )
 
 
 def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
-  """Describes the schedule, and the bytes that an update needs of those available."""
+  """Describes the schedule, and the bytes that an update needs and a device has."""
   columns = ', columns split over tensor' if schedule.sequence_sharding else ''
-  bounds = f', the bounds {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
+  bounds = f'; bounds: {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
   auto = ' (auto)' if config.model.remat == 'auto' else ''
   return (
-    f'remat {schedule.remat}{auto}: the backward pass computes '
-    f'{RECOMPUTED[schedule.remat]} again{bounds}{columns}; about {needed / GIB:.3g} of '
+    f'remat {schedule.remat}{auto}: the backward pass recomputes '
+    f'{RECOMPUTED[schedule.remat]}{bounds}{columns}; about {needed / GIB:.3g} of '
     f'{room / GIB:.3g} GiB per device'
   )

@@ -68,7 +68,7 @@ def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
 def optimizer(config: Config) -> optax.GradientTransformation:
   """Returns AdamW, with float32 master weights if the parameters are narrower.
 
-  Adapters are always float32; model.dtype is then that of the frozen weights.
+  Adapters are always float32; with adapters, model.dtype is for the frozen weights.
   """
   master = config.model.dtype != 'float32' and not config.lora.rank
   return optimizer_lib.adamw(master=master, **config.optimizer.model_dump())
@@ -103,13 +103,13 @@ def make_train_step(
 def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   """Returns the shapes of a minibatch of the run, placed on the mesh.
 
-  `pictures` are shapes from `pictured.abstract`; None: prompts are texts.
+  `pictures` are shapes from `pictured.abstract`, or None without pictures.
   """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
   kinds = {'tokens': jnp.int32, 'source': jnp.int32}
   kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   rows, fields = sharding.over_rows(mesh), list[Any]()
-  for field in Batch._fields[:-1]:  # the name says the axes
+  for field in Batch._fields[:-1]:  # the name ends in the axes
     name, _, axes = field.rpartition('_')
     shape, kind = tuple(size[axis] for axis in axes), kinds.get(name, jnp.float32)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
@@ -186,13 +186,13 @@ def build(
 ) -> tuple[Trainer, TrainState]:
   """Loads or warm-starts the weights; returns the trainer and its state at step 0.
 
-  `workdir` has the warm start, or receives it.
+  The warm start is read from `workdir`, or stored there.
   """
   base, params = policy.divide(r, policy.load(r, workdir, timer))
   if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
     log(
       f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
-      'every device has all of them, weights and cache'
+      'every device stores the weights and the cache of all heads'
     )
   t = make_trainer(r, data, verifier, timer, base)
   tx = optimizer(t.config)
@@ -215,7 +215,7 @@ def start(
 ) -> tuple[Trainer, TrainState]:
   """Resolves, reads and builds a run, for notebooks and other loops.
 
-  The config has nothing left to derive. Close the verifier at the end.
+  Every knob of the config must be decided. The caller closes the verifier.
   """
   r = resolve(config)
   with timer('load'):

@@ -1,10 +1,10 @@
 """Saves and restores one run, atomically; an incomplete checkpoint is never used.
 
-A checkpoint is a directory `checkpoints/<step>`: the arrays of the run, and a meta of
-plain values. It is written in the background, with digests of its files, and gets its
-name when it is complete; an error of the system is an OSError at the next save or at
-the end. A damaged checkpoint is renamed and logged, and the run resumes from the
-checkpoint before it. Restored arrays are laid out for the new mesh.
+A checkpoint is a directory `checkpoints/<step>` with the arrays of the run, a `meta` of
+plain values, and digests of the files. A background thread writes the directory under a
+temporary name, and renames it when all files are complete. A failed write raises
+OSError at the next save or at the end. A damaged checkpoint is renamed and logged, and
+the run resumes from the previous checkpoint, on any mesh.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ CheckpointManager = ocp.CheckpointManager
 Meta = dict[str, Any]
 Read = Callable[[str], np.ndarray]  # from a parameter's path to its array on the host
 
-INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # ends the name of what is being written
+INCOMPLETE = ocp.utils.TMP_DIR_SUFFIX  # suffix of a checkpoint that is being written
 
 
 def home(workdir: str) -> str:
@@ -41,11 +41,11 @@ def home(workdir: str) -> str:
 
 
 def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
-  """Makes the directory, removes what a kill left incomplete, sets damage aside.
+  """Opens the checkpoints; removes incomplete checkpoints and renames damaged ones.
 
-  The `keep` newest checkpoints stay, and the `best` with the highest accuracy, among
-  equals the newest; checkpoints without an accuracy do not count. Raises ValueError if
-  there are checkpoints, and none is whole.
+  The manager keeps the `keep` newest checkpoints and the `best` evaluated checkpoints
+  with the highest accuracy; in a tie, the newest. Raises ValueError if all existing
+  checkpoints are damaged.
   """
   with hosts.together():
     if hosts.is_first():
@@ -65,10 +65,10 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
 
 
 def _recording(directory: str) -> ocp.AsyncOptions:
-  """Has orbax record digests of everything that it saves in the directory.
+  """Returns options that make orbax record digests of all files that it saves.
 
-  orbax calls back in process 0, when all files are written and before the rename that
-  makes them visible: what is visible has digests, and a kill leaves neither.
+  orbax calls `record` in process 0 after all files are written and before the directory
+  is renamed, so every checkpoint with a final name has digests.
   """
 
   def record() -> None:
@@ -85,16 +85,16 @@ def save(
   meta: Meta,
   accuracy: float | None = None,
 ) -> None:
-  """Begins to write the checkpoint of `step`; `wait` returns when it is complete.
+  """Starts to write the checkpoint of `step`; `wait` waits until the write is complete.
 
-  The checkpoint has the present values: as soon as this returns, the arrays may be
-  donated and `meta`, plain values, may change. Waits for an unfinished write first.
-  `accuracy` is that on the held-out problems; None if this step was not evaluated.
-  Raises OSError if the system refuses to write this checkpoint or the previous one.
+  Waits for the previous write first. After the return, the arrays may be donated and
+  `meta` (plain values) may change. `accuracy` is the accuracy on the held-out problems,
+  or None if this step was not evaluated. Raises OSError if this checkpoint or the
+  previous one could not be written.
   """
   wait(checkpoints)
-  # JAX keeps the arrays that the background reads: a donated buffer is then copied. The
-  # meta would become text in the background, so it is copied here.
+  # JAX keeps the arrays that the background thread reads: a donated buffer is copied.
+  # The thread would serialize `meta` later, so `meta` is copied here.
   meta = json.loads(json.dumps(meta))
   content = ocp.args.Composite(
     arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
@@ -105,7 +105,7 @@ def save(
 
 
 def wait(checkpoints: CheckpointManager) -> None:
-  """Waits for the write in progress; OSError if the system refused it."""
+  """Waits for the write in progress; raises OSError if the write failed."""
   step = checkpoints.latest_step()  # the checkpoint being written counts
   with _refusing(checkpoints, step):
     checkpoints.wait_until_finished()
@@ -113,10 +113,10 @@ def wait(checkpoints: CheckpointManager) -> None:
 
 @contextlib.contextmanager
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
-  """Waits for the write in progress and closes; an interrupt waits for nothing.
+  """Waits for the write in progress, then closes; on an interrupt, does neither.
 
-  The next start removes what an interrupt leaves incomplete. Raises OSError if the
-  system refused to write the last checkpoint.
+  The next start removes what an interrupt leaves incomplete. Raises OSError if the last
+  checkpoint could not be written.
   """
   try:
     yield
@@ -133,7 +133,7 @@ def closing(checkpoints: CheckpointManager) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None]:
-  """Turns the system's refusal into an OSError and frees the incomplete checkpoint."""
+  """Raises OSError if a write fails, and deletes the incomplete checkpoint."""
   directory = os.fspath(checkpoints.directory)
   try:
     with _as_oserror(os.path.join(directory, str(step))):
@@ -146,7 +146,7 @@ def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None
 
 @contextlib.contextmanager
 def _as_oserror(path: str) -> Iterator[None]:
-  """Makes an OSError of tensorstore's ValueError, whose text has the errno."""
+  """Converts tensorstore's ValueError, whose message has the errno, to an OSError."""
   try:
     yield
   except OSError as error:
@@ -160,11 +160,10 @@ def _as_oserror(path: str) -> Iterator[None]:
 def _read(
   path: str, like: Mapping[str, Any], optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-  """Restores named arrays of a directory that orbax wrote; reads no others.
+  """Restores only the arrays named in `like` from a directory that orbax wrote.
 
-  A restored array gets the sharding of its array or jax.ShapeDtypeStruct in `like`;
-  None restores a NumPy array on the host. Names with a prefix in `optional` may be
-  missing.
+  `like` has an array or jax.ShapeDtypeStruct with the sharding to restore, or None for
+  a NumPy array. Names with a prefix in `optional` may be missing.
   """
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
@@ -172,8 +171,9 @@ def _read(
     like = {name: x for name, x in like.items() if name in stored}
     if lacks:
       raise ValueError(
-        f'{path} has no {", ".join(lacks[:3])}: another version of this program, or '
-        'another config, wrote it'
+        f'{path} lacks {", ".join(lacks[:3])}: it was written by another version of '
+        'this program or with another config; use that version and config, or give '
+        'another --workdir'
       )
     target = {
       name: np.zeros(()) if x is None else ocp.utils.to_shape_dtype_struct(x)
@@ -191,8 +191,8 @@ def _read(
 def restore(checkpoints: CheckpointManager, step: int, like: Tree) -> tuple[Tree, Meta]:
   """Returns (arrays, meta) of `step`, laid out as the arrays of `like`.
 
-  If the checkpoint has weights only, the optimiser's arrays are those of `like`. Raises
-  ValueError if an array is not in the checkpoint.
+  If the checkpoint has only weights, the optimiser's arrays are taken from `like`.
+  Raises ValueError if the checkpoint lacks an array.
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
@@ -206,17 +206,17 @@ def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
 
 
 def read_meta(directory: str, step: int) -> Meta:
-  """Reads the meta of a whole checkpoint in the directory of checkpoints."""
+  """Reads the meta of the complete checkpoint `directory`/`step`."""
   path = os.path.join(directory, str(step), 'meta', 'metadata')
   with open(path, encoding='utf-8') as file:
     return json.load(file)
 
 
 def choose(workdir: str, which: str = 'newest') -> int | None:
-  """Returns the step of a checkpoint, or None without any; changes nothing.
+  """Returns the step of the requested checkpoint, or None if there are no checkpoints.
 
-  `which` is 'newest', a step, or 'best': by accuracy on the held-out problems, among
-  equals the newest. Raises ValueError if there are checkpoints, but not this one.
+  `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems;
+  in a tie, the newest). Raises ValueError if only other checkpoints exist.
   """
   steps, accuracies = checkpoint_steps(workdir), {}
   for step in steps:
@@ -231,13 +231,13 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   if which.isdecimal() and int(which) in steps:
     return int(which)
   raise ValueError(
-    f'--checkpoint={which}: {workdir} has the checkpoints {steps}, '
+    f'--checkpoint={which} does not exist: {workdir} has the checkpoints {steps}, '
     f'{list(accuracies) or "none"} of them evaluated; give newest, best or a step'
   )
 
 
 def _solid(tree: Tree) -> dict[str, Any]:
-  """Returns path -> leaf without empty arrays, which orbax refuses to save."""
+  """Returns a dict from path to leaf, without empty arrays: orbax cannot save them."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
@@ -245,7 +245,7 @@ def _solid(tree: Tree) -> dict[str, Any]:
 def _set_damaged_aside(workdir: str) -> None:
   """Renames damaged checkpoints, so that nothing uses or deletes them.
 
-  Reads all files of the newest whole checkpoint, and the small files of older ones.
+  Reads all files up to the newest whole checkpoint, only small files of older ones.
   """
   damaged, whole = dict[str, str](), False
   for step in reversed(checkpoint_steps(workdir)):
@@ -256,14 +256,14 @@ def _set_damaged_aside(workdir: str) -> None:
   if damaged and not whole:
     steps = (f'{os.path.basename(path)}: {why}' for path, why in damaged.items())
     raise ValueError(
-      f'{home(workdir)} has no whole checkpoint ({"; ".join(steps)}); put a copy back, '
-      'or remove that folder, and the same command starts from step 0'
+      f'{home(workdir)} has no whole checkpoint ({"; ".join(steps)}); restore one from '
+      'a copy, or delete this directory to start from step 0'
     )
   for path, why in damaged.items():
     names = (f'{path}.damaged{f"-{n}" if n > 1 else ""}' for n in itertools.count(1))
     to = next(name for name in names if not os.path.lexists(name))
     os.rename(path, to)
-    log(f'The checkpoint {path} is damaged ({why}): set aside as {to}, and not used.')
+    log(f'The checkpoint {path} is damaged ({why}); renamed to {to} and not used.')
 
 
 def read_params(workdir: str, step: int, part: str = 'params') -> Read:
@@ -273,14 +273,14 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   the checkpoint is damaged.
   """
   path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
-  hint = f'; give another of the checkpoints {others} as --checkpoint=<step>'
+  hint = f', or give another checkpoint of {others} as --checkpoint=<step>'
   return read_saved(path, 'arrays', f'{part}/', hint)
 
 
 def save_params(path: str, params: Tree) -> None:
-  """Writes weights and their digests to the directory `path`, completely or not at all.
+  """Writes weights and their digests to the directory `path`, atomically.
 
-  Raises OSError if the system refuses.
+  Raises OSError if the write fails.
   """
   path = os.path.abspath(path)
   options = _recording(os.path.dirname(path))
@@ -289,7 +289,7 @@ def save_params(path: str, params: Tree) -> None:
 
 
 def restore_params(path: str, like: Tree) -> Tree:
-  """Restores the weights at `path`, laid out as `like`; ValueError if damaged."""
+  """Restores the weights at `path`, laid out as `like`; raises ValueError on damage."""
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(why)
   return _restored(os.path.abspath(path), like)
@@ -298,10 +298,10 @@ def restore_params(path: str, like: Tree) -> Tree:
 def read_saved(path: str, folder: str = '', prefix: str = '', hint: str = '') -> Read:
   """Returns a function that reads an array of a directory with digests to the host.
 
-  The arrays are in `folder` below `path`; their names begin with `prefix`. `hint`
-  ends the message of the ValueError that a missing or damaged directory raises.
+  The arrays are in `folder` below `path`, and their names begin with `prefix`. Raises
+  ValueError, with `hint` at its end, if the directory is missing or damaged.
   """
   if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(f'{path} is damaged ({why}){hint}')
+    raise ValueError(f'{path} is damaged ({why}); restore it from a copy{hint}')
   path = os.path.abspath(os.path.join(path, folder))
   return lambda name: _read(path, {prefix + name: None})[prefix + name]

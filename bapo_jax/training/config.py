@@ -42,7 +42,7 @@ class Config(Section):
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
   derived: tuple[str, ...] = knob(
-    (), 'Knobs that a new run derives: those that the config file leaves None.'
+    (), 'Knobs that the config file leaves None, so that a new run derives them.'
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
@@ -139,22 +139,22 @@ def _conflicts(config: Config) -> Iterator[str]:
   group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
-      yield f'metrics.{name}=True: give False, or pip install {package}, which it needs'
+      yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
   if config.buffer.thresholds.rule == 'threshold_free' and group_size % 2:
     yield (
-      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, and "
-      f'sampler.group_size={group_size} is odd; give an even one, or another rule'
+      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, but "
+      f'sampler.group_size={group_size} is odd; give an even size, or another rule'
     )
   replayed = seats - count
   if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
     yield (
       f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
-      f'replays, prompts.count={count} x batch.replay.replay_ratio='
-      f'{config.batch.replay.replay_ratio} = {replayed}; give {replayed} or more'
+      f'replays (prompts.count={count} x batch.replay.replay_ratio='
+      f'{config.batch.replay.replay_ratio} = {replayed}); give {replayed} or more'
     )
   if (cache := config.rewards.shaping.overlong_cache) > longest:
     limit = f'sampler.max_new_tokens={longest} tokens'
-    yield f'rewards.shaping.overlong_cache={cache}: give 1 to {limit}'
+    yield f'rewards.shaping.overlong_cache={cache} is too large: give 1 to {limit}'
   if config.problems.source in MADE and count > (train := config.problems.train):
     yield (
       f'prompts.count={count} exceeds problems.train={train}, the number of '
@@ -164,7 +164,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (
       f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
-      f'{config.learner.minibatches} equal parts; use a divisor of {seats}'
+      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
     )
 
 
@@ -175,15 +175,15 @@ def check_positions(config: Config, positions: int) -> None:
     raise ValueError(
       f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
       f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
-      'lower one of them'
+      'lower one of the two knobs'
     )
 
 
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
-  `file` is its path; after a colon the variant, the argument of its get_config.
-  Raises ValueError if the file cannot be read, or raises.
+  `file` is a path, or path:variant to pass the variant to the file's get_config.
+  Raises ValueError if the file cannot be read or raises an error.
   """
   path, *variant = file.split(':', 1)
   try:
@@ -198,14 +198,14 @@ def load(file: str) -> dict[str, Any]:
     return config.to_dict()
   except (ValueError, OSError) as error:
     raise ValueError(f'--config={file}: {error}') from None
-  except (Exception, SystemExit) as error:  # somebody's file may raise anything
+  except (Exception, SystemExit) as error:  # a user's file may raise anything
     raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
 
 
 def overrides(given: list[str]) -> dict[str, Any]:
-  """Parses arguments such as --config.steps=10; the last value of a name counts.
+  """Parses arguments such as --config.steps=10; the last value of a knob wins.
 
-  Raises ValueError for an unknown knob, and for a text that is not of the knob's type.
+  Raises ValueError for an unknown knob, or a value that does not have the knob's type.
   """
   known = {name: field for name, field, _ in knobs.fields(Config())}
   found = {}
@@ -229,9 +229,9 @@ def overrides(given: list[str]) -> dict[str, Any]:
 
 
 def decided(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes the values that are None; `derived` lists their names.
+  """Removes the knobs that are None, and lists their names in `derived`.
 
-  Raises ValueError if a knob that no run derives is None.
+  Raises ValueError if a knob that cannot be derived is None.
   """
   names: list[str] = []
 
@@ -249,12 +249,12 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
   found = without_none(values)
   if missing := [name for name in names if name not in train.DERIVABLE]:
     wanted = ', '.join(f'--config.{name}=...' for name in missing)
-    raise ValueError(f'the config file leaves this to you: give {wanted}')
+    raise ValueError(f'the config file leaves required knobs open: give {wanted}')
   return found | {'derived': tuple(names)} if names else found
 
 
 def _from_text(kind: Any, text: str | None) -> Any:
-  """Parses the value of a knob of this type; its range is not checked."""
+  """Parses a knob's value of the type `kind`, without checking its range."""
   if text is None:
     raise ValueError('no value')
   if kind is bool:
@@ -268,7 +268,7 @@ def _from_text(kind: Any, text: str | None) -> Any:
   if len(text) > LONGEST:
     raise ValueError(f'{len(text)} characters')
   with warnings.catch_warnings():
-    warnings.simplefilter('error')  # Python warns of '1if'; the next line refuses it
+    warnings.simplefilter('error')  # Python only warns of '1if'; make it an error
     value = ast.literal_eval(text)
   inner, *rest = typing.get_args(kind)
   if isinstance(value, list):

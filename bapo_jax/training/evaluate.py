@@ -1,8 +1,7 @@
-"""Measures the policy on problems that it was never trained on.
+"""Evaluates the policy on the held-out problems.
 
-Responses are sampled by the same rollout as in training, and recorded with everything
-that an audit of their verdicts needs. avg@k, pass@k and maj@k have standard errors
-clustered by problem.
+The rollout of training samples the responses. A record has all that an audit of the
+verdicts needs. avg@k, pass@k and maj@k have standard errors clustered by problem.
 """
 
 import collections
@@ -44,16 +43,16 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Samples and verifies `engine.group_size` responses to every problem.
 
-  `params` are an actor, the weights of learner step `step` laid out for decoding; `ks`
-  are the k of pass@k and maj@k.
+  `params` are the weights of learner step `step`, laid out for decoding; `ks` are the
+  values of k for pass@k and maj@k.
 
   Returns:
-    (result, samples): the result of `summarize`, and a dict per response: id and text
-    of its problem, answer, verifier (the name of its rule), response, extracted (the
-    answer in the response), verdict, reason, correct, tokens, truncated (no end token),
-    logp (summed, nats) and uid, which with the key determines the noise.
+    (result, samples): the result of `summarize`, and a dict per response with id and
+    problem (text), answer, verifier (name of the rule), response, extracted (the answer
+    in the response), verdict, reason, correct, tokens, truncated (no end token), logp
+    (summed, nats) and uid. Key and uid determine the sampling noise.
   """
-  pad = 0  # of several processes each has as many rows
+  pad = 0  # all processes need equally many rows
   if hosts.processes() > 1 and engine.mesh:
     pad = -len(problems.id_N) % sharding.row_shards(engine.mesh)
   id_P = np.pad(problems.id_N, (0, pad), constant_values=-1)
@@ -62,7 +61,7 @@ def evaluate(
     params,
     prompts.prompts_by_id(problems, id_P),
     key,
-    # A timer of its own: the caller counts the seconds of an evaluation.
+    # A separate timer: the caller counts the seconds of an evaluation.
     verification=Verification(problems, tokenizer, verifier, PhaseTimer()),
     step=step,
     policy_version=step,
@@ -96,7 +95,7 @@ def _sample(
 
 
 def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """Returns uid -> tokens, truncation and log-probability, for this host."""
+  """Returns tokens, truncated and logp of this host's responses, by uid."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
   stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
@@ -117,12 +116,12 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
 def summarize(
   samples: Sequence[dict[str, Any]], group_size: int, ks: Sequence[int]
 ) -> dict[str, Any]:
-  """Computes the measures of samples, `group_size` in a row per problem.
+  """Computes the metrics of samples, `group_size` consecutive samples per problem.
 
   Returns:
-    accuracy (avg@group_size) and its stderr, n problems, group_size, length (mean
-    tokens), truncated (share without an end token), undecided (share), and under pass
-    and maj for each k the mean over problems and its stderr.
+    accuracy (avg@group_size) and its stderr; n, the number of problems; group_size;
+    length (mean tokens); truncated (share without an end token); undecided (share);
+    and, under pass and maj, the mean over problems and its stderr for each k.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
@@ -162,11 +161,11 @@ def pass_at(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-  """Returns the share of maj@k that is right, over n // k whole blocks of responses.
+  """Returns maj@k: the share of n // k blocks of k responses whose majority is right.
 
-  Answers of one spelling vote together; a response without an answer does not vote.
-  Answers that tie each count in part, as in a fair draw; a block without a vote is
-  wrong.
+  A response votes for its exact answer string; without an answer it does not vote.
+  A tie counts as the share of right answers among the tied answers, as in a fair draw;
+  a block without votes is wrong.
   """
   shares = []
   for i in range(0, len(answers) - k + 1, k):
@@ -200,9 +199,9 @@ def record(
   samples: Sequence[dict[str, Any]],
   problems: Problems,
 ) -> None:
-  """Writes an evaluation of training, and the pictures of its problems, by their ids.
+  """Writes eval/<step>.json during training, and the pictures of its problems.
 
-  Raises OSError if the system refuses to write a file.
+  Raises OSError if a file cannot be written.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -213,10 +212,10 @@ def record(
 
 
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:
-  """Reads {'result', 'samples'} of an evaluation of training.
+  """Reads the {'result', 'samples'} that `record` wrote for a step.
 
   Raises ValueError if the file is missing or damaged.
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
-  way_out = 'the command of the run makes those of step 0 and of its last step again'
+  way_out = "repeat the run's command to evaluate step 0 and the last step again"
   return files.read_json(path, way_out)

@@ -6,7 +6,7 @@ import pydantic
 
 from bapo_jax.knobs import Section, knob
 
-# Knobs that a config file may leave None, for a new run to derive: see derive.py.
+# Knobs that a config file may leave None, so that a new run derives them (derive.py).
 DERIVABLE = (
   'mesh.data',
   'mesh.fsdp',
@@ -40,19 +40,19 @@ class LearnerConfig(Section):
   )
   pack: bool = knob(True, 'Packs rows, and skips rows without an advantage.')
   max_consecutive_skips: int = knob(
-    64, 'Consecutive updates that are not finite, after which the run stops.', least=1
+    64, 'Consecutive non-finite updates after which the run stops.', least=1
   )
   bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
     'minibatch', 'Tokens of one bound search; micro_batch saves a forward pass.'
   )
   bounds_pass: Literal['auto', 'stored', 'again'] = knob(
     'auto',
-    'Bounds over several micro-batches: stored keeps the activations of all of them; '
-    'again runs one more forward pass; auto takes what fits and computes least.',
+    'Bounds over several micro-batches: stored keeps the activations of all; again '
+    'runs an extra forward pass; auto computes least within the memory.',
   )
   recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
     'auto',
-    "The learner's log-probabilities replace the sampler's; auto: where model.compute "
+    "The learner's log-probabilities replace the sampler's; auto: on if model.compute "
     'is below float32 and the loss rule does not weigh the difference itself.',
   )
 
@@ -82,7 +82,7 @@ class SftConfig(Section):
 
 
 class EvalSampling(Section):
-  """Knobs of sampling in evaluation; training refuses truncated distributions."""
+  """Knobs of sampling in evaluation; training does not truncate distributions."""
 
   temperature: float = knob(1.0, 'Divides the logits; 0: greedy.', least=0, most=1000)
   top_k: int = knob(0, 'Sample from the k likeliest tokens; 0: from all.', least=0)
@@ -103,25 +103,25 @@ class EvaluateConfig(Section):
   def _enough(self) -> 'EvaluateConfig':
     if (k := max(self.k, default=0)) > self.group_size:
       raise ValueError(
-        f'k={self.k}: pass@{k} needs at least {k} responses per problem; '
-        f'evaluate.group_size={self.group_size}'
+        f'k={self.k}: pass@{k} needs {k} responses per problem, but evaluate.group_size'
+        f'={self.group_size}; raise group_size, or lower k'
       )
     return self
 
 
 class MetricsConfig(Section):
-  """Where metrics go, beside metrics.jsonl."""
+  """Outputs of metrics besides metrics.jsonl."""
 
   tensorboard: bool = knob(True, 'Event files in <workdir>/tensorboard.')
   wandb: bool = knob(False, 'Weights & Biases.')
 
 
 class CheckpointConfig(Section):
-  """When checkpoints are written and which remain."""
+  """When checkpoints are written, and how many are kept."""
 
   every: int = knob(10, 'Learner steps between checkpoints.', least=1)
-  keep: int = knob(2, 'Newest checkpoints that remain.', least=1)
-  best: int = knob(1, 'Best evaluated checkpoints that remain as well.', least=0)
+  keep: int = knob(2, 'Newest checkpoints to keep.', least=1)
+  best: int = knob(1, 'Best evaluated checkpoints to keep too.', least=0)
   final: Literal['run', 'weights'] = knob(
     'run', 'weights: a finished run stores no optimiser state and cannot be continued.'
   )

@@ -1,4 +1,4 @@
-"""Loads or warm-starts the weights of a run; divides them into frozen and trained."""
+"""Loads or warm-starts the weights of a run, and divides frozen from trained ones."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
 def divide(r: Resolved, params: Tree) -> tuple[Tree, Tree]:
   """Returns (frozen, trained) weights; frozen is None if all weights are trained.
 
-  With lora.rank all weights are frozen and new adapters are trained; else only a vision
-  tower may be frozen.
+  With lora.rank, all weights are frozen and new adapters are trained. Without, only a
+  vision tower may be frozen.
   """
   knobs = r.config.lora
   if not knobs.rank and not budget.frozen_tower(r.config, r.spec):
@@ -94,7 +94,7 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
   """Returns a reader of the initial weights: published, or after the warm start."""
   if model.directory:
     return hf_weights.reader(model.directory, model.spec)
-  # The recipe of the warm start is in the run's own config.
+  # The recipe of the warm start is in the run's config.json.
   ran = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
   saved = checkpoint.read_saved(warm_start_path(ran, workdir))
   dtypes = transformer.flatten(transformer.abstract(model.spec))
@@ -111,13 +111,13 @@ def warm_start_path(config: Config, workdir: str) -> str:
   recipe |= {'seed': config.seed, 'length': config.row_length}
   recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
   del recipe['model']['train_tower']  # the warm start trains all weights
-  if not config.model.tower.layers:  # the recipe of a policy that reads texts alone
+  if not config.model.tower.layers:  # the recipe of a text-only policy has no tower
     del recipe['model']['tower']
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
 
 
 def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
-  """Returns float32 weights after the warm start; the workdir stores them."""
+  """Returns float32 weights after the warm start, read from or saved to the workdir."""
   config, mesh = r.config, r.mesh
   spec = dataclasses.replace(r.spec, dtype='float32')
   path = warm_start_path(config, workdir)
@@ -127,7 +127,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     like = jax.tree.map(lambda x, s: x.update(sharding=s), like, layout)
     try:
       return checkpoint.restore_params(path, like)
-    except ValueError as error:  # the recipe is at hand
+    except ValueError as error:  # the recipe is known, so repeat it
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
     made, T = sources.sft_problems(config.problems), config.row_length
@@ -141,10 +141,10 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
 
 
 def fingerprint(weights: Tree) -> str:
-  """Returns hexadecimal digits that change with any number of the weights; '' for none.
+  """Returns hexadecimal digits that change with any weight; '' without weights.
 
-  Sums an integer per number, made of its bits and its place. The sum is the same on any
-  mesh and with any number of processes, and no array leaves its devices.
+  Sums an integer hash of the bits and the position of every number. The sum is the same
+  on any mesh and with any number of processes, and no array leaves its devices.
   """
   leaves = jax.tree.leaves_with_path(weights)
   sums = [exchange.whole(_mixed(x)) for _, x in leaves]
@@ -155,7 +155,7 @@ def fingerprint(weights: Tree) -> str:
 
 @jax.jit
 def _mixed(x: Array) -> Array:
-  """Returns two sums, modulo 2^32, of the mixed bits and place of every element."""
+  """Returns two sums, modulo 2^32, of hashes of the bits and place of every element."""
   kind = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
   bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
   place, stride = jnp.zeros(x.shape, jnp.uint32), 1
@@ -163,7 +163,7 @@ def _mixed(x: Array) -> Array:
     iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     place, stride = place + iota * jnp.uint32(stride % 2**32), stride * x.shape[axis]
   sums = []
-  for odd in (0x9E3779B1, 0x85EBCA77):  # of the golden ratio; of xxHash
+  for odd in (0x9E3779B1, 0x85EBCA77):  # constants of the golden ratio and of xxHash
     mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(odd)
     sums.append((mixed ^ (mixed >> 13)).sum(dtype=jnp.uint32))

@@ -1,7 +1,7 @@
-"""Decides everything about a run that needs no weights, once, before all else.
+"""Decides once, before all else, everything about a run that needs no weights.
 
-The model's config.json and tokenizer are read here only. Later stages receive the
-`Resolved` and ask for no file and no device again.
+Only this module reads the model's config.json and tokenizer. Later stages receive a
+`Resolved`, and look up neither files nor devices again.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """A run with every decision made that needs no weights."""
+  """A run with everything decided that needs no weights."""
 
-  config: Config  # with nothing left to derive
+  config: Config  # with every knob decided
   model: Model
   mesh: Mesh
   schedule: Schedule  # of the learner
@@ -76,7 +76,7 @@ def check_available(config: Config) -> Model:
   directory = hf_directory.resolve(path)
   lacks = hf_directory.missing(directory) if path else []
   model = None if lacks else open_model(config, directory)
-  # A model that is yet to be downloaded may have a vision tower.
+  # A model that is not downloaded yet may have a vision tower.
   sees = model is None or model.spec.vision is not None
   absent = check_problems(config, sees=sees, decided=decided)
   if lacks and (absent or not hub_names.parse(path)):
@@ -86,7 +86,7 @@ def check_available(config: Config) -> Model:
     raise ValueError(
       f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
       '--local-dir <directory>`) and the data (jsonl or parquet), or set these knobs '
-      'to where they are'
+      'to the paths of existing files'
     )
   if not path:
     sources.sft_problems(config.problems)
@@ -102,9 +102,9 @@ def check_available(config: Config) -> Model:
 def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
   """Reads all problems and checks their answers; lists the missing sources.
 
-  With `sees`, the model may have a vision tower. Unless `decided`, the verifier is
-  derived later, and answers are not checked. Raises ValueError if a row is damaged, or
-  its verifier cannot read its answer.
+  `sees` is whether the model may have a vision tower. If not `decided`, the verifier is
+  derived later, so answers are not checked. Raises ValueError if a row is damaged or
+  has an answer that its verifier cannot read.
   """
   check = gold.check(config.rewards.rule) if decided else None
   problems = config.problems
@@ -112,9 +112,9 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:
-  """Opens the tokenizer and reads config.json, or the config's sizes without a path.
+  """Opens the tokenizer, and reads the sizes from config.json or from the knobs.
 
-  By default the directory is found by model.path; it is '' for the embedded policy.
+  By default model.path gives the directory, '' for the embedded policy.
   Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
   if directory is None:
@@ -126,7 +126,7 @@ def open_model(config: Config, directory: str | None = None) -> Model:
 
 
 def tokenizer_directory(config: Config, model_directory: str) -> str:
-  """Returns the tokenizer's directory, downloading a hub name; or 'characters'."""
+  """Returns the tokenizer's directory (downloaded for a hub name), or 'characters'."""
   path = config.tokenizer.path
   if path in ('', config.model.path):
     return model_directory or EMBEDDED
@@ -138,8 +138,8 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  The embedded policy has no directory; it rounds the tokenizer's vocabulary up. Raises
-  ValueError if adapters do not fit the model, or it has no tower to train.
+  The embedded policy has no directory, and rounds the tokenizer's vocabulary up. Raises
+  ValueError if adapters do not fit the model, or it lacks the tower to train.
   """
   knobs = config.model
   if directory:
@@ -147,17 +147,17 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     spec = dataclasses.replace(spec, attention=knobs.attention, dtype=knobs.dtype)
   else:
     assert tokenizer is not None
-    # As in published models, so that the vocabulary divides over devices.
+    # Rounded up as in published models, so that the vocabulary divides over devices.
     vocab = -(-len(tokenizer.backend) // 8) * 8
     spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
   if knobs.train_tower and spec.vision is None:
-    raise ValueError('model.train_tower=True: the model has no vision tower; set False')
+    raise ValueError('model.train_tower=True needs a vision tower; set False')
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
-      f'model.train_tower=True with lora.rank={config.lora.rank}: adapters freeze all '
-      'weights of the model; give one of the two'
+      f'model.train_tower=True excludes lora.rank={config.lora.rank}: adapters freeze '
+      'all weights of the model; set train_tower=False or lora.rank=0'
     )
   if config.lora.rank:
     lora.shapes(spec, config.lora.rank, config.lora.targets)
@@ -167,8 +167,8 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
 def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
   """Adds a vision tower to the embedded policy.
 
-  The rotary pairs of a head are divided as in Qwen2.5-VL: a quarter turns by time, the
-  others by row and column.
+  The rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate by time, the
+  rest by row and column.
   """
   knobs = config.model.tower
   tower = VisionSpec(
@@ -195,9 +195,9 @@ def resolve(
 ) -> Resolved:
   """Returns the run with model, mesh and schedule decided.
 
-  The config has nothing left to derive; the model may have been opened before knobs
-  were derived. By default the mesh has all attached devices. Raises ValueError if
-  model, tokenizer, mesh and knobs do not fit together.
+  Every knob of the config must be decided; the model may have been opened before. By
+  default the mesh has all attached devices. Raises ValueError if model, tokenizer, mesh
+  and knobs do not fit together.
   """
   directory, tokenizer, spec = model or open_model(config)
   # Template and types may have been derived after the model was opened.
@@ -214,7 +214,7 @@ def resolve(
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Lays out the device mesh; ValueError if devices, kernel or rows do not fit."""
+  """Returns the mesh; raises ValueError if devices, kernel or rows do not fit."""
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(config.model.attention, platform, config.model.compute)
@@ -232,14 +232,14 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-  """Refuses token ids beyond the embedding, which would be read as its last row."""
+  """Raises ValueError for token ids beyond the embedding, which JAX would clamp."""
   ids = tokenizer.backend.get_vocab()
   last = max(ids, key=ids.__getitem__, default='')
   worst = max([*tokenizer.eos, ids.get(last, 0)])
   if worst >= spec.vocab:
     what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
     raise ValueError(
-      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, and the '
+      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
       f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f'model.path={config.model.path}, or remove that token from its files'
+      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
     )

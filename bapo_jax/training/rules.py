@@ -12,7 +12,7 @@ from bapo_jax.types import Rules
 
 
 def bind_rule(rules: Mapping[str, Callable], slot: Section) -> Callable:
-  """Returns the rule that `slot.rule` names, its section of knobs bound as `k`."""
+  """Returns the rule that `slot.rule` names, with its knobs bound as `k`."""
   name = getattr(slot, 'rule')  # noqa: B009 (only the sections of slots have it)
   rule, section = rules[name], getattr(slot, name)
   return functools.partial(rule, k=section) if type(section).model_fields else rule

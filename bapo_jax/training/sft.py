@@ -30,7 +30,7 @@ from bapo_jax.runtime.progress import progress_bar
 from bapo_jax.training.knobs import SftConfig
 from bapo_jax.types import Pictures, Tree
 
-MICRO_BATCHES = 4  # of a step, if all its rows were of full length
+MICRO_BATCHES = 4  # most per step, reached if all rows have full length
 CHUNK = 50  # steps whose solutions are tokenized at once, which is faster
 
 
@@ -46,9 +46,9 @@ def rows(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (tokens_NT, weight_NT) of prompts with worked solutions, cut at `length`.
 
-  The answer has four times the weight of a token of the work: it is one token in
-  twenty, and a policy that never ends a response earns no reward. `prompts` are token
-  ids, one list per problem.
+  A token of the answer has four times the weight of a token of the work: answers are a
+  twentieth of the tokens, and a policy that never ends a response earns no reward.
+  `prompts` are lists of token ids, a list per problem.
   """
   rng = np.random.default_rng(seed)
   solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
@@ -125,7 +125,7 @@ def fit(
     gallery = Gallery(shown, spec.vision, capacity(grids, spec.vision))
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields (tokens_BT, weight_BT, index_B) of every step, always new solutions."""
+    """Yields (tokens_BT, weight_BT, index_B) of every step, with new solutions."""
     for name, steps, *chances in (
       ('clean', k.clean, 0, 0),
       ('noisy', k.noisy, k.slip, k.repeat),
@@ -144,8 +144,8 @@ def fit(
       tokens_BT, weight_BT = exchange.placed(rows_BT, sharding.over_rows(mesh))
       pictures = gallery and pictured.placed(gallery.of(index_B), mesh)
       args = params, opt, tokens_BT, weight_BT, pictures
-      # Once: results of a program are laid out otherwise than its first arguments, so
-      # that `imitate` would be compiled again.
+      # Compiled once, explicitly: the results have another layout than the first
+      # arguments, so a call of `imitate` would compile again at the second step.
       step = step or imitate.lower(*args, tx=tx, spec=spec, schedule=schedule).compile()
       params, opt, value = step(*args)
       nats = float(value)

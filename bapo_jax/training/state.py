@@ -34,10 +34,10 @@ Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
 class StepRecord(NamedTuple):
   """Records the batch and the updates of one learner step, for its file in groups/."""
 
-  step: int  # learner steps done before it
-  groups: Groups  # its batch
+  step: int  # learner steps done before this step
+  groups: Groups  # the batch
   source_P: Array  # index into types.SOURCES; -1 marks an empty seat
-  updates: list[Updated]  # its optimiser updates, in order
+  updates: list[Updated]  # the optimiser updates, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Trainer:
   engine: RolloutEngine
   verifier: Verifier
   train_step: TrainStep  # jitted once
-  proximal: Score | None  # by the weights of the step's start; None: no need
-  recompute: Recompute | None  # scores what was sampled; None: not asked for
+  proximal: Score | None  # scores with the weights at the step's start; None if unused
+  recompute: Recompute | None  # scores sampled responses; None if off
   timer: PhaseTimer
-  base: Tree = None  # frozen weights, where adapters are trained, or a tower is not
-  pictures: OfProblems | None = None  # of problems for the learner; None: texts
-  held_out_gallery: Gallery | None = None  # those of the held-out problems
+  base: Tree = None  # frozen weights; None if all weights are trained
+  pictures: OfProblems | None = None  # of training problems; None without
+  held_out_gallery: Gallery | None = None  # of the held-out problems
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all are texts."""
@@ -80,25 +80,25 @@ class Trainer:
 
 
 class TrainState(struct.PyTreeNode):
-  """Everything that changes in a run: save it and everything is saved."""
+  """Everything that changes in a run; a checkpoint saves this."""
 
-  params: Tree  # what is trained: all weights, or adapters
+  params: Tree  # the trained weights or adapters
   opt: Tree
-  actor: Tree | None  # what decodes, up to weight_sync_interval steps old, or freed
+  actor: Tree | None  # decoding weights, up to weight_sync_interval steps old; or freed
   buffer: ReplayBuffer
-  actor_adapters: Tree = None  # those that the actor is merged from
+  actor_adapters: Tree = None  # the adapters that are merged into the actor
   step: int = struct.field(pytree_node=False, default=0)  # learner steps done
-  actor_version: int = struct.field(pytree_node=False, default=0)  # its learner step
+  actor_version: int = struct.field(pytree_node=False, default=0)  # learner step
   prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
   responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
   updates: int = struct.field(pytree_node=False, default=0)  # applied
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
-  idle_steps: int = struct.field(pytree_node=False, default=0)  # nothing learned
+  idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
   partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
 
 
 class StepKeys(NamedTuple):
-  """A key for each purpose; functions of seed and step, so none is stored."""
+  """A random key per purpose, computed from seed and step and never stored."""
 
   fresh: Array
   reevaluate: Array

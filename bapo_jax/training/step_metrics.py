@@ -24,7 +24,7 @@ from bapo_jax.types import (
 )
 
 Update = Mapping[str, Any]  # the metrics of one optimiser update
-# The sampler against the learner: where the weights are those that sampled.
+# Compare the sampler with the learner, so only the first update is meaningful.
 OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
 SUMS = ('learner/tokens', 'learner/tokens_computed')
 OF_UPDATES = (
@@ -45,9 +45,9 @@ def describe(
   reevaluated: Rollout,
   record: StepRecord,
 ) -> Metrics:
-  """Makes a row of metrics: means over the updates, the maximum of every maximum.
+  """Returns a row of metrics: means over the updates; for maxima, the largest.
 
-  `fresh` and `reevaluated` were sampled in the step, and `s` is the state after it.
+  `fresh` and `reevaluated` were sampled in the step; `s` is the state at its end.
   """
   with t.timer('log'):
     step, groups, source_P, updates = record
@@ -91,15 +91,15 @@ def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
     mean[name] = float(present.mean()) if len(present) else math.nan
   for name in series:
     if name.startswith('loss/ratio_max_'):
-      mean[name] = float(np.fmax.reduce(series[name]))  # nan only where all are
+      mean[name] = float(np.fmax.reduce(series[name]))  # nan only if all are nan
   mean['loss/ratio_max'] = float(series['loss/ratio_max'].max())
   entropy = series['loss/entropy']
-  # A change takes two updates to see.
+  # A change needs two updates.
   changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
   mean['loss/entropy_change'] = float(changes.mean())
   for name in SUMS:
     mean[name] = float(series[name].sum())
-  for name in OF_FIRST:  # later ones compare with weights that did not sample
+  for name in OF_FIRST:  # at later updates, the weights differ from those that sampled
     mean[name] = float(series[name][0])
   return mean
 
@@ -109,13 +109,13 @@ def theory(
 ) -> dict[str, float]:
   """Estimates the terms of Theorem 3.2 (arXiv:2602.20722) by source, and their sum.
 
-  The sum over sources of gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha), each times the
-  source's share of the filled seats. Token-level total variation bounds nothing: the
-  sum is an estimate, and may exceed the true gain. gain and TV(pi, alpha) are means
+  Sums gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha) over sources, each weighted by the
+  source's share of the filled seats. The sum is no bound, because total variation is
+  measured per token, and may exceed the true gain. gain and TV(pi, alpha) are means
   over the step's updates. pi_t is the policy before the first update; its distance is
   taken from the first update with a token of the source. `spread` has K, the mean of
   (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
-  of mixed verdicts, which gives no evidence: its terms are 0.
+  of mixed verdicts; the terms of such a source are 0.
   """
   found, estimate = {}, 0.0
   for source in SOURCES:
@@ -158,7 +158,7 @@ def _step_metrics(
     'rollout/reward': masked_mean(fresh.reward_PG, filled_PG),
     'rollout/accuracy': masked_mean(right_PG, filled_PG),
     'rollout/length': masked_mean(length_PG, filled_PG),
-    # nan, not 0, of none: a mean over steps must not be drawn down.
+    # nan, not 0, without responses: a 0 would lower the mean over steps.
     'rollout/length_right': jnp.where(right_PG, length_PG, 0).sum() / right_PG.sum(),
     'rollout/length_wrong': jnp.where(wrong_PG, length_PG, 0).sum() / wrong_PG.sum(),
     'rollout/truncated': masked_mean(~ended_PG, filled_PG),

@@ -1,7 +1,7 @@
-"""Runs the loop: from one state to the next.
+"""Runs the training loop, from one state to the next.
 
-The functions below `train_loop` are its lines, in their order. Saving, logging and
-evaluating belong to the caller.
+The functions below `train_loop` are in the order of its calls. The caller saves, logs
+and evaluates.
 """
 
 import functools
@@ -50,7 +50,7 @@ def finished(config: Config, s: TrainState) -> bool:
 def step_keys(seed: int, step: int) -> StepKeys:
   """Returns the random keys of a learner step, a function of seed and step."""
   root = jax.random.key(seed)
-  # Fresh responses are numbered through the run: theirs is one key for all steps.
+  # Fresh responses are numbered across the run, so all steps share their key.
   fresh = jax.random.fold_in(root, 2**31 - 2)
   return StepKeys(fresh, *jax.random.split(jax.random.fold_in(root, step), 3))
 
@@ -65,7 +65,7 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
-  """Frees the actor if the next step makes another: updates use its memory."""
+  """Frees the actor if the next step copies it anew: updates use the memory."""
   due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
   return free_actor(s) if due else s
 
@@ -81,7 +81,7 @@ def free_actor(s: TrainState) -> TrainState:
 
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
-  """Returns the hard problems that are due, those tried longest ago first."""
+  """Returns the hard problems that are due, starting with the least recently tried."""
   due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
   rows = t.config.buffer.reevaluate if due else 0
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
@@ -125,10 +125,10 @@ def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Ro
 
 
 def recompute(t: Trainer, s: TrainState, found: Rollout, version: int) -> Rollout:
-  """Replaces the sampler's log-probabilities by the learner's, if the config asks.
+  """Replaces the sampler's log-probabilities by the learner's, if so configured.
 
-  This happens in the step that sampled: one step later the weights of learner step
-  `version`, which sampled, may no longer exist.
+  Must run in the step that sampled: one step later, the weights of learner step
+  `version`, which sampled the responses, may no longer exist.
   """
   if t.recompute is None:
     return found
@@ -146,7 +146,7 @@ def recompute(t: Trainer, s: TrainState, found: Rollout, version: int) -> Rollou
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
-  """Returns groups that are due in this step and not yet returned, or None."""
+  """Returns the groups that are due in this step and not yet returned, or None."""
   oldest = t.config.rollout.max_off_policy_steps
   if s.partial is None or not s.partial.due(s.step - oldest).any():
     return None
@@ -161,7 +161,7 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
 
 
 def verification(t: Trainer) -> Verification:
-  """Returns how the run's responses are verified and rewarded."""
+  """Returns the verifier and the rewards of the run's responses."""
   shape = functools.partial(
     rewards.shaped,
     eos=t.tokenizer.eos,
@@ -178,8 +178,8 @@ def fill_batch(
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
   """Samples rounds of prompts until the batch is full or the rounds are spent.
 
-  A group that is due is returned in this step even if no seat is left for it: one step
-  later it would be older than rollout.max_off_policy_steps allows.
+  Returns due groups in this step even if no seat is left for them: one step later they
+  would be older than rollout.max_off_policy_steps allows.
   Returns (state, fresh rollouts, groups of the batch, their source_P).
   """
   rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
@@ -248,7 +248,7 @@ def insert(
   batch: Groups,
   source_P: Array,
 ) -> tuple[TrainState, Metrics]:
-  """Files the step's groups in the replay buffer; returns counts of the moves too."""
+  """Stores the step's groups in the replay buffer; returns (state, counts of moves)."""
   groups = concat(*(each.groups for each in fresh))
   both = groups, reevaluated.groups
   filled = sum(int((x.completed_step_P >= 0).sum()) for x in both)
