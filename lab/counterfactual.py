@@ -34,11 +34,11 @@ from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
 from bapo_jax.runtime import files, markdown
-from bapo_jax.runtime.statistics import mean_and_error
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, resolve, rules
 from bapo_jax.training.config import Config
+from bapo_jax.training.evaluate import mean_and_error
 from bapo_jax.types import SOURCES, Batch, Bounds, Tree
 from lab import experiments
 from lab.experiments import Knobs, with_knobs

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_jax.runtime import markdown
-from bapo_jax.runtime.statistics import mean_and_error
+from bapo_jax.training.evaluate import mean_and_error
 from lab.experiments import Result
 from lab.outcomes import (
   FEWEST,

@@ -17,8 +17,8 @@ from bapo_jax.run import report_plots, step_record
 from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
-from bapo_jax.tools import recorded_groups
-from bapo_jax.tools.recorded_groups import RecordedGroup
+from bapo_jax.tools import viewer
+from bapo_jax.tools.viewer import RecordedGroup
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def read_run(
   return RunFiles(
     label or os.path.basename(os.path.normpath(workdir)),
     rows,
-    recorded_groups.trained(workdir, step),
+    viewer.trained(workdir, step),
     traverse_util.flatten_dict(config, sep='.'),
   )
 

@@ -26,9 +26,9 @@ FAST = {
   'rewards': 'gold',
   'rollout': 'rollout shapes',
   'run': 'report step_record',
-  'runtime': 'digests files machine markdown metrics progress statistics workdir',
+  'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'hlo hosts roofline',
-  'training': 'config evaluate',
+  'training': 'config evaluate statistics',
   '.': 'architecture config_docs docs finetune fuzz_config knobs limits main readme '
   'requirements sharding type_checker types',
 }

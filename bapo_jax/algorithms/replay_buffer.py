@@ -229,11 +229,7 @@ def _insert_reusable(
 
 
 def _insert_hard(
-  buffer: ReplayBuffer,
-  tried: Groups,
-  k_P: Array,
-  fresh: int,
-  hard_order: str,
+  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: str
 ) -> tuple[Groups, dict[str, Array]]:
   """Returns (hard, counts) after inserting the hard problems of `tried`.
 

@@ -27,11 +27,10 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.evaluate import WORDS
+from bapo_jax.training.evaluate import WORDS, clustered_error
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import take

@@ -15,7 +15,7 @@ from bapo_jax.data.knobs import MADE, ProblemsConfig
 from bapo_jax.data.made import countdown, drawn, synthetic
 from bapo_jax.data.made.problem import Problem, Solver
 from bapo_jax.data.row import Row
-from bapo_jax.runtime import hub_names
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime.progress import log
 
 Check = Callable[[Row], None]  # raises a ValueError if an answer cannot be verified
@@ -51,7 +51,7 @@ def missing(
 
 
 def _hint(path: str) -> str:
-  on_hub = hub_names.NAME.fullmatch(hub_names.PREFIX + path)
+  on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
   is_file = path.endswith(local_files.SUFFIXES)
   return f' (or hub:{path}?)' if on_hub and not is_file else ''
 
@@ -146,7 +146,7 @@ def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
   if where not in ('hub', 'tfds') or where == source:
     return None
   name, _, split = rest.partition(':')
-  on_hub = hub_names.NAME.fullmatch(hub_names.PREFIX + name)
+  on_hub = hf_directory.NAME.fullmatch(f'hub:{name}')
   if not name or ('/' in name if where == 'tfds' else not on_hub):
     raise ValueError(
       f'problems.{knob}={source[:80]} is malformed; write hub:owner/name:split, '

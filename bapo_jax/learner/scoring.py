@@ -65,12 +65,7 @@ def packed_logprobs(
 
 
 def score(
-  params: Tree,
-  groups: Groups,
-  pictures: Seen = None,
-  *,
-  rows: int,
-  **knobs: Any,
+  params: Tree, groups: Groups, pictures: Seen = None, *, rows: int, **knobs: Any
 ) -> Array:
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.models.hf import peft as hf_peft
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime import files
 from bapo_jax.runtime.hosts import differences
@@ -61,7 +60,7 @@ def export(
   os.makedirs(part)
   if adapter:
     get = checkpoint.read_params(workdir, step)
-    hf_peft.save(part, get, spec, config.lora, config.model.path, dtype)
+    hf_weights.save_adapters(part, get, spec, config.lora, config.model.path, dtype)
   else:
     read = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, read, spec, dtype, shard_bytes)

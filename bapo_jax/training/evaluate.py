@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 from bapo_jax import sharding
 from bapo_jax.data import prompts
@@ -24,7 +25,6 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.runtime.statistics import clustered_error
 from bapo_jax.types import Tree
 
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
@@ -219,3 +219,25 @@ def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = "repeat the run's command to evaluate step 0 and the last step again"
   return files.read_json(path, way_out)
+
+
+def mean_and_error(values: ArrayLike) -> tuple[float, float]:
+  """Returns the mean of n >= 1 independent values and its standard error.
+
+  The error is s / sqrt(n), with the sample standard deviation s (ddof=1); nan if n = 1.
+  """
+  value_N = np.asarray(values, float)
+  n = len(value_N)
+  error = value_N.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
+  return float(value_N.mean()), float(error)
+
+
+def clustered_error(correct_PG: ArrayLike) -> float:
+  """Returns the standard error of the mean of correct_PG, clustered by problem.
+
+  Responses to one problem are correlated, so this is the standard error of the mean of
+  the per-problem means; 0.0 with fewer than two problems. Treating all responses as
+  independent would give too small an error.
+  """
+  mean_P = np.asarray(correct_PG, float).mean(1)
+  return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

@@ -26,7 +26,6 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
-from bapo_jax.runtime import hub_names
 from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.budget import Budget
@@ -79,7 +78,7 @@ def check_available(config: Config) -> Model:
   # A model that is not downloaded yet may have a vision tower.
   sees = model is None or model.spec.vision is not None
   absent = check_problems(config, sees=sees, decided=decided)
-  if lacks and (absent or not hub_names.parse(path)):
+  if lacks and (absent or not hf_directory.parse_hub_name(path)):
     hint = hf_directory.hint(path)
     absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)}){hint}')
   if absent:
@@ -130,7 +129,7 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
   path = config.tokenizer.path
   if path in ('', config.model.path):
     return model_directory or EMBEDDED
-  if hub_names.parse(path):
+  if hf_directory.parse_hub_name(path):
     return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
   return path
 

@@ -21,7 +21,6 @@ from runs import saved, source, tiny
 from bapo_jax import sharding
 from bapo_jax.models import layers, lora, transformer
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.models.hf import peft as hf_peft
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.run import experiment
@@ -48,7 +47,7 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
   knobs = LoraConfig(rank=2, alpha=3.0, targets='layers/(o|k)')
   get = reader(adapters(SPEC, knobs))
   model = 'hub:owner/name@main'
-  hf_peft.save(str(tmp_path), get, SPEC, knobs, model, 'bfloat16')
+  hf_weights.save_adapters(str(tmp_path), get, SPEC, knobs, model, 'bfloat16')
   config = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (config['r'], config['lora_alpha']) == (2, 3.0)
   assert config['target_modules'] == ['k_proj', 'o_proj']
@@ -81,7 +80,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   hf_weights.save(model, transformer.flatten(params).__getitem__, spec)
   config = hf_config.config_of(spec) | {'torch_dtype': 'float32'}
   pathlib.Path(model, 'config.json').write_text(json.dumps(config))
-  hf_peft.save(adapter, reader(made), spec, KNOBS, model, 'float32')
+  hf_weights.save_adapters(adapter, reader(made), spec, KNOBS, model, 'float32')
   seeing = transformers.Qwen2_5_VLForConditionalGeneration
   theirs = seeing if spec.vision else transformers.AutoModelForCausalLM
   theirs = theirs.from_pretrained(model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bapo_jax.tools import recorded_groups, viewer
+from bapo_jax.tools import viewer
 from bapo_jax.training import checkpoint
 from bapo_jax.training.config import Config
 
@@ -129,7 +129,7 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
       checkpoint.save(checkpoints, step, {'params': {'w': np.zeros(2)}}, {})
 
   def sources(which):
-    return [g.source[-11:] for g in recorded_groups.read(str(workdir), which)]
+    return [g.source[-11:] for g in viewer.read(str(workdir), which)]
 
   evaluation = ' at step 10'
   assert sources('newest') == ['p 9, reused', evaluation, evaluation]

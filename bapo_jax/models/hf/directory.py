@@ -3,10 +3,13 @@
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bapo_jax.models.hf import safetensors_io
-from bapo_jax.runtime import digests, hub_names
+from bapo_jax.runtime import digests
 
+# A name without 'hub:' is a local path, so a mistyped path is never downloaded.
+NAME = re.compile(r'hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?', re.ASCII)
 MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
 OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
   *('config.json', 'generation_config.json', 'preprocessor_config.json'),
@@ -14,6 +17,23 @@ OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
   *('special_tokens_map.json', 'chat_template.jinja'),
 )
 LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
+
+
+class HubName(NamedTuple):
+  repository: str  # owner/name
+  revision: str | None  # a commit, tag or branch; None: the default branch
+
+
+def parse_hub_name(name: str) -> HubName | None:
+  """Parses a hub name; returns None for a path, raises ValueError if malformed."""
+  if not name.startswith('hub:'):
+    return None
+  if not (match := NAME.fullmatch(name)):
+    raise ValueError(
+      f'{name[:80]!r} is not a hub name; write hub:owner/name or '
+      'hub:owner/name@revision'
+    )
+  return HubName(match[1], match[2])
 
 
 def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
@@ -25,7 +45,7 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   Raises:
     ValueError: files are missing, with the command that downloads them.
   """
-  path, reason, hub = resolve(name), '', hub_names.parse(name)
+  path, reason, hub = resolve(name), '', parse_hub_name(name)
   if hub and missing(path, needs):
     try:
       path = _snapshot(hub, local=False)
@@ -50,7 +70,7 @@ def resolve(name: str) -> str:
   A directory is returned unchanged, as is a hub name that is not in the hub's cache. A
   malformed hub name raises a ValueError.
   """
-  hub = hub_names.parse(name)
+  hub = parse_hub_name(name)
   try:
     return _snapshot(hub, local=True) if hub else name
   except (OSError, ValueError):
@@ -90,7 +110,7 @@ def hint(name: str) -> str:
   return f' (to use a model of the hub, write hub:{name})'
 
 
-def _snapshot(hub: hub_names.HubName, local: bool) -> str:
+def _snapshot(hub: HubName, local: bool) -> str:
   import huggingface_hub
 
   # No pickles: a model without safetensors is reported as missing.

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bapo_jax.runtime import hub_names
+from bapo_jax.models.hf import directory
 
 
 @pytest.mark.parametrize('name', ['hub:', 'hub:a', 'hub:a/b/c', 'hub:a/b@', 'hub:a /b'])
 def test_a_malformed_name_is_refused_with_the_way_out(name):
   with pytest.raises(ValueError, match='hub:owner/name@revision'):
-    hub_names.parse(name)
+    directory.parse_hub_name(name)
