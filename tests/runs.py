@@ -279,6 +279,11 @@ def source(path: pathlib.Path) -> str:
   return str(path)
 
 
+def numbers(state: TrainState) -> dict[str, int]:
+  """Returns the plain numbers of a state, as a checkpoint stores them."""
+  return {name: getattr(state, name) for name in resume.SCALARS}
+
+
 def saved(workdir: str | os.PathLike, params: Tree) -> None:
   """Saves a checkpoint of step 1 with these weights, laid out as a run's."""
   ones = jnp.ones(3)
@@ -287,4 +292,4 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
   state = TrainState(params=params, opt=(ones,), actor=actor, buffer=buffer, step=1)
   arrays = {name: getattr(state, name) for name in ('params', 'opt', 'actor', 'buffer')}
   with checkpoint.manager(str(workdir), 2) as checkpoints:
-    checkpoint.save(checkpoints, 1, arrays, {'run': resume.scalars(state)})
+    checkpoint.save(checkpoints, 1, arrays, {'run': numbers(state)})

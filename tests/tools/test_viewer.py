@@ -135,7 +135,7 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
   assert sources('newest') == ['p 9, reused', evaluation, evaluation]
   # The evaluation of step 0 has one response.
   assert sources('8') == ['p 7, reused', 'n at step 0']
-  with pytest.raises(ValueError, match=r'checkpoint=4: .* \[8, 10\]'):
+  with pytest.raises(ValueError, match=r'checkpoint=4 .* \[8, 10\]'):
     sources('4')
 
 

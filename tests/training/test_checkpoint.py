@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import copied, same, tiny
+from runs import copied, numbers, same, tiny
 
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
@@ -178,7 +178,7 @@ def test_another_mesh_restores_the_same_values(warm_start, tmp_path, monkeypatch
   workdir = copied(warm_start, tmp_path / 'run')
   t, old = started((1, 1, 1), workdir, monkeypatch)
   arrays = filled(resume.arrays(t, old.replace(step=3)))
-  scalars = resume.scalars(old) | {'step': 3, 'actor_version': 2}
+  scalars = numbers(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
     checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
     checkpoint.wait(checkpoints)
@@ -194,4 +194,4 @@ def test_another_mesh_restores_the_same_values(warm_start, tmp_path, monkeypatch
   assert jax.tree.map(lambda x: x.sharding, s.params) == layout
   devices = {len(x.sharding.device_set) for x in jax.tree.leaves(s.params)}
   assert devices == {8}
-  assert json.dumps(resume.scalars(s)) == json.dumps(scalars)
+  assert json.dumps(numbers(s)) == json.dumps(scalars)
