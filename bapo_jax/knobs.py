@@ -9,16 +9,19 @@
 """
 
 import math
+import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 from pydantic.fields import FieldInfo
 
+PLACE = r'(?:python|.+\.py):[A-Za-z_]\w*'  # of a user's own function
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
 AnySection = TypeVar('AnySection', bound='Section')
+Place = Annotated[str, pydantic.StringConstraints(pattern=f'^{PLACE}$')]
 
 
 class Section(pydantic.BaseModel):
@@ -107,12 +110,12 @@ def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, 
 
 def expected(field: FieldInfo) -> str:
   """Describes the accepted values: 'an integer from 1 to 2147483647'."""
-  kind, limits = _kind(field.annotation), _limits(field)
-  range_ = _range(limits, 'integer' in kind)
-  kind += ' that do not fall' if limits.get('rising') else ''
-  link = ', each' if kind.startswith('a tuple') else ''
+  words, limits = kind(field.annotation), _limits(field)
+  range_ = _range(limits, 'integer' in words)
+  words += ' that do not fall' if limits.get('rising') else ''
+  link = ', each' if words.startswith('a tuple') else ''
   link = link or (' of' if range_.startswith('at least') else '')
-  return f'{kind}{link} {range_}' if range_ else kind
+  return f'{words}{link} {range_}' if range_ else words
 
 
 def shown(value: Any) -> str:
@@ -133,17 +136,19 @@ def _range(limits: dict[str, Any], whole: bool) -> str:
   if whole and 'below' not in limits:
     limits = {'most': LARGEST} | limits
   ends = {'above': 'above', 'least': 'at least', 'below': 'below', 'most': 'at most'}
-  kind = 'd' if whole else 'g'
-  number = {end: format(limits[end], kind) for end in ends if end in limits}
+  code = 'd' if whole else 'g'
+  number = {end: format(limits[end], code) for end in ends if end in limits}
   words = ' and '.join(f'{ends[end]} {n}' for end, n in number.items())
   if {'least', 'most'} <= number.keys():
     words = f'from {number["least"]} to {number["most"]}'
-  return words + (' or inf' if limits.get('infinite') else '')
+  return words + (' or inf' if words and limits.get('infinite') else '')
 
 
-def _kind(annotation: Any) -> str:
-  """Describes the type in words."""
+def kind(annotation: Any) -> str:
+  """Describes the type of a knob in words."""
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin in (types.UnionType, typing.Union):  # a rule by name or by place
+    return f'{kind(args[0])}, or path/to/file.py:function'
   if origin is typing.Literal:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
   if origin is tuple:
@@ -152,7 +157,7 @@ def _kind(annotation: Any) -> str:
     if inner in plural:
       return f'a tuple of {count}{plural[inner]}'
     values = 'tuples' if typing.get_origin(inner) is tuple else 'values'
-    return f'a tuple of {count}{values}, each {_kind(inner)}'
+    return f'a tuple of {count}{values}, each {kind(inner)}'
   if isinstance(annotation, type) and issubclass(annotation, Section):
     return f'a section with {", ".join(annotation.model_fields) or "no knobs"}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
@@ -184,17 +189,20 @@ def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str
   path, field = [name] if name else [], None
   for key in map(str, error['loc']):  # down to a knob, not to an element of its tuple
     path.append(key)
-    values, field = values[key], section.model_fields.get(key)
+    values = values.get(key)  # None: a default
+    field = section.model_fields.get(key)
     inner = field and field.annotation
     if not isinstance(inner, type) or not issubclass(inner, Section):
       break
     section = inner
   dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
+    if path[-1] == 'own':  # names a knob of the section around it
+      dotted = '.'.join(path[:-1])
     sentence = f'{dotted}.{error["ctx"]["error"]}'.lstrip('.')
     long = len(sentence) > 400  # a value in it may be
     return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
   if field is None:
     parent = '.'.join(path[:-1]) or 'the config'
-    return f'no knob {dotted}; {parent} is {_kind(section)}'
+    return f'no knob {dotted}; {parent} is {kind(section)}'
   return f'{dotted}={shown(values)}: give {expected(field)}'

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from bapo_jax.runtime import hosts, signals
-from bapo_jax.training.config import OVERRIDE, Config, decided, load, overrides
+from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
 
 CONFIG = flags.DEFINE_string('config', None, 'A file of configs/, or file:variant.')
@@ -86,15 +86,7 @@ def read_config(file: str, given: list[str]) -> Config:
     ValueError: the file or a knob is invalid; the message is one sentence.
   """
   values = load(file)
-  for name, value in overrides(given).items():
-    *sections, key = name.split('.')
-    section = values
-    for each in sections:
-      section = section.setdefault(each, {})
-      if not isinstance(section, dict):
-        raise ValueError(f'{each}={section!r} is a section; set its knobs instead')
-    section[key] = value
-  return parse_config(decided(values))
+  return parse_config(decided(merged(values, overrides(given, values))))
 
 
 def fail(error: object) -> NoReturn:

@@ -41,7 +41,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
 from bapo_jax.types import SOURCES, Batch, Bounds, Tree
 from lab import experiments
-from lab.experiments import Knobs, with_knobs
+from lab.experiments import Knobs
 
 COLUMNS = {  # key of `summary` -> heading
   'low': 'lower bound',
@@ -140,7 +140,7 @@ def config_of(recorded: Recorded, knobs: Knobs) -> Config:
   Raises:
     ValueError: a value of a knob is invalid.
   """
-  return config_lib.parse(with_knobs(recorded.config.model_dump(), knobs))
+  return config_lib.parse(config_lib.merged(recorded.config.model_dump(), knobs))
 
 
 def staler(recorded: Recorded, times: float) -> Recorded:

@@ -120,8 +120,10 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
     values = experiment.values
     # Later knobs win: an arm overrides the levels, and nothing overrides the seed.
     for factor, level in levels.items():
-      values = with_knobs(values, factors[factor][level])
-    values = with_knobs(values, {**experiment.arms[arm], 'seed': seed, 'title': name})
+      values = config_lib.merged(values, factors[factor][level])
+    values = config_lib.merged(
+      values, {**experiment.arms[arm], 'seed': seed, 'title': name}
+    )
     try:
       config = config_lib.parse(values)
     except ValueError as error:
@@ -131,15 +133,6 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
       raise ValueError(f'runs {twin} and {name} have the same config; change an arm')
     specs[name] = RunSpec(arm, levels, seed, config)
   return specs
-
-
-def with_knobs(values: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
-  """Returns a copy of nested values with the dotted knobs set."""
-  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-  for name, value in knobs.items():
-    head, _, tail = name.partition('.')
-    changed[head] = with_knobs(changed.get(head, {}), {tail: value}) if tail else value
-  return changed
 
 
 def fingerprint(config: Config) -> str:

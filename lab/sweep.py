@@ -27,7 +27,7 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.training import policy
-from bapo_jax.training.config import OVERRIDE, overrides
+from bapo_jax.training.config import OVERRIDE, merged, overrides
 from lab import evidence, experiments
 from lab.experiments import Experiment, RunSpec
 
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
   args = parser.parse_args([arg for arg in argv if arg not in given])
   made = experiments.load(args.experiment)
-  made = made._replace(values=experiments.with_knobs(made.values, overrides(given)))
+  made = made._replace(values=merged(made.values, overrides(given)))
   specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
   folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
   if args.only:

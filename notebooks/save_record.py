@@ -16,7 +16,7 @@ from bapo_jax.run import experiment, step_record
 from bapo_jax.runtime import digests
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
-from lab import claims, experiments
+from lab import claims
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = pathlib.Path(__file__).with_name('5_run')
@@ -34,7 +34,7 @@ def get_config() -> Config:
     'seed': paper.TUNING[0],
     'evaluate.every': STEPS,
   }
-  return config_lib.parse(experiments.with_knobs(paper.shared(), knobs))
+  return config_lib.parse(config_lib.merged(paper.shared(), knobs))
 
 
 def main() -> None:

@@ -9,8 +9,10 @@ import math
 from typing import Any, ClassVar, Literal, Self
 
 import pydantic
+from pydantic import SerializeAsAny
 
-from bapo_jax.knobs import NoKnobs, Section, knob
+from bapo_jax.knobs import NoKnobs, Place, Section, knob
+from bapo_jax.own_code import OwnKnobs, Slot, is_place, own
 
 Aggregate = Literal['token', 'sequence', 'constant']
 Contribution = Literal['gradient', 'surrogate']
@@ -21,12 +23,25 @@ Source = Literal['fresh', 'reevaluated', 'reused']
 Range = tuple[float, float]
 
 
-class AdvantageConfig(Section):
+class OwnAdvantage(OwnKnobs):
+  """Knobs of an own advantage rule."""
+
+  arguments = ('reward_PG',)
+
+
+def active(slot: Slot) -> Any:
+  """Returns the section of a slot's rule: by its name, or `own` for a place."""
+  rule = getattr(slot, 'rule')  # noqa: B009 (every subclass has one)
+  return getattr(slot, 'own' if is_place(rule) else rule)
+
+
+class AdvantageConfig(Slot):
   """Turns rewards into advantages."""
 
-  rule: Literal['group_relative', 'leave_one_out', 'group_centred'] = knob(
+  rule: Literal['group_relative', 'leave_one_out', 'group_centred'] | Place = knob(
     'group_relative', "Advantage rule: from a group's rewards to its advantages."
   )
+  own: SerializeAsAny[OwnAdvantage] = own(OwnAdvantage)
   group_relative: NoKnobs = knob(NoKnobs, 'GRPO.')
   leave_one_out: NoKnobs = knob(NoKnobs, 'RLOO.')
   group_centred: NoKnobs = knob(NoKnobs, 'Dr. GRPO.')
@@ -58,7 +73,29 @@ def _check_step(name: str, ends: Range, step: float) -> None:
     )
 
 
-class FixedClip(Section):
+class ClipKnobs(OwnKnobs):
+  """Base of the sections of the clip rules: declares what a rule does."""
+
+  arguments = ('ratio_BT', 'batch', 'weigh')
+  # A rule gives no bounds, `bounds`, or a `mask` of tokens, which fits any loss rule.
+  gives: ClassVar[Literal['nothing', 'bounds', 'mask']] = 'bounds'
+  # A rule that searches bounds balances the contributions of tokens to this sum.
+  searches: ClassVar[Literal['nothing', 'gradient', 'surrogate']] = 'nothing'
+
+
+class Unclipped(ClipKnobs):
+  """No bounds."""
+
+  gives = 'nothing'
+
+
+class RecipeClip(ClipKnobs):
+  """The search of Balanced PO's public code, without knobs."""
+
+  searches = 'surrogate'
+
+
+class FixedClip(ClipKnobs):
   """Constant bounds."""
 
   low: float = knob(0.8, 'Lower bound of the ratio, 1 - epsilon.', least=0, most=1)
@@ -68,8 +105,10 @@ class FixedClip(Section):
   dual: float = _dual(math.inf)
 
 
-class BalancedClip(Section):
+class BalancedClip(ClipKnobs):
   """Algorithm 1 of Balanced PO (arXiv:2510.18927)."""
+
+  searches = 'gradient'
 
   target: float = knob(
     0.42,
@@ -122,55 +161,61 @@ class BalancedClip(Section):
     return self
 
 
-class ClipConfig(Section):
+class ClipConfig(Slot):
   """How far the policy may move a token."""
 
-  rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] = knob(
+  rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] | Place = knob(
     'balanced', 'Clip rule: how far the policy may move a token.'
   )
-  unclipped: NoKnobs = knob(NoKnobs, 'No bounds.')
+  own: SerializeAsAny[ClipKnobs] = own(ClipKnobs)
+  unclipped: Unclipped = knob(Unclipped, 'No bounds.')
   fixed: FixedClip = knob(FixedClip, 'PPO, GRPO; a higher `high` is DAPO.')
   balanced: BalancedClip = knob(BalancedClip, 'Balanced PO.')
-  recipe: NoKnobs = knob(NoKnobs, "Balanced PO's public code.")
+  recipe: RecipeClip = knob(RecipeClip, "Balanced PO's public code.")
+
+  @property
+  def active(self) -> ClipKnobs:
+    """Returns the section of the active rule."""
+    return active(self)
 
 
 def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
   """Raises a ValueError if the clip rule does not fit the loss rule.
 
-  A bound search balances the gradient only if raising a bound adds or removes tokens
-  and changes the weight of no other token.
+  Both sections declare what their rules do. A bound search balances the gradient only
+  if raising a bound adds or removes tokens and changes the weight of no other token.
   """
-  name = f'clip.rule={clip.rule!r}'
-  if loss.active.bounds == 'ignored' and clip.rule != 'unclipped':
+  name, rule, objective = f'clip.rule={clip.rule!r}', clip.active, loss.active
+  if objective.bounds == 'ignored' and rule.gives == 'bounds':
     raise ValueError(
       f'{name} has no effect, because loss.rule={loss.rule!r} ignores clip bounds; '
       "choose clip.rule='unclipped'"
     )
-  if clip.rule not in ('balanced', 'recipe'):
+  if rule.searches == 'nothing':
     return
-  if loss.active.bounds == 'limit':
+  if objective.bounds == 'limit':
     raise ValueError(
       f'{name} searches for bounds that cut tokens, but loss.rule={loss.rule!r} limits '
       "weights and cuts no token; choose clip.rule='fixed' or 'unclipped', or another "
       'loss.rule'
     )
-  balanced = clip.balanced
-  surrogate = clip.rule == 'recipe' or balanced.contribution == 'surrogate'
-  if clip.rule == 'balanced' and surrogate:
-    name = "clip.balanced.contribution='surrogate'"
+  balanced, surrogate = clip.balanced, rule.searches == 'surrogate'
+  if rule is balanced and balanced.contribution == 'surrogate':
+    name, surrogate = "clip.balanced.contribution='surrogate'", True
     if balanced.reused_high < math.inf:
       raise ValueError(
         f'{name} ignores clip.balanced.reused_high={balanced.reused_high}; set it to '
         "inf, or choose contribution='gradient'"
       )
-  if surrogate and (loss.rule, loss.aggregate) != ('clipped', 'token'):
+  if surrogate and not (objective.clips_surrogate and loss.aggregate == 'token'):
     raise ValueError(
       f'{name} balances the clipped surrogate, summed over tokens, but '
       f'loss.rule={loss.rule!r} with loss.aggregate={loss.aggregate!r} maximises '
       "another objective; choose loss.rule='clipped' and loss.aggregate='token', or "
       "clip.rule='balanced' with contribution='gradient'"
     )
-  if clip.rule == 'balanced' and balanced.weight != 'one' and loss.rule != 'clipped':
+  behaviour = rule is balanced and balanced.weight != 'one'
+  if behaviour and not objective.clips_surrogate:
     raise ValueError(
       f'clip.balanced.weight={balanced.weight!r} is defined for the clipped loss only '
       f"(Eq. 8), but loss.rule={loss.rule!r}; choose weight='one' or "
@@ -183,17 +228,21 @@ def _cap(default: float, ratio: str) -> Any:
   return knob(default, sentence, above=0, infinite=True)
 
 
-class LossKnobs(Section):
+class LossKnobs(OwnKnobs):
   """Base of the sections of the loss rules: declares what a rule needs."""
 
+  arguments = ('logp_BT', 'batch', 'find')
   # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
   bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
   needs_proximal: ClassVar[bool] = False  # reads Batch.prox_BT
   weighs_sampler: ClassVar[bool] = False  # corrects the sampler's log-probabilities
+  clips_surrogate: ClassVar[bool] = False  # the gain is min(r A, clip(r, low, high) A)
 
 
 class ClippedLoss(LossKnobs):
   """Clipped surrogate of PPO."""
+
+  clips_surrogate = True
 
   limit: float = knob(
     math.inf,
@@ -259,12 +308,14 @@ class SapoLoss(LossKnobs):
   )
 
 
-class LossConfig(Section):
+class LossConfig(Slot):
   """The objective of a token, and how it is averaged."""
 
-  rule: Literal[
-    'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
-  ] = knob('clipped', 'Loss rule: the objective of a token.')
+  rule: (
+    Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo']
+    | Place
+  ) = knob('clipped', 'Loss rule: the objective of a token.')
+  own: SerializeAsAny[LossKnobs] = own(LossKnobs)
   aggregate: Aggregate = knob(
     'token',
     'token: mean over all tokens; sequence: mean over responses of their token mean; '
@@ -291,7 +342,7 @@ class LossConfig(Section):
   @property
   def active(self) -> LossKnobs:
     """Returns the section of the active rule."""
-    return getattr(self, self.rule)
+    return active(self)
 
 
 class FixedThresholds(Section):
@@ -345,12 +396,19 @@ class MovingThresholds(Section):
     return self
 
 
-class ThresholdsConfig(Section):
+class OwnThresholds(OwnKnobs):
+  """Knobs of an own threshold rule."""
+
+  arguments = ('rate', 'G')
+
+
+class ThresholdsConfig(Slot):
   """Pass rates that make a problem hard or a group reusable."""
 
-  rule: Literal['fixed', 'moving', 'threshold_free', 'everything'] = knob(
+  rule: Literal['fixed', 'moving', 'threshold_free', 'everything'] | Place = knob(
     'fixed', 'Threshold rule: pass rates of hard problems and of reusable groups.'
   )
+  own: SerializeAsAny[OwnThresholds] = own(OwnThresholds)
   fixed: FixedThresholds = knob(FixedThresholds, 'Constant thresholds.')
   moving: MovingThresholds = knob(
     MovingThresholds, 'Thresholds that follow the policy.'
@@ -407,20 +465,53 @@ class SourceWeights(Section):
   reused: float = knob(1.0, 'Factor on the advantage of reused rows.', least=0)
 
 
-class ReplayRule(Section):
+class BatchKnobs(OwnKnobs):
+  """Base of the sections of the batch rules: declares what a rule needs."""
+
+  arguments = ('fresh', 'reevaluated', 'buffer', 'now', 'key', 'seats')
+  uses_buffer: ClassVar[bool] = False  # reads the replay buffer
+  reevaluates: ClassVar[bool] = False  # reads re-evaluated groups of hard problems
+  asks_again: ClassVar[bool] = False  # more prompts are sampled while seats are empty
+
+  def seats(self, prompts: int) -> int:
+    """Returns the number of groups in a batch, for `prompts` prompts per step."""
+    return prompts
+
+
+class LearnableRule(BatchKnobs):
+  """DAPO's dynamic sampling."""
+
+  asks_again = True
+
+
+class ReplayRule(BatchKnobs):
   """Plain experience replay."""
+
+  uses_buffer = True
 
   replay_ratio: int = knob(
     1, 'Replayed groups per fresh group in a batch.', least=1, most=1024
   )
 
+  def seats(self, prompts: int) -> int:
+    """Returns the number of groups in a batch, fresh and replayed."""
+    return prompts * (1 + self.replay_ratio)
 
-class BatchConfig(Section):
+
+class AdaptedRule(BatchKnobs):
+  """Batch Adaptation PO."""
+
+  uses_buffer = True
+  reevaluates = True
+
+
+class BatchConfig(Slot):
   """Batch rule: selects the groups of a batch."""
 
-  rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] = knob(
+  rule: Literal['fresh_only', 'learnable_only', 'replay', 'adapted'] | Place = knob(
     'fresh_only', 'Batch rule: selects the groups of a batch.'
   )
+  own: SerializeAsAny[BatchKnobs] = own(BatchKnobs)
   max_extra_rounds: int = knob(
     2,
     'Maximum extra rounds of prompts per step while learnable_only has empty seats.',
@@ -428,27 +519,17 @@ class BatchConfig(Section):
     most=1024,
   )
   weights: SourceWeights = knob(SourceWeights, 'Weights by source.')
-  fresh_only: NoKnobs = knob(NoKnobs, 'GRPO.')
-  learnable_only: NoKnobs = knob(NoKnobs, "DAPO's dynamic sampling.")
+  fresh_only: BatchKnobs = knob(BatchKnobs, 'GRPO.')
+  learnable_only: LearnableRule = knob(LearnableRule, "DAPO's dynamic sampling.")
   replay: ReplayRule = knob(ReplayRule, 'Experience replay.')
-  adapted: NoKnobs = knob(NoKnobs, 'Batch Adaptation PO.')
+  adapted: AdaptedRule = knob(AdaptedRule, 'Batch Adaptation PO.')
 
   @property
-  def uses_buffer(self) -> bool:
-    """Returns whether the rule reads the replay buffer."""
-    return self.rule in ('replay', 'adapted')
-
-  @property
-  def reevaluates(self) -> bool:
-    """Returns whether the rule re-evaluates hard problems."""
-    return self.rule == 'adapted'
+  def active(self) -> BatchKnobs:
+    """Returns the section of the active rule."""
+    return active(self)
 
   @property
   def extra_rounds(self) -> int:
     """Returns the maximum number of rounds of prompts after the first of a step."""
-    return self.max_extra_rounds if self.rule == 'learnable_only' else 0
-
-  def seats(self, prompts: int) -> int:
-    """Returns the number of groups in a batch, for `prompts` prompts per step."""
-    replayed = self.replay.replay_ratio if self.rule == 'replay' else 0
-    return prompts * (1 + replayed)
+    return self.max_extra_rounds if self.active.asks_again else 0

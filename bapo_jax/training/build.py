@@ -176,7 +176,7 @@ def make_trainer(
 
 def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
-  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
+  capacity = config.buffer.capacity if config.batch.active.uses_buffer else 0
   G = config.sampler.group_size
   return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
 

@@ -13,12 +13,14 @@ import math
 import re
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict
+from pydantic.fields import FieldInfo
 
-from bapo_jax import knobs
+from bapo_jax import knobs, own_code
 from bapo_jax.algorithms import knobs as rules
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
 from bapo_jax.knobs import Section, knob
@@ -40,6 +42,9 @@ class Config(Section):
   steps: int = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
+  )
+  code: tuple[str, ...] = knob(
+    (), 'Files of own functions, each with the digest of its text; set by the program.'
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that the config file leaves None, so that a new run derives them.'
@@ -74,7 +79,7 @@ class Config(Section):
   @property
   def seats(self) -> int:
     """The number of groups in a batch."""
-    return self.batch.seats(self.prompts.count)
+    return self.batch.active.seats(self.prompts.count)
 
   @property
   def minibatch_rows(self) -> int:
@@ -124,13 +129,20 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
-  config = config.model_copy(update={'tokenizer': tokenizer})
+  config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   rules.check_clip(config.clip, config.loss)
   for conflict in _conflicts(config):
     raise ValueError(conflict)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
   return config
+
+
+def code(config: Config) -> tuple[str, ...]:
+  """Returns 'file digest' of every own function that the config names."""
+  texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
+  places = {place for text in texts for place in own_code.placed(text)}
+  return tuple(sorted({f'{own_code.file_of(x)} {own_code.digest(x)}' for x in places}))
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -202,17 +214,24 @@ def load(file: str) -> dict[str, Any]:
     raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
 
 
-def overrides(given: list[str]) -> dict[str, Any]:
+def overrides(
+  given: list[str], values: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
   """Parses arguments such as --config.steps=10; the last value of a knob wins.
+
+  Args:
+    given: the arguments.
+    values: nested values of the config file, which may name own functions.
 
   Raises ValueError for an unknown knob, or a value that does not have the knob's type.
   """
   known = {name: field for name, field, _ in knobs.fields(Config())}
+  parsed = [match.groups() for arg in given if (match := OVERRIDE.fullmatch(arg))]
+  parsed.sort(key=lambda groups: '.own.' in groups[1])  # known once the rules are
   found = {}
-  for arg in given:
-    match = OVERRIDE.fullmatch(arg)
-    assert match
-    no, name, text = match.groups()
+  for no, name, text in parsed:
+    if '.own.' in name and name not in known:
+      known |= _own_knobs(merged(values, found))
     if name not in known:
       near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
       raise ValueError(f'no knob --config.{name}; the nearest are {", ".join(near)}')
@@ -225,6 +244,33 @@ def overrides(given: list[str]) -> dict[str, Any]:
       wanted, text = knobs.expected(known[name]), text or ''
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
+  return found
+
+
+def merged(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a copy of nested values with the values of dotted names replaced.
+
+  Raises ValueError if a section is not a mapping.
+  """
+  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+  for name, value in found.items():
+    head, _, tail = name.partition('.')
+    if tail and not isinstance(changed.get(head, {}), Mapping):
+      raise ValueError(f'{head}={changed[head]!r} is a section; set its knobs instead')
+    changed[head] = merged(changed.get(head, {}), {tail: value}) if tail else value
+  return changed
+
+
+def _own_knobs(values: Mapping[str, Any]) -> dict[str, FieldInfo]:
+  """Returns the knobs of the own functions that these values name."""
+  found = {}
+  for name, field in Config.model_fields.items():
+    slot, given = field.annotation, values.get(name, {})
+    if isinstance(slot, type) and issubclass(slot, own_code.Slot):
+      rules = {k: given[k] for k in slot.places if k in given}
+      if any(own_code.placed(str(rule)) for rule in rules.values()):
+        section = knobs.validate(slot, rules, name)
+        found |= {x: f for x, f, _ in knobs.fields(section, name) if '.own.' in x}
   return found
 
 

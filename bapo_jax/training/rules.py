@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping
 import jax
 
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
-from bapo_jax.knobs import Section
+from bapo_jax.algorithms.knobs import active
+from bapo_jax.own_code import Slot, is_place, load
 from bapo_jax.training.config import Config
 from bapo_jax.types import Rules
 
 
-def bind_rule(rules: Mapping[str, Callable], slot: Section) -> Callable:
-  """Returns the rule that `slot.rule` names, with its knobs bound as `k`."""
-  name = getattr(slot, 'rule')  # noqa: B009 (only the sections of slots have it)
-  rule, section = rules[name], getattr(slot, name)
-  return functools.partial(rule, k=section) if type(section).model_fields else rule
+def bind_rule(rules: Mapping[str, Callable], slot: Slot) -> Callable:
+  """Returns the rule of a slot, by name or by place, with its knobs bound.
+
+  A built-in rule takes its section as `k`, an own rule its knobs by name.
+  """
+  name, section = getattr(slot, 'rule'), active(slot)  # noqa: B009 (all slots have it)
+  if is_place(name):
+    return functools.partial(load(name), **section.model_dump())
+  has_knobs = bool(type(section).model_fields)
+  return functools.partial(rules[name], k=section) if has_knobs else rules[name]
 
 
 def bind(config: Config) -> Rules:

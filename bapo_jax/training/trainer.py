@@ -82,7 +82,9 @@ def free_actor(s: TrainState) -> TrainState:
 
 def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
   """Returns the hard problems that are due, starting with the least recently tried."""
-  due = s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.reevaluates
+  due = (
+    s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.active.reevaluates
+  )
   rows = t.config.buffer.reevaluate if due else 0
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
   return prompts.prompts_by_id(t.problems, id_P)
@@ -255,7 +257,7 @@ def insert(
   s = s.replace(responses=s.responses + filled * t.engine.group_size)
   rounds = float(sum(each.submits for each in fresh))
   metrics = {'rollout/responses': float(s.responses), 'rollout/rounds': rounds}
-  if not t.config.batch.uses_buffer:
+  if not t.config.batch.active.uses_buffer:
     return s, metrics
   with t.timer('insert'):
     buffer, moves = replay_buffer.insert(

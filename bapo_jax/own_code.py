@@ -1,0 +1,296 @@
+"""Loads a user's own functions by place, and makes knobs of their keyword arguments.
+
+1. A place is `path/to/file.py:function`. `load` runs the file once, and returns the
+   function; `register` gives a place to a function of a running Python program.
+2. `declare` states what an own rule needs, such as `bounds='ignored'`.
+3. `section` makes a section of the config from the keyword-only arguments of a
+   function, so that they are set as --config.<slot>.own.<name> and refused like all
+   other knobs.
+4. `digest` changes with the text of the file; a run is resumed with the same digest.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import pydantic
+
+from bapo_jax import knobs as knobs_lib
+from bapo_jax.knobs import Section, shown, validate
+
+Function = Callable[..., Any]
+AnyFunction = TypeVar('AnyFunction', bound=Function)
+
+PLACE = re.compile(rf'({knobs_lib.PLACE})')
+OBJECTS = 'python'  # the "file" of functions that a Python program registers
+EXAMPLE = 'path/to/file.py:function'
+_registered: dict[str, Function] = {}
+_sections: dict[Any, type[Any]] = {}
+_modules: dict[tuple[str, str], types.ModuleType] = {}  # by path and digest
+
+
+class OwnKnobs(Section):
+  """Base of the sections `own`; a class variable states what a rule of the slot needs.
+
+  A built-in rule overrides it in its section, an own rule by `declare`.
+  """
+
+  # The arguments with which the function is called; (): they are not checked.
+  arguments: ClassVar[tuple[str, ...]] = ()
+
+
+def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
+  """Returns a decorator that states what an own function needs.
+
+  >>> @declare(bounds='ignored', needs_proximal=True)
+  ... def my_loss(logp_BT, batch, find): ...
+
+  docs/library.md lists what each kind of function may declare.
+  """
+
+  def decorate(function: AnyFunction) -> AnyFunction:
+    setattr(function, 'declares', needs)  # noqa: B010 (functions have no such field)
+    return function
+
+  return decorate
+
+
+def is_place(rule: str) -> bool:
+  """Returns whether a rule is the place of a function rather than a name."""
+  return PLACE.fullmatch(rule) is not None
+
+
+def placed(rules: str) -> list[str]:
+  """Returns the places in a list of rules that are separated by commas."""
+  return [rule for rule in rules.split(',') if is_place(rule)]
+
+
+def register(function: Function) -> str:
+  """Returns a place for a function that exists only in this Python program.
+
+  Another function of the same name replaces it.
+  """
+  name = getattr(function, '__name__', '')
+  if not name.isidentifier():  # a lambda or a functools.partial
+    raise ValueError(f'{shown(function)} has no name; define it by `def name(...)`')
+  _registered[name] = function
+  return f'{OBJECTS}:{name}'
+
+
+def is_registered(place: str) -> bool:
+  """Returns whether a place is that of a function in this Python program."""
+  return place.startswith(f'{OBJECTS}:')
+
+
+def load(place: str) -> Function:
+  """Returns the function at a place. Runs its file unless it has run before.
+
+  The folder of the file is added to the end of sys.path, so that the file can import
+  its neighbours.
+
+  Raises:
+    ValueError: the file or the function does not exist, or the file raises an error.
+  """
+  path, _, name = place.rpartition(':')
+  if is_registered(place):
+    if name not in _registered:
+      raise ValueError(
+        f'{place}: this function was an object of a Python program; start the run '
+        'again by bapo_jax.train from that program'
+      )
+    return _registered[name]
+  module = _module(path, digest(place))
+  function = getattr(module, name, None)
+  if not callable(function):
+    has = [n for n, x in vars(module).items() if inspect.isfunction(x)]
+    names = ', '.join(has) or 'none'
+    raise ValueError(
+      f'{place}: the file has no function {name}; its functions: {names}'
+    )
+  return function
+
+
+def _module(path: str, of_text: str) -> types.ModuleType:
+  """Runs a file, or returns the module of an earlier run of the same text."""
+  key = os.path.abspath(path), of_text
+  if key not in _modules:
+    name = f'own_{os.path.basename(path)[:-3]}_{of_text}'
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # PLACE demands .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    folder = os.path.dirname(key[0])
+    if folder not in sys.path:
+      sys.path.append(folder)
+    try:
+      spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+      del sys.modules[name]
+      raise ValueError(f'{path} raises {type(error).__name__}: {error}') from error
+    _modules[key] = module
+  return _modules[key]
+
+
+def file_of(place: str) -> str:
+  """Returns the file of a place, or the whole place of a registered function."""
+  return place if is_registered(place) else place.rpartition(':')[0]
+
+
+def digest(place: str) -> str:
+  """Returns 12 hexadecimal digits of the text of a place's file or function.
+
+  Files that the file imports do not count.
+
+  Raises:
+    ValueError: the file cannot be read.
+  """
+  path, _, _ = place.rpartition(':')
+  if is_registered(place):
+    function = load(place)
+    try:
+      text = inspect.getsource(function).encode()
+    except (OSError, TypeError):  # typed into an interpreter, or a callable object
+      text = getattr(getattr(function, '__code__', None), 'co_code', b'')
+  else:
+    try:
+      with open(path, 'rb') as file:
+        text = file.read()
+    except OSError as error:
+      raise ValueError(
+        f'{path} cannot be read ({error.strerror}); a place is {EXAMPLE}, relative to '
+        'the current directory'
+      ) from error
+  return hashlib.sha256(text).hexdigest()[:12]
+
+
+def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
+  """Returns a subclass of `base` with a knob per keyword-only argument of functions.
+
+  The annotation, or else the default, gives the type of a knob. Functions that share
+  the name of an argument share the knob. Class variables of `base` take the values that
+  the functions declare.
+
+  Raises:
+    ValueError: a function cannot be loaded or called with base.arguments, an argument
+      has no usable type or default, or the slot does not know what it declares.
+  """
+  knobs: dict[str, Any] = {}
+  needs: dict[str, Any] = {}
+  for place in places:
+    function = load(place)
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    try:
+      given = base.arguments or [p.name for p in parameters if p not in own]
+      inspect.signature(function).bind(*given, **{p.name: p.default for p in own})
+    except TypeError as error:
+      raise ValueError(
+        f'{place}: the function is called with ({", ".join(base.arguments)}), but '
+        f'{error}; put its knobs behind a `*`'
+      ) from None
+    hints = typing.get_type_hints(function)
+    for p in own:
+      new = _knob(place, p, hints.get(p.name))
+      kind, field = knobs.setdefault(p.name, new)
+      if (kind, field.default) != (new[0], new[1].default):
+        raise ValueError(
+          f'{place}: the argument {p.name}={shown(p.default)} has another type or '
+          'default in another function of this knob; rename one of them'
+        )
+    needs |= _declared(place, function, base)
+  if not places:
+    return base
+  made = pydantic.create_model('Own', __base__=base, **knobs)
+  for name, value in needs.items():
+    setattr(made, name, value)
+  # One class for equal knobs, so that two equal configs compare equal.
+  key = base, tuple(places), tuple(map(digest, places))
+  return _sections.setdefault(key, made)
+
+
+def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any]:
+  """Returns (type, field) of the knob of a keyword-only argument."""
+  name, default = parameter.name, parameter.default
+  if default is parameter.empty:
+    raise ValueError(f'{place}: the argument {name} has no default; give it a default')
+  kind = kind or type(default)
+  if kind is tuple and default:
+    kind = tuple[type(default[0]), ...]
+  field = knobs_lib.knob(default, f'{name} of {place}.', infinite=True)
+  try:
+    knobs_lib.kind(kind)
+    pydantic.TypeAdapter(kind).validate_python(default, strict=True)
+  except (KeyError, TypeError, ValueError):
+    raise ValueError(
+      f'{place}: the argument {name}={shown(default)} cannot be a knob; annotate it as '
+      'int, float, bool, str, a Literal, or a tuple of one of them, with a default of '
+      'this type'
+    ) from None
+  return kind, field
+
+
+def _declared(place: str, function: Function, base: type[OwnKnobs]) -> dict[str, Any]:
+  """Returns what a function declares; raises ValueError if the slot knows no such."""
+  kinds = {
+    name: typing.get_args(kind)[0]
+    for name, kind in typing.get_type_hints(base).items()
+    if typing.get_origin(kind) is ClassVar and hasattr(base, name)
+  }
+  known = sorted(set(kinds) - {'arguments', 'model_config'})
+  declares = getattr(function, 'declares', {})
+  for name, value in declares.items():
+    if name not in known:
+      names = ', '.join(known) or 'nothing'
+      raise ValueError(f'{place} declares {name}={shown(value)}; here declare {names}')
+    choices = typing.get_args(kinds[name]) or (True, False)
+    if value not in choices:
+      raise ValueError(f'{place} declares {name}={shown(value)}; give one of {choices}')
+  return declares
+
+
+class Slot(Section):
+  """A section with a rule that may be a place; its field `own` has the rule's knobs."""
+
+  # The fields that may be places; `own` follows them.
+  places: ClassVar[tuple[str, ...]] = ('rule',)
+
+  # Errors are relative to the slot: 'rule=my.py:f: ...' or 'own.tau=...'.
+  @pydantic.field_validator('own', mode='before', check_fields=False)
+  @classmethod
+  def _own(cls, values: Any, info: pydantic.ValidationInfo) -> Any:
+    base = cls.model_fields['own'].annotation
+    assert isinstance(base, type) and issubclass(base, OwnKnobs)
+    if isinstance(values, OwnKnobs):
+      values = values.model_dump()
+    given = {name: str(info.data.get(name, '')) for name in cls.places}
+    found = list(dict.fromkeys(x for text in given.values() for x in placed(text)))
+    if not found and values:
+      name, rule = next(iter(given.items()))
+      raise ValueError(
+        f'own={shown(values)} has no effect with {name}={rule!r}; remove it, or set '
+        f'{name} to {EXAMPLE}'
+      )
+    try:
+      made = section(found, base)
+    except ValueError as error:
+      name = next(n for n, text in given.items() if placed(text))
+      raise ValueError(f'{name}={error}') from None
+    if info.mode == 'json':  # tuples are lists
+      values = made.model_validate_json(json.dumps(values)).model_dump()
+    return validate(made, values, 'own')
+
+
+def own(base: type[OwnKnobs]) -> Any:
+  """Makes the field `own` of a slot; it follows the fields that may be places."""
+  sentence = 'Knobs of an own function: its keyword arguments.'
+  return pydantic.Field(
+    default_factory=base, validate_default=True, description=sentence
+  )
