@@ -25,7 +25,7 @@ Place = Annotated[str, pydantic.StringConstraints(pattern=f'^{PLACE}$')]
 
 
 class Section(pydantic.BaseModel):
-  """Base of all sections: frozen, no unknown names, no conversion between types."""
+  """Base of all sections: frozen; refuses unknown names and values of another type."""
 
   model_config = pydantic.ConfigDict(
     frozen=True, extra='forbid', strict=True, protected_namespaces=()

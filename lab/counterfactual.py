@@ -190,8 +190,8 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
   adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
   size = np.abs(weight_BT).sum()
   return {
-    'low': float(applied.bounds.low),
-    'high': float(applied.bounds.high),
+    'low': float(applied.bounds.low.mean()),
+    'high': float(applied.bounds.high.mean()),
     'share': float(np.maximum(weight_BT, 0).sum() / size) if size else np.nan,
     'cut_positive': float(applied.cut_BT[adv_BT > 0].mean()),
     'cut_negative': float(applied.cut_BT[adv_BT < 0].mean()),
