@@ -93,7 +93,7 @@ def diagnose(
 
 
 def _masked(batch: Batch, bounds: Bounds) -> Array:
-  """Returns the share of the computed tokens that the mask of a clip rule leaves out."""
+  """Returns the share of the computed tokens that a clip rule masks."""
   if bounds.keep_BT is None:
     return jnp.zeros(())
   return masked_mean(~bounds.keep_BT, batch.loss_mask_BT)

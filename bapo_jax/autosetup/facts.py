@@ -25,6 +25,7 @@ from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
@@ -131,7 +132,8 @@ def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified
   answers = [row.answer for row in drawn]
   with contextlib.closing(Verifier(rewards)) as verifier:
     texts = [gold.stating(*pair) for pair in zip(rules, answers, strict=True)]
-    verdicts = verifier.submit(answers, texts, rules).result()
+    samples = map(Sample, texts, answers, rules)
+    verdicts = verifier.submit(list(samples)).result()
   pairs = zip(answers, verdicts, strict=True)
   wrong = [f'{a[:40]!r}: {v.reason}' for a, v in pairs if v.right is not True]
   return Verified(len(drawn) - len(wrong), len(drawn), *wrong[:1])

@@ -6,6 +6,7 @@ A reader, a function of this module, looks for the answer in a fixed place: the 
 """
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -13,6 +14,13 @@ class Verdict(NamedTuple):
   right: bool | None  # None: undecided, counted and rewarded like a wrong answer
   reason: str  # a few words
   answer: str | None  # the extracted answer, spelled for counting votes; None: none
+  reward: float | None = None  # None: 1 if right, else 0
+  parts: Mapping[str, float] | None = None  # named parts of the reward; None: none
+
+  @property
+  def earned(self) -> float:
+    """The reward before shaping; an undecided response earns 0."""
+    return float(self.right is True) if self.reward is None else self.reward
 
 
 def compared(equal: bool, answer: str) -> Verdict:

@@ -1,8 +1,12 @@
 """Knobs of verifiers and rewards."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from bapo_jax.knobs import Section, knob
+import pydantic
+from pydantic import SerializeAsAny
+
+from bapo_jax.knobs import PLACE, Section, knob
+from bapo_jax.own_code import OwnKnobs, Slot, own
 
 
 class ShapingConfig(Section):
@@ -29,11 +33,37 @@ class ShapingConfig(Section):
   )
 
 
-class RewardsConfig(Section):
+class OwnReward(OwnKnobs):
+  """Base of the knobs of own reward functions: declares how they are called."""
+
+  arguments = ('sample',)
+  batched: ClassVar[bool] = False  # is called once with a list of all samples
+
+
+NAME = rf'(?:aime|math|gsm8k|countdown|exact|{PLACE})'
+RuleList = Annotated[str, pydantic.StringConstraints(pattern=f'^{NAME}(,{NAME})*$')]
+
+
+class RewardsConfig(Slot):
   """Knobs of verification."""
 
-  rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] = knob(
-    'aime', 'Verifier of problems that do not name a verifier.'
+  rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList = knob(
+    'aime',
+    'Verifier of problems that do not name a verifier, or a list of verifiers and own '
+    'functions: the first decides what is right, and all add to the reward.',
+  )
+  own: SerializeAsAny[OwnReward] = own(OwnReward)
+  weights: tuple[float, ...] = knob(
+    (), 'Factor on the reward of each rule in a list; (): 1 each.'
+  )
+  right_from: float = knob(
+    0.5, 'A response is right if the number of an own function is at least this.'
+  )
+  timeout: float = knob(
+    60.0, 'Seconds of wall time for a call of an own function.', above=0, most=86400
+  )
+  parallel: int = knob(
+    16, 'Calls of an async function at once, per verifier process.', least=1, most=4096
   )
   strict: bool = knob(
     True,
@@ -53,3 +83,13 @@ class RewardsConfig(Section):
     most=86400,
   )
   shaping: ShapingConfig = knob(ShapingConfig, 'Shaped rewards.')
+
+  @pydantic.model_validator(mode='after')
+  def _one_weight_per_rule(self) -> Self:
+    count = len(self.rule.split(','))
+    if self.weights and (len(self.weights) != count or not any(self.weights)):
+      raise ValueError(
+        f'weights={self.weights} does not fit rule={self.rule!r}: give {count} numbers, '
+        'one per rule and not all 0'
+      )
+    return self

@@ -5,86 +5,108 @@ response earns the reward of a wrong one, and is counted.
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from bapo_jax import own_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
+from bapo_jax.rewards.score import Sample, Scorer
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
 from bapo_jax.types import Groups
 
 
 class PendingVerdicts(NamedTuple):
-  """The verdicts of one `submit`, some of which worker processes may still compute."""
+  """The verdicts of one submission; worker processes may still compute some of them."""
 
-  verdicts: list[Verdict | Future[Verdict]]
-  texts: Sequence[str]
-  rules: Sequence[str]
+  # A verdict, or the future of the verdicts of several samples and an index into them.
+  verdicts: list[Verdict | tuple[Future[list[Verdict]], int]]
+  samples: Sequence[Sample]
+  rule: str  # of samples that name none
 
   def result(self) -> list[Verdict]:
     """Waits for all verdicts and returns them in the order of submission."""
     return [self.one(i) for i in range(len(self.verdicts))]
 
   def one(self, i: int) -> Verdict:
-    """Waits for the verdict on texts[i] and returns it."""
-    verdict = self.verdicts[i]
+    """Waits for the verdict on samples[i] and returns it."""
+    verdict, sample = self.verdicts[i], self.samples[i]
     if isinstance(verdict, Verdict):
       return verdict
-    verdict = verdict.result()
+    future, place = verdict
+    verdict = future.result()[place]
     # A killed worker did not report the extracted answer, which votes need.
-    if verdict.right is None and verdict.answer is None:
-      answer = verifiers.READERS[self.rules[i]](self.texts[i])
+    read = verifiers.READERS.get(sample.rule or self.rule)
+    if verdict.right is None and verdict.answer is None and read:
+      answer = read(sample.response)
       verdict = verdict._replace(answer=answer and ''.join(answer.split()))
     return verdict
 
 
 class Verifier:
-  """Verifies responses by rules: right, wrong or undecided, with a reason.
+  """Verifies responses by rules: right, wrong or undecided, with a reason and a reward.
 
-  Starts worker processes at once if k.rule needs them, otherwise when first needed.
+  Own functions and rules that may hang run in worker processes, which start at once if
+  k.rule needs them, else when a response does. Functions of the running Python program
+  (`own_code.register`) cannot be sent to a process; they run in a thread.
   """
 
   def __init__(self, k: RewardsConfig):
-    self.rule, self._knobs = k.rule, k
-    self._pool = VerifierPool(k) if k.rule in verifiers.POOLED else None
+    self.rule, self._knobs, self._scorer = k.rule, k, Scorer(k)
+    self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
+    here = any(map(own_code.is_registered, self._scorer.rules))
+    self._thread = ThreadPoolExecutor(1) if here else None
+    self._pool = VerifierPool(k) if self._slow('') and not here else None
 
-  def submit(
-    self, answers: Sequence[str], texts: Sequence[str], rules: Sequence[str] = ()
-  ) -> PendingVerdicts:
-    """Starts to verify response texts[i] against the right answer answers[i].
+  def submit(self, samples: Sequence[Sample]) -> PendingVerdicts:
+    """Starts to verify samples; samples that name no rule are verified by k.rule."""
+    verdicts: list[Any] = [None] * len(samples)
+    if self._thread or self._scorer.together:
+      groups = [list(range(len(samples)))] if samples else []
+    else:
+      groups = [[i] for i, sample in enumerate(samples) if self._slow(sample.rule)]
+    requests = [[samples[i] for i in group] for group in groups]
+    for group, future in zip(groups, self._futures(requests), strict=True):
+      for place, i in enumerate(group):
+        verdicts[i] = future, place
+    rest = [i for i, verdict in enumerate(verdicts) if verdict is None]
+    for i, verdict in zip(rest, self._scorer([samples[i] for i in rest]), strict=True):
+      verdicts[i] = verdict
+    return PendingVerdicts(verdicts, samples, self.rule)
 
-    rules[i] is the rule for texts[i]; '', or an empty sequence, selects k.rule.
-    Raises a ValueError if sequences differ in length.
-    """
-    names = [rule or self.rule for rule in rules or [''] * len(texts)]
-    requests = list(zip(names, answers, texts, strict=True))
-    pooled = [request for request in requests if request[0] in verifiers.POOLED]
-    if pooled and self._pool is None:
+  def _futures(self, requests: list[list[Sample]]) -> list[Future[list[Verdict]]]:
+    """Starts to score each request elsewhere: in the thread, or in a process."""
+    if self._thread:
+      return [self._thread.submit(self._scorer, request) for request in requests]
+    if requests and self._pool is None:
       self._pool = VerifierPool(self._knobs)
-    futures = iter(self._pool.submit(pooled) if self._pool else [])
-    verdicts = [
-      next(futures)
-      if request[0] in verifiers.POOLED
-      else verifiers.verify(*request, strict=self._knobs.strict)
-      for request in requests
-    ]
-    return PendingVerdicts(verdicts, texts, names)
+    return self._pool.submit(requests) if self._pool else []
 
-  def slow(self, rules: Iterable[str]) -> bool:
-    """Returns whether any rule is so slow that verdicts should be requested early."""
-    return not verifiers.POOLED.isdisjoint(rule or self.rule for rule in rules)
+  def _slow(self, rule: str) -> bool:
+    """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
+    names = (rule or self.rule).split(',')
+    return self.own or not verifiers.POOLED.isdisjoint(names)
+
+  def early(self, rules: Iterable[str]) -> bool:
+    """Returns whether samples of these rules should be submitted while others decode.
+
+    Slow rules should, except for batched functions: these wait for all responses.
+    """
+    return any(map(self._slow, rules)) and not self._scorer.batched
 
   def close(self) -> None:
     """Ends the worker processes; a later `submit` starts new ones."""
     if self._pool is not None:
       self._pool.close()
       self._pool = None
+    if self._thread is not None:
+      self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:
@@ -94,7 +116,7 @@ def plain(groups: Groups, texts: Sequence[str]) -> Groups:
 
 
 def shape(
-  correct_PG: Array,
+  earned_PG: Array,
   length_PG: Array,
   truncated_PG: Array,
   formatted_PG: Array,
@@ -113,19 +135,21 @@ def shape(
   loss, but its reward stays in the mean of its group.
 
   Args:
+    earned_PG: rewards of the verifier, f32: 1 or 0, or any number of an own function.
     length_PG: tokens of the responses, end token included.
     truncated_PG: bool, True for a response without end token.
     formatted_PG: bool, True if the response has an answer where the rule looks.
     longest: L_max, the maximum number of tokens of a response.
   """
-  verdict_PG = correct_PG & ~truncated_PG if k.truncated == 'wrong' else correct_PG
+  if k.truncated == 'wrong':
+    earned_PG = jnp.where(truncated_PG, 0, earned_PG)
   over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache
   reward_PG = (
-    verdict_PG.astype(jnp.float32)
+    earned_PG
     + k.format_bonus * formatted_PG
     - k.overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
   )
-  teaches_PG = ~truncated_PG if k.truncated == 'masked' else jnp.ones_like(correct_PG)
+  teaches_PG = ~truncated_PG if k.truncated == 'masked' else jnp.ones_like(truncated_PG)
   return reward_PG.astype(jnp.float32), teaches_PG
 
 
@@ -149,12 +173,14 @@ def shaped(
     return groups
   id_B = np.repeat(exchange.whole(groups.id_P), groups.correct_PG.shape[1])
   rule_B = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
-  answers = (verifiers.READERS[r](x) for r, x in zip(rule_B, texts, strict=True))
+  first_B = [rule.partition(',')[0] for rule in rule_B]
+  readers = (verifiers.READERS.get(rule, lambda _: None) for rule in first_B)
+  answers = (read(text) for read, text in zip(readers, texts, strict=True))
   # No reader finds an answer in '', so the sum counts every response once.
   formatted_B = exchange.total([answer is not None for answer in answers]) > 0
   response_mask_PGT = groups.response_mask_PGT
   reward_PG, teaches_PG = shape(
-    groups.correct_PG,
+    groups.reward_PG,
     response_mask_PGT.sum(2),
     ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),

@@ -8,7 +8,8 @@ and kills it at the deadline. If a worker dies, its response goes to another one
       \__________________ the socket pair: JSON lines _________________/
 
 Deadlines count processor time, so a response gets the same verdict on an idle and a
-busy machine. Wall time (STALLED_S) ends only a worker that does not run at all.
+busy machine. Wall time ends a worker that does not run at all (STALLED_S), and an own
+function that waits for longer than rewards.timeout.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
 None of these processes loads JAX, runs the caller's main module or receives its Ctrl-C,
@@ -30,14 +31,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from bapo_jax import own_code
 from bapo_jax.rewards import verifier_worker
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.score import Sample
 
-Request = tuple[str, str, str]  # rule, right answer, response
+Request = Sequence[Sample]  # responses that are scored together
 
 START_S = 120.0  # wall time to load math-verify on a busy machine
 DEATHS = 2  # workers that one answer may cost
+GRACE_S = 5.0  # for own functions to stop at their timeout themselves
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
 MEMORY_MB = 2048  # address space of a worker, in MiB
 RECYCLE = 1000  # answers after which a worker is replaced
@@ -69,7 +73,8 @@ class Worker:
     None: it used `seconds` of processor time. OSError: it was silent for `stalled` s.
     """
     self._socket.settimeout(stalled)
-    self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
+    line = json.dumps([seconds, request], default=str)  # a row may have a date
+    self._socket.sendall(line.encode() + b'\n')
     if self._replies.peek(1)[:1] == verifier_worker.OVERDUE:
       return None
     return self._reply()
@@ -94,12 +99,12 @@ class Worker:
     self._socket.close()
 
 
-def start(*, strict: bool) -> tuple[socket.socket, subprocess.Popen]:
+def start(k: RewardsConfig) -> tuple[socket.socket, subprocess.Popen]:
   """Starts the process that forks workers; it loads math-verify in the background."""
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = map(str, (MEMORY_MB, RECYCLE, strict))
+  arguments = str(MEMORY_MB), str(RECYCLE), k.model_dump_json()
   with theirs:
     process = subprocess.Popen(
       [sys.executable, '-m', verifier_worker.__name__, *arguments],
@@ -118,7 +123,7 @@ class Batch:
   left: float  # seconds of processor time that its requests may still use together
 
 
-Task = tuple[Request, Batch, Future[Verdict]]
+Task = tuple[Request, Batch, Future[list[Verdict]]]
 
 
 class VerifierPool:
@@ -131,10 +136,11 @@ class VerifierPool:
   def __init__(self, k: RewardsConfig):
     self._knobs, self._closed = k, False
     self._stalled = max(STALLED_S, 100 * k.deadline)
+    self._own = bool(own_code.placed(k.rule))
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
-    self._fork_server = start(strict=k.strict)
+    self._fork_server = start(k)
     self._threads = [
       threading.Thread(target=self._serve, args=(i,), daemon=True)
       for i in range(k.workers)
@@ -142,8 +148,10 @@ class VerifierPool:
     for thread in self._threads:
       thread.start()
 
-  def submit(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
+  def submit(self, requests: Sequence[Request]) -> list[Future[list[Verdict]]]:
     """Queues a batch; returns a future for each request, in their order.
+
+    A future gives one verdict per sample of its request.
 
     The `result()` of a future raises a RuntimeError if no worker can be started. A
     closed pool raises a ValueError.
@@ -176,7 +184,10 @@ class VerifierPool:
     while task := self._tasks.get():
       request, batch, future = task
       try:
-        future.set_result(self._verify(thread, request, batch))
+        verdicts = self._verify(thread, request, batch)
+        if isinstance(verdicts, Verdict):
+          verdicts = [verdicts] * len(request)
+        future.set_result(verdicts)
       except Exception as error:  # raised again by future.result()
         self._end(thread)
         future.set_exception(error)
@@ -186,29 +197,42 @@ class VerifierPool:
     if worker := self._workers.get(thread):
       worker.end()
 
-  def _verify(self, thread: int, request: Request, batch: Batch) -> Verdict:
+  def _verify(
+    self, thread: int, request: Request, batch: Batch
+  ) -> Verdict | list[Verdict]:
+    """Returns the verdicts of a worker, or one for all samples if no worker has any."""
     for _ in range(DEATHS):
       worker = self._worker(thread)
       if worker is None:
         return CLOSED
       if batch.left <= 0:
         return LATE_BATCH
-      deadline = self._knobs.deadline
+      deadline = self._knobs.deadline * len(request)
       seconds = min(batch.left, deadline)
       try:
-        reply = worker.request(request, seconds, self._stalled)
-      except (OSError, EOFError):
+        reply = worker.request(request, seconds, self._silence(request))
+      except (OSError, EOFError) as error:
         worker.end()
+        if self._own and isinstance(error, TimeoutError):
+          limit = self._knobs.timeout
+          return Verdict(None, f'took over rewards.timeout={limit:g} s', None)
         continue
       with self._lock:
         batch.left -= reply['seconds'] if reply else seconds
       if reply is None or reply['exits']:
         worker.end()
       if reply is not None:
-        return Verdict(*reply['verdict'])
+        return [Verdict(*fields) for fields in reply['verdicts']]
       late = seconds == deadline
       return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
     return CLOSED if self._closed else FATAL
+
+  def _silence(self, request: Request) -> float:
+    """Returns the seconds of wall time after which a silent worker is killed."""
+    if not self._own:
+      return self._stalled
+    # An async function is called on `parallel` samples at once.
+    return GRACE_S + -(-len(request) // self._knobs.parallel) * self._knobs.timeout
 
   def _worker(self, thread: int) -> Worker | None:
     """Returns a thread's worker, forked if necessary; None if the pool is closed."""
@@ -220,7 +244,7 @@ class VerifierPool:
         if self._closed:
           return None
         if self._fork_server[1].poll() is not None:
-          self._fork_server = start(strict=self._knobs.strict)
+          self._fork_server = start(self._knobs)
         control, process = self._fork_server
       try:
         self._workers[thread] = worker = Worker(control)

@@ -2,12 +2,13 @@ r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
 
 1. `main` loads math-verify once, then forks a warm worker for every socket it receives;
 2. a worker first sends {"pid": number}, then reads requests from its socket, lines of
-   JSON [seconds, rule, answer, text], and replies {"verdict": [...], "exits": bool,
-   "seconds": processor time}. If a verdict takes more than `seconds` of processor time,
-   the worker sends the byte OVERDUE instead and waits to be killed.
+   JSON [seconds, samples], and replies {"verdicts": [...], "exits": bool, "seconds":
+   processor time}. If the verdicts take more than `seconds` of processor time, the
+   worker sends the byte OVERDUE instead and waits to be killed.
 
-Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB RECYCLE STRICT` with a
-Unix socket as standard input. Loads neither JAX nor NumPy.
+Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB RECYCLE KNOBS` with a
+Unix socket as standard input; KNOBS is the section `rewards` of the config as JSON.
+Loads neither JAX nor NumPy, except for the files of own functions.
 """
 
 import json
@@ -19,23 +20,28 @@ import socket
 import sys
 import time
 
-from bapo_jax.rewards import verifiers
+from bapo_jax.own_code import is_place
 from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.latex import symbolic
+from bapo_jax.rewards.score import Sample, Scorer
 
 OVERDUE = bytes([signal.SIGPROF])  # no JSON begins with this byte
 PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxrss
 
 
-def main(memory_mb: int, recycle: int, strict: bool) -> None:
+def main(memory_mb: int, recycle: int, knobs: str) -> None:
   """Forks a worker for every socket received; ends together with the caller.
 
-  A worker has memory_mb MiB of address space, and exits after `recycle` answers.
+  A worker may take memory_mb MiB of address space more than this process, and exits
+  after `recycle` requests. `knobs` is a RewardsConfig as JSON.
   """
   control = socket.socket(fileno=os.dup(0))
   os.close(0)  # a copy in a worker would hide the server's end
   logging.disable()  # math-verify warns that its own alarms are off
-  symbolic.equivalent(r'\frac{1}{2}', '0.5')
+  scorer = Scorer(RewardsConfig.model_validate_json(knobs))
+  if not all(map(is_place, scorer.rules)):
+    symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
   while True:
     try:
@@ -47,16 +53,19 @@ def main(memory_mb: int, recycle: int, strict: bool) -> None:
     if os.fork() == 0:
       control.close()
       try:
-        _work(socket.socket(fileno=sockets[0]), memory_mb, recycle, strict)
+        _work(socket.socket(fileno=sockets[0]), memory_mb, recycle, scorer)
       finally:
         os._exit(0)
     os.close(sockets[0])
 
 
-def _work(requests: socket.socket, memory_mb: int, recycle: int, strict: bool) -> None:
+def _work(
+  requests: socket.socket, memory_mb: int, recycle: int, scorer: Scorer
+) -> None:
   """Replies to requests with verdicts, `recycle` times or until memory runs out."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
+  resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (memory_mb << 20),) * 2)
+  before = _peak()  # with the modules of own functions
   # The interpreter's C code writes the number of a signal to this socket at once, even
   # while Python waits for a C function such as a product of huge integers. Python
   # accepts only a non-blocking socket here; the worker needs a blocking one.
@@ -69,20 +78,36 @@ def _work(requests: socket.socket, memory_mb: int, recycle: int, strict: bool) -
   for count, line in enumerate(requests.makefile('rb'), 1):
     exits, start = count == recycle, time.process_time()
     try:
-      limit, rule, answer, text = json.loads(line)
+      limit, given = json.loads(line)
+      samples = [Sample(*fields) for fields in given]
       signal.setitimer(signal.ITIMER_PROF, limit)
-      verdict = verifiers.verify(rule, answer, text, strict=strict)
+      verdicts = scorer(samples)
     except MemoryError:
       verdict, exits = Verdict(None, f'took over {memory_mb} MiB', None), True
+      verdicts = [verdict] * len(samples)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
-    exits |= peak > memory_mb << 19  # half of the limit: sympy's caches do not shrink
+    # Half of the limit: sympy's caches do not shrink.
+    exits |= _peak() - before > memory_mb << 19
     seconds = time.process_time() - start
-    reply = {'verdict': verdict, 'exits': exits, 'seconds': seconds}
+    reply = {'verdicts': verdicts, 'exits': exits, 'seconds': seconds}
     requests.sendall(json.dumps(reply).encode() + b'\n')
     if exits:
       return
 
 
+def _peak() -> int:
+  """Returns the largest resident memory of this process so far, bytes."""
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
+
+
+def _address_space() -> int:
+  """Returns the address space of this process, bytes; 0 if the system has no /proc."""
+  try:
+    with open('/proc/self/statm', encoding='ascii') as file:
+      return int(file.read().split()[0]) * resource.getpagesize()
+  except OSError:
+    return 0
+
+
 if __name__ == '__main__':
-  main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')
+  main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

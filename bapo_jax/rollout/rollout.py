@@ -22,8 +22,9 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
+from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
-from bapo_jax.rewards.verifiers import Verdict
+from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.knobs import RolloutConfig
@@ -171,7 +172,7 @@ class PendingVerifications:
     problems = verification.problems
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
-    self._early = verification.verifier.slow({self._rules[i] for i in ids if i >= 0})
+    self._early = verification.verifier.early({self._rules[i] for i in ids if i >= 0})
     # Output row -> (its pending verdicts, its index in them).
     self._requested: dict[int, tuple[PendingVerdicts, int]] = {}
 
@@ -187,8 +188,20 @@ class PendingVerifications:
     v, rollouts = self._verification, self._rollouts
     texts = decode_rows(v.tokenizer, rollouts.rows, rows)
     ids = rollouts.id_W[np.asarray(rows, int) // rollouts.engine.group_size]
-    answers = [v.problems.answer[i] for i in ids]
-    pending = v.verifier.submit(answers, texts, [self._rules[i] for i in ids])
+    problems, own = v.problems, v.verifier.own
+    tokens = tokens_of(rollouts.rows, rows) if own else [()] * len(rows)
+    samples = [
+      Sample(
+        text,
+        problems.answer[i],
+        self._rules[i],
+        problems.text[i],
+        of_row,
+        problems.row[i] if problems.row else {},
+      )
+      for i, text, of_row in zip(ids, texts, tokens, strict=True)
+    ]
+    pending = v.verifier.submit(samples)
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
@@ -217,17 +230,22 @@ class PendingVerifications:
     texts, verdicts = [''] * (P * G), [EMPTY_SEAT] * (P * G)
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
-      texts[seat], verdicts[seat] = pending.texts[i], pending.one(i)
-    # One collective sums both: right and undecided responses of all processes.
+      texts[seat], verdicts[seat] = pending.samples[i].response, pending.one(i)
+    # One collective sums all: right responses, undecided ones, and the bits of rewards,
+    # which are 0 in the processes that do not verify a response.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
-    right_B, undecided_B = exchange.total(counts)
+    earned_B = np.asarray([verdict.earned for verdict in verdicts], np.float32)
+    right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
+    reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
-    groups = _fold(rows, id_P, right_B > 0, step)
+    groups = _fold(rows, id_P, right_B > 0, reward_B, step)
     return Rollout(groups, texts, verdicts, own, int(undecided_B.sum()))
 
 
 @jax.jit
-def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
+def _fold(
+  rows: Rows, id_P: Array, correct_B: Array, reward_B: Array, step: Array
+) -> Groups:
   """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
@@ -237,10 +255,18 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
     behavior_logp_PGT=rows.logp_BT,
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
-    reward_PG=correct_PG.astype(jnp.float32),
+    reward_PG=reward_B.reshape(correct_PG.shape),
     teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
   )
+
+
+def tokens_of(rows: Rows, indices: list[int]) -> list[tuple[int, ...]]:
+  """Returns the response tokens of rows; all must be on this process's devices."""
+  version_BT = exchange.rows_of(rows.policy_version_BT, indices)
+  tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
+  pairs = zip(tokens_BT, version_BT >= 0, strict=True)
+  return [tuple(row_T[mask_T].tolist()) for row_T, mask_T in pairs]
 
 
 def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:

@@ -55,6 +55,7 @@ _SENTENCES = {
   'clip/surrogate_share_start': "Positive share of the clipped surrogate at the starting bounds, as the paper's public code computes it, in [0, 1]; nan where no token has an advantage.",
   'clip/surrogate_share': "Positive share of the clipped surrogate at the bounds used, as the paper's public code computes it, in [0, 1]; nan where no token has an advantage.",
   'clip/fraction': 'Share of the computed tokens whose gradient the clip sets to zero, in [0, 1].',
+  'clip/masked': 'Share of the computed tokens that the mask of the clip rule leaves out, in [0, 1]; 0 for a rule that gives bounds.',
   'clip/fraction_positive': 'Share of the tokens with A > 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   'clip/fraction_negative': 'Share of the tokens with A < 0 whose gradient the clip sets to zero, in [0, 1]; nan without any.',
   'clip/fraction_{s}': 'Share of the tokens of {s} rows whose gradient the clip sets to zero, in [0, 1]; nan without any.',

@@ -1,0 +1,166 @@
+"""Scores responses by built-in verifiers and by a user's own reward functions.
+
+1. `Sample` is one response with its problem, as a reward function receives it;
+2. a `Scorer` calls every rule of `rewards.rule` and combines what they return: the
+   first rule decides the verdict, and the reward is the weighted sum over all rules;
+3. an own function may return a number, a `Verdict`, a dict of named numbers (their sum
+   is the reward), or None (undecided). It may be `async def`, or declare
+   `batched=True` to receive a list of samples.
+
+This module loads neither JAX nor NumPy; a user's file may.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bapo_jax import own_code
+from bapo_jax.rewards import verifiers
+from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.knobs import RewardsConfig
+
+Values = list[Any]  # what a rule returns, per sample; a Failure where it raises
+Failure = (Exception, SystemExit)
+
+
+class Sample(NamedTuple):
+  """A response to verify, with its problem."""
+
+  response: str
+  answer: str = ''  # the right answer; '' if the data set has none
+  rule: str = ''  # the built-in rule that the row names; '': rewards.rule
+  prompt: str = ''  # the problem as the data set states it, without the template
+  tokens: tuple[int, ...] = ()  # of the response, end token included
+  row: Mapping[str, Any] = MappingProxyType({})  # all fields of the data set's row
+
+
+class Scorer:
+  """Scores samples by the rules of a run, in order.
+
+  Raises a ValueError if a function cannot be loaded.
+  """
+
+  def __init__(self, k: RewardsConfig):
+    self._k, self.rules = k, k.rule.split(',')
+    self._own = {rule: own_code.load(rule) for rule in own_code.placed(k.rule)}
+
+    self.batched = any(_declares(f, 'batched') for f in self._own.values())
+    # Whether samples are scored together: in one call, or in calls that overlap.
+    self.together = self.batched or any(map(_waits, self._own.values()))
+
+  def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
+    """Returns a verdict per sample. Raises only MemoryError."""
+    if len(self.rules) == 1 and not self._own:
+      return [self._verify(self.rules[0], sample) for sample in samples]
+    columns = [self._values(rule, samples) for rule in self.rules]
+    return [self._combined(values) for values in zip(*columns, strict=True)]
+
+  def _verify(self, rule: str, sample: Sample) -> Verdict:
+    """Verifies by the rule that the row names, or else by `rule`."""
+    name = sample.rule or rule
+    return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
+
+  def _values(self, rule: str, samples: Sequence[Sample]) -> Values:
+    """Returns what one rule returns for every sample, or the exceptions it raises."""
+    if rule not in self._own:
+      return [self._verify(rule, sample) for sample in samples]
+    function = self._own[rule]
+    accepted = inspect.signature(function).parameters
+    knobs = {x: v for x, v in self._k.own.model_dump().items() if x in accepted}
+    if _waits(function):
+      return asyncio.run(self._all(function, samples, knobs))
+    if not _declares(function, 'batched'):
+      return [_tried(function, sample, knobs) for sample in samples]
+    values = _tried(function, list(samples), knobs)
+    if isinstance(values, Failure):
+      return [values] * len(samples)
+    try:
+      values = list(values)
+    except TypeError:
+      values = [values]
+    if len(values) != len(samples):
+      error = ValueError(f'it returned {len(values)} values for {len(samples)} samples')
+      return [error] * len(samples)
+    return values
+
+  async def _all(
+    self, function: Callable, samples: Sequence[Sample], knobs: dict[str, Any]
+  ) -> Values:
+    """Awaits a function on all samples, k.parallel at once, k.timeout seconds each."""
+    free = asyncio.Semaphore(self._k.parallel)
+
+    async def one(sample: Sample) -> Any:
+      async with free:
+        try:
+          return await asyncio.wait_for(function(sample, **knobs), self._k.timeout)
+        except TimeoutError:
+          return TimeoutError(f'took over rewards.timeout={self._k.timeout:g} s')
+        except Exception as error:
+          return error
+
+    return await asyncio.gather(*map(one, samples))
+
+  def _combined(self, values: Sequence[Any]) -> Verdict:
+    """Combines what the rules return for one sample."""
+    reward, parts, first = 0.0, {}, None
+    weights = self._k.weights or (1.0,) * len(values)
+    for rule, weight, value in zip(self.rules, weights, values, strict=True):
+      verdict = self._verdict(rule, value)
+      if verdict.right is None:
+        return verdict
+      first = first or verdict
+      reward += weight * verdict.earned
+      parts[rule.rpartition(':')[2]] = verdict.earned
+      parts |= verdict.parts or {}
+    assert first is not None
+    return first._replace(reward=reward, parts=parts)
+
+  def _verdict(self, rule: str, value: Any) -> Verdict:
+    """Converts what a rule returns; what it should not return is undecided."""
+    if isinstance(value, Verdict):
+      return value
+    if isinstance(value, Failure):
+      name = '' if isinstance(value, TimeoutError) else f'{type(value).__name__}: '
+      return Verdict(None, f'{rule}: {name}{value}'[:200], None)
+    parts = None
+    if isinstance(value, Mapping):
+      parts = {str(name): value[name] for name in value}
+      if not all(map(_is_number, parts.values())):
+        return Verdict(None, f'{rule} returned {value!r:.80}, not numbers', None)
+      parts = {name: float(x) for name, x in parts.items()}
+      value = math.fsum(parts.values())
+    if value is None:
+      return Verdict(None, f'{rule} returned None', None)
+    if not _is_number(value):
+      return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
+    right = float(value) >= self._k.right_from
+    return Verdict(right, f'{float(value):.4g}', None, float(value), parts)
+
+
+def _waits(function: Callable) -> bool:
+  return inspect.iscoroutinefunction(function)
+
+
+def _declares(function: Callable, name: str) -> bool:
+  return bool(getattr(function, 'declares', {}).get(name))
+
+
+def _tried(function: Callable, given: Any, knobs: dict[str, Any]) -> Any:
+  """Calls a user's function; returns the exception that it raises."""
+  try:
+    return function(given, **knobs)
+  except MemoryError:
+    raise  # the worker process must be replaced
+  except (Exception, SystemExit) as error:
+    return error
+
+
+def _is_number(value: Any) -> bool:
+  """Returns whether a value is a finite number, also one of NumPy."""
+  try:
+    return math.isfinite(value)
+  except (TypeError, ValueError, OverflowError):
+    return False
