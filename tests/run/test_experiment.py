@@ -244,7 +244,7 @@ def saves_after(workdir: pathlib.Path, step: int) -> bool:
 
 def half_written(workdir: pathlib.Path) -> list[str]:
   """Directories of checkpoints that are not whole."""
-  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.HALF}')
+  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.INCOMPLETE}')
 
 
 def wait_for(
