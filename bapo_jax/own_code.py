@@ -223,7 +223,7 @@ def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any
     raise ValueError(f'{place}: the argument {name} has no default; give it a default')
   kind = kind or type(default)
   if kind is tuple and default:
-    kind = tuple[type(default[0]), ...]
+    kind = tuple.__class_getitem__((type(default[0]), ...))
   field = knobs_lib.knob(default, f'{name} of {place}.', infinite=True)
   try:
     knobs_lib.kind(kind)

@@ -89,7 +89,7 @@ class RewardsConfig(Slot):
     count = len(self.rule.split(','))
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(
-        f'weights={self.weights} does not fit rule={self.rule!r}: give {count} numbers, '
-        'one per rule and not all 0'
+        f'weights={self.weights} does not fit rule={self.rule!r}; give {count} '
+        'numbers, one per rule and not all 0'
       )
     return self

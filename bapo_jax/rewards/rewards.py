@@ -93,7 +93,7 @@ class Verifier:
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)
 
-  def early(self, rules: Iterable[str]) -> bool:
+  def starts_early(self, rules: Iterable[str]) -> bool:
     """Returns whether samples of these rules should be submitted while others decode.
 
     Slow rules should, except for batched functions: these wait for all responses.
@@ -145,7 +145,7 @@ def shape(
     earned_PG = jnp.where(truncated_PG, 0, earned_PG)
   over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache
   reward_PG = (
-    earned_PG
+    earned_PG.astype(jnp.float32)
     + k.format_bonus * formatted_PG
     - k.overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
   )
