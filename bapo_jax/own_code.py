@@ -227,7 +227,8 @@ def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any
   field = knobs_lib.knob(default, f'{name} of {place}.', infinite=True)
   try:
     knobs_lib.kind(kind)
-    pydantic.TypeAdapter(kind).validate_python(default, strict=True)
+    adapter: Any = pydantic.TypeAdapter
+    adapter(kind).validate_python(default, strict=True)
   except (KeyError, TypeError, ValueError):
     raise ValueError(
       f'{place}: the argument {name}={shown(default)} cannot be a knob; annotate it as '

@@ -67,7 +67,7 @@ class Scorer:
     """Returns what one rule returns for every sample, or the exceptions it raises."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
-    samples = [x._replace(row=json.loads(x.row) if x.row else {}) for x in samples]
+    samples = [x._replace(row=_row(x)) for x in samples]
     function = self._own[rule]
     accepted = inspect.signature(function).parameters
     knobs = {x: v for x, v in self._k.own.model_dump().items() if x in accepted}
@@ -139,6 +139,12 @@ class Scorer:
       return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
     right = float(value) >= self._k.right_from
     return Verdict(right, f'{float(value):.4g}', None, float(value), parts)
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+  """Returns the fields of a sample's row; generated problems have two."""
+  generated = {'problem': sample.prompt, 'answer': sample.answer}
+  return json.loads(sample.row) if sample.row else generated
 
 
 def _waits(function: Callable) -> bool:

@@ -129,6 +129,8 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
+  whole = bool(own_code.placed(config.rewards.rule))
+  config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   rules.check_clip(config.clip, config.loss)
   for conflict in _conflicts(config):
@@ -261,16 +263,21 @@ def merged(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
   return changed
 
 
-def _own_knobs(values: Mapping[str, Any]) -> dict[str, FieldInfo]:
-  """Returns the knobs of the own functions that these values name."""
+def _own_knobs(
+  values: Mapping[str, Any], section: type[Section] = Config, path: str = ''
+) -> dict[str, FieldInfo]:
+  """Returns the knobs of the own functions that these values of a section name."""
   found = {}
-  for name, field in Config.model_fields.items():
-    slot, given = field.annotation, values.get(name, {})
-    if isinstance(slot, type) and issubclass(slot, own_code.Slot):
-      rules = {k: given[k] for k in slot.places if k in given}
+  for name, field in section.model_fields.items():
+    kind, given, dotted = field.annotation, values.get(name), f'{path}{name}'
+    if not (isinstance(kind, type) and issubclass(kind, Section) and given):
+      continue
+    found |= _own_knobs(given, kind, f'{dotted}.')
+    if issubclass(kind, own_code.Slot):
+      rules = {k: given[k] for k in kind.places if k in given}
       if any(own_code.placed(str(rule)) for rule in rules.values()):
-        section = knobs.validate(slot, rules, name)
-        found |= {x: f for x, f, _ in knobs.fields(section, name) if '.own.' in x}
+        slot = knobs.validate(kind, rules, dotted)
+        found |= {x: f for x, f, _ in knobs.fields(slot, dotted) if '.own.' in x}
   return found
 
 
