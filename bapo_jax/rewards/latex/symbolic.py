@@ -75,14 +75,17 @@ VARIABLES = re.compile(
 )
 PARTS = re.compile(r'\\[a-zA-Z]+|[a-zA-Z]{2,}|[!|<>=≤≥≠±∈\u222a?\'"&;]')
 HARMLESS = {r'\frac', r'\sqrt'}
+DOT = re.compile(r'\\cdot *(?=[a-zA-Z]|\\(?!frac|sqrt|cdot))')  # not before a number
 
 
 def no_new_parts(answer: str, given: str) -> bool:
   """Returns whether all functions, signs and variables of `given` are in the answer.
 
   Functions and signs may occur at most as often as in the answer: an integral, a sum
-  sign or a determinant that the answer lacks has not been calculated.
+  sign or a determinant that the answer lacks has not been calculated. A dot in front of
+  a variable or a function is no sign: it leaves nothing to calculate.
   """
+  answer, given = (DOT.sub(' ', text) for text in (answer, given))
   count = collections.Counter
   extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))
   new = set(VARIABLES.findall(given)) - set(VARIABLES.findall(answer))
