@@ -98,6 +98,7 @@ HEAD = re.compile(
   r'[a-z]+[*.! ]*$))',
   re.I | re.M,
 )
+WORD = re.compile('answer', re.I)
 SENTENCE_END = re.compile(r'[.!](?=[\s*]|$)')
 
 
@@ -106,8 +107,12 @@ def line(text: str) -> str | None:
 
   Markdown, dollar signs and the full stop around the answer are removed.
   """
+  word = WORD.search(text)
+  if word is None:
+    return None
+  start = text.rfind('\n', 0, word.start()) + 1  # HEAD is slow, and within one line
   head = None
-  for head in HEAD.finditer(text):  # noqa: B007 (the last match counts)
+  for head in HEAD.finditer(text, start):  # noqa: B007 (the last match counts)
     pass
   if head is None:
     return None

@@ -25,7 +25,7 @@ class Unreadable(ValueError):
 
 
 def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  r"""Verifies the last \boxed{} or else the last line `Answer: ...`.
+  r"""Verifies the last \boxed{} or else the last answer line (`answers.line`).
 
   Call this only in a process that can be killed: math-verify may hang. An error inside
   math-verify leaves the response undecided. Votes are counted by spelling.

@@ -61,7 +61,7 @@ def integer(text: str) -> int | None:
 
 
 def aime(answer: str, text: str) -> Verdict:
-  r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`."""
+  r"""Verifies an integer 0..999 in the last \boxed{} or else the last answer line."""
   right = integer(answer)
   if right is None:
     return answers.unusable(answer, 'an integer 0..999')
@@ -145,7 +145,10 @@ BARE = re.compile(
 
 @functools.lru_cache(maxsize=1024)  # the responses of a group share a right answer
 def number(text: str) -> Fraction | None:
-  """Parses a number such as 1,000 or 5/2, with label and unit; None for other text."""
+  """Parses a number such as 1,000 or 5/2, with label and unit; None for other text.
+
+  Markdown around the number and the sign or name of a currency are ignored, too.
+  """
   if len(text) > LONGEST:
     return None
   if match := BARE.fullmatch(text):  # fast path
@@ -204,7 +207,8 @@ def _unify(text: str) -> str:
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies the number in the last box, else after ####, else the last number.
 
-  A box or a #### without exactly one number is wrong; no other place is searched then.
+  A box or a #### without exactly one number is wrong; no other place is searched then,
+  unless the box only marks the place of an answer (`answers.is_blank`).
   The right answer may be a whole solution, with its number after ####. If `strict`,
   only a label, a unit or the counted noun may surround the number; otherwise anything
   but a second number.

@@ -111,7 +111,7 @@ def countdown(answer: str, text: str) -> Verdict:
 
 
 def exact(answer: str, text: str) -> Verdict:
-  """Compares the last box, else the `Answer:` line, else the whole text, by characters.
+  """Compares the last box, else the answer line, else the whole text, by characters.
 
   Reads the right answer in the same way and ignores surrounding white space.
   """

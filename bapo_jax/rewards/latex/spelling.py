@@ -1,6 +1,7 @@
 r"""Normalises LaTeX: one spelling for signs, spaces, sizes, wrappers and units.
 
-Text with a meaning is kept: a space between two numerals stays a space.
+Text with a meaning is kept: a space between two numerals stays a space, unless it
+groups the digits of one number by three.
 """
 
 import re
@@ -191,7 +192,8 @@ def is_label(text: str) -> bool:
 
 
 CHOICE = re.compile(
-  r'(?:\\text *\{ *\(?([A-J])(?:[).:]+ *\}|\} *[).:]+)|\(([A-J])\) +|\(([A-J])\)$) *'
+  r'(?:\\text *\{ *\(?([A-J])(?:[).:]+ *\}|\} *[).:]+)|'
+  r'\(([A-J])\) +(?=[0-9]|\\(?:frac|sqrt))|\(([A-J])\)$) *'
 )
 
 
