@@ -1,9 +1,10 @@
 r"""Extracts the answer from a response, and defines the verdict on it.
 
-A rule looks for the answer in a fixed place: the last \boxed{...}, then, depending on
-the rule, a line `Answer: ...` or sentence `The answer is ...`, the text after ####, or
-<answer>...</answer>. A box or tag that only marks the place of an answer (`is_blank`)
-hides no answer. Every reader takes time linear in the length of the text, for any text.
+A reader, a function of this module, looks for the answer in a fixed place: the last
+\boxed{...}, then, depending on the rule, a line `Answer: ...` or a sentence `The answer
+is ...`, the text after ####, or <answer>...</answer>. A box or tag that only marks the
+place of an answer (`is_blank`) hides no answer. For any text, a reader takes time
+linear in the length of the text.
 """
 
 import re
@@ -18,12 +19,12 @@ class Verdict(NamedTuple):
 
 
 def compared(equal: bool, answer: str) -> Verdict:
-  """Returns the verdict on an extracted answer that was compared with the right one."""
+  """Returns the verdict on an extracted answer; `equal`: it equals the right one."""
   return Verdict(equal, 'equal' if equal else 'another answer', answer)
 
 
 def unusable(answer: str, expected: str) -> Verdict:
-  """Returns the undecided verdict for a right answer that the rule cannot read."""
+  """Returns an undecided verdict: the right answer is not of the form `expected`."""
   return Verdict(None, f'the right answer {answer[:40]!r} is not {expected}', None)
 
 
