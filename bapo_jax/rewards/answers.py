@@ -170,10 +170,12 @@ def tagged(text: str) -> str | None:
 
 
 MARKDOWN = re.compile(r'(\*{1,3}|_{1,2}|`)(.*)\1')
+END = re.compile(r'(?:\\[,;:! ]|[\s,;])+$')
 
 
 def without_markdown(text: str) -> str:
-  """Removes emphasis and code marks around the whole text, and a final full stop."""
+  r"""Removes Markdown around a text, and a full stop, comma or \, after it."""
+  text = END.sub('', text)
   while marked := MARKDOWN.fullmatch(text := text.strip().removesuffix('.').rstrip()):
     text = marked[2]
   return text

@@ -153,7 +153,7 @@ def number(text: str) -> Fraction | None:
     return None
   if match := BARE.fullmatch(text):  # fast path
     return Fraction(match[1].replace(',', ''))
-  text = answers.without_markdown(text.strip().rstrip(',;'))
+  text = answers.without_markdown(text)
   label = LABEL.match(text)
   if label and CHANGING.isdisjoint(WORD.findall(label[1].lower())):
     text = answers.without_markdown(text[label.end() :])
