@@ -311,11 +311,15 @@ def insert(
 
 
 def boxed(text):
-  r"""What stands in the \boxed{} that closes last, character by character."""
-  last, i, stack = None, 0, []
+  r"""The content of the \boxed{} that closes last, character by character.
+
+  A box of nothing but blanks counts only if all are.
+  """
+  boxes, i, stack = [], 0, []
   while i < len(text):
-    if text.startswith(r'\boxed{', i):
-      i += len(r'\boxed{')
+    after = text[i:].removeprefix(r'\boxed')
+    if len(after) < len(text) - i and after.lstrip().startswith('{'):
+      i = len(text) - len(after.lstrip()) + 1
       stack.append(i)
       continue
     slashes = i - len(text[:i].rstrip('\\'))
@@ -327,9 +331,11 @@ def boxed(text):
     elif text[i] == '}' and stack:
       start = stack.pop()
       if start is not None:
-        last = text[start:i]
+        boxes.append(text[start:i])
     i += 1
-  return last
+  return next(
+    reversed([box for box in boxes if box.replace('\\ ', '').strip()] or boxes), None
+  )
 
 
 # -------------------------------------------------------------------------- problems

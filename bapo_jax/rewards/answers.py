@@ -1,12 +1,14 @@
 r"""Extracts the answer from a response, and defines the verdict on it.
 
 A reader, a function of this module, looks for the answer in a fixed place: the last
-\boxed{...}, then, depending on the rule, a line `Answer: ...`, the text after ####, or
-<answer>...</answer>. For any text, it takes time linear in the length of the text.
+\boxed{...}, then, depending on the rule, a line `Answer: ...` or a sentence `The answer
+is ...`, the text after ####, or <answer>...</answer>. A box or tag that only marks the
+place of an answer (`is_blank`) hides no answer. For any text, a reader takes time
+linear in the length of the text.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
@@ -33,61 +35,154 @@ def unusable(answer: str, expected: str) -> Verdict:
   return Verdict(None, f'the right answer {answer[:40]!r} is not {expected}', None)
 
 
-BOX = r'\boxed{'
-BRACES = re.compile(r'\\boxed\{|(?<!\\)\\[{}]|[{}]')  # \{ and \} do not group
+# The contents of a box or tag that only mark the place of an answer.
+SPACE = re.compile(r'(?:\\[,;:! ]|\\q?quad(?![a-zA-Z])|[\s~$])+')
+PLACE = re.compile(
+  r'(?:\\?_ ?)+|\.{2,}|…|\\[lc]?dots|'
+  r'(?:\\[a-z]+ ?\{ ?)?'
+  r'[<\[]?(?:(?:the|your|my) )?(?:final )?answer(?: here)?[>\]]? ?\}?',
+  re.I,
+)
+LONGEST_BLANK = 60  # characters; a longer content is an answer
+
+
+def is_blank(content: str) -> bool:
+  r"""Returns whether the content of a box or tag only marks the place of an answer.
+
+  It is then empty, or it is dots, underscores or words such as `your answer`, as in a
+  response that quotes its instruction: `Put your answer in \boxed{}`.
+  """
+  if len(content) > LONGEST_BLANK:
+    return False
+  bare = SPACE.sub(' ', content).strip()
+  return not bare or bool(PLACE.fullmatch(bare))
+
+
+BRACES = re.compile(r'\\boxed\s*\{|(?<!\\)\\[{}]|[{}]')  # \{ and \} do not group
 
 
 def boxed(text: str) -> str | None:
   r"""Returns the content of the \boxed{...} that closes last, or None.
 
-  Matches braces with a stack in one pass, so nested boxes cost linear time.
+  A blank box counts only if there is no other. Matches braces with a stack in one pass,
+  so nested boxes cost linear time.
   """
-  start = text.find(BOX)
+  start = text.find(r'\boxed')
   if start < 0:
     return None
-  content: slice | None = None
+  content = blank = None
   stack: list[int] = []  # start of the content of each open box; -1 for a plain brace
   for brace in BRACES.finditer(text, start):
-    if brace[0] == BOX:
-      stack.append(brace.end())
-    elif brace[0] == '{':
+    if brace[0] == '{':
       stack.append(-1)
+    elif brace[0][-1] == '{' and brace[0] != r'\{':
+      stack.append(brace.end())
     elif brace[0] == '}' and stack and (begin := stack.pop()) >= 0:
-      content = slice(begin, brace.start())  # copying every box would be quadratic
-  return None if content is None else text[content]
+      part = slice(begin, brace.start())  # copying every box would be quadratic
+      if part.stop - begin <= LONGEST_BLANK and is_blank(text[part]):
+        blank = part
+      else:
+        content = part
+  part = content or blank
+  return None if part is None else text[part]
 
 
-LINE = re.compile(
+CONNECTIVES = (
+  'and|but|so|thus|hence|therefore|then|now|finally|actually|consequently|clearly|'
+  'this means|we conclude|it follows'
+)
+HEAD = re.compile(
+  # `Answer:` at the start of a line ...
   r'^[ \t>#*-]*(?:(?:so|thus|hence|therefore),? +)?(?:the +)?(?:final +)?'
-  r'answer(?: +is)?[ \t*]*:(.*)$',
+  r'answer(?: +is)?[ \t*]*:|'
+  # ... or `The answer is` at the start of a sentence or a clause.
+  r'(?:^[ \t>#*-]*|(?<=[.!?:;,])[ *]+)'
+  rf'(?:(?:{CONNECTIVES})(?: that)?[,:]? +){{0,2}}'
+  r'(?:the|our|my) +(?:(?:final|correct|right) +)?answer(?: +to +th(?:e|is) +\w+)?'
+  r' +is +(?P<sentence>(?:(?:therefore|thus|then|hence|simply|exactly|equal +to) +)?)'
+  # A word in lower case is an answer only if the sentence ends with it.
+  r'(?=(?-i:[^a-z\s]|[a-z](?! *[a-z])|'
+  r'(?!(?:in)?correct|right|wrong|(?:un)?reasonable|(?:in)?valid|clear|obvious)'
+  r'[a-z]+[*.! ]*$))',
   re.I | re.M,
 )
+WORD = re.compile('answer', re.I)
+SENTENCE_END = re.compile(r'[.!](?=[\s*]|$)')
+
+
+def line(text: str) -> str | None:
+  """Returns the answer of the last line `Answer: ...` or sentence `The answer is ...`.
+
+  Markdown, dollar signs and the full stop around the answer are removed.
+  """
+  word = WORD.search(text)
+  if word is None:
+    return None
+  start = text.rfind('\n', 0, word.start()) + 1  # HEAD is slow, and within one line
+  head = None
+  for head in HEAD.finditer(text, start):  # noqa: B007 (the last match counts)
+    pass
+  if head is None:
+    return None
+  content = text[head.end() :].partition('\n')[0]
+  if head['sentence'] is not None:
+    content = SENTENCE_END.split(content, maxsplit=1)[0]
+  return content.strip(' \t\r*$').rstrip('.').strip(' *$')
+
+
+def _after_hashes(text: str) -> str | None:
+  if '####' not in text:
+    return None
+  return text.rpartition('####')[2].strip().partition('\n')[0]
+
+
+def _in_tag(text: str) -> str | None:
+  """Returns the content of the last <answer> tag; a blank tag only if all are blank."""
+  blank, end = None, len(text)
+  while (end := text.rfind('</answer>', 0, end)) >= 0:
+    start = text.rfind('<answer>', 0, end)
+    if start < 0:
+      break
+    content = text[start + len('<answer>') : end]
+    if not is_blank(content):
+      return content
+    blank, end = content, start
+  return blank
+
+
+def _first(text: str, *readers: Callable[[str], str | None]) -> str | None:
+  """Returns the first answer that a reader finds, else the first blank, else None."""
+  blank = None
+  for reader in readers:
+    content = reader(text)
+    if content is not None and not is_blank(content):
+      return content
+    blank = content if blank is None else blank
+  return blank
 
 
 def box_or_line(text: str) -> str | None:
-  """Returns the last balanced box, or else the last line `Answer: ...`, or None.
-
-  The line may also read `The answer is: ...`. Markdown, dollar signs and the full stop
-  around the answer are removed.
-  """
-  box = boxed(text)
-  if box is not None or not (lines := LINE.findall(text)):
-    return box
-  return lines[-1].strip(' \t\r*$').rstrip('.').strip(' *$')
+  """Returns the last balanced box, else the last answer line or sentence, or None."""
+  return _first(text, boxed, line)
 
 
 def hashes_or_box(text: str) -> str | None:
   """Returns the last balanced box, or else the first line after the last ####."""
-  box = boxed(text)
-  if box is None and '####' in text:
-    return text.rpartition('####')[2].strip().partition('\n')[0]
-  return box
+  return _first(text, boxed, _after_hashes)
 
 
 def tagged(text: str) -> str | None:
   """Returns the last balanced box, or else the content of the last <answer> tag."""
-  box = boxed(text)
-  if box is None and '</answer>' in text:
-    _, tag, content = text.rpartition('</answer>')[0].rpartition('<answer>')
-    return content if tag else None
-  return box
+  return _first(text, boxed, _in_tag)
+
+
+MARKDOWN = re.compile(r'(\*{1,3}|_{1,2}|`)(.*)\1')
+END = re.compile(r'(?:\\[,;:! ]|[\s,;])+$')
+
+
+def without_markdown(text: str) -> str:
+  r"""Removes Markdown around a text, and a full stop, comma or \, after it."""
+  text = END.sub('', text)
+  while marked := MARKDOWN.fullmatch(text := text.strip().removesuffix('.').rstrip()):
+    text = marked[2]
+  return text

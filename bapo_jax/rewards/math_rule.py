@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from bapo_jax.rewards import answers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.latex import spelling, symbolic, trees
+from bapo_jax.rewards.latex.trees import Tree
 
 LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
@@ -24,7 +25,7 @@ class Unreadable(ValueError):
 
 
 def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  r"""Verifies the LaTeX in the last \boxed{}, or else in the last line `Answer: ...`.
+  r"""Verifies the LaTeX in the last \boxed{}, or else in the last answer line.
 
   Call this only in a process that can be killed: math-verify may hang. An error inside
   math-verify leaves the response undecided. A majority vote compares spellings.
@@ -57,6 +58,15 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
 def _equal(answer: str, given: str) -> bool:
   """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
   gold_text, given_text = spelling.spell(answer), spelling.spell(given)
+  (letter, gold_value), (given_letter, value) = map(
+    spelling.split_choice, (gold_text, given_text)
+  )
+  if letter and given_letter and letter != given_letter:
+    return False
+  if gold_value and value:
+    gold_text, given_text = gold_value, value
+  elif letter and given_letter and (tree := trees.parse(gold_value or value)):
+    return not trees.symbols(tree)  # one has the letter alone, the other a number too
   # 1,000 is either a number or a list.
   for commas_group in (True, False) if ',' in gold_text + given_text else (True,):
     try:
@@ -76,7 +86,17 @@ WORDS = re.compile(
   r',? *\\text *\{ *(?:,|,? *(?:and|or)) *\}|,? *(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])'
 )
 COMMA = re.compile(r'(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])')
-MATRIX = re.compile(r'\\begin\{([pb])matrix\}(.*)\\end\{\1matrix\}', re.S)
+OR = re.compile(r',? *\\text *\{ *or *\}| or ')
+MATRIX = re.compile(
+  r'\\begin\{([pb])matrix\}(.*)\\end\{\1matrix\}|'
+  r'[(\[] *\\begin\{(?:array\} *\{[clr| ]*|matrix)\}(.*)'
+  r'\\end\{(?:array|matrix)\} *[)\]]',
+  re.S,
+)
+ROW_END = re.compile(rf'{spelling.ROW} *\[ *[0-9.]+ *(?:pt|em|ex|mm|cm)\]')
+REVERSED = re.compile(  # an interval, perhaps with reversed brackets
+  r'(^|∈ *)([\[\]])([^\[\](){}]+[,;][^\[\](){}]+)([\[\]])$'
+)
 FLIPPED = str.maketrans('<>≤≥', '><≥≤')
 
 
@@ -97,9 +117,14 @@ def read(text: str, commas_group: bool) -> Answer:
   `commas_group` reads 1,000 outside all brackets as a thousand, otherwise as a list.
   Raises a ValueError for unbalanced brackets and empty parts.
   """
+  parts = OR.split(text)
+  if len(parts) > 1 and all(re.search('[<>≤≥∈]', part) for part in parts):
+    text = spelling.UNION.join(parts)  # x < 0 or x > 1
   text = spelling.unwrap(WORDS.sub(',', text))
+  text = spelling.UNION.join(map(_upright, text.split(spelling.UNION)))
   if matrix := MATRIX.fullmatch(text):
-    rows = [row.split('&') for row in matrix[2].split(spelling.ROW)]
+    inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3]).strip(' ' + spelling.ROW)
+    rows = [row.split('&') for row in inner.split(spelling.ROW)]
     cells = tuple(Answer('row', tuple(map(_expression, row))) for row in rows)
     return Answer('matrix', cells)
   if commas_group and not re.search(r'[(\[\x02]', text):
@@ -110,6 +135,13 @@ def read(text: str, commas_group: bool) -> Answer:
   return Answer('list', tuple(map(_signs, parts))) if marks else _signs(text)
 
 
+def _upright(interval: str) -> str:
+  """Turns reversed brackets around: ]0, 1[ becomes (0, 1)."""
+  return REVERSED.sub(
+    lambda m: m[1] + '[('[m[2] == ']'] + m[3] + '])'[m[4] == '['], interval.strip()
+  )
+
+
 def _signs(text: str) -> Answer:
   r"""Parses an answer; an answer with \pm becomes a list of two answers."""
   if text.count('±') == 1:
@@ -118,6 +150,11 @@ def _signs(text: str) -> Answer:
 
 
 def _relation(text: str) -> Answer:
+  parts, marks = spelling.split(text, spelling.UNION)
+  if marks and all(re.search('[<>≤≥∈]', part) for part in parts):
+    answers_ = tuple(map(_relation, parts))
+    names = {answer.name for answer in answers_}
+    return Answer('union', answers_) if len(names) == 1 else _expression(text)
   sides, marks = spelling.split(text, '=<>≤≥∈≠')
   if not marks:
     return _single(text)
@@ -164,11 +201,11 @@ def _single(text: str) -> Answer:
   if marks:
     return Answer('union', tuple(map(_single, parts)))
   if text[0] in '([' + spelling.SET_OPEN and spelling.closing(text, 0) == len(text) - 1:
-    inner, _ = spelling.split(text[1:-1], ',')
+    inner, marks = spelling.split(text[1:-1], ',;')
     brackets = text[0] + text[-1]
     if brackets == spelling.SET_OPEN + spelling.SET_CLOSE:
       return Answer('list', tuple(map(_relation, inner)))
-    if len(inner) > 1 and set(brackets) <= set('()[]'):
+    if len(set(marks)) == 1 and set(brackets) <= set('()[]'):
       return Answer('tuple', tuple(map(_single, inner)), brackets)
   return _expression(text)
 
@@ -207,8 +244,12 @@ def _same_equation(gold: Answer, given: Answer) -> bool:
       return False
     if any(x.kind != 'expression' for x in (*gold.parts, *sides)):
       return all(map(_same, gold.parts, sides))
-    texts = [' = '.join(str(x.parts[0]) for x in y.parts) for y in (gold, given)]
-    return _same_symbols(*texts)
+    texts = [[str(x.parts[0]) for x in y.parts] for y in (gold, given)]
+    gold_tree, given_tree = (('equation', *map(trees.parse, sides)) for sides in texts)
+    gold_text, given_text = map(' = '.join, texts)
+    if None in gold_tree + given_tree:
+      return _same_symbols(gold_text, given_text)
+    return _same_trees(gold_text, given_text, gold_tree, given_tree)
   label = str(sides[0].parts[0])
   if spelling.is_label(label) and len(sides) > 2:
     if gold.name and not _same_text(gold.name, label):
@@ -239,13 +280,18 @@ def _same_expression(gold: str, given: str) -> bool:
     if given_tree and {'sum', 'product', 'power'} & set(trees.operations(given_tree)):
       return False
     return _same_symbols(gold, given)
-  if given_tree is None or not trees.as_calculated(gold_tree, given_tree):
+  return given_tree is not None and _same_trees(gold, given, gold_tree, given_tree)
+
+
+def _same_trees(gold: str, given: str, gold_tree: Tree, given_tree: Tree) -> bool:
+  """Compares two texts whose trees are known, so products are counted there."""
+  if not trees.as_calculated(gold_tree, given_tree):
     return False
   variables = trees.symbols(gold_tree)
   if variables != trees.symbols(given_tree):
     return False
   if variables:
-    return _same_symbols(gold, given)
+    return _same_symbols(gold, given, given.replace('*', ' '))
   return trees.equal(gold_tree, given_tree, 50 + 4 * (len(gold) + len(given)))
 
 
@@ -263,10 +309,13 @@ def _words(text: str) -> str | None:
   return bare.lower() if WORD.fullmatch(bare) else None
 
 
-def _same_symbols(gold: str, given: str) -> bool:
+def _same_symbols(gold: str, given: str, parts: str | None = None) -> bool:
+  """Compares two texts by math-verify, if `parts`, else `given`, has no new parts."""
   # Back to LaTeX: math-verify does not know the normal spelling.
-  gold, given = (text.translate(LATEX_OF) for text in (gold, given))
-  return symbolic.no_new_parts(gold, given) and symbolic.equivalent(gold, given)
+  gold, given, parts = (
+    text.translate(LATEX_OF) for text in (gold, given, parts or given)
+  )
+  return symbolic.no_new_parts(gold, parts) and symbolic.equivalent(gold, given)
 
 
 LATEX_OF = str.maketrans(

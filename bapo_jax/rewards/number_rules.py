@@ -5,6 +5,7 @@ Both rules take time linear in the length of the text; they parse only short ans
 
 import functools
 import re
+import string
 from decimal import Decimal
 from fractions import Fraction
 
@@ -13,10 +14,14 @@ from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.latex import trees
 from bapo_jax.rewards.latex.spelling import (
   CHARACTERS,
+  CURRENCY,
+  GROUP_MARK,
   TEXT,
+  UNITS,
   is_label,
   spell,
   split,
+  split_choice,
   unwrap,
 )
 
@@ -25,37 +30,38 @@ LONGEST = 200  # characters of a number with label and unit
 
 
 def _without_label(text: str) -> str | None:
-  r"""Removes `x =`; returns None if anything but a label precedes an equals sign."""
+  r"""Removes `(B)` and `x =`; returns None if another text precedes an equals sign."""
+  text = split_choice(text)[1] or text
   try:
     sides, marks = split(text, '=')
   except ValueError:
     return None
   if not marks:
     return text
-  return sides[1] if len(sides) == 2 and is_label(sides[0]) else None
-
-
-INTEGER = re.compile(r'([0-9]{1,9})(?:\.0*)?')
+  return sides[1] if len(sides) == 2 and is_label(sides[0] or 'x') else None
 
 
 def integer(text: str) -> int | None:
   """Returns the integer 0..999 that the text spells in ASCII digits, or None.
 
-  Leading zeros, zeros as decimals, a label, degrees, \\text and braces are allowed.
+  Leading zeros, zeros as decimals, a plus sign, a label, a choice such as (B), degrees,
+  parentheses, \\text and braces are allowed.
   """
   if len(text) > LONGEST:
     return None
   if text.isascii() and text.isdigit() and len(text) <= 9:  # fast path
     return int(text) if int(text) <= 999 else None
   bare = _without_label(spell(text))
-  if bare is None:
+  if bare is None or re.search('[eE]', bare):  # 1e2
     return None
-  digits = INTEGER.fullmatch(unwrap(unwrap(bare).removesuffix('°')))
-  return int(digits[1]) if digits and int(digits[1]) <= 999 else None
+  match trees.parse(unwrap(unwrap(bare).removesuffix('°'))):
+    case ('num', value) if value.denominator == 1 and 0 <= value <= 999:
+      return int(value)
+  return None
 
 
 def aime(answer: str, text: str) -> Verdict:
-  r"""Verifies an integer 0..999 in the last \boxed{} or the last line `Answer: ...`."""
+  r"""Verifies an integer 0..999 in the last \boxed{} or else the last answer line."""
   right = integer(answer)
   if right is None:
     return answers.unusable(answer, 'an integer 0..999')
@@ -73,32 +79,65 @@ NUMBER = re.compile(
 )
 SIGNED = re.compile(r'(?:(?<![\w)}.])-)?' + NUMBER.pattern)
 WORD = re.compile(r'[A-Za-z]+')
-# Words that change the value of a number, or deny it.
-CHANGING = set(
+# Words that multiply or divide the number before them. A noun does not: pairs, weeks
+# and dollars are counted like apples.
+SCALING = set(
   WORD.findall("""
-  hundred thousand million billion trillion dozen dozens score half third quarter
-  percent tenth hundredth hundreds thousands millions billions halves thirds
-  quarters not no never wrong false incorrect isn or and to than more less least
-  most nor but plus minus times divided squared cubed factorial point pi over
-  maybe perhaps about approximately nearly almost except unless instead if
+  hundred thousand million billion trillion quadrillion quintillion zillion myriad
+  hundreds thousands millions billions trillions quadrillions myriads
+  lakh lakhs lac lacs crore crores milliard milliards grand k kk mn mil mio mln bn b tn
+  dozen dozens gross fourths fifths sixths sevenths eighths ninths tenth tenths
+  twelfths twentieths hundredth hundredths thousandth thousandths millionth millionths
+  mille permille permil ppm bps twice thrice doubled tripled trebled quadrupled
+  quintupled halved multiplied divided squared cubed factorial pi
   """)
 )
-NOUNS = re.compile(r'(?: *(?:\\text *\{([^{}]*)\}|([A-Za-z]{2,})))+')
+# Words that change the value otherwise, doubt it or deny it, or are a second number.
+CHANGING = SCALING | set(
+  WORD.findall("""
+  half halves third thirds quarter quarters score scores percent
+  not no never wrong false incorrect isn wasn aren invalid neither nor without
+  and or to than least most but plus minus times over below under negative
+  maybe perhaps probably possibly about approximately approx nearly almost roughly
+  around circa ish rounded estimated guess guessed except unless instead if
+  base hex hexadecimal octal binary root sqrt log modulo mod power exponent
+  something zero two three four five six seven eight nine ten tens eleven twelve
+  thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty
+  fifty sixty seventy eighty ninety
+  """)
+)
+NOUNS = re.compile(
+  r'(?<=[0-9.}%)]) *(?:[(/] *)?'
+  r'(?:\\text|[A-Za-z]{2}|(?<= )(?:[ghsLl]$|a [a-z]|[A-Z]-[a-z]))'
+)
+NOUN_CHARACTERS = set(string.ascii_letters + " ()/-.'")
 
 
 def _without_nouns(text: str) -> str:
-  """Removes up to five words after a number, unless one changes it (CHANGING)."""
-  start = re.search(r'(?<=[0-9.}%)]) *(?:\\text|[A-Za-z]{2,})', text)
+  """Removes up to five words after a number, unless one changes it (CHANGING).
+
+  The words may be in parentheses and contain a slash, as in `miles/hour`. `times` alone
+  changes nothing.
+  """
+  start = NOUNS.search(text)
   if not start:
     return text
-  tail = text[start.start() :]
-  words = WORD.findall(TEXT.sub(r' \1 ', tail))
-  plain = NOUNS.fullmatch(tail) and not re.search('[^A-Za-z ]', TEXT.sub(r'\1', tail))
-  if not plain or len(words) > 5 or {word.lower() for word in words} & CHANGING:
+  tail = TEXT.sub(r' \1 ', text[start.start() :])
+  words = WORD.findall(tail.lower())
+  if set(tail) - NOUN_CHARACTERS or len(words) > 5:
+    return text
+  if words != ['times'] and not CHANGING.isdisjoint(words):
     return text
   return text[: start.start()]
 
 
+# What may precede a number: `Total:`, `The answer is`, or the name of a currency.
+LABEL = re.compile(r'\**([A-Za-z][A-Za-z ]{0,40})(?::\**| is )')
+MONEY = re.compile(
+  r'(?<![A-Za-z])(?:(?:USD|EUR|GBP|INR|CAD|AUD|Rs\.?) *(?=[0-9])|'
+  r'(?:US|CA|AU|HK|NZ|[ACS])(?=\\?\$))'
+)
+SIGN = re.compile(r' *(?:%|° *[CF]?)$')  # a unit, for this rule
 BARE = re.compile(
   r'[ \t\n]*\\?\$?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\.?[ \t\n]*'
 )
@@ -106,18 +145,27 @@ BARE = re.compile(
 
 @functools.lru_cache(maxsize=1024)  # the responses of a group share a right answer
 def number(text: str) -> Fraction | None:
-  """Parses a number such as 1,000 or 5/2, with label and unit; None for other text."""
+  """Parses a number such as 1,000 or 5/2, with label and unit; None for other text.
+
+  Markdown around the number and the sign or name of a currency are ignored, too.
+  """
   if len(text) > LONGEST:
     return None
   if match := BARE.fullmatch(text):  # fast path
     return Fraction(match[1].replace(',', ''))
-  bare = _without_label(spell(text))
+  text = answers.without_markdown(text)
+  label = LABEL.match(text)
+  if label and CHANGING.isdisjoint(WORD.findall(label[1].lower())):
+    text = answers.without_markdown(text[label.end() :])
+  bare = _without_label(spell(MONEY.sub('', text)))
   if bare is None:
     return None
-  tree = trees.parse(_without_nouns(unwrap(bare)).removesuffix('%').strip())
+  bare = SIGN.sub('', _without_nouns(unwrap(bare)))
+  tree = trees.parse(bare)
   return None if tree is None else trees.plain(tree)
 
 
+JOINED = re.compile(rf'(?<=\d)(?:{GROUP_MARK})(?=\d{{3}}(?!\d))', re.ASCII)
 NEAR = 40  # characters of context before and after a number
 PART = re.compile(  # text before a number that is denied or part of an expression
   r'[A-Za-z0-9_^.]$|[\^_<>≤≥≠±√] *$|[0-9A-Za-z)\]}] *[+/] *$|[0-9)\]}] *[-*] *$|'
@@ -125,16 +173,18 @@ PART = re.compile(  # text before a number that is denied or part of an expressi
   r"\b(?:not|never|isn't|wasn't|than|least|most) *$"
 )
 CONTINUED = re.compile(  # text after a number that changes or denies it
-  r'[_^({A-Za-z]|\\[a-zA-Z]|\*(?!\*) *[0-9A-Za-z(\\]|[/√]| *[π^]|'
+  rf'(?!(?:{"|".join(name for name in UNITS if len(name) > 1)})(?![A-Za-z]))[A-Za-z]|'
+  r'[_^({]|\\[a-zA-Z]|\*(?!\*) *[0-9A-Za-z(\\]|[/√]| *[π^]|'
   r' *\\(?:pi|cdot|times|sqrt|frac)(?![a-zA-Z])|'
-  r' (?:hundred|thousand|million|billion|trillion|dozen)s?\b|'
+  r'[*_ ]*[ -]\(?(?:(?:is|was|and|then) ){0,2}'
+  rf'(?:{"|".join(sorted(SCALING))})(?![A-Za-z])|'
   r" (?:is|was) (?:not|wrong|incorrect|false)\b| (?:isn't|wasn't)\b"
 )
 
 
 def _last_number(text: str) -> Fraction | None:
   """Returns a text's last number; None if denied (`not 5`) or in an expression."""
-  match = None
+  text, match = JOINED.sub(',', text), None
   for match in NUMBER.finditer(text):  # noqa: B007 (the last match counts)
     pass
   if match is None or len(match[0]) > DIGITS:
@@ -151,22 +201,23 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _unify(text: str) -> str:
-  return text.translate(CHARACTERS).replace('\\$', '').replace('$', '')
+  return re.sub(rf'\\?\$|[{CURRENCY}]', '', text.translate(CHARACTERS))
 
 
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies the number in the last box, or else after ####, or else the last number.
 
-  If there is a box or ####, it must have exactly one number; no other place counts. The
-  right answer may be a whole solution, with its number after ####. If `strict`, only a
-  label, a unit or the counted noun may stand beside the number; otherwise any text
+  If there is a box or ####, it must have exactly one number; no other place counts,
+  unless the box only marks the place of an answer (`answers.is_blank`). The right
+  answer may be a whole solution, with its number after ####. If `strict`, only a label,
+  a unit, a currency or the counted noun may stand beside the number; otherwise any text
   without a second number.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:
     return answers.unusable(answer, 'one number')
   content = answers.hashes_or_box(text)
-  if content is None:
+  if content is None or answers.is_blank(content):
     given = _last_number(text)
   else:
     given = number(content)

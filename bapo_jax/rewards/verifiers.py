@@ -12,11 +12,13 @@ import ast
 import collections
 import json
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
 from bapo_jax.rewards import answers
 from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.latex.spelling import SET_CLOSE, SET_OPEN, spell
 from bapo_jax.rewards.math_rule import math
 from bapo_jax.rewards.number_rules import aime, gsm8k
 
@@ -26,17 +28,11 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
   ast.Mult: operator.mul,
   ast.Div: operator.truediv,
 }
-# \frac{a}{b} becomes ((a)/(b)); other braces become a syntax error.
-SPELLINGS = {
-  **dict.fromkeys((r'\left', r'\right'), ''),
-  **dict.fromkeys((r'\times', r'\cdot', '×', '·'), '*'),  # noqa: RUF001
-  **dict.fromkeys((r'\div', '÷'), '/'),
-  '−': '-',  # noqa: RUF001
-  **dict.fromkeys((r'\dfrac{', r'\tfrac{', r'\frac{'), '(('),
-  '}{': ')/(',
-  '}': '))',
-  '$': '',
-}
+FRACTION = re.compile(r'\\frac *\{([^{}]*)\} *\{([^{}]*)\}')
+CROSS = re.compile(r'(?<=[0-9) ])[xX•](?=[0-9( ])')  # 3 x 5
+BRACKETS = str.maketrans(
+  {'[': '(', '{': '(', SET_OPEN: '(', ']': ')', '}': ')', SET_CLOSE: ')'}
+)
 LONGEST = 200  # characters of an expression; also bounds its depth and numbers
 
 
@@ -71,11 +67,20 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
+def _unlatex(text: str) -> str:
+  r"""Rewrites LaTeX as plain signs: 3\,\times\,\frac{8}{2} becomes 3*((8)/(2))."""
+  text = spell(answers.without_markdown(text))
+  while FRACTION.search(text):
+    text = FRACTION.sub(r'((\1)/(\2))', text)
+  return CROSS.sub('*', text.translate(BRACKETS))
+
+
 def countdown(answer: str, text: str) -> Verdict:
   """Verifies an expression that uses each number exactly once and equals the target.
 
   The expression is in the last box or else in the last <answer></answer>; `= 24` may
-  follow it. `answer` is the problem as JSON, {"numbers": [3, 5, 8], "target": 24}.
+  follow it, or `24 =` precede it. `answer` is the problem as JSON,
+  {"numbers": [3, 5, 8], "target": 24}.
   """
   try:
     problem = json.loads(answer)
@@ -88,9 +93,9 @@ def countdown(answer: str, text: str) -> Verdict:
     return Verdict(False, 'no box and no <answer>', None)
   if len(content) > 2 * LONGEST:
     return Verdict(False, f'more than {LONGEST} characters', None)
-  for spelling, replacement in SPELLINGS.items():
-    content = content.replace(spelling, replacement)
-  expression, equals, claimed = content.partition('=')
+  expression, equals, claimed = _unlatex(content).partition('=')
+  if equals and expression.strip() == str(target):
+    expression, claimed = claimed, expression
   given = ''.join(expression.split())
   if equals and claimed.strip() != str(target):
     return Verdict(False, 'claims another number', given)
@@ -108,7 +113,7 @@ def countdown(answer: str, text: str) -> Verdict:
 def exact(answer: str, text: str) -> Verdict:
   """Verifies that a response has the same characters as the right answer.
 
-  Reads both from the last box, else the `Answer:` line, else the whole text, stripped.
+  Reads both from the last box, else the answer line, else the whole text, stripped.
   """
   given, right = (
     (whole if (part := answers.box_or_line(whole)) is None else part).strip()

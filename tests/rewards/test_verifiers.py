@@ -78,7 +78,9 @@ def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected
     assert verdict.right is expected, verdict
 
 
-@pytest.mark.parametrize('unit', [r'\boxed{', '}', '-', '1,', '\n'])
+@pytest.mark.parametrize(
+  'unit', [r'\boxed{', r'\boxed {}', '}', '-', '1,', '1~', '\n', '. The answer is 1']
+)
 @pytest.mark.parametrize('rule', FAST)
 def test_fast_rules_take_linear_time(rule, unit):
   # Eight times the text, eight times the time; anything quadratic takes 64 times.
@@ -152,7 +154,9 @@ def test_a_number_is_decided_without_math_verify(text, gold):
     assert verifiers.verify('math', gold, r'\boxed{' + text + '}') == verdict
 
 
-@hypothesis.given(st.lists(st.sampled_from([r'\boxed{', '{', '}', '1', '\\', 'x'])))
+@hypothesis.given(
+  st.lists(st.sampled_from([r'\boxed{', r'\boxed', ' ', '{', '}', '1', '\\', 'x']))
+)
 def test_boxed_is_the_slow_one(parts):
   text = ''.join(parts)
   assert answers.boxed(text) == oracles.boxed(text)
@@ -226,7 +230,9 @@ def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
     ('aime', '7', 'seven', None),
     ('gsm8k', '7', r'\boxed{1,000.0}', '1000'),
     ('gsm8k', '7', '#### $0.50', '0.5'),
+    ('gsm8k', '7', r'#### **0.\overline{3}**', '1/3'),
     ('countdown', FOUR, r'<answer> 8 * 3*2/2 = 24</answer>', '8*3*2/2'),
+    ('countdown', FOUR, r'\boxed {24 = 8\,\times\,3*2/2.}', '8*3*2/2'),
   ],
 )
 def test_equal_answers_are_spelled_alike(rule, answer, text, vote):

@@ -75,14 +75,17 @@ VARIABLES = re.compile(
 )
 PARTS = re.compile(r'\\[a-zA-Z]+|[a-zA-Z]{2,}|[!|<>=≤≥≠±∈\u222a?\'"&;]')
 HARMLESS = {r'\frac', r'\sqrt'}
+DOT = re.compile(r'\\cdot *(?=[a-zA-Z]|\\(?!frac|sqrt|cdot))')  # not before a number
 
 
 def no_new_parts(answer: str, given: str) -> bool:
   """Returns whether `answer` has all functions, signs and variables of `given`.
 
   `given` may have a function or sign at most as often as `answer`: an integral, a sum
-  sign or a determinant that `answer` lacks was left uncalculated.
+  sign or a determinant that `answer` lacks was left uncalculated. A dot before a
+  variable or a function is no sign: it leaves nothing to calculate.
   """
+  answer, given = (DOT.sub(' ', text) for text in (answer, given))
   count = collections.Counter
   extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))
   new = set(VARIABLES.findall(given)) - set(VARIABLES.findall(answer))

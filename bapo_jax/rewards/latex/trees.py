@@ -17,10 +17,11 @@ from bapo_jax.rewards.latex.spelling import LETTERS, THOUSANDS
 
 Tree = tuple[Any, ...]
 
-DEEPEST = 40  # nested brackets
+DEEPEST = 40  # nested brackets and arguments
 LARGEST_EXPONENT = 400  # of ten
 TOKEN = re.compile(
-  rf'(?P<numeral>(?:[0-9]{{1,3}}(?:[,{THOUSANDS}][0-9]{{3}})+(?![0-9])|[0-9]+)'
+  r'(?P<numeral>[0-9]*\.[0-9]*\\overline *(?:\{[0-9]+\}|[0-9])(?![0-9])|'
+  rf'(?:[0-9]{{1,3}}(?:[,{THOUSANDS}][0-9]{{3}})+(?![0-9])|[0-9]+)'
   r'(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?|\.[0-9]+(?:[eE][+-]?[0-9]{1,3})?)'
   # `spell` has turned the constants \mathrm{i} and \mathrm{e} into \text.
   r'|\\text *\{ *(?P<constant>i|e) *\}|(?P<command>\\[a-zA-Z]+)|(?P<letter>[a-zA-Z])'
@@ -33,11 +34,28 @@ ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
 def _numeral(text: str) -> Fraction:
+  if '\\' in text:
+    return _repeating(text)
   digits = text.replace(',', '').replace(THOUSANDS, '').lower()
   number, _, exponent = digits.partition('e')
   if abs(int(exponent or 0)) > LARGEST_EXPONENT or len(number) > 1000:
     raise ValueError(f'{text[:20]} is too large')
   return Fraction(number.rstrip('.')) * Fraction(10) ** int(exponent or 0)
+
+
+def _repeating(text: str) -> Fraction:
+  r"""Returns the value of a repeating decimal such as 0.1\overline{6}.
+
+  Raises a ValueError for a period of nines: 0.\overline{9} is left to calculate.
+  """
+  decimal, _, period = text.partition(r'\overline')
+  whole, _, decimals = decimal.partition('.')
+  period = period.strip(' {}')
+  if len(text) > 1000 or not period.strip('9'):
+    raise ValueError(f'{text[:20]} is too long, or repeats 9')
+  start = int((whole + decimals) or '0')
+  end = int(whole + decimals + period)
+  return Fraction(end - start, 10 ** len(decimals) * (10 ** len(period) - 1))
 
 
 def parse(text: str) -> Tree | None:
@@ -82,32 +100,34 @@ class _Parser:
       raise ValueError(f'missing {token!r}')
 
   def sum(self) -> Tree:
-    self.depth += 1
-    if self.depth > DEEPEST:
-      raise ValueError(f'brackets nested more than {DEEPEST} deep')
     terms, sign = [], self.accept('+', '-') or '+'
     while sign:
       term = self.term()
       terms.append(('neg', term) if sign == '-' else term)
       sign = self.accept('+', '-')
-    self.depth -= 1
     return terms[0] if len(terms) == 1 else ('add', *terms)
 
   def term(self) -> Tree:
     tree = self.factor()
     while (token := self.peek()) not in ENDS:
       if self.accept('*', '/'):
-        tree = ('mul' if token == '*' else 'div', tree, self.factor())
+        negative = token == '/' and self.accept('-')  # 1/-2
+        right = ('neg', self.factor()) if negative else self.factor()
+        tree = ('mul' if token == '*' else 'div', tree, right)
         continue
-      # A factor without a sign: 2x, or the mixed number 2\frac{1}{3}.
+      # A factor without a sign: 2x, or the mixed number 2\frac{1}{3}, perhaps with %.
       if token[0] in '0123456789.{[':
         raise ValueError('two numbers without a sign between them')
-      right, mixed = self.factor(), None
-      match tree, right:
+      right = self.factor()
+      percent = right[0] == 'percent'
+      match tree, right[1] if percent else right:
         case ('num', a), ('div', ('num', b), ('num', c)) if token == r'\frac':
           whole = a.denominator == b.denominator == c.denominator == 1
-          mixed = ('mixed', a + b / c) if whole and c else None
-      tree = mixed or ('mul', tree, right)
+          if whole and c:
+            mixed = ('mixed', a + b / c)
+            tree = ('percent', mixed) if percent else mixed
+            continue
+      tree = ('mul', tree, right)
     return tree
 
   def factor(self) -> Tree:
@@ -117,7 +137,14 @@ class _Parser:
     return ('percent', tree) if self.accept('%') else tree
 
   def atom(self) -> Tree:
-    token = self.next()
+    self.depth += 1
+    if self.depth > DEEPEST:
+      raise ValueError(f'brackets or arguments nested more than {DEEPEST} deep')
+    tree = self._atom(self.next())
+    self.depth -= 1
+    return tree
+
+  def _atom(self, token: str) -> Tree:
     if token and token[0] in '.0123456789':
       if not self.accept('_'):
         return ('num', _numeral(token))
@@ -139,7 +166,8 @@ class _Parser:
         self.expect(']')
       return ('root', self.argument(), degree)
     if token.isalpha() or GREEK.fullmatch(token):
-      name = f'{token}_{self.argument()}' if self.accept('_') else token
+      # Not a text: quotes in quotes would double its length with every level.
+      name = (token, self.argument()) if self.accept('_') else token
       if name not in ('f', 'g', 'h') or self.peek() != '(':  # no functions
         return ('sym', name)
     raise ValueError(f'unexpected {token!r}')
@@ -170,9 +198,15 @@ def plain(tree: Tree) -> Fraction | None:
       return None if value is None else value / 100
     case ('num', value) | ('mixed', value):
       return value
-    case ('div', top, ('num', bottom)) if bottom != 0:
-      sign, top = (-1, top[1]) if top[0] == 'neg' else (1, top)
-      return sign * top[1] / bottom if top[0] == 'num' else None
+    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom) | (
+      'div',
+      ('num', _) as top,
+      ('neg', ('num', _) as bottom),
+    ):
+      value = plain(('div', top, bottom))
+      return None if value is None else -value
+    case ('div', ('num', top), ('num', bottom)) if bottom != 0:
+      return top / bottom
     case ('mul', ('num', factor), ('pow', *_) as power):
       value = plain(power)
       return None if value is None else factor * value
@@ -184,8 +218,8 @@ def plain(tree: Tree) -> Fraction | None:
   return None
 
 
-def symbols(tree: Tree) -> set[str]:
-  """Returns the names of the variables in a tree."""
+def symbols(tree: Tree) -> set[str | Tree]:
+  """Returns the variables of a tree: a letter or command, or (letter, index)."""
   if tree[0] == 'sym':
     return {tree[1]}
   return set().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
@@ -220,6 +254,7 @@ def operations(tree: Tree) -> collections.Counter[str]:
     case ('add', *_):
       parts = _flat(tree, 'add')
       counts['sum'] += max(0, sum(not symbols(part) for part in parts) - 1)
+      counts['sum'] += any(plain(part) == 0 for part in parts)
     case ('mul', *_):
       parts = _flat(tree, 'mul')
       kinds = collections.Counter(map(_factor_kind, parts))
