@@ -133,6 +133,9 @@ def test_blank_lines_are_skipped_and_counted(tmp_path):
   (tmp_path / 'a.csv').write_text(CSV, newline='')
   with pytest.raises(ValueError, match=r'a\.csv, line 6: no'):
     local_files.read(str(tmp_path / 'a.csv'), check)
+  long = file_with(tmp_path, 'problem,answer', '"1', '+2",', name='long.csv')
+  with pytest.raises(ValueError, match=r"long\.csv, line 2: field 'answer' is empty"):
+    local_files.read(long)
 
 
 def test_a_row_that_comes_many_times_is_held_once(tmp_path):
