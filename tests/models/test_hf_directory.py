@@ -32,11 +32,9 @@ def test_pickles_are_refused_with_a_command(tmp_path):
   assert '*.safetensors' in hf_directory.missing(str(tmp_path))
   (tmp_path / 'pytorch_model-00002-of-00002.bin').touch()
   (tmp_path / 'pytorch_model-00001-of-00002.bin').touch()
-  with pytest.raises(ValueError, match='only in pytorch_model-00001-of-00002.bin') as e:
+  with pytest.raises(ValueError, match=r'only in pytorch_model-00001-of') as error:
     hf_directory.missing(str(tmp_path))
-  assert f"M.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')" in str(
-    e.value
-  )
+  assert f"save_pretrained('{tmp_path}')" in str(error.value)
   assert hf_directory.missing(str(tmp_path), needs=('training_args.bin',)) == []
   (tmp_path / 'model.safetensors').touch()
   hf_directory.missing(str(tmp_path))

@@ -162,9 +162,7 @@ def test_a_pickle_is_refused_and_the_command_converts_it(tmp_path):
   theirs = transformers.LlamaForCausalLM(config)
   config.save_pretrained(tmp_path)
   torch.save(theirs.state_dict(), tmp_path / 'pytorch_model.bin')
-  with pytest.raises(
-    ValueError, match=r'only in pytorch_model\.bin, a pickle'
-  ) as error:
+  with pytest.raises(ValueError, match=r'only in pytorch_model\.bin') as error:
     hf_directory.missing(str(tmp_path))
   code = re.search('`python -c "(.*)"`', str(error.value))[1]
   exec(code, {})
