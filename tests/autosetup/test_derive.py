@@ -118,6 +118,17 @@ def test_prompts_are_as_long_as_the_longest_unless_one_is_out_of_all_proportion(
   assert length(usual, [900])[0] == 900, 'held-out problems are never left out'
 
 
+def test_prompts_over_the_limit_are_not_counted():
+  config = asked(**{'prompts.max_prompt_tokens': 20, 'tokenizer.template': '{problem}'})
+
+  def found(fitting):
+    lengths = [10] * fitting + [900] * 80, [10] * 20
+    derived = values(config, lengths=lambda template: lengths)
+    return derived['prompts.count'], derived['steps']
+
+  assert (found(160), found(5)) == ((8, 20), (4, 10))
+
+
 def test_responses_fit_the_positions_and_the_kind():
   def tokens(rule, spec=SMALL, platform='tpu', prompt=10):
     config = asked(**{'rewards.rule': rule, 'prompts.max_prompt_tokens': prompt})
