@@ -166,7 +166,7 @@ def test_a_run_takes_what_memory_there_is_and_no_more(gib):
 
 
 def test_less_memory_means_fewer_slots_and_more_micro_batches():
-  long = asked(**{'sampler.max_new_tokens': 8192, 'prompts.max_prompt_tokens': 64})
+  long = asked(**{'sampler.max_new_tokens': 8192, 'prompts.max_prompt_tokens': 128})
 
   def sizes(gib):
     found = values(long, spec=BIG, memory=gib * 2**30)
@@ -178,7 +178,7 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
 
   # Where no bounds wait, more micro-batches rather than whole layers computed again.
   constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
-  constant = asked(**constant, **{'prompts.max_prompt_tokens': 64})
+  constant = asked(**constant, **{'prompts.max_prompt_tokens': 128})
   config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
   assert config.model.remat == 'dots'
 
