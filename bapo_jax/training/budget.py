@@ -1,7 +1,8 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
 For text models, the estimate of an update is within 17 % of twelve compiled TPU
-programs. For a vision tower, only the weights count. --mode=plan compiles instead.
+programs. For a vision tower, only the weights count. Only arrays count: on a host,
+Python and compiled programs take about half a GiB more. --mode=plan compiles instead.
 """
 
 import dataclasses
