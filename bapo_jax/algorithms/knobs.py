@@ -1,8 +1,8 @@
-"""Knobs of the advantage, clip, loss and batch rules, and of the replay buffer.
+"""Defines the knobs of the advantage, clip, loss and batch rules and of the buffer.
 
-The section of a slot names the active rule and contains one section per rule, so that
---config.clip.rule=fixed is enough to switch rules. A rule receives its own section as
-its last argument, `k`; a rule without knobs has no such argument.
+The section of a kind of rule, such as `clip`, names the active rule and contains one
+section per rule: --config.clip.rule=fixed is enough to switch rules. A rule receives
+its own section as its last argument, `k`; a rule without knobs has no such argument.
 """
 
 import math
@@ -22,7 +22,7 @@ Range = tuple[float, float]
 
 
 class AdvantageConfig(Section):
-  """Turns rewards into advantages."""
+  """Selects the rule that turns rewards into advantages."""
 
   rule: Literal['group_relative', 'leave_one_out', 'group_centred'] = knob(
     'group_relative', "Advantage rule: from a group's rewards to its advantages."
@@ -59,7 +59,7 @@ def _check_step(name: str, ends: Range, step: float) -> None:
 
 
 class FixedClip(Section):
-  """Constant bounds."""
+  """Clip bounds that are the same at every update."""
 
   low: float = knob(0.8, 'Lower bound of the ratio, 1 - epsilon.', least=0, most=1)
   high: float = knob(
@@ -115,7 +115,7 @@ class BalancedClip(Section):
   @pydantic.model_validator(mode='after')
   def _searchable(self) -> Self:
     if not self.sources:
-      raise ValueError('sources=(): name at least one of fresh, reevaluated, reused')
+      raise ValueError('sources=() is empty; add fresh, reevaluated or reused')
     if self.resolution == 'step':
       _check_step('low', self.low, self.low_step)
       _check_step('high', self.high, self.high_step)
@@ -123,7 +123,7 @@ class BalancedClip(Section):
 
 
 class ClipConfig(Section):
-  """How far the policy may move a token."""
+  """Selects the rule that limits how far the policy may move a token."""
 
   rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] = knob(
     'balanced', 'Clip rule: how far the policy may move a token.'
@@ -184,7 +184,7 @@ def _cap(default: float, ratio: str) -> Any:
 
 
 class LossKnobs(Section):
-  """Base of the sections of the loss rules: declares what a rule needs."""
+  """Base class of the loss rules' knobs; its attributes declare what a rule needs."""
 
   # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
   bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
@@ -204,7 +204,7 @@ class ClippedLoss(LossKnobs):
 
 
 class DecoupledLoss(LossKnobs):
-  """Decoupled PPO."""
+  """Decoupled PPO: the clipped ratio is pi / prox, and prox / mu is a factor."""
 
   needs_proximal = True
   weighs_sampler = True
@@ -217,7 +217,7 @@ class DecoupledLoss(LossKnobs):
 
 
 class CispoLoss(LossKnobs):
-  """CISPO."""
+  """CISPO: the clip bounds limit the weight of a token and cut no token."""
 
   bounds = 'limit'
 
@@ -232,7 +232,7 @@ class TisLoss(LossKnobs):
 
 
 class DppoTvLoss(LossKnobs):
-  """Divergence PPO, binary total variation."""
+  """Divergence PPO, with a trust region in binary total variation."""
 
   bounds = 'ignored'
   weighs_sampler = True
@@ -247,7 +247,7 @@ class DppoTvLoss(LossKnobs):
 
 
 class SapoLoss(LossKnobs):
-  """Soft adaptive PO."""
+  """Soft adaptive PO: a smooth gate instead of clip bounds."""
 
   bounds = 'ignored'
 
@@ -260,7 +260,7 @@ class SapoLoss(LossKnobs):
 
 
 class LossConfig(Section):
-  """The objective of a token, and how it is averaged."""
+  """Selects the objective of a token, and how it is averaged over tokens."""
 
   rule: Literal[
     'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
@@ -295,7 +295,7 @@ class LossConfig(Section):
 
 
 class FixedThresholds(Section):
-  """The same thresholds at every step."""
+  """Pass rates c1, c2 and c3 that are the same at every step."""
 
   hard: float = knob(
     1 / 8, 'c1: a problem is hard up to this pass rate.', least=0, below=1
@@ -310,10 +310,10 @@ class FixedThresholds(Section):
 
 
 class MovingThresholds(Section):
-  """Thresholds c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
+  """Pass rates c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
 
-  The defaults lower the band as the policy improves, like the paper's text and code. To
-  raise the band, as in its printed Eq. 8, swap the ends of `low` and of `high`.
+  By default both fall as the policy improves, like in the paper's text and code. To let
+  them rise, as in its printed Eq. 8, swap the ends of `low` and of `high`.
   """
 
   hard: float = knob(
@@ -339,8 +339,8 @@ class MovingThresholds(Section):
     for c2, c3 in zip(self.low, self.high, strict=True):
       if c2 > c3:
         raise ValueError(
-          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; lower low '
-          'or raise high until c2 <= c3'
+          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; choose a '
+          'smaller value in low or a larger value in high'
         )
     return self
 
@@ -360,7 +360,7 @@ class ThresholdsConfig(Section):
 
 
 class BufferConfig(Section):
-  """The replay buffer."""
+  """What the replay buffer keeps, and when its problems and groups are used again."""
 
   capacity: int = knob(
     256,
@@ -391,14 +391,14 @@ class BufferConfig(Section):
   def _has_room(self) -> Self:
     if self.reevaluate > self.capacity:
       raise ValueError(
-        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; lower '
-        'reevaluate or raise capacity'
+        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; choose '
+        'a smaller reevaluate or a larger capacity'
       )
     return self
 
 
 class SourceWeights(Section):
-  """Factors on the advantage of a row, by its source."""
+  """Factors that multiply the advantage of a row, one per source."""
 
   fresh: float = knob(1.0, 'Factor on the advantage of fresh rows.', least=0)
   reevaluated: float = knob(
@@ -435,17 +435,17 @@ class BatchConfig(Section):
 
   @property
   def uses_buffer(self) -> bool:
-    """Returns whether the rule reads the replay buffer."""
+    """Returns whether the batch rule reads the replay buffer."""
     return self.rule in ('replay', 'adapted')
 
   @property
   def reevaluates(self) -> bool:
-    """Returns whether the rule re-evaluates hard problems."""
+    """Returns whether the batch rule re-evaluates hard problems."""
     return self.rule == 'adapted'
 
   @property
   def extra_rounds(self) -> int:
-    """Returns the maximum number of rounds of prompts after the first of a step."""
+    """Returns how many rounds of prompts a step may add to its first round."""
     return self.max_extra_rounds if self.rule == 'learnable_only' else 0
 
   def seats(self, prompts: int) -> int:

@@ -1,11 +1,11 @@
 """Runs --mode=check: a dry run that trains nothing and writes nothing.
 
-1. shows prompts as the model sees them, verifies right answers, compares disk space;
+1. shows prompts and the free disk space, and verifies the data set's right answers;
 2. samples responses before any training, to show whether a run can learn from them;
 3. times one step and measures its memory, both after an untimed first call;
 4. lists findings with their remedies. The exit status is 1 if any is a mistake.
 
-`short` is the cheap part, which every new run shows first.
+Every new run first shows `short`: one prompt, and the findings about the config.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ KIND = operator.attrgetter('kind')
 
 
 def check(config: Config, workdir: str) -> int:
-  """Runs the whole check; returns the exit status: 1 for a certain mistake, else 0.
+  """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
   Raises:
     ValueError: a run with this config could not start.
@@ -88,9 +88,9 @@ def free_bytes(workdir: str) -> int:
 
 
 def shrunk(config: Config) -> Config:
-  """Returns the config of a step with one minibatch, or with GROUPS groups if larger.
+  """Returns the config of a smaller step: the fewest minibatches with GROUPS groups.
 
-  The step is synchronous and without a buffer: one update on fresh responses.
+  The step is synchronous and trains once on fresh responses, without a replay buffer.
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
@@ -105,11 +105,10 @@ def shrunk(config: Config) -> Config:
 
 
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
-  """Compiles the sampler, then samples the run's first groups: (seconds, rollout).
+  """Samples the run's first groups twice; returns (seconds of the second, rollout).
 
-  The prompts and the noise are those of the first step, of its first groups if it has
-  more. An untimed call comes first, because it compiles small programs and starts the
-  verifier's processes.
+  Prompts and noise are those of the first groups of the run's first step. The first
+  call is slower: it compiles small programs and starts the verifier's processes.
   """
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
@@ -122,7 +121,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
-  """Returns the values of a rollout that `of_responses` reads."""
+  """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
   correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
   ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
@@ -144,7 +143,7 @@ def quoted(text: str) -> str:
 
 
 def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
-  """Describes the prompts, their lengths, the right answers and the disk."""
+  """Describes prompts, their lengths, how many right answers pass, and disk space."""
   config, found = r.config, material.problems
   verified = known.verified(config.rewards.rule)
   lines = [
@@ -202,9 +201,10 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
 def measured(
   r: Resolved, t: Trainer, s: TrainState, rollout: Rollout, seconds: float
 ) -> str:
-  """Times one update on a minibatch of these groups; describes a step and memory.
+  """Times one update on a minibatch of these groups; describes step time and memory.
 
-  `r` is the run; `t` sampled fewer groups, in `seconds`.
+  `r` is the run. `t` has its config, shrunk to fewer groups; it sampled the rollout in
+  `seconds`.
   """
   config, groups, updates = r.config, rollout.groups, r.config.updates_per_step
   per_update = config.seats // config.learner.minibatches

@@ -57,9 +57,9 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
 def _read(
   path: str, mtime_ns: int, size: int
 ) -> tuple[str, Sequence[int], tuple[Row, ...]]:
-  """Returns ('line' or 'row', number of each row in this unit, rows).
+  """Returns the name of a row ('line', 'row'), the number of every row, and the rows.
 
-  `mtime_ns` and `size` only extend the cache key.
+  The result is cached by all arguments.
   """
   del mtime_ns, size
   unit, items = _format(path)
@@ -122,7 +122,7 @@ def _parse(row: dict[str, Any], layout: layouts.Layout, folder: str) -> Row:
 
 
 def _picture(value: Any, folder: str) -> bytes:
-  """Reads an image file given as bytes, a path, or a dict of the library `datasets`."""
+  """Returns the bytes of an image file, given as bytes, a path or a `datasets` dict."""
   if isinstance(value, dict):
     value = value.get('path') if value.get('bytes') is None else value['bytes']
   if isinstance(value, bytes):
@@ -182,7 +182,7 @@ def _loads(path: str, text: str, line: int) -> Any:
 
 def _object(row: Any) -> dict[str, Any]:
   if not isinstance(row, dict):
-    raise ValueError(f'{shown(row)} is not a JSON object; write {{"problem": ...}}')
+    raise ValueError(f'{shown(row)} is not a JSON object; give named fields')
   return row
 
 
@@ -217,11 +217,11 @@ def _check_distinct(path: str, names: Sequence[str]) -> None:
   """Raises ValueError if two columns with a meaning have the same name."""
   readable = [name for name in names if layouts.known(name)]
   if twice := {name for name in readable if readable.count(name) > 1}:
-    raise ValueError(f'{path} has two columns {min(twice)!r}; remove one')
+    raise ValueError(f'{path} has two columns named {min(twice)!r}; remove one')
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Item]:
-  """Yields rows of these columns; None: known columns, and None for all others."""
+  """Yields rows with `columns`, or with all, where unknown columns are None."""
   import pyarrow.parquet
 
   try:

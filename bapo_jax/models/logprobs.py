@@ -89,7 +89,7 @@ def packed_stats(
   patch_XD: Array | None = None,
   schedule: Schedule = Schedule(),
 ) -> TokenStats:
-  """Scores the targets of packed rows, [R, T]; 0 in other cells.
+  """Returns the statistics [R, T] of the targets of packed rows; 0 in other cells.
 
   Only cells with a target are projected to the vocabulary: each device sorts them to
   the front and projects `chunk` cells at once, in chunk * 4096 floats of memory.

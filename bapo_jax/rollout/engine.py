@@ -36,14 +36,14 @@ class RolloutEngine:
     group_size: G, responses per prompt.
     temperature: divides the logits, also in recorded log-probabilities. 0: greedy, for
       evaluation only.
-    max_num_seqs: S, decode slots.
+    max_num_seqs: S, the number of decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
     cache_segments: parts of the KV cache; attention skips parts that no slot has
       reached.
-    done_check_lag: number of dispatches by which the host reads done flags late. 1
-      keeps an accelerator busy while the host reads, but leaves a finished slot idle
-      for one dispatch.
+    done_check_lag: number of later dispatches that start before the host reads which
+      slots a dispatch finished. 1 keeps an accelerator busy while the host reads, but
+      leaves a finished slot idle for one dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
     mesh: slots and rows are split over its data and fsdp axes; None: one device.
     gallery: pictures of the problems, by problem id; None: text only. Galleries of
@@ -75,21 +75,21 @@ class RolloutEngine:
 
   @property
   def length(self) -> int:
-    """Returns T, the columns of a row."""
+    """Returns T, the number of columns of a row."""
     return self.max_prompt_tokens + self.max_new_tokens
 
   @property
   def prefill_rows(self) -> int:
-    """Returns A, the responses admitted at once."""
+    """Returns A, the number of responses admitted at once."""
     return min(self.prefill_batch_size, self.max_num_seqs)
 
   @property
   def prefill_sizes(self) -> list[int]:
-    """Returns the numbers of prompts that are prefilled at once, ascending.
+    """Returns the one or two prompt counts for which prefilling is compiled, ascending.
 
-    A block of A responses that starts with a group has one prompt fewer than a block
-    that starts and ends inside groups. The smaller number gets a separate program if
-    that program saves more than a tenth of the work.
+    If A responses start in the middle of a group, they may answer one prompt more than
+    if they start with a group. The smaller count has a separate program if this program
+    saves more than a tenth of the work.
     """
     aligned = -(-self.prefill_rows // self.group_size)
     unaligned = min(self.prefill_rows, aligned + 1)
@@ -97,7 +97,7 @@ class RolloutEngine:
 
   @property
   def segment_sizes(self) -> list[int]:
-    """Returns the columns of each segment of the KV cache."""
+    """Returns the number of columns of each segment of the KV cache."""
     return shapes.segment_sizes(self.length, self.cache_segments)
 
   def empty(self, rows: int) -> tuple[Slots, Rows]:
@@ -172,7 +172,7 @@ class RolloutEngine:
     """Compiles every shape that can occur, with calls that contain only padding.
 
     Args:
-      places: groups in the output, as in PartialRollouts.
+      places: number of groups in the output, as in PartialRollouts.
       refreshed: whether `refresh` is compiled too, for partial rollouts.
     """
     slots, rows = self.empty(places * self.group_size)

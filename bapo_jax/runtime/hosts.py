@@ -66,7 +66,7 @@ def initialise(
   given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
   if len(given) in (1, 2):
     raise ValueError(
-      f'{" ".join(given)}: give --coordinator, --process and --processes, or none'
+      f'{" ".join(given)}: give all of --coordinator, --process, --processes, or none'
     )
   if process is None or processes is None:
     # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
@@ -98,7 +98,7 @@ def initialise(
 
 
 def _check(coordinator: str, process: int, processes: int) -> None:
-  """Raises ValueError unless the numbers fit and the coordinator's port is free."""
+  """Raises ValueError if the flags are inconsistent or the port is taken."""
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
     raise ValueError(f'--coordinator={coordinator}: give host:port, port 1-65535')
@@ -154,7 +154,7 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
 
 
 def _explain_abort(sentence: str) -> None:
-  """Makes an abort of this process print the sentence and exit with status LOST.
+  """Makes abort() in this process print the sentence and exit with status LOST.
 
   The handler is a C function: a Python signal handler would wait for the main thread,
   but the aborting thread never returns from abort().
@@ -178,9 +178,9 @@ def _console(sentence: str) -> None:
 
 
 def leave(status: int) -> None:
-  """Ends this process, and all others with status LOST; returns if it is alone.
+  """Ends this process with `status`; returns if it is the only process of the run.
 
-  If all processes call this within GRACE_S seconds, every process exits with `status`.
+  The others end with status LOST, unless they too call this within GRACE_S seconds.
   """
   if processes() > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
@@ -217,8 +217,8 @@ def _exit(status: int) -> NoReturn:
 def failed(error: BaseException) -> NoReturn:
   """Prints the traceback of an unexpected error and ends this process.
 
-  Collectives and barriers fail when another process is gone. Then JAX aborts this
-  process during the wait below, and the handler explains the abort.
+  Collectives and barriers fail when another process is gone. After such an error this
+  function waits for JAX to abort this process, and the handler explains the abort.
   """
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
@@ -228,7 +228,7 @@ def failed(error: BaseException) -> NoReturn:
 
 
 def everyones(text: str) -> list[str]:
-  """Gathers a string from every process, in process order; a collective."""
+  """Returns the strings of all processes, in process order; all must call this."""
   if processes() == 1:
     return [text]
   import numpy as np  # late: bad knobs fail before this import
@@ -245,7 +245,7 @@ def everyones(text: str) -> list[str]:
 def _share(sentence: str) -> None:
   """Raises ValueError if another process has an error and this process has none.
 
-  A collective; `sentence` is the error of this process, '' for none.
+  All processes must call this; `sentence` is the error of this process, '' for none.
   """
   sentences = everyones(sentence)
   if processes() == 1 or not any(sentences):
@@ -279,7 +279,7 @@ def first_ahead() -> Iterator[None]:
 
 
 def same_everywhere(values: dict[str, Any]) -> None:
-  """Raises ValueError in all processes unless `values` are equal; a collective."""
+  """Raises ValueError in all processes unless they all pass equal `values`."""
   expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
   for i, found in enumerate(others, 1):
     if differ := [
@@ -295,7 +295,7 @@ def same_everywhere(values: dict[str, Any]) -> None:
 
 
 def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """Yields (dotted name, old, new) per differing value; None if it is missing."""
+  """Yields (dotted name, old, new) for each value that differs; None: it is missing."""
   if isinstance(old, dict) and isinstance(new, dict):
     for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key

@@ -32,13 +32,13 @@ def export(
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`; returns 0.
 
-  `to` '' stands for <workdir>/export/<step>; for `which` see checkpoint.choose. The
-  dtype float32 preserves the trained weights exactly; `shard_bytes` limits the size of
-  a tensor file. `adapter` writes only the adapters, in the format of peft; otherwise
-  adapters are merged into the weights.
+  An empty `to` means <workdir>/export/<step>; for `which` see checkpoint.choose. With
+  dtype='float32' the weights are written exactly; `shard_bytes` limits the size of a
+  tensor file. If `adapter`, only the adapters are written, in the format of peft; else
+  they are merged into the weights.
 
   Raises:
-    ValueError: no such checkpoint, another model, or `to` is not empty.
+    ValueError: no such checkpoint, it has another model, or `to` is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -47,8 +47,8 @@ def export(
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
       f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r}: only adapters of a published model stand alone; use '
-      '--export_as=merged'
+      f'{config.model.path!r}: only adapters of a published model can be exported '
+      'without the weights; use --export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
@@ -72,7 +72,7 @@ def export(
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError unless the run in the workdir has this model and tokenizer."""
+  """Raises ValueError unless the workdir's run has the config's model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config.model_dump()))
   defaults = json.loads(json.dumps(Config().model_dump()))
@@ -87,7 +87,7 @@ def check_config(config: Config, workdir: str) -> None:
 
 
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
-  """Writes the files beside the weights, copying the source model's if it has any."""
+  """Writes the JSON files beside the weights, from the published model's if any."""
   source, tokenizer, spec = model
   backend = tokenizer.backend
 

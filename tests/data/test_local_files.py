@@ -208,7 +208,7 @@ BROKEN = {  # file -> its bytes, part of the sentence
   'more.csv': (TWO + b'\n1,2,3\n', 'line 4: 3 values for 2 columns'),
   'quoted.csv': (TWO + b'"1\n2"3,4\n', "line 3: not CSV (',' expected after"),
   'open.csv': (TWO + b'"1\n2,4\n', 'line 3: not CSV (unexpected end of data)'),
-  'twice.csv': (b'answer,problem,answer\n1,2,3\n', "two columns 'answer'"),
+  'twice.csv': (b'answer,problem,answer\n1,2,3\n', "two columns named 'answer'"),
   'latin.csv': (TWO + b'\xe9,1\n', 'not UTF-8'),
   'plain.jsonl.gz': (GOOD.encode(), 'not a complete gzip file (Not a gzipped file'),
   'cut.jsonl.gz': (gzip.compress(GOOD.encode())[:-9], 'not a complete gzip file'),
@@ -267,7 +267,7 @@ def test_a_table_with_a_column_twice_is_refused(tmp_path):
   columns = [pa.array([x]) for x in ('1+1', '2', '3')]
   twice = pa.Table.from_arrays(columns, ['problem', 'answer', 'answer'])
   pa.parquet.write_table(twice, tmp_path / 'twice.parquet')
-  with pytest.raises(ValueError, match="two columns 'answer'"):
+  with pytest.raises(ValueError, match="two columns named 'answer'"):
     local_files.read(str(tmp_path / 'twice.parquet'))
 
 

@@ -179,7 +179,7 @@ def _language_model(
   if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
     raise ValueError(
       f'num_attention_heads={heads} must be a multiple of num_key_value_heads='
-      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} must be even'
+      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} even; correct the file'
     )
   theta, rope_type, knobs = _rope(c)
   rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
@@ -253,7 +253,7 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
 
 
 def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-  """Returns the language model's options, spelled as for Qwen2, and mrope_section."""
+  """Returns (options of the language model in Qwen2's spelling, mrope_section)."""
   text = dict(c.get('text_config') or c)
   name = 'tie_word_embeddings'
   text[name] = c.get(name) or text.get(name)
@@ -283,7 +283,9 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
   for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
     if (values := pixels.get(name)) is not None:
       if len(values) != CHANNELS or (field == 'std' and 0 in values):
-        raise ValueError(f'{name}={values} must be 3 numbers, nonzero for image_std')
+        raise ValueError(
+          f'{name}={values} must be 3 numbers, nonzero in image_std; correct the file'
+        )
       fields[field] = tuple(float(value) for value in values)
   limits = pixels.get('size') or {}
   for field, (option, edge) in LIMITS.items():
@@ -317,10 +319,10 @@ def _number(c: dict[str, Any], name: str, default: float | None = None) -> float
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
-  """Returns config.json's contents, as every version of transformers reads them.
+  """Returns the contents of a config.json that every version of transformers reads.
 
   Raises:
-    ValueError: no architecture has these biases and norms.
+    ValueError: no supported architecture has this combination of biases and norms.
   """
   kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
   kind = 'qwen3' if spec.qk_norm else kind
