@@ -38,7 +38,9 @@ def locked(workdir: str) -> Iterator[None]:
   """
   path = pathlib.Path(workdir).absolute()
   made = [each for each in (path, *path.parents) if not os.path.lexists(each)]
-  before = set(os.listdir(path)) if path.is_dir() else set[str]()
+  before = set[str]()
+  with contextlib.suppress(OSError):
+    before = set(os.listdir(path))
   with contextlib.ExitStack() as stack:
     with hosts.together():
       if hosts.is_first():

@@ -91,6 +91,8 @@ def test_held_out_problems_are_not_counted_among_the_training_problems(
   assert '2.22 passes over 36 problems, 8 a step' in capsys.readouterr().out
   with pytest.raises(ValueError, match='no training problem is left'):
     findings(tmp_path, chat_model, TRAINING, TRAINING)
+  config = main.read_config(FINETUNE, flags(tmp_path, chat_model, TRAINING, TRAINING))
+  assert derive.prepare(config, str(tmp_path / 'work'), trains=False).config.steps
 
 
 def test_an_answer_that_its_verifier_cannot_read_is_refused(
