@@ -2,7 +2,7 @@
 
 1. shows prompts and the free disk space, and verifies the data set's right answers;
 2. samples responses before any training, to show whether a run can learn from them;
-3. times one update and measures its memory;
+3. times one step and measures its memory, both after an untimed first call;
 4. lists findings with their remedies. The exit status is 1 if any is a mistake.
 
 Every new run first shows `short`: one prompt, and the findings about the config.
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import operator
+import os
 import pathlib
 import shutil
 import time
@@ -66,7 +67,7 @@ def check(config: Config, workdir: str) -> int:
     sampled = summary(rollout, r.tokenizer.eos)
     log(shown_responses(t, rollout, sampled))
     findings += check_rules.of_responses(config, sampled)
-    log(measured(config, t, s, rollout, seconds))
+    log(measured(r, t, s, rollout, seconds))
   log(listed(findings))
   log(f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written.')
   return int(any(each.kind == 'mistake' for each in findings))
@@ -104,11 +105,16 @@ def shrunk(config: Config) -> Config:
 
 
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
-  """Samples the run's first groups; returns (seconds without compiling, rollout)."""
+  """Samples the run's first groups twice; returns (seconds of the second, rollout).
+
+  Prompts and noise are those of the first groups of the run's first step. The first
+  call is slower: it compiles small programs and starts the verifier's processes.
+  """
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
+  trainer.sample_fresh(t, s, 0, key)
   began = time.perf_counter()
   found = trainer.sample_fresh(t, s, 0, key)
   return time.perf_counter() - began, found
@@ -193,13 +199,14 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
 
 
 def measured(
-  config: Config, t: Trainer, s: TrainState, rollout: Rollout, seconds: float
+  r: Resolved, t: Trainer, s: TrainState, rollout: Rollout, seconds: float
 ) -> str:
   """Times one update on a minibatch of these groups; describes step time and memory.
 
-  `t` has the run's `config`, shrunk to fewer groups; it sampled them in `seconds`.
+  `r` is the run. `t` has its config, shrunk to fewer groups; it sampled the rollout in
+  `seconds`.
   """
-  groups, updates = rollout.groups, config.updates_per_step
+  config, groups, updates = r.config, rollout.groups, r.config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
   chosen = np.argsort(-spread_P)[:per_update]  # groups with mixed verdicts first
@@ -207,9 +214,11 @@ def measured(
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
     step = build.compile_train_step(t, s)
+  machine.trim()  # as a run does, see experiment.compiled
   t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update
   batch, source_P = take(groups, chosen), jnp.zeros(per_update, jnp.int32)
+  s, _ = trainer.update(t, s, batch, source_P, key)  # the first call is slower
   began = time.perf_counter()
   trainer.update(t, s, batch, source_P, key)
   update = time.perf_counter() - began
@@ -217,15 +226,17 @@ def measured(
   total = sampling + update * updates
   device = t.mesh.devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
-  peak, where = machine.peak_rss(), 'the host'
+  peak, where = machine.peak_rss(), 'the host, with Python and compiled programs'
   if stats and 'peak_bytes_in_use' in stats:
     peak, where = stats['peak_bytes_in_use'], 'a device'
   return (
     f'a step     about {total:.3g} s: sampling {sampling:.3g}, {updates} updates of '
     f'{update:.3g} ({teaching} of {per_update} groups had mixed verdicts); '
-    f'{config.steps} steps {config.steps * total / 3600:.2g} h\n'
-    f'memory     at most {peak / 2**30:.3g} GiB of {where}; compiling took '
-    f'{t.timer.seconds["compile"]:.0f} s'
+    f'{config.steps} steps {config.steps * total / 3600:.2g} h; machine load '
+    f'{os.getloadavg()[0]:.2g} on {os.cpu_count()} cores\n'
+    f'memory     at most {peak / 2**30:.3g} GiB of {where}; the arrays of an update '
+    f'take about {r.budget.update / 2**30:.3g} by count\n'
+    f'compiling  {t.timer.seconds["compile"]:.0f} s'
   )
 
 

@@ -20,6 +20,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 
+FEW = 1 / 4  # fewest groups with mixed verdicts without a warning
 CUT = 1 / 3  # most dropped prompts, or fewest complete responses, without a warning
 OFF = 10  # largest factor between the learning rate and the usual learning rate
 ASKED = re.compile(r'\\boxed|answer\W{0,3}(?:is\W{0,3})?:', re.IGNORECASE)
@@ -184,14 +185,22 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   """Yields the findings about responses of the model before any training."""
   correct_PG, n = sampled.correct_PG, sampled.correct_PG.size
   groups, accuracy = len(correct_PG), float(correct_PG.mean())
+  way_out = 'use harder problems'
+  if accuracy < 0.5:
+    way_out = 'use easier problems, raise --config.sampler.group_size, or change'
+    way_out += ' --config.tokenizer.template'
+  if 0 < sampled.mixed < FEW * groups:
+    more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
+    yield warning(
+      'little to learn',
+      f'only {sampled.mixed} of {groups} groups have right and wrong responses '
+      f'(accuracy {accuracy:.3f}), and only these produce a gradient; {way_out}'
+      f'{more if config.batch.rule == "fresh_only" else ""}',
+    )
   if not sampled.mixed:
     verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
     if 0 < accuracy < 1:
       verdict = 'in every group, either all responses are right or all are wrong'
-    way_out = 'use harder problems'
-    if accuracy < 0.5:
-      way_out = 'use easier problems, raise --config.sampler.group_size, or change'
-      way_out += ' --config.tokenizer.template'
     yield Finding(
       'mistake',
       'nothing to learn',

@@ -97,7 +97,9 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
     model = resolve.check_available(config)
-    known = facts.gather(config, model) if undecided else None
+    # An evaluation may have no training problems of its own.
+    asked = config if trains else config.with_values(problems={'overlap': 'keep'})
+    known = facts.gather(asked, model) if undecided else None
   if known is not None:
     config, derived = derive(config, known)
     config = config_lib.parse(config.model_dump())

@@ -60,7 +60,7 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives prompts.count, so that a batch divides over updates and devices."""
   G, shards = config.sampler.group_size, _shards(config, facts)
-  most = len(facts.training)
+  most = left(config, facts)
   wanted = min(PROMPTS_CPU if facts.cpu else PROMPTS, most)
   whole = shards // math.gcd(shards, G)  # prompts of the smallest minibatch
   unit = whole * UPDATES
@@ -69,6 +69,15 @@ def prompts(config: Config, facts: Facts) -> tuple[int, str]:
     found = max(most // whole, 1) * whole
   where = 'a CPU' if facts.cpu else f'{shards} devices'
   return found, f'{found} x {G} responses a step on {where}; {most} problems'
+
+
+def left(config: Config, facts: Facts) -> int:
+  """Returns the number of training problems with prompts within the limit, at least 1.
+
+  A run drops longer prompts, or refuses to start.
+  """
+  training, _ = facts.lengths(config.tokenizer.template)
+  return max(sum(n <= config.prompts.max_prompt_tokens for n in training), 1)
 
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
@@ -82,7 +91,7 @@ def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
 
 def steps(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives steps: one pass over the problems, within 10 to 400 steps."""
-  n, count = len(facts.training), config.prompts.count
+  n, count = left(config, facts), config.prompts.count
   found = min(max(n // count, 10), 400)
   return found, f'{found * count / n:.3g} passes over {n} problems, {count} a step'
 

@@ -47,7 +47,7 @@ class Facts(NamedTuple):
 
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
-  training: Sequence[Row]
+  training: Sequence[Row]  # without held-out problems, if problems.overlap=drop
   held_out: Sequence[Row]
   lengths: Callable[[str], Lengths]  # of the prompts with a given template
   verified: Callable[[str], Verified]  # result for the right answers with a given rule
@@ -110,8 +110,8 @@ def _read(
   """Reads the problems; returns training, held_out, lengths and verified of `Facts`."""
   del versions  # only part of the cache key: changed files are read again
   backend = tokenizer_lib.load(directory, '{problem}')
-  # Repeated problems are logged later, when a run loads its training problems.
-  training, held_out = (sources.load(problems, k, quiet=True) for k in sources.SPLITS)
+  # Repeats and overlap are logged later, when a run loads its training problems.
+  training, held_out = prompts.read(problems, quiet=True)
   rows = [*training, *held_out]
 
   @functools.cache

@@ -21,8 +21,6 @@ import tensorflow_datasets as tfds
 from bapo_jax.data import layouts, local_files
 from bapo_jax.data.row import Row
 
-SUFFIX = '|'.join(suffix.removeprefix('.') for suffix in local_files.SUFFIXES)
-
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the local paths of the files of a split, in order; may download them.
@@ -54,18 +52,21 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
       return files
   options = name.replace('@', ' --revision ')
   raise ValueError(
-    f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet or .jsonl on the hub or '
-    f'in the local cache{reason}; download the files on a machine with a network, `hf '
-    f'download {options} --repo-type dataset --local-dir <directory>`, and give their '
-    'paths'
+    f'--config.{knob}=hub:{name}:{split}: no {split}*.parquet, .jsonl, .json or .csv '
+    f'on the hub or in the local cache{reason}; download the files on a machine with '
+    f'a network, `hf download {options} --repo-type dataset --local-dir <directory>`, '
+    'and give their paths'
   )
 
 
 def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the files of a split; () if there are none or some parts are missing."""
-  pattern = re.compile(rf'(?:.*/)?{re.escape(split)}(?:[-.].*)?\.(?:{SUFFIX})')
+  pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
   names = [name for name in paths if pattern.fullmatch(name)]
+  # A data set may be published in several formats; the files of one are enough.
+  formats = ([x for x in names if x.endswith(kind)] for kind in local_files.SUFFIXES)
+  names = next(filter(None, formats), [])
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(

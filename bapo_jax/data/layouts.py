@@ -3,7 +3,8 @@ r"""Detects the layout of a data set: which fields hold the problem and the answ
 The first row of a file decides the layout by which all its rows are read. Field names
 match regardless of case, spaces, underscores and hyphens: `final_answer` and
 `Final Answer` are the same field. A problem is a string or a list of chat messages: one
-user message, preceded by at most one system message.
+user message, preceded by at most one system message. The content of a message is a
+string or a list of parts, {"type": "text", "text": ...}.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bapo_jax.data.made import countdown
+from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 
@@ -130,8 +132,12 @@ def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
   field, solved = layout.problem, layout.name in ('open-instruct', 'messages')
   problem, system, solution = _chat(_get(row, field), field, solved=solved)
   value = solution if layout.answer == field else _get(row, layout.answer or field)
-  answer = READERS[layout.answer_format](value, layout.answer)
-  verifier = 'gsm8k' if layout.answer_format == 'hashes' else ''
+  reader = layout.answer_format
+  # A worked solution below bare answers: without this, all of it would be the answer.
+  if reader == 'plain' and isinstance(value, str) and '####' in value:
+    reader = 'hashes'
+  answer = READERS[reader](value, layout.answer)
+  verifier = 'gsm8k' if reader == 'hashes' else ''
   if layout.source:
     verifier = _verifier(_get(row, layout.source), layout.source) or verifier
   return Row(problem, answer, verifier, system, fields=fields)
@@ -209,7 +215,7 @@ def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
         f'field {field!r}: {shown(turn)} is not a chat message; give role and content'
       )
   roles = [turn['role'] for turn in value]
-  texts = [turn['content'] for turn in value]
+  texts = [_content(turn['content'], field) for turn in value]
   solution = texts.pop() if solved and roles[-1:] == ['assistant'] else ''
   if roles[: len(texts)] not in (['user'], ['system', 'user']):
     raise ValueError(
@@ -224,6 +230,31 @@ def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
   # Rejects an empty system message, which chat templates treat unlike a missing one.
   system = '' if len(texts) < 2 else _statement(texts[0], field, 'system message')
   return _statement(texts[-1], field, 'problem'), system, solution
+
+
+def _content(value: Any, field: str) -> Any:
+  """Joins the text of content parts; returns other content unchanged.
+
+  A part {"type": "image"} becomes <image>: its picture is in the row's `images`.
+  """
+  if not isinstance(value, list):
+    return value
+  texts = []
+  for part in value:
+    # A table fills the fields that a part lacks with None.
+    given = part if isinstance(part, dict) else {}
+    given = {k: v for k, v in given.items() if v is not None}
+    match given:
+      case {'type': 'text', 'text': str(text)}:
+        texts.append(text)
+      case {'type': 'image'} if len(given) == 1:
+        texts.append(PLACEHOLDER)
+      case _:
+        raise ValueError(
+          f'field {field!r}: {shown(part)} is not a text part; give {{"type": "text", '
+          '"text": ...}, or for a picture {"type": "image"} and its path in `images`'
+        )
+  return ''.join(texts)
 
 
 def _statement(value: Any, field: str, what: str) -> str:
@@ -265,6 +296,11 @@ def _answer(value: Any, field: str) -> str:
   text = _readable(str(value), field, r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
   if not text:
     raise ValueError(f'field {field!r} is empty; give an answer')
+  if '####' in text:
+    raise ValueError(
+      f'field {field!r}: {shown(value)} is not a bare answer; give only the text '
+      'after ####'
+    )
   return text
 
 
@@ -297,7 +333,7 @@ def _bare(value: Any, field: str) -> str:
   text = _answer(value, field)
   if not isinstance(value, str):
     return text
-  if len(text) > LONGEST_BARE or '\n' in text or '####' in text:
+  if len(text) > LONGEST_BARE or '\n' in text:
     raise ValueError(
       rf'field {field!r}: {shown(value)} is not a bare answer and has no \boxed{{}}; '
       'add an `answer` field'

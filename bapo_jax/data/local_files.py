@@ -1,27 +1,33 @@
-"""Reads problems from jsonl, json and parquet files, with or without pictures.
+"""Reads problems from parquet, jsonl, json and csv files, with or without pictures.
 
 The first row decides the layout of the file (`layouts.detect`). Pictures are bytes in
-the file, or paths relative to its folder.
+the file, or paths relative to its folder. Text files may be compressed with gzip.
 
-Lines are parsed by `json`. pyarrow would infer a type for every column: it turns the
-answers 2024-01-01 and 12345678901234567890123 into a time and a float, and rejects a
-file with the answers 5 and "5".
+Lines are parsed by `json` and `csv`. pyarrow would infer a type for every column: it
+turns the answers 2024-01-01, 007 and 12345678901234567890123 into a time, 7 and a
+float, and rejects a file with the answers 5 and "5".
 """
 
+import array
+import contextlib
+import csv
 import functools
+import gzip
 import json
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
 from bapo_jax.data import layouts, pictures
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 
-SUFFIXES = ('.jsonl', '.json', '.parquet')
+TEXT = ('.jsonl', '.json', '.csv')
+SUFFIXES = ('.parquet', *TEXT, *(f'{suffix}.gz' for suffix in TEXT))
 BATCH = 256  # rows of a parquet file that are converted at once
 
-Place = tuple[str, Any]  # ('line 3', the row)
+Item = tuple[int, Any]  # (number of the line or row, from 1; the fields)
 
 
 def read(
@@ -37,29 +43,32 @@ def read(
   try:
     status = os.stat(path)
     # Cached: a start reads a file several times, to check it, derive knobs and train.
-    unit, rows = _read(path, status.st_mtime_ns, status.st_size, whole)
+    unit, numbers, rows = _read(path, status.st_mtime_ns, status.st_size, whole)
   except OSError as error:
     raise ValueError(
       f'{path} cannot be read ({error.strerror or error}); set problems.source and '
-      'problems.test_source to jsonl or parquet files'
+      f'problems.test_source to files that end in {", ".join(SUFFIXES)}'
     ) from error
   if check:
-    for i, row in enumerate(rows, 1):
-      _at(path, (f'{unit} {i}', row), check)
+    for item in zip(numbers, rows, strict=True):
+      _at(path, unit, item, check)
   return list(rows)
 
 
 @functools.lru_cache(maxsize=2)
 def _read(
   path: str, mtime_ns: int, size: int, whole: bool
-) -> tuple[str, tuple[Row, ...]]:
-  """Returns the name of a row ('line', 'row') and all rows; cached by all arguments."""
+) -> tuple[str, Sequence[int], tuple[Row, ...]]:
+  """Returns the name of a row ('line', 'row'), the number of every row, and the rows.
+
+  The result is cached by all arguments.
+  """
   del mtime_ns, size
-  items = _parquet if path.endswith('.parquet') else _json
-  first = next(items(path, None), None)
+  unit, items = _format(path)
+  first = next(items(None), None)
   if first is None:
     raise ValueError(f'{path} contains no problem; give another file')
-  layout = _at(path, first, functools.partial(layouts.detect, whole=whole))
+  layout = _at(path, unit, first, functools.partial(layouts.detect, whole=whole))
   columns = [*layout.columns, *filter(layouts.is_picture, first[1])]
   if whole:
     columns = list(first[1])
@@ -67,16 +76,43 @@ def _read(
   parse = functools.partial(_parse, layout=layout, folder=folder, whole=whole)
   # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
   unique: dict[Row, Row] = {}
-  rows = (_at(path, item, parse) for item in items(path, columns))
-  return first[0].split()[0], tuple(unique.setdefault(row, row) for row in rows)
+  numbers, rows = array.array('Q'), list[Row]()
+  for item in items(columns):
+    row = _at(path, unit, item, parse)
+    numbers.append(item[0])
+    rows.append(unique.setdefault(row, row))
+  return unit, numbers, tuple(rows)
 
 
-def _at(path: str, item: Place, function: Callable[[Any], Any]) -> Any:
-  place, row = item
+def _format(path: str) -> tuple[str, Callable[[list[str] | None], Iterator[Item]]]:
+  """Returns ('line' or 'row', a function that yields the items of the file).
+
+  The function takes the columns to read, None for the known columns; a text file is
+  read in all columns.
+  """
+  kind = path.removesuffix('.gz').rpartition('.')[2]
+  if kind == 'parquet':
+    return 'row', functools.partial(_parquet, path)
+  unit, parse = 'line', _csv if kind == 'csv' else _json_lines
+  if kind == 'json':
+    with _opened(path) as file:
+      if file.read(1024).lstrip().startswith('['):
+        unit, parse = 'row', _json_list
+
+  def items(columns: list[str] | None) -> Iterator[Item]:
+    del columns
+    with _opened(path) as file:
+      yield from parse(path, file)
+
+  return unit, items
+
+
+def _at(path: str, unit: str, item: Item, function: Callable[[Any], Any]) -> Any:
+  number, row = item
   try:
     return function(row)
   except ValueError as error:
-    raise ValueError(f'{path}, {place}: {error}') from error
+    raise ValueError(f'{path}, {unit} {number}: {error}') from error
 
 
 def _parse(
@@ -108,40 +144,91 @@ def _picture(value: Any, folder: str) -> bytes:
     raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
-def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields (place, row) for each line, or each item of a JSON list, with all fields."""
-  del columns
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[IO[str]]:
+  """Opens a text file, compressed or not; a damaged file raises a ValueError."""
+  opened = gzip.open if path.endswith('.gz') else open
   try:
-    with open(path, encoding='utf-8-sig') as file:
-      listed = path.endswith('.json') and file.read(1024).lstrip().startswith('[')
-      file.seek(0)
-      if listed:
-        rows = _at(path, ('list', file.read()), _loads)
-        items = ((f'row {i}', row) for i, row in enumerate(rows, 1))
-      else:
-        places = ((f'line {i}', line) for i, line in enumerate(file, 1))
-        items = ((place, _at(path, (place, line), _loads)) for place, line in places)
-      for place, row in items:
-        if not isinstance(row, dict):
-          raise ValueError(
-            f'{path}, {place}: {shown(row)} is not a JSON object; give named fields'
-          )
-        yield place, row
+    # newline='': csv needs the line ends within quotes as they are.
+    with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
+      yield file
   except UnicodeDecodeError as error:
     raise ValueError(
       f'{path} is not UTF-8 text ({error}); convert it, for example with iconv -t utf-8'
     ) from error
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise ValueError(
+      f'{path} is not a complete gzip file ({error}); write or download it again'
+    ) from error
 
 
-def _loads(text: str) -> Any:
+def _json_lines(path: str, file: IO[str]) -> Iterator[Item]:
+  """Yields the JSON object of every line that is not blank."""
+  for number, line in enumerate(file, 1):
+    if text := line.rstrip():
+      yield number, _at(path, 'line', (number, _loads(path, text, number)), _object)
+
+
+def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
+  """Yields the objects of a JSON list."""
+  for item in enumerate(_loads(path, file.read(), 1), 1):
+    yield item[0], _at(path, 'row', item, _object)
+
+
+def _loads(path: str, text: str, line: int) -> Any:
+  """Parses JSON text that starts in a line of the file; an error names its line."""
   try:
     return json.loads(text)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'not JSON ({error}); correct the text') from error
+  except json.JSONDecodeError as error:
+    line += error.lineno - 1
+    reason, cause = f'{error.msg}, column {error.colno}', error
+  except (ValueError, RecursionError) as error:  # too many digits, too deep
+    reason, cause = str(error), error
+  raise ValueError(f'{path}, line {line}: not JSON ({reason}); correct it') from cause
 
 
-def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields (place, row) with `columns`, or with all, where unknown columns are None."""
+def _object(row: Any) -> dict[str, Any]:
+  if not isinstance(row, dict):
+    raise ValueError(f'{shown(row)} is not a JSON object; give named fields')
+  return row
+
+
+def _csv(path: str, file: IO[str]) -> Iterator[Item]:
+  """Yields the rows below the header, all values as text; skips blank lines.
+
+  A row is numbered by its first line, because quoted values may contain line ends.
+  """
+  reader, names, line = csv.reader(file, strict=True), list[str](), 0
+  try:
+    for cells in reader:
+      line, number = reader.line_num, line + 1
+      if not any(cell.strip() for cell in cells):
+        continue
+      if not names:
+        names = cells
+        _check_distinct(path, names)
+      elif len(cells) != len(names):
+        raise ValueError(
+          f'{path}, line {number}: {len(cells)} values for {len(names)} columns; quote '
+          'values that contain a comma'
+        )
+      else:
+        yield number, dict(zip(names, cells, strict=True))
+  except csv.Error as error:
+    raise ValueError(
+      f'{path}, line {line + 1}: not CSV ({error}); correct it, or write jsonl'
+    ) from error
+
+
+def _check_distinct(path: str, names: Sequence[str]) -> None:
+  """Raises ValueError if two columns with a meaning have the same name."""
+  readable = [name for name in names if layouts.known(name)]
+  if twice := {name for name in readable if readable.count(name) > 1}:
+    raise ValueError(f'{path} has two columns named {min(twice)!r}; remove one')
+
+
+def _parquet(path: str, columns: list[str] | None) -> Iterator[Item]:
+  """Yields rows with `columns`, or with all, where unknown columns are None."""
   import pyarrow.parquet
 
   try:
@@ -149,12 +236,11 @@ def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
       names = file.schema_arrow.names
       # A column without a meaning may have a type that Python cannot represent.
       readable = [name for name in names if layouts.known(name)]
-      if twice := {x for x in readable if readable.count(x) > 1}:
-        raise ValueError(f'{path} has two columns named {min(twice)!r}; remove one')
+      _check_distinct(path, names)
       batches = file.iter_batches(BATCH if columns else 1, columns=columns or readable)
       rows = (row for batch in batches for row in batch.to_pylist())
       for i, row in enumerate(rows, 1):
-        yield f'row {i}', row if columns else dict.fromkeys(names) | row
+        yield i, row if columns else dict.fromkeys(names) | row
   except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
     if isinstance(error, OSError) and error.errno:
       raise  # the file cannot be opened

@@ -58,13 +58,7 @@ def load(
   Raises:
     ValueError: unreadable source or picture, too long a prompt, or too few problems.
   """
-  training, held_out = (sources.load(problems, k) for k in sources.SPLITS)
-  both, message = overlap(problems, training, held_out)
-  if both and problems.overlap == 'drop':
-    training = [row for i, row in enumerate(training) if i not in both]
-    log(f'{message}; they are dropped from the training problems')
-  elif both:
-    log(f'{message}; they are kept, because problems.overlap=keep')
+  training, held_out = read(problems)
   limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
   table = tabulate(tokenizer, training, limit, vision, drop=drop)
   held_out_table = tabulate(tokenizer, held_out, limit, vision, drop=False)
@@ -74,6 +68,33 @@ def load(
       'problems; lower prompts.count or give more training problems'
     )
   return table, held_out_table
+
+
+def read(
+  problems: ProblemsConfig, *, quiet: bool = False
+) -> tuple[list[Row], list[Row]]:
+  """Returns the rows of training and held-out problems; logs repeats and overlap.
+
+  Raises:
+    ValueError: a source cannot be read, or problems.overlap=drop drops every row.
+  """
+  training, held_out = (sources.load(problems, k, quiet=quiet) for k in sources.SPLITS)
+  both, message = overlap(problems, training, held_out)
+  if not both:
+    return training, held_out
+  done = 'kept, because problems.overlap=keep'
+  if problems.overlap == 'drop':
+    training = [row for i, row in enumerate(training) if i not in both]
+    done = 'dropped from the training problems'
+  if not training:
+    raise ValueError(
+      f'problems.overlap=drop: no training problem is left, because all problems of '
+      f'problems.source={problems.source} are held out too '
+      f'(problems.test_source={problems.test_source}); give other training problems'
+    )
+  if not quiet:
+    log(f'{message}; they are {done}')
+  return training, held_out
 
 
 def overlap(

@@ -84,8 +84,8 @@ def check_available(config: Config) -> Model:
   if absent:
     raise ValueError(
       f'not found: {"; ".join(absent)}. Download the model (`hf download <name> '
-      '--local-dir <directory>`) and the data (jsonl or parquet), or set these knobs '
-      'to the paths of existing files'
+      '--local-dir <directory>`) and the data (parquet, jsonl, csv), or set '
+      'these knobs to the paths of existing files'
     )
   if not path:
     sources.sft_problems(config.problems)

@@ -1,9 +1,13 @@
 """--mode=check finds what is wrong before the first hour is spent: ten mistakes."""
 
 import collections
+import dataclasses
+import re
 import shutil
+import time
 
 import foreign
+import making
 import numpy as np
 import pytest
 
@@ -11,6 +15,8 @@ from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
 from bapo_jax.models import transformer
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import build, resolve, trainer
 from bapo_jax.training.config import Config
 
 FINETUNE = 'configs/finetune.py'
@@ -73,6 +79,22 @@ def test_a_mistake_in_the_config_is_found(case, tmp_path, chat_model, one_device
   assert findings(tmp_path, chat_model, *rows, **knobs) == expected
 
 
+def test_held_out_problems_are_not_counted_among_the_training_problems(
+  tmp_path, chat_model, one_device, capsys
+):
+  def training(**overrides):
+    given = flags(tmp_path, chat_model, TRAINING, SOME, **overrides)
+    r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
+    return len(facts.gather(r.config, r.model, r.mesh).training)
+
+  assert (training(), training(**KEEP)) == (36, 40)
+  assert '2.22 passes over 36 problems, 8 a step' in capsys.readouterr().out
+  with pytest.raises(ValueError, match='no training problem is left'):
+    findings(tmp_path, chat_model, TRAINING, TRAINING)
+  config = main.read_config(FINETUNE, flags(tmp_path, chat_model, TRAINING, TRAINING))
+  assert derive.prepare(config, str(tmp_path / 'work'), trains=False).config.steps
+
+
 def test_an_answer_that_its_verifier_cannot_read_is_refused(
   tmp_path, chat_model, one_device
 ):
@@ -109,7 +131,9 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
 @pytest.mark.parametrize(
   ('right', 'changes', 'expected'),
   [
-    ([1, 0, 8], {}, {}),  # one group is enough
+    ([1, 0, 8], {}, {}),
+    ([1, 0, 0, 0, 0, 0, 0, 0], {}, {'little to learn': 'warning'}),
+    ([1, 2, 0, 0, 0, 0, 0, 0], {}, {}),
     ([0, 0, 0], {}, {'nothing to learn': 'mistake'}),
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
@@ -123,6 +147,72 @@ def test_findings_about_responses(right, changes, expected):
   sampled = Sampled(right_PG, nothing_PG, ~nothing_PG, 0)._replace(**changes)
   found = check_rules.of_responses(Config(), sampled)
   assert {each.name: each.kind for each in found} == expected
+
+
+def test_the_ways_out_of_few_mixed_groups_fit_the_run():
+  right_PG = np.arange(8) < np.asarray([1, 0, 0, 0, 0])[:, None]
+  sampled = Sampled(right_PG, ~right_PG, right_PG, 0)
+
+  def text(sampled, **batch):
+    config = Config().with_values(batch=batch)
+    return next(check_rules.of_responses(config, sampled)).text
+
+  hard = text(sampled, rule='fresh_only')
+  assert 'only 1 of 5 groups' in hard and 'easier problems' in hard
+  assert '--config.batch.rule=learnable_only' in hard
+  assert 'learnable_only' not in text(sampled, rule='learnable_only')
+  assert 'harder problems' in text(sampled._replace(correct_PG=~right_PG))
+
+
+@pytest.fixture
+def many_groups(adapter_run, one_device):
+  """A run with 12 made problems per step and a model from a directory."""
+  knobs = {'prompts': {'count': 12}, 'learner': {'minibatches': 3}}
+  config = adapter_run.config.with_values(**knobs)
+  r = resolve.resolve(config)
+  return r, build.read(config, r.model)
+
+
+def built(r, material, workdir):
+  verifier = making.OddVerifier()
+  return build.build(r, material, verifier, str(workdir), PhaseTimer())
+
+
+def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
+  r, material = many_groups
+  t, s = built(r, material, tmp_path)
+  s, key = trainer.sync_actor_if_due(t, s), trainer.step_keys(t.config.seed, 0).fresh
+  groups = trainer.sample_fresh(t, s, 0, key).groups
+  small = dataclasses.replace(r, config=check.shrunk(r.config))
+  _, found = check.sample(*built(small, material, tmp_path))
+  assert len(found.groups.id_P) == 8 < len(groups.id_P)
+  for name in ('id_P', 'tokens_PGT'):
+    ours, theirs = (np.asarray(getattr(x, name))[:8] for x in (found.groups, groups))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
+  r, material = many_groups
+  small = dataclasses.replace(r, config=check.shrunk(r.config))
+  t, s = built(small, material, tmp_path)
+  clock, called = [0.0], []
+
+  def ticking(function):  # a first call takes 1000 s, the others 1 s
+    def call(*args):
+      clock[0] += 1 if function in called else 1000
+      called.append(function)
+      return function(*args)
+
+    return call
+
+  for name in ('sample_fresh', 'update'):
+    monkeypatch.setattr(trainer, name, ticking(getattr(trainer, name)))
+  monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
+  seconds, rollout = check.sample(t, s)
+  text = check.measured(r, t, s, rollout, seconds)
+  # 12 groups a step, of which 8 were sampled.
+  assert 'about 4.5 s: sampling 1.5, 3 updates of 1 (' in text
+  assert re.search(r'machine load [\d.]+ on \d+ cores\n', text)
 
 
 @pytest.mark.nightly

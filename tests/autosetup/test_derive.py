@@ -118,6 +118,17 @@ def test_prompts_are_as_long_as_the_longest_unless_one_is_out_of_all_proportion(
   assert length(usual, [900])[0] == 900, 'held-out problems are never left out'
 
 
+def test_prompts_over_the_limit_are_not_counted():
+  config = asked(**{'prompts.max_prompt_tokens': 20, 'tokenizer.template': '{problem}'})
+
+  def found(fitting):
+    lengths = [10] * fitting + [900] * 80, [10] * 20
+    derived = values(config, lengths=lambda template: lengths)
+    return derived['prompts.count'], derived['steps']
+
+  assert (found(160), found(5)) == ((8, 20), (4, 10))
+
+
 def test_responses_fit_the_positions_and_the_kind():
   def tokens(rule, spec=SMALL, platform='tpu', prompt=10):
     config = asked(**{'rewards.rule': rule, 'prompts.max_prompt_tokens': prompt})
@@ -155,7 +166,7 @@ def test_a_run_takes_what_memory_there_is_and_no_more(gib):
 
 
 def test_less_memory_means_fewer_slots_and_more_micro_batches():
-  long = asked(**{'sampler.max_new_tokens': 8192, 'prompts.max_prompt_tokens': 64})
+  long = asked(**{'sampler.max_new_tokens': 8192, 'prompts.max_prompt_tokens': 128})
 
   def sizes(gib):
     found = values(long, spec=BIG, memory=gib * 2**30)
@@ -167,7 +178,7 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
 
   # Where no bounds wait, more micro-batches rather than whole layers computed again.
   constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
-  constant = asked(**constant, **{'prompts.max_prompt_tokens': 64})
+  constant = asked(**constant, **{'prompts.max_prompt_tokens': 128})
   config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
   assert config.model.remat == 'dots'
 

@@ -97,6 +97,7 @@ def test_a_path_is_never_looked_up_on_the_hub(hub, name, monkeypatch, tmp_path):
 def test_files_of_a_split_are_found_and_a_missing_part_is_noticed(tmp_path):
   names = ['data/train-00000-of-00001.parquet', 'data/trainer.jsonl', 'test.jsonl']
   names += ['a/val.jsonl', 'b/val.jsonl', 'part-00001-of-00002.jsonl']
+  names += ['both.csv', 'both-0.jsonl', 'both-1.jsonl', 'zipped.csv.gz', 'both.txt']
   folder = lay_out(tmp_path, dict.fromkeys(names, ()))
 
   def found(split):
@@ -107,6 +108,8 @@ def test_files_of_a_split_are_found_and_a_missing_part_is_noticed(tmp_path):
   assert found('test') == ['test.jsonl']
   assert found('b/val') == ['b/val.jsonl']
   assert found('dev') == found('part') == []
+  assert found('both') == ['both-0.jsonl', 'both-1.jsonl']
+  assert found('zipped') == ['zipped.csv.gz']
   with pytest.raises(ValueError, match=r"val: \['a', 'b'\]; .* such as a/val"):
     found('val')
 

@@ -17,6 +17,12 @@ def solved(text):
   return [*USER, {'role': 'assistant', 'content': text}]
 
 
+def parts(*texts, **others):
+  """A user's message of content parts, as the API of OpenAI has it."""
+  found = [{'type': 'text', 'text': text} | others for text in texts]
+  return {'role': 'user', 'content': found}
+
+
 def verl(source, truth, **others):
   """A row as verl's scripts write it."""
   model = {'ground_truth': truth, 'style': 'rule'}
@@ -60,6 +66,9 @@ ROWS = [  # layout, row, answer, verifier
   ('messages', {'messages': solved('Two.'), 'solution': '$2$'}, '2', ''),
   ('messages', {'messages': solved(r'So \boxed{3}, no: \boxed{2}')}, '2', ''),
   ('messages', {'messages': solved('Two.\n#### 2')}, '2', 'gsm8k'),
+  ('messages', {'messages': [parts('1', '+1')], 'answer': '2'}, '2', ''),
+  # A table has all fields in all parts.
+  ('TRL', {'prompt': [parts('1+1', image=None)], 'answer': '2'}, '2', ''),
 ]
 
 
@@ -119,6 +128,7 @@ WRONG = [  # first row, other values in another row, parts of the error
   (VERL, {'reward_model': None}, "'reward_model.ground_truth': None"),
   (VERL, {'reward_model': {}}, "no field 'ground_truth', only []"),
   (HASHES, {'answer': '2'}, "'answer': '2' has no ####"),
+  (PLAIN, {'answer': ['1+1=2\n#### 2']}, r"'answer': '1+1=2\n#### 2' is not a bare"),
   (UNBOXED, {}, r"'solution': '2' has no \boxed{}"),
   (BOXED, {'solution': r'\boxed{2'}, r"'solution': its last \boxed{ is not closed"),
   (TRL, {'solution': 'so it is\n2'}, 'is not a bare answer'),
@@ -128,6 +138,13 @@ WRONG = [  # first row, other values in another row, parts of the error
   (CHAT, {'messages': solved('so 2')}, r"'messages': 'so 2' has no \boxed{}"),
   (CHAT, {'messages': solved(2)}, "'messages': 2 is not a solution"),
   (CHAT, {'messages': [*solved('2'), *USER]}, "['user', 'assistant', 'user']"),
+  (CHAT, {'messages': solved(parts('2')['content'])}, "'messages': '2' has no"),
+  (VERL, {'prompt': [parts('1+1', text=None)]}, 'is not a text part; give {"type": "t'),
+  (VERL, {'prompt': [parts(), *USER]}, "['user', 'user']"),
+  (VERL, {'prompt': [parts()]}, "'prompt': '' is not a problem"),
+  (VERL, {'prompt': [parts() | {'content': ['1+1']}]}, "'1+1' is not a text part"),
+  (VERL, {'prompt': [parts('1', type='input_audio')]}, "'input_audio'"),
+  (VERL, {'prompt': [parts('1', type='image')]}, 'and its path in `images`'),
 ]
 
 
@@ -136,6 +153,23 @@ def test_a_bad_value_is_named_with_its_field(first, other, message):
   layout = layouts.detect(first)
   with pytest.raises(ValueError, match=re.escape(message)):
     layouts.parse(first | other, layout)
+
+
+def test_a_worked_solution_below_bare_answers_is_not_the_answer():
+  layout = layouts.detect(PLAIN)
+  parsed = layouts.parse(PLAIN | {'answer': 'Two: <<1+1=2>>\n#### 2'}, layout)
+  assert parsed == Row('1+1', '2', 'math')  # as the row names its data set
+  unnamed = {'problem': '1+1', 'answer': 'so #### 2'}
+  parsed = layouts.parse(unnamed, layouts.detect({'problem': '1', 'answer': '2'}))
+  assert parsed == Row('1+1', '2', 'gsm8k')
+
+
+def test_a_picture_among_content_parts_is_a_placeholder():
+  shown = {'type': 'image', 'text': None}
+  turn = parts('Find ', '.')
+  turn['content'].insert(1, shown)
+  row = {'messages': [turn], 'answer': '2', 'images': ['a.png']}
+  assert layouts.parse(row, layouts.detect(row)).problem == 'Find <image>.'
 
 
 @pytest.mark.parametrize('field', ['prompt', 'problem', 'question', 'messages'])

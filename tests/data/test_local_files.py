@@ -1,5 +1,6 @@
 """Users' files: real files, each format, pictures, and the errors of a bad file."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -92,6 +93,51 @@ def test_answers_of_a_jsonl_file_are_read_as_they_are_written(tmp_path):
   assert local_files.read(path) == [Row('1+1', '2')]
 
 
+CSV = (
+  '\ufeffid,Problem,Final Answer,data_source\r\n1,"1,\n""one"" + 1",007,gsm8k\r\n'
+  '\r\n,,,\r\n2,1+2,12345678901234567890123,MATH\r\n'
+)
+FROM_CSV = [
+  Row('1,\n"one" + 1', '007', 'gsm8k'),
+  Row('1+2', '12345678901234567890123', 'math'),
+]
+
+
+def test_values_of_a_csv_file_are_text(tmp_path):
+  (tmp_path / 'a.csv').write_text(CSV, newline='')
+  assert local_files.read(str(tmp_path / 'a.csv')) == FROM_CSV
+
+
+def test_a_compressed_file_is_read_like_the_file(tmp_path):
+  listed = json.dumps(VERL, indent=1)
+  texts = {'a.csv': CSV, 'a.jsonl': f'\n{GOOD}\n', 'lines.json': GOOD, 'a.json': listed}
+  for name, text in texts.items():
+    (tmp_path / name).write_text(text, newline='')
+    (tmp_path / f'{name}.gz').write_bytes(gzip.compress(text.encode()))
+    rows = local_files.read(str(tmp_path / name))
+    assert local_files.read(str(tmp_path / f'{name}.gz')) == rows != []
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path):
+  path = file_with(
+    tmp_path, '', GOOD, ' \t', '{"problem": "1+2", "answer": 3}', '', ' '
+  )
+  assert local_files.read(path) == [Row('1+1', '2'), Row('1+2', '3')]
+
+  def check(row):
+    if row.problem == '1+2':
+      raise ValueError('no')
+
+  with pytest.raises(ValueError, match=re.escape(f'{path}, line 4: no')):
+    local_files.read(path, check)
+  (tmp_path / 'a.csv').write_text(CSV, newline='')
+  with pytest.raises(ValueError, match=r'a\.csv, line 6: no'):
+    local_files.read(str(tmp_path / 'a.csv'), check)
+  long = file_with(tmp_path, 'problem,answer', '"1', '+2",', name='long.csv')
+  with pytest.raises(ValueError, match=r"long\.csv, line 2: field 'answer' is empty"):
+    local_files.read(long)
+
+
 def test_a_row_that_comes_many_times_is_held_once(tmp_path):
   rows = local_files.read(parquet(tmp_path, VERL * 100))
   assert len(rows) == 300 and len({id(row) for row in rows}) == 3
@@ -112,7 +158,8 @@ def test_columns_without_a_meaning_are_not_read(tmp_path):
     ('{"problem": "1+2"}', "no field 'answer', only ['problem']"),
     (json.dumps(VERL[0]), "no field 'problem'"),
     ('{"problem": "1+2", "answer": NaN}', "field 'answer': nan"),
-    ('{"problem": "1+2", ', 'not JSON'),
+    ('{"problem": "1+2", ', 'not JSON (Expecting property name enclosed in double'),
+    ('{"problem": "1+2"}{}', 'not JSON (Extra data, column 19)'),
     ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', 'not JSON'),
     ('["problem", "answer"]', "['problem', 'answer'] is not a JSON object"),
   ],
@@ -146,16 +193,29 @@ def test_a_row_that_the_run_cannot_use_is_named(tmp_path):
   assert len(local_files.read(path)) == 3
 
 
+TWO = b'problem,answer\n1+1,2\n'
 BROKEN = {  # file -> its bytes, part of the sentence
   'empty.jsonl': (b'', 'no problem'),
+  'blank.jsonl': (b' \n\n', 'no problem'),
   'numbers.json': (b'[1, 2]', 'row 1: 1 is not a JSON object'),
+  'cut.json': (b'[{"problem": "1"},\n {"pro', 'line 2: not JSON (Unterminated string'),
   'latin.jsonl': (GOOD.encode() + b'\n\xe9', 'not UTF-8'),
   'utf16.jsonl': (GOOD.encode('utf-16'), 'not UTF-8'),
   'zipped.jsonl': (b'\x1f\x8b\x08\x00', 'not UTF-8'),
   'none.jsonl': (b'{"question": "1", "solutions": []}', 'line 1: fields'),
+  'none.csv': (b'question,solutions\n1,2\n', 'line 2: fields'),
+  'header.csv': (TWO[:15], 'no problem'),
+  'more.csv': (TWO + b'\n1,2,3\n', 'line 4: 3 values for 2 columns'),
+  'quoted.csv': (TWO + b'"1\n2"3,4\n', "line 3: not CSV (',' expected after"),
+  'open.csv': (TWO + b'"1\n2,4\n', 'line 3: not CSV (unexpected end of data)'),
+  'twice.csv': (b'answer,problem,answer\n1,2,3\n', "two columns named 'answer'"),
+  'latin.csv': (TWO + b'\xe9,1\n', 'not UTF-8'),
+  'plain.jsonl.gz': (GOOD.encode(), 'not a complete gzip file (Not a gzipped file'),
+  'cut.jsonl.gz': (gzip.compress(GOOD.encode())[:-9], 'not a complete gzip file'),
+  'empty.jsonl.gz': (b'', 'no problem'),
   'empty.parquet': (b'', 'not a readable parquet file'),
   'json.parquet': (GOOD.encode(), 'not a readable parquet file'),
-  'problems.csv': (b'problem,answer', '.jsonl, .json, .parquet'),
+  'problems.xlsx': (b'problem,answer', '.jsonl, .json, .csv, .jsonl.gz'),
 }
 
 
@@ -172,7 +232,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, name):
 def test_a_path_that_is_no_file_is_one_sentence(tmp_path):
   (tmp_path / 'folder.jsonl').mkdir()
   os.symlink('/nowhere/b.parquet', tmp_path / 'link.parquet')
-  for name in ('absent.jsonl', 'absent.parquet', 'folder.jsonl', 'link.parquet'):
+  absent = 'absent.jsonl', 'absent.csv.gz', 'absent.parquet'
+  for name in (*absent, 'folder.jsonl', 'link.parquet'):
     with pytest.raises(ValueError, match=f'{name} cannot be read'):
       local_files.read(str(tmp_path / name))
 

@@ -272,6 +272,20 @@ def test_a_processor_of_transformers_5_counts_before_a_preprocessor(tmp_path):
   assert str(error.value).startswith(f'{tmp_path}: ')
 
 
+MISTRAL = {'model_type': 'mistral', 'architectures': ['MistralForCausalLM']}
+
+
+def test_a_mistral_without_a_window_is_a_llama():
+  assert spec(**MISTRAL, sliding_window=None) == spec()
+  assert spec(**MISTRAL, sliding_window=64) == spec(), 'as long as any row'
+  # Defaults of transformers: a window of 4096, and 8 heads of keys.
+  absent = CONFIG | MISTRAL | {'num_attention_heads': 16, 'head_dim': 4}
+  del absent['num_key_value_heads']
+  assert hf_config.spec_of(absent, 'float32').kv_heads == 8
+  assert transformers.MistralConfig().sliding_window == 4096
+  assert transformers.MistralConfig().num_key_value_heads == 8
+
+
 WINDOW = {'use_sliding_window': True, 'sliding_window': 32}
 REFUSED = [
   ("model_type='gemma'", {'model_type': 'gemma'}),
@@ -291,6 +305,9 @@ REFUSED = [
   ('num_key_value_heads=3', {'num_key_value_heads': 3}),
   ('head_dim=15', {'head_dim': 15}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
+  ('sliding_window=32', MISTRAL | {'sliding_window': 32}),
+  ('sliding_window=32', MISTRAL | WINDOW | {'use_sliding_window': False}),
+  ('sliding_window=4096', MISTRAL | {'max_position_embeddings': 32768}),
   ('sliding_window=32', WINDOW | {'layer_types': ['full', 'sliding_attention']}),
 ]
 REFUSED_VISION = [

@@ -15,7 +15,6 @@ def test_missing_files_of_a_directory_are_listed(tmp_path):
   everything = ['config.json', 'tokenizer.json', '*.safetensors']
   assert hf_directory.missing(str(tmp_path / 'nowhere')) == everything
   (tmp_path / 'config.json').write_text('{}')
-  (tmp_path / 'pytorch_model.bin').touch()  # a pickle, which is never read
   assert hf_directory.missing(str(tmp_path)) == everything[1:]
   (tmp_path / 'tokenizer.json').write_text('{}')
   (tmp_path / 'model-00001-of-00002.safetensors').touch()
@@ -26,6 +25,19 @@ def test_missing_files_of_a_directory_are_listed(tmp_path):
   (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(listed))
   assert hf_directory.missing(str(tmp_path)) == files[1:]
   assert hf_directory.missing(str(tmp_path), needs=('tokenizer.json',)) == []
+
+
+def test_pickles_are_refused_with_a_command(tmp_path):
+  (tmp_path / 'training_args.bin').touch()  # not weights
+  assert '*.safetensors' in hf_directory.missing(str(tmp_path))
+  (tmp_path / 'pytorch_model-00002-of-00002.bin').touch()
+  (tmp_path / 'pytorch_model-00001-of-00002.bin').touch()
+  with pytest.raises(ValueError, match=r'only in pytorch_model-00001-of') as error:
+    hf_directory.missing(str(tmp_path))
+  assert f"save_pretrained('{tmp_path}')" in str(error.value)
+  assert hf_directory.missing(str(tmp_path), needs=('training_args.bin',)) == []
+  (tmp_path / 'model.safetensors').touch()
+  hf_directory.missing(str(tmp_path))
 
 
 @pytest.fixture
@@ -70,6 +82,8 @@ def test_a_hub_name_offline_names_the_files_and_the_command(offline, tmp_path):
     message = str(error.value)
     assert message.startswith(f'--config.model.path=hub:{name}: found no {lacks} ')
     assert f'`hf download {name} --local-dir <directory>`' in message
+    # A model without weights may have pickles, which are not downloaded.
+    assert ('pytorch_model.bin' in message) == (name == 'some/model')
     assert '\n' not in message
   assert offline
 

@@ -4,6 +4,7 @@ Needs torch (`pip install -r requirements-parity.txt`); without it the file is s
 """
 
 import json
+import re
 
 import jax
 import making
@@ -16,6 +17,7 @@ from bapo_jax import sharding
 from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models import rope as rope_lib
 from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.types import Prompts
 
@@ -58,6 +60,9 @@ MODELS = {
     },
   ),
 }
+MODELS['mistral'] = 'Mistral', {'head_dim': 8, 'sliding_window': None}
+# A Mistral without a window is a Llama, and is exported as one without its config.json.
+TWINS = {transformers.MistralForCausalLM: transformers.LlamaForCausalLM}
 LENGTH_P, NEW = np.asarray([17, 1, 40, 3], np.int32), 8
 T = 40
 # Rope of Llama 3.2 and of Qwen2.5, and what no published model has together.
@@ -145,11 +150,24 @@ def test_an_exported_model_is_their_model(pair, tmp_path):
   config = hf_config.config_of(spec) | {'torch_dtype': 'float32'}
   (tmp_path / 'config.json').write_text(json.dumps(config))
   read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-  assert type(read) is type(theirs)
+  assert type(read) is TWINS.get(type(theirs), type(theirs))
   tokens_PT, real_PT = batch()
   assert torch.equal(
     logits_of(theirs, tokens_PT, real_PT), logits_of(read.eval(), tokens_PT, real_PT)
   )
+
+
+def test_a_pickle_is_refused_and_the_command_converts_it(tmp_path):
+  config = transformers.LlamaConfig(**SIZES)
+  theirs = transformers.LlamaForCausalLM(config)
+  config.save_pretrained(tmp_path)
+  torch.save(theirs.state_dict(), tmp_path / 'pytorch_model.bin')
+  with pytest.raises(ValueError, match=r'only in pytorch_model\.bin') as error:
+    hf_directory.missing(str(tmp_path))
+  code = re.search('`python -c "(.*)"`', str(error.value))[1]
+  exec(code, {})
+  assert hf_directory.missing(str(tmp_path)) == ['tokenizer.json']
+  hf_weights.check(str(tmp_path), hf_config.read_spec(str(tmp_path), 'float32'))
 
 
 def test_greedy_decoding(pair):

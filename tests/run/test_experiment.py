@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import runs
 from runs import command, last_run, same, tiny
+from safetensors.numpy import load_file, save_file
 
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import files
@@ -99,6 +100,24 @@ def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
     experiment.claim(str(tmp_path), tiny(**{'sampler.group_size': 8}))
   with pytest.raises(ValueError, match='cannot be written'):
     experiment.claim(str(tmp_path / 'metrics.jsonl' / 'run'), tiny())
+
+
+def test_a_refused_run_leaves_no_workdir(tmp_path):
+  """Too few problems, found before the weights are read; NaN, found with them."""
+  knobs = {'model.path': runs.source(tmp_path / 'model')}
+  rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(7)]
+  (tmp_path / 'own.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  few = dict.fromkeys(('problems.source', 'problems.test_source'), 'own.jsonl')
+  few = {name: str(tmp_path / file) for name, file in few.items()}
+  with pytest.raises(ValueError, match=r'prompts\.count=8 is too large for only 7'):
+    runs.train(tiny(**knobs, **few), tmp_path / 'runs' / 'few')
+  weights = tmp_path / 'model' / 'model.safetensors'
+  tensors = load_file(weights)
+  tensors['model.norm.weight'][0] = np.nan
+  save_file(tensors, weights)
+  with pytest.raises(ValueError, match='NaN'):
+    runs.train(tiny(**knobs), tmp_path / 'runs' / 'nan')
+  assert not (tmp_path / 'runs').exists()
 
 
 def test_other_problems_are_refused_on_resume_and_can_be_accepted(

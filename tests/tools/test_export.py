@@ -100,6 +100,23 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+def test_a_mistral_stays_a_mistral(tmp_path):
+  source = tmp_path / 'source'
+  source.mkdir()
+  mistral = {'model_type': 'mistral', 'architectures': ['MistralForCausalLM']}
+  written = SOURCE | mistral | {'sliding_window': None}
+  (source / 'config.json').write_text(json.dumps(written))
+  spec = hf_config.read_spec(str(source), 'float32')
+  model = Model(str(source), tokenizer_lib.load('characters', '{problem}'), spec)
+  (tmp_path / 'out').mkdir()
+  config = tiny(**{'model.path': str(source)})
+  export.write_configs(str(tmp_path / 'out'), config, model, 'bfloat16')
+  described = transformers.AutoConfig.from_pretrained(tmp_path / 'out')
+  assert described.architectures == ['MistralForCausalLM']
+  assert described.sliding_window is None
+  assert hf_config.read_spec(str(tmp_path / 'out'), 'float32') == spec
+
+
 SIZE = {'shortest_edge': 784, 'longest_edge': 1568}
 
 

@@ -28,11 +28,13 @@ class Architecture(NamedTuple):
   qkv_bias: bool = False
   qk_norm: bool = False
   head_width: int | None = None  # if config.json has no head_dim; None: D / H
+  windowed: bool = False  # all layers use sliding_window, unless it is null
 
 
 VISION = 'qwen2_5_vl'  # the model_type with a vision tower
 ARCHITECTURES = {
   'llama': Architecture('LlamaForCausalLM'),
+  'mistral': Architecture('MistralForCausalLM', windowed=True),
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
   VISION: Architecture('Qwen2_5_VLForConditionalGeneration', qkv_bias=True),
@@ -161,7 +163,10 @@ def _language_model(
   c: dict[str, Any], implied: Architecture, compute: str
 ) -> ModelSpec:
   _check_only(c, ONLY)
-  _check_window(c)
+  if implied.windowed:
+    # Defaults of transformers for absent options; null is a value.
+    c = {'sliding_window': 4096, 'num_key_value_heads': 8} | c
+  _check_window(c, always=implied.windowed)
   # In Llama and Qwen3 attention_bias covers all four projections; Qwen2 lacks it.
   biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   width, heads = _integer(c, 'hidden_size'), _integer(c, 'num_attention_heads')
@@ -190,15 +195,21 @@ def _language_model(
   )
 
 
-def _check_window(c: dict[str, Any]) -> None:
-  """Raises ValueError if a layer's sliding window is shorter than the context."""
+def _check_window(c: dict[str, Any], always: bool) -> None:
+  """Raises ValueError if a layer's sliding window is shorter than the context.
+
+  `always`: a window is used in all layers, whatever the other options.
+  """
   window, positions = c.get('sliding_window'), _integer(c, 'max_position_embeddings')
-  if c.get('layer_types'):
+  if always:
+    sliding = True
+  elif c.get('layer_types'):
     sliding = 'sliding_attention' in c['layer_types']
+    sliding &= c.get('use_sliding_window', True)
   else:  # published Qwen2 configs have a window that `use_sliding_window` switches off
     sliding = bool(c.get('use_sliding_window'))
     sliding &= c.get('max_window_layers', 28) < _integer(c, 'num_hidden_layers')
-  if sliding and c.get('use_sliding_window', True) and window and window < positions:
+  if sliding and window and window < positions:
     raise ValueError(
       f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
       f'which is not supported; for rows of at most {window} tokens set '

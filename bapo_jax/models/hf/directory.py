@@ -16,6 +16,11 @@ OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
   *('processor_config.json', 'tokenizer.json', 'tokenizer_config.json'),
   *('special_tokens_map.json', 'chat_template.jinja'),
 )
+# Rewrites the weights of a model as safetensors, in PyTorch.
+CONVERT = (
+  'python -c "from transformers import AutoModelForCausalLM as M; '
+  "M.from_pretrained('{0}').save_pretrained('{0}')\""
+)
 LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
 
 
@@ -54,11 +59,15 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   if lacking := missing(path, needs):
     place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
     revision = f' --revision {hub.revision}' if hub and hub.revision else ''
+    pickled = ''
+    if hub and lacking == ['*.safetensors']:  # pickles are not downloaded
+      convert = CONVERT.format('<directory>')
+      pickled = f' and, if the model is published as pytorch_model.bin, `{convert}`'
     raise ValueError(
       f'--config.{knob}={name}: found no {", ".join(lacking)} {place}; on a machine '
       'with a network, run `hf download '
       f'{hub.repository if hub else "<name>"}{revision} --local-dir '
-      f'{"<directory>" if hub else name}`, then set {knob} to that directory'
+      f'{"<directory>" if hub else name}`{pickled}, then set {knob} to that directory'
     )
   return path
 
@@ -79,13 +88,27 @@ def resolve(name: str) -> str:
 def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
   """Returns the files of `needs` that are missing from `path`, a result of `resolve`.
 
-  A damaged index of the weights raises a ValueError.
+  Raises:
+    ValueError: the index of the weights is damaged, or the weights are pickles only.
   """
   wanted = [file for file in needs if '*' not in file]
   if '*.safetensors' in needs:
     weights = safetensors_io.files(path) if os.path.isdir(path) else []
+    if not weights:
+      _refuse_pickles(path)
     wanted += weights or ['*.safetensors']
   return [file for file in wanted if not os.path.isfile(os.path.join(path, file))]
+
+
+def _refuse_pickles(path: str) -> None:
+  names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+  pickles = [x for x in names if x.startswith('pytorch_model') and x.endswith('.bin')]
+  if pickles:
+    raise ValueError(
+      f'{path} has its weights only in {pickles[0]}, a pickle, which could run code '
+      'and is never read; save them as safetensors, in an environment with PyTorch: '
+      f'`{CONVERT.format(path)}`'
+    )
 
 
 def identity(path: str) -> dict[str, list[int | str]]:
