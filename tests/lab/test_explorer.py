@@ -1,17 +1,19 @@
 """The loss explorer shows the numbers of the JAX rules, at any slider position."""
 
 import functools
+import itertools
 import json
 import math
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import pytest
 
 from bapo_jax import knobs as knobs_lib
-from bapo_jax.algorithms import clip, knobs, loss
+from bapo_jax.algorithms import bound_search, clip, knobs, loss
 from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
 from bapo_jax.training import rules
 from lab import counterfactual, explorer, rule_curves
@@ -194,6 +196,33 @@ def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
     assert found['met'] == bool(wanted.target_met)
     steps.add(found['index'])
   assert len(steps) >= 7  # the targets lie on both legs of the path
+
+
+@pytest.mark.parametrize('resolution', ['step', 'continuous'])
+def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
+  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
+  ratio_BT = loss.ratio(logp_BT, batch)
+  # A point on either leg of the path, for the order that moves the upper bound first.
+  points = {'upper': [(0.6, 1.43), (0.77, 3.0)], 'lower': [(0.77, 1.2), (0.9, 1.43)]}
+  cases = []
+  for contribution, weight in making.KINDS:
+    for order, leg in itertools.product(points, range(2)):
+      values = dict(contribution=contribution, weight=weight, order=order)
+      k = knobs.BalancedClip(**values, resolution=resolution, low_step=0.005)
+      target = bound_search.share(ratio_BT, batch, *points[order][leg], k)
+      setting = k.model_dump() | {'target': float(target) - 1e-5}
+      setting = {f'clip.balanced.{name}': value for name, value in setting.items()}
+      setting |= {'loss.rule': 'clipped', 'clip.rule': 'balanced'}
+      setting = {name: x for name, x in setting.items() if name in DESCRIBED}
+      cases.append({'knobs': setting | {'stale': 1.0, 'moved': 0.0}, 'points': []})
+  found = computed(drawn, cases)
+  for case, values in zip(cases, found, strict=True):
+    with jax.enable_x64(True):
+      wanted = expected(case['knobs'], np.ones((1, 3)))
+    for name in ('low', 'high', 'index', 'met', 'after'):
+      told = f'{name} of {case["knobs"]}'
+      np.testing.assert_allclose(values[name], wanted[name], **CLOSE, err_msg=told)
+  assert len({values['index'] for values in found}) >= 5
 
 
 def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
