@@ -58,7 +58,7 @@ def read(workdir: Path) -> list[Row]:
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
       if i < len(lines):
         raise ValueError(
-          f'{path}, line {i} of {len(lines)} is not a JSON row: {line[:60]!r}'
+          f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}'
           '; delete the line, or give another --workdir'
         ) from error
   return rows
@@ -194,7 +194,7 @@ WIDTH = 100  # characters per console line
 
 
 def legend() -> str:
-  """Returns an explanation of the columns of `line`."""
+  """Returns a text that names the metric in each column that `line` prints."""
   named = ', '.join(f'{label}={name}' for label, name, _ in COLUMNS)
   named = named.replace(', ..=', '..')
   text = f'Columns: {named}. bapo_jax/runtime/glossary.py defines every metric.'

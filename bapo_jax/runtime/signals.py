@@ -40,7 +40,7 @@ class Stop:
   signal = 0
 
   def __call__(self, number: int, frame: object) -> None:
-    """Handles a signal."""
+    """Remembers the first signal and logs it; interrupts on the second."""
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number
