@@ -546,6 +546,7 @@ byId('reset').onclick = () => set({ ...DEFAULTS });
 window.addEventListener('hashchange', () => { knobs = fromAddress(); buildControls(); draw(); });
 window.addEventListener('resize', draw);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
+byId('about').parentElement.open = window.innerWidth > 1000;
 knobs = fromAddress();
 buildControls();
 draw();
