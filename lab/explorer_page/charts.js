@@ -89,13 +89,17 @@ function heat(canvas, frame, value, colours) {
   const size = [frame.right - frame.left, frame.bottom - frame.top];
   const [wide, high] = size.map((x) => Math.max(1, Math.round(x)));
   const image = new ImageData(wide, high);
+  const pixels = new Uint32Array(image.data.buffer);
   const [paper, full, nothing] = colours.map((name) => channels(colourOf(name)));
+  const packed = ([red, green, blue]) => (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
+  const shades = Array.from({ length: 256 }, (_, i) => packed(
+    paper.map((from, c) => Math.round(from + (full[c] - from) * 0.8 * i / 255))));
+  const blank = packed(nothing);
   for (let j = 0; j < high; j++) {
+    const y = frame.fromY(frame.top + j + 0.5);
     for (let i = 0; i < wide; i++) {
-      const v = value(frame.fromX(frame.left + i + 0.5), frame.fromY(frame.top + j + 0.5));
-      const rgb = Number.isNaN(v) ? nothing
-        : paper.map((from, c) => from + (full[c] - from) * 0.8 * Math.min(v, 1));
-      image.data.set([...rgb, 255], 4 * (j * wide + i));
+      const v = value(frame.fromX(frame.left + i + 0.5), y);
+      pixels[j * wide + i] = Number.isNaN(v) ? blank : shades[Math.round(255 * Math.min(v, 1))];
     }
   }
   const copy = new OffscreenCanvas(wide, high);
