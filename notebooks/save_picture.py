@@ -8,7 +8,6 @@ seats of each batch of 3_history.npz by their source.
 
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,7 +15,8 @@ from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.algorithms.knobs import BalancedClip
-from bapo_jax.types import SOURCES, Batch
+from bapo_jax.types import SOURCES
+from lab import rule_curves
 
 HERE = pathlib.Path(__file__).parent
 FILE = HERE.parent / 'docs' / 'two_rules.png'
@@ -25,28 +25,9 @@ COLOURS = ('#0072B2', '#D55E00', '#009E73')  # of SOURCES
 TARGET = 0.457  # above this batch's share at the starting bounds, so that bounds move
 
 
-def minibatch() -> tuple[jax.Array, Batch]:
-  """(logp_BT, batch) of 2_batch.npz."""
-  saved = np.load(HERE / '2_batch.npz')
-  loss_mask_BT = saved['loss_mask_BT']
-  token_N = saved['tokens_BT'][loss_mask_BT]
-  logp_BT = np.zeros(loss_mask_BT.shape, np.float32)
-  logp_BT[loss_mask_BT] = saved['logp_NV'][np.arange(len(token_N)), token_N]
-  batch = Batch(
-    tokens_BT=jnp.asarray(saved['tokens_BT'], jnp.int32),
-    loss_mask_BT=jnp.asarray(loss_mask_BT),
-    behavior_logp_BT=jnp.asarray(saved['behavior_logp_BT']),
-    prox_BT=jnp.asarray(saved['behavior_logp_BT']),
-    adv_B=jnp.asarray(saved['adv_B']),
-    source_B=jnp.zeros(len(loss_mask_BT), jnp.int32),
-    on_policy_BT=jnp.zeros(loss_mask_BT.shape, bool),
-  )
-  return jnp.asarray(logp_BT), batch
-
-
 def draw_bounds(axis: Axes) -> None:
   """Ratio and advantage of each token; the bounds of two clip rules."""
-  logp_BT, batch = minibatch()
+  logp_BT, batch = rule_curves.recorded(HERE / '2_batch.npz')
   ratio_BT = loss.ratio(logp_BT, batch)
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
   data = ratio_BT, batch, loss.weigher(loss.clipped, logp_BT, batch, scale_B)

@@ -2,9 +2,10 @@
 
   python -m notebooks.save_runs
 
-GRPO, and both methods of this project, from one warm start: the embedded default, but
-smaller. Stored are the config, the metrics that are drawn, and a few groups of the last
-step; a workdir has the same files, and more in them.
+GRPO, and both methods of this project, from one warm start: the embedded default with
+weights that are up to one step stale, about three minutes of one core. Stored are the
+config, the metrics that are drawn, and a few groups of the last step; a workdir has the
+same files, and more in them.
 """
 
 import json
@@ -22,22 +23,15 @@ from lab import run_plots
 
 FOLDER = pathlib.Path(__file__).with_name('4_runs')
 RUNS = {'grpo': ('fixed', 'fresh_only'), 'both': ('balanced', 'adapted')}
-STEPS, GROUPS = 30, 6
+STEPS, GROUPS = 80, 6
 
 
 def get_config(clip: str, batch: str) -> ConfigDict:
-  """The embedded default, smaller, with stale weights."""
+  """The embedded default, with stale weights."""
   config = base.get_config()
   config.steps = STEPS
   config.clip.rule, config.batch.rule = clip, batch
-  config.model.update(width=32, layers=2, heads=2, kv_heads=2, head_width=16, ffn=64)
-  config.problems.update(family='chain', level=1, train=96, test=96)
-  config.prompts.count = 16
-  config.learner.minibatches = 4
-  config.sampler.max_new_tokens = 24
-  config.sft.update(clean=250, noisy=50, batch=32)
   config.rollout.weight_sync_interval = 2
-  config.optimizer.lr = 1e-3
   config.evaluate.every = 10
   config.metrics.tensorboard = False
   return config
@@ -47,7 +41,8 @@ def keep(workdir: pathlib.Path, folder: pathlib.Path) -> None:
   """Copies what the notebook shows."""
   drawn = {name for _, _, names in run_plots.PANELS for name in names}
   drawn |= {'step', 'eval/stderr'}
-  (folder / 'groups').mkdir(parents=True, exist_ok=True)
+  shutil.rmtree(folder / 'groups', ignore_errors=True)
+  (folder / 'groups').mkdir(parents=True)
   rows = [{k: v for k, v in r.items() if k in drawn} for r in metrics.read(workdir)]
   lines = [metrics.to_json({k: round(v, 5) for k, v in row.items()}) for row in rows]
   (folder / 'metrics.jsonl').write_text('\n'.join([*lines, '']))
@@ -63,8 +58,10 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as scratch:
     for name, rules in RUNS.items():
       workdir = pathlib.Path(scratch, name)
-      for made in ('data', 'warmstart') if name != 'grpo' else ():
-        shutil.copytree(pathlib.Path(scratch, 'grpo', made), workdir / made)
+      if name != 'grpo':
+        shutil.copytree(
+          pathlib.Path(scratch, 'grpo', 'warmstart'), workdir / 'warmstart'
+        )
       config = config_lib.parse(get_config(*rules).to_dict())
       experiment.train(config, str(workdir))
       keep(workdir, FOLDER / name)

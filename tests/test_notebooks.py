@@ -14,8 +14,8 @@ FOLDER = pathlib.Path(__file__).parents[1] / 'notebooks'
 # Each notebook, what it prints, and how many figures it shows.
 NOTEBOOKS = {
   '1_one_prompt.ipynb': ('target share', 0),
-  '2_clip_rule.ipynb': ('positive share', 6),
-  '3_batch_rule.ipynb': ('in the hard part, at every step: True', 5),
+  '2_clip_rule.ipynb': ('positive share', 8),
+  '3_batch_rule.ipynb': ('in the hard part, at every step: True', 6),
   '4_your_run.ipynb': ('clip.rule: fixed | balanced', 3),
   '5_counterfactual.ipynb': ('Freed: ', 2),
 }

@@ -1,0 +1,552 @@
+// The page: knobs in, formulas, curves, planes and the recorded batch out.
+//
+// 1. `knobs` holds every setting; the address keeps those that differ from the defaults;
+// 2. `buildControls` makes a slider or a choice of every knob of the chosen rules;
+// 3. `draw` computes everything anew after each change.
+'use strict';
+
+const PAGE_KNOBS = {
+  stale: { value: 1, slider: [0, 4, 0.05], meaning: 'Staleness: the recorded log-ratios, times this.' },
+  moved: { value: 0, slider: [0, 1, 0.05], meaning: 'Part of the log-ratio that the policy had moved before the learner step: log(prox / mu) / log r.' },
+  p: { value: 0.15, slider: [0.01, 1, 0.01], meaning: 'Probability of the token, at which the curves cut the planes.' },
+  range: { value: 4, choices: [1.002, 1.02, 1.2, 2, 4, 8], meaning: 'The axis of ratios goes from 1 / range to range.' },
+};
+const LABELS = { stale: 'staleness', moved: 'moved before the step', p: 'π(token)', range: 'range of ratios' };
+const MORE = ['limit', 'dual', 'order', 'contribution', 'weight', 'resolution', 'low_step', 'high_step'];
+const byId = (id) => document.getElementById(id);
+
+// Numbers are packed as base64 of float32, and infinity is the string 'inf'.
+function revive(key, value) {
+  if (value === 'inf') return Infinity;
+  if (value === null || typeof value !== 'object' || !('float32' in value)) return value;
+  const bytes = Uint8Array.from(atob(value.float32), (c) => c.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
+}
+
+const DATA = JSON.parse(byId('data').textContent, revive);
+const KNOBS = { ...DATA.knobs, ...PAGE_KNOBS };
+if (DATA.own) addOwnRule();
+const DEFAULTS = Object.fromEntries(
+  Object.entries(KNOBS).map(([name, knob]) => [name, knob.value]));
+if (DATA.own) Object.assign(DEFAULTS, { 'loss.rule': 'own', 'clip.rule': DATA.own.clip });
+const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : DATA.methods;
+let knobs = { ...DEFAULTS };
+let hovered = null; // ratio under the pointer
+
+// 1. Settings
+
+function addOwnRule() {
+  const { title, about, axes, defaults } = DATA.own;
+  const bounds = DATA.own.clip === 'fixed' ? 'cut' : 'ignored';
+  DATA.rules.loss.own = { title, about, bounds };
+  KNOBS['loss.rule'].choices.push('own');
+  for (const { name, values } of axes) {
+    if (name.startsWith('loss.own.')) {
+      const least = Math.min(...values);
+      const most = Math.max(...values);
+      KNOBS[name] = { value: defaults[name], snap: values, least, most,
+        meaning: `${name.slice(9)} of ${title}.` };
+    }
+  }
+}
+
+// The methods of the paper's rules name both rules where the defaults are another's.
+function ownMethods() {
+  const both = { 'loss.rule': 'clipped', 'clip.rule': 'balanced' };
+  return Object.fromEntries(
+    Object.entries(DATA.methods).map(([name, set]) => [name, { ...both, ...set }]));
+}
+
+const same = (a, b) => String(a) === String(b);
+const numeric = (text) => (text === 'inf' ? Infinity : text.trim() === '' ? NaN : Number(text));
+const written = (value) => (value === Infinity ? 'inf' : String(value));
+
+// A value of a knob from text, or null if the knob does not take it.
+function parsed(name, text) {
+  const knob = KNOBS[name];
+  if (!knob) return null;
+  if (knob.choices) return knob.choices.find((choice) => same(choice, text)) ?? null;
+  const values = text.split(',').map(numeric);
+  if (values.some(Number.isNaN)) return null;
+  const wanted = Array.isArray(knob.value) ? 2 : 1;
+  if (values.length !== wanted) return null;
+  const inside = values.map((x) => within(knob, x));
+  return wanted === 2 ? inside.sort((a, b) => a - b) : inside[0];
+}
+
+// The nearest value that the knob takes.
+function within(knob, x) {
+  if (knob.snap) return knob.snap[nearest(knob.snap, x)];
+  if (x === Infinity && knob.infinite) return x;
+  const [first, last, step] = knob.slider;
+  const open = (limit, sign) => (limit === undefined ? undefined : limit + sign * step / 10);
+  const least = knob.least ?? open(knob.above, 1) ?? first;
+  const most = knob.most ?? open(knob.below, -1) ?? (knob.infinite ? 1e9 : last);
+  return clamp(x, least, most);
+}
+
+function fromAddress() {
+  const found = { ...DEFAULTS };
+  for (const part of decodeURIComponent(location.hash.slice(1)).split('&')) {
+    const [name, text = ''] = part.split('=');
+    const value = parsed(name, text);
+    if (value !== null) found[name] = value;
+  }
+  return found;
+}
+
+// Only what differs from the defaults, in the order of the knobs.
+function changed() {
+  return Object.keys(KNOBS).filter((name) => !same(knobs[name], DEFAULTS[name]));
+}
+
+function toAddress() {
+  const text = changed().map((name) => `${name}=${[knobs[name]].flat().map(written)}`);
+  history.replaceState(null, '', text.length ? `#${text.join('&')}` : location.pathname);
+}
+
+// Why a run refuses these settings; '' if it does not.
+function refusal() {
+  if (knobs['loss.rule'] === 'own') {
+    return knobs['clip.rule'] === DATA.own.clip ? ''
+      : `the table of your rule has clip.rule='${DATA.own.clip}' only; choose it`;
+  }
+  const names = ['loss.rule', 'clip.rule', 'loss.aggregate',
+    'clip.balanced.contribution', 'clip.balanced.weight'];
+  const index = DATA.refused[names.map((name) => knobs[name]).join('|')];
+  if (index !== undefined) return DATA.sentences[index];
+  const k = section(knobs, 'clip.balanced');
+  if (knobs['clip.rule'] === 'balanced' && k.resolution === 'step') {
+    for (const bound of ['low', 'high']) {
+      const width = k[bound][1] - k[bound][0];
+      const step = k[`${bound}_step`];
+      if (!(step === 0 && width === 0) && !(step > 0 && step <= width + 1e-6)) {
+        return `clip.balanced.${bound}_step=${step} must be above 0 and at most ${
+          Number(width.toPrecision(6))}, the width of the range (${k[bound].join(', ')
+        }); for a constant bound set both ends equal and the step to 0`;
+      }
+    }
+  }
+  return '';
+}
+
+// Changes settings; a loss rule brings the first clip rule along that it goes with.
+function set(values) {
+  Object.assign(knobs, values);
+  if ('loss.rule' in values && !('clip.rule' in values) && refusal()) {
+    const start = knobs['clip.rule'];
+    const clips = KNOBS['clip.rule'].choices;
+    const fits = ['balanced', 'fixed', 'unclipped'].filter((c) => clips.includes(c));
+    knobs['clip.rule'] = fits.find((c) => { knobs['clip.rule'] = c; return !refusal(); }) ?? start;
+  }
+  toAddress();
+  buildControls();
+  draw();
+}
+
+// 2. Controls
+
+function choose(select, choices, value, then) {
+  select.replaceChildren(...choices.map(([text, choice, title]) => {
+    const option = new Option(text, String(choice), false, same(choice, value));
+    option.title = title ?? '';
+    return option;
+  }));
+  select.onchange = () => then(choices[select.selectedIndex][1]);
+}
+
+function buildChoices() {
+  const method = Object.entries(METHODS).find(([, values]) => Object.keys(KNOBS).every(
+    (name) => name in PAGE_KNOBS || same(knobs[name], values[name] ?? DEFAULTS[name])));
+  const names = Object.keys(METHODS).map((name) => [name, name]);
+  const all = method ? names : [['your own setting', ''], ...names];
+  choose(byId('method'), all, method ? method[0] : '', (name) => {
+    if (name) set({ ...DEFAULTS, ...METHODS[name] });
+  });
+  for (const [id, slot] of [['loss', 'loss'], ['clip', 'clip']]) {
+    const choices = KNOBS[`${slot}.rule`].choices.map((rule) =>
+      [rule === 'own' ? DATA.own.title : rule, rule, DATA.rules[slot][rule].title]);
+    choose(byId(id), choices, knobs[`${slot}.rule`], (rule) => set({ [`${slot}.rule`]: rule }));
+  }
+  const means = { token: 'tokens', sequence: 'responses', constant: 'responses, sums' };
+  choose(byId('aggregate'), KNOBS['loss.aggregate'].choices.map((x) => [means[x] ?? x, x]),
+    knobs['loss.aggregate'], (value) => set({ 'loss.aggregate': value }));
+}
+
+// The knobs that matter to the chosen rules.
+function shownKnobs() {
+  const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
+  const own = rule === 'own';
+  const names = Object.keys(DATA.knobs).filter(
+    (name) => !name.endsWith('.rule') && name !== 'loss.aggregate'
+      && (name.startsWith(`loss.${rule}.`) || name.startsWith(`clip.${bounds}.`)));
+  if (own) {
+    const axes = DATA.own.axes.map((axis) => axis.name);
+    return [...axes, 'p', 'range'];
+  }
+  return [...names, 'stale', ...(rule === 'decoupled' ? ['moved'] : []), 'p', 'range'];
+}
+
+let built = '';
+
+// Makes the controls if other knobs are shown than before, and shows their values.
+function buildControls() {
+  buildChoices();
+  const names = shownKnobs();
+  if (names.join() !== built) {
+    built = names.join();
+    const box = byId('sliders');
+    box.replaceChildren();
+    const isMore = (name) => MORE.includes(name.split('.')[2]) && !name.startsWith('loss.own');
+    const groups = [['Rules', names.filter((n) => n in DATA.knobs || n.startsWith('loss.own'))],
+      ['Batch and axes', names.filter((n) => n in PAGE_KNOBS)]];
+    for (const [title, inside] of groups) {
+      if (!inside.length) continue;
+      box.append(Object.assign(document.createElement('h3'), { textContent: title }));
+      for (const name of inside.filter((n) => !isMore(n))) box.append(...controlsOf(name));
+      const hidden = inside.filter(isMore);
+      if (!hidden.length) continue;
+      const more = document.createElement('details');
+      more.open = hidden.some((name) => !same(knobs[name], DEFAULTS[name]));
+      more.append(Object.assign(document.createElement('summary'), { textContent: 'more knobs' }));
+      for (const name of hidden) more.append(...controlsOf(name));
+      box.append(more);
+    }
+  }
+  for (const control of document.querySelectorAll('[data-knob]')) show(control);
+}
+
+function controlsOf(name) {
+  if (!Array.isArray(KNOBS[name].value)) return [controlOf(name)];
+  return [controlOf(name, 0), controlOf(name, 1)];
+}
+
+const isOwnGrid = (name) =>
+  knobs['loss.rule'] === 'own' ? DATA.own.axes.find((axis) => axis.name === name)?.values : null;
+
+// The slider's positions: values of the table, or [first, last, step].
+function positionsOf(name) {
+  const values = isOwnGrid(name);
+  if (values) return { first: 0, last: values.length - 1, step: 1, values };
+  const [first, last, step] = KNOBS[name].slider;
+  return { first, last: KNOBS[name].infinite ? last + step : last, step };
+}
+
+function controlOf(name, end) {
+  const knob = KNOBS[name];
+  const box = document.createElement('div');
+  box.className = 'knob';
+  box.title = knob.meaning;
+  box.dataset.knob = name;
+  const suffix = end === undefined ? '' : [', first', ', last'][end];
+  const label = (LABELS[name] ?? name.split('.').pop()) + suffix;
+  const head = document.createElement('div');
+  head.className = 'head';
+  head.append(Object.assign(document.createElement('span'), { textContent: label }));
+  box.append(head);
+  if (knob.choices) {
+    const select = document.createElement('select');
+    select.ariaLabel = label;
+    choose(select, knob.choices.map((x) => [String(x), x]), knobs[name], (x) => set({ [name]: x }));
+    box.append(select);
+    return box;
+  }
+  const number = Object.assign(document.createElement('input'), { type: 'text', inputMode: 'decimal', ariaLabel: `${label}, number` });
+  const { first, last, step, values } = positionsOf(name);
+  const slider = Object.assign(document.createElement('input'), { type: 'range', min: first, max: last, step, ariaLabel: label });
+  const change = (value) => {
+    if (Number.isNaN(value)) return show(box);
+    const all = end === undefined ? within(knob, value) : [...knobs[name]];
+    if (end !== undefined) {
+      all[end] = within(knob, value);
+      all[1 - end] = end ? Math.min(all[0], all[1]) : Math.max(all[0], all[1]);
+    }
+    return set({ [name]: all });
+  };
+  slider.oninput = () => {
+    const x = Number(slider.value);
+    if (values) return change(values[x]);
+    return change(knob.infinite && x > last - step / 2 ? Infinity : x);
+  };
+  number.onchange = () => change(numeric(number.value));
+  head.append(number);
+  box.append(slider);
+  if (end !== undefined) box.dataset.end = end;
+  return box;
+}
+
+// Shows the value of a knob in its control.
+function show(box) {
+  const { knob: name, end } = box.dataset;
+  const value = end === undefined ? knobs[name] : knobs[name][end];
+  const select = box.querySelector('select');
+  if (select) {
+    select.value = String(value);
+    return;
+  }
+  const [number, slider] = ['text', 'range'].map((t) => box.querySelector(`[type=${t}]`));
+  const { last, values } = positionsOf(name);
+  if (document.activeElement !== number || numeric(number.value) !== value) {
+    number.value = written(Number.isFinite(value) ? Number(value.toPrecision(6)) : value);
+  }
+  slider.value = values ? nearest(values, value) : value === Infinity ? last : value;
+}
+
+// 3. Drawing
+
+const fmt = (x) => (x === Infinity ? '∞' : x === 0 ? '0'
+  : Math.abs(x) >= 100 ? x.toFixed(0) : Number(x.toPrecision(3)).toString());
+const fine = (x) => (x === Infinity ? '∞' : String(Number(x.toPrecision(5))));
+const percent = (x) => `${(100 * x).toFixed(1)} %`;
+
+function showFormulas() {
+  const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
+  const surrogate = bounds === 'balanced' && knobs['clip.balanced.contribution'] === 'surrogate';
+  const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`];
+  const texts = byId('formula-texts').content;
+  byId('formulas').replaceChildren(...ids.flatMap((id) => {
+    const found = texts.getElementById(`formula-${id}`);
+    return found ? [found.cloneNode(true)] : [];
+  }));
+  byId('about').replaceChildren(...[['loss', rule], ['clip', bounds]].flatMap(([slot, name]) => {
+    const { title, about } = DATA.rules[slot][name];
+    return about.split('\n\n').map((text, i) => {
+      const paragraph = document.createElement('p');
+      if (i === 0) {
+        const head = `${slot}.rule=${name}: ${title} `;
+        paragraph.append(Object.assign(document.createElement('b'), { textContent: head }));
+      }
+      paragraph.append(text.replace(/\s*\n\s*/g, ' '));
+      return paragraph;
+    });
+  }));
+  byId('command').replaceChildren(...commandOf().map(
+    (textContent) => Object.assign(document.createElement('span'), { textContent })));
+}
+
+// The settings as overrides of a run.
+function commandOf() {
+  const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
+  const active = new Set([...shownKnobs(), 'loss.rule', 'clip.rule', 'loss.aggregate']);
+  const parts = Object.keys(KNOBS).filter((name) => active.has(name) && !(name in PAGE_KNOBS)
+    && (name.endsWith('.rule') || !same(knobs[name], KNOBS[name].value)));
+  return parts.map((name) => {
+    const value = knobs[name];
+    if (name === 'loss.rule' && value === 'own') return `--config.loss.rule=${DATA.own.title}`;
+    const text = Array.isArray(value) ? `"(${value.join(',')})"` : written(value);
+    return `--config.${name}=${text}`;
+  });
+}
+
+const ignoresBounds = () => DATA.rules.loss[knobs['loss.rule']].bounds === 'ignored';
+
+// Where a bound is crossed, as a ratio pi / mu.
+function crossing(bound) {
+  if (knobs['loss.rule'] !== 'decoupled') return bound;
+  return bound ** (1 / (1 - knobs.moved));
+}
+
+// Ratios to evaluate: a grid, and both sides of every jump.
+function ratiosOf(range, bounds, grid) {
+  if (knobs['loss.rule'] === 'own') return grid.filter((r) => r >= 1 / range && r <= range);
+  const ratios = Array.from({ length: 321 }, (_, i) => range ** (i / 160 - 1));
+  for (const bound of [bounds.low, bounds.high, bounds.dual].map(crossing)) {
+    if (bound > 1 / range && bound < range) ratios.push(bound * (1 - 1e-9), bound * (1 + 1e-9));
+  }
+  return ratios.sort((a, b) => a - b);
+}
+
+// Bounds to draw as upright lines.
+function marks(frame, bounds) {
+  if (ignoresBounds()) return '';
+  const upright = (bound, name) => {
+    const r = crossing(bound);
+    if (!(r > frame.x[0] && r < frame.x[1])) return '';
+    return line(frame.toX(r), frame.top, frame.toX(r), frame.bottom, name);
+  };
+  let text = '';
+  for (const key of ['low', 'high', 'dual']) {
+    const start = bounds.start[key];
+    if (start !== undefined && start !== bounds[key]) text += upright(start, 'start');
+    text += upright(bounds[key], 'bound');
+  }
+  return text;
+}
+
+// Curves of column `which` of [gain, weight] over the ratio, for both signs.
+function drawCurves(svg, which, bounds, at) {
+  const { range, p } = knobs;
+  const ratios = ratiosOf(range, bounds, DATA.own?.ratios);
+  const lines = [1, -1].map((adv) => ratios.map((r) => [r, at(r, p, adv)[which]]));
+  const values = lines.flat().map(([, y]) => y).filter(Number.isFinite);
+  const extreme = Math.min(10, Math.max(0.1, ...values.map(Math.abs)));
+  const ends = [-1, 1].map((sign) => sign * 1.08 * extreme);
+  const frame = frameOf(svg, [1 / range, range], ends, true);
+  let text = axes(frame, ratioTicks(range), ticksOf(ends, 5), 'ratio r = π / μ');
+  if (p > 1 / range) {
+    const wide = Math.max(0, Math.min(frame.toX(p), frame.right) - frame.left);
+    text += `<rect class="impossible" x="${frame.left}" y="${frame.top}" width="${wide}" height="${frame.bottom - frame.top}"><title>μ would exceed 1</title></rect>`;
+  }
+  text += marks(frame, bounds);
+  text += curve(frame, lines[1], 'minus') + curve(frame, lines[0], 'plus');
+  if (hovered !== null && hovered >= 1 / range && hovered <= range) {
+    const x = frame.toX(hovered);
+    text += line(x, frame.top, x, frame.bottom, 'hover');
+  }
+  svg.innerHTML = text;
+  svg.frame = frame;
+}
+
+// The weight over (r, p) as colour, and the recorded tokens of one sign on it.
+function drawPlane(card, adv, bounds, at, applied) {
+  const [svg, canvas] = [card.querySelector('svg'), card.querySelector('canvas')];
+  const { range, p } = knobs;
+  const frame = frameOf(svg, [1 / range, range], [0, 1], true);
+  const most = Math.max(1, Math.min(range, 4));
+  const value = (r, probability) =>
+    (probability > r ? NaN : Math.abs(at(r, probability, adv)[1]) / most);
+  const colours = ['--card', adv > 0 ? '--plus' : '--minus', '--impossible'];
+  const context = heat(canvas, frame, value, colours);
+  const [live, cut] = [[], []];
+  applied.tokens.forEach((t, i) => {
+    if (Math.sign(t.adv) !== adv) return;
+    (applied.weights[i] === 0 ? cut : live).push([Math.exp(t.logR), Math.exp(t.logp)]);
+  });
+  context.globalAlpha = 0.45;
+  dots(context, frame, live, 1.6, colourOf('--ink'), null);
+  context.globalAlpha = 1;
+  dots(context, frame, cut, 3, colourOf('--cut'), colourOf('--card'));
+  let text = axes(frame, ratioTicks(range), [], 'ratio r = π / μ');
+  for (const y of [0, 0.25, 0.5, 0.75, 1]) text += words(frame.left - 6, frame.toY(y) + 4, y, 'end');
+  text += marks(frame, bounds);
+  text += line(frame.left, frame.toY(p), frame.right, frame.toY(p), 'slice');
+  text += words(frame.left + 4, frame.top + 12, 'π(token)', 'start', 'label');
+  if (hovered !== null && hovered >= 1 / range && hovered <= range) {
+    text += line(frame.toX(hovered), frame.top, frame.toX(hovered), frame.bottom, 'hover');
+  }
+  svg.innerHTML = text;
+  svg.frame = frame;
+  const note = `${live.length + cut.length} recorded tokens, <b class="cut-text">${cut.length} cut</b>`;
+  card.querySelector('h2').innerHTML = `Weight where A ${adv > 0 ? '&gt;' : '&lt;'} 0 <span class="note">· ${note}</span>`;
+}
+
+function drawBatch({ bounds, before, after, tokens }) {
+  const { name, length } = DATA.batch;
+  byId('batch-name').textContent = `${length.length} responses, ${tokens.length} tokens of ${name}`
+    + (knobs['loss.rule'] === 'own' || knobs.stale === 1 ? '' : `; log-ratios times ${fmt(knobs.stale)}`);
+  const searches = bounds.met !== undefined;
+  const bar = (label, { share, positive, negative }) => {
+    const none = positive + negative === 0;
+    const mark = searches && knobs['clip.rule'] === 'balanced'
+      ? `<div class="mark" style="left:${100 * bounds.target}%" title="target"></div>` : '';
+    return `<div class="bar"><span>${label}</span><div class="track">${none ? '' : `<div class="p" style="width:${100 * share}%">A &gt; 0: ${percent(share)}</div><div class="m">A &lt; 0&lrm;</div>`}${mark}</div></div>`;
+  };
+  byId('shares').innerHTML = searches && bounds.index > 0
+    ? bar('at start', before) + bar('searched', after) : bar('share', after);
+  const cells = [];
+  if (!ignoresBounds()) cells.push(['bounds', `${fine(bounds.low)} … ${fine(bounds.high)}`]);
+  if (searches) {
+    cells.push(['target', `${fine(bounds.target)} ${!bounds.evidence ? '(no evidence)' : bounds.met ? 'met' : 'out of reach'}`]);
+    cells.push(['search steps', String(bounds.index)]);
+  }
+  cells.push(['cut, A > 0', `${after.cutPlus} of ${after.plus}`], ['cut, A < 0', `${after.cutMinus} of ${after.minus}`]);
+  byId('found').innerHTML = cells.map(([k, v]) => `<span><i>${k.replace('<', '&lt;')}</i> ${v}</span>`).join('');
+  byId('path').hidden = !searches;
+  const idle = knobs['clip.rule'] === 'balanced' && bounds.met && bounds.index === 0;
+  byId('hint').hidden = !idle;
+  byId('hint').querySelector('button').onclick = () =>
+    set({ 'clip.balanced.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
+  if (searches) drawPath(bounds);
+}
+
+// The share that the search reads along its path, at most 200 points of it.
+function drawPath(bounds) {
+  const svg = byId('path').querySelector('svg');
+  const every = Math.max(1, Math.floor(bounds.last / 200));
+  const indices = [];
+  for (let i = 0; i < bounds.last; i += every) indices.push(i);
+  const points = [...indices, bounds.last].map((i) => [i, bounds.share(i)]);
+  const shares = [...points.map(([, share]) => share), bounds.target];
+  const pad = Math.max(0.01, 0.15 * (Math.max(...shares) - Math.min(...shares)));
+  const ends = [Math.max(0, Math.min(...shares) - pad), Math.min(1, Math.max(...shares) + pad)];
+  const frame = frameOf(svg, [0, Math.max(1, bounds.last)], ends, false);
+  const ticks = ticksOf([0, Math.max(1, bounds.last)], 6).map((x) => [x, String(x)]);
+  let text = axes(frame, ticks, ticksOf(ends, 4), 'step of the search');
+  const turn = frame.toX(bounds.turn);
+  text += line(turn, frame.top, turn, frame.bottom, 'bound');
+  const y = frame.toY(bounds.target);
+  text += line(frame.left, y, frame.right, y, 'target');
+  text += words(frame.right - 4, y - 5, 'target', 'end', 'cut-label');
+  text += curve(frame, points, 'share');
+  text += `<circle class="dot" r="5" cx="${frame.toX(bounds.index)}" cy="${frame.toY(bounds.share(bounds.index))}"/>`;
+  svg.innerHTML = text;
+}
+
+function drawReadout(at) {
+  const { p } = knobs;
+  const r = hovered ?? 1;
+  const cell = (adv) => {
+    const [gain, weight] = at(r, p, adv);
+    return `<span><b class="${adv > 0 ? 'p' : 'm'}">A = ${adv > 0 ? '+1' : '−1'}</b> weight ${fmt(weight)}, gain ${fmt(gain)}</span>`;
+  };
+  const mu = p / r;
+  byId('readout').innerHTML = `<span>r = <b>${fine(r)}</b></span><span>π = ${fine(p)}, μ = ${mu > 1 ? 'above 1' : fmt(mu)}</span>${cell(1)}${cell(-1)}`;
+}
+
+let current = null;
+
+function draw() {
+  const sentence = refusal();
+  byId('refusal').hidden = !sentence;
+  byId('refusal').textContent = sentence;
+  for (const id of ['weight', 'gain', 'readout', 'plus', 'minus', 'batch']) byId(id).classList.toggle('dim', !!sentence);
+  showFormulas();
+  if (sentence) return;
+  const applied = apply(DATA.batch, knobs);
+  const at = curveOf(knobs, applied.bounds);
+  current = { applied, at };
+  drawPlane(byId('plus'), 1, applied.bounds, at, applied);
+  drawPlane(byId('minus'), -1, applied.bounds, at, applied);
+  drawBatch(applied);
+  const scored = at(1, 0.25, 1)[0] !== at(1, 0.95, 1)[0];
+  byId('gain-note').textContent = scored ? 'This gain depends on log π(token). Its slope, the weight, is what moves the policy.' : '';
+  drawHover();
+}
+
+function drawHover() {
+  if (!current) return;
+  const { applied, at } = current;
+  drawCurves(byId('weight').querySelector('svg'), 1, applied.bounds, at);
+  drawCurves(byId('gain').querySelector('svg'), 0, applied.bounds, at);
+  drawReadout(at);
+}
+
+function hoverOn(svg, slices) {
+  const at = (event) => {
+    const box = svg.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  svg.addEventListener('pointermove', (event) => {
+    if (!svg.frame) return;
+    hovered = clamp(svg.frame.fromX(at(event)[0]), 1 / knobs.range, knobs.range);
+    drawHover();
+  });
+  svg.addEventListener('click', (event) => {
+    if (!svg.frame) return;
+    hovered = clamp(svg.frame.fromX(at(event)[0]), 1 / knobs.range, knobs.range);
+    if (slices) set({ p: Number(clamp(svg.frame.fromY(at(event)[1]), 0.01, 1).toFixed(2)) });
+    else drawHover();
+  });
+}
+
+for (const id of ['weight', 'gain', 'plus', 'minus']) {
+  hoverOn(byId(id).querySelector('svg'), id === 'plus' || id === 'minus');
+}
+byId('reset').onclick = () => set({ ...DEFAULTS });
+window.addEventListener('hashchange', () => { knobs = fromAddress(); buildControls(); draw(); });
+window.addEventListener('resize', draw);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
+byId('about').parentElement.open = window.innerWidth > 1000;
+knobs = fromAddress();
+buildControls();
+draw();

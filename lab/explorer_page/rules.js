@@ -1,0 +1,288 @@
+// The loss and clip rules of bapo_jax/algorithms, written again for a page without a
+// server. tests/lab/test_explorer.py compares every number here with the JAX rules.
+//
+// 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds;
+// 2. `tokensOf` moves the recorded tokens by the knobs, `search` finds clip bounds;
+// 3. `apply` gives the bounds, the weights and the shares of a recorded batch;
+// 4. `ownCurve` and `ownWeights` look a user's rule up in its table.
+//
+// `knobs` maps the dotted names of the config to values. Two names are the page's own:
+// `stale`, a factor of the recorded log-ratios, and `moved`, the part of a log-ratio
+// that the policy had moved before the learner step: log prox - log mu over log r.
+'use strict';
+
+const NO_BOUNDS = { low: 0, high: Infinity, dual: Infinity };
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+
+// Section `<slot>.<rule>` of the knobs, without its prefix.
+function section(knobs, prefix) {
+  const names = Object.keys(knobs).filter((name) => name.startsWith(`${prefix}.`));
+  return Object.fromEntries(
+    names.map((name) => [name.slice(prefix.length + 1), knobs[name]]));
+}
+
+// loss._cut_off: r A, or the crossed bound times A without a gradient.
+function cutOff(logR, adv, bounds) {
+  const r = Math.exp(logR);
+  if (adv > 0 && r >= bounds.high) return [bounds.high * adv, 0];
+  if (adv < 0 && r >= bounds.dual) return [bounds.dual * adv, 0];
+  if (adv < 0 && r <= bounds.low) return [bounds.low * adv, 0];
+  return [r * adv, r * adv];
+}
+
+// A rule maps a token t and bounds to [ratio that the bounds clip, gain, weight], with
+// t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
+// t.logS = the mean of logR over the response, and t.adv = the advantage.
+const LOSSES = {
+  clipped(t, bounds, k) {
+    const logR = clamp(t.logR, -k.limit, k.limit);
+    const [gain, weight] = cutOff(logR, t.adv, bounds);
+    return [Math.exp(logR), gain, logR === t.logR ? weight : 0];
+  },
+  decoupled(t, bounds, k) {
+    const logR = t.logR - t.logProx;
+    const stale = Math.exp(t.logProx);
+    const above = k.beyond_cap === 'truncate' ? k.cap : 0;
+    const factor = stale > k.cap ? above : stale;
+    const [gain, weight] = cutOff(logR, t.adv, bounds);
+    return [Math.exp(logR), factor * gain, factor * weight];
+  },
+  sequence(t, bounds) {
+    return [Math.exp(t.logS), ...cutOff(t.logS, t.adv, bounds)];
+  },
+  cispo(t, bounds) {
+    const r = Math.exp(t.logR);
+    return [r, ...reinforce(clamp(r, bounds.low, bounds.high), t)];
+  },
+  tis(t, bounds, k) {
+    const r = Math.exp(t.logR);
+    return [r, ...reinforce(Math.min(r, k.cap), t)];
+  },
+  dppo_tv(t, bounds, k) {
+    const moved = Math.exp(t.logp) - Math.exp(t.logp - t.logR);
+    const inside = t.adv > 0 ? moved <= k.high : moved >= -k.low;
+    const r = Math.exp(t.logR);
+    return [r, ...reinforce(inside ? Math.min(r, k.cap) : 0, t)];
+  },
+  sapo(t, bounds, k) {
+    const r = Math.exp(Math.min(t.logR, 20));
+    const tau = t.adv > 0 ? k.positive : k.negative;
+    const gate = 1 / (1 + Math.exp(-tau * (r - 1)));
+    const weight = t.logR < 20 ? 4 * gate * (1 - gate) * r * t.adv : 0;
+    return [Math.exp(t.logR), 4 / tau * gate * t.adv, weight];
+  },
+};
+
+// loss._reinforce: no gradient through the weight.
+function reinforce(weight, t) {
+  return [weight * t.adv * t.logp, weight * t.adv];
+}
+
+// The loss rule with its knobs: (token, bounds) -> [ratio, gain, weight].
+function lossOf(knobs) {
+  const name = knobs['loss.rule'];
+  const [rule, k] = [LOSSES[name], section(knobs, `loss.${name}`)];
+  return (t, bounds) => rule(t, bounds, k);
+}
+
+// (r, p, adv) -> [gain, weight] of a token with probability p = pi(token) and ratio
+// r = pi / mu, alone in its response.
+function curveOf(knobs, bounds) {
+  if (knobs['loss.rule'] === 'own') return ownCurve(knobs);
+  const rule = lossOf(knobs);
+  return (r, p, adv) => {
+    const logR = Math.log(r);
+    const logProx = knobs.moved * logR;
+    return rule({ logp: Math.log(p), logR, logProx, logS: logR, adv }, bounds).slice(1);
+  };
+}
+
+// The tokens of a batch as the page's `stale` and `moved` place them, and the scale of
+// each token's row relative to the largest (loss.row_scale).
+function tokensOf(batch, knobs) {
+  const tokens = [];
+  const sequence = knobs['loss.aggregate'] === 'sequence';
+  const shortest = Math.min(...batch.length);
+  let first = 0;
+  batch.length.forEach((length, row) => {
+    const ratios = [];
+    for (let i = first; i < first + length; i++) {
+      ratios.push(knobs.stale * (batch.logp[i] - batch.old[i]));
+    }
+    const logS = ratios.reduce((a, b) => a + b, 0) / length;
+    const scale = sequence ? shortest / length : 1;
+    ratios.forEach((logR, i) => {
+      const old = batch.old[first + i];
+      const logProx = knobs.moved * logR;
+      tokens.push({ logp: old + logR, old, logR, logProx, logS, scale, adv: batch.adv[row] });
+    });
+    first += length;
+  });
+  return tokens;
+}
+
+// clip.points and clip.clamped: the values of a bound, as float32 like the rule's.
+function points([begin, end], step) {
+  const steps = step ? Math.trunc((end - begin) / step + 1e-6) : 0;
+  return Array.from({ length: steps + 1 }, (_, i) => Math.fround(begin + step * i));
+}
+
+function clamped([begin, end], step) {
+  const steps = step ? Math.ceil((end - begin) / step - 1e-6) : 0;
+  const at = (_, i) => Math.fround(Math.min(begin + step * i, end));
+  return Array.from({ length: steps + 1 }, at);
+}
+
+// What a search reads: ranges, target, contribution, weight, order and dual clip.
+function searched(knobs) {
+  if (knobs['clip.rule'] === 'recipe') {
+    const k = DATA.recipe;
+    const lows = clamped(k.low, k.low_step);
+    const highs = clamped(k.high, k.high_step);
+    const target = k.positive_to_negative / (1 + k.positive_to_negative);
+    return { target, lows, highs, contribution: 'surrogate', weight: 'one',
+      order: 'lower', dual: k.dual };
+  }
+  const k = section(knobs, 'clip.balanced');
+  const continuous = k.resolution === 'continuous';
+  const lows = continuous ? clamped(k.low, DATA.tolerance) : points(k.low, k.low_step);
+  const highs = continuous ? clamped(k.high, DATA.tolerance) : points(k.high, k.high_step);
+  return { ...k, lows, highs };
+}
+
+// bound_search.contributions: terms of tokens with A > 0 and with A < 0, uncut.
+function contributions(tokens, knobs, k) {
+  const rule = lossOf(knobs);
+  const plus = [];
+  const minus = [];
+  for (const t of tokens) {
+    const [ratio, , weight] = rule(t, { ...NO_BOUNDS, dual: k.dual });
+    let size = k.contribution === 'surrogate' ? t.adv : weight * t.scale;
+    size = Math.abs(size) * (k.weight === 'behaviour' ? Math.exp(t.old) : 1);
+    if (size > 0) (t.adv > 0 ? plus : minus).push([ratio, size]);
+  }
+  return [plus, minus];
+}
+
+// bound_search.sums: P and N at two bounds.
+function sums([plus, minus], low, high, contribution) {
+  let positive = 0;
+  let negative = 0;
+  for (const [r, size] of plus) {
+    if (contribution === 'surrogate') positive += size * Math.min(r, high);
+    else if (r < high) positive += size;
+  }
+  for (const [r, size] of minus) {
+    if (contribution === 'surrogate') negative += size * Math.max(r, low);
+    else if (r > low) negative += size;
+  }
+  return [positive, negative];
+}
+
+const shareOf = ([positive, negative]) =>
+  positive > 0 ? positive / (positive + negative) : 0;
+
+// bound_search.search: the first point of the path that meets the target, or the last.
+function search(tokens, knobs) {
+  const k = searched(knobs);
+  const { lows, highs, target, contribution } = k;
+  const sides = contributions(tokens, knobs, k);
+  const evidence = sides[0].length + sides[1].length > 0;
+  const [down, up] = [lows.length - 1, highs.length - 1];
+  const bounds = (index) => {
+    const leg = Math.min(index, k.order === 'upper' ? up : down);
+    const [i, j] = k.order === 'upper' ? [index - leg, leg] : [leg, index - leg];
+    return { low: lows[i], high: highs[j], dual: k.dual };
+  };
+  const share = (index) => {
+    const { low, high } = bounds(index);
+    return shareOf(sums(sides, low, high, contribution));
+  };
+  const meets = (index) => {
+    const { low, high } = bounds(index);
+    const [positive, negative] = sums(sides, low, high, contribution);
+    return target === 0 || (positive > 0 && positive * (1 - target) >= negative * target);
+  };
+  let [begin, end] = [0, down + up + 1];
+  if (contribution === 'surrogate') {
+    if (k.order === 'upper') end = up + 1;
+    else begin = down + 1;
+  }
+  let [start, stop] = [begin, end];
+  while (start < stop) {
+    const middle = Math.floor((start + stop) / 2);
+    if (meets(middle)) stop = middle;
+    else start = middle + 1;
+  }
+  if (begin && meets(0)) stop = 0;
+  const met = stop < end && evidence;
+  const index = met ? stop : evidence ? down + up : 0;
+  return { ...bounds(index), start: bounds(0), index, met, evidence, target,
+    last: down + up, turn: k.order === 'upper' ? up : down, share };
+}
+
+// Bounds of the clip rule on these tokens; `start` are those before a search.
+function boundsOf(tokens, knobs) {
+  const rule = knobs['clip.rule'];
+  if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
+  const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : NO_BOUNDS;
+  return { ...bounds, start: bounds };
+}
+
+// Weights of the tokens in the gradient; 0 for a token that is cut.
+function weightsOf(tokens, knobs, bounds) {
+  if (knobs['loss.rule'] === 'own') return ownWeights(knobs);
+  const rule = lossOf(knobs);
+  return tokens.map((t) => rule(t, bounds)[2]);
+}
+
+// The positive share of the gradient, and the tokens of either sign that have none.
+function summary(tokens, weights) {
+  const found = { positive: 0, negative: 0, plus: 0, minus: 0, cutPlus: 0, cutMinus: 0 };
+  tokens.forEach((t, i) => {
+    if (t.adv === 0) return;
+    const side = t.adv > 0;
+    found[side ? 'positive' : 'negative'] += Math.abs(weights[i]) * t.scale;
+    found[side ? 'plus' : 'minus'] += 1;
+    if (weights[i] === 0) found[side ? 'cutPlus' : 'cutMinus'] += 1;
+  });
+  return { ...found, share: shareOf([found.positive, found.negative]) };
+}
+
+// Applies the rules to a recorded batch.
+function apply(batch, knobs) {
+  const tokens = tokensOf(batch, knobs);
+  const bounds = boundsOf(tokens, knobs);
+  const weights = weightsOf(tokens, knobs, bounds);
+  const before = summary(tokens, weightsOf(tokens, knobs, bounds.start));
+  return { tokens, bounds, weights, before, after: summary(tokens, weights) };
+}
+
+// A user's rule is a table, since it exists in Python alone: an entry for every
+// combination of the values of `axes`, the last axis fastest. A knob, r and p take the
+// nearest value of the table.
+const nearest = (values, x) =>
+  values.reduce((best, value, i) => (Math.abs(value - x) < Math.abs(values[best] - x)
+    || value === x ? i : best), 0);
+
+function ownEntry(knobs) {
+  return DATA.own.axes.reduce(
+    (index, { name, values }) => index * values.length + nearest(values, knobs[name]), 0);
+}
+
+function ownCurve(knobs) {
+  const { ratios, probabilities, gains, weights } = DATA.own;
+  const logs = ratios.map(Math.log);
+  const entry = ownEntry(knobs);
+  return (r, p, adv) => {
+    const side = 2 * entry + (adv > 0 ? 0 : 1);
+    const row = side * probabilities.length + nearest(probabilities, p);
+    const i = row * ratios.length + nearest(logs, Math.log(r));
+    return [gains[i], weights[i]];
+  };
+}
+
+function ownWeights(knobs) {
+  const [count, entry] = [DATA.batch.logp.length, ownEntry(knobs)];
+  return Array.from(DATA.own.tokens.subarray(entry * count, (entry + 1) * count));
+}

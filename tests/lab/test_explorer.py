@@ -1,0 +1,449 @@
+"""The loss explorer shows the numbers of the JAX rules, at any slider position."""
+
+import functools
+import itertools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+
+from bapo_jax import knobs as knobs_lib
+from bapo_jax.algorithms import bound_search, clip, knobs, loss
+from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
+from bapo_jax.training import rules
+from lab import counterfactual, explorer, rule_curves
+
+SETTINGS, POINTS = 16, 40  # per loss rule and per setting
+CLOSE = {'rtol': 1e-6, 'atol': 1e-6}
+DESCRIBED = explorer.knobs_of() | {
+  'stale': {'value': 1.0, 'slider': (0.0, 4.0, 0.05)},
+  'moved': {'value': 0.0, 'slider': (0.0, 1.0, 0.05)},
+}
+# What the page computes for settings, without drawing.
+COMPUTE = """
+(cases) => JSON.parse(cases, revive).map(({ knobs, points }) => {
+  const k = { ...DEFAULTS, ...knobs };
+  const { bounds, before, after, weights } = apply(DATA.batch, k);
+  const at = curveOf(k, bounds);
+  const { low, high, dual, index = 0, met = true } = bounds;
+  const found = { low, high, dual, index, met, before: before.share, after: after.share,
+    cut: weights.map((w) => Number(w === 0)), weights,
+    points: points.map(([r, p, adv]) => at(r, p, adv)) };
+  return JSON.stringify(found, (_, x) => (x === Infinity ? 'inf' : x));
+})
+"""
+
+
+@pytest.fixture(scope='module')
+def drawn(browser):
+  with browser.open(explorer.PAGE) as page:
+    yield page
+
+
+def computed(page, cases):
+  """What the page computes for [{'knobs': ..., 'points': [[r, p, adv], ...]}, ...]."""
+  text = json.dumps(explorer._json(cases))
+  found = page.evaluate(f'({COMPUTE})({text})')
+  return [json.loads(one, object_hook=_infinite) for one in found]
+
+
+def _infinite(found):
+  return {name: math.inf if x == 'inf' else x for name, x in found.items()}
+
+
+def sections(values):
+  """The validated sections (loss, clip) of flat knobs."""
+  nested = {'loss': {}, 'clip': {}}
+  for name, value in values.items():
+    slot, *path = name.split('.')
+    if slot not in nested:
+      continue
+    section = nested[slot]
+    for key in path[:-1]:
+      section = section.setdefault(key, {})
+    section[path[-1]] = tuple(value) if isinstance(value, list) else value
+  return (
+    knobs_lib.validate(LossConfig, nested['loss']),
+    knobs_lib.validate(ClipConfig, nested['clip']),
+  )
+
+
+def drawn_position(rng, knob):
+  """A random position of a slider, or a random choice."""
+  if 'choices' in knob:
+    return knob['choices'][rng.integers(len(knob['choices']))]
+  if knob.get('infinite') and rng.random() < 0.3:
+    return math.inf
+  first, last, step = knob['slider']
+  many = 2 if isinstance(knob['value'], tuple) else 1
+  x = first + step * rng.integers(0, round((last - first) / step) + 1, many)
+  return sorted(x.tolist()) if many == 2 else float(x[0])
+
+
+def drawn_setting(rng, rule, bounds):
+  """Random positions of all sliders of a pair of rules that a run accepts."""
+  while True:
+    values = {
+      name: drawn_position(rng, knob)
+      for name, knob in DESCRIBED.items()
+      if name.startswith((f'loss.{rule}.', f'clip.{bounds}.'))
+      or name in ('stale', 'moved', 'loss.aggregate')
+    }
+    values |= {'loss.rule': rule, 'clip.rule': bounds}
+    if rng.random() < 0.5 and bounds == 'balanced':  # near the share of the batch
+      values['clip.balanced.target'] = rng.integers(440, 480) / 1000
+    try:
+      objective, chosen = sections(values)
+      knobs.check_clip(chosen, objective)
+    except ValueError:
+      continue
+    return values
+
+
+def pairs_of(rule):
+  """The clip rules that a run accepts beside a loss rule."""
+  accepted = []
+  for bounds in clip.RULES:
+    try:
+      knobs.check_clip(ClipConfig(rule=bounds), LossConfig(rule=rule))
+    except ValueError:
+      continue
+    accepted.append(bounds)
+  return accepted
+
+
+def expected(values, points):
+  """What the JAX rules compute for the recorded batch and for single tokens."""
+  objective, chosen = sections(values)
+  rule = rules.bind_rule(loss.RULES, objective)
+  bound = rules.bind_rule(clip.RULES, chosen)
+  logp_BT, batch = (
+    jax.tree.map(lambda x: x.astype(float) if x.dtype == jnp.float32 else x, tree)
+    for tree in rule_curves.recorded(explorer.BATCH)
+  )
+  old_BT = batch.behavior_logp_BT
+  logp_BT = jnp.where(
+    batch.loss_mask_BT, old_BT + values['stale'] * (logp_BT - old_BT), 0
+  )
+  batch = batch._replace(prox_BT=old_BT + values['moved'] * (logp_BT - old_BT))
+  scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, 64)
+  weigh = loss.weigher(rule, logp_BT, batch, scale_B)
+  _, bounds = rule(logp_BT, batch, functools.partial(bound, batch=batch, weigh=weigh))
+  start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+  mask_BT = np.asarray(batch.loss_mask_BT)
+  before_BT, after_BT = np.asarray(weigh(start)), np.asarray(weigh(bounds))
+  ratio, probability, adv = np.asarray(points).T
+  tokens = rule_curves.single(ratio, probability, adv, values['moved'])
+  return {
+    'low': float(bounds.low),
+    'high': float(bounds.high),
+    'dual': float(bounds.dual),
+    'index': int(bounds.search_steps),
+    'met': bool(bounds.target_met),
+    'before': share(before_BT, batch.adv_B),
+    'after': share(after_BT, batch.adv_B),
+    'cut': (after_BT[mask_BT] == 0).astype(int).tolist(),
+    'points': np.stack(rule_curves.curve(rule, *tokens, bounds), 1),
+  }
+
+
+def share(weight_BT, adv_B):
+  """The share of the tokens with A > 0 in the sum of |weight|; 0 without weights."""
+  size_BT = np.abs(np.asarray(weight_BT))
+  return size_BT[np.asarray(adv_B) > 0].sum() / max(size_BT.sum(), 1e-30)
+
+
+@pytest.mark.parametrize('rule', loss.RULES)
+def test_the_page_computes_what_the_rules_compute(drawn, rule):
+  rng = np.random.default_rng(sorted(loss.RULES).index(rule))
+  bounds = pairs_of(rule)
+  cases = []
+  for i in range(SETTINGS):
+    ratio_N = np.exp2(rng.uniform(-3, 3, POINTS))
+    sign_N = rng.choice([-1.0, 1.0], POINTS)
+    points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
+    setting = drawn_setting(rng, rule, bounds[i % len(bounds)])
+    cases.append({'knobs': setting, 'points': points.tolist()})
+  for case, found in zip(cases, computed(drawn, cases), strict=True):
+    with jax.enable_x64(True):
+      wanted = expected(case['knobs'], case['points'])
+    for name, value in wanted.items():
+      told = f'{name} of {case["knobs"]}'
+      np.testing.assert_allclose(found[name], value, **CLOSE, err_msg=told)
+
+
+def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
+  # In float32, as a run computes them.
+  targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
+  cases = [
+    {'knobs': {'clip.balanced.target': target}, 'points': []} for target in targets
+  ]
+  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
+  ratio_BT = loss.ratio(logp_BT, batch)
+  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
+  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  steps = set()
+  for target, found in zip(targets, computed(drawn, cases), strict=True):
+    k = knobs.BalancedClip(target=target)
+    wanted = clip.balanced(ratio_BT, batch, weigh, k)
+    assert found['low'] == float(wanted.low) and found['high'] == float(wanted.high)
+    assert found['index'] == int(wanted.search_steps)
+    assert found['met'] == bool(wanted.target_met)
+    steps.add(found['index'])
+  assert len(steps) >= 7  # the targets lie on both legs of the path
+
+
+@pytest.mark.parametrize('resolution', ['step', 'continuous'])
+def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
+  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
+  ratio_BT = loss.ratio(logp_BT, batch)
+  # A point on either leg of the path, for the order that moves the upper bound first.
+  points = {'upper': [(0.6, 1.43), (0.77, 3.0)], 'lower': [(0.77, 1.2), (0.9, 1.43)]}
+  cases = []
+  for contribution, weight in making.KINDS:
+    for order, leg in itertools.product(points, range(2)):
+      values = dict(contribution=contribution, weight=weight, order=order)
+      k = knobs.BalancedClip(**values, resolution=resolution, low_step=0.005)
+      target = bound_search.share(ratio_BT, batch, *points[order][leg], k)
+      setting = k.model_dump() | {'target': float(target) - 1e-5}
+      setting = {f'clip.balanced.{name}': value for name, value in setting.items()}
+      setting |= {'loss.rule': 'clipped', 'clip.rule': 'balanced'}
+      setting = {name: x for name, x in setting.items() if name in DESCRIBED}
+      cases.append({'knobs': setting | {'stale': 1.0, 'moved': 0.0}, 'points': []})
+  found = computed(drawn, cases)
+  for case, values in zip(cases, found, strict=True):
+    with jax.enable_x64(True):
+      wanted = expected(case['knobs'], np.ones((1, 3)))
+    for name in ('low', 'high', 'index', 'met', 'after'):
+      told = f'{name} of {case["knobs"]}'
+      np.testing.assert_allclose(values[name], wanted[name], **CLOSE, err_msg=told)
+  assert len({values['index'] for values in found}) >= 5
+
+
+def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
+  refused = explorer.refusals()
+  assert 'cispo|balanced|token|gradient|one' in refused
+  names = ['loss.rule', 'clip.rule', 'loss.aggregate']
+  names += ['clip.balanced.contribution', 'clip.balanced.weight']
+  some = list(refused)[:: len(refused) // 12]
+  for key in some:
+    values = json.dumps(dict(zip(names, key.split('|'), strict=True)))
+    drawn.evaluate(f'(set({{ ...DEFAULTS, ...{values} }}), 0)')
+    assert drawn.evaluate("byId('refusal').textContent") == refused[key]
+    assert not drawn.evaluate("byId('refusal').hidden")
+  # A range and a step that do not fit are refused like in a run.
+  narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
+  with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
+    sections(narrow)
+  drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
+  assert drawn.evaluate("byId('refusal').textContent") == f'clip.{error.value}'
+  drawn.evaluate('(set({ ...DEFAULTS }), 0)')
+  assert drawn.evaluate("byId('refusal').hidden")
+
+
+SLIDE = """
+(name, value) => {
+  const slider = document.querySelector(`[data-knob="${name}"] input[type=range]`);
+  slider.value = value;
+  slider.dispatchEvent(new Event('input', { bubbles: true }));
+}
+"""
+
+
+def test_sliders_hover_and_address(browser):
+  with browser.open(explorer.PAGE, fragment='clip.rule=fixed') as page:
+    assert page.evaluate("byId('method').value") == 'PPO, GRPO'
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
+    assert page.evaluate("byId('method').value") == 'DAPO (clip-higher)'
+    page.evaluate(f"({SLIDE})('stale', 2)")
+    assert page.evaluate('location.hash').split('&') == [
+      '#clip.rule=fixed',
+      'clip.fixed.high=1.28',
+      'stale=2',
+    ]
+    command = '--config.loss.rule=clipped --config.clip.rule=fixed '
+    command += '--config.clip.fixed.high=1.28'
+    spans = "[...byId('command').children].map((x) => x.textContent).join(' ')"
+    assert page.evaluate(spans) == command
+    # The last position of a slider that may be infinite.
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1e9)")
+    assert 'clip.fixed.high=inf' in page.evaluate('location.hash')
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
+    # Over the middle of the axis the ratio is 1; at the right end it is 4.
+    hover = """(share) => {
+      const svg = byId('weight').querySelector('svg');
+      const box = svg.getBoundingClientRect();
+      const x = svg.frame.left + share * (svg.frame.right - svg.frame.left);
+      svg.dispatchEvent(new PointerEvent('pointermove', { clientX: box.left + x }));
+      return byId('readout').innerText.replace(/\\s+/g, ' ');
+    }"""
+    assert 'weight 1, gain 1' in page.evaluate(f'({hover})(0.5)')
+    at_4 = page.evaluate(f'({hover})(1)')
+    assert 'r = 4' in at_4 and 'weight 0, gain 1.28' in at_4
+    assert 'weight -4, gain -4' in at_4
+    # A loss rule that no run accepts beside these bounds brings other bounds along.
+    page.evaluate("(set({ 'loss.rule': 'tis' }), 0)")
+    assert page.evaluate("knobs['clip.rule']") == 'unclipped'
+    address = page.evaluate('location.hash.slice(1)')
+    assert page.errors == page.requests == []
+  with browser.open(explorer.PAGE, fragment=address) as page:
+    assert page.evaluate("knobs['loss.rule']") == 'tis'
+    assert page.evaluate('knobs.stale') == 2
+
+
+def test_the_page_fits_a_phone(browser):
+  with browser.open(
+    explorer.PAGE, width=390, height=844, touch=True, dark=True
+  ) as page:
+    assert page.evaluate('document.documentElement.scrollWidth') == 390
+    assert page.evaluate("byId('plus').querySelector('canvas').width") > 300
+    # The plane is coloured: more where r is larger.
+    colour = """(r) => {
+      const { frame } = byId('minus').querySelector('svg');
+      const [x, y] = [frame.toX(r), frame.toY(0.985)].map(Math.round);
+      const copy = new OffscreenCanvas(390, 300).getContext('2d');
+      copy.drawImage(byId('minus').querySelector('canvas'), 0, 0);
+      return copy.getImageData(x, y, 1, 1).data[0];
+    }"""
+    reds = [page.evaluate(f'({colour})({r})') for r in (1.3, 2.0, 3.5)]
+    assert reds[0] < reds[1] < reds[2]
+    assert page.errors == page.requests == []
+
+
+OWN = '''
+"""A rule in a file."""
+
+import jax
+import jax.numpy as jnp
+
+from bapo_jax.algorithms import loss
+
+
+def soft(logp_BT, batch, find, *, tau=0.5, floor=0.0, steps=3):
+  """Computes a soft gate: </script><script>document.title = 'hacked'</script>."""
+  r_BT = loss.ratio(logp_BT, batch)
+  gain_BT = jax.nn.sigmoid(tau * (r_BT - 1)) + floor * r_BT * logp_BT
+  return jnp.where(batch.loss_mask_BT, gain_BT * batch.adv_B[:, None], 0), find(r_BT)
+
+
+def leaky(logp_BT, batch, find, *, slope=0.125):
+  """Computes the clipped surrogate with a slope beyond the bounds."""
+  clipped_BT, bounds = loss.clipped(logp_BT, batch, find)
+  r_BT = loss.ratio(logp_BT, batch)
+  leak_BT = slope * r_BT * batch.adv_B[:, None]
+  return jnp.where(batch.loss_mask_BT, clipped_BT + leak_BT, 0), bounds
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+  path = tmp_path / 'my.py'
+  path.write_text(OWN)
+  return path
+
+
+@pytest.mark.parametrize('name', ['soft', 'leaky'])
+def test_a_rule_of_yours_is_its_table(browser, own, name):
+  place = f'{own}:{name}'
+  (own.parent / 'my.html').write_text(explorer.page(place))
+  rule = explorer.load(place)
+  recorded = rule_curves.recorded(explorer.BATCH)
+  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+  rng = np.random.default_rng(7)
+  with browser.open(own.parent / 'my.html') as page:
+    assert page.evaluate('document.title') == 'Loss explorer'
+    axes = page.evaluate('DATA.own.axes')
+    names = [axis['name'].rpartition('.')[2] for axis in axes]
+    assert names == {'soft': ['tau', 'floor'], 'leaky': ['low', 'high', 'slope']}[name]
+    assert page.evaluate("knobs['clip.rule']") == (
+      'fixed' if 'low' in names else 'unclipped'
+    )
+    cases = []
+    for _ in range(4):
+      values = {a['name']: a['values'][rng.integers(len(a['values']))] for a in axes}
+      ratio = explorer.RATIOS[rng.integers(97, size=20)]
+      p = rng.choice(explorer.PROBABILITIES, 20)
+      points = np.stack([ratio, p, rng.choice([-1, 1], 20)], 1)
+      cases.append({'knobs': values, 'points': points.tolist()})
+    assert any(case['knobs'] != cases[0]['knobs'] for case in cases)
+    for case, found in zip(cases, computed(page, cases), strict=True):
+      values = {k.rpartition('.')[2]: v for k, v in case['knobs'].items()}
+      ends = [values.pop(name) for name in ('low', 'high') if name in values]
+      bounds = rule_curves.constant(*ends)
+      bound = functools.partial(rule, **values)
+      tokens = rule_curves.single(*np.float32(case['points']).T)
+      wanted = np.stack(rule_curves.curve(bound, *tokens, bounds), 1)
+      np.testing.assert_allclose(found['points'], wanted, **CLOSE)
+      weight_BT = np.asarray(loss.weights(bound, *recorded, bounds))
+      np.testing.assert_allclose(found['weights'], weight_BT[mask_BT], **CLOSE)
+      wanted = share(weight_BT, recorded[1].adv_B)
+      np.testing.assert_allclose(found['after'], wanted, **CLOSE)
+    page.evaluate(f"({SLIDE})('{axes[-1]['name']}', 0)")
+    smallest = axes[-1]['values'][0]
+    assert page.evaluate(f"knobs['{axes[-1]['name']}']") == smallest
+    assert page.errors == page.requests == []
+
+
+def test_knobs_around_a_default():
+  assert explorer._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
+  assert explorer._around(0.0, 3) == [-1.0, 0.0, 1.0]
+  assert explorer._around(math.inf, 2) == [math.inf, math.inf]
+
+
+def test_the_command_writes_a_page(own, monkeypatch, capsys):
+  out = own.parent / 'new' / 'my.html'
+  recorded = explorer.ROOT / 'notebooks' / '5_run' / 'groups' / '20.jsonl'
+  command = ['explorer', f'--batch={recorded}', f'--out={out}']
+  monkeypatch.setattr('sys.argv', command)
+  explorer.main()
+  assert '20.jsonl' in out.read_text() and str(out) in capsys.readouterr().out
+  monkeypatch.setattr('sys.argv', ['explorer', f'{own}:soft'])
+  with pytest.raises(SystemExit):  # the page of the docs keeps the rules of the docs
+    explorer.main()
+  assert 'give --out' in capsys.readouterr().err
+
+
+def test_a_recorded_step_is_read_as_elsewhere():
+  workdir = explorer.ROOT / 'notebooks' / '5_run'
+  logp_BT, batch = rule_curves.recorded(workdir / 'groups' / '20.jsonl')
+  other = counterfactual.read(str(workdir))
+  np.testing.assert_array_equal(logp_BT, other.logp_BT)
+  np.testing.assert_array_equal(batch.behavior_logp_BT, other.behavior_logp_BT)
+  np.testing.assert_array_equal(batch.loss_mask_BT, other.loss_mask_BT)
+  config = counterfactual.config_of(other, {})
+  adv_B = counterfactual.apply(other, config).adv_B
+  # Advantages are recorded with four decimals.
+  np.testing.assert_allclose(batch.adv_B, adv_B, rtol=0, atol=5.1e-5)
+  with pytest.raises(ValueError, match=r'metrics.jsonl is no recorded batch; give'):
+    rule_curves.recorded(workdir / 'metrics.jsonl')
+
+
+def test_every_knob_and_every_rule_is_on_the_page():
+  every = {
+    name
+    for slot, section in (('loss', LossConfig()), ('clip', ClipConfig()))
+    for name, _, _ in knobs_lib.fields(section, slot)
+  }
+  assert set(explorer.knobs_of()) == every - explorer.LEFT_OUT
+  assert set(explorer.SLIDERS) < every and every > explorer.LEFT_OUT
+  formulas = (explorer.PARTS / 'formulas.html').read_text()
+  for slot, of_slot in explorer.RULES.items():
+    for rule in of_slot:
+      assert f'id="formula-{slot}-{rule}"' in formulas
+
+
+@pytest.mark.parametrize('method', explorer.METHODS)
+def test_a_run_accepts_every_method(method):
+  objective, chosen = sections(explorer.METHODS[method])
+  knobs.check_clip(chosen, objective)
+
+
+def test_the_page_of_the_docs_is_up_to_date():
+  text = pathlib.Path(explorer.PAGE).read_text()
+  assert text == explorer.page(), 'run python -m lab.explorer'
+  assert len(text.encode()) < 500_000
