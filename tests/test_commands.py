@@ -91,9 +91,8 @@ def stand_ins(tmp_path_factory):
 
 
 def main(workdir):
-  return ['-m', 'bapo_jax.main', '--config=configs/aime.py', f'--workdir={workdir}'] + (
-    flags(runs.TINY)
-  )
+  start = ['-m', 'bapo_jax.main', '--config=configs/aime.py', f'--workdir={workdir}']
+  return start + runs.flags()
 
 
 def execute(command, statuses=(0,)):
@@ -117,7 +116,7 @@ def smallest(module, folder, work):
   """The flags of a benchmark's smallest size."""
   names = {'MODEL': f'{folder}/model', 'PROBLEMS': f'{folder}/problems.jsonl'}
   text = SMALLEST[module].replace('RUNS', str(work))
-  text = text.replace('TINY', ' '.join(flags(runs.TINY | {'mesh.data': -1})))
+  text = text.replace('TINY', ' '.join(runs.flags(**{'mesh.data': -1})))
   for name, path in names.items():
     text = text.replace(name, path)
   return text.split()
@@ -138,11 +137,11 @@ def small(command, folder, work):
   if module == 'lab.sweep' and 'papers/' in command:  # its runs take hours
     return [*run, *own, '--table']
   if module == 'lab.sweep':
-    tiny = {**runs.TINY, 'steps': 1, 'responses': 64}
-    return [*run, *own, f'--results={work}', f'--runs={work}/runs', *flags(tiny)]
+    both = runs.flags('configs/countdown.py:both', steps=1, responses=64)
+    return [*run, *own, f'--results={work}', f'--runs={work}/runs', *both]
   if module == 'launch/local.sh':
-    tiny = {name: x for name, x in runs.TINY.items() if name != 'mesh.data'}
-    return [module, *flags(tiny), *own, f'--workdir={work}']
+    tiny = [x for x in runs.flags(given=own) if 'mesh.data' not in x]
+    return [module, *tiny, *own, f'--workdir={work}']
   assert module == 'bapo_jax.main'
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
@@ -152,7 +151,8 @@ def small(command, folder, work):
     return [*run, *own, *flags(FINETUNE), f'--workdir={work}']
   # An evaluation needs a finished run; the command's own flags win over the tiny ones.
   workdir = f'{folder}/run' if '--mode=eval' in own else work
-  return [*run, *flags(runs.TINY), *own, f'--workdir={workdir}']
+  file = next(x for x in own if x.startswith('--config=')).removeprefix('--config=')
+  return [*run, *runs.flags(file, own), *own, f'--workdir={workdir}']
 
 
 def test_every_benchmark_has_a_smallest_size_and_every_named_module_exists():
