@@ -358,7 +358,7 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   found = {}
   for name, field, value in knobs.fields(config):
     default = field.get_default(call_default_factory=True)
-    if name == 'tokenizer.path':
+    if name == 'tokenizer.path' and value:  # filled in by `parse`
       default = TokenizerConfig().beside(config.model.path).path
     if value != default and name not in ('title', 'code', 'derived'):
       found[name] = value, default
