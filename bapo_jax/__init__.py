@@ -1,9 +1,22 @@
 """Off-policy reinforcement learning of language models in JAX.
 
-Read types.py (the records), training/trainer.py (the loop), then the folders in the
-order of the flow: runtime, models, data, rewards, rollout, algorithms, training, tools.
+`declare` and `train` are for programs and own functions (docs/library.md). To read the
+code, start with types.py (the records) and training/trainer.py (the loop), then the
+folders in the order of the flow: runtime, models, data, rewards, rollout, algorithms,
+training, run, tools.
 """
+
+from typing import Any
 
 from bapo_jax.own_code import declare
 
-__all__ = ['declare']
+__all__ = ['declare', 'train']
+
+
+def __getattr__(name: str) -> Any:
+  """Imports `train` when it is used, because it imports JAX."""
+  if name == 'train':
+    from bapo_jax.run.library import train
+
+    return train
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -197,7 +197,7 @@ def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str
     section = inner
   dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
-    if path[-1] == 'own':  # names a knob of the section around it
+    if path[-1:] == ['own']:  # names a knob of the section around it
       dotted = '.'.join(path[:-1])
     sentence = f'{dotted}.{error["ctx"]["error"]}'.lstrip('.')
     long = len(sentence) > 400  # a value in it may be

@@ -223,11 +223,12 @@ def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any
     raise ValueError(f'{place}: the argument {name} has no default; give it a default')
   kind = kind or type(default)
   if kind is tuple and default:
-    kind = tuple[type(default[0]), ...]
+    kind = tuple.__class_getitem__((type(default[0]), ...))
   field = knobs_lib.knob(default, f'{name} of {place}.', infinite=True)
   try:
     knobs_lib.kind(kind)
-    pydantic.TypeAdapter(kind).validate_python(default, strict=True)
+    adapter: Any = pydantic.TypeAdapter
+    adapter(kind).validate_python(default, strict=True)
   except (KeyError, TypeError, ValueError):
     raise ValueError(
       f'{place}: the argument {name}={shown(default)} cannot be a knob; annotate it as '

@@ -151,15 +151,16 @@ class OddVerifier(Verifier):
     self.early = early
     self.submitted: list[tuple[list[str], list[str]]] = []  # (answers, texts) per call
 
-  def slow(self, rules) -> bool:
+  def starts_early(self, rules) -> bool:
     return self.early and bool(list(rules))
 
   def verdict(self, text: str) -> Verdict:
     return Verdict(len(text) % 2 == 1, f'{len(text)} characters', text[:1])
 
-  def submit(self, answers, texts, rules=()) -> PendingVerdicts:
-    self.submitted.append((list(answers), list(texts)))
-    return PendingVerdicts([self.verdict(text) for text in texts], texts, rules)
+  def submit(self, samples) -> PendingVerdicts:
+    texts = [sample.response for sample in samples]
+    self.submitted.append(([sample.answer for sample in samples], texts))
+    return PendingVerdicts([self.verdict(text) for text in texts], samples, self.rule)
 
 
 def generate(

@@ -124,7 +124,7 @@ def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.max_new_tokens from verifier, problem lengths, model and device."""
   verifier, positions = config.rewards.rule, facts.spec.positions
   limits = {
-    f'the limit for {verifier}': LONGEST[verifier],
+    f'the limit for {verifier}': LONGEST.get(verifier, max(LONGEST.values())),
     f"the model's {positions} positions": positions - config.prompts.max_prompt_tokens,
   }
   if facts.cpu:

@@ -22,7 +22,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
-from bapo_jax.rewards import gold
+from bapo_jax.rewards import gold, verifiers
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
@@ -124,10 +124,14 @@ def _read(
   return training, held_out, lengths, check
 
 
+# Built-in verifiers that read a response that only states the answer.
+STATED = set(verifiers.RULES) - {'countdown'}
+
+
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
   """Verifies up to DRAWN right answers; `rule` verifies rows that name none."""
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
-  drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
+  drawn = [row for row in drawn if (row.verifier or rule) in STATED]
   rules = [row.verifier or rule for row in drawn]
   answers = [row.answer for row in drawn]
   with contextlib.closing(Verifier(rewards)) as verifier:

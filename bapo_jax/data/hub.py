@@ -80,7 +80,12 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
 
 
 def read_tfds(
-  name: str, split: str, knob: str, check: Callable[[Row], None] | None = None
+  name: str,
+  split: str,
+  knob: str,
+  check: Callable[[Row], None] | None = None,
+  *,
+  whole: bool = False,
 ) -> list[Row]:
   """Returns the rows of a split of a tensorflow-datasets data set.
 
@@ -101,8 +106,8 @@ def read_tfds(
           f'field {field!r} has pictures, but only files and the hub may contain '
           'pictures; give a parquet file or hub:owner/name:split'
         )
-      layout = layout or layouts.detect(row)
-      rows.append(layouts.parse(row, layout))
+      layout = layout or layouts.detect(row, whole=whole)
+      rows.append(layouts.parse(row, layout, whole=whole))
       if check:
         check(rows[-1])
     except ValueError as error:

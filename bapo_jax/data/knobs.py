@@ -3,8 +3,10 @@
 from typing import Literal
 
 import pydantic
+from pydantic import SerializeAsAny
 
 from bapo_jax.knobs import Section, knob, shown
+from bapo_jax.own_code import OwnKnobs, Slot, own
 
 EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
@@ -106,16 +108,28 @@ class PairConfig(Section):
   )
 
 
-class ProblemsConfig(Section):
+class OwnRows(OwnKnobs):
+  """Base of the knobs of own functions that return problems."""
+
+
+class ProblemsConfig(Slot):
   """Training and held-out problems."""
+
+  places = ('source', 'test_source')
 
   source: str = knob(
     'synthetic',
     'Training problems: synthetic, countdown, drawn (with pictures), files '
     '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins a version) or '
-    'tfds:name:split.',
+    'tfds:name:split; or path/to/file.py:function, which returns a list of rows.',
   )
   test_source: str = knob('synthetic', 'Held-out problems; same choices as source.')
+  own: SerializeAsAny[OwnRows] = own(OwnRows)
+  whole: bool = knob(
+    False,
+    'Keeps all fields of a row, and accepts rows without an answer; set by the program '
+    'for own reward functions.',
+  )
   family: Literal['trial', 'chain', 'pair'] = knob(
     'trial', 'Family of the synthetic problems.'
   )

@@ -81,8 +81,8 @@ def is_picture(name: str) -> bool:
   return _plain(name) in PICTURES
 
 
-def detect(row: dict[str, Any]) -> Layout:
-  """Returns the layout of a file with this first row.
+def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
+  """Returns the layout of a file with this first row; `whole`: answers are optional.
 
   Raises:
     ValueError: no layout has these fields.
@@ -103,29 +103,38 @@ def detect(row: dict[str, Any]) -> Layout:
     if solution:
       answer_format = 'hashes' if '####' in solution else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
+  for name, problems, _, sources in LAYOUTS if whole else ():
+    if problem := _find(row, spelled, problems):
+      return Layout(name, problem, '', _find(row, spelled, sources), 'none')
   raise ValueError(
     f"fields {_names(row)} match no layout; rename them, for example to 'problem' and "
     "'answer' (docs/data_and_rewards.md lists all layouts)"
   )
 
 
-def parse(row: dict[str, Any], layout: Layout) -> Row:
+def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
   """Returns the problem, answer, verifier and system message of a row, no pictures.
+
+  `whole` keeps all other fields too.
 
   Raises:
     ValueError: a field is missing or wrong; the message names the field and its value.
   """
+  fields = ''
+  if whole:
+    values = {name: x for name, x in row.items() if not is_picture(name)}
+    fields = json.dumps(values, sort_keys=True, default=str)
   if layout.answer_format == 'countdown':
     numbers, target = (_get(row, field) for field in (layout.problem, layout.answer))
-    return countdown.row(numbers, target, 'sentence')
+    return countdown.row(numbers, target, 'sentence')._replace(fields=fields)
   field, solved = layout.problem, layout.name in ('open-instruct', 'messages')
   problem, system, solution = _chat(_get(row, field), field, solved=solved)
-  value = solution if layout.answer == field else _get(row, layout.answer)
+  value = solution if layout.answer == field else _get(row, layout.answer or field)
   answer = READERS[layout.answer_format](value, layout.answer)
   verifier = 'gsm8k' if layout.answer_format == 'hashes' else ''
   if layout.source:
     verifier = _verifier(_get(row, layout.source), layout.source) or verifier
-  return Row(problem, answer, verifier, system)
+  return Row(problem, answer, verifier, system, fields)
 
 
 def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -297,7 +306,17 @@ def _bare(value: Any, field: str) -> str:
   return _answer(within[1], field) if within else text
 
 
-READERS = {'plain': _answer, 'hashes': _after_hashes, 'boxed': _in_box, 'bare': _bare}
+def _none(value: Any, field: str) -> str:
+  return ''
+
+
+READERS = {
+  'plain': _answer,
+  'hashes': _after_hashes,
+  'boxed': _in_box,
+  'bare': _bare,
+  'none': _none,
+}
 
 
 def _verifier(value: Any, field: str) -> str:

@@ -24,8 +24,10 @@ BATCH = 256  # rows of a parquet file that are converted at once
 Place = tuple[str, Any]  # ('line 3', the row)
 
 
-def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
-  """Returns the rows of a file, in file order.
+def read(
+  path: str, check: Callable[[Row], None] | None = None, *, whole: bool = False
+) -> list[Row]:
+  """Returns the rows of a file, in file order; see `layouts.parse` for `whole`.
 
   Raises:
     ValueError: the file or a row cannot be read, or a row fails `check`.
@@ -35,7 +37,7 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
   try:
     status = os.stat(path)
     # Cached: a start reads a file several times, to check it, derive knobs and train.
-    unit, rows = _read(path, status.st_mtime_ns, status.st_size)
+    unit, rows = _read(path, status.st_mtime_ns, status.st_size, whole)
   except OSError as error:
     raise ValueError(
       f'{path} cannot be read ({error.strerror or error}); set problems.source and '
@@ -48,16 +50,21 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: str, mtime_ns: int, size: int) -> tuple[str, tuple[Row, ...]]:
+def _read(
+  path: str, mtime_ns: int, size: int, whole: bool
+) -> tuple[str, tuple[Row, ...]]:
   """Returns the name of a row ('line', 'row') and all rows; cached by all arguments."""
   del mtime_ns, size
   items = _parquet if path.endswith('.parquet') else _json
   first = next(items(path, None), None)
   if first is None:
     raise ValueError(f'{path} contains no problem; give another file')
-  layout = _at(path, first, layouts.detect)
+  layout = _at(path, first, functools.partial(layouts.detect, whole=whole))
   columns = [*layout.columns, *filter(layouts.is_picture, first[1])]
-  parse = functools.partial(_parse, layout=layout, folder=os.path.dirname(path))
+  if whole:
+    columns = list(first[1])
+  folder = os.path.dirname(path)
+  parse = functools.partial(_parse, layout=layout, folder=folder, whole=whole)
   # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
   unique: dict[Row, Row] = {}
   rows = (_at(path, item, parse) for item in items(path, columns))
@@ -72,7 +79,9 @@ def _at(path: str, item: Place, function: Callable[[Any], Any]) -> Any:
     raise ValueError(f'{path}, {place}: {error}') from error
 
 
-def _parse(row: dict[str, Any], layout: layouts.Layout, folder: str) -> Row:
+def _parse(
+  row: dict[str, Any], layout: layouts.Layout, folder: str, whole: bool
+) -> Row:
   field, values = layouts.pictures(row)
   files = []
   for i, value in enumerate(values, 1):
@@ -80,7 +89,7 @@ def _parse(row: dict[str, Any], layout: layouts.Layout, folder: str) -> Row:
       files.append(pictures.checked(_picture(value, folder)).data)
     except ValueError as error:
       raise ValueError(f'field {field!r}, picture {i}: {error}') from error
-  return layouts.parse(row, layout)._replace(pictures=tuple(files))
+  return layouts.parse(row, layout, whole=whole)._replace(pictures=tuple(files))
 
 
 def _picture(value: Any, folder: str) -> bytes:

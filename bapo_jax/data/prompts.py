@@ -6,8 +6,8 @@ has a new order, and no problem occurs twice in a step.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -34,7 +34,7 @@ class Problems(NamedTuple):
   answer: Sequence[str]
   verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
   system: Sequence[str] = ()  # system message of each problem; '' or (): none
-  row: Sequence[Mapping[str, Any]] = ()  # all fields of each row; (): not kept
+  fields: Sequence[str] = ()  # all fields of each row as JSON; '' or (): not kept
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
 
@@ -127,7 +127,7 @@ def tabulate(
     answer=[row.answer for row in rows],
     verifier=[row.verifier for row in rows],
     system=[row.system for row in rows],
-    row=[row.fields for row in rows] if any(row.fields for row in rows) else (),
+    fields=[row.fields for row in rows],
     pictures=[row.pictures for row in rows],
     grids=[x.grids for x in encoded],
   )
@@ -182,6 +182,8 @@ def fingerprint(problems: Problems) -> str:
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   if any(problems.system):
     columns.append(problems.system)
+  if any(problems.fields):  # own functions may read them
+    columns.append(problems.fields)
   if any(problems.pictures):
     columns.append([pictures.digests(files) for files in problems.pictures])
   for row in zip(*columns, strict=True):

@@ -5,11 +5,13 @@ Imports `hub`, which takes a second, only if needed: `missing` runs before any o
 
 import functools
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from bapo_jax.data import dedup, local_files, pictures
+from bapo_jax import own_code
+from bapo_jax.data import dedup, layouts, local_files, pictures
 from bapo_jax.data.knobs import MADE, ProblemsConfig
 from bapo_jax.data.made import countdown, drawn, synthetic
 from bapo_jax.data.made.problem import Problem, Solver
@@ -41,7 +43,7 @@ def missing(
   source = getattr(problems, knob)
   if _parse_name(knob, source):
     return []
-  if source not in MADE:
+  if source not in MADE and not own_code.is_place(source):
     absent = [path for path in source.split(',') if not os.path.exists(path)]
     if absent:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
@@ -131,15 +133,50 @@ def _read(
       ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
     made = MAKERS[source](problems)
     return [made[i].row for i in ids]
+  if own_code.is_place(source):
+    return _own_rows(problems, source, check)
   paths = source.split(',')
   if named := _parse_name(knob, source):
     from bapo_jax.data import hub
 
     where, name, split = named
     if where == 'tfds':
-      return hub.read_tfds(name, split, f'problems.{knob}', check)
+      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=problems.whole)
     paths = hub.find_files(name, split, f'problems.{knob}')
-  return [row for path in paths for row in local_files.read(path, check)]
+  return [
+    row for path in paths for row in local_files.read(path, check, whole=problems.whole)
+  ]
+
+
+def _own_rows(
+  problems: ProblemsConfig, place: str, check: Check | None = None
+) -> list[Row]:
+  """Returns the rows that an own function returns; each is a dict, as in a file.
+
+  Raises:
+    ValueError: the function raises an error or returns no rows, or a row is damaged.
+  """
+  function = own_code.load(place)
+  accepted = inspect.signature(function).parameters
+  knobs = {k: v for k, v in problems.own.model_dump().items() if k in accepted}
+  try:
+    given = list(function(**knobs))
+  except Exception as error:  # a user's function may raise anything
+    raise ValueError(f'{place} raises {type(error).__name__}: {error}') from error
+  rows, layout = list[Row](), None
+  for i, row in enumerate(given, 1):
+    try:
+      if not isinstance(row, dict):
+        raise ValueError(f'{row!r:.60} is not a dict with fields such as problem')
+      layout = layout or layouts.detect(row, whole=problems.whole)
+      rows.append(layouts.parse(row, layout, whole=problems.whole))
+      if check:
+        check(rows[-1])
+    except ValueError as error:
+      raise ValueError(f'{place}, row {i}: {error}; correct the function') from error
+  if not rows:
+    raise ValueError(f'{place} returns no rows; return a list of dicts')
+  return rows
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:

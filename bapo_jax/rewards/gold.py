@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from bapo_jax.data.made import countdown
 from bapo_jax.data.row import Row
+from bapo_jax.own_code import is_place
 from bapo_jax.rewards import verifiers
 
 DEPTH = 100  # nested LaTeX brackets; the parser uses at least one stack frame for each
@@ -20,16 +21,18 @@ DEPTH = 100  # nested LaTeX brackets; the parser uses at least one stack frame f
 def check(rule: str) -> Callable[[Row], None]:
   """Returns a function that raises a ValueError if a row's answer cannot be used.
 
-  The verifier is named by the row, or else by `rule`, a key of verifiers.RULES.
+  The verifier is named by the row, or else by `rule`, as in rewards.rule. Own functions
+  accept any answer.
   """
+  names = [name for name in rule.split(',') if not is_place(name)]
 
   def check_row(row: Row) -> None:
-    name = row.verifier or rule
-    if fault := _fault(name, row.answer):
-      raise ValueError(
-        f'{fault}, so the verifier {name!r} cannot use it; correct or remove the row, '
-        'or choose another rewards.rule'
-      )
+    for name in dict.fromkeys(row.verifier or name for name in names):
+      if fault := _fault(name, row.answer):
+        raise ValueError(
+          f'{fault}, so the verifier {name!r} cannot use it; correct or remove the '
+          'row, or choose another rewards.rule'
+        )
 
   return check_row
 

@@ -5,13 +5,23 @@ from typing import Annotated, ClassVar, Literal, Self
 import pydantic
 from pydantic import SerializeAsAny
 
-from bapo_jax.knobs import PLACE, Section, knob
+from bapo_jax.knobs import PLACE, Place, knob
 from bapo_jax.own_code import OwnKnobs, Slot, own
 
 
-class ShapingConfig(Section):
+class OwnShaping(OwnKnobs):
+  """Base of the knobs of own shaping rules."""
+
+  arguments = ('earned_PG', 'length_PG', 'truncated_PG', 'formatted_PG')
+
+
+class ShapingConfig(Slot):
   """Changes to the reward: by default 1 for a right answer, 0 for a wrong one."""
 
+  rule: Literal['standard'] | Place = knob(
+    'standard', 'Shaping rule: standard reads the knobs below, an own rule `own`.'
+  )
+  own: SerializeAsAny[OwnShaping] = own(OwnShaping)
   format_bonus: float = knob(
     0.0,
     'Added if the response has an answer where the verifier looks for it, right or '
@@ -89,7 +99,7 @@ class RewardsConfig(Slot):
     count = len(self.rule.split(','))
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(
-        f'weights={self.weights} does not fit rule={self.rule!r}: give {count} numbers, '
-        'one per rule and not all 0'
+        f'weights={self.weights} does not fit rule={self.rule!r}; give {count} '
+        'numbers, one per rule and not all 0'
       )
     return self

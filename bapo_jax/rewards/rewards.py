@@ -4,6 +4,7 @@ Rules that may hang run in worker processes, all others in this process. An unde
 response earns the reward of a wrong one, and is counted.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class Verifier:
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)
 
-  def early(self, rules: Iterable[str]) -> bool:
+  def starts_early(self, rules: Iterable[str]) -> bool:
     """Returns whether samples of these rules should be submitted while others decode.
 
     Slow rules should, except for batched functions: these wait for all responses.
@@ -145,7 +146,7 @@ def shape(
     earned_PG = jnp.where(truncated_PG, 0, earned_PG)
   over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache
   reward_PG = (
-    earned_PG
+    earned_PG.astype(jnp.float32)
     + k.format_bonus * formatted_PG
     - k.overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
   )
@@ -169,7 +170,9 @@ def shaped(
     texts: P * G responses; '' for responses that another process verifies.
     rules: the rule of each problem id, for the format bonus; '' or () selects `rule`.
   """
-  if not k.format_bonus and not k.overlong_penalty and k.truncated == 'verified':
+  own = own_code.is_place(k.rule)
+  changes = k.format_bonus or k.overlong_penalty or k.truncated != 'verified'
+  if not own and not changes:
     return groups
   id_B = np.repeat(exchange.whole(groups.id_P), groups.correct_PG.shape[1])
   rule_B = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
@@ -179,13 +182,14 @@ def shaped(
   # No reader finds an answer in '', so the sum counts every response once.
   formatted_B = exchange.total([answer is not None for answer in answers]) > 0
   response_mask_PGT = groups.response_mask_PGT
-  reward_PG, teaches_PG = shape(
+  rule_of_shape = functools.partial(shape, longest=longest, k=k)
+  if own:
+    rule_of_shape = functools.partial(own_code.load(k.rule), **k.own.model_dump())
+  reward_PG, teaches_PG = rule_of_shape(
     groups.reward_PG,
     response_mask_PGT.sum(2),
     ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
-    longest=longest,
-    k=k,
   )
   filled_P = groups.completed_step_P >= 0  # an empty seat has no reward
   return groups._replace(

@@ -12,9 +12,9 @@ This module loads neither JAX nor NumPy; a user's file may.
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bapo_jax import own_code
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
   rule: str = ''  # the built-in rule that the row names; '': rewards.rule
   prompt: str = ''  # the problem as the data set states it, without the template
   tokens: tuple[int, ...] = ()  # of the response, end token included
-  row: Mapping[str, Any] = MappingProxyType({})  # all fields of the data set's row
+  row: Any = ''  # all fields of the data set's row: JSON; a dict for an own function
 
 
 class Scorer:
@@ -67,6 +67,7 @@ class Scorer:
     """Returns what one rule returns for every sample, or the exceptions it raises."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
+    samples = [x._replace(row=_row(x)) for x in samples]
     function = self._own[rule]
     accepted = inspect.signature(function).parameters
     knobs = {x: v for x, v in self._k.own.model_dump().items() if x in accepted}
@@ -138,6 +139,12 @@ class Scorer:
       return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
     right = float(value) >= self._k.right_from
     return Verdict(right, f'{float(value):.4g}', None, float(value), parts)
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+  """Returns the fields of a sample's row; generated problems have two."""
+  generated = {'problem': sample.prompt, 'answer': sample.answer}
+  return json.loads(sample.row) if sample.row else generated
 
 
 def _waits(function: Callable) -> bool:

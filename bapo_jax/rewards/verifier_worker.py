@@ -77,9 +77,9 @@ def _work(
   requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
   for count, line in enumerate(requests.makefile('rb'), 1):
     exits, start = count == recycle, time.process_time()
+    limit, given = json.loads(line)
+    samples = [Sample(*fields) for fields in given]
     try:
-      limit, given = json.loads(line)
-      samples = [Sample(*fields) for fields in given]
       signal.setitimer(signal.ITIMER_PROF, limit)
       verdicts = scorer(samples)
     except MemoryError:

@@ -172,7 +172,9 @@ class PendingVerifications:
     problems = verification.problems
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
-    self._early = verification.verifier.early({self._rules[i] for i in ids if i >= 0})
+    self._early = verification.verifier.starts_early(
+      {self._rules[i] for i in ids if i >= 0}
+    )
     # Output row -> (its pending verdicts, its index in them).
     self._requested: dict[int, tuple[PendingVerdicts, int]] = {}
 
@@ -197,7 +199,7 @@ class PendingVerifications:
         self._rules[i],
         problems.text[i],
         of_row,
-        problems.row[i] if problems.row else {},
+        problems.fields[i] if problems.fields else '',
       )
       for i, text, of_row in zip(ids, texts, tokens, strict=True)
     ]

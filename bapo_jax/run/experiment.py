@@ -17,6 +17,8 @@ from bapo_jax.autosetup import check, derive
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
 from bapo_jax.run import knob_lists, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
@@ -66,9 +68,25 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
+  check_code(workdir, config)
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate', 'mesh')
   workdirs.open_workdir(workdir, config.model_dump(), (*free, 'derived', problems))
+
+
+def check_code(workdir: str, config: Config) -> None:
+  """Raises ValueError if a file of own functions changed since the run began."""
+  path = os.path.join(workdir, 'config.json')
+  if not workdirs.has_begun(workdir):
+    return
+  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(path)['code'])
+  for file, digest in (entry.rsplit(' ', 1) for entry in config.code):
+    if before.get(file, digest) != digest:
+      raise ValueError(
+        f'{file} has changed since the run in --workdir={workdir} began (digest '
+        f'{before[file]} then, {digest} now); restore the file, or give another '
+        '--workdir'
+      )
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
@@ -81,6 +99,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   log(first_screen(r, material, workdir))
   with contextlib.ExitStack() as stack:
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
+    try_own_reward(verifier, material)
     knobs = r.config.checkpoint
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
     stack.enter_context(checkpoint.closing(checkpoints))
@@ -105,6 +124,25 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       report.write(workdir, r.config, before, after, run.cost(), s.step)
     log(f'Report: {path}')
   return 0
+
+
+def try_own_reward(verifier: Verifier, material: Material) -> None:
+  """Calls own reward functions on a response to the first problem, before compiling.
+
+  Raises ValueError if they fail there: they would probably fail everywhere.
+  """
+  if not verifier.own:
+    return
+  problems = material.problems
+  answer, text = problems.answer[0], problems.text[0]
+  row = problems.fields[0] if problems.fields else ''
+  sample = Sample(answer or 'a trial response', answer, '', text, (1, 2, 3), row)
+  verdict = verifier.submit([sample]).one(0)
+  if verdict.right is None:
+    raise ValueError(
+      f'rewards.rule={verifier.rule} fails on a trial response to the first problem: '
+      f'{verdict.reason}; correct the function'
+    )
 
 
 def first_screen(r: Resolved, material: Material, workdir: str) -> str:

@@ -36,6 +36,17 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
   return {name: value for part in dicts for name, value in part.items()}
 
 
+def summed(values: dict[str, float]) -> dict[str, float]:
+  """Returns the sum over all processes of the values of each name."""
+  totals: dict[str, float] = {}
+  for part in (
+    everyones(json.dumps(values)) if processes() > 1 else [json.dumps(values)]
+  ):
+    for name, value in json.loads(part).items():
+      totals[name] = totals.get(name, 0.0) + value
+  return totals
+
+
 def whole(array: Any) -> np.ndarray:
   """Copies a small global array to the host of every process."""
   if processes() > 1 and not (array.is_fully_addressable or array.is_fully_replicated):

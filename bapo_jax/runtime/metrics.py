@@ -21,6 +21,7 @@ from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
 
+OWN = 'reward/'  # the named parts of own reward functions
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
 
@@ -157,7 +158,9 @@ def writing(
   sinks: list[Write] = []
 
   def write(step: int, metrics: Row) -> None:
-    if unknown := [name for name in metrics if name not in GLOSSARY]:
+    if unknown := [
+      name for name in metrics if name not in GLOSSARY and not name.startswith(OWN)
+    ]:
       near = difflib.get_close_matches(unknown[0], GLOSSARY, n=3, cutoff=0.0)
       raise ValueError(
         f'no metric named {unknown[0]!r}; the nearest are {near}; '

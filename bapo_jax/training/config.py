@@ -32,6 +32,7 @@ from bapo_jax.training import knobs as train
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
+BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
 
 
 class Config(Section):
@@ -140,6 +141,8 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
+  whole = bool(own_code.placed(config.rewards.rule))
+  config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   rules.check_clip(config.clip, config.loss)
   for conflict in (*_conflicts(config), *_contradictions(config)):
@@ -215,7 +218,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
-  if config.rewards.rule == 'countdown':
+  if 'countdown' in config.rewards.rule.split(','):
     for name in ('source', 'test_source'):
       if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
         yield (
@@ -311,6 +314,8 @@ def overrides(
     if name not in known:
       advice = foreign_names.advice(name, known)
       raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
+    if name in BY_PROGRAM:
+      raise ValueError(f'{name} is set by the program; remove --config.{name}')
     kind = known[name].annotation
     if text is None and kind is bool:
       text = 'false' if no else 'true'
@@ -337,16 +342,21 @@ def merged(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any
   return changed
 
 
-def _own_knobs(values: Mapping[str, Any]) -> dict[str, FieldInfo]:
-  """Returns the knobs of the own functions that these values name."""
+def _own_knobs(
+  values: Mapping[str, Any], section: type[Section] = Config, path: str = ''
+) -> dict[str, FieldInfo]:
+  """Returns the knobs of the own functions that these values of a section name."""
   found = {}
-  for name, field in Config.model_fields.items():
-    slot, given = field.annotation, values.get(name, {})
-    if isinstance(slot, type) and issubclass(slot, own_code.Slot):
-      rules = {k: given[k] for k in slot.places if k in given}
+  for name, field in section.model_fields.items():
+    kind, given, dotted = field.annotation, values.get(name), f'{path}{name}'
+    if not (isinstance(kind, type) and issubclass(kind, Section) and given):
+      continue
+    found |= _own_knobs(given, kind, f'{dotted}.')
+    if issubclass(kind, own_code.Slot):
+      rules = {k: given[k] for k in kind.places if k in given}
       if any(own_code.placed(str(rule)) for rule in rules.values()):
-        section = knobs.validate(slot, rules, name)
-        found |= {x: f for x, f, _ in knobs.fields(section, name) if '.own.' in x}
+        slot = knobs.validate(kind, rules, dotted)
+        found |= {x: f for x, f, _ in knobs.fields(slot, dotted) if '.own.' in x}
   return found
 
 
@@ -360,7 +370,7 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
     default = field.get_default(call_default_factory=True)
     if name == 'tokenizer.path' and value:  # filled in by `parse`
       default = TokenizerConfig().beside(config.model.path).path
-    if value != default and name not in ('title', 'code', 'derived'):
+    if value != default and name not in ('title', *BY_PROGRAM):
       found[name] = value, default
   return found
 

@@ -109,6 +109,7 @@ HARD = (
   'buffer.reeval_interval buffer.hard_order buffer.thresholds.fixed.hard '
   'buffer.thresholds.moving.hard'
 )
+SHAPING = 'format_bonus overlong_penalty overlong_cache truncated'
 SIZES = 'width layers heads kv_heads head_width ffn tower'
 
 # If several conditions fail, the first is reported.
@@ -199,6 +200,12 @@ SWITCHES = (
     lambda c: _verifiers(c, UNPOOLED),
     'rewards.rule',
     "set rewards.rule='math' or path/to/file.py:function",
+  ),
+  Switch(
+    ' '.join(f'rewards.shaping.{name}' for name in SHAPING.split()),
+    lambda c: not is_place(c.rewards.shaping.rule),
+    'rewards.shaping.rule',
+    "set rewards.shaping.rule='standard'",
   ),
   Switch(
     'rewards.shaping.overlong_cache',

@@ -26,7 +26,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
-from bapo_jax.training import budget
+from bapo_jax.training import budget, rules
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
@@ -206,6 +206,7 @@ def resolve(
   _check_vocabulary(config, tokenizer, spec)
   if directory:
     config_lib.check_positions(config, spec.positions)
+  rules.check(config)
   mesh = make_mesh(config, devices)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh)

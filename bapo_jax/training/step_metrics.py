@@ -12,6 +12,7 @@ from jax import Array
 from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
@@ -65,6 +66,8 @@ def describe(
     sampled = [*fresh, reevaluated]
     verdicts = sum(len(each.verdicts) for each in sampled)
     row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
+    if t.verifier.own:
+      row |= _reward_parts(fresh)
     diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
     tokens = sum(int(diff.tokens) for diff in diffs)
     if diffs:
@@ -75,6 +78,18 @@ def describe(
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
+
+
+def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
+  """Returns the mean of every named part of the reward over the fresh responses."""
+  totals: dict[str, float] = {}
+  counts: dict[str, float] = {}
+  for verdict in (v for each in fresh for v in each.verdicts):
+    for name, value in (verdict.parts or {}).items():
+      totals[name] = totals.get(name, 0.0) + value
+      counts[name] = counts.get(name, 0.0) + 1
+  totals, counts = exchange.summed(totals), exchange.summed(counts)
+  return {f'{metrics.OWN}{name}': totals[name] / counts[name] for name in totals}
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:

@@ -17,6 +17,7 @@ import time
 
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
 
 WORK = r'We have $x_{1} + y^{2} = \frac{a}{b}$ and 12, 34, so it follows that '
 COUNTDOWN = '{"numbers": [2, 2, 3, 8], "target": 24}'
@@ -45,7 +46,7 @@ def rate(verifier: Verifier, answer: str, texts: list[str]) -> float:
   best = float('inf')
   for _ in range(3):
     began = time.perf_counter()
-    found = verifier.submit([answer] * len(texts), texts).result()
+    found = verifier.submit([Sample(text, answer) for text in texts]).result()
     best = min(best, time.perf_counter() - began)
     if [verdict.right for verdict in found] != [i % 2 == 0 for i in range(len(texts))]:
       raise SystemExit(f'{answer!r}: a verdict is wrong')
@@ -72,7 +73,9 @@ def main() -> None:
     k['rule'] = rule.partition('_')[0]
     verifier = Verifier(RewardsConfig.model_validate(k))
     few = texts[:20]
-    verifier.submit([answer] * len(few), few).result()  # starts the processes
+    verifier.submit(
+      [Sample(text, answer) for text in few]
+    ).result()  # starts the processes
     found[name] = rate(verifier, answer, texts)
     verifier.close()
     print(f'{name:>12}  {characters:>10}  {found[name]:>12.0f}', flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
-from bapo_jax.algorithms.knobs import BatchConfig, ReplayRule
+from bapo_jax.algorithms.knobs import ReplayRule
 
 G, NOW = 8, 20
 
@@ -104,7 +104,7 @@ def test_a_group_without_an_advantage_takes_no_seat(rule_name):
 def replay(fresh, reusable, key, ratio):
   no_groups = types.empty_groups(0, G, 3)
   k = ReplayRule(replay_ratio=ratio)
-  seats = BatchConfig(rule='replay', replay=k).seats(len(fresh.id_P))
+  seats = k.seats(len(fresh.id_P))
   return batch_rules.replay(fresh, no_groups, holding(reusable), NOW, key, seats, k)
 
 

@@ -57,6 +57,7 @@ def test_diagnose_golden():
     'advantage/positive': 2 / 5,
     'clip/low': 0.75,
     'clip/high': 1.5,
+    'clip/masked': 0.0,
     'clip/search_steps': 2,
     'clip/moved': 1,
     'clip/target_met': 1,

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from bapo_jax.rewards import rewards, verifiers
+from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
+from bapo_jax.rewards.score import Sample
 
 HANGS = r'\boxed{10^9!}'
 
 
 def rights(verifier, answers, texts, rules=()):
-  return [verdict.right for verdict in verifier.submit(answers, texts, rules).result()]
+  samples = map(Sample, texts, answers, rules or [''] * len(texts))
+  return [verdict.right for verdict in verifier.submit(list(samples)).result()]
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def verifier():
 
 
 def test_the_knob_names_every_rule():
-  rules = RewardsConfig.model_fields['rule'].annotation
+  rules, _ = typing.get_args(RewardsConfig.model_fields['rule'].annotation)
   assert set(typing.get_args(rules)) == set(verifiers.RULES) == set(verifiers.READERS)
   assert set(verifiers.RULES) >= verifiers.POOLED
 
@@ -43,8 +46,8 @@ def test_only_a_slow_rule_has_processes_and_before_the_first_response(verifier):
   aime, math = verifier('aime'), verifier('math')
   assert rights(aime, ['1'], [r'\boxed{1}']) == [True]
   assert aime._pool is None and math._pool is not None
-  assert not aime.slow(['', 'gsm8k']) and aime.slow(['', 'math'])
-  assert math.slow(['']) and not math.slow(['aime'])
+  assert not aime.starts_early(['', 'gsm8k']) and aime.starts_early(['', 'math'])
+  assert math.starts_early(['']) and not math.starts_early(['aime'])
   for _ in range(2):  # a closed verifier may be used again
     assert rights(math, ['1'], [r'\boxed{1.0}']) == [True]
     math.close()
@@ -54,12 +57,12 @@ def test_an_answer_past_its_deadline_is_undecided_and_still_read(verifier):
   math = verifier('math', strict=False)
   rights(math, ['1'], [r'\boxed{1.0}'])  # warm
   texts = [r'\boxed{0.5}', HANGS, r'\boxed{3}', 'Answer: 1/2']
-  pending = math.submit(['1/2'] * 4, texts)
-  assert not pending.verdicts[1].done()  # `submit` returns before the verdicts
+  pending = math.submit([Sample(text, '1/2') for text in texts])
+  assert not pending.verdicts[1][0].done()  # `submit` returns before the verdicts
   verdicts = pending.result()
   assert [verdict.right for verdict in verdicts] == [True, None, False, True]
   # The worker is dead; its answer is read again, for the votes.
-  assert verdicts[1] == pending.one(1) == (None, 'took over 0.5 s', '10^9!')
+  assert verdicts[1] == pending.one(1) == Verdict(None, 'took over 0.5 s', '10^9!')
 
 
 def test_each_response_may_have_a_rule_of_its_own(verifier):

@@ -20,9 +20,11 @@ import pytest
 from hypothesis import strategies as st
 
 from bapo_jax.rewards import answers, verifiers
+from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.latex import symbolic
 from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
 
 TESTS = pathlib.Path(__file__).parents[1]
 REAL = TESTS.parents[1] / 'shared/data'
@@ -52,7 +54,7 @@ def verify():
   lenient_and_strict = [Verifier(k) for k in knobs]
 
   def verdict(rule, answer, response, strict=True):
-    pending = lenient_and_strict[strict].submit([answer], [response], [rule])
+    pending = lenient_and_strict[strict].submit([Sample(response, answer, rule)])
     return pending.one(0)
 
   yield verdict
@@ -211,7 +213,7 @@ def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
 
   monkeypatch.setattr(symbolic, 'equivalent', fail)
   verdict = verifiers.math('x+y', r'\boxed{y+x}')
-  assert verdict == (None, 'math-verify failed: TypeError', 'y+x')
+  assert verdict == Verdict(None, 'math-verify failed: TypeError', 'y+x')
   # Equal text needs no library.
   assert verifiers.math('x', r'\boxed{ x }').right
 

@@ -15,6 +15,7 @@ from three_problems import ACTOR, ENGINE, GROUP, PROBLEMS, TOKENIZER, WIDTH, pro
 from bapo_jax import types
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout as rollout_lib
 from bapo_jax.rollout.rollout import Rollout
@@ -45,7 +46,8 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
         groups.response_mask_PGT[p, g, at] = True
         groups.behavior_logp_PGT[p, g, at] = -0.5
     texts = ['3', '4567', '5', '6']
-    pending = verification.verifier.submit(['2', '2', '32', '32'], texts)
+    answers = ['2', '2', '32', '32']
+    pending = verification.verifier.submit(list(map(Sample, texts, answers)))
     verdicts = pending.result()
     return Rollout(groups, texts, verdicts)
 

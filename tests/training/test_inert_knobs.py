@@ -68,6 +68,7 @@ SLIPS = [  # overrides, what the sentence must say
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
   ('clip.target=0.4', 'did you mean clip.balanced.target'),
   ('loss.own.tau=0.1', 'set loss.rule to path/to/file.py:function'),
+  ('derived=()', 'derived is set by the program'),
   # pairs that leave a rule nothing to use; others: test_config.py
   ('clip.balanced.sources=reused', "with batch.rule='fresh_only' rows are fresh"),
   ('batch.weights.fresh=0', 'set one of these weights above 0'),

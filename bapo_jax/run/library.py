@@ -1,0 +1,81 @@
+"""Starts a run from Python, with functions and rows of the calling program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from bapo_jax import own_code
+from bapo_jax.run import experiment
+from bapo_jax.runtime.progress import log
+from bapo_jax.training import config as config_lib
+
+Rule = str | Callable[..., Any]
+Rows = Sequence[Mapping[str, Any]]
+HELD_OUT = 0.1  # share of the rows that are held out if none are given
+MOST_HELD_OUT = 512
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def train(
+  config: str | Mapping[str, Any],
+  workdir: str,
+  *,
+  knobs: Mapping[str, Any] = NOTHING,
+  reward: Rule | Sequence[Rule] | None = None,
+  rows: Rows | None = None,
+  held_out: Rows | None = None,
+  rules: Mapping[str, Rule] = NOTHING,
+) -> int:
+  """Trains in the workdir, or resumes its run; returns the exit status of the command.
+
+  >>> bapo_jax.train('configs/aime.py', 'runs/mine', reward=score, rows=rows)
+
+  Args:
+    config: a config file, or its values as nested dicts.
+    knobs: dotted name -> value, such as {'steps': 10}; overrides values of `config`.
+    reward: a reward function or the name of a verifier, or a list of them; see
+      docs/library.md. A function runs in a thread of this process, without a deadline;
+      the place of a function ('my.py:score') runs in processes that can be killed.
+    rows: training problems; each row has the fields of a row in a file.
+    held_out: problems for evaluation; by default the last tenth of `rows`.
+    rules: slot ('loss', 'clip', 'advantage', 'batch', 'buffer.thresholds',
+      'rewards.shaping') -> function, place or name of a rule.
+
+  Raises:
+    ValueError: the config is invalid, or the run cannot start or continue.
+  """
+  values = config_lib.load(config) if isinstance(config, str) else config
+  found = {f'{slot}.rule': _place(rule) for slot, rule in rules.items()}
+  if reward is not None:
+    one = isinstance(reward, str) or callable(reward)
+    found['rewards.rule'] = ','.join(map(_place, [reward] if one else reward))
+  if rows is not None:
+    training, rest = _divided(rows, held_out)
+    found['problems.source'] = own_code.register(_returning('rows', training))
+    found['problems.test_source'] = own_code.register(_returning('held_out', rest))
+  values = config_lib.merged(values, found | dict(knobs))
+  return experiment.train(config_lib.parse(config_lib.decided(values)), workdir)
+
+
+def _place(rule: Rule) -> str:
+  """Returns the name or place of a rule; functions are registered."""
+  return rule if isinstance(rule, str) else own_code.register(rule)
+
+
+def _divided(rows: Rows, held_out: Rows | None) -> tuple[Rows, Rows]:
+  """Returns training and held-out rows; says so if it divides them."""
+  if held_out is not None:
+    return rows, held_out
+  count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
+  log(f'The last {count} of {len(rows)} rows are held out; `held_out` gives others.')
+  return rows[:-count], rows[-count:]
+
+
+def _returning(name: str, rows: Rows) -> Callable[[], Rows]:
+  """Returns a function of this name that returns the rows."""
+
+  def function() -> Rows:
+    return rows
+
+  function.__name__ = name
+  return function
