@@ -69,6 +69,8 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     BAND | {'buffer.thresholds.fixed.reusable': (0.375, 0.4), 'sampler.group_size': 7},
     ['(0.375, 0.4)', 'sampler.group_size=7', '3/7', 'below 1/7'],
   ),
+  # All right: no group with mixed verdicts.
+  (BAND | {'buffer.thresholds.fixed.reusable': (0.95, 1.0)}, ['(0.95, 1.0)']),
   (
     BAND
     | {
