@@ -134,7 +134,7 @@ def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
   verifier = 'gsm8k' if layout.answer_format == 'hashes' else ''
   if layout.source:
     verifier = _verifier(_get(row, layout.source), layout.source) or verifier
-  return Row(problem, answer, verifier, system, fields)
+  return Row(problem, answer, verifier, system, fields=fields)
 
 
 def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:

@@ -8,5 +8,5 @@ class Row(NamedTuple):
   answer: str  # as the verifier reads it
   verifier: str = ''  # rule that verifies the answer; '': rewards.rule
   system: str = ''  # system message before the problem; '': none
-  fields: str = ''  # all fields of the data set's row as JSON; '': not kept
   pictures: tuple[bytes, ...] = ()  # image files (PNG, JPEG, ...), in order; (): none
+  fields: str = ''  # all fields of the data set's row as JSON; '': not kept

@@ -1,0 +1,79 @@
+"""Own functions of a user, as files outside the package hold them."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+
+import bapo_jax
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms.batch_rules import fresh_only
+
+
+def score(sample, *, per_token: float = 0.0):
+  """Graded, by what the row says; names its parts."""
+  right = float(sample.row['answer'] in sample.response)
+  return {'right': right, 'length': -per_token * len(sample.tokens)}
+
+
+def brief(sample):
+  return 1 / (1 + len(sample.tokens))
+
+
+async def judge(sample):
+  await asyncio.sleep(0.001)
+  return sample.answer in sample.response
+
+
+@bapo_jax.declare(batched=True)
+def longest_first(samples):
+  most = max(len(sample.tokens) for sample in samples) or 1
+  return [len(sample.tokens) / most for sample in samples]
+
+
+@bapo_jax.declare(bounds='ignored')
+def sapo(logp_BT, batch, find, *, tau: float = 1.0):
+  """The built-in rule with one temperature, written by hand."""
+  ratio_BT = loss.ratio(logp_BT, batch)
+  gate_BT = 4 / tau * jax.nn.sigmoid(tau * (ratio_BT - 1))
+  gain_BT = jnp.where(batch.loss_mask_BT, gate_BT * batch.adv_B[:, None], 0)
+  return gain_BT, find(ratio_BT)
+
+
+@bapo_jax.declare(gives='mask')
+def dppo_tv(ratio_BT, batch, weigh, *, low: float = 0.2, high: float = 0.2):
+  """The mask of the built-in loss rule of this name, as a clip rule."""
+  moved_BT = (ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
+  inside_BT = jnp.where(batch.adv_B[:, None] > 0, moved_BT <= high, moved_BT >= -low)
+  return clip.unclipped(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
+
+
+def by_token(ratio_BT, batch, weigh):
+  """Bounds that differ from token to token: wide where mu is small."""
+  mu_BT = jnp.exp(batch.behavior_logp_BT)
+  bounds = clip.fixed(ratio_BT, batch, weigh)
+  return bounds._replace(high=1.2 + 0.2 * (1 - mu_BT))
+
+
+def signs(reward_PG):
+  return jnp.sign(reward_PG - reward_PG.mean(1, keepdims=True))
+
+
+def all_fresh(fresh, reevaluated, buffer, now, key, seats):
+  return fresh_only(fresh, reevaluated, buffer, now, key, seats)
+
+
+def half_for_truncated(earned_PG, length_PG, truncated_PG, formatted_PG):
+  return jnp.where(truncated_PG, earned_PG / 2, earned_PG), ~truncated_PG
+
+
+def rows(*, count: int = 24, first: int = 0):
+  return [{'problem': f'{i}+1=', 'next': i + 1} for i in range(first, first + count)]
+
+
+def test_rows():
+  return rows(count=8, first=50)
+
+
+# A collector of tests should not run a function that is named like one.
+test_rows.__test__ = False

@@ -1,0 +1,142 @@
+"""Own functions by place: their knobs, their declarations and what is refused."""
+
+import json
+import pathlib
+
+import pytest
+from runs import plain, tiny
+
+from bapo_jax import own_code
+from bapo_jax.training import config, rules
+from bapo_jax.training.config import from_json, overrides
+
+HERE = pathlib.Path(__file__).parent
+MY = f'{HERE / "my_functions.py"}'
+SAPO = {'loss.rule': f'{MY}:sapo', 'clip.rule': 'unclipped'}
+
+
+def test_keyword_arguments_are_knobs():
+  made = tiny(**SAPO, **{'loss.own.tau': 2})
+  assert made.loss.own.tau == 2.0 and made.loss.active.bounds == 'ignored'
+  stored = json.loads(json.dumps(made.model_dump()))
+  assert from_json(stored) == made  # tuples, own knobs and all
+  assert tiny(**SAPO).loss.own.tau == 1.0
+
+
+def test_command_line_arguments_set_own_knobs_in_any_order():
+  given = ['--config.loss.own.tau=2', f'--config.loss.rule={MY}:sapo']
+  assert overrides(given)['loss.own.tau'] == 2.0
+  values = {'buffer': {'thresholds': {'rule': f'{MY}:rate'}}}
+  with pytest.raises(ValueError, match=r'buffer.thresholds.rule=.* no function rate'):
+    overrides(['--config.buffer.thresholds.own.x=1'], values)
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'message'),
+  [
+    ({**SAPO, 'loss.own.tau': 'hot'}, r"^loss\.own\.tau='hot': give a number$"),
+    ({**SAPO, 'loss.own.low': 1.0}, r'^loss\.no knob own\.low; own is'),
+    ({'loss.own': {'tau': 1.0}}, r"^loss\.own=.* no effect with rule='clipped'"),
+    ({'loss.rule': f'{MY}:nothing'}, r'loss\.rule=.*: .* no function nothing; its'),
+    ({'loss.rule': 'none.py:f'}, r'^loss\.rule=none\.py cannot be read \(No such file'),
+    ({'loss.rule': f'{MY}:signs'}, r'is called with \(logp_BT, batch, find\), but'),
+    ({'loss.rule': f'{MY}:sapo'}, r"clip\.rule='balanced' has no effect, because"),
+    ({'loss.rule': 'mine'}, r'one of .* or path/to/file\.py:function$'),
+    ({'rewards.rule': f'exact,{MY}:brief', 'rewards.weights': (1.0,)}, 'give 2 numb'),
+    ({'rewards.rule': f'{MY}:brief,mine'}, r'^rewards\.rule=.*: give one of'),
+  ],
+)
+def test_what_cannot_work_is_refused_by_name(knobs, message):
+  with pytest.raises(ValueError, match=message):
+    tiny(**knobs)
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('def f(logp_BT, batch, find, *, x): ...', 'x has no default; give it a default'),
+    ('def f(logp_BT, batch, find, *, x=None): ...', 'x=None cannot be a knob'),
+    ('raise KeyError(3)', r'raises KeyError: 3'),
+    (
+      'import bapo_jax\n@bapo_jax.declare(bounds="cuts")\n'
+      'def f(logp_BT, batch, find): ...',
+      r"declares bounds='cuts'; give one of \('cut', 'limit', 'ignored'\)",
+    ),
+    (
+      'import bapo_jax\n@bapo_jax.declare(batched=True)\n'
+      'def f(logp_BT, batch, find): ...',
+      r'declares batched=True; here declare bounds, clips_surrogate, needs_proximal',
+    ),
+  ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
+  path = tmp_path / 'own.py'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    tiny(**{'loss.rule': f'{path}:f', 'clip.rule': 'unclipped'})
+
+
+@pytest.mark.parametrize(
+  ('body', 'message'),
+  [
+    (
+      'logp_BT.sum(1), find(logp_BT)',
+      r'an array of shape \(4,\) for an array',
+    ),
+    ('logp_BT', r'an array of shape \(4, 8\) for \(an array of shape \(4, 8\), Bounds'),
+    ('(logp_BT, None)', r'NoneType for Bounds'),
+    ('(batch.x, find(logp_BT))', r"raises AttributeError: 'Batch' object has no"),
+    ('(logp_BT, batch.adv_B)', r'an array of shape \(4,\) for Bounds'),
+  ],
+)
+def test_a_rule_is_traced_once_before_anything_is_compiled(tmp_path, body, message):
+  path = tmp_path / 'own.py'
+  path.write_text(f'def f(logp_BT, batch, find): return {body}')
+  made = tiny(**{'loss.rule': f'{path}:f'})
+  with pytest.raises(ValueError, match=rf'^loss\.rule=.*own\.py:f .*{message}'):
+    rules.check(made)
+
+
+def test_a_rule_that_never_reads_the_bounds_is_found(tmp_path):
+  path = tmp_path / 'own.py'
+  text = 'from bapo_jax.algorithms import clip\ndef f(logp_BT, batch, find):\n'
+  path.write_text(text + '  return logp_BT, clip.unclipped(logp_BT, batch, None)')
+  with pytest.raises(ValueError, match='never calls `find`, so no clip rule'):
+    rules.check(tiny(**{'loss.rule': f'{path}:f'}))
+
+
+def test_every_slot_takes_a_function_that_fits():
+  own = {
+    'loss': 'sapo',
+    'clip': 'dppo_tv',
+    'advantage': 'signs',
+    'batch': 'all_fresh',
+    'rewards.shaping': 'half_for_truncated',
+  }
+  made = tiny(**{f'{slot}.rule': f'{MY}:{name}' for slot, name in own.items()})
+  rules.check(made)
+  assert made.code == (f'{MY} {own_code.digest(f"{MY}:sapo")}',)
+  assert made.clip.active.gives == 'mask'
+
+
+def test_the_digest_follows_the_text(tmp_path):
+  path = tmp_path / 'own.py'
+  path.write_text('def f(reward_PG): return reward_PG')
+  place = f'{path}:f'
+  first, function = own_code.digest(place), own_code.load(place)
+  assert own_code.load(place) is function
+  path.write_text('def f(reward_PG): return -reward_PG')
+  assert own_code.digest(place) != first and own_code.load(place)(1) == -1
+
+
+def test_a_registered_function_has_a_place():
+  def f(reward_PG, *, scale: float = 2.0):
+    return reward_PG * scale
+
+  place = own_code.register(f)
+  values = plain(**{'advantage.rule': place, 'advantage.own.scale': 3.0})
+  assert config.parse(values).advantage.own.scale == 3.0
+  with pytest.raises(ValueError, match='has no name; define it by `def'):
+    own_code.register(lambda reward_PG: reward_PG)
+  with pytest.raises(ValueError, match=r'python:gone: .* by bapo_jax\.train'):
+    own_code.load('python:gone')
