@@ -109,7 +109,11 @@ class FixedClip(ClipKnobs):
 
 
 class BalancedClip(ClipKnobs):
-  """Algorithm 1 of Balanced PO (arXiv:2510.18927)."""
+  """Clip bounds that are searched at every update: Balanced PO (arXiv:2510.18927).
+
+  The search (Algorithm 1 of the paper) raises the bounds step by step until tokens with
+  A > 0 have the target share of the policy gradient.
+  """
 
   searches = 'gradient'
 
@@ -165,10 +169,10 @@ class BalancedClip(ClipKnobs):
 
 
 class ClipConfig(Slot):
-  """Selects the rule that limits how far the policy may move a token."""
+  """Selects the rule that limits how far updates move the probability of a token."""
 
   rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] | Place = knob(
-    'balanced', 'Clip rule: how far the policy may move a token.'
+    'balanced', 'Clip rule: how far updates may move the probability of a token.'
   )
   own: SerializeAsAny[ClipKnobs] = own(ClipKnobs)
   unclipped: Unclipped = knob(Unclipped, 'No bounds.')
@@ -243,7 +247,7 @@ class LossKnobs(OwnKnobs):
 
 
 class ClippedLoss(LossKnobs):
-  """Clipped surrogate of PPO."""
+  """PPO: the minimum of ratio times A and clipped ratio times A."""
 
   clips_surrogate = True
 
@@ -275,7 +279,7 @@ class CispoLoss(LossKnobs):
 
 
 class TisLoss(LossKnobs):
-  """Truncated importance sampling."""
+  """Truncated importance sampling: a cap on pi / mu replaces the clip bounds."""
 
   bounds = 'ignored'
   weighs_sampler = True
@@ -488,7 +492,7 @@ class LearnableRule(BatchKnobs):
 
 
 class ReplayRule(BatchKnobs):
-  """Plain experience replay."""
+  """Experience replay: adds random older groups to the fresh groups of a batch."""
 
   uses_buffer = True
 
