@@ -169,7 +169,7 @@ def write(
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
   draw_curves(workdir / 'curves.png', rows, target)
   blocks = [
-    f'# {markdown.escape(config.title)}',
+    f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
     target_sentence(rows, target),
     idle_sentence(rows),
