@@ -1,0 +1,164 @@
+"""Own reward functions: what they may return, and what happens if they misbehave."""
+
+import math
+import pathlib
+import textwrap
+
+import pytest
+
+from bapo_jax import own_code
+from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample, Scorer
+
+HERE = pathlib.Path(__file__).parents[1]
+MY = f'{HERE / "my_functions.py"}'
+ROW = '{"answer": "42", "problem": "6*7"}'
+GOOD = Sample(r'\boxed{42}', '42', '', '6*7', (1, 2, 3), ROW)
+BAD = GOOD._replace(response='41', tokens=(1,))
+
+
+@pytest.fixture
+def verifier():
+  """Makes verifiers, and ends their processes."""
+  made = []
+
+  def make(rule, **knobs):
+    made.append(Verifier(RewardsConfig.model_validate({'rule': rule} | knobs)))
+    return made[-1]
+
+  yield make
+  for each in made:
+    each.close()
+
+
+def scored(rule, *samples, **knobs):
+  return Scorer(RewardsConfig.model_validate({'rule': rule} | knobs))(samples)
+
+
+def test_a_function_sees_tokens_and_row_and_names_its_parts():
+  good, bad = scored(f'{MY}:score', GOOD, BAD, own={'per_token': 0.1})
+  assert (good.right, bad.right) == (True, False)
+  assert good.reward == pytest.approx(1 - 0.3) and bad.reward == pytest.approx(-0.1)
+  assert bad.parts == {'score': bad.reward, 'right': 0.0, 'length': -0.1}
+
+
+def test_the_first_rule_decides_and_all_add_to_the_reward():
+  rule = f'exact,{MY}:brief'
+  good, bad = scored(rule, GOOD, BAD, weights=(2.0, -1.0))
+  assert (good.right, bad.right) == (True, False)
+  assert good.reward == pytest.approx(2 - 1 / 4) and bad.reward == pytest.approx(-1 / 2)
+  assert good.answer == '42'  # for votes
+  (other,) = scored(f'{MY}:brief,exact', GOOD, right_from=0.3)
+  assert other.right is False and other.reward == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize('name', ['judge', 'longest_first', 'score', 'brief'])
+def test_a_process_and_this_process_agree(verifier, name):
+  samples = [GOOD, BAD, GOOD]
+  here = scored(f'{MY}:{name}', *samples)
+  assert verifier(f'{MY}:{name}').submit(samples).result() == here
+
+
+def test_a_registered_function_runs_in_a_thread(verifier):
+  calls = []
+
+  def graded(sample):
+    calls.append(sample)
+    return 0.75
+
+  made = verifier(own_code.register(graded))
+  (verdict,) = made.submit([GOOD]).result()
+  assert verdict.right and verdict.reward == 0.75 and made._pool is None
+  assert calls[0].row == {'answer': '42', 'problem': '6*7'}
+
+
+@pytest.mark.parametrize(
+  ('value', 'right', 'reward'),
+  [
+    ('True', True, 1.0),
+    ('0.4', False, 0.4),
+    ('-3', False, -3.0),
+    ('Verdict(True, "by hand", "7", 0.2)', True, 0.2),
+    ('{"a": 0.5, "b": 0.25}', True, 0.75),
+    ('__import__("numpy").float32(0.5)', True, 0.5),
+  ],
+)
+def test_what_a_function_may_return(tmp_path, value, right, reward):
+  (verdict,) = scored(written(tmp_path, f'return {value}'), GOOD)
+  assert (verdict.right, verdict.earned) == (right, reward)
+
+
+@pytest.mark.parametrize(
+  ('body', 'reason'),
+  [
+    ('return None', 'returned None'),
+    ('return float("nan")', 'returned nan, not a finite number'),
+    ('return float("inf")', 'returned inf, not a finite number'),
+    ('return "right"', "returned 'right', not a finite number"),
+    ('return {"a": None}', "returned {'a': None}, not numbers"),
+    ('return [1.0]', 'returned [1.0], not a finite number'),
+    ('raise KeyError("solution")', "KeyError: 'solution'"),
+    ('raise SystemExit(3)', 'SystemExit: 3'),
+  ],
+)
+def test_what_a_function_should_not_do_is_undecided(tmp_path, body, reason):
+  place = written(tmp_path, body)
+  (verdict,) = scored(place, GOOD)
+  assert verdict.right is None and verdict.earned == 0.0
+  assert verdict.reason.endswith(reason) and verdict.reason.startswith(place)
+
+
+def written(folder, body, head='def score(sample):'):
+  """The place of a reward function with this body."""
+  path = folder / 'own.py'
+  start = 'import bapo_jax\nfrom bapo_jax.rewards.answers import Verdict\n'
+  path.write_text(f'{start}{head}\n{textwrap.indent(body, "  ")}\n')
+  return f'{path}:score'
+
+
+def test_a_batched_function_that_returns_too_few_values_decides_none(tmp_path):
+  head = '@bapo_jax.declare(batched=True)\ndef score(samples):'
+  verdicts = scored(written(tmp_path, 'return [1.0]', head), GOOD, BAD)
+  assert [v.right for v in verdicts] == [None, None]
+  assert verdicts[0].reason.endswith('it returned 1 values for 2 samples')
+
+
+def test_a_function_that_hangs_is_killed_and_the_next_is_scored(verifier, tmp_path):
+  body = 'import time\nif sample.response == "41": time.sleep(60)\nreturn 1.0'
+  made = verifier(written(tmp_path, body), timeout=1.0, workers=1)
+  # The grace is for functions that stop by themselves.
+  verdicts = made.submit([GOOD, BAD, GOOD]).result()
+  assert [v.right for v in verdicts] == [True, None, True]
+  assert verdicts[1].reason == 'took over rewards.timeout=1 s'
+
+
+def test_an_async_function_that_waits_too_long_does_not_stop_the_others(tmp_path):
+  body = 'import asyncio\nawait asyncio.sleep(30 * (sample.response == "41"))\nreturn 1'
+  place = written(tmp_path, body, 'async def score(sample):')
+  verdicts = scored(place, GOOD, BAD, GOOD, timeout=0.2, parallel=2)
+  assert [v.right for v in verdicts] == [True, None, True]
+  assert verdicts[1].reason == f'{place}: took over rewards.timeout=0.2 s'
+
+
+def test_at_most_so_many_calls_of_an_async_function_run_at_once(tmp_path):
+  head = 'import asyncio\nlive, most = 0, 0\nasync def score(sample):'
+  body = (
+    'global live, most\nlive += 1\nmost = max(live, most)\nawait asyncio.sleep(0.01)\n'
+    'live -= 1\nreturn float(most)'
+  )
+  verdicts = scored(written(tmp_path, body, head), *[GOOD] * 7, parallel=3)
+  assert max(v.reward for v in verdicts) == 3.0
+
+
+def test_eight_gigabytes_are_refused_and_the_run_goes_on(verifier, tmp_path):
+  body = 'if sample.response == "41": bytearray(8 << 30)\nreturn 1.0'
+  verdicts = verifier(written(tmp_path, body)).submit([GOOD, BAD, GOOD]).result()
+  assert [v.right for v in verdicts] == [True, None, True]
+  assert verdicts[1].reason in ('took over 2048 MiB', '2 workers died of it')
+
+
+def test_an_undecided_verdict_is_rewarded_like_a_wrong_one():
+  assert Verdict(None, 'late', None).earned == Verdict(False, 'wrong', None).earned == 0
+  assert math.isclose(Verdict(True, 'right', None).earned, 1.0)
