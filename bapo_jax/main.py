@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from bapo_jax.runtime import hosts, signals
+from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
 
@@ -83,10 +84,14 @@ def read_config(file: str, given: list[str]) -> Config:
   """Returns the validated config of a file with the overrides applied.
 
   Raises:
-    ValueError: the file or a knob is invalid; the message is one sentence.
+    ValueError: the file or a knob is invalid, or a given knob has no effect; the
+      message is one sentence.
   """
   values = load(file)
-  return parse_config(decided(merged(values, overrides(given, values))))
+  found = overrides(given, values)
+  config = parse_config(decided(merged(values, found)))
+  inert_knobs.refuse(found, [config])
+  return config
 
 
 def fail(error: object) -> NoReturn:

@@ -26,7 +26,7 @@ from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
-from bapo_jax.training import policy
+from bapo_jax.training import inert_knobs, policy
 from bapo_jax.training.config import OVERRIDE, merged, overrides
 from lab import evidence, experiments
 from lab.experiments import Experiment, RunSpec
@@ -193,8 +193,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
   args = parser.parse_args([arg for arg in argv if arg not in given])
   made = experiments.load(args.experiment)
-  made = made._replace(values=merged(made.values, overrides(given)))
+  found = overrides(given)
+  made = made._replace(values=merged(made.values, found))
   specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
+  inert_knobs.refuse(found, [spec.config for spec in specs.values()])
   folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
   if args.only:
     return train(specs[args.only], args.only, folder, results, args.core)

@@ -8,7 +8,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, config, policy, resolve
+from bapo_jax.training import build, checkpoint, config, inert_knobs, policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -111,12 +111,28 @@ def tiny(**overrides: Any) -> Config:
   return config.parse(plain(**TINY | overrides))
 
 
+def flags(
+  file: str | os.PathLike = CONFIG, given: Sequence[str] = (), **overrides: Any
+) -> list[str]:
+  """Returns the overrides of a tiny run of a config file, beside `given` ones.
+
+  Leaves out the knobs of TINY that have no effect, which the command line refuses.
+  """
+  made = [f'--config.{name}={value}' for name, value in overrides.items()]
+  tiny = {name: f'--config.{name}={value}' for name, value in TINY.items()}
+  values = config.load(str(file))
+  found = config.overrides([*tiny.values(), *made, *given], values)
+  merged = config.decided(config.merged(values, found))
+  # Not parsed: a knob without an effect may not fit, such as too small a buffer.
+  inert = inert_knobs.inert(Config.model_validate(merged))
+  return [flag for name, flag in tiny.items() if name not in inert] + made
+
+
 def command(workdir: str | os.PathLike, **overrides: Any) -> dict[str, Any]:
   """Returns the arguments of subprocess.run for a tiny run on one device."""
-  flags = [f'--config.{name}={value}' for name, value in (TINY | overrides).items()]
   arguments = [sys.executable, '-m', 'bapo_jax.main', f'--config={CONFIG}']
   return {
-    'args': [*arguments, f'--workdir={workdir}', *flags],
+    'args': [*arguments, f'--workdir={workdir}', *flags(**overrides)],
     'cwd': ROOT,
     'env': os.environ | {'XLA_FLAGS': FLAGS, 'PYTHONUNBUFFERED': '1'},
   }

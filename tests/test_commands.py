@@ -17,6 +17,8 @@ import foreign
 import pytest
 import runs
 
+from bapo_jax.main import read_config
+from bapo_jax.training.config import OVERRIDE
 from lab import sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -91,9 +93,8 @@ def stand_ins(tmp_path_factory):
 
 
 def main(workdir):
-  return ['-m', 'bapo_jax.main', '--config=configs/aime.py', f'--workdir={workdir}'] + (
-    flags(runs.TINY)
-  )
+  start = ['-m', 'bapo_jax.main', '--config=configs/aime.py', f'--workdir={workdir}']
+  return start + runs.flags()
 
 
 def execute(command, statuses=(0,)):
@@ -117,7 +118,7 @@ def smallest(module, folder, work):
   """The flags of a benchmark's smallest size."""
   names = {'MODEL': f'{folder}/model', 'PROBLEMS': f'{folder}/problems.jsonl'}
   text = SMALLEST[module].replace('RUNS', str(work))
-  text = text.replace('TINY', ' '.join(flags(runs.TINY | {'mesh.data': -1})))
+  text = text.replace('TINY', ' '.join(runs.flags(**{'mesh.data': -1})))
   for name, path in names.items():
     text = text.replace(name, path)
   return text.split()
@@ -138,11 +139,11 @@ def small(command, folder, work):
   if module == 'lab.sweep' and 'papers/' in command:  # its runs take hours
     return [*run, *own, '--table']
   if module == 'lab.sweep':
-    tiny = {**runs.TINY, 'steps': 1, 'responses': 64}
-    return [*run, *own, f'--results={work}', f'--runs={work}/runs', *flags(tiny)]
+    both = runs.flags('configs/countdown.py:both', steps=1, responses=64)
+    return [*run, *own, f'--results={work}', f'--runs={work}/runs', *both]
   if module == 'launch/local.sh':
-    tiny = {name: x for name, x in runs.TINY.items() if name != 'mesh.data'}
-    return [module, *flags(tiny), *own, f'--workdir={work}']
+    tiny = [x for x in runs.flags(given=own) if 'mesh.data' not in x]
+    return [module, *tiny, *own, f'--workdir={work}']
   assert module == 'bapo_jax.main'
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
@@ -152,7 +153,8 @@ def small(command, folder, work):
     return [*run, *own, *flags(FINETUNE), f'--workdir={work}']
   # An evaluation needs a finished run; the command's own flags win over the tiny ones.
   workdir = f'{folder}/run' if '--mode=eval' in own else work
-  return [*run, *flags(runs.TINY), *own, f'--workdir={workdir}']
+  file = next(x for x in own if x.startswith('--config=')).removeprefix('--config=')
+  return [*run, *runs.flags(file, own), *own, f'--workdir={workdir}']
 
 
 def test_every_benchmark_has_a_smallest_size_and_every_named_module_exists():
@@ -166,6 +168,23 @@ def test_every_benchmark_has_a_smallest_size_and_every_named_module_exists():
     name for page in PAGES for name in re.findall(r'-m ([a-z_.]+)', page.read_text())
   }
   assert named and all(installed(name) for name in named)
+
+
+def test_every_knob_of_a_printed_command_and_of_its_smallest_size_has_an_effect():
+  checked = 0
+  for command in commands():
+    words = shlex.split(command)
+    if 'bapo_jax.main' in words:
+      tiny = small(command, 'folder', 'work')
+      for given in (words, tiny) if '<' not in command else (tiny,):
+        files = [x for x in given if x.startswith('--config=')]
+        file = files[0].removeprefix('--config=')
+        read_config(file, [x for x in given if OVERRIDE.fullmatch(x)])
+        checked += 1
+  assert checked > 10
+  for module in SMALLEST:
+    tiny = smallest(module, 'folder', 'work')
+    read_config('configs/aime.py', [x for x in tiny if OVERRIDE.fullmatch(x)])
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ import pytest
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
+from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import Config, decided, parse
 from configs import aime, countdown, finetune, geometry
 
@@ -52,11 +53,12 @@ def overridden(line: str) -> Config:
   """The config that the overrides of a line make.
 
   Raises:
-    ValueError: one of them is no knob, or the config does not fit together.
+    ValueError: one of them is no knob or has no effect, or the config does not fit
+      together.
   """
   named = re.search(r'--config=configs/(\w+)\.py(?::(\w+))?', line)
   config = CONFIGS[named[1]](named[2] or '') if named else aime.get_config()
-  values = Config().model_dump() | config.to_dict()
+  values, given = Config().model_dump() | config.to_dict(), {}
   for name, text in OVERRIDE.findall(line):
     if not text or text.startswith('<'):
       continue
@@ -66,8 +68,10 @@ def overridden(line: str) -> Config:
       section = section[key]
     kind = type(section[last])
     value = value_of(text)
-    section[last] = kind(value) if kind is float else value
-  return parse(decided(values))
+    section[last] = given[name] = kind(value) if kind is float else value
+  made = parse(decided(values))
+  inert_knobs.refuse(given, [made])
+  return made
 
 
 COMMANDS = sorted(

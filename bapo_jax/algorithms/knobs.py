@@ -22,6 +22,9 @@ Order = Literal['upper', 'lower']
 Source = Literal['fresh', 'reevaluated', 'reused']
 Range = tuple[float, float]
 
+# Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
+SLACK = 1e-4
+
 
 class OwnAdvantage(OwnKnobs):
   """Knobs of an own advantage rule."""
@@ -118,7 +121,7 @@ class BalancedClip(ClipKnobs):
     0.42,
     'Target share of tokens with A > 0 in the policy gradient, rho_0.',
     least=0,
-    most=1,
+    below=1,
   )
   low: Range = knob(
     (0.6, 0.9), 'First and last value of the lower bound.', above=0, most=1, rising=True

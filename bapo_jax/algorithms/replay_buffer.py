@@ -63,7 +63,7 @@ def moving(
     # At most G - 1 despite rounding: a solved problem is not hard.
     hard_max=jnp.minimum(_most(jnp.float32(k.hard), G), G - 1),
     # From 1 to G - 1: a group with one verdict has no advantage.
-    reusable_min=jnp.maximum(jnp.ceil(c2 * G - SLACK).astype(jnp.int32), 1),
+    reusable_min=jnp.maximum(jnp.ceil(c2 * G - knobs.SLACK).astype(jnp.int32), 1),
     reusable_max=jnp.minimum(_most(c3, G), G - 1),
   )
 
@@ -85,12 +85,9 @@ THRESHOLD_RULES = {
   'everything': everything,
 }
 
-# Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
-SLACK = 1e-4
-
 
 def _most(rate: Array, G: int) -> Array:
-  return jnp.floor(rate * G + SLACK).astype(jnp.int32)
+  return jnp.floor(rate * G + knobs.SLACK).astype(jnp.int32)
 
 
 def init(

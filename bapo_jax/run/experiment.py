@@ -19,7 +19,7 @@ from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
-from bapo_jax.run import report, step_record
+from bapo_jax.run import knob_lists, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
@@ -167,8 +167,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
     f'  verifier   {c.rewards.rule}\n'
-    f'  rules      batch {c.batch.rule}, advantage {c.advantage.rule}, clip '
-    f'{c.clip.rule}, loss {c.loss.rule}\n'
+    f'{knob_lists.lines(c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}\n'
     f'  memory     {memory}\n'

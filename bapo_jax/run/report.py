@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bapo_jax.run import knob_lists
 from bapo_jax.run.report_plots import draw_curves, mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
@@ -168,7 +169,7 @@ def write(
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
   draw_curves(workdir / 'curves.png', rows, target)
   blocks = [
-    f'# {markdown.escape(config.title)}',
+    f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
     target_sentence(rows, target),
     idle_sentence(rows),
@@ -177,6 +178,7 @@ def write(
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),
     '## Config',
+    knob_lists.table(config),
     # Collapsed; the blank lines between the blocks enable Markdown inside.
     f'<details>\n<summary>Fingerprint {fingerprint(values)}</summary>',
     markdown.fence(json.dumps(values, indent=2)),

@@ -5,7 +5,6 @@ A config file returns an ml_collections ConfigDict, and arguments such as
 """
 
 import ast
-import difflib
 import hashlib
 import importlib.util
 import json
@@ -27,11 +26,13 @@ from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
+from bapo_jax.training import foreign_names
 from bapo_jax.training import knobs as train
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
+BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
 
 
 class Config(Section):
@@ -80,6 +81,17 @@ class Config(Section):
   def seats(self) -> int:
     """The number of groups in a batch."""
     return self.batch.active.seats(self.prompts.count)
+
+  @property
+  def sources(self) -> tuple[rules.Source, ...]:
+    """The sources that the rows of a batch may have."""
+    rule = self.batch.active
+    may_occur: dict[rules.Source, bool] = {
+      'fresh': True,
+      'reevaluated': rule.reevaluates and self.buffer.reevaluate > 0,
+      'reused': rule.uses_buffer,
+    }
+    return tuple(source for source, may in may_occur.items() if may)
 
   @property
   def minibatch_rows(self) -> int:
@@ -133,7 +145,7 @@ def parse(values: dict[str, Any]) -> Config:
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   rules.check_clip(config.clip, config.loss)
-  for conflict in _conflicts(config):
+  for conflict in (*_conflicts(config), *_contradictions(config)):
     raise ValueError(conflict)
   if not config.model.path:
     check_positions(config, models.POSITIONS)
@@ -179,6 +191,71 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield (
       f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
       f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
+    )
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+  """Yields a sentence for each set of knobs with which a rule has nothing to use."""
+  k, batch, sources = config.clip.balanced, config.batch, config.sources
+  occurring = f'with batch.rule={batch.rule!r} rows are {", ".join(sources)}'
+  if config.clip.rule == 'balanced' and set(k.sources).isdisjoint(sources):
+    yield (
+      f'clip.balanced.sources={k.sources} leaves the search without rows, because '
+      f'{occurring}; add one of these sources, or choose another batch.rule'
+    )
+  if not any(getattr(batch.weights, source) for source in sources):
+    given = ', '.join(f'batch.weights.{source}=0' for source in sources)
+    yield (
+      f'{given} leaves no row with an advantage, because {occurring}; set one of these '
+      'weights above 0'
+    )
+  thresholds = config.buffer.thresholds
+  if thresholds.rule == 'everything' and 'reevaluated' in sources:
+    yield (
+      f'batch.rule={batch.rule!r} re-evaluates hard problems, but '
+      "buffer.thresholds.rule='everything' makes no problem hard; choose another "
+      "threshold rule, batch.rule='replay', or buffer.reevaluate=0"
+    )
+  if 'reused' in sources:
+    yield from _empty_band(thresholds, config.sampler.group_size)
+  if 'countdown' in config.rewards.rule.split(','):
+    for name in ('source', 'test_source'):
+      if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
+        yield (
+          "rewards.rule='countdown' reads numbers and a target from the right answer, "
+          f'but that of problems.{name}={source!r} is a number; choose '
+          "rewards.rule='aime'"
+        )
+
+
+def _empty_band(thresholds: rules.ThresholdsConfig, group_size: int) -> Iterator[str]:
+  """Yields a sentence if no number of right responses makes a group reusable.
+
+  An upper end below 1 / group_size is accepted: it says that no group is reusable.
+  """
+  if thresholds.rule == 'fixed':
+    low, high = ((c, c) for c in thresholds.fixed.reusable)
+    knob, value = 'fixed.reusable', f'{thresholds.fixed.reusable}'
+  elif thresholds.rule == 'moving':
+    low, high = thresholds.moving.low, thresholds.moving.high
+    knob, value = 'moving.low', f'{low} with high={high}'
+  else:
+    return
+
+  def between(ends: rules.Range, rate: float) -> float:
+    return group_size * (ends[0] + rate * (ends[1] - ends[0]))
+
+  if group_size * max(high) < 1:
+    return
+  bands = [(between(low, i / 100), between(high, i / 100)) for i in range(101)]
+  slack = rules.SLACK
+  counts = range(1, group_size)  # a group with one verdict has no advantage
+  if not any(a - slack <= n <= b + slack for a, b in bands for n in counts):
+    yield (
+      f'buffer.thresholds.{knob}={value} contains no pass rate of '
+      f'sampler.group_size={group_size} responses, such as {group_size // 2}/'
+      f'{group_size}; widen the range, or choose an upper end below 1/{group_size} to '
+      'reuse no group'
     )
 
 
@@ -235,8 +312,10 @@ def overrides(
     if '.own.' in name and name not in known:
       known |= _own_knobs(merged(values, found))
     if name not in known:
-      near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-      raise ValueError(f'no knob --config.{name}; the nearest are {", ".join(near)}')
+      advice = foreign_names.advice(name, known)
+      raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
+    if name in BY_PROGRAM:
+      raise ValueError(f'{name} is set by the program; remove --config.{name}')
     kind = known[name].annotation
     if text is None and kind is bool:
       text = 'false' if no else 'true'
@@ -278,6 +357,21 @@ def _own_knobs(
       if any(own_code.placed(str(rule)) for rule in rules.values()):
         slot = knobs.validate(kind, rules, dotted)
         found |= {x: f for x, f, _ in knobs.fields(slot, dotted) if '.own.' in x}
+  return found
+
+
+def changed(config: Config) -> dict[str, tuple[Any, Any]]:
+  """Returns the knobs that differ from their defaults: name -> (value, default).
+
+  Leaves out the title, and what the program itself adds to a config.
+  """
+  found = {}
+  for name, field, value in knobs.fields(config):
+    default = field.get_default(call_default_factory=True)
+    if name == 'tokenizer.path' and value:  # filled in by `parse`
+      default = TokenizerConfig().beside(config.model.path).path
+    if value != default and name not in ('title', *BY_PROGRAM):
+      found[name] = value, default
   return found
 
 

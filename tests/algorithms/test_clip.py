@@ -106,11 +106,11 @@ def test_balanced_moves_the_upper_bound_first_and_only_as_far_as_needed():
   # bring it back: 1.32 / (1.32 + 1) > 0.4 with the lower bound untouched.
   low, high, steps, met = balanced(pair(1.32, 1.0))
   assert (low, high, steps, met) == (np.float32(0.6), np.float32(1.35), 3, True)
-  # A share of 1 needs the negative token cut: 36 steps up do nothing, 2 below reach it.
-  low, high, steps, met = balanced(pair(1.0, 0.63), target=1.0)
+  # A share of .99 needs the negative token cut: 36 steps up do nothing, 2 below do.
+  low, high, steps, met = balanced(pair(1.0, 0.63), target=0.99)
   assert (low, high, steps, met) == (np.float32(0.64), np.float32(3.0), 38, True)
   # The other way round the lower bound alone does it.
-  found = balanced(pair(1.0, 0.63), target=1.0, order='lower')
+  found = balanced(pair(1.0, 0.63), target=0.99, order='lower')
   assert found == (np.float32(0.64), np.float32(1.2), 2, True)
 
 

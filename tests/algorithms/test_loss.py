@@ -72,6 +72,13 @@ def test_a_token_at_its_bound_is_cut(ratio, adv):
   assert slope_BT[0, 0] == 0
 
 
+def test_cispo_has_no_dual_clip():
+  # A ratio of 4 is beyond a dual bound of 3: `clipped` cuts the token.
+  given = one(4.0, -1.0)
+  found = [gain_and_slope(loss.cispo, *given, bounds(dual=x)) for x in (3.0, math.inf)]
+  assert found[0] == found[1] and found[0][1] != 0
+
+
 def test_ratios_that_overflow_are_limited_or_cut():
   # exp(20) at most, and no gradient beyond; without it the ratio overflows.
   logp_BT, batch = one(1.0, -1.0)

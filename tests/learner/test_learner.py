@@ -23,7 +23,7 @@ PRODUCTS = B * T * making.SPEC.width * making.SPEC.layers
 RULES = {
   'fixed': making.bound(clip.fixed, low=0.8, high=1.2),
   'balanced': making.bound(clip.balanced, target=0.4),
-  'to the caps': making.bound(clip.balanced, target=1.0),
+  'to the caps': making.bound(clip.balanced, target=0.99),
 }
 ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.

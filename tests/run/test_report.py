@@ -9,7 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from bapo_jax.run import report, report_plots
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import markdown, metrics
 from bapo_jax.training.config import Config, parse
 
 NAN = math.nan
@@ -51,7 +51,9 @@ def test_numbers_by_hand(tmp_path):
   assert facts['clip_moved_fraction'] == 0.4  # 4 of 10
   assert facts['eval_after'] == {'accuracy': 0.5, 'stderr': 0.04, 'n': 200}
   assert facts['phases'] == {'verify': 10.0, 'sample': 60.0}
-  first = page.split('\n\n')[1]
+  heading, first = page.split('\n\n')[:2]
+  assert heading == '# ' + markdown.escape(f'A run, {tmp_path.name}')
+  assert 'Every knob has its default.' in page
   assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in first
   assert '10 steps, 0:01:40 h of wall time and 1.50 GiB' in first
   assert 'more than two standard errors' in first  # 0.25 against 2 * 0.05

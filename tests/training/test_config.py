@@ -11,6 +11,7 @@ from bapo_jax.training import resolve, rules
 from bapo_jax.training.config import parse
 from configs import aime
 
+BAND = {'batch.rule': 'adapted'}
 REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knobs.py
   ({'rewards.shaping.overlong_cache': 41}, ['overlong_cache=41', 'max_new_tokens=40']),
   ({'evaluate.k': (1, 4)}, ['evaluate.k=(1, 4)', 'pass@4']),
@@ -44,6 +45,42 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     {'prompts.count': 10, 'learner.minibatches': 4},
     ['prompts.count=10', 'learner.minibatches=4'],
   ),
+  # A rule that has nothing to use.
+  (
+    {'clip.balanced.sources': ('reused', 'reevaluated')},
+    ["clip.balanced.sources=('reused', 'reevaluated')", "batch.rule='fresh_only'"],
+  ),
+  (
+    {'batch.rule': 'replay', 'clip.balanced.sources': ('reevaluated',)},
+    ["sources=('reevaluated',)", 'rows are fresh, reused'],
+  ),
+  (
+    {f'batch.weights.{x}': 0.0 for x in ('fresh', 'reused')} | {'batch.rule': 'replay'},
+    ['batch.weights.fresh=0, batch.weights.reused=0 leaves no row'],
+  ),
+  ({'clip.balanced.target': 1.0}, ['clip.balanced.target=1.0', 'below 1']),
+  (
+    {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'everything'},
+    ["batch.rule='adapted'", 'no problem hard', "batch.rule='replay'"],
+  ),
+  # Of 8 responses 3/8 is the first count above .3; of 7, 2/7 lies below and 3/7 above.
+  (BAND | {'buffer.thresholds.fixed.reusable': (0.3, 0.3)}, ['reusable=(0.3, 0.3)']),
+  (
+    BAND | {'buffer.thresholds.fixed.reusable': (0.375, 0.4), 'sampler.group_size': 7},
+    ['(0.375, 0.4)', 'sampler.group_size=7', '3/7', 'below 1/7'],
+  ),
+  # All right: no group with mixed verdicts.
+  (BAND | {'buffer.thresholds.fixed.reusable': (0.95, 1.0)}, ['(0.95, 1.0)']),
+  (
+    BAND
+    | {
+      'buffer.thresholds.rule': 'moving',
+      'buffer.thresholds.moving.low': (0.3, 0.3),
+      'buffer.thresholds.moving.high': (0.3, 0.3),
+    },
+    ['buffer.thresholds.moving.low=(0.3, 0.3) with high=(0.3, 0.3)'],
+  ),
+  ({'rewards.rule': 'countdown'}, ["problems.source='synthetic'"]),
 ]
 
 
@@ -53,6 +90,26 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
     parse(plain(**knobs))
   for words in named:
     assert words in str(error.value)
+
+
+def test_a_rule_that_has_something_to_use_is_accepted():
+  reusable = 'buffer.thresholds.fixed.reusable'
+  for knobs in (
+    {reusable: (0.3, 0.3)},  # no rule reads the buffer
+    BAND | {reusable: (0.375, 0.4)},  # 3 of 8
+    BAND | {reusable: (0.3, 0.3), 'sampler.group_size': 10},
+    BAND | {reusable: (0.0625, 0.0625)},  # below 1/8: says that no group is reused
+    BAND | {'buffer.thresholds.rule': 'everything', 'buffer.reevaluate': 0},
+    BAND | {'batch.weights.fresh': 0.0},
+    # Falls from .8 to .3: 6 of 8 on the way, though neither end is a pass rate.
+    BAND
+    | {
+      'buffer.thresholds.rule': 'moving',
+      'buffer.thresholds.moving.low': (0.8, 0.3),
+      'buffer.thresholds.moving.high': (0.8, 0.3),
+    },
+  ):
+    parse(plain(**knobs))
 
 
 def test_rows_and_kernels_fit_the_mesh():
@@ -83,3 +140,18 @@ def test_a_config_comes_back_from_its_plain_values_and_from_json():
     values = config.model_dump()
     assert parse(values) == config
     assert config_lib.from_json(json.loads(json.dumps(values))) == config
+
+
+def test_changed_knobs_are_those_that_a_user_changed():
+  assert config_lib.changed(parse(plain(title='mine'))) == {}
+  given = {
+    'model.path': 'models/m',
+    'problems.source': 'a',
+    'problems.test_source': 'b',
+  }
+  found = config_lib.changed(parse(plain(**given, **{'clip.fixed.high': 1.28})))
+  assert {name: value for name, (value, _) in found.items()} == {
+    **given,
+    'clip.fixed.high': 1.28,
+  }
+  assert found['clip.fixed.high'] == (1.28, 1.2)

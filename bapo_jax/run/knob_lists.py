@@ -1,0 +1,64 @@
+"""Lists the knobs of a run for the first screen and the report.
+
+Shows the rule of every slot with the knobs that it uses, every knob that differs from
+its default, and which of these have no effect.
+"""
+
+from bapo_jax import knobs
+from bapo_jax.autosetup.derive import shown, wrapped
+from bapo_jax.runtime import markdown
+from bapo_jax.training import config as config_lib
+from bapo_jax.training import inert_knobs
+from bapo_jax.training.config import Config
+
+SLOTS = ('batch', 'buffer', 'advantage', 'clip', 'loss')
+MARGIN = 13  # columns of a label on the first screen
+
+
+def in_force(config: Config) -> dict[str, str]:
+  """Returns slot -> its rule with the knobs that have an effect.
+
+  For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer, which has no
+  rule of its own, is left out if the batch rule does not use it.
+  """
+  inert, found = inert_knobs.inert(config), {}
+  for slot in SLOTS:
+    section = getattr(config, slot)
+    rule = getattr(section, 'rule', '')
+    used = []
+    for name, _, value in knobs.fields(section):
+      if name != 'rule' and f'{slot}.{name}' not in inert:
+        short = name.removeprefix(f'{rule}.').removeprefix('own.')
+        used.append(f'{short} {value}')
+    if rule or used:
+      found[slot] = ': '.join(filter(None, (rule, ', '.join(used))))
+  return found
+
+
+def lines(config: Config) -> str:
+  """Returns lines of the first screen: rules, changed knobs, those without effect."""
+  inert, given, idle = inert_knobs.inert(config), [], []
+  for name, (value, _) in config_lib.changed(config).items():
+    given.append(f'{name}={knobs.shorten(shown(value))}')
+    if name in inert:
+      idle.append(f'{given[-1]} ({inert[name].because})')
+  rules = [f'{slot:<10}{text}' for slot, text in in_force(config).items()]
+  labels = ['rules', *[''] * (len(rules) - 1), 'changed', 'no effect']
+  texts = [*rules, ', '.join(given), ', '.join(idle)]
+  return '\n'.join(
+    f'  {label:<{MARGIN - 2}}{wrapped(text, " " * MARGIN).lstrip()}'
+    for label, text in zip(labels, texts, strict=True)
+    if text
+  )
+
+
+def table(config: Config) -> str:
+  """Returns a Markdown table of the changed knobs; says so if there are none."""
+  inert, rows = inert_knobs.inert(config), []
+  for name, (value, default) in config_lib.changed(config).items():
+    note = f'no effect: {inert[name].because}' if name in inert else ''
+    cells = (markdown.inline(x) for x in (shown(value), shown(default)))
+    rows.append((f'`{name}`', *cells, note and markdown.inline(note)))
+  if not rows:
+    return 'Every knob has its default.'
+  return markdown.table(rows, ('changed knob', 'value', 'default', ''), 'llll')
