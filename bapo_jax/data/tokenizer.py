@@ -256,8 +256,8 @@ def _ids(backend: Any, text: str | list[str]) -> Any:
       raise
     longest = max([text] if isinstance(text, str) else text, key=len)
     raise ValueError(
-      f'tokenizer.path: the tokenizer {backend.name_or_path!r} fails to encode the '
-      f'problems ({error}; the longest text begins {longest[:60]!r}); correct the '
+      f'tokenizer.path: the tokenizer {backend.name_or_path!r} fails to encode '
+      f'text ({error}; the longest text begins {longest[:60]!r}); correct the '
       'regular expressions in its tokenizer.json, or choose another tokenizer'
     ) from None
 
