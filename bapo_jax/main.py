@@ -1,4 +1,7 @@
-"""The command line: python -m bapo_jax.main --config=configs/aime.py [--workdir=...]
+"""The command line: bapo train --config=configs/aime.py [--workdir=...]
+
+`bapo`, `python -m bapo_jax` and `python -m bapo_jax.main` are the same program, and
+`bapo check` is short for `bapo --mode=check`.
 
 1. absl parses the flags, `load` runs the config file, `overrides` the --config.<knob>;
 2. `parse_config` validates every knob, before JAX is imported;
@@ -10,6 +13,8 @@ written or compiled.
 
 import importlib.util
 import os
+import pathlib
+import runpy
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -21,11 +26,17 @@ from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
 
+MODES = {
+  'train': 'trains in --workdir, or resumes its run; the default',
+  'check': 'samples, takes one update and lists likely mistakes; writes nothing',
+  'eval': 'evaluates a checkpoint, or model.path, on the held-out problems',
+  'export': 'writes a checkpoint as a directory that transformers and vLLM load',
+  'show': 'shows the recorded groups of a run',
+  'plan': 'computes memory and time on a TPU that is not attached',
+}
 CONFIG = flags.DEFINE_string('config', None, 'A file of configs/, or file:variant.')
 WORKDIR = flags.DEFINE_string('workdir', 'runs/default', 'Directory of all results.')
-MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'check', 'eval', 'export', 'plan', 'show'], 'What to do.'
-)
+MODE = flags.DEFINE_enum('mode', 'train', list(MODES), 'What to do.')
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', 'newest', 'Checkpoint to eval, export or show: newest, best or a step.'
 )
@@ -68,7 +79,20 @@ START_S = flags.DEFINE_float(
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Parses the flags of absl; returns the name of the program and the overrides."""
+  """Parses the flags of absl; returns the name of the program and the overrides.
+
+  A mode as the first argument stands for --mode. Without arguments the program prints
+  its usage and ends with status 2; with --help it adds all flags and ends with 0.
+  """
+  if not argv[1:]:
+    print(usage(), file=sys.stderr)
+    sys.exit(2)
+  if argv[1] == 'help' or {'-h', '-help', '--help'} & {*argv}:
+    module = flags.FLAGS.find_module_defining_flag('mode')
+    print(f'{usage()}\n\nFlags:\n{flags.FLAGS.module_help(module)}')
+    sys.exit(0)
+  if argv[1] in MODES:
+    argv = [argv[0], f'--mode={argv[1]}', *argv[2:]]
   try:
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     given = [arg for arg in argv[1:] if OVERRIDE.fullmatch(arg)]
@@ -76,17 +100,58 @@ def parse(argv: list[str]) -> list[str]:
   except (flags.Error, OSError) as error:
     fail(error)
   if len(left) > 1:
-    fail(f'unknown argument {left[1]!r}; an override is written --config.steps=10')
+    fail(
+      f'unknown argument {left[1]!r}; a mode comes first ({", ".join(MODES)}), and an '
+      'override is written --config.steps=10'
+    )
   return [left[0], *given]
 
 
-def read_config(file: str, given: list[str]) -> Config:
+def usage() -> str:
+  """Returns the usage of the program: its modes, and the config files that exist."""
+  modes = '\n'.join(f'  {mode:8}{does}' for mode, does in MODES.items())
+  files = '\n'.join(f'  {file}' for file in config_files())
+  return (
+    'Usage: bapo MODE --config=FILE[:VARIANT] [--workdir=DIR] [--config.KNOB=VALUE]...'
+    f'\n\nModes:\n{modes}\n\nConfigs:\n{files or f"  {NO_CONFIGS}"}\n\n'
+    'bapo --help lists all flags, docs/config.md all knobs.'
+  )
+
+
+def config_files() -> list[str]:
+  """Returns the files of configs/ with their variants: 'configs/a.py[:x|:y]'.
+
+  Skips files that define no get_config or raise an error.
+  """
+  found = []
+  for path in sorted(pathlib.Path('configs').glob('*.py')):
+    try:
+      names = runpy.run_path(str(path))
+      variants = '|'.join(f':{name}' for name in names.get('VARIANTS', ()))
+    except (Exception, SystemExit):  # a user's file may raise anything
+      continue
+    if 'get_config' in names:
+      found.append(f'{path}[{variants}]' if variants else str(path))
+  return found
+
+
+def no_config(problem: str) -> ValueError:
+  """Returns an error with the problem and the config files that exist."""
+  files = ', '.join(config_files())
+  return ValueError(f'{problem}; ' + (f'give one of {files}' if files else NO_CONFIGS))
+
+
+def read_config(file: str | None, given: list[str]) -> Config:
   """Returns the validated config of a file with the overrides applied.
 
   Raises:
     ValueError: the file or a knob is invalid, or a given knob has no effect; the
       message is one sentence.
   """
+  if not file:
+    raise no_config('--config is missing')
+  if not os.path.exists(file.split(':', 1)[0]):
+    raise no_config(f'--config={file}: no such file')
   values = load(file)
   found = overrides(given, values)
   config = parse_config(decided(merged(values, found)))
@@ -101,6 +166,11 @@ def fail(error: object) -> NoReturn:
   hosts.leave(2)
   sys.exit(2)
 
+
+NO_CONFIGS = (
+  'no folder configs/ is here; run in the folder of the repository, or give a config '
+  'file of your own'
+)
 
 # Settings for libtpu on a host without a TPU. The two efforts halve the compile time
 # and do not change the memory.
@@ -204,12 +274,9 @@ def main(argv: list[str]) -> None:
   sys.unraisablehook = ignore_duplicates
   # On a busy machine Python also warns about a failed write that is already raised.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
-  file = CONFIG.value
-  if file is None:
-    fail('--config is missing; give a file, for instance --config=configs/aime.py')
   try:
     with signals.none_lost():
-      config = read_config(file, argv[1:])
+      config = read_config(CONFIG.value, argv[1:])
       join(config)
       status = run(config)
   except ValueError as error:
@@ -232,5 +299,12 @@ def main(argv: list[str]) -> None:
   sys.exit(status)
 
 
-if __name__ == '__main__':
+def cli() -> None:
+  """Runs the program; the entry point of `bapo`, and of `python -m bapo_jax`."""
+  if os.getcwd() not in map(os.path.abspath, sys.path):
+    sys.path.insert(0, os.getcwd())  # config files import each other: configs.base
   app.run(main, flags_parser=parse)
+
+
+if __name__ == '__main__':
+  cli()

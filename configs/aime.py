@@ -42,20 +42,12 @@ def get_config(arg: str = 'tiny') -> ConfigDict:
   Raises:
     ValueError: no such variant.
   """
-  variants = {
-    'tiny': tiny,
-    'recipe': recipe,
-    'balanced_paper': balanced_paper,
-    'batch_paper': batch_paper,
-    '7b': seven,
-    '32b': thirty_two,
-  }
   arg = arg or 'tiny'
-  if arg not in variants:
+  if arg not in VARIANTS:
     raise ValueError(
-      f'configs/aime.py has no variant {arg!r}; choose one of {sorted(variants)}'
+      f'configs/aime.py has no variant {arg!r}; choose one of {sorted(VARIANTS)}'
     )
-  return variants[arg]()
+  return VARIANTS[arg]()
 
 
 def tiny() -> ConfigDict:
@@ -183,3 +175,13 @@ def distilled(name: str, tensor: int, grad_accum_steps: int, slots: int) -> Conf
   config.learner.grad_accum_steps = grad_accum_steps
   config.sampler.update(max_num_seqs=slots, prefill_batch_size=64)
   return config
+
+
+VARIANTS = {
+  'tiny': tiny,
+  'recipe': recipe,
+  'balanced_paper': balanced_paper,
+  'batch_paper': batch_paper,
+  '7b': seven,
+  '32b': thirty_two,
+}

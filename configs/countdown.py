@@ -42,6 +42,7 @@ CELLS = (  # name, batch rule, clip rule
   ('batch', 'adapted', 'fixed'),
   ('both', 'adapted', 'balanced'),
 )
+VARIANTS = tuple(name for name, *_ in CELLS)
 
 
 def get_config(arg: str = '') -> ConfigDict:

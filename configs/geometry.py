@@ -39,13 +39,12 @@ def get_config(arg: str = 'tiny') -> ConfigDict:
   Raises:
     ValueError: no such variant.
   """
-  variants = {'tiny': tiny, '3b': three, '7b': seven}
   arg = arg or 'tiny'
-  if arg not in variants:
+  if arg not in VARIANTS:
     raise ValueError(
-      f'configs/geometry.py has no variant {arg!r}; choose one of {sorted(variants)}'
+      f'configs/geometry.py has no variant {arg!r}; choose one of {sorted(VARIANTS)}'
     )
-  return variants[arg]()
+  return VARIANTS[arg]()
 
 
 def tiny() -> ConfigDict:
@@ -92,3 +91,6 @@ def three() -> ConfigDict:
 def seven() -> ConfigDict:
   """The 7B for 16 devices."""
   return geometry3k('7B')
+
+
+VARIANTS = {'tiny': tiny, '3b': three, '7b': seven}

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Several processes of one run on this machine, as on so many hosts.
-# Usage: launch/processes.sh N [options] [flags of bapo_jax.main], from the top of the
-# repository, after the README's first command made .venv. It needs bash 5.1.
-#   --devices=8    devices in all, N or a multiple of it; each process gets as many. On a
-#                  CPU (where JAX_PLATFORMS is not set) they are virtual. With
-#                  JAX_PLATFORMS=cuda they are the first of this machine's GPUs. The
-#                  chips of a TPU are not divided: there one process has the whole host.
-#   --restarts=3   at most so many restarts, from the newest checkpoint; the rule stands
-#                  in launch/restarts.sh
-#   --grace=20     seconds that the others may live after the first failure
-#   --dry-run      prints the commands and runs none
-# Each line of the output begins with the number of its process. The first process that
-# fails ends all, and its status is that of the whole. Ctrl-C and SIGTERM are passed on.
+# Runs one training run in N processes of this machine, as if on N hosts.
+# Usage: launch/processes.sh N [options] [flags of bapo_jax.main]
+#   --devices=8    devices of all processes together, N or a multiple of N. By default
+#                  they are virtual devices of the CPU; with JAX_PLATFORMS=cuda they are
+#                  the first GPUs of this machine. A TPU host runs a single process.
+#   --restarts=3   largest number of restarts, see launch/restarts.sh --help
+#   --grace=20     seconds after the first failure until the other processes are killed
+#   --dry-run      prints the commands without running them
+# Example, two processes with four virtual devices each:
+#   launch/processes.sh 2 --devices=8 --config=configs/aime.py --workdir=runs/two
+# Each line of output begins with the number of its process. If a process fails, all end,
+# with its exit status. Ctrl-C and SIGTERM are passed on.
+# Python is .venv/bin/python of the repository, or $PYTHON. Needs bash 5.1.
 set -u
 cd "$(dirname "$0")/.." || exit 2
+# shellcheck source=launch/common.sh
+source launch/common.sh
 
 fail() {
   echo "launch/processes.sh: $1" >&2
@@ -22,7 +24,7 @@ fail() {
 
 parse() { # the options; what is left are flags of main
   n=${1:-} devices='' most=3 grace=20 dry=0 once=0 flags=()
-  [[ $n =~ ^[1-9][0-9]*$ ]] || fail 'give the number of processes first'
+  [[ $n =~ ^[1-9][0-9]*$ ]] || fail 'give the number of processes first; --help explains'
   for arg in "${@:2}"; do
     case $arg in
       --devices=*) devices=${arg#*=} ;;
@@ -34,7 +36,7 @@ parse() { # the options; what is left are flags of main
     esac
   done
   devices=${devices:-$n}
-  [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "--devices=$devices is no number of devices"
+  [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "--devices=$devices is not a number of devices"
   [[ $most$grace =~ ^[0-9]+$ ]] || fail '--restarts and --grace are whole numbers'
   ((devices % n == 0)) || fail "$devices devices do not divide over $n processes"
   platform=${JAX_PLATFORMS:-cpu}
@@ -123,7 +125,9 @@ attempt() { # runs all to their end; the status of the first that failed, else 0
   return "$status"
 }
 
+case ${1:-} in -h | --help) usage && exit ;; esac
 parse "$@"
+((dry)) || need_python "${PYTHON:-.venv/bin/python}"
 if ((dry)); then
   port=$(free_port)
   for ((i = 0; i < n; i++)); do

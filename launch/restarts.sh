@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs a command; where it fails, runs it again. A run goes on from its newest checkpoint.
-# Usage: launch/restarts.sh N command..., with at most N restarts. It needs bash 5.1.
-# Three statuses are final: 0 (done), 2 (a wrong knob or file, which stays wrong) and 3
-# (the run diverged, and would again). SIGINT, SIGTERM and SIGHUP are passed on, and
-# nothing is run again after them. RESTART_AFTER (20) is the pause before a restart in
-# seconds: by then the other hosts have ended as well, which takes them up to 15.
-# Source it for `restarts N command...` as a function.
+# Runs a command, and again after a failure, at most N times more.
+# Usage: launch/restarts.sh N command...
+# A training run resumes from its newest checkpoint. These exit statuses are final: 0, the
+# run is complete; 2, a knob or a file is wrong; 3, the run diverged and would again.
+# SIGINT, SIGTERM and SIGHUP are passed on and end the restarts. $RESTART_AFTER (20) is
+# the pause in seconds before a restart, so that the processes of other hosts, which need
+# up to 15 s, have ended too. Needs bash 5.1.
+# Source this file to use the function `restarts N command...`.
 
 restarts() {
   local most=$1 count=0 status child
@@ -37,8 +38,14 @@ restarts() {
 }
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+  if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    # shellcheck source=launch/common.sh
+    source "$(dirname "$0")/common.sh"
+    usage
+    exit
+  fi
   if [[ $# -lt 2 || ! $1 =~ ^[0-9]+$ ]]; then
-    echo 'Usage: launch/restarts.sh N command...' >&2
+    echo 'Usage: launch/restarts.sh N command... (--help explains)' >&2
     exit 2
   fi
   restarts "$@"

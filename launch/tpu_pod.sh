@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
-# A run on all hosts of a slice of Cloud TPUs, by gcloud.
-# Usage: NAME=mine ZONE=us-east5-a launch/tpu_pod.sh [--dry-run] <what> [flags of main]
-#   run      creates the slice or takes the one of this name, copies what is committed
-#            here, installs it, starts one process per host, shows the output of the
-#            first and fetches all when it ends; its status is that of the first process
+# Trains on all hosts of a Cloud TPU slice, through gcloud.
+# Usage: NAME=mine ZONE=us-east5-a launch/tpu_pod.sh [--dry-run] COMMAND [flags of main]
+#   run      creates the slice unless it exists, copies the committed files, installs the
+#            packages, starts one process per host, shows the output of the first and
+#            fetches all outputs at the end; exits with the status of the first process
 #   logs     fetches the output of every host to $LOGS (runs/pod/$NAME)
-#   stop     asks the run to save and to end
+#   stop     lets the run save and end
 #   delete   deletes the slice
-# --dry-run prints the commands and runs none.
-# It needs gcloud, signed in, with a project whose quota has the slice, and bash. From
-# the environment: NAME; ZONE; TYPE (v5p-128: 64 chips, for v5p counts two cores each);
-# VERSION, the machine's image (v2-alpha-tpuv5 is that of v5p); SPOT=1 for a slice that
-# may be taken away; RESTARTS (3), by the rule of launch/restarts.sh; PYTHON
-# (python3.11), which is installed if the image has none; SHARE=host:/path, an NFS folder
-# (Filestore) that is mounted as ~/share on every host. Model, data and --workdir must lie
-# where all hosts see them, so give --workdir=/home/$USER/share/runs/mine or the like.
-# The run goes on when this machine is turned off: `run` again shows it no more, `logs`
-# does. A slice that was taken away is created again by `run`, which goes on from the
-# newest checkpoint. This file was never run on a TPU.
+# --dry-run prints the commands without running them.
+# Needs bash and gcloud, signed in to a project with quota for the slice. Variables:
+#   NAME, ZONE   the slice
+#   TYPE         v5p-128 by default: 64 chips, since v5p counts two cores per chip
+#   VERSION      the image of the hosts; v2-alpha-tpuv5, the default, is for v5p
+#   SPOT=1       a slice that may be preempted
+#   RESTARTS     3 by default, see launch/restarts.sh --help
+#   PYTHON       python3.11 by default; installed if the image has none
+#   SHARE        host:/path of an NFS folder (Filestore), mounted as ~/share on each host
+# All hosts must see the model, the data and the workdir, for example
+# --workdir=/home/$USER/share/runs/mine. The run continues when this machine is turned
+# off; `logs` then fetches its output. After a preemption, `run` creates the slice again
+# and resumes from the newest checkpoint. This file was never run on a TPU.
 set -eu
 cd "$(dirname "$0")/.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
+case ${1:-} in -h | --help) usage && exit ;; esac
 
 dry=''
 if [[ ${1:-} == --dry-run ]]; then
@@ -127,7 +132,8 @@ case $what in
   stop) on all "pkill -TERM -P \$(cat bapo_jax/run.pid) -f restarts.sh" ;;
   delete) do_ "${tpus[@]}" delete "$NAME" "${place[@]}" --quiet ;;
   *)
-    echo 'Usage: launch/tpu_pod.sh [--dry-run] run|logs|stop|delete [flags of main]' >&2
+    echo 'Usage: launch/tpu_pod.sh [--dry-run] run|logs|stop|delete [flags of main]' \
+      '(--help explains)' >&2
     exit 2
     ;;
 esac

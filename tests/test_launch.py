@@ -86,6 +86,36 @@ def test_shellcheck_has_nothing_to_say():
   run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS)
 
 
+LAUNCHERS = [script for script in SCRIPTS if script.name != 'common.sh']
+
+
+@pytest.mark.parametrize('script', LAUNCHERS, ids=lambda path: path.name)
+def test_help_is_the_comment_at_the_top(script):
+  for flag in ('--help', '-h'):
+    text = run('bash', script, flag)
+    lines = text.splitlines()
+    assert lines[1].startswith('Usage: ') and f'launch/{script.name}' in lines[1]
+    assert len(lines) > 4 and '#' not in text.replace('#SBATCH', '')
+    assert all(f'\n# {line}'.rstrip() in script.read_text() for line in lines)
+
+
+@pytest.mark.parametrize('name', ['local.sh', 'processes.sh', 'slurm.sbatch'])
+def test_without_python_a_launcher_says_how_to_get_it(name):
+  args = ['2'] if name == 'processes.sh' else []
+  done = subprocess.run(
+    ['bash', LAUNCH / name, *args, *FLAGS],
+    env=os.environ | {'PYTHON': 'no/such/python'},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 2 and not done.stdout
+  (line,) = done.stderr.splitlines()
+  assert line.startswith(f'launch/{name}: no program no/such/python; make it with')
+  assert 'pip install -r requirements.txt -c constraints.txt' in line
+
+
 def test_the_processes_of_a_dry_run():
   flags = ['--devices=6', *FLAGS]
   lines = run(LAUNCH / 'processes.sh', 3, '--dry-run', *flags).splitlines()

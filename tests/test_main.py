@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from absl.testing import flagsaver
 from refusals import refused
 
 from bapo_jax import main
@@ -17,11 +18,14 @@ TINY = 'configs/aime.py'
 GOOD = '--config=' + TINY
 COUNTDOWN = [f'--config.problems.{x}=countdown' for x in ('source', 'test_source')]
 CASES = [  # flags, what the sentence must say
-  ([], '--config=configs/aime.py'),
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
-  (['--config=configs/nope.py'], 'No such file or directory'),
+  (['--config=configs/nope.py'], 'configs/nope.py: no such file; give one of configs/'),
+  (['--config=nope.py:8b'], 'configs/countdown.py[:grpo|:clip|:batch|:both], configs/'),
+  (['check'], '--config is missing; give one of configs/aime.py[:tiny|:recipe|'),
   ([GOOD, '--wrkdir=x'], 'workdir'),
   ([GOOD, 'steps=3'], "'steps=3'"),
+  (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
+  (['eval', GOOD], 'names no model; train there first'),
   ([GOOD, '--config.clip.rul=fixed'], 'the nearest are clip.rule'),
   ([GOOD, '--config.clip=fixed'], 'no knob --config.clip; the nearest are'),
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
@@ -55,6 +59,55 @@ def test_bad_input_is_one_sentence(flags, message, tmp_path):
     flags = [*flags, f'--workdir={tmp_path}']
   assert message in refused(flags)
   assert not list(tmp_path.iterdir()), 'nothing is written before the input is sound'
+
+
+def test_a_folder_without_configs_is_said(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  assert 'no folder configs/ is here; run in the folder of the' in refused(['check'])
+  (tmp_path / 'configs').mkdir()
+  files = {'a': DICT.format({}), 'b': 'raise SystemExit', 'c': 'helpers = 1'}
+  for name, text in files.items():
+    (tmp_path / 'configs' / f'{name}.py').write_text(text)
+  # Files that raise an error, or that are no configs, are not listed.
+  assert refused(['check']).endswith('give one of configs/a.py')
+
+
+def test_the_variants_listed_are_those_a_config_has():
+  listed = re.findall(r'(configs/\w+\.py)(?:\[:(.*)\])?$', main.usage(), re.MULTILINE)
+  assert {'configs/aime.py', 'configs/finetune.py'} <= dict(listed).keys()
+  for file, variants in listed:
+    for variant in filter(None, variants.split('|:')):
+      assert load(f'{file}:{variant}')['steps'] > 0
+    sentence = 'has no|takes 0 positional'  # the second: it has no variants at all
+    with pytest.raises(ValueError, match=sentence) as error:
+      load(f'{file}:nope')
+    names = set(filter(None, variants.split('|:')))
+    assert set(re.findall(r"'([\w]+)'", str(error.value))) - {'nope'} == names
+
+
+@pytest.mark.parametrize('mode', main.MODES)
+def test_a_mode_comes_first_or_as_a_flag(mode):
+  with flagsaver.flagsaver():
+    given = main.parse(['bapo', mode, GOOD, '--config.steps=3'])
+    assert (main.MODE.value, main.CONFIG.value) == (mode, TINY)
+  with flagsaver.flagsaver():
+    assert main.parse(['bapo', GOOD, f'--mode={mode}', '--config.steps=3']) == given
+    assert main.MODE.value == mode
+
+
+@pytest.mark.parametrize(
+  ('args', 'status'),
+  [([], 2), (['--help'], 0), (['check', '--help'], 0), (['help'], 0), (['-h'], 0)],
+)
+def test_the_usage_names_modes_and_configs(args, status, capsys):
+  with pytest.raises(SystemExit) as done:
+    main.parse(['bapo', *args])
+  assert done.value.code == status
+  out, err = capsys.readouterr()
+  text, silent = (err, out) if status else (out, err)
+  assert not silent and text.startswith('Usage: bapo MODE --config=FILE')
+  assert all(re.search(rf'^  {mode} ', text, re.MULTILINE) for mode in main.MODES)
+  assert ('--export_dtype' in text) == (status == 0)
 
 
 def test_bad_input_ends_the_process_with_one_line(tmp_path):

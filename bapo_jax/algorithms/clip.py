@@ -21,8 +21,6 @@ from jax import Array
 from bapo_jax.algorithms import bound_search, knobs
 from bapo_jax.types import Batch, Bounds, Weigh
 
-TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
-
 
 class Recipe(NamedTuple):
   """The settings of the bound search in Balanced PO's public code."""
@@ -78,7 +76,7 @@ def balanced(
   """
   limits = {'cap': jnp.float32(k.reused_high), 'dual': jnp.float32(k.dual)}
   if k.resolution == 'continuous':
-    paths = clamped(k.low, TOLERANCE), clamped(k.high, TOLERANCE)
+    paths = clamped(k.low, knobs.TOLERANCE), clamped(k.high, knobs.TOLERANCE)
   else:
     paths = points(k.low, k.low_step), points(k.high, k.high_step)
   weight_BT = weigh(_constant(0.0, math.inf, math.inf)._replace(**limits))

@@ -24,6 +24,7 @@ Range = tuple[float, float]
 
 # Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
 SLACK = 1e-4
+TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
 
 
 class OwnAdvantage(OwnKnobs):
@@ -73,6 +74,16 @@ def _check_step(name: str, ends: Range, step: float) -> None:
   if width / step > 1e6:
     raise ValueError(
       f'{name}_step={step} gives more than 1,000,000 steps in {ends}; raise the step'
+    )
+
+
+def _check_continuous(name: str, ends: Range) -> None:
+  """Raises a ValueError unless the range contains at most 1,000,000 points."""
+  if ends[1] - ends[0] > 1e6 * TOLERANCE:
+    raise ValueError(
+      f"{name}={ends} is too wide for resolution='continuous', which searches it in "
+      f'steps of {TOLERANCE:g}: give a range of width {1e6 * TOLERANCE:g} or less, or '
+      "resolution='step'"
     )
 
 
@@ -165,6 +176,8 @@ class BalancedClip(ClipKnobs):
     if self.resolution == 'step':
       _check_step('low', self.low, self.low_step)
       _check_step('high', self.high, self.high_step)
+    else:  # the lower bound lies in (0, 1]
+      _check_continuous('high', self.high)
     return self
 
 

@@ -237,25 +237,44 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   (text,) = _render(backend, [exchange], answered=True)
   text = text.rpartition(answer)[2] if answer in text else ''
   special = {*backend.all_special_ids, *backend.added_tokens_decoder}
-  for i in backend(text, add_special_tokens=False)['input_ids']:
+  for i in _ids(backend, text):
     if i in special:
       return backend.convert_ids_to_tokens(i), i in tokenizer.eos
   return None
+
+
+def _ids(backend: Any, text: str | list[str]) -> Any:
+  """Returns the token ids of a string, or a list of them for each of several.
+
+  Raises a ValueError if the tokenizer panics, which it does if a regular expression of
+  its tokenizer.json backtracks too long.
+  """
+  try:
+    return backend(text, add_special_tokens=False)['input_ids']
+  except BaseException as error:  # a Rust panic is no Exception and has no public class
+    if type(error).__name__ != 'PanicException':
+      raise
+    longest = max([text] if isinstance(text, str) else text, key=len)
+    raise ValueError(
+      f'tokenizer.path: the tokenizer {backend.name_or_path!r} fails to encode '
+      f'text ({error}; the longest text begins {longest[:60]!r}); correct the '
+      'regular expressions in its tokenizer.json, or choose another tokenizer'
+    ) from None
 
 
 def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
   """Returns the token ids of each string; adds no special tokens.
 
   Raises:
-    ValueError: the tokenizer has no token for a character.
+    ValueError: the tokenizer fails, or has no token for a character.
   """
   if not strings:
     return []
-  rows = tokenizer.backend(list(strings), add_special_tokens=False)['input_ids']
+  rows = _ids(tokenizer.backend, list(strings))
   unknown = tokenizer.backend.unk_token_id
   for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
     for character in string:
-      if unknown in tokenizer.backend(character, add_special_tokens=False)['input_ids']:
+      if unknown in _ids(tokenizer.backend, character):
         raise ValueError(
           f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove '
           'the character from the problem or choose another tokenizer'

@@ -135,7 +135,7 @@ def pack(
   if pictures is None:
     return rows
   places = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))
-  return rows._replace(places=places)
+  return rows.replace(places=places)
 
 
 class Variables(NamedTuple):

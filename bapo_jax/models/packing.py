@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 from jaxtyping import Bool, Int32
 
@@ -44,12 +45,12 @@ class Cells(NamedTuple):
   places: Places | None = None  # [R, T]; None: prompts have no pictures
 
 
-class Packed(NamedTuple):
-  """A batch of rows with the bin of each row."""
+class Packed(struct.PyTreeNode):
+  """A batch of rows with the bin of each row; `shape` is static under jit."""
 
   tokens_BT: Int32[Array, 'B T']
   wanted_BT: Bool[Array, 'B T']  # True where a token is scored; False in column 0
-  shape: Shape
+  shape: Shape = struct.field(pytree_node=False)
   bin_B: Int32[Array, ' B']  # bin of each row; -1: the row is not computed
   start_B: Int32[Array, ' B']  # the row's first cell in its bin
   length_B: Int32[Array, ' B']  # cells of the row: the tokens before its last target

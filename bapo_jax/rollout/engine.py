@@ -31,11 +31,16 @@ _D = knobs.SamplerConfig()
 class RolloutEngine:
   """The settings of decoding.
 
+  The weights `params` of every method are an actor, the copy of the learner's weights
+  that is laid out for decoding: `decode.sync_actor(params, spec, mesh)`, or
+  `decoder.actor(params, spec)` without a mesh. Call it again after each update.
+
   Args:
     max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
-    temperature: divides the logits, also in recorded log-probabilities; 0 means greedy
-      decoding, for evaluation only.
+    temperature: divides the logits, also in recorded log-probabilities; at least 1e-3.
+      0 means greedy decoding, for evaluation only: every token is recorded with
+      log-probability 0, because greedy decoding gives it probability 1.
     max_num_seqs: S, the number of decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
@@ -50,7 +55,8 @@ class RolloutEngine:
       equal capacity use the same compiled programs.
 
   Raises:
-    ValueError: rows of these sizes cannot be decoded or have no room to finish.
+    ValueError: rows of these sizes cannot be decoded or have no room to finish, or
+      the temperature is too low. The methods raise it if `params` are no actor.
   """
 
   spec: ModelSpec
@@ -71,6 +77,11 @@ class RolloutEngine:
   gallery: Gallery | None = None
 
   def __post_init__(self):
+    if 0 < self.temperature < knobs.COLDEST:
+      raise ValueError(
+        f'temperature={self.temperature:g} is too low to divide logits in float32: '
+        f'give 0 for greedy decoding, or {knobs.COLDEST:g} or more'
+      )
     shapes.check_rows(self.spec, self.max_prompt_tokens, self.max_new_tokens, self.eos)
 
   @property
@@ -131,6 +142,7 @@ class RolloutEngine:
       id_R: problem ids of the prompts, -1 for padding.
       rows: the arguments of decode.admit from tokens_RT to new_A.
     """
+    _check_layout(params)
     admit = sharding.under(self.mesh, decode.admit)
     return admit(params, slots, *rows, self.pictures(id_R), spec=self.spec)
 
@@ -144,6 +156,7 @@ class RolloutEngine:
       slot_A: the slots to refresh; the number S is padding.
       live: number of leading cache segments to recompute.
     """
+    _check_layout(params)
     columns = sum(self.segment_sizes[:live])
     refresh = sharding.under(self.mesh, decode.refresh)
     pictures = self.pictures(id_A)
@@ -153,6 +166,7 @@ class RolloutEngine:
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
     """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
+    _check_layout(params)
     return sharding.under(self.mesh, decode.run)(
       params,
       slots,
@@ -190,3 +204,11 @@ class RolloutEngine:
         slots = self.refresh(params, slots, no_id, no_slot, live)
       slots, _ = self.run(params, slots, key, 0, 0, live)
     jax.block_until_ready(decode.harvest(slots, rows))
+
+
+def _check_layout(params: Tree) -> None:
+  """Raises a ValueError unless the weights are laid out for decoding."""
+  if isinstance(params['layers'], dict):  # stacked; an actor has a list of layers
+    raise ValueError(
+      "params have the learner's layout: pass decode.sync_actor(params, spec, mesh)"
+    )

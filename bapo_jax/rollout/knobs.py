@@ -7,6 +7,11 @@ import pydantic
 
 from bapo_jax.knobs import Section, knob
 
+# Lowest temperature of sampling. Logits of 32 divided by it have float32 rounding
+# errors of 0.001, so log-probabilities are off by up to 0.002 nats. The error grows as
+# 1 / temperature; below 1e-37 the quotients overflow, and log-probabilities are nan.
+COLDEST = 1e-3
+
 
 class SamplerConfig(Section):
   """Knobs of decoding."""
@@ -18,7 +23,12 @@ class SamplerConfig(Section):
     least=1,
     most=1 << 20,
   )
-  temperature: float = knob(1.0, 'Divides the logits.', above=0, most=1000)
+  temperature: float = knob(
+    1.0,
+    'Divides the logits; at 0.001, float32 rounds log-probabilities by 0.002 nats.',
+    least=COLDEST,
+    most=1000,
+  )
   max_num_seqs: int = knob(512, 'Number of decode slots.', least=1, most=1 << 20)
   prefill_batch_size: int = knob(
     512, 'Responses admitted at once.', least=1, most=1 << 20

@@ -41,7 +41,7 @@ _SENTENCES = {
   'buffer/promoted': 'Hard problems that left the replay buffer because their reevaluated responses are now sometimes right.',
   'buffer/graduated': 'Hard problems that left the replay buffer because their reevaluated responses are now all right.',
   'buffer/progressed': 'Hard problems that left the replay buffer because their fresh responses are right often enough.',
-  'buffer/evicted': 'Hard problems that left the replay buffer for lack of room, those tried longest ago first.',
+  'buffer/evicted': 'Hard problems that left the full replay buffer: the first to enter (buffer.hard_order=fifo), or those tried least recently (least_recent).',
   'advantage/positive': 'Share of the computed tokens whose advantage is positive, among those with A != 0, in [0, 1]; nan without any.',
   'clip/low': 'Ratio below which a token with A < 0 is no longer pushed down; mean over the updates of the step.',
   'clip/high': 'Ratio above which a token with A > 0 is no longer pushed up; mean over the updates of the step.',

@@ -5,6 +5,7 @@ from typing import Literal
 import pydantic
 
 from bapo_jax.knobs import Section, knob
+from bapo_jax.rollout.knobs import COLDEST
 
 # Knobs that a config file may leave None, so that a new run derives them (derive.py).
 DERIVABLE = (
@@ -84,11 +85,22 @@ class SftConfig(Section):
 class EvalSampling(Section):
   """Knobs of sampling in evaluation; training does not truncate distributions."""
 
-  temperature: float = knob(1.0, 'Divides the logits; 0: greedy.', least=0, most=1000)
+  temperature: float = knob(
+    1.0, 'Divides the logits; 0: greedy; otherwise at least 0.001.', least=0, most=1000
+  )
   top_k: int = knob(0, 'Sample from the k likeliest tokens; 0: from all.', least=0)
   top_p: float = knob(
     1.0, 'Sample from the fewest tokens with this probability.', above=0, most=1
   )
+
+  @pydantic.model_validator(mode='after')
+  def _warm(self) -> 'EvalSampling':
+    if 0 < self.temperature < COLDEST:
+      raise ValueError(
+        f'temperature={self.temperature:g} is too low to divide logits in float32: '
+        f'give 0 for greedy decoding, or {COLDEST:g} to 1000'
+      )
+    return self
 
 
 class EvaluateConfig(Section):

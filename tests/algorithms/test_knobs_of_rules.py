@@ -19,6 +19,10 @@ INF = math.inf
     ({'clip.balanced.low': (0.6, 0.6)}, ['clip.balanced.low_step=0.02']),
     ({'clip.balanced.high_step': 2.0}, ['clip.balanced.high_step=2.0']),
     ({'clip.balanced.low_step': 1e-9}, ['clip.balanced.low_step=1e-09']),
+    (
+      {'clip.balanced.resolution': 'continuous', 'clip.balanced.high': (1.0, 1e9)},
+      ['clip.balanced.high=(1.0, 1000000000.0)', 'width 100 or less'],
+    ),
     ({'clip.balanced.sources': ()}, ['clip.balanced.sources=()']),
     (
       {'buffer.reevaluate': 3, 'buffer.capacity': 2},
@@ -50,6 +54,7 @@ def test_bounds_that_are_held_or_unlimited_are_accepted():
   # The continuous search needs no steps.
   continuous = {'resolution': 'continuous', 'low_step': 0.0, 'high_step': 99.0}
   parse({'clip': {'balanced': continuous}})
+  parse({'clip': {'balanced': continuous | {'low': (0.5, 0.5), 'high': (1.0, 101.0)}}})
   parse({'clip': {'fixed': {'low': 0.0, 'high': INF, 'dual': INF}}})
   assert parse({'loss': {'kl': 1}}).loss.kl == 1  # an integer is a number
 

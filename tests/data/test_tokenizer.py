@@ -104,6 +104,25 @@ def test_an_unknown_character_is_named(problem, character):
   assert wrong in str(error.value)
 
 
+@pytest.mark.parametrize('pattern', ['(1+)+x', '[1 +]+?([1 +]+)+x'])
+def test_a_regular_expression_that_backtracks_is_one_sentence(pattern, tmp_path):
+  TOKENIZER.backend.save_pretrained(tmp_path)
+  file = tmp_path / 'tokenizer.json'
+  values = json.loads(file.read_text())
+  split = {'type': 'Split', 'behavior': 'Isolated', 'invert': False}
+  values['pre_tokenizer'] = split | {'pattern': {'Regex': pattern}}
+  file.write_text(json.dumps(values))
+  loaded = tokenizer_lib.load(str(tmp_path), '{problem}')
+  # Some texts are short enough. The library raises a BaseException for the others.
+  assert tokenizer_lib.encode(loaded, ['1+1']) == [[7, 16, 7]]
+  problem = '1' * 40
+  with pytest.raises(ValueError, match=rf"fails to encode.*retry-limit.*'{problem}'"):
+    tokenizer_lib.encode(loaded, ['1+1', problem])
+  loaded.backend.chat_template = '{{ messages[1].content }}' + problem
+  with pytest.raises(ValueError, match='correct the regular expressions'):
+    tokenizer_lib.turn_end(loaded)
+
+
 @pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'nosuch', 'empty'])
 def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
   def refuse(host, *args, **kwargs):

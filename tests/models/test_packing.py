@@ -74,6 +74,21 @@ def test_every_wanted_token_is_predicted_once_from_all_before_it(drawn):
   np.testing.assert_array_equal(total_BT, np.where(wanted_BT, tokens_BT + 1, 0))
 
 
+def test_a_packed_batch_is_an_argument_of_a_compiled_function():
+  wanted_BT = wanted_of([(1, 5), (3, 4), (2, 6)], 6)
+  tokens_BT = np.arange(wanted_BT.size, dtype=np.int32).reshape(wanted_BT.shape)
+  packed = packing.pack(jnp.asarray(tokens_BT), jnp.asarray(wanted_BT), 2, width=12)
+  assert packed.shape == packing.shape_of(3, 6, 2, width=12)
+  assert len(jax.tree.leaves(packed)) == 6, 'the shape is no array'
+  # The number of the micro-batch and all arrays are traced; the shape is static.
+  cells = jax.jit(packing.Packed.cells)
+  for n in range(packed.shape.micro_batches):
+    jax.tree.map(np.testing.assert_array_equal, cells(packed, n), packed.cells(n))
+  assert cells._cache_size() == 1
+  more = packing.pack(jnp.asarray(tokens_BT), jnp.asarray(wanted_BT), 3, width=12)
+  assert cells(more, 0).tokens_RT.shape == more.shape[1:]
+
+
 def first_fit_decreasing(lengths, width):
   """Bin of each row and its start, one row after the other."""
   bins, found = [], {}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bapo_jax.rollout import sampling
+from bapo_jax.rollout import knobs, sampling
 
 KEY = jax.random.key(5)
 
@@ -54,6 +54,19 @@ def test_chi_square(V, temperature):
   # Laurent and Massart: P(chi >= k + 2 sqrt(k x) + 2 x) <= exp(-x), x = 20.
   k = (~rare_V).sum()
   assert chi < k + 2 * math.sqrt(20 * k) + 40
+
+
+def test_the_coldest_temperature_records_log_probabilities_in_thousandths():
+  # Nine logits from 31.999 to 32: 0 to 1 after division by 0.001.
+  logits_V = jnp.float32(32) - jnp.arange(9, dtype=jnp.float32) / 8192
+  S = jnp.arange(200)
+  token_S, logp_S = sampling.draw(
+    KEY, S, S, jnp.tile(logits_V, (200, 1)), knobs.COLDEST
+  )
+  exact_V = np.asarray(logits_V, float) / knobs.COLDEST
+  exact_V -= np.logaddexp.reduce(exact_V)
+  assert len(set(token_S.tolist())) == 9
+  np.testing.assert_allclose(logp_S, exact_V[token_S], atol=2e-3, rtol=0)
 
 
 def test_greedy_is_the_likeliest_and_certain():

@@ -15,6 +15,11 @@ BAND = {'batch.rule': 'adapted'}
 REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knobs.py
   ({'rewards.shaping.overlong_cache': 41}, ['overlong_cache=41', 'max_new_tokens=40']),
   ({'evaluate.k': (1, 4)}, ['evaluate.k=(1, 4)', 'pass@4']),
+  ({'sampler.temperature': 1e-40}, ['sampler.temperature=1e-40', 'from 0.001 to']),
+  (
+    {'evaluate.sampling.temperature': 1e-40},
+    ['evaluate.sampling.temperature=1e-40', 'float32', '0 for greedy', '0.001 to 1000'],
+  ),
   ({'mesh.data': 0}, ['mesh.data=0']),
   ({'model.heads': 3}, ['model.heads=3', 'kv_heads=2']),
   ({'lora.targets': 'layers/(q'}, ["lora.targets='layers/(q'"]),
