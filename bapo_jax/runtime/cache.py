@@ -55,7 +55,7 @@ def share_programs(knob: str) -> None:
     return
   if hosts.is_first():
     prune(folder)
-  # JAX's keys lack the number of threads, for which XLA divides a program of a CPU.
+  # XLA divides a program among the threads of a CPU, but JAX's keys lack their number.
   path = os.path.join(folder, 'xla', machine.processor())
   jax.config.update('jax_compilation_cache_dir', path)
   if MIN_COMPILE.upper() not in os.environ:
