@@ -211,17 +211,20 @@ class LossRule(Protocol):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """Returns gain_BT, maximised and 0 outside the loss mask, and the bounds used."""
+    """Returns (gain_BT, bounds): the objective of each token, and the bounds used.
+
+    Training maximises the gain, which is 0 outside the loss mask.
+    """
 
 
 class AdvantageRule(Protocol):
   def __call__(self, reward_PG: Array) -> Array:
-    """Returns adv_PG from the rewards of each group; zeros if they are equal."""
+    """Returns adv_PG, the advantages within each group; 0 where all rewards are equal."""
 
 
 class ThresholdRule(Protocol):
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
-    """Returns the thresholds for groups of G; `rate`: the share of right responses."""
+    """Returns the thresholds for groups of G, given the share of right responses."""
 
 
 class BatchRule(Protocol):
@@ -234,7 +237,7 @@ class BatchRule(Protocol):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
-    """Returns `seats` groups and source_P, their indices into SOURCES; -1: empty."""
+    """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ def search(
     k: its ranges and steps are not read, since `lows` and `highs` contain the values.
 
   Returns:
-    The bounds, with `cap` and `dual` inf. If no token counts: the path's first point.
+    The bounds, with `cap` and `dual` inf. If no token counts, they stay at the start.
   """
   plus_BT, minus_BT = contributions(ratio_BT, batch, k, weight_BT)
   positives, negatives = (plus_BT > 0).any(), (minus_BT > 0).any()
@@ -118,7 +118,7 @@ def share(
   k: BalancedClip = BalancedClip(),
   weight_BT: Array | None = None,
 ) -> Array:
-  """Returns the share P / (P + N) of positive tokens, in [0, 1]; 0 if none counts.
+  """Returns P / (P + N), the share of tokens with A > 0; 0 if no such token counts.
 
   See `contributions` for ratio_BT, batch, k and weight_BT.
   """
@@ -131,21 +131,23 @@ def share(
 def contributions(
   ratio_BT: Array, batch: Batch, k: BalancedClip, weight_BT: Array | None = None
 ) -> tuple[Array, Array]:
-  """Returns each token's contribution to P and to N while no bound cuts the token.
+  """Returns what each token adds to P and to N while no bound cuts the token.
+
+  P is a sum over tokens with A > 0, and N over tokens with A < 0: the search raises
+  P / (P + N) to its target. Raises ValueError if the shapes of the arrays differ.
 
   Args:
     ratio_BT: r, the ratio that the loss rule clips.
     batch: the tokens; behavior_logp_BT is read if k.weight='behaviour'.
     k: its `contribution`, `weight` and `sources` (rows of other sources do not count).
-    weight_BT: W, for contribution='gradient' only; None: r A, the weights of the
-      clipped loss with loss.aggregate='token'.
+    weight_BT: W, the weight of each token in the gradient, unused with 'surrogate'.
+      None stands for r A, as in the clipped loss with loss.aggregate='token'.
 
   Returns:
-    (plus_BT, minus_BT): w |W| (surrogate: w |A|) of the tokens with A > 0 and with
-    A < 0; 0 elsewhere.
-
-  Raises:
-    ValueError: if the shapes of the arrays differ.
+    (plus_BT, minus_BT): what a token adds to P and to N, 0 if it does not count. It is
+    w |W| with k.contribution='gradient', and with 'surrogate' w |A|, which `sums`
+    multiplies by the clipped ratio. w is 1, or with k.weight='behaviour' the token's
+    probability under the behaviour policy.
   """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
   adv_BT = jnp.broadcast_to(jnp.asarray(batch.adv_B)[:, None], ratio_BT.shape)

@@ -69,7 +69,11 @@ class FixedClip(Section):
 
 
 class BalancedClip(Section):
-  """Algorithm 1 of Balanced PO (arXiv:2510.18927)."""
+  """Clip bounds that are searched at every update: Balanced PO (arXiv:2510.18927).
+
+  The search (Algorithm 1 of the paper) raises the bounds step by step until tokens with
+  A > 0 have the target share of the policy gradient.
+  """
 
   target: float = knob(
     0.42,
@@ -123,10 +127,10 @@ class BalancedClip(Section):
 
 
 class ClipConfig(Section):
-  """Selects the rule that limits how far the policy may move a token."""
+  """Selects the rule that limits how far updates move the probability of a token."""
 
   rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] = knob(
-    'balanced', 'Clip rule: how far the policy may move a token.'
+    'balanced', 'Clip rule: how far updates may move the probability of a token.'
   )
   unclipped: NoKnobs = knob(NoKnobs, 'No bounds.')
   fixed: FixedClip = knob(FixedClip, 'PPO, GRPO; a higher `high` is DAPO.')
@@ -193,7 +197,7 @@ class LossKnobs(Section):
 
 
 class ClippedLoss(LossKnobs):
-  """Clipped surrogate of PPO."""
+  """PPO: the minimum of ratio times A and clipped ratio times A."""
 
   limit: float = knob(
     math.inf,
@@ -223,7 +227,7 @@ class CispoLoss(LossKnobs):
 
 
 class TisLoss(LossKnobs):
-  """Truncated importance sampling."""
+  """Truncated importance sampling: a cap on pi / mu replaces the clip bounds."""
 
   bounds = 'ignored'
   weighs_sampler = True
@@ -408,7 +412,7 @@ class SourceWeights(Section):
 
 
 class ReplayRule(Section):
-  """Plain experience replay."""
+  """Experience replay: adds random older groups to the fresh groups of a batch."""
 
   replay_ratio: int = knob(
     1, 'Replayed groups per fresh group in a batch.', least=1, most=1024

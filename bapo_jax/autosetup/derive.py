@@ -88,10 +88,8 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   """Decides the knobs that a config leaves open, and returns the `Resolved` run.
 
   If a run has begun in the workdir, its config.json gives the derived values. With
-  trains=False (an evaluation), held-out problems replace the training problems.
-
-  Raises:
-    ValueError: files are missing, or knobs do not fit together.
+  trains=False (an evaluation), held-out problems replace the training problems. Raises
+  ValueError if files are missing or knobs do not fit together.
   """
   undecided = bool(config.derived) and not _begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
@@ -114,7 +112,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 
 def decide(config: Config, workdir: str) -> Config:
-  """Returns the config with every knob decided; raises ValueError as `prepare` does."""
+  """Returns the config with its open knobs decided; raises the errors of `prepare`."""
   return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
 
 
@@ -144,7 +142,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 
 def _read(config: Config, workdir: str) -> Config:
-  """Returns the config with the derived values that the workdir's config.json holds."""
+  """Returns the config with its open knobs filled in from the workdir's config.json."""
   path = os.path.join(workdir, 'config.json')
   stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config.model_dump()))

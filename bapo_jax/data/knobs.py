@@ -29,9 +29,9 @@ class TokenizerConfig(Section):
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns a copy of these knobs; the model's path replaces an empty `path`.
+    """Returns these knobs, with an empty `path` replaced by the path of the model.
 
-    Raises a ValueError for the embedded tokenizer with any but the embedded policy.
+    Raises a ValueError if `path` is the embedded tokenizer but the model is published.
     """
     if self.path == EMBEDDED and model_path:
       raise ValueError(
@@ -81,7 +81,7 @@ class DrawnConfig(Section):
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'DrawnConfig':
     if self.terms > self.shown:
-      raise ValueError(f'terms={self.terms} exceeds shown={self.shown}; reduce terms')
+      raise ValueError(f'terms={self.terms} must be at most shown={self.shown}')
     if not self.sides:
       raise ValueError('sides=() is empty; give sides in pixels, such as (56,)')
     return self

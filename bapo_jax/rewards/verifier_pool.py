@@ -64,9 +64,10 @@ class Worker:
   def request(
     self, request: Request, seconds: float, stalled: float
   ) -> dict[str, Any] | None:
-    """Sends a request; returns the reply, or None if the worker must be killed.
+    """Sends a request; returns the reply, or None if the worker ran out of time.
 
-    None: it used `seconds` of processor time. OSError: it was silent for `stalled` s.
+    That is after `seconds` of processor time; the caller must then kill the worker.
+    Raises OSError if the worker sends nothing for `stalled` seconds.
     """
     self._socket.settimeout(stalled)
     self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
@@ -95,7 +96,7 @@ class Worker:
 
 
 def start(*, strict: bool) -> tuple[socket.socket, subprocess.Popen]:
-  """Starts the process that forks workers; it loads math-verify in the background."""
+  """Starts the fork server, which loads math-verify; returns (socket to it, server)."""
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)

@@ -34,8 +34,8 @@ class RolloutEngine:
   Args:
     max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
-    temperature: divides the logits, also in recorded log-probabilities. 0: greedy, for
-      evaluation only.
+    temperature: divides the logits, also in recorded log-probabilities; 0 means greedy
+      decoding, for evaluation only.
     max_num_seqs: S, the number of decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
@@ -45,8 +45,8 @@ class RolloutEngine:
       slots a dispatch finished. 1 keeps an accelerator busy while the host reads, but
       leaves a finished slot idle for one dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
-    mesh: slots and rows are split over its data and fsdp axes; None: one device.
-    gallery: pictures of the problems, by problem id; None: text only. Galleries of
+    mesh: slots and rows are split over its data and fsdp axes; None for one device.
+    gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
 
   Raises:
@@ -119,13 +119,13 @@ class RolloutEngine:
     return jax.jit(make, out_shardings=(slots, over_rows))()
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
-    """Returns the pictures of problems (id -1: none), or None for text only."""
+    """Returns the pictures of problems, none for id -1; None in runs on text only."""
     return None if self.gallery is None else self.gallery.of(id_P)
 
   def admit(
     self, params: Tree, slots: Slots, id_R: np.ndarray, *rows: np.ndarray
   ) -> Slots:
-    """Calls `decode.admit` under the mesh.
+    """Starts responses to prompts in free slots, by `decode.admit`.
 
     Args:
       id_R: problem ids of the prompts, -1 for padding.
@@ -137,11 +137,11 @@ class RolloutEngine:
   def refresh(
     self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
   ) -> Slots:
-    """Calls `decode.refresh` under the mesh.
+    """Recomputes the KV cache of some slots with new weights, by `decode.refresh`.
 
     Args:
-      id_A: problem ids of the rows in the slots, -1 for padding.
-      slot_A: the slots; S for padding.
+      id_A: problem ids of the rows in these slots, -1 for padding.
+      slot_A: the slots to refresh; the number S is padding.
       live: number of leading cache segments to recompute.
     """
     columns = sum(self.segment_sizes[:live])
@@ -152,7 +152,7 @@ class RolloutEngine:
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
-    """Calls `decode.run` under the mesh; returns the slots and position_S."""
+    """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
     return sharding.under(self.mesh, decode.run)(
       params,
       slots,

@@ -54,10 +54,8 @@ def resume(
   """Restores the newest complete checkpoint; returns the state and the cost so far.
 
   If `same` is False (the problems changed), the saved buffer and rollouts are dropped.
-
-  Raises:
-    ValueError: all checkpoints are damaged, or the newest checkpoint has no optimiser
-      state or belongs to other frozen weights.
+  Raises ValueError if all checkpoints are damaged, or the newest has no optimiser state
+  or belongs to other frozen weights.
   """
   if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
@@ -99,9 +97,7 @@ def same_problems(
   """Returns whether the problems match the latest checkpoint; True without checkpoints.
 
   `identity` contains the fingerprints of the training and the held-out problems.
-
-  Raises:
-    ValueError: the problems differ, and `changed` (the knob) is 'refuse'.
+  Raises ValueError if the problems differ and `changed`, the knob, is 'refuse'.
   """
   step = checkpoints.latest_step()
   if step is None:
@@ -117,5 +113,5 @@ def same_problems(
       'the old problems, start in another --workdir, or continue with '
       '--config.problems.changed=accept'
     )
-  log(f'Problems changed after step {step} ({message}). The replay buffer is empty.')
+  log(f'New problems since step {step} ({message}): the replay buffer starts empty.')
   return False

@@ -56,11 +56,9 @@ def initialise(
   Without arguments, reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
   JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX) or lets JAX look for SLURM, GKE and TPU
   metadata; without any of these, the process runs alone. `coordinator` is host:port of
-  process 0, `process` counts from 0, and `start_s` limits the wait in seconds.
-
-  Raises:
-    ValueError: the flags are inconsistent, the port is taken, or the environment
-      describes a cluster but the other processes cannot be found.
+  process 0, `process` counts from 0, and `start_s` limits the wait in seconds. Raises
+  ValueError if the flags are inconsistent, the port is taken, or the environment
+  describes a cluster but the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
   given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
@@ -190,7 +188,7 @@ def leave(status: int) -> None:
 
 
 def finish(status: int) -> None:
-  """Ends this process once all processes have called this; returns if it is alone."""
+  """Ends this process when all have called this; returns if it is the only process."""
   if processes() > 1:
     try:
       _disconnect()
@@ -215,10 +213,10 @@ def _exit(status: int) -> NoReturn:
 
 
 def failed(error: BaseException) -> NoReturn:
-  """Prints the traceback of an unexpected error and ends this process.
+  """Prints the traceback of an unexpected error and ends this process with status 1.
 
-  Collectives and barriers fail when another process is gone. After such an error this
-  function waits for JAX to abort this process, and the handler explains the abort.
+  If a collective or barrier failed, another process is probably gone. Then this waits
+  first, so that JAX can abort this process, with the sentence of `_explain_abort`.
   """
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
@@ -295,7 +293,7 @@ def same_everywhere(values: dict[str, Any]) -> None:
 
 
 def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """Yields (dotted name, old, new) for each value that differs; None: it is missing."""
+  """Yields (dotted name, old, new) of values that differ; a missing value is None."""
   if isinstance(old, dict) and isinstance(new, dict):
     for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key

@@ -35,10 +35,8 @@ def export(
   An empty `to` means <workdir>/export/<step>; for `which` see checkpoint.choose. With
   dtype='float32' the weights are written exactly; `shard_bytes` limits the size of a
   tensor file. If `adapter`, only the adapters are written, in the format of peft; else
-  they are merged into the weights.
-
-  Raises:
-    ValueError: no such checkpoint, it has another model, or `to` is not empty.
+  they are merged into the weights. Raises ValueError if there is no such checkpoint,
+  the run has another model or `to` is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -46,9 +44,9 @@ def export(
   check_config(config, workdir)
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
-      f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r}: only adapters of a published model can be exported '
-      'without the weights; use --export_as=merged'
+      '--export_as=adapter needs lora.rank >= 1 and a published model in model.path, '
+      f'but lora.rank={config.lora.rank} and model.path={config.model.path!r}; use '
+      '--export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
@@ -87,7 +85,7 @@ def check_config(config: Config, workdir: str) -> None:
 
 
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
-  """Writes the JSON files beside the weights, from the published model's if any."""
+  """Writes the JSON files beside the weights, adapted from the model's own if any."""
   source, tokenizer, spec = model
   backend = tokenizer.backend
 

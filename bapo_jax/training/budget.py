@@ -71,7 +71,7 @@ KNOBS = {
 
 
 def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Budget:
-  """Counts the bytes of a run on one device of the mesh, and of its checkpoints.
+  """Counts the bytes that a run needs: memory per device, and disk for checkpoints.
 
   Weights, moments and gradients are divided over the mesh axes fsdp and tensor, the
   actor over tensor, rows over data and fsdp. Reads only the mesh's shape and platform.
@@ -109,7 +109,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
 
 
 def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
-  """Counts the bytes of (weights, moments, gradients, actor) on a single device."""
+  """Returns the bytes of (weights, moments, gradients, actor) on a mesh of 1 device."""
   weights, n = transformer.count(spec), trained(config, spec)
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
@@ -120,9 +120,9 @@ def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
 def _passes(
   config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
 ) -> tuple[float, float]:
-  """Counts bytes per device of (gathered weights, activations) of one update.
+  """Returns the bytes per device of (gathered weights, activations) in one update.
 
-  The weights and gradients of one layer and the head are gathered, divided over tensor.
+  Gathered are the weights and gradients of one layer and the head, divided over tensor.
   Activations are the saved values of all layers and the hidden states with gradients
   (of one micro-batch, or of all with bounds_pass='stored'); the backward pass of one
   layer, with the queries' gradients by block of keys; and three blocks of logits.

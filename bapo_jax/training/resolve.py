@@ -111,9 +111,9 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:
-  """Opens the tokenizer; reads the model's sizes from config.json or the knobs.
+  """Opens the tokenizer and reads the sizes of the model, but no weights.
 
-  `directory` is by default that of model.path, and '' for the embedded policy.
+  Without `directory`, opens the model that model.path names; '' is the embedded policy.
   Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
   if directory is None:
@@ -137,8 +137,8 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  The embedded policy has directory '' and rounds the tokenizer's vocabulary up. Raises
-  ValueError if adapters do not fit the model, or train_tower is set without a tower.
+  Directory '' stands for the embedded policy, which takes its sizes from the knobs.
+  Raises ValueError if adapters or model.train_tower do not fit the model.
   """
   knobs = config.model
   if directory:

@@ -124,7 +124,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   with pytest.raises(ValueError, match=r'buffer\.reevaluate: 4 then, 0 now'):
     runs.train(tiny(**knobs | {'buffer.reevaluate': 0}), workdir)
   assert runs.train(tiny(**knobs), workdir) == 0
-  assert 'The replay buffer is empty' in capsys.readouterr().out
+  assert 'the replay buffer starts empty' in capsys.readouterr().out
   run = last_run(workdir)
   parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
   assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'

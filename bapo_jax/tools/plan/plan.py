@@ -25,14 +25,14 @@ COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
 class Row(NamedTuple):
-  """A program's memory and collectives; bytes per device, `between` per host."""
+  """The memory of a program and its collectives, in bytes per device."""
 
   program: Program
   arguments: float  # the cache included
   output: float  # beyond donated arguments
   temporaries: float
   loops: Sequence[hlo.Collective] = ()
-  between: float = 0.0  # into the host that receives most, by collectives
+  between: float = 0.0  # bytes into the host that receives most, by collectives
 
   @property
   def total(self) -> float:
@@ -43,8 +43,7 @@ class Row(NamedTuple):
 def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
   """Returns (chip, devices) of a topology like 'v5p:4x4x4'.
 
-  Raises:
-    ValueError: the chip or the arrangement does not exist.
+  Raises ValueError if the chip or the arrangement does not exist.
   """
   name, _, shape = topology.partition(':')
   if name not in roofline.CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
@@ -62,7 +61,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
 
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns a Row, or the bytes it needs if they do not fit."""
+  """Compiles a program; returns its Row, or the bytes that it needs if too many."""
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:
@@ -86,7 +85,7 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
 
 
 def bytes_needed(message: str, program: Program) -> float:
-  """Returns the bytes that a device needs by the compiler's error; inf if unstated."""
+  """Reads from the compiler's error how many bytes a device needs; inf if not there."""
   total = re.search(r'Used ([\d.]+)([KMGT]) of', message)
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
   if not found:
@@ -101,7 +100,7 @@ def room(chip: Chip) -> float:
 
 
 def left(row: Row | float, chip: Chip) -> float:
-  """Returns the GiB that a program leaves free; negative if it does not fit."""
+  """Returns the GiB of a chip that a program leaves free; negative if it cannot fit."""
   return chip.hbm - (row.total if isinstance(row, Row) else row) / GIB
 
 
@@ -164,10 +163,8 @@ def run(
 ) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
-  `mean_share` is the mean row length divided by the longest, in (0, 1].
-
-  Raises:
-    ValueError: topology, model and knobs are inconsistent.
+  `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
+  ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)

@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Program(NamedTuple):
-  """A jitted function with its arguments and its cost; sizes in bytes per device."""
+  """A jitted function with its arguments, its cost and its bytes per device."""
 
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
@@ -91,7 +91,10 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
-  """Returns (params, opt, frozen weights or None), placed as in training."""
+  """Returns abstract (params, opt, base), placed as in training.
+
+  base holds the frozen weights, and is None if all weights are trained.
+  """
   config, spec = job.config, job.spec
   params, base = transformer.abstract(spec), None
   if config.lora.rank:
@@ -120,7 +123,7 @@ def buffer(job: Job) -> Tree:
 
 
 def beside_update(job: Job) -> int:
-  """Returns the bytes per device that updates leave in place: buffer, lagging actor."""
+  """Returns the bytes per device of the buffer and of an actor with older weights."""
   lags = job.config.rollout.weight_sync_interval > 1
   return bytes_per_device((actor(job) if lags else None, buffer(job)))
 
@@ -198,7 +201,7 @@ def prefill(job: Job) -> Program:
 
 
 def decode(job: Job) -> Program:
-  """Builds one dispatch of the sampler, `tokens_per_dispatch` tokens per slot."""
+  """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, T = job.config.sampler, job.config.row_length
   S, n = sampler.max_num_seqs, sampler.tokens_per_dispatch
   slots, cache = slots_of(job)

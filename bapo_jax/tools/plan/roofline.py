@@ -33,7 +33,7 @@ CHIPS = {
 
 
 class Cost(NamedTuple):
-  """FLOPs and bytes moved on one device, by a program or one of its steps."""
+  """Work of a program, or of one of its steps, on one device: FLOPs and bytes moved."""
 
   model_flops: float  # of the model, without rematerialisation
   flops: float  # of the program
@@ -80,9 +80,10 @@ def forward(spec: ModelSpec, context: float) -> Products:
 
 
 def activations(spec: ModelSpec, tensor: int) -> float:
-  """Counts bytes that matrix products read and write per token of a forward pass.
+  """Counts the bytes per token that matrix products read and write in device memory.
 
-  Heads and feed-forward width are divided over `tensor` devices.
+  Counts the activations of one forward pass on one device, without the weights.
+  `tensor` is the number of devices that share the heads and the feed-forward width.
   """
   half = spec.heads * spec.head_width + spec.kv_heads * spec.head_width
   split = (2 * half + 4 * spec.ffn) / tensor
