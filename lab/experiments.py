@@ -123,7 +123,7 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
       values = with_knobs(values, factors[factor][level])
     # A seed has a warm start of its own, made without the user's cache.
     of_run = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
-    values = with_knobs(values, experiment.arms[arm] | of_run)
+    values = with_knobs(values, {**experiment.arms[arm], **of_run})
     try:
       config = config_lib.parse(values)
     except ValueError as error:

@@ -17,6 +17,8 @@ from bapo_jax.runtime import hosts, machine
 from bapo_jax.runtime.workdir import check_writable
 
 LIMIT = 2 * 2**30  # bytes of all entries
+# Options of JAX, which environment variables set too.
+DIRECTORY = 'jax_compilation_cache_dir'
 MIN_COMPILE = 'jax_persistent_cache_min_compile_time_secs'
 
 
@@ -51,13 +53,13 @@ def share_programs(knob: str) -> None:
   """
   import jax  # late: bad knobs fail before this import
 
-  if jax.config.jax_compilation_cache_dir or not (folder := home(knob)):
+  if jax.config.values[DIRECTORY] or not (folder := home(knob)):
     return
   if hosts.is_first():
     prune(folder)
   # XLA divides a program among the threads of a CPU, but JAX's keys lack their number.
   path = os.path.join(folder, 'xla', machine.processor())
-  jax.config.update('jax_compilation_cache_dir', path)
+  jax.config.update(DIRECTORY, path)
   if MIN_COMPILE.upper() not in os.environ:
     jax.config.update(MIN_COMPILE, 0.1)  # faster programs are not worth a file
 
@@ -119,7 +121,7 @@ def described(knob: str, warm_start: bool | None) -> str:
     return f'off: {_shortened(_path(knob))} is not writable' if knob else 'off'
   state = '' if warm_start is None else 'warm start reused, '
   state = state if warm_start is not False else 'no such warm start yet, '
-  programs = pathlib.Path(jax.config.jax_compilation_cache_dir or '')
+  programs = pathlib.Path(jax.config.values[DIRECTORY] or '')
   if pathlib.Path(folder) in programs.parents:
     sizes = [path.stat().st_size for path in programs.rglob('*') if path.is_file()]
     state += f'{len(sizes)} compiled programs ({sum(sizes) / 2**20:.3g} MiB)'
