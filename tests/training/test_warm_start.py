@@ -108,25 +108,20 @@ def test_a_cache_that_fails_costs_only_time(shared, tmp_path, capsys):
   assert len(done) == 1
 
 
-def test_a_warm_start_is_shared_only_where_it_would_be_equal(
-  shared, tmp_path, monkeypatch
-):
+def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared):
   made, _, _ = shared
   here = policy._shared_path(resolve(made))
   rules = {'clip.rule': 'fixed', 'loss.rule': 'cispo', 'batch.rule': 'adapted'}
   assert policy._shared_path(resolve(tiny(**FEW, cache=made.cache, **rules))) == here
-  others = [{'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}]
-  for knobs in others:
+  for knobs in ({'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}):
     r = resolve(tiny(**FEW | knobs, cache=made.cache))
     assert policy._shared_path(r) != here, knobs
-  monkeypatch.setenv('XLA_FLAGS', '')
-  assert policy._shared_path(resolve(made)) != here
-  monkeypatch.undo()
-  monkeypatch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
-  assert policy._shared_path(resolve(made)) != here
-  monkeypatch.undo()
-  two = jax.local_devices()[:2]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XLA_FLAGS', '')
+    assert policy._shared_path(resolve(made)) != here
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
+    assert policy._shared_path(resolve(made)) != here
   assert policy._shared_path(resolve(made)) == here
-  monkeypatch.setattr(jax, 'devices', lambda *_: two)
-  r = resolve(tiny(**FEW, cache=made.cache, **{'mesh.data': 2}))
-  assert policy._shared_path(r) != here
+  two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
+  assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
