@@ -114,13 +114,13 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path):
   cache.prune(str(tmp_path / 'absent'), 0)
 
 
-def test_cores_and_flags_tell_processors_apart(monkeypatch):
+def test_the_number_of_cores_tells_processors_apart(monkeypatch):
   whole = machine.processor()
   assert whole == machine.processor() and len(whole) == 12
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0}, raising=False)
   one = machine.processor()
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0, 1}, raising=False)
-  assert machine.processor() != one and whole in {one, machine.processor(), whole}
+  assert machine.processor() != one
 
 
 PROGRAM = """
