@@ -2,7 +2,7 @@ r"""RL on pictures: what is asked for stands in the picture alone.
 
   python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry
   python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry-1 \
-    --config.seed=1
+    --config.seed=1 --config.sft.seed=1
   python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry \
     --mode=eval --config.problems.drawn.kind=blank
 

@@ -121,9 +121,9 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
     # Later knobs win: an arm overrides the levels, and nothing overrides the seed.
     for factor, level in levels.items():
       values = config_lib.merged(values, factors[factor][level])
-    values = config_lib.merged(
-      values, {**experiment.arms[arm], 'seed': seed, 'title': name}
-    )
+    # A seed has a warm start of its own, made without the user's cache.
+    of_run = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
+    values = config_lib.merged(values, {**experiment.arms[arm], **of_run})
     try:
       config = config_lib.parse(values)
     except ValueError as error:

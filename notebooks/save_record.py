@@ -32,6 +32,7 @@ def get_config() -> Config:
     'title': 'pair, GRPO, sixteen updates',
     'steps': STEPS,
     'seed': paper.TUNING[0],
+    'sft.seed': paper.TUNING[0],
     'evaluate.every': STEPS,
   }
   return config_lib.parse(config_lib.merged(paper.shared(), knobs))

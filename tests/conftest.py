@@ -28,6 +28,9 @@ os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *FLAGS])
 # tests inherit.
 COMPILED = '' if 'JAX_COMPILATION_CACHE_DIR' in os.environ else tempfile.mkdtemp()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
+# Tests without the knob `cache` of TINY must not find the warm starts of the user.
+USER = '' if 'PYTEST_XDIST_WORKER' in os.environ else tempfile.mkdtemp()
+os.environ['XDG_CACHE_HOME'] = USER or os.environ['XDG_CACHE_HOME']
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
@@ -50,9 +53,9 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
 def pytest_unconfigure() -> None:
-  """Removes the compile cache in the process that made it."""
-  if COMPILED:
-    shutil.rmtree(COMPILED, ignore_errors=True)
+  """Removes the caches in the process that made them."""
+  for path in filter(None, (COMPILED, USER)):
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(params=['plain', 'jitted', 'sharded'])

@@ -41,6 +41,7 @@ CONFIG = ROOT / 'configs' / 'aime.py'
 GIVEN = os.environ.get('XLA_FLAGS', '').split()
 FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
 TINY: dict[str, Any] = {
+  'cache': '',
   'steps': 4,
   'model.width': 16,
   'model.layers': 1,

@@ -10,6 +10,8 @@ import re
 
 import pytest
 
+from bapo_jax.training import policy
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'bapo_jax'
 
@@ -142,6 +144,16 @@ def test_knobs_are_checked_before_jax_is_imported():
     seen.add(name)
     light += needs - seen
   assert 'models.knobs' in seen
+
+
+def test_the_digest_of_a_warm_start_covers_the_code_that_makes_it():
+  left, seen = ['training.sft'], set()
+  while left:
+    seen.add(name := left.pop())
+    left += imports(MODULES[name])[0] - seen
+  covered = {path for part in policy.WARM_START for path in PACKAGE.glob(part)}
+  assert not {name for name in seen if MODULES[name] not in covered}
+  assert all(any(PACKAGE.glob(part)) for part in policy.WARM_START)
 
 
 def functions(path):

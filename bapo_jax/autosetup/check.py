@@ -1,4 +1,4 @@
-"""Runs --mode=check: a dry run that trains nothing and writes nothing.
+"""Runs --mode=check: a dry run that trains nothing and writes nothing to the workdir.
 
 1. shows prompts and the free disk space, and verifies the data set's right answers;
 2. samples responses before any training, to show whether a run can learn from them;
@@ -26,7 +26,7 @@ from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import machine
+from bapo_jax.runtime import cache, machine
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
@@ -56,6 +56,7 @@ def check(config: Config, workdir: str) -> int:
   began = time.perf_counter()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
+  cache.share_programs(config.cache)
   config, known = r.config, facts.gather(r.config, r.model, r.mesh)
   material = build.read(config, r.model)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
@@ -69,7 +70,9 @@ def check(config: Config, workdir: str) -> int:
     findings += check_rules.of_responses(config, sampled)
     log(measured(r, t, s, rollout, seconds))
   log(listed(findings))
-  log(f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written.')
+  log(
+    f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written to {workdir}.'
+  )
   return int(any(each.kind == 'mistake' for each in findings))
 
 

@@ -21,7 +21,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.run import knob_lists, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
-from bapo_jax.runtime import exchange, files, hosts, machine, metrics
+from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import stoppable
@@ -49,6 +49,8 @@ def train(config: Config, workdir: str) -> int:
   timer = PhaseTimer()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
+  with hosts.together():
+    cache.share_programs(r.config.cache)
   if not r.model.directory:  # matters only for tiny models
     machine.hold_freed_memory()
   with workdirs.locked(workdir), workdirs.writable(workdir):
@@ -70,8 +72,9 @@ def claim(workdir: str, config: Config) -> None:
   """
   check_code(workdir, config)
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
-  free = ('title', 'steps', 'responses', 'metrics', 'checkpoint', 'evaluate', 'mesh')
-  workdirs.open_workdir(workdir, config.model_dump(), (*free, 'derived', problems))
+  free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
+  free += ['metrics', 'checkpoint', 'evaluate']
+  workdirs.open_workdir(workdir, config.model_dump(), free)
 
 
 def check_code(workdir: str, config: Config) -> None:
@@ -173,6 +176,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  memory     {memory}\n'
     f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
     f'{kept * total / 2**30:.3g} GiB\n'
+    f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command resumes'
   )
 

@@ -18,16 +18,35 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
-  """Returns each package's version, and a digest of bapo_jax's source as 'code'."""
+def versions(*parts: str) -> dict[str, str]:
+  """Returns each package's version, and a digest of bapo_jax's source as 'code'.
+
+  The digest covers the files that match `parts`, patterns below bapo_jax; by default
+  all files.
+  """
   root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
-  for path in sorted(root.rglob('*.py')):
+  for path in sorted({x for part in parts or ('**/*.py',) for x in root.glob(part)}):
     digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
   found = {'code': digest.hexdigest()[:12], 'python': platform.python_version()}
   for name in PACKAGES.split():
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[name] = importlib.metadata.version(name)
   return found
+
+
+def processor() -> str:
+  """Returns digits that change with the kind of the CPU and its number of usable cores.
+
+  Both decide how XLA divides a program among threads, and so how sums are rounded.
+  """
+  kind, info = platform.machine(), pathlib.Path('/proc/cpuinfo')
+  if info.exists():
+    described = ('vendor_id', 'model name', 'flags', 'CPU part', 'Features')
+    first = info.read_text().partition('\n\n')[0].splitlines()
+    kind += '\n'.join(line for line in first if line.startswith(described))
+  find = getattr(os, 'sched_getaffinity', None)  # Linux only
+  cores = len(find(0)) if find else os.cpu_count()
+  return hashlib.sha256(f'{kind} {cores}'.encode()).hexdigest()[:12]
 
 
 def host_memory() -> int:

@@ -18,7 +18,7 @@ from bapo_jax.data import prompts, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.run import experiment
-from bapo_jax.runtime import files
+from bapo_jax.runtime import cache, files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable, writable
 from bapo_jax.tools import export
@@ -51,6 +51,7 @@ def eval_checkpoint(
       'model; train there first, or set model.path'
     )
   r = derive.prepare(config, workdir, trains=False)
+  cache.share_programs(config.cache)
   values = r.config.model_dump()
   settings = {name: values[name] for name in SETTINGS.split()}
   knob = f'--eval_to={to}' if to else f'--workdir={workdir}'

@@ -39,7 +39,7 @@ class Config(Section):
   """All knobs of a run; the sections are in the order in which a run uses them."""
 
   title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
-  seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
+  seed: int = knob(0, 'Seed of prompts, sampling and new adapters.', least=0)
   steps: int = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
@@ -49,6 +49,11 @@ class Config(Section):
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that the config file leaves None, so that a new run derives them.'
+  )
+  cache: str = knob(
+    'auto',
+    'Folder of warm starts and compiled programs that runs share; auto: bapo_jax in '
+    "the user's cache, ~/.cache; empty: none.",
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
@@ -121,7 +126,11 @@ class Config(Section):
 
 
 def fingerprint(values: dict[str, Any]) -> str:
-  """Returns twelve hexadecimal digits that change with any value."""
+  """Returns twelve hexadecimal digits that change with any value.
+
+  Of the values of a config, `cache` is left out, because it affects no result.
+  """
+  values = {name: value for name, value in values.items() if name != 'cache'}
   text = json.dumps(values, sort_keys=True, default=list).encode()
   return hashlib.sha256(text).hexdigest()[:12]
 

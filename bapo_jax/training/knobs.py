@@ -74,6 +74,7 @@ class OptimizerConfig(Section):
 class SftConfig(Section):
   """The supervised warm start of the embedded policy."""
 
+  seed: int = knob(0, 'Seed of the first weights and of the solutions.', least=0)
   clean: int = knob(700, 'Steps on clean solutions.', least=0)
   noisy: int = knob(100, 'Steps on solutions with slips and repeats.', least=0)
   batch: int = knob(96, 'Solutions per step.', least=1, most=65536)

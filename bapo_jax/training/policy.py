@@ -14,7 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.runtime import exchange, hosts
+from bapo_jax.runtime import cache, exchange, hosts, machine
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.sharding import path_name
@@ -27,6 +27,12 @@ from bapo_jax.types import Tree
 
 TOWER = 'vision'  # the subtree of a vision tower, its merger included
 RECIPE = ('model', 'tokenizer', 'sft')  # sections that the warm start depends on
+# Source files that the warm start depends on; a new rule does not make another one.
+WARM_START = (
+  'knobs.py', 'sharding.py', 'types.py', 'runtime/*.py', 'models/**/*.py',
+  'data/**/*.py', 'learner/accumulation.py', 'learner/optimizer.py',
+  'learner/pictured.py', 'training/knobs.py', 'training/policy.py', 'training/sft.py',
+)  # fmt: skip
 
 
 def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
@@ -108,7 +114,7 @@ def warm_start_path(config: Config, workdir: str) -> str:
   if 'family' in kind and problems.family == 'pair':
     kind |= {'pair'}
   recipe = {name: getattr(config, name).model_dump() for name in RECIPE}
-  recipe |= {'seed': config.seed, 'length': config.row_length}
+  recipe |= {'seed': recipe['sft'].pop('seed'), 'length': config.row_length}
   recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
   del recipe['model']['train_tower']  # the warm start trains all weights
   if not config.model.tower.layers:  # the recipe of a text-only policy has no tower
@@ -116,11 +122,52 @@ def warm_start_path(config: Config, workdir: str) -> str:
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
 
 
+def _shared_path(r: Resolved) -> str:
+  """Returns the directory of the run's warm start in the cache; '' without a cache.
+
+  Beside the recipe it is named by all else that may affect a bit of the weights, so
+  that a run computes the same with the cache as without it.
+  """
+  if not (folder := cache.home(r.config.cache)):
+    return ''
+  device = r.mesh.devices.flat[0]
+  made_by = {
+    'versions': machine.versions(*WARM_START),
+    'machine': [machine.processor(), os.environ.get('XLA_FLAGS'), device.device_kind],
+    'mesh': [dict(r.mesh.shape), hosts.processes()],
+    'spec': dataclasses.asdict(r.spec),
+    'schedule': [r.schedule.remat, r.schedule.sequence_sharding],
+  }
+  recipe = os.path.basename(warm_start_path(r.config, ''))
+  return os.path.join(folder, 'warmstart', config_lib.fingerprint(made_by), recipe)
+
+
+def has_warm_start(r: Resolved, workdir: str) -> bool | None:
+  """Returns whether the warm start was made before; None for published weights."""
+  paths = warm_start_path(r.config, workdir), _shared_path(r)
+  return None if r.model.directory else any(map(os.path.lexists, paths))
+
+
+def _copied(source: str, to: str) -> None:
+  """Copies a warm start from or to the cache, if there is one; logs a failure."""
+  if hosts.is_first() and source and to and os.path.lexists(source):
+    try:
+      cache.copy(source, to)
+    except OSError as error:
+      log(f'The warm start {source} cannot be copied to {to} ({error}).')
+
+
 def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
-  """Returns float32 weights after the warm start, read from or saved to the workdir."""
+  """Returns float32 weights after the warm start, read from or saved to the workdir.
+
+  A workdir without a warm start gets a copy from the cache, so that it stays complete
+  if the cache is emptied.
+  """
   config, mesh = r.config, r.mesh
   spec = dataclasses.replace(r.spec, dtype='float32')
-  path = warm_start_path(config, workdir)
+  path, shared = warm_start_path(config, workdir), _shared_path(r)
+  if not os.path.lexists(path):
+    _copied(shared, path)
   if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
     like = transformer.abstract(spec)
     layout = sharding.shardings(like, mesh)
@@ -132,11 +179,12 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
   with timer('warm start'):
     made, T = sources.sft_problems(config.problems), config.row_length
     params = sharding.under(mesh, sft.fit)(
-      r.tokenizer, spec, mesh, T, *made, config.sft, config.seed, r.schedule
+      r.tokenizer, spec, mesh, T, *made, config.sft, config.sft.seed, r.schedule
     )
   if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
     raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
   checkpoint.save_params(path, params)
+  _copied(path, shared)
   return params
 
 

@@ -21,8 +21,10 @@ from bapo_jax.runtime import metrics
 def run(seed: int, workdir: str, overrides: list[str]) -> dict:
   """Runs one seed and returns its report.json."""
   command = [sys.executable, '-m', 'bapo_jax.main', '--config=configs/aime.py']
+  # The whole job is measured, with a warm start of every seed.
+  command += [f'--workdir={workdir}', '--config.cache=']
   subprocess.run(
-    [*command, f'--workdir={workdir}', f'--config.seed={seed}', *overrides],
+    [*command, f'--config.seed={seed}', f'--config.sft.seed={seed}', *overrides],
     check=True,
     stdout=subprocess.DEVNULL,
   )

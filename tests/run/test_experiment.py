@@ -98,7 +98,7 @@ def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
   experiment.claim(str(tmp_path), tiny())
   (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due
   # A longer run is the same run, and so is one on another mesh.
-  experiment.claim(str(tmp_path), tiny(steps=9, **{'mesh.fsdp': 2}))
+  experiment.claim(str(tmp_path), tiny(steps=9, cache='auto', **{'mesh.fsdp': 2}))
   with pytest.raises(ValueError, match=r'sampler\.group_size: 4 then, 8 now'):
     experiment.claim(str(tmp_path), tiny(**{'sampler.group_size': 8}))
   with pytest.raises(ValueError, match='cannot be written'):

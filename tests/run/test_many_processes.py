@@ -170,6 +170,15 @@ def test_one_two_and_four_processes_make_the_same_run(name, start_from):
 
 
 @pytest.mark.nightly
+def test_two_processes_leave_their_warm_start_to_the_next_two(tmp_path):
+  knobs = {'cache': str(tmp_path / 'cache'), 'steps': 1, 'sft.clean': 2}
+  for name, state in (('one', 'no such warm start yet'), ('two', 'warm start reused')):
+    assert state in processes.trained(tmp_path / name, 2, **knobs)[0]
+  one, two = (last_run(tmp_path / name) for name in ('one', 'two'))
+  assert set(differences(one, two).values()) == {0.0}
+
+
+@pytest.mark.nightly
 def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(start_from):
   whole, broken = start_from('whole'), start_from('broken')
   knobs = RULES | PARTIAL | {'steps': 1000, 'evaluate.every': 1000}

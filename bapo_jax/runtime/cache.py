@@ -1,0 +1,136 @@
+"""Keeps warm starts and compiled programs in one folder for all runs of a user.
+
+1. `home` turns the knob `cache` into the folder, and `share_programs` points JAX to it;
+2. `copy` puts a finished directory into the folder, or into a workdir, atomically;
+3. `prune` removes the entries that were used longest ago.
+
+The folder may be emptied at any time: a run then repeats the work, with equal results.
+"""
+
+import contextlib
+import os
+import pathlib
+import secrets
+import shutil
+
+from bapo_jax.runtime import hosts, machine
+from bapo_jax.runtime.workdir import check_writable
+
+LIMIT = 2 * 2**30  # bytes of all entries
+# Options of JAX, which environment variables set too.
+DIRECTORY = 'jax_compilation_cache_dir'
+MIN_COMPILE = 'jax_persistent_cache_min_compile_time_secs'
+
+
+def home(knob: str) -> str:
+  """Returns the folder that the knob `cache` names, created if missing; '' for none.
+
+  Raises:
+    ValueError: the folder is not writable, and the knob is not 'auto'.
+  """
+  try:
+    if path := _path(knob):
+      check_writable(path, f'--config.cache={knob}')
+  except ValueError:
+    if knob != 'auto':
+      raise
+    return ''
+  return path
+
+
+def _path(knob: str) -> str:
+  """Returns the path that the knob means; '' if the cache is off."""
+  user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob
+  return path and os.path.abspath(os.path.expanduser(path))
+
+
+def share_programs(knob: str) -> None:
+  """Makes JAX store compiled programs in the cache, after removing its oldest entries.
+
+  Does nothing if the cache is off, or if JAX already has a directory, for instance from
+  JAX_COMPILATION_CACHE_DIR; so the first run of a process decides.
+  """
+  import jax  # late: bad knobs fail before this import
+
+  if jax.config.values[DIRECTORY] or not (folder := home(knob)):
+    return
+  if hosts.is_first():
+    prune(folder)
+  # XLA divides a program among the threads of a CPU, but JAX's keys lack their number.
+  path = os.path.join(folder, 'xla', machine.processor())
+  jax.config.update(DIRECTORY, path)
+  if MIN_COMPILE.upper() not in os.environ:
+    jax.config.update(MIN_COMPILE, 0.1)  # faster programs are not worth a file
+
+
+def copy(source: str, to: str) -> None:
+  """Copies a directory to `to`, in place of what is there.
+
+  The copy appears under its name when it is complete, so that runs that start together
+  never read a part of it. Raises OSError if a path cannot be read or written.
+  """
+  new, old = (f'{to}.{secrets.token_hex(4)}.tmp' for _ in range(2))
+  try:
+    shutil.copytree(source, new)
+    with contextlib.suppress(FileNotFoundError):
+      os.rename(to, old)
+    os.rename(new, to)
+  finally:
+    for path in (new, old):
+      shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: str, limit: int = LIMIT) -> None:
+  """Removes entries of the cache, least recently used first, down to `limit` bytes.
+
+  An entry is the directory of a warm start or the file of a program. Another run may
+  remove it meanwhile, and a run whose entry is gone repeats the work.
+  """
+  root, found = pathlib.Path(folder), []
+  entries = [(path, path.rglob('*')) for path in root.glob('warmstart/*/*')]
+  entries += [(path, [path]) for path in root.glob('xla/**/*')]
+  for entry, paths in entries:
+    try:
+      stats = [path.stat() for path in paths if path.is_file()]
+    except OSError:
+      continue
+    if stats:
+      # Most systems renew the time of the last access once a day, which suffices.
+      used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
+      found.append((used, sum(stat.st_size for stat in stats), entry))
+  excess = sum(size for _, size, _ in found) - limit
+  for _, size, entry in sorted(found):
+    if excess <= 0:
+      return
+    if entry.is_dir():
+      shutil.rmtree(entry, ignore_errors=True)
+    else:
+      entry.unlink(missing_ok=True)
+    excess -= size
+
+
+def described(knob: str, warm_start: bool | None) -> str:
+  """Describes the cache for the first screen.
+
+  `warm_start` is whether the warm start of the run exists; None if it has none.
+  """
+  import jax
+
+  if not (folder := home(knob)):
+    return f'off: {_shortened(_path(knob))} is not writable' if knob else 'off'
+  state = '' if warm_start is None else 'warm start reused, '
+  state = state if warm_start is not False else 'no such warm start yet, '
+  programs = pathlib.Path(jax.config.values[DIRECTORY] or '')
+  if pathlib.Path(folder) in programs.parents:
+    sizes = [path.stat().st_size for path in programs.rglob('*') if path.is_file()]
+    state += f'{len(sizes)} compiled programs ({sum(sizes) / 2**20:.3g} MiB)'
+  else:
+    state += f'compiled programs in {programs}'
+  return f'{_shortened(folder)}: {state}'
+
+
+def _shortened(path: str) -> str:
+  """Replaces the home directory at the start of a path by ~."""
+  user = os.path.expanduser('~')
+  return f'~{path[len(user) :]}' if path.startswith(user + os.sep) else path

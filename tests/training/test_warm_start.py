@@ -1,0 +1,127 @@
+"""The warm start: what it depends on, and how runs share it."""
+
+import pathlib
+import shutil
+
+import jax
+import pytest
+from runs import TINY, same, tiny
+from test_damage import files, flip
+
+from bapo_jax import sharding
+from bapo_jax.data import sources
+from bapo_jax.runtime import machine
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import checkpoint, config, policy, sft
+from bapo_jax.training.resolve import resolve
+from configs import base
+from lab import experiments
+from lab.experiments import Experiment
+
+FEW = {'sft.clean': 2, 'sft.noisy': 1}
+
+
+def load(made, workdir):
+  return policy.load(resolve(made), str(workdir), PhaseTimer())
+
+
+def fitted(made, seed):
+  """The weights after a warm start with this seed."""
+  r, problems = resolve(made), sources.sft_problems(made.problems)
+  fit = sharding.under(r.mesh, sft.fit)
+  fixed = r.tokenizer, r.spec, r.mesh, made.row_length
+  return fit(*fixed, *problems, made.sft, seed, r.schedule)
+
+
+def test_a_run_of_an_experiment_has_the_warm_start_of_its_seed(one_device, tmp_path):
+  shared = experiments.with_knobs(base.get_config().to_dict(), TINY | FEW)
+  made = experiments.runs(Experiment(shared, {'a': {}}, (3,)))['a-seed3'].config
+  # The recipe by which stored runs named their warm start.
+  recipe = {name: getattr(made, name).model_dump() for name in policy.RECIPE}
+  del recipe['model']['train_tower'], recipe['model']['tower'], recipe['sft']['seed']
+  kept = {'family', 'level', 'train', 'test', 'seed'}
+  recipe |= {'seed': 3, 'length': made.row_length}
+  recipe['problems'] = made.problems.model_dump(include=kept)
+  path = pathlib.Path(policy.warm_start_path(made, str(tmp_path)))
+  assert path == tmp_path / 'warmstart' / config.fingerprint(recipe)
+  weights = load(made, tmp_path)
+  assert same(weights, fitted(made, 3)) and not same(weights, fitted(made, 0))
+  assert path.is_dir()
+
+
+def test_runs_that_differ_in_seed_start_from_the_same_policy(one_device, tmp_path):
+  weights = load(tiny(seed=1, **FEW), tmp_path)
+  assert same(weights, fitted(tiny(**FEW), 0))
+  paths = [policy.warm_start_path(tiny(**{'sft.seed': n}), '') for n in (0, 1)]
+  assert paths[0] != paths[1]
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch, one_device):
+  """Returns (config with a cache, its folder, list of the warm starts computed)."""
+  done, fit = [], sft.fit
+
+  def counted(*args):
+    done.append(args)
+    return fit(*args)
+
+  monkeypatch.setattr(sft, 'fit', counted)
+  made = tiny(**FEW, cache=str(tmp_path / 'cache'))
+  return made, tmp_path / 'cache' / 'warmstart', done
+
+
+def test_runs_share_a_warm_start(shared, tmp_path):
+  made, folder, done = shared
+  first = load(made, tmp_path / 'one')
+  other = tiny(**FEW, cache=made.cache, seed=1, **{'clip.rule': 'fixed'})
+  assert policy.has_warm_start(resolve(other), str(tmp_path / 'two'))
+  assert same(load(other, tmp_path / 'two'), first) and len(done) == 1
+  # The workdir is complete: nothing of it is in the cache alone.
+  shutil.rmtree(folder)
+  assert same(load(other, tmp_path / 'two'), first) and len(done) == 1
+  saved = checkpoint.read_saved(policy.warm_start_path(other, str(tmp_path / 'two')))
+  assert same(saved('embed'), first['embed'])
+  off = tiny(**FEW)
+  assert not policy.has_warm_start(resolve(off), str(tmp_path / 'three'))
+  assert same(load(off, tmp_path / 'three'), first) and len(done) == 2
+  assert not folder.exists()
+
+
+def test_a_damaged_entry_of_the_cache_is_repeated(shared, tmp_path, capsys):
+  made, folder, done = shared
+  first = load(made, tmp_path / 'one')
+  (entry,) = folder.glob('*/*')
+  flip(max(files(entry), key=lambda path: path.stat().st_size))
+  assert same(load(made, tmp_path / 'two'), first) and len(done) == 2
+  assert 'is damaged' in capsys.readouterr().out
+  assert same(load(made, tmp_path / 'three'), first) and len(done) == 2
+  assert [*folder.glob('*/*')] == [entry]
+
+
+def test_a_cache_that_fails_costs_only_time(shared, tmp_path, capsys):
+  made, folder, done = shared
+  folder.parent.mkdir()
+  folder.write_text('a file in its place')
+  load(made, tmp_path / 'one')
+  assert len(done) == 1 and 'cannot be copied' in capsys.readouterr().out
+  load(made, tmp_path / 'one')
+  assert len(done) == 1
+
+
+def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared):
+  made, _, _ = shared
+  here = policy._shared_path(resolve(made))
+  rules = {'clip.rule': 'fixed', 'loss.rule': 'cispo', 'batch.rule': 'adapted'}
+  assert policy._shared_path(resolve(tiny(**FEW, cache=made.cache, **rules))) == here
+  for knobs in ({'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}):
+    r = resolve(tiny(**FEW | knobs, cache=made.cache))
+    assert policy._shared_path(r) != here, knobs
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XLA_FLAGS', '')
+    assert policy._shared_path(resolve(made)) != here
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
+    assert policy._shared_path(resolve(made)) != here
+  assert policy._shared_path(resolve(made)) == here
+  two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
+  assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
