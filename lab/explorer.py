@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import knobs as knobs_lib
+from bapo_jax import own_code
 from bapo_jax.algorithms import clip, knobs, loss
 from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
 from bapo_jax.knobs import Section
@@ -178,18 +179,6 @@ def recorded_of(path: pathlib.Path) -> dict[str, Any]:
   }
 
 
-def load(place: str) -> LossRule:
-  """Returns the function at a place `path/to/file.py:function`."""
-  import importlib.util
-
-  path, _, name = place.rpartition(':')
-  spec = importlib.util.spec_from_file_location('own_rule', path)
-  assert spec is not None and spec.loader is not None, f'{place} is no Python file'
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return getattr(module, name)
-
-
 def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
   """Evaluates a user's loss rule on a grid and on the recorded batch.
 
@@ -197,7 +186,7 @@ def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
   whose default is a float. If the table would be too large, the last arguments have no
   axis and keep their defaults.
   """
-  rule, recorded = load(place), rule_curves.recorded(batch)
+  rule, recorded = own_code.load(place), rule_curves.recorded(batch)
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
   uses_bounds, uses_probability = _uses(rule, recorded)
   probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
@@ -243,7 +232,7 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'refused': {key: sentences.index(text) for key, text in refused.items()},
     'rules': rules(),
     'recipe': clip.Recipe()._asdict(),
-    'tolerance': clip.TOLERANCE,
+    'tolerance': knobs.TOLERANCE,
     'methods': METHODS,
     'batch': recorded_of(batch),
     'own': table(own, batch) if own else None,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bapo_jax import knobs as knobs_lib
+from bapo_jax import own_code
 from bapo_jax.algorithms import bound_search, clip, knobs, loss
 from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
 from bapo_jax.training import rules
@@ -351,7 +352,7 @@ def own(tmp_path):
 def test_a_rule_of_yours_is_its_table(browser, own, name):
   place = f'{own}:{name}'
   (own.parent / 'my.html').write_text(explorer.page(place))
-  rule = explorer.load(place)
+  rule = own_code.load(place)
   recorded = rule_curves.recorded(explorer.BATCH)
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
   rng = np.random.default_rng(7)

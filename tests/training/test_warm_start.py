@@ -34,7 +34,7 @@ def fitted(made, seed):
 
 
 def test_a_run_of_an_experiment_has_the_warm_start_of_its_seed(one_device, tmp_path):
-  shared = experiments.with_knobs(base.get_config().to_dict(), TINY | FEW)
+  shared = config.merged(base.get_config().to_dict(), TINY | FEW)
   made = experiments.runs(Experiment(shared, {'a': {}}, (3,)))['a-seed3'].config
   # The recipe by which stored runs named their warm start.
   recipe = {name: getattr(made, name).model_dump() for name in policy.RECIPE}
