@@ -1,0 +1,79 @@
+"""The examples of docs/library.md run, each at most 30 lines."""
+
+import os
+import pathlib
+import re
+
+import pytest
+import runs
+
+from bapo_jax.runtime import metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / 'docs' / 'library.md').read_text()
+EXAMPLES = dict(re.findall(r'```python\n# example: (.*)\n([^`]*)```', PAGE))
+
+
+def executed(name, **replaced):
+  """Runs an example with some of its words replaced; returns its variables."""
+  text = EXAMPLES[name]
+  for old, new in replaced.items():
+    assert old in text
+    text = text.replace(old, new)
+  variables = {'__name__': 'example'}
+  exec(compile(text, f'docs/library.md: {name}', 'exec'), variables)
+  return variables
+
+
+def test_there_are_four_and_each_has_at_most_thirty_lines():
+  assert len(EXAMPLES) == 4
+  code = {
+    name: [line for line in text.splitlines() if line.strip()]
+    for name, text in EXAMPLES.items()
+  }
+  assert {name: len(lines) for name, lines in code.items() if len(lines) > 30} == {}
+
+
+def test_train(warm, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  workdir = warm('sums')
+  small = runs.TINY | {'steps': 2, 'problems.overlap': 'keep'}
+  small = {k: v for k, v in small.items() if not k.startswith('problems.')}
+  given = {"{'steps': 2}": repr(small), "'runs/sums'": repr(str(workdir))}
+  with runs.one_device():
+    executed('train', **given)
+  rows = [row for row in metrics.read(str(workdir)) if row['step']]
+  assert len(rows) == 2 and all('reward/score' in row for row in rows)
+  assert os.path.exists(workdir / 'report.md')
+
+
+def test_the_bounds_of_a_batch():
+  found = executed('the bounds and the gradient of my batch')
+  bounds, weight_BT, batch = (found[x] for x in ('bounds', 'weight_BT', 'batch'))
+  assert 0.6 <= bounds.low <= 0.9 and 1.2 <= bounds.high <= 3.0
+  positive = weight_BT[(batch.adv_B > 0)].sum() / abs(weight_BT).sum()
+  assert bounds.target_met == (positive >= 0.5)
+
+
+def test_sampling(tmp_path):
+  runs.source(tmp_path / 'model')
+  name = 'sample from a Hugging Face directory'
+  rows = executed(name, **{'models/my-model': str(tmp_path / 'model')})['rows']
+  assert rows.response_mask_BT.shape == (2, 4, 32)
+  logp = rows.logp_BT[rows.response_mask_BT]
+  assert len(logp) >= 8 and (logp < 0).all()
+
+
+def test_a_loop_of_ones_own():
+  found = executed('packed log-probabilities in a loop of my own')
+  assert found['value'] < 4.2 * 0.98  # log(64) at the start
+
+
+@pytest.mark.parametrize('name', ['score', 'soft'])
+def test_the_functions_at_the_top_of_the_page_are_accepted(tmp_path, name):
+  (text,) = re.findall(r'```python\n# my.py\n([^`]*)```', PAGE)
+  path = tmp_path / 'my.py'
+  path.write_text(text)
+  slot = {'score': 'rewards.rule', 'soft': 'loss.rule'}[name]
+  made = runs.tiny(**{slot: f'{path}:{name}', 'clip.rule': 'unclipped'})
+  assert made.code
