@@ -31,6 +31,7 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 
+import browser as browser_lib
 import jax
 import pytest
 import runs
@@ -138,3 +139,13 @@ def pictured_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
 def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
   """Returns a run of four steps that trains adapters of a Hugging Face model."""
   return runs.recorded(tmp_path_factory, 'adapters')
+
+
+@pytest.fixture(scope='session')
+def browser(
+  tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[browser_lib.Browser]:
+  """Returns a headless Chromium; skips the test where none is installed."""
+  chromium = browser_lib.Browser(tmp_path_factory.mktemp('chromium'))
+  yield chromium
+  chromium.close()
