@@ -97,9 +97,11 @@ img { max-width: 100%%; max-height: 260px; border-radius: 6px }
 %s
 @media (max-width: 600px) { main { padding: 10px 12px 40px } h1 { font-size: 22px }
   .charts { grid-template-columns: 1fr } .tile b { font-size: 18px }
-  .meanings tr { display: grid; grid-template-columns: 1fr auto auto; gap: 0 12px;
-    border-bottom: 1px solid var(--line); padding: 5px 0 }
-  .meanings :is(th, td) { border: 0; padding: 0 }
+  .meanings tr { display: grid; gap: 0 12px; padding: 5px 0;
+    grid-template-columns: minmax(0, 2fr) minmax(0, 1fr) minmax(0, 1fr);
+    border-bottom: 1px solid var(--line) }
+  .meanings :is(th, td) { border: 0; padding: 0; min-width: 0 }
+  .meanings code { white-space: normal; overflow-wrap: anywhere }
   .meanings td:last-child { grid-column: 1 / -1; color: var(--soft) }
   .meanings th:last-child { display: none } }
 """

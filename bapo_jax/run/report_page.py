@@ -140,7 +140,7 @@ def _tiles(run: RunFiles) -> Iterator[Element]:
   steps, seconds = series(run.rows, 'time/step')
   if len(steps):
     took = datetime.timedelta(seconds=round(seconds.sum()))
-    yield _tile(str(took), f'hours for {len(steps)} steps')
+    yield _tile(str(took), f'wall time of {len(steps)} steps, h:mm:ss')
   _, responses = series(run.rows, 'rollout/responses')
   if len(responses):
     yield _tile(f'{responses[-1]:,.0f}', 'responses sampled for training')
@@ -257,7 +257,7 @@ def _response(r: dict[str, Any]) -> Element:
   facts += [] if r['taught'] else ['left out of the loss']
   tokens = [] if r['cut'] is None else _marked(r)
   cut = 0 if r['cut'] is None else sum(r['cut'])
-  facts += [f'{cut} tokens clipped (marked)'] if cut else []
+  facts += [f'clipped tokens (marked): {cut}'] if cut else []
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
   body = tokens if cut else [html.shortened(r['response'], TEXT)]
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
@@ -300,12 +300,19 @@ def _changes(run: RunFiles) -> Iterator[Element]:
   same = len(before) == len(after)
   pairs = list(zip(before if same else after, after, strict=True))
   yield element('h2', 'Held-out problems before and after')
-  if not same:
-    yield element('p', 'The first evaluation has other problems and is left out.')
+  changes = {
+    verdicts: [p for p in pairs if (p[0]['correct'], p[1]['correct']) == verdicts]
+    for verdicts in CHANGES
+  }
+  counts = [f'{len(changes[v])} {text}' for v, (text, _) in CHANGES.items()]
+  if same:
+    text = f'Of {len(pairs)} responses: {"; ".join(counts)}. Some of each:'
+    yield element('p', text)
   for verdicts, (text, most) in CHANGES.items():
-    found = [p for p in pairs if (p[0]['correct'], p[1]['correct']) == verdicts]
+    if not same:  # the evaluations are of different problems
+      text = 'right' if verdicts[1] else 'wrong'
     seen: dict[str, tuple] = {}
-    for pair in found:  # several responses to a problem: its first
+    for pair in changes[verdicts]:  # several responses to a problem: its first
       seen.setdefault(pair[1]['problem'], pair)
     for old, new in list(seen.values())[:most]:
       head = element('summary', f'{text}: {html.shortened(new["problem"], 80)}')
@@ -314,9 +321,6 @@ def _changes(run: RunFiles) -> Iterator[Element]:
       both = (('Before', old), ('After', new)) if same else (('After', new),)
       shown = element('div', *(_sample(*each) for each in both), class_='pair')
       yield element('details', head, *parts, *_pictures(run, new), shown)
-    share = f'{len(found)} of {len(pairs)} responses were {text}.'
-    if same:
-      yield element('p', share, class_='soft')
 
 
 def _sample(when: str, sample: dict[str, Any]) -> Element:

@@ -109,6 +109,7 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   assert 'Before: wrong; the verifier read 12 (not 3)' in text
   assert 'After: right; the verifier read 3' in text
   assert 'wrong before, right after: 1+2?' in text
+  assert 'Of 1 responses: 1 wrong before, right after; 0 right before' in text
   assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
   (run / 'eval' / '0.json').write_text('{"result"')
   with pytest.raises(ValueError, match=r'eval/0\.json is not JSON'):
