@@ -22,7 +22,7 @@ AnySection = TypeVar('AnySection', bound='Section')
 
 
 class Section(pydantic.BaseModel):
-  """Base of all sections: frozen, no unknown names, no conversion between types."""
+  """Base of all sections: frozen; refuses unknown names and values of another type."""
 
   model_config = pydantic.ConfigDict(
     frozen=True, extra='forbid', strict=True, protected_namespaces=()

@@ -109,7 +109,7 @@ def read_config(file: str, given: list[str]) -> Config:
 
 
 def fail(error: object) -> NoReturn:
-  """Prints one sentence on stderr and exits with status 2, with all processes."""
+  """Prints one sentence on stderr; ends all processes of the run with status 2."""
   sentence = ' '.join(str(error).split())
   print(f'bapo_jax: {sentence}', file=sys.stderr)
   hosts.leave(2)
@@ -223,7 +223,7 @@ def start(arguments: list[str]) -> int:
 
 
 def plan(config: Config) -> int:
-  """Compiles for --topology; returns 0 if everything fits, else 1."""
+  """Plans the run for --topology; returns 0 if the run fits, else 1."""
   if importlib.util.find_spec('libtpu') is None:
     fail(
       '--mode=plan needs libtpu, which is not installed; '
@@ -238,7 +238,7 @@ def plan(config: Config) -> int:
 
 
 def ignore_duplicates(unraisable: Any) -> None:
-  """Suppresses duplicate tensorstore errors: a failed write is raised elsewhere."""
+  """Suppresses errors of tensorstore that repeat a failed write, raised elsewhere."""
   if str(unraisable.exc_value) != 'Event loop is closed':
     sys.__unraisablehook__(unraisable)
 

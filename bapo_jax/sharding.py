@@ -1,4 +1,4 @@
-"""Places arrays: one table from parameter path to logical axes to mesh axes.
+"""Places arrays: PATHS maps parameters to logical axes, LAYOUTS these to mesh axes.
 
 In training the weights are split over fsdp and tensor, in decoding over tensor alone,
 so that a token step gathers no weights. Code that needs the mesh while it is traced (a
@@ -114,7 +114,7 @@ def spec_of(
 
 
 def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
-  """Returns the NamedShardings of a tree of parameters or of their moments."""
+  """Returns the NamedShardings of a tree of parameters or of optimiser moments."""
 
   def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
     spec = spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
@@ -126,14 +126,14 @@ def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
 def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
-  If `rows` do not divide over the mesh, the arrays are replicated: program inputs must
-  divide, while results may have any length.
+  If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
+  the inputs of a program only into equal parts.
   """
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh) -> Tree:
-  """Returns `over_rows` for every array of a tree; scalars are replicated."""
+  """Returns a tree of shardings: `over_rows` for arrays, replicated for scalars."""
   return jax.tree.map(
     lambda x: over_rows(mesh, x.shape[0]) if x.ndim else replicated(mesh), tree
   )
@@ -152,12 +152,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
-  """Returns the number of pieces that a batch axis is cut into."""
+  """Returns the number of pieces into which the mesh cuts a batch axis."""
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """Returns the sharding of keys and values [S, K, ...], as in their projections."""
+  """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
   heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
   return NamedSharding(mesh, P(ROWS, heads))
 
@@ -182,7 +182,7 @@ def under(
 
 
 def ambient() -> AbstractMesh | None:
-  """Returns the ambient mesh; None if XLA places all arrays."""
+  """Returns the ambient mesh; None without one, or on one device."""
   found = jax.sharding.get_abstract_mesh()
   return found if found.axis_names == AXES and found.size > 1 else None
 
@@ -194,7 +194,7 @@ def ambient_row_shards() -> int:
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-  """Constrains the leading axes of x to axes of the ambient mesh that divide them."""
+  """Shards the leading axes of x by these axes of the ambient mesh, if all divide."""
   found = ambient()
   if found is None:
     return x

@@ -3,7 +3,7 @@
 1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
 2. `ReplayBuffer` keeps groups between steps, in two Groups of fixed capacity;
 3. `Batch` is the learner's flat view, one row per response;
-4. a Protocol per slot is the signature that every rule of the slot has.
+4. a Protocol is the signature of all rules of one kind, such as all loss rules.
 
 Every array's name ends in the letters of its axes, and `agree` checks them:
 
@@ -133,7 +133,7 @@ def agree(**arrays: Any) -> dict[str, int]:
   for name, array in arrays.items():
     letters = name.rsplit('_', 1)[-1]
     if len(letters) != array.ndim:
-      raise ValueError(f'{name} promises axes {letters}, but has shape {array.shape}')
+      raise ValueError(f'{name} must have axes {letters}, not shape {array.shape}')
     for letter, n in zip(letters, array.shape, strict=True):
       if (other := size.setdefault(letter, n)) != n:
         raise ValueError(f'{name} has {letter}={n}, but {letter}={other} elsewhere')
@@ -141,7 +141,7 @@ def agree(**arrays: Any) -> dict[str, int]:
 
 
 def empty_groups(rows: int, group: int, length: int) -> Groups:
-  """Returns `rows` empty rows, marked by id -1 and completed_step -1."""
+  """Returns `Groups` of `rows` empty rows, marked by id -1 and completed_step -1."""
   P, G, T = rows, group, length
   return Groups(
     id_P=jnp.full(P, -1, jnp.int32),
@@ -173,12 +173,12 @@ def first_of(id_N: Array, valid_N: Array) -> Array:
 
 
 def trained_on(groups: Groups) -> Array:
-  """Marks the responses [P, G] that are not left out of the loss and have a token."""
+  """Marks the responses [P, G] in the loss: not left out, and at least one token."""
   return groups.teaches_PG & groups.response_mask_PGT.any(2)
 
 
 def learnable(groups: Groups) -> Array:
-  """Marks the groups [P] with both verdicts and different rewards.
+  """Marks the groups [P] with right and wrong responses and with unequal rewards.
 
   Mixed verdicts alone are not enough: rewards may be shaped, and the rewards of
   responses that are left out of the loss do not count.
@@ -204,24 +204,27 @@ FindBounds = Callable[[Array], Bounds]
 
 class ClipRule(Protocol):
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-    """Bounds how far the policy may move a token, by ratios that a loss rule clips."""
+    """Returns the bounds at which a loss rule clips these ratios."""
 
 
 class LossRule(Protocol):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """Returns (gain_BT, bounds): the objective to maximise, 0 outside the mask."""
+    """Returns (gain_BT, bounds): the objective of each token, and the bounds used.
+
+    Training maximises the gain, which is 0 outside the loss mask.
+    """
 
 
 class AdvantageRule(Protocol):
   def __call__(self, reward_PG: Array) -> Array:
-    """Returns adv_PG from the rewards of each group; zeros if they are equal."""
+    """Returns adv_PG, the advantages within each group; 0 where all rewards are equal."""
 
 
 class ThresholdRule(Protocol):
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
-    """Returns the thresholds at a mean verdict of `rate` for groups of G responses."""
+    """Returns the thresholds for groups of G, given the share of right responses."""
 
 
 class BatchRule(Protocol):
@@ -234,12 +237,12 @@ class BatchRule(Protocol):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
-    """Chooses `seats` groups to train on; source_P indexes SOURCES, -1 for none."""
+    """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The rule of every slot, its knobs bound; fixed for a run."""
+  """The chosen rule of each kind, with its knobs bound; fixed for a run."""
 
   batch: BatchRule
   advantage: AdvantageRule

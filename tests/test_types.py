@@ -23,7 +23,7 @@ def test_agree_returns_the_size_of_every_letter():
     ({'logp_BT': (4, 3), 'adv_B': (5,)}, 'adv_B has B=5, but B=4 elsewhere'),
     # One letter twice in one name is one size as well.
     ({'cov_DD': (2, 3)}, 'cov_DD has D=3, but D=2 elsewhere'),
-    ({'adv_B': ()}, 'adv_B promises axes B, but has shape ()'),
+    ({'adv_B': ()}, 'adv_B must have axes B, not shape ()'),
   ],
 )
 def test_agree_names_the_array_that_breaks_its_promise(shapes, message):

@@ -1,6 +1,6 @@
-"""Advantage rules reward_PG -> adv_PG: compare each response with its group.
+"""Computes advantages: each rule compares a response with its group.
 
-Every rule returns zeros for a group of equal rewards.
+A rule maps reward_PG to adv_PG, and returns zeros for a group of equal rewards.
 """
 
 import jax.numpy as jnp

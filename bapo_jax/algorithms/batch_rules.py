@@ -1,20 +1,20 @@
-"""Batch rules: select the groups of a batch.
+"""Selects the groups of a batch: one function per batch rule.
 
-A rule is (fresh, reevaluated, buffer, now, key, seats, k) -> (groups, source_P).
+A rule maps (fresh, reevaluated, buffer, now, key, seats, k) to (groups, source_P). A
+batch always has `seats` seats for groups; an empty seat is masked out. `source_P` is
+the index of each seat into types.SOURCES, -1 for an empty seat.
+
+A group is learnable if it has correct and wrong responses and its unmasked responses
+differ in reward: equal rewards, shaped or not, give no advantage (`types.learnable`).
 
 `fresh_only` returns the groups just sampled (GRPO).
-`learnable_only` returns the fresh groups with both verdicts; the loop samples more
-prompts while seats are empty (DAPO's dynamic sampling).
-`replay` adds replayed groups to the fresh ones, regardless of their verdicts.
-`adapted` fills the batch in order of trust (Batch Adaptation PO, Definition 3.1):
-1. X1: fresh groups with both verdicts,
-2. X2: re-evaluated problems that the current policy sometimes solves,
+`learnable_only` returns the fresh learnable groups; the loop samples more prompts while
+seats are empty (DAPO's dynamic sampling).
+`replay` adds replayed groups to the fresh ones, learnable or not.
+`adapted` fills the seats in this order (Batch Adaptation PO, Definition 3.1):
+1. X1: fresh learnable groups,
+2. X2: groups of re-evaluated problems that the current policy sometimes solves,
 3. X3: reusable groups from the replay buffer, drawn at random.
-
-Groups with both verdicts also need different rewards among their unmasked responses:
-equal shaped rewards give no advantage (`types.learnable`). A batch always has `seats`
-seats; an empty seat is masked out. `source_P` is the index of each seat into
-types.SOURCES, -1 for an empty seat.
 """
 
 import jax
@@ -43,7 +43,7 @@ def fresh_only(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Returns all fresh groups: the baseline of this slot."""
+  """Returns all fresh groups; this is the baseline batch rule."""
   return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
 
@@ -55,10 +55,10 @@ def learnable_only(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Returns the first fresh groups with both verdicts, at most one per problem.
+  """Returns the first fresh learnable groups, at most one per problem.
 
-  arXiv:2503.14476, Eq. 11. Learnable groups beyond the last seat are dropped, as in
-  DAPO.
+  This is the filter of DAPO (arXiv:2503.14476, Eq. 11). As in DAPO, learnable groups
+  beyond the last seat are dropped.
   """
   earned_N = first_of(fresh.id_P, learnable(fresh))
   return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
@@ -96,13 +96,13 @@ def adapted(
   key: Array,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Returns X1, then X2 without X1, then X3 without both: arXiv:2602.20722, Def. 3.1.
+  """Fills the seats from X1, X2 and X3 in this order (arXiv:2602.20722, Def. 3.1).
 
   `buffer.thresholds` defines the pass rates of hard and reusable groups. The buffer
   contains no group that is too old or was used too often (`replay_buffer.insert`).
 
   Returns:
-    (groups, source_P): groups with both verdicts, at most one per problem.
+    (groups, source_P): learnable groups; for each problem only the first in this order.
   """
   candidates = concat(fresh, reevaluated, buffer.reusable)
   source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
@@ -122,13 +122,13 @@ def adapted(
 
 
 def _sources(source: Array, *groups: Groups) -> Array:
-  """Repeats each source for all rows of its groups."""
+  """Returns the source of each row of the concatenated `groups`, [N]."""
   rows = [len(g.id_P) for g in groups]
   return jnp.repeat(source, jnp.asarray(rows), total_repeat_length=sum(rows))
 
 
 def _luck(key: Array, source_N: Array) -> Array:
-  """Draws from [0, 1) for reused groups; 0 for other groups keeps their order."""
+  """Returns a random sort key in [0, 1) for reused groups and 0 for other groups."""
   return jnp.where(source_N == REUSED, jax.random.uniform(key, source_N.shape), 0)
 
 
@@ -139,7 +139,7 @@ def _seated(
   luck_N: Array | float,
   seats: int,
 ) -> tuple[Groups, Array]:
-  """Returns (groups, source_P): candidates that earned a seat, by source, then luck."""
+  """Returns (groups, source_P): the candidates of earned_N, by source, then luck_N."""
   # One stable argsort sorts by priority of the source (integer part), by the random
   # draw among reused groups (fraction), and by order of arrival (stability).
   last = len(SOURCES) + 1  # after all candidates: 2 + luck may round to 3

@@ -1,22 +1,22 @@
 """Finds the first clip bounds at which positive tokens reach their target share.
 
-A share is P / (P + N), with one of two definitions of a token's contribution:
+The search follows a path: one bound rises from its first to its last value, then the
+other bound. The share is P / (P + N), with one of two contributions of a token:
 
-  gradient    P = sum over A > 0, r < high, of |W|
-              N = sum over A < 0, r > low, of |W|
+  gradient    P = sum over A > 0, r < high, of w |W|
+              N = sum over A < 0, r > low, of w |W|
   surrogate   P = sum over A > 0 of w A min(r, high)
               N = sum over A < 0 of w |A| max(r, low)
 
-W is the weight of the token in the applied gradient while neither bound cuts it: r A of
-Eq. 5 (arXiv:2510.18927) for the clipped loss, modified by the loss rule, the cap of
-reused rows, dual clip and the aggregate. r is the ratio that the loss rule clips. w is
-1, or the probability of the token under the behaviour policy; it multiplies W as well.
+r is the ratio that the loss rule clips. W is the weight of the token in the applied
+gradient while neither bound cuts it: r A for the clipped loss (arXiv:2510.18927,
+Eq. 5), changed by any other loss rule, the cap of reused rows, dual clip and the
+aggregate. w is 1, or the probability of the token under the behaviour policy.
 
 P depends on `high` only and N on `low` only. With `gradient`, raising either bound
-raises the share; with `surrogate`, raising `low` LOWERS it. In both cases each leg of a
-path of bounds is monotone, so bisection over the integer index of the path finds the
-first point that meets a target: at most 7 evaluations instead of a loop of up to 51
-steps, with the same result.
+raises the share; with `surrogate`, raising `low` LOWERS it. So the share is monotone
+while one bound moves, and bisection over the points of the path finds the first that
+meets a target, with at most 7 evaluations instead of a loop of up to 51 steps.
 
 1. `contributions` computes the terms that are equal at all points of the path;
 2. `sums` returns P and N for two bounds, `reaches` compares them with a target;
@@ -45,16 +45,16 @@ def search(
 ) -> Bounds:
   """Returns the first point of a path of bounds that meets the target, or the last.
 
-  The path moves one bound from end to end, then the other bound.
+  The path moves one bound from its first to its last value, then the other bound.
 
   Args:
     ratio_BT, batch, weight_BT: see `contributions`.
     lows, highs: the ascending values of each bound, computed on the host, because a
       compiled low + step * i may round once instead of twice.
-    k: ranges and steps are not read, since `lows` and `highs` contain them.
+    k: its ranges and steps are not read, since `lows` and `highs` contain the values.
 
   Returns:
-    Bounds without a cap and without dual clip; the first point if no token counts.
+    The bounds, with `cap` and `dual` inf. If no token counts, they stay at the start.
   """
   plus_BT, minus_BT = contributions(ratio_BT, batch, k, weight_BT)
   positives, negatives = (plus_BT > 0).any(), (minus_BT > 0).any()
@@ -118,7 +118,7 @@ def share(
   k: BalancedClip = BalancedClip(),
   weight_BT: Array | None = None,
 ) -> Array:
-  """Returns the share P / (P + N) of positive tokens, in [0, 1]; 0 if none counts.
+  """Returns P / (P + N), the share of tokens with A > 0; 0 if no such token counts.
 
   See `contributions` for ratio_BT, batch, k and weight_BT.
   """
@@ -131,21 +131,23 @@ def share(
 def contributions(
   ratio_BT: Array, batch: Batch, k: BalancedClip, weight_BT: Array | None = None
 ) -> tuple[Array, Array]:
-  """Returns the contributions of tokens to P and to N while no bound cuts them.
+  """Returns what each token adds to P and to N while no bound cuts the token.
+
+  P is a sum over tokens with A > 0, and N over tokens with A < 0: the search raises
+  P / (P + N) to its target. Raises ValueError if the shapes of the arrays differ.
 
   Args:
     ratio_BT: r, the ratio that the loss rule clips.
     batch: the tokens; behavior_logp_BT is read if k.weight='behaviour'.
-    k: contribution, weight, and the sources whose rows count.
-    weight_BT: W for `gradient`; None: r A, the weights of the clipped loss with
-      loss.aggregate='token'. `surrogate` ignores it.
+    k: its `contribution`, `weight` and `sources` (rows of other sources do not count).
+    weight_BT: W, the weight of each token in the gradient, unused with 'surrogate'.
+      None stands for r A, as in the clipped loss with loss.aggregate='token'.
 
   Returns:
-    (plus_BT, minus_BT): w |W| (surrogate: w |A|) of the tokens with A > 0 and with
-    A < 0; 0 elsewhere.
-
-  Raises:
-    ValueError: if the shapes of the arrays differ.
+    (plus_BT, minus_BT): what a token adds to P and to N, 0 if it does not count. It is
+    w |W| with k.contribution='gradient', and with 'surrogate' w |A|, which `sums`
+    multiplies by the clipped ratio. w is 1, or with k.weight='behaviour' the token's
+    probability under the behaviour policy.
   """
   agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
   adv_BT = jnp.broadcast_to(jnp.asarray(batch.adv_B)[:, None], ratio_BT.shape)
@@ -177,7 +179,7 @@ def sums(
   high: Array | float,
   contribution: Contribution,
 ) -> tuple[Array, Array]:
-  """Returns (P, N) for these bounds; both are at least 0."""
+  """Returns (P, N), the summed contributions under these bounds; both are >= 0."""
   if contribution == 'gradient':
     plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
     minus_BT = jnp.where(ratio_BT > low, minus_BT, 0)

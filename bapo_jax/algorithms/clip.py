@@ -1,14 +1,14 @@
-"""Clip rules (ratio_BT, batch, weigh, k) -> Bounds: how far the policy may move tokens.
+"""Limits how far the policy may move a token: one function per clip rule.
 
-`unclipped` and `fixed` return constants (PPO, GRPO; DAPO's clip-higher; dual clip).
-`balanced` searches both bounds at every update (Balanced PO, arXiv:2510.18927,
-Algorithm 1): it raises the upper bound until the tokens with A > 0 reach their target
-share of the policy gradient and, once the upper bound is at its end, the lower bound.
-`recipe` is the variant of the paper's public code.
+A rule maps (ratio_BT, batch, weigh, k) to Bounds. `unclipped` and `fixed` return
+constants (PPO, GRPO; DAPO's clip-higher; dual clip). `balanced` searches both bounds at
+every update (Balanced PO, arXiv:2510.18927, Algorithm 1): it raises the upper bound,
+and then if necessary the lower bound, until the tokens with A > 0 reach their target
+share of the policy gradient. `recipe` is the variant of the paper's public code.
 
 The contribution of a token to the share is its weight in the gradient of the active
-loss rule; `weigh` computes the weights for given bounds. bound_search.py has the sums
-and explains why bisection finds the same bounds as the published loop.
+loss rule; `weigh` computes the weights for given bounds. bound_search.py sums them and
+explains why bisection finds the same bounds as the published loop.
 """
 
 import math
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
 
 
 class Recipe(NamedTuple):
-  """The numbers of Balanced PO's public code."""
+  """The settings of the bound search in Balanced PO's public code."""
 
   positive_to_negative: float = 0.5  # target P / N: surrogate of A > 0 over A < 0
   low: knobs.Range = (0.8, 0.95)
@@ -43,7 +43,7 @@ def unclipped(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
 def fixed(
   ratio_BT: Array, batch: Batch, weigh: Weigh, k: knobs.FixedClip = knobs.FixedClip()
 ) -> Bounds:
-  """Returns the same bounds at every update: the baseline of this slot.
+  """Returns the same bounds at every update; this is the baseline clip rule.
 
   k.low and k.high are 1 - eps and 1 + eps of PPO (arXiv:1707.06347, Eq. 7); a larger
   k.high is DAPO's clip-higher (arXiv:2503.14476, Eq. 10). k.dual is c of dual-clip PPO
@@ -66,15 +66,15 @@ def balanced(
     batch: the tokens; its mask, advantages and sources decide which tokens count.
     weigh: bounds -> weights in the gradient. It is called once, with no bounds except
       `reused_high` and `dual`, so that tokens cut by these two do not count.
-    k: target rho_0; ranges [a-, b-] and [a+, b+]; steps delta_2 and delta_1.
-      resolution='step' equals Algorithm 1 to the last bit; 'continuous' finds the
-      crossing point to within TOLERANCE and ignores the steps. Only
-      contribution='gradient' with weight='one' is a share of the gradient;
+    k: `target` is rho_0 of the paper, `low` [a-, b-], `high` [a+, b+], `low_step`
+      delta_2 and `high_step` delta_1. resolution='step' equals Algorithm 1 to the last
+      bit; 'continuous' finds the crossing point to within TOLERANCE and ignores the
+      steps. Only contribution='gradient' with weight='one' is a share of the gradient;
       weight='behaviour' is Eq. 8 as printed.
 
   Returns:
-    The bounds. If no point meets the target: the last point, not `target_met`. If no
-    token counts: the first point, `no_evidence` and not `target_met`.
+    The bounds. If no point meets the target: the last point, with target_met=False. If
+    no token counts: the first point, with no_evidence=True and target_met=False.
   """
   limits = {'cap': jnp.float32(k.reused_high), 'dual': jnp.float32(k.dual)}
   if k.resolution == 'continuous':
@@ -87,18 +87,18 @@ def balanced(
 
 
 def recipe(ratio_BT: Array, batch: Batch, weigh: Weigh, k: Recipe = Recipe()) -> Bounds:
-  """Returns the bounds that the search of the paper's public code finds.
+  """Returns the bounds that the search of Balanced PO's public code finds.
 
-  It balances the clipped surrogate, lower bound first, and shortens the last step so
-  that both bounds can reach their ends. To reproduce published runs combine it with
-  loss.clipped.limit=20 and learner.bounds_scope='micro_batch'
-  (configs/aime.py:recipe). The surrogate is no share of the gradient, so `weigh` is
-  unused. If no token has an advantage both bounds stay at their start; the public code
-  reports the target as met in this case.
+  The search balances the clipped surrogate and not the gradient, so it does not call
+  `weigh`. It moves the lower bound first and shortens the last step so that both bounds
+  can reach their ends. To reproduce published runs, combine this rule with
+  loss.clipped.limit=20 and learner.bounds_scope='micro_batch' (configs/aime.py:recipe).
+  If no token has an advantage, both bounds stay at their start; the public code reports
+  the target as met in this case.
 
   Args:
-    k: the target t = P / N is the share t / (1 + t). The search ignores k.dual, which
-      only the loss applies.
+    k: the target t is for P / N; as a share P / (P + N) it is t / (1 + t). Only the
+      loss applies k.dual, not the search.
   """
   search = knobs.BalancedClip(
     target=k.positive_to_negative / (1 + k.positive_to_negative),

@@ -59,7 +59,7 @@ def diagnose(
 
   Args:
     stats: statistics of the policy before the update, nats.
-    batch: its mask contains the computed tokens.
+    batch: its mask marks the computed tokens (`Objective.computed`).
     bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
     scale_B: see `loss.row_scale`.
   """
@@ -94,7 +94,7 @@ def diagnose(
 def updated_tokens(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> UpdatedTokens:
-  """Returns log-probability, ratio and cut of each token, for the record of the step.
+  """Returns each token's log-probability, its ratio, and whether it was cut.
 
   See `diagnose` for batch and bounds; logp_BT is log pi before the update, nats.
   """
@@ -114,12 +114,12 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
 
   the centred form of arXiv:2510.18927, Eq. 7. S is the effect of the other words:
   without S, advantages shared by all words of a state would seem to move a policy that
-  does not change. One sampled token per state is unbiased: w contains the importance
-  ratio.
+  does not change. The estimate from one sampled token per state is unbiased, because w
+  contains the importance ratio.
 
   Args:
     stats: log pi, entropy H and S of each token, nats.
-    batch: its mask contains the computed tokens.
+    batch: its mask marks the computed tokens.
     weight_BT: w, the weight of each token in the applied gradient: 0 if it is cut;
       with loss.aggregate='token' it contains 1 / tokens, so the result is a mean.
   """
@@ -132,7 +132,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
 def _shares(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
-  """Computes the positive share at the start and final bounds; nan without tokens."""
+  """Computes the share of tokens with A > 0 at start and final bounds; nan if none."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
@@ -152,7 +152,7 @@ def _shares(
 
 
 def _signs(batch: Batch) -> tuple[Array, Array]:
-  """Returns (up_BT, down_BT): the computed tokens with A > 0 and with A < 0."""
+  """Returns masks (up_BT, down_BT) of the computed tokens with A > 0 and with A < 0."""
   adv_B1 = batch.adv_B[:, None]
   return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
 
@@ -164,7 +164,7 @@ def _cut(weight_BT: Array, batch: Batch) -> Array:
 
 
 def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Returns the share of cut tokens, by sign of A, and their sampling probability."""
+  """Returns the share and the mean sampling probability of cut tokens, by sign of A."""
   up_BT, down_BT = _signs(batch)
   cut_BT = _cut(weight_BT, batch)
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
@@ -176,7 +176,7 @@ def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
 
 
 def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Computes the metrics of OF_SOURCE for the rows of each source.
+  """Computes the metrics named in OF_SOURCE, for the rows of each source.
 
   Half the mean of |r - 1| over tokens estimates the total variation between the policy
   and the policy that sampled the rows (arXiv:2602.20722, Theorem 3.2).
@@ -198,7 +198,7 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
 
 
 def spread(groups: Groups, source_P: Array) -> dict[str, float]:
-  """Returns source -> K, the mean of (1 - sigma) / sigma over its groups, or nan.
+  """Returns K of each source: the mean of (1 - sigma) / sigma over its groups, or nan.
 
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
   Groups with one verdict, whose advantages are all 0, are skipped.

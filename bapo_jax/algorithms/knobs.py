@@ -1,8 +1,8 @@
-"""Knobs of the advantage, clip, loss and batch rules, and of the replay buffer.
+"""Defines the knobs of the advantage, clip, loss and batch rules and of the buffer.
 
-The section of a slot names the active rule and contains one section per rule, so that
---config.clip.rule=fixed is enough to switch rules. A rule receives its own section as
-its last argument, `k`; a rule without knobs has no such argument.
+The section of a kind of rule, such as `clip`, names the active rule and contains one
+section per rule: --config.clip.rule=fixed is enough to switch rules. A rule receives
+its own section as its last argument, `k`; a rule without knobs has no such argument.
 """
 
 import math
@@ -22,7 +22,7 @@ Range = tuple[float, float]
 
 
 class AdvantageConfig(Section):
-  """Turns rewards into advantages."""
+  """Selects the rule that turns rewards into advantages."""
 
   rule: Literal['group_relative', 'leave_one_out', 'group_centred'] = knob(
     'group_relative', "Advantage rule: from a group's rewards to its advantages."
@@ -59,7 +59,7 @@ def _check_step(name: str, ends: Range, step: float) -> None:
 
 
 class FixedClip(Section):
-  """Constant bounds."""
+  """Clip bounds that are the same at every update."""
 
   low: float = knob(0.8, 'Lower bound of the ratio, 1 - epsilon.', least=0, most=1)
   high: float = knob(
@@ -69,7 +69,11 @@ class FixedClip(Section):
 
 
 class BalancedClip(Section):
-  """Algorithm 1 of Balanced PO (arXiv:2510.18927)."""
+  """Clip bounds that are searched at every update: Balanced PO (arXiv:2510.18927).
+
+  The search (Algorithm 1 of the paper) raises the bounds step by step until tokens with
+  A > 0 have the target share of the policy gradient.
+  """
 
   target: float = knob(
     0.42,
@@ -115,7 +119,7 @@ class BalancedClip(Section):
   @pydantic.model_validator(mode='after')
   def _searchable(self) -> Self:
     if not self.sources:
-      raise ValueError('sources=(): name at least one of fresh, reevaluated, reused')
+      raise ValueError('sources=() is empty; add fresh, reevaluated or reused')
     if self.resolution == 'step':
       _check_step('low', self.low, self.low_step)
       _check_step('high', self.high, self.high_step)
@@ -123,10 +127,10 @@ class BalancedClip(Section):
 
 
 class ClipConfig(Section):
-  """How far the policy may move a token."""
+  """Selects the rule that limits how far updates move the probability of a token."""
 
   rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] = knob(
-    'balanced', 'Clip rule: how far the policy may move a token.'
+    'balanced', 'Clip rule: how far updates may move the probability of a token.'
   )
   unclipped: NoKnobs = knob(NoKnobs, 'No bounds.')
   fixed: FixedClip = knob(FixedClip, 'PPO, GRPO; a higher `high` is DAPO.')
@@ -184,7 +188,7 @@ def _cap(default: float, ratio: str) -> Any:
 
 
 class LossKnobs(Section):
-  """Base of the sections of the loss rules: declares what a rule needs."""
+  """Base class of the loss rules' knobs; its attributes declare what a rule needs."""
 
   # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
   bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
@@ -193,7 +197,7 @@ class LossKnobs(Section):
 
 
 class ClippedLoss(LossKnobs):
-  """Clipped surrogate of PPO."""
+  """PPO: the minimum of ratio times A and clipped ratio times A."""
 
   limit: float = knob(
     math.inf,
@@ -204,7 +208,7 @@ class ClippedLoss(LossKnobs):
 
 
 class DecoupledLoss(LossKnobs):
-  """Decoupled PPO."""
+  """Decoupled PPO: the clipped ratio is pi / prox, and prox / mu is a factor."""
 
   needs_proximal = True
   weighs_sampler = True
@@ -217,13 +221,13 @@ class DecoupledLoss(LossKnobs):
 
 
 class CispoLoss(LossKnobs):
-  """CISPO."""
+  """CISPO: the clip bounds limit the weight of a token and cut no token."""
 
   bounds = 'limit'
 
 
 class TisLoss(LossKnobs):
-  """Truncated importance sampling."""
+  """Truncated importance sampling: a cap on pi / mu replaces the clip bounds."""
 
   bounds = 'ignored'
   weighs_sampler = True
@@ -232,7 +236,7 @@ class TisLoss(LossKnobs):
 
 
 class DppoTvLoss(LossKnobs):
-  """Divergence PPO, binary total variation."""
+  """Divergence PPO, with a trust region in binary total variation."""
 
   bounds = 'ignored'
   weighs_sampler = True
@@ -247,7 +251,7 @@ class DppoTvLoss(LossKnobs):
 
 
 class SapoLoss(LossKnobs):
-  """Soft adaptive PO."""
+  """Soft adaptive PO: a smooth gate instead of clip bounds."""
 
   bounds = 'ignored'
 
@@ -260,7 +264,7 @@ class SapoLoss(LossKnobs):
 
 
 class LossConfig(Section):
-  """The objective of a token, and how it is averaged."""
+  """Selects the objective of a token, and how it is averaged over tokens."""
 
   rule: Literal[
     'clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo'
@@ -295,7 +299,7 @@ class LossConfig(Section):
 
 
 class FixedThresholds(Section):
-  """The same thresholds at every step."""
+  """Pass rates c1, c2 and c3 that are the same at every step."""
 
   hard: float = knob(
     1 / 8, 'c1: a problem is hard up to this pass rate.', least=0, below=1
@@ -310,10 +314,10 @@ class FixedThresholds(Section):
 
 
 class MovingThresholds(Section):
-  """Thresholds c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
+  """Pass rates c2 and c3 that follow the mean verdict (arXiv:2602.20722, Eq. 8).
 
-  The defaults lower the band as the policy improves, like the paper's text and code. To
-  raise the band, as in its printed Eq. 8, swap the ends of `low` and of `high`.
+  By default both fall as the policy improves, like in the paper's text and code. To let
+  them rise, as in its printed Eq. 8, swap the ends of `low` and of `high`.
   """
 
   hard: float = knob(
@@ -339,8 +343,8 @@ class MovingThresholds(Section):
     for c2, c3 in zip(self.low, self.high, strict=True):
       if c2 > c3:
         raise ValueError(
-          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; lower low '
-          'or raise high until c2 <= c3'
+          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; choose a '
+          'smaller value in low or a larger value in high'
         )
     return self
 
@@ -360,7 +364,7 @@ class ThresholdsConfig(Section):
 
 
 class BufferConfig(Section):
-  """The replay buffer."""
+  """What the replay buffer keeps, and when its problems and groups are used again."""
 
   capacity: int = knob(
     256,
@@ -391,14 +395,14 @@ class BufferConfig(Section):
   def _has_room(self) -> Self:
     if self.reevaluate > self.capacity:
       raise ValueError(
-        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; lower '
-        'reevaluate or raise capacity'
+        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; choose '
+        'a smaller reevaluate or a larger capacity'
       )
     return self
 
 
 class SourceWeights(Section):
-  """Factors on the advantage of a row, by its source."""
+  """Factors that multiply the advantage of a row, one per source."""
 
   fresh: float = knob(1.0, 'Factor on the advantage of fresh rows.', least=0)
   reevaluated: float = knob(
@@ -408,7 +412,7 @@ class SourceWeights(Section):
 
 
 class ReplayRule(Section):
-  """Plain experience replay."""
+  """Experience replay: adds random older groups to the fresh groups of a batch."""
 
   replay_ratio: int = knob(
     1, 'Replayed groups per fresh group in a batch.', least=1, most=1024
@@ -435,17 +439,17 @@ class BatchConfig(Section):
 
   @property
   def uses_buffer(self) -> bool:
-    """Returns whether the rule reads the replay buffer."""
+    """Returns whether the batch rule reads the replay buffer."""
     return self.rule in ('replay', 'adapted')
 
   @property
   def reevaluates(self) -> bool:
-    """Returns whether the rule re-evaluates hard problems."""
+    """Returns whether the batch rule re-evaluates hard problems."""
     return self.rule == 'adapted'
 
   @property
   def extra_rounds(self) -> int:
-    """Returns the maximum number of rounds of prompts after the first of a step."""
+    """Returns how many rounds of prompts a step may add to its first round."""
     return self.max_extra_rounds if self.rule == 'learnable_only' else 0
 
   def seats(self, prompts: int) -> int:

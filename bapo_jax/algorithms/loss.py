@@ -1,8 +1,10 @@
-"""Loss rules (logp_BT, batch, find, k) -> (gain_BT, bounds): the objective.
+"""Computes the objective of each token: one function per loss rule.
 
-`gain_BT` is the objective of each token, 0 outside the loss mask; its derivative with
-respect to logp is the weight of the token in the policy gradient. A rule that clips
-calls `find` with the ratios it clips; `find` searches bounds or returns fixed bounds.
+A rule maps (logp_BT, batch, find, k) to (gain_BT, bounds). `gain_BT` is the objective
+of each token, 0 outside the loss mask; its derivative with respect to logp is the
+weight of the token in the policy gradient. A rule calls `find` with the ratios that it
+clips; `find` searches bounds or returns fixed bounds. In formulas pi is the policy, mu
+the policy that sampled the token, A the advantage, and sg stops the gradient.
 
 1. `ratio` compares the policy with the policy that sampled the tokens;
 2. the rules: `clipped` (PPO, GRPO, DAPO) and published alternatives;
@@ -23,12 +25,12 @@ from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule, Weigh
 
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
-  """Returns log pi - log old of each token, nats; 0 outside the mask."""
+  """Returns the log-ratio logp_BT - old_BT of each token, nats; 0 outside the mask."""
   return jnp.where(loss_mask_BT, logp_BT - old_BT, 0)
 
 
 def ratio(logp_BT: Array, batch: Batch) -> Array:
-  """Returns r = pi / mu of each token; 1 outside the mask."""
+  """Returns r = pi / mu of each token; 1 outside the loss mask."""
   return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
 
 
@@ -38,11 +40,11 @@ def clipped(
   find: FindBounds,
   k: knobs.ClippedLoss = knobs.ClippedLoss(),
 ) -> tuple[Array, Bounds]:
-  """Computes min(r A, clip(r, low, high) A), r = pi / mu: PPO.
+  """Computes PPO's clipped surrogate, min(r A, clip(r, low, high) A), r = pi / mu.
 
-  arXiv:1707.06347, Eq. 7. With Bounds.dual the gain is at least dual A if A < 0:
-  dual-clip PPO (arXiv:1912.09729). k.limit clamps |log r|, nats; the public code of
-  Balanced PO clamps at 20.
+  It is Eq. 7 of arXiv:1707.06347. Bounds.dual keeps the gain of a token with A < 0 at
+  dual A or above: dual-clip PPO (arXiv:1912.09729). k.limit clamps |log r|, nats; the
+  public code of Balanced PO clamps at 20.
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if k.limit < math.inf:
@@ -59,12 +61,12 @@ def decoupled(
 ) -> tuple[Array, Bounds]:
   """Computes min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
-  The decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
+  This is the decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
   (arXiv:2505.24298, section 5.2). prox is the policy at the start of the learner step.
-  With the truncation it is the PPO form of TIS (Yao et al., 2025, "Your Efficient RL
-  Framework Secretly Brings You Off-Policy RL Training") if the batch was sampled at
-  the start of the step. In the first update of a step r is 1 however stale the data
-  are, so `balanced` has nothing to balance there.
+  If this policy sampled the batch, the objective with truncation is the PPO form of TIS
+  (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training"). In the first update of a step r is 1 however stale the data are, so that
+  the clip rule `balanced` has nothing to balance there.
 
   k.beyond_cap applies to tokens with prox / mu > k.cap: 'truncate' limits the factor
   to the cap (TIS), 'mask' sets the gain to 0 (`behav_imp_weight_cap` of AReaL's code).
@@ -80,12 +82,12 @@ def decoupled(
 
 
 def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """Computes the clipped surrogate of one ratio per response: GSPO.
+  """Computes PPO's clipped surrogate with one ratio s per response: GSPO.
 
-  s = (pi(y) / mu(y))^(1/|y|), arXiv:2507.18071, Eq. 5 and 7, written token by token
-  with the same value and gradient (Eq. 13 and 14, GSPO-token). The paper averages over
-  responses (loss.aggregate='sequence') and has narrow bounds (clip.fixed.low=0.9997,
-  high=1.0004).
+  s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
+  computed token by token, with equal value and gradient (GSPO-token, Eq. 13 and 14).
+  The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
+  (clip.fixed.low=0.9997, high=1.0004).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
@@ -99,8 +101,7 @@ def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bou
 def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
   """Computes sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
 
-  The bounds limit the weight of a token but cut no token; sg stops the gradient. The
-  paper has no lower bound (clip.fixed.low=0).
+  The bounds cut no token. The paper has no lower bound (clip.fixed.low=0).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   bounds = find(jnp.exp(log_r_BT))
@@ -113,9 +114,9 @@ def tis(
 ) -> tuple[Array, Bounds]:
   """Computes sg(min(r, cap)) A log pi: truncated importance sampling.
 
-  Ionides (2008), Eq. 2, for the policy gradient as in Yao et al. (2025), "Your
-  Efficient RL Framework Secretly Brings You Off-Policy RL Training", its REINFORCE
-  form. No other clip applies: clip.rule must be 'unclipped'.
+  The truncation is Eq. 2 of Ionides (2008); its use in REINFORCE follows Yao et al.
+  (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". No
+  other clip applies: clip.rule must be 'unclipped'.
   """
   ratio_BT = ratio(logp_BT, batch)
   return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
@@ -129,11 +130,11 @@ def dppo_tv(
 ) -> tuple[Array, Bounds]:
   """Computes sg(min(r, cap) M) A log pi: DPPO with the binary total variation.
 
-  arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that moved
-  further than the trust region in the direction of its advantage, p - q > k.high if
-  A > 0 and q - p > k.low otherwise, and 1 for other tokens. The region is measured from
-  the policy that sampled the token, so learner.recompute_logprobs='auto' does not
-  replace the sampler's log-probabilities.
+  arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that left
+  the trust region in the direction of its advantage (A > 0 and p - q > k.high, or
+  A <= 0 and q - p > k.low), and 1 for other tokens. The region is measured from the
+  policy that sampled the token, so learner.recompute_logprobs='auto' does not replace
+  the sampler's log-probabilities.
   """
   log_q_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   log_p_BT = jnp.where(batch.loss_mask_BT, jax.lax.stop_gradient(logp_BT), 0)
@@ -153,8 +154,7 @@ def sapo(
 
   A soft gate replaces the clip. The weight of a token is 4 s (1 - s) r A with
   s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is k.positive if
-  A > 0, else k.negative. The paper averages over responses
-  (loss.aggregate='sequence').
+  A > 0, else k.negative. The paper's average is loss.aggregate='sequence'.
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   # r is limited where the gate is saturated: slope 0 times an infinite r would be nan.
@@ -184,10 +184,10 @@ def divergence(logp_BT: Array, batch: Batch, direction: knobs.KlDirection) -> Ar
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
-  """Returns r A for live tokens, and the crossed bound times A for cut tokens.
+  """Returns r A for tokens that are not cut, and the crossed bound times A for others.
 
   A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A cut
-  token has no gradient; tokens outside the loss mask are 0.
+  token has no gradient. The result is 0 outside the loss mask.
   """
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
@@ -225,7 +225,7 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
 
 
 def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
-  """Returns a function: clip bounds -> token weights in the gradient without penalty.
+  """Returns a function that maps clip bounds to the tokens' weights in the gradient.
 
   Args:
     logp_BT: log pi of each token, nats.

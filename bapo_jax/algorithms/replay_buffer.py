@@ -1,13 +1,13 @@
-"""The replay buffer: pure functions on ReplayBuffer.
+"""Keeps hard problems and reusable groups between steps: functions on ReplayBuffer.
 
-1. a threshold rule (rate, G, k) returns the numbers of correct responses that make a
+1. a threshold rule maps (rate, G, k) to the numbers of correct responses that make a
    group hard or reusable;
 2. `draw` returns the hard problems with the oldest last attempt;
-3. `insert` stores the groups completed at a step: failures as hard; groups with both
-   verdicts, and promoted groups without a seat, as reusable. It counts the problems
-   that enter and leave.
+3. `insert` stores the groups completed at a step and counts the problems that enter or
+   leave. A promoted group (of a hard problem that was re-evaluated and is now solved
+   sometimes) becomes reusable if it has no seat in the batch.
 
-A row is empty if completed_step_P is -1; empty rows come first in order of age.
+A row is empty if completed_step_P is -1; empty rows come last.
 With hard_order='fifo' the hard problems are in order of entry, the newest first.
 """
 
@@ -48,14 +48,15 @@ def moving(
 ) -> PassRateThresholds:
   """Returns thresholds that follow the policy (arXiv:2602.20722, Eq. 8).
 
-  c = rate (end - start) + start for c2 and c3; c1 is constant. The paper's text and
-  code lower the band as the policy improves (start above end, the default), but its
-  Eq. 8 raises the band. The paper does not print the ends; the defaults are ours.
+  A problem is hard up to the pass rate c1, a group reusable from c2 to c3. c1 is
+  constant; c2 and c3 are start + rate (end - start). In the paper's text and code both
+  fall as the policy improves (start above end, the default), but in its Eq. 8 they
+  rise. The paper does not print start and end; the defaults are ours.
 
   Args:
     rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
     G: responses per group.
-    k: c1 and the (start, end) of c2 and of c3.
+    k: `hard` is c1; `low` and `high` are (start, end) of c2 and of c3.
   """
   c2, c3 = (rate * (end - start) + start for start, end in (k.low, k.high))
   return PassRateThresholds(
@@ -110,7 +111,7 @@ def init(
 
 
 def draw(stored: Groups, rows: int) -> Groups:
-  """Returns `rows` rows of one part, oldest attempt first and empty rows last."""
+  """Returns the `rows` rows of `stored` tried the longest ago, empty rows last."""
   never = jnp.iinfo(jnp.int32).max
   oldest_P = jnp.argsort(
     jnp.where(stored.completed_step_P < 0, never, stored.completed_step_P), stable=True
@@ -138,9 +139,9 @@ def insert(
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
   """Stores the groups completed at step `now` (arXiv:2602.20722, section 3).
 
-  The stored thresholds apply to this step; its verdicts affect the next thresholds. A
-  promoted group whose problem has no seat in the batch becomes reusable regardless of
-  its pass rate, with usage count -1: never trained on.
+  The thresholds in `buffer` apply to these groups, whose verdicts affect the thresholds
+  of the next step. A promoted group whose problem has no seat in the batch becomes
+  reusable regardless of its pass rate; its usage count -1 means never trained on.
 
   Args:
     fresh, reevaluated: the groups completed at this step; if a problem is in both, the
@@ -152,9 +153,9 @@ def insert(
       even if it was tried again; 'least_recent', the problem tried least recently.
 
   Returns:
-    (buffer, counts of problems that entered `hard` or left it: always solved on
-    re-evaluation (graduated), sometimes (promoted), solved as a fresh prompt
-    (progressed), or displaced by newer problems (evicted)).
+    (buffer, counts of problems that entered `hard` or left it: re-evaluated and solved
+    always (graduated) or sometimes (promoted), solved as a fresh prompt (progressed),
+    or displaced by newer problems (evicted)).
   """
   # Keeps one attempt per problem, the last row; re-evaluated rows come last.
   tried = concat(fresh, reevaluated)
@@ -186,7 +187,7 @@ def insert(
 
 
 def _among(id_P: Array, others: Array) -> Array:
-  """Returns a mask [P] of the problems that `others` contains; -1 is no problem."""
+  """Returns whether `others` contains each problem of id_P, [P]; -1 never matches."""
   return ((id_P[:, None] == others[None]) & (others[None] >= 0)).any(1)
 
 
@@ -203,9 +204,9 @@ def _insert_reusable(
   max_off_policy_steps: int,
   max_reuse: int,
 ) -> tuple[Groups, Array]:
-  """Returns (reusable, usage_count_P) after inserting reusable groups of `tried`.
+  """Returns (reusable, usage_count_P) with the reusable groups among `tried` added.
 
-  waiting_P marks promoted groups without a seat. These groups are not evicted: their
+  waiting_P marks promoted groups without a seat. No marked group is evicted: their
   number is at most buffer.reevaluate, which is at most the capacity.
   """
   k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
@@ -231,9 +232,9 @@ def _insert_reusable(
 def _insert_hard(
   buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: str
 ) -> tuple[Groups, dict[str, Array]]:
-  """Returns (hard, counts) after inserting the hard problems of `tried`.
+  """Returns (hard, counts) with the hard problems among `tried` added; see `insert`.
 
-  The first `fresh` rows of `tried` are fresh, the other rows re-evaluated.
+  The first `fresh` rows of `tried` are fresh groups, the others re-evaluated groups.
   """
   filled_P = tried.completed_step_P >= 0
   hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)

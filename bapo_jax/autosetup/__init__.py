@@ -1,5 +1,5 @@
-"""From facts about model, problems and devices to derived knobs and a dry run.
+"""Derives the knobs that a config leaves open, and checks a run before it starts.
 
-A config with open knobs comes in; the config with every knob decided goes out.
-facts -> derive_text, derive_sizes -> derive -> check_rules -> check.
+`facts` reads model, problems and devices; `derive_text` and `derive_sizes` hold a rule
+per knob, and `derive` applies them; `check_rules` finds likely mistakes for `check`.
 """

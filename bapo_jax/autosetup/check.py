@@ -1,11 +1,11 @@
 """Runs --mode=check: a dry run that trains nothing and writes nothing.
 
-1. shows prompts as the model sees them, verifies right answers, compares disk space;
+1. shows prompts and the free disk space, and verifies the data set's right answers;
 2. samples responses before any training, to show whether a run can learn from them;
 3. times one update and measures its memory;
 4. lists findings with their remedies. The exit status is 1 if any is a mistake.
 
-`short` is the cheap part, which every new run shows first.
+Every new run first shows `short`: one prompt, and the findings about the config.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ KIND = operator.attrgetter('kind')
 
 
 def check(config: Config, workdir: str) -> int:
-  """Runs the whole check; returns the exit status: 1 for a certain mistake, else 0.
+  """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
   Raises:
     ValueError: a run with this config could not start.
@@ -87,9 +87,9 @@ def free_bytes(workdir: str) -> int:
 
 
 def shrunk(config: Config) -> Config:
-  """Returns the config of a step with one minibatch, or with GROUPS groups if larger.
+  """Returns the config of a smaller step: the fewest minibatches with GROUPS groups.
 
-  The step is synchronous and without a buffer: one update on fresh responses.
+  The step is synchronous and trains once on fresh responses, without a replay buffer.
   """
   groups = config.seats // config.learner.minibatches
   count = min(-(-GROUPS // groups) * groups, config.prompts.count)
@@ -104,7 +104,7 @@ def shrunk(config: Config) -> Config:
 
 
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
-  """Compiles the sampler, then samples the run's first groups: (seconds, rollout)."""
+  """Samples the run's first groups; returns (seconds without compiling, rollout)."""
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
@@ -115,7 +115,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
-  """Returns the values of a rollout that `of_responses` reads."""
+  """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
   correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
   ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
@@ -137,7 +137,7 @@ def quoted(text: str) -> str:
 
 
 def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
-  """Describes the prompts, their lengths, the right answers and the disk."""
+  """Describes prompts, their lengths, how many right answers pass, and disk space."""
   config, found = r.config, material.problems
   verified = known.verified(config.rewards.rule)
   lines = [
@@ -195,9 +195,9 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
 def measured(
   config: Config, t: Trainer, s: TrainState, rollout: Rollout, seconds: float
 ) -> str:
-  """Times one update on a minibatch of these groups; describes a step and memory.
+  """Times one update on a minibatch of these groups; describes step time and memory.
 
-  `config` is the run's config; `t` sampled fewer groups, in `seconds`.
+  `t` has the run's `config`, shrunk to fewer groups; it sampled them in `seconds`.
   """
   groups, updates = rollout.groups, config.updates_per_step
   per_update = config.seats // config.learner.minibatches

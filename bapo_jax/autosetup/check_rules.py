@@ -51,14 +51,14 @@ class Sampled(NamedTuple):
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
-  """Returns the findings about a new run's config; its disk has `free` free bytes."""
+  """Returns the findings about a new run's config; its disk has `free` bytes left."""
   rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
   found = [finding for rule in rules for finding in rule(r.config, known)]
   return [*found, *_room(r, known.memory, free)]
 
 
 def _template(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a chat template that is unused, repeated, or does not end a response."""
+  """Finds an unused chat template, a token given twice, and a missing end token."""
   template = config.tokenizer.template
   chat = template.startswith('chat:')
   if known.chat and not chat:
@@ -107,21 +107,21 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _box(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a verifier that reads boxes although no prompt asks for a box."""
+  """Finds a verifier that expects a boxed answer although no prompt asks for one."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
   texts = (text for row in known.training for text in (row.problem, row.system))
   asking = any(map(ASKED.search, (config.tokenizer.template, *texts)))
   if (boxed := rules & {'aime', 'math'}) and not asking:
     yield warning(
       'no box',
-      rf'{min(boxed)} reads the answer in \boxed{{}} or after `Answer:`, but no prompt '
-      'asks for that format; add a request to --config.tokenizer.template, such as '
-      rf"'chat:{{problem}}{derive_text.REQUEST.strip()}'",
+      rf'the verifier {min(boxed)} reads the answer in \boxed{{}} or after `Answer:`, '
+      'but no prompt asks for it; add a request to --config.tokenizer.template, such '
+      rf"as 'chat:{{problem}}{derive_text.REQUEST.strip()}'",
     )
 
 
 def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds a learning rate that is off by a factor of ten."""
+  """Finds a learning rate at least ten times larger or smaller than the usual one."""
   usual, reason = derive_sizes.learning_rate(config, known)
   times = config.optimizer.lr / usual
   if not 1 / OFF < times < OFF:
@@ -148,13 +148,13 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds held-out problems that are trained on."""
+  """Finds held-out problems that are training problems too."""
   both, message = prompts.overlap(config.problems, known.training, known.held_out)
   if both and config.problems.overlap != 'drop':
     yield warning(
       'overlap',
-      f'{message}; give --config.problems.overlap=drop, or the held-out accuracy means '
-      'little',
+      f'{message}; give --config.problems.overlap=drop to train without them, '
+      'else the held-out accuracy means little',
     )
 
 

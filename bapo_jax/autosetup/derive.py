@@ -1,6 +1,6 @@
 """Derives the knobs that a config leaves open, each with the reason for its value.
 
-1. `config.decided` lists in `derived` the knobs that a config file leaves None;
+1. None in a config file leaves a knob open; `config.decided` lists it in `derived`;
 2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
 3. `prepare` derives the knobs once per run and resolves the config; for a run that has
    begun, it reads the derived values from config.json.
@@ -60,13 +60,13 @@ class Derived(NamedTuple):
 
 
 def shown(value: Any) -> str:
-  """Formats a value as the command line accepts it; strings may need quotes."""
+  """Formats a value for the command line; puts a string in quotes if it needs them."""
   quoted = isinstance(value, str) and not value.isidentifier()
   return repr(value) if quoted else f'{value}'
 
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
-  """Returns the config with the open knobs decided, and the result of every rule."""
+  """Returns the config with the open knobs decided, and a `Derived` for every rule."""
   found: list[Derived] = []
   if wrong := [name for name in config.derived if name not in RULES]:
     raise ValueError(f'derived={wrong[0][:60]!r}: give only {", ".join(RULES)}')
@@ -85,13 +85,11 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
 
 
 def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
-  """Finds the files of a run and settles every knob that its config leaves open.
+  """Decides the knobs that a config leaves open, and returns the `Resolved` run.
 
-  If the run has begun in the workdir, the derived knobs are read from there. With
-  trains=False (an evaluation), held-out problems replace the training problems.
-
-  Raises:
-    ValueError: files are missing, or knobs do not fit together.
+  If a run has begun in the workdir, its config.json gives the derived values. With
+  trains=False (an evaluation), held-out problems replace the training problems. Raises
+  ValueError if files are missing or knobs do not fit together.
   """
   undecided = bool(config.derived) and not _begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
@@ -114,12 +112,12 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 
 def decide(config: Config, workdir: str) -> Config:
-  """Derives the open knobs of a config; raises ValueError as `prepare`."""
+  """Returns the config with its open knobs decided; raises the errors of `prepare`."""
   return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
 
 
 def _begun(workdir: str) -> bool:
-  """Returns whether the workdir has a run with decided knobs."""
+  """Returns whether a run has begun in the workdir and left a config.json."""
   path = os.path.join(workdir, 'config.json')
   return workdir_lib.has_begun(workdir) and os.path.lexists(path)
 
@@ -144,7 +142,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 
 def _read(config: Config, workdir: str) -> Config:
-  """Returns the config with the derived values that its run stored in config.json."""
+  """Returns the config with its open knobs filled in from the workdir's config.json."""
   path = os.path.join(workdir, 'config.json')
   stored = workdir_lib.read_config(path)
   values = json.loads(json.dumps(config.model_dump()))
@@ -155,7 +153,7 @@ def _read(config: Config, workdir: str) -> Config:
       here[key] = there[key]
     except (KeyError, TypeError):
       raise ValueError(
-        f'{path} has no {knob}; give another --workdir, or the original config'
+        f'{path} has no value for {knob}; give another --workdir, or its own config'
       ) from None
   config = config_lib.parse(config_lib.from_json(values).model_dump())
   given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)

@@ -1,7 +1,7 @@
-"""Derives mesh, sizes of a step, memory and learning rate from model and devices.
+"""Derives mesh, step size, memory knobs and learning rate from model and devices.
 
 A rule takes the config, in which all earlier knobs are decided, and the facts. It
-returns a value and the reason, which the first screen shows.
+returns a value and the reason for it, which a run shows when it starts.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2
 
 
 def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives mesh.fsdp: all devices if the state exceeds half the memory of one."""
+  """Derives mesh.fsdp: all devices if training state exceeds half a device's memory."""
   n = len(facts.devices)
   weights, moments, _, actor = budget.whole_state(config, spec_of(config, facts))
   state = weights + moments + actor
@@ -51,7 +51,7 @@ def data(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def compute(config: Config, facts: Facts) -> tuple[str, str]:
-  """Derives model.compute from the kind of device."""
+  """Derives model.compute, the type of products, from the kind of device."""
   if facts.cpu:
     return 'float32', 'bfloat16 products are no faster on a CPU'
   return 'bfloat16', 'for products; weights and log-probabilities are float32'
@@ -72,7 +72,7 @@ def prompts(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives learner.minibatches: UPDATES, or fewer if the batch does not divide."""
+  """Derives learner.minibatches: at most UPDATES, so that the batch divides evenly."""
   seats, G, shards = config.seats, config.sampler.group_size, _shards(config, facts)
   counts = range(1, UPDATES + 1)
   fitting = (n for n in counts if not seats % n and not seats // n * G % shards)
@@ -106,7 +106,7 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def prefill(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives sampler.prefill_batch_size: all responses to PREFILL prompt tokens."""
+  """Derives sampler.prefill_batch_size: at most PREFILL prompt tokens per device."""
   width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
   rows = max(1, PREFILL // width) * G * _shards(config, facts)
   rows = min(config.sampler.max_num_seqs, rows)
@@ -122,7 +122,7 @@ def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def segments(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives sampler.cache_segments from the length of a row."""
+  """Derives sampler.cache_segments from the length of a row: prompt and response."""
   found = min(8, max(1, config.row_length // SEGMENT))
   return found, f'rows of {config.row_length} tokens, segments of {SEGMENT} or more'
 
@@ -133,7 +133,7 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives learner.grad_accum_steps: the fewest with the least recomputation."""
+  """Derives learner.grad_accum_steps: the fewest that allow the least recomputation."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
   least, fitting = budget.choices(config, mesh)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
@@ -154,18 +154,18 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def schedule_of(config: Config, facts: Facts) -> Schedule:
-  """Returns the schedule with the least recomputation that fits the device memory."""
+  """Returns the `Schedule` with the least recomputation that fits in device memory."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
   return budget.choose_schedule(config, spec, mesh, facts.memory)
 
 
 def backward(config: Config, facts: Facts) -> tuple[str, str]:
-  """Derives model.remat from the schedule that fits the memory."""
+  """Derives model.remat, what the backward pass recomputes, from `schedule_of`."""
   return schedule_of(config, facts).remat, LEAST
 
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
-  """Derives learner.bounds_pass from the schedule that fits the memory."""
+  """Derives learner.bounds_pass from `schedule_of`."""
   alone = 'no bounds over several micro-batches'
   reason = LEAST if budget.bounds_wait(config) else alone
   return schedule_of(config, facts).bounds_pass, reason
@@ -184,7 +184,7 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """Returns the mesh of the config, cached for the rules of a derivation."""
+  """Returns the mesh of the config; cached, because many rules need it."""
   return _mesh(config.mesh, tuple(facts.devices))
 
 
@@ -198,6 +198,6 @@ def _shards(config: Config, facts: Facts) -> int:
 
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:
-  """Returns the model with the config's dtypes and attention kernel."""
+  """Returns the model's spec with the config's dtypes and attention kernel."""
   knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
   return dataclasses.replace(facts.spec, **knobs)

@@ -1,7 +1,7 @@
-"""Derives verifier, template and lengths from the problems.
+"""Derives the verifier, the template and the length limits from the problems.
 
 A rule takes the config, in which all earlier knobs are decided, and the facts. It
-returns a value and the reason, which the first screen shows.
+returns a value and the reason for it, which a run shows when it starts.
 """
 
 import collections
@@ -78,7 +78,7 @@ def _countdown(answer: str) -> bool:
 
 
 def asks_for_box(rows: Sequence[Row]) -> bool:
-  """Returns whether most problems ask for a box themselves."""
+  """Returns whether most problems ask for a boxed answer in their own text."""
   asking = sum(BOX in row.problem or BOX in row.system for row in rows)
   return 2 * asking > len(rows)
 
@@ -121,7 +121,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives sampler.max_new_tokens from verifier, positions and device."""
+  """Derives sampler.max_new_tokens from verifier, problem lengths, model and device."""
   verifier, positions = config.rewards.rule, facts.spec.positions
   limits = {
     f'the limit for {verifier}': LONGEST[verifier],

@@ -34,7 +34,7 @@ Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prom
 
 
 class Verified(NamedTuple):
-  """Right answers, verified as if a response had given them."""
+  """The result of verifying right answers as if they were responses."""
 
   right: int
   tried: int
@@ -76,14 +76,14 @@ class Facts(NamedTuple):
 
   @property
   def cpu(self) -> bool:
-    """Whether the devices are the cores of a host."""
+    """Whether the devices are CPUs, not accelerators."""
     return self.devices[0].platform == 'cpu'
 
 
 def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
-  """Reads the problems, which were downloaded before, and the devices.
+  """Gathers the facts from the problems, downloaded before, and from the devices.
 
-  The mesh is None if it is not decided yet.
+  `mesh` is the mesh of the run; None: its knobs are still open.
 
   Raises:
     ValueError: a source of problems is damaged.
@@ -106,7 +106,7 @@ def _read(
   versions: tuple[tuple[int, int], ...],
   vision: VisionSpec | None,
 ) -> tuple[list[Row], list[Row], Callable[[str], Lengths], Callable[[str], Verified]]:
-  """Reads the problems; returns them with functions that measure and verify them."""
+  """Reads the problems; returns training, held_out, lengths and verified of `Facts`."""
   del versions  # only part of the cache key: changed files are read again
   backend = tokenizer_lib.load(directory, '{problem}')
   # Repeated problems are logged later, when a run loads its training problems.
@@ -124,7 +124,7 @@ def _read(
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Verifies DRAWN right answers as responses; `rule` if a row has no verifier."""
+  """Verifies up to DRAWN right answers; `rule` verifies rows that name none."""
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) != 'countdown']
   rules = [row.verifier or rule for row in drawn]

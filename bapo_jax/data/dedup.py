@@ -13,7 +13,7 @@ from bapo_jax.data.row import Row
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-  """Returns a key for each row; only equal problems have equal keys."""
+  """Returns a key for each row; two keys are equal exactly if the problems are."""
   # Splits each distinct text once.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
@@ -39,7 +39,7 @@ def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
 
 
 def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
-  """Returns the first row of each problem, and a message about repeats ('': none)."""
+  """Returns the first row of each problem, and a message that counts repeats, or ''."""
   unique: dict[str, Row] = {}
   other_answer: dict[str, str] = {}
   for key, row in zip(keys(rows), rows, strict=True):
@@ -58,7 +58,7 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
-  """Returns the indices of training problems that are also held out, and a message."""
+  """Returns the indices of training problems found in held_out, and a message or ''."""
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
   both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
   if not both:

@@ -1,8 +1,8 @@
 """Looks up the pictures of a data set by problem id.
 
-Groups, replay buffers and checkpoints store ids only; decoding and learning look up the
-pictures of their rows here. All problems of a run have one capacity, so that every
-program is compiled once. Patches are computed on demand to save gigabytes.
+Groups, replay buffers and checkpoints store only ids; the sampler and the learner look
+up the pictures here. Arrays have room for the pictures of any problem of the run, so
+every program is compiled once. To save gigabytes, patches are computed when needed.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Capacity(NamedTuple):
 
 
 def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
-  """Returns the capacity that fits the pictures of every problem, given their grids."""
+  """Returns numbers of patches, pictures and windows that suffice for any problem."""
   sizes = [
     (sum(high * wide for high, wide in x), len(x), count_windows(x, v)) for x in grids
   ]
@@ -41,9 +41,9 @@ def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
 
 
 class Gallery:
-  """The pictures of N problems, by id, decoded on demand.
+  """The pictures of N problems, found by problem id and decoded when needed.
 
-  `room` is the capacity of every prompt; the pictures of every row must fit.
+  The arrays of each prompt are padded to `room`, which must fit every row.
   """
 
   def __init__(self, rows: Sequence[Row], v: VisionSpec, room: Capacity):
@@ -60,7 +60,7 @@ class Gallery:
     return jax.tree.map(lambda *x: np.concatenate(x), self.empty(0), *pictures)
 
   def empty(self, prompts: int) -> Pictures:
-    """Returns arrays for this many prompts, without pictures."""
+    """Returns the arrays for this many prompts without pictures, all zero."""
     room, zeros = self.room, cast(Any, np.zeros)  # Pictures is typed with jax.Array
     return Pictures(
       zeros((prompts, room.patches, self.vision.numbers), np.uint8),

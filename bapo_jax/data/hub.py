@@ -1,8 +1,8 @@
 """Loads data sets by name: `hub:owner/name`, or `tfds:name` of tensorflow-datasets.
 
 tensorflow-datasets stores downloads as array_record, because its default format,
-tfrecord, needs TensorFlow. To use your own data set, import before the run a
-`tfds.core.GeneratorBasedBuilder` with the fields of a layout, such as question, answer.
+tfrecord, needs TensorFlow. For a data set of your own, import a builder before the run:
+a `tfds.core.GeneratorBasedBuilder` with fields of a layout, such as question, answer.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the local paths of the files of a split, in order; may download them.
 
   `name` is owner/name or owner/name@revision, with a commit, tag or branch as revision.
-  File names start with `split`: `train`, or `main/train` with a folder.
+  File names start with `split`, which may include their folder: `main/train`.
 
   Raises:
     ValueError: the data set or split does not exist, or there is no network.
@@ -62,15 +62,15 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
 
 
 def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
-  """Returns the files of a split; () if there are none or a part is missing."""
+  """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}(?:[-.].*)?\.(?:{SUFFIX})')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
   names = [name for name in paths if pattern.fullmatch(name)]
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(
-      f'--config.{knob}: there are files of {split} in {folders}; give the folder with '
-      f'the split, such as {folders[0]}/{split}'
+      f'--config.{knob}: several folders have files of the split {split}: {folders}; '
+      f'choose one with the split, such as {folders[0]}/{split}'
     )
   # train-00000-of-00002.parquet: an interrupted download lacks a part.
   parts = [re.search(r'-of-(\d+)', name) for name in names]
@@ -84,8 +84,8 @@ def read_tfds(
 ) -> list[Row]:
   """Returns the rows of a split of a tensorflow-datasets data set.
 
-  The library downloads the data to ~/tensorflow_datasets if necessary.
-  `check` raises a ValueError if an answer cannot be verified; errors name the knob.
+  The library downloads the data to ~/tensorflow_datasets if necessary. Each row is
+  passed to `check`, which raises a ValueError if the answer cannot be verified.
 
   Raises:
     ValueError: no such data set, split or network, or a row cannot be read.
@@ -116,8 +116,8 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   # Without a network the library would retry for minutes.
   if not builder.info.splits and not _has_network():
     raise ValueError(
-      f'{source}: not in {builder.data_dir}, and there is no network to download the '
-      'data; copy that directory from another machine, or give a file'
+      f'{source}: the data is not in {builder.data_dir}, and there is no network to '
+      'download it; copy this directory from another machine, or give a file'
     )
   try:
     # The library reports a download even if there is none, and draws progress bars.

@@ -29,15 +29,15 @@ class TokenizerConfig(Section):
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns a copy of these knobs in which an empty `path` is the model's path.
+    """Returns these knobs, with an empty `path` replaced by the path of the model.
 
-    Raises a ValueError if the embedded tokenizer is combined with a model.
+    Raises a ValueError if `path` is the embedded tokenizer but the model is published.
     """
     if self.path == EMBEDDED and model_path:
       raise ValueError(
         f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, but '
         f'model.path={shown(model_path)} has other tokens; remove tokenizer.path to '
-        "use the model's, or give a directory"
+        "use the model's tokenizer, or set it to a tokenizer's directory"
       )
     return self.model_copy(update={'path': self.path or model_path or EMBEDDED})
 
@@ -81,7 +81,7 @@ class DrawnConfig(Section):
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'DrawnConfig':
     if self.terms > self.shown:
-      raise ValueError(f'terms={self.terms} exceeds shown={self.shown}; lower terms')
+      raise ValueError(f'terms={self.terms} must be at most shown={self.shown}')
     if not self.sides:
       raise ValueError('sides=() is empty; give sides in pixels, such as (56,)')
     return self
@@ -152,7 +152,7 @@ class ProblemsConfig(Section):
     if self.test_source == 'synthetic' != self.source:
       raise ValueError(
         f"test_source='synthetic' does not match problems.source={self.source!r}; "
-        'give held-out problems of the same kind'
+        'set problems.test_source to held-out problems of the same kind'
       )
     return self
 

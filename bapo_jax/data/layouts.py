@@ -1,9 +1,9 @@
-r"""Detects layouts of data sets: the fields of problem, answer and data set name.
+r"""Detects the layout of a data set: which fields hold the problem and the answer.
 
-The first row of a file decides its layout, in which every row is read: problem, answer,
-verifier, system message. Field names match regardless of case, spaces, underscores and
-hyphens: `final_answer` and `Final Answer` are the same field. A problem is a string or
-a list of chat messages: one user message, preceded by at most one system message.
+The first row of a file decides the layout by which all its rows are read. Field names
+match regardless of case, spaces, underscores and hyphens: `final_answer` and
+`Final Answer` are the same field. A problem is a string or a list of chat messages: one
+user message, preceded by at most one system message.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def detect(row: dict[str, Any]) -> Layout:
 
 
 def parse(row: dict[str, Any], layout: Layout) -> Row:
-  """Returns problem, answer, verifier and system message of a row; no pictures.
+  """Returns the problem, answer, verifier and system message of a row, no pictures.
 
   Raises:
     ValueError: a field is missing or wrong; the message names the field and its value.
@@ -129,7 +129,7 @@ def parse(row: dict[str, Any], layout: Layout) -> Row:
 
 
 def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:
-  """Returns (field of the pictures, its values); ('', []) if the row has none."""
+  """Returns (field with pictures, list of its pictures); ('', []) if there is none."""
   for name in PICTURES:
     for field, value in row.items():
       empty = isinstance(value, (str, list, dict)) and not value
@@ -145,7 +145,7 @@ def _names(row: dict[str, Any]) -> str:
 
 
 def _spellings(row: dict[str, Any]) -> dict[str, str]:
-  """Maps the plain form of each field name to the row's spelling."""
+  """Maps field names, in lower case without spaces, _ and -, to their spelling."""
   spelled: dict[str, str] = {}
   for name in row:
     other = spelled.setdefault(_plain(name), name)
@@ -156,7 +156,7 @@ def _spellings(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) -> str:
-  """Returns the first of `names` in the row, as spelled there; '' if there is none."""
+  """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
     outer, _, inner = name.partition('.')
     field = spelled.get(_plain(outer), '')
@@ -180,7 +180,7 @@ def _answer_format(layout: str, field: str, value: Any) -> str:
 def _get(row: Any, path: str) -> Any:
   for name in path.split('.'):
     if not isinstance(row, dict):
-      raise ValueError(f'field {path!r}: {shown(row)} is not an object with {name!r}')
+      raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
     if name not in row:
       raise ValueError(f'no field {name!r}, only {_names(row)}; correct the row')
     row = row[name]
@@ -188,9 +188,9 @@ def _get(row: Any, path: str) -> Any:
 
 
 def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
-  """Returns (problem, system message, solution) of a string or chat messages.
+  """Returns (problem, system message, solution) from a string or chat messages.
 
-  If `solved`, the last message may be the assistant's, with the solution.
+  The solution is the assistant's last message, allowed if `solved`, or else ''.
   """
   if not isinstance(value, list):
     return _statement(value, field, 'problem'), '', ''
@@ -219,7 +219,7 @@ def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
 
 def _statement(value: Any, field: str, what: str) -> str:
   if not isinstance(value, str) or not value.strip():
-    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}; write text')
+    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}; give text')
   return _readable(value, field, r'\0')
 
 
@@ -233,7 +233,7 @@ def _readable(text: str, field: str, refused: str) -> str:
 
 
 def _answer(value: Any, field: str) -> str:
-  """Returns the answer in a string, a number, a list of one or a countdown problem."""
+  """Extracts the answer from a string, number, one-item list or countdown problem."""
   if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
     with contextlib.suppress(ValueError):  # a string that only looks like a list
       value = json.loads(value)
@@ -282,7 +282,7 @@ def _in_box(value: Any, field: str) -> str:
 
 
 def _bare(value: Any, field: str) -> str:
-  """Returns the boxed answer, or a solution that is only an answer; strips $ signs."""
+  """Returns the boxed answer, or without a box the whole text, without $ around it."""
   if isinstance(value, str) and OPENER in value:
     return _in_box(value, field)
   text = _answer(value, field)
@@ -290,7 +290,7 @@ def _bare(value: Any, field: str) -> str:
     return text
   if len(text) > LONGEST_BARE or '\n' in text or '####' in text:
     raise ValueError(
-      rf'field {field!r}: {shown(value)} is more than an answer and has no \boxed{{}}; '
+      rf'field {field!r}: {shown(value)} is not a bare answer and has no \boxed{{}}; '
       'add an `answer` field'
     )
   within = re.fullmatch(r'\$([^$]+)\$', text)
@@ -301,10 +301,10 @@ READERS = {'plain': _answer, 'hashes': _after_hashes, 'boxed': _in_box, 'bare': 
 
 
 def _verifier(value: Any, field: str) -> str:
-  """Returns the verifier for answers of the data set with this name; '': unknown."""
+  """Returns the verifier for the data set that a field names; '' if it is unknown."""
   names = value if isinstance(value, list) else [value]
   if not names or not all(isinstance(name, str) for name in names):
-    raise ValueError(f'field {field!r}: {shown(value)} is not a name; give a string')
+    raise ValueError(f'field {field!r}: {shown(value)} is no data set name; use text')
   name = names[0].lower()
   if 'code' in name:
     raise ValueError(

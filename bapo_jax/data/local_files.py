@@ -49,7 +49,7 @@ def read(path: str, check: Callable[[Row], None] | None = None) -> list[Row]:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: str, mtime_ns: int, size: int) -> tuple[str, tuple[Row, ...]]:
-  """Returns ('line' or 'row', rows); mtime_ns and size only extend the cache key."""
+  """Returns the name of a row ('line', 'row') and all rows; cached by all arguments."""
   del mtime_ns, size
   items = _parquet if path.endswith('.parquet') else _json
   first = next(items(path, None), None)
@@ -84,7 +84,7 @@ def _parse(row: dict[str, Any], layout: layouts.Layout, folder: str) -> Row:
 
 
 def _picture(value: Any, folder: str) -> bytes:
-  """Reads an image file given as bytes, a path, or a dict of the library `datasets`."""
+  """Returns the bytes of an image file, given as bytes, a path or a `datasets` dict."""
   if isinstance(value, dict):
     value = value.get('path') if value.get('bytes') is None else value['bytes']
   if isinstance(value, bytes):
@@ -100,7 +100,7 @@ def _picture(value: Any, folder: str) -> bytes:
 
 
 def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields JSON lines, or the items of one JSON list, with all fields."""
+  """Yields (place, row) for each line, or each item of a JSON list, with all fields."""
   del columns
   try:
     with open(path, encoding='utf-8-sig') as file:
@@ -114,7 +114,9 @@ def _json(path: str, columns: list[str] | None) -> Iterator[Place]:
         items = ((place, _at(path, (place, line), _loads)) for place, line in places)
       for place, row in items:
         if not isinstance(row, dict):
-          raise ValueError(f'{path}, {place}: {shown(row)} is not a JSON object')
+          raise ValueError(
+            f'{path}, {place}: {shown(row)} is not a JSON object; give named fields'
+          )
         yield place, row
   except UnicodeDecodeError as error:
     raise ValueError(
@@ -130,7 +132,7 @@ def _loads(text: str) -> Any:
 
 
 def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
-  """Yields rows of these columns; None: known columns, and None for all others."""
+  """Yields (place, row) with `columns`, or with all, where unknown columns are None."""
   import pyarrow.parquet
 
   try:
@@ -139,7 +141,7 @@ def _parquet(path: str, columns: list[str] | None) -> Iterator[Place]:
       # A column without a meaning may have a type that Python cannot represent.
       readable = [name for name in names if layouts.known(name)]
       if twice := {x for x in readable if readable.count(x) > 1}:
-        raise ValueError(f'{path} has two columns {min(twice)!r}; remove one')
+        raise ValueError(f'{path} has two columns named {min(twice)!r}; remove one')
       batches = file.iter_batches(BATCH if columns else 1, columns=columns or readable)
       rows = (row for batch in batches for row in batch.to_pylist())
       for i, row in enumerate(rows, 1):

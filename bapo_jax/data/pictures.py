@@ -1,8 +1,8 @@
 """Converts image files to patches of pixels, as the processor of Qwen2.5-VL does.
 
-A picture is decoded, resized to whole merged patches and cut. Merged patches, and the
-patches within a merged patch, are in reading order; a patch is channels, rows, columns.
-Pixels stay uint8, a quarter of the size of float32; the vision tower normalises them.
+A merged patch is a block of patches that takes one token. Pictures are decoded, resized
+to whole merged patches and cut. Merged patches, and the patches in each, are in reading
+order; a patch is channels, rows, columns. Pixels are uint8 until the tower scales them.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Checked(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def checked(data: bytes) -> Checked:
-  """Decodes each distinct file once, to check it; raises the errors of `read`."""
+  """Checks a picture file by `read`, once for equal files; returns it and its size."""
   return Checked(data, read(data).size[::-1])
 
 
@@ -101,7 +101,7 @@ def png(pixels_HW3: UInt8[np.ndarray, 'H W 3']) -> bytes:
 
 
 def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
-  """Returns (height, width) in pixels after the resize, multiples of a merged patch.
+  """Returns the resized (height, width) in pixels, multiples of a merged patch.
 
   Each side is rounded to the nearest multiple. If the result has more pixels than
   v.most_pixels or fewer than v.least_pixels, the picture is scaled to that limit
@@ -122,7 +122,7 @@ def resized_size(height: int, width: int, v: VisionSpec) -> tuple[int, int]:
 
 
 def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
-  """Resizes an RGB picture by bicubic interpolation and cuts it into patches."""
+  """Returns the patches of an RGB picture after bicubic resizing."""
   width, height = picture.size
   height, width = resized_size(height, width, v)
   resized = picture.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -136,7 +136,7 @@ def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
 
 
 def grid(data: bytes, v: VisionSpec) -> Grid:
-  """Returns the grid of a file, as in `patches`; raises the errors of `read`."""
+  """Returns a picture's height and width in patches; raises the errors of `read`."""
   height, width = resized_size(*checked(data).size, v)
   return height // v.patch, width // v.patch
 
@@ -147,10 +147,10 @@ def digests(files: Sequence[bytes]) -> list[str]:
 
 
 def check_row(row: Row, *, sees: bool) -> None:
-  """Checks that a model, with a vision tower if `sees`, can read a problem.
+  """Checks that the model can read a problem; `sees`: it has a vision tower.
 
   Raises:
-    ValueError: pictures without a tower, or not one `<image>` per picture.
+    ValueError: there are pictures but no tower, or not one `<image>` for each picture.
   """
   if not sees and row.pictures:
     raise ValueError(

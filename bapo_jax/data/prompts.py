@@ -55,8 +55,7 @@ def load(
   knobs say so. Held-out problems are all kept, so that scores stay comparable.
 
   Raises:
-    ValueError: a source or picture cannot be read, a prompt is too long, or there are
-      too few problems.
+    ValueError: unreadable source or picture, too long a prompt, or too few problems.
   """
   training, held_out = (sources.load(problems, k) for k in sources.SPLITS)
   both, message = overlap(problems, training, held_out)
@@ -79,9 +78,9 @@ def load(
 def overlap(
   problems: ProblemsConfig, training: Sequence[Row], held_out: Sequence[Row]
 ) -> tuple[set[int], str]:
-  """Returns the indices of training problems that are also held out, and a message.
+  """Returns the indices of training problems found in held_out, and a message or ''.
 
-  Generated problems of one source are distinct, even if blank pictures compare equal.
+  Does not compare problems that one source generates: they differ by construction.
   """
   if problems.source == problems.test_source and problems.source in MADE:
     return set(), ''
@@ -96,7 +95,7 @@ def tabulate(
   *,
   drop: bool,
 ) -> Problems:
-  """Returns `Problems` padded to T = max_prompt_tokens; `drop` omits longer prompts.
+  """Tokenizes prompts, padded to T = max_prompt_tokens; `drop` leaves out longer ones.
 
   Raises:
     ValueError: a prompt is too long and `drop` is off, or a picture cannot be read.
@@ -150,8 +149,8 @@ def encode(
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
   if image is None:
     raise ValueError(
-      f'tokenizer.path: no token with id {vision.image_token}, the picture token '
-      "in the model's config.json; give the model's own tokenizer"
+      f'tokenizer.path: no token with id {vision.image_token}, which is the picture '
+      "token in the model's config.json; give the model's own tokenizer"
     )
   encoded = []
   ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
@@ -198,7 +197,7 @@ def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompt
 
 
 def prompts_by_id(problems: Problems, id_P: ArrayLike) -> Prompts:
-  """Returns the prompts of these problems; id -1 is an empty seat of length 0."""
+  """Returns the prompts of the problems with these ids; id -1 has an empty prompt."""
   id_P = np.asarray(id_P, np.int32)
   length_P = np.where(id_P < 0, 0, problems.length_N[id_P]).astype(np.int32)
   return Prompts(id_P, problems.tokens_NT[id_P], length_P)

@@ -1,7 +1,6 @@
 """Reads the rows of problems.source and problems.test_source.
 
-Imports `hub` late: tensorflow-datasets takes a second to load, and `missing` runs
-before the first screen.
+Imports `hub`, which takes a second, only if needed: `missing` runs before any output.
 """
 
 import functools
@@ -31,10 +30,10 @@ MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
 def missing(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
 ) -> list[str]:
-  """Returns the absent files of a source; skips hub and tfds names.
+  """Lists the files of a source that do not exist; none for hub and tfds names.
 
-  Generates problems and reads all files, so that errors surface early. `check` raises a
-  ValueError if an answer cannot be verified; `sees` is True with a vision tower.
+  If all exist, reads or generates all problems, so that errors surface early. `check`
+  raises a ValueError if an answer cannot be verified; `sees`: the model has a tower.
 
   Raises:
     ValueError: problems cannot be generated or read, or a name is malformed.
@@ -89,17 +88,20 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
   unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
   drop = problems.duplicates == 'drop'
   if message and not quiet:
-    log(f'{message}; {"first rows are kept" if drop else "problems.duplicates=keep"}')
+    log(
+      f'{message}; '
+      f'{"the first of each is kept" if drop else "all kept: problems.duplicates=keep"}'
+    )
   return unique if drop else rows
 
 
 def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
-  """Returns problems and the solver whose solutions the warm start imitates.
+  """Returns the warm start's problems and the function that writes their solutions.
 
-  Uses synthetic problems of problems.family if the source generates no problems.
+  The problems are synthetic unless problems.source is countdown or drawn.
 
   Raises:
-    ValueError: problems cannot be generated, or read by the embedded policy.
+    ValueError: too few problems exist, or the embedded policy cannot read them.
   """
   source = problems.source
   if source not in ('countdown', 'drawn'):
@@ -118,7 +120,7 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
 def _read(
   problems: ProblemsConfig, knob: Knob, check: Check | None = None
 ) -> list[Row]:
-  """Returns the rows of a source, repeats included; `check` skips generated rows."""
+  """Returns all rows of a source, with repeats; calls `check` on rows not generated."""
   source = getattr(problems, knob)
   if source in MADE:
     train, count = problems.train, problems.count

@@ -1,7 +1,6 @@
 r"""Loads tokenizers and renders prompts; the only module that imports transformers.
 
-transformers renders chat templates in a Jinja sandbox. No code of a model directory is
-executed.
+Chat templates run in transformers' Jinja sandbox. No code of a model directory runs.
 """
 
 import functools
@@ -89,7 +88,7 @@ def load(path: str, template: str) -> Tokenizer:
   if template.startswith('chat:') and not backend.chat_template:
     raise ValueError(
       f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
-      "none; write the whole prompt, without the prefix 'chat:'"
+      "none; remove the prefix 'chat:' and write the whole prompt"
     )
   return Tokenizer(backend, _end_tokens(path, backend), template)
 
@@ -126,7 +125,7 @@ FILES = (
 
 
 def save(tokenizer: Tokenizer, source: str, path: str) -> None:
-  """Writes the tokenizer to `path`; copies its files if `source` is a directory."""
+  """Saves the tokenizer in `path`; copies its files if `source` is their directory."""
   if not os.path.isdir(source):
     tokenizer.backend.save_pretrained(path)
     return
@@ -159,13 +158,12 @@ def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
 def encode_prompts(
   tokenizer: Tokenizer, rows: Sequence[Row], image: str = ''
 ) -> list[list[int]]:
-  """Returns the token ids of each problem in the template, without a length limit.
+  """Returns the token ids of each problem's prompt, without a length limit.
 
-  Each <image> of a problem becomes the token `image`; '' leaves <image> as text.
+  `image` is the token that replaces each <image> of a problem; '' keeps <image>.
 
   Raises:
-    ValueError: the chat template fails, or the template has no place for a system
-      message.
+    ValueError: the chat template fails, or the template cannot hold a system message.
   """
   template, chat = tokenizer.template, tokenizer.template.startswith('chat:')
   if chat:
@@ -210,7 +208,7 @@ def _render_prompts(
 
 
 def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[str]:
-  """Returns each conversation as text, with a generation prompt unless answered."""
+  """Returns each chat as text; if not `answered`, up to where the answer begins."""
   if not conversations:
     return []
   try:
@@ -227,10 +225,9 @@ def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[s
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
-  """Returns the special token after a chat answer and whether it ends a response.
+  """Returns (special token after an answer in a chat, whether sampling ends there).
 
-  Returns None if there is no chat template or no such token. Raises a ValueError if the
-  chat template fails.
+  Returns None without such a token. Raises a ValueError if the chat template fails.
   """
   backend = tokenizer.backend
   if not backend.chat_template:
@@ -272,9 +269,9 @@ def decode_prompts(
   length_N: ArrayLike,
   image_token: int | None = None,
 ) -> list[str]:
-  """Decodes prompts, which start in column 0; keeps special tokens.
+  """Returns the text of each prompt, tokens_NT[n, :length_N[n]], with special tokens.
 
-  Abbreviates runs of image_token, unless it is None, as `(<|image_pad|> x 1024)`.
+  A run of image_token, unless this is None, is written `(<|image_pad|> x 1024)`.
   """
   rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
   decode = functools.partial(tokenizer.backend.batch_decode, skip_special_tokens=False)

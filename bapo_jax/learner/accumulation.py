@@ -56,7 +56,7 @@ def forward_all(
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
   """Runs all forward passes and returns a function that runs all backward passes.
 
-  So a loss over all micro-batches, for example with bounds searched over all tokens,
+  A loss over all micro-batches, such as one with bounds searched over all tokens, then
   needs no second forward pass, but the residuals of all micro-batches stay in memory.
   Parameters and frozen arrays, which every backward pass reads, are not copied.
 
@@ -66,7 +66,7 @@ def forward_all(
     frozen: other arrays that `stats_of` reads.
 
   Returns:
-    (statistics summed over the micro-batches, cotangents -> float32 gradients).
+    (summed statistics, a function from their cotangents to float32 gradients).
   """
   shared = {id(x) for x in jax.tree.leaves((params, frozen))}
 

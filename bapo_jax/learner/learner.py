@@ -1,8 +1,8 @@
 """Turns groups into new weights: several optimiser updates on one batch.
 
-1. `flatten` gives every response its advantage and masks responses out of the loss;
-2. `update` passes over the batch `epochs` times, in disjoint minibatches of equal size,
-   as many as the filled seats need;
+1. `flatten` gives every response its advantage, and masks those left out of the loss;
+2. `update` passes over the batch `epochs` times; every pass splits the groups into
+   disjoint minibatches of equal size, fewer of them if seats are empty;
 3. `learn` is one jitted optimiser update: clip bounds and gradient, step, metrics.
 
 Staleness is epochs x minibatches, the number of updates on one full batch. The learner
@@ -36,16 +36,16 @@ from bapo_jax.types import (
 
 
 class TrainStep(Protocol):
-  """One optimiser update, jitted."""
+  """The signature of a jitted function that runs one optimiser update."""
 
   def __call__(
     self, params: Tree, opt: Tree, batch: Batch
   ) -> tuple[Tree, Tree, dict[str, Array], UpdatedTokens]:
-    """Returns (params, opt, metrics, tokens); params and opt are donated."""
+    """Returns (params, opt, metrics, tokens); donates the arguments params and opt."""
 
 
 class Updated(NamedTuple):
-  """One optimiser update, for the record of its step."""
+  """The results of one optimiser update, for the record of its step."""
 
   seats_P: np.ndarray  # seats of the groups in `tokens`, in order of rows
   metrics: dict[str, Array]
@@ -65,8 +65,7 @@ def flatten(
 
   Args:
     source_P: index into types.SOURCES, -1 for an empty seat.
-    prox_PGT: log-probabilities of the proximal policy, nats; None: uses the
-      behaviour policy.
+    prox_PGT: log-probabilities of the proximal policy, nats; None: behaviour policy.
     weights: factor on the advantage per source, in the order of types.SOURCES; clip
       rules use the weighted advantages.
     version: learner step of the weights before the first update; -1 if these weights
@@ -142,11 +141,11 @@ def update(
 def _minibatches(
   order_P: np.ndarray, filled_P: np.ndarray, minibatches: int
 ) -> list[np.ndarray]:
-  """Returns the seats of each minibatch: size = P / `minibatches`, one compiled shape.
+  """Returns the seats of each minibatch; equal sizes need only one compiled program.
 
-  n filled seats are spread evenly over ceil(n / size) minibatches, and empty seats pad
-  these to `size`. The public code of Batch Adaptation PO also splits by size, so that a
-  half-empty batch takes fewer steps than a full batch.
+  The size is P / `minibatches`. n filled seats are spread evenly over ceil(n / size)
+  minibatches, and empty seats pad each to the size. The public code of Batch Adaptation
+  PO also splits by size, so that a half-empty batch takes fewer steps than a full one.
   """
   size = len(order_P) // minibatches
   filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]

@@ -46,8 +46,8 @@ class Objective:
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
-    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. The penalty
-      does not count in the policy gradient whose share a clip rule balances.
+    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. A clip rule
+      that balances the policy gradient ignores this penalty.
   """
 
   clip_rule: ClipRule
@@ -95,9 +95,9 @@ class Objective:
     )
 
   def search(self, logp_BT: Array, batch: Batch, scale_B: Array) -> FindBounds:
-    """Returns the bound search over the tokens of a batch, without a gradient.
+    """Returns a function that searches bounds over the tokens of a batch.
 
-    scale_B of `loss.row_scale` weighs the rows of the search as in the gradient.
+    The bounds have no gradient. scale_B (`loss.row_scale`) weights rows as in the loss.
     """
     logp_BT = jax.lax.stop_gradient(logp_BT)
     weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
@@ -113,7 +113,7 @@ class Objective:
   def loss(
     self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    """Returns (loss, its clip bounds)."""
+    """Returns (loss of a part of the batch, clip bounds used in it)."""
     gain_BT, bounds = self.loss_rule(logp_BT, part, find)
     if self.kl:
       gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
@@ -177,18 +177,18 @@ def gradient(
   Only tokens with a gradient are computed (`Objective.computed`). They are packed, and
   only filled micro-batches run; all batches use the same program.
 
-  There is one bound search per minibatch, over the tokens of all devices and all
-  micro-batches. If all tokens fit into one micro-batch, the search uses the forward
-  pass of the gradient. Otherwise schedule.bounds_pass decides: 'again' runs a forward
-  pass without gradient first, 'stored' keeps the residuals of all forward passes until
-  the bounds are known. With bounds_scope='micro_batch' every micro-batch has a separate
-  search, which needs neither, but sums gradients of different objectives.
+  By default one bound search covers the tokens of all devices and all micro-batches. If
+  all tokens fit into one micro-batch, the search uses the forward pass of the gradient.
+  Otherwise schedule.bounds_pass decides: 'again' runs a forward pass without gradient
+  first, 'stored' keeps the residuals of all forward passes until the bounds are known.
+  With bounds_scope='micro_batch' every micro-batch has its own search. This needs
+  no extra pass and no stored residuals, but sums gradients of different objectives.
 
   Args:
     base: frozen weights if `params` are adapters; else None.
 
   Returns:
-    (loss, gradients, (statistics of the computed tokens, 0 elsewhere, bounds)).
+    (loss, gradients, (statistics, bounds)); statistics are 0 for tokens not computed.
   """
   o = objective
   scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
@@ -265,7 +265,7 @@ def _one_by_one(
 def _bounds_of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> Bounds:
-  """Searches bounds over all micro-batches; over no token if at most one is used."""
+  """Returns bounds searched over all micro-batches, or a placeholder if not needed."""
   o, shape = objective, parts.batch.tokens_BT.shape
 
   def add(n: Array, logp_BT: Array) -> Array:

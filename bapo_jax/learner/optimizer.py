@@ -1,4 +1,4 @@
-"""AdamW after clipping by the global norm, with optional float32 master weights."""
+"""Defines the optimiser: AdamW with gradient clipping and float32 master weights."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ def adamw(
   max_norm: float = 1.0,
   master: bool = False,
 ) -> optax.GradientTransformation:
-  """Returns AdamW after clipping by the global norm.
+  """Returns AdamW that first clips the gradient by its global norm.
 
   Args:
     warmup: optimiser updates of linear warm-up.
@@ -36,17 +36,17 @@ def adamw(
 
 
 class Mastered(NamedTuple):
-  """The state of `mastered`."""
+  """The state of the optimiser that `mastered` returns."""
 
   master: Any  # the weights in float32
   inner: Any  # state of the wrapped optimiser
 
 
 def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Returns an optimiser of float32 weights, rounded to the dtype of the parameters.
+  """Returns an optimiser that applies `tx` to float32 copies of the parameters.
 
-  A step of 1e-6 is below the bfloat16 spacing of most weights, so that adding the step
-  to bfloat16 parameters would not change them (Micikevicius et al., 2018).
+  The parameters are the rounded copies. Without copies, a step of 1e-6 would not change
+  most bfloat16 weights: their spacing is larger (Micikevicius et al., 2018).
   """
 
   def wide(tree: Tree) -> Tree:

@@ -1,9 +1,9 @@
-"""Embeds pictures once for the learner; the packed rows of all responses read them.
+"""Embeds each picture once for the learner; all responses to its prompt share it.
 
-1. `galleries` collects the pictures of a run; `embedder` looks up pictures by problem:
-   embedded once per step if the vision tower is frozen, pixels if the tower is trained;
+1. `galleries` collects the pictures of a run; `embedder` returns those of a step's
+   problems: embedded if the vision tower is frozen, as pixels if the tower is trained;
 2. `pack` packs rows together with the positions of their tokens;
-3. `variables` returns the inputs by which a loss is differentiated: with a trained
+3. `variables` returns the inputs of a loss that get gradients: with a trained
    tower they include the embedded patches, so that the tower runs once per minibatch
    instead of once per micro-batch.
 
@@ -40,7 +40,7 @@ BLOCK = 8  # prompts per device whose pictures are embedded at once
 def galleries(
   training: Problems, held_out: Problems, spec: ModelSpec
 ) -> tuple[Gallery | None, Gallery | None]:
-  """Returns the galleries of both sets, of equal capacity; None without pictures."""
+  """Returns (training, held-out) galleries of equal capacity; None without pictures."""
   grids = [*training.grids, *held_out.grids]
   if spec.vision is None or not any(grids):
     return None, None
@@ -96,14 +96,14 @@ def embedder(
 
 
 def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
-  """Shards pictures over the rows of the mesh if the shards divide their number."""
+  """Puts pictures onto the mesh, split by rows if the rows divide evenly."""
   return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
 
 
 def abstract(
   gallery: Gallery | None, prompts: int, spec: ModelSpec, base: Tree
 ) -> Seen:
-  """Returns the shapes of the embedder's result for this many prompts."""
+  """Returns the shapes of what the embedder returns for `prompts` problems."""
   if gallery is None:
     return None
   pixels = jax.eval_shape(lambda: gallery.empty(prompts))
@@ -123,7 +123,7 @@ def pack(
   *,
   packed: bool = True,
 ) -> Packed:
-  """Packs rows at the model's width, with the positions of tokens and patches.
+  """Packs rows with `packing.pack`; with pictures, adds the places of all tokens.
 
   Args:
     wanted_BT, micro_batches, packed: see `packing.pack`.
@@ -139,13 +139,13 @@ def pack(
 
 
 class Variables(NamedTuple):
-  """The inputs by which a loss is differentiated."""
+  """The inputs with respect to which a loss is differentiated."""
 
   params: Tree
   merged_PMD: Array | None = None  # embedded patches, if the tower is trained
 
   def patches(self, pictures: EmbeddedPictures | None) -> Array | None:
-    """Returns patches [P * M, D] of self, else of `pictures`; None for text only."""
+    """Returns merged_PMD, else that of `pictures`, as [P * M, D]; None: text only."""
     if pictures is None:
       return None
     merged_PMD = pictures.merged_PMD if self.merged_PMD is None else self.merged_PMD
@@ -155,12 +155,12 @@ class Variables(NamedTuple):
 def variables(
   params: Tree, pictures: Seen, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:
-  """Returns the variables of a loss, and the map of their gradients to params.
+  """Returns the variables of a loss and a function that converts their gradients.
 
   If `pictures` are pixels, `params` must include the tower.
 
   Returns:
-    (variables, embedded pictures, gradients by the variables -> gradients by params).
+    (variables, embedded pictures, gradients of the variables -> gradients of params).
   """
   if not isinstance(pictures, Pictures):
     return Variables(params), pictures, lambda grads: grads.params

@@ -96,13 +96,13 @@ def recompute(
 ) -> tuple[Groups, LogpDiff]:
   """Replaces the sampler's log-probabilities by the learner's.
 
-  The two programs round differently: in bfloat16 by more than narrow clip bounds allow.
-  If one program computes both sides, ratios start at 1 (verl likewise recomputes
-  `old_log_probs` with its actor). Older tokens of a partial rollout keep the
-  sampler's numbers, because the weights that sampled them no longer exist.
+  Sampler and learner round differently: in bfloat16 by more than narrow clip bounds
+  allow. If the learner computes both sides of a ratio, the ratio starts at 1 (verl also
+  recomputes `old_log_probs` with its actor). Tokens that older weights sampled (partial
+  rollouts) keep the sampler's numbers, because those weights no longer exist.
 
   Args:
-    params: the weights that sampled, of learner step `version`.
+    params: the weights of learner step `version`; only their tokens get new numbers.
     score: (params, groups, pictures) -> log-probabilities [P, G, T], nats.
 
   Returns:

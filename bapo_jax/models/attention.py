@@ -138,7 +138,7 @@ def blockwise(
 def cached(
   q_SHC: Array, segments: Sequence[tuple[Array, Array]], position_S: Array
 ) -> Array:
-  """Computes attention [S, H, C] of a query per slot to columns up to its position.
+  """Computes attention [S, H, C]: each slot's query attends to columns up to its own.
 
   Args:
     segments: keys [S, K, C, columns] and values [S, K, columns, C], in the order of the

@@ -25,8 +25,8 @@ JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """Rearranges the parameters for decoding: a list of layers, in `spec.compute`.
 
-  With stacked arrays, every step would copy each layer: 20 of 97 ms for SmolLM2-135M
-  with 32 slots on two cores. If `joined`, weights are joined into `qkv`
+  With stacked layers, every decoded token would copy each layer: 20 of 97 ms for
+  SmolLM2-135M with 32 slots on two cores. If `joined`, weights are joined into `qkv`
   [D, (H + 2K) C], `gate_up` [D, 2F] and `out` [H C, D], for fewer and larger products.
   Joined weights have two axes: XLA's CPU backend would transpose weights with three.
   """
@@ -110,7 +110,7 @@ def prefill_embedded(
 def store(
   cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
 ) -> list[Segments]:
-  """Writes prefilled rows from_A to slots slot_A of the cache; slot S drops its row."""
+  """Writes prefilled row from_A[a] to cache slot slot_A[a] for all a; skips slot S."""
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
     start, new = 0, []
@@ -142,9 +142,8 @@ def decode(
   of temporaries instead of 14 at 28 layers).
 
   Args:
-    position_S: cache column of each token, and its rotary position without a shift.
-    shift_S: added to the position but not to the column, for prompts with pictures
-      (`sequence.prefill`).
+    position_S: cache column of each token; its rotary position is this plus shift_S.
+    shift_S: see `sequence.prefill`; None: 0, for prompts without pictures.
   """
   rotary_S = position_S if shift_S is None else position_S + shift_S
   turn_Sc = layers.rotations(rotary_S, spec)
@@ -171,11 +170,11 @@ def _extend(
 
 
 def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
-  """Writes a value per slot to x [S, ...] at the slot's index along `axis`.
+  """Writes one value per slot to x [S, ...], at index at_S along `axis`.
 
-  `new` has the shape of `x` without `axis`. An index past the end is dropped.
+  `new` has the shape of `x` without `axis`. A value past the end is dropped.
 
-  The scatter is batched over slots. With slot numbers among the indices, every device
+  The scatter is batched over slots. If its indices contained slot numbers, every device
   of a mesh that shards slots would gather all values, and XLA's TPU backend would copy
   the cache: 16.9 GB of temporaries for a cache of 16.9 GB (7B, 2048 slots of 9216).
   """

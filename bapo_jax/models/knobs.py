@@ -33,8 +33,8 @@ class MeshConfig(Section):
     sizes = self.data, self.fsdp, self.tensor
     if 0 in sizes or sizes.count(-1) > 1:
       raise ValueError(
-        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: set every axis '
-        'to 1 or more, except at most one axis to -1 (all remaining devices)'
+        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} is no mesh; set '
+        'every axis to 1 or more; one of them may be -1 (all remaining devices)'
       )
     return self
 
@@ -130,7 +130,7 @@ class LoraConfig(Section):
 
 
 class LogprobsConfig(Section):
-  """Computation of log-probabilities."""
+  """Limits the memory that log-probabilities need."""
 
   chunk: int = knob(
     256, 'Tokens per device projected to the vocabulary at once.', least=1

@@ -49,8 +49,8 @@ class Schedule(NamedTuple):
 def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
   """Multiplies x [..., *in] by a weight [*in, *out], in the dtype of x.
 
-  The product sums over `axes` axes. An adapted weight is not merged, so that the
-  gradients of A and B avoid the product for the gradient of W, a third of all products.
+  The product sums over the last `axes` axes of x. An adapted weight is not merged: the
+  gradient of the merged weight would be a third of all products.
   """
 
   def times(x: Array, w: Array, axes: int) -> Array:
@@ -96,7 +96,7 @@ def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
 
 
 def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns (sine, cosine); positions are [..., C / 2], or [..., 1] for all pairs."""
+  """Returns (sine, cosine) of each pair's angle; positions are [..., C / 2 or 1]."""
   frequency, factor = frequency_table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
@@ -167,9 +167,9 @@ def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
 
 
 def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
-  """Returns `embed` of whole rows; each device looks up its share of the vocabulary.
+  """Embeds whole rows like `embed`; each device looks up its part of the vocabulary.
 
-  Without `shard_map`, XLA sums all rows in float32 on every device, then reshards.
+  Without `shard_map`, XLA would sum all rows in float32 on every device, then reshard.
   """
   mesh, embed_VD = sharding.ambient(), params['embed']
   if mesh is None or (
@@ -192,7 +192,7 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
 
 def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
-  """Replaces the embeddings of image tokens by patch_XD[merged_BT]; -1: text token."""
+  """Replaces embeddings by patch_XD[merged_BT], except for text (merged_BT of -1)."""
   # Any row may read any patch, so patches are replicated: few bytes per prompt.
   patch_XD = sharding.constrain(patch_XD, None)
   patch_BTD = patch_XD[jnp.maximum(merged_BT, 0)].astype(x_BTD.dtype)
@@ -200,10 +200,10 @@ def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
 
 
 def split(x_BTD: Array, schedule: Schedule) -> Array:
-  """Shards the residual stream: rows, and columns if schedule.sequence_sharding.
+  """Shards the residual stream by rows, and by columns if schedule.sequence_sharding.
 
-  Pins rows to their devices, so that XLA moves the weights instead.
-  Columns over the tensor axis are Megatron's sequence parallelism (Korthikanti et al.,
+  This pins rows to their devices, so that XLA moves the weights instead. Columns are
+  split over the tensor axis, as in Megatron's sequence parallelism (Korthikanti et al.,
   2022): the sum of a product over that axis becomes a reduce-scatter, and an all-gather
   precedes the next product. Traffic is unchanged, and activations take less memory.
   """

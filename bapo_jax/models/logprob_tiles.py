@@ -28,7 +28,7 @@ def _first(head_VD: Array, sharded: bool) -> int | Array:
 
 
 def num_blocks(V: int, block: int) -> int:
-  """Returns the least n with V / n an integer of at most `block`, else 1."""
+  """Returns the least number of equal blocks of V, each at most `block`, or else 1."""
   least = -(-V // block)
   return next((n for n in range(least, 8 * least) if V % n == 0), 1)
 
@@ -40,11 +40,11 @@ def _cut(x: Array, i: int | Array, size: int, axis: int) -> Array:
 def _block_of(
   head_VD: Array, i: int | Array, size: int, dtype: jax.typing.DTypeLike
 ) -> Array:
-  """Returns block i of the head's rows, in the dtype of its products.
+  """Returns block i of the head's rows, cast to `dtype`.
 
   Before the cast the block is multiplied by 1.0 behind an optimization barrier.
-  Without the product XLA would move the cast out of the loops and copy the whole
-  float32 head, 1 GiB for the 7B model.
+  Otherwise XLA would move the cast out of the loops and copy the whole float32 head,
+  1 GiB for the 7B model.
   """
   head_vD = _cut(head_VD, i, size, 0)
   if head_vD.dtype == dtype:
@@ -111,7 +111,7 @@ def forward(
 
 
 def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
-  """Reduces a tile for `_combine`; at_Bt indexes the token to score in the tile."""
+  """Reduces a tile for `_combine`; at_Bt is the scored token's index in the tile."""
   peak_Bt = logits_Btv.max(-1)
   below_Btv = logits_Btv - peak_Bt[..., None]
   weight_Btv = jnp.exp(below_Btv)
@@ -159,7 +159,7 @@ def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
 
 
 class _Columns(NamedTuple):
-  """Arrays that the backward pass reads by chunks; d_x is the gradient of the loss."""
+  """Arrays that the backward pass reads by chunk; d_x is the loss gradient w.r.t. x."""
 
   hidden_BTD: Array
   token_BT: Array
@@ -171,7 +171,7 @@ class _Columns(NamedTuple):
   def d_logits(
     self, i: Array, chunk: int, head_vD: Array, id_v: Array, temperature: Array
   ) -> tuple[Array, Array]:
-    """Returns (hidden_BtD, d_logits_Btv) of the tile of chunk i and the tokens id_v."""
+    """Returns (hidden_BtD, d_logits_Btv) of chunk i and the vocabulary block id_v."""
     hidden_BtD, token_Bt, lse_Bt, d_logp_Bt = (_cut(x, i, chunk, 1) for x in self[:4])
     logp_Btv = _logits(hidden_BtD, head_vD, temperature) - lse_Bt[..., None]
     p_Btv = jnp.exp(logp_Btv)
@@ -195,7 +195,7 @@ def _block_gradient(
   used: Array,
   trained: bool,
 ) -> tuple[Array, Array | None]:
-  """Returns (d_hidden_BTD plus the block's part, d_head_vD), chunk by chunk.
+  """Returns (d_hidden_BTD plus the part of one vocabulary block, d_head_vD).
 
   `used` counts the chunks with a scored column; d_head_vD is None unless `trained`.
   """

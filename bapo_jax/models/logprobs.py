@@ -32,19 +32,19 @@ def token_stats(
   block: int = 4096,
   columns: Array | None = None,
 ) -> TokenStats:
-  """Scores token_BT: hidden state t predicts the token in column t; float32, nats.
+  """Returns log-probability, entropy and covariance of token_BT: float32, in nats.
 
   Log-probability and entropy propagate exact gradients to hidden states and head. A
   loss without the entropy does not pay for its gradient. The covariance and the
   temperature have no gradient.
 
   Args:
-    hidden_BTD: final hidden states that predict the tokens (already shifted by one).
+    hidden_BTD: final hidden states; the one in column t predicts the token in column t.
     temperature: divides the logits, as in sampling.
     chunk: columns of T projected at once; memory is B * chunk * block floats.
     block: maximum rows of the head projected at once.
     columns: i32, number of leading columns to score; later chunks cost nothing and
-      give 0. None: all columns.
+      give 0. None stands for all columns.
   """
   T = hidden_BTD.shape[1]
   chunk = min(chunk, T)
@@ -67,7 +67,7 @@ def sequence_stats(
   *,
   chunk: int = _D.chunk,
 ) -> TokenStats:
-  """Scores every token of whole rows; 0 in column 0, which nothing predicts."""
+  """Scores each token of whole rows; the first, which nothing predicts, has zeros."""
   hidden_BTD = layers.forward(params, tokens_BT, spec)
   # The last column scores the first token and is dropped: cheaper than a copy of the
   # other columns, and T is more often a multiple of the chunk than T - 1.
@@ -89,11 +89,11 @@ def packed_stats(
   patch_XD: Array | None = None,
   schedule: Schedule = Schedule(),
 ) -> TokenStats:
-  """Scores the targets of packed rows, [R, T]; 0 in other cells.
+  """Returns log-probability, entropy and covariance of each target of packed rows.
 
-  Only cells with a target are projected to the vocabulary: each device sorts them to
-  the front and projects `chunk` cells at once, in chunk * 4096 floats of memory.
-  `patch_XD` are the embeddings of the merged patches that cells.places indexes.
+  The arrays [R, T] are 0 in cells without a target. To save memory, each device moves
+  cells with a target to the front and projects `chunk` at a time to the vocabulary, in
+  chunk * 4096 floats. `patch_XD`: embedded merged patches, indexed by cells.places.
   """
   if cells.places is None or patch_XD is None:
     text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT

@@ -22,7 +22,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]  # the shapes of A and B
 
 
 class Adapter(struct.PyTreeNode):
-  """A and B of a projection, for all layers; the weight's update is scale * A B."""
+  """The factors A and B of a projection in all layers; they add scale * A B to it."""
 
   a: Array  # [L, *in, rank]
   b: Array  # [L, rank, *out]
@@ -80,7 +80,7 @@ def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) 
 
 
 def attach(base: Tree | None, trained: Tree) -> Tree:
-  """Joins the frozen weights `base`, if any, and the trained weights and adapters."""
+  """Joins frozen weights (`base`, if any), trained weights and adapters to one tree."""
   if base is None:
     return trained
   flat = transformer.flatten(trained)
@@ -100,7 +100,7 @@ def layer(w: Array | Adapted, i: int) -> Array:
 
 
 def merge(weights: Tree) -> Tree:
-  """Merges the weights of `attach` to plain arrays; adapted projections are float32."""
+  """Merges every adapter into its weight, in float32; other weights are unchanged."""
 
   def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one more layer
     if not isinstance(w, Adapted):

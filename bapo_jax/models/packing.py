@@ -21,7 +21,7 @@ ATTENTION = 0.02
 
 
 class Shape(NamedTuple):
-  """Bins that suffice for any batch; fixed, so that only one program is compiled."""
+  """The number and width of bins that suffice for any batch: one compiled program."""
 
   micro_batches: int  # the maximum for any batch
   bins: int  # per micro-batch, R
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 class Places(NamedTuple):
-  """Positions and patches of rows, or of cells, with pictures."""
+  """Positions and patches of tokens, in rows or in cells, if prompts have pictures."""
 
   parts_BT3: Int32[Array, 'B T 3']  # time, row and column of each token
   merged_BT: Int32[Array, 'B T']  # index among all merged patches; -1: a text token
@@ -98,7 +98,7 @@ class Packed(NamedTuple):
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
   def _cell_BT(self) -> Array:
-    """Returns each token's cell over all bins; the number of cells for no cell."""
+    """Returns each token's cell, counted over all bins; past the last one: no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
     cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
@@ -126,7 +126,7 @@ def shape_of(
   width: int = 0,
   packed: bool = True,
 ) -> Shape:
-  """Returns the bins for `rows` rows of `length` tokens, all of them targets.
+  """Returns bins that suffice for `rows` rows of up to `length` tokens.
 
   Any n rows fit into a bin of n * length cells, so ceil(rows / n) bins suffice.
 
@@ -152,7 +152,7 @@ def pack(
   width: int = 0,
   packed: bool = True,
 ) -> Packed:
-  """Packs the rows that have a target by first fit decreasing; see `shape_of`.
+  """Packs the rows that have a target into bins, by first-fit decreasing.
 
   wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
   bin i, and all tokens after column 0 are targets.

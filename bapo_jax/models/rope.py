@@ -36,7 +36,7 @@ def llama3(
 ) -> Scaled:
   """Divides low frequencies by `factor`, blending to unchanged high frequencies.
 
-  The blend ranges from low_freq_factor to high_freq_factor turns per original context.
+  The blend runs from low_freq_factor to high_freq_factor turns in the original context.
   """
   turns = original_max_position_embeddings * frequency / (2 * math.pi)
   unscaled = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
@@ -87,7 +87,7 @@ RULES: dict[str, Callable[..., Scaled]] = {
 
 
 def _mix(frequency: np.ndarray, factor: float, unscaled: np.ndarray) -> np.ndarray:
-  """Blends frequencies, unchanged at `unscaled` = 1 and divided by `factor` at 0."""
+  """Blends frequencies divided by `factor` (`unscaled` = 0) with unchanged ones (1)."""
   return frequency * unscaled + frequency / factor * (1 - unscaled)
 
 

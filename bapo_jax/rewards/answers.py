@@ -1,8 +1,8 @@
 r"""Extracts the answer from a response, and defines the verdict on it.
 
-A rule looks for the answer in a fixed place: the last \boxed{...}, then, depending on
-the rule, a line `Answer: ...`, the text after ####, or <answer>...</answer>. Every
-reader takes time linear in the length of the text, for any text.
+A reader, a function of this module, looks for the answer in a fixed place: the last
+\boxed{...}, then, depending on the rule, a line `Answer: ...`, the text after ####, or
+<answer>...</answer>. For any text, it takes time linear in the length of the text.
 """
 
 import re
@@ -16,12 +16,12 @@ class Verdict(NamedTuple):
 
 
 def compared(equal: bool, answer: str) -> Verdict:
-  """Returns the verdict on an extracted answer that was compared with the right one."""
+  """Returns the verdict on an extracted answer; `equal`: it equals the right one."""
   return Verdict(equal, 'equal' if equal else 'another answer', answer)
 
 
 def unusable(answer: str, expected: str) -> Verdict:
-  """Returns the undecided verdict for a right answer that the rule cannot read."""
+  """Returns an undecided verdict: the right answer is not of the form `expected`."""
   return Verdict(None, f'the right answer {answer[:40]!r} is not {expected}', None)
 
 

@@ -1,9 +1,9 @@
 r"""Checks the right answers of a data set when they are read.
 
-The verifier runs on an empty response: a right answer that is undecided there would be
-undecided for every response. `math` is too slow for this check and may hang, so only
-the depth of brackets is limited. `stating` writes a response for a second check: if a
-response that states the right answer is not verified as right, no response can be.
+`check` verifies an empty response: if this is undecided, every response would be, so
+the right answer is refused. For `math`, which is slow and may hang, `check` only limits
+the depth of brackets. `stating` writes a response that states the right answer: if this
+is not verified as right, no response can be.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def check(rule: str) -> Callable[[Row], None]:
 
 
 def _fault(rule: str, answer: str) -> str:
-  """Returns why a verifier cannot use a right answer, or ''."""
+  """Returns the reason why a verifier cannot use a right answer; '' if it can."""
   shown = f'the right answer {answer[:40]!r}'
   if rule == 'math':
     depths = itertools.accumulate((c in '([{') - (c in ')]}') for c in answer)

@@ -6,7 +6,7 @@ from bapo_jax.knobs import Section, knob
 
 
 class ShapingConfig(Section):
-  """Changes to the rewards 1 (right) and 0 (wrong answer); off by default."""
+  """Changes to the reward: by default 1 for a right answer, 0 for a wrong one."""
 
   format_bonus: float = knob(
     0.0,

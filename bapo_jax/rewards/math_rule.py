@@ -24,14 +24,14 @@ class Unreadable(ValueError):
 
 
 def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  r"""Verifies the last \boxed{} or else the last line `Answer: ...`.
+  r"""Verifies the LaTeX in the last \boxed{}, or else in the last line `Answer: ...`.
 
   Call this only in a process that can be killed: math-verify may hang. An error inside
-  math-verify leaves the response undecided. Votes are counted by spelling.
+  math-verify leaves the response undecided. A majority vote compares spellings.
 
-  A `strict` verdict requires an answer that is calculated as far as the right
-  answer. Otherwise math-verify alone decides: it evaluates, rounds and reads the last
-  side of a chain of equations.
+  If `strict`, the answer must be calculated as far as the right answer. Otherwise
+  math-verify alone decides: it evaluates, rounds and reads only the last side of a
+  chain of equations.
   """
   content = answers.box_or_line(text)
   if content is None:
@@ -253,9 +253,9 @@ WORD = re.compile(r"[A-Za-z][A-Za-z' -]+")
 
 
 def _words(text: str) -> str | None:
-  r"""Returns bare words or the words in \text{} in lower case; None for mathematics.
+  r"""Returns an answer in words, bare or in \text{}, in lower case; None for formulas.
 
-  A single capital letter, the name of a choice, stays a capital.
+  The name of a choice, a single capital letter as in (B), stays a capital.
   """
   bare = ' '.join(spelling.TEXT.sub(r' \1 ', text).split())
   if choice := re.fullmatch(r'\(?([A-Z])\)?', bare):

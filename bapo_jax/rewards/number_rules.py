@@ -87,7 +87,7 @@ NOUNS = re.compile(r'(?: *(?:\\text *\{([^{}]*)\}|([A-Za-z]{2,})))+')
 
 
 def _without_nouns(text: str) -> str:
-  """Removes the counted noun after a number: at most five words, none in CHANGING."""
+  """Removes up to five words after a number, unless one changes it (CHANGING)."""
   start = re.search(r'(?<=[0-9.}%)]) *(?:\\text|[A-Za-z]{2,})', text)
   if not start:
     return text
@@ -133,7 +133,7 @@ CONTINUED = re.compile(  # text after a number that changes or denies it
 
 
 def _last_number(text: str) -> Fraction | None:
-  """Returns the last number of a text, unless it is denied or in an expression."""
+  """Returns a text's last number; None if denied (`not 5`) or in an expression."""
   match = None
   for match in NUMBER.finditer(text):  # noqa: B007 (the last match counts)
     pass
@@ -155,12 +155,12 @@ def _unify(text: str) -> str:
 
 
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
-  """Verifies the number in the last box, else after ####, else the last number.
+  """Verifies the number in the last box, or else after ####, or else the last number.
 
-  A box or a #### without exactly one number is wrong; no other place is searched then.
-  The right answer may be a whole solution, with its number after ####. If `strict`,
-  only a label, a unit or the counted noun may surround the number; otherwise anything
-  but a second number.
+  If there is a box or ####, it must have exactly one number; no other place counts. The
+  right answer may be a whole solution, with its number after ####. If `strict`, only a
+  label, a unit or the counted noun may stand beside the number; otherwise any text
+  without a second number.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:

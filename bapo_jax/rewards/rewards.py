@@ -21,7 +21,7 @@ from bapo_jax.types import Groups
 
 
 class PendingVerdicts(NamedTuple):
-  """The verdicts of one submission; worker processes may still compute some of them."""
+  """The verdicts of one `submit`, some of which worker processes may still compute."""
 
   verdicts: list[Verdict | Future[Verdict]]
   texts: Sequence[str]
@@ -47,7 +47,7 @@ class PendingVerdicts(NamedTuple):
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason.
 
-  Starts worker processes at once if k.rule needs them, else when a response does.
+  Starts worker processes at once if k.rule needs them, otherwise when first needed.
   """
 
   def __init__(self, k: RewardsConfig):
@@ -59,8 +59,8 @@ class Verifier:
   ) -> PendingVerdicts:
     """Starts to verify response texts[i] against the right answer answers[i].
 
-    Each response has a rule; '', or an empty sequence, selects k.rule. Sequences of
-    different lengths raise a ValueError.
+    rules[i] is the rule for texts[i]; '', or an empty sequence, selects k.rule.
+    Raises a ValueError if sequences differ in length.
     """
     names = [rule or self.rule for rule in rules or [''] * len(texts)]
     requests = list(zip(names, answers, texts, strict=True))
@@ -77,7 +77,7 @@ class Verifier:
     return PendingVerdicts(verdicts, texts, names)
 
   def slow(self, rules: Iterable[str]) -> bool:
-    """Returns whether any of the rules is so slow that requests should start early."""
+    """Returns whether any rule is so slow that verdicts should be requested early."""
     return not verifiers.POOLED.isdisjoint(rule or self.rule for rule in rules)
 
   def close(self) -> None:
@@ -88,7 +88,7 @@ class Verifier:
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:
-  """Returns the groups unchanged: 1 for a right response, 0 for a wrong one."""
+  """Returns the groups unchanged: rewards are 1 for right responses, otherwise 0."""
   del texts
   return groups
 
@@ -115,7 +115,7 @@ def shape(
   Args:
     length_PG: tokens of the responses, end token included.
     truncated_PG: bool, True for a response without end token.
-    formatted_PG: bool, True if the reader of the rule finds an answer.
+    formatted_PG: bool, True if the response has an answer where the rule looks.
     longest: L_max, the maximum number of tokens of a response.
   """
   verdict_PG = correct_PG & ~truncated_PG if k.truncated == 'wrong' else correct_PG
@@ -139,12 +139,11 @@ def shaped(
   longest: int,
   k: ShapingConfig,
 ) -> Groups:
-  """Returns verified groups with the rewards and the masked responses of `shape`.
+  """Returns verified groups with the rewards and the loss mask that `shape` computes.
 
   Args:
     texts: P * G responses; '' for responses that another process verifies.
-    rules: rule per problem id, whose reader decides on the format bonus; '', or an
-      empty sequence, selects `rule`.
+    rules: the rule of each problem id, for the format bonus; '' or () selects `rule`.
   """
   if not k.format_bonus and not k.overlong_penalty and k.truncated == 'verified':
     return groups

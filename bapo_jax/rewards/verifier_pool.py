@@ -1,13 +1,13 @@
 r"""Verifies responses in processes that may hang, run out of memory or be killed.
 
 A fork server (verifier_worker.py) loads math-verify once and forks a warm worker for
-every socket sent to it. A thread per worker sends one answer at a time, and kills the
-worker at the deadline. An answer whose worker died goes to the next worker, once.
+every socket sent to it. Each worker has a thread, which sends it one response at a time
+and kills it at the deadline. If a worker dies, its response goes to another one, once.
 
     pool --- other end of a socket pair ---> fork server --- fork ---> worker
       \__________________ the socket pair: JSON lines _________________/
 
-Deadlines count processor time, so an answer gets the same verdict on an idle and on a
+Deadlines count processor time, so a response gets the same verdict on an idle and a
 busy machine. Wall time (STALLED_S) ends only a worker that does not run at all.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
@@ -47,9 +47,9 @@ FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
 
 
 class Worker:
-  """A forked process as seen by its thread: one request, one reply.
+  """A connection to a forked worker process, which sends one reply to each request.
 
-  All methods raise OSError or EOFError if the process is dead or silent.
+  Its methods raise an OSError or EOFError if the process is dead or silent.
   """
 
   def __init__(self, fork_server: socket.socket):
@@ -64,9 +64,10 @@ class Worker:
   def request(
     self, request: Request, seconds: float, stalled: float
   ) -> dict[str, Any] | None:
-    """Sends a request and returns the reply; None: overdue, the worker must be killed.
+    """Sends a request; returns the reply, or None if the worker ran out of time.
 
-    The limits are `seconds` of processor time and `stalled` of wall time in silence.
+    That is after `seconds` of processor time; the caller must then kill the worker.
+    Raises OSError if the worker sends nothing for `stalled` seconds.
     """
     self._socket.settimeout(stalled)
     self._socket.sendall(json.dumps([seconds, *request]).encode() + b'\n')
@@ -95,7 +96,7 @@ class Worker:
 
 
 def start(*, strict: bool) -> tuple[socket.socket, subprocess.Popen]:
-  """Starts the process that forks workers; it loads math-verify in the background."""
+  """Starts the fork server, which loads math-verify; returns (socket to it, server)."""
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
@@ -113,7 +114,7 @@ def start(*, strict: bool) -> tuple[socket.socket, subprocess.Popen]:
 
 @dataclasses.dataclass
 class Batch:
-  """The budget of one `submit`."""
+  """The budget that the requests of one `submit` share."""
 
   left: float  # seconds of processor time that its requests may still use together
 
@@ -211,7 +212,7 @@ class VerifierPool:
     return CLOSED if self._closed else FATAL
 
   def _worker(self, thread: int) -> Worker | None:
-    """Returns the worker of a thread, forked if necessary; None: the pool is closed."""
+    """Returns a thread's worker, forked if necessary; None if the pool is closed."""
     worker = self._workers.get(thread)
     if not self._closed and worker and worker.pid:
       return worker

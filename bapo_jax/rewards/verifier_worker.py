@@ -54,7 +54,7 @@ def main(memory_mb: int, recycle: int, strict: bool) -> None:
 
 
 def _work(requests: socket.socket, memory_mb: int, recycle: int, strict: bool) -> None:
-  """Verifies requests; returns after `recycle` answers or when memory runs out."""
+  """Replies to requests with verdicts, `recycle` times or until memory runs out."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
   # The interpreter's C code writes the number of a signal to this socket at once, even

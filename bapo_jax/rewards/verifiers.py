@@ -106,9 +106,9 @@ def countdown(answer: str, text: str) -> Verdict:
 
 
 def exact(answer: str, text: str) -> Verdict:
-  """Compares the last box, else the `Answer:` line, else the whole text, by characters.
+  """Verifies that a response has the same characters as the right answer.
 
-  Reads the right answer in the same way and ignores surrounding white space.
+  Reads both from the last box, else the `Answer:` line, else the whole text, stripped.
   """
   given, right = (
     (whole if (part := answers.box_or_line(whole)) is None else part).strip()

@@ -1,6 +1,6 @@
 """Samples responses and verifies them.
 
 In: prompts, the actor's weights, a random key.
-Out: `Groups` of G verified responses per prompt, with log-probabilities and versions.
+Out: `Groups`: G verified responses per prompt, log-probabilities and weight versions.
 Reading order: sampling, shapes, decode, engine, partial_rollouts, rollout; knobs.
 """

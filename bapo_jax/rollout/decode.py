@@ -51,7 +51,7 @@ class Slots(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Finished rows; [P, G, T] once they are grouped."""
+  """Finished rows; `take_groups` returns them as [P, G, T]."""
 
   tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
   logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
-  """Returns free slots for rows of `length` tokens, the cache in `parts` segments."""
+  """Returns free slots for rows of `length` tokens; the cache has `parts` segments."""
   zeros = functools.partial(jnp.zeros, slots)
   return Slots(
     row_S=jnp.full(slots, -1, jnp.int32),
@@ -82,7 +82,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 
 
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Copies the weights to the decoding layout; the learner may donate the originals."""
+  """Copies the weights to the decoding layout; the learner may then donate its own."""
   return _syncs(spec, mesh)[0](params)
 
 
@@ -110,7 +110,7 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
 
 
 def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
-  """Returns the shardings of slots: rows are split, in the cache heads as well."""
+  """Returns the shardings of `Slots`: split by slot, and the cache also by head."""
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
@@ -173,7 +173,7 @@ def admit(
 def _prefill(
   params: Tree, tokens_RT: Array, pictures: Pictures | None, spec: ModelSpec
 ) -> tuple[list[decoder.KeysValues], Array]:
-  """Returns the keys and values of rows with or without pictures, and shift_R."""
+  """Prefills rows, with pictures or without; returns (keys and values, shift_R)."""
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
     return decoder.prefill(params, tokens_RT, spec), shift_R
@@ -231,7 +231,7 @@ def run(
     key: with uid and position, determines the noise.
     temperature: divides the logits.
     n: maximum number of tokens per slot; changing n does not recompile.
-    policy_version: learner step of the weights.
+    policy_version: learner step that made the weights `params`.
     live: number of leading cache segments that contain all columns of this dispatch;
       attention reads only these segments.
     sampling: truncation of the distribution, or greedy.
@@ -334,7 +334,7 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 
 @functools.partial(jax.jit, static_argnames='group')
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
-  """Gathers the rows of places as groups [P, G, T]; empty rows where not filled_P."""
+  """Returns the groups [P, G, T] at the places; those where not filled_P are empty."""
 
   def gather(x_BT: Array, empty_value: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]

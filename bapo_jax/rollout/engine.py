@@ -34,19 +34,19 @@ class RolloutEngine:
   Args:
     max_new_tokens: maximum number of tokens of a response, end token included.
     group_size: G, responses per prompt.
-    temperature: divides the logits, also in recorded log-probabilities. 0: greedy, for
-      evaluation only.
-    max_num_seqs: S, decode slots.
+    temperature: divides the logits, also in recorded log-probabilities; 0 means greedy
+      decoding, for evaluation only.
+    max_num_seqs: S, the number of decode slots.
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
     cache_segments: parts of the KV cache; attention skips parts that no slot has
       reached.
-    done_check_lag: number of dispatches by which the host reads done flags late. 1
-      keeps an accelerator busy while the host reads, but leaves a finished slot idle
-      for one dispatch.
+    done_check_lag: number of later dispatches that start before the host reads which
+      slots a dispatch finished. 1 keeps an accelerator busy while the host reads, but
+      leaves a finished slot idle for one dispatch.
     top_k, top_p: see `SamplingParams`; evaluation only.
-    mesh: slots and rows are split over its data and fsdp axes; None: one device.
-    gallery: pictures of the problems, by problem id; None: text only. Galleries of
+    mesh: slots and rows are split over its data and fsdp axes; None for one device.
+    gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
 
   Raises:
@@ -75,21 +75,21 @@ class RolloutEngine:
 
   @property
   def length(self) -> int:
-    """Returns T, the columns of a row."""
+    """Returns T, the number of columns of a row."""
     return self.max_prompt_tokens + self.max_new_tokens
 
   @property
   def prefill_rows(self) -> int:
-    """Returns A, the responses admitted at once."""
+    """Returns A, the number of responses admitted at once."""
     return min(self.prefill_batch_size, self.max_num_seqs)
 
   @property
   def prefill_sizes(self) -> list[int]:
-    """Returns the numbers of prompts that are prefilled at once, ascending.
+    """Returns the one or two prompt counts for which prefilling is compiled, ascending.
 
-    A block of A responses that starts with a group has one prompt fewer than a block
-    that starts and ends inside groups. The smaller number gets a separate program if
-    that program saves more than a tenth of the work.
+    If A responses start in the middle of a group, they may answer one prompt more than
+    if they start with a group. The smaller count has a separate program if this program
+    saves more than a tenth of the work.
     """
     aligned = -(-self.prefill_rows // self.group_size)
     unaligned = min(self.prefill_rows, aligned + 1)
@@ -97,7 +97,7 @@ class RolloutEngine:
 
   @property
   def segment_sizes(self) -> list[int]:
-    """Returns the columns of each segment of the KV cache."""
+    """Returns the number of columns of each segment of the KV cache."""
     return shapes.segment_sizes(self.length, self.cache_segments)
 
   def empty(self, rows: int) -> tuple[Slots, Rows]:
@@ -119,13 +119,13 @@ class RolloutEngine:
     return jax.jit(make, out_shardings=(slots, over_rows))()
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
-    """Returns the pictures of problems (id -1: none), or None for text only."""
+    """Returns the pictures of problems, none for id -1; None in runs on text only."""
     return None if self.gallery is None else self.gallery.of(id_P)
 
   def admit(
     self, params: Tree, slots: Slots, id_R: np.ndarray, *rows: np.ndarray
   ) -> Slots:
-    """Calls `decode.admit` under the mesh.
+    """Starts responses to prompts in free slots, by `decode.admit`.
 
     Args:
       id_R: problem ids of the prompts, -1 for padding.
@@ -137,11 +137,11 @@ class RolloutEngine:
   def refresh(
     self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
   ) -> Slots:
-    """Calls `decode.refresh` under the mesh.
+    """Recomputes the KV cache of some slots with new weights, by `decode.refresh`.
 
     Args:
-      id_A: problem ids of the rows in the slots, -1 for padding.
-      slot_A: the slots; S for padding.
+      id_A: problem ids of the rows in these slots, -1 for padding.
+      slot_A: the slots to refresh; the number S is padding.
       live: number of leading cache segments to recompute.
     """
     columns = sum(self.segment_sizes[:live])
@@ -152,7 +152,7 @@ class RolloutEngine:
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
-    """Calls `decode.run` under the mesh; returns the slots and position_S."""
+    """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
     return sharding.under(self.mesh, decode.run)(
       params,
       slots,
@@ -172,7 +172,7 @@ class RolloutEngine:
     """Compiles every shape that can occur, with calls that contain only padding.
 
     Args:
-      places: groups in the output, as in PartialRollouts.
+      places: number of groups in the output, as in PartialRollouts.
       refreshed: whether `refresh` is compiled too, for partial rollouts.
     """
     slots, rows = self.empty(places * self.group_size)

@@ -32,7 +32,7 @@ class SamplerConfig(Section):
   )
   done_check_lag: int = knob(
     0,
-    'Dispatches by which done flags are read late; 1 keeps an accelerator busy.',
+    'Dispatches ahead of the check for ended responses; 1 keeps an accelerator busy.',
     least=0,
     most=1024,
   )

@@ -72,7 +72,7 @@ class PartialRollouts:
     step: int = 0,
     limit_B: np.ndarray | None = None,
   ) -> None:
-    """Queues G responses to each prompt; a prompt of length 0 is an empty seat.
+    """Queues G responses to each prompt, but none to a prompt of length 0.
 
     Args:
       uid_B: u32, names each response; equal (key, uid) give equal noise.
@@ -142,7 +142,7 @@ class PartialRollouts:
     self._collect(on_finished, 0)
 
   def _fill(self, params: Tree) -> None:
-    """Admits waiting rows to free slots in blocks of A, or fewer if fewer wait."""
+    """Admits waiting rows once there are A free slots, or as many as rows wait."""
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -197,7 +197,7 @@ class PartialRollouts:
     self.dispatched += 1
 
   def _collect(self, on_finished: OnFinished, lag: int) -> None:
-    """Collects the rows that ended in all but the last `lag` dispatches."""
+    """Collects rows that have ended, without waiting for the last `lag` dispatches."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
       position_S = np.asarray(position_S)
@@ -230,7 +230,7 @@ class PartialRollouts:
     return order[done_W[order]]
 
   def read(self, places: np.ndarray, seats: int) -> Rows:
-    """Returns the rows [seats, G, T] of the groups at these places, then empty rows."""
+    """Returns the groups at these places as rows [seats, G, T]; empty seats follow."""
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
     take = sharding.under(self.engine.mesh, decode.take_groups)

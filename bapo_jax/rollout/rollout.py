@@ -74,7 +74,7 @@ def rollout(
   """Samples G responses to each of P prompts, and returns up to P verified groups.
 
   With a token budget (k.max_tokens_per_step) decoding stops when the budget is spent,
-  and the unfinished responses are continued in the next step, with its weights (partial
+  and unfinished responses continue in the next step, with that step's weights (partial
   rollouts; Balanced PO, section 5). The oldest finished groups are returned, at most P.
   A group that was submitted k.max_off_policy_steps ago is due: it is completed even
   beyond the budget. `collect_due` returns due groups beyond P in the same step.
@@ -132,7 +132,7 @@ def collect_due(
 
   Args:
     rollouts: mutated: the places are freed.
-    seats: P, groups in the result; the last are empty if fewer groups are due.
+    seats: P, the number of groups returned; the last are empty if fewer are due.
   """
   places = rollouts.finished()
   due_W = rollouts.due(step - max_off_policy_steps)
@@ -150,7 +150,7 @@ def empty(engine: RolloutEngine) -> Rollout:
 def _progress(
   rollouts: PartialRollouts, on_finished: OnFinished
 ) -> Generator[OnFinished]:
-  """Adds a progress bar to `on_finished`."""
+  """Yields a function that advances a progress bar and calls `on_finished`."""
   with progress_bar(rollouts.unfinished, 'sampling', 'response') as bar:
 
     def advance(rows: list[int]) -> None:
@@ -164,7 +164,7 @@ def _progress(
 
 
 class PendingVerifications:
-  """Requests verdicts on finished responses; slow verdicts already during decoding."""
+  """Requests verdicts on finished responses, during decoding if verdicts are slow."""
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
     self._verification, self._rollouts = verification, rollouts
@@ -181,7 +181,7 @@ class PendingVerifications:
       self._request([row for row in rows if self._rollouts.own_B[row]])
 
   def _request(self, rows: list[int]) -> None:
-    """Submits finished rows for verification; all must be on this process's devices."""
+    """Submits finished rows for verification; this process's devices must hold them."""
     if not rows:
       return
     v, rollouts = self._verification, self._rollouts
@@ -203,10 +203,10 @@ class PendingVerifications:
     return verified._replace(groups=groups)
 
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """Waits for the verdicts on the rows of these places; pads with empty seats.
+    """Returns the groups at these places with their verdicts, then empty seats.
 
-    Each process verifies the responses on its devices; the verdicts are summed over
-    processes.
+    Each process waits for the verdicts on the responses on its devices; the verdicts
+    are summed over processes.
     """
     P, G, _ = rows.tokens_BT.shape
     id_P = np.pad(self._rollouts.id_W[places], (0, P - len(places)), constant_values=-1)
@@ -228,7 +228,7 @@ class PendingVerifications:
 
 @jax.jit
 def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
-  """Returns groups whose rewards are the verdicts."""
+  """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   return Groups(
     id_P=id_P,
@@ -244,7 +244,7 @@ def _fold(rows: Rows, id_P: Array, correct_B: Array, step: Array) -> Groups:
 
 
 def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:
-  """Decodes the responses of rows to strings; all must be on this process's devices."""
+  """Returns the responses of rows as strings; this process's devices must hold them."""
   version_BT = exchange.rows_of(rows.policy_version_BT, indices)
   tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
   return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

@@ -1,4 +1,4 @@
-"""Draws tokens from logits and records their log-probabilities from the same array.
+"""Draws tokens from logits, and computes log-probabilities from the same logits.
 
 1. `SamplingParams` select the distribution: the softmax in training, truncated or
    greedy in evaluation;
@@ -13,7 +13,7 @@ from jax import Array
 
 
 class SamplingParams(NamedTuple):
-  """The distribution of a token; training uses the defaults, the softmax."""
+  """The distribution of a token; the default, which training uses, is the softmax."""
 
   greedy: bool = False  # the most likely token, recorded with log-probability 0
   top_k: int = 0  # only the k most likely tokens; 0: all
@@ -47,8 +47,8 @@ def draw(
     sampling: truncation of the distribution, or greedy.
 
   Returns:
-    token_S, i32, and logp_S, f32, its log-probability in nats, from the array that the
-    token was drawn from.
+    token_S, i32, and logp_S, f32: the tokens, and their log-probabilities in nats under
+    the distribution that they were drawn from.
   """
   S, V = logits_SV.shape
   if sampling.greedy:

@@ -39,11 +39,11 @@ def segments_reached(sizes: list[int], columns: int) -> int:
 def check_rows(
   spec: ModelSpec, max_prompt_tokens: int, max_new_tokens: int, eos: tuple[int, ...]
 ) -> None:
-  """Raises a ValueError unless such rows can be decoded and have room to finish."""
+  """Raises ValueError unless rows of these lengths fit the model and can end."""
   if max_prompt_tokens + max_new_tokens > spec.positions:
     raise ValueError(
-      f'prompt {max_prompt_tokens} + response {max_new_tokens} tokens exceed the '
-      f"model's {spec.positions} positions; lower sampler.max_new_tokens or "
+      f'prompts of {max_prompt_tokens} and responses of {max_new_tokens} tokens exceed '
+      f"the model's {spec.positions} positions; lower sampler.max_new_tokens or "
       'prompts.max_prompt_tokens'
     )
   if max_new_tokens < 1:

@@ -1,4 +1,4 @@
-"""Runs an experiment: first screen, resume, log, checkpoints, report.
+"""Runs an experiment: prints a summary, trains or resumes, and writes a report.
 
 In: a config and a workdir. Out: metrics, checkpoints and a report.
 Reading order: step_record, resume, report, charts, report_page, experiment.

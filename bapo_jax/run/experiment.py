@@ -1,4 +1,4 @@
-"""Carries out a training run, from the first screen to the report.
+"""Carries out a training run, from the summary at its start to the report.
 
 1. `train` opens the workdir, resolves the config, builds the trainer, resumes;
 2. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
@@ -60,8 +60,8 @@ def train(config: Config, workdir: str) -> int:
 def claim(workdir: str, config: Config) -> None:
   """Writes the config to a new workdir, or compares it with the config of its run.
 
-  Sections that do not affect the results may change on resuming. The mesh may change
-  too, up to rounding; so may section `problems` with problems.changed='accept'.
+  Sections that do not affect the results may differ on resuming. So may the mesh, which
+  affects only rounding, and with problems.changed='accept' the section `problems`.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -153,7 +153,7 @@ class Run:
       seconds[name] = seconds.get(name, 0.0) + before
 
   def cost(self) -> Spent:
-    """Returns the cost of the run so far, its problems, frozen weights and mesh."""
+    """Returns cost so far, mesh, and fingerprints of problems and frozen weights."""
     return {
       'wall_s': self.spent['wall_s'] + time.perf_counter() - self.t.timer.began,
       'phases': self.t.timer.seconds,
@@ -164,7 +164,7 @@ class Run:
     }
 
   def start(self, s: TrainState) -> None:
-    """Compiles the programs, or repeats a missing evaluation of a finished run.
+    """Compiles the programs; of a finished run, repeats only a missing evaluation.
 
     Logs which rows of metrics and which evaluations are lost.
     """
@@ -172,7 +172,7 @@ class Run:
       steps = {row['step'] for row in metrics.read(self.workdir)}
       if lost := [n for n in range(s.step + 1) if n not in steps]:
         log(
-          f'{self.workdir}/metrics.jsonl lacks {len(lost)} rows of the steps 0 to '
+          f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
       for path in evaluate.truncated(self.workdir, among=range(1, s.step)):
@@ -259,7 +259,7 @@ class Run:
   def save_if_due(
     self, s: TrainState, row: Metrics, record: StepRecord, *, last: bool
   ) -> None:
-    """Saves every checkpoint.every steps, at the end, and after ranked evaluations."""
+    """Saves at the end, and if checkpoint.every or checkpoint.best asks for it."""
     config = self.t.config.checkpoint
     ranked = 'eval/accuracy' in row and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
@@ -347,7 +347,7 @@ def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
 def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """Evaluates on the held-out problems like training; returns (result, samples)."""
+  """Evaluates on the held-out problems as training does; returns (result, samples)."""
   knobs = t.config.evaluate
   sampling = knobs.sampling.model_dump() | {'group_size': knobs.group_size}
   engine = dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)

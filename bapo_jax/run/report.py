@@ -64,7 +64,7 @@ def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
-  """Returns a sentence on the share and its target; '' if there is no target."""
+  """Says how often the positive share met its target; '' if there is no target."""
   met = mean(rows, 'clip/target_met')
   if target is None or not math.isfinite(met):
     return ''

@@ -151,7 +151,7 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
 def draw_curves(
   path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
 ) -> None:
-  """Draws all panels into one PNG, with the target share as a dashed line."""
+  """Draws all panels into one PNG; a dashed line is the positive share's target."""
   figure = new_figure(11, 19)
   steps = [r['step'] for r in rows] or [0]
   margin = max(1, 0.03 * (max(steps) - min(steps)))

@@ -18,7 +18,7 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   """Returns the arrays of a state.
 
   They include the actor if the next step decodes with its older weights. The actor is
-  stored in the layout of the parameters, which fits any mesh, without frozen weights.
+  stored without frozen weights, in the layout of the parameters, which fits any mesh.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if s.step % t.config.rollout.weight_sync_interval:
@@ -53,11 +53,9 @@ def resume(
 ) -> tuple[TrainState, Spent]:
   """Restores the newest complete checkpoint; returns the state and the cost so far.
 
-  If `same` is False (other problems), its buffer and partial rollouts are dropped.
-
-  Raises:
-    ValueError: all checkpoints are damaged, or the newest checkpoint has no optimiser
-      state or belongs to other frozen weights.
+  If `same` is False (the problems changed), the saved buffer and rollouts are dropped.
+  Raises ValueError if all checkpoints are damaged, or the newest has no optimiser state
+  or belongs to other frozen weights.
   """
   if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
@@ -99,9 +97,7 @@ def same_problems(
   """Returns whether the problems match the latest checkpoint; True without checkpoints.
 
   `identity` contains the fingerprints of the training and the held-out problems.
-
-  Raises:
-    ValueError: the problems differ, and `changed` (the knob) is 'refuse'.
+  Raises ValueError if the problems differ and `changed`, the knob, is 'refuse'.
   """
   step = checkpoints.latest_step()
   if step is None:
@@ -113,9 +109,9 @@ def same_problems(
   message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':
     raise ValueError(
-      f'the problems have changed since step {step} (fingerprints, {message}); restore '
+      f'the problems have changed since step {step} (fingerprints: {message}); restore '
       'the old problems, start in another --workdir, or continue with '
       '--config.problems.changed=accept'
     )
-  log(f'The problems have changed since step {step} ({message}). The buffer is empty.')
+  log(f'New problems since step {step} ({message}): the replay buffer starts empty.')
   return False

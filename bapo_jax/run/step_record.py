@@ -92,7 +92,7 @@ def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
 def _updated(
   updates: Sequence[Updated], seat: int, group_size: int
 ) -> tuple[int, Updated] | tuple[None, None]:
-  """Returns (number, update) of the last update with this seat, with tokens [G, T]."""
+  """Returns (number, update) of a seat's last update, with only its tokens [G, T]."""
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
       rows = i * group_size + np.arange(group_size)
@@ -107,7 +107,7 @@ def _responses(
   of_seat: Updated | None,
   left: int,
 ) -> list[dict[str, Any]]:
-  """Describes the responses of one group, at most `left` tokens in per-token fields."""
+  """Describes a group's responses; beyond `left` tokens, without per-token fields."""
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   found = []

@@ -15,7 +15,7 @@ WRITTEN_LATER = ('commit_success.txt', '_CHECKPOINT_METADATA')
 def write(directory: str, label: str) -> None:
   """Records the length and the digest of every file below the directory.
 
-  `label` names the directory, such as its step, so that `damage` detects a copy.
+  `label` is the directory's name; `damage` thus detects a copy of another directory.
   """
   paths = [
     os.path.relpath(os.path.join(folder, name), directory)

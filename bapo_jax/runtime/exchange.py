@@ -16,7 +16,7 @@ from bapo_jax.runtime.hosts import everyones, process, processes
 
 
 def total(values: np.ndarray | Sequence) -> np.ndarray:
-  """Returns the int32 sum over processes of equally shaped integers."""
+  """Returns the elementwise int32 sum of `values` over all processes."""
   own = np.asarray(values, np.int32)
   return process_allgather(own).sum(0, dtype=np.int32) if processes() > 1 else own
 
@@ -46,8 +46,8 @@ def whole(array: Any) -> np.ndarray:
 def placed(tree: Any, layout: Any) -> Any:
   """Puts host values that are equal in all processes on the devices.
 
-  `layout` is a sharding, or a prefix tree of shardings. Each process puts its shards,
-  whereas `jax.device_put` would send all values to compare them.
+  `layout` is a sharding, or a prefix tree of shardings. Each process puts its own
+  shards; `jax.device_put` would also compare all values between processes.
   """
   if processes() == 1:
     return jax.device_put(tree, layout)
@@ -85,7 +85,7 @@ def owned(array: Any) -> np.ndarray:
 
 
 def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
-  """Returns rows of a global array that are all on devices of this process."""
+  """Returns rows of a global array; they must all be on devices of this process."""
   index = np.asarray(rows, int)
   if isinstance(array, np.ndarray):
     return array[index]

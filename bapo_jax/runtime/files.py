@@ -66,7 +66,7 @@ def read_json(path: Path, way_out: str) -> Any:
 
 
 def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]:
-  """Reads a JSON file with an object at its top; see `read_json`."""
+  """Reads a JSON file whose top level must be an object; see `read_json` for errors."""
   value = read_json(path, way_out)
   if not isinstance(value, dict):
     raise ValueError(f'{path} has no JSON object at the top level; {way_out}')
@@ -75,7 +75,7 @@ def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-  """Adds the path to an OSError without a filename, for instance from write()."""
+  """Adds the path to an OSError that has no filename, such as one of file.write()."""
   try:
     yield
   except OSError as error:

@@ -56,17 +56,15 @@ def initialise(
   Without arguments, reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
   JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX) or lets JAX look for SLURM, GKE and TPU
   metadata; without any of these, the process runs alone. `coordinator` is host:port of
-  process 0, `process` counts from 0, and `start_s` limits the wait in seconds.
-
-  Raises:
-    ValueError: the flags are inconsistent, the port is taken, or the environment
-      describes a cluster but the other processes cannot be found.
+  process 0, `process` counts from 0, and `start_s` limits the wait in seconds. Raises
+  ValueError if the flags are inconsistent, the port is taken, or the environment
+  describes a cluster but the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
   given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
   if len(given) in (1, 2):
     raise ValueError(
-      f'{" ".join(given)}: give --coordinator, --process and --processes, or none'
+      f'{" ".join(given)}: give all of --coordinator, --process, --processes, or none'
     )
   if process is None or processes is None:
     # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
@@ -98,7 +96,7 @@ def initialise(
 
 
 def _check(coordinator: str, process: int, processes: int) -> None:
-  """Raises ValueError unless the numbers fit and the coordinator's port is free."""
+  """Raises ValueError if the flags are inconsistent or the port is taken."""
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
     raise ValueError(f'--coordinator={coordinator}: give host:port, port 1-65535')
@@ -154,7 +152,7 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
 
 
 def _explain_abort(sentence: str) -> None:
-  """Makes an abort of this process print the sentence and exit with status LOST.
+  """Makes abort() in this process print the sentence and exit with status LOST.
 
   The handler is a C function: a Python signal handler would wait for the main thread,
   but the aborting thread never returns from abort().
@@ -178,9 +176,9 @@ def _console(sentence: str) -> None:
 
 
 def leave(status: int) -> None:
-  """Ends this process, and all others with status LOST; returns if it is alone.
+  """Ends this process with `status`; returns if it is the only process of the run.
 
-  If all processes call this within GRACE_S seconds, every process exits with `status`.
+  The others end with status LOST, unless they too call this within GRACE_S seconds.
   """
   if processes() > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
@@ -190,7 +188,7 @@ def leave(status: int) -> None:
 
 
 def finish(status: int) -> None:
-  """Ends this process once all processes have called this; returns if it is alone."""
+  """Ends this process when all have called this; returns if it is the only process."""
   if processes() > 1:
     try:
       _disconnect()
@@ -215,10 +213,10 @@ def _exit(status: int) -> NoReturn:
 
 
 def failed(error: BaseException) -> NoReturn:
-  """Prints the traceback of an unexpected error and ends this process.
+  """Prints the traceback of an unexpected error and ends this process with status 1.
 
-  Collectives and barriers fail when another process is gone. Then JAX aborts this
-  process during the wait below, and the handler explains the abort.
+  If a collective or barrier failed, another process is probably gone. Then this waits
+  first, so that JAX can abort this process, with the sentence of `_explain_abort`.
   """
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
@@ -228,7 +226,7 @@ def failed(error: BaseException) -> NoReturn:
 
 
 def everyones(text: str) -> list[str]:
-  """Gathers a string from every process, in process order; a collective."""
+  """Returns the strings of all processes, in process order; all must call this."""
   if processes() == 1:
     return [text]
   import numpy as np  # late: bad knobs fail before this import
@@ -245,7 +243,7 @@ def everyones(text: str) -> list[str]:
 def _share(sentence: str) -> None:
   """Raises ValueError if another process has an error and this process has none.
 
-  A collective; `sentence` is the error of this process, '' for none.
+  All processes must call this; `sentence` is the error of this process, '' for none.
   """
   sentences = everyones(sentence)
   if processes() == 1 or not any(sentences):
@@ -279,7 +277,7 @@ def first_ahead() -> Iterator[None]:
 
 
 def same_everywhere(values: dict[str, Any]) -> None:
-  """Raises ValueError in all processes unless `values` are equal; a collective."""
+  """Raises ValueError in all processes unless they all pass equal `values`."""
   expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
   for i, found in enumerate(others, 1):
     if differ := [
@@ -295,7 +293,7 @@ def same_everywhere(values: dict[str, Any]) -> None:
 
 
 def differences(old: Any, new: Any, name: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """Yields (dotted name, old, new) per differing value; None if it is missing."""
+  """Yields (dotted name, old, new) of values that differ; a missing value is None."""
   if isinstance(old, dict) and isinstance(new, dict):
     for key in sorted(old.keys() | new.keys()):
       dotted = f'{name}.{key}' if name else key

@@ -19,7 +19,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-  """Returns package -> version; 'code' is a digest of the source files of bapo_jax."""
+  """Returns each package's version, and a digest of bapo_jax's source as 'code'."""
   root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
   for path in sorted(root.rglob('*.py')):
     digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
@@ -31,12 +31,12 @@ def versions() -> dict[str, str]:
 
 
 def host_memory() -> int:
-  """Returns the size of the host's memory, bytes."""
+  """Returns the size of the host's memory in bytes."""
   return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
 
 def peak_rss() -> int:
-  """Returns the largest resident size of this process so far, bytes."""
+  """Returns the peak memory of this process so far (resident set size) in bytes."""
   # getrusage includes the memory of the parent process between fork and exec.
   with contextlib.suppress(OSError), open('/proc/self/status') as file:
     return next(int(x.split()[1]) << 10 for x in file if x.startswith('VmHWM'))
@@ -57,6 +57,6 @@ def hold_freed_memory() -> None:
 
 
 def trim() -> None:
-  """Returns freed memory that glibc keeps, often hundreds of MiB, to the system."""
+  """Gives the freed memory that glibc keeps, often hundreds of MiB, to the system."""
   with contextlib.suppress(AttributeError, OSError):
     ctypes.CDLL(None).malloc_trim(0)

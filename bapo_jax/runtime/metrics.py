@@ -86,7 +86,7 @@ def _row(line: bytes, after: float) -> Row:
   # RecursionError: thousands of brackets.
   except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
     text = line[:60].decode(errors='replace')
-    raise ValueError(f'is not a JSON row: {text!r}') from error
+    raise ValueError(f'is not a row of metrics: {text!r}') from error
   if step <= after:
     raise ValueError(f'has step {step} after step {after}')
   return {'step': step} | values
@@ -226,7 +226,7 @@ WIDTH = 100  # characters per console line
 
 
 def legend() -> str:
-  """Returns an explanation of the columns of `line`."""
+  """Returns a text that names the metric in each column that `line` prints."""
   named = ', '.join(f'{label}={name}' for label, name, _ in COLUMNS)
   named = named.replace(', ..=', '..')
   text = f'Columns: {named}. bapo_jax/runtime/glossary.py defines every metric.'

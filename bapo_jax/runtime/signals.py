@@ -41,7 +41,7 @@ class Stop:
   current = 'this step'  # what the process finishes before it stops
 
   def __call__(self, number: int, frame: object) -> None:
-    """Handles a signal."""
+    """Remembers the first signal and logs it; interrupts on the second."""
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number

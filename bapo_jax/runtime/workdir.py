@@ -57,8 +57,8 @@ def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
       ) from None
     except OSError as error:
       log(
-        f'{path} cannot be locked ({error.strerror}); start no second process in '
-        'this directory, because nothing prevents it.'
+        f'{path} cannot be locked ({error.strerror}), so a second run in this '
+        'directory would not be refused; do not start one.'
       )
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
@@ -97,7 +97,7 @@ def _text(path: str) -> str:
 
 
 def check_writable(path: str, knob: str) -> None:
-  """Makes the directory; a ValueError names the flag `knob` if it is not writable."""
+  """Makes the directory; raises ValueError, naming the flag `knob`, if not writable."""
   try:
     os.makedirs(path, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
@@ -154,7 +154,7 @@ def read_config(path: str) -> dict[str, Any]:
 def writable(workdir: str) -> Iterator[None]:
   """Turns a failed write into a ValueError that names the file and the last checkpoint.
 
-  Converts an OSError about a file in the workdir, or with an errno in REFUSALS.
+  Converts an OSError about a file in the workdir, or about a full or read-only disk.
   """
   try:
     yield
@@ -174,12 +174,12 @@ def writable(workdir: str) -> Iterator[None]:
 
 
 def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
-  """Logs that a run resumes on another mesh; both are axis -> devices."""
+  """Logs a change of the mesh since the checkpoint; a mesh maps axes to sizes."""
   if before and before != now:
     then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(
-      f'Another mesh ({then} then, {today} now): sums are now rounded '
-      'differently, so this run equals an uninterrupted run only up to rounding.'
+      f'The run resumes on another mesh ({then} before, {today} now): sums are rounded '
+      'differently, so it equals an uninterrupted run only up to rounding.'
     )
 
 

@@ -34,10 +34,10 @@ SETTINGS = 'seed tokenizer problems prompts sampler rewards evaluate'
 def eval_checkpoint(
   config: Config, workdir: str, to: str, which: str = 'newest'
 ) -> int:
-  """Evaluates, prints the table, writes `to`.jsonl and `to`.md; returns 0.
+  """Evaluates weights, prints a table, writes `to`.jsonl and `to`.md; returns 0.
 
-  Reads the checkpoint `which` (see checkpoint.choose), or model.path without one.
-  `to` '' stands for <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+  Reads the checkpoint `which` (see checkpoint.choose); without checkpoints, model.path.
+  An empty `to` means <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
 
   Raises:
     ValueError: there are no weights, or the workdir has a run of another model.
@@ -73,7 +73,7 @@ def eval_checkpoint(
 def _run(
   r: Resolved, workdir: str, step: int | None
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-  """Returns (source of the weights, result, samples); step None: model.path."""
+  """Returns (path of the weights, result, samples); step None means model.path."""
   timer, config = PhaseTimer(), r.config
   rows, limit = sources.load(config.problems, 'test_source'), config.prompts
   held_out = prompts.tabulate(

@@ -32,13 +32,11 @@ def export(
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`; returns 0.
 
-  `to` '' stands for <workdir>/export/<step>; for `which` see checkpoint.choose. The
-  dtype float32 preserves the trained weights exactly; `shard_bytes` limits the size of
-  a tensor file. `adapter` writes only the adapters, in the format of peft; otherwise
-  adapters are merged into the weights.
-
-  Raises:
-    ValueError: no such checkpoint, another model, or `to` is not empty.
+  An empty `to` means <workdir>/export/<step>; for `which` see checkpoint.choose. With
+  dtype='float32' the weights are written exactly; `shard_bytes` limits the size of a
+  tensor file. If `adapter`, only the adapters are written, in the format of peft; else
+  they are merged into the weights. Raises ValueError if there is no such checkpoint,
+  the run has another model or `to` is not empty.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -46,8 +44,8 @@ def export(
   check_config(config, workdir)
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
-      f'--export_as=adapter with lora.rank={config.lora.rank} and model.path='
-      f'{config.model.path!r}: only adapters of a published model stand alone; use '
+      '--export_as=adapter needs lora.rank >= 1 and a published model in model.path, '
+      f'but lora.rank={config.lora.rank} and model.path={config.model.path!r}; use '
       '--export_as=merged'
     )
   to = to or os.path.join(workdir, 'export', str(step))
@@ -72,7 +70,7 @@ def export(
 
 
 def check_config(config: Config, workdir: str) -> None:
-  """Raises ValueError unless the run in the workdir has this model and tokenizer."""
+  """Raises ValueError unless the workdir's run has the config's model and tokenizer."""
   before = read_config(os.path.join(workdir, 'config.json'))
   now = json.loads(json.dumps(config.model_dump()))
   defaults = json.loads(json.dumps(Config().model_dump()))
@@ -87,7 +85,7 @@ def check_config(config: Config, workdir: str) -> None:
 
 
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
-  """Writes the files beside the weights, copying the source model's if it has any."""
+  """Writes the JSON files beside the weights, adapted from the model's own if any."""
   source, tokenizer, spec = model
   backend = tokenizer.backend
 

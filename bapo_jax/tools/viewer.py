@@ -83,7 +83,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
-  """Reads the groups that a step trained on; [] for None, ValueError if unrecorded."""
+  """Reads the groups of a step, or raises ValueError; returns [] if `step` is None."""
   rows = [] if step is None else step_record.read(workdir, step)
   return [_of_record(workdir, row) for row in rows]
 
@@ -160,7 +160,7 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
 
 
 def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
-  """Draws the group of index `at`, with the keys of VIEWS in `views` on."""
+  """Draws the group of index `at`; `views` are the keys of VIEWS to switch on."""
   group = groups[at]
   prompt = Text(visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
@@ -188,7 +188,7 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
 
 
 def _drawn(response: Response, views: set[str]) -> Text:
-  """Draws verdict, reward, advantage and text of a response, with notes on tokens."""
+  """Draws verdict, reward, advantage and text; `views` add notes to the tokens."""
   colour = COLOURS[int(np.sign(response.advantage))]
   verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
   reward = f'  reward {response.reward:.2f}  advantage '
@@ -224,20 +224,21 @@ def show(
   keys: Iterable[str] | None = None,
   which: str = 'newest',
 ) -> int:
-  """Prints a page, or turns pages by keys on a terminal; returns 0.
+  """Prints one recorded group, or browses all groups on a terminal; returns 0.
 
   `number` is the group to print, from 1; None browses all groups on a terminal, else
   prints one. Both begin with the first group that taught something, else with the first
-  group of both verdicts. `views` are the initial keys of VIEWS, `keys` the input.
+  group of both verdicts. `views` are on at the start (keys of VIEWS); `keys` is the
+  input.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
   if wrong := set(views) - set(VIEWS):
-    raise ValueError(f'--show_with={views}: no {sorted(wrong)}; use letters of {VIEWS}')
+    raise ValueError(f'--show_with={views}: unknown views {sorted(wrong)}; use {VIEWS}')
   groups = read(workdir, which)
   if number is not None and not 1 <= number <= len(groups):
-    raise ValueError(f'--show_group={number}: give 1 to {len(groups)}')
+    raise ValueError(f'--show_group={number} does not exist; give 1 to {len(groups)}')
   console = console or Console()
   if keys is None and sys.stdin.isatty():
     keys = pressed()

@@ -1,7 +1,7 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
-For text models, the estimate of an update is within 17 % of twelve compiled TPU
-programs. For a vision tower, only the weights count. --mode=plan compiles instead.
+For text models, the estimate of an update is within 17 % of what XLA reports for twelve
+TPU programs. Of a vision tower, only weights are counted. --mode=plan compiles instead.
 """
 
 import dataclasses
@@ -71,10 +71,10 @@ KNOBS = {
 
 
 def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Budget:
-  """Counts the memory of a run on one device of the mesh, and its checkpoints.
+  """Counts the bytes that a run needs: memory per device, and disk for checkpoints.
 
-  Weights, moments and gradients are divided over fsdp and tensor, the actor over
-  tensor, rows over data and fsdp. Only shape and platform of the mesh are read.
+  Weights, moments and gradients are divided over the mesh axes fsdp and tensor, the
+  actor over tensor, rows over data and fsdp. Reads only the mesh's shape and platform.
   """
   c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
@@ -109,7 +109,7 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
 
 
 def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
-  """Counts the bytes of (weights, moments, gradients, actor) on a single device."""
+  """Returns the bytes of (weights, moments, gradients, actor) on a mesh of 1 device."""
   weights, n = transformer.count(spec), trained(config, spec)
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
@@ -120,12 +120,12 @@ def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
 def _passes(
   config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
 ) -> tuple[float, float]:
-  """Counts bytes per device of (gathered weights, activations) of one update.
+  """Returns the bytes per device of (gathered weights, activations) in one update.
 
-  Gathered are weights and gradients of one layer and the head, divided over tensor.
+  Gathered are the weights and gradients of one layer and the head, divided over tensor.
   Activations are the saved values of all layers and the hidden states with gradients
-  (of one micro-batch, or of all with bounds_pass='stored'), the backward pass of one
-  layer with the queries' gradients by block of keys, and three blocks of logits.
+  (of one micro-batch, or of all with bounds_pass='stored'); the backward pass of one
+  layer, with the queries' gradients by block of keys; and three blocks of logits.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -157,7 +157,7 @@ def _passes(
 
 
 def itemsize(dtype: str) -> int:
-  """Returns the bytes of a number."""
+  """Returns the bytes that one number of this dtype takes."""
   return 2 if dtype in ('bfloat16', 'float16') else 4
 
 
@@ -177,9 +177,9 @@ def trained(config: Config, spec: ModelSpec) -> int:
 
 
 def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
-  """Returns the bytes per device of the keys and values of a slot of `length` tokens.
+  """Returns the bytes per device of the KV cache of a slot of `length` tokens.
 
-  The heads are divided over the `tensor` devices of that mesh axis if they divide.
+  The heads are divided over `tensor` devices if that leaves no remainder.
   """
   heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
@@ -190,7 +190,7 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token that one layer saves for the backward pass.
 
-  With c bytes per number of a product, and D, F, H, K, C as in transformer.describe:
+  c is the bytes of a number in matrix products; D, F, H, K, C are as in types.py:
 
     full  the residual stream                              c D
     dots  the residual stream, q, k, v, o, gate, up        c (2 D + (H + 2K) C + 2F)
@@ -199,13 +199,13 @@ def saved_bytes(
           q, k, v, attention's output                      c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
           gate, up, sigmoid, silu and their products       6 c F
-          plain: exponentials of the live scores (L of T   4 H L, bfloat16 6 H L
-          a query), their sums, and of the values;         12 H + 4 H C
-          of n blocks, keys and values up to their ends    about c (n - 1) K C
+          plain: exponentials of scores (L keys a query),  4 H L, bfloat16 6 H L
+          their sums, and weighted sums of the values;     12 H + 4 H C
+          keys and values again for n blocks of queries    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
-  Heads and F are divided by `tensor`, the size of that mesh axis; with sequence
-  sharding, D too. The scores of the plain kernel grow with `length`, T.
+  Heads and F are divided over `tensor` devices; with sequence sharding, D too. L, the
+  mean number of keys that a query attends to, grows with `length`.
   """
   kind, c = schedule.remat, itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
@@ -233,9 +233,9 @@ def saved_bytes(
 def choices(config: Config, mesh: Mesh) -> list[Schedule]:
   """Lists the schedules that the knobs allow, those that recompute least first.
 
-  Forward passes recomputed: about 0.2 by dots, 1 by full, 1 by bounds_pass='again'. On
-  a CPU, auto omits 'none': reading all values back is slower than recomputing all but
-  the products. Whole columns come before split columns, which send more bytes.
+  remat 'dots' recomputes about 0.2 forward passes, 'full' 1, bounds_pass 'again' 1. On
+  a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all but
+  the products. Sequence sharding comes last among equals, as it sends more bytes.
   """
   c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
   remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
@@ -254,7 +254,7 @@ def choices(config: Config, mesh: Mesh) -> list[Schedule]:
 
 
 def bounds_wait(config: Config) -> bool:
-  """Returns whether bounds are searched over the ratios of several micro-batches."""
+  """Returns whether a search for bounds needs the ratios of several micro-batches."""
   k, searched = config.learner, config.clip.rule not in ('fixed', 'unclipped')
   return searched and k.grad_accum_steps > 1 and k.bounds_scope == 'minibatch'
 
@@ -262,9 +262,9 @@ def bounds_wait(config: Config) -> bool:
 def choose_schedule(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
-  """Chooses the first of `choices` whose update fits the memory, or the last.
+  """Returns the first of `choices` whose update fits the memory, or else the last.
 
-  `memory` is in bytes per device; 0: the `limit` of the mesh.
+  `memory` is in bytes per device; 0 stands for `limit(mesh)`.
   """
   memory, options = memory or limit(mesh), choices(config, mesh)
   fitting = (s for s in options if count(config, spec, s, mesh).update <= memory)

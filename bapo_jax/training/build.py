@@ -49,12 +49,12 @@ def read(config: Config, model: Model) -> Material:
 
 
 def make_verifier(config: Config) -> Verifier:
-  """Builds the verifier, and starts its worker processes if the rule needs any."""
+  """Builds the verifier; starts worker processes if the config's rule needs them."""
   return Verifier(config.rewards)
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
-  """Builds the sampler of training; `gallery` has the pictures of its problems."""
+  """Builds the sampler of training; `gallery` has the training problems' pictures."""
   return RolloutEngine(
     r.spec,
     max_prompt_tokens=r.config.prompts.max_prompt_tokens,
@@ -213,9 +213,9 @@ def build(
 def start(
   config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
 ) -> tuple[Trainer, TrainState]:
-  """Resolves, reads and builds a run, for notebooks and other loops.
+  """Resolves a config, reads the problems and builds the run, for notebooks.
 
-  Every knob of the config must be decided. The caller closes the verifier.
+  The config must leave no knob to be derived. The caller closes the verifier.
   """
   r = resolve(config)
   with timer('load'):

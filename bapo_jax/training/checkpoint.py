@@ -113,7 +113,7 @@ def wait(checkpoints: CheckpointManager) -> None:
 
 @contextlib.contextmanager
 def closing(checkpoints: CheckpointManager) -> Iterator[None]:
-  """Waits for the write in progress, then closes; on an interrupt, does neither.
+  """Waits for the write, then closes the manager; on an interrupt, does neither.
 
   The next start removes what an interrupt leaves incomplete. Raises OSError if the last
   checkpoint could not be written.
@@ -216,7 +216,7 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of the requested checkpoint, or None if there are no checkpoints.
 
   `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems;
-  in a tie, the newest). Raises ValueError if only other checkpoints exist.
+  in a tie, the newest). Raises ValueError if there are others, but not this one.
   """
   steps, accuracies = checkpoint_steps(workdir), {}
   for step in steps:
@@ -231,8 +231,8 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   if which.isdecimal() and int(which) in steps:
     return int(which)
   raise ValueError(
-    f'--checkpoint={which} does not exist: {workdir} has the checkpoints {steps}, '
-    f'{list(accuracies) or "none"} of them evaluated; give newest, best or a step'
+    f'--checkpoint={which} does not exist: {workdir} has the checkpoints {steps} '
+    f'(evaluated: {list(accuracies) or "none"}); give newest, best or a step'
   )
 
 
@@ -245,7 +245,7 @@ def _solid(tree: Tree) -> dict[str, Any]:
 def _set_damaged_aside(workdir: str) -> None:
   """Renames damaged checkpoints, so that nothing uses or deletes them.
 
-  Reads all files up to the newest whole checkpoint, only small files of older ones.
+  Checks all files down to the newest undamaged checkpoint; of older ones, small files.
   """
   damaged, whole = dict[str, str](), False
   for step in reversed(checkpoint_steps(workdir)):
@@ -296,10 +296,10 @@ def restore_params(path: str, like: Tree) -> Tree:
 
 
 def read_saved(path: str, folder: str = '', prefix: str = '', hint: str = '') -> Read:
-  """Returns a function that reads an array of a directory with digests to the host.
+  """Returns a function that reads a saved array, by its name, to the host.
 
-  The arrays are in `folder` below `path`, and their names begin with `prefix`. Raises
-  ValueError, with `hint` at its end, if the directory is missing or damaged.
+  The arrays are in `folder` below `path`, where `prefix` precedes their names. Raises
+  ValueError, whose message ends in `hint`, if the directory is missing or damaged.
   """
   if why := digests.damage(path, os.path.basename(path)):
     raise ValueError(f'{path} is damaged ({why}); restore it from a copy{hint}')

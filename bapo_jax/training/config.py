@@ -33,7 +33,7 @@ LONGEST = 10_000  # characters of a tuple
 
 
 class Config(Section):
-  """All knobs of a run; sections in the order of the flow."""
+  """All knobs of a run; the sections are in the order in which a run uses them."""
 
   title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
   seed: int = knob(0, 'Seed of weights, prompts and sampling.', least=0)
@@ -68,7 +68,7 @@ class Config(Section):
 
   @property
   def row_length(self) -> int:
-    """T, the tokens of a row."""
+    """T, the number of tokens of a row: prompt and response at their longest."""
     return self.prompts.max_prompt_tokens + self.sampler.max_new_tokens
 
   @property
@@ -78,12 +78,12 @@ class Config(Section):
 
   @property
   def minibatch_rows(self) -> int:
-    """B, the rows of a minibatch."""
+    """B, the number of rows in a minibatch."""
     return self.seats // self.learner.minibatches * self.sampler.group_size
 
   @property
   def micro_batch_rows(self) -> int:
-    """The rows of a micro-batch, if all of them have full length."""
+    """The number of rows in a micro-batch, if all of them have full length."""
     return -(-self.minibatch_rows // self.learner.grad_accum_steps)
 
   @property
@@ -94,7 +94,7 @@ class Config(Section):
 
   @property
   def updates_per_step(self) -> int:
-    """The optimiser updates per learner step."""
+    """The number of optimiser updates per learner step."""
     return self.learner.epochs * self.learner.minibatches
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
@@ -118,7 +118,7 @@ def from_json(values: dict[str, Any]) -> Config:
 
 
 def parse(values: dict[str, Any]) -> Config:
-  """Returns the config of these values.
+  """Returns the validated config with these values.
 
   Raises ValueError if a knob is out of range or knobs do not fit together.
   """
@@ -134,7 +134,7 @@ def parse(values: dict[str, Any]) -> Config:
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-  """Yields a sentence for all knobs that do not fit together."""
+  """Yields a sentence for each conflict between knobs."""
   count, seats = config.prompts.count, config.seats
   group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
@@ -169,7 +169,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def check_positions(config: Config, positions: int) -> None:
-  """Raises ValueError if a row is longer than the model's positions."""
+  """Raises ValueError if a row has more tokens than the model has positions."""
   prompt, new = config.prompts.max_prompt_tokens, config.sampler.max_new_tokens
   if prompt + new > positions:
     raise ValueError(

@@ -1,6 +1,6 @@
 """Evaluates the policy on the held-out problems.
 
-The rollout of training samples the responses. A record has all that an audit of the
+Training's rollout code samples the responses. A record has all that an audit of the
 verdicts needs. avg@k, pass@k and maj@k have standard errors clustered by problem.
 """
 

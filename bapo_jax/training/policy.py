@@ -1,4 +1,4 @@
-"""Loads or warm-starts the weights of a run, and divides frozen from trained ones."""
+"""Loads or warm-starts the weights of a run, and separates frozen from trained ones."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
 
 
 def warm_start_path(config: Config, workdir: str) -> str:
-  """Returns the directory of the warm-started weights, named by their recipe."""
+  """Returns the warm-started weights' directory, named by a hash of their recipe."""
   problems, source = config.problems, config.problems.source
   kind = {source} if source in ('countdown', 'drawn') else {'family', 'level'}
   if 'family' in kind and problems.family == 'pair':
@@ -135,7 +135,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
       r.tokenizer, spec, mesh, T, *made, config.sft, config.seed, r.schedule
     )
   if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
-    raise ValueError(f'the warm start diverged; lower sft.lr={config.sft.lr}')
+    raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
   checkpoint.save_params(path, params)
   return params
 

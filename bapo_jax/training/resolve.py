@@ -1,4 +1,4 @@
-"""Decides once, before all else, everything about a run that needs no weights.
+"""Decides, before anything else, all that a run can decide without its weights.
 
 Only this module reads the model's config.json and tokenizer. Later stages receive a
 `Resolved`, and look up neither files nor devices again.
@@ -36,7 +36,7 @@ NOT_IN_SPEC = {'path', 'remat', 'sequence_sharding', 'tower', 'train_tower'}
 
 
 class Model(NamedTuple):
-  """The files of a policy, opened."""
+  """A policy before its weights are read."""
 
   directory: str  # with config.json and weights; '' for the embedded policy
   tokenizer: Tokenizer
@@ -45,7 +45,7 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """A run with everything decided that needs no weights."""
+  """A run with everything decided that can be decided without its weights."""
 
   config: Config  # with every knob decided
   model: Model
@@ -101,9 +101,9 @@ def check_available(config: Config) -> Model:
 def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
   """Reads all problems and checks their answers; lists the missing sources.
 
-  `sees` is whether the model may have a vision tower. If not `decided`, the verifier is
-  derived later, so answers are not checked. Raises ValueError if a row is damaged or
-  has an answer that its verifier cannot read.
+  `sees`: the model may have a vision tower. `decided`: the verifier is known; if not,
+  answers are not checked. Raises ValueError if a row is damaged or has an answer that
+  its verifier cannot read.
   """
   check = gold.check(config.rewards.rule) if decided else None
   problems = config.problems
@@ -111,9 +111,9 @@ def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:
-  """Opens the tokenizer, and reads the sizes from config.json or from the knobs.
+  """Opens the tokenizer and reads the sizes of the model, but no weights.
 
-  By default model.path gives the directory, '' for the embedded policy.
+  Without `directory`, opens the model that model.path names; '' is the embedded policy.
   Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
   """
   if directory is None:
@@ -137,8 +137,8 @@ def tokenizer_directory(config: Config, model_directory: str) -> str:
 def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
   """Returns the sizes of the policy, from config.json or from the config's knobs.
 
-  The embedded policy has no directory, and rounds the tokenizer's vocabulary up. Raises
-  ValueError if adapters do not fit the model, or it lacks the tower to train.
+  Directory '' stands for the embedded policy, which takes its sizes from the knobs.
+  Raises ValueError if adapters or model.train_tower do not fit the model.
   """
   knobs = config.model
   if directory:
@@ -152,7 +152,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
   if knobs.train_tower and spec.vision is None:
-    raise ValueError('model.train_tower=True needs a vision tower; set False')
+    raise ValueError('model.train_tower=True needs a vision tower; set it to False')
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
       f'model.train_tower=True excludes lora.rank={config.lora.rank}: adapters freeze '
@@ -192,11 +192,11 @@ def resolve(
   model: Model | None = None,
   devices: Sequence[jax.Device] | None = None,
 ) -> Resolved:
-  """Returns the run with model, mesh and schedule decided.
+  """Opens the model, makes the mesh and chooses the schedule; returns the run.
 
-  Every knob of the config must be decided; the model may have been opened before. By
-  default the mesh has all attached devices. Raises ValueError if model, tokenizer, mesh
-  and knobs do not fit together.
+  The config must leave no knob to be derived. A given `model` is not opened
+  again. By default the mesh has all attached devices. Raises ValueError if model,
+  tokenizer, mesh and knobs do not fit together.
   """
   directory, tokenizer, spec = model or open_model(config)
   # Template and types may have been derived after the model was opened.
@@ -213,7 +213,7 @@ def resolve(
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Returns the mesh; raises ValueError if devices, kernel or rows do not fit."""
+  """Makes the mesh; raises ValueError if devices, attention or rows do not fit it."""
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(config.model.attention, platform, config.model.compute)
@@ -226,7 +226,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     )
   for name in ('max_num_seqs', 'prefill_batch_size'):
     if (n := getattr(config.sampler, name)) % shards:
-      raise ValueError(f'sampler.{name}={n} rows {over}; give a multiple of {shards}')
+      raise ValueError(f'sampler.{name}={n}: rows {over}; give a multiple of {shards}')
   return mesh
 
 

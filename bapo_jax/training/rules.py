@@ -12,14 +12,14 @@ from bapo_jax.types import Rules
 
 
 def bind_rule(rules: Mapping[str, Callable], slot: Section) -> Callable:
-  """Returns the rule that `slot.rule` names, with its knobs bound as `k`."""
+  """Returns the rule that the section `slot` names, with its knobs bound as `k`."""
   name = getattr(slot, 'rule')  # noqa: B009 (only the sections of slots have it)
   rule, section = rules[name], getattr(slot, name)
   return functools.partial(rule, k=section) if type(section).model_fields else rule
 
 
 def bind(config: Config) -> Rules:
-  """Returns the rule of every slot, bound to its knobs."""
+  """Returns the batch, advantage, clip, loss and thresholds rules, with knobs bound."""
   return Rules(
     batch=jax.jit(bind_rule(batch_rules.RULES, config.batch), static_argnames='seats'),
     advantage=bind_rule(advantage.RULES, config.advantage),

@@ -125,7 +125,7 @@ def fit(
     gallery = Gallery(shown, spec.vision, capacity(grids, spec.vision))
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields (tokens_BT, weight_BT, index_B) of every step, with new solutions."""
+    """Yields (tokens_BT, weight_BT, problem index_B) per step, with new solutions."""
     for name, steps, *chances in (
       ('clean', k.clean, 0, 0),
       ('noisy', k.noisy, k.slip, k.repeat),

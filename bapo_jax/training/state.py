@@ -32,7 +32,7 @@ Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
 
 
 class StepRecord(NamedTuple):
-  """Records the batch and the updates of one learner step, for its file in groups/."""
+  """Holds the batch and the updates of one learner step, to be written to groups/."""
 
   step: int  # learner steps done before this step
   groups: Groups  # the batch
@@ -75,7 +75,7 @@ class Trainer:
     return decode.sync_actor(self.weights(params), self.spec, self.mesh)
 
   def adapters(self, params: Tree) -> Tree:
-    """Copies the adapters that an actor is merged from; None without adapters."""
+    """Copies the adapters that are merged into an actor; None without adapters."""
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
 
 

@@ -45,7 +45,7 @@ def describe(
   reevaluated: Rollout,
   record: StepRecord,
 ) -> Metrics:
-  """Returns a row of metrics: means over the updates; for maxima, the largest.
+  """Returns a step's metrics: means over its updates, or their maximum or sum.
 
   `fresh` and `reevaluated` were sampled in the step; `s` is the state at its end.
   """
@@ -78,7 +78,7 @@ def describe(
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
-  """Averages over the updates that had a token; nan, and counts of 0, without any."""
+  """Averages over updates with tokens; without any, nan, and 0 for token counts."""
   if not updates:
     return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
@@ -109,11 +109,11 @@ def theory(
 ) -> dict[str, float]:
   """Estimates the terms of Theorem 3.2 (arXiv:2602.20722) by source, and their sum.
 
-  Sums gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha) over sources, each weighted by the
-  source's share of the filled seats. The sum is no bound, because total variation is
-  measured per token, and may exceed the true gain. gain and TV(pi, alpha) are means
-  over the step's updates. pi_t is the policy before the first update; its distance is
-  taken from the first update with a token of the source. `spread` has K, the mean of
+  The sum is of gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha) over sources, weighted by
+  their shares of the filled seats. It is no bound and may exceed the true gain, because
+  total variation is measured per token. gain and TV(pi, alpha) are means over the
+  step's updates. pi_t is the policy before the first update; TV(pi_t, alpha) is from
+  the first update with a token of the source. `spread` has K, the mean of
   (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
   of mixed verdicts; the terms of such a source are 0.
   """

@@ -43,7 +43,7 @@ def train_loop(
 
 
 def finished(config: Config, s: TrainState) -> bool:
-  """Returns whether all steps are done, or all responses are sampled."""
+  """Returns whether the run has reached its last step or its limit on responses."""
   return s.step >= config.steps or s.responses >= config.responses
 
 
@@ -65,7 +65,7 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
-  """Frees the actor if the next step copies it anew: updates use the memory."""
+  """Frees the actor's memory for updates if the next step copies the actor again."""
   due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
   return free_actor(s) if due else s
 
@@ -146,7 +146,7 @@ def recompute(t: Trainer, s: TrainState, found: Rollout, version: int) -> Rollou
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
-  """Returns the groups that are due in this step and not yet returned, or None."""
+  """Returns the remaining groups that would be too old in the next step, or None."""
   oldest = t.config.rollout.max_off_policy_steps
   if s.partial is None or not s.partial.due(s.step - oldest).any():
     return None
@@ -161,7 +161,7 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
 
 
 def verification(t: Trainer) -> Verification:
-  """Returns the verifier and the rewards of the run's responses."""
+  """Returns how the run's responses are verified and rewarded."""
   shape = functools.partial(
     rewards.shaped,
     eos=t.tokenizer.eos,
@@ -248,7 +248,7 @@ def insert(
   batch: Groups,
   source_P: Array,
 ) -> tuple[TrainState, Metrics]:
-  """Stores the step's groups in the replay buffer; returns (state, counts of moves)."""
+  """Stores the step's groups in the replay buffer; returns (state, metrics)."""
   groups = concat(*(each.groups for each in fresh))
   both = groups, reevaluated.groups
   filled = sum(int((x.completed_step_P >= 0).sum()) for x in both)

@@ -107,7 +107,7 @@ def test_files_of_a_split_are_found_and_a_missing_part_is_noticed(tmp_path):
   assert found('test') == ['test.jsonl']
   assert found('b/val') == ['b/val.jsonl']
   assert found('dev') == found('part') == []
-  with pytest.raises(ValueError, match=r"in \['a', 'b'\]; .* such as a/val"):
+  with pytest.raises(ValueError, match=r"val: \['a', 'b'\]; .* such as a/val"):
     found('val')
 
 
@@ -178,7 +178,7 @@ def test_a_data_set_of_ones_own_is_prepared_and_read(network):
 def test_a_data_set_is_downloaded_once_and_read_without_a_network(network):
   name = problems('tfds:gsm8k_like')
   network(False)
-  with pytest.raises(ValueError, match=r'gsm8k_like: not in .* no network to download'):
+  with pytest.raises(ValueError, match=r'the data is not in .* no network to download'):
     sources.download(name, 'source')
   network(True)
   first = sources.load(name, 'source')

@@ -206,7 +206,7 @@ def test_a_table_with_a_column_twice_is_refused(tmp_path):
   columns = [pa.array([x]) for x in ('1+1', '2', '3')]
   twice = pa.Table.from_arrays(columns, ['problem', 'answer', 'answer'])
   pa.parquet.write_table(twice, tmp_path / 'twice.parquet')
-  with pytest.raises(ValueError, match="two columns 'answer'"):
+  with pytest.raises(ValueError, match="two columns named 'answer'"):
     local_files.read(str(tmp_path / 'twice.parquet'))
 
 

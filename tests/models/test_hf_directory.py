@@ -68,7 +68,7 @@ def test_a_hub_name_offline_names_the_files_and_the_command(offline, tmp_path):
     with pytest.raises(ValueError) as error:
       hf_directory.find(f'hub:{name}', 'model.path')
     message = str(error.value)
-    assert message.startswith(f'--config.model.path=hub:{name}: no {lacks} ')
+    assert message.startswith(f'--config.model.path=hub:{name}: found no {lacks} ')
     assert f'`hf download {name} --local-dir <directory>`' in message
     assert '\n' not in message
   assert offline

@@ -124,7 +124,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   with pytest.raises(ValueError, match=r'buffer\.reevaluate: 4 then, 0 now'):
     runs.train(tiny(**knobs | {'buffer.reevaluate': 0}), workdir)
   assert runs.train(tiny(**knobs), workdir) == 0
-  assert 'The buffer is empty' in capsys.readouterr().out
+  assert 'the replay buffer starts empty' in capsys.readouterr().out
   run = last_run(workdir)
   parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
   assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'
@@ -266,7 +266,7 @@ def saves_after(workdir: pathlib.Path, step: int) -> bool:
 
 def half_written(workdir: pathlib.Path) -> list[str]:
   """Directories of checkpoints that are not whole."""
-  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.HALF}')
+  return glob.glob(f'{workdir}/checkpoints/*{checkpoint.INCOMPLETE}')
 
 
 def wait_for(

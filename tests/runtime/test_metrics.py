@@ -90,7 +90,7 @@ def test_a_damaged_last_line_is_dropped(tmp_path, capsys, tail, steps):
 def test_a_damaged_line_before_the_last_is_an_error(tmp_path, line):
   data = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'.encode(errors='surrogateescape')
   (tmp_path / 'metrics.jsonl').write_bytes(data)
-  with pytest.raises(ValueError, match='line 2 of 3 is not a JSON row'):
+  with pytest.raises(ValueError, match='line 2 of 3 is not a row of metrics'):
     metrics.read(tmp_path)
 
 

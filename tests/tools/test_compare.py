@@ -33,7 +33,7 @@ def accuracy(*values, entropy=0.5):
 @pytest.fixture
 def three(tmp_path):
   """Two seeds of one config, and a run of another."""
-  fixed = {'clip': {'rule': 'fixed'}}
+  fixed, long = {'clip': {'rule': 'fixed'}}, accuracy(0.2, 0.6, 0.7, entropy=1.0)
   title = {'title': 'second <b>', 'checkpoint': {'keep': 7}}
   return [
     run(

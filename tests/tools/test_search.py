@@ -46,7 +46,7 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
   one = {'sampler': {'group_size': 1}, 'learner': {'minibatches': 1}}
   few = config.with_values(prompts={'count': 3}, **one)
   _, refused = searched(few, 2.0**60)
-  reason = '3 responses of a minibatch do not divide over data x fsdp'
+  reason = 'the 3 rows of a minibatch do not divide over data x fsdp'
   assert refused['8x1x1'] == reason
 
 

@@ -84,7 +84,7 @@ def test_the_newest_and_the_best_stay(tmp_path):
   which = [choose(str(tmp_path), name) for name in ('newest', 'best', '7')]
   assert which == [8, 4, 7]
   assert max(checkpoint_steps(str(tmp_path))) == 8
-  with pytest.raises(ValueError, match=r'checkpoint=6 .* \[4, 7, 8\], \[4, 8\] of'):
+  with pytest.raises(ValueError, match=r'=6 .* \[4, 7, 8\] \(evaluated: \[4, 8\]\)'):
     choose(str(tmp_path), '6')
   with pytest.raises(ValueError, match='give newest, best or a step'):
     choose(str(tmp_path), 'last')
@@ -92,7 +92,7 @@ def test_the_newest_and_the_best_stay(tmp_path):
     save_all(checkpoints, {9: 0.1})
     assert checkpoints.all_steps() == [9]
     save_all(checkpoints, {10: None})
-  with pytest.raises(ValueError, match=r'\[10\], none of them evaluated'):
+  with pytest.raises(ValueError, match=r'\[10\] \(evaluated: none\)'):
     choose(str(tmp_path), 'best')
   assert choose(str(tmp_path / 'none'), 'best') is None
 

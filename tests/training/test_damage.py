@@ -243,6 +243,6 @@ def test_lost_rows_are_counted(whole_run, tmp_path, capsys):
   config, run = whole_run.config, copied(whole_run.workdir, tmp_path / 'run')
   (run / 'metrics.jsonl').write_bytes(b'\x00\xff' * 40)
   assert runs.train(config, run) == 0
-  assert f'lacks {LAST + 1} rows of the steps 0 to {LAST}' in capsys.readouterr().out
+  assert f'lacks {LAST + 1} of the steps 0 to {LAST}' in capsys.readouterr().out
   with pytest.raises(ValueError, match='another config'):
     runs.train(config.model_copy(update={'seed': 1}), run)

@@ -6,13 +6,13 @@ integers and divisions are exact, so every problem can be solved without a fract
 
 The answer is JSON for the verifier: {"numbers": [3, 7, 25], "target": 46}.
 
-The wording `short` is for the embedded policy. The warm start shows it worked
-solutions: chains of the numbers in random order, each step with its result, until a
-chain ends in the target and becomes the answer:
+The embedded policy reads the wording `short`. Its warm start imitates worked solutions:
+chains of steps through all numbers in random order, each step with its result. The
+first chain that ends in the target becomes the answer:
 
     4 7 2=26  ->  7+2=9-4=5|7*4=28/2=14|7*4=28-2=26\boxed{(7*4)-2}
 
-A policy can learn where to look: few chains come near the target.
+A policy can learn which chains to try: few come near the target.
 """
 
 import functools
@@ -37,7 +37,7 @@ WORDINGS = {
 
 
 def row(numbers: Any, target: Any, wording: str) -> Row:
-  """Returns the problem in this wording; its answer has numbers and target as JSON.
+  """Returns the problem in this wording; its answer is numbers and target, as JSON.
 
   Raises:
     ValueError: `numbers` are not two or more integers, or `target` is not an integer.
@@ -45,8 +45,8 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
   listed = isinstance(numbers, list | tuple) and len(numbers) > 1
   if not listed or any(type(n) is not int for n in (*numbers, target)):
     raise ValueError(
-      f'numbers={str(numbers)[:40]} with target={str(target)[:40]}: give two or more '
-      'integers and an integer target'
+      f'numbers={str(numbers)[:40]} with target={str(target)[:40]} is not a countdown '
+      'problem; give two or more integers and an integer target'
     )
   answer = json.dumps({'numbers': list(numbers), 'target': target})
   words = [str(n) for n in numbers]
@@ -58,7 +58,7 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
 
 @functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """Draws train + test problems, the training problems first; answers are targets.
+  """Draws the training, then the held-out problems; `answer` is the target number.
 
   Raises a ValueError if there are too few distinct problems.
   """
@@ -106,11 +106,11 @@ def solve(
   *,
   largest: int,
 ) -> str:
-  """Writes chains until a chain ends in the target; steps slip with chance `slip`.
+  """Returns up to CHAINS chains and, if the last one ends in the target, the answer.
 
-  A slip changes a result by 1 to 3; later steps use the wrong result, so a slip can
-  hide or fake a solution. A chain repeats an earlier chain with chance `repeat`.
-  Results are at most `largest`, which bounds the arithmetic to learn.
+  With chance `slip` the result of a step is wrong by 1 to 3; later steps use it, so a
+  slip can hide or fake a solution. A chain repeats an earlier chain with chance
+  `repeat`. Results are at most `largest`, which bounds the arithmetic to learn.
   """
   tried: list[tuple[str, str, int]] = []
   for _ in range(CHAINS):
@@ -132,7 +132,7 @@ def solve(
 def _chain(
   rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float
 ) -> tuple[str, str, int]:
-  """Returns expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
+  """Returns a chain's expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # The larger of the first two comes first: 4-7 is not positive, 4+7 is 7+4.

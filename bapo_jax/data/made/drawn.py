@@ -9,8 +9,8 @@ The worked solution reads the quantities off, in the order of the question:
 
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
-A slip reads a quantity as another digit; the sum of these digits is still right.
-The wording `short` is for the embedded policy.
+A slip misreads a quantity; the digits that were read are nevertheless added correctly.
+The embedded policy reads the wording `short`.
 
 In a `Problem`, `numbers` are the quantities shown, and `terms` are the indices of the
 quantities asked for, counted from 1 and negative if subtracted. Axes: H and W are rows
@@ -37,7 +37,7 @@ GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in fro
 
 @functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """Draws train + test problems; the quantities do not depend on the kind of picture.
+  """Draws the training, then the held-out problems; `kind` changes no quantity.
 
   Raises a ValueError if there are too few distinct problems.
   """
@@ -71,9 +71,9 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 def solve(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Writes the quantities asked for and their sum; misreads with chance `slip`.
+  """Returns the worked solution: quantities asked for, their sum, and the answer.
 
-  The line is written twice, before the answer, with chance `repeat`.
+  Each quantity is misread with chance `slip`; with chance `repeat` the sum comes twice.
   """
   read = [problem.numbers[abs(n) - 1] for n in problem.terms]
   slips = [int(rng.integers(1, BASE)) if rng.random() < slip else 0 for _ in read]
@@ -137,7 +137,7 @@ def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
 
 
 def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
-  """Draws columns of dots in random places of ten, with lines between columns."""
+  """Draws a column of dots per quantity, in random cells out of ten, between lines."""
   wide = len(canvas) // len(numbers)
   across, down = (wide - 2) // 2, len(canvas) // 5
   size = min(across, down) - 2

@@ -20,7 +20,7 @@ class Problem(NamedTuple):
 
   @property
   def text(self) -> str:
-    """Returns the text of the problem."""
+    """Returns the text of the problem, before it is put into the template."""
     return self.row.problem
 
 
@@ -36,11 +36,11 @@ def draw_distinct(
 
   `draw` returns (key, item), or None to reject a draw; errors name `source` and `knob`.
 
-  Stops after D = 20 * count + 1000 draws, or once n r > 50 D for n draws since the last
-  new item and r missing items. The early stop almost never fails a call that would
-  succeed: n <= D, so r > 50. If a draw is new with chance x/D, which only falls, then n
-  draws yield no new item, and D draws yield r, with chance < exp(-n x/D) (e x/r)^r
-  exp(-x) (Chernoff), which is below 1e-15 for every x.
+  Gives up after D = 20 * count + 1000 draws, or earlier, if n r > 50 D: r items are
+  missing, and the last n draws found none. This early stop almost never fails a call
+  that would succeed. As n <= D, r > 50. Let x/D be the chance that a draw is new, which
+  only falls. That n draws find nothing and D draws then find r items has a chance below
+  exp(-n x/D) (e x/r)^r exp(-x) (Chernoff bound), less than 1e-15 for every x.
 
   Raises:
     ValueError: there are fewer than `count` distinct items.

@@ -6,11 +6,12 @@ r"""Three families of problems over residues, with worked solutions.
 
     12x+5=10 mod 7  ->  5x+5=3|2312|0052|1503|...|5220\boxed{5}
 
-  If the solution is unpredictable, right responses are short and wrong responses run
-  into the token budget, as in the published runs (4.7k against 7k). A policy learns to
-  predict it with one modulus (level 2: accuracy 0.98 in 25 steps), but not with three.
-`chain`: a chain of operations modulo m, with running results. Right and wrong responses
-  are equally long, so the positive share is 1/2, and an adaptive bound has no effect.
+  While the policy cannot predict x, right responses are short and wrong ones reach the
+  token limit, as in the published runs (4.7k and 7k tokens). The policy learns to
+  predict x with one modulus (level 2: accuracy 0.98 in 25 steps), but not with three.
+`chain`: compute a chain of operations modulo m, writing each result. Right and wrong
+  responses are equally long, so tokens with a positive advantage contribute half of the
+  gradient, and adaptive clip bounds have no effect.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
   tries candidates, writing x and ax; if ax is b, it also writes dx and e, and stops
   if dx is e:
@@ -77,7 +78,7 @@ def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
 def solve_trial(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Writes trials; a trial goes wrong with chance `slip` and repeats with `repeat`."""
+  """Returns a worked solution; a trial goes wrong or is repeated with these chances."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   reduced = (_join((n % m,), digits) for n in (a, c, b))
@@ -101,7 +102,7 @@ def solve_trial(
 
 
 def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
-  """Draws a left-to-right chain of +, - and *; `numbers` are its results and m."""
+  """Draws a chain of +, - and *; `numbers`: its results, from left to right, and m."""
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
   text, results = str(value), []
@@ -116,7 +117,7 @@ def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
 def solve_chain(
   problem: Problem, rng: np.random.Generator, slip: float, repeat: float
 ) -> str:
-  """Writes running results and the answer; a slip shifts all results from there on."""
+  """Returns a worked solution; a slip adds one error to this and all later results."""
   *results, m = problem.numbers
   digits = len(str(m - 1))
   for i in range(len(results)):
@@ -161,10 +162,10 @@ def solve_pair(
   stops: bool = True,
   answer: str = 'x',
 ) -> str:
-  """Writes trials; a or b is reduced wrongly with chance `slip`.
+  """Returns a worked solution; a or b is reduced wrongly with chance `slip`.
 
-  A trial repeats an earlier candidate with chance `repeat`. If `stops` is off, tries
-  all candidates, then states the solution, or a random candidate if none exists.
+  A trial repeats an earlier candidate with chance `repeat`. With `stops` off, tries
+  each candidate once and answers with the solution, or a random one if none passed.
   """
   a, b, m, d, e = problem.numbers
   digits = len(str(m - 1))
@@ -210,7 +211,7 @@ FAMILIES = {
 
 
 def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
-  """Returns the problems and the solver that the warm start imitates."""
+  """Returns the warm start's problems and the function that writes their solutions."""
   training = generate(problems)[: problems.train]
   if problems.family != 'pair':
     return training, FAMILIES[problems.family].solve
@@ -221,7 +222,7 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
 
 @functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """Draws train + test distinct problems, the training problems first.
+  """Draws distinct problems: first the training, then the held-out problems.
 
   Raises a ValueError if the level has too few problems.
   """

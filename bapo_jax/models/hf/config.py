@@ -94,9 +94,8 @@ LIMITS = {  # field of VisionSpec -> the option, and its name within `size`
 def read_spec(path: str, compute: str) -> ModelSpec:
   """Reads the ModelSpec of a model directory, with a tower for Qwen2.5-VL.
 
-  Raises:
-    ValueError: a file is missing or damaged, or an architecture or option is not
-      supported; the message names the directory and the option.
+  Raises ValueError if a file is missing or damaged, or an architecture or option is
+  not supported; the message names the directory and the option.
   """
   config = files.read_object(os.path.join(path, 'config.json'))
   pixels = read_pixels(path) if config.get('model_type') == VISION else {}
@@ -127,8 +126,7 @@ def spec_of(
 ) -> ModelSpec:
   """Converts config.json and the result of `read_pixels` to a ModelSpec.
 
-  Raises:
-    ValueError: an architecture or an option is not supported.
+  Raises ValueError if an architecture or an option is not supported.
   """
   implied = ARCHITECTURES.get(c.get('model_type', ''))
   if implied is None:
@@ -174,7 +172,7 @@ def _language_model(
   if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
     raise ValueError(
       f'num_attention_heads={heads} must be a multiple of num_key_value_heads='
-      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} must be even'
+      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} even; edit config.json'
     )
   theta, rope_type, knobs = _rope(c)
   rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
@@ -218,8 +216,8 @@ def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> Non
     if isinstance(wanted, float) and math.isclose(value, wanted, rel_tol=1e-8):
       continue
     raise ValueError(
-      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct '
-      'the file, or choose another model'
+      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct it '
+      "in the model's JSON files, or choose another model"
     )
 
 
@@ -242,7 +240,7 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
 
 
 def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-  """Returns the language model's options, spelled as for Qwen2, and mrope_section."""
+  """Returns (options of the language model in Qwen2's spelling, mrope_section)."""
   text = dict(c.get('text_config') or c)
   name = 'tie_word_embeddings'
   text[name] = c.get(name) or text.get(name)
@@ -272,7 +270,9 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
   for field, name in (('mean', 'image_mean'), ('std', 'image_std')):
     if (values := pixels.get(name)) is not None:
       if len(values) != CHANNELS or (field == 'std' and 0 in values):
-        raise ValueError(f'{name}={values} must be 3 numbers, nonzero for image_std')
+        raise ValueError(
+          f'{name}={values} in {PIXELS} must be 3 numbers, nonzero in image_std'
+        )
       fields[field] = tuple(float(value) for value in values)
   limits = pixels.get('size') or {}
   for field, (option, edge) in LIMITS.items():
@@ -294,22 +294,24 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
 def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
   value = default if c.get(name) is None else c[name]
   if type(value) is not int or value < 1:
-    raise ValueError(f'{name}={value!r:.60} must be an integer >= 1; correct the file')
+    raise ValueError(
+      f'{name}={value!r:.60} must be an integer >= 1; correct it in config.json, or '
+      f'in {PIXELS} if it describes pictures'
+    )
   return value
 
 
 def _number(c: dict[str, Any], name: str, default: float | None = None) -> float:
   value = default if c.get(name) is None else c[name]
   if not isinstance(value, int | float) or not 0 <= value < math.inf:
-    raise ValueError(f'{name}={value!r:.60} must be a number >= 0; correct the file')
+    raise ValueError(f'{name}={value!r:.60} must be a number >= 0; edit config.json')
   return float(value)
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
-  """Returns config.json's contents, as every version of transformers reads them.
+  """Returns the contents of a config.json that every version of transformers reads.
 
-  Raises:
-    ValueError: no architecture has these biases and norms.
+  Raises ValueError if no architecture has this combination of biases and norms.
   """
   kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
   kind = 'qwen3' if spec.qk_norm else kind

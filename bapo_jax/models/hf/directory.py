@@ -39,11 +39,10 @@ def parse_hub_name(name: str) -> HubName | None:
 def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   """Returns the local directory of a model; downloads a hub name if files are missing.
 
-  The name is a directory, hub:owner/name or hub:owner/name@revision; errors name the
-  knob.
+  `name` is a directory, hub:owner/name or hub:owner/name@revision, the value of `knob`.
 
   Raises:
-    ValueError: files are missing, with the command that downloads them.
+    ValueError: files are missing; the message names the command that downloads them.
   """
   path, reason, hub = resolve(name), '', parse_hub_name(name)
   if hub and missing(path, needs):
@@ -56,10 +55,10 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
     place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
     revision = f' --revision {hub.revision}' if hub and hub.revision else ''
     raise ValueError(
-      f'--config.{knob}={name}: no {", ".join(lacking)} {place}; on a machine with a '
-      f'network, run `hf download {hub.repository if hub else "<name>"}{revision} '
-      f'--local-dir {"<directory>" if hub else name}`, then set {knob} to that '
-      'directory'
+      f'--config.{knob}={name}: found no {", ".join(lacking)} {place}; on a machine '
+      'with a network, run `hf download '
+      f'{hub.repository if hub else "<name>"}{revision} --local-dir '
+      f'{"<directory>" if hub else name}`, then set {knob} to that directory'
     )
   return path
 
@@ -78,7 +77,7 @@ def resolve(name: str) -> str:
 
 
 def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
-  """Returns the files missing from a model's directory, a result of `resolve`.
+  """Returns the files of `needs` that are missing from `path`, a result of `resolve`.
 
   A damaged index of the weights raises a ValueError.
   """
@@ -90,10 +89,10 @@ def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
 
 
 def identity(path: str) -> dict[str, list[int | str]]:
-  """Returns file -> [size, digest] for the model files that a run reads; {} for ''.
+  """Returns file -> [size, digest] of a model that a run reads; {} for an empty path.
 
-  Only samples of the weights are digested: a process reads only its shards, and two
-  revisions of a model differ everywhere.
+  Of the weights only samples are digested: no process needs to read whole files, and
+  two revisions of a model differ everywhere.
   """
   if not path:
     return {}

@@ -1,9 +1,9 @@
 """Reads safetensors files by rows and writes them array by array.
 
 A file consists of the header's length n (eight bytes), n bytes of JSON {name: {dtype,
-shape, data_offsets}}, and the data. The safetensors library only checks headers here,
-because it maps whole files, or reads whole tensors (256 MiB for a slice of 8 MiB with
-version 0.8.0), and writes from whole dictionaries.
+shape, data_offsets}}, and the data. The safetensors library checks headers, but does
+not read or write data here: it would map whole files or read whole tensors (256 MiB for
+a slice of 8 MiB with version 0.8.0), and needs all arrays at once to write a file.
 """
 
 import json
@@ -38,7 +38,7 @@ def files(path: str) -> list[str]:
   """Returns the names of the safetensors files of a model, present or missing.
 
   The index lists the files. Without an index, the model is model.safetensors or, if
-  missing, all safetensors files. Others may be the model in its original format.
+  missing, all safetensors files. Others (such as the original format) are ignored.
 
   Raises:
     ValueError: the index is damaged.
@@ -125,7 +125,7 @@ def write(
   shapes: dict[str, tuple[int, ...]],
   arrays: Iterable[np.ndarray],
 ) -> None:
-  """Writes arrays of one dtype to a file, one at a time, with names and `shapes`."""
+  """Writes arrays of one dtype to a file, one at a time, in the order of `shapes`."""
   entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
   end, code = 0, NAMES[dtype]
   for name, shape in shapes.items():
@@ -141,7 +141,7 @@ def write(
 
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-  """Yields the tensor names of each file: at most `limit` bytes, or one tensor."""
+  """Yields a list of tensor names per file: at most `limit` bytes, or one tensor."""
   names, total = [], 0
   for name, size in sizes.items():
     if names and total + size > limit:

@@ -195,7 +195,7 @@ def _load_parameter(
 def _blocks(
   layers: int, start: int, stop: int, row_bytes: int
 ) -> Iterator[tuple[range, int, int]]:
-  """Yields (layers, start, stop): several small tensors, or a part of a large one."""
+  """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
   together = BLOCK // max((stop - start) * row_bytes, 1)
   if together:
     for i in range(0, layers, together):
@@ -215,9 +215,9 @@ def _read_rows(
   hull: list[Span],
   lead: int,
 ) -> np.ndarray:
-  """Reads rows start to stop - 1 of a tensor, and the spans `hull` of the other axes.
+  """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
 
-  `sizes` are the sizes before merging; the file's first axis merges `lead` axes.
+  The axes have the given `sizes`; in the file, the first `lead` of them are one axis.
   """
   # At most the first axis of a row is split. Only the span of this axis is read.
   cut = hull[lead - 1 : lead]
@@ -232,7 +232,7 @@ def _read_rows(
 
 
 def finite(array: np.ndarray) -> bool:
-  """Returns whether an array has no NaN and no infinity, without a wider copy."""
+  """Returns whether an array has no NaN and no infinity; makes no float32 copy."""
   if array.dtype.itemsize != 2:
     return bool(np.isfinite(array).all())
   # On the bits, because NumPy converts bfloat16 and float16 number by number.
@@ -328,12 +328,12 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
-  """Returns the number of tensors of a parameter, and the shape of each tensor here."""
+  """Returns (number of tensors that store a parameter, shape of one in our axes)."""
   return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
 
 
 def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
-  """Returns, for each axis of the file, the axes of the shape `tail` that it merges."""
+  """Returns, for each axis of a file's tensor, the axes of `tail` that it merges."""
   name = parameter.rpartition('/')[2]
   if name not in AXES:
     return [[axis] for axis in range(len(tail))]

@@ -77,7 +77,7 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
 
 
 def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
-  """Returns enough windows for any `pictures` pictures of `patches` patches in all.
+  """Returns how many windows suffice for `pictures` pictures with `patches` in total.
 
   A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
   most (ab + s - 1) / s, which a strip of width 1 needs.

@@ -18,12 +18,12 @@ from bapo_jax.types import EmbeddedPictures, Pictures, Tree
 
 
 def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Array]:
-  """Returns the places of all tokens, and shift_B.
+  """Returns (positions and patches of all tokens, shift_B).
 
-  A picture has one token `v.image_token` per merged patch. The picture starts at the
-  position that a text token would have, and its longer side is added for the text after
-  it. shift_B is position minus column of the tokens after all pictures. A policy may
-  sample image tokens: beyond the number of patches they count as text. grid_BI2 counts
+  A picture has one token `v.image_token` per merged patch. It starts at the position
+  that a text token would have; the text after it continues after the picture's longer
+  side. shift_B is position minus column of the tokens after all pictures. A policy may
+  sample image tokens: those beyond the number of patches count as text. grid_BI2 counts
   the patches of each picture along height and width; 0: no picture.
   """
   high_BI, wide_BI = grid_BI2[..., 0] // v.merge, grid_BI2[..., 1] // v.merge
@@ -80,7 +80,7 @@ def embedded(
 def place_responses(
   tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
 ) -> Places:
-  """Computes `place` for rows that share pictures: B / P consecutive rows per prompt.
+  """Computes the places of rows when B / P consecutive rows share a prompt's pictures.
 
   `merged_BT` indexes the merged patches of all prompts, [P * M].
   """

@@ -34,7 +34,7 @@ class VisionSpec:
 
   @property
   def head_width(self) -> int:
-    """Returns C of the tower."""
+    """Returns C, the width of an attention head of the tower."""
     return self.width // self.heads
 
   @property
@@ -44,12 +44,12 @@ class VisionSpec:
 
   @property
   def window_side(self) -> int:
-    """Returns the merged patches along each side of a window."""
+    """Returns the number of merged patches along each side of a window."""
     return self.window // (self.merge * self.patch)
 
   @property
   def window_patches(self) -> int:
-    """Returns the patches of a full window."""
+    """Returns the number of patches in a full window."""
     return (self.window_side * self.merge) ** 2
 
 
@@ -67,7 +67,7 @@ def check(v: VisionSpec) -> None:
   if bad := [i for i in v.full_layers if not 0 <= i < v.layers]:
     raise ValueError(
       f'vision: fullatt_block_indexes has layer {bad[0]}, but the tower '
-      f'has {v.layers} layers'
+      f'has {v.layers} layers, counted from 0; correct config.json'
     )
 
 

@@ -35,7 +35,7 @@ def forward(
     params: the tree below `vision`.
     pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
-    windows: windows per row; None: enough for any pictures.
+    windows: number of windows per row; None: enough for any pictures.
   """
   v, (R, Z, _) = vision_of(spec), pixels_RZE.shape
   if windows is None:
@@ -87,7 +87,7 @@ def _hidden(
 
 
 def vision_of(spec: ModelSpec) -> VisionSpec:
-  """Returns the tower of a model; raises a ValueError if there is none."""
+  """Returns the spec of a model's vision tower; raises a ValueError if it has none."""
   if spec.vision is None:
     raise ValueError('this model has no vision tower; choose a Qwen2.5-VL model')
   return spec.vision

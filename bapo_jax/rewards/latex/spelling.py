@@ -123,7 +123,7 @@ LABEL = re.compile(rf"(?:[A-Za-z(]|{GREEK})(?:[A-Za-z0-9 ()_{{}},^+*/'-]|{GREEK}
 
 
 def is_label(text: str) -> bool:
-  """Returns whether the left side of an equation only names its right side."""
+  """Returns whether the left side of an equation is a label, such as x, f(2) or m+n."""
   return bool(LABEL.fullmatch(text) and re.search('[A-Za-z]', text))
 
 
@@ -151,7 +151,7 @@ POWERS = {'square': '2', 'sq': '2', 'cubic': '3'}
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-  """Splits a text that ends in a known unit into (value, unit); else (text, None)."""
+  """Returns (value, unit) for a text that ends in a known unit, else (text, None)."""
   match = UNIT.search(text)
   if not match or not text[: match.start()].strip():
     return text, None

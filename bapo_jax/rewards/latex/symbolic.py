@@ -38,7 +38,7 @@ def _math_verify():
 
 
 def _read(latex: str) -> tuple[Any, str]:
-  """Returns the sympy object (None if the text cannot be parsed) and the text."""
+  """Returns the LaTeX as a sympy object (None: not parsable) and as normalised text."""
   from latex2sympy2_extended import latex2sympy, normalize_latex
   from math_verify.grader import should_treat_as_complex
 
@@ -78,10 +78,10 @@ HARMLESS = {r'\frac', r'\sqrt'}
 
 
 def no_new_parts(answer: str, given: str) -> bool:
-  """Returns whether all functions, signs and variables of `given` are in the answer.
+  """Returns whether `answer` has all functions, signs and variables of `given`.
 
-  Functions and signs may occur at most as often as in the answer: an integral, a sum
-  sign or a determinant that the answer lacks has not been calculated.
+  `given` may have a function or sign at most as often as `answer`: an integral, a sum
+  sign or a determinant that `answer` lacks was left uncalculated.
   """
   count = collections.Counter
   extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))

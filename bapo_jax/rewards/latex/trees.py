@@ -145,7 +145,7 @@ class _Parser:
     raise ValueError(f'unexpected {token!r}')
 
   def argument(self) -> Tree:
-    r"""Parses an argument in braces, or one digit, letter or command: \frac12."""
+    r"""Parses an argument: braces, or one digit, letter or command (\frac12: 1, 2)."""
     token = self.peek()
     if len(token) > 1 and token.isdigit():
       self.tokens[self.at] = token[1:]
@@ -185,7 +185,7 @@ def plain(tree: Tree) -> Fraction | None:
 
 
 def symbols(tree: Tree) -> set[str]:
-  """Returns the names of the variables."""
+  """Returns the names of the variables in a tree."""
   if tree[0] == 'sym':
     return {tree[1]}
   return set().union(*(symbols(part) for part in tree[1:] if isinstance(part, tuple)))
@@ -241,7 +241,7 @@ def operations(tree: Tree) -> collections.Counter[str]:
 
 
 def as_calculated(gold: Tree, given: Tree) -> bool:
-  """Returns whether `given` is calculated at least as far as the right answer."""
+  """Returns whether `given` leaves no more operations to carry out than `gold`."""
   if plain(given) is not None:
     return True
   if plain(gold) is not None:
@@ -258,9 +258,9 @@ INFINITE = {('inf',), ('neg', ('inf',))}
 def equal(gold: Tree, given: Tree, digits: int) -> bool:
   """Returns whether two trees without variables have the same finite value.
 
-  Compares plain numbers exactly, others to `digits` decimal digits. With more than 3
-  digits per character of both texts, an irrational number differs from every fraction
-  that fits in as many characters.
+  Compares plain numbers exactly, others to `digits` decimal digits. More than 3 digits
+  per character of both texts are enough to tell an irrational number from each fraction
+  that can be written in so few characters.
   """
   if 'base' in (gold[0], given[0]) or {gold, given} & INFINITE:
     return gold == given

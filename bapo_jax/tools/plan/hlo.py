@@ -37,7 +37,7 @@ AXES = re.compile(
 
 
 class Collective(NamedTuple):
-  """One kind and size of collective inside a loop."""
+  """The collectives inside loops that share a kind and a size, counted together."""
 
   kind: str
   bytes: int  # of the whole array on one device: gathered, summed or sent
@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 
   @property
   def received(self) -> int:
-    """Bytes that a device receives per run of the program; sums are sent twice."""
+    """Bytes that a device receives per run of the program; all-reduce counts twice."""
     return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
 
 
@@ -62,9 +62,9 @@ class Run(NamedTuple):
 
 
 def runs(text: str, most: int = 1) -> Iterator[Run]:
-  """Yields the collectives of the program, once per path that leads to them.
+  """Yields each collective of the program, once per path of calls that leads to it.
 
-  A loop runs for XLA's trip count, else its condition's bound, else `most` times.
+  Iterations of a loop: XLA's trip count, else the bound in its condition, else `most`.
   """
   bodies, entry, lines = {}, '', []  # computation -> instructions
   for line in text.splitlines():
@@ -94,7 +94,7 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
 
 
 def in_loops(text: str, most: int = 1) -> list[Collective]:
-  """Lists the collectives inside loops, the most bytes first; see `runs`."""
+  """Lists the collectives inside loops by bytes received, largest first; see `runs`."""
   same: dict[tuple[str, int], list[Run]] = defaultdict(list)
   for run in runs(text, most):
     if run.looped:
@@ -107,9 +107,9 @@ def in_loops(text: str, most: int = 1) -> list[Collective]:
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:
-  """Returns the bytes of the whole array: the result, or a scatter's operand.
+  """Returns the bytes of the whole array: the operand of a scatter, else the result.
 
-  `shape` is the result's shape in HLO; `started` marks the `-start` of a collective.
+  `shape` is the result's shape in HLO; `started` is True for a `-start` instruction.
   """
   arrays = [
     math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
@@ -124,9 +124,9 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
 
 
 def groups(line: str) -> list[list[int]]:
-  """Lists the groups of devices of a collective, by position in the mesh.
+  """Lists the device groups of a collective; a device is its position in the mesh.
 
-  A permute has one pair (from, to) per transfer; [] if the line has no groups.
+  A permute has a pair [from, to] per transfer. A line without groups gives [].
   """
   if listed := LISTED.search(line):
     return [_numbers(part) for part in listed[1].strip('{}').split('},{')]

@@ -1,7 +1,7 @@
 """Plans for several hosts: the traffic between hosts and the memory of each host.
 
 The traffic is a lower bound for any implementation of the collectives: a host receives
-the data that its devices lack once. Bytes are counted by hand or read from HLO text.
+only once what its devices lack. Sizes come from formulas or from HLO text.
 """
 
 import functools
@@ -41,7 +41,7 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
 
 
 def _shares(kind: str, line: str, process_of: Sequence[int]) -> dict[int, float]:
-  """Maps each host to the bytes that it receives per byte of the collective."""
+  """Maps each host to the bytes that it receives per byte of the collective's array."""
   found: dict[int, float] = defaultdict(float)
   groups = hlo.groups(line)
   if kind == 'collective-permute':
@@ -78,10 +78,10 @@ def weight_sync(spec: ModelSpec, shape: MeshShape, process_of: Sequence[int]) ->
 
 
 def memory(job: Job, hosts: int) -> dict[str, float]:
-  """Counts the bytes of host memory of one process by use; an upper limit.
+  """Returns upper limits on the host memory of a process: use -> bytes.
 
-  Rows are counted whole in every process. Python, the compiler (2 GiB), problems and
-  verifiers come on top.
+  Each process counts all rows, also those of other processes. Python, the compiler
+  (2 GiB), problems and verifiers are not included.
   """
   T, sampler = job.config.row_length, job.config.sampler
   stored = dict(budget.count(*job).checkpoint)

@@ -25,26 +25,25 @@ COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
 class Row(NamedTuple):
-  """Memory and collectives of a compiled program; bytes on one device, or one host."""
+  """The memory of a program and its collectives, in bytes per device."""
 
   program: Program
   arguments: float  # the cache included
   output: float  # beyond donated arguments
   temporaries: float
   loops: Sequence[hlo.Collective] = ()
-  between: float = 0.0  # into the host that receives most, by collectives
+  between: float = 0.0  # bytes into the host that receives most, by collectives
 
   @property
   def total(self) -> float:
-    """Bytes of the run while the program runs."""
+    """Bytes of the whole run on the device while this program runs."""
     return self.arguments + self.output + self.temporaries + self.program.resident
 
 
 def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
   """Returns (chip, devices) of a topology like 'v5p:4x4x4'.
 
-  Raises:
-    ValueError: the chip or the arrangement does not exist.
+  Raises ValueError if the chip or the arrangement does not exist.
   """
   name, _, shape = topology.partition(':')
   if name not in roofline.CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
@@ -62,7 +61,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
 
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns its row, or the bytes needed if memory is exceeded."""
+  """Compiles a program; returns its Row, or the bytes that it needs if too many."""
   with sharding.current(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:
@@ -86,7 +85,7 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
 
 
 def bytes_needed(message: str, program: Program) -> float:
-  """Reads the bytes that a device would need from the compiler's error, or inf."""
+  """Reads from the compiler's error how many bytes a device needs; inf if not there."""
   total = re.search(r'Used ([\d.]+)([KMGT]) of', message)
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
   if not found:
@@ -96,12 +95,12 @@ def bytes_needed(message: str, program: Program) -> float:
 
 
 def room(chip: Chip) -> float:
-  """Returns the bytes of a chip that a hand count may fill."""
+  """Returns the bytes of a chip's memory that an estimate from formulas may fill."""
   return budget.DEVICE_SHARE * chip.hbm * GIB
 
 
 def left(row: Row | float, chip: Chip) -> float:
-  """Returns the GiB of the chip that a program leaves; negative if it does not fit."""
+  """Returns the GiB of a chip that a program leaves free; negative if it cannot fit."""
   return chip.hbm - (row.total if isinstance(row, Row) else row) / GIB
 
 
@@ -135,14 +134,14 @@ def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
 
 
 def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
-  """Returns the job of a config on a mesh of these chips."""
+  """Returns the config's job (model, schedule, mesh) on a mesh of these chips."""
   spec = programs.tpu_spec(config)
   schedule = budget.choose_schedule(config, spec, mesh, room(chip))
   return Job(config, spec, schedule, mesh)
 
 
 def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
-  """Finds flags that make the program fit by compiling it; returns a sentence."""
+  """Adds flags until the program compiles and fits; describes them in a sentence."""
   changed, flags, given = job.config, {}, ''
   for knob, value in ladder(name, job):
     section, key = knob.split('.')
@@ -164,10 +163,8 @@ def run(
 ) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
-  `mean_share` is the mean length of the rows over the longest, in (0, 1].
-
-  Raises:
-    ValueError: topology, model and knobs are inconsistent.
+  `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
+  ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = attach(topology)
   mesh = resolve.make_mesh(config, devices)

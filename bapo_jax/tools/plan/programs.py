@@ -34,7 +34,7 @@ TEXT = 256  # tokens of a prompt beside its picture
 
 
 class Job(NamedTuple):
-  """A run on a mesh: a Resolved without a tokenizer, which a plan does not read."""
+  """What a plan needs of a run: like Resolved, without tokenizer and budget."""
 
   config: Config
   spec: ModelSpec
@@ -43,17 +43,17 @@ class Job(NamedTuple):
 
   @property
   def language(self) -> ModelSpec:
-    """The language model without its tower, for hand counts."""
+    """The spec without the vision tower, for counts from formulas."""
     return dataclasses.replace(self.spec, vision=None)
 
   @property
   def shape(self) -> roofline.MeshShape:
-    """Devices along the axes of the mesh."""
+    """The number of devices along each axis of the mesh."""
     return dict(self.mesh.shape)
 
 
 class Program(NamedTuple):
-  """A jitted function, its arguments and its cost; bytes per device."""
+  """A jitted function with its arguments, its cost and its bytes per device."""
 
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
 
 def tpu_spec(config: Config) -> ModelSpec:
-  """Reads the model of the config, with the attention kernel of a TPU."""
+  """Returns the spec of the config's model, with the attention kernel for a TPU."""
   path = config.model.path
   spec = resolve.read_spec(config, path, None) if path else None
   spec = spec or resolve.open_model(config).spec
@@ -91,7 +91,10 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
-  """Returns (params, opt, base), placed as in training; base None: none frozen."""
+  """Returns abstract (params, opt, base), placed as in training.
+
+  base holds the frozen weights, and is None if all weights are trained.
+  """
   config, spec = job.config, job.spec
   params, base = transformer.abstract(spec), None
   if config.lora.rank:
@@ -120,7 +123,7 @@ def buffer(job: Job) -> Tree:
 
 
 def beside_update(job: Job) -> int:
-  """Returns the bytes per device that stay beside an update: buffer, lagging actor."""
+  """Returns the bytes per device of the buffer and of an actor with older weights."""
   lags = job.config.rollout.weight_sync_interval > 1
   return bytes_per_device((actor(job) if lags else None, buffer(job)))
 
@@ -144,7 +147,7 @@ def train_step(job: Job) -> Program:
 
 
 def score(job: Job) -> Program:
-  """Builds the packed log-probability pass of one micro-batch, without a gradient."""
+  """Builds the program that computes log-probabilities of a packed micro-batch."""
   config, T = job.config, job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
   knobs = dict(temperature=config.sampler.temperature, chunk=config.logprobs.chunk)
@@ -162,7 +165,7 @@ def score(job: Job) -> Program:
 
 
 def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
-  """Returns (slots of the sampler, bytes of their cache per device)."""
+  """Returns (the sampler's abstract slots, bytes of their KV cache per device)."""
   T, k = job.config.row_length, job.config.sampler
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
@@ -198,7 +201,7 @@ def prefill(job: Job) -> Program:
 
 
 def decode(job: Job) -> Program:
-  """Builds one dispatch of the sampler, `tokens_per_dispatch` tokens per slot."""
+  """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, T = job.config.sampler, job.config.row_length
   S, n = sampler.max_num_seqs, sampler.tokens_per_dispatch
   slots, cache = slots_of(job)
@@ -215,7 +218,7 @@ def decode(job: Job) -> Program:
 
 
 def gallery_of(job: Job) -> Gallery | None:
-  """Returns a gallery for the largest picture of a prompt; None for text models."""
+  """Returns an empty Gallery sized for the largest picture; None for text models."""
   v = job.spec.vision
   if v is None:
     return None
@@ -227,14 +230,14 @@ def gallery_of(job: Job) -> Gallery | None:
 
 
 def embedded(job: Job, prompts: int) -> pictured.Seen:
-  """Returns the placed pictures of `prompts` prompts as the learner receives them."""
+  """Returns abstract pictures of `prompts` prompts, embedded if the tower is frozen."""
   _, _, base = learner_state(job)
   seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
   return place(seen, sharding.layout_of_rows(seen, job.mesh))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
-  """Returns the placed pictures of `prompts` prompts."""
+  """Returns abstract pictures of `prompts` prompts, as pixels."""
   held = gallery_of(job)
   assert held is not None, 'only called for vision models'
   pixels = jax.eval_shape(lambda: held.empty(prompts))
@@ -242,7 +245,7 @@ def pixels_of(job: Job, prompts: int) -> Pictures:
 
 
 def tower(job: Job) -> Program:
-  """Builds the pass of a block of pictures through the vision tower."""
+  """Builds the program that embeds a block of pictures with the vision tower."""
   params, opt, base = learner_state(job)
   pixels = pixels_of(job, pictured.BLOCK * sharding.row_shards(job.mesh))
   rest = {name: w for name, w in params.items() if name != policy.TOWER}

@@ -33,14 +33,14 @@ CHIPS = {
 
 
 class Cost(NamedTuple):
-  """One run of a program, on one device."""
+  """Work of a program, or of one of its steps, on one device: FLOPs and bytes moved."""
 
   model_flops: float  # of the model, without rematerialisation
   flops: float  # of the program
   bytes: float  # to and from memory
 
   def seconds(self, chip: Chip, linked: float) -> dict[str, float]:
-    """Returns lower bounds in seconds from products, memory and links.
+    """Returns lower bounds on the seconds that products, memory and links take.
 
     `linked` is the bytes that the device receives from collectives inside loops.
     """
@@ -62,7 +62,7 @@ class Products(NamedTuple):
 
 
 def matrices(spec: ModelSpec) -> int:
-  """Returns the number of weights in the layers' products."""
+  """Returns the number of weights in the matrix products of the layers."""
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
   return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * spec.ffn)
 
@@ -70,7 +70,7 @@ def matrices(spec: ModelSpec) -> int:
 def forward(spec: ModelSpec, context: float) -> Products:
   """Counts the FLOPs of a token that attends to `context` tokens.
 
-  These are 2 per weight and 4 H C per layer and token attended to.
+  These are 2 per weight, and 4 x heads x head width per layer and attended token.
   """
   return Products(
     layers=2 * matrices(spec),
@@ -80,9 +80,10 @@ def forward(spec: ModelSpec, context: float) -> Products:
 
 
 def activations(spec: ModelSpec, tensor: int) -> float:
-  """Counts bytes moved per token of a forward pass: operands and results of products.
+  """Counts the bytes per token that matrix products read and write in device memory.
 
-  `tensor` devices share heads and feed-forward width.
+  Counts the activations of one forward pass on one device, without the weights.
+  `tensor` is the number of devices that share the heads and the feed-forward width.
   """
   half = spec.heads * spec.head_width + spec.kv_heads * spec.head_width
   split = (2 * half + 4 * spec.ffn) / tensor
@@ -101,7 +102,7 @@ def train(
   """Counts the cost of one optimiser update on `rows` rows.
 
   The model's FLOPs are three forward passes, or two for frozen weights, which need no
-  gradient. Recomputed are the head once (in chunks), the layers once with remat='full'
+  gradient. The program also recomputes the head in chunks, with remat='full' the layers
   (only attention with 'dots', unless the kernel saves its results), and the whole pass
   if several micro-batches share their bounds and bounds_pass is 'again'.
 
@@ -141,9 +142,9 @@ def train_links(
 ) -> float:
   """Counts the minimum bytes that a device receives in an update of n micro-batches.
 
-  Per micro-batch the weights are gathered over fsdp for each forward pass and for the
-  backward pass; their gradients are scattered over fsdp, and summed in float32 over
-  data. Each pass sums the hidden states over tensor twice per layer.
+  Per micro-batch the weights are gathered over mesh axis fsdp for each forward pass and
+  for the backward pass; gradients are scattered over fsdp, and summed in float32 over
+  axis data. Each pass sums the hidden states over axis tensor twice per layer.
   """
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
   several, c = n > 1, itemsize(spec.compute)
@@ -165,7 +166,7 @@ def hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
 
 
 def score(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
-  """Counts the cost of scoring `rows` rows of `length` tokens."""
+  """Counts the cost of the log-probabilities of `rows` rows of `length` tokens."""
   tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
   flops = forward(spec, length / 2).all * local
   moved = 2 * itemsize(spec.compute) * transformer.count(spec) / tensor

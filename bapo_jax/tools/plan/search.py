@@ -1,7 +1,7 @@
 """Compares all meshes of a topology by hand counts, without compiling anything.
 
-Memory comes from training/budget.py, time from the roofline with hand-counted links,
-which found 47 to 81 % of the bytes on links of three compiled train steps.
+Memory comes from training/budget.py, time from the roofline. Bytes on links come from
+formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
 import itertools
@@ -26,14 +26,14 @@ BEST = 5
 
 
 class Choice(NamedTuple):
-  """The fastest setting that fits a mesh; bytes per device, lower bounds in seconds."""
+  """The fastest setting that fits a mesh, with memory and lower bounds on times."""
 
   shape: dict[str, int]
   grad_accum_steps: int
   schedule: Schedule
   slots: int
-  update_bytes: float
-  decode_bytes: float
+  update_bytes: float  # per device
+  decode_bytes: float  # per device
   update: dict[str, float]  # resource -> lower bound of an update, seconds
   token: dict[str, float]  # the same for one token in every slot
   seconds: float  # of a step: all its updates and its rollout
@@ -68,7 +68,7 @@ def name(shape: roofline.MeshShape) -> str:
 def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, str]]:
-  """Returns (meshes that fit, fastest first; name of a rejected mesh -> reason)."""
+  """Returns the choices that fit, fastest first, and a reason per rejected mesh."""
   found, refused = [], {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
@@ -83,15 +83,14 @@ def search(
 def judge(
   config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> Choice:
-  """Finds the fastest micro-batches and slots that fit this mesh.
+  """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
-  Raises:
-    ValueError: nothing fits, or the model or the rows do not divide over the mesh.
+  Raises ValueError if nothing fits, or model or rows do not divide over the mesh.
   """
   sharding.shardings(transformer.abstract(spec), mesh)
   shards, rows = sharding.row_shards(mesh), config.minibatch_rows
   if rows % shards:
-    raise ValueError(f'{rows} responses of a minibatch do not divide over data x fsdp')
+    raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
   T, shape = config.row_length, dict(mesh.shape)
   config = config.with_values(mesh=shape)
   extra = budget.count(config, spec, Schedule(), mesh).buffer
@@ -108,8 +107,8 @@ def judge(
       updates.append((steps, schedule, needed, cost.seconds(chip, linked)))
   if not updates:
     raise ValueError(
-      f'an update needs {least / GIB:.0f} GiB per device, even with one row per '
-      f'micro-batch, but only {memory / GIB:.0f} GiB are available'
+      f'an update needs {least / GIB:.0f} GiB per device, even with one row per device '
+      f'in a micro-batch, but only {memory / GIB:.0f} GiB are available'
     )
   steps, schedule, update_bytes, update = min(
     updates, key=lambda option: (max(option[3].values()), option[0])
@@ -126,7 +125,7 @@ def judge(
 def _decoding(
   config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
 ) -> tuple[int, float, dict[str, float]]:
-  """Returns (slots, bytes, seconds per token) for the most slots that fit."""
+  """Finds the most slots that fit; returns (slots, bytes, {resource: s per token})."""
   shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
   T, responses = config.row_length, config.prompts.count * config.sampler.group_size
   b, needed = budget.count(config, spec, Schedule(), mesh), math.inf
@@ -145,9 +144,9 @@ def _decoding(
       return slots, needed, cost.seconds(chip, linked)
   raise ValueError(
     f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
-    f'over {shards} shards, but only {memory / GIB:.0f} GiB are available'
+    f'that divide over {shards} shards, but only {memory / GIB:.0f} GiB are available'
     if needed < math.inf
-    else f'slots do not divide over {shards} shards; change sampler.max_num_seqs'
+    else f'no number of slots divides over {shards} shards; change sampler.max_num_seqs'
   )
 
 
@@ -178,6 +177,6 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
 
 
 def _bound(seconds: dict[str, float], scale: float) -> str:
-  """Returns the largest of several lower bounds, with its name."""
+  """Formats the largest of several lower bounds, with the name of its resource."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'
