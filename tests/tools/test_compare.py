@@ -36,9 +36,7 @@ def three(tmp_path):
   fixed, long = {'clip': {'rule': 'fixed'}}, accuracy(0.2, 0.6, 0.7, entropy=1.0)
   title = {'title': 'second <b>', 'checkpoint': {'keep': 7}}
   return [
-    run(
-      tmp_path, 'fixed/seed-1', accuracy(0.2, 0.6, 0.7, entropy=1.0), seed=1, **fixed
-    ),
+    run(tmp_path, 'fixed/seed-1', long, seed=1, **fixed),
     run(tmp_path, 'balanced', accuracy(0.3, 0.9), seed=1, clip={'rule': 'balanced'}),
     run(tmp_path, 'fixed/seed-2', accuracy(0.2, 0.4), seed=2, **fixed, **title),
   ]
