@@ -219,7 +219,14 @@ def start(arguments: list[str]) -> int:
     if mode not in READERS:
       join(config)
       return run(config)
-  return read([arg for arg in arguments if arg not in given])
+  try:
+    return read([arg for arg in arguments if arg not in given])
+  except OSError as error:
+    if error.filename is None:  # the terminal
+      raise
+    path = error.filename2 or error.filename  # os.replace names both
+    reason = f'{path} cannot be written ({error.strerror})'
+    raise ValueError(f'{reason}; free disk space or give another path') from error
 
 
 def plan(config: Config) -> int:

@@ -82,17 +82,20 @@ def read(workdir: str) -> RunFiles:
   if not os.path.exists(path):
     raise ValueError(f'--workdir={workdir} has no run; train there first')
   rows = metrics.read(workdir)
-  steps = [row['step'] for row in rows if 'eval/accuracy' in row]
-  before, after = (
-    evaluate.read_recorded(workdir, int(step))
-    if os.path.exists(os.path.join(workdir, 'eval', f'{step}.json'))
-    else None
-    for step in (0, max(steps, default=0))
-  )
+  last = max((row['step'] for row in rows if 'eval/accuracy' in row), default=0)
+  before = _evaluation(workdir, 0)
+  after = _evaluation(workdir, int(last)) if last else None
   recorded = step_record.newest(workdir)
   groups = [] if recorded is None else step_record.read(workdir, recorded)
   values = workdirs.read_config(path)
   return RunFiles(workdir, values, rows, before, after, groups)
+
+
+def _evaluation(workdir: str, step: int) -> dict[str, Any] | None:
+  """Reads an evaluation; None if there is no file of it."""
+  if not os.path.exists(os.path.join(workdir, 'eval', f'{step}.json')):
+    return None
+  return evaluate.read_recorded(workdir, step)
 
 
 def build(run: RunFiles) -> Iterator[Element]:

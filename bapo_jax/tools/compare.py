@@ -89,15 +89,15 @@ class Group(NamedTuple):
   runs: list[Run]
 
 
-def write(workdirs_: Sequence[str], path: str) -> int:
-  """Writes the page; returns 0 and says where it is.
+def write(runs: Sequence[str], path: str) -> int:
+  """Writes a page on the runs, given by their workdirs; returns 0, prints its path.
 
   Raises:
     ValueError: fewer than two workdirs, one of them twice or without a run, or more
       configs than the page has colours.
     OSError: the page cannot be written.
   """
-  groups = grouped(read(workdirs_))
+  groups = grouped(read(runs))
   files.write(path, page.document('Runs compared', build(groups)))
   count = sum(len(group.runs) for group in groups)
   print(f'{count} runs of {len(groups)} configs are compared in {path}')

@@ -109,6 +109,8 @@ def test_what_cannot_be_compared_is_refused(three, tmp_path):
   with pytest.raises(ValueError, match='9 different configs, and a page has 8 colours'):
     compare.write(many, str(tmp_path / 'c.html'))
   assert not (tmp_path / 'c.html').exists()
+  message = refused(['--mode=compare', *three, f'--compare_to={three[0]}'])
+  assert f'{three[0]} cannot be written' in message
 
 
 def test_a_browser_shows_the_page_and_hides_a_group(browser, three, tmp_path):
