@@ -33,7 +33,10 @@ MODES = {
   'export': 'writes a checkpoint as a directory that transformers and vLLM load',
   'show': 'shows the recorded groups of a run',
   'plan': 'computes memory and time on a TPU that is not attached',
+  'report': 'writes the report of a run again, as a page and as Markdown',
+  'compare': 'compares the runs in several workdirs on one page',
 }
+READERS = ('compare', 'report', 'show')  # read the files of workdirs; need no config
 CONFIG = flags.DEFINE_string('config', None, 'A file of configs/, or file:variant.')
 WORKDIR = flags.DEFINE_string('workdir', 'runs/default', 'Directory of all results.')
 MODE = flags.DEFINE_enum('mode', 'train', list(MODES), 'What to do.')
@@ -42,6 +45,9 @@ CHECKPOINT = flags.DEFINE_string(
 )
 EVAL_TO = flags.DEFINE_string(
   'eval_to', '', 'Writes <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
+)
+COMPARE_TO = flags.DEFINE_string(
+  'compare_to', 'runs/compare.html', 'Page that --mode=compare writes.'
 )
 SHOW_GROUP = flags.DEFINE_integer(
   'show_group', None, 'Prints this recorded group, from 1; not given: browse with keys.'
@@ -79,8 +85,9 @@ START_S = flags.DEFINE_float(
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Parses the flags of absl; returns the name of the program and the overrides.
+  """Parses the flags of absl; returns the name of the program and its arguments.
 
+  They are the overrides, and with --mode=compare the workdirs.
   A mode as the first argument stands for --mode. Without arguments the program prints
   its usage and ends with status 2; with --help it adds all flags and ends with 0.
   """
@@ -93,18 +100,19 @@ def parse(argv: list[str]) -> list[str]:
     sys.exit(0)
   if argv[1] in MODES:
     argv = [argv[0], f'--mode={argv[1]}', *argv[2:]]
+  flags.FLAGS.set_gnu_getopt()  # flags may follow the workdirs to compare
   try:
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     given = [arg for arg in argv[1:] if OVERRIDE.fullmatch(arg)]
     left = flags.FLAGS([arg for arg in argv if arg not in given])
   except (flags.Error, OSError) as error:
     fail(error)
-  if len(left) > 1:
+  if len(left) > 1 and MODE.value != 'compare':
     fail(
       f'unknown argument {left[1]!r}; a mode comes first ({", ".join(MODES)}), and an '
       'override is written --config.steps=10'
     )
-  return [left[0], *given]
+  return [*left, *given]
 
 
 def usage() -> str:
@@ -187,20 +195,32 @@ def join(config: Config) -> None:
   """Joins the other processes of a training run; checks that all run the same program.
 
   Raises:
-    ValueError: the processes differ, or a mode other than train has several.
+    ValueError: the processes differ.
   """
   if MODE.value != 'train':
-    if PROCESSES.value is None:
-      return
-    raise ValueError(
-      f'--processes={PROCESSES.value}: --mode={MODE.value} runs in one process; '
-      'omit --processes, or use --mode=train'
-    )
+    return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
     from bapo_jax.runtime import machine
 
     hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
+
+
+def read(workdirs: list[str]) -> int:
+  """Does what a mode of READERS does; returns the exit status."""
+  mode, workdir = MODE.value, WORKDIR.value
+  if mode == 'compare':
+    from bapo_jax.tools import compare
+
+    return compare.write(workdirs, COMPARE_TO.value)
+  if mode == 'report':
+    from bapo_jax.run import report_page
+
+    print(f'Report: {report_page.write(workdir)}')
+    return 0
+  from bapo_jax.tools import viewer
+
+  return viewer.show(workdir, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value)
 
 
 def run(config: Config) -> int:
@@ -211,7 +231,7 @@ def run(config: Config) -> int:
   mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
   # The other modes derive their knobs themselves. Deriving imports JAX, so a plan can
   # set its environment first only if no knobs are derived.
-  if mode in ('export', 'plan', 'show') and config.derived:
+  if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
 
     config = derive.decide(config, workdir)
@@ -231,10 +251,6 @@ def run(config: Config) -> int:
     return export.export(config, workdir, *knobs, adapter=adapter)
   if mode == 'plan':
     return plan(config)
-  if mode == 'show':
-    from bapo_jax.tools import viewer
-
-    return viewer.show(workdir, SHOW_GROUP.value, SHOW_WITH.value, which=which)
   if which != 'newest':
     fail(
       f'--checkpoint={which} is for --mode=eval, export and show; omit it, since '
@@ -243,6 +259,38 @@ def run(config: Config) -> int:
   from bapo_jax.run import experiment
 
   return experiment.train(config, workdir)
+
+
+def start(arguments: list[str]) -> int:
+  """Reads the config and does what the flags select; returns the exit status.
+
+  `arguments` are the overrides of the config and the workdirs to compare.
+
+  Raises:
+    ValueError: a flag or the config is invalid.
+  """
+  file, mode = CONFIG.value, MODE.value
+  given = [arg for arg in arguments if OVERRIDE.fullmatch(arg)]
+  if file is None and (given or mode not in READERS):
+    raise no_config('--config is missing')
+  if mode != 'train' and PROCESSES.value is not None:
+    raise ValueError(
+      f'--processes={PROCESSES.value}: --mode={mode} runs in one process; '
+      'omit --processes, or use --mode=train'
+    )
+  if file is not None:
+    config = read_config(file, given)  # a misspelt knob is refused in every mode
+    if mode not in READERS:
+      join(config)
+      return run(config)
+  try:
+    return read([arg for arg in arguments if arg not in given])
+  except OSError as error:
+    if error.filename is None:  # the terminal
+      raise
+    path = error.filename2 or error.filename  # os.replace names both
+    reason = f'{path} cannot be written ({error.strerror})'
+    raise ValueError(f'{reason}; free disk space or give another path') from error
 
 
 def plan(config: Config) -> int:
@@ -276,9 +324,7 @@ def main(argv: list[str]) -> None:
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:
     with signals.none_lost():
-      config = read_config(CONFIG.value, argv[1:])
-      join(config)
-      status = run(config)
+      status = start(argv[1:])
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:

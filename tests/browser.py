@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 NAMES = ('chromium', 'chromium-browser', 'google-chrome', 'chrome')
-OPTIONS = [
+OPTIONS = (
   '--headless=new',
   '--no-sandbox',
   '--disable-gpu',
@@ -36,7 +36,7 @@ OPTIONS = [
   '--disable-extensions',
   '--hide-scrollbars',
   '--remote-debugging-pipe',
-]
+)
 # No name resolves: a page that needs the network fails here, too.
 OFFLINE = '--host-resolver-rules=MAP * ~NOTFOUND'
 LIMIT_S = 60.0  # for one answer; a busy machine starts Chromium in ten seconds
@@ -198,17 +198,15 @@ class Page:
   def errors(self) -> list[str]:
     """The errors and warnings of the console, and the uncaught exceptions."""
     self.evaluate('0')
-    found = []
+    bad, found = ('error', 'warning', 'assert'), []
     for event in self._browser.events(self._session):
-      params = event['params']
-      if event['method'] == 'Runtime.exceptionThrown':
+      params, method = event['params'], event['method']
+      if method == 'Runtime.exceptionThrown':
         found.append(_described(params['exceptionDetails']))
-      elif event['method'] == 'Runtime.consoleAPICalled':
-        if params['type'] in ('error', 'warning', 'assert'):
-          found.append(' '.join(str(a.get('value')) for a in params['args']))
-      elif event['method'] == 'Log.entryAdded':
-        if params['entry']['level'] in ('error', 'warning'):
-          found.append(params['entry']['text'])
+      elif method == 'Runtime.consoleAPICalled' and params['type'] in bad:
+        found.append(' '.join(str(arg.get('value')) for arg in params['args']))
+      elif method == 'Log.entryAdded' and params['entry']['level'] in bad:
+        found.append(params['entry']['text'])
     return found
 
 

@@ -25,9 +25,9 @@ FAST = {
   'models': 'hf_config hf_directory rope safetensors_io',
   'rewards': 'gold',
   'rollout': 'rollout shapes',
-  'run': 'report step_record',
+  'run': 'report report_page step_record',
   'runtime': 'digests files machine markdown metrics progress workdir',
-  'tools': 'hlo hosts roofline',
+  'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate statistics',
   '.': 'architecture config_docs docs finetune fuzz_config knobs limits main own_code '
   'readme requirements sharding type_checker types',

@@ -147,6 +147,10 @@ def small(command, folder, work):
     tiny = [x for x in runs.flags(given=own) if 'mesh.data' not in x]
     return [module, *tiny, *own, f'--workdir={work}']
   assert module == 'bapo_jax.main'
+  if '--mode=compare' in own:
+    runs.copied(folder / 'run', work / 'other')
+    paths = [str(folder / 'run'), str(work / 'other')]
+    return [*run, '--mode=compare', *paths, f'--compare_to={work}/compare.html']
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
     for knob, name in (('source', 'problems'), ('test_source', 'held_out')):

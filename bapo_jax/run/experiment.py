@@ -19,12 +19,12 @@ from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
-from bapo_jax.run import knob_lists, report, step_record
+from bapo_jax.run import knob_lists, report, report_page, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
-from bapo_jax.runtime.signals import stoppable
+from bapo_jax.runtime.signals import Stop, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
@@ -116,17 +116,14 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
     run.start(s)
-    s, status = run.loop(s)
-  if status:
-    log(f'Saved. Run the same command with --workdir={workdir} to resume.')
-    return status
-  if hosts.is_first():
-    before, after = (evaluate.read_recorded(workdir, step) for step in (0, s.step))
-    path = os.path.join(workdir, 'report.md')
-    with files.naming(path):
-      report.write(workdir, r.config, before, after, run.cost(), s.step)
-    log(f'Report: {path}')
-  return 0
+    with stoppable() as stop:
+      s, status = run.loop(s, stop)
+      if status:
+        log(f'Saved. Run the same command with --workdir={workdir} to resume.')
+      elif hosts.is_first():
+        stop.current = 'the report'
+        run.report(s)
+  return status
 
 
 def try_own_reward(verifier: Verifier, material: Material) -> None:
@@ -208,7 +205,10 @@ class Run:
     }
 
   def start(self, s: TrainState) -> None:
-    """Compiles the programs; of a finished run, repeats only a missing evaluation."""
+    """Compiles the programs; of a finished run, repeats only a missing evaluation.
+
+    Logs which rows of metrics and which evaluations are lost.
+    """
     if s.step and hosts.is_first():
       steps = {row['step'] for row in metrics.read(self.workdir)}
       if lost := [n for n in range(s.step + 1) if n not in steps]:
@@ -216,13 +216,16 @@ class Run:
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
+      for path in evaluate.truncated(self.workdir, among=range(1, s.step)):
+        log(f'{path} is truncated: its responses are lost, and no resume needs them.')
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
+      log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
       self.t = compiled(self.t, s)
 
-  def loop(self, first: TrainState) -> tuple[TrainState, int]:
+  def loop(self, first: TrainState, stop: Stop) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
     config, s = self.t.config, first
     knobs = config.metrics.model_dump() | {'config': config.model_dump()}
@@ -231,9 +234,11 @@ class Run:
         row, message = self.evaluate(s)
         write(0, row)
         log(message)
+      if finished(config, s):
+        return s, 0
       log(metrics.legend())
       bar = progress_bar(config.steps, 'training', 'step', initial=s.step)
-      with stoppable() as stop, bar as progress:
+      with bar as progress:
         self.t.timer.since()
         for s, row, record in train_loop(self.t, first):
           self.report_step(s, row, write)
@@ -253,6 +258,16 @@ class Run:
           if stopped and not done:
             return s, 128 + stopped
     return s, 0
+
+  def report(self, s: TrainState) -> None:
+    """Writes the report of the finished run; an OSError names the file."""
+    before, after = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
+    path = os.path.join(self.workdir, 'report.md')
+    with files.naming(path):
+      config, spent = self.t.config, self.cost()
+      report.write(self.workdir, config, before, after, spent, s.step)
+      report_page.write(self.workdir)
+    log(f'Report: {path}, and report.html with curves and responses')
 
   def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
@@ -314,6 +329,17 @@ def divergence(s: TrainState, limit: int) -> str:
     f'gradient was not finite (learner.max_consecutive_skips={limit}). The saved '
     'weights are from before these updates. To find the cause, see loss/ratio_max and '
     'learner/grad_norm in metrics.jsonl.'
+  )
+
+
+def completed(config: Config, s: TrainState) -> str:
+  """Returns the message for a run that has nothing left to train."""
+  limit, more = f'steps={config.steps}', f'--config.steps={s.step + 1} or more'
+  if s.step < config.steps:
+    limit, more = f'responses={config.responses:g}', 'a larger --config.responses'
+  return (
+    f'The run is finished: {s.step} steps are done, and {limit}. '
+    f'To train on, give {more}.'
   )
 
 

@@ -43,6 +43,15 @@ def summary(
   before: dict[str, Any], after: dict[str, Any], steps: int, spent: dict[str, Any]
 ) -> str:
   """Describes the change of accuracy and the cost of the run; see `write`."""
+  return (
+    f'{change_sentence(before, after)} The run took {steps} steps, '
+    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
+    f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
+  )
+
+
+def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
+  """Compares the results of two evaluations, and their errors."""
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
@@ -51,9 +60,7 @@ def summary(
     f'Accuracy went from {was} to {now} on {n} held-out problems (± is one standard '
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
-    f'{"" if clear else ", so it may be chance"}. The run took {steps} steps, '
-    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
-    f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
+    f'{"" if clear else ", so it may be chance"}.'
   )
 
 
@@ -130,14 +137,20 @@ def _tables(
   )
   yield markdown.table(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
   yield '## First fifth against last fifth of the steps'
+  cells = ((f'`{name}`', *others) for name, *others in progress(rows))
+  yield markdown.table(cells, PROGRESS, 'lrrl')
+
+
+PROGRESS = ('metric', 'first fifth', 'last fifth', 'meaning')
+
+
+def progress(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+  """Yields the cells of a table of means; its header is PROGRESS."""
   first, last = fifths(rows)
-  cells = (
-    (f'`{n}`', f'{mean(first, n):.4g}', f'{mean(last, n):.4g}', GLOSSARY[n])
-    for n in MAIN.split()
-    if len(series(rows, n)[0])
-  )
-  header = ('metric', 'first fifth', 'last fifth', 'meaning')
-  yield markdown.table(cells, header, 'lrrl')
+  for name in MAIN.split():
+    if len(series(rows, name)[0]):
+      was, now = (f'{mean(part, name):.4g}' for part in (first, last))
+      yield name, was, now, GLOSSARY[name]
 
 
 def write(

@@ -45,8 +45,14 @@ PANELS = (
   Panel('Batch by source', 'share of the seats', {f'batch/{x}': x for x in SOURCES}),
   Panel('Gradient norm', 'norm', {'learner/grad_norm': ''}),
   Panel('Response length', 'tokens', LENGTHS | {'rollout/length': 'all'}),
+  Panel('Groups of both verdicts', 'share of the groups', {'batch/learnable': ''}),
+  Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
 )
-SPIKY = {'learner/grad_norm', 'loss/kl'}  # one spike would flatten the other values
+SPIKY = {
+  'learner/grad_norm',
+  'loss/kl',
+  'loss/ratio_max',
+}  # one spike would flatten the other values
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -107,6 +113,13 @@ def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
   ax.errorbar(step_N, value_N, error_N, **line)
 
 
+def spiky(name: str, value_N: np.ndarray) -> bool:
+  """Returns whether a few values would flatten the others on a linear axis."""
+  if name not in SPIKY or not len(value_N):
+    return False
+  return bool(value_N.min() > 0 and value_N.max() > 30 * np.median(value_N))
+
+
 def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) -> None:
   dress(ax, panel.title)
   found, colours = {}, (BLUE, ORANGE, GREY)
@@ -122,10 +135,8 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
     ax.text(0.5, 0.5, 'not recorded', color=GREY, ha='center', transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
     return
-  for name in SPIKY & found.keys():
-    value_N = found[name]
-    if value_N.min() > 0 and value_N.max() > 30 * np.median(value_N):
-      ax.set_yscale('log')
+  if any(spiky(name, value_N) for name, value_N in found.items()):
+    ax.set_yscale('log')
   if panel.title == 'Positive share' and target is not None:
     ax.axhline(target, color='black', linewidth=1, linestyle='--', label='target')
   ax.set_xlabel('step', fontsize=9)
@@ -141,7 +152,7 @@ def draw_curves(
   path: str | os.PathLike[str], rows: Sequence[Row], target: float | None = None
 ) -> None:
   """Draws all panels into one PNG; a dashed line is the positive share's target."""
-  figure = new_figure(11, 16)
+  figure = new_figure(11, 19)
   steps = [r['step'] for r in rows] or [0]
   margin = max(1, 0.03 * (max(steps) - min(steps)))
   axes = figure.subplots(len(PANELS) // 2, 2)

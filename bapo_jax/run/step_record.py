@@ -167,3 +167,8 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
   except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read ({error}); delete the file') from error
   return rows
+
+
+def taught(row: dict[str, Any]) -> bool:
+  """Returns whether responses of the recorded group with both verdicts taught."""
+  return {r['correct'] for r in row['responses'] if r['taught']} == {True, False}

@@ -1,7 +1,8 @@
 """Defines every metric of a run, `stage/quantity`, in a sentence: `GLOSSARY[name]`.
 
 r is the probability ratio of the current policy pi to the behaviour policy mu, which
-sampled the token; A is the advantage. nan means that there is no such token, response or group.
+sampled the token; A is the advantage. nan means that there is no such token, response or
+group; in metrics.jsonl nan and infinite values are null.
 """
 
 from bapo_jax.types import SOURCES

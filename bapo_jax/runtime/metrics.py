@@ -20,6 +20,7 @@ from typing import Any
 from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.runtime.progress import log
 
 OWN = 'reward/'  # the named parts of own reward functions
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
@@ -27,42 +28,69 @@ Write = Callable[[int, Row], None]  # step, metrics
 
 
 def to_json(row: Mapping[str, float]) -> str:
-  """Formats a row as JSON; nan and inf become strings that float() reads."""
+  """Formats a row as JSON; undefined and infinite values are null."""
   values = {name: float(value) for name, value in row.items() if name != 'step'}
-  finite = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
+  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
   return json.dumps({'step': int(row['step']), **finite}, allow_nan=False)
 
 
 def read(workdir: Path) -> list[Row]:
   """Reads the rows of workdir/metrics.jsonl, oldest first; [] if the file is missing.
 
-  An incomplete last line, left by a killed run, is skipped.
+  null is nan. Older versions wrote 'nan' and 'inf', which are read as these numbers.
+  Skips a last line that is incomplete or out of order, as a killed run leaves it, and
+  lines that repeat the line before.
 
   Raises:
-    ValueError: a line before the last is not a row, or the file cannot be read.
+    ValueError: a line before the last is not a row of a later step than the rows
+      before it, or the file cannot be read.
   """
+  return _read(workdir)[0]
+
+
+def _read(workdir: Path) -> tuple[list[Row], list[int]]:
+  """Returns the rows and the numbers of the skipped lines, from 1; see `read`."""
   path = pathlib.Path(workdir, 'metrics.jsonl')
   try:
-    text = path.read_text(encoding='utf-8', errors='replace')
+    data = path.read_bytes().rstrip(b'\n')
   except FileNotFoundError:
-    return []
+    return [], []
   except OSError as error:
     raise ValueError(
       f'{path} cannot be read ({error.strerror}); restore it, or move it away to '
       'continue the run without the rows written so far'
     ) from error
-  rows, lines = [], text.rstrip('\n').split('\n')
+  rows: list[Row] = []
+  skipped, lines = [], data.split(b'\n') if data else []
   for i, line in enumerate(lines, 1):
+    if i > 1 and line == lines[i - 2]:
+      skipped.append(i)
+      continue
     try:
-      row = json.loads(line)
-      rows.append({'step': int(row.pop('step'))} | {k: float(row[k]) for k in row})
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+      rows.append(_row(line, rows[-1]['step'] if rows else -math.inf))
+    except ValueError as error:
       if i < len(lines):
         raise ValueError(
-          f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}'
-          '; delete the line, or give another --workdir'
+          f'{path}, line {i} of {len(lines)} {error}; delete the line, or give another '
+          '--workdir'
         ) from error
-  return rows
+      skipped.append(i)
+  return rows, skipped
+
+
+def _row(line: bytes, after: float) -> Row:
+  """Parses a line; a ValueError says what is wrong with it."""
+  try:
+    row = json.loads(line.decode())  # a byte that is not UTF-8 would change a name
+    values = {k: math.nan if row[k] is None else float(row[k]) for k in row}
+    step = int(values.pop('step'))
+  # RecursionError: thousands of brackets.
+  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+    text = line[:60].decode(errors='replace')
+    raise ValueError(f'is not a row of metrics: {text!r}') from error
+  if step <= after:
+    raise ValueError(f'has step {step} after step {after}')
+  return {'step': step} | values
 
 
 def _need(package: str, knob: str) -> types.ModuleType:
@@ -77,7 +105,11 @@ def _need(package: str, knob: str) -> types.ModuleType:
 
 def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
   path = os.path.join(workdir, 'metrics.jsonl')
-  lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
+  rows, skipped = _read(workdir)
+  if skipped:
+    numbers = ', '.join(map(str, skipped))
+    log(f'{path}: dropped line {numbers}, which is incomplete or repeats a step.')
+  lines = (to_json(row) for row in rows if row['step'] <= step)
   files.write(path, ''.join(f'{line}\n' for line in lines))
   with files.naming(path):
     # Unbuffered: closing the file does not retry a write that failed on a full disk.

@@ -38,13 +38,14 @@ class Stop:
   """Remembers the first SIGINT or SIGTERM; raises KeyboardInterrupt on the second."""
 
   signal = 0
+  current = 'this step'  # what the process finishes before it stops
 
   def __call__(self, number: int, frame: object) -> None:
     """Remembers the first signal and logs it; interrupts on the second."""
     if self.signal:
       raise KeyboardInterrupt
     self.signal = number
-    log('Finishing this step. Send the signal again to stop now.')
+    log(f'Finishing {self.current}. Send the signal again to stop now.')
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Evaluates, exports, shows and plans runs."""
+"""Evaluates, exports, shows, compares and plans runs."""

@@ -56,6 +56,7 @@ class RecordedGroup(NamedTuple):
   step: int | None = None  # number of the learner step, from 1; None: an evaluation
   # The update that used the group: number in its step, from 1, and both bounds.
   update: tuple[int, float, float] | None = None
+  taught: bool = False  # the step learned from right and from wrong responses
 
 
 def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
@@ -114,8 +115,16 @@ def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
   if row['update'] is not None:
     update = row['update'], number(row['low']), number(row['high'])
   source = f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}'
-  prompt, answer, pictures = row['prompt'], row['answer'], _pictures(workdir, row)
-  return RecordedGroup(source, prompt, answer, responses, pictures, row['step'], update)
+  return RecordedGroup(
+    source,
+    row['prompt'],
+    row['answer'],
+    responses,
+    _pictures(workdir, row),
+    row['step'],
+    update,
+    step_record.taught(row),
+  )
 
 
 def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -218,7 +227,9 @@ def show(
   """Prints one recorded group, or browses all groups on a terminal; returns 0.
 
   `number` is the group to print, from 1; None browses all groups on a terminal, else
-  prints the first. `views` are on at the start (keys of VIEWS); `keys` is the input.
+  prints one. Both begin with the first group that taught something, else with the first
+  group of both verdicts. `views` are on at the start (keys of VIEWS); `keys` is the
+  input.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
@@ -231,7 +242,7 @@ def show(
   console = console or Console()
   if keys is None and sys.stdin.isatty():
     keys = pressed()
-  at, on = (number or 1) - 1, set(views)
+  at, on = number - 1 if number else opening(groups), set(views)
   if number is not None or not console.is_terminal or keys is None:
     console.print(page(groups, at, on))
     if number is None:
@@ -247,6 +258,16 @@ def show(
     console.print(page(groups, at, on))
     console.print(f'\nn: next, b: back, {names}, q: quit', style='dim')
   return 0
+
+
+def opening(groups: list[RecordedGroup]) -> int:
+  """Returns the index of the group to show first."""
+
+  def interest(i: int) -> tuple[bool, bool]:
+    verdicts = {response.correct for response in groups[i].responses}
+    return groups[i].taught, len(verdicts) > 1
+
+  return max(range(len(groups)), key=interest)
 
 
 def pressed() -> Iterator[str]:

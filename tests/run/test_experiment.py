@@ -17,7 +17,7 @@ import runs
 from runs import command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
-from bapo_jax.run import experiment, resume
+from bapo_jax.run import experiment, report, resume
 from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
@@ -151,6 +151,28 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
   assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'
   assert identity(3) != before
+
+
+def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):
+  workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
+  (workdir / 'report.md').unlink()
+  (workdir / 'eval' / '2.json').write_text('{"result": {"accur')
+  rows, write = (workdir / 'metrics.jsonl').read_bytes(), report.write
+
+  def interrupted(*args):
+    signal.raise_signal(signal.SIGTERM)
+    write(*args)
+
+  monkeypatch.setattr(report, 'write', interrupted)
+  assert runs.train(whole_run.config.model_copy(update={'steps': 3}), workdir) == 0
+  lines = capsys.readouterr().out.splitlines()
+  (said,) = (line for line in lines if line.startswith('The run is finished'))
+  assert '4 steps are done, and steps=3' in said and '--config.steps=5 or more' in said
+  assert f'{workdir}/eval/2.json is truncated' in '\n'.join(lines)
+  assert 'Finishing the report. Send the signal again to stop now.' in lines
+  assert lines[-1].startswith(f'Report: {workdir}/report.md')
+  assert 'The run took 4 steps' in (workdir / 'report.md').read_text()
+  assert (workdir / 'metrics.jsonl').read_bytes() == rows
 
 
 @pytest.mark.parametrize('name', ['inside', 'elsewhere'])

@@ -18,14 +18,25 @@ def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
     # flushed line by line: a reader sees both before the writer closes
     one, two = metrics.read(tmp_path)
   assert one['step'] == 1 and math.isnan(one['loss/kl'])
-  assert one['loss/ratio_max'] == math.inf
-  assert two == {'step': 2, 'loss/value': -math.inf, 'rollout/accuracy': 0.25}
+  assert math.isnan(one['loss/ratio_max']) and math.isnan(two['loss/value'])
+  assert two['step'] == 2 and two['rollout/accuracy'] == 0.25
 
   def refuse(constant):  # what Python reads but JSON does not know
     raise AssertionError(constant)
 
   for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
-    json.loads(line, parse_constant=refuse)
+    row = json.loads(line, parse_constant=refuse)
+    assert all(value is None or type(value) in (int, float) for value in row.values())
+  first = json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[0])
+  assert first == {'step': 1, 'loss/kl': None, 'loss/ratio_max': None}
+
+
+def test_rows_of_older_versions_have_texts_for_numbers_that_are_not_finite(tmp_path):
+  line = '{"step": 1, "loss/kl": "nan", "clip/high": "inf", "loss/value": "-inf"}\n'
+  (tmp_path / 'metrics.jsonl').write_text(line)
+  (row,) = metrics.read(tmp_path)
+  assert math.isnan(row['loss/kl'])
+  assert (row['clip/high'], row['loss/value']) == (math.inf, -math.inf)
 
 
 def test_resume_drops_what_will_be_written_again(tmp_path):
@@ -45,23 +56,51 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
   'tail, steps',
   [
     ('{"step": 2, "loss/va', [1, 9]),  # killed inside the line
+    ('[' * 100_000, [1, 9]),  # deeper than Python's stack
+    ('{"step": 2, "loss/\udcffkl": 2.0}', [1, 9]),  # a byte that is not UTF-8
+    ('{"step": 1, "loss/value": 1.0}\n', [1, 9]),  # written twice
+    ('{"step": 1, "loss/value": 2.0}\n', [1, 9]),
     ('{"step": 2, "loss/value": 2.0}', [1, 2, 9]),  # killed before its end of line
   ],
 )
-def test_a_torn_last_line_is_dropped(tmp_path, tail, steps):
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "loss/value": 1.0}\n' + tail)
-  assert [row['step'] for row in metrics.read(tmp_path)] == steps[:-1]
+def test_a_damaged_last_line_is_dropped(tmp_path, capsys, tail, steps):
+  text = '{"step": 1, "loss/value": 1.0}\n' + tail
+  (tmp_path / 'metrics.jsonl').write_bytes(text.encode(errors='surrogateescape'))
+  rows = metrics.read(tmp_path)
+  assert [row['step'] for row in rows] == steps[:-1]
+  assert rows[0] == {'step': 1, 'loss/value': 1.0}
   with metrics.writing(tmp_path, 8) as write:
     write(9, {'loss/value': 9})  # must not be glued to the tail
+  assert ('dropped line 2,' in capsys.readouterr().out) == (len(steps) == 2)
   assert [row['step'] for row in metrics.read(tmp_path)] == steps
 
 
 @pytest.mark.parametrize(
-  'line', ['{"step": 1, "lo', '\0{', '{"loss/kl": 1}', '{"step": Infinity}']
+  'line',
+  [
+    '{"step": 1, "lo',
+    '\0{',
+    '{"loss/kl": 1}',
+    '{"step": Infinity}',
+    '[' * 100_000,
+    '{"step": 1, "loss/\udcffkl": 2.0}',
+    '{"step": 3, "loss/kl": {}}',
+  ],
 )
 def test_a_damaged_line_before_the_last_is_an_error(tmp_path, line):
-  (tmp_path / 'metrics.jsonl').write_text(line + '\n{"step": 2}\n')
-  with pytest.raises(ValueError, match='line 1 of 2'):
+  data = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'.encode(errors='surrogateescape')
+  (tmp_path / 'metrics.jsonl').write_bytes(data)
+  with pytest.raises(ValueError, match='line 2 of 3 is not a row of metrics'):
+    metrics.read(tmp_path)
+
+
+def test_a_step_twice_is_dropped_if_equal_and_else_refused(tmp_path):
+  lines = ['{"step": 1}', '{"step": 2, "loss/kl": null}'] * 2 + ['{"step": 3}']
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('\n'.join(sorted(lines)))
+  assert [row['step'] for row in metrics.read(tmp_path)] == [1, 2, 3]
+  path.write_text('\n'.join(lines))
+  with pytest.raises(ValueError, match='line 3 of 5 has step 1 after step 2'):
     metrics.read(tmp_path)
 
 

@@ -69,13 +69,14 @@ def response(text, right, adv, **numbers):
   return found | dict.fromkeys(names) | numbers
 
 
-def record(workdir, step, responses, **values):
-  """Leaves a recorded step of one group in the workdir."""
+def record(workdir, step, *groups):
+  """Leaves a recorded step in the workdir; a group is its responses."""
   group = dict(step=step, id=4, answer='3', source='reused', completed_step=6)
   group |= dict(prompt='1+2 mod 7\n', prompt_tokens=9, update=2, low=0.8, high=1.25)
   (workdir / 'groups').mkdir(exist_ok=True)
   path = workdir / 'groups' / f'{step}.jsonl'
-  path.write_text(json.dumps(group | values | {'responses': responses}) + '\n')
+  lines = [json.dumps(group | {'responses': responses}) for responses in groups]
+  path.write_text('\n'.join([*lines, '']))
 
 
 def test_what_the_newest_step_trained_on_comes_first(tmp_path):
@@ -94,6 +95,19 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '4[1.30]3' in with_bounds and 'xxxxxxxxx' in with_bounds
   assert '3[' not in with_bounds
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
+
+
+def test_a_group_that_taught_something_is_opened(tmp_path):
+  workdir = evaluated(tmp_path, ('2+3', [('so 5', False)]), *TWO)
+  assert 'group 2 of 3: evaluation' in printed(workdir)  # the first of both verdicts
+  right, wrong = response('3', True, 1.0), response('4', False, -1.0)
+  untaught = wrong | {'taught': False}
+  record(workdir, 7, [right, right], [right, untaught], [right, wrong], [right, wrong])
+  assert 'group 3 of 7: problem 4, trained on in step 7' in printed(workdir)
+  assert 'group 1 of 7' in printed(workdir, 1)
+  turned = printed(workdir, terminal=True, keys='bq')
+  turned = re.sub(r'\x1b\[[\d;]*[A-Za-z]', '', turned)
+  assert turned.index('group 3 of 7') < turned.index('group 2 of 7')
 
 
 def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):

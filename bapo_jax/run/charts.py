@@ -1,0 +1,214 @@
+"""Draws curves as SVG, whose numbers can be read: by hovering, tapping, or a program.
+
+1. `Curve` has the lines of one metric: a bold one, pale ones, and exact values;
+2. `chart` scales them to a box, with axes, a legend and a strip per step that shows
+   the exact values of the step.
+
+A chart scales with its column and takes its colours from the page.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from bapo_jax.runtime.html import element
+
+Points = tuple[np.ndarray, np.ndarray]  # (step_N, value_N), finite
+
+WIDTH, HEIGHT = 400, 210  # of a chart, in units of its coordinates
+LEFT, RIGHT, TOP, BOTTOM = 46, 392, 8, 186  # of the plot
+STRIPS = 200  # at most this many steps show their values
+DOTS = 20  # a curve of at most this many points is drawn with dots
+COLOURS = 8  # of the page, --c0 to --c7
+
+
+class Curve(NamedTuple):
+  """The lines of one metric of one run or group of runs."""
+
+  label: str  # '' if the chart has a single curve
+  colour: int  # of the page, from 0
+  exact: Points  # the values that hovering shows
+  bold: Points  # the values drawn bold
+  pale: tuple[Points, ...] = ()  # lines drawn pale
+  error_N: np.ndarray | None = None  # half the length of the bars at the bold points
+  dashed: bool = False
+
+
+class Axis(NamedTuple):
+  """Maps values to coordinates, linearly or by their logarithms."""
+
+  low: float
+  high: float
+  start: float  # coordinate of low
+  end: float
+  log: bool = False
+
+  def __call__(self, value_N: np.ndarray) -> np.ndarray:
+    """Returns the coordinates of values."""
+    low, high = self.low, self.high
+    if self.log:
+      value_N, low, high = np.log10(value_N), math.log10(low), math.log10(high)
+    share_N = (np.asarray(value_N, float) - low) / (high - low)
+    return self.start + (self.end - self.start) * share_N
+
+
+def chart(
+  title: str,
+  unit: str,
+  curves: Sequence[Curve],
+  steps: tuple[float, float],
+  level: tuple[float, str] | None = None,
+  log: bool = False,
+  legend: bool = True,
+) -> Element:
+  """Returns a figure with the curves.
+
+  Args:
+    steps: first and last step of the horizontal axis.
+    level: (value, label) of a dashed horizontal line.
+    log: whether the vertical axis is logarithmic if all values are positive.
+    legend: whether the labels of the curves are shown above the chart.
+  """
+  drawn = [curve for curve in curves if len(curve.exact[0])]
+  keys = _legend(drawn, level) if legend else ()
+  caption = element('figcaption', element('b', title), *keys)
+  if not drawn:
+    return element('figure', caption, element('p', 'not recorded', class_='empty'))
+  x = Axis(*_spread(*steps), LEFT, RIGHT)
+  y = _vertical(drawn, level, log)
+  parts = [*_grid(x, y)]
+  if level is not None:
+    (at,) = y(np.array([level[0]]))
+    line = {'x1': LEFT, 'x2': RIGHT, 'y1': f'{at:.1f}', 'y2': f'{at:.1f}'}
+    parts.append(element('line', class_='level', **line))
+  for curve in drawn:
+    parts.append(_lines(curve, x, y))
+  cursor = element('line', class_='cursor', y1=TOP, y2=BOTTOM)
+  drawing = element('svg', *parts, cursor, *_strips(drawn, x), role='img')
+  drawing.set('viewBox', f'0 0 {WIDTH} {HEIGHT}')
+  drawing.set('aria-label', f'{title}, {unit}, over the steps')
+  return element('figure', caption, element('output', unit), drawing)
+
+
+def _legend(
+  curves: Sequence[Curve], level: tuple[float, str] | None
+) -> Iterator[Element]:
+  for curve in curves:
+    if curve.label:
+      kind = f'key c{curve.colour}{" dashed" if curve.dashed else ""}'
+      yield element('span', element('i', class_=kind), curve.label)
+  if level is not None:
+    yield element('span', element('i', class_='key level'), level[1])
+
+
+def _vertical(
+  curves: Sequence[Curve], level: tuple[float, str] | None, log: bool
+) -> Axis:
+  """Returns the axis that all values, error bars and the level fit into."""
+  values = [line[1] for curve in curves for line in (curve.bold, *curve.pale)]
+  for curve in curves:
+    if curve.error_N is not None:
+      values += [curve.bold[1] - curve.error_N, curve.bold[1] + curve.error_N]
+  value_N = np.concatenate([*values, [] if level is None else [level[0]]])
+  low, high = float(value_N.min()), float(value_N.max())
+  log = log and low > 0
+  if log:
+    margin = (high / low) ** 0.04 if high > low else 2.0
+    return Axis(low / margin, high * margin, BOTTOM, TOP, log)
+  return Axis(*_spread(low, high), BOTTOM, TOP)
+
+
+def _spread(low: float, high: float) -> tuple[float, float]:
+  """Adds a margin to a range, which may be empty."""
+  margin = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
+  return low - margin, high + margin
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+  """Returns at most `most` + 1 multiples of 1, 2 or 5 times a power of ten."""
+  power = 10.0 ** math.floor(math.log10((high - low) / most))
+  unit = next(u * power for u in (1, 2, 5, 10) if (high - low) / (u * power) <= most)
+  return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+  powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+  for digits in ((1,), (1, 3), (1, 2, 5)):
+    found = [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
+    if len(found) > 2:
+      break
+  every = -(-len(found) // 6)
+  return found[::every]
+
+
+def _grid(x: Axis, y: Axis) -> Iterator[Element]:
+  """Yields the lines and the numbers of both axes."""
+  found = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
+  for value, at in zip(found, y(np.asarray(found)), strict=True):
+    line = {'x1': LEFT, 'x2': RIGHT, 'y1': f'{at:.1f}', 'y2': f'{at:.1f}'}
+    yield element('line', class_='grid', **line)
+    place = {'x': LEFT - 5, 'y': f'{at + 4:.1f}', 'text_anchor': 'end'}
+    yield element('text', f'{round(value, 12):g}', **place)
+  whole = [value for value in ticks(x.low, x.high) if value == int(value)]
+  for value, at in zip(whole, x(np.asarray(whole, float)), strict=True):
+    place = {'x': f'{at:.1f}', 'y': BOTTOM + 16, 'text_anchor': 'middle'}
+    yield element('text', f'{value:g}', **place)
+
+
+def thinned(points: Points) -> Points:
+  """Keeps the lowest and the highest value of each stretch of a long curve."""
+  step_N, value_N = points
+  if len(step_N) <= 2 * STRIPS:
+    return points
+  stretches = np.array_split(np.arange(len(step_N)), STRIPS)
+  ends = ((s[value_N[s].argmin()], s[value_N[s].argmax()]) for s in stretches)
+  keep = sorted({int(i) for pair in ends for i in pair})
+  return step_N[keep], value_N[keep]
+
+
+def _lines(curve: Curve, x: Axis, y: Axis) -> Element:
+  """Draws the pale lines, the error bars, the bold line and its dots."""
+  parts = [element('path', class_='pale', d=_path(p, x, y)) for p in curve.pale]
+  step_N, value_N = curve.bold
+  at_N, height_N = x(step_N), y(value_N)
+  if curve.error_N is not None:
+    ends = (y(value_N + sign * curve.error_N) for sign in (1, -1))
+    bars = zip(at_N, *ends, strict=True)
+    bars = ''.join(f'M{at:.1f},{a:.1f}V{b:.1f}' for at, a, b in bars)
+    parts.append(element('path', class_='bar', d=bars))
+  parts.append(element('path', class_='bold', d=_path(curve.bold, x, y)))
+  if len(step_N) <= DOTS:
+    dots = zip(at_N, height_N, strict=True)
+    parts += [element('circle', cx=f'{a:.1f}', cy=f'{b:.1f}', r=2.6) for a, b in dots]
+  dashed = ' dashed' if curve.dashed else ''
+  return element('g', *parts, class_=f'curve c{curve.colour}{dashed}')
+
+
+def _path(points: Points, x: Axis, y: Axis) -> str:
+  step_N, value_N = thinned(points)
+  pairs = zip(x(step_N), y(value_N), strict=True)
+  return 'M' + 'L'.join(f'{a:.1f},{b:.1f}' for a, b in pairs) if len(step_N) else ''
+
+
+def _strips(curves: Sequence[Curve], x: Axis) -> Iterator[Element]:
+  """Yields invisible strips, side by side, that name the exact values of a step."""
+  of = [dict(zip(*(v.tolist() for v in curve.exact), strict=True)) for curve in curves]
+  steps = sorted({step for values in of for step in values})
+  count = min(len(steps), STRIPS)
+  steps = [steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int)]
+  at_N = x(np.asarray(steps))
+  edges = [LEFT, *((at_N[1:] + at_N[:-1]) / 2), RIGHT]
+  for i, step in enumerate(steps):
+    texts = [
+      f'{curve.label} {values[step]:.6g}'.strip()
+      for curve, values in zip(curves, of, strict=True)
+      if step in values
+    ]
+    title = element('title', f'step {step:g}: {", ".join(texts)}')
+    place = {'x': f'{edges[i]:.1f}', 'width': f'{edges[i + 1] - edges[i]:.1f}'}
+    center = {'data_x': f'{at_N[i]:.1f}'}
+    strip = {'y': TOP, 'height': BOTTOM - TOP, 'class_': 'hit'}
+    yield element('rect', title, **place, **strip, **center)

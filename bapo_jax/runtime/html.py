@@ -1,0 +1,85 @@
+"""Builds HTML pages from elements, so that tags match and every text is escaped.
+
+A page is one file: it contains its style, its script and its figures, and asks for
+nothing else. Characters that nobody sees (control, direction of writing) are shown as
+Python escapes, as in Markdown.
+"""
+
+from collections.abc import Iterable, Sequence
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from bapo_jax.runtime.markdown import visible
+
+Content = str | Element | None
+
+# Nothing may be fetched, even if a text of a model slipped through the escaping.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+POLICY += "script-src 'unsafe-inline'"
+
+
+def element(tag: str, *content: Content, **attributes: str | float) -> Element:
+  """Returns an element with children and texts, in order; None is left out.
+
+  A trailing underscore of an attribute's name is removed, other underscores become
+  hyphens: class_='wide', stroke_width=2.
+  """
+  named = {name.rstrip('_').replace('_', '-'): v for name, v in attributes.items()}
+  made = Element(tag, {name: visible(str(value)) for name, value in named.items()})
+  last = None
+  for item in content:
+    if isinstance(item, Element):
+      made.append(item)
+      last = item
+    elif item and last is None:
+      made.text = (made.text or '') + visible(item)
+    elif item and last is not None:
+      last.tail = (last.tail or '') + visible(item)
+  return made
+
+
+def table(
+  rows: Iterable[Sequence[Content]], header: Sequence[str], align: str, kind: str = ''
+) -> Element:
+  """Returns a table that scrolls sideways where it is too wide.
+
+  `align` has one letter per column, 'l' for left and 'r' for right. `kind` is a class
+  of the style.
+  """
+
+  def line(tag: str, cells: Sequence[Content]) -> Element:
+    pairs = zip(cells, align, strict=True)
+    return element('tr', *(element(tag, cell, class_=side) for cell, side in pairs))
+
+  body = element('tbody', *(line('td', row) for row in rows))
+  grid = element('table', element('thead', line('th', header)), body)
+  return element('div', grid, class_=f'scroll {kind}'.strip())
+
+
+def shortened(text: str, limit: int) -> str:
+  """Replaces the middle of a text longer than the limit by the number of characters."""
+  if len(text) <= limit:
+    return text
+  half = limit // 2
+  cut = f'[... {len(text) - 2 * half} characters left out ...]'
+  return f'{text[:half]}\n{cut}\n{text[-half:]}'
+
+
+def document(title: str, body: Iterable[Element], style: str, script: str) -> str:
+  """Returns the text of a page; `style` and `script` are trusted and not escaped."""
+  raw = [Element('style'), Element('script')]
+  raw[0].text, raw[1].text = style, script
+  head = element(
+    'head',
+    element('meta', charset='utf-8'),
+    element('meta', name='viewport', content='width=device-width, initial-scale=1'),
+    Element('meta', {'http-equiv': 'Content-Security-Policy', 'content': POLICY}),
+    element('meta', name='color-scheme', content='light dark'),
+    element('link', rel='icon', href='data:,'),  # else browsers ask for favicon.ico
+    element('title', title),
+    raw[0],
+  )
+  root = element('html', head, element('body', element('main', *body), raw[1]))
+  root.set('lang', 'en')
+  text = ElementTree.tostring(root, encoding='unicode', method='html')
+  return f'<!doctype html>\n{text}\n'

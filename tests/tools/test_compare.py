@@ -1,0 +1,149 @@
+"""The comparison of runs: groups by seed, intervals by hand, one colour per group."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from pages import Page, cells
+from refusals import refused
+from scipy import stats
+
+from bapo_jax import main
+from bapo_jax.tools import compare
+from bapo_jax.training.config import parse
+
+
+def run(folder, name, rows, **knobs):
+  """Writes a run with these metrics from step 0; knobs by section."""
+  path = folder / name
+  path.mkdir(parents=True)
+  path.joinpath('config.json').write_text(json.dumps(parse(knobs).model_dump()))
+  lines = [json.dumps({'step': step} | row) for step, row in enumerate(rows)]
+  path.joinpath('metrics.jsonl').write_text('\n'.join([*lines, '']))
+  return str(path)
+
+
+def accuracy(*values, entropy=0.5):
+  rows = [{'eval/accuracy': v, 'eval/stderr': 0.01 * (1 + v)} for v in values]
+  return [row | {'loss/entropy': entropy, 'rollout/reward': 0.1} for row in rows]
+
+
+@pytest.fixture
+def three(tmp_path):
+  """Two seeds of one config, and a run of another."""
+  fixed, long = {'clip': {'rule': 'fixed'}}, accuracy(0.2, 0.6, 0.7, entropy=1.0)
+  title = {'title': 'second <b>', 'checkpoint': {'keep': 7}}
+  return [
+    run(tmp_path, 'fixed/seed-1', long, seed=1, **fixed),
+    run(tmp_path, 'balanced', accuracy(0.3, 0.9), seed=1, clip={'rule': 'balanced'}),
+    run(tmp_path, 'fixed/seed-2', accuracy(0.2, 0.4), seed=2, **fixed, **title),
+  ]
+
+
+def page_of(paths, to):
+  assert compare.write(paths, str(to)) == 0
+  return Page(to.read_text(encoding='utf-8'))
+
+
+def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path, capsys):
+  page = page_of(three, tmp_path / 'c.html')
+  assert (
+    capsys.readouterr().out
+    == f'3 runs of 2 configs are compared in {tmp_path}/c.html\n'
+  )
+  assert [*page.texts['button']] == ['fixed/seed (2 seeds)', 'balanced']
+  # Mean of 0.4 and 0.7; deviation 0.15 sqrt 2, over sqrt 2 is 0.15; t of 1 degree of
+  # freedom at 97.5 % is tan(0.475 pi) = 12.7062.
+  half = 0.15 * math.tan(0.475 * math.pi)
+  assert cells(page.text, 'eval/accuracy') == [f'0.55 ± {half:.2g}', '0.9 ± 0.019']
+  assert cells(page.text, 'loss/entropy') == [f'0.75 ± {0.25 * 12.7062:.2g}', '0.5']
+  assert cells(page.text, 'clip.rule') == ['fixed', 'balanced']
+  for name in ('seed', 'title', 'checkpoint.keep', 'steps'):
+    assert f'<code>{name}</code>' not in page.text
+
+
+def test_the_interval_is_that_of_students_t():
+  values = np.random.default_rng(0).normal(size=7)
+  middle, half = compare.interval(values.tolist())
+  low, high = stats.t.interval(0.95, 6, values.mean(), stats.sem(values))
+  np.testing.assert_allclose([middle - half, middle + half], [low, high], rtol=1e-9)
+  assert compare.interval([3.0])[0] == 3 and math.isnan(compare.interval([3.0])[1])
+
+
+def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
+  page = page_of(three, tmp_path / 'c.html')
+  shown = page.values('Accuracy on held-out problems')
+  # At step 1 the mean of 0.4 and 0.6, and 0.9; step 2 is only in one of two seeds.
+  assert shown == {0: [0.2, 0.3], 1: [0.5, 0.9]}
+  figure = page.text.partition('Accuracy on held-out')[2].partition('</figure>')[0]
+  assert re.findall(r'class="curve (c\d)"', figure) == ['c0', 'c1']
+  group, single = figure.split('class="curve ')[1:]
+  assert group.count('class="pale"') == 2 and 'class="bar"' not in group
+  assert single.count('class="pale"') == 0 and 'class="bar"' in single
+  assert 'running means over 1 steps' in page.text  # three steps // 20 | 1
+  bounds = page.text.partition('<b>Clip bounds')[2].partition('</figure>')[0]
+  assert 'not recorded' in bounds
+
+
+def test_a_repeated_seed_is_not_a_sample_of_the_group(tmp_path):
+  paths = [run(tmp_path, name, accuracy(0.5), seed=1) for name in 'ab']
+  groups = compare.grouped(compare.read(paths))
+  assert [group.label for group in groups] == ['a', 'b']
+  text = page_of(paths, tmp_path / 'c.html').text
+  assert 'No knob differs' in text
+
+
+def test_what_cannot_be_compared_is_refused(three, tmp_path):
+  (tmp_path / 'empty').mkdir()
+  cases = [
+    (three[:1], 'two or more different workdirs'),
+    ([three[0], three[0] + '/'], 'two or more different workdirs'),
+    ([three[0], str(tmp_path / 'empty')], 'empty has no run with metrics'),
+  ]
+  for paths, words in cases:
+    message = refused(['--mode=compare', *paths, f'--compare_to={tmp_path}/c.html'])
+    assert words in message
+  many = [run(tmp_path, f'n{n}', accuracy(0.5), steps=n + 1) for n in range(9)]
+  with pytest.raises(ValueError, match='9 different configs, and a page has 8 colours'):
+    compare.write(many, str(tmp_path / 'c.html'))
+  assert not (tmp_path / 'c.html').exists()
+  message = refused(['--mode=compare', *three, f'--compare_to={three[0]}'])
+  assert f'{three[0]} cannot be written' in message
+
+
+def test_a_browser_shows_the_page_and_hides_a_group(browser, three, tmp_path):
+  page_of(three, tmp_path / 'c.html')
+  for width in (1280, 390):
+    with browser.open(tmp_path / 'c.html', width, touch=width < 600) as page:
+      assert page.errors == page.requests == []
+      assert page.evaluate('document.documentElement.scrollWidth') == width
+      count = (
+        "[...document.querySelectorAll('.curve')].filter(c => c.getClientRects().length"
+        " && c.style.display !== 'none').length"
+      )
+      shown = page.evaluate(count)
+      page.evaluate("document.querySelector('.legend button').click()")
+      assert page.evaluate(count) == shown / 2
+      page.evaluate("document.querySelector('.legend button').click()")
+      assert page.evaluate(count) == shown
+  assert not Page((tmp_path / 'c.html').read_text()).addresses()
+
+
+def test_files_of_a_workdir_are_read_without_a_config(three, tmp_path):
+  arguments = ['bapo_jax', '--mode=compare', *three, f'--compare_to={tmp_path}/c.html']
+  from absl.testing import flagsaver
+
+  with flagsaver.flagsaver():
+    assert main.start(main.parse(arguments)[1:]) == 0
+    assert (tmp_path / 'c.html').exists()
+  with flagsaver.flagsaver():
+    arguments = ['bapo_jax', '--mode=report', f'--workdir={three[0]}']
+    assert main.start(main.parse(arguments)[1:]) == 0
+    assert (tmp_path / 'fixed/seed-1/report.html').exists()
+  assert 'has no recorded group' in refused(['--mode=show', f'--workdir={three[0]}'])
+  assert 'clip.rul' in refused(
+    ['--mode=report', '--config=configs/aime.py', '--config.clip.rul=fixed']
+  )
+  assert '--config is missing' in refused(['--mode=report', '--config.steps=3'])
