@@ -7,6 +7,7 @@ import re
 import pytest
 import runs
 
+from bapo_jax import main
 from bapo_jax.runtime import metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -77,3 +78,13 @@ def test_the_functions_at_the_top_of_the_page_are_accepted(tmp_path, name):
   slot = {'score': 'rewards.rule', 'soft': 'loss.rule'}[name]
   made = runs.tiny(**{slot: f'{path}:{name}', 'clip.rule': 'unclipped'})
   assert made.code
+
+
+def test_the_printed_command_is_accepted(tmp_path, monkeypatch):
+  (text,) = re.findall(r'```python\n# my.py\n([^`]*)```', PAGE)
+  (tmp_path / 'my.py').write_text(text)
+  monkeypatch.chdir(tmp_path)
+  (command,) = re.findall(r'python -m bapo_jax.main ((?:.*\\\n)*.*)', PAGE)
+  config, *given = command.replace('\\\n', ' ').split()
+  made = main.read_config(str(ROOT / config.partition('=')[2]), given)
+  assert made.loss.own.tau == 1.05 and made.rewards.own.per_token == 0.01
