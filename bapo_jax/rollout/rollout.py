@@ -9,7 +9,8 @@ All responses of training, re-evaluation and evaluation come from `rollout`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
+COUNT = ' (count)'
 EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no verifier runs
 
 
@@ -58,6 +60,9 @@ class Rollout(NamedTuple):
   undecided: int = 0  # undecided responses of all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
+  # Named part of own rewards -> its sum over the responses of all processes, and with
+  # COUNT at the end of the name, their number.
+  parts: Mapping[str, float] = MappingProxyType({})
 
 
 def rollout(
@@ -241,7 +246,19 @@ class PendingVerifications:
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, reward_B, step)
-    return Rollout(groups, texts, verdicts, own, int(undecided_B.sum()))
+    parts = _part_sums(verdicts) if self._verification.verifier.own else {}
+    undecided = int(undecided_B.sum())
+    return Rollout(groups, texts, verdicts, own, undecided, parts=parts)
+
+
+def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
+  """Returns `Rollout.parts`; every process must call it."""
+  sums: dict[str, float] = {}
+  for verdict in verdicts:
+    for name, value in (verdict.parts or {}).items():
+      sums[name] = sums.get(name, 0.0) + value
+      sums[f'{name}{COUNT}'] = sums.get(f'{name}{COUNT}', 0.0) + 1
+  return exchange.summed(sums)
 
 
 @jax.jit

@@ -8,6 +8,7 @@ from bapo_jax import own_code
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import inert_knobs
 
 Rule = str | Callable[..., Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -54,7 +55,9 @@ def train(
     found['problems.source'] = own_code.register(_returning('rows', training))
     found['problems.test_source'] = own_code.register(_returning('held_out', rest))
   values = config_lib.merged(values, found | dict(knobs))
-  return experiment.train(config_lib.parse(config_lib.decided(values)), workdir)
+  parsed = config_lib.parse(config_lib.decided(values))
+  inert_knobs.refuse(knobs, [parsed])
+  return experiment.train(parsed, workdir)
 
 
 def _place(rule: Rule) -> str:

@@ -29,8 +29,9 @@ TOWER = 'vision'  # the subtree of a vision tower, its merger included
 RECIPE = ('model', 'tokenizer', 'sft')  # sections that the warm start depends on
 # Source files that the warm start depends on; a new rule does not make another one.
 WARM_START = (
-  'knobs.py', 'sharding.py', 'types.py', 'runtime/*.py', 'models/**/*.py',
-  'data/**/*.py', 'learner/accumulation.py', 'learner/optimizer.py',
+  'knobs.py', 'own_code.py', 'sharding.py', 'types.py', 'runtime/*.py',
+  'models/**/*.py', 'data/**/*.py', 'rollout/knobs.py',
+  'learner/accumulation.py', 'learner/optimizer.py',
   'learner/pictured.py', 'training/knobs.py', 'training/policy.py', 'training/sft.py',
 )  # fmt: skip
 

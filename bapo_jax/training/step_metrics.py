@@ -11,8 +11,8 @@ from jax import Array
 
 from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
-from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import exchange, metrics
+from bapo_jax.rollout.rollout import COUNT, Rollout
+from bapo_jax.runtime import metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
@@ -66,8 +66,7 @@ def describe(
     sampled = [*fresh, reevaluated]
     verdicts = sum(len(each.verdicts) for each in sampled)
     row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
-    if t.verifier.own:
-      row |= _reward_parts(fresh)
+    row |= _reward_parts(fresh)
     diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
     tokens = sum(int(diff.tokens) for diff in diffs)
     if diffs:
@@ -83,13 +82,13 @@ def describe(
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   """Returns the mean of every named part of the reward over the fresh responses."""
   totals: dict[str, float] = {}
-  counts: dict[str, float] = {}
-  for verdict in (v for each in fresh for v in each.verdicts):
-    for name, value in (verdict.parts or {}).items():
+  for each in fresh:
+    for name, value in each.parts.items():
       totals[name] = totals.get(name, 0.0) + value
-      counts[name] = counts.get(name, 0.0) + 1
-  totals, counts = exchange.summed(totals), exchange.summed(counts)
-  return {f'{metrics.OWN}{name}': totals[name] / counts[name] for name in totals}
+  counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
+  return {
+    f'{metrics.OWN}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
+  }
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
