@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import runs
 
 from bapo_jax.runtime import cache, machine
 
@@ -143,7 +144,7 @@ def compiled(knob: str, **environment: str) -> tuple[str, int, str]:
   kept = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
   run = subprocess.run(
     [sys.executable, '-c', PROGRAM, knob],
-    env=kept | environment,
+    env=kept | {'XLA_FLAGS': runs.FLAGS} | environment,  # one device
     capture_output=True,
     text=True,
     check=True,
