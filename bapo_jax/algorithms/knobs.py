@@ -438,7 +438,7 @@ class ThresholdsConfig(Slot):
 
 
 class BufferConfig(Section):
-  """What the replay buffer keeps, and when its problems and groups are used again."""
+  """Sets what the replay buffer keeps, and when it is used again."""
 
   capacity: int = knob(
     256,

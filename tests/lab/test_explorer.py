@@ -47,7 +47,7 @@ def drawn(browser):
 
 
 def computed(page, cases):
-  """What the page computes for [{'knobs': ..., 'points': [[r, p, adv], ...]}, ...]."""
+  """Returns what the page computes for [{'knobs': ..., 'points': [[r, p, adv], ...]}, ...]."""
   text = json.dumps(explorer._json(cases))
   found = page.evaluate(f'({COMPUTE})({text})')
   return [json.loads(one, object_hook=_infinite) for one in found]
@@ -119,7 +119,7 @@ def pairs_of(rule):
 
 
 def expected(values, points):
-  """What the JAX rules compute for the recorded batch and for single tokens."""
+  """Returns the results of the JAX rules for the recorded batch and single tokens."""
   objective, chosen = sections(values)
   rule = rules.bind_rule(loss.RULES, objective)
   bound = rules.bind_rule(clip.RULES, chosen)

@@ -34,7 +34,7 @@ TEXT = 256  # tokens of a prompt beside its picture
 
 
 class Job(NamedTuple):
-  """What a plan needs of a run: like Resolved, without tokenizer and budget."""
+  """Holds what a plan needs of a run: a Resolved without tokenizer and budget."""
 
   config: Config
   spec: ModelSpec
