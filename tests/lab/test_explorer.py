@@ -47,7 +47,7 @@ def drawn(browser):
 
 
 def computed(page, cases):
-  """Returns what the page computes for [{'knobs': ..., 'points': [[r, p, adv], ...]}, ...]."""
+  """Returns what the page computes for cases, dicts of knobs and points."""
   text = json.dumps(explorer._json(cases))
   found = page.evaluate(f'({COMPUTE})({text})')
   return [json.loads(one, object_hook=_infinite) for one in found]
