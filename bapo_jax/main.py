@@ -11,7 +11,6 @@ A user error prints one sentence on stderr and exits with status 2 before anythi
 written or compiled.
 """
 
-import importlib.util
 import os
 import pathlib
 import runpy
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from bapo_jax.runtime import hosts, signals
+from bapo_jax.runtime import hosts, machine, signals
 from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
@@ -32,7 +31,7 @@ MODES = {
   'eval': 'evaluates a checkpoint, or model.path, on the held-out problems',
   'export': 'writes a checkpoint as a directory that transformers and vLLM load',
   'show': 'shows the recorded groups of a run',
-  'plan': 'computes memory and time on a TPU that is not attached',
+  'plan': 'computes memory and time on GPUs or TPUs that are not attached',
   'report': 'writes the report of a run again, as a page and as Markdown',
   'compare': 'compares the runs in several workdirs on one page',
 }
@@ -180,8 +179,8 @@ NO_CONFIGS = (
   'file of your own'
 )
 
-# Settings for libtpu on a host without a TPU. The two efforts halve the compile time
-# and do not change the memory.
+# Settings for the compilers for TPUs and GPUs on a host that has none. On TPUs the two
+# efforts halve the compile time and do not change the memory.
 PLANNING = {
   'JAX_PLATFORMS': 'cpu',
   'TPU_SKIP_MDS_QUERY': '1',
@@ -201,8 +200,6 @@ def join(config: Config) -> None:
     return
   hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
   if hosts.processes() > 1:
-    from bapo_jax.runtime import machine
-
     hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
 
 
@@ -295,12 +292,7 @@ def start(arguments: list[str]) -> int:
 
 def plan(config: Config) -> int:
   """Plans the run for --topology; returns 0 if the run fits, else 1."""
-  if importlib.util.find_spec('libtpu') is None:
-    fail(
-      '--mode=plan needs libtpu, which is not installed; '
-      'pip install -r requirements-tpu.txt (no TPU is needed)'
-    )
-  os.environ.update(PLANNING)
+  os.environ.update(PLANNING)  # before JAX is imported
   from bapo_jax.tools.plan import plan
 
   if SEARCH.value:
@@ -320,6 +312,7 @@ def main(argv: list[str]) -> None:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', str(machine.GPU_SHARE))
   # On a busy machine Python also warns about a failed write that is already raised.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:

@@ -11,7 +11,8 @@ import pathlib
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # Tests compile programs more often than they run them: LLVM need not optimise, and
@@ -77,13 +78,21 @@ def variant(request: pytest.FixtureRequest) -> Callable:
 
 @pytest.fixture
 def topology() -> Callable:
-  """Returns devices of a TPU that is not attached, to compile for; needs libtpu."""
-  pytest.importorskip('libtpu', reason='libtpu is not installed: requirements-tpu.txt')
+  """Returns devices that are not attached, to compile for; needs their compiler."""
   from bapo_jax.main import PLANNING
-  from bapo_jax.tools.plan import plan
+  from bapo_jax.tools.plan import devices
 
   os.environ.update({k: v for k, v in PLANNING.items() if 'EFFORT' not in k})
-  return lambda name: plan.attach(name)[1]
+
+  def attach(name: str) -> Sequence[Any]:
+    try:
+      return devices.attach(name)[1]
+    except ValueError as error:
+      if devices.INSTALL not in str(error):
+        raise
+      pytest.skip(str(error))
+
+  return attach
 
 
 MOST_MAPS = 20_000  # of the 65 530 that Linux gives a process

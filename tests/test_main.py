@@ -181,8 +181,14 @@ def test_an_override_is_read_by_the_type_of_its_knob(given, value):
   assert overrides([given]) == {name: value}
 
 
-def test_a_plan_without_libtpu_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize(
+  ('topology', 'missing'), [('v5p:2x2x4', 'libtpu'), ('h100:8', "JAX's CUDA plugin")]
+)
+def test_a_plan_without_a_compiler_says_what_to_install(monkeypatch, topology, missing):
   find_spec = importlib.util.find_spec
-  without = lambda name: None if name == 'libtpu' else find_spec(name)  # noqa: E731
+  needed = ('libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin')
+  without = lambda name: None if name in needed else find_spec(name)  # noqa: E731
   monkeypatch.setattr(importlib.util, 'find_spec', without)
-  assert 'requirements-tpu.txt' in refused([GOOD, '--mode=plan'])
+  said = refused([GOOD, '--mode=plan', f'--topology={topology}'])
+  assert f'--topology={topology} needs {missing}' in said
+  assert 'pip install -r requirements-plan.txt' in said

@@ -127,3 +127,23 @@ def test_groups_of_devices_in_every_spelling(text, found):
 def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
   line = "  %q = f32[4] reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=3] {'b'}, x"
   assert hlo.size('f32[4]', 'reduce-scatter', False, line) == 3 * 4 * 4
+
+
+@pytest.mark.parametrize(
+  ('shape', 'kind', 'size'),
+  [
+    ('(f32[2]{0}, f32[8]{0})', 'all-gather', 32),
+    ('(f32[2]{0}, f32[8]{0}, u32[], u32[])', 'all-gather', 32),
+    # Several operands at once, and their results.
+    ('((s32[4]{0}, f32[2,1]{1,0}), (s32[8]{0}, f32[2,2]{1,0}))', 'all-gather', 32 + 16),
+    ('((f32[6,8]{0,1}), f32[2,8]{0,1})', 'reduce-scatter', 3 * 64),
+    ('((bf16[6]{0}, /*index=1*/bf16[3]{0}), (bf16[2]{0}, bf16[1]{0}))', *('x', 6)),
+    ('((f32[6]{0}, f32[3]{0}), (f32[2]{0}, f32[1]{0}))', 'reduce-scatter', 3 * 12),
+    ('(f32[4]{0}, f32[2]{0})', 'all-reduce', 16 + 8),
+    ('f32[4]{0}', 'all-reduce', 16),
+    ('(pred[2,4]{1,0}, pred[2,4]{1,0})', 'collective-permute', 8),
+  ],
+)
+def test_the_started_collectives_of_a_gpu(shape, kind, size):
+  line = f'  %c = {shape} {kind}-start(%x, %y), replica_groups={{{{0,1,2}},{{3,4,5}}}}'
+  assert hlo.size(shape, kind, True, line) == size

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
-from bapo_jax.tools.plan import plan, programs, roofline
+from bapo_jax.tools.plan import devices, plan, programs, roofline
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
 from configs import aime
@@ -81,8 +81,9 @@ def test_the_plan_of_a_small_config(topology, tmp_path):
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
 
 
-def job_of(config, mesh, *schedule):
-  return programs.Job(config, programs.tpu_spec(config), Schedule(*schedule), mesh)
+def job_of(config, mesh, *schedule, platform='tpu'):
+  spec = programs.device_spec(config, platform)
+  return programs.Job(config, spec, Schedule(*schedule), mesh)
 
 
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
@@ -163,21 +164,24 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
   assert program.cost.flops > 0
 
 
-@pytest.mark.parametrize('name', ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', ''])
+UNKNOWN = ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', '', 'h100', 'h100:2x2x2', 'h100:0']
+
+
+@pytest.mark.parametrize('name', UNKNOWN)
 def test_an_unknown_topology_is_refused(name):
   with pytest.raises(ValueError, match=f'--topology={name!r}'):
-    plan.attach(name)
+    devices.attach(name)
 
 
 def test_an_impossible_shape_is_refused(topology):
   with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
-    plan.attach('v5e:3x5')
+    devices.attach('v5e:3x5')
 
 
 def test_a_plan_needs_a_config_json(config, tmp_path):
   (tmp_path / 'config.json').unlink()
   with pytest.raises(ValueError, match=r'config\.json cannot be read'):
-    programs.tpu_spec(config)
+    programs.device_spec(config, 'tpu')
 
 
 def test_the_compilers_refusal_is_read(config, mesh):
@@ -197,7 +201,7 @@ def test_the_compilers_refusal_is_read(config, mesh):
 def test_packing_is_an_assumption_that_is_printed(config, mesh):
   program = programs.train_step(job_of(config, mesh))
   rows, chip = {'train step': plan.Row(program, 0, 0, 0)}, roofline.CHIPS['v5p']
-  text = plan.roofline_table(rows, chip, config, 0.25)
+  text = plan.roofline_table(rows, chip, config, 0.25, 4)
   # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
   columns = 2 * 32 * 16 * 2048 / 1e6
   assert f'{columns:.4g} M' in text and f'{columns / 4:.4g} M' in text

@@ -52,32 +52,41 @@ def test_decoding_reads_the_weights_and_the_cache_once():
   assert cost.bytes == 2 * (4608 + 320) / 2 + 1000  # bfloat16, the head among them
 
 
+def links(spec, schedule, shape, *sizes):
+  traffic = roofline.train_traffic(spec, schedule, shape, *sizes)
+  return sum(t.received(shape) for t in traffic)
+
+
 def test_links_by_hand():
   spec, dots = dataclasses.replace(SPEC, compute='bfloat16'), Schedule('dots')
   weights = transformer.count(spec)
   # Two micro-batches: three gathers and a scatter, each of three quarters, 2 bytes.
   shape = {**ALONE, 'fsdp': 4}
-  found = roofline.train_links(spec, dots, shape, 8, 8, 2)
-  assert found == pytest.approx(2 * 4 * 2 * weights * 3 / 4)
+  assert links(spec, dots, shape, 8, 8, 2) == pytest.approx(2 * 4 * 2 * weights * 3 / 4)
   # One micro-batch has no pass for its bounds. 2 layers x 2 sums of 8 tokens of 16
   # columns, forwards and backwards, of which half comes twice.
   shape = {**ALONE, 'tensor': 2}
   sums = 2 * 2 * (8 * 16 * 2) * 2 * (2 / 2)
-  assert roofline.train_links(spec, dots, shape, 1, 8, 1) == pytest.approx(sums)
-  found = roofline.train_links(spec, Schedule('full'), shape, 1, 8, 1)
+  assert links(spec, dots, shape, 1, 8, 1) == pytest.approx(sums)
+  found = links(spec, Schedule('full'), shape, 1, 8, 1)
   assert found == pytest.approx(sums * 3 / 2)
   # Gradients in float32 of half the weights, half of them twice.
   shape = {'data': 2, 'fsdp': 2, 'tensor': 1}
   gathered = 3 * 2 * weights / 2
-  found = roofline.train_links(spec, dots, shape, 4, 8, 1)
+  found = links(spec, dots, shape, 4, 8, 1)
   assert found == pytest.approx(gathered + 2 * 4 * weights / 2 / 2)
-  assert roofline.hidden_sums(spec, 2, 3) == 2 * 2 * (3 * 16 * 2) * 2 / 2
+  hidden = roofline.hidden_sums(spec, 3).received({**ALONE, 'tensor': 2})
+  assert hidden == 2 * 2 * (3 * 16 * 2) * 2 / 2
 
 
-def test_the_slowest_of_three_is_the_bound():
+def test_the_slowest_of_four_is_the_bound():
   chip = roofline.Chip(hbm=1, flops=10.0, memory=5.0, links=2.0)
   cost = roofline.Cost(model_flops=10, flops=20, bytes=20)
-  assert cost.seconds(chip, linked=10) == {'products': 2.0, 'memory': 4.0, 'links': 5.0}
+  found = {'products': 2.0, 'memory': 4.0, 'links': 5.0, 'network': 0.0}
+  # A TPU's links join hosts, too; bytes over the network of a GPU spare its links.
+  assert cost.seconds(chip, linked=10, crossed=4) == found
+  found |= {'links': 3.0, 'network': 8.0}
+  assert cost.seconds(chip._replace(network=0.5), linked=10, crossed=4) == found
 
 
 def test_seven_billion():

@@ -27,7 +27,7 @@ def mesh_of(*shape):
 
 def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
-  spec = programs.tpu_spec(config)
+  spec = programs.device_spec(config, 'tpu')
   return search.search(config, spec, CHIP, jax.devices(), memory)
 
 
@@ -51,7 +51,7 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
 
 
 def test_what_does_not_fit_is_refused_with_its_size(config):
-  spec = programs.tpu_spec(config)
+  spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(8, 1, 1)
   # The state of the learner and the actor, whole on each device, and one slot too few.
   job = programs.Job(config, spec, Schedule(), mesh)
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
 
 
 def test_the_choice_is_the_fastest_that_fits(config):
-  spec = programs.tpu_spec(config)
+  spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
   best = search.judge(config, spec, CHIP, mesh, memory)
@@ -83,7 +83,8 @@ def test_the_choice_is_the_fastest_that_fits(config):
     decided = budget.choose_schedule(changed, spec, mesh, memory)
     if budget.count(changed, spec, decided, mesh).update <= memory:
       shape, rows, T = dict(mesh.shape), config.minibatch_rows, config.row_length
-      linked = roofline.train_links(spec, decided, shape, rows, T, steps)
+      traffic = roofline.train_traffic(spec, decided, shape, rows, T, steps)
+      linked = sum(t.received(shape) for t in traffic)
       cost = roofline.train(spec, decided, shape, rows, T, steps)
       times.append(max(cost.seconds(CHIP, linked).values()))
   assert len(times) > 1 and max(best.update.values()) == min(times)
@@ -110,7 +111,7 @@ def test_the_fastest_come_first_and_the_flags_run(config):
 
 
 def test_a_search_compiles_nothing(monkeypatch, config):
-  monkeypatch.setattr(plan, 'attach', lambda _: (CHIP, jax.devices()))
+  monkeypatch.setattr(plan.devices_lib, 'attach', None)
   monkeypatch.setattr(plan, 'compiled', None)
   said = []
   assert plan.run_search(config, 'v5p:2x2x2', said.append)

@@ -1,1 +1,1 @@
-"""Plans a run for TPUs that are not attached: its memory, traffic and time."""
+"""Plans a run for devices that are not attached: its memory, traffic and time."""

@@ -111,16 +111,29 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
 
   `shape` is the result's shape in HLO; `started` is True for a `-start` instruction.
   """
-  arrays = [
+  # A `-start` lists (operands, results, ...), each an array or a tuple; that of a sum
+  # lists the results alone.
+  if started and kind != 'all-reduce':
+    shape = elements(shape)[1]
+  total = sum(
     math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
     for bits, dims in ARRAY.findall(shape)
-  ]
-  # A started gather or permute lists its operand before its result.
-  paired = started and kind in ('all-gather', 'collective-permute')
-  total = max(arrays, default=0) if paired else sum(arrays)
+  )
   if kind == 'reduce-scatter' and (members := groups(line)):
     return total * len(members[0])
   return total
+
+
+def elements(shape: str) -> list[str]:
+  """Splits the shape of a tuple, '((a, b), c)', at its outermost commas."""
+  parts, depth = [''], 0
+  for letter in shape.strip()[1:-1]:
+    depth += (letter in '([{') - (letter in ')]}')
+    if letter == ',' and not depth:
+      parts.append('')
+    else:
+      parts[-1] += letter
+  return parts
 
 
 def groups(line: str) -> list[list[int]]:

@@ -17,7 +17,7 @@ from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import hlo
 from bapo_jax.tools.plan.programs import Job
-from bapo_jax.tools.plan.roofline import MeshShape
+from bapo_jax.tools.plan.roofline import MeshShape, Traffic
 from bapo_jax.training import budget
 
 GIB = 2**30
@@ -33,17 +33,36 @@ def crossing(text: str, process_of: Sequence[int], most: int = 1) -> float:
   order; `most` limits iterations as in `hlo.runs`.
   """
   total: dict[int, float] = defaultdict(float)
-  shares = functools.cache(lambda kind, line: _shares(kind, line, process_of))
+  shares = functools.cache(
+    lambda kind, line: _shares(kind, hlo.groups(line), process_of)
+  )
   for run in hlo.runs(text, most):
     for host, share in shares(run.kind, run.line).items():
       total[host] += share * run.bytes * run.times
   return max(total.values(), default=0)
 
 
-def _shares(kind: str, line: str, process_of: Sequence[int]) -> dict[int, float]:
+def into_device(
+  traffic: Sequence[Traffic], shape: MeshShape, process_of: Sequence[int]
+) -> float:
+  """Counts the bytes that traffic brings from other hosts, per device of its host.
+
+  Returns the count of the host that receives most.
+  """
+  total: dict[int, float] = defaultdict(float)
+  ids = np.arange(len(process_of)).reshape(tuple(shape.values()))
+  for kind, axis, size in traffic:
+    along = np.moveaxis(ids, list(shape).index(axis), -1).reshape(-1, shape[axis])
+    for host, share in _shares(kind, along.tolist(), process_of).items():
+      total[host] += share * size
+  return max(total.values(), default=0.0) / max(Counter(process_of).values())
+
+
+def _shares(
+  kind: str, groups: list[list[int]], process_of: Sequence[int]
+) -> dict[int, float]:
   """Maps each host to the bytes that it receives per byte of the collective's array."""
   found: dict[int, float] = defaultdict(float)
-  groups = hlo.groups(line)
   if kind == 'collective-permute':
     for source, target in groups:
       found[process_of[target]] += process_of[source] != process_of[target]

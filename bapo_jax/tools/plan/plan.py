@@ -1,4 +1,4 @@
-"""Compiles a run for a TPU that is not attached, and checks whether it fits.
+"""Compiles a run for devices that are not attached, and checks whether it fits.
 
 No weight is loaded and no program runs: a config.json is enough.
 """
@@ -6,13 +6,13 @@ No weight is loaded and no program runs: a config.json is enough.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.tools.plan import hlo, hosts, programs, roofline, search
+from bapo_jax.tools.plan import devices as devices_lib
+from bapo_jax.tools.plan import hlo, hosts, programs, search
 from bapo_jax.tools.plan.programs import Job, Program
 from bapo_jax.tools.plan.roofline import Chip
 from bapo_jax.training import budget, resolve
@@ -40,26 +40,6 @@ class Row(NamedTuple):
     return self.arguments + self.output + self.temporaries + self.program.resident
 
 
-def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
-  """Returns (chip, devices) of a topology like 'v5p:4x4x4'.
-
-  Raises ValueError if the chip or the arrangement does not exist.
-  """
-  name, _, shape = topology.partition(':')
-  if name not in roofline.CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
-    raise ValueError(
-      f'--topology={topology!r} is not a topology; give one of '
-      f'{sorted(roofline.CHIPS)} with its shape, for instance v5p:2x2x4 or v6e:4x4'
-    )
-  chip = roofline.CHIPS[name]
-  try:
-    found = topologies.get_topology_desc(topology, 'tpu', **chip.options)
-  except Exception as error:  # libtpu raises its own exception type
-    reason = str(error).partition('=== Source')[0]
-    raise ValueError(f'--topology={topology}: {reason}') from None
-  return chip, found.devices
-
-
 def compiled(program: Program, mesh: Mesh) -> Row | float:
   """Compiles a program; returns its Row, or the bytes that it needs if too many."""
   with sharding.current(mesh):
@@ -71,7 +51,7 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
         raise
       return bytes_needed(str(error), program)
   m = executable.memory_analysis()
-  assert m is not None, 'every TPU reports it'
+  assert m is not None, 'every TPU and GPU reports it'
   text = executable.as_text() or ''
   process_of = [device.process_index for device in mesh.devices.flat]
   return Row(
@@ -135,7 +115,7 @@ def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
 
 def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
   """Returns the config's job (model, schedule, mesh) on a mesh of these chips."""
-  spec = programs.tpu_spec(config)
+  spec = programs.device_spec(config, mesh.devices.flat[0].platform)
   schedule = budget.choose_schedule(config, spec, mesh, room(chip))
   return Job(config, spec, schedule, mesh)
 
@@ -166,13 +146,13 @@ def run(
   `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
   ValueError if topology, model and knobs do not fit together.
   """
-  chip, devices = attach(topology)
+  chip, devices = devices_lib.attach(topology)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   echo(
-    f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm} GiB, {sizes}, '
-    f'attention {job.spec.attention}'
+    f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm:.4g} GiB, '
+    f'{sizes}, attention {job.spec.attention}'
   )
   needed = budget.count(*job).update
   echo(budget.sentence(config, job.schedule, needed, room(chip)))
@@ -187,20 +167,21 @@ def run(
       echo(f'  {name} does not fit; searching for a smaller batch')
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
+  n_hosts = len({device.process_index for device in devices})
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   echo(f'\n{memory_table(rows, verdicts)}')
   echo(f'\n{loops_table(known)}')
-  echo(f'\n{roofline_table(known, chip, config, mean_share)}')
+  echo(f'\n{roofline_table(known, chip, config, mean_share, mesh.size // n_hosts)}')
   echo(f'\n{hosts.table(job, {name: row.between for name, row in known.items()})}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
 def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
-  chip, devices = attach(topology)
-  spec = programs.tpu_spec(config)
+  chip, devices = devices_lib.count(topology)
+  spec = programs.device_spec(config, devices[0].platform)
   found, refused = search.search(config, spec, chip, devices, room(chip))
-  echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm} GiB')
+  echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
   echo(search.table(found, refused))
   return bool(found)
 
@@ -239,17 +220,22 @@ def loops_table(rows: dict[str, Row]) -> str:
 
 
 def roofline_table(
-  rows: dict[str, Row], chip: Chip, config: Config, mean_share: float
+  rows: dict[str, Row], chip: Chip, config: Config, mean_share: float, per_host: int
 ) -> str:
-  """Formats lower bounds on the seconds of each program and of a step."""
+  """Formats lower bounds on the seconds of each program and of a step.
+
+  `per_host` is the number of devices per host, which share the traffic between hosts.
+  """
   lines = [
-    f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}  of one'
+    f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}'
+    f'{"network":>12}  of one'
   ]
   took = {}
   for name, row in rows.items():
     cost = row.program.cost
     linked = sum(c.received for c in row.loops) / row.program.steps
-    seconds = cost.seconds(chip, linked).values()
+    crossed = row.between / per_host / row.program.steps
+    seconds = cost.seconds(chip, linked, crossed).values()
     took[name] = max(seconds)
     cells = ''.join(f'{s:12.4g}' for s in seconds)
     share = cost.model_flops / chip.flops / took[name]

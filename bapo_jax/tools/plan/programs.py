@@ -65,12 +65,12 @@ class Program(NamedTuple):
   micro_batches: int = 1  # upper limit; the loop ends with the last row
 
 
-def tpu_spec(config: Config) -> ModelSpec:
-  """Returns the spec of the config's model, with the attention kernel for a TPU."""
+def device_spec(config: Config, platform: str) -> ModelSpec:
+  """Returns the spec of the config's model, with the platform's attention kernel."""
   path = config.model.path
   spec = resolve.read_spec(config, path, None) if path else None
   spec = spec or resolve.open_model(config).spec
-  kind = attention.resolve(spec.attention, 'tpu', spec.compute)
+  kind = attention.resolve(spec.attention, platform, spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
 

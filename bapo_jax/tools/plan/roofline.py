@@ -7,28 +7,77 @@ from typing import Any, NamedTuple
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import machine
 from bapo_jax.training.budget import itemsize
 
+GIB = 2**30
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
+
+
+class Gpu(NamedTuple):
+  """Figures of a GPU that its compiler reads, beside those of a `Chip`."""
+
+  capability: tuple[int, int]  # its compute capability
+  cores: int  # streaming multiprocessors
+  clock: float  # GHz, boost
+  cache: int  # MiB, level 2
+  shared: int  # KiB of shared memory per core
+  lanes: int = 128  # float32 units per core
+  threads: int = 2048  # per core
+  name: str = ''  # as CUDA reports it
 
 
 class Chip(NamedTuple):
   """One device as JAX counts devices, which may be half of a chip."""
 
   hbm: float  # GiB that a program may use, by the compiler's count
-  flops: float  # bfloat16, per second
+  flops: float  # bfloat16 with float32 sums, dense, per second
   memory: float  # bytes per second
   links: float  # bytes per second into the device from all its neighbours
-  options: Mapping[str, Any] = {}  # options of the topology
+  network: float = math.inf  # likewise from other hosts; TPUs use their links
+  options: Mapping[str, Any] = {}  # options of a TPU topology
+  gpu: Gpu | None = None  # None: a TPU
 
 
-# Peaks of cloud.google.com/tpu/docs; a TPU7x chip is two devices.
+def _gpu(
+  name: str,
+  total: float,
+  flops: float,
+  memory: float,
+  links: float,
+  network: float,
+  gpu: Gpu,
+) -> Chip:
+  """Returns the chip of a GPU for which CUDA reports this name and `total` GiB."""
+  gpu, usable = gpu._replace(name=name), machine.GPU_SHARE * total
+  return Chip(usable, flops, memory, links, network, gpu=gpu)
+
+
+A100 = Gpu((8, 0), 108, 1.41, 40, 164, lanes=64)
+HOPPER = Gpu((9, 0), 132, 1.98, 50, 228)
+BLACKWELL = Gpu((10, 0), 148, 1.965, 126, 228)
+RTX_PRO = Gpu((12, 0), 188, 2.617, 128, 100, threads=1536)
+
+# TPUs: peaks of cloud.google.com/tpu/docs; a TPU7x chip is two devices.
+# GPUs: NVIDIA's data sheets of H100 SXM, H200 SXM, A100 SXM and HGX B200, and the white
+# paper "RTX Blackwell PRO" for the RTX PRO 6000 Blackwell Workstation or Server
+# Edition. Links are NVLink in one direction, for the RTX PRO 6000 PCIe 5.0 x16. The
+# network is one adapter per GPU: 400 Gb/s in DGX H100, H200 and B200, 200 Gb/s in
+# DGX A100 and in NVIDIA's reference architecture for eight RTX PRO 6000.
 CHIPS = {
-  'v4': Chip(30.75, 275e12, 1.228e12, 300e9, {'chip_config_name': 'megacore'}),
+  'v4': Chip(30.75, 275e12, 1.228e12, 300e9, options={'chip_config_name': 'megacore'}),
   'v5e': Chip(15.75, 197e12, 0.819e12, 200e9),
   'v5p': Chip(95.74, 459e12, 2.765e12, 600e9),
   'v6e': Chip(31.25, 918e12, 1.638e12, 400e9),
   'tpu7x': Chip(94.75, 1153.5e12, 3.69e12, 300e9),
+  'a100-40': _gpu('NVIDIA A100-SXM4-40GB', 39.42, 312e12, 1.555e12, 300e9, 25e9, A100),
+  'a100-80': _gpu('NVIDIA A100-SXM4-80GB', 79.25, 312e12, 2.039e12, 300e9, 25e9, A100),
+  'h100': _gpu('NVIDIA H100 80GB HBM3', 79.11, 989e12, 3.35e12, 450e9, 50e9, HOPPER),
+  'h200': _gpu('NVIDIA H200', 139.8, 989e12, 4.8e12, 450e9, 50e9, HOPPER),
+  'b200': _gpu('NVIDIA B200', 178.35, 2250e12, 8e12, 900e9, 50e9, BLACKWELL),
+  'rtx6000': _gpu(
+    'NVIDIA RTX PRO 6000 Blackwell', 94.97, 503.8e12, 1.792e12, 63e9, 25e9, RTX_PRO
+  ),
 }
 
 
@@ -39,15 +88,21 @@ class Cost(NamedTuple):
   flops: float  # of the program
   bytes: float  # to and from memory
 
-  def seconds(self, chip: Chip, linked: float) -> dict[str, float]:
-    """Returns lower bounds on the seconds that products, memory and links take.
+  def seconds(
+    self, chip: Chip, linked: float, crossed: float = 0.0
+  ) -> dict[str, float]:
+    """Returns lower bounds on the seconds of products, memory, links and network.
 
-    `linked` is the bytes that the device receives from collectives inside loops.
+    Args:
+      linked: bytes that the device receives from collectives.
+      crossed: the part of these bytes that comes from other hosts.
     """
+    slow = math.isfinite(chip.network)  # else these bytes take the links, too
     return {
       'products': self.flops / chip.flops,
       'memory': self.bytes / chip.memory,
-      'links': linked / chip.links,
+      'links': max(0.0, linked - slow * crossed) / chip.links,
+      'network': crossed / chip.network,
     }
 
 
@@ -137,10 +192,23 @@ def train(
   return Cost(model * share, (model + recomputed) * share, moved)
 
 
-def train_links(
+class Traffic(NamedTuple):
+  """Collectives of one kind along one axis of the mesh, counted together."""
+
+  kind: str  # 'all-gather', 'reduce-scatter' or 'all-reduce'
+  axis: str
+  bytes: float  # of the whole arrays on one device: gathered, scattered or summed
+
+  def received(self, shape: MeshShape) -> float:
+    """Returns the bytes that a device receives; those of a sum arrive twice."""
+    times = 2 if self.kind == 'all-reduce' else 1
+    return times * self.bytes * (1 - 1 / shape[self.axis])
+
+
+def train_traffic(
   spec: ModelSpec, schedule: Schedule, shape: MeshShape, rows: int, length: int, n: int
-) -> float:
-  """Counts the minimum bytes that a device receives in an update of n micro-batches.
+) -> list[Traffic]:
+  """Counts the minimum traffic of an update of n micro-batches.
 
   Per micro-batch the weights are gathered over mesh axis fsdp for each forward pass and
   for the backward pass; gradients are scattered over fsdp, and summed in float32 over
@@ -149,20 +217,20 @@ def train_links(
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
   several, c = n > 1, itemsize(spec.compute)
   weights = transformer.count(spec) / tensor
-  gathered = c * weights * (1 - 1 / fsdp) * (3 + several)
-  summed = 2 * 4 * weights / fsdp * (1 - 1 / data)
   passes = 2 + several + (schedule.remat == 'full')
-  hidden = hidden_sums(spec, tensor, rows * length / (data * fsdp))
-  return n * (gathered + summed) + passes * hidden
+  hidden = hidden_sums(spec, passes * rows * length / (data * fsdp))
+  return [
+    Traffic('all-gather', 'fsdp', n * (2 + several) * c * weights),
+    Traffic('reduce-scatter', 'fsdp', n * c * weights),
+    Traffic('all-reduce', 'data', n * 4 * weights / fsdp),
+    hidden,
+  ]
 
 
-def hidden_sums(spec: ModelSpec, tensor: int, tokens: float) -> float:
-  """Counts the minimum bytes that a device receives in a pass over `tokens` tokens.
-
-  Each layer sums its hidden states over `tensor` devices twice; a sum is sent twice.
-  """
+def hidden_sums(spec: ModelSpec, tokens: float) -> Traffic:
+  """Counts the sums of hidden states of `tokens` tokens over tensor, two per layer."""
   numbers = spec.width * spec.layers * tokens
-  return 4 * itemsize(spec.compute) * numbers * (1 - 1 / tensor)
+  return Traffic('all-reduce', 'tensor', 2 * itemsize(spec.compute) * numbers)
 
 
 def score(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:

@@ -16,8 +16,8 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import roofline
-from bapo_jax.tools.plan.roofline import Chip
+from bapo_jax.tools.plan import hosts, roofline
+from bapo_jax.tools.plan.roofline import Chip, Cost, Traffic
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 
@@ -102,9 +102,9 @@ def judge(
     needed = budget.count(changed, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
-      linked = roofline.train_links(spec, schedule, shape, rows, T, steps)
+      traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
-      updates.append((steps, schedule, needed, cost.seconds(chip, linked)))
+      updates.append((steps, schedule, needed, _bounds(cost, chip, mesh, traffic)))
   if not updates:
     raise ValueError(
       f'an update needs {least / GIB:.0f} GiB per device, even with one row per device '
@@ -139,15 +139,25 @@ def _decoding(
     cache = slots / shards * each
     needed = held + cache
     if needed <= memory:
-      linked = roofline.hidden_sums(spec, shape['tensor'], slots / shards)
+      traffic = [roofline.hidden_sums(spec, slots / shards)]
       cost = roofline.decode(spec, shape, slots, T, cache)
-      return slots, needed, cost.seconds(chip, linked)
+      return slots, needed, _bounds(cost, chip, mesh, traffic)
   raise ValueError(
     f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
     f'that divide over {shards} shards, but only {memory / GIB:.0f} GiB are available'
     if needed < math.inf
     else f'no number of slots divides over {shards} shards; change sampler.max_num_seqs'
   )
+
+
+def _bounds(
+  cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
+) -> dict[str, float]:
+  """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
+  shape = dict(mesh.shape)
+  process_of = [device.process_index for device in mesh.devices.flat]
+  linked = sum(t.received(shape) for t in traffic)
+  return cost.seconds(chip, linked, hosts.into_device(traffic, shape, process_of))
 
 
 def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
