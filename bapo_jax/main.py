@@ -226,8 +226,7 @@ def run(config: Config) -> int:
   Each mode imports its own modules, so that a bad flag fails before JAX loads.
   """
   mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
-  # The other modes derive their knobs themselves. Deriving imports JAX, so a plan can
-  # set its environment first only if no knobs are derived.
+  # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
 
@@ -275,6 +274,8 @@ def start(arguments: list[str]) -> int:
       f'--processes={PROCESSES.value}: --mode={mode} runs in one process; '
       'omit --processes, or use --mode=train'
     )
+  if mode == 'plan':  # before a config or an own file imports JAX
+    os.environ.update(PLANNING)
   if file is not None:
     config = read_config(file, given)  # a misspelt knob is refused in every mode
     if mode not in READERS:
@@ -292,7 +293,6 @@ def start(arguments: list[str]) -> int:
 
 def plan(config: Config) -> int:
   """Plans the run for --topology; returns 0 if the run fits, else 1."""
-  os.environ.update(PLANNING)  # before JAX is imported
   from bapo_jax.tools.plan import plan
 
   if SEARCH.value:

@@ -181,6 +181,24 @@ def test_an_override_is_read_by_the_type_of_its_knob(given, value):
   assert overrides([given]) == {name: value}
 
 
+@pytest.fixture
+def environment(monkeypatch):
+  """Restores the variables that a plan sets."""
+  for name in main.PLANNING:
+    monkeypatch.setenv(name, '')
+
+
+@pytest.mark.usefixtures('environment')
+def test_a_plan_sets_its_environment_before_an_own_file_runs(tmp_path):
+  names = ', '.join(map(repr, main.PLANNING))
+  (tmp_path / 'my.py').write_text(
+    f'import os\nraise SystemExit([os.environ.get(x) for x in [{names}]])'
+  )
+  flags = [GOOD, f'--config.loss.rule={tmp_path}/my.py:f', '--mode=plan']
+  assert str([*main.PLANNING.values()]) in refused(flags)
+
+
+@pytest.mark.usefixtures('environment')
 @pytest.mark.parametrize(
   ('topology', 'missing'), [('v5p:2x2x4', 'libtpu'), ('h100:8', "JAX's CUDA plugin")]
 )
