@@ -61,14 +61,14 @@ class Verifier:
   def __init__(self, k: RewardsConfig):
     self.rule, self._knobs, self._scorer = k.rule, k, Scorer(k)
     self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
-    here = any(map(own_code.is_registered, self._scorer.rules))
-    self._thread = ThreadPoolExecutor(1) if here else None
-    self._pool = VerifierPool(k) if self._slow('') and not here else None
+    self._here = any(map(own_code.is_registered, self._scorer.rules))
+    self._thread: ThreadPoolExecutor | None = None
+    self._pool = VerifierPool(k) if self._slow('') and not self._here else None
 
   def submit(self, samples: Sequence[Sample]) -> PendingVerdicts:
     """Starts to verify samples; samples that name no rule are verified by k.rule."""
     verdicts: list[Any] = [None] * len(samples)
-    if self._thread or self._scorer.together:
+    if self._here or self._scorer.together:
       groups = [list(range(len(samples)))] if samples else []
     else:
       groups = [[i] for i, sample in enumerate(samples) if self._slow(sample.rule)]
@@ -83,7 +83,8 @@ class Verifier:
 
   def _futures(self, requests: list[list[Sample]]) -> list[Future[list[Verdict]]]:
     """Starts to score each request elsewhere: in the thread, or in a process."""
-    if self._thread:
+    if self._here:
+      self._thread = self._thread or ThreadPoolExecutor(1)
       return [self._thread.submit(self._scorer, request) for request in requests]
     if requests and self._pool is None:
       self._pool = VerifierPool(self._knobs)
@@ -102,12 +103,13 @@ class Verifier:
     return any(map(self._slow, rules)) and not self._scorer.batched
 
   def close(self) -> None:
-    """Ends the worker processes; a later `submit` starts new ones."""
+    """Ends the worker processes and the thread; a later `submit` starts new ones."""
     if self._pool is not None:
       self._pool.close()
       self._pool = None
     if self._thread is not None:
       self._thread.shutdown(wait=False, cancel_futures=True)
+      self._thread = None
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:

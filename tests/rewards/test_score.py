@@ -72,6 +72,8 @@ def test_a_registered_function_runs_in_a_thread(verifier):
   (verdict,) = made.submit([GOOD]).result()
   assert verdict.right and verdict.reward == 0.75 and made._pool is None
   assert calls[0].row == {'answer': '42', 'problem': '6*7'}
+  made.close()  # a closed verifier may be used again
+  assert made.submit([GOOD]).one(0) == verdict and len(calls) == 2
 
 
 @pytest.mark.parametrize(
