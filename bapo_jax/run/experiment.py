@@ -24,7 +24,7 @@ from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
-from bapo_jax.runtime.signals import Stop, stoppable
+from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
@@ -53,7 +53,8 @@ def train(config: Config, workdir: str) -> int:
     cache.share_programs(r.config.cache)
   if not r.model.directory:  # matters only for tiny models
     machine.hold_freed_memory()
-  with workdirs.locked(workdir), workdirs.writable(workdir):
+  early = explained(lambda: saved_so_far(r, workdir))
+  with workdirs.locked(workdir), workdirs.writable(workdir), early:
     with hosts.together():
       if hosts.is_first():
         claim(workdir, r.config)
@@ -124,6 +125,16 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
         stop.current = 'the report'
         run.report(s)
   return status
+
+
+def saved_so_far(r: Resolved, workdir: str) -> str:
+  """Returns the message for a run that a signal ends before or after its steps."""
+  what = 'no step is saved yet'
+  if steps := workdirs.checkpoint_steps(workdir):
+    what = f'step {max(steps)} is saved'
+  elif policy.has_warm_start(r, workdir):
+    what = 'the warm start is saved, but no step yet'
+  return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
 def try_own_reward(verifier: Verifier, material: Material) -> None:

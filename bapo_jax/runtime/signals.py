@@ -1,12 +1,18 @@
-"""Stops a run on SIGINT or SIGTERM: after the step, or at once on a second signal."""
+"""Stops a run on SIGINT or SIGTERM: after the step, or at once on a second signal.
+
+Outside the steps `explained` ends it on the first SIGTERM, with a sentence.
+"""
 
 import _thread
 import contextlib
+import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from bapo_jax.runtime import hosts
 from bapo_jax.runtime.progress import log
 
 
@@ -34,6 +40,36 @@ def none_lost() -> Iterator[None]:
     sys.unraisablehook = before
 
 
+@contextlib.contextmanager
+def explained(sentence: Callable[[], str]) -> Iterator[None]:
+  """Ends the process on SIGTERM with status 143, after it logs `sentence()`.
+
+  Acts at once, also while XLA compiles: a Python signal handler would wait for the end
+  of the call into XLA, and a scheduler might kill the process before. Python's handler
+  in C writes the number of the signal to a socket, which a thread reads.
+  """
+  inbox, outbox = socket.socketpair()
+  outbox.setblocking(False)
+
+  def watch() -> None:
+    with inbox:
+      while number := inbox.recv(1):
+        if number[0] == signal.SIGTERM:
+          log(sentence())
+          hosts.leave(128 + signal.SIGTERM)
+          os._exit(128 + signal.SIGTERM)
+
+  threading.Thread(target=watch, daemon=True).start()
+  before = signal.signal(signal.SIGTERM, lambda *_: None)
+  wakeup = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+  try:
+    yield
+  finally:
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGTERM, before)
+    outbox.close()  # ends the thread
+
+
 class Stop:
   """Remembers the first SIGINT or SIGTERM; raises KeyboardInterrupt on the second."""
 
@@ -51,10 +87,11 @@ class Stop:
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
   """Yields a `Stop` that handles SIGINT and SIGTERM during the `with` block."""
-  stop = Stop()
+  stop, wakeup = Stop(), signal.set_wakeup_fd(-1)  # `explained` pauses
   before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
   try:
     yield stop
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+    signal.set_wakeup_fd(wakeup)

@@ -221,6 +221,33 @@ def test_a_resumed_and_interrupted_run_is_the_unbroken_one(partial_run, tmp_path
   assert_same_run(broken, partial_run.workdir, newest(broken))
 
 
+@pytest.mark.parametrize(
+  ('phase', 'saved'),
+  [
+    ('results ', 'no step is saved yet'),  # the first screen: the warm start follows
+    ('Compiling', 'the warm start is saved, but no step yet'),
+    ('Resuming after', 'step 3 is saved'),
+  ],
+)
+def test_sigterm_outside_the_steps_says_what_is_saved(phase, saved, request, tmp_path):
+  workdir, knobs = tmp_path / 'run', {'sft.clean': 10**6}  # a warm start of minutes
+  if phase == 'Compiling':
+    workdir, knobs = request.getfixturevalue('warm')(), {}
+  elif phase == 'Resuming after':
+    run = request.getfixturevalue('partial_run')
+    workdir, knobs = runs.truncated(run, workdir, 3), KILLED
+  log = tmp_path / 'log'
+  with open(log, 'w') as file:
+    process = subprocess.Popen(**command(workdir, **knobs), stdout=file)
+  wait_for(process, lambda: phase in log.read_text())
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=600) == 128 + signal.SIGTERM
+  last = log.read_text().splitlines()[-1]
+  assert last == (
+    f'Stopped: {saved}; run the same command with --workdir={workdir} to go on.'
+  )
+
+
 def test_a_second_signal_stops_at_once(warm):
   # Two hundred epochs: seconds in which a step can be interrupted.
   workdir = warm()
