@@ -93,7 +93,7 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
       for name, line in zip(names, ('-', '--'), strict=False):
         step_N, value_N = report_plots.series(run.rows, name)
         if name == 'eval/accuracy':
-          report_plots.errors(ax, run.rows, color=colour)
+          report_plots.evaluations(ax, run.rows, name, color=colour)
         elif len(step_N):
           report_plots.curve(ax, step_N, value_N, color=colour, linestyle=line)
     ax.set_xlabel('step', fontsize=9)

@@ -303,9 +303,14 @@ class Run:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
     row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
+    for name, part in result['parts'].items():
+      row[f'eval/{metrics.OWN}{name}'] = part['mean']
+      row[f'eval/{metrics.OWN}{name}_stderr'] = part['stderr']
+    rewards = evaluate.rewards_of(result).items()
     return row, (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
+      + ''.join(f', {name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in rewards)
     )
 
   def save_if_due(

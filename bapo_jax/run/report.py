@@ -18,6 +18,7 @@ from bapo_jax.run.report_plots import draw_curves, mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
+from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
 
 MAIN = """
@@ -62,6 +63,23 @@ def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}.'
   )
+
+
+REWARDS = ('on held-out problems', 'before', 'after', 'change')
+
+
+def rewards(
+  before: dict[str, Any], after: dict[str, Any]
+) -> Iterator[tuple[str, str, str, str]]:
+  """Yields the cells of a table that compares the rewards of two evaluations.
+
+  Its header is REWARDS. Without rewards of own functions there are no rows.
+  """
+  was, now = map(evaluate.rewards_of, (before, after))
+  for name in (name for name in was if name in now):
+    (old, old_error), (new, new_error) = was[name], now[name]
+    change = f'{new - old:+.3f} ± {math.hypot(old_error, new_error):.3f}'
+    yield name, f'{old:.3f} ± {old_error:.3f}', f'{new:.3f} ± {new_error:.3f}', change
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
@@ -123,7 +141,8 @@ def _sample_blocks(
         yield markdown.fence(problem, SHOWN)
         for number, path in enumerate(sample.get('pictures', ()), 1):
           yield f'![Picture {number}]({path})'
-      yield f'{when}: **{"right" if sample["correct"] else "wrong"}**'
+      reward = f', reward {sample["reward"]:.3g}' if sample.get('parts') else ''
+      yield f'{when}: **{"right" if sample["correct"] else "wrong"}**{reward}'
       yield markdown.fence(sample['response'], SHOWN)
 
 
@@ -139,6 +158,11 @@ def _tables(
   yield '## First fifth against last fifth of the steps'
   cells = ((f'`{name}`', *others) for name, *others in progress(rows))
   yield markdown.table(cells, PROGRESS, 'lrrl')
+
+
+def _rewards(before: dict[str, Any], after: dict[str, Any]) -> str:
+  cells = [(markdown.inline(name), *rest) for name, *rest in rewards(before, after)]
+  return markdown.table(cells, REWARDS, 'lrrr') if cells else ''
 
 
 PROGRESS = ('metric', 'first fifth', 'last fifth', 'meaning')
@@ -186,6 +210,7 @@ def write(
     summary(*results, steps, spent),
     target_sentence(rows, target),
     idle_sentence(rows),
+    _rewards(*results),
     '![Curves over the training steps](curves.png)',
     *_tables(rows, phases, wall_s),
     '## Responses before and after',

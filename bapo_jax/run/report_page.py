@@ -19,13 +19,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
-import numpy as np
-
 from bapo_jax import knobs
 from bapo_jax.rewards import verifiers
 from bapo_jax.run import charts, page, report, step_record
 from bapo_jax.run.charts import Curve
-from bapo_jax.run.report_plots import FEW, PANELS, Panel, running_mean, series, spiky
+from bapo_jax.run.report_plots import (
+  ERRORS,
+  FEW,
+  PANELS,
+  Panel,
+  errors,
+  running_mean,
+  series,
+  spiky,
+)
 from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.hosts import differences
@@ -118,6 +125,8 @@ def build(run: RunFiles) -> Iterator[Element]:
   yield from (element('p', text) for text in sentences if text)
   yield element('h2', 'Curves')
   yield from curves(rows, target)
+  if before and after and last and (cells := list(report.rewards(before, after))):
+    yield html.table(cells, report.REWARDS, 'lrrr')
   if run.groups:
     yield from _groups(run)
   if run.after is not None:
@@ -189,10 +198,8 @@ def _chart(
 def curve(rows: Sequence[Row], name: str, label: str, colour: int, width: int) -> Curve:
   """Returns the lines of a metric: every value, and its running mean over `width`."""
   exact = series(rows, name)
-  if name == 'eval/accuracy':
-    error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
-    error_N = np.asarray([error.get(step, 0.0) for step in exact[0]])
-    return Curve(label, colour, exact, exact, error_N=error_N)
+  if name in ERRORS:
+    return Curve(label, colour, exact, exact, error_N=errors(rows, name))
   if width == 1 or len(exact[0]) < 2 * width:
     return Curve(label, colour, exact, exact)
   return Curve(label, colour, exact, running_mean(*exact, width), (exact,))
@@ -344,6 +351,7 @@ def _sample(when: str, sample: dict[str, Any]) -> Element:
     reason,
   )
   text = html.shortened(sample['response'], TEXT)
+    f', reward {sample["reward"]:.3g}' if sample.get('parts') else '',
   return element('div', head, element('pre', text, class_=f'of-{kind}'))
 
 

@@ -34,8 +34,9 @@ SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}
 BOUNDS = {'clip/high': 'high', 'clip/low': 'low'}
 CLIPPED = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
 LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
+REWARDS = {'rollout/reward': 'fresh responses', 'eval/reward': 'held-out problems'}
 PANELS = (
-  Panel('Reward of the fresh responses', 'mean reward', {'rollout/reward': ''}),
+  Panel('Reward', 'mean reward', REWARDS),
   Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
   Panel('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
   Panel('KL from behaviour to current policy', 'nats per token', {'loss/kl': ''}),
@@ -48,6 +49,8 @@ PANELS = (
   Panel('Groups of both verdicts', 'share of the groups', {'batch/learnable': ''}),
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
 )
+# Metrics of evaluations -> their standard errors.
+ERRORS = {'eval/accuracy': 'eval/stderr', 'eval/reward': 'eval/reward_stderr'}
 SPIKY = {
   'learner/grad_norm',
   'loss/kl',
@@ -104,13 +107,16 @@ def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> N
   ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
 
 
-def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
-  """Draws evaluations as dots with their standard errors, if recorded."""
-  step_N, value_N = series(rows, 'eval/accuracy')
-  error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
-  error_N = [error.get(s, 0.0) for s in step_N]
+def errors(rows: Sequence[Row], name: str) -> np.ndarray:
+  """Returns the standard error of each value of a metric of ERRORS; 0 if missing."""
+  error = dict(zip(*series(rows, ERRORS[name]), strict=True))
+  return np.asarray([error.get(step, 0.0) for step in series(rows, name)[0]])
+
+
+def evaluations(ax: 'Axes', rows: Sequence[Row], name: str, **line: Any) -> None:
+  """Draws a metric of ERRORS as dots with their standard errors."""
   line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
-  ax.errorbar(step_N, value_N, error_N, **line)
+  ax.errorbar(*series(rows, name), errors(rows, name), **line)
 
 
 def spiky(name: str, value_N: np.ndarray) -> bool:
@@ -127,8 +133,8 @@ def _panel(ax: 'Axes', rows: Sequence[Row], target: float | None, panel: Panel) 
     points = series(rows, name)
     if len(points[0]):
       found[name] = points[1]
-      if name == 'eval/accuracy':
-        errors(ax, rows, color=color)
+      if name in ERRORS:
+        evaluations(ax, rows, name, color=color, label=label)
       else:
         curve(ax, *points, color=color, label=label)
   if not found:

@@ -22,7 +22,7 @@ from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.progress import log
 
-OWN = 'reward/'  # the named parts of own reward functions
+OWN = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
 
@@ -191,7 +191,9 @@ def writing(
 
   def write(step: int, metrics: Row) -> None:
     if unknown := [
-      name for name in metrics if name not in GLOSSARY and not name.startswith(OWN)
+      name
+      for name in metrics
+      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN)
     ]:
       near = difflib.get_close_matches(unknown[0], GLOSSARY, n=3, cutoff=0.0)
       raise ValueError(

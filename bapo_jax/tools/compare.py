@@ -25,7 +25,16 @@ from bapo_jax.run import charts, page
 from bapo_jax.run.charts import Curve, Points
 from bapo_jax.run.report import fifths
 from bapo_jax.run.report_page import shown
-from bapo_jax.run.report_plots import FEW, mean, running_mean, series, spiky
+from bapo_jax.run.report_plots import (
+  ERRORS,
+  FEW,
+  REWARDS,
+  errors,
+  mean,
+  running_mean,
+  series,
+  spiky,
+)
 from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.html import element
@@ -37,7 +46,7 @@ from bapo_jax.training.evaluate import mean_and_error
 NUISANCE = ('seed', 'title', 'derived', 'metrics', 'checkpoint')
 PANELS = (  # (title, unit, metric -> label: the first solid, the second dashed)
   ('Accuracy on held-out problems', 'accuracy', {'eval/accuracy': ''}),
-  ('Reward of the fresh responses', 'mean reward', {'rollout/reward': ''}),
+  ('Reward', 'mean reward', REWARDS),
   ('Accuracy of the fresh responses', 'accuracy', {'rollout/accuracy': ''}),
   ('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
   ('Positive share', 'share of the gradient', {'clip/share': ''}),
@@ -52,6 +61,7 @@ PANELS = (  # (title, unit, metric -> label: the first solid, the second dashed)
 )
 FINAL = (
   'eval/accuracy',
+  'eval/reward',
   'eval/length',
   'eval/truncated',
   'rollout/reward',
@@ -237,8 +247,9 @@ def _final(groups: Sequence[Group]) -> Iterator[Element]:
     'p',
     'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
     'the others are means over the last fifth of the steps. Groups of several seeds: '
-    f'mean ± {100 * LEVEL:.0f} % t interval over the seeds. A single run: its accuracy '
-    '± one standard error over the problems, without the variation between seeds.',
+    f'mean ± {100 * LEVEL:.0f} % t interval over the seeds. A single run: its '
+    'evaluation ± one standard error over the problems, without the variation between '
+    'seeds.',
     class_='soft',
   )
   rows = []
@@ -255,8 +266,8 @@ def cell(group: Group, name: str) -> str:
   if not values:
     return ''
   middle, half = interval(values)
-  if len(group.runs) == 1 and name == 'eval/accuracy':
-    half = final(group.runs[0], 'eval/stderr')
+  if len(group.runs) == 1 and name in ERRORS:
+    half = final(group.runs[0], ERRORS[name])
   few = f' (n={len(values)})' if len(values) < len(group.runs) else ''
   return f'{middle:.4g}' + (f' ± {half:.2g}' if math.isfinite(half) else '') + few
 
@@ -296,9 +307,8 @@ def curve(group: Group, name: str, text: str, colour: int, width: int) -> Curve:
   smooth = 1 if name.startswith('eval/') else width
   pale = tuple(_smoothed(points, smooth) for points in each) if len(each) > 1 else ()
   error_N = None
-  if name == 'eval/accuracy' and len(group.runs) == 1:
-    error = dict(zip(*series(group.runs[0].rows, 'eval/stderr'), strict=True))
-    error_N = np.asarray([error.get(step, 0.0) for step in exact[0]])
+  if name in ERRORS and len(group.runs) == 1:
+    error_N = errors(group.runs[0].rows, name)
   return Curve(text, colour, exact, _smoothed(exact, smooth), pale, error_N)
 
 

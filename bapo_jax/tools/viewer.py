@@ -145,7 +145,9 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
     lambda sample: (sample.get('id'), sample['problem']),
   ):
     samples = list(rows)
-    reward_PG = np.asarray([[s['correct'] for s in samples]], np.float32)
+    # Old records have no reward.
+    reward_PG = np.asarray([[s.get('reward', s['correct']) for s in samples]])
+    reward_PG = reward_PG.astype(np.float32)
     adv_PG = np.zeros_like(reward_PG)
     if len(samples) > 1:  # a single response has no advantage
       adv_PG = np.asarray(rule(jnp.asarray(reward_PG)))

@@ -1,7 +1,8 @@
 """Evaluates the policy on the held-out problems.
 
 Training's rollout code samples the responses. A record has all that an audit of the
-verdicts needs. avg@k, pass@k and maj@k have standard errors clustered by problem.
+verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors clustered by
+problem.
 """
 
 import collections
@@ -49,8 +50,9 @@ def evaluate(
   Returns:
     (result, samples): the result of `summarize`, and a dict per response with id and
     problem (text), answer, verifier (name of the rule), response, extracted (the answer
-    in the response), verdict, reason, correct, tokens, truncated (no end token), logp
-    (summed, nats) and uid. Key and uid determine the sampling noise.
+    in the response), verdict, reason, correct, reward (before shaping), parts (its
+    named parts), tokens, truncated (no end token), logp (summed, nats) and uid. Key and
+    uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
   if hosts.processes() > 1 and engine.mesh:
@@ -91,6 +93,8 @@ def _sample(
     'verdict': WORDS[verdict.right],
     'reason': verdict.reason,
     'correct': verdict.right is True,
+    'reward': verdict.earned,
+    'parts': dict(verdict.parts or {}),
   }
 
 
@@ -119,9 +123,11 @@ def summarize(
   """Computes the metrics of samples, `group_size` consecutive samples per problem.
 
   Returns:
-    accuracy (avg@group_size) and its stderr; n, the number of problems; group_size;
-    length (mean tokens); truncated (share without an end token); undecided (share);
-    and, under pass and maj, the mean over problems and its stderr for each k.
+    accuracy (avg@group_size) and its stderr; reward (mean) and reward_stderr; n, the
+    number of problems; group_size; length (mean tokens); truncated (share without an
+    end token); undecided (share); under pass and maj, the mean over problems and its
+    stderr for each k; and under parts, the same for each named part of the reward, over
+    the responses that have the part.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
@@ -132,9 +138,13 @@ def summarize(
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
+  parts, names = column('parts', object), (sample['parts'] for sample in samples)
+  reward_PG = column('reward')
   return {
     'accuracy': float(correct_PG.mean()),
     'stderr': clustered_error(correct_PG),
+    'reward': float(reward_PG.mean()),
+    'reward_stderr': clustered_error(reward_PG),
     'n': len(correct_PG),
     'group_size': group_size,
     'length': float(column('tokens').mean()),
@@ -142,12 +152,33 @@ def summarize(
     'undecided': float((column('verdict') == 'undecided').mean()),
     'pass': {k: _measure(values) for k, values in passed.items()},
     'maj': {k: _measure(values) for k, values in voted.items()},
+    'parts': {
+      name: _measure(_means_of_part(name, parts))
+      for name in dict.fromkeys(itertools.chain(*names))
+    },
   }
 
 
 def _measure(values: Sequence[float]) -> dict[str, float]:
   value_P = np.asarray(values, float)
   return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
+
+
+def _means_of_part(name: str, parts_PG: np.ndarray) -> list[float]:
+  """Returns the mean of a part of the reward for each problem that has the part."""
+  given = ([parts[name] for parts in row if name in parts] for row in parts_PG)
+  return [sum(values) / len(values) for values in given if values]
+
+
+def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+  """Returns (mean, standard error) of the reward and of its named parts.
+
+  Returns {} if no own function scored the responses: then the reward is the accuracy.
+  """
+  if not (parts := result.get('parts')):  # old records have none
+    return {}
+  reward = {'reward': (result['reward'], result['reward_stderr'])}
+  return reward | {f'reward/{x}': (v['mean'], v['stderr']) for x, v in parts.items()}
 
 
 def pass_at(n: int, c: int, k: int) -> float:
@@ -183,6 +214,7 @@ def table(result: dict[str, Any], title: str) -> str:
   for name in ('pass', 'maj'):
     for k, value in result[name].items():
       measures[f'{name}@{k}'] = (value['mean'], value['stderr'])
+  measures |= rewards_of(result)
   rows = [('measure', 'mean', 'std. err.')]
   rows += [(n, f'{mean:.4f}', f'{error:.4f}') for n, (mean, error) in measures.items()]
   for name in ('length', 'truncated', 'undecided'):

@@ -1,5 +1,6 @@
 """Whole runs, tiny, with a user's own functions in every slot."""
 
+import json
 import pathlib
 import shutil
 
@@ -61,6 +62,26 @@ def test_every_own_function_has_an_effect(whole):
 
 
 def test_a_resumed_run_equals_the_unbroken_one(whole, warm_start, my, tmp_path):
+def test_an_evaluation_reports_graded_rewards(whole):
+  written = json.loads((whole / 'eval' / '4.json').read_text())
+  (row,) = [row for row in metrics.read(str(whole)) if row['step'] == 4]
+  samples = written['samples']
+  for name in ('score', 'brief', 'right', 'length'):
+    mean = np.mean([sample['parts'][name] for sample in samples])
+    assert row[f'eval/reward/{name}'] == pytest.approx(mean)
+    assert row[f'eval/reward/{name}_stderr'] >= 0
+  mean = np.mean([sample['reward'] for sample in samples])
+  assert row['eval/reward'] == pytest.approx(mean) != row['eval/accuracy']
+  # The weights of the two functions are 1 and 0.5.
+  parts = row['eval/reward/score'] + 0.5 * row['eval/reward/brief']
+  assert mean == pytest.approx(parts) and row['eval/reward_stderr'] > 0
+  report = (whole / 'report.md').read_text()
+  assert '| `reward/brief` | ' in report
+  assert f', reward {samples[0]["reward"]:.3g}\n' in report
+  page = (whole / 'report.html').read_text()
+  assert '>reward/brief</td>' in page
+
+
   broken = copied(warm_start, tmp_path / 'broken')
   for steps in (2, 4):
     assert runs.train(tiny(**knobs(my), steps=steps), broken) == 0

@@ -67,6 +67,20 @@ def test_numbers_by_hand(tmp_path):
   assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_graded_rewards_are_compared_with_their_errors():
+  def result(reward, fit):
+    parts = {'fit': {'mean': fit, 'stderr': 0.04}, 'a|b': {'mean': 1, 'stderr': 0}}
+    return {'reward': reward, 'reward_stderr': 0.03, 'parts': parts}
+
+  # The error of a difference: sqrt(.03^2 + .03^2), sqrt(.04^2 + .04^2).
+  assert list(report.rewards(result(0.5, 0.5), result(0.25, 0.75))) == [
+    ('reward', '0.500 ± 0.030', '0.250 ± 0.030', '-0.250 ± 0.042'),
+    ('reward/fit', '0.500 ± 0.040', '0.750 ± 0.040', '+0.250 ± 0.057'),
+    ('reward/a|b', '1.000 ± 0.000', '1.000 ± 0.000', '+0.000 ± 0.000'),
+  ]
+  assert not list(report.rewards(dict(accuracy=0.5), result(0.5, 0.5)))
+
+
 def test_pictures_stand_beside_the_sample(tmp_path):
   sample = SAMPLE | {'pictures': ['pictures/a.png', 'pictures/b.png']}
   page, _ = write_report(tmp_path, [], [sample], [sample])

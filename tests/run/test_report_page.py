@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_metrics(tmp_path):
     json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().split('\n')[:-1]
   ]
   for name, chart in (
-    ('rollout/reward', 'Reward of the fresh responses'),
+    ('rollout/reward', 'Reward'),
     ('learner/grad_norm', 'Gradient norm'),
     ('eval/accuracy', 'Accuracy on held-out problems'),
   ):
@@ -158,7 +158,7 @@ def test_a_browser_shows_it_wide_and_on_a_phone(browser, tmp_path):
           return figure.querySelector('output').textContent;
         })()"""
       )
-      assert said == 'step 4: 0.8'
+      assert said == 'step 4: fresh responses 0.8'
       colour = page.evaluate('getComputedStyle(document.body).backgroundColor')
       assert colour == ('rgb(20, 23, 26)' if dark else 'rgb(255, 255, 255)')
 

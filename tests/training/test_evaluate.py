@@ -65,6 +65,8 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
   assert result == {
     'accuracy': 0.75,
     'stderr': pytest.approx(0.25),
+    'reward': 0.75,  # of rules without grades: 1 if right, else 0
+    'reward_stderr': pytest.approx(0.25),
     'n': 2,
     'group_size': 2,
     'length': 2.5,
@@ -72,7 +74,9 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
     'undecided': 0.0,
     'pass': {1: AT_ONE, 2: {'mean': 1.0, 'stderr': 0.0}},
     'maj': {1: AT_ONE, 2: AT_ONE},
+    'parts': {},
   }
+  assert evaluate.rewards_of(result) == {}
   assert samples[1] == {
     'id': 0,
     'uid': 1,
@@ -84,6 +88,8 @@ def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
     'verdict': 'wrong',
     'reason': '4 characters',
     'correct': False,
+    'reward': 0.0,
+    'parts': {},
     'tokens': 4,
     'truncated': True,
     'logp': -2.0,
@@ -126,6 +132,37 @@ def test_undecided_is_wrong_and_counted_as_undecided():
   assert (result['accuracy'], result['undecided']) == (0, 1)
   assert {s['verdict'] for s in samples} == {'undecided'}
   assert result['maj'][1]['mean'] == 0
+
+
+def test_graded_rewards_and_their_parts_by_hand():
+  # Rewards .5 and 1, then .25 and undecided (0): problem means .75 and .125, whose mean
+  # is .4375 and standard error (.75 - .125) / 2. The undecided response has no parts:
+  # `fit` has the means .75 and .25. Only the second response has `style`.
+  graded = [(0.5, {'fit': 0.5}), (1.0, {'fit': 1.0, 'style': -2.0})]
+  graded += [(0.25, {'fit': 0.25}), (None, {})]
+
+  class Graded(making.OddVerifier):
+    def submit(self, samples):
+      pending = super().submit(samples)
+      verdicts = [Verdict(r and r > 0.4, '', None, r, p or None) for r, p in graded]
+      return pending._replace(verdicts=verdicts)
+
+  asked = jax.tree.map(lambda x: x[:2], problems())
+  asked = asked._replace(text=PROBLEMS[:2], answer=['2', '32'])
+  result, samples = evaluated(Graded(), group_size=2, asked=asked)
+  assert [(s['reward'], s['parts']) for s in samples] == [
+    (reward or 0.0, parts) for reward, parts in graded
+  ]
+  assert (result['accuracy'], result['undecided']) == (0.5, 0.25)
+  assert evaluate.rewards_of(result) == {
+    'reward': pytest.approx((0.4375, 0.3125)),
+    'reward/fit': pytest.approx((0.5, 0.25)),
+    'reward/style': (-2.0, 0.0),
+  }
+  table = evaluate.table(result, 'graded').splitlines()
+  cells = [[cell.strip() for cell in line.split('|')] for line in table]
+  assert ['', 'reward', '0.4375', '0.3125', ''] in cells
+  assert ['', 'reward/fit', '0.5000', '0.2500', ''] in cells
 
 
 @hypothesis.given(st.integers(1, 8), st.data())
