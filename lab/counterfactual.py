@@ -76,7 +76,7 @@ class Applied(NamedTuple):
 
   bounds: Bounds
   ratio_BT: np.ndarray  # f32, pi / mu of each token; 1 after the end of a row
-  adv_B: np.ndarray  # f32
+  adv_B: np.ndarray  # f32, times the weight of the source
   weight_BT: np.ndarray  # f32, weight in the gradient, scaled by row; 0 if cut
   cut_BT: np.ndarray  # bool, tokens with an advantage but no gradient
 
@@ -158,13 +158,16 @@ def apply(recorded: Recorded, config: Config) -> Applied:
   adv_PG = bound.advantage(jnp.asarray(recorded.reward_PG))
   arrays = recorded.logp_BT, recorded.behavior_logp_BT, recorded.loss_mask_BT
   logp_BT, old_BT, mask_BT = map(jnp.asarray, arrays)
+  source_B = jnp.asarray(recorded.source_B, jnp.int32)
+  of_source = [getattr(config.batch.weights, source) for source in SOURCES]
+  weight_S = jnp.asarray(of_source, jnp.float32)  # of each source
   batch = Batch(
     tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
     loss_mask_BT=mask_BT,
     behavior_logp_BT=old_BT,
     prox_BT=old_BT,
-    adv_B=adv_PG.reshape(-1)[recorded.row_B],
-    source_B=jnp.asarray(recorded.source_B, jnp.int32),
+    adv_B=adv_PG.reshape(-1)[recorded.row_B] * weight_S[source_B],
+    source_B=source_B,
     on_policy_BT=mask_BT,
   )
   longest = config.sampler.max_new_tokens

@@ -95,6 +95,18 @@ def test_the_search_sees_all_rows_and_staleness_scales_log_ratios(tmp_path):
   assert twice.ratio_BT[0, 1] == pytest.approx(2.25)
 
 
+def test_advantages_have_the_weights_of_their_sources(tmp_path):
+  pair = response(1.0, [1.0, 1.0]), response(0.0, [1.0, 1.0])
+  found = recorded(tmp_path, *pair, source='reused')
+  knobs = GRPO | {'batch.rule': 'adapted', 'batch.weights.reused': 0.25}
+  other = by(found, knobs)
+  # Advantages +1 and -1, a quarter of them; four tokens of ratio 1.
+  assert other.adv_B == pytest.approx([0.25, -0.25], abs=1e-4)
+  expected = np.asarray([[0.25, 0.25], [-0.25, -0.25]]) / 4
+  assert other.weight_BT == pytest.approx(expected, abs=1e-4)
+  assert by(found, knobs | {'batch.weights.reused': 0.0}).weight_BT.any() == 0
+
+
 def test_rows_that_were_not_computed_are_left_out(tmp_path):
   idle = response(0.0, [1.0], learner_logp=None)
   masked = response(0.0, [1.0], taught=False)
