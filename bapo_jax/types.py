@@ -97,7 +97,7 @@ class TokenStats(NamedTuple):
 class UpdatedTokens(NamedTuple):
   logp_BT: Float32[Array, 'B T']   # log pi(token), nats, of the weights before the update; 0 where it was not computed
   ratio_BT: Float32[Array, 'B T']  # the ratio that the loss rule clipped; 0 outside the loss mask
-  cut_BT: Bool[Array, 'B T']       # True where A != 0 and the loss rule gave no gradient
+  cut_BT: UInt8[Array, 'B T']      # index into CUTS: why a token with A != 0 has no gradient
 
 
 class Bounds(NamedTuple):              # a bound is a scalar, or has an axis B or the axes B, T
@@ -121,6 +121,8 @@ class LogpDiff(NamedTuple):
 
 
 SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
+# Of a token: not cut; no gradient by bounds or loss rule; left out by Bounds.keep_BT.
+CUTS = ('', 'clipped', 'masked')
 
 
 # fmt: on

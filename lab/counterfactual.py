@@ -29,7 +29,7 @@ import optax
 from flax import traverse_util
 from jax import Array
 
-from bapo_jax.algorithms import loss
+from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
@@ -39,7 +39,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, resolve, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
-from bapo_jax.types import SOURCES, Batch, Bounds, Tree
+from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
 from lab import experiments
 from lab.experiments import Knobs
 
@@ -78,7 +78,7 @@ class Applied(NamedTuple):
   ratio_BT: np.ndarray  # f32, pi / mu of each token; 1 after the end of a row
   adv_B: np.ndarray  # f32, times the weight of the source
   weight_BT: np.ndarray  # f32, weight in the gradient, scaled by row; 0 if cut
-  cut_BT: np.ndarray  # bool, tokens with an advantage but no gradient
+  cut_BT: np.ndarray  # u8, index into CUTS: why tokens with an advantage were cut
 
 
 class Token(NamedTuple):
@@ -176,18 +176,20 @@ def apply(recorded: Recorded, config: Config) -> Applied:
   find = functools.partial(bound.clip, batch=batch, weigh=weigh)
   _, bounds = bound.loss(logp_BT, batch, find)
   weight_BT = loss.weights(bound.loss, logp_BT, batch, bounds) * scale_B[:, None]
-  teaches_BT = mask_BT & (batch.adv_B != 0)[:, None]
   return Applied(
     bounds,
     np.asarray(loss.ratio(logp_BT, batch)),
     np.asarray(batch.adv_B),
     np.asarray(weight_BT),
-    np.asarray(teaches_BT & (weight_BT == 0)),
+    np.asarray(diagnostics.why_cut(weight_BT, batch, bounds)),
   )
 
 
 def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
-  """Returns bounds, positive share, shares cut by sign, norm, and share in INSIDE."""
+  """Returns bounds, positive share, shares cut by sign, norm, and share in INSIDE.
+
+  `masked` is the share of all tokens that were cut by the mask of a clip rule.
+  """
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
   ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])
   adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
@@ -196,8 +198,9 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
     'low': float(applied.bounds.low.mean()),
     'high': float(applied.bounds.high.mean()),
     'share': float(np.maximum(weight_BT, 0).sum() / size) if size else np.nan,
-    'cut_positive': float(applied.cut_BT[adv_BT > 0].mean()),
-    'cut_negative': float(applied.cut_BT[adv_BT < 0].mean()),
+    'cut_positive': float((applied.cut_BT[adv_BT > 0] > 0).mean()),
+    'cut_negative': float((applied.cut_BT[adv_BT < 0] > 0).mean()),
+    'masked': float((applied.cut_BT[mask_BT] == CUTS.index('masked')).mean()),
     'norm': float(np.sqrt((weight_BT**2).sum())),
     'inside': float(((ratio > INSIDE[0]) & (ratio < INSIDE[1])).mean()),
   }
@@ -205,7 +208,7 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
 
 def moved_by(recorded: Recorded, one: Applied, other: Applied) -> Iterator[Token]:
   """Yields the tokens that `one` moves and `other` cuts, by decreasing |log-ratio|."""
-  freed_BT = other.cut_BT & (one.weight_BT != 0)
+  freed_BT = (other.cut_BT > 0) & (one.weight_BT != 0)
   distance_BT = np.abs(recorded.logp_BT - recorded.behavior_logp_BT)
   places = sorted(np.argwhere(freed_BT).tolist(), key=lambda bt: -distance_BT[*bt])
   for b, t in places:

@@ -19,6 +19,7 @@ from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import viewer
 from bapo_jax.tools.viewer import RecordedGroup
+from bapo_jax.types import CUTS
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -111,7 +112,8 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
 
-  Crosses are tokens cut by their update. Grey lines are the bounds of the updates.
+  Crosses are tokens clipped by their update, pluses are masked tokens. Grey lines are
+  the bounds of the updates.
   """
   figure = report_plots.new_figure(5.5 * len(runs), 4, DPI)
   panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
@@ -120,9 +122,11 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
     for name, colour, sign in (('A > 0', BLUE, 1), ('A < 0', ORANGE, -1)):
       mu_N, ratio_N, cut_N = tokens(run.groups, sign)
       kept = {'s': 6, 'alpha': 0.5, 'linewidth': 0, 'color': colour}
-      ax.scatter(mu_N[~cut_N], ratio_N[~cut_N], **kept)
-      ax.scatter(mu_N[cut_N], ratio_N[cut_N], s=28, marker='x', color=colour)
-      label = f'{name}: {len(mu_N)} tokens, {cut_N.sum()} cut'
+      ax.scatter(mu_N[cut_N == 0], ratio_N[cut_N == 0], **kept)
+      for cut_by, marker in (('clipped', 'x'), ('masked', '+')):
+        of_N = cut_N == CUTS.index(cut_by)
+        ax.scatter(mu_N[of_N], ratio_N[of_N], s=28, marker=marker, color=colour)
+      label = f'{name}: {len(mu_N)} tokens, {(cut_N > 0).sum()} cut'
       ax.scatter([], [], s=20, color=colour, label=label)
     updates = {group.update for group in run.groups if group.update is not None}
     for _, *bounds in updates:
@@ -140,6 +144,8 @@ def tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
 
+  cut_N has indices into CUTS.
+
   Args:
     sign: the sign of the tokens' advantage, 1 or -1.
   """
@@ -152,7 +158,7 @@ def tokens(
     and response.cut_T is not None
     and np.sign(response.advantage) == sign
   ]
-  none = np.zeros(0), np.zeros(0), np.zeros(0, bool)
+  none = np.zeros(0), np.zeros(0), np.zeros(0, np.uint8)
   columns = zip(none, *responses, strict=True)
   mu_N, ratio_N, cut_N = (np.concatenate(column) for column in columns)
   return mu_N, ratio_N, cut_N

@@ -10,6 +10,7 @@ from jax import Array
 from bapo_jax.algorithms import bound_search, loss
 from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.types import (
+  CUTS,
   SOURCES,
   Batch,
   Bounds,
@@ -102,14 +103,14 @@ def _masked(batch: Batch, bounds: Bounds) -> Array:
 def updated_tokens(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> UpdatedTokens:
-  """Returns each token's log-probability, its ratio, and whether it was cut.
+  """Returns each token's log-probability, its ratio, and why it was cut.
 
   See `diagnose` for batch and bounds; logp_BT is log pi before the update, nats.
   """
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = jnp.where(batch.loss_mask_BT, ratio_BT, 0)
-  return UpdatedTokens(logp_BT, ratio_BT, _cut(weight_BT, batch))
+  return UpdatedTokens(logp_BT, ratio_BT, why_cut(weight_BT, batch, bounds))
 
 
 def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
@@ -169,6 +170,20 @@ def _cut(weight_BT: Array, batch: Batch) -> Array:
   """Returns a mask [B, T] of the tokens with an advantage but no gradient."""
   up_BT, down_BT = _signs(batch)
   return (up_BT | down_BT) & (weight_BT == 0)
+
+
+def why_cut(weight_BT: Array, batch: Batch, bounds: Bounds) -> Array:
+  """Returns why each token with an advantage has no gradient: an index into CUTS, u8.
+
+  A token that the mask leaves out counts as masked, also if its ratio is out of bounds.
+
+  Args:
+    weight_BT: weight of each token in the gradient, from `loss.weights`.
+  """
+  code_BT = jnp.full(weight_BT.shape, CUTS.index('clipped'), jnp.uint8)
+  if bounds.keep_BT is not None:
+    code_BT = jnp.where(bounds.keep_BT, code_BT, jnp.uint8(CUTS.index('masked')))
+  return jnp.where(_cut(weight_BT, batch), code_BT, jnp.uint8(0))
 
 
 def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:

@@ -9,6 +9,7 @@ The run may be in progress: what is missing is left out.
 """
 
 import base64
+import collections
 import contextlib
 import datetime
 import json
@@ -40,6 +41,7 @@ from bapo_jax.runtime.html import element
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
+from bapo_jax.types import CUTS
 
 TEXT = 1500  # characters of a text on the page
 GROUPS = 6  # recorded groups on the page
@@ -123,10 +125,10 @@ def build(run: RunFiles) -> Iterator[Element]:
     report.idle_sentence(rows),
   ]
   yield from (element('p', text) for text in sentences if text)
-  yield element('h2', 'Curves')
-  yield from curves(rows, target)
   if before and after and last and (cells := list(report.rewards(before, after))):
     yield html.table(cells, report.REWARDS, 'lrrr')
+  yield element('h2', 'Curves')
+  yield from curves(rows, target)
   if run.groups:
     yield from _groups(run)
   if run.after is not None:
@@ -258,7 +260,7 @@ def _group(run: RunFiles, row: dict[str, Any], note: str) -> Iterator[Element]:
 
 
 def _response(r: dict[str, Any]) -> Element:
-  """Shows a recorded response; tokens that the bounds cut are marked."""
+  """Shows a recorded response; clipped and masked tokens are marked."""
   kind = 'right' if r['correct'] else 'wrong'
   facts = [f'reward {_number(r["reward"], ".2f")}']
   facts.append(f'advantage {_number(r["advantage"], "+.2f")}')
@@ -266,23 +268,23 @@ def _response(r: dict[str, Any]) -> Element:
   facts += ['cut at the length limit'] if r['truncated'] else []
   facts += [] if r['taught'] else ['left out of the loss']
   tokens = [] if r['cut'] is None else _marked(r)
-  cut = 0 if r['cut'] is None else sum(r['cut'])
-  facts += [f'clipped tokens (marked): {cut}'] if cut else []
+  cut = collections.Counter(CUTS[code] for code in r['cut'] or () if code)
+  facts += [f'{why} tokens (marked): {count}' for why, count in sorted(cut.items())]
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
   body = tokens if cut else [html.shortened(r['response'], TEXT)]
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
 
 def _marked(r: dict[str, Any]) -> list[html.Content]:
-  """Returns the text of a response, with marks around the tokens that were cut."""
+  """Returns the text of a response, with marks that say why tokens were cut."""
   body: list[html.Content] = []
   size = 0
-  for piece, ratio, clipped in zip(r['pieces'], r['ratio'], r['cut'], strict=True):
+  for piece, ratio, cut in zip(r['pieces'], r['ratio'], r['cut'], strict=True):
     size += len(piece)
     if size > TEXT:
       return [*body, ' [... the rest is left out ...]']
-    title = f'ratio {_number(ratio, ".3g")}'
-    body.append(element('mark', piece, title=title) if clipped else piece)
+    title = f'ratio {_number(ratio, ".3g")}, {CUTS[cut]}'
+    body.append(element('mark', piece, title=title) if cut else piece)
   return body
 
 
@@ -349,9 +351,9 @@ def _sample(when: str, sample: dict[str, Any]) -> Element:
     f'; {how}' if how else '',
     element('code', html.shortened(str(read), 200)) if read is not None else None,
     reason,
+    f', reward {sample["reward"]:.3g}' if sample.get('parts') else '',
   )
   text = html.shortened(sample['response'], TEXT)
-    f', reward {sample["reward"]:.3g}' if sample.get('parts') else '',
   return element('div', head, element('pre', text, class_=f'of-{kind}'))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32, UInt8
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -21,7 +21,7 @@ from bapo_jax.runtime.markdown import visible  # a response must not steer the t
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, evaluate, rules
 from bapo_jax.training import config as config_lib
-from bapo_jax.types import AdvantageRule
+from bapo_jax.types import CUTS, AdvantageRule
 
 LONG = 2000  # longest response shown in full without the view 'a', characters
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
@@ -41,7 +41,7 @@ class Response(NamedTuple):
   pieces: list[str] | None = None  # its tokens as strings
   logp_T: Float32[np.ndarray, ' T'] | None = None  # log mu of each token, nats
   ratio_T: Float32[np.ndarray, ' T'] | None = None  # clipped by the update
-  cut_T: Bool[np.ndarray, ' T'] | None = None  # True: the bounds cut the token
+  cut_T: UInt8[np.ndarray, ' T'] | None = None  # index into CUTS
   length: int | None = None  # tokens
 
 
@@ -106,7 +106,7 @@ def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
       r['pieces'],
       array(r['sampler_logp']),
       array(r['ratio']),
-      array(r['cut'], bool),
+      array(r['cut'], np.uint8),
       r['tokens'],
     )
     for r in row['responses']
@@ -183,6 +183,7 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
       number, low, high = group.update
       text = f'[] ratio of a token cut by the bounds of update {number} of step '
       text, style = f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim'
+      text += '; masked: left out by the mask of the clip rule'
     parts.append(Text(text, style))
   for g, response in enumerate(group.responses, 1):
     parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
@@ -208,7 +209,8 @@ def _drawn(response: Response, views: set[str]) -> Text:
       if 'p' in views and p_T[t] < LIKELY:
         note = f'⟨{p_T[t]:.2f}⟩'.replace('0.', '.')
       if 'c' in views and ratio_T is not None and cut_T is not None and cut_T[t]:
-        note += f'[{ratio_T[t]:.2f}]'
+        why = 'masked ' if CUTS[cut_T[t]] == 'masked' else ''
+        note += f'[{why}{ratio_T[t]:.2f}]'
       body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:

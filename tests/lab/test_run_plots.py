@@ -38,7 +38,7 @@ def write(workdir, rows, groups=None, config=None):
 
 @pytest.fixture
 def two(tmp_path):
-  up, down = response(True, 1.0), response(False, -0.5, (0.6, 1.3, 1.0), (1, 0, 0))
+  up, down = response(True, 1.0), response(False, -0.5, (0.6, 1.3, 1.0), (1, 0, 2))
   even = response(False, 0.0, None, None, tokens=7)
   text = response(False, -1.0, None, None, pieces=None, sampler_logp=None, tokens=9)
   rows = [{'rollout/reward': 0.1, 'loss/entropy': 'nan'}, {'rollout/reward': 0.3}]
@@ -72,7 +72,7 @@ def test_tokens_are_those_that_an_update_computed(two):
   assert cut_N.tolist() == [False, True, False]
   mu_N, ratio_N, cut_N = run_plots.tokens(two[0].groups, -1)
   np.testing.assert_allclose(ratio_N, [0.6, 1.3, 1.0], rtol=1e-6)
-  assert cut_N.tolist() == [True, False, False]
+  assert cut_N.tolist() == [1, 0, 2]
   assert [len(x) for x in run_plots.tokens(two[1].groups, 1)] == [0, 0, 0]
 
 
@@ -89,8 +89,8 @@ def test_figures_show_all_runs(two):
   assert drawn == {report_plots.BLUE: [0.1, 0.3], report_plots.ORANGE: [0.2]}
   ratios = run_plots.ratios(two)
   assert [ax.get_title(loc='left') for ax in ratios.axes] == ['first', 'bare']
-  # Of each sign two tokens and one that is cut; of the run without a record, none.
-  assert [points(ax) for ax in ratios.axes] == [[2, 1, 2, 1], []]
+  # Of each sign: tokens kept, clipped and masked; of the run without a record, none.
+  assert [points(ax) for ax in ratios.axes] == [[2, 1, 1, 1, 1], []]
   levels = {line.get_ydata()[0] for line in ratios.axes[0].lines}
   assert levels == {0.8, 2.0, 3.0}
   lengths = run_plots.lengths(two)

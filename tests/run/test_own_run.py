@@ -11,6 +11,7 @@ import runs
 from runs import copied, last_run, same, tiny
 
 import bapo_jax
+from bapo_jax.run import step_record
 from bapo_jax.runtime import metrics
 from lab import counterfactual
 
@@ -61,7 +62,6 @@ def test_every_own_function_has_an_effect(whole):
   assert any(abs(row['rollout/reward'] - x) > 1e-6 for row, x in pairs)
 
 
-def test_a_resumed_run_equals_the_unbroken_one(whole, warm_start, my, tmp_path):
 def test_an_evaluation_reports_graded_rewards(whole):
   written = json.loads((whole / 'eval' / '4.json').read_text())
   (row,) = [row for row in metrics.read(str(whole)) if row['step'] == 4]
@@ -82,6 +82,7 @@ def test_an_evaluation_reports_graded_rewards(whole):
   assert '>reward/brief</td>' in page
 
 
+def test_a_resumed_run_equals_the_unbroken_one(whole, warm_start, my, tmp_path):
   broken = copied(warm_start, tmp_path / 'broken')
   for steps in (2, 4):
     assert runs.train(tiny(**knobs(my), steps=steps), broken) == 0
@@ -117,7 +118,12 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   plain = {'clip.rule': 'unclipped', 'clip.own': {}}
   without = counterfactual.apply(found, counterfactual.config_of(found, plain))
   masked = np.asarray(~own.bounds.keep_BT) & found.loss_mask_BT
-  assert masked.any() and own.cut_BT[masked & (own.adv_B != 0)[:, None]].all()
+  assert masked.any() and (own.cut_BT[masked & (own.adv_B != 0)[:, None]] == 2).all()
+  assert counterfactual.summary(found, own)['masked'] > 0
+  # The run recorded the same reason; the lab has one mask for all updates of the step.
+  groups = step_record.read(str(whole), found.step)
+  cuts = [cut for g in groups for r in g['responses'] for cut in r['cut'] or ()]
+  assert set(cuts) == {0, 2}
   kept = ~masked & found.loss_mask_BT
   np.testing.assert_array_equal(own.weight_BT[kept], without.weight_BT[kept])
   assert (without.weight_BT[masked & (own.adv_B != 0)[:, None]] != 0).all()

@@ -90,7 +90,7 @@ def test_the_numbers_are_those_of_the_metrics(tmp_path):
 
 def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   right, wrong = response('yes', True), response('no', False)
-  cut = dict(pieces=['a', 'b<', 'c'], ratio=[1.0, 2.5, None], cut=[0, 1, 0])
+  cut = dict(pieces=['a', 'b<', 'c'], ratio=[1.0, 2.5, None], cut=[2, 1, 0])
   groups = [[right, right], [right, wrong | {'taught': False}]]
   groups.append([right, right, response('ab<c', False, **cut)])
   sample = dict(problem='1+2?', answer='3', response='so 3', correct=True)
@@ -104,7 +104,10 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   assert heads == ['2: 2 of 3 right', '1: 1 of 2 right', '0: 2 of 2 right']
   assert '1 of the 3 recorded groups have right and wrong responses' in page.text
   assert 'The verifier is aime: Verifies an integer' in page.text
-  assert page.texts['mark'] == ['b<'] and 'title="ratio 2.5"' in page.text
+  assert page.texts['mark'] == ['a', 'b<']
+  for title in ('ratio 1, masked', 'ratio 2.5, clipped'):
+    assert f'title="{title}"' in page.text
+  assert 'clipped tokens (marked): 1 · masked tokens (marked): 1' in page.text
   text = re.sub('<[^>]*>', '', page.text)
   assert 'Before: wrong; the verifier read 12 (not 3)' in text
   assert 'After: right; the verifier read 3' in text

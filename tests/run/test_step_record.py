@@ -41,7 +41,7 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
     tokens = UpdatedTokens(
       jnp.asarray((-n - row_B1 / 8) * computed_B1 * np.ones(T), jnp.float32),
       jnp.asarray((1 + np.arange(T) / 16) * computed_B1, jnp.float32),
-      jnp.asarray((np.arange(T) == 3) & computed_B1),
+      jnp.asarray(((np.arange(T) == 3) + 2 * (np.arange(T) == 4)) * computed_B1),
     )
     bounds = {'clip/low': jnp.float32(1 - n / 8), 'clip/high': jnp.float32(1 + n / 8)}
     made.append(Updated(np.asarray(seats), bounds, tokens))
@@ -112,7 +112,7 @@ def test_every_number_is_that_of_its_group_and_of_its_update(tmp_path):
   assert [r['learner_logp'] for r in of_3] == [[-2.0] * 4, [-2.125] * 4]
   assert [r['learner_logp'] for r in of_4] == [[-1.25] * 4, [-1.375] * 4]
   assert of_3[0]['ratio'] == [1.125, 1.1875, 1.25, 1.3125]
-  assert of_3[0]['cut'] == [0, 1, 0, 0]
+  assert of_3[0]['cut'] == [0, 1, 2, 0]
   # Without an advantage nothing was computed.
   assert all(r[k] is None for r in rows[1]['responses'] for k in ('ratio', 'cut'))
 
@@ -170,4 +170,12 @@ def test_cut_tokens_are_those_without_a_gradient(rule):
   slope_BT = jax.grad(lambda x: rule(x, batch, lambda _: bounds)[0].sum())(logp_BT)
   live_BT = np.asarray(batch.loss_mask_BT & (batch.adv_B != 0)[:, None])
   assert np.array_equal(cut_BT, live_BT & (np.asarray(slope_BT) == 0))
-  assert cut_BT.any() and (live_BT & ~cut_BT).any()
+  assert cut_BT.any() and (live_BT & (cut_BT == 0)).any()
+  # A mask is named as the reason, also for tokens out of bounds, and only for tokens
+  # with an advantage.
+  keep_BT = np.arange(cut_BT.shape[1]) % 2 == 0
+  masked = bounds._replace(keep_BT=jnp.broadcast_to(keep_BT, cut_BT.shape))
+  tokens = diagnostics.updated_tokens(rule, logp_BT, batch, masked)
+  expected_BT = np.where(live_BT, np.where(keep_BT, cut_BT, 2), 0)
+  np.testing.assert_array_equal(tokens.cut_BT, expected_BT)
+  assert {0, 1, 2} == set(expected_BT.ravel().tolist()) and (cut_BT & ~keep_BT).any()

@@ -95,6 +95,9 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '4[1.30]3' in with_bounds and 'xxxxxxxxx' in with_bounds
   assert '3[' not in with_bounds
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
+  masked = cut | {'ratio': [1.3, 0.5], 'cut': [1, 2]}
+  record(workdir, 8, [response('43', True, 1.5, **masked)])
+  assert '4[1.30]3[masked 0.50]' in printed(workdir, 1, 'c')
 
 
 def test_a_group_that_taught_something_is_opened(tmp_path):
