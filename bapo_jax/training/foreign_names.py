@@ -5,7 +5,7 @@ and actor_rollout_ref. Of a dotted name, the longest known ending counts.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 GROUP, LIMIT = 'sampler.group_size', 'sampler.max_new_tokens'
 PROMPTS = 'prompts.count, the number of prompts per learner step'
@@ -180,21 +180,23 @@ def advice(name: str, known: Iterable[str]) -> str:
       f'set {slot}.rule to path/to/file.py:function, whose keyword arguments are its '
       'knobs'
     )
-  for ending in _endings(name):
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+  return translated(name, known) or f'the nearest are {", ".join(near)}'
+
+
+def translated(name: str, known: Iterable[str]) -> str:
+  """Returns the advice for a foreign name, or for a knob's name without its section.
+
+  Returns '' for any other name.
+  """
+  parts = name.split('.')
+  for i in range(len(parts)):
+    ending = '.'.join(parts[i:])
     if ending in KNOBS:
       return f'use {KNOBS[ending]}'
     if ending in ABSENT:
       return ABSENT[ending]
     ours = [x for x in known if x.endswith(f'.{ending}')]
-    near = difflib.get_close_matches(name, ours, n=3, cutoff=0.0)
-    if near:
+    if near := difflib.get_close_matches(name, ours, n=3, cutoff=0.0):
       return f'did you mean {" or ".join(near)}?'
-  near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-  return f'the nearest are {", ".join(near)}'
-
-
-def _endings(name: str) -> Iterator[str]:
-  """Yields the name, then the name without its first part, and so on."""
-  parts = name.split('.')
-  for i in range(len(parts)):
-    yield '.'.join(parts[i:])
+  return ''
