@@ -81,7 +81,7 @@ def claim(workdir: str, config: Config) -> None:
   with contextlib.suppress(OSError, ValueError):
     done = checkpoint.read_meta(checkpoint.home(workdir), step)['run'] if step else {}
     if done and (config.steps <= done['step'] or config.responses <= done['responses']):
-      before = workdirs.read_config(os.path.join(workdir, 'config.json'))
+      before = workdirs.read_config(workdir)
       for name in ('steps', 'responses'):
         values[name] = max(values[name], before[name])
   workdirs.open_workdir(workdir, values, free)
@@ -89,10 +89,9 @@ def claim(workdir: str, config: Config) -> None:
 
 def check_code(workdir: str, config: Config) -> None:
   """Raises ValueError if a file of own functions changed since the run began."""
-  path = os.path.join(workdir, 'config.json')
   if not workdirs.has_begun(workdir):
     return
-  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(path)['code'])
+  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(workdir)['code'])
   for file, digest in (entry.rsplit(' ', 1) for entry in config.code):
     if before.get(file, digest) != digest:
       raise ValueError(
@@ -275,7 +274,7 @@ class Run:
     path = os.path.join(self.workdir, 'report.md')
     with files.naming(path):
       # Not t.config, which may ask for fewer steps than are done.
-      stored = workdirs.read_config(os.path.join(self.workdir, 'config.json'))
+      stored = workdirs.read_config(self.workdir)
       config, spent = config_lib.from_json(stored), self.cost()
       report.write(self.workdir, config, before, after, spent, s.step)
       report_page.write(self.workdir)

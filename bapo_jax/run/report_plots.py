@@ -48,11 +48,8 @@ PANELS = (
   Panel('Groups of both verdicts', 'share of the groups', {'batch/learnable': ''}),
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
 )
-SPIKY = {
-  'learner/grad_norm',
-  'loss/kl',
-  'loss/ratio_max',
-}  # one spike would flatten the other values
+# One spike would flatten the other values.
+SPIKY = {'learner/grad_norm', 'loss/kl', 'loss/ratio_max'}
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -104,13 +101,17 @@ def curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> N
   ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
 
 
+def stderr(rows: Sequence[Row], step_N: np.ndarray) -> np.ndarray:
+  """Returns the standard errors of the evaluations at these steps; 0 if unknown."""
+  error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
+  return np.asarray([error.get(step, 0.0) for step in step_N])
+
+
 def errors(ax: 'Axes', rows: Sequence[Row], **line: Any) -> None:
   """Draws evaluations as dots with their standard errors, if recorded."""
   step_N, value_N = series(rows, 'eval/accuracy')
-  error = dict(zip(*series(rows, 'eval/stderr'), strict=True))
-  error_N = [error.get(s, 0.0) for s in step_N]
   line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
-  ax.errorbar(step_N, value_N, error_N, **line)
+  ax.errorbar(step_N, value_N, stderr(rows, step_N), **line)
 
 
 def spiky(name: str, value_N: np.ndarray) -> bool:

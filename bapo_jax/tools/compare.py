@@ -27,7 +27,7 @@ from bapo_jax.run import charts, page
 from bapo_jax.run.charts import Curve, Points
 from bapo_jax.run.report import fifths
 from bapo_jax.run.report_page import shown
-from bapo_jax.run.report_plots import FEW, mean, running_mean, series, spiky
+from bapo_jax.run.report_plots import FEW, mean, running_mean, series, spiky, stderr
 from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.html import element
@@ -52,26 +52,12 @@ PANELS = (  # (title, unit, metric -> label: the first solid, the second dashed)
   ('Gradient norm', 'norm', {'learner/grad_norm': ''}),
   ('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-FINAL = (
-  'eval/accuracy',
-  'eval/length',
-  'eval/truncated',
-  'rollout/reward',
-  'rollout/accuracy',
-  'rollout/length',
-  'rollout/truncated',
-  'rollout/responses',
-  'batch/learnable',
-  'clip/share',
-  'clip/low',
-  'clip/high',
-  'clip/fraction',
-  'loss/entropy',
-  'loss/kl',
-  'loss/ratio_max',
-  'learner/grad_norm',
-  'time/step',
-)
+FINAL = """
+  eval/accuracy eval/length eval/truncated rollout/reward rollout/accuracy
+  rollout/length rollout/truncated rollout/responses batch/learnable clip/share clip/low
+  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max learner/grad_norm
+  time/step
+"""
 LEVEL = 0.95  # of the intervals
 PAIRED = (
   f'± {100 * LEVEL:.0f} % t interval over the n seeds that both have, for each number '
@@ -141,13 +127,10 @@ def read(paths: Sequence[str]) -> list[Run]:
   default = traverse_util.flatten_dict(plain, sep='.')
   common, runs = os.path.commonpath(real), []
   for path, whole in zip(paths, real, strict=True):
-    config, rows = os.path.join(path, 'config.json'), metrics.read(path)
-    if not os.path.exists(config) or not rows:
-      raise ValueError(
-        f'{path} has no run with metrics; give directories that contain config.json '
-        'and metrics.jsonl'
-      )
-    values = default | traverse_util.flatten_dict(workdirs.read_config(config), sep='.')
+    rows = metrics.read(path)
+    if not rows:
+      raise ValueError(f'{path} has no run with metrics; give directories of runs')
+    values = default | traverse_util.flatten_dict(workdirs.read_config(path), sep='.')
     name = os.path.relpath(whole, common)
     runs.append(Run(path if name == '.' else name, path, values, rows))
   return runs
@@ -231,7 +214,9 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Difference | None]]:
   Leaves out metrics without any difference.
   """
   base, *others = groups
-  found = {name: [paired(base, other, name) for other in others] for name in FINAL}
+  found = {
+    name: [paired(base, other, name) for other in others] for name in FINAL.split()
+  }
   return {name: row for name, row in found.items() if any(row)}
 
 
@@ -297,7 +282,7 @@ def _final(groups: Sequence[Group]) -> Iterator[Element]:
     class_='soft',
   )
   rows = []
-  for name in FINAL:
+  for name in FINAL.split():
     cells = [cell(group, name) for group in groups]
     if any(cells):
       rows.append((element('code', name), *cells))
@@ -366,8 +351,7 @@ def curve(group: Group, name: str, text: str, colour: int, width: int) -> Curve:
   pale = tuple(_smoothed(points, smooth) for points in each) if len(each) > 1 else ()
   error_N = None
   if name == 'eval/accuracy' and len(group.runs) == 1:
-    error = dict(zip(*series(group.runs[0].rows, 'eval/stderr'), strict=True))
-    error_N = np.asarray([error.get(step, 0.0) for step in exact[0]])
+    error_N = stderr(group.runs[0].rows, exact[0])
   return Curve(text, colour, exact, _smoothed(exact, smooth), pale, error_N)
 
 

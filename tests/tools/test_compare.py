@@ -75,7 +75,7 @@ def test_the_interval_is_that_of_students_t():
 def test_differences_are_paired_by_seed(tmp_path, capsys):
   # Seeds 1 to 3 of both; seed 4 only of one, and seed 3 without reward.
   base = {1: (0.2, 1.0), 2: (0.4, 2.0), 3: (0.9, None), 4: (0.0, 9.0)}
-  other = {1: (0.3, 1.5), 2: (0.7, 2.5), 3: (1.1, 7.0)}
+  other = {3: (1.1, 7.0), 1: (0.3, 1.5), 2: (0.7, 2.5)}
   paths = []
   for rule, values in {'fixed': base, 'balanced': other}.items():
     for seed, (right, reward) in values.items():
