@@ -120,9 +120,12 @@ def parse(argv: list[str]) -> list[str]:
 def bare_knob(name: str) -> str:
   """Returns the refusal of an unknown flag that names a knob; '' if it names none."""
   known = [knob for knob, _, _ in knobs.fields(Config())]
-  advice = 'it is a knob' if name in known else foreign_names.translated(name, known)
-  example = f'--config.{name}=...' if name in known else '--config.steps=10'
-  written = '' if name in foreign_names.ABSENT else f' (a knob is written {example})'
+  if name in known:
+    return f'no flag --{name}; a knob is written --config.{name}=...'
+  advice = foreign_names.translated(name, known)
+  written = (
+    '' if name in foreign_names.ABSENT else '; knobs are written --config.KNOB=...'
+  )
   return advice and f'no flag --{name}; {advice}{written}'
 
 
