@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
+from bapo_jax import knobs
 from bapo_jax.runtime import hosts, machine, signals
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import foreign_names, inert_knobs
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
 
@@ -104,6 +105,8 @@ def parse(argv: list[str]) -> list[str]:
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     given = [arg for arg in argv[1:] if OVERRIDE.fullmatch(arg)]
     left = flags.FLAGS([arg for arg in argv if arg not in given])
+  except flags.UnrecognizedFlagError as error:
+    fail(bare_knob(error.flagname) or error)
   except (flags.Error, OSError) as error:
     fail(error)
   if len(left) > 1 and MODE.value != 'compare':
@@ -112,6 +115,18 @@ def parse(argv: list[str]) -> list[str]:
       'override is written --config.steps=10'
     )
   return [*left, *given]
+
+
+def bare_knob(name: str) -> str:
+  """Returns the refusal of an unknown flag that names a knob; '' if it names none."""
+  known = [knob for knob, _, _ in knobs.fields(Config())]
+  if name in known:
+    return f'no flag --{name}; a knob is written --config.{name}=...'
+  advice = foreign_names.translated(name, known)
+  written = (
+    '' if name in foreign_names.ABSENT else '; knobs are written --config.KNOB=...'
+  )
+  return advice and f'no flag --{name}; {advice}{written}'
 
 
 def usage() -> str:

@@ -97,7 +97,7 @@ def read(workdir: str) -> Recorded:
   Raises:
     ValueError: no step is recorded, or no recorded row was computed.
   """
-  config = config_lib.from_json(read_config(f'{workdir}/config.json'))
+  config = config_lib.from_json(read_config(workdir))
   step = step_record.newest(workdir)
   if step is None:
     raise ValueError(f'{workdir} has no recorded step; wait for its first checkpoint')

@@ -1,21 +1,18 @@
 """Writes the loss explorer: one HTML page that needs no server and no network.
 
   python -m lab.explorer                                     docs/explorer.html
-  python -m lab.explorer my.py:sapo --out=my.html            with a loss rule of yours
+  python -m lab.explorer my.py:sapo --out=my.html   with a loss or clip rule of yours
   python -m lab.explorer --batch=runs/a/groups/80.jsonl --out=a.html
 
 1. `knobs_of` describes the knobs with their sliders, `refusals` the pairs of rules that
    a run refuses;
-2. `table` evaluates a loss rule of yours on a grid, because the page has no Python;
-3. `page` puts these, the recorded batch and the files of explorer_page/ into one file.
+2. `page` puts these, the recorded batch, the table of a rule of yours (own_table.py)
+   and the files of explorer_page/ into one file.
 
 The built-in rules are written again in explorer_page/rules.js.
 """
 
 import argparse
-import base64
-import functools
-import inspect
 import itertools
 import json
 import math
@@ -24,17 +21,14 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax import knobs as knobs_lib
-from bapo_jax import own_code
 from bapo_jax.algorithms import clip, knobs, loss
 from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
 from bapo_jax.knobs import Section
 from bapo_jax.runtime import files
-from bapo_jax.types import LossRule
-from lab import rule_curves
+from lab import own_table, rule_curves
 
 ROOT = pathlib.Path(__file__).parents[1]
 PARTS = pathlib.Path(__file__).with_name('explorer_page')
@@ -70,7 +64,6 @@ LEFT_OUT = {
   'clip.balanced.reused_high',
 }
 RULES = {'loss': loss.RULES, 'clip': clip.RULES}
-OWN = 'loss.own'  # the section of a user's rule
 # Settings of published methods; `range` is how far the axis of ratios goes.
 METHODS: dict[str, dict[str, Any]] = {
   'Balanced PO': {},
@@ -96,12 +89,6 @@ METHODS: dict[str, dict[str, Any]] = {
     'clip.rule': 'unclipped',
   },
 }
-# The grid of a user's rule: 16 ratios per octave, and ten probabilities.
-RATIOS = np.exp2(np.arange(-48, 49) / 16).astype(np.float32)
-PROBABILITIES = np.linspace(0.05, 0.95, 10).astype(np.float32)
-BOUNDS = {'clip.fixed.low': [0.6, 0.8, 0.9], 'clip.fixed.high': [1.2, 1.28, 2.0]}
-COUNTS = (17, 9, 5, 3)  # values of each knob, as many as fit
-LARGEST_TABLE = 200_000  # numbers; 1.1 MB of the page
 
 
 def knobs_of() -> dict[str, dict[str, Any]]:
@@ -154,7 +141,7 @@ def rules() -> dict[str, dict[str, dict[str, str]]]:
   def described(slot: Section, name: str, rule: Callable) -> dict[str, str]:
     return {
       'title': type(slot).model_fields[name].description or '',
-      'about': _about(rule),
+      'about': own_table.about(rule),
       'bounds': getattr(getattr(slot, name), 'bounds', ''),
     }
 
@@ -173,47 +160,9 @@ def recorded_of(path: pathlib.Path) -> dict[str, Any]:
   return {
     'name': str(at.relative_to(ROOT) if at.is_relative_to(ROOT) else path),
     'length': mask_BT.sum(1).tolist(),
-    'adv': _packed(batch.adv_B),
-    'logp': _packed(np.asarray(logp_BT)[mask_BT]),
-    'old': _packed(np.asarray(batch.behavior_logp_BT)[mask_BT]),
-  }
-
-
-def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
-  """Evaluates a user's loss rule on a grid and on the recorded batch.
-
-  The axes are the clip bounds, if the rule uses them, and the keyword-only arguments
-  whose default is a float. If the table would be too large, the last arguments have no
-  axis and keep their defaults.
-  """
-  rule, recorded = own_code.load(place), rule_curves.recorded(batch)
-  mask_BT = np.asarray(recorded[1].loss_mask_BT)
-  uses_bounds, uses_probability = _uses(rule, recorded)
-  probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
-  grid = _grid(probabilities)
-  largest = LARGEST_TABLE // (len(grid[0]) * 2 + mask_BT.sum())
-  axes = _axes(rule, uses_bounds, int(largest))
-  gains, weights, tokens = [], [], []
-  for values in itertools.product(*axes.values()):
-    at = dict(zip(axes, values, strict=True))
-    bounds = rule_curves.constant(*(at.pop(name) for name in BOUNDS if uses_bounds))
-    own = {name.rpartition('.')[2]: value for name, value in at.items()}
-    bound = functools.partial(rule, **own)
-    gain_N, weight_N = rule_curves.curve(bound, *grid, bounds)
-    gains.append(gain_N)
-    weights.append(weight_N)
-    tokens.append(np.asarray(loss.weights(bound, *recorded, bounds))[mask_BT])
-  return {
-    'title': place,
-    'about': _about(rule),
-    'clip': 'fixed' if uses_bounds else 'unclipped',
-    'axes': [{'name': name, 'values': values} for name, values in axes.items()],
-    'defaults': {f'{OWN}.{name}': value for name, value in _floats(rule).items()},
-    'ratios': RATIOS.tolist(),
-    'probabilities': probabilities.tolist(),
-    'gains': _packed(gains),
-    'weights': _packed(weights),
-    'tokens': _packed(tokens),
+    'adv': own_table.packed(batch.adv_B),
+    'logp': own_table.packed(np.asarray(logp_BT)[mask_BT]),
+    'old': own_table.packed(np.asarray(batch.behavior_logp_BT)[mask_BT]),
   }
 
 
@@ -221,7 +170,7 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
   """Returns the HTML of the explorer.
 
   Args:
-    own: the place of a loss rule, `path/to/file.py:function`, or ''.
+    own: the place of a loss or clip rule, `path/to/file.py:function`, or ''.
     batch: see rule_curves.recorded.
   """
   refused = refusals()
@@ -235,7 +184,7 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'tolerance': knobs.TOLERANCE,
     'methods': METHODS,
     'batch': recorded_of(batch),
-    'own': table(own, batch) if own else None,
+    'own': own_table.table(own, batch) if own else None,
   }
   text = (PARTS / 'page.html').read_text()
   for part in ('style.css', 'formulas.html', 'rules.js', 'charts.js', 'page.js'):
@@ -261,79 +210,6 @@ def main() -> None:
     parser.exit(2, f'{error}\n')
   files.write(given.out, text)
   print(f'{given.out}: {len(text.encode())} bytes')
-
-
-def _about(rule: Callable) -> str:
-  """Returns the docstring of a rule without its list of arguments and results."""
-  text = inspect.getdoc(rule) or ''
-  for heading in ('Args:', 'Returns:', 'Raises:'):
-    text = text.partition(f'\n{heading}')[0]
-  return text.strip()
-
-
-def _floats(rule: Callable) -> dict[str, float]:
-  """Returns the keyword-only arguments whose default is a float."""
-  parameters = inspect.signature(rule).parameters.values()
-  own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-  return {p.name: p.default for p in own if isinstance(p.default, float)}
-
-
-def _axes(rule: Callable, uses_bounds: bool, largest: int) -> dict[str, list[float]]:
-  """Returns knob -> values, with at most `largest` combinations.
-
-  Every knob has as many values as possible, from a quarter to four times its default.
-  """
-  floats = list(_floats(rule).items())
-  for kept, count in itertools.product(range(len(floats), -1, -1), COUNTS):
-    axes = dict(BOUNDS) if uses_bounds else {}
-    for name, default in floats[:kept]:
-      axes[f'{OWN}.{name}'] = list(dict.fromkeys(_around(default, count)))
-    if math.prod(len(values) for values in axes.values()) <= largest:
-      return axes
-  raise ValueError(f'the batch is too long for a table; {rule_curves.WAY_OUT}')
-
-
-def _around(default: float, count: int) -> list[float]:
-  """Returns `count` values around a default, which is one of them."""
-  if not math.isfinite(default):
-    return [default] * count
-  step_N = (np.arange(count) - count // 2) / (count // 2)
-  value_N = default * 4.0**step_N if default else step_N
-  return [x if x == default else float(f'{x:.3g}') for x in value_N.tolist()]
-
-
-def _uses(rule: LossRule, recorded: tuple[Any, Any]) -> tuple[bool, bool]:
-  """Returns whether the clip bounds and the probability of a token make a difference.
-
-  A knob at its default may hide a difference, so the knobs have other values as well.
-  """
-  grid, uses_bounds, uses_probability = _grid(PROBABILITIES), False, False
-  some = [_around(x, COUNTS[-1]) for x in _floats(rule).values()]
-  for values in zip(*some, strict=True) if some else [()]:
-    bound = functools.partial(rule, **dict(zip(_floats(rule), values, strict=True)))
-    open_BT, closed_BT = (
-      loss.weights(bound, *recorded, bounds)
-      for bounds in (rule_curves.constant(), rule_curves.constant(1.0, 1.0))
-    )
-    uses_bounds |= bool((open_BT != closed_BT).any())
-    for x_N in rule_curves.curve(bound, *grid, rule_curves.constant(0.8, 1.2)):
-      x_SPR = x_N.reshape(2, -1, len(RATIOS))
-      uses_probability |= bool((x_SPR != x_SPR[:, :1]).any())
-  return uses_bounds, uses_probability
-
-
-def _grid(probabilities: np.ndarray) -> tuple[Any, Any]:
-  """Returns tokens for A = 1 and A = -1, every probability and every ratio."""
-  signs = np.asarray([1, -1], np.float32)
-  axes = np.meshgrid(signs, probabilities, RATIOS, indexing='ij')
-  adv_N, probability_N, ratio_N = (x.reshape(-1) for x in axes)
-  return rule_curves.single(ratio_N, probability_N, adv_N)
-
-
-def _packed(array: Any) -> dict[str, str]:
-  """Returns float32 numbers for JSON."""
-  numbers = np.ascontiguousarray(jnp.asarray(array), '<f4')
-  return {'float32': base64.b64encode(numbers.tobytes()).decode()}
 
 
 def _json(value: Any) -> str:

@@ -10,8 +10,7 @@ from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffe
 from bapo_jax.knobs import fields
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import inert_knobs
-from bapo_jax.training.config import Config, decided, parse
-from configs import aime, countdown, finetune, geometry
+from bapo_jax.training.config import Config, decided, load, parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -22,12 +21,6 @@ KNOBS = {name for name, _, _ in fields(Config())}
 SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
-CONFIGS = {
-  'aime': aime.get_config,
-  'countdown': countdown.get_config,
-  'geometry': geometry.get_config,
-  'finetune': lambda variant: finetune.get_config(),
-}
 
 
 def code(text: str) -> list[str]:
@@ -56,9 +49,9 @@ def overridden(line: str) -> Config:
     ValueError: one of them is no knob or has no effect, or the config does not fit
       together.
   """
-  named = re.search(r'--config=configs/(\w+)\.py(?::(\w+))?', line)
-  config = CONFIGS[named[1]](named[2] or '') if named else aime.get_config()
-  values, given = Config().model_dump() | config.to_dict(), {}
+  named = re.search(r'--config=(configs/\w+\.py(?::\w+)?)', line)
+  file = ROOT / (named[1] if named else 'configs/aime.py')
+  values, given = Config().model_dump() | load(str(file)), {}
   for name, text in OVERRIDE.findall(line):
     if not text or text.startswith('<'):
       continue

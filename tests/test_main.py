@@ -23,6 +23,9 @@ CASES = [  # flags, what the sentence must say
   (['--config=nope.py:8b'], 'configs/countdown.py[:grpo|:clip|:batch|:both], configs/'),
   (['check'], '--config is missing; give one of configs/aime.py[:tiny|:recipe|'),
   ([GOOD, '--wrkdir=x'], 'workdir'),
+  ([GOOD, '--learning_rate=1'], '--learning_rate; use optimizer.lr; knobs are written'),
+  ([GOOD, '--steps=3'], 'no flag --steps; a knob is written --config.steps='),
+  ([GOOD, '--output_dir=x'], 'give --workdir=..., the folder of a run'),
   ([GOOD, 'steps=3'], "'steps=3'"),
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
   (['eval', GOOD], 'names no model; train there first'),
@@ -45,7 +48,8 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--mode=exprt'], 'should be one of'),
   ([GOOD, '--checkpoint=best'], '--checkpoint=best'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
-  (['--config=configs/countdown.py:dapo'], "no cell 'dapo'"),
+  (['--config=configs/countdown.py:dapo'], "no variant 'dapo'; choose one of ['grpo'"),
+  (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
   ([GOOD, *COUNTDOWN], "set wording='short'"),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
 ]
@@ -78,7 +82,7 @@ def test_the_variants_listed_are_those_a_config_has():
   for file, variants in listed:
     for variant in filter(None, variants.split('|:')):
       assert load(f'{file}:{variant}')['steps'] > 0
-    sentence = 'has no|takes 0 positional'  # the second: it has no variants at all
+    sentence = 'no variant ' if variants else 'has no variants; give'
     with pytest.raises(ValueError, match=sentence) as error:
       load(f'{file}:nope')
     names = set(filter(None, variants.split('|:')))

@@ -1,6 +1,6 @@
 """Runs --mode=check: a dry run that trains nothing and writes nothing to the workdir.
 
-1. shows prompts and the free disk space, and verifies the data set's right answers;
+1. shows prompts, knobs and the free disk space, and verifies right answers;
 2. samples responses before any training, to show whether a run can learn from them;
 3. times one step and measures its memory, both after an untimed first call;
 4. lists findings with their remedies. The exit status is 1 if any is a mistake.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.autosetup import check_rules, derive, facts
+from bapo_jax.autosetup import check_rules, derive, facts, knob_lists
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import tokenizer as tokenizer_lib
@@ -146,7 +146,7 @@ def quoted(text: str) -> str:
 
 
 def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
-  """Describes prompts, their lengths, how many right answers pass, and disk space."""
+  """Describes prompts, how many right answers pass, knobs and disk space."""
   config, found = r.config, material.problems
   verified = known.verified(config.rewards.rule)
   lines = [
@@ -162,6 +162,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'limit {config.prompts.max_prompt_tokens}\n'
     f'answers    {verified.right} of {verified.tried} are right by their own verifier '
     f'({config.rewards.rule})\n'
+    f'{knob_lists.lines(config, indent="")}\n'
     f'disk       checkpoints {disk:.3g} GB, free {free:.3g} GB'
   )
 

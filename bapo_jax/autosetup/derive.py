@@ -8,7 +8,6 @@
 
 import json
 import operator
-import os
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -91,7 +90,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   trains=False (an evaluation), held-out problems replace the training problems. Raises
   ValueError if files are missing or knobs do not fit together.
   """
-  undecided = bool(config.derived) and not _begun(workdir)
+  undecided = bool(config.derived) and not workdir_lib.has_begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
   if not undecided:
     config = config.with_values(problems=held_out)
@@ -115,13 +114,9 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 def decide(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs decided; raises the errors of `prepare`."""
-  return _read(config, workdir) if _begun(workdir) else prepare(config, workdir).config
-
-
-def _begun(workdir: str) -> bool:
-  """Returns whether a run has begun in the workdir and left a config.json."""
-  path = os.path.join(workdir, 'config.json')
-  return workdir_lib.has_begun(workdir) and os.path.lexists(path)
+  if workdir_lib.has_begun(workdir):
+    return _read(config, workdir)
+  return prepare(config, workdir).config
 
 
 def screen(derived: list[Derived]) -> str:
@@ -145,8 +140,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 def _read(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs filled in from the workdir's config.json."""
-  path = os.path.join(workdir, 'config.json')
-  stored = workdir_lib.read_config(path)
+  stored = workdir_lib.read_config(workdir)
   values = json.loads(json.dumps(config.model_dump()))
   for knob in config.derived:
     section, _, key = knob.rpartition('.')
@@ -155,9 +149,10 @@ def _read(config: Config, workdir: str) -> Config:
       here[key] = there[key]
     except (KeyError, TypeError):
       raise ValueError(
-        f'{path} has no value for {knob}; give another --workdir, or its own config'
+        f'{workdir}/config.json has no value for {knob}; give another --workdir, or '
+        'its own config'
       ) from None
   config = config_lib.parse(config_lib.from_json(values).model_dump())
   given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)
-  log(wrapped(f'Derived when this run began ({path}): {", ".join(given)}', ''))
+  log(wrapped(f'Derived when this run began ({workdir}): {", ".join(given)}', ''))
   return config

@@ -13,19 +13,20 @@ from typing import Any
 
 import jax
 
-from bapo_jax.autosetup import check, derive
+from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
-from bapo_jax.run import knob_lists, report, report_page, step_record
+from bapo_jax.run import report, report_page, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
+from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
@@ -66,7 +67,8 @@ def claim(workdir: str, config: Config) -> None:
   """Writes the config to a new workdir, or compares it with the config of its run.
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
-  affects only rounding, and with problems.changed='accept' the section `problems`.
+  affects only rounding, and with problems.changed='accept' the section `problems`. If
+  the run has already reached the end that this config asks for, the end stays.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -75,15 +77,22 @@ def claim(workdir: str, config: Config) -> None:
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
-  workdirs.open_workdir(workdir, config.model_dump(), free)
+  values, step = config.model_dump(), checkpoint.choose(workdir)
+  # `resume` reports a damaged checkpoint.
+  with contextlib.suppress(OSError, ValueError):
+    done = checkpoint.read_meta(checkpoint.home(workdir), step)['run'] if step else {}
+    if done and (config.steps <= done['step'] or config.responses <= done['responses']):
+      before = workdirs.read_config(workdir)
+      for name in ('steps', 'responses'):
+        values[name] = max(values[name], before[name])
+  workdirs.open_workdir(workdir, values, free)
 
 
 def check_code(workdir: str, config: Config) -> None:
   """Raises ValueError if a file of own functions changed since the run began."""
-  path = os.path.join(workdir, 'config.json')
   if not workdirs.has_begun(workdir):
     return
-  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(path)['code'])
+  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(workdir)['code'])
   for file, digest in (entry.rsplit(' ', 1) for entry in config.code):
     if before.get(file, digest) != digest:
       raise ValueError(
@@ -275,7 +284,9 @@ class Run:
     before, after = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
     path = os.path.join(self.workdir, 'report.md')
     with files.naming(path):
-      config, spent = self.t.config, self.cost()
+      # Not t.config, which may ask for fewer steps than are done.
+      stored = workdirs.read_config(self.workdir)
+      config, spent = config_lib.from_json(stored), self.cost()
       report.write(self.workdir, config, before, after, spent, s.step)
       report_page.write(self.workdir)
     log(f'Report: {path}, and report.html with curves and responses')

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.run import knob_lists
+from bapo_jax.autosetup import knob_lists
 from bapo_jax.run.report_plots import draw_curves, mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY

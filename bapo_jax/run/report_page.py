@@ -38,6 +38,7 @@ from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.html import element
+from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
@@ -54,7 +55,6 @@ CHANGES = {
   (True, True): ('right before and after', 1),
 }
 PICTURES = 600_000  # bytes of all pictures on the page
-SUFFIXES = {'png': 'png', 'jpg': 'jpeg', 'webp': 'webp', 'bmp': 'bmp', 'gif': 'gif'}
 
 
 class RunFiles(NamedTuple):
@@ -87,16 +87,12 @@ def read(workdir: str) -> RunFiles:
   Raises:
     ValueError: the workdir has no run, or a file of the run is damaged.
   """
-  path = os.path.join(workdir, 'config.json')
-  if not os.path.exists(path):
-    raise ValueError(f'--workdir={workdir} has no run; train there first')
-  rows = metrics.read(workdir)
+  values, rows = workdirs.read_config(workdir), metrics.read(workdir)
   last = max((row['step'] for row in rows if 'eval/accuracy' in row), default=0)
   before = _evaluation(workdir, 0)
   after = _evaluation(workdir, int(last)) if last else None
   recorded = step_record.newest(workdir)
   groups = [] if recorded is None else step_record.read(workdir, recorded)
-  values = workdirs.read_config(path)
   return RunFiles(workdir, values, rows, before, after, groups)
 
 
@@ -245,7 +241,7 @@ def _verifier(values: dict[str, Any]) -> str:
 def _group(run: RunFiles, row: dict[str, Any], note: str) -> Iterator[Element]:
   yield element('p', note, class_='soft')
   yield element('h3', 'The prompt, as the model read it')
-  yield element('pre', html.shortened(row['prompt'], TEXT))
+  yield element('pre', shortened(row['prompt'], TEXT))
   yield from _pictures(run, row)
   if row['answer']:
     yield element('p', 'Right answer: ', element('code', str(row['answer'])))
@@ -271,7 +267,7 @@ def _response(r: dict[str, Any]) -> Element:
   cut = collections.Counter(CUTS[code] for code in r['cut'] or () if code)
   facts += [f'{why} tokens (marked): {count}' for why, count in sorted(cut.items())]
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
-  body = tokens if cut else [html.shortened(r['response'], TEXT)]
+  body = tokens if cut else [shortened(r['response'], TEXT)]
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
 
@@ -295,10 +291,11 @@ def _number(value: float | None, form: str) -> str:
 def _pictures(run: RunFiles, row: dict[str, Any]) -> Iterator[Element]:
   """Yields the pictures of a problem, inside the page."""
   for name in row.get('pictures', ()):
-    path, kind = pathlib.Path(run.workdir, name), SUFFIXES.get(name.rsplit('.')[-1])
+    path, suffix = pathlib.Path(run.workdir, name), name.rsplit('.')[-1]
     with contextlib.suppress(OSError):
-      if kind is not None and path.stat().st_size < PICTURES // (2 * GROUPS):
+      if suffix in files.PICTURES and path.stat().st_size < PICTURES // (2 * GROUPS):
         data = base64.b64encode(path.read_bytes()).decode()
+        kind = suffix.replace('jpg', 'jpeg')
         yield element('img', src=f'data:image/{kind};base64,{data}', alt=name)
         continue
     yield element('p', f'Picture: {name}', class_='soft')
@@ -327,9 +324,9 @@ def _changes(run: RunFiles) -> Iterator[Element]:
     for pair in changes[verdicts]:  # several responses to a problem: its first
       seen.setdefault(pair[1]['problem'], pair)
     for old, new in list(seen.values())[:most]:
-      head = element('summary', f'{text}: {html.shortened(new["problem"], 80)}')
+      head = element('summary', f'{text}: {shortened(new["problem"], 80)}')
       answer = element('p', 'Right answer: ', element('code', str(new['answer'])))
-      parts = [element('pre', html.shortened(new['problem'], TEXT)), answer]
+      parts = [element('pre', shortened(new['problem'], TEXT)), answer]
       both = (('Before', old), ('After', new)) if same else (('After', new),)
       shown = element('div', *(_sample(*each) for each in both), class_='pair')
       yield element('details', head, *parts, *_pictures(run, new), shown)
@@ -349,11 +346,11 @@ def _sample(when: str, sample: dict[str, Any]) -> Element:
     f'{when}: ',
     element('span', verdict, class_=kind),
     f'; {how}' if how else '',
-    element('code', html.shortened(str(read), 200)) if read is not None else None,
+    element('code', shortened(str(read), 200)) if read is not None else None,
     reason,
     f', reward {sample["reward"]:.3g}' if sample.get('parts') else '',
   )
-  text = html.shortened(sample['response'], TEXT)
+  text = shortened(sample['response'], TEXT)
   return element('div', head, element('pre', text, class_=f'of-{kind}'))
 
 
@@ -396,4 +393,4 @@ def shown(value: Any) -> str:
     return ''
   if isinstance(value, float) and math.isinf(value):
     return 'inf'
-  return html.shortened(value if isinstance(value, str) else json.dumps(value), 200)
+  return shortened(value if isinstance(value, str) else json.dumps(value), 200)

@@ -51,11 +51,8 @@ PANELS = (
 )
 # Metrics of evaluations -> their standard errors.
 ERRORS = {'eval/accuracy': 'eval/stderr', 'eval/reward': 'eval/reward_stderr'}
-SPIKY = {
-  'learner/grad_norm',
-  'loss/kl',
-  'loss/ratio_max',
-}  # one spike would flatten the other values
+# One spike would flatten the other values.
+SPIKY = {'learner/grad_norm', 'loss/kl', 'loss/ratio_max'}
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -39,10 +39,8 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
 def summed(values: dict[str, float]) -> dict[str, float]:
   """Returns the sum over all processes of the values of each name."""
   totals: dict[str, float] = {}
-  for part in (
-    everyones(json.dumps(values)) if processes() > 1 else [json.dumps(values)]
-  ):
-    for name, value in json.loads(part).items():
+  for part in map(json.loads, everyones(json.dumps(values))):
+    for name, value in part.items():
       totals[name] = totals.get(name, 0.0) + value
   return totals
 

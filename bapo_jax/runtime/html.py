@@ -56,15 +56,6 @@ def table(
   return element('div', grid, class_=f'scroll {kind}'.strip())
 
 
-def shortened(text: str, limit: int) -> str:
-  """Replaces the middle of a text longer than the limit by the number of characters."""
-  if len(text) <= limit:
-    return text
-  half = limit // 2
-  cut = f'[... {len(text) - 2 * half} characters left out ...]'
-  return f'{text[:half]}\n{cut}\n{text[-half:]}'
-
-
 def document(title: str, body: Iterable[Element], style: str, script: str) -> str:
   """Returns the text of a page; `style` and `script` are trusted and not escaped."""
   raw = [Element('style'), Element('script')]

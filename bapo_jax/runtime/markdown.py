@@ -39,16 +39,21 @@ def visible(text: str, keep: str = '\n\t') -> str:
   )
 
 
+def shortened(text: str, limit: int) -> str:
+  """Replaces the middle of a text longer than the limit by the number of characters."""
+  if len(text) <= limit:
+    return text
+  half = limit // 2
+  cut = f'[... {len(text) - 2 * half} characters left out ...]'
+  return f'{text[:half]}\n{cut}\n{text[-half:]}'
+
+
 def fence(text: str, limit: int | None = None) -> str:
   """Formats the text as a code block that no backticks inside can close.
 
   `limit` is the largest number of characters; the middle of a longer text is cut.
   """
-  if limit is not None and len(text) > limit:
-    half = limit // 2
-    cut = f'[... {len(text) - 2 * half} characters left out ...]'
-    text = f'{text[:half]}\n{cut}\n{text[-half:]}'
-  text = visible(text)
+  text = visible(text if limit is None else shortened(text, limit))
   ticks = _ticks(text, at_least=3)
   return f'{ticks}text\n{text}\n{ticks}'
 

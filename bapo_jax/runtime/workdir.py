@@ -144,14 +144,13 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
   Raises:
     ValueError: the directory cannot be written, or has a run with another config.
   """
-  path = os.path.join(workdir, 'config.json')
   now = json.loads(json.dumps(values))
   # A run that failed before its first evaluation, for instance because a tokenizer was
   # missing, has no results yet: the corrected command may use the directory.
   if has_begun(workdir):
     changed = [
       f'{name}: {old!r} then, {new!r} now'
-      for name, old, new in hosts.differences(read_config(path), now)
+      for name, old, new in hosts.differences(read_config(workdir), now)
       if name not in free and name.split('.')[0] not in free
     ]
     if changed:
@@ -160,7 +159,7 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
         ' give another --workdir, or restore the config that the run was started with'
       )
   with writable(workdir):
-    files.write_json(path, now)
+    files.write_json(os.path.join(workdir, 'config.json'), now)
 
 
 def has_begun(workdir: str) -> bool:
@@ -169,12 +168,18 @@ def has_begun(workdir: str) -> bool:
   return measured or bool(checkpoint_steps(workdir))
 
 
-def read_config(path: str) -> dict[str, Any]:
+def read_config(workdir: str) -> dict[str, Any]:
   """Reads the config of a run, section -> knob -> value, from its config.json.
 
   Raises:
     ValueError: the file is missing or is not a JSON object.
   """
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.lexists(path):
+    raise ValueError(
+      f'--workdir={workdir} has no run with a config.json; train there first, or give '
+      'another --workdir'
+    )
   return files.read_object(path, 'give another --workdir, or restore its config')
 
 

@@ -2,8 +2,10 @@
 
 1. Runs whose configs differ only in NUISANCE, such as the seed, form a group, which has
    one colour everywhere;
-2. `build` lays out the knobs that differ between groups, the final metrics with
-   intervals, and the curves of all groups over each other.
+2. `paired` subtracts the final metrics of the first group from those of each other
+   group, seed by seed: this removes the variation that a seed causes in both;
+3. `build` lays out the knobs that differ between groups, the final metrics and these
+   differences with intervals, and the curves of all groups over each other.
 
 The page is made from config.json and metrics.jsonl of each workdir. A run may be in
 progress.
@@ -59,28 +61,17 @@ PANELS = (  # (title, unit, metric -> label: the first solid, the second dashed)
   ('Gradient norm', 'norm', {'learner/grad_norm': ''}),
   ('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-FINAL = (
-  'eval/accuracy',
-  'eval/reward',
-  'eval/length',
-  'eval/truncated',
-  'rollout/reward',
-  'rollout/accuracy',
-  'rollout/length',
-  'rollout/truncated',
-  'rollout/responses',
-  'batch/learnable',
-  'clip/share',
-  'clip/low',
-  'clip/high',
-  'clip/fraction',
-  'loss/entropy',
-  'loss/kl',
-  'loss/ratio_max',
-  'learner/grad_norm',
-  'time/step',
-)
+FINAL = """
+  eval/accuracy eval/reward eval/length eval/truncated rollout/reward rollout/accuracy
+  rollout/length rollout/truncated rollout/responses batch/learnable clip/share clip/low
+  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max learner/grad_norm
+  time/step
+"""
 LEVEL = 0.95  # of the intervals
+PAIRED = (
+  f'± {100 * LEVEL:.0f} % t interval over the n seeds that both have, for each number '
+  'by itself: of many such intervals some miss the true difference.'
+)
 
 
 class Run(NamedTuple):
@@ -99,6 +90,17 @@ class Group(NamedTuple):
   runs: list[Run]
 
 
+class Difference(NamedTuple):
+  """The mean of a metric's differences between two groups, run by run of one seed."""
+
+  mean: float
+  half: float  # half the length of the t interval of the mean
+  pairs: int  # seeds whose runs both have the metric, at least 2
+
+  def __str__(self) -> str:
+    return f'{self.mean:+.4g} ± {self.half:.2g} (n={self.pairs})'
+
+
 def write(runs: Sequence[str], path: str) -> int:
   """Writes a page on the runs, given by their workdirs; returns 0, prints its path.
 
@@ -109,6 +111,8 @@ def write(runs: Sequence[str], path: str) -> int:
   """
   groups = grouped(read(runs))
   files.write(path, page.document('Runs compared', build(groups)))
+  for text in console(groups):
+    print(text)
   count = sum(len(group.runs) for group in groups)
   print(f'{count} runs of {len(groups)} configs are compared in {path}')
   return 0
@@ -132,13 +136,10 @@ def read(paths: Sequence[str]) -> list[Run]:
   default = traverse_util.flatten_dict(plain, sep='.')
   common, runs = os.path.commonpath(real), []
   for path, whole in zip(paths, real, strict=True):
-    config, rows = os.path.join(path, 'config.json'), metrics.read(path)
-    if not os.path.exists(config) or not rows:
-      raise ValueError(
-        f'{path} has no run with metrics; give directories that contain config.json '
-        'and metrics.jsonl'
-      )
-    values = default | traverse_util.flatten_dict(workdirs.read_config(config), sep='.')
+    rows = metrics.read(path)
+    if not rows:
+      raise ValueError(f'{path} has no run with metrics; give directories of runs')
+    values = default | traverse_util.flatten_dict(workdirs.read_config(path), sep='.')
     name = os.path.relpath(whole, common)
     runs.append(Run(path if name == '.' else name, path, values, rows))
   return runs
@@ -202,6 +203,43 @@ def final(run: Run, name: str) -> float:
   return mean(fifths(run.rows)[1], name)
 
 
+def paired(base: Group, other: Group, name: str) -> Difference | None:
+  """Returns the difference of a final metric, other minus base, over common seeds.
+
+  Returns None if fewer than two seeds have a value in both groups.
+  """
+  of_base, of_other = (
+    {run.values['seed']: final(run, name) for run in group.runs}
+    for group in (base, other)
+  )
+  both = [of_other[seed] - of_base[seed] for seed in of_base if seed in of_other]
+  both = [difference for difference in both if math.isfinite(difference)]
+  return Difference(*interval(both), len(both)) if len(both) > 1 else None
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[Difference | None]]:
+  """Returns metric -> difference of each group but the first from the first.
+
+  Leaves out metrics without any difference.
+  """
+  base, *others = groups
+  found = {
+    name: [paired(base, other, name) for other in others] for name in FINAL.split()
+  }
+  return {name: row for name, row in found.items() if any(row)}
+
+
+def console(groups: Sequence[Group]) -> Iterator[str]:
+  """Yields a line per metric and group that `differences` finds."""
+  found = differences(groups)
+  if found:
+    yield f'Mean difference from {groups[0].label}, paired by seed. {PAIRED}'
+  for i, group in enumerate(groups[1:]):
+    for name, row in found.items():
+      if row[i]:
+        yield f'  {group.label}  {name:<18} {row[i]}'
+
+
 def build(groups: Sequence[Group]) -> Iterator[Element]:
   """Yields the parts of the page."""
   runs = [run for group in groups for run in group.runs]
@@ -217,6 +255,7 @@ def build(groups: Sequence[Group]) -> Iterator[Element]:
   yield from _differences(groups)
   yield element('h2', 'At the end')
   yield from _final(groups)
+  yield from _paired(groups)
   yield element('h2', 'Curves')
   yield from _curves(groups)
   yield element('h2', 'Runs')
@@ -253,11 +292,25 @@ def _final(groups: Sequence[Group]) -> Iterator[Element]:
     class_='soft',
   )
   rows = []
-  for name in FINAL:
+  for name in FINAL.split():
     cells = [cell(group, name) for group in groups]
     if any(cells):
       rows.append((element('code', name), *cells))
   yield html.table(rows, ('metric', *_named(groups)), 'l' + 'r' * len(groups))
+
+
+def _paired(groups: Sequence[Group]) -> Iterator[Element]:
+  """Yields a table of the paired differences, if runs share seeds."""
+  found = differences(groups)
+  if not found:
+    return
+  yield element('h2', f'Differences from {groups[0].label}, paired by seed')
+  yield element('p', PAIRED, class_='soft')
+  rows = [
+    (element('code', name), *(str(each) if each else '' for each in row))
+    for name, row in found.items()
+  ]
+  yield html.table(rows, ('metric', *_named(groups[1:])), 'l' + 'r' * len(groups[1:]))
 
 
 def cell(group: Group, name: str) -> str:

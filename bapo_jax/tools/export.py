@@ -71,7 +71,7 @@ def export(
 
 def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the workdir's run has the config's model and tokenizer."""
-  before = read_config(os.path.join(workdir, 'config.json'))
+  before = read_config(workdir)
   now = json.loads(json.dumps(config.model_dump()))
   defaults = json.loads(json.dumps(Config().model_dump()))
   for section in ('model', 'lora', 'tokenizer'):

@@ -67,10 +67,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: the workdir has no run, or no recorded group.
   """
-  path = os.path.join(workdir, 'config.json')
-  if not os.path.exists(path):
-    raise ValueError(f'--workdir={workdir} has no run; train there first')
-  config = config_lib.from_json(read_config(path))
+  config = config_lib.from_json(read_config(workdir))
   until = checkpoint.choose(workdir, which) if which != 'newest' else None
   until = until or math.inf
   found = trained(workdir, step_record.newest(workdir, until))

@@ -7,13 +7,14 @@ A config file returns an ml_collections ConfigDict, and arguments such as
 import ast
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import re
 import typing
 import warnings
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -285,14 +286,15 @@ def load(file: str) -> dict[str, Any]:
   `file` is a path, or path:variant to pass the variant to the file's get_config.
   Raises ValueError if the file cannot be read or raises an error.
   """
-  path, *variant = file.split(':', 1)
+  path, _, variant = file.partition(':')
   try:
     spec = importlib.util.spec_from_file_location('config', path)
     if spec is None or spec.loader is None:
       raise OSError(f'not a file that ends in .py: {path!r}')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = module.get_config(*variant)
+    _check_variant(module, path, variant)
+    config = module.get_config(*filter(None, [variant]))
     if not isinstance(config, ConfigDict):
       raise TypeError(f'get_config() returns {config!r:.60}, not a ConfigDict')
     return config.to_dict()
@@ -300,6 +302,16 @@ def load(file: str) -> dict[str, Any]:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
     raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
+
+
+def _check_variant(module: ModuleType, path: str, variant: str) -> None:
+  """Raises ValueError if a config file does not have the variant; '' is none."""
+  names = list(getattr(module, 'VARIANTS', ()))
+  takes_variant = bool(inspect.signature(module.get_config).parameters)
+  if variant and not takes_variant:
+    raise ValueError(f'this file has no variants; give --config={path}')
+  if variant and names and variant not in names:
+    raise ValueError(f'no variant {variant!r}; choose one of {names}')
 
 
 def overrides(

@@ -32,6 +32,25 @@ class Switch(NamedTuple):
   remedy: str
 
 
+def _needs_value(names: str, knob: str, value: Any) -> Switch:
+  """Returns a switch for knobs that have an effect only with one value of a knob."""
+  get = operator.attrgetter(knob)
+  return Switch(names, lambda c: get(c) == value, knob, f'set {knob}={value!r}')
+
+
+def _needs_more(names: str, knob: str, remedy: str = 'to 1 or more') -> Switch:
+  """Returns a switch for knobs that have an effect only if another is above 0."""
+  get = operator.attrgetter(knob)
+  return Switch(names, lambda c: get(c) > 0, knob, f'set {knob} {remedy}')
+
+
+def _of_embedded(names: str, why: str) -> Switch:
+  """Returns a switch for knobs of the embedded policy, which has no model.path."""
+  return Switch(
+    names, lambda c: not c.model.path, 'model.path', f'remove it, because {why}'
+  )
+
+
 class Inert(NamedTuple):
   """The reason why a knob has no effect."""
 
@@ -50,21 +69,22 @@ def rule_names(slot: Section) -> list[str]:
 def _of_rules() -> Iterator[Switch]:
   """Yields a switch for the section of each built-in rule."""
   for slot in SLOTS:
-    get = operator.attrgetter(f'{slot}.rule')
     for rule in rule_names(operator.attrgetter(slot)(Config())):
-
-      def is_active(c: Config, get: Callable = get, rule: str = rule) -> bool:
-        return get(c) == rule
-
-      remedy = f'set {slot}.rule={rule!r}'
-      yield Switch(f'{slot}.{rule}', is_active, f'{slot}.rule', remedy)
+      yield _needs_value(f'{slot}.{rule}', f'{slot}.rule', rule)
 
 
-def _batch_rules(needs: str) -> str:
-  """Returns the remedy 'set batch.rule=...' with the rules that declare a need."""
-  batch = Config().batch
-  names = [repr(x) for x in rule_names(batch) if getattr(getattr(batch, x), needs)]
-  return f'set batch.rule={" or ".join(names)}'
+def _needs_batch_rule(
+  names: str, needs: str, active: Callable[[Config], bool] | None = None
+) -> Switch:
+  """Returns a switch for knobs that need a batch rule that declares `needs`.
+
+  `active` is their condition; by default, that the rule of the config declares it.
+  """
+  batch, get = Config().batch, operator.attrgetter(f'batch.active.{needs}')
+  rules = [repr(x) for x in rule_names(batch) if getattr(getattr(batch, x), needs)]
+  return Switch(
+    names, active or get, 'batch.rule', f'set batch.rule={" or ".join(rules)}'
+  )
 
 
 def _sources(c: Config) -> set[str]:
@@ -114,47 +134,27 @@ SIZES = 'width layers heads kv_heads head_width ffn tower'
 
 # If several conditions fail, the first is reported.
 SWITCHES = (
-  Switch(
+  _of_embedded(
     ' '.join(f'model.{name}' for name in SIZES.split()),
-    lambda c: not c.model.path,
-    'model.path',
-    'remove it, because the files of the model give its sizes',
+    'the files of the model give its sizes',
   ),
-  Switch(
-    'model.tower.width model.tower.ffn',
-    lambda c: c.model.tower.layers > 0,
-    'model.tower.layers',
-    'set model.tower.layers to 1 or more',
-  ),
+  _needs_more('model.tower.width model.tower.ffn', 'model.tower.layers'),
   Switch(
     'model.sequence_sharding',
     lambda c: c.mesh.tensor != 1,
     'mesh.tensor',
     'set mesh.tensor to 2 or more',
   ),
-  Switch(
-    'lora.alpha lora.targets',
-    lambda c: c.lora.rank > 0,
-    'lora.rank',
-    'set lora.rank to 1 or more',
-  ),
+  _needs_more('lora.alpha lora.targets', 'lora.rank'),
   Switch(
     'problems.family problems.level problems.pair',
     _synthetic,
     'problems.source',
     "set problems.source and problems.test_source to 'synthetic'",
   ),
-  Switch(
-    'problems.pair',
-    lambda c: c.problems.family == 'pair',
-    'problems.family',
-    "set problems.family='pair'",
-  ),
-  Switch(
-    'problems.pair.stops',
-    lambda c: not c.model.path,
-    'model.path',
-    'remove it, because only the warm start of the embedded policy uses it',
+  _needs_value('problems.pair', 'problems.family', 'pair'),
+  _of_embedded(
+    'problems.pair.stops', 'only the warm start of the embedded policy uses it'
   ),
   Switch(
     'problems.seed problems.train problems.test',
@@ -228,18 +228,12 @@ SWITCHES = (
     'rollout.max_tokens_per_step',
     'set rollout.max_tokens_per_step below sampler.max_new_tokens',
   ),
-  Switch(
-    'buffer',
-    lambda c: c.batch.active.uses_buffer,
-    'batch.rule',
-    _batch_rules('uses_buffer'),
-  ),
+  _needs_batch_rule('buffer', 'uses_buffer'),
   *_of_rules(),
-  Switch(
+  _needs_batch_rule(
     f'buffer.reevaluate {HARD}',
+    'reevaluates',
     lambda c: c.batch.active.reevaluates or _own_batch(c),
-    'batch.rule',
-    _batch_rules('reevaluates'),
   ),
   Switch(
     HARD,
@@ -247,41 +241,26 @@ SWITCHES = (
     'buffer.reevaluate',
     'set buffer.reevaluate to 1 or more',
   ),
-  Switch(
-    'batch.max_extra_rounds',
-    lambda c: c.batch.active.asks_again,
-    'batch.rule',
-    _batch_rules('asks_again'),
-  ),
-  Switch(
-    'batch.weights.reevaluated',
-    lambda c: c.batch.active.reevaluates,
-    'batch.rule',
-    _batch_rules('reevaluates'),
-  ),
+  _needs_batch_rule('batch.max_extra_rounds', 'asks_again'),
+  _needs_batch_rule('batch.weights.reevaluated', 'reevaluates'),
   Switch(
     'batch.weights.reevaluated',
     lambda c: 'reevaluated' in c.sources,
     'buffer.reevaluate',
     'set buffer.reevaluate to 1 or more',
   ),
-  Switch(
+  _needs_batch_rule(
     'batch.weights.reused clip.balanced.reused_high',
+    'uses_buffer',
     lambda c: 'reused' in c.sources,
-    'batch.rule',
-    _batch_rules('uses_buffer'),
   ),
-  Switch(
-    'clip.balanced.sources',
-    lambda c: len(c.sources) > 1,
-    'batch.rule',
-    _batch_rules('uses_buffer'),
+  _needs_batch_rule(
+    'clip.balanced.sources', 'uses_buffer', lambda c: len(c.sources) > 1
   ),
-  Switch(
+  _needs_value(
     'clip.balanced.low_step clip.balanced.high_step',
-    lambda c: c.clip.balanced.resolution == 'step',
     'clip.balanced.resolution',
-    "set clip.balanced.resolution='step'",
+    'step',
   ),
   Switch(
     'clip.fixed.dual',
@@ -289,9 +268,7 @@ SWITCHES = (
     'loss.rule',
     "set loss.rule='clipped'",
   ),
-  Switch(
-    'loss.kl_direction', lambda c: c.loss.kl > 0, 'loss.kl', 'set loss.kl above 0'
-  ),
+  _needs_more('loss.kl_direction', 'loss.kl', 'above 0'),
   Switch(
     'loss.decoupled.beyond_cap',
     lambda c: c.loss.decoupled.cap < math.inf,
@@ -310,35 +287,19 @@ SWITCHES = (
     'learner.grad_accum_steps',
     'set learner.grad_accum_steps to 2 or more',
   ),
-  Switch(
-    'learner.bounds_pass',
-    lambda c: c.learner.bounds_scope == 'minibatch',
-    'learner.bounds_scope',
-    "set learner.bounds_scope='minibatch'",
-  ),
-  Switch(
-    'sft',
-    lambda c: not c.model.path,
-    'model.path',
-    'remove it, because only the embedded policy has a warm start',
-  ),
+  _needs_value('learner.bounds_pass', 'learner.bounds_scope', 'minibatch'),
+  _of_embedded('sft', 'only the embedded policy has a warm start'),
   Switch(
     'sft.batch sft.lr',
     lambda c: c.sft.clean + c.sft.noisy > 0,
     'sft.clean',
     'set sft.clean or sft.noisy to 1 or more',
   ),
-  Switch(
-    'sft.slip sft.repeat',
-    lambda c: c.sft.noisy > 0,
-    'sft.noisy',
-    'set sft.noisy to 1 or more',
-  ),
-  Switch(
+  _needs_more('sft.slip sft.repeat', 'sft.noisy'),
+  _needs_more(
     'evaluate.sampling.top_k evaluate.sampling.top_p',
-    lambda c: c.evaluate.sampling.temperature > 0,
     'evaluate.sampling.temperature',
-    'set evaluate.sampling.temperature above 0',
+    'above 0',
   ),
 )
 

@@ -102,7 +102,7 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
   if model.directory:
     return hf_weights.reader(model.directory, model.spec)
   # The recipe of the warm start is in the run's config.json.
-  ran = config_lib.from_json(read_config(os.path.join(workdir, 'config.json')))
+  ran = config_lib.from_json(read_config(workdir))
   saved = checkpoint.read_saved(warm_start_path(ran, workdir))
   dtypes = transformer.flatten(transformer.abstract(model.spec))
   return lambda parameter: saved(parameter).astype(dtypes[parameter].dtype)

@@ -28,7 +28,7 @@ const KNOBS = { ...DATA.knobs, ...PAGE_KNOBS };
 if (DATA.own) addOwnRule();
 const DEFAULTS = Object.fromEntries(
   Object.entries(KNOBS).map(([name, knob]) => [name, knob.value]));
-if (DATA.own) Object.assign(DEFAULTS, { 'loss.rule': 'own', 'clip.rule': DATA.own.clip });
+if (DATA.own) Object.assign(DEFAULTS, { [`${DATA.own.slot}.rule`]: 'own', ...DATA.own.beside });
 const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : DATA.methods;
 let knobs = { ...DEFAULTS };
 let hovered = null; // ratio under the pointer
@@ -36,15 +36,15 @@ let hovered = null; // ratio under the pointer
 // 1. Settings
 
 function addOwnRule() {
-  const { title, about, axes, defaults } = DATA.own;
-  const bounds = DATA.own.clip === 'fixed' ? 'cut' : 'ignored';
-  DATA.rules.loss.own = { title, about, bounds };
-  KNOBS['loss.rule'].choices.push('own');
+  const { slot, beside, title, about, axes, defaults } = DATA.own;
+  const bounds = beside['clip.rule'] === 'fixed' ? 'cut' : 'ignored';
+  DATA.rules[slot].own = { title, about, bounds };
+  KNOBS[`${slot}.rule`].choices.push('own');
   for (const { name, values } of axes) {
-    if (name.startsWith('loss.own.')) {
+    if (isOwnKnob(name)) {
       const least = Math.min(...values);
       const most = Math.max(...values);
-      KNOBS[name] = { value: defaults[name], snap: values, least, most,
+      KNOBS[name] = { value: defaults[name], least, most,
         meaning: `${name.slice(9)} of ${title}.` };
     }
   }
@@ -55,6 +55,10 @@ function ownMethods() {
   const both = { 'loss.rule': 'clipped', 'clip.rule': 'balanced' };
   return Object.fromEntries(
     Object.entries(DATA.methods).map(([name, set]) => [name, { ...both, ...set }]));
+}
+
+function isOwnKnob(name) {
+  return name.split('.')[1] === 'own';
 }
 
 const same = (a, b) => String(a) === String(b);
@@ -70,13 +74,15 @@ function parsed(name, text) {
   if (values.some(Number.isNaN)) return null;
   const wanted = Array.isArray(knob.value) ? 2 : 1;
   if (values.length !== wanted) return null;
-  const inside = values.map((x) => within(knob, x));
+  const inside = values.map((x) => within(name, x));
   return wanted === 2 ? inside.sort((a, b) => a - b) : inside[0];
 }
 
 // The nearest value that the knob takes.
-function within(knob, x) {
-  if (knob.snap) return knob.snap[nearest(knob.snap, x)];
+function within(name, x) {
+  const values = ownValues(name);
+  if (values) return values[nearest(values, x)];
+  const knob = KNOBS[name];
   if (x === Infinity && knob.infinite) return x;
   const [first, last, step] = knob.slider;
   const open = (limit, sign) => (limit === undefined ? undefined : limit + sign * step / 10);
@@ -107,9 +113,9 @@ function toAddress() {
 
 // Why a run refuses these settings; '' if it does not.
 function refusal() {
-  if (knobs['loss.rule'] === 'own') {
-    return knobs['clip.rule'] === DATA.own.clip ? ''
-      : `the table of your rule has clip.rule='${DATA.own.clip}' only; choose it`;
+  if (isOwn(knobs)) {
+    const other = Object.entries(DATA.own.beside).find(([name, value]) => knobs[name] !== value);
+    return other ? `the table of your rule has ${other[0]}='${other[1]}' only; choose it` : '';
   }
   const names = ['loss.rule', 'clip.rule', 'loss.aggregate',
     'clip.balanced.contribution', 'clip.balanced.weight'];
@@ -133,6 +139,7 @@ function refusal() {
 // Changes settings; a loss rule brings the first clip rule along that it goes with.
 function set(values) {
   Object.assign(knobs, values);
+  if (Object.values(values).includes('own')) Object.assign(knobs, DATA.own.beside);
   if ('loss.rule' in values && !('clip.rule' in values) && refusal()) {
     const start = knobs['clip.rule'];
     const clips = KNOBS['clip.rule'].choices;
@@ -176,11 +183,10 @@ function buildChoices() {
 // The knobs that matter to the chosen rules.
 function shownKnobs() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
-  const own = rule === 'own';
   const names = Object.keys(DATA.knobs).filter(
     (name) => !name.endsWith('.rule') && name !== 'loss.aggregate'
       && (name.startsWith(`loss.${rule}.`) || name.startsWith(`clip.${bounds}.`)));
-  if (own) {
+  if (isOwn(knobs)) {
     const axes = DATA.own.axes.map((axis) => axis.name);
     return [...axes, 'p', 'range'];
   }
@@ -197,8 +203,8 @@ function buildControls() {
     built = names.join();
     const box = byId('sliders');
     box.replaceChildren();
-    const isMore = (name) => MORE.includes(name.split('.')[2]) && !name.startsWith('loss.own');
-    const groups = [['Rules', names.filter((n) => n in DATA.knobs || n.startsWith('loss.own'))],
+    const isMore = (name) => MORE.includes(name.split('.')[2]) && !isOwnKnob(name);
+    const groups = [['Rules', names.filter((n) => n in DATA.knobs || isOwnKnob(n))],
       ['Batch and axes', names.filter((n) => n in PAGE_KNOBS)]];
     for (const [title, inside] of groups) {
       if (!inside.length) continue;
@@ -221,12 +227,9 @@ function controlsOf(name) {
   return [controlOf(name, 0), controlOf(name, 1)];
 }
 
-const isOwnGrid = (name) =>
-  knobs['loss.rule'] === 'own' ? DATA.own.axes.find((axis) => axis.name === name)?.values : null;
-
 // The slider's positions: values of the table, or [first, last, step].
 function positionsOf(name) {
-  const values = isOwnGrid(name);
+  const values = ownValues(name);
   if (values) return { first: 0, last: values.length - 1, step: 1, values };
   const [first, last, step] = KNOBS[name].slider;
   return { first, last: KNOBS[name].infinite ? last + step : last, step };
@@ -256,9 +259,9 @@ function controlOf(name, end) {
   const slider = Object.assign(document.createElement('input'), { type: 'range', min: first, max: last, step, ariaLabel: label });
   const change = (value) => {
     if (Number.isNaN(value)) return show(box);
-    const all = end === undefined ? within(knob, value) : [...knobs[name]];
+    const all = end === undefined ? within(name, value) : [...knobs[name]];
     if (end !== undefined) {
-      all[end] = within(knob, value);
+      all[end] = within(name, value);
       all[1 - end] = end ? Math.min(all[0], all[1]) : Math.max(all[0], all[1]);
     }
     return set({ [name]: all });
@@ -332,13 +335,15 @@ function commandOf() {
     && (name.endsWith('.rule') || !same(knobs[name], KNOBS[name].value)));
   return parts.map((name) => {
     const value = knobs[name];
-    if (name === 'loss.rule' && value === 'own') return `--config.loss.rule=${DATA.own.title}`;
+    if (value === 'own') return `--config.${name}=${DATA.own.title}`;
     const text = Array.isArray(value) ? `"(${value.join(',')})"` : written(value);
     return `--config.${name}=${text}`;
   });
 }
 
-const ignoresBounds = () => DATA.rules.loss[knobs['loss.rule']].bounds === 'ignored';
+// Whether no two bounds hold for all tokens.
+const ignoresBounds = () => DATA.rules.loss[knobs['loss.rule']].bounds === 'ignored'
+  || (knobs['clip.rule'] === 'own' && !DATA.own.bounds);
 
 // Where a bound is crossed, as a ratio pi / mu.
 function crossing(bound) {
@@ -348,7 +353,7 @@ function crossing(bound) {
 
 // Ratios to evaluate: a grid, and both sides of every jump.
 function ratiosOf(range, bounds, grid) {
-  if (knobs['loss.rule'] === 'own') return grid.filter((r) => r >= 1 / range && r <= range);
+  if (inTable(knobs)) return grid.filter((r) => r >= 1 / range && r <= range);
   const ratios = Array.from({ length: 321 }, (_, i) => range ** (i / 160 - 1));
   for (const bound of [bounds.low, bounds.high, bounds.dual].map(crossing)) {
     if (bound > 1 / range && bound < range) ratios.push(bound * (1 - 1e-9), bound * (1 + 1e-9));
@@ -441,14 +446,14 @@ function drawBatch({ bounds, before, after, tokens }) {
       ? `<div class="mark" style="left:${100 * bounds.target}%" title="target"></div>` : '';
     return `<div class="bar"><span>${label}</span><div class="track">${none ? '' : `<div class="p" style="width:${100 * share}%">A &gt; 0: ${percent(share)}</div><div class="m">A &lt; 0&lrm;</div>`}${mark}</div></div>`;
   };
-  byId('shares').innerHTML = searches && bounds.index > 0
+  byId('shares').innerHTML = bounds.index > 0
     ? bar('at start', before) + bar('searched', after) : bar('share', after);
   const cells = [];
   if (!ignoresBounds()) cells.push(['bounds', `${fine(bounds.low)} … ${fine(bounds.high)}`]);
   if (searches) {
     cells.push(['target', `${fine(bounds.target)} ${!bounds.evidence ? '(no evidence)' : bounds.met ? 'met' : 'out of reach'}`]);
-    cells.push(['search steps', String(bounds.index)]);
   }
+  if (bounds.index !== undefined) cells.push(['search steps', String(bounds.index)]);
   cells.push(['cut, A > 0', `${after.cutPlus} of ${after.plus}`], ['cut, A < 0', `${after.cutMinus} of ${after.minus}`]);
   byId('found').innerHTML = cells.map(([k, v]) => `<span><i>${k.replace('<', '&lt;')}</i> ${v}</span>`).join('');
   byId('path').hidden = !searches;

@@ -4,7 +4,7 @@
 // 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds;
 // 2. `tokensOf` moves the recorded tokens by the knobs, `search` finds clip bounds;
 // 3. `apply` gives the bounds, the weights and the shares of a recorded batch;
-// 4. `ownCurve` and `ownWeights` look a user's rule up in its table.
+// 4. `ownCurve`, `ownWeights` and `ownBounds` look a user's rule up in its table.
 //
 // `knobs` maps the dotted names of the config to values. Two names are the page's own:
 // `stale`, a factor of the recorded log-ratios, and `moved`, the part of a log-ratio
@@ -88,7 +88,7 @@ function lossOf(knobs) {
 // (r, p, adv) -> [gain, weight] of a token with probability p = pi(token) and ratio
 // r = pi / mu, alone in its response.
 function curveOf(knobs, bounds) {
-  if (knobs['loss.rule'] === 'own') return ownCurve(knobs);
+  if (inTable(knobs)) return ownCurve(knobs);
   const rule = lossOf(knobs);
   return (r, p, adv) => {
     const logR = Math.log(r);
@@ -225,13 +225,14 @@ function search(tokens, knobs) {
 function boundsOf(tokens, knobs) {
   const rule = knobs['clip.rule'];
   if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
+  if (rule === 'own' && DATA.own.bounds) return ownBounds(knobs);
   const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : NO_BOUNDS;
   return { ...bounds, start: bounds };
 }
 
 // Weights of the tokens in the gradient; 0 for a token that is cut.
 function weightsOf(tokens, knobs, bounds) {
-  if (knobs['loss.rule'] === 'own') return ownWeights(knobs);
+  if (inTable(knobs)) return ownWeights(knobs);
   const rule = lossOf(knobs);
   return tokens.map((t) => rule(t, bounds)[2]);
 }
@@ -260,7 +261,15 @@ function apply(batch, knobs) {
 
 // A user's rule is a table, since it exists in Python alone: an entry for every
 // combination of the values of `axes`, the last axis fastest. A knob, r and p take the
-// nearest value of the table.
+// nearest value of the table. The entry of a clip rule that gives two bounds has only
+// these; all other entries have gains and weights.
+const isOwn = (knobs) => [knobs['loss.rule'], knobs['clip.rule']].includes('own');
+const inTable = (knobs) => isOwn(knobs) && !DATA.own.bounds;
+
+// The values that the table has of a knob, if a user's rule is shown.
+const ownValues = (name) =>
+  (isOwn(knobs) ? DATA.own.axes.find((axis) => axis.name === name)?.values : undefined);
+
 const nearest = (values, x) =>
   values.reduce((best, value, i) => (Math.abs(value - x) < Math.abs(values[best] - x)
     || value === x ? i : best), 0);
@@ -280,6 +289,12 @@ function ownCurve(knobs) {
     const i = row * ratios.length + nearest(logs, Math.log(r));
     return [gains[i], weights[i]];
   };
+}
+
+function ownBounds(knobs) {
+  const entry = 6 * ownEntry(knobs);
+  const [low, high, dual, startLow, startHigh, index] = DATA.own.bounds.subarray(entry, entry + 6);
+  return { low, high, dual, index, start: { low: startLow, high: startHigh, dual } };
 }
 
 function ownWeights(knobs) {

@@ -191,6 +191,17 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
     np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
+  r, material = many_groups
+  fixed = r.config.clip.fixed.model_copy(update={'high': 1.28})
+  r = dataclasses.replace(r, config=r.config.with_values(clip={'fixed': fixed}))
+  known = facts.gather(r.config, r.model, r.mesh)
+  text = check.described(r, known, material, str(tmp_path))
+  assert '\nrules      batch     ' in text
+  _, idle = ' '.join(text.split()).split(' no effect ')
+  assert "clip.fixed.high=1.28 (clip.rule='balanced')" in idle
+
+
 def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
   r, material = many_groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))

@@ -17,7 +17,7 @@ from bapo_jax import own_code
 from bapo_jax.algorithms import bound_search, clip, knobs, loss
 from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
 from bapo_jax.training import rules
-from lab import counterfactual, explorer, rule_curves
+from lab import counterfactual, explorer, own_table, rule_curves
 
 SETTINGS, POINTS = 16, 40  # per loss rule and per setting
 CLOSE = {'rtol': 1e-6, 'atol': 1e-6}
@@ -360,15 +360,15 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
     assert page.evaluate('document.title') == 'Loss explorer'
     axes = page.evaluate('DATA.own.axes')
     names = [axis['name'].rpartition('.')[2] for axis in axes]
-    assert names == {'soft': ['tau', 'floor'], 'leaky': ['low', 'high', 'slope']}[name]
+    assert names == {'soft': ['tau', 'floor'], 'leaky': ['slope', 'low', 'high']}[name]
     assert page.evaluate("knobs['clip.rule']") == (
       'fixed' if 'low' in names else 'unclipped'
     )
     cases = []
     for _ in range(4):
       values = {a['name']: a['values'][rng.integers(len(a['values']))] for a in axes}
-      ratio = explorer.RATIOS[rng.integers(97, size=20)]
-      p = rng.choice(explorer.PROBABILITIES, 20)
+      ratio = own_table.RATIOS[rng.integers(97, size=20)]
+      p = rng.choice(own_table.PROBABILITIES, 20)
       points = np.stack([ratio, p, rng.choice([-1, 1], 20)], 1)
       cases.append({'knobs': values, 'points': points.tolist()})
     assert any(case['knobs'] != cases[0]['knobs'] for case in cases)
@@ -384,16 +384,132 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
       np.testing.assert_allclose(found['weights'], weight_BT[mask_BT], **CLOSE)
       wanted = share(weight_BT, recorded[1].adv_B)
       np.testing.assert_allclose(found['after'], wanted, **CLOSE)
-    page.evaluate(f"({SLIDE})('{axes[-1]['name']}', 0)")
-    smallest = axes[-1]['values'][0]
-    assert page.evaluate(f"knobs['{axes[-1]['name']}']") == smallest
+    page.evaluate(f"({SLIDE})('{axes[0]['name']}', 0)")
+    smallest = axes[0]['values'][0]
+    assert page.evaluate(f"knobs['{axes[0]['name']}']") == smallest
+    assert page.errors == page.requests == []
+
+
+CLIP = '''
+"""Clip rules in a file."""
+
+import jax.numpy as jnp
+
+from bapo_jax.algorithms import clip
+from bapo_jax.algorithms.knobs import BalancedClip
+
+
+def goal(ratio_BT, batch, weigh, *, target=0.45):
+  """Searches both bounds for a share of the gradient."""
+  return clip.balanced(ratio_BT, batch, weigh, BalancedClip(target=target))
+
+
+def mask(ratio_BT, batch, weigh, *, far=0.2):
+  """Masks tokens that moved far, compared with the batch."""
+  moved_BT = jnp.abs(ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
+  mean = jnp.where(batch.loss_mask_BT, moved_BT, 0).sum() / batch.loss_mask_BT.sum()
+  keep_BT = moved_BT <= far + mean
+  return clip.unclipped(ratio_BT, batch, weigh)._replace(keep_BT=keep_BT)
+
+
+def by_token(ratio_BT, batch, weigh):
+  """Gives rare tokens more room."""
+  high_BT = 1.2 + 0.5 * (1 - jnp.exp(batch.behavior_logp_BT))
+  return clip.fixed(ratio_BT, batch, weigh)._replace(high=high_BT)
+'''
+
+
+def applied(rule, stale, points):
+  """The results of a clip rule beside `clipped`: recorded tokens, and one row more."""
+  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
+  mask_BT, old_BT = batch.loss_mask_BT, batch.behavior_logp_BT
+  logp_BT = jnp.where(mask_BT, old_BT + stale * (logp_BT - old_BT), 0)
+
+  def weighed(logp_BT, batch):
+    scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
+    weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+    bounds = rule(loss.ratio(logp_BT, batch), batch, weigh)
+    gain_BT, _ = loss.gain(loss.clipped, logp_BT, batch, lambda _: bounds)
+    return bounds, gain_BT, np.asarray(weigh(bounds))
+
+  bounds, _, weight_BT = weighed(logp_BT, batch)
+  found = []
+  for ratio, p, adv in points:
+    row = np.zeros(logp_BT.shape[1], np.float32)
+    row[0] = 1
+    old = row * (np.log(p) - np.log(ratio))
+    more = batch._replace(
+      tokens_BT=np.vstack([batch.tokens_BT, row]).astype(int),
+      loss_mask_BT=np.vstack([mask_BT, row > 0]),
+      behavior_logp_BT=np.vstack([old_BT, old]),
+      prox_BT=np.vstack([old_BT, old]),
+      adv_B=np.append(batch.adv_B, adv),
+      source_B=np.append(batch.source_B, 0),
+      on_policy_BT=np.vstack([batch.on_policy_BT, row < 0]),
+    )
+    arrays = jax.tree.map(jnp.asarray, more)
+    _, gain_BT, added_BT = weighed(jnp.vstack([logp_BT, row * np.log(p)]), arrays)
+    found.append((gain_BT[-1, 0], added_BT[-1, 0]))
+  return bounds, weight_BT[np.asarray(mask_BT)], np.asarray(found).reshape(-1, 2)
+
+
+@pytest.mark.parametrize('name', ['goal', 'mask', 'by_token'])
+def test_a_clip_rule_of_yours_is_its_table(browser, tmp_path, monkeypatch, name):
+  monkeypatch.setattr(own_table, 'MOST_COMBINATIONS', 3)
+  monkeypatch.setattr(own_table, 'STALE', own_table.STALE[::4])
+  (tmp_path / 'my.py').write_text(CLIP)
+  place = f'{tmp_path}/my.py:{name}'
+  (tmp_path / 'my.html').write_text(explorer.page(place))
+  rule, rng = own_code.load(place), np.random.default_rng(3)
+  with browser.open(tmp_path / 'my.html') as page:
+    axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
+    own = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]
+    assert list(axes) == [*(f'clip.own.{x}' for x in own), 'stale']
+    assert page.evaluate("[...document.querySelectorAll('[data-knob]')].length") == (
+      len(axes) + 2  # the probability and the range of ratios
+    )
+    cases = []
+    for _ in range(3):
+      values = {k: x[rng.integers(len(x))] for k, x in axes.items()}
+      ratio = rng.choice(own_table.RATIOS, 4).tolist()
+      p = rng.choice(own_table.PROBABILITIES, 4).tolist()
+      points = (
+        [] if name == 'goal' else list(zip(ratio, p, (1, -1, 1, -1), strict=True))
+      )
+      cases.append({'knobs': values, 'points': points})
+    seen = set()
+    for case, found in zip(cases, computed(page, cases), strict=True):
+      values = {k.rpartition('.')[2]: x for k, x in case['knobs'].items()}
+      stale = values.pop('stale')
+      wanted = applied(functools.partial(rule, **values), stale, case['points'])
+      bounds, weight_N, points = wanted
+      if name == 'goal':
+        for key, value in (('low', bounds.low), ('high', bounds.high)):
+          assert found[key] == float(value)
+        assert found['index'] == int(bounds.search_steps)
+      np.testing.assert_allclose(found['weights'], weight_N, rtol=1e-5, atol=1e-6)
+      np.testing.assert_allclose(
+        np.reshape(found['points'], (-1, 2)), points, rtol=1e-5, atol=1e-6
+      )
+      seen.add(sum(found['cut']))
+    assert len(seen) > 1
+    page.evaluate(f"({SLIDE})('stale', 2)")
+    assert page.evaluate('knobs.stale') == axes['stale'][2]
+    page.evaluate("(set({ 'loss.rule': 'cispo', 'clip.rule': 'fixed' }), 0)")
+    assert page.evaluate("byId('refusal').hidden")
+    page.evaluate("(set({ 'clip.rule': 'own' }), 0)")  # brings its loss rule along
+    assert page.evaluate("knobs['loss.rule']") == 'clipped'
+    page.evaluate("(set({ 'loss.rule': 'sequence', 'clip.rule': 'own' }), 0)")
+    assert page.evaluate("byId('command').textContent").startswith(
+      f'--config.loss.rule=clipped--config.clip.rule={place}'
+    )
     assert page.errors == page.requests == []
 
 
 def test_knobs_around_a_default():
-  assert explorer._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
-  assert explorer._around(0.0, 3) == [-1.0, 0.0, 1.0]
-  assert explorer._around(math.inf, 2) == [math.inf, math.inf]
+  assert own_table._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
+  assert own_table._around(0.0, 3) == [-1.0, 0.0, 1.0]
+  assert own_table._around(math.inf, 2) == [math.inf, math.inf]
 
 
 def test_the_command_writes_a_page(own, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import functools
 import glob
 import json
+import math
 import pathlib
 import random
 import resource
@@ -21,6 +22,7 @@ from bapo_jax.run import experiment, report, resume
 from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
+from bapo_jax.training.config import fingerprint
 
 
 @pytest.fixture(params=['whole', 'partial', 'pictured', 'adapter'])
@@ -158,6 +160,7 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   (workdir / 'report.md').unlink()
   (workdir / 'eval' / '2.json').write_text('{"result": {"accur')
   rows, write = (workdir / 'metrics.jsonl').read_bytes(), report.write
+  stored = (workdir / 'config.json').read_bytes()
 
   def interrupted(*args):
     signal.raise_signal(signal.SIGTERM)
@@ -173,6 +176,23 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   assert lines[-1].startswith(f'Report: {workdir}/report.md')
   assert 'The run took 4 steps' in (workdir / 'report.md').read_text()
   assert (workdir / 'metrics.jsonl').read_bytes() == rows
+  # The config and the report are those of the steps that were done.
+  assert (workdir / 'config.json').read_bytes() == stored
+  assert '"steps": 4' in (workdir / 'report.md').read_text()
+  facts = json.loads((workdir / 'report.json').read_text())
+  assert facts['config_hash'] == fingerprint(json.loads(stored))
+
+
+def test_a_shorter_request_does_not_shorten_a_recorded_run(whole_run, tmp_path):
+  workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
+  for knobs, steps, responses in (
+    ({'steps': 3}, 4, math.inf),
+    ({'responses': 40.0}, 4, math.inf),
+    ({'steps': 6, 'responses': 2000.0}, 6, 2000),  # trains on
+  ):
+    experiment.claim(str(workdir), whole_run.config.model_copy(update=knobs))
+    stored = json.loads((workdir / 'config.json').read_text())
+    assert (stored['steps'], stored['responses']) == (steps, responses)
 
 
 @pytest.mark.parametrize('name', ['inside', 'elsewhere'])

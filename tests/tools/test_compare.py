@@ -72,6 +72,33 @@ def test_the_interval_is_that_of_students_t():
   assert compare.interval([3.0])[0] == 3 and math.isnan(compare.interval([3.0])[1])
 
 
+def test_differences_are_paired_by_seed(tmp_path, capsys):
+  # Seeds 1 to 3 of both; seed 4 only of one, and seed 3 without reward.
+  base = {1: (0.2, 1.0), 2: (0.4, 2.0), 3: (0.9, None), 4: (0.0, 9.0)}
+  other = {3: (1.1, 7.0), 1: (0.3, 1.5), 2: (0.7, 2.5)}
+  paths = []
+  for rule, values in {'fixed': base, 'balanced': other}.items():
+    for seed, (right, reward) in values.items():
+      row = {'eval/accuracy': right} | ({'rollout/reward': reward} if reward else {})
+      made = run(tmp_path, f'{rule}-{seed}', [row], seed=seed, clip={'rule': rule})
+      paths.append(made)
+  text = page_of(paths, tmp_path / 'c.html').text
+  _, text = text.split('Differences from fixed, paired by seed')
+  # 0.1, 0.3 and 0.2: mean 0.2, deviation 0.1, t of two degrees of freedom 4.3027.
+  accuracy = f'+0.2 ± {4.302653 * 0.1 / math.sqrt(3):.2g} (n=3)'
+  assert cells(text, 'eval/accuracy') == [accuracy]
+  assert cells(text, 'rollout/reward') == ['+0.5 ± 0 (n=2)']
+  assert '<code>loss/entropy</code>' not in text
+  out = capsys.readouterr().out
+  assert f'  balanced  eval/accuracy      {accuracy}\n' in out
+  assert out.startswith('Mean difference from fixed, paired by seed. ± 95 % t interval')
+
+
+def test_runs_without_common_seeds_have_no_paired_differences(three, tmp_path, capsys):
+  text = page_of(three, tmp_path / 'c.html').text
+  assert 'paired' not in text and 'paired' not in capsys.readouterr().out
+
+
 def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
   shown = page.values('Accuracy on held-out problems')

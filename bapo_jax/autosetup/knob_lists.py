@@ -1,4 +1,4 @@
-"""Lists the knobs of a run for the first screen and the report.
+"""Lists the knobs of a run for the first screen, the check and the report.
 
 Shows the rule of every slot with the knobs that it uses, every knob that differs from
 its default, and which of these have no effect.
@@ -12,7 +12,7 @@ from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import Config
 
 SLOTS = ('batch', 'buffer', 'advantage', 'clip', 'loss')
-MARGIN = 13  # columns of a label on the first screen
+LABEL = 11  # columns of a label on the first screen
 
 
 def in_force(config: Config) -> dict[str, str]:
@@ -35,7 +35,7 @@ def in_force(config: Config) -> dict[str, str]:
   return found
 
 
-def lines(config: Config) -> str:
+def lines(config: Config, indent: str = '  ') -> str:
   """Returns lines of the first screen: rules, changed knobs, those without effect."""
   inert, given, idle = inert_knobs.inert(config), [], []
   for name, (value, _) in config_lib.changed(config).items():
@@ -45,8 +45,9 @@ def lines(config: Config) -> str:
   rules = [f'{slot:<10}{text}' for slot, text in in_force(config).items()]
   labels = ['rules', *[''] * (len(rules) - 1), 'changed', 'no effect']
   texts = [*rules, ', '.join(given), ', '.join(idle)]
+  margin = ' ' * (len(indent) + LABEL)
   return '\n'.join(
-    f'  {label:<{MARGIN - 2}}{wrapped(text, " " * MARGIN).lstrip()}'
+    f'{indent}{label:<{LABEL}}{wrapped(text, margin).lstrip()}'
     for label, text in zip(labels, texts, strict=True)
     if text
   )

@@ -2,7 +2,7 @@
 
 from runs import plain
 
-from bapo_jax.run import knob_lists
+from bapo_jax.autosetup import knob_lists
 from bapo_jax.training.config import parse
 
 DAPO = {'batch.rule': 'learnable_only', 'clip.rule': 'fixed', 'clip.fixed.high': 1.28}
@@ -47,6 +47,8 @@ def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
     "  changed    steps=3, tokenizer.template='x{problem}', clip.fixed.high=1.28"
   )
   assert idle == "  no effect  clip.fixed.high=1.28 (clip.rule='balanced')"
+  *_, flush = knob_lists.lines(parse(plain(**knobs)), indent='').splitlines()
+  assert flush == idle.removeprefix('  ')
   switched = knob_lists.lines(parse(plain(**knobs, **{'clip.rule': 'fixed'})))
   assert 'no effect' not in switched and 'high 1.28' in switched
   assert 'changed' not in knob_lists.lines(parse(plain()))

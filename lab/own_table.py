@@ -1,0 +1,302 @@
+"""Evaluates an own loss or clip rule on a grid, for a page that has no Python.
+
+1. `table` finds out which of the two a function is, chooses the values of its knobs
+   that the page offers (`_axes`), and evaluates every combination of them;
+2. for a loss rule, and for a clip rule that gives a mask or bounds by token, an entry
+   has the gains and weights of single tokens and the weights of the recorded tokens;
+3. for a clip rule that gives two bounds, an entry has the bounds.
+"""
+
+import base64
+import functools
+import inspect
+import itertools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bapo_jax import own_code
+from bapo_jax.algorithms import loss
+from bapo_jax.types import Batch, Bounds, ClipRule, LossRule
+from lab import rule_curves
+
+# The grid of single tokens: 16 ratios per octave, and ten probabilities.
+RATIOS = np.exp2(np.arange(-48, 49) / 16).astype(np.float32)
+PROBABILITIES = np.linspace(0.05, 0.95, 10).astype(np.float32)
+BOUNDS = {'clip.fixed.low': [0.6, 0.8, 0.9], 'clip.fixed.high': [1.2, 1.28, 2.0]}
+STALE = np.linspace(0, 4, 17).tolist()  # factors of the recorded log-ratios
+COUNTS = (17, 9, 5, 3)  # values of each knob, as many as fit
+LARGEST_TABLE = 200_000  # numbers; 1.1 MB of the page
+MOST_COMBINATIONS = 17  # of the knobs of a clip rule: each compiles a program
+# What the page reads of bounds, in this order.
+OF_BOUNDS = ('low', 'high', 'dual', 'start_low', 'start_high', 'search_steps')
+
+Tokens = tuple[Array, Batch]  # logp_BT and the batch
+
+
+def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
+  """Evaluates a user's rule on a grid and on the recorded batch.
+
+  The axes of the table are the keyword-only arguments whose default is a float, and the
+  clip bounds of a loss rule that uses them, or the staleness of the batch for a clip
+  rule. If the table would be too large, the last arguments have no axis and keep their
+  defaults.
+
+  Returns:
+    A dict for the page. Its entries are numbered like the combinations of the values of
+    `axes`, the last axis fastest; `beside` has the knobs for which they are valid.
+  """
+  rule, recorded = own_code.load(place), rule_curves.recorded(batch)
+  of_slot = _of_clip if _gives_bounds(rule, recorded) else _of_loss
+  found = of_slot(rule, recorded)
+  prefix, axes = f'{found["slot"]}.own.', found['axes']
+  return found | {
+    'title': place,
+    'about': about(rule),
+    'axes': [{'name': name, 'values': values} for name, values in axes.items()],
+    'defaults': {prefix + name: value for name, value in _floats(rule).items()},
+    'ratios': RATIOS.tolist(),
+  }
+
+
+def _gives_bounds(rule: Callable, recorded: Tokens) -> bool:
+  """Returns whether a function is a clip rule; else it is a loss rule."""
+  try:
+    found = jax.eval_shape(functools.partial(_bounds, rule), *recorded)
+  except Exception:  # a loss rule may do anything with the arguments of a clip rule
+    return False
+  return isinstance(found, Bounds)
+
+
+def _of_loss(rule: LossRule, recorded: Tokens) -> dict[str, Any]:
+  """Returns the entries of a loss rule, for each of some constant clip bounds."""
+  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+  uses_bounds, uses_probability = _uses(rule, recorded)
+  probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
+  grid = _grid(probabilities)
+  largest = LARGEST_TABLE // (len(grid[0]) * 2 + mask_BT.sum())
+
+  def trial(logp_BT: Array, batch: Batch, **own: float) -> Any:
+    return rule(logp_BT, batch, lambda _: rule_curves.constant(), **own)
+
+  knobs = _knobs(rule, functools.partial(jax.eval_shape, trial, *recorded))
+  axes = _axes('loss', knobs, BOUNDS if uses_bounds else {}, int(largest))
+  gains, weights, tokens = [], [], []
+  for values in itertools.product(*axes.values()):
+    at = dict(zip(axes, values, strict=True))
+    bounds = rule_curves.constant(*(at.pop(name) for name in BOUNDS if uses_bounds))
+    bound = functools.partial(rule, **_own(at))
+    gain_N, weight_N = rule_curves.curve(bound, *grid, bounds)
+    gains.append(gain_N)
+    weights.append(weight_N)
+    tokens.append(np.asarray(loss.weights(bound, *recorded, bounds))[mask_BT])
+  return {
+    'slot': 'loss',
+    'beside': {'clip.rule': 'fixed' if uses_bounds else 'unclipped'},
+    'axes': axes,
+    'probabilities': probabilities.tolist(),
+    'gains': packed(gains),
+    'weights': packed(weights),
+    'tokens': packed(tokens),
+  }
+
+
+def _of_clip(rule: ClipRule, recorded: Tokens) -> dict[str, Any]:
+  """Returns the entries of a clip rule beside the loss rule `clipped`.
+
+  Two bounds apply to single tokens as they are. A mask, or bounds by row or token, may
+  depend on the token, so each token of the grid is added to the batch in turn.
+  """
+  bounds = _bounds(rule, *recorded)
+  by_token = bounds.keep_BT is not None or any(jnp.ndim(x) for x in bounds[:6])
+  by_token = by_token or bool(jnp.isfinite(bounds.cap))  # depends on a row's source
+  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+  grid = _grid(PROBABILITIES)
+  size = len(grid[0]) * 2 + int(mask_BT.sum()) if by_token else len(OF_BOUNDS)
+  largest = min(LARGEST_TABLE // size, MOST_COMBINATIONS * len(STALE))
+  fewest = COUNTS[-1] ** len(_floats(rule))
+  fitting = [x for x in (STALE, STALE[::2]) if len(x) * fewest <= largest]
+  stale = [*fitting, STALE[::4]][0]
+
+  def trial(**own: float) -> Any:
+    return jax.eval_shape(
+      functools.partial(_bounds, functools.partial(rule, **own)), *recorded
+    )
+
+  axes = _axes('clip', _knobs(rule, trial), {'stale': stale}, largest)
+  compute = _weighed if by_token else _scalars
+  found: list[Any] = []
+  for values in itertools.product(*list(axes.values())[:-1]):
+    own = _own(dict(zip(axes, values, strict=False)))
+    at = jax.jit(functools.partial(compute, functools.partial(rule, **own)))
+    found += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
+  shared = {
+    'slot': 'clip',
+    'beside': {'loss.rule': 'clipped', 'loss.aggregate': 'token'},
+    'axes': axes,
+  }
+  if not by_token:
+    return shared | {'bounds': packed(found)}
+  gains, weights, weights_BT = zip(*found, strict=True)
+  return shared | {
+    'probabilities': PROBABILITIES.tolist(),
+    'gains': packed(gains),
+    'weights': packed(weights),
+    'tokens': packed([weight_BT[mask_BT] for weight_BT in weights_BT]),
+  }
+
+
+def _bounds(rule: ClipRule, logp_BT: Array, batch: Batch) -> Bounds:
+  """Applies a clip rule beside the loss rule `clipped` with its default knobs."""
+  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
+  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  return rule(loss.ratio(logp_BT, batch), batch, weigh)
+
+
+def _staler(recorded: Tokens, factor: Array) -> Tokens:
+  """Multiplies the log-ratios of the recorded tokens."""
+  logp_BT, batch = recorded
+  moved_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  return batch.behavior_logp_BT + factor * moved_BT, batch
+
+
+def _scalars(rule: ClipRule, recorded: Tokens, grid: Tokens, factor: Array) -> Array:
+  """Returns the numbers OF_BOUNDS for the batch at a staleness."""
+  del grid
+  bounds = _bounds(rule, *_staler(recorded, factor))
+  return jnp.stack([jnp.float32(getattr(bounds, name)) for name in OF_BOUNDS])
+
+
+def _weighed(
+  rule: ClipRule, recorded: Tokens, grid: Tokens, factor: Array
+) -> tuple[Array, Array, Array]:
+  """Returns (gain_N, weight_N, weight_BT): of single tokens, and of the recorded ones.
+
+  A single token is one more row of the batch.
+  """
+  logp_BT, batch = _staler(recorded, factor)
+
+  def single(logp_T: Array, token: Batch) -> tuple[Array, Array]:
+    def added(array: Array, row: Array) -> Array:
+      padded = jnp.pad(row, (0, array.shape[1] - 1)) if array.ndim == 2 else row
+      return jnp.concatenate([array, padded[None]])
+
+    tokens_BT, more = added(logp_BT, logp_T), jax.tree.map(added, batch, token)
+    bounds = _bounds(rule, tokens_BT, more)
+    gain_BT, _ = loss.gain(loss.clipped, tokens_BT, more, lambda _: bounds)
+    weight_BT = loss.weights(loss.clipped, tokens_BT, more, bounds)
+    return gain_BT[-1, 0], weight_BT[-1, 0]
+
+  gain_N, weight_N = jax.lax.map(lambda x: single(*x), grid, batch_size=64)
+  bounds = _bounds(rule, logp_BT, batch)
+  return gain_N, weight_N, loss.weights(loss.clipped, logp_BT, batch, bounds)
+
+
+def about(rule: Callable) -> str:
+  """Returns the docstring of a rule without its list of arguments and results."""
+  text = inspect.getdoc(rule) or ''
+  for heading in ('Args:', 'Returns:', 'Raises:'):
+    text = text.partition(f'\n{heading}')[0]
+  return text.strip()
+
+
+def packed(array: Any) -> dict[str, str]:
+  """Returns float32 numbers for JSON."""
+  numbers = np.ascontiguousarray(jnp.asarray(array), '<f4')
+  return {'float32': base64.b64encode(numbers.tobytes()).decode()}
+
+
+def _floats(rule: Callable) -> dict[str, float]:
+  """Returns the keyword-only arguments whose default is a float."""
+  parameters = inspect.signature(rule).parameters.values()
+  own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+  return {p.name: p.default for p in own if isinstance(p.default, float)}
+
+
+def _own(values: dict[str, float]) -> dict[str, float]:
+  """Returns argument -> value for the axes of a rule's own knobs."""
+  return {k.rpartition('.')[2]: x for k, x in values.items() if '.own.' in k}
+
+
+def _knobs(rule: Callable, trial: Callable) -> dict[str, dict[int, list[float]]]:
+  """Returns argument -> count -> about as many values, without values that it refuses.
+
+  `trial` calls the rule with arguments by name; a rule refuses by a ValueError.
+  """
+
+  @functools.cache
+  def accepted(name: str, value: float) -> bool:
+    try:
+      trial(**{name: value})
+    except ValueError:
+      return False
+    return True
+
+  return {
+    name: {
+      count: [x for x in dict.fromkeys(_around(default, count)) if accepted(name, x)]
+      for count in COUNTS
+    }
+    for name, default in _floats(rule).items()
+  }
+
+
+def _axes(
+  slot: str,
+  knobs: dict[str, dict[int, list[float]]],
+  others: dict[str, list[float]],
+  largest: int,
+) -> dict[str, list[float]]:
+  """Returns knob -> values, with at most `largest` combinations; `others` come last.
+
+  Every knob has as many values as possible, from a quarter to four times its default.
+  """
+  for kept, count in itertools.product(range(len(knobs), -1, -1), COUNTS):
+    chosen = list(knobs.items())[:kept]
+    axes = {f'{slot}.own.{name}': values[count] for name, values in chosen} | others
+    if math.prod(len(values) for values in axes.values()) <= largest:
+      return axes
+  raise ValueError(f'the batch is too long for a table; {rule_curves.WAY_OUT}')
+
+
+def _around(default: float, count: int) -> list[float]:
+  """Returns `count` values around a default, which is one of them."""
+  if not math.isfinite(default):
+    return [default] * count
+  step_N = (np.arange(count) - count // 2) / (count // 2)
+  value_N = default * 4.0**step_N if default else step_N
+  return [x if x == default else float(f'{x:.3g}') for x in value_N.tolist()]
+
+
+def _uses(rule: LossRule, recorded: Tokens) -> tuple[bool, bool]:
+  """Returns whether the clip bounds and the probability of a token make a difference.
+
+  A knob at its default may hide a difference, so the knobs have other values as well.
+  """
+  grid, uses_bounds, uses_probability = _grid(PROBABILITIES), False, False
+  some = [_around(x, COUNTS[-1]) for x in _floats(rule).values()]
+  for values in zip(*some, strict=True) if some else [()]:
+    bound = functools.partial(rule, **dict(zip(_floats(rule), values, strict=True)))
+    open_BT, closed_BT = (
+      loss.weights(bound, *recorded, bounds)
+      for bounds in (rule_curves.constant(), rule_curves.constant(1.0, 1.0))
+    )
+    uses_bounds |= bool((open_BT != closed_BT).any())
+    for x_N in rule_curves.curve(bound, *grid, rule_curves.constant(0.8, 1.2)):
+      x_SPR = x_N.reshape(2, -1, len(RATIOS))
+      uses_probability |= bool((x_SPR != x_SPR[:, :1]).any())
+  return uses_bounds, uses_probability
+
+
+def _grid(probabilities: np.ndarray) -> Tokens:
+  """Returns tokens for A = 1 and A = -1, every probability and every ratio."""
+  signs = np.asarray([1, -1], np.float32)
+  axes = np.meshgrid(signs, probabilities, RATIOS, indexing='ij')
+  adv_N, probability_N, ratio_N = (x.reshape(-1) for x in axes)
+  return rule_curves.single(ratio_N, probability_N, adv_N)
