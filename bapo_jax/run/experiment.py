@@ -155,7 +155,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   elif tower := budget.frozen_tower(c, spec):
     frozen = f', {tower:,} of them, the vision tower, frozen'
   sizes = r.budget.checkpoint
-  parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
+  unit, scale = ('GiB', 2**30) if sum(sizes.values()) >= 2**30 else ('MiB', 2**20)
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   total, kept = sum(sizes.values()), c.checkpoint.keep + c.checkpoint.best
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -170,9 +171,9 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{knob_lists.lines(c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}\n'
-    f'  memory     {memory}\n'
-    f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
-    f'{kept * total / 2**30:.3g} GiB\n'
+    f'  memory     {derive.wrapped(memory, " " * knob_lists.MARGIN).lstrip()}\n'
+    f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
+    f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
     f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command resumes'
   )
@@ -292,10 +293,16 @@ class Run:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
     row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
-    return row, (
+    message = (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
     )
+    if result['undecided']:
+      message += (
+        f'. {result["undecided"]:.1%} of the responses could not be verified and count '
+        f'as wrong; the most frequent reason: {result["undecided_because"]}'
+      )
+    return row, message
 
   def save_if_due(
     self, s: TrainState, row: Metrics, record: StepRecord, *, last: bool

@@ -120,8 +120,9 @@ def summarize(
 
   Returns:
     accuracy (avg@group_size) and its stderr; n, the number of problems; group_size;
-    length (mean tokens); truncated (share without an end token); undecided (share);
-    and, under pass and maj, the mean over problems and its stderr for each k.
+    length (mean tokens); truncated (share without an end token); undecided (share)
+    and undecided_because (the most frequent reason, or ''); and, under pass and maj,
+    the mean over problems and its stderr for each k.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
@@ -132,6 +133,8 @@ def summarize(
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
+  undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
+  reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
     'accuracy': float(correct_PG.mean()),
     'stderr': clustered_error(correct_PG),
@@ -139,7 +142,8 @@ def summarize(
     'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
-    'undecided': float((column('verdict') == 'undecided').mean()),
+    'undecided': len(undecided) / len(samples),
+    'undecided_because': next((text for text, _ in reasons.most_common(1)), ''),
     'pass': {k: _measure(values) for k, values in passed.items()},
     'maj': {k: _measure(values) for k, values in voted.items()},
   }
