@@ -8,6 +8,7 @@
 3. `describe` gives the line of each knob in docs/config.md.
 """
 
+import difflib
 import math
 import types
 import typing
@@ -203,6 +204,7 @@ def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str
     long = len(sentence) > 400  # a value in it may be
     return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
   if field is None:
-    parent = '.'.join(path[:-1]) or 'the config'
-    return f'no knob {dotted}; {parent} is {kind(section)}'
+    near = difflib.get_close_matches(path[-1], section.model_fields, n=3, cutoff=0.0)
+    has = f'the nearest in its section are {", ".join(near)}' if near else ''
+    return f'{dotted} is not a knob; {has or "its section has no knobs"}'
   return f'{dotted}={shown(values)}: give {expected(field)}'

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -61,6 +62,15 @@ def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
     return function
 
   return decorate
+
+
+def described(error: BaseException, path: str) -> str:
+  """Describes an error of a user's file, with the line of the file that raised it."""
+  path = os.path.abspath(path)
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [x.lineno for x in frames if os.path.abspath(x.filename) == path]
+  where = f' ({os.path.basename(path)}, line {lines[-1]})' if lines else ''
+  return f'{type(error).__name__}: {error}{where}'
 
 
 def is_place(rule: str) -> bool:
@@ -134,7 +144,7 @@ def _module(path: str, of_text: str) -> types.ModuleType:
       spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything
       del sys.modules[name]
-      raise ValueError(f'{path} raises {type(error).__name__}: {error}') from error
+      raise ValueError(f'{path} raises {described(error, path)}') from error
     _modules[key] = module
   return _modules[key]
 
@@ -192,9 +202,10 @@ def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
       given = base.arguments or [p.name for p in parameters if p not in own]
       inspect.signature(function).bind(*given, **{p.name: p.default for p in own})
     except TypeError as error:
+      signature = ', '.join([*base.arguments, '*', 'knob=default'])
       raise ValueError(
-        f'{place}: the function is called with ({", ".join(base.arguments)}), but '
-        f'{error}; put its knobs behind a `*`'
+        f'{place} cannot be called with ({", ".join(base.arguments)}): {error}; '
+        f'define it as {place.rpartition(":")[2]}({signature})'
       ) from None
     hints = typing.get_type_hints(function)
     for p in own:

@@ -264,39 +264,16 @@ def insert(
     seated: (problems in the batch, those of them that were reused): two sets.
   """
   seated, reused = seated
-  hard_k, reusable_k = lists.thresholds
   last = {t.problem: t for t in fresh + reevaluated}
   tried = [t for t in fresh + reevaluated if last[t.problem] is t]
-  known = {problem for problem, _ in lists.hard}
-  counts = collections.Counter()
-  for t in tried:
-    if t.k in hard_k:
-      counts['entered'] += t.problem not in known
-    elif t.problem in known:
-      solved = 'graduated' if t.k == G else 'promoted'
-      counts[solved if any(t is r for r in reevaluated) else 'progressed'] += 1
-  again = {t.problem for t in tried if t.k in hard_k}
-  hard = [(t.problem, now) for t in tried if t.k in hard_k]
-  if hard_order == 'fifo':  # a queue: what is hard again stays where it stands
-    hard = [row for row in hard if row[0] not in known]
-    for problem, step in lists.hard:
-      if problem in again or problem not in last:
-        hard.append((problem, now if problem in again else step))
-  else:
-    hard += [row for row in lists.hard if row[0] not in last]
+  hard = with_hard(lists, tried, now, hard_order)
+  counts = moves(lists, tried, reevaluated, G)
   counts['evicted'] = len(hard[capacity:])
 
   stored = [(t, used + (t.problem in reused)) for t, used in lists.reusable]
   stored = [row for row in stored if row[1] < max_reuse]
   stored = [row for row in stored if now + 1 - row[0].step <= max_off_policy_steps]
-  promoted = [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k]
-  waiting = [t for t in promoted if t.teaches and t.problem not in seated]
-  # A rule that keeps groups of one verdict keeps those without an advantage too.
-  fits = [t for t in tried if t.k in reusable_k and (t.teaches or 0 in reusable_k)]
-  fits = [t for t in fits if not any(t is w for w in waiting)]
-  renewed = {t.problem for t in fits + waiting}
-  reusable = [(t, -1) for t in waiting] + [(t, 0) for t in fits]
-  reusable += [row for row in stored if row[0].problem not in renewed]
+  reusable = with_reusable(lists, stored, tried, reevaluated, seated, G)
 
   num_correct = lists.num_correct + sum(t.k for t in fresh)
   num_responses = lists.num_responses + G * len(fresh)
@@ -305,6 +282,49 @@ def insert(
     hard[:capacity], reusable[:capacity], num_correct, num_responses, following
   )
   return lists, counts
+
+
+def moves(lists: Lists, tried, reevaluated, G) -> collections.Counter:
+  """How many problems entered and left the hard list, by the way they went."""
+  hard_k, _ = lists.thresholds
+  known = {problem for problem, _ in lists.hard}
+  counts = collections.Counter()
+  for t in tried:
+    if t.k in hard_k:
+      counts['entered'] += t.problem not in known
+    elif t.problem in known:
+      solved = 'graduated' if t.k == G else 'promoted'
+      counts[solved if any(t is r for r in reevaluated) else 'progressed'] += 1
+  return counts
+
+
+def with_hard(lists: Lists, tried, now, hard_order) -> list[tuple[int, int]]:
+  """The hard list, newest first, with the problems tried at step `now`."""
+  hard_k, _ = lists.thresholds
+  outcomes = {t.problem: t.k in hard_k for t in tried}
+  hard = [(t.problem, now) for t in tried if t.k in hard_k]
+  if hard_order != 'fifo':
+    return hard + [row for row in lists.hard if row[0] not in outcomes]
+  # A queue: what is hard again stays where it stands.
+  known = {problem for problem, _ in lists.hard}
+  hard = [row for row in hard if row[0] not in known]
+  for problem, step in lists.hard:
+    if outcomes.get(problem, True):
+      hard.append((problem, now if problem in outcomes else step))
+  return hard
+
+
+def with_reusable(lists: Lists, stored, tried, reevaluated, seated, G) -> list:
+  """The list of reusable groups: promoted and unused, then new, then stored ones."""
+  hard_k, reusable_k = lists.thresholds
+  promoted = [t for t in reevaluated if 0 < t.k < G and t.k not in hard_k]
+  waiting = [t for t in promoted if t.teaches and t.problem not in seated]
+  # A rule that keeps groups of one verdict keeps those without an advantage too.
+  fits = [t for t in tried if t.k in reusable_k and (t.teaches or 0 in reusable_k)]
+  fits = [t for t in fits if not any(t is w for w in waiting)]
+  renewed = {t.problem for t in fits + waiting}
+  added = [(t, -1) for t in waiting] + [(t, 0) for t in fits]
+  return added + [row for row in stored if row[0].problem not in renewed]
 
 
 # --- answers -------------------------------------------------------------------------

@@ -30,14 +30,17 @@ INF, NAN = math.inf, math.nan
   ('path', 'sentence'),
   [
     # Of a rule that is not in force, too; and of the source of a weight.
-    ('clip.fixed.target', 'clip.fixed is a section with low, high, dual'),
-    ('clip.unclipped.low', 'clip.unclipped is a section with no knobs'),
-    ('batch.weights.stale', 'batch.weights is a section with fresh, reevaluated, reu'),
-    ('clop', 'the config is a section with title,'),
+    ('clip.fixed.target', 'the nearest in its section are dual, high, low'),
+    ('clip.unclipped.low', 'its section has no knobs'),
+    (
+      'batch.weights.reuse',
+      'the nearest in its section are reused, reevaluated, fresh',
+    ),
+    ('clop', 'the nearest in its section are clip, '),
   ],
 )
-def test_an_unknown_name_is_refused_with_the_known_ones(path, sentence):
-  assert refusal(**{path: 0.4}).startswith(f'no knob {path}; {sentence}')
+def test_an_unknown_name_is_refused_with_the_nearest_ones(path, sentence):
+  assert refusal(**{path: 0.4}).startswith(f'{path} is not a knob; {sentence}')
 
 
 EVERY = {path: (field, value) for path, field, value in knobs.fields(Config())}
@@ -106,7 +109,11 @@ def test_ranges_in_words():
   ('values', 'name', 'sentence'),
   [
     ({'inner': {'pair': (2.0, 1.0)}}, 'a.b', 'a.b.inner.pair=(2.0, 1.0): give a tuple'),
-    ({'cuont': 1}, 'a.b', 'no knob a.b.cuont; a.b is a section with rows, count'),
+    (
+      {'cuont': 1},
+      'a.b',
+      'a.b.cuont is not a knob; the nearest in its section are count, ',
+    ),
     ({'free': INF}, '', 'free=inf: give a number'),
     ({'inner': 1}, '', 'inner=1: give a section with pair'),
   ],

@@ -123,9 +123,9 @@ def test_bad_input_ends_the_process_with_one_line(tmp_path):
 
 
 FILES = [  # a config file, what the sentence must say
-  ("raise KeyError('boom')", "KeyError: 'boom'"),
+  ("\n\nraise KeyError('boom')", "KeyError: 'boom' (own.py, line 3)"),
   ('def get_config(:', 'SyntaxError: invalid syntax'),
-  ('steps = 3', "has no attribute 'get_config'"),
+  ('steps = 3', 'no function get_config; define one that returns'),
   ('raise SystemExit(0)', 'SystemExit: 0'),
   ('get_config = lambda: None', 'get_config() returns None, not a ConfigDict'),
   ("raise ValueError('two\\nlines')", 'two lines'),
@@ -145,10 +145,10 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
 @pytest.mark.parametrize(
   ('values', 'message'),
   [
-    ({'stps': 3}, 'no knob stps'),
+    ({'stps': 3}, 'stps is not a knob; the nearest in its section are steps'),
     ({'steps': '3'}, "steps='3': give an integer"),
     ({'clip': 3}, 'clip=3'),
-    ({'clip': {'rule': 'fixed', 'fixed': {'hi': 1.5}}}, 'no knob clip.fixed.hi'),
+    ({'clip': {'rule': 'fixed', 'fixed': {'hi': 1.5}}}, 'clip.fixed.hi is not a knob'),
   ],
 )
 def test_what_a_config_file_sets_is_checked_like_an_override(values, message, tmp_path):

@@ -162,7 +162,8 @@ def _own_rows(
   try:
     given = list(function(**knobs))
   except Exception as error:  # a user's function may raise anything
-    raise ValueError(f'{place} raises {type(error).__name__}: {error}') from error
+    reason = own_code.described(error, own_code.file_of(place))
+    raise ValueError(f'{place} raises {reason}') from error
   rows, layout = list[Row](), None
   for i, row in enumerate(given, 1):
     try:

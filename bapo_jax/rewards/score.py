@@ -83,8 +83,8 @@ class Scorer:
     except TypeError:
       values = [values]
     if len(values) != len(samples):
-      error = ValueError(f'it returned {len(values)} values for {len(samples)} samples')
-      return [error] * len(samples)
+      reason = f'{rule} returned {len(values)} values for {len(samples)} samples'
+      return [Verdict(None, reason, None)] * len(samples)
     return values
 
   async def _all(
@@ -124,8 +124,10 @@ class Scorer:
     if isinstance(value, Verdict):
       return value
     if isinstance(value, Failure):
-      name = '' if isinstance(value, TimeoutError) else f'{type(value).__name__}: '
-      return Verdict(None, f'{rule}: {name}{value}'[:200], None)
+      if isinstance(value, TimeoutError):
+        return Verdict(None, f'{rule}: {value}'[:200], None)
+      reason = own_code.described(value, own_code.file_of(rule))
+      return Verdict(None, f'{rule} raises {reason}'[:200], None)
     parts = None
     if isinstance(value, Mapping):
       parts = {str(name): value[name] for name in value}

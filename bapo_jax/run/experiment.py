@@ -175,7 +175,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   elif tower := budget.frozen_tower(c, spec):
     frozen = f', {tower:,} of them, the vision tower, frozen'
   sizes = r.budget.checkpoint
-  parts = ', '.join(f'{name} {size / 2**20:.3g}' for name, size in sizes.items())
+  unit, scale = ('GiB', 2**30) if sum(sizes.values()) >= 2**30 else ('MiB', 2**20)
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   total, kept = sum(sizes.values()), c.checkpoint.keep + c.checkpoint.best
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
@@ -190,9 +191,9 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{knob_lists.lines(c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}\n'
-    f'  memory     {memory}\n'
-    f'  disk       {total / 2**20:.3g} MiB per checkpoint ({parts}), {kept} at most: '
-    f'{kept * total / 2**30:.3g} GiB\n'
+    f'  memory     {derive.wrapped(memory, " " * knob_lists.MARGIN).lstrip()}\n'
+    f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
+    f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
     f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
     f'  results    {workdir}; Ctrl-C saves, the same command resumes'
   )
@@ -318,11 +319,17 @@ class Run:
       row[f'eval/{metrics.OWN}{name}'] = part['mean']
       row[f'eval/{metrics.OWN}{name}_stderr'] = part['stderr']
     rewards = evaluate.rewards_of(result).items()
-    return row, (
+    message = (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
       + ''.join(f', {name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in rewards)
     )
+    if result['undecided']:
+      message += (
+        f'. {result["undecided"]:.1%} of the responses could not be verified and count '
+        f'as wrong; the most frequent reason: {result["undecided_because"]}'
+      )
+    return row, message
 
   def save_if_due(
     self, s: TrainState, row: Metrics, record: StepRecord, *, last: bool

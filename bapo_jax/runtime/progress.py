@@ -94,7 +94,7 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
     mininterval=every,
     miniters=0,  # check the time on every update: steps differ in length
     delay=0 if terminal else every,
-    ncols=None if terminal else 80,
+    ncols=None if terminal else 100,
     dynamic_ncols=terminal,
     smoothing=0.1,
     leave=None,

@@ -129,8 +129,9 @@ def read(paths: Sequence[str]) -> list[Run]:
   real = [os.path.realpath(path) for path in paths]
   if len(real) < 2 or len(set(real)) < len(real):
     raise ValueError(
-      f'--mode=compare needs two or more different workdirs, not {list(paths)}; give '
-      'them after the flags: --mode=compare runs/a runs/b'
+      f'--mode=compare needs two or more different workdirs, not '
+      f'{", ".join(paths) or "none"}; give them after the flags: --mode=compare runs/a '
+      'runs/b'
     )
   plain = json.loads(json.dumps(Config().model_dump()))
   default = traverse_util.flatten_dict(plain, sep='.')

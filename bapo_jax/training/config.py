@@ -293,6 +293,8 @@ def load(file: str) -> dict[str, Any]:
       raise OSError(f'not a file that ends in .py: {path!r}')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, 'get_config'):
+      raise ValueError('no function get_config; define one that returns a ConfigDict')
     _check_variant(module, path, variant)
     config = module.get_config(*filter(None, [variant]))
     if not isinstance(config, ConfigDict):
@@ -301,7 +303,7 @@ def load(file: str) -> dict[str, Any]:
   except (ValueError, OSError) as error:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
-    raise ValueError(f'--config={file}: {type(error).__name__}: {error}') from None
+    raise ValueError(f'--config={file}: {own_code.described(error, path)}') from None
 
 
 def _check_variant(module: ModuleType, path: str, variant: str) -> None:

@@ -125,9 +125,10 @@ def summarize(
   Returns:
     accuracy (avg@group_size) and its stderr; reward (mean) and reward_stderr; n, the
     number of problems; group_size; length (mean tokens); truncated (share without an
-    end token); undecided (share); under pass and maj, the mean over problems and its
-    stderr for each k; and under parts, the same for each named part of the reward, over
-    the responses that have the part.
+    end token); undecided (share) and undecided_because (the most frequent reason, or
+    ''); under pass and maj, the mean over problems and its stderr for each k; and under
+    parts, the same for each named part of the reward, over the responses that have the
+    part.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
@@ -140,6 +141,8 @@ def summarize(
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
   parts, names = column('parts', object), (sample['parts'] for sample in samples)
   reward_PG = column('reward')
+  undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
+  reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
     'accuracy': float(correct_PG.mean()),
     'stderr': clustered_error(correct_PG),
@@ -149,7 +152,8 @@ def summarize(
     'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
-    'undecided': float((column('verdict') == 'undecided').mean()),
+    'undecided': len(undecided) / len(samples),
+    'undecided_because': next((text for text, _ in reasons.most_common(1)), ''),
     'pass': {k: _measure(values) for k, values in passed.items()},
     'maj': {k: _measure(values) for k, values in voted.items()},
     'parts': {

@@ -10,7 +10,7 @@ from jax import Array
 
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.algorithms.knobs import active
-from bapo_jax.own_code import Slot, is_place, load
+from bapo_jax.own_code import Slot, described, file_of, is_place, load
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, Rules, empty_groups
 
@@ -88,7 +88,7 @@ def check(config: Config) -> None:
       found = jax.eval_shape(call)
     except Exception as error:  # a user's function may raise anything
       raise ValueError(
-        f'{name}.rule={place} raises {type(error).__name__}: {error}'
+        f'{name}.rule={place} raises {described(error, file_of(place))}'
       ) from error
     if misfit := _misfit(found, wanted):
       raise ValueError(f'{name}.rule={place} returns {misfit}')

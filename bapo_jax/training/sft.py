@@ -150,6 +150,9 @@ def fit(
       params, opt, value = step(*args)
       nats = float(value)
       progress.update()
-      rate = (progress.format_dict['rate'] or 0) * tokens_BT.size
-      progress.set_postfix_str(f'{rate:.0f} tokens/s, {nats:.3f} nats', refresh=False)
+      rate = progress.format_dict[
+        'rate'
+      ]  # steps per second; None before the first line
+      speed = f'{rate * tokens_BT.size:.0f} tokens/s, ' if rate else ''
+      progress.set_postfix_str(f'{speed}{nats:.3f} nats', refresh=False)
   return params

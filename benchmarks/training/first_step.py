@@ -4,9 +4,11 @@
 
 Runs `configs/aime.py` twice in new workdirs with a new cache, both up to the line of
 the first step: first with the default knobs, then with the overrides. Prints the wall
-time and the processor time of both, and the load of the machine, which slows both.
+time and the processor time of both, and the load of the machine, which slows both; the
+last line is JSON.
 """
 
+import json
 import os
 import re
 import signal
@@ -44,13 +46,16 @@ def measure(overrides: list[str], workdir: str) -> dict[str, float]:
 
 
 def main() -> None:
-  """Prints a line per run."""
+  """Prints a line per run, and all of them as JSON."""
+  runs = {}
   with tempfile.TemporaryDirectory() as scratch:
     shared = f'--config.cache={scratch}/cache'
     for name, overrides in (('first', []), ('second', sys.argv[1:])):
       found = measure([shared, *overrides], f'{scratch}/{name}')
-      times = ', '.join(f'{key} {value:.1f}' for key, value in found.items())
-      print(f'{name:6} {times}, load {os.getloadavg()[0]:.1f}', flush=True)
+      found['load'] = os.getloadavg()[0]
+      runs[name] = {key: round(value, 1) for key, value in found.items()}
+      print(f'{name:6}', *(f'{k} {x}' for k, x in runs[name].items()), flush=True)
+  print(json.dumps(runs))
 
 
 if __name__ == '__main__':

@@ -101,8 +101,9 @@ def test_what_a_function_may_return(tmp_path, value, right, reward):
     ('return "right"', "returned 'right', not a finite number"),
     ('return {"a": None}', "returned {'a': None}, not numbers"),
     ('return [1.0]', 'returned [1.0], not a finite number'),
-    ('raise KeyError("solution")', "KeyError: 'solution'"),
-    ('raise SystemExit(3)', 'SystemExit: 3'),
+    ('raise KeyError("solution")', "raises KeyError: 'solution' (own.py, line 4)"),
+    ('raise SystemExit(3)', 'raises SystemExit: 3 (own.py, line 4)'),
+    ('import json\njson.loads("?")', 'column 1 (char 0) (own.py, line 5)'),
   ],
 )
 def test_what_a_function_should_not_do_is_undecided(tmp_path, body, reason):
@@ -124,7 +125,7 @@ def test_a_batched_function_that_returns_too_few_values_decides_none(tmp_path):
   head = '@bapo_jax.declare(batched=True)\ndef score(samples):'
   verdicts = scored(written(tmp_path, 'return [1.0]', head), GOOD, BAD)
   assert [v.right for v in verdicts] == [None, None]
-  assert verdicts[0].reason.endswith('it returned 1 values for 2 samples')
+  assert verdicts[0].reason.endswith(':score returned 1 values for 2 samples')
 
 
 def test_a_function_that_hangs_is_killed_and_the_next_is_scored(verifier, tmp_path):

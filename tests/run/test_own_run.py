@@ -149,8 +149,10 @@ def test_the_mask_as_a_clip_rule_is_the_built_in_loss_rule(whole, my):
   np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path):
+def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, capsys):
   def close(sample, *, scale: float = 10.0):
+    if '9' in sample.response:
+      raise RuntimeError('no nines')
     digits = ''.join(c for c in sample.response if c.isdigit()) or '0'
     return max(0.0, 1 - abs(int(digits[:4]) - sample.row['next']) / scale)
 
@@ -163,11 +165,17 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path):
   assert status == 0
   (row,) = [row for row in metrics.read(str(workdir)) if row['step'] == 1]
   assert 0 < row['rollout/reward'] < 1
-  assert row['reward/close'] == pytest.approx(row['rollout/reward'])
+  assert 0 < row['rollout/undecided'] < 1
+  decided = row['reward/close'] * (1 - row['rollout/undecided'])
+  assert decided == pytest.approx(row['rollout/reward'])
+  reason = 'the most frequent reason: python:close raises RuntimeError: no nines'
+  assert f'and count as wrong; {reason}' in capsys.readouterr().out
 
 
 def test_a_reward_that_fails_at_once_is_refused_before_compiling(my, tmp_path):
   my.with_name('late.py').write_text('def score(sample): return sample.row["none"]')
   place = f'{my.with_name("late.py")}:score'
-  with pytest.raises(ValueError, match=r"fails on a trial response.*KeyError: 'none'"):
+  with pytest.raises(
+    ValueError, match=r"fails on a trial.*KeyError: 'none' \(late\.py, line 1\)"
+  ):
     runs.train(tiny(**{'rewards.rule': place}), tmp_path / 'late')

@@ -25,75 +25,71 @@ ODD = making.OddVerifier()
 AT_ONE = {'mean': 0.75, 'stderr': pytest.approx(0.25)}
 
 
-def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
-  # Problem 0: '3' right, ended (2 tokens), '4567' wrong, cut (4 tokens). Problem 1:
-  # '5' and '6', right, ended. Verdicts 1 0 1 1: accuracy 3/4; means 1/2 and 1, their
-  # standard deviation 0.35355, over sqrt 2: 0.25. Tokens (2 + 4 + 2 + 2) / 4 = 2.5.
-  # pass@2 is 1 and 1. Votes: '3' and '4' tie, half of it right; '5' and '6', right.
+# Problem 0: '3' right, ended (2 tokens), '4567' wrong, cut (4 tokens). Problem 1: '5'
+# and '6', right, ended. Verdicts 1 0 1 1: accuracy 3/4; means 1/2 and 1, their standard
+# deviation 0.35355, over sqrt 2: 0.25. Tokens (2 + 4 + 2 + 2) / 4 = 2.5. pass@2 is 1
+# and 1. Votes: '3' and '4' tie, half of it right; '5' and '6', right.
+BY_HAND = {
+  'accuracy': 0.75,
+  'stderr': pytest.approx(0.25),
+  'reward': 0.75,  # of rules without grades: 1 if right, else 0
+  'reward_stderr': pytest.approx(0.25),
+  'n': 2,
+  'group_size': 2,
+  'length': 2.5,
+  'truncated': 0.25,
+  'undecided': 0.0,
+  'undecided_because': '',
+  'pass': {1: AT_ONE, 2: {'mean': 1.0, 'stderr': 0.0}},
+  'maj': {1: AT_ONE, 2: AT_ONE},
+  'parts': {},
+}
+SECOND_SAMPLE = {
+  'id': 0,
+  'uid': 1,
+  'problem': '1+1=',
+  'answer': '2',
+  'verifier': 'exact',
+  'response': '4567',
+  'extracted': '4',
+  'verdict': 'wrong',
+  'reason': '4 characters',
+  'correct': False,
+  'reward': 0.0,
+  'parts': {},
+  'tokens': 4,
+  'truncated': True,
+  'logp': -2.0,
+}
+
+
+def decoded(rollouts, params, prompts, key, *, verification, step, **knobs):
+  """Stands in for the rollout of two problems: the responses above, at step 40."""
   tokens = [[[9, 1], [10, 11, 12, 13]], [[11, 1], [12, 1]]]
+  assert (params, key, rollouts.engine.group_size) == ('weights', None, 2)
+  assert (step, knobs['policy_version']) == (40, 40)
+  np.testing.assert_array_equal(prompts.id_P, [0, 1])
+  groups = jax.tree.map(np.array, types.empty_groups(2, 2, WIDTH + 5))
+  for p, g in itertools.product(range(2), range(2)):
+    at = slice(prompts.length_P[p], prompts.length_P[p] + len(tokens[p][g]))
+    groups.tokens_PGT[p, g, at] = tokens[p][g]
+    groups.response_mask_PGT[p, g, at] = True
+    groups.behavior_logp_PGT[p, g, at] = -0.5
+  texts, answers = ['3', '4567', '5', '6'], ['2', '2', '32', '32']
+  pending = verification.verifier.submit(list(map(Sample, texts, answers)))
+  return Rollout(groups, texts, pending.result())
+
+
+def test_the_evaluation_counts_what_a_hand_counts(monkeypatch):
   small = jax.tree.map(lambda x: x[:2], problems())
   small = small._replace(text=PROBLEMS[:2], answer=['2', '32'])
-
-  def decoded(rollouts, params, prompts, key, *, verification, step, **knobs):
-    assert (params, key, rollouts.engine.group_size) == ('weights', None, 2)
-    assert (step, knobs['policy_version']) == (40, 40)
-    np.testing.assert_array_equal(prompts.id_P, [0, 1])
-    groups = jax.tree.map(np.array, types.empty_groups(2, 2, WIDTH + 5))
-    for p in range(2):
-      for g in range(2):
-        at = slice(prompts.length_P[p], prompts.length_P[p] + len(tokens[p][g]))
-        groups.tokens_PGT[p, g, at] = tokens[p][g]
-        groups.response_mask_PGT[p, g, at] = True
-        groups.behavior_logp_PGT[p, g, at] = -0.5
-    texts = ['3', '4567', '5', '6']
-    answers = ['2', '2', '32', '32']
-    pending = verification.verifier.submit(list(map(Sample, texts, answers)))
-    verdicts = pending.result()
-    return Rollout(groups, texts, verdicts)
-
   monkeypatch.setattr(evaluate, 'rollout', decoded)
-  result, samples = evaluate.evaluate(
-    'weights',
-    small,
-    TOKENIZER,
-    None,
-    engine=dataclasses.replace(ENGINE, group_size=2),
-    verifier=ODD,
-    step=40,
-    ks=(1, 2),
-  )
-  assert result == {
-    'accuracy': 0.75,
-    'stderr': pytest.approx(0.25),
-    'reward': 0.75,  # of rules without grades: 1 if right, else 0
-    'reward_stderr': pytest.approx(0.25),
-    'n': 2,
-    'group_size': 2,
-    'length': 2.5,
-    'truncated': 0.25,
-    'undecided': 0.0,
-    'pass': {1: AT_ONE, 2: {'mean': 1.0, 'stderr': 0.0}},
-    'maj': {1: AT_ONE, 2: AT_ONE},
-    'parts': {},
-  }
+  engine = dataclasses.replace(ENGINE, group_size=2)
+  given = {'engine': engine, 'verifier': ODD, 'step': 40, 'ks': (1, 2)}
+  result, samples = evaluate.evaluate('weights', small, TOKENIZER, None, **given)
+  assert result == BY_HAND
   assert evaluate.rewards_of(result) == {}
-  assert samples[1] == {
-    'id': 0,
-    'uid': 1,
-    'problem': '1+1=',
-    'answer': '2',
-    'verifier': 'exact',
-    'response': '4567',
-    'extracted': '4',
-    'verdict': 'wrong',
-    'reason': '4 characters',
-    'correct': False,
-    'reward': 0.0,
-    'parts': {},
-    'tokens': 4,
-    'truncated': True,
-    'logp': -2.0,
-  }
+  assert samples[1] == SECOND_SAMPLE
   ids = [(s['uid'], s['id'], s['correct'], s['truncated']) for s in samples]
   expected = [(0, 0, True, False), (1, 0, False, True)]
   assert ids == [*expected, (2, 1, True, False), (3, 1, True, False)]
@@ -131,6 +127,7 @@ def test_undecided_is_wrong_and_counted_as_undecided():
   result, samples = evaluated(Lost(), group_size=2)
   assert (result['accuracy'], result['undecided']) == (0, 1)
   assert {s['verdict'] for s in samples} == {'undecided'}
+  assert result['undecided_because'] == 'took over 3 s'
   assert result['maj'][1]['mean'] == 0
 
 
