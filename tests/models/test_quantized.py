@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from bapo_jax import sharding
 from bapo_jax.models import decoder, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.models.quantized import Quantized
 from bapo_jax.rollout import decode
 from bapo_jax.types import Prompts
 
