@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.models import attention, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.models.quantized import Quantized
+from bapo_jax.models.lora import Adapted
+from bapo_jax.models.quantized import Quantized, Weight
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -38,7 +39,7 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """
 
   def layer(i: int) -> Tree:
-    w = {name: lora.layer(x, i) for name, x in params['layers'].items()}
+    w = {name: _at_layer(x, i) for name, x in params['layers'].items()}
     for path, axes in PROJECTIONS.items():
       name = path.removeprefix('layers/')
       w[name] = quantized.quantize(w[name], axes, spec.actor_dtype)
@@ -55,6 +56,12 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   rest = {name: x for name, x in params.items() if name != 'layers'}
   rest = transformer.cast(rest, spec.compute)
   return rest | {'layers': [layer(i) for i in range(spec.layers)]}
+
+
+def _at_layer(w: Weight | Adapted, i: int) -> Weight:
+  if isinstance(w, Quantized):
+    return jax.tree.map(lambda x: x[i], w)
+  return lora.layer(w, i)
 
 
 def _merge_heads(x: Array) -> Array:

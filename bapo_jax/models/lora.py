@@ -15,7 +15,6 @@ from jax import Array
 
 from bapo_jax.models import transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.models.quantized import Quantized, Weight
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -92,10 +91,10 @@ def attach(base: Tree | None, trained: Tree) -> Tree:
   return transformer.unflatten(flat | frozen)
 
 
-def layer(w: Array | Adapted | Quantized, i: int) -> Weight:
+def layer(w: Array | Adapted, i: int) -> Array:
   """Returns layer i of stacked weights; merges an adapted projection in float32."""
   if not isinstance(w, Adapted):
-    return jax.tree.map(lambda x: x[i], w)
+    return w[i]
   a, b = (x[i].astype(jnp.float32) for x in (w.adapter.a, w.adapter.b))
   return w.base[i].astype(jnp.float32) + w.adapter.scale * jnp.tensordot(a, b, 1)
 

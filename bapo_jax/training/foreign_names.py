@@ -44,6 +44,7 @@ KNOBS = {
   **dict.fromkeys(('max_prompt_length', 'prompt_length'), 'prompts.max_prompt_tokens'),
   **dict.fromkeys(('filter_overlong_prompts', 'truncation'), 'prompts.overlong'),
   'val_kwargs.temperature': 'evaluate.sampling.temperature',
+  'quantization': "sampler.actor_dtype, 'int8' or 'float8_e4m3fn'",
   # sizes and updates of a step
   **dict.fromkeys(
     (
