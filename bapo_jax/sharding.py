@@ -34,15 +34,21 @@ PATHS = (  # the logical axes of each parameter; the first match wins
   (r'vision/merger_in$', ('width', 'ffn')),
   (r'vision/merger_in_bias$', ('ffn',)),
   (r'vision/merger_out$', ('ffn', 'width')),
-  (r'layers/q$', ('layer', 'width', 'heads', None)),
-  (r'layers/[kv]$', ('layer', 'width', 'kv_heads', None)),
-  (r'layers/q_bias$', ('layer', 'heads', None)),
-  (r'layers/[kv]_bias$', ('layer', 'kv_heads', None)),
-  (r'layers/o$', ('layer', 'heads', None, 'width')),
-  (r'layers/(gate|up)$', ('layer', 'width', 'ffn')),
-  (r'layers/(qkv|gate_up)$', ('layer', 'width', None)),  # of an actor, where tensor=1
-  (r'layers/out$', ('layer', None, 'width')),  # likewise
-  (r'layers/down$', ('layer', 'ffn', 'width')),
+  # Of projections, or of their quantised values.
+  (r'layers/q(/values)?$', ('layer', 'width', 'heads', None)),
+  (r'layers/[kv](/values)?$', ('layer', 'width', 'kv_heads', None)),
+  (r'layers/q(_bias|/scale)$', ('layer', 'heads', None)),
+  (r'layers/[kv](_bias|/scale)$', ('layer', 'kv_heads', None)),
+  (r'layers/o(/values)?$', ('layer', 'heads', None, 'width')),
+  (r'layers/(gate|up)(/values)?$', ('layer', 'width', 'ffn')),
+  (r'layers/(gate|up)/scale$', ('layer', 'ffn')),
+  (r'layers/(o|down)/scale$', ('layer', 'width')),
+  (r'layers/down(/values)?$', ('layer', 'ffn', 'width')),
+  # Of an actor, where tensor=1.
+  (r'layers/(qkv|gate_up)(/values)?$', ('layer', 'width', None)),
+  (r'layers/out(/values)?$', ('layer', None, 'width')),
+  (r'layers/(qkv|gate_up)/scale$', ('layer', None)),
+  (r'layers/out/scale$', ('layer', 'width')),
   (r'layers/(q|k|v|gate|up)/a$', ('layer', 'width', None)),  # of adapters
   (r'layers/o/a$', ('layer', 'heads', None, None)),
   (r'layers/down/a$', ('layer', 'ffn', None)),

@@ -6,6 +6,7 @@ every slot by one token.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, layers, lora, transformer
+from bapo_jax.models import attention, layers, lora, quantized, transformer
+from bapo_jax.models.knobs import PROJECTIONS
+from bapo_jax.models.lora import Adapted
+from bapo_jax.models.quantized import Quantized, Weight
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -25,6 +29,9 @@ JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """Rearranges the parameters for decoding: a list of layers, in `spec.compute`.
 
+  The layers' projections are quantised to `spec.actor_dtype`, unless this is 'compute';
+  projections that are quantised already are unchanged.
+
   With stacked layers, every decoded token would copy each layer: 20 of 97 ms for
   SmolLM2-135M with 32 slots on two cores. If `joined`, weights are joined into `qkv`
   [D, (H + 2K) C], `gate_up` [D, 2F] and `out` [H C, D], for fewer and larger products.
@@ -32,18 +39,33 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   """
 
   def layer(i: int) -> Tree:
-    w = {name: lora.layer(x, i) for name, x in params['layers'].items()}
-    w = transformer.cast(w, spec.compute)
+    w = {name: _at_layer(x, i) for name, x in params['layers'].items()}
+    for path, axes in PROJECTIONS.items():
+      name = path.removeprefix('layers/')
+      w[name] = quantized.quantize(w[name], axes, spec.actor_dtype)
+    wide = {name: x for name, x in w.items() if not isinstance(x, Quantized)}
+    w |= transformer.cast(wide, spec.compute)
     if joined:
-      qkv = [w.pop(name).reshape(spec.width, -1) for name in 'qkv']
-      w['qkv'] = jnp.concatenate(qkv, 1)
-      w['gate_up'] = jnp.concatenate([w.pop('gate'), w.pop('up')], 1)
-      w['out'] = w.pop('o').reshape(-1, spec.width)
+      heads = [jax.tree.map(_merge_heads, w.pop(name)) for name in 'qkv']
+      w['qkv'] = quantized.concatenate(*heads)
+      w['gate_up'] = quantized.concatenate(w.pop('gate'), w.pop('up'))
+      flat = functools.partial(jnp.reshape, shape=(-1, spec.width))
+      w['out'] = quantized.map_values(flat, w.pop('o'))
     return w
 
   rest = {name: x for name, x in params.items() if name != 'layers'}
   rest = transformer.cast(rest, spec.compute)
   return rest | {'layers': [layer(i) for i in range(spec.layers)]}
+
+
+def _at_layer(w: Weight | Adapted, i: int) -> Weight:
+  if isinstance(w, Quantized):
+    return jax.tree.map(lambda x: x[i], w)
+  return lora.layer(w, i)
+
+
+def _merge_heads(x: Array) -> Array:
+  return x.reshape(*x.shape[:-2], -1)
 
 
 def joins(mesh: Mesh) -> bool:
@@ -55,15 +77,24 @@ def joins(mesh: Mesh) -> bool:
 
 
 def params_of(actor: Tree, spec: ModelSpec) -> Tree:
-  """Recovers the parameters from an actor, in the actor's dtypes."""
+  """Recovers the parameters from an actor, in the actor's dtypes.
+
+  Quantised projections remain quantised, so that `actor` of the result is this actor.
+  """
   D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
 
   def layer(w: Tree) -> Tree:
     if 'qkv' in w:
-      parts = jnp.split(w['qkv'].reshape(D, -1, C), (H, H + K), axis=1)
-      gate, up = jnp.split(w['gate_up'], 2, axis=1)
-      w = w | dict(zip('qkv', parts, strict=True)) | {'gate': gate, 'up': up}
-      w['o'] = w['out'].reshape(H, C, D)
+      ends, w = (0, H * C, (H + K) * C, (H + 2 * K) * C), dict(w)
+      for name, (start, end) in zip('qkv', itertools.pairwise(ends), strict=True):
+        w[name] = jax.tree.map(
+          lambda x, at=slice(start, end): x[..., at].reshape(*x.shape[:-1], -1, C),
+          w['qkv'],
+        )
+      w['gate'] = jax.tree.map(lambda x: x[..., : spec.ffn], w['gate_up'])
+      w['up'] = jax.tree.map(lambda x: x[..., spec.ffn :], w['gate_up'])
+      heads = functools.partial(jnp.reshape, shape=(H, C, D))
+      w['o'] = quantized.map_values(heads, w['out'])
     return {name: x for name, x in w.items() if name not in JOINED}
 
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(layer, actor['layers']))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from bapo_jax import sharding
 from bapo_jax.models import attention
 from bapo_jax.models.lora import Adapted
+from bapo_jax.models.quantized import Quantized
 from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
@@ -46,11 +47,12 @@ class Schedule(NamedTuple):
   bounds_pass: str = 'again'  # or 'stored', see objective.gradient
 
 
-def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
+def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   """Multiplies x [..., *in] by a weight [*in, *out], in the dtype of x.
 
   The product sums over the last `axes` axes of x. An adapted weight is not merged: the
-  gradient of the merged weight would be a third of all products.
+  gradient of the merged weight would be a third of all products. The result of a
+  quantised weight is scaled in float32, once per output.
   """
 
   def times(x: Array, w: Array, axes: int) -> Array:
@@ -59,6 +61,10 @@ def product(x: Array, w: Array | Adapted, axes: int = 1) -> Array:
     outer = [i - axes for i in inner]
     return jnp.tensordot(x, w.astype(x.dtype), (outer, inner))
 
+  if isinstance(w, Quantized):
+    out = times(x, w.values, axes)
+    scale = w.scale.reshape((1,) * (out.ndim - w.scale.ndim) + w.scale.shape)
+    return (out * scale).astype(x.dtype)
   if not isinstance(w, Adapted):
     return times(x, w, axes)
 
@@ -126,7 +132,7 @@ def project(
   y = rms_norm(x, w['attn_norm'], spec.norm_eps)
   joined: dict[str, Array] = {}
   if 'qkv' in w:
-    out = y @ w['qkv'].astype(y.dtype)
+    out = product(y, w['qkv'])
     out = out.reshape(*out.shape[:-1], -1, spec.head_width)
     H, K = spec.heads, spec.kv_heads
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
@@ -146,7 +152,7 @@ def project(
 def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP."""
   if 'out' in w:
-    x += attended.reshape(*x.shape[:-1], -1) @ w['out'].astype(x.dtype)
+    x += product(attended.reshape(*x.shape[:-1], -1), w['out'])
   else:
     x = x + product(attended, w['o'], 2)
   if spec.o_bias:
@@ -154,7 +160,7 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
   if 'gate_up' in w:
-    gate, up = jnp.split(y @ w['gate_up'].astype(y.dtype), 2, axis=-1)
+    gate, up = jnp.split(product(y, w['gate_up']), 2, axis=-1)
   else:
     gate, up = (product(y, w[name]) for name in ('gate', 'up'))
   y = product(jax.nn.silu(gate) * up, w['down'])

@@ -48,6 +48,7 @@ class ModelSpec:
   dtype: str = _D.dtype  # of the parameters; norms are always float32
   compute: str = _D.compute  # of the matrix products
   attention: str = _D.attention  # see attention.resolve
+  actor_dtype: str = 'compute'  # of an actor's projections, see sampler.actor_dtype
   vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
 
   @property

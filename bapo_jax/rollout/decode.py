@@ -101,8 +101,8 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
   def unstack(actor: Tree) -> Tree:
     return decoder.params_of(actor, spec)
 
-  params = transformer.abstract(spec)
-  actor = jax.eval_shape(copy, params)
+  actor = jax.eval_shape(copy, transformer.abstract(spec))
+  params = jax.eval_shape(unstack, actor)  # with quantised projections, if any
   return (
     jax.jit(copy, out_shardings=sharding.shardings(actor, mesh, 'decode')),
     jax.jit(unstack, out_shardings=sharding.shardings(params, mesh)),

@@ -40,6 +40,11 @@ class SamplerConfig(Section):
     least=1,
     most=1024,
   )
+  actor_dtype: Literal['compute', 'int8', 'float8_e4m3fn'] = knob(
+    'compute',
+    "Type of the layers' weights in the actor, the copy that samples. compute: "
+    'model.compute; others: one byte per weight and a scale per output channel.',
+  )
   done_check_lag: int = knob(
     0,
     'Dispatches ahead of the check for ended responses; 1 keeps an accelerator busy.',

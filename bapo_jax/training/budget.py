@@ -62,7 +62,7 @@ class Budget(NamedTuple):
 # Parts of the memory with the knobs that determine their size, for the error message.
 KNOBS = {
   'weights': 'weights and optimiser state (model.*, mesh.fsdp)',
-  'actor': 'the decoding copy of the weights (model.*, mesh.tensor)',
+  'actor': 'the decoding copy of the weights (sampler.actor_dtype, mesh.tensor)',
   'gathered': 'the weights of a layer and the head (model.*, mesh.tensor)',
   'saved': 'a micro-batch (learner.minibatches, learner.grad_accum_steps, sft.batch)',
   'cache': 'the KV cache of the decode slots (sampler.max_num_seqs)',
@@ -86,10 +86,12 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
   gathered, saved = _passes(config, spec, schedule, mesh)
   few, n = adapters(config, spec), trained(config, spec)
   own = 4 if few else itemsize(spec.dtype)
+  # Stored without frozen weights.
+  saved_actor = 4 * n if few else actor - itemsize(spec.compute) * frozen_tower(c, spec)
   checkpoint = {  # without unfinished responses
     'adapters' if few else 'weights': own * n,
     'optimiser': (8 + 4 * (own < 4)) * n,
-    'actor': lags * (4 if few else itemsize(spec.compute)) * n,
+    'actor': lags * saved_actor,
     'buffer': buffer,
   }
   checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
@@ -114,8 +116,31 @@ def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
   weights, n = transformer.count(spec), trained(config, spec)
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
-  actor = itemsize(spec.compute) * weights
-  return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor
+  return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor_bytes(spec)
+
+
+def matrices(spec: ModelSpec) -> int:
+  """Returns the number of weights in the matrix products of the layers."""
+  H, K, C = spec.heads, spec.kv_heads, spec.head_width
+  return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * spec.ffn)
+
+
+def matrix_bytes(spec: ModelSpec) -> int:
+  """Counts the bytes of an actor's weights in the matrix products of the layers.
+
+  A quantised weight takes 1 byte, and the scale of an output 4.
+  """
+  if spec.actor_dtype == 'compute':
+    return itemsize(spec.compute) * matrices(spec)
+  heads = spec.heads + 2 * spec.kv_heads
+  outputs = heads * spec.head_width + 2 * spec.width + 2 * spec.ffn
+  return matrices(spec) + 4 * outputs * spec.layers
+
+
+def actor_bytes(spec: ModelSpec) -> int:
+  """Counts the bytes of an actor, whose layers may be quantised."""
+  rest = transformer.count(spec) - matrices(spec)
+  return itemsize(spec.compute) * rest + matrix_bytes(spec)
 
 
 def _passes(

@@ -61,7 +61,7 @@ def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
     eos=r.tokenizer.eos,
     mesh=r.mesh if r.mesh.size > 1 else None,
     gallery=gallery,
-    **r.config.sampler.model_dump(),
+    **r.config.sampler.model_dump(exclude={'actor_dtype'}),  # part of the spec
   )
 
 
@@ -148,6 +148,9 @@ def make_trainer(
   at_start = sharding.under(mesh, jax.jit(score))
   recompute, when = None, config.learner.recompute_logprobs
   narrow = config.model.compute != 'float32' and not config.loss.active.weighs_sampler
+  # A quantised actor is another policy than the learner's, and a rounding error is not:
+  # its responses keep the log-probabilities of the policy that sampled them.
+  narrow &= config.sampler.actor_dtype == 'compute'
   if when == 'on' or (when == 'auto' and narrow):
     recompute = jax.jit(functools.partial(scoring.recompute, score=score))
     recompute = sharding.under(mesh, recompute)

@@ -196,6 +196,19 @@ def _conflicts(config: Config) -> Iterator[str]:
       f'prompts.count={count} exceeds problems.train={train}, the number of '
       'generated training problems; lower prompts.count or raise problems.train'
     )
+  if (
+    config.sampler.actor_dtype != 'compute'
+    and config.learner.recompute_logprobs == 'on'
+    and config.rollout.weight_sync_interval > 1
+    and not config.lora.rank
+  ):
+    yield (
+      "learner.recompute_logprobs='on' needs the weights that a quantised actor "
+      f'(sampler.actor_dtype={config.sampler.actor_dtype!r}) was made of, which the '
+      'learner replaces before the last of rollout.weight_sync_interval='
+      f"{config.rollout.weight_sync_interval} steps; set recompute_logprobs='off' to "
+      'use the log-probabilities of the actor, or weight_sync_interval=1'
+    )
   if seats % config.learner.minibatches:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (

@@ -29,6 +29,7 @@ _OURS = {
   'prompts.max_prompt_tokens': 'max_prompt_length prompt_length',
   'prompts.overlong': 'filter_overlong_prompts truncation',
   'evaluate.sampling.temperature': 'val_kwargs.temperature',
+  "sampler.actor_dtype, 'int8' or 'float8_e4m3fn'": 'quantization',
   # sizes and updates of a step
   'prompts.count, the number of prompts per learner step': (
     'per_device_train_batch_size train_batch_size generation_batch_size gen_batch_size '

@@ -136,7 +136,7 @@ def _shared_path(r: Resolved) -> str:
     'versions': machine.versions(*WARM_START),
     'machine': [machine.processor(), os.environ.get('XLA_FLAGS'), device.device_kind],
     'mesh': [dict(r.mesh.shape), hosts.processes()],
-    'spec': dataclasses.asdict(r.spec),
+    'spec': dataclasses.asdict(r.spec) | {'actor_dtype': None},  # not sampled from
     'schedule': [r.schedule.remat, r.schedule.sequence_sharding],
   }
   recipe = os.path.basename(warm_start_path(r.config, ''))

@@ -151,6 +151,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
+  spec = dataclasses.replace(spec, actor_dtype=config.sampler.actor_dtype)
   if knobs.train_tower and spec.vision is None:
     raise ValueError('model.train_tower=True needs a vision tower; set it to False')
   if knobs.train_tower and config.lora.rank:

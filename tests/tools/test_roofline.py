@@ -50,6 +50,10 @@ def test_decoding_reads_the_weights_and_the_cache_once():
   spec = dataclasses.replace(SPEC, compute='bfloat16')
   cost = roofline.decode(spec, {**ALONE, 'tensor': 2}, 4, 8, cache=1000.0)
   assert cost.bytes == 2 * (4608 + 320) / 2 + 1000  # bfloat16, the head among them
+  # One byte per weight, and a float32 scale for each of 2 x (32 + 32 + 64) outputs.
+  spec = dataclasses.replace(spec, actor_dtype='int8')
+  cost = roofline.decode(spec, {**ALONE, 'tensor': 2}, 4, 8, cache=1000.0)
+  assert cost.bytes == (4608 + 4 * 256 + 2 * 320) / 2 + 1000
 
 
 def links(spec, schedule, shape, *sizes):

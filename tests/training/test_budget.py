@@ -13,7 +13,7 @@ import pytest
 from runs import tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import layers, lora, transformer
+from bapo_jax.models import decoder, layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
@@ -81,6 +81,29 @@ def test_saved_bytes_by_hand():
     budget.saved_bytes(spec, Schedule('dots', split), T, 2) for split in (False, True)
   )
   assert (whole, split) == (2 * 2 * 48 + shared, 2 * 48 + shared)
+
+
+@pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('kind', ['compute', 'int8', 'float8_e4m3fn'])
+def test_the_bytes_of_an_actor_are_those_of_its_arrays(kind, compute):
+  spec = dataclasses.replace(SPEC, compute=compute, actor_dtype=kind, o_bias=True)
+  make = functools.partial(decoder.actor, spec=spec)
+  arrays = jax.tree.leaves(jax.eval_shape(make, transformer.abstract(spec)))
+  norms = (2 * spec.layers + 1) * spec.width  # float32 in any case
+  counted = budget.actor_bytes(spec) + norms * (4 - budget.itemsize(compute))
+  assert sum(x.size * x.dtype.itemsize for x in arrays) == counted
+
+
+def test_a_quantised_actor_is_counted_in_memory_and_checkpoints():
+  mesh, (config, spec) = fake_mesh('tpu', 2, 2, 2), parsed(compute='bfloat16')
+  config = config.with_values(rollout={'weight_sync_interval': 2})
+  narrow = dataclasses.replace(spec, actor_dtype='int8')
+  wide, found = (budget.count(config, x, Schedule(), mesh) for x in (spec, narrow))
+  saved = budget.actor_bytes(spec) - budget.actor_bytes(narrow)
+  assert 0.9 * budget.matrices(spec) < saved < budget.matrices(spec)
+  for name in ('actor', 'kept_actor'):
+    assert getattr(wide, name) - getattr(found, name) == saved / 2  # tensor=2
+  assert wide.checkpoint['actor'] - found.checkpoint['actor'] == saved
 
 
 def parsed(learner=(), **model):

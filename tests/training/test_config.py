@@ -12,6 +12,11 @@ from bapo_jax.training.config import parse
 from configs import aime
 
 BAND = {'batch.rule': 'adapted'}
+QUANTISED = {
+  'sampler.actor_dtype': 'int8',
+  'learner.recompute_logprobs': 'on',
+  'rollout.weight_sync_interval': 2,
+}
 REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knobs.py
   ({'rewards.shaping.overlong_cache': 41}, ['overlong_cache=41', 'max_new_tokens=40']),
   ({'evaluate.k': (1, 4)}, ['evaluate.k=(1, 4)', 'pass@4']),
@@ -86,6 +91,11 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ['buffer.thresholds.moving.low=(0.3, 0.3) with high=(0.3, 0.3)'],
   ),
   ({'rewards.rule': 'countdown'}, ["problems.source='synthetic'"]),
+  ({'sampler.actor_dtype': 'fp8'}, ["actor_dtype='fp8'", "'float8_e4m3fn'"]),
+  (
+    QUANTISED,
+    ["recompute_logprobs='on'", "actor_dtype='int8'", 'weight_sync_interval=2'],
+  ),
 ]
 
 
@@ -106,6 +116,8 @@ def test_a_rule_that_has_something_to_use_is_accepted():
     BAND | {reusable: (0.0625, 0.0625)},  # below 1/8: says that no group is reused
     BAND | {'buffer.thresholds.rule': 'everything', 'buffer.reevaluate': 0},
     BAND | {'batch.weights.fresh': 0.0},
+    QUANTISED | {'rollout.weight_sync_interval': 1},
+    QUANTISED | {'lora.rank': 1},  # the adapters of the actor are kept
     # Falls from .8 to .3: 6 of 8 on the way, though neither end is a pass rate.
     BAND
     | {

@@ -8,7 +8,7 @@ from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
-from bapo_jax.training.budget import itemsize
+from bapo_jax.training.budget import itemsize, matrices, matrix_bytes
 
 GIB = 2**30
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
@@ -114,12 +114,6 @@ class Products(NamedTuple):
   head: float
 
   all = property(sum, doc='FLOPs of the whole pass.')
-
-
-def matrices(spec: ModelSpec) -> int:
-  """Returns the number of weights in the matrix products of the layers."""
-  H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * spec.ffn)
 
 
 def forward(spec: ModelSpec, context: float) -> Products:
@@ -246,7 +240,7 @@ def prefill(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
   tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
   once = forward(spec, length / 2)
   flops = (once.layers + once.attention) * local
-  moved = itemsize(spec.compute) * matrices(spec) / tensor
+  moved = matrix_bytes(spec) / tensor
   return Cost(flops, flops, moved + local * tensor * activations(spec, tensor))
 
 
@@ -277,5 +271,5 @@ def decode(
   device, are read once.
   """
   flops = forward(spec, length).all * slots / math.prod(shape.values())
-  weights = matrices(spec) + spec.vocab * spec.width
-  return Cost(flops, flops, itemsize(spec.compute) * weights / shape['tensor'] + cache)
+  weights = matrix_bytes(spec) + itemsize(spec.compute) * spec.vocab * spec.width
+  return Cost(flops, flops, weights / shape['tensor'] + cache)

@@ -1,0 +1,185 @@
+"""Quantised projections: their error, products, layout and place on a mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.models import decoder, layers, lora, quantized, transformer
+from bapo_jax.models.knobs import PROJECTIONS
+from bapo_jax.rollout import decode
+from bapo_jax.types import Prompts
+
+NARROW = ('int8', 'float8_e4m3fn')
+both = pytest.mark.parametrize('dtype', NARROW)
+SPEC = dataclasses.replace(making.QWEN2, o_bias=True)
+PARAMS = oracles.noisy(SPEC, 0)
+
+
+def spec_of(dtype, **changed):
+  return dataclasses.replace(SPEC, actor_dtype=dtype, **changed)
+
+
+def same(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def dequantized(weights):
+  """The stacked parameters with float32 weights in place of quantised projections."""
+  flat = transformer.flatten(weights)
+  for path, axes in PROJECTIONS.items():
+    q = jax.tree.map(np.float32, flat[path])
+    shape = q.scale.shape[:1] + (1,) * axes + q.scale.shape[1:]
+    flat[path] = jnp.asarray(q.values * q.scale.reshape(shape))
+  return transformer.unflatten(flat)
+
+
+def test_a_weight_worked_by_hand():
+  # Channels with peaks 2.54 and 127: steps 0.02 and 1. Ties round to even.
+  w = jnp.asarray([[2.54, -127.0], [0.031, 2.5], [-0.029, 3.5]])
+  found = quantized.quantize(w, 1, 'int8')
+  np.testing.assert_array_equal(found.values, [[127, -127], [2, 2], [-1, 4]])
+  np.testing.assert_allclose(found.scale, [0.02, 1.0], rtol=1e-6)
+  # E4M3 ends at 448, and has steps of 32 from 256 and of 1 / 512 around zero.
+  w = jnp.asarray([[448.0], [-300.0], [0.003], [0.0009]])
+  found = quantized.quantize(w, 1, 'float8_e4m3fn')
+  np.testing.assert_array_equal(
+    np.asarray(found.values, np.float32)[:, 0], [448, -288, 1 / 256, 0]
+  )
+
+
+@both
+@pytest.mark.parametrize('axes', [1, 2])
+def test_the_error_of_a_weight_is_at_most_half_a_step(dtype, axes):
+  rng = np.random.default_rng(0)
+  w = rng.normal(size=(24, 10, 6)) * np.exp(rng.normal(size=(1, 1, 6)))
+  w[0, 0], w[..., 4], w[..., 5] = 9, 0, 1e-30  # an outlier, zeros, and tiny
+  w = w.astype(np.float32)
+  found = quantized.quantize(jnp.asarray(w), axes, dtype)
+  assert found.values.dtype == dtype and found.scale.shape == w.shape[axes:]
+  exact = np.asarray(found.values, np.float64) * np.asarray(found.scale, np.float64)
+  half = np.broadcast_to(np.asarray(found.scale) / 2, w.shape)
+  if dtype != 'int8':
+    half = np.maximum(np.abs(w) / 16, half / 512)
+  assert (np.abs(exact - w) <= half * (1 + 1e-5)).all()
+  assert not np.asarray(found.values, np.float32)[..., 4].any()
+
+
+@both
+@pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('axes', [1, 2])
+def test_a_product_is_that_of_the_dequantised_weight(dtype, compute, axes):
+  rng = np.random.default_rng(1)
+  inner, outer = ((16,), (3, 5)) if axes == 1 else ((4, 6), (7,))
+  w = jnp.asarray(rng.normal(size=inner + outer), jnp.float32)
+  x = jnp.asarray(rng.normal(size=(2, 3, *inner)), compute)
+  q = quantized.quantize(w, axes, dtype)
+  found = layers.product(x, q, axes)
+  assert found.dtype == compute and found.shape == (2, 3, *outer)
+  exact = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
+  expected = np.tensordot(np.asarray(x, np.float64), exact, axes)
+  # The product and the scaled result are rounded once each.
+  rounding = {'float32': 2**-20, 'bfloat16': 2 * 2**-8}[compute]
+  size = np.tensordot(np.abs(np.asarray(x, np.float64)), np.abs(exact), axes)
+  assert (np.abs(np.asarray(found, np.float64) - expected) <= rounding * size).all()
+
+
+@both
+@pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+def test_an_actor_comes_back_bit_for_bit_and_only_projections_are_narrow(
+  dtype, compute
+):
+  spec = spec_of(dtype, compute=compute)
+  joined, apart = (decoder.actor(PARAMS, spec, kind) for kind in (True, False))
+  back = decoder.params_of(joined, spec)
+  same(back, decoder.params_of(apart, spec))
+  same(decoder.actor(back, spec), joined)
+  same(decoder.actor(back, spec, False), apart)
+  for path, w in transformer.flatten(back).items():
+    original = transformer.flatten(PARAMS)[path]
+    if path not in PROJECTIONS:
+      assert w.dtype == ('float32' if path.endswith('norm') else compute), path
+      np.testing.assert_array_equal(w, original.astype(w.dtype), path)
+      continue
+    assert w.values.dtype == dtype and w.values.shape == original.shape
+    for i in range(spec.layers):
+      layer = jax.tree.map(lambda x, i=i: x[i], w)
+      same(layer, quantized.quantize(original[i], PROJECTIONS[path], dtype))
+
+
+def test_adapters_are_merged_before_the_weights_are_quantised():
+  spec = spec_of('int8')
+  make = functools.partial(lora.init, rank=2, alpha=8.0, targets='layers/(q|o|down)')
+  made = jax.tree.map(lambda x: x + 0.1, make(spec, jax.random.key(0)))
+  weights = lora.attach(PARAMS, made)
+  found = decoder.actor(weights, spec)
+  same(found, decoder.actor(lora.merge(weights), spec))
+  with pytest.raises(AssertionError):
+    same(found, decoder.actor(PARAMS, spec))
+
+
+@both
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_a_mesh_quantises_to_the_same_bits(dtype, tensor):
+  spec, mesh = spec_of(dtype), sharding.make(8 // 2 // tensor, 2, tensor)
+  layout = sharding.shardings(PARAMS, mesh)
+  found = decode.sync_actor(jax.device_put(PARAMS, layout), spec, mesh)
+  same(found, decoder.actor(PARAMS, spec, decoder.joins(mesh)))
+  back = decode.params_of(found, spec, mesh)
+  same(back, decoder.params_of(decoder.actor(PARAMS, spec), spec))
+  for path, w in transformer.flatten(back).items():
+    if path in PROJECTIONS:
+      assert w.values.sharding == transformer.flatten(layout)[path], path
+      outputs = w.values.sharding.spec[1 + PROJECTIONS[path] :]
+      assert w.scale.sharding.spec == P(None, *outputs), path
+  same(decode.sync_actor(back, spec, mesh), found)
+
+
+PROMPTS = Prompts(
+  np.arange(4, dtype=np.int32),
+  np.random.default_rng(0).integers(2, SPEC.vocab, (4, 5), np.int32),
+  np.full(4, 5, np.int32),
+)
+KNOBS = {
+  'group_size': 4,
+  'max_new_tokens': 8,
+  'temperature': 1.0,
+  'eos': (1,),
+  'max_num_seqs': 8,
+  'prefill_batch_size': 8,
+  'tokens_per_dispatch': 4,
+}
+
+
+def sampled(spec, params, mesh=None):
+  uid_B, key = np.arange(16, dtype=np.uint32), jax.random.key(3)
+  rows = making.generate(params, PROMPTS, uid_B, key, spec=spec, mesh=mesh, **KNOBS)
+  return jax.tree.map(np.asarray, rows)
+
+
+@both
+def test_responses_and_their_log_probabilities_are_those_of_the_dequantised_weights(
+  dtype,
+):
+  spec = spec_of(dtype)
+  back = decoder.params_of(decoder.actor(PARAMS, spec), spec)
+  expected, wide = sampled(SPEC, dequantized(back)), sampled(SPEC, PARAMS)
+  mesh = sharding.make(2, 2, 2)
+  layout = sharding.shardings(PARAMS, mesh)
+  spread = sampled(spec, jax.device_put(PARAMS, layout), mesh)
+  for found in (sampled(spec, PARAMS), spread):
+    np.testing.assert_array_equal(found.tokens_BT, expected.tokens_BT)
+    np.testing.assert_allclose(found.logp_BT, expected.logp_BT, atol=2e-5)
+  # The recorded log-probabilities are not those of the weights before quantisation.
+  first_B = expected.tokens_BT[:, 5] == wide.tokens_BT[:, 5]
+  assert first_B.any()
+  assert np.abs(expected.logp_BT - wide.logp_BT)[first_B, 5].max() > 1e-3
