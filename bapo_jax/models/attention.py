@@ -1,12 +1,12 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
-Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU; decoding uses
-`cached`: one query per slot over the live part of its cache. cuDNN and splash never
-materialise the [T, T] scores; a causal `blockwise` computes half of the scores.
+Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed) and
+`splash` on a TPU; decoding uses `cached`: one query per slot over the live part of its
+cache. Only `blockwise` stores scores, [T, T]; if causal, it computes half of them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 
-NEEDS = {'splash': 'a tpu', 'cudnn': 'a gpu and model.compute=bfloat16'}
-ATTENDED = 'attended'  # the name under which remat policies save splash's output
+# Kernels that store no scores, and what they need; remat 'dots' saves their results.
+FUSED = {'splash': 'a tpu', 'flash': 'a gpu and model.compute=bfloat16'}
+ATTENDED = 'attended'  # the name under which remat policies save splash's results
 BLOCK, MOST_BLOCKS = 64, 8  # of `blockwise`: minimum queries per block, maximum blocks
 LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
+# Of `flash`: queries and keys per block of the forward pass, both in the backward pass.
+# Blocks of 32 are too small for an H100's warpgroup products, of 128 spill registers.
+FLASH_Q, FLASH_K, FLASH_BACK, FLASH_WARPS = 128, 64, 64, 8
 
 
 def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
@@ -32,12 +36,12 @@ def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
     ValueError: the platform or the dtype does not support the kernel.
   """
   half = jnp.dtype(compute).itemsize == 2
-  fits = {'splash': platform == 'tpu', 'cudnn': platform in ('gpu', 'cuda') and half}
+  fits = {'splash': platform == 'tpu', 'flash': platform in ('gpu', 'cuda') and half}
   if kind == 'auto':
     return next((name for name, does_fit in fits.items() if does_fit), 'plain')
   if not fits.get(kind, True):
     raise ValueError(
-      f'model.attention={kind} needs {NEEDS[kind]}, but this is a {platform} with '
+      f'model.attention={kind} needs {FUSED[kind]}, but this is a {platform} with '
       f'model.compute={jnp.dtype(compute)}; set model.attention to auto or plain'
     )
   return kind
@@ -51,6 +55,7 @@ def attend(
   kind: str = 'auto',
   segment_BT: Array | None = None,
   is_causal: bool = True,
+  interpret: bool = False,
 ) -> Array:
   """Computes the attention of whole rows, [B, T, H, C].
 
@@ -60,19 +65,21 @@ def attend(
     segment_BT: for packed rows, the segment of each column: a query attends to the
       columns of its segment only. Empty columns need a segment too, such as -1.
     is_causal: whether a query attends only to keys up to its column, not to all keys.
+    interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
   if kind == 'auto':
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
-  if kind == 'splash':
-    return splash(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
   if kind == 'plain':
     return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
-  mask = None
-  if segment_BT is not None:
-    mask = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
-  return jax.nn.dot_product_attention(
-    q_BTHC, k_BTKC, v_BTKC, mask=mask, is_causal=is_causal, implementation='cudnn'
+  if kind == 'flash' and segment_BT is None:
+    # cuDNN is faster, but on packed rows it needs a mask of [T, T].
+    return jax.nn.dot_product_attention(
+      q_BTHC, k_BTKC, v_BTKC, is_causal=is_causal, implementation='cudnn'
+    )
+  kernel = functools.partial(
+    splash if kind == 'splash' else flash, is_causal=is_causal, interpret=interpret
   )
+  return on_shards(kernel, q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
 def query_block(length: int) -> int:
@@ -165,24 +172,20 @@ def cached(
   return jnp.asarray(sum(mixed)).reshape(S, H, C).astype(q_SHC.dtype)
 
 
-def splash(
+def on_shards(
+  kernel: Callable[..., Array],
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
-  segment_BT: Array | None = None,
-  *,
-  is_causal: bool = True,
-  interpret: bool = False,
+  segment_BT: Array | None,
 ) -> Array:
-  """Computes attention with the TPU kernel, one shard of rows and heads per device.
+  """Runs a kernel with one shard of the rows and heads per device.
 
   XLA cannot partition a kernel, so under a mesh `shard_map` runs it on each shard.
-  `interpret` emulates the kernel on any platform, for tests.
   """
-  run = functools.partial(_splash, is_causal=is_causal, interpret=interpret)
   mesh = sharding.ambient()
   if mesh is None:
-    return run(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)
   B, _, H, _ = q_BTHC.shape
   K, shards = k_BTKC.shape[2], mesh.shape['tensor']
   rows = None if B % sharding.row_shards(mesh) else sharding.ROWS
@@ -193,22 +196,61 @@ def splash(
     k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
   by_head = P(rows, None, heads)
   return jax.shard_map(
-    run,
+    kernel,
     in_specs=(by_head, by_head, by_head, P(rows)),
     out_specs=by_head,
     check_vma=False,
   )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
-def _splash(
+def flash(
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
-  segment_BT: Array | None,
-  is_causal: bool,
-  interpret: bool,
+  segment_BT: Array,
+  *,
+  is_causal: bool = True,
+  interpret: bool = False,
 ) -> Array:
-  """Runs the kernel on one device's rows and heads, padded to multiples of LANES."""
+  """Computes attention of packed rows with the GPU kernel, on one device."""
+  # Imported late because it loads Pallas.
+  from jax.experimental.pallas.ops.gpu import attention as lib
+
+  B, T, H, C = q_BTHC.shape
+  # Padded columns come last, in segment -2, so that no real query attends to them.
+  pad = -T % FLASH_Q
+  q, k, v = (
+    jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q_BTHC, k_BTKC, v_BTKC)
+  )
+  segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)), constant_values=-2)
+  run = functools.partial(
+    lib.mha,
+    k=k,
+    v=v,
+    segment_ids=segment_BT,
+    sm_scale=C**-0.5,
+    causal=is_causal,
+    block_sizes=lib.BlockSizes(FLASH_Q, FLASH_K, *[FLASH_BACK] * 4),
+    num_warps=FLASH_WARPS,
+    interpret=interpret,
+  )
+  # The kernel has as many key heads as query heads. `vmap` over the query heads of a
+  # key head reads every key head in place, where repeating would copy it.
+  q_BTKGC = q.reshape(B, T + pad, k.shape[2], -1, C)
+  out_BTKGC = jax.vmap(run, in_axes=3, out_axes=3)(q_BTKGC)
+  return out_BTKGC.reshape(B, T + pad, H, C)[:, :T]
+
+
+def splash(
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  segment_BT: Array | None = None,
+  *,
+  is_causal: bool = True,
+  interpret: bool = False,
+) -> Array:
+  """Computes attention with the TPU kernel on one device, padded to multiples of LANES."""
   # Imported late because it loads Pallas.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 

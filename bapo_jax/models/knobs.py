@@ -77,7 +77,7 @@ class ModelConfig(Section):
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
   )
   compute: DType = knob('float32', 'Type of the matrix products.')
-  attention: Literal['auto', 'plain', 'cudnn', 'splash'] = knob(
+  attention: Literal['auto', 'plain', 'flash', 'splash'] = knob(
     'auto', 'Attention kernel; auto chooses by platform.'
   )
   remat: Literal['auto', 'full', 'dots', 'none'] = knob(

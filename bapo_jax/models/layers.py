@@ -5,13 +5,14 @@ matrix products run in `spec.compute`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
@@ -22,8 +23,15 @@ from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
+
+def _is_flash(primitive: Primitive, *_: Any, **__: Any) -> bool:
+  # Its library names no results, but its gradient rule calls a differentiable function,
+  # as no other part of a layer does.
+  return primitive.name == 'custom_vjp_call'
+
+
 # What the forward pass saves for the backward pass. full: nothing; dots: the products
-# with weights and the output of the TPU's attention kernel; none: everything.
+# with weights and the results of a GPU's or TPU's attention kernel; none: everything.
 _SAVED = jax.checkpoint_policies
 _ADAPTED = 'adapted product'  # names a sum, saved in place of its two products
 REMAT = {
@@ -31,7 +39,9 @@ REMAT = {
   'dots': functools.partial(
     jax.checkpoint,
     policy=_SAVED.save_from_both_policies(
-      _SAVED.dots_with_no_batch_dims_saveable,
+      _SAVED.save_from_both_policies(
+        _SAVED.dots_with_no_batch_dims_saveable, _is_flash
+      ),
       _SAVED.save_only_these_names(attention.ATTENDED, _ADAPTED),
     ),
   ),

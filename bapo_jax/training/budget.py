@@ -178,6 +178,9 @@ def _passes(
     wide = T + -T % attention.LANES
     blocks = wide / attention.key_block(wide)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
+  if spec.attention == 'flash':
+    # Keys and values have gradients per query head, which are summed afterwards.
+    per_token += 2 * c * spec.heads * spec.head_width / tensor
   logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
   return gathered, rows * T * per_token + logits
 
@@ -220,7 +223,7 @@ def saved_bytes(
 
     full  the residual stream                              c D
     dots  the residual stream, q, k, v, o, gate, up        c (2 D + (H + 2K) C + 2F)
-          splash: attention's output and its divisors      c H C + 4 H
+          not plain: attention's output and its divisors   c H C + 4 H
     none  two norms: input and quotient, float32; output   16 D + 2 c D
           q, k, v, attention's output                      c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
@@ -240,7 +243,7 @@ def saved_bytes(
   if kind == 'full':
     return c * D
   if kind == 'dots':
-    attended = (c * C + 4) * H if spec.attention == 'splash' else 0
+    attended = (c * C + 4) * H if spec.attention in attention.FUSED else 0
     return c * (2 * D + (H + 2 * K) * C + 2 * F) + attended
   norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
   scores, blocks = 4 * H, 1.0

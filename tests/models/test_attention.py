@@ -8,13 +8,29 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import attention
+from bapo_jax.models import attention, layers
 
 B, T, H, K, C = 4, 40, 4, 2, 8
 EPS = 2.0**-23  # of float32
+
+
+def flash(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, **options):
+  """Emulates the kernel for packed rows; unpacked rows are one segment."""
+  if segment_BT is None:
+    segment_BT = jnp.zeros(q_BTHC.shape[:2], jnp.int32)
+  return attention.attend(
+    *(q_BTHC, k_BTKC, v_BTKC),
+    kind='flash',
+    segment_BT=segment_BT,
+    interpret=True,
+    **options,
+  )
+
+
 KERNELS = {
   'plain': functools.partial(attention.attend, kind='plain'),
-  'splash': functools.partial(attention.splash, interpret=True),
+  'splash': functools.partial(attention.attend, kind='splash', interpret=True),
+  'flash': flash,
 }
 
 
@@ -109,34 +125,73 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
     np.testing.assert_allclose(found, expected, atol=rounding * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(('T', 'packed'), [(40, True), (300, False)])
-def test_splash_has_the_gradient_of_plain(T, packed):
-  # 300 columns are three blocks of keys and three of queries.
-  args = example(B=4 if packed else 1, T=T, H=2, kv_heads=1, seed=2)
+@pytest.mark.parametrize(
+  ('T', 'packed', 'is_causal'),
+  [(40, True, True), (300, False, True), (40, True, False)],
+)
+@pytest.mark.parametrize('kernel', attention.FUSED)
+def test_a_fused_kernel_has_the_gradient_of_plain(kernel, T, packed, is_causal):
+  # 300 columns are three blocks of keys and three of queries; two heads share a key.
+  args = example(B=4 if packed else 1, T=T, H=4 if packed else 2, kv_heads=1, seed=2)
   weight_BTHC = np.random.default_rng(1).standard_normal(args[0].shape, np.float32)
   segment_BT = segments() if packed else None
 
   def gradient(kernel):
     def total(*args):
-      return (kernel(*args, segment_BT=segment_BT) * weight_BTHC).sum()
+      out_BTHC = kernel(*args, segment_BT=segment_BT, is_causal=is_causal)
+      return (out_BTHC * weight_BTHC).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*args)
 
-  for a, b in zip(*map(gradient, KERNELS.values()), strict=True):
+  found, expected = gradient(KERNELS[kernel]), gradient(KERNELS['plain'])
+  for a, b in zip(found, expected, strict=True):
     assert np.abs(b).max() > 0.1
     # The gradient of a key is a sum over up to T queries.
     np.testing.assert_allclose(a, b, atol=4 * T**0.5 * EPS * np.abs(b).max())
 
 
 @pytest.mark.parametrize('kv_heads', [1, 4])
-def test_splash_is_split_over_rows_and_heads(kv_heads):
+@pytest.mark.parametrize('kernel', attention.FUSED)
+def test_a_fused_kernel_is_split_over_rows_and_heads(kernel, kv_heads):
   # A single head for four shards is copied; four heads are shared out.
-  args, mesh = example(kv_heads), sharding.make(data=2, fsdp=1, tensor=4)
+  args, mesh = (*example(kv_heads), segments()), sharding.make(data=2, fsdp=1, tensor=4)
   with sharding.current(mesh):
     placed = jax.device_put(args, sharding.over_rows(mesh))
-    spread = jax.jit(KERNELS['splash'])(*placed)
+    spread = jax.jit(KERNELS[kernel])(*placed)
   assert spread.sharding.shard_shape(spread.shape) == (B // 2, T, H // 4, C)
   np.testing.assert_allclose(spread, oracle(*args), atol=32 * EPS * 4)
+
+
+@pytest.mark.parametrize('kernel', attention.FUSED)
+def test_dots_saves_the_results_of_a_fused_kernel(kernel):
+  # The backward pass of `full` runs the kernel's forward pass once more.
+  args = example(B=1, T=128)
+
+  def kernels(remat):
+    layer = layers.REMAT[remat](lambda *args: jnp.sin(KERNELS[kernel](*args)))
+    gradient = jax.value_and_grad(lambda *args: layer(*args).sum())
+    return str(jax.make_jaxpr(gradient)(*args)).count('= pallas_call[')
+
+  assert kernels('dots') == kernels('none') == kernels('full') - 1
+
+
+def test_a_packed_row_of_32k_fits_an_h100(h100):
+  # 28 query and 4 key heads of 128, as in Qwen2.5-7B; a mask [T, T] would take 4.2 GiB.
+  T, GIB = 32_768, 2**30
+  q, k, out = (
+    jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (28, 4, 28)
+  )
+  segment_BT = jax.ShapeDtypeStruct((1, T), jnp.int32)
+  kind = attention.resolve('auto', 'gpu', jnp.bfloat16)
+
+  def gradient(q, k, v, segment_BT, out):
+    run = functools.partial(attention.attend, kind=kind, segment_BT=segment_BT)
+    return jax.vjp(run, q, k, v)[1](out)
+
+  lowered = jax.jit(gradient, in_shardings=h100, out_shardings=h100).lower(
+    *(q, k, k, segment_BT, out)
+  )
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < GIB
 
 
 def test_auto_chooses_the_kernel_of_the_platform():
@@ -144,7 +199,7 @@ def test_auto_chooses_the_kernel_of_the_platform():
     ('cpu', 'bfloat16'): 'plain',
     ('tpu', 'bfloat16'): 'splash',
     ('tpu', 'float32'): 'splash',
-    ('gpu', 'bfloat16'): 'cudnn',
+    ('gpu', 'bfloat16'): 'flash',
     ('gpu', 'float32'): 'plain',
   }
   for (platform, compute), kind in wanted.items():
@@ -157,8 +212,8 @@ def test_auto_chooses_the_kernel_of_the_platform():
   'arguments',
   [
     ('splash', 'cpu', 'float32'),
-    ('cudnn', 'tpu', 'bfloat16'),
-    ('cudnn', 'gpu', 'float32'),
+    ('flash', 'tpu', 'bfloat16'),
+    ('flash', 'gpu', 'float32'),
   ],
 )
 def test_a_kernel_that_the_platform_lacks_is_refused(arguments):

@@ -71,6 +71,8 @@ def test_saved_bytes_by_hand():
   attended = 2 * 64 + 4 * 4
   products = 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
   assert dots == products + attended
+  flash = dataclasses.replace(spec, attention='flash')
+  assert budget.saved_bytes(flash, Schedule('dots'), T) == dots
   plain = dataclasses.replace(spec, attention='plain')
   assert budget.saved_bytes(plain, Schedule('dots'), T) == products
   assert none == 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bapo_jax.models import transformer
+from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
@@ -166,7 +166,7 @@ def train(
   several = grad_accum_steps > 1 and schedule.bounds_pass == 'again'
   recomputed = {
     'full': once.layers + once.attention,
-    'dots': 0.0 if spec.attention == 'splash' else once.attention,
+    'dots': 0.0 if spec.attention in attention.FUSED else once.attention,
     'none': 0.0,
   }[schedule.remat]
   recomputed += once.head + (once.all if several else 0)
