@@ -1,8 +1,9 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
-Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU; decoding uses
-`cached`: one query per slot over the live part of its cache. cuDNN and splash never
-materialise the [T, T] scores; a causal `blockwise` computes half of the scores.
+Whole rows use `blockwise` on a CPU, cuDNN on a GPU and splash on a TPU. cuDNN and
+splash never materialise the [T, T] scores; a causal `blockwise` computes half of the
+scores. Decoding has one query per slot: `cached` reads the cache of every slot up to
+the longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
 
 import functools
