@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.models import decoder
 from bapo_jax.models.knobs import MeshConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -132,6 +133,8 @@ def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
 
 def segments(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.cache_segments from the length of a row: prompt and response."""
+  if decoder.is_ragged(spec_of(config, facts)):
+    return 1, 'attention reads only the live columns of each slot'
   found = min(8, max(1, config.row_length // SEGMENT))
   return found, f'rows of {config.row_length} tokens, segments of {SEGMENT} or more'
 

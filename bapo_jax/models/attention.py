@@ -1,8 +1,9 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
 Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed) and
-`splash` on a TPU; decoding uses `cached`: one query per slot over the live part of its
-cache. Only `blockwise` stores scores, [T, T]; if causal, it computes half of them.
+`splash` on a TPU. Only `blockwise` stores scores, [T, T]; if causal, it computes half of
+them. Decoding has one query per slot: `cached` reads the cache of every slot up to the
+longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
 
 import functools

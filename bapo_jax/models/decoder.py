@@ -101,12 +101,26 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
   return actor | {'layers': stacked}
 
 
+def is_ragged(spec: ModelSpec) -> bool:
+  """Returns whether decoding reads only the live blocks of each slot's cache.
+
+  The kernel of ragged.py does, on the platforms that have a kernel for whole rows.
+  model.attention=plain turns both off. The kernel's products need heads whose width is
+  a power of two, 16 or more.
+  """
+  kind, C = spec.attention, spec.head_width
+  if kind == 'auto':
+    kind = attention.resolve(kind, jax.default_backend(), spec.compute)
+  return kind != 'plain' and C >= 16 and C.bit_count() == 1
+
+
 def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segments]:
   """Returns zeros for the keys and values of every layer, in segments of `columns`.
 
   Keys are [slots, K, C, n] and values [slots, K, n, C], which `attention.cached` reads
   without a transpose. Decoding skips segments that no slot has reached; a slice of a
-  single array would be copied.
+  single array would be copied. If the spec `is_ragged`, there is one segment, whose
+  columns are a multiple of attention.LANES.
   """
 
   def zeros(*shape: int) -> Array:
@@ -166,6 +180,7 @@ def decode(
   cache: list[Segments],
   spec: ModelSpec,
   shift_S: Array | None = None,
+  done_S: Array | None = None,
 ) -> tuple[Array, list[Segments]]:
   """Decodes a token per slot; returns (final hidden states [S, D], extended cache).
 
@@ -175,16 +190,31 @@ def decode(
   Args:
     position_S: cache column of each token; its rotary position is this plus shift_S.
     shift_S: see `sequence.prefill`; None: 0, for prompts without pictures.
+    done_S: slots whose hidden states are not used. A ragged kernel reads one block of
+      their cache. None: no slot.
   """
   rotary_S = position_S if shift_S is None else position_S + shift_S
   turn_Sc = layers.rotations(rotary_S, spec)
   x_SD, new = layers.embed(actor, token_S, spec), []
+  attend = functools.partial(attention.cached, position_S=position_S)
+  if is_ragged(spec):
+    length_S = position_S + 1
+    if done_S is not None:
+      length_S = jnp.where(done_S, 1, length_S)
+    attend = functools.partial(_ragged, length_S=length_S)
   for w, segments in zip(actor['layers'], cache, strict=True):
     q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)
     new.append(_extend(segments, k_SKC, v_SKC, position_S))
-    attended_SHC = attention.cached(q_SHC, new[-1], position_S)
+    attended_SHC = attend(q_SHC, new[-1])
     x_SD = layers.add_out(w, x_SD, attended_SHC, spec)
   return layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps), new
+
+
+def _ragged(q_SHC: Array, segments: Segments, length_S: Array) -> Array:
+  from bapo_jax.models import ragged  # loads Pallas
+
+  ((k_SKCT, v_SKTC),) = segments
+  return ragged.attend(q_SHC, k_SKCT, v_SKTC, length_S)
 
 
 def _extend(

@@ -78,7 +78,8 @@ class ModelConfig(Section):
   )
   compute: DType = knob('float32', 'Type of the matrix products.')
   attention: Literal['auto', 'plain', 'flash', 'splash'] = knob(
-    'auto', 'Attention kernel; auto chooses by platform.'
+    'auto',
+    'Attention kernel of rows and of decoding; auto chooses by platform.',
   )
   remat: Literal['auto', 'full', 'dots', 'none'] = knob(
     'auto',

@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
-  """Returns free slots for rows of `length` tokens; the cache has `parts` segments."""
+  """Returns free slots for rows of `length` tokens; parts: `shapes.cache_columns`."""
   zeros = functools.partial(jnp.zeros, slots)
   return Slots(
     row_S=jnp.full(slots, -1, jnp.int32),
@@ -76,7 +76,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
     position_S=jnp.ones(slots, jnp.int32),
     limit_S=zeros(jnp.int32),
     done_S=jnp.ones(slots, bool),
-    cache=decoder.empty_cache(spec, slots, shapes.segment_sizes(length, parts)),
+    cache=decoder.empty_cache(spec, slots, shapes.cache_columns(spec, length, parts)),
     shift_S=zeros(jnp.int32) if spec.vision else None,
   )
 
@@ -282,7 +282,7 @@ def _step(
   # keys and values.
   token_S = jnp.take_along_axis(s.tokens_ST, s.position_S[:, None] - 1, 1)[:, 0]
   hidden_SD, cache = decoder.decode(
-    params, token_S, s.position_S - 1, s.cache, spec, s.shift_S
+    params, token_S, s.position_S - 1, s.cache, spec, s.shift_S, s.done_S
   )
   logits_SV = jnp.einsum(
     'sd,vd->sv',

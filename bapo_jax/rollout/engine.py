@@ -45,7 +45,7 @@ class RolloutEngine:
     prefill_batch_size: responses admitted at once.
     tokens_per_dispatch: tokens per slot and dispatch.
     cache_segments: parts of the KV cache; attention skips parts that no slot has
-      reached.
+      reached. Unused if the kernel skips the free columns of each slot.
     done_check_lag: number of later dispatches that start before the host reads which
       slots a dispatch finished. 1 keeps an accelerator busy while the host reads, but
       leaves a finished slot idle for one dispatch.
@@ -109,7 +109,7 @@ class RolloutEngine:
   @property
   def segment_sizes(self) -> list[int]:
     """Returns the number of columns of each segment of the KV cache."""
-    return shapes.segment_sizes(self.length, self.cache_segments)
+    return shapes.cache_columns(self.spec, self.length, self.cache_segments)
 
   def empty(self, rows: int) -> tuple[Slots, Rows]:
     """Returns free slots and `rows` empty output rows, placed on the mesh."""

@@ -36,7 +36,8 @@ class SamplerConfig(Section):
   tokens_per_dispatch: int = knob(10, 'Tokens per slot and dispatch.', least=1)
   cache_segments: int = knob(
     1,
-    'Parts of the KV cache; attention skips parts that no slot has reached.',
+    'Parts of the KV cache; attention skips parts that no slot has reached. The '
+    'kernels of GPUs and TPUs skip the free columns of each slot and need no parts.',
     least=1,
     most=1024,
   )

@@ -1,7 +1,7 @@
 """Chooses the few shapes for which decoding is compiled at the start of a run.
 
 1. prompts are prefilled at a handful of widths (`prefill_widths`);
-2. the KV cache is split into segments (`segment_sizes`), and attention reads only the
+2. the KV cache is split into segments (`cache_columns`), and attention reads only the
    segments that a slot has reached;
 3. `check_rows` rejects rows that cannot be decoded.
 """
@@ -9,6 +9,7 @@
 import itertools
 import math
 
+from bapo_jax.models import decoder
 from bapo_jax.models.transformer import ModelSpec
 
 SHORTEST = 64  # columns of the smallest prefill width; the next widths double
@@ -19,6 +20,16 @@ def prefill_widths(max_prompt_tokens: int) -> list[int]:
   """Returns the prefill widths: 64, 128, ... below the maximum, then the maximum."""
   n = max(0, math.ceil(math.log2(max(max_prompt_tokens, 1) / SHORTEST)))
   return [SHORTEST << i for i in range(n)] + [max_prompt_tokens]
+
+
+def cache_columns(spec: ModelSpec, length: int, parts: int) -> list[int]:
+  """Returns the columns of each segment of the KV cache, for rows of `length` tokens.
+
+  There is a single segment if the kernel skips the free columns of each slot.
+  """
+  if decoder.is_ragged(spec):
+    return [-(-length // ALIGN) * ALIGN]
+  return segment_sizes(length, parts)
 
 
 def segment_sizes(length: int, parts: int) -> list[int]:
