@@ -29,7 +29,7 @@ LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 # Module -> the flags of its smallest size.
 SMALLEST = {
   'algorithms.clip_search': '--repeat=1 --shapes=8x16',
-  'first_contact': '--small',
+  'first_contact': '--small --out=RUNS.json',
   'models.load_weights': '--gb=0.1',
   'models.tower': '--layers=4 --pictures=2 --side=112 --batches=1 --times=1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',

@@ -13,6 +13,7 @@ do not change the status.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     '--minutes', type=float, default=10.0, help='limit of all sections'
   )
   parser.add_argument('--model', default='', help='a directory with config.json')
-  parser.add_argument('--out', default='', help='a new file for the JSON object')
+  parser.add_argument('--out', default='', help='a file for the JSON object')
   parser.add_argument('--small', action='store_true', help='tiny sizes, for tests')
   # Used by `section.start` alone.
   parser.add_argument('--section', default='', help=argparse.SUPPRESS)
@@ -85,11 +86,13 @@ def main(argv: list[str] | None = None) -> int:
   with tempfile.TemporaryDirectory() as cache:
     # Programs that several sections compile, and that a section compiles twice.
     shared = {'JAX_COMPILATION_CACHE_DIR': cache}
-    document = contact(context, lambda *given: section.start(*given, shared))
+    document = contact(context, functools.partial(section.start, environment=shared))
   print(report.table(document))
   line = json.dumps(document)
   if args.out:
-    pathlib.Path(args.out).write_text(line + '\n')
+    path = pathlib.Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line + '\n')
   print(line)
   return document['status']
 

@@ -75,7 +75,8 @@ def example(spec: ModelSpec, params: Tree) -> Batch:
   column_T = np.arange(T)
   loss_mask_BT = (column_T >= PROMPT) & (column_T < length_B[:, None])
   with oracle.exact():
-    logp_BT = np.asarray(oracle.of_tokens(oracle.wide(params), tokens_BT, spec))
+    tokens = jax.numpy.asarray(tokens_BT)
+    logp_BT = np.asarray(oracle.of_tokens(oracle.wide(params), tokens, spec))
   away_BT = rng.choice([-0.5, -0.05, 0.05, 0.5], (B, T))
   old_BT = np.where(loss_mask_BT, logp_BT + away_BT, 0).astype(np.float32)
   fields: dict[str, Any] = {  # on the host: every place puts them on its devices
