@@ -21,9 +21,9 @@ from benchmarks.first_contact.parity import EPS
 EMULATED = {'splash': functools.partial(attention.splash, interpret=True)}
 # Kernels of decoding: (query, segments, positions) -> mixed values; one line each.
 DECODING: dict[str, Callable] = {'cached': attention.cached}
-# Roundings, relative to the largest number: a score is a sum of C products, a weight
-# the exponential of a score of up to 5, and a gradient a sum over the queries.
-FORWARD, BACKWARD = 16, 64
+# Roundings that (a forward pass, a gradient) may be off by, relative to the largest
+# number. As in parity.py, float32 gets more for its exponentials; a CPU needs at most 2.
+ROUNDINGS = {'float32': (16, 64), 'bfloat16': (4, 16)}
 
 
 def whole_rows(platform: str, dtype: str) -> dict[str, Callable]:
@@ -70,11 +70,10 @@ def rows_figures(name: str, kernel: Callable, dtype: str, shape: tuple) -> Itera
     live_BTT = np.tri(T, dtype=bool) & (segment_BT[:, :, None] == segment_BT[:, None])
     exact = functools.partial(oracle.attention, live_BTj=jnp.asarray(live_BTT))
     truth = jax.jit(functools.partial(both, exact))(*oracle.wide((weight, q, k, v)))
-  limit = FORWARD * EPS[dtype]
-  yield Figure(f'{name}, {dtype}', error(out, truth[0]), 'of the largest', limit)
+  forward, backward = (n * EPS[dtype] for n in ROUNDINGS[dtype])
+  yield Figure(f'{name}, {dtype}', error(out, truth[0]), 'of the largest', forward)
   worst = max(error(a, b) for a, b in zip(grads, truth[1], strict=True))
-  limit = BACKWARD * EPS[dtype]
-  yield Figure(f'{name}, gradient, {dtype}', worst, 'of the largest', limit)
+  yield Figure(f'{name}, gradient, {dtype}', worst, 'of the largest', backward)
   took = machine.seconds(functools.partial(compiled, weight, q, k, v), 3)
   yield Figure(f'{name}, forward and gradient, {dtype}', 1e3 * took, 'ms')
 
@@ -97,7 +96,7 @@ def decoding_figure(name: str, kernel: Callable, dtype: str, shape: tuple) -> Fi
     q, k, v = oracle.wide((q_SHC[:, None], k_SKCT, v_SKTC))
     live_S1T = jnp.arange(T) <= position_S[:, None, None]
     exact = oracle.attention(q, k.transpose(0, 3, 1, 2), v.swapaxes(1, 2), live_S1T)
-  limit = FORWARD * EPS[dtype]
+  limit = ROUNDINGS[dtype][0] * EPS[dtype]
   found = error(found, exact[:, 0])
   return Figure(f'decoding, {name}, {dtype}', found, 'of the largest', limit)
 
