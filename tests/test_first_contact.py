@@ -167,14 +167,14 @@ def test_decoding_is_reported_beside_its_bound(one_device):
   assert document['machine']['platform'] == 'cpu'
   decoded = figures_of(document)['decode 0.1M', '512 slots of 57']
   assert decoded['of'] == 'roofline of measured rates'
-  assert 0 < decoded['value'] and 0 < decoded['reference']
+  assert decoded['value'] > 0 and decoded['reference'] > 0
 
 
 def test_an_update_is_reported_with_its_memory(one_device):
   document = run({'train 0.1M': section.SECTIONS['train 0.1M']})
   figures = figures_of(document)
   updated = figures['train 0.1M', '64 rows of 57']
-  assert 0 < updated['value'] and updated['reference'] is None  # no rates are known
+  assert updated['value'] > 0 and updated['reference'] is None  # no rates are known
   # What a CPU cannot measure is said, and never called zero.
   assert figures['train 0.1M', 'peak memory']['value'] is None
   assert '| peak memory | not reported |' in report.table(document)
@@ -200,8 +200,10 @@ def test_a_tpu_is_known_by_what_jax_calls_it(name, topology):
   assert rates.chip_of(kind) is roofline.CHIPS[rates.KINDS[kind]]
 
 
-def test_unknown_devices_have_no_data_sheet():
-  assert rates.chip_of('NVIDIA H100 PCIe') is None
+def test_every_data_sheet_has_the_name_that_jax_uses():
+  assert {*rates.KINDS.values()} == {*roofline.CHIPS}
+  assert rates.chip_of('NVIDIA H100 80GB HBM3') is roofline.CHIPS['h100']
+  assert rates.chip_of('NVIDIA H100 PCIe') is None  # slower than the data sheet
 
 
 def test_a_crash_and_a_lack_of_time_are_results(capfd):

@@ -20,12 +20,13 @@ from bapo_jax.types import Batch, Tree
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-  """Makes float64 on the CPU the default.
+  """Makes float64 on the CPU the default, and broadcasts like NumPy.
 
   Raises:
     RuntimeError: JAX_PLATFORMS excludes the CPU.
   """
-  with jax.enable_x64(True), jax.default_device(jax.devices('cpu')[0]):
+  on_cpu = jax.default_device(jax.devices('cpu')[0])
+  with jax.enable_x64(True), on_cpu, jax.numpy_rank_promotion('allow'):
     yield
 
 

@@ -17,21 +17,16 @@ from benchmarks.training import collectives
 
 GIB = 2**30
 # What JAX calls a device -> its name in roofline.CHIPS. Cards of the same name with
-# other figures, such as an H100 on PCIe, are not listed: they have no data sheet there.
+# other figures, such as an H100 on PCIe, have no data sheet there.
 KINDS = {
   'TPU v4': 'v4',
   'TPU v5 lite': 'v5e',
   'TPU v5': 'v5p',
   'TPU v6 lite': 'v6e',
   'TPU7x': 'tpu7x',
-  'NVIDIA H100 80GB HBM3': 'h100',
-  'NVIDIA H200': 'h200',
-  'NVIDIA A100-SXM4-40GB': 'a100-40',
-  'NVIDIA A100-SXM4-80GB': 'a100-80',
-  'NVIDIA B200': 'b200',
   'NVIDIA RTX PRO 6000 Blackwell Server Edition': 'rtx6000',
   'NVIDIA RTX PRO 6000 Blackwell Workstation Edition': 'rtx6000',
-}
+} | {chip.gpu.name: name for name, chip in roofline.CHIPS.items() if chip.gpu}
 
 
 def chip_of(kind: str) -> roofline.Chip | None:
