@@ -29,6 +29,7 @@ LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 # Module -> the flags of its smallest size.
 SMALLEST = {
   'algorithms.clip_search': '--repeat=1 --shapes=8x16',
+  'first_contact': '--small --out=RUNS.json',
   'models.load_weights': '--gb=0.1',
   'models.tower': '--layers=4 --pictures=2 --side=112 --batches=1 --times=1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
@@ -168,7 +169,9 @@ def small(command, folder, work):
 
 def test_every_benchmark_has_a_smallest_size_and_every_named_module_exists():
   programs = {
-    '.'.join(path.relative_to(ROOT / 'benchmarks').with_suffix('').parts)
+    '.'.join(path.relative_to(ROOT / 'benchmarks').with_suffix('').parts).removesuffix(
+      '.__main__'
+    )
     for path in ROOT.glob('benchmarks/**/*.py')
     if "__name__ == '__main__'" in path.read_text()
   }

@@ -49,17 +49,6 @@ from benchmarks import machine
 from benchmarks.rollout import bound, peers
 
 SMALL = machine.QWEN2_25M
-LARGE = transformer.ModelSpec(
-  vocab=151936,
-  width=1536,
-  layers=28,
-  heads=12,
-  kv_heads=2,
-  head_width=128,
-  ffn=8960,
-  positions=2048,
-  compute='bfloat16',
-)
 PROMPT, NEW, GROUP = 64, 256, 8
 END = 0  # rarely sampled, one token in 32 000, because lengths are given
 COUNTS = {'rounds': 1, 'waves': 4}
@@ -254,7 +243,7 @@ def real(args: argparse.Namespace) -> dict[str, Any]:
 
 def on_device(args: argparse.Namespace) -> dict[str, str | float]:
   """Decode bandwidth of a 1.5B-shaped model beside the card's own."""
-  spec, S = LARGE, 64
+  spec, S = machine.QWEN2_1_5B, 64
   actor = decoder.actor(transformer.init(spec, jax.random.key(0)), spec)
   took, cache = bound.step_seconds(actor, spec, S, PROMPT + 1024, greedy=False, n=64)
   read = sum(x.nbytes for x in jax.tree.leaves(actor)) + cache

@@ -71,18 +71,18 @@ def factor(case: str) -> int:
   return int(case.partition('-')[0].partition(':')[2])
 
 
-def example(rows: int, longest: int, case: str) -> Batch:
+def example(rows: int, longest: int, case: str, vocab: int = SPEC.vocab) -> Batch:
   """Returns a synthetic batch of a case such as '1:2' or '1:2-quarter'."""
   length_B = lengths(rows, longest, factor(case))
   column_T = np.arange(longest)
   prompt_B = np.maximum(length_B // 4, 1)
   loss_mask_BT = (column_T >= prompt_B[:, None]) & (column_T < length_B[:, None])
-  tokens_BT = np.random.default_rng(0).integers(0, SPEC.vocab, (rows, longest))
+  tokens_BT = np.random.default_rng(0).integers(0, vocab, (rows, longest))
   adv_B = np.where(np.arange(rows) % 2, -1.0, 1.0)
   if case.endswith('-quarter'):
     adv_B *= np.arange(rows) // GROUP % 4 == 0
   # Those of random weights: ratios close to one.
-  logp_BT = np.where(loss_mask_BT, -np.log(SPEC.vocab), 0)
+  logp_BT = np.where(loss_mask_BT, -np.log(vocab), 0)
   return Batch(
     tokens_BT=jnp.asarray(
       np.where(column_T < length_B[:, None], tokens_BT, 0), jnp.int32
@@ -108,12 +108,12 @@ def config_of(rows: int, longest: int, *, pack: bool) -> Config:
   )
 
 
-def updater(rows: int, longest: int, *, pack: bool) -> Callable[[Batch], float]:
+def updater(
+  config: Config, spec: transformer.ModelSpec, schedule: Schedule
+) -> Callable[[Batch], float]:
   """Returns a function that runs one update to its end and returns the seconds."""
-  config = config_of(rows, longest, pack=pack)
-  bound, schedule = rules.bind(config), Schedule(remat='dots')
-  train_step = build.make_train_step(config, bound, SPEC, schedule)
-  params = transformer.init(SPEC, jax.random.key(0))
+  train_step = build.make_train_step(config, rules.bind(config), spec, schedule)
+  params = transformer.init(spec, jax.random.key(0))
   opt = jax.jit(build.optimizer(config).init)(params)
 
   def update(batch: Batch) -> float:
@@ -129,7 +129,10 @@ def main() -> None:
   """Prints the table and the JSON line."""
   args = parse()
   updates = {
-    side: updater(args.rows, args.length, pack=pack) for side, pack in SIDES.items()
+    side: updater(
+      config_of(args.rows, args.length, pack=pack), SPEC, Schedule(remat='dots')
+    )
+    for side, pack in SIDES.items()
   }
   print(
     f'{"case":13}{"GFLOP/s":>8}{"mean:longest":>13}{"padded tokens/s":>17}'

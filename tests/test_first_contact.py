@@ -1,0 +1,238 @@
+"""First contact with an accelerator: each check can fail, and a section ends alone."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jsonschema
+import numpy as np
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import attention
+from bapo_jax.tools.plan import roofline
+from benchmarks.first_contact import kernels, parity, rates, report, section, speed
+from benchmarks.first_contact.__main__ import contact
+from benchmarks.first_contact.figures import Context, Figure, Section, Skip
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / 'benchmarks/first_contact/schema.json').read_text())
+TINY = dataclasses.replace(parity.SPEC, layers=1, width=32, head_width=8, vocab=32)
+
+
+def in_process(sections):
+  """Returns a start function that runs sections in this process."""
+  return lambda name, context: section.perform(sections[name], context)
+
+
+def run(sections, seconds=600.0):
+  document = contact(
+    Context(small=True, seconds=seconds), in_process(sections), sections
+  )
+  jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+  return document
+
+
+def states(document):
+  return {x['name']: x['state'] for x in document['sections']}
+
+
+def beyond(found, spec, params, batch):
+  checks = parity.compare(found, spec, params, batch)
+  return {name for name, error, _, limit in checks if not error <= limit}
+
+
+@pytest.fixture(scope='module')
+def computed():
+  """What one device computed with the weights, in float32."""
+  params = parity.weights(TINY)
+  batch = parity.example(TINY, params)
+  mesh = sharding.make(1, 1, 1, jax.devices()[:1])
+  return parity.compute(TINY, params, batch, mesh), params, batch
+
+
+def test_the_tiny_model_equals_the_oracle(computed):
+  found, params, batch = computed
+  assert not beyond(found, TINY, params, batch)
+  assert found.greedy.response_mask_BT.any() and found.drawn.response_mask_BT.any()
+
+
+def test_one_weight_off_by_a_percent_fails_parity(computed):
+  found, params, batch = computed
+  layers = params['layers'] | {'q': params['layers']['q'].copy()}
+  layers['q'][0, 3, 1, 2] *= 1.01
+  failed = beyond(found, TINY, params | {'layers': layers}, batch)
+  assert {'log-probabilities, learner', 'log-probabilities, sampler', 'gradient'} <= {
+    *failed
+  }
+
+
+def test_a_wrong_text_step_or_number_fails_parity(computed):
+  found, params, batch = computed
+  tokens_BT, mask_BT = found.greedy.tokens_BT, found.greedy.response_mask_BT
+  other_BT = np.where(mask_BT, (tokens_BT + 1) % TINY.vocab, tokens_BT)
+  wrong = found._replace(greedy=found.greedy._replace(tokens_BT=other_BT))
+  assert beyond(wrong, TINY, params, batch) == {'greedy text, behind the best'}
+  late = found._replace(
+    params=found.params | {'embed': found.params['embed'] + 2e-2 * parity.LR}
+  )
+  assert beyond(late, TINY, params, batch) == {'new weights'}
+  nan = found._replace(logp_BT=found.logp_BT * np.nan)
+  assert 'log-probabilities, learner' in beyond(nan, TINY, params, batch)
+
+
+@pytest.mark.nightly
+def test_a_mesh_of_eight_devices_equals_the_oracle():
+  mesh = parity.places()['8 devices']
+  assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
+  params = parity.weights(parity.SPEC)
+  batch = parity.example(parity.SPEC, params)
+  found = parity.compute(parity.SPEC, params, batch, mesh)
+  assert not beyond(found, parity.SPEC, params, batch)
+
+
+def not_causal(*args, **kwargs):
+  return attention.attend(*args, **kwargs, kind='plain', is_causal=False)
+
+
+def one_column_more(q_SHC, segments, position_S):
+  return attention.cached(q_SHC, segments, position_S + 1)
+
+
+def test_every_kernel_is_checked_and_a_wrong_one_fails(monkeypatch):
+  monkeypatch.setitem(kernels.EMULATED, 'wrong', not_causal)
+  monkeypatch.setitem(kernels.DECODING, 'late', one_column_more)
+  figures = list(kernels.run(Context(small=True)))
+  failed = {x.name.split(', float32')[0] for x in figures if not x.passed}
+  wrong = {'wrong', 'wrong, gradient', 'decoding, late'}
+  assert failed == {*wrong, 'decoding, late, bfloat16'}
+  good = {'plain', 'splash', 'splash, gradient', 'decoding, cached'}
+  checked = {x.name.split(', float32')[0] for x in figures if x.limit}
+  assert good <= checked
+
+
+def test_sections_end_alone_and_only_checks_change_the_status():
+  def good(context):
+    yield Figure('x', 1.0, 'ms')
+
+  def bad(context):
+    yield Figure('x', 2.0, 'ms', limit=1.0)
+
+  def missing(context):
+    yield Figure('x', float('nan'), 'ms', limit=1.0)
+
+  def broken(context):
+    yield Figure('x', 1.0, 'ms')
+    raise OSError('no such\ndevice')
+
+  def skipped(context):
+    raise Skip('no model')
+    yield
+
+  sections = {
+    'bad': Section(bad, 0),
+    'broken': Section(broken, 0),
+    'skipped': Section(skipped, 0, decides=True),
+    'large': Section(good, 1e4, decides=True),
+    'good': Section(good, 0, decides=True),
+  }
+  document = run(sections)
+  assert document['status'] == 0
+  assert states(document) == {
+    'bad': 'failed', 'broken': 'failed', 'skipped': 'skipped', 'large': 'skipped',
+    'good': 'passed',
+  }  # fmt: skip
+  results = {x['name']: x for x in document['sections']}
+  assert results['broken']['reason'] == 'OSError: no such device'
+  assert len(results['broken']['figures']) == 1
+  assert '| bad | x | 2 ms | **beyond** 1 |' in report.table(document)
+  for name, wrong in {'bad': bad, 'missing': missing, 'broken': broken}.items():
+    decisive = {name: Section(wrong, 0, decides=True), 'good': sections['good']}
+    assert run(decisive)['status'] == 1
+
+
+def figures_of(document):
+  return {(x['name'], y['name']): y for x in document['sections'] for y in x['figures']}
+
+
+def test_decoding_is_reported_beside_its_bound(one_device):
+  names = ('rates', 'decode 0.1M', 'decode given model', 'train 1.5B')
+  document = run({name: section.SECTIONS[name] for name in names})
+  assert list(states(document).values()) == ['passed'] * 2 + ['skipped'] * 2
+  assert document['machine']['platform'] == 'cpu'
+  decoded = figures_of(document)['decode 0.1M', '512 slots of 57']
+  assert decoded['of'] == 'roofline of measured rates'
+  assert decoded['value'] > 0 and decoded['reference'] > 0
+
+
+def test_an_update_is_reported_with_its_memory(one_device):
+  document = run({'train 0.1M': section.SECTIONS['train 0.1M']})
+  figures = figures_of(document)
+  updated = figures['train 0.1M', '64 rows of 57']
+  assert updated['value'] > 0 and updated['reference'] is None  # no rates are known
+  # What a CPU cannot measure is said, and never called zero.
+  assert figures['train 0.1M', 'peak memory']['value'] is None
+  assert '| peak memory | not reported |' in report.table(document)
+  estimate = figures['train 0.1M', 'compiled program']
+  assert 0.5 < estimate['value'] / estimate['reference'] < 2
+
+
+def test_the_bound_is_the_larger_of_products_and_memory(monkeypatch):
+  known = {'product bfloat16': 2.0, 'copy': 4.0}  # TFLOP/s and GB/s
+  bound = functools.partial(speed.least_seconds, dtype='bfloat16', known=known)
+  assert bound(6e12, 4e9)[0] == 3.0
+  assert bound(2e12, 8e9)[0] == 2.0
+  assert speed.least_seconds(1.0, 1.0, 'bfloat16', {}) == (None, '')
+  chip = roofline.CHIPS['v5e']
+  monkeypatch.setattr(speed, 'chip_of', lambda kind: chip)
+  assert bound(chip.flops, 0.0) == (1.0, 'roofline of the data sheet')
+
+
+@pytest.mark.parametrize('name', ['v5e:2x4', 'v6e:2x4', 'v5p:2x2x2', 'v4:2x2x1'])
+def test_a_tpu_is_known_by_what_jax_calls_it(name, topology):
+  kind = topology(name)[0].device_kind
+  assert rates.KINDS[kind] == name.partition(':')[0]
+  assert rates.chip_of(kind) is roofline.CHIPS[rates.KINDS[kind]]
+
+
+def test_every_data_sheet_has_the_name_that_jax_uses():
+  assert {*rates.KINDS.values()} == {*roofline.CHIPS}
+  assert rates.chip_of('NVIDIA H100 80GB HBM3') is roofline.CHIPS['h100']
+  assert rates.chip_of('NVIDIA H100 PCIe') is None  # slower than the data sheet
+
+
+def test_a_crash_and_a_lack_of_time_are_results(capfd):
+  crashed = section.start('rates', Context(), {'JAX_PLATFORMS': 'nosuch'})
+  assert crashed['state'] == 'failed' and 'nosuch' in crashed['reason']
+  assert 'Traceback' in capfd.readouterr().err
+  late = section.start('rates', Context(seconds=0.2))
+  assert late['state'] == 'skipped' and 'out of time' in late['reason']
+
+
+@pytest.mark.nightly
+def test_the_whole_runs_on_a_cpu_in_ten_minutes(tmp_path):
+  out = tmp_path / 'cpu.json'
+  command = [sys.executable, '-m', 'benchmarks.first_contact', f'--out={out}']
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+  done = subprocess.run(
+    command, cwd=ROOT, env=environment, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  document = json.loads(done.stdout.splitlines()[-1])
+  jsonschema.validate(document, SCHEMA)
+  assert document == json.loads(out.read_text())
+  assert document['minutes'] < 10
+  passed = {name for name, state in states(document).items() if state == 'passed'}
+  assert {
+    'rates',
+    'parity',
+    'kernels',
+    'decode 0.1M',
+    'train 0.1M',
+    'main job',
+  } == passed
