@@ -77,6 +77,12 @@ KNOBS = {
     ('epsilon', 'cliprange', 'clip_range', 'clip_ratio', 'clip_eps', 'eps_clip'), BOTH
   ),
   **dict.fromkeys(('delta', 'clip_ratio_c'), DUAL),
+  **dict.fromkeys(
+    ('off_policy_mask_threshold', 'opsm_delta', 'off_policy_sequence_mask_delta'),
+    "mask.opsm.limit with mask.rule='opsm'",
+  ),
+  'm2_threshold': "mask.m2po.limit with mask.rule='m2po'",
+  'dro_beta': "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'",
   **dict.fromkeys(('beta', 'kl_coef', 'kl_loss_coef', 'use_kl_loss'), KL),
   **dict.fromkeys(('kl_ctrl', 'use_kl_in_reward', 'init_kl_coef'), KL),
   **dict.fromkeys(('kl_penalty', 'kl_loss_type'), 'loss.kl_direction'),
