@@ -465,8 +465,18 @@ class LossConfig(Slot):
   """Selects the objective of a token, and how it is averaged over tokens."""
 
   rule: (
-    Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'reinforce']
-    | Literal['sapo', 'vespo', 'aspo', 'fipo']
+    Literal[
+      'clipped',
+      'decoupled',
+      'sequence',
+      'cispo',
+      'tis',
+      'reinforce',
+      'sapo',
+      'vespo',
+      'aspo',
+      'fipo',
+    ]
     | Place
   ) = knob('clipped', 'Loss rule: the objective of a token.')
   own: SerializeAsAny[LossKnobs] = own(LossKnobs)

@@ -107,8 +107,8 @@ def m2po(logp_BT: Array, batch: Batch, k: knobs.M2poMask = knobs.M2poMask()) -> 
 
   def small(limit: Array) -> Array:
     within_BT = batch.loss_mask_BT & (bits_BT <= limit)
-    total = jnp.where(within_BT, square_BT, 0).sum()
-    return total < k.limit * within_BT.sum()
+    total, count = jnp.where(within_BT, square_BT, 0).sum(), within_BT.sum()
+    return (total < k.limit * count) | (count == 0)
 
   def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
     below, above = ends  # `small` holds at `below`, unless nothing can be kept
