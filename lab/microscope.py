@@ -26,14 +26,14 @@ from jax import Array
 from bapo_jax.algorithms import advantage, clip, loss, masks
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner.objective import Objective
-from bapo_jax.models import logprobs, transformer
+from bapo_jax.models import layers, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import AdvantageRule, Batch, ClipRule, LossRule, MaskRule, Tree
 
 SYMBOLS, POSITIONS, PROMPTS = 8, 4, 4
 GROUP = 8  # responses of a group
 SPEC = ModelSpec(
-  vocab=SYMBOLS + PROMPTS,
+  vocab=SYMBOLS,  # prompt p is symbol p in the first column
   width=32,
   layers=2,
   heads=4,
@@ -93,7 +93,7 @@ def enumerate_task() -> Task:
   body = np.tile(symbols, (PROMPTS, 1))
   rise = np.diff(body, axis=1) % SYMBOLS
   right_N = ((rise >= 1) & (rise <= prompt_N[:, None] + 1)).all(1)
-  tokens_NT = np.concatenate([SYMBOLS + prompt_N[:, None], body], 1)
+  tokens_NT = np.concatenate([prompt_N[:, None], body], 1)
   mask_NT = np.broadcast_to(np.arange(POSITIONS + 1) > 0, tokens_NT.shape)
   return Task(
     jnp.asarray(tokens_NT, jnp.int32),
@@ -104,8 +104,15 @@ def enumerate_task() -> Task:
 
 
 def logp_of(params: Tree, tokens_BT: Array) -> Array:
-  """Returns log pi of each token [B, T], nats; 0 for the prompt."""
-  return logprobs.sequence_stats(params, tokens_BT, SPEC, 1.0, chunk=8).logp_BT
+  """Returns log pi of each token [B, T], nats; 0 for the prompt.
+
+  Not `logprobs.sequence_stats`, whose own backward pass has no forward derivative.
+  """
+  hidden_BTD = layers.forward(params, tokens_BT, SPEC)
+  logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(params))
+  logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+  logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], 2)[..., 0]
+  return jnp.pad(logp_BT, ((0, 0), (1, 0)))
 
 
 @jax.jit

@@ -95,7 +95,8 @@ def m2po(logp_BT: Array, batch: Batch, k: knobs.M2poMask = knobs.M2poMask()) -> 
   """Masks the tokens with the largest (log r)^2 until the mean of the rest is small.
 
   M2PO (arXiv:2510.01161): the mean over the kept tokens of the minibatch is below
-  k.limit. Tokens with equal (log r)^2 are kept or masked together.
+  k.limit. Tokens with equal (log r)^2 are kept or masked together. Tokens without an
+  advantage do not count: without a penalty their log-probabilities are not computed.
 
   The mean of all squares up to a limit rises with the limit. So the largest limit is
   found by bisection over the bits of a float, without a sort over all devices.
@@ -105,8 +106,10 @@ def m2po(logp_BT: Array, batch: Batch, k: knobs.M2poMask = knobs.M2poMask()) -> 
   # Floats that are not negative have the order of their bits, read as integers.
   bits_BT = jax.lax.bitcast_convert_type(square_BT, jnp.int32)
 
+  counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+
   def small(limit: Array) -> Array:
-    within_BT = batch.loss_mask_BT & (bits_BT <= limit)
+    within_BT = counts_BT & (bits_BT <= limit)
     total, count = jnp.where(within_BT, square_BT, 0).sum(), within_BT.sum()
     return (total < k.limit * count) | (count == 0)
 
@@ -116,10 +119,10 @@ def m2po(logp_BT: Array, batch: Batch, k: knobs.M2poMask = knobs.M2poMask()) -> 
     fits = small(middle)
     return jnp.where(fits, middle, below), jnp.where(fits, above, middle)
 
-  largest = jnp.where(batch.loss_mask_BT, bits_BT, 0).max()
+  largest = jnp.where(counts_BT, bits_BT, 0).max()
   ends = jnp.int32(-1), largest + 1
   limit, _ = jax.lax.fori_loop(0, 32, halve, ends)
-  return bits_BT <= limit
+  return ~counts_BT | (bits_BT <= limit)
 
 
 def binary_kl(p: Array, q: Array) -> Array:

@@ -50,7 +50,7 @@ def test_the_task_by_hand():
   right = np.asarray(found.right_N).reshape(4, -1).sum(1)
   np.testing.assert_array_equal(right, 8 * np.asarray([1, 2, 3, 4]) ** 3)
   row = int(np.flatnonzero(np.asarray(found.right_N))[0])
-  np.testing.assert_array_equal(found.tokens_NT[row], [8, 0, 1, 2, 3])
+  np.testing.assert_array_equal(found.tokens_NT[row], [0, 0, 1, 2, 3])
 
 
 def test_probabilities_of_all_responses_sum_to_one():
