@@ -111,7 +111,7 @@ class Bounds(NamedTuple):              # a bound is a scalar, or has an axis B o
   target_met: Bool[Array, '']     # the target share is met; True without a target, False without evidence
   no_evidence: Bool[Array, '']    # a search found no token with a gradient, and left the start bounds
   negatives_only: Bool[Array, '']  # a search found tokens with A < 0 and none with A > 0
-  keep_BT: Bool[Array, 'B T'] | None = None  # False: the token leaves the objective, by the mask of a clip rule; None: no mask
+  keep_BT: Bool[Array, 'B T'] | None = None  # False: the token leaves the objective, by a mask or clip rule; None: no mask
 
 
 class LogpDiff(NamedTuple):
@@ -210,6 +210,11 @@ class ClipRule(Protocol):
     """Returns the bounds at which a loss rule clips these ratios."""
 
 
+class MaskRule(Protocol):
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
+    """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
+
+
 class LossRule(Protocol):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
@@ -250,5 +255,6 @@ class Rules:
   batch: BatchRule
   advantage: AdvantageRule
   clip: ClipRule
+  mask: MaskRule
   loss: LossRule
   thresholds: ThresholdRule

@@ -15,7 +15,6 @@ All recorded rows are treated as one minibatch, although the step had several, w
 ratios of different policies. Rows without an advantage have no ratios and are left out.
 """
 
-import functools
 import itertools
 import os
 import pathlib
@@ -172,8 +171,7 @@ def apply(recorded: Recorded, config: Config) -> Applied:
   )
   longest = config.sampler.max_new_tokens
   scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
-  weigh = loss.weigher(bound.loss, logp_BT, batch, scale_B)
-  find = functools.partial(bound.clip, batch=batch, weigh=weigh)
+  find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
   _, bounds = bound.loss(logp_BT, batch, find)
   weight_BT = loss.weights(bound.loss, logp_BT, batch, bounds) * scale_B[:, None]
   return Applied(

@@ -42,10 +42,15 @@ def sapo(logp_BT, batch, find, *, tau: float = 1.0):
 
 @bapo_jax.declare(gives='mask')
 def dppo_tv(ratio_BT, batch, weigh, *, low: float = 0.2, high: float = 0.2):
-  """The mask of the built-in loss rule of this name, as a clip rule."""
+  """The built-in mask rule of this name, as a clip rule."""
   moved_BT = (ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
   inside_BT = jnp.where(batch.adv_B[:, None] > 0, moved_BT <= high, moved_BT >= -low)
   return clip.unclipped(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
+
+
+def likely(logp_BT, batch, *, least: float = 0.01):
+  """A mask of its own: leaves out tokens that the policy finds unlikely."""
+  return jnp.exp(logp_BT) >= least
 
 
 def by_token(ratio_BT, batch, weigh):

@@ -118,6 +118,7 @@ def test_every_slot_takes_a_function_that_fits():
   own = {
     'loss': 'sapo',
     'clip': 'dppo_tv',
+    'mask': 'likely',
     'advantage': 'signs',
     'batch': 'all_fresh',
     'rewards.shaping': 'half_for_truncated',

@@ -108,6 +108,24 @@ def recipe(ratio_BT: Array, batch: Batch, weigh: Weigh, k: Recipe = Recipe()) ->
   return bounds._replace(dual=jnp.float32(k.dual))
 
 
+def dcpo(
+  ratio_BT: Array, batch: Batch, weigh: Weigh, k: knobs.DcpoClip = knobs.DcpoClip()
+) -> Bounds:
+  """Returns bounds by token [B, T], wider for unlikely tokens: DCPO.
+
+  arXiv:2509.02333: with p = pi(token) and q = mu(token), a token is inside its bounds
+  while |p - q| r <= eps, for r above 1/2. The upper bound is at most k.cap, as in the
+  public code.
+  """
+  q_BT = jnp.exp(batch.behavior_logp_BT)
+  low_BT = (1 + jnp.sqrt(jnp.maximum(1 - 4 * k.low / q_BT, 0))) / 2
+  high_BT = (1 + jnp.sqrt(1 + 4 * k.high / q_BT)) / 2
+  high_BT = jnp.minimum(high_BT, k.cap)
+  return _constant(0.0, math.inf, k.dual)._replace(
+    low=low_BT, high=high_BT, start_low=low_BT, start_high=high_BT
+  )
+
+
 def _constant(low: float, high: float, dual: float) -> Bounds:
   low_, high_, dual_, cap = (jnp.float32(x) for x in (low, high, dual, math.inf))
   met, no = jnp.asarray(True), jnp.asarray(False)
@@ -128,4 +146,10 @@ def clamped(ends: knobs.Range, step: float) -> np.ndarray:
   return np.asarray(values, np.float32)
 
 
-RULES = {'unclipped': unclipped, 'fixed': fixed, 'balanced': balanced, 'recipe': recipe}
+RULES = {
+  'unclipped': unclipped,
+  'fixed': fixed,
+  'balanced': balanced,
+  'recipe': recipe,
+  'dcpo': dcpo,
+}

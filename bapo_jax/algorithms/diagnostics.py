@@ -70,8 +70,11 @@ def diagnose(
   computed_B1 = loss_mask_BT.any(1, keepdims=True)
 
   def mean(x: Array) -> Array:
-    where = computed_B1 | ~computed_B1.any() if x.ndim else None
-    return jnp.mean(x, where=where)
+    if not x.ndim:
+      return x.astype(jnp.float32)
+    # Bounds by row, or by token: those of the computed ones.
+    mine = loss_mask_BT if x.shape == loss_mask_BT.shape else computed_B1
+    return jnp.mean(x, where=mine | ~mine.any())
 
   metrics = {
     'clip/low': mean(bounds.low),

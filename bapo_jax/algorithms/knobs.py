@@ -17,7 +17,7 @@ from bapo_jax.own_code import OwnKnobs, Slot, is_place, own
 Aggregate = Literal['token', 'sequence', 'constant']
 Contribution = Literal['gradient', 'surrogate']
 HardOrder = Literal['fifo', 'least_recent']
-KlDirection = Literal['behavior_policy', 'policy_behavior']
+KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
 Order = Literal['upper', 'lower']
 Source = Literal['fresh', 'reevaluated', 'reused']
 Range = tuple[float, float]
@@ -181,10 +181,21 @@ class BalancedClip(ClipKnobs):
     return self
 
 
+class DcpoClip(ClipKnobs):
+  """Clip bounds by token, wider for unlikely tokens: DCPO (arXiv:2509.02333)."""
+
+  low: float = knob(0.16, 'Epsilon of the lower bound.', above=0, most=1)
+  high: float = knob(0.2, 'Epsilon of the upper bound.', above=0, most=10)
+  cap: float = knob(
+    10.0, 'Largest upper bound of a token; inf: none.', above=1, infinite=True
+  )
+  dual: float = _dual(3.0)
+
+
 class ClipConfig(Slot):
   """Selects the rule that limits how far updates move the probability of a token."""
 
-  rule: Literal['unclipped', 'fixed', 'balanced', 'recipe'] | Place = knob(
+  rule: Literal['unclipped', 'fixed', 'balanced', 'recipe', 'dcpo'] | Place = knob(
     'balanced', 'Clip rule: how far updates may move the probability of a token.'
   )
   own: SerializeAsAny[ClipKnobs] = own(ClipKnobs)
@@ -192,6 +203,7 @@ class ClipConfig(Slot):
   fixed: FixedClip = knob(FixedClip, 'PPO, GRPO; a higher `high` is DAPO.')
   balanced: BalancedClip = knob(BalancedClip, 'Balanced PO.')
   recipe: RecipeClip = knob(RecipeClip, "Balanced PO's public code.")
+  dcpo: DcpoClip = knob(DcpoClip, 'DCPO.')
 
   @property
   def active(self) -> ClipKnobs:
@@ -241,6 +253,94 @@ def check_clip(clip: ClipConfig, loss: 'LossConfig') -> None:
       f"(Eq. 8), but loss.rule={loss.rule!r}; choose weight='one' or "
       "loss.rule='clipped'"
     )
+
+
+class MaskKnobs(OwnKnobs):
+  """Base of the sections of the mask rules."""
+
+  arguments = ('logp_BT', 'batch')
+  # A mask measures from the policy that sampled the token, as the sampler saw it.
+  weighs_sampler: ClassVar[bool] = True
+
+
+class NoMask(MaskKnobs):
+  """No mask."""
+
+  weighs_sampler = False
+
+
+class DppoTvMask(MaskKnobs):
+  """Divergence PPO: a trust region in binary total variation."""
+
+  low: float = knob(
+    0.2, 'Largest fall of the probability of a token with A < 0.', above=0, most=1
+  )
+  high: float = knob(
+    0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
+  )
+
+
+class DppoKlMask(MaskKnobs):
+  """Divergence PPO: a trust region in binary divergence."""
+
+  low: float = knob(
+    0.05, 'Largest divergence of a falling token with A < 0, nats.', above=0, most=20
+  )
+  high: float = knob(
+    0.05, 'Largest divergence of a rising token with A > 0, nats.', above=0, most=20
+  )
+
+
+class IcePopMask(MaskKnobs):
+  """IcePop: a band of the ratio."""
+
+  low: float = knob(0.5, 'Smallest ratio of a token that is kept.', least=0, most=1)
+  high: float = knob(
+    5.0, 'Largest ratio of a token that is kept; inf: none.', least=1, infinite=True
+  )
+
+
+class KPopMask(MaskKnobs):
+  """KPop: a limit of the binary divergence in both directions."""
+
+  limit: float = knob(0.1, 'Largest divergence, phi, nats.', above=0, most=20)
+
+
+class M2poMask(MaskKnobs):
+  """M2PO: a limit of the second moment of the log-ratios of a minibatch."""
+
+  limit: float = knob(
+    0.04, 'Limit of the mean of (log r)^2 over the kept tokens, nats^2.', above=0
+  )
+
+
+class OpsmMask(MaskKnobs):
+  """Off-policy sequence masking, for responses with A < 0."""
+
+  limit: float = knob(
+    0.1, 'Largest mean fall of log pi over the tokens of a response, nats.', above=0
+  )
+
+
+class MaskConfig(Slot):
+  """Selects the rule that leaves tokens out of the objective."""
+
+  rule: (
+    Literal['none', 'dppo_tv', 'dppo_kl', 'icepop', 'kpop', 'm2po', 'opsm'] | Place
+  ) = knob('none', 'Mask rule: which tokens leave the objective.')
+  own: SerializeAsAny[MaskKnobs] = own(MaskKnobs)
+  none: NoMask = knob(NoMask, 'No mask.')
+  dppo_tv: DppoTvMask = knob(DppoTvMask, 'DPPO.')
+  dppo_kl: DppoKlMask = knob(DppoKlMask, 'DPPO.')
+  icepop: IcePopMask = knob(IcePopMask, 'IcePop.')
+  kpop: KPopMask = knob(KPopMask, 'KPop.')
+  m2po: M2poMask = knob(M2poMask, 'M2PO.')
+  opsm: OpsmMask = knob(OpsmMask, 'DeepSeek-V3.2.')
+
+  @property
+  def active(self) -> MaskKnobs:
+    """Returns the section of the active rule."""
+    return active(self)
 
 
 def _cap(default: float, ratio: str) -> Any:
@@ -300,19 +400,10 @@ class TisLoss(LossKnobs):
   cap: float = _cap(2.0, 'pi / mu')
 
 
-class DppoTvLoss(LossKnobs):
-  """Divergence PPO, with a trust region in binary total variation."""
+class ReinforceLoss(LossKnobs):
+  """The policy gradient of the tokens as if the policy had sampled them."""
 
   bounds = 'ignored'
-  weighs_sampler = True
-
-  low: float = knob(
-    0.2, 'Largest fall of the probability of a token with A <= 0.', above=0, most=1
-  )
-  high: float = knob(
-    0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
-  )
-  cap: float = _cap(20.0, 'pi / mu')
 
 
 class SapoLoss(LossKnobs):
@@ -328,11 +419,64 @@ class SapoLoss(LossKnobs):
   )
 
 
+class VespoLoss(LossKnobs):
+  """Variational sequence-level soft PO: a smooth weight of the response's ratio."""
+
+  bounds = 'ignored'
+
+  positive: Range = knob(
+    (2.0, 3.0),
+    'Power of W and rate of its decay for responses with A >= 0.',
+    above=0,
+    most=100,
+  )
+  negative: Range = knob(
+    (3.0, 2.0),
+    'Power of W and rate of its decay for responses with A < 0.',
+    above=0,
+    most=100,
+  )
+
+
+class AspoLoss(LossKnobs):
+  """Asymmetric importance sampling PO: inverted ratios for tokens with A > 0."""
+
+  cap: float = _cap(3.0, 'the ratio (A < 0) or its inverse (A > 0)')
+
+
+class FipoLoss(LossKnobs):
+  """Future-KL-influenced PO: a token is weighted by what became of those after it."""
+
+  half_life: float = knob(
+    32.0, 'Tokens after which a later token counts half.', above=0, most=1e6
+  )
+  limits: Range = knob(
+    (0.8, 1.2), 'Smallest and largest influence.', above=0, most=100, rising=True
+  )
+  safety: float = knob(
+    4.0,
+    'Ratio above which the influence of a token with A < 0 is at most 1; inf: none.',
+    above=0,
+    infinite=True,
+  )
+
+
 class LossConfig(Slot):
   """Selects the objective of a token, and how it is averaged over tokens."""
 
   rule: (
-    Literal['clipped', 'decoupled', 'sequence', 'cispo', 'tis', 'dppo_tv', 'sapo']
+    Literal[
+      'clipped',
+      'decoupled',
+      'sequence',
+      'cispo',
+      'tis',
+      'reinforce',
+      'sapo',
+      'vespo',
+      'aspo',
+      'fipo',
+    ]
     | Place
   ) = knob('clipped', 'Loss rule: the objective of a token.')
   own: SerializeAsAny[LossKnobs] = own(LossKnobs)
@@ -349,15 +493,19 @@ class LossConfig(Slot):
   )
   kl_direction: KlDirection = knob(
     'behavior_policy',
-    'The divergence: behavior_policy, KL(mu || pi); policy_behavior, KL(pi || mu).',
+    'The divergence: behavior_policy, KL(mu || pi); policy_behavior, KL(pi || mu); '
+    'squared, (log r)^2 / 2.',
   )
   clipped: ClippedLoss = knob(ClippedLoss, 'PPO, GRPO, DAPO.')
   decoupled: DecoupledLoss = knob(DecoupledLoss, 'AReaL.')
   sequence: LossKnobs = knob(LossKnobs, 'GSPO.')
   cispo: CispoLoss = knob(CispoLoss, 'CISPO.')
   tis: TisLoss = knob(TisLoss, 'TIS.')
-  dppo_tv: DppoTvLoss = knob(DppoTvLoss, 'DPPO.')
+  reinforce: ReinforceLoss = knob(ReinforceLoss, 'REINFORCE.')
   sapo: SapoLoss = knob(SapoLoss, 'SAPO.')
+  vespo: VespoLoss = knob(VespoLoss, 'VESPO.')
+  aspo: AspoLoss = knob(AspoLoss, 'ASPO.')
+  fipo: FipoLoss = knob(FipoLoss, 'FIPO.')
 
   @property
   def active(self) -> LossKnobs:

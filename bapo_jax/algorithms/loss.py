@@ -10,7 +10,7 @@ the policy that sampled the token, A the advantage, and sg stops the gradient.
 2. the rules: `clipped` (PPO, GRPO, DAPO) and published alternatives;
 3. `divergence` is the optional penalty;
 4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
-   of each token in the gradient.
+   of each token in the gradient; `finder` puts the loss, clip and mask rule together.
 """
 
 import math
@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import knobs
-from bapo_jax.types import SOURCES, Batch, Bounds, FindBounds, LossRule, Weigh
+from bapo_jax.types import (
+  SOURCES,
+  Batch,
+  Bounds,
+  ClipRule,
+  FindBounds,
+  LossRule,
+  MaskRule,
+  Weigh,
+)
 
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
@@ -122,29 +131,14 @@ def tis(
   return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
 
 
-def dppo_tv(
-  logp_BT: Array,
-  batch: Batch,
-  find: FindBounds,
-  k: knobs.DppoTvLoss = knobs.DppoTvLoss(),
-) -> tuple[Array, Bounds]:
-  """Computes sg(min(r, cap) M) A log pi: DPPO with the binary total variation.
+def reinforce(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
+  """Computes A log pi, without any weight for stale data: REINFORCE (Williams, 1992).
 
-  arXiv:2602.04879. With p = pi(token) and q = mu(token), M is 0 for a token that left
-  the trust region in the direction of its advantage (A > 0 and p - q > k.high, or
-  A <= 0 and q - p > k.low), and 1 for other tokens. The region is measured from the
-  policy that sampled the token, so learner.recompute_logprobs='auto' does not replace
-  the sampler's log-probabilities.
+  With loss.kl > 0 and loss.kl_direction='squared' it is Direct Reward Optimisation
+  (arXiv:2405.19107) in the form that has advantages instead of a value function.
   """
-  log_q_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
-  log_p_BT = jnp.where(batch.loss_mask_BT, jax.lax.stop_gradient(logp_BT), 0)
-  moved_BT = jnp.exp(log_p_BT) - jnp.exp(log_q_BT)
-  inside_BT = jnp.where(
-    batch.adv_B[:, None] > 0, moved_BT <= k.high, moved_BT >= -k.low
-  )
   ratio_BT = ratio(logp_BT, batch)
-  weight_BT = jnp.where(inside_BT, jnp.minimum(ratio_BT, k.cap), 0)
-  return _reinforce(weight_BT, logp_BT, batch), find(ratio_BT)
+  return _reinforce(jnp.ones_like(ratio_BT), logp_BT, batch), find(ratio_BT)
 
 
 def sapo(
@@ -165,42 +159,123 @@ def sapo(
   return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
 
 
+def vespo(
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.VespoLoss = knobs.VespoLoss()
+) -> tuple[Array, Bounds]:
+  """Computes sg(phi(W)) A log pi, W = pi(y) / mu(y) of response y: VESPO.
+
+  arXiv:2602.10693: phi(W) = W^a e^(b (1 - W)) is 1 at W = 1 and falls to 0 on both
+  sides. (a, b) are k.positive if A >= 0, else k.negative. log W is limited to
+  [log 1e-8, 20], as in the public code.
+  """
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
+  log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
+  up_B1 = batch.adv_B[:, None] >= 0
+  a_B1, b_B1 = (
+    jnp.where(up_B1, *pair) for pair in zip(k.positive, k.negative, strict=True)
+  )
+  phi_B1 = jnp.exp(a_B1 * log_w_B1 + b_B1 * (1 - jnp.exp(log_w_B1)))
+  return _reinforce(phi_B1, logp_BT, batch), find(jnp.exp(log_r_BT))
+
+
+def aspo(
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.AspoLoss = knobs.AspoLoss()
+) -> tuple[Array, Bounds]:
+  """Computes the clipped surrogate with 1 / r for tokens with A > 0: ASPO.
+
+  arXiv:2510.06062: importance weights push a token with A > 0 the more, the more likely
+  it has become; the inverse pushes the tokens that lag behind. The bounds cut tokens as
+  in `clipped`. Above k.cap the weight, r or 1 / r, is limited to k.cap: a dual clip
+  that keeps the gradient.
+  """
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  bounds = find(jnp.exp(log_r_BT))
+  cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
+  sign_B1 = jnp.where(batch.adv_B[:, None] > 0, -1, 1)
+  fixed_BT = jax.lax.stop_gradient(jnp.where(cut_BT, 0, log_r_BT))
+  # The value of a weight, with the gradient of logp: 1 at ahead_BT.
+  ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
+  weight_BT = jnp.exp(sign_B1 * fixed_BT)
+  capped_BT = jnp.where(batch.loss_mask_BT, k.cap * logp_BT, 0)
+  live_BT = jnp.where(weight_BT > k.cap, capped_BT, weight_BT * ahead_BT)
+  gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
+
+
+def fipo(
+  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.FipoLoss = knobs.FipoLoss()
+) -> tuple[Array, Bounds]:
+  """Computes the clipped surrogate times the influence of later tokens: FIPO.
+
+  arXiv:2603.19835: the influence of token t is exp(sum over s >= t of d^(s - t) log
+  r_s), d = 2^(-1 / k.half_life), limited to k.limits: a token counts more if the policy
+  now follows what came after it. For A < 0 and r > k.safety it is at most 1.
+  """
+  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  bounds = find(jnp.exp(log_r_BT))
+  fixed_BT = jax.lax.stop_gradient(log_r_BT)
+  decay_BT = jnp.full_like(fixed_BT, 2 ** (-1 / k.half_life))
+
+  def join(later: tuple[Array, Array], here: tuple[Array, Array]):
+    return later[0] * here[0], here[1] + here[0] * later[1]
+
+  _, future_BT = jax.lax.associative_scan(
+    join, (decay_BT, fixed_BT), reverse=True, axis=1
+  )
+  influence_BT = jnp.clip(jnp.exp(future_BT), *k.limits)
+  risky_BT = (batch.adv_B[:, None] < 0) & (jnp.exp(fixed_BT) > k.safety)
+  influence_BT = jnp.where(risky_BT, jnp.minimum(influence_BT, 1), influence_BT)
+  return influence_BT * _cut_off(log_r_BT, batch, bounds), bounds
+
+
 def divergence(logp_BT: Array, batch: Batch, direction: knobs.KlDirection) -> Array:
   """Returns an estimate of the divergence of each token, nats; 0 outside the mask.
 
-  Value and gradient are unbiased for tokens sampled from mu. Both estimates are convex
-  in r with minimum 0 at r = 1, hence never negative.
+  All are convex in log r near r = 1, with minimum 0 there, and never negative. Value
+  and gradient of the first two are unbiased for tokens sampled from mu.
 
   Args:
     logp_BT: log pi of each token, nats.
     direction: 'behavior_policy', KL(mu || pi) as r - 1 - log r (k3 of Schulman, 2020,
       "Approximating KL Divergence"); 'policy_behavior', KL(pi || mu) of
-      arXiv:2602.20722 as r log r - (r - 1), the importance-weighted log-ratio.
+      arXiv:2602.20722 as r log r - (r - 1), the importance-weighted log-ratio;
+      'squared', (log r)^2 / 2 (k2 of Schulman), the penalty of Direct Reward
+      Optimisation (arXiv:2405.19107).
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if direction == 'behavior_policy':
     return jnp.expm1(log_r_BT) - log_r_BT
+  if direction == 'squared':
+    return jnp.square(log_r_BT) / 2
   return jnp.exp(log_r_BT) * log_r_BT - jnp.expm1(log_r_BT)
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   """Returns r A for tokens that are not cut, and the crossed bound times A for others.
 
-  A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A cut
-  token has no gradient. The result is 0 outside the loss mask.
+  The result is 0 outside the loss mask; a cut token has no gradient.
+  """
+  cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
+  # Masked before exp: a cut ratio that overflows would give 0 * inf, which is nan.
+  live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
+  gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * batch.adv_B[:, None]
+  return jnp.where(batch.loss_mask_BT, gain_BT, 0)
+
+
+def _crossed(log_r_BT: Array, batch: Batch, bounds: Bounds) -> tuple[Array, Array]:
+  """Returns (cut_BT, edge_BT): the tokens that are cut, and the bound they crossed.
+
+  A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual.
   """
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
-  # A cut token has the value of the bound that it crosses.
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
   edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
   cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT & (adv_BT < 0))
-  # Masked before exp: a cut ratio that overflows would give 0 * inf, which is nan.
-  live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
-  gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * adv_BT
-  return jnp.where(batch.loss_mask_BT, gain_BT, 0)
+  return cut_BT, edge_BT
 
 
 def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
@@ -218,7 +293,7 @@ def _high(batch: Batch, bounds: Bounds) -> Array:
 def gain(
   rule: LossRule, logp_BT: Array, batch: Batch, find: FindBounds
 ) -> tuple[Array, Bounds]:
-  """Applies a loss rule, then the mask of the clip rule: (gain_BT, bounds).
+  """Applies a loss rule, then the mask of the bounds: (gain_BT, bounds).
 
   A masked token has gain 0 and no gradient, under every loss rule.
   """
@@ -239,20 +314,62 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
   return jax.grad(total)(logp_BT)
 
 
-def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
+def weigher(
+  rule: LossRule,
+  logp_BT: Array,
+  batch: Batch,
+  scale_B: Array,
+  keep_BT: Array | None = None,
+) -> Weigh:
   """Returns a function that maps clip bounds to the tokens' weights in the gradient.
 
   Args:
     logp_BT: log pi of each token, nats.
     scale_B: see `row_scale`. The weights are relative to the largest scale, so that
       they equal `weights` to the last bit if all rows have the same scale.
+    keep_BT: the mask of a mask rule; None: no mask.
   """
   relative_B1 = (scale_B / scale_B.max())[:, None]
 
   def weigh(bounds: Bounds) -> Array:
-    return weights(rule, logp_BT, batch, bounds) * relative_B1
+    return weights(rule, logp_BT, batch, masked(bounds, keep_BT)) * relative_B1
 
   return weigh
+
+
+def masked(bounds: Bounds, keep_BT: Array | None) -> Bounds:
+  """Returns the bounds with one more mask; None: no mask."""
+  if keep_BT is None:
+    return bounds
+  both_BT = keep_BT if bounds.keep_BT is None else bounds.keep_BT & keep_BT
+  return bounds._replace(keep_BT=both_BT)
+
+
+def finder(
+  rules: tuple[LossRule, ClipRule, MaskRule],
+  logp_BT: Array,
+  batch: Batch,
+  scale_B: Array,
+) -> FindBounds:
+  """Returns a function that masks tokens and searches bounds for the others.
+
+  Args:
+    rules: the loss, clip and mask rule.
+    logp_BT: log pi of each token, nats; bounds and mask have no gradient.
+    scale_B: see `row_scale`; weights rows as in the loss.
+  """
+  loss_rule, clip_rule, mask_rule = rules
+  logp_BT = jax.lax.stop_gradient(logp_BT)
+  keep_BT = mask_rule(logp_BT, batch)
+  weigh = weigher(loss_rule, logp_BT, batch, scale_B, keep_BT)
+
+  def find(ratio_BT: Array) -> Bounds:
+    # Without the barrier the compiler fuses the search into the loss, and the gradient
+    # of unclipped tokens may differ between clip rules in the last bit.
+    bounds = clip_rule(jax.lax.stop_gradient(ratio_BT), batch, weigh)
+    return jax.lax.optimization_barrier(masked(bounds, keep_BT))
+
+  return find
 
 
 def clipped_ratio(
@@ -298,6 +415,9 @@ RULES = {
   'sequence': sequence,
   'cispo': cispo,
   'tis': tis,
-  'dppo_tv': dppo_tv,
+  'reinforce': reinforce,
   'sapo': sapo,
+  'vespo': vespo,
+  'aspo': aspo,
+  'fipo': fipo,
 }

@@ -11,7 +11,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import Config
 
-SLOTS = ('batch', 'buffer', 'advantage', 'clip', 'loss')
+SLOTS = ('batch', 'buffer', 'advantage', 'clip', 'mask', 'loss')
 LABEL = 11  # columns of a label on the first screen
 
 

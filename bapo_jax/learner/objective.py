@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import loss
+from bapo_jax.algorithms import loss, masks
 from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
 from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
@@ -28,6 +28,7 @@ from bapo_jax.types import (
   EmbeddedPictures,
   FindBounds,
   LossRule,
+  MaskRule,
   TokenStats,
   Tree,
 )
@@ -63,6 +64,7 @@ class Objective:
   length: int = 1
   kl: float = 0.0
   kl_direction: KlDirection = LossConfig().kl_direction
+  mask_rule: MaskRule = masks.nothing
 
   @property
   def together(self) -> bool:
@@ -99,16 +101,8 @@ class Objective:
 
     The bounds have no gradient. scale_B (`loss.row_scale`) weights rows as in the loss.
     """
-    logp_BT = jax.lax.stop_gradient(logp_BT)
-    weigh = loss.weigher(self.loss_rule, logp_BT, batch, scale_B)
-
-    def find(ratio_BT: Array) -> Bounds:
-      # Without the barrier the compiler fuses the search into the loss, and the
-      # gradient of unclipped tokens may differ between clip rules in the last bit.
-      bounds = self.clip_rule(jax.lax.stop_gradient(ratio_BT), batch, weigh)
-      return jax.lax.optimization_barrier(bounds)
-
-    return find
+    rules = self.loss_rule, self.clip_rule, self.mask_rule
+    return loss.finder(rules, logp_BT, batch, scale_B)
 
   def loss(
     self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds

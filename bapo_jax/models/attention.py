@@ -1,8 +1,8 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
 Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed) and
-`splash` on a TPU. Only `blockwise` stores scores, [T, T]; if causal, it computes half of
-them. Decoding has one query per slot: `cached` reads the cache of every slot up to the
+`splash` on a TPU. Only `blockwise` stores scores, [T, T]; if causal, half of them.
+Decoding has one query per slot: `cached` reads the cache of every slot up to the
 longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
 
@@ -251,7 +251,7 @@ def splash(
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
-  """Computes attention with the TPU kernel on one device, padded to multiples of LANES."""
+  """Runs the TPU kernel on one device, padded to multiples of LANES."""
   # Imported late because it loads Pallas.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 

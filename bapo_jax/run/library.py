@@ -39,7 +39,7 @@ def train(
       the place of a function ('my.py:score') runs in processes that can be killed.
     rows: training problems; each row has the fields of a row in a file.
     held_out: problems for evaluation; by default the last tenth of `rows`.
-    rules: slot ('loss', 'clip', 'advantage', 'batch', 'buffer.thresholds',
+    rules: slot ('loss', 'clip', 'mask', 'advantage', 'batch', 'buffer.thresholds',
       'rewards.shaping') -> function, place or name of a rule.
 
   Raises:

@@ -83,6 +83,7 @@ def make_train_step(
   """
   objective = Objective(
     clip_rule=rules.clip,
+    mask_rule=rules.mask,
     loss_rule=rules.loss,
     spec=spec,
     schedule=schedule,
@@ -147,7 +148,8 @@ def make_trainer(
   )
   at_start = sharding.under(mesh, jax.jit(score))
   recompute, when = None, config.learner.recompute_logprobs
-  narrow = config.model.compute != 'float32' and not config.loss.active.weighs_sampler
+  weighs = config.loss.active.weighs_sampler or config.mask.active.weighs_sampler
+  narrow = config.model.compute != 'float32' and not weighs
   # A quantised actor is another policy than the learner's, and a rounding error is not:
   # its responses keep the log-probabilities of the policy that sampled them.
   narrow &= config.sampler.actor_dtype == 'compute'

@@ -70,6 +70,7 @@ class Config(Section):
   batch: rules.BatchConfig = knob(rules.BatchConfig, 'Batch rules.')
   advantage: rules.AdvantageConfig = knob(rules.AdvantageConfig, 'Advantage rules.')
   clip: rules.ClipConfig = knob(rules.ClipConfig, 'Clip rules.')
+  mask: rules.MaskConfig = knob(rules.MaskConfig, 'Mask rules.')
   loss: rules.LossConfig = knob(rules.LossConfig, 'Loss rules.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')

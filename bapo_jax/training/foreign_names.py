@@ -58,6 +58,11 @@ _OURS = {
     'epsilon cliprange clip_range clip_ratio clip_eps eps_clip'
   ),
   f'clip.fixed.dual {FIXED}': 'delta clip_ratio_c',
+  "mask.opsm.limit with mask.rule='opsm'": (
+    'off_policy_mask_threshold opsm_delta off_policy_sequence_mask_delta'
+  ),
+  "mask.m2po.limit with mask.rule='m2po'": 'm2_threshold',
+  "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
   KL: ('beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'),
   'loss.kl_direction': 'kl_penalty kl_loss_type',
   'loss.rule and loss.aggregate': 'loss_type loss_mode',

@@ -19,7 +19,7 @@ from bapo_jax.knobs import Section
 from bapo_jax.own_code import is_place
 from bapo_jax.training.config import Config
 
-SLOTS = ('batch', 'advantage', 'clip', 'loss', 'buffer.thresholds')
+SLOTS = ('batch', 'advantage', 'clip', 'mask', 'loss', 'buffer.thresholds')
 UNPOOLED = ('aime', 'gsm8k', 'countdown', 'exact')  # verifiers without processes
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
+from bapo_jax.algorithms import advantage, batch_rules, clip, loss, masks, replay_buffer
 from bapo_jax.algorithms.knobs import active
 from bapo_jax.own_code import Slot, described, file_of, is_place, load
 from bapo_jax.training.config import Config
@@ -33,6 +33,7 @@ def bind(config: Config) -> Rules:
     batch=jax.jit(bind_rule(batch_rules.RULES, config.batch), static_argnames='seats'),
     advantage=bind_rule(advantage.RULES, config.advantage),
     clip=bind_rule(clip.RULES, config.clip),
+    mask=bind_rule(masks.RULES, config.mask),
     loss=bind_rule(loss.RULES, config.loss),
     thresholds=bind_rule(replay_buffer.THRESHOLD_RULES, config.buffer.thresholds),
   )
@@ -71,6 +72,7 @@ def check(config: Config) -> None:
   trials: list[tuple[str, Slot, Callable[[], Any], Any]] = [
     ('loss', config.loss, lambda: bound.loss(f32, batch, find), (f32, none)),
     ('clip', config.clip, lambda: bound.clip(f32, batch, lambda _: f32), none),
+    ('mask', config.mask, lambda: bound.mask(f32, batch), flags),
     (
       'advantage',
       config.advantage,

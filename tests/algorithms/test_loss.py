@@ -204,19 +204,7 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
     # TIS truncates at 2, and above only.
     (loss.tis, 3.0, -1.0, 2.0),
     (loss.tis, 0.5, 1.0, 0.5),
-    # DPPO, q = e^-2 = .135: p - q = .203 at r = 2.5 and .271 at r = 3; .2 is the limit.
-    (loss.dppo_tv, 2.4, 1.0, 2.4),
-    (loss.dppo_tv, 2.5, 1.0, 0.0),
-    (loss.dppo_tv, 3.0, -1.0, 3.0),
-    # From q = .135 a token cannot fall by .2; by .1 it can: r = .5 is a fall of .068,
-    # r = .25 one of .1015.
-    (loss.dppo_tv, 0.01, -1.0, 0.01),
-    (making.bound(loss.dppo_tv, low=0.1), 0.5, -1.0, 0.5),
-    (making.bound(loss.dppo_tv, low=0.1), 0.25, -1.0, 0.0),
-    (making.bound(loss.dppo_tv, low=0.1), 0.25, 1.0, 0.25),
-    # The cap of the weight.
-    (making.bound(loss.dppo_tv, cap=2.0), 2.4, 1.0, 2.0),
-    (making.bound(loss.dppo_tv, cap=2.0), 3.0, -1.0, 2.0),
+    (loss.reinforce, 3.0, -1.0, 1.0),
   ],
 )
 def test_rules_that_weigh_log_pi_golden(rule, ratio, adv, weight):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.learner import learner, pictured
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, logprobs, transformer
@@ -29,7 +29,9 @@ CLIPS = {
     clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)
   ),
   'cispo': making.bound(clip.fixed, low=0.0, high=1.3),
-  **dict.fromkeys(('tis', 'dppo_tv', 'sapo'), clip.unclipped),
+  'aspo': clip.dcpo,
+  'fipo': making.bound(clip.balanced, target=0.45),
+  **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.unclipped),
 }
 
 
@@ -72,13 +74,16 @@ def gradient(*rules, mesh=None, **knobs):
 def check(loss_rule, aggregate, tied=True, **knobs):
   """Value, gradient and bounds under these knobs are those of all rows, padded."""
   rules, batch = (loss_rule, aggregate, tied), example()[1]
-  value, wanted, (stats, bounds) = gradient(*rules, pack=False)
+  mask = {name: x for name, x in knobs.items() if name == 'mask_rule'}
+  value, wanted, (stats, bounds) = gradient(*rules, pack=False, **mask)
   found_value, found, (found_stats, found_bounds) = gradient(*rules, **knobs)
   making.close(found_value, value, count=B * T, terms=1)
   making.close_trees(found, wanted, count=PRODUCTS)
   assert float(optax.tree.norm(wanted)) > 1e-3
   for name, bound in bounds._asdict().items():
     np.testing.assert_array_equal(getattr(found_bounds, name), bound, err_msg=name)
+  if mask:
+    assert not bounds.keep_BT.all()
   if loss_rule in ('clipped', 'decoupled', 'sequence'):
     assert bounds.search_steps > 0
   teaches_BT = (batch.adv_B != 0)[:, None] & batch.loss_mask_BT
@@ -86,7 +91,8 @@ def check(loss_rule, aggregate, tied=True, **knobs):
     wanted_BT = np.where(teaches_BT, x_BT, 0)
     making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
   # The loss is the sum of all gains, scaled for the whole batch at once.
-  gain_BT, _ = loss.RULES[loss_rule](stats.logp_BT, batch, lambda _: bounds)
+  rule = loss.RULES[loss_rule]
+  gain_BT, _ = loss.gain(rule, stats.logp_BT, batch, lambda _: bounds)
   scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
   scale_B *= objective_lib.filled_share(batch)
   making.close(value, -(gain_BT.sum(1) * scale_B).sum(), count=B * T, terms=1)
@@ -109,7 +115,12 @@ SPLIT = Schedule('dots', sequence_sharding=True)
     ('decoupled', 'sequence', {'grad_accum_steps': 3}),
     ('cispo', 'token', {'grad_accum_steps': 3}),
     ('tis', 'sequence', {'grad_accum_steps': 3}),
-    ('dppo_tv', 'constant', {'grad_accum_steps': 3}),
+    ('vespo', 'constant', {'grad_accum_steps': 3}),
+    ('aspo', 'token', {'grad_accum_steps': 3}),
+    ('fipo', 'token', {'grad_accum_steps': 3}),
+    # A mask over the minibatch, found in an extra pass.
+    ('clipped', 'token', {'mask_rule': masks.m2po, 'grad_accum_steps': 3}),
+    ('tis', 'token', {'mask_rule': masks.opsm}),
     ('sapo', 'token', {'grad_accum_steps': 3}),
     # All forward passes wait for the bounds: any part of a layer, any ratio.
     *(('clipped', 'token', waiting(remat)) for remat in layers.REMAT),

@@ -134,12 +134,13 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   assert counterfactual.summary(found, wide)['high'] > 1.2
 
 
-def test_the_mask_as_a_clip_rule_is_the_built_in_loss_rule(whole, my):
+def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
   found = counterfactual.read(str(whole))
   same_region = {'clip.own': {'low': 0.002, 'high': 0.002}, 'loss.rule': 'tis'}
   same_region |= {'loss.own': {}, 'loss.tis.cap': 20.0}
-  builtin = {'clip.rule': 'unclipped', 'clip.own': {}, 'loss.rule': 'dppo_tv'}
-  builtin |= {'loss.own': {}, 'loss.dppo_tv.low': 0.002, 'loss.dppo_tv.high': 0.002}
+  builtin = {'clip.rule': 'unclipped', 'clip.own': {}, 'mask.rule': 'dppo_tv'}
+  builtin |= {'mask.dppo_tv.low': 0.002, 'mask.dppo_tv.high': 0.002}
+  builtin |= {'loss.rule': 'tis', 'loss.own': {}, 'loss.tis.cap': 20.0}
   a, b = (
     counterfactual.apply(found, counterfactual.config_of(found, k)).weight_BT
     for k in (same_region, builtin)

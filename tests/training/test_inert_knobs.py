@@ -9,6 +9,7 @@ import pytest
 from runs import plain, tiny
 
 from bapo_jax import knobs, main
+from bapo_jax.algorithms import masks
 from bapo_jax.models import transformer
 from bapo_jax.training import build, foreign_names, inert_knobs, resolve, rules
 from bapo_jax.training import config as config_lib
@@ -149,9 +150,10 @@ def test_the_table_names_knobs():
 EVERYWHERE = [
   {},
   {'clip.rule': 'fixed', 'learner.grad_accum_steps': 4},
-  *(
-    {'loss.rule': rule, 'clip.rule': 'unclipped'} for rule in ('tis', 'dppo_tv', 'sapo')
-  ),
+  *({'loss.rule': rule, 'clip.rule': 'unclipped'} for rule in ('tis', 'sapo', 'vespo')),
+  {'loss.rule': 'aspo', 'clip.rule': 'dcpo'},
+  {'loss.rule': 'fipo'},
+  *({'mask.rule': rule} for rule in masks.RULES),
   {'loss.rule': 'decoupled', 'loss.kl': 0.1},
   {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'moving'},
   {'batch.rule': 'adapted'},

@@ -1,0 +1,315 @@
+"""Measures rules under the microscope and writes papers/bench/microscope.md.
+
+  python -m lab.microscope_page              measures, and writes results and page
+  python -m lab.microscope_page --write      writes the page from stored results
+
+One run per seed: a warm start, then UPDATES real updates. pi is the last policy and mu
+the one of k updates before. For every rule and k, `measure` computes the expected
+update and how it relates to the true gradient of the accuracy J:
+
+- cosine: the angle between the expected update and grad J; 1 is the right direction;
+- alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
+  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both;
+- size: the norm of the expected update over that of GRPO on fresh data;
+- entropy: the change of a response's entropy for a step of length 1, nats.
+"""
+
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from bapo_jax.algorithms import clip, knobs, loss, masks
+from bapo_jax.runtime import markdown
+from lab import microscope
+from lab.microscope import GROUP, GRPO, Rule, Tables, Task
+
+FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
+SEEDS = (0, 1, 2, 3)
+STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
+SIZES = (16, 64, 256, 1024)  # responses of a minibatch
+UPDATES, LR, WARM = 80, 1e-3, 300
+PROBES = 32  # random directions that estimate the length of an update
+GROUPS = 4096  # groups that estimate the noise of a group
+MINIBATCHES = 512  # for rules that read the whole minibatch
+
+
+def fixed(low: float, high: float, dual: float = math.inf) -> Any:
+  """Returns the clip rule with these bounds."""
+  k = knobs.FixedClip(low=low, high=high, dual=dual)
+  return lambda *args: clip.fixed(*args, k)
+
+
+def balanced(target: float) -> Rule:
+  """Returns Balanced PO with this target share."""
+  k = knobs.BalancedClip(target=target)
+  return Rule(clip=lambda *args: clip.balanced(*args, k), whole_batch=True)
+
+
+def free(objective: Any, mask: Any = masks.nothing, whole_batch: bool = False) -> Rule:
+  """Returns a rule without clip bounds."""
+  return Rule(objective, clip.unclipped, mask, whole_batch=whole_batch)
+
+
+def uncapped(*args: Any) -> Any:
+  """Computes `loss.tis` without a cap."""
+  return loss.tis(*args, knobs.TisLoss(cap=math.inf))
+
+
+RULES = {
+  'GRPO': GRPO,
+  'clip-higher': Rule(clip=fixed(0.8, 1.28)),
+  'dual clip': Rule(clip=fixed(0.8, 1.2, 3.0)),
+  'balanced .42': balanced(0.42),
+  'balanced .50': balanced(0.5),
+  'unclipped': free(loss.clipped),
+  'REINFORCE': free(loss.reinforce),
+  'TIS': free(loss.tis),
+  'CISPO': Rule(loss.cispo, fixed(0.0, 1.2)),
+  'GSPO': Rule(loss.sequence, fixed(0.9997, 1.0004)),
+  'SAPO': free(loss.sapo),
+  'VESPO': free(loss.vespo),
+  'ASPO': Rule(loss.aspo, fixed(0.8, 1.2)),
+  'FIPO': Rule(loss.fipo, fixed(0.8, 1.2)),
+  'DCPO': Rule(clip=clip.dcpo),
+  'DPPO-TV': free(uncapped, masks.dppo_tv),
+  'DPPO-KL': free(uncapped, masks.dppo_kl),
+  'IcePop': free(uncapped, masks.icepop),
+  'KPop': free(uncapped, masks.kpop),
+  'M2PO': free(loss.clipped, masks.m2po, whole_batch=True),
+  'OPSM': Rule(clip=fixed(0.8, 1.2), mask=masks.opsm),
+}
+# The fixed bounds among which the best is taken, to compare with a search.
+GRID = {
+  f'[{low:g}, {high:g}]': Rule(clip=fixed(low, high))
+  for low in (0.5, 0.6, 0.7, 0.8, 0.9)
+  for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
+}
+
+
+def measure(seed: int, echo: Any = print) -> dict[str, Any]:
+  """Returns staleness -> rule -> figures, and the accuracies, of one seed."""
+  task = microscope.enumerate_task()
+  kept = microscope.train(
+    microscope.warm_start(task, WARM, seed), task, UPDATES, lr=LR, seed=seed
+  )
+  params = kept[-1]
+  logp_NT = microscope.table(params, task)
+  truth = microscope.true_gradient(params, task)
+  spread = microscope.entropy_gradient(params, task)
+  unit = _scaled(truth, 1 / math.sqrt(microscope.dot(truth, truth)))
+  probes = [unit, *_gaussian(params, PROBES, seed)]
+  slope_VNT = jnp.stack([microscope.slopes(params, task, v) for v in probes])
+  fresh = Tables(logp_NT, logp_NT)
+  on_policy = microscope.gradient(params, task, microscope.expected(GRPO, task, fresh))
+  size = math.sqrt(microscope.dot(on_policy, on_policy))
+  found: dict[str, Any] = {'accuracy': float(microscope.accuracy(logp_NT, task))}
+  for k in STALENESS:
+    tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
+    rows: dict[str, Any] = {}
+    for name, rule in (RULES | GRID).items():
+      weight_NT, alignment = _aligned(rule, task, tables, slope_VNT, seed)
+      update = microscope.gradient(params, task, weight_NT)
+      length = math.sqrt(microscope.dot(update, update)) or math.nan
+      rows[name] = {
+        'cosine': microscope.cosine(update, truth),
+        'size': length / size,
+        'entropy': microscope.dot(update, spread) / length,
+        'alignment': alignment,
+      }
+    found[str(k)] = {
+      'spread of log r': _spread(tables, task),
+      'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
+      'rules': rows,
+    }
+    echo(f'seed {seed}, {k} updates old: {len(rows)} rules')
+  return found
+
+
+def _aligned(
+  rule: Rule, task: Task, tables: Tables, slope_VNT: jax.Array, seed: int
+) -> tuple[jax.Array, dict[str, float]]:
+  """Returns (expected token weights, alignment by number of responses)."""
+  if rule.whole_batch:
+    draws = {
+      n: microscope.sampled(rule, task, tables, n, MINIBATCHES, slope_VNT, seed)
+      for n in SIZES
+    }
+    found = {str(n): _alignment(d.along_MV, 1) for n, d in draws.items()}
+    return draws[SIZES[-1]].weight_NT, found
+  weight_NT = microscope.expected(rule, task, tables)
+  drawn = microscope.sampled(rule, task, tables, GROUP, GROUPS, slope_VNT, seed)
+  return weight_NT, {str(n): _alignment(drawn.along_MV, n // GROUP) for n in SIZES}
+
+
+def _alignment(along_MV: np.ndarray, groups: int) -> float:
+  """Returns the alignment of the mean of `groups` independent updates.
+
+  The first direction is grad J, of length 1; the others are Gaussian, so that the mean
+  square of an update along them estimates its squared length.
+  """
+  mean_V, square_V = along_MV.mean(0), (along_MV**2).mean(0)
+  signal, noise = mean_V**2, np.maximum(square_V - mean_V**2, 0)
+  # Along grad J the length is known; the rest is what the probes see beyond it.
+  length = (signal + noise / groups)[1:].mean()
+  return float(mean_V[0] / math.sqrt(length)) if length else math.nan
+
+
+def _spread(tables: Tables, task: Task) -> float:
+  """Returns the standard deviation of log r over the tokens of mu, nats."""
+  share_NT = tables.seen(task)[:, None] * task.mask_NT
+  gap_NT = tables.logp_NT - tables.logq_NT
+  mean = (share_NT * gap_NT).sum() / share_NT.sum()
+  return float(jnp.sqrt((share_NT * (gap_NT - mean) ** 2).sum() / share_NT.sum()))
+
+
+def _scaled(tree: Any, by: float) -> Any:
+  return jax.tree.map(lambda x: x * by, tree)
+
+
+def _gaussian(params: Any, count: int, seed: int) -> list[Any]:
+  """Returns trees of independent standard normal numbers."""
+  rng = np.random.default_rng((seed, 1))
+  return [
+    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+    for _ in range(count)
+  ]
+
+
+def over_seeds(runs: list[dict[str, Any]], *path: str) -> tuple[float, float]:
+  """Returns (mean, half of the 95 % t interval) over seeds of a figure."""
+  values = []
+  for run in runs:
+    value: Any = run
+    for key in path:
+      value = value[key]
+    values.append(value)
+  return interval(np.asarray(values, float))
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+  """Returns the mean and half of its 95 % t interval; 0 for a single value."""
+  if len(values) < 2:
+    return float(values.mean()), 0.0
+  found = stats.ttest_1samp(values, 0).confidence_interval()
+  return float(values.mean()), float(found.high - found.low) / 2
+
+
+def contest(
+  runs: list[dict[str, Any]], k: int, n: int, rule: str
+) -> tuple[str, float, float]:
+  """Compares a rule with the best fixed bounds; returns (bounds, gap, half interval).
+
+  The best bounds have the largest mean alignment over the seeds, at this staleness and
+  batch size: chosen with hindsight, which favours them.
+  """
+
+  def values(name: str) -> np.ndarray:
+    return np.asarray([r[str(k)]['rules'][name]['alignment'][str(n)] for r in runs])
+
+  best = max(GRID, key=lambda name: values(name).mean())
+  return best, *interval(values(rule) - values(best))
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+  """Returns the page: a table of cosines, one of alignment, and the contest."""
+  rows = {}
+  for what, n in (('cosine', None), ('alignment', '16'), ('alignment', '1024')):
+    table = []
+    for name in RULES:
+      cells = []
+      for k in STALENESS:
+        tail = [what] if n is None else [what, n]
+        mean, half = over_seeds(runs, str(k), 'rules', name, *tail)
+        cells.append(f'{mean:.3f} ± {half:.3f}')
+      table.append((name, *cells))
+    head = ('rule', *(f'k = {k}' for k in STALENESS))
+    rows[what, n] = markdown.table(table, head, 'l' + 'r' * len(STALENESS))
+  spread = ', '.join(
+    f'{over_seeds(runs, str(k), "spread of log r")[0]:.3f}' for k in STALENESS
+  )
+  contests = []
+  for k in STALENESS:
+    for n in SIZES:
+      cells = []
+      for rule in ('balanced .42', 'balanced .50'):
+        best, gap, half = contest(runs, k, n, rule)
+        cells.append(f'{gap:+.3f} ± {half:.3f}')
+      contests.append((str(k), str(n), best, *cells))
+  found = markdown.table(
+    contests,
+    ('k', 'responses', 'best fixed bounds', 'balanced .42 less best', '.50 less best'),
+    'rrlrr',
+  )
+  return '\n\n'.join(
+    [
+      '# The microscope: rules against the true gradient',
+      f'Written by `python -m lab.microscope_page`; {len(runs)} seeds, means with 95 % '
+      't intervals over seeds. Definitions: [lab/microscope_page.py]'
+      '(../../lab/microscope_page.py). The policy has '
+      f'{microscope.transformer.count(microscope.SPEC):,} parameters, and every one of '
+      f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to '
+      f'{microscope.PROMPTS} prompts is enumerated. k is the number of updates between '
+      f'the policy that sampled and the policy that learns; the standard deviation of '
+      f'log r is {spread}.',
+      '![cosine and alignment against staleness](figures/microscope.png)',
+      '## Cosine of the expected update and the true gradient',
+      rows['cosine', None],
+      '## Alignment of one minibatch of 16 responses',
+      rows['alignment', '16'],
+      '## Alignment of one minibatch of 1024 responses',
+      rows['alignment', '1024'],
+      '## A search against the best fixed bounds',
+      'The best of 35 pairs of fixed bounds, chosen with hindsight at each staleness '
+      'and batch size.',
+      found,
+    ]
+  )
+
+
+def draw(runs: list[dict[str, Any]]) -> Any:
+  """Returns a figure: a panel per quantity, a line per rule over staleness."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(13, 4.6), layout='constrained')
+  axes = figure.subplots(1, 3, sharey=False)
+  styles = ('-', '--', ':')
+  panels = (
+    ('cosine of the expected update with grad J', ['cosine']),
+    ('alignment of 16 responses', ['alignment', '16']),
+    ('alignment of 1024 responses', ['alignment', '1024']),
+  )
+  x = np.arange(len(STALENESS))
+  for axis, (title, path) in zip(axes, panels, strict=True):
+    for i, name in enumerate(RULES):
+      y = [over_seeds(runs, str(k), 'rules', name, *path)[0] for k in STALENESS]
+      axis.plot(x, y, styles[i // 10], color=f'C{i % 10}', label=name, linewidth=1.4)
+    axis.set_title(title, fontsize=10)
+    axis.set_xticks(x, [str(k) for k in STALENESS])
+    axis.set_xlabel('updates between mu and pi')
+  axes[-1].legend(fontsize=7, loc='center left', bbox_to_anchor=(1.0, 0.5))
+  return figure
+
+
+def main(*flags: str) -> None:
+  """Measures if asked to, then writes page and figure."""
+  results = FOLDER / 'results' / 'microscope'
+  results.mkdir(parents=True, exist_ok=True)
+  (FOLDER / 'figures').mkdir(exist_ok=True)
+  if '--write' not in flags:
+    for seed in SEEDS:
+      text = json.dumps(measure(seed), indent=1)
+      (results / f'{seed}.json').write_text(text + '\n')
+  runs = [json.loads((results / f'{seed}.json').read_text()) for seed in SEEDS]
+  (FOLDER / 'microscope.md').write_text(page(runs) + '\n')
+  draw(runs).savefig(FOLDER / 'figures' / 'microscope.png', dpi=110)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Off-policy rules equal their published code: the objective and its gradient.
+
+`published.json` holds made tokens, and what the published code of each rule computes
+from them in float64 (`make_published.py`). KPop and DRO, whose code could not be run,
+are compared with formulas in numpy.
+"""
+
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bapo_jax.algorithms import clip, loss, masks
+from bapo_jax.algorithms.knobs import FixedClip
+from bapo_jax.types import Batch
+from tests import making
+
+FOUND = json.loads((pathlib.Path(__file__).parent / 'published.json').read_text())
+SURROGATE = loss.clipped, clip.unclipped
+UNLIMITED = making.bound(loss.tis, cap=math.inf)
+RULES = {  # published code -> loss, clip and mask rule
+  'dppo_tv': (*SURROGATE, masks.dppo_tv),
+  'dppo_kl': (*SURROGATE, masks.dppo_kl),
+  'sapo': (loss.sapo, clip.unclipped, masks.nothing),
+  'vespo': (loss.vespo, clip.unclipped, masks.nothing),
+  'opsm': (*SURROGATE, masks.opsm),
+  'icepop': (UNLIMITED, clip.unclipped, masks.icepop),
+  'm2po': (*SURROGATE, masks.m2po),
+  'dcpo': (loss.clipped, clip.dcpo, masks.nothing),
+  'aspo': (loss.aspo, clip.fixed, masks.nothing),
+  'fipo': (loss.fipo, clip.fixed, masks.nothing),
+}
+
+
+def recorded() -> tuple[jax.Array, Batch]:
+  """Returns (logp_BT, batch) of the made tokens."""
+  made = {name: np.asarray(x) for name, x in FOUND['tokens'].items()}
+  zero_BT = np.zeros(made['mask'].shape, np.int32)
+  fields = zero_BT, made['mask'], made['log_q'], made['log_q'], made['adv']
+  return jnp.asarray(made['log_p']), Batch(
+    *map(jnp.asarray, (*fields, zero_BT[:, 0], zero_BT == 0))
+  )
+
+
+def applied(rules, logp_BT, batch):
+  """Returns (sum of gains, weights) under a loss, a clip and a mask rule."""
+  scale_B = jnp.ones(len(batch.adv_B))
+  find = loss.finder(rules, logp_BT, batch, scale_B)
+
+  def total(logp_BT):
+    return loss.gain(rules[0], logp_BT, batch, find)[0].sum()
+
+  return jax.value_and_grad(total)(logp_BT)
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_rules_equal_their_published_code(name):
+  with jax.enable_x64(True):
+    value, weight_BT = applied(RULES[name], *recorded())
+  wanted = FOUND['rules'][name]
+  np.testing.assert_allclose(weight_BT, wanted['weight'], rtol=1e-6, atol=1e-9)
+  np.testing.assert_allclose(value, wanted['gain'], rtol=1e-6)
+
+
+def test_every_published_rule_is_compared():
+  assert set(RULES) == set(FOUND['rules'])
+
+
+def test_kpop_masks_by_both_divergences():
+  with jax.enable_x64(True):
+    logp_BT, batch = recorded()
+    keep_BT = np.asarray(masks.kpop(logp_BT, batch))
+  p, q, mask = (np.asarray(FOUND['tokens'][x]) for x in ('log_p', 'log_q', 'mask'))
+  p, q = np.exp(p), np.exp(q)
+  both = [
+    a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))
+  ]
+  wanted = (both[0] <= 0.1) & (both[1] <= 0.1)
+  assert 0.05 < wanted[mask].mean() < 0.95
+  # Each direction decides for some token.
+  assert ((both[0] <= 0.1) != (both[1] <= 0.1))[mask].any()
+  np.testing.assert_array_equal(keep_BT[mask], wanted[mask])
+
+
+def test_reinforce_with_a_squared_penalty_is_direct_reward_optimisation():
+  beta = 0.05
+  with jax.enable_x64(True):
+    logp_BT, batch = recorded()
+
+    def total(logp_BT):
+      gain_BT, _ = loss.reinforce(logp_BT, batch, lambda r: clip.unclipped(r, batch, r))
+      return (gain_BT - beta * loss.divergence(logp_BT, batch, 'squared')).sum()
+
+    value, weight_BT = jax.value_and_grad(total)(logp_BT)
+  p, q, mask = (np.asarray(FOUND['tokens'][x]) for x in ('log_p', 'log_q', 'mask'))
+  adv = np.asarray(FOUND['tokens']['adv'])[:, None]
+  objective = adv * p - beta / 2 * (p - q) ** 2
+  np.testing.assert_allclose(value, objective[mask].sum(), rtol=1e-9)
+  np.testing.assert_allclose(weight_BT, (adv - beta * (p - q)) * mask, rtol=1e-9)
+
+
+def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
+  logp_BT, batch = recorded()
+  for limit in (1e-6, 0.001, 0.04, 0.3, 10.0):
+    keep_BT = making.bound(masks.m2po, limit=limit)(logp_BT, batch)
+    log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    square = np.sort(np.square(np.asarray(log_r_BT))[batch.loss_mask_BT])
+    means = np.cumsum(square, dtype=np.float64) / np.arange(1, len(square) + 1)
+    assert int(np.asarray(keep_BT)[batch.loss_mask_BT].sum()) == (means < limit).sum()
+
+
+def test_a_mask_reaches_the_search_of_the_bounds():
+  """A masked token does not count towards the share that a search balances."""
+  logp_BT, batch = recorded()
+  rules = loss.clipped, making.bound(clip.balanced, target=0.5), masks.nothing
+  scale_B = jnp.ones(len(batch.adv_B))
+
+  def bounds(mask_rule):
+    find = loss.finder((*rules[:2], mask_rule), logp_BT, batch, scale_B)
+    return find(loss.ratio(logp_BT, batch))
+
+  def no_negatives(logp_BT, batch):
+    return jnp.broadcast_to((batch.adv_B > 0)[:, None], logp_BT.shape)
+
+  plain, masked = bounds(masks.nothing), bounds(no_negatives)
+  assert plain.keep_BT is None and int(plain.search_steps) > 0
+  # Without negative tokens the share is 1 at the first bounds.
+  assert int(masked.search_steps) == 0 and bool(masked.target_met)
+  assert not np.asarray(masked.keep_BT)[np.asarray(batch.adv_B) < 0].any()
+
+
+@pytest.mark.parametrize(
+  ('ratio', 'adv', 'kept', 'knobs'),
+  [
+    # q = e^-2 = .135: p - q = .203 at r = 2.5 and .190 at r = 2.4; .2 is the limit.
+    (2.4, 1.0, True, {}),
+    (2.5, 1.0, False, {}),
+    (3.0, -1.0, True, {}),
+    # From q = .135 a token cannot fall by .2; by .1 it can: r = .5 is a fall of .068,
+    # r = .25 one of .1015.
+    (0.01, -1.0, True, {}),
+    (0.5, -1.0, True, {'low': 0.1}),
+    (0.25, -1.0, False, {'low': 0.1}),
+    (0.25, 1.0, True, {'low': 0.1}),
+  ],
+)
+def test_binary_total_variation_golden(ratio, adv, kept, knobs):
+  behavior_BT = np.full((1, 1), -2.0, np.float32)
+  batch = making.batch([adv], [[True]], behavior_BT)
+  logp_BT = jnp.asarray(behavior_BT + math.log(ratio))
+  assert bool(making.bound(masks.dppo_tv, **knobs)(logp_BT, batch)[0, 0]) == kept
+
+
+def test_masked_tokens_have_no_gradient_beside_bounds():
+  logp_BT, batch = recorded()
+  rules = loss.clipped, making.bound(clip.fixed, high=1.5), masks.opsm
+  _, weight_BT = applied(rules, logp_BT, batch)
+  keep_BT = np.asarray(masks.opsm(logp_BT, batch))
+  ratio_BT = np.asarray(loss.ratio(logp_BT, batch))
+  adv_BT = np.broadcast_to(np.asarray(batch.adv_B)[:, None], ratio_BT.shape)
+  inside = np.where(adv_BT > 0, ratio_BT < 1.5, ratio_BT > FixedClip().low)
+  live = keep_BT & inside & np.asarray(batch.loss_mask_BT)
+  np.testing.assert_array_equal(np.asarray(weight_BT) != 0, live)
+  assert (~keep_BT & inside).any() and (keep_BT & ~inside).any()
