@@ -14,6 +14,7 @@ update and how it relates to the true gradient of the accuracy J:
 - entropy: the change of a response's entropy for a step of length 1, nats.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -43,13 +44,13 @@ MINIBATCHES = 512  # for rules that read the whole minibatch
 def fixed(low: float, high: float, dual: float = math.inf) -> Any:
   """Returns the clip rule with these bounds."""
   k = knobs.FixedClip(low=low, high=high, dual=dual)
-  return lambda *args: clip.fixed(*args, k)
+  return functools.partial(clip.fixed, k=k)
 
 
 def balanced(target: float) -> Rule:
   """Returns Balanced PO with this target share."""
   k = knobs.BalancedClip(target=target)
-  return Rule(clip=lambda *args: clip.balanced(*args, k), whole_batch=True)
+  return Rule(clip=functools.partial(clip.balanced, k=k), whole_batch=True)
 
 
 def free(objective: Any, mask: Any = masks.nothing, whole_batch: bool = False) -> Rule:
@@ -57,11 +58,7 @@ def free(objective: Any, mask: Any = masks.nothing, whole_batch: bool = False) -
   return Rule(objective, clip.unclipped, mask, whole_batch=whole_batch)
 
 
-def uncapped(*args: Any) -> Any:
-  """Computes `loss.tis` without a cap."""
-  return loss.tis(*args, knobs.TisLoss(cap=math.inf))
-
-
+UNCAPPED = functools.partial(loss.tis, k=knobs.TisLoss(cap=math.inf))
 RULES = {
   'GRPO': GRPO,
   'clip-higher': Rule(clip=fixed(0.8, 1.28)),
@@ -78,10 +75,10 @@ RULES = {
   'ASPO': Rule(loss.aspo, fixed(0.8, 1.2)),
   'FIPO': Rule(loss.fipo, fixed(0.8, 1.2)),
   'DCPO': Rule(clip=clip.dcpo),
-  'DPPO-TV': free(uncapped, masks.dppo_tv),
-  'DPPO-KL': free(uncapped, masks.dppo_kl),
-  'IcePop': free(uncapped, masks.icepop),
-  'KPop': free(uncapped, masks.kpop),
+  'DPPO-TV': free(UNCAPPED, masks.dppo_tv),
+  'DPPO-KL': free(UNCAPPED, masks.dppo_kl),
+  'IcePop': free(UNCAPPED, masks.icepop),
+  'KPop': free(UNCAPPED, masks.kpop),
   'M2PO': free(loss.clipped, masks.m2po, whole_batch=True),
   'OPSM': Rule(clip=fixed(0.8, 1.2), mask=masks.opsm),
 }
