@@ -135,9 +135,11 @@ def gradient(params: Tree, task: Task, weight_NT: Array) -> Tree:
 
     return jax.tree.map(jnp.add, total, jax.grad(weighted)(params)), None
 
-  parts = (x.reshape(-1, CHUNK, x.shape[1]) for x in (task.tokens_NT, weight_NT))
+  def of_rows(x_NT: Array) -> Array:
+    return x_NT.reshape(-1, CHUNK, x_NT.shape[1])
+
   zero = jax.tree.map(jnp.zeros_like, params)
-  return jax.lax.scan(add, zero, tuple(parts))[0]
+  return jax.lax.scan(add, zero, (of_rows(task.tokens_NT), of_rows(weight_NT)))[0]
 
 
 @jax.jit

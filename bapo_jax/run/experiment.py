@@ -191,7 +191,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{knob_lists.lines(c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}\n'
-    f'  memory     {derive.wrapped(memory, " " * knob_lists.MARGIN).lstrip()}\n'
+    f'  memory     {derive.wrapped(memory, " " * (knob_lists.LABEL + 2)).lstrip()}\n'
     f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
     f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
     f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
