@@ -119,7 +119,7 @@ def spec_of(
   return P(*entries)
 
 
-def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
+def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> Tree:
   """Returns the NamedShardings of a tree of parameters or of optimiser moments."""
 
   def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
@@ -129,7 +129,7 @@ def shardings(tree: Tree, mesh: Mesh, layout: str = 'train') -> Tree:
   return jax.tree.map_with_path(place, tree)
 
 
-def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
+def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
@@ -138,7 +138,7 @@ def over_rows(mesh: Mesh, rows: int = 0) -> NamedSharding:
   return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
 
 
-def layout_of_rows(tree: Tree, mesh: Mesh) -> Tree:
+def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
   """Returns a tree of shardings: `over_rows` for arrays, replicated for scalars."""
   return jax.tree.map(
     lambda x: over_rows(mesh, x.shape[0]) if x.ndim else replicated(mesh), tree
@@ -152,7 +152,7 @@ def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
   return jax.device_put(tree, layout_of_rows(tree, mesh))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
   """Returns the sharding of small arrays replicated on every device."""
   return NamedSharding(mesh, P())
 
@@ -162,7 +162,7 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
-def over_cache(mesh: Mesh, kv_heads: int) -> NamedSharding:
+def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
   heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
   return NamedSharding(mesh, P(ROWS, heads))
@@ -209,3 +209,23 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     if n % math.prod(found.shape[name] for name in names):
       return x
   return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+def constrain_params(tree: AnyTree, layout: str = 'train') -> AnyTree:
+  """Shards parameters or moments by their paths; a no-op without an ambient mesh.
+
+  A program that returns parameters must call this: XLA's GPU compiler otherwise returns
+  the result of a `cond` in full on every device, and then reuses no donated argument.
+  """
+  found = ambient()
+  if found is None:
+    return tree
+  return jax.lax.with_sharding_constraint(tree, shardings(tree, found, layout))
+
+
+def constrain_rows(tree: AnyTree) -> AnyTree:
+  """Shards the rows of all arrays by `layout_of_rows`; a no-op without a mesh."""
+  found = ambient()
+  if found is None:
+    return tree
+  return jax.lax.with_sharding_constraint(tree, layout_of_rows(tree, found))

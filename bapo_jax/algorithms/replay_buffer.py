@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bapo_jax import sharding
 from bapo_jax.algorithms import knobs
 from bapo_jax.types import (
   SOURCES,
@@ -180,7 +181,8 @@ def insert(
   responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  return ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands), counts
+  buffer = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)
+  return sharding.constrain_rows(buffer), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:

@@ -12,23 +12,31 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bapo_jax.learner import pictured
+from bapo_jax.learner.pictured import Variables
 from bapo_jax.types import Tree
 
 Aux = Any
 
 
-def _zeros(params: Tree) -> Tree:
+def _zeros(params: Variables) -> Variables:
   # Accumulators in float32: a sum in bfloat16 would lose small terms.
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+  return pictured.constrain(zeros)
+
+
+def _add(sums: Variables, grads: Variables) -> Variables:
+  # Sums are sharded like the parameters, so a device scatters what it does not keep.
+  return pictured.constrain(jax.tree.map(jnp.add, sums, grads))
 
 
 def summed(
-  value_of: Callable[[Tree, Array], tuple[Array, Aux]],
-  params: Tree,
+  value_of: Callable[[Variables, Array], tuple[Array, Aux]],
+  params: Variables,
   used: Array,
   aux: Aux,
   merge: Callable[[Array, Aux, Aux], Aux],
-) -> tuple[Array, Tree, Aux]:
+) -> tuple[Array, Variables, Aux]:
   """Sums value and gradients of the first `used` micro-batches, one by one.
 
   Args:
@@ -39,21 +47,23 @@ def summed(
     (value, float32 gradients, aux).
   """
 
-  def add(n: Array, state: tuple[Array, Tree, Aux]) -> tuple[Array, Tree, Aux]:
+  def add(
+    n: Array, state: tuple[Array, Variables, Aux]
+  ) -> tuple[Array, Variables, Aux]:
     total, sums, aux = state
     (value, new), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
-    return total + value, jax.tree.map(jnp.add, sums, grads), merge(n, aux, new)
+    return total + value, _add(sums, grads), merge(n, aux, new)
 
   return jax.lax.fori_loop(0, used, add, (jnp.float32(0), _zeros(params), aux))
 
 
 def forward_all(
-  stats_of: Callable[[Tree, Array], Tree],
-  params: Tree,
+  stats_of: Callable[[Variables, Array], Tree],
+  params: Variables,
   count: int,
   used: Array,
   frozen: Tree = None,
-) -> tuple[Tree, Callable[[Tree], Tree]]:
+) -> tuple[Tree, Callable[[Tree], Variables]]:
   """Runs all forward passes and returns a function that runs all backward passes.
 
   A loss over all micro-batches, such as one with bounds searched over all tokens, then
@@ -88,8 +98,8 @@ def forward_all(
   stored = [jnp.zeros((count, *x.shape), x.dtype) for x in residuals]
   stats, stored = jax.lax.fori_loop(0, used, store, (nothing, stored))
 
-  def backward(d_stats: Tree) -> Tree:
-    def add(n: Array, sums: Tree) -> Tree:
+  def backward(d_stats: Tree) -> Variables:
+    def add(n: Array, sums: Variables) -> Variables:
       # Traces the forward pass again and replaces its residuals by the stored arrays;
       # the compiler removes the forward pass, since nothing reads its results.
       _, pull = jax.vjp(lambda params: stats_of(params, n), params)
@@ -97,7 +107,7 @@ def forward_all(
       restored = iter(stored)
       leaves = [x if id(x) in shared else next(restored)[n] for x in leaves]
       (grads,) = jax.tree.unflatten(tree, leaves)(d_stats)
-      return jax.tree.map(jnp.add, sums, grads)
+      return _add(sums, grads)
 
     return jax.lax.fori_loop(0, used, add, _zeros(params))
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from bapo_jax import sharding
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.learner.objective import Objective
@@ -213,5 +214,6 @@ def learn(
   # is a non-finite update: it would ruin moments and weights for good. `cond`, because
   # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
-  params, opt = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
-  return params, opt, metrics, tokens
+  state = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
+  params, opt = sharding.constrain_params(state)
+  return params, opt, metrics, sharding.constrain_rows(tokens)

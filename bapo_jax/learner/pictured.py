@@ -152,6 +152,14 @@ class Variables(NamedTuple):
     return merged_PMD.reshape(-1, merged_PMD.shape[-1])
 
 
+def constrain(v: Variables) -> Variables:
+  """Shards variables or their gradients over the ambient mesh, if there is one."""
+  return Variables(
+    sharding.constrain_params(v.params),
+    None if v.merged_PMD is None else sharding.constrain_rows(v.merged_PMD),
+  )
+
+
 def variables(
   params: Tree, pictures: Seen, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> tuple[Variables, EmbeddedPictures | None, Callable[[Variables], Tree]]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bapo_jax import sharding
 from bapo_jax.learner import pictured
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.models import logprobs
@@ -61,7 +62,9 @@ def packed_logprobs(
     return logp_BT + packed.unpack(stats.logp_BT, n)
 
   nothing_BT = jnp.zeros(tokens_BT.shape, jnp.float32)
-  return jax.lax.fori_loop(0, packed.used, add, nothing_BT)
+  return sharding.constrain_rows(
+    jax.lax.fori_loop(0, packed.used, add, sharding.constrain_rows(nothing_BT))
+  )
 
 
 def score(
@@ -113,4 +116,5 @@ def recompute(
   diff_PGT = jnp.where(same_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
   logp_PGT = jnp.where(same_PGT, logp_PGT, groups.behavior_logp_PGT)
   diff = LogpDiff(diff_PGT.sum(), diff_PGT.max(), same_PGT.sum())
-  return groups._replace(behavior_logp_PGT=logp_PGT), diff
+  groups = groups._replace(behavior_logp_PGT=logp_PGT)
+  return sharding.constrain_rows(groups), diff

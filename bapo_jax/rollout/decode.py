@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Bool, Float32, Int32, UInt32
 
@@ -109,12 +109,20 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
   )
 
 
-def slot_shardings(like: Slots, mesh: Mesh) -> Slots:
+def slot_shardings(like: Slots, mesh: Mesh | AbstractMesh) -> Slots:
   """Returns the shardings of `Slots`: split by slot, and the cache also by head."""
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
   return jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
+
+
+def _constrain(slots: Slots) -> Slots:
+  """Shards the slots over the ambient mesh, if there is one."""
+  mesh = sharding.ambient()
+  if mesh is None:
+    return slots
+  return jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames='slots')
@@ -164,10 +172,11 @@ def admit(
     done_S=put(slots.done_S, False),
   )
   prefilled, shift_R = _prefill(params, tokens_RT, pictures, spec)
-  return slots._replace(
+  slots = slots._replace(
     cache=decoder.store(slots.cache, prefilled, slot_A, from_A),
     shift_S=None if slots.shift_S is None else put(slots.shift_S, shift_R[from_A]),
   )
+  return _constrain(slots)
 
 
 def _prefill(
@@ -204,7 +213,8 @@ def refresh(
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
   prefilled, _ = _prefill(params, tokens_At, pictures, spec)
   from_A = jnp.arange(slot_A.shape[0])
-  return slots._replace(cache=decoder.store(slots.cache, prefilled, slot_A, from_A))
+  cache = decoder.store(slots.cache, prefilled, slot_A, from_A)
+  return _constrain(slots._replace(cache=cache))
 
 
 @functools.partial(
@@ -250,7 +260,7 @@ def run(
   def decode_block(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
     i, s = carry
     steps = jnp.minimum(DONE_CHECK_INTERVAL, n - i)
-    s = jax.lax.fori_loop(0, steps, lambda _, s: step(s), s)
+    s = jax.lax.fori_loop(0, steps, lambda _, s: _constrain(step(s)), s)
     return i + DONE_CHECK_INTERVAL, s
 
   def unfinished(carry: tuple[Array, Slots]) -> Array:
@@ -264,7 +274,8 @@ def run(
   _, s = jax.lax.while_loop(unfinished, decode_block, carry)
   cache = [a + b for a, b in zip(s.cache, far, strict=True)]
   position_S = jnp.where(s.done_S, -s.position_S, s.position_S)
-  return s._replace(cache=cache), sharding.constrain(position_S, None)
+  s = _constrain(s._replace(cache=cache))
+  return s, sharding.constrain(position_S, None)
 
 
 def _step(
@@ -329,7 +340,8 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
       rows.policy_version_BT, jnp.where(response_mask_ST, slots.policy_version_ST, -1)
     ),
   )
-  return slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S)), rows
+  slots = slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S))
+  return _constrain(slots), sharding.constrain_rows(rows)
 
 
 @functools.partial(jax.jit, static_argnames='group')

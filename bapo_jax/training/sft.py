@@ -98,7 +98,8 @@ def imitate(
     objective, trained, packed.used, None, lambda n, so_far, found: None
   )
   updates, opt = tx.update(of_params(grads), opt, params)
-  return optax.apply_updates(params, updates), opt, value
+  state = optax.apply_updates(params, updates), opt
+  return *sharding.constrain_params(state), value
 
 
 def fit(

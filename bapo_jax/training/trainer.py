@@ -260,7 +260,8 @@ def insert(
   if not t.config.batch.active.uses_buffer:
     return s, metrics
   with t.timer('insert'):
-    buffer, moves = replay_buffer.insert(
+    insert = sharding.under(t.mesh, replay_buffer.insert)
+    buffer, moves = insert(
       s.buffer,
       groups,
       reevaluated.groups,
@@ -272,5 +273,5 @@ def insert(
       max_reuse=t.config.buffer.max_reuse,
       hard_order=t.config.buffer.hard_order,
     )
-    buffer = jax.block_until_ready(sharding.split_rows(buffer, t.mesh))
+    buffer = jax.block_until_ready(buffer)
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}

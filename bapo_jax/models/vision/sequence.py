@@ -8,6 +8,7 @@ arXiv:2409.12191). Axis letters are those of grids.py.
 import jax.numpy as jnp
 from jax import Array
 
+from bapo_jax import sharding
 from bapo_jax.models import decoder, layers
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Places
@@ -74,7 +75,7 @@ def embedded(
   merged_PMD = tower.forward(
     params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
   )
-  return EmbeddedPictures(merged_PMD, grid_PI2)
+  return EmbeddedPictures(sharding.constrain_rows(merged_PMD), grid_PI2)
 
 
 def place_responses(

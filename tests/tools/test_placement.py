@@ -1,0 +1,170 @@
+"""No compiled program keeps an array whole on a device that should hold a shard of it.
+
+The same checks run on eight virtual devices here, and for eight H100s and a v5e slice
+where their compilers are installed (requirements-plan.txt).
+"""
+
+import functools
+import math
+import re
+
+import jax
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.algorithms import replay_buffer
+from bapo_jax.models.layers import Schedule
+from bapo_jax.rollout import decode
+from bapo_jax.tools.plan import hlo, programs
+from bapo_jax.training import rules
+from bapo_jax.types import empty_groups
+from tests.tools.test_plan import small
+
+LARGE = 2**19  # bytes; smaller arrays may be replicated
+LOOP = re.compile(r' = \((.*?)\) while\(')
+
+
+def config_of(path, **knobs):
+  config = small(path).with_values(
+    model={'layers': None},
+    sampler={'max_new_tokens': 384, 'max_num_seqs': 32},
+    batch={'rule': 'adapted'},
+    learner={'grad_accum_steps': 2},
+  )
+  return config.with_values(**knobs)
+
+
+def job_of(config, devices):
+  mesh = sharding.make(1, 4, 2, devices=devices)
+  spec = programs.device_spec(config, devices[0].platform)
+  return programs.Job(config, spec, Schedule(), mesh)
+
+
+def harvest(job):
+  """The program that copies finished rows to the output."""
+  slots, _ = programs.slots_of(job)
+  shape = (
+    job.config.prompts.count * job.config.sampler.group_size,
+    job.config.row_length,
+  )
+  rows = decode.Rows(
+    *(jax.ShapeDtypeStruct(shape, kind) for kind in ('int32', 'float32', 'int32'))
+  )
+  rows = programs.place(rows, sharding.layout_of_rows(rows, job.mesh))
+  return decode.harvest, (slots, rows), {}
+
+
+def refresh(job):
+  """The program that recomputes the cache of partial rollouts."""
+  slots, _ = programs.slots_of(job)
+  at = jax.ShapeDtypeStruct((8,), 'int32')
+  return (
+    decode.refresh,
+    (programs.actor(job), slots, at),
+    {
+      'spec': job.spec,
+      'columns': 256,
+    },
+  )
+
+
+def insert(job):
+  """The program that puts groups into the replay buffer."""
+  config, mesh = job.config, job.mesh
+  P, G, T = config.prompts.count, config.sampler.group_size, config.row_length
+  fresh, again, batch = (
+    jax.eval_shape(functools.partial(empty_groups, n, G, T))
+    for n in (P, config.buffer.reevaluate, config.seats)
+  )
+  source_P = jax.ShapeDtypeStruct((config.seats,), 'int32')
+  rows = fresh, again, batch, source_P
+  rows = programs.place(rows, sharding.layout_of_rows(rows, mesh))
+  static = {
+    'thresholds': rules.bind(config).thresholds,
+    'max_off_policy_steps': config.buffer.max_off_policy_steps,
+    'max_reuse': config.buffer.max_reuse,
+    'hard_order': config.buffer.hard_order,
+  }
+  return replay_buffer.insert, (programs.buffer(job), *rows, 0), static
+
+
+def large(tree):
+  """Returns the large arrays of a placed tree that are sharded."""
+  found = []
+  for x in jax.tree.leaves(tree):
+    layout = getattr(x, 'sharding', None)
+    if layout is None or layout.shard_shape(x.shape) == x.shape:
+      continue
+    if math.prod(x.shape) * x.dtype.itemsize > LARGE:
+      found.append(x)
+  return found
+
+
+def check(function, args, static, mesh):
+  """Compiles a program and checks its outputs, its donated arguments and its loops."""
+  with sharding.current(mesh):
+    compiled = function.lower(*args, **static).compile()
+    results = jax.eval_shape(functools.partial(function, **static), *args)
+  sharded = large(args)
+  assert sharded, 'nothing to check'
+  # An output with the shape of a sharded argument has the size of its shard.
+  shard = {(x.shape, x.dtype): x.sharding.shard_shape(x.shape) for x in sharded}
+  outputs = jax.tree.leaves(compiled.output_shardings)
+  for x, layout in zip(jax.tree.leaves(results), outputs, strict=True):
+    if (x.shape, x.dtype) in shard:
+      found = math.prod(layout.shard_shape(x.shape))
+      assert found <= math.prod(shard[x.shape, x.dtype]), (x.shape, layout)
+  # Donated arguments are reused: no output beside them but small arrays.
+  m, beside = compiled.memory_analysis(), 0
+  for x, layout in zip(jax.tree.leaves(results), outputs, strict=True):
+    if (x.shape, x.dtype) not in shard:
+      beside += math.prod(layout.shard_shape(x.shape)) * x.dtype.itemsize
+  donated = any(x.donated for x in jax.tree.leaves(compiled.args_info))
+  if donated:
+    assert m.output_size_in_bytes - m.alias_size_in_bytes <= beside + LARGE
+  # No loop carries the whole of a sharded array.
+  whole = {x.shape for x in sharded}
+  for carry in LOOP.findall(compiled.as_text()):
+    for _, dims in hlo.ARRAY.findall(carry):
+      shape = tuple(int(n) for n in dims.split(',') if n)
+      assert shape not in whole, f'a loop carries {shape} whole'
+
+
+KINDS = {
+  'train step': programs.train_step,
+  'log-prob pass': programs.score,
+  'prefill': programs.prefill,
+  'decode': programs.decode,
+  'harvest': harvest,
+  'refresh': refresh,
+  'insert': insert,
+}
+
+
+def checked(name, config, devices):
+  job = job_of(config, devices)
+  made = KINDS[name](job)
+  if isinstance(made, programs.Program):
+    made = made.function, made.args, made.static
+  check(*made, job.mesh)
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_every_program_keeps_its_shards(name, tmp_path):
+  checked(name, config_of(tmp_path), jax.devices())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('name', KINDS)
+@pytest.mark.parametrize('where', ['h100:8', 'v5e:2x4'])
+def test_every_program_keeps_its_shards_on_accelerators(
+  topology, where, name, tmp_path
+):
+  checked(name, config_of(tmp_path), topology(where))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('where', ['h100:8', 'v5e:2x4'])
+def test_adapters_keep_their_shards(topology, where, tmp_path):
+  config = config_of(tmp_path, lora={'rank': 64})
+  checked('train step', config, topology(where))
