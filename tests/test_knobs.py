@@ -30,11 +30,11 @@ INF, NAN = math.inf, math.nan
   ('path', 'sentence'),
   [
     # Of a rule that is not in force, too; and of the source of a weight.
-    ('clip.fixed.target', 'the nearest in its section are dual, high, low'),
+    ('clip.fixed.target', 'the nearest in its section are high, dual, low'),
     ('clip.unclipped.low', 'its section has no knobs'),
     (
       'batch.weights.reuse',
-      'the nearest in its section are reused, reevaluated, fresh',
+      'the nearest in its section are reused, fresh, reevaluated',
     ),
     ('clop', 'the nearest in its section are clip, '),
   ],

@@ -160,9 +160,8 @@ def insert(
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
   k_P = tried.correct_PG.sum(1)
-  usage_count_P = buffer.usage_count_P + _among(
-    buffer.reusable.id_P, jnp.where(source_P == REUSED, groups.id_P, -1)
-  )
+  reused_P = jnp.where(source_P == REUSED, groups.id_P, -1)
+  usage_count_P = buffer.usage_count_P + _among(buffer.reusable.id_P, reused_P)
   # Promoted groups without a seat wait; if dropped, they would be lost untrained.
   waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
   waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
@@ -181,8 +180,8 @@ def insert(
   responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  buffer = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)
-  return sharding.constrain_rows(buffer), counts
+  stored = hard, reusable, usage_count_P, correct, responses, bands
+  return sharding.constrain_rows(ReplayBuffer(*stored)), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:

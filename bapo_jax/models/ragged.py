@@ -147,29 +147,20 @@ def _tpu(
 ) -> Array:
   """Runs the TPU kernel in blocks of n columns, by default `block_columns`.
 
-  The slots are in two halves, for the two cores of a v4 or v5p. A half has a grid step
-  for each of its live blocks. The half with fewer blocks repeats the last block, which
-  is not read again.
+  The slots are in two halves, for the two cores of a v4 or v5p. The half with fewer
+  blocks repeats the last block, which is not read again.
   """
   from jax.experimental.pallas import tpu as pltpu
 
-  heads = q_SKGC.shape[2]
-  # Rows of zeros fill the tiles.
+  heads = q_SKGC.shape[2]  # rows of zeros fill the tiles
   q_SKGC = jnp.pad(q_SKGC, ((0, 0), (0, 0), (0, -heads % SUBLANES), (0, 0)))
   (S, K, G, C), T = q_SKGC.shape, k_SKCT.shape[3]
   n = n or block_columns(K, C, T, k_SKCT.dtype.itemsize)
-  halves = 2 - S % 2
-  count_hS = blocks(length_S, n).reshape(halves, -1)
-  end_hS = jnp.cumsum(count_hS, 1)
-  # Step i of a half visits the slot after all slots that end at or before i.
-  step_N = jnp.arange(S // halves * (T // n))
-  slot_hN = (end_hS[:, None] <= step_N[:, None]).sum(2, dtype=jnp.int32)
-  slot_hN = jnp.minimum(slot_hN, S // halves - 1)
-  slot_hN += S // halves * jnp.arange(halves, dtype=jnp.int32)[:, None]
-  steps = (slot_hN.ravel(), (end_hS - count_hS).ravel(), length_S)
+  halves, steps = 2 - S % 2, S // (2 - S % 2) * (T // n)  # most steps of a half
+  slot_N, first_S, most = _visits(length_S, halves, steps, n)
 
   def where(half: Array, i: Array, slot_N: Any, first_S: Any, length_S: Any) -> Any:
-    slot = slot_N[half * step_N.size + i]
+    slot = slot_N[half * steps + i]
     return slot, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
 
   def by_slot(*at: Any) -> tuple[Any, ...]:
@@ -187,10 +178,10 @@ def _tpu(
   turned = C % LANES > 0
   v = v_SKTC.swapaxes(2, 3) if turned else v_SKTC
   mixed_SKGC = pl.pallas_call(
-    functools.partial(_tpu_step, steps=step_N.size, n=n, axis=int(turned)),
+    functools.partial(_tpu_step, steps=steps, n=n, axis=int(turned)),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
-      grid=(halves, end_hS[:, -1].max()),
+      grid=(halves, most),
       in_specs=[
         pl.BlockSpec((1, K, G, C), by_slot),
         pl.BlockSpec((1, K, C, n), keys),
@@ -203,8 +194,27 @@ def _tpu(
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
     interpret=interpret,
     name='ragged_decode',
-  )(*steps, q_SKGC, k_SKCT, v)
+  )(slot_N, first_S, length_S, q_SKGC, k_SKCT, v)
   return mixed_SKGC[:, :, :heads]
+
+
+def _visits(
+  length_S: Array, halves: int, steps: int, n: int
+) -> tuple[Array, Array, Array]:
+  """Plans the grid of the TPU kernel: a step for each live block of a half.
+
+  Returns (the slot of each step [halves * steps], the first step of each slot [S], the
+  number of steps of the half that has more). Steps past the last live block keep the
+  last slot of their half.
+  """
+  count_hS = blocks(length_S, n).reshape(halves, -1)
+  end_hS = jnp.cumsum(count_hS, 1)
+  # Step i of a half visits the slot after all slots that end at or before i.
+  step_N, slots = jnp.arange(steps), count_hS.shape[1]
+  slot_hN = (end_hS[:, None] <= step_N[None, :, None]).sum(2, dtype=jnp.int32)
+  slot_hN = jnp.minimum(slot_hN, slots - 1)
+  slot_hN += slots * jnp.arange(halves, dtype=jnp.int32)[:, None]
+  return slot_hN.ravel(), (end_hS - count_hS).ravel(), end_hS[:, -1].max()
 
 
 def _tpu_step(
