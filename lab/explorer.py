@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from bapo_jax import knobs as knobs_lib
-from bapo_jax.algorithms import clip, knobs, loss
-from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
+from bapo_jax.algorithms import clip, knobs, loss, masks
+from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
 from bapo_jax.knobs import Section
 from bapo_jax.runtime import files
 from lab import own_table, rule_curves
@@ -41,11 +41,14 @@ SLIDERS = {
   'loss.clipped.limit': (0.1, 3.0, 0.1),
   'loss.decoupled.cap': (0.1, 5.0, 0.1),
   'loss.tis.cap': (0.1, 5.0, 0.1),
-  'loss.dppo_tv.low': (0.01, 1.0, 0.01),
-  'loss.dppo_tv.high': (0.01, 1.0, 0.01),
-  'loss.dppo_tv.cap': (0.5, 20.0, 0.5),
   'loss.sapo.positive': (0.05, 10.0, 0.05),
   'loss.sapo.negative': (0.05, 10.0, 0.05),
+  'loss.vespo.positive': (0.1, 6.0, 0.1),
+  'loss.vespo.negative': (0.1, 6.0, 0.1),
+  'loss.aspo.cap': (1.0, 10.0, 0.1),
+  'loss.fipo.half_life': (1.0, 128.0, 1.0),
+  'loss.fipo.limits': (0.1, 3.0, 0.05),
+  'loss.fipo.safety': (0.5, 10.0, 0.5),
   'clip.fixed.low': (0.0, 1.0, 0.01),
   'clip.fixed.high': (1.0, 4.0, 0.01),
   'clip.fixed.dual': (1.1, 8.0, 0.1),
@@ -55,15 +58,31 @@ SLIDERS = {
   'clip.balanced.low_step': (0.0, 0.1, 0.005),
   'clip.balanced.high_step': (0.0, 0.5, 0.01),
   'clip.balanced.dual': (1.1, 8.0, 0.1),
+  'clip.dcpo.low': (0.01, 1.0, 0.01),
+  'clip.dcpo.high': (0.01, 1.0, 0.01),
+  'clip.dcpo.cap': (1.5, 20.0, 0.5),
+  'clip.dcpo.dual': (1.1, 8.0, 0.1),
+  'mask.dppo_tv.low': (0.01, 1.0, 0.01),
+  'mask.dppo_tv.high': (0.01, 1.0, 0.01),
+  'mask.dppo_kl.low': (0.01, 1.0, 0.01),
+  'mask.dppo_kl.high': (0.01, 1.0, 0.01),
+  'mask.icepop.low': (0.0, 1.0, 0.05),
+  'mask.icepop.high': (1.0, 10.0, 0.1),
+  'mask.kpop.limit': (0.01, 1.0, 0.01),
+  'mask.opsm.limit': (0.01, 1.0, 0.01),
 }
-# The penalty is no part of a rule; the batch of the page has rows of one source.
+# The penalty is no part of a rule; the batch of the page has rows of one source; M2PO
+# masks a token by all others of a minibatch, so that a single token has no curve.
 LEFT_OUT = {
+  'mask.m2po.limit',
   'loss.kl',
   'loss.kl_direction',
   'clip.balanced.sources',
   'clip.balanced.reused_high',
 }
-RULES = {'loss': loss.RULES, 'clip': clip.RULES}
+MASKS = {name: rule for name, rule in masks.RULES.items() if name != 'm2po'}
+RULES = {'loss': loss.RULES, 'clip': clip.RULES, 'mask': MASKS}
+SLOTS = {'loss': LossConfig, 'clip': ClipConfig, 'mask': MaskConfig}
 # Settings of published methods; `range` is how far the axis of ratios goes.
 METHODS: dict[str, dict[str, Any]] = {
   'Balanced PO': {},
@@ -82,7 +101,23 @@ METHODS: dict[str, dict[str, Any]] = {
   },
   'CISPO': {'loss.rule': 'cispo', 'clip.rule': 'fixed', 'clip.fixed.low': 0.0},
   'TIS': {'loss.rule': 'tis', 'clip.rule': 'unclipped'},
-  'DPPO': {'loss.rule': 'dppo_tv', 'clip.rule': 'unclipped'},
+  'DPPO': {
+    'loss.rule': 'tis',
+    'loss.tis.cap': 20.0,
+    'clip.rule': 'unclipped',
+    'mask.rule': 'dppo_tv',
+  },
+  'IcePop': {
+    'loss.rule': 'tis',
+    'loss.tis.cap': math.inf,
+    'clip.rule': 'unclipped',
+    'mask.rule': 'icepop',
+  },
+  'DeepSeek-V3.2 (sequence masking)': {'clip.rule': 'fixed', 'mask.rule': 'opsm'},
+  'DCPO': {'clip.rule': 'dcpo'},
+  'VESPO': {'loss.rule': 'vespo', 'clip.rule': 'unclipped'},
+  'ASPO': {'loss.rule': 'aspo', 'clip.rule': 'fixed'},
+  'FIPO': {'loss.rule': 'fipo', 'clip.rule': 'fixed'},
   'SAPO': {
     'loss.rule': 'sapo',
     'loss.aggregate': 'sequence',
@@ -94,8 +129,8 @@ METHODS: dict[str, dict[str, Any]] = {
 def knobs_of() -> dict[str, dict[str, Any]]:
   """Returns name -> value, meaning, limits, and slider or choices of every knob."""
   described = {}
-  for slot, section in (('loss', LossConfig()), ('clip', ClipConfig())):
-    for name, field, value in knobs_lib.fields(section, slot):
+  for slot, section in SLOTS.items():
+    for name, field, value in knobs_lib.fields(section(), slot):
       if name in LEFT_OUT:
         continue
       found = {'value': value, 'meaning': field.description}
@@ -145,10 +180,9 @@ def rules() -> dict[str, dict[str, dict[str, str]]]:
       'bounds': getattr(getattr(slot, name), 'bounds', ''),
     }
 
-  slots: dict[str, Section] = {'loss': LossConfig(), 'clip': ClipConfig()}
   return {
-    slot: {name: described(section, name, rule) for name, rule in RULES[slot].items()}
-    for slot, section in slots.items()
+    slot: {name: described(section(), name, rule) for name, rule in RULES[slot].items()}
+    for slot, section in SLOTS.items()
   }
 
 

@@ -98,7 +98,10 @@ def _of_loss(rule: LossRule, recorded: Tokens) -> dict[str, Any]:
     tokens.append(np.asarray(loss.weights(bound, *recorded, bounds))[mask_BT])
   return {
     'slot': 'loss',
-    'beside': {'clip.rule': 'fixed' if uses_bounds else 'unclipped'},
+    'beside': {
+      'clip.rule': 'fixed' if uses_bounds else 'unclipped',
+      'mask.rule': 'none',
+    },
     'axes': axes,
     'probabilities': probabilities.tolist(),
     'gains': packed(gains),
@@ -138,7 +141,11 @@ def _of_clip(rule: ClipRule, recorded: Tokens) -> dict[str, Any]:
     found += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
   shared = {
     'slot': 'clip',
-    'beside': {'loss.rule': 'clipped', 'loss.aggregate': 'token'},
+    'beside': {
+      'loss.rule': 'clipped',
+      'loss.aggregate': 'token',
+      'mask.rule': 'none',
+    },
     'axes': axes,
   }
   if not by_token:

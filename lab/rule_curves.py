@@ -56,7 +56,7 @@ def curve(
   rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (gain_N, weight_N) of responses of one token; see `single`."""
-  gain_BT, _ = rule(logp_BT, batch, lambda _: bounds)
+  gain_BT, _ = loss.gain(rule, logp_BT, batch, lambda _: bounds)
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   return np.asarray(gain_BT)[:, 0], np.asarray(weight_BT)[:, 0]
 

@@ -197,7 +197,8 @@ def aspo(
   # The value of a weight, with the gradient of logp: 1 at ahead_BT.
   ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
   weight_BT = jnp.exp(sign_B1 * fixed_BT)
-  capped_BT = jnp.where(batch.loss_mask_BT, k.cap * logp_BT, 0)
+  # Not k.cap itself: an infinite cap would give 0 * inf in the gradient.
+  capped_BT = jnp.where(batch.loss_mask_BT, jnp.minimum(weight_BT, k.cap) * logp_BT, 0)
   live_BT = jnp.where(weight_BT > k.cap, capped_BT, weight_BT * ahead_BT)
   gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
   return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds

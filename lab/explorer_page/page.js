@@ -170,7 +170,7 @@ function buildChoices() {
   choose(byId('method'), all, method ? method[0] : '', (name) => {
     if (name) set({ ...DEFAULTS, ...METHODS[name] });
   });
-  for (const [id, slot] of [['loss', 'loss'], ['clip', 'clip']]) {
+  for (const [id, slot] of [['loss', 'loss'], ['clip', 'clip'], ['mask', 'mask']]) {
     const choices = KNOBS[`${slot}.rule`].choices.map((rule) =>
       [rule === 'own' ? DATA.own.title : rule, rule, DATA.rules[slot][rule].title]);
     choose(byId(id), choices, knobs[`${slot}.rule`], (rule) => set({ [`${slot}.rule`]: rule }));
@@ -185,7 +185,8 @@ function shownKnobs() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
   const names = Object.keys(DATA.knobs).filter(
     (name) => !name.endsWith('.rule') && name !== 'loss.aggregate'
-      && (name.startsWith(`loss.${rule}.`) || name.startsWith(`clip.${bounds}.`)));
+      && [`loss.${rule}.`, `clip.${bounds}.`, `mask.${knobs['mask.rule']}.`].some(
+        (prefix) => name.startsWith(prefix)));
   if (isOwn(knobs)) {
     const axes = DATA.own.axes.map((axis) => axis.name);
     return [...axes, 'p', 'range'];
@@ -305,13 +306,15 @@ const percent = (x) => `${(100 * x).toFixed(1)} %`;
 function showFormulas() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
   const surrogate = bounds === 'balanced' && knobs['clip.balanced.contribution'] === 'surrogate';
-  const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`];
+  const mask = knobs['mask.rule'];
+  const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`, `mask-${mask}`];
   const texts = byId('formula-texts').content;
   byId('formulas').replaceChildren(...ids.flatMap((id) => {
     const found = texts.getElementById(`formula-${id}`);
     return found ? [found.cloneNode(true)] : [];
   }));
-  byId('about').replaceChildren(...[['loss', rule], ['clip', bounds]].flatMap(([slot, name]) => {
+  const named = [['loss', rule], ['clip', bounds], ...(mask === 'none' ? [] : [['mask', mask]])];
+  byId('about').replaceChildren(...named.flatMap(([slot, name]) => {
     const { title, about } = DATA.rules[slot][name];
     return about.split('\n\n').map((text, i) => {
       const paragraph = document.createElement('p');
@@ -331,6 +334,7 @@ function showFormulas() {
 function commandOf() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
   const active = new Set([...shownKnobs(), 'loss.rule', 'clip.rule', 'loss.aggregate']);
+  if (knobs['mask.rule'] !== 'none') active.add('mask.rule');
   const parts = Object.keys(KNOBS).filter((name) => active.has(name) && !(name in PAGE_KNOBS)
     && (name.endsWith('.rule') || !same(knobs[name], KNOBS[name].value)));
   return parts.map((name) => {
@@ -343,6 +347,7 @@ function commandOf() {
 
 // Whether no two bounds hold for all tokens.
 const ignoresBounds = () => DATA.rules.loss[knobs['loss.rule']].bounds === 'ignored'
+  || knobs['clip.rule'] === 'dcpo'
   || (knobs['clip.rule'] === 'own' && !DATA.own.bounds);
 
 // Where a bound is crossed, as a ratio pi / mu.

@@ -1,7 +1,8 @@
 // The loss and clip rules of bapo_jax/algorithms, written again for a page without a
 // server. tests/lab/test_explorer.py compares every number here with the JAX rules.
 //
-// 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds;
+// 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds, and
+//    `MASKS` whether it takes part;
 // 2. `tokensOf` moves the recorded tokens by the knobs, `search` finds clip bounds;
 // 3. `apply` gives the bounds, the weights and the shares of a recorded batch;
 // 4. `ownCurve`, `ownWeights` and `ownBounds` look a user's rule up in its table.
@@ -32,7 +33,8 @@ function cutOff(logR, adv, bounds) {
 
 // A rule maps a token t and bounds to [ratio that the bounds clip, gain, weight], with
 // t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
-// t.logS = the mean of logR over the response, and t.adv = the advantage.
+// t.logS = the mean of logR over the response, t.logW = its sum, t.future = the
+// discounted sum of logR over this and later tokens, and t.adv = the advantage.
 const LOSSES = {
   clipped(t, bounds, k) {
     const logR = clamp(t.logR, -k.limit, k.limit);
@@ -58,11 +60,8 @@ const LOSSES = {
     const r = Math.exp(t.logR);
     return [r, ...reinforce(Math.min(r, k.cap), t)];
   },
-  dppo_tv(t, bounds, k) {
-    const moved = Math.exp(t.logp) - Math.exp(t.logp - t.logR);
-    const inside = t.adv > 0 ? moved <= k.high : moved >= -k.low;
-    const r = Math.exp(t.logR);
-    return [r, ...reinforce(inside ? Math.min(r, k.cap) : 0, t)];
+  reinforce(t) {
+    return [Math.exp(t.logR), ...reinforce(1, t)];
   },
   sapo(t, bounds, k) {
     const r = Math.exp(Math.min(t.logR, 20));
@@ -71,6 +70,51 @@ const LOSSES = {
     const weight = t.logR < 20 ? 4 * gate * (1 - gate) * r * t.adv : 0;
     return [Math.exp(t.logR), 4 / tau * gate * t.adv, weight];
   },
+  vespo(t, bounds, k) {
+    const logW = clamp(t.logW, Math.log(1e-8), 20);
+    const [a, b] = t.adv >= 0 ? k.positive : k.negative;
+    const phi = Math.exp(a * logW + b * (1 - Math.exp(logW)));
+    return [Math.exp(t.logR), ...reinforce(phi, t)];
+  },
+  aspo(t, bounds, k) {
+    const r = Math.exp(t.logR);
+    const [gain, weight] = cutOff(t.logR, t.adv, bounds);
+    if (weight === 0) return [r, t.adv > 0 ? t.adv * t.adv / gain : gain, 0];
+    const factor = t.adv > 0 ? 1 / r : r;
+    if (factor > k.cap) return [r, ...reinforce(k.cap, t)];
+    return [r, factor * t.adv, factor * t.adv];
+  },
+  fipo(t, bounds, k) {
+    const r = Math.exp(t.logR);
+    let influence = clamp(Math.exp(t.future), ...k.limits);
+    if (t.adv < 0 && r > k.safety) influence = Math.min(influence, 1);
+    const [gain, weight] = cutOff(t.logR, t.adv, bounds);
+    return [r, influence * gain, influence * weight];
+  },
+};
+
+// KL(Bernoulli(p) || Bernoulli(q)), with probabilities cut like masks.EDGE.
+function binaryKl(p, q) {
+  const [a, b] = [clamp(p, 1e-6, 1 - 1e-6), clamp(q, 1e-6, 1 - 1e-6)];
+  return a * Math.log(a / b) + (1 - a) * (Math.log1p(-a) - Math.log1p(-b));
+}
+
+// Whether a token takes part, with p = pi(token) and q = mu(token).
+const MASKS = {
+  none: () => true,
+  dppo_tv(t, p, q, k) {
+    return t.adv === 0 || (t.adv > 0 ? p - q <= k.high : p - q >= -k.low);
+  },
+  dppo_kl(t, p, q, k) {
+    const far = binaryKl(q, p);
+    return !((t.adv > 0 && p > q && far > k.high) || (t.adv < 0 && p < q && far > k.low));
+  },
+  icepop(t, p, q, k) {
+    const r = Math.exp(t.logR);
+    return r >= k.low && r <= k.high;
+  },
+  kpop: (t, p, q, k) => Math.max(binaryKl(p, q), binaryKl(q, p)) <= k.limit,
+  opsm: (t, p, q, k) => t.adv >= 0 || -t.logS <= k.limit,
 };
 
 // loss._reinforce: no gradient through the weight.
@@ -78,11 +122,25 @@ function reinforce(weight, t) {
   return [weight * t.adv * t.logp, weight * t.adv];
 }
 
-// The loss rule with its knobs: (token, bounds) -> [ratio, gain, weight].
+// clip.dcpo: the bounds of one token, by its probability under mu.
+function boundsOfToken(q, k) {
+  const root = (x) => (1 + Math.sqrt(Math.max(x, 0))) / 2;
+  const high = Math.min(root(1 + 4 * k.high / q), k.cap);
+  return { low: root(1 - 4 * k.low / q), high, dual: k.dual };
+}
+
+// The rules with their knobs: (token, bounds) -> [ratio, gain, weight]; a masked token
+// has neither gain nor weight.
 function lossOf(knobs) {
-  const name = knobs['loss.rule'];
+  const [name, masking] = [knobs['loss.rule'], knobs['mask.rule']];
   const [rule, k] = [LOSSES[name], section(knobs, `loss.${name}`)];
-  return (t, bounds) => rule(t, bounds, k);
+  const [keeps, limits] = [MASKS[masking], section(knobs, `mask.${masking}`)];
+  const byToken = knobs['clip.rule'] === 'dcpo' && section(knobs, 'clip.dcpo');
+  return (t, bounds) => {
+    const q = Math.exp(t.logp - t.logR);
+    const found = rule(t, byToken ? boundsOfToken(q, byToken) : bounds, k);
+    return keeps(t, Math.exp(t.logp), q, limits) ? found : [found[0], 0, 0];
+  };
 }
 
 // (r, p, adv) -> [gain, weight] of a token with probability p = pi(token) and ratio
@@ -93,7 +151,8 @@ function curveOf(knobs, bounds) {
   return (r, p, adv) => {
     const logR = Math.log(r);
     const logProx = knobs.moved * logR;
-    return rule({ logp: Math.log(p), logR, logProx, logS: logR, adv }, bounds).slice(1);
+    const token = { logp: Math.log(p), logR, logProx, adv };
+    return rule({ ...token, logS: logR, logW: logR, future: logR }, bounds).slice(1);
   };
 }
 
@@ -103,6 +162,7 @@ function tokensOf(batch, knobs) {
   const tokens = [];
   const sequence = knobs['loss.aggregate'] === 'sequence';
   const shortest = Math.min(...batch.length);
+  const decay = 2 ** (-1 / knobs['loss.fipo.half_life']);
   let first = 0;
   batch.length.forEach((length, row) => {
     const ratios = [];
@@ -110,11 +170,15 @@ function tokensOf(batch, knobs) {
       ratios.push(knobs.stale * (batch.logp[i] - batch.old[i]));
     }
     const logS = ratios.reduce((a, b) => a + b, 0) / length;
+    const logW = ratios.reduce((a, b) => a + clamp(b, -20, 20), 0);
+    const futures = [...ratios];
+    for (let i = length - 2; i >= 0; i--) futures[i] += decay * futures[i + 1];
     const scale = sequence ? shortest / length : 1;
     ratios.forEach((logR, i) => {
-      const old = batch.old[first + i];
+      const [old, future] = [batch.old[first + i], futures[i]];
       const logProx = knobs.moved * logR;
-      tokens.push({ logp: old + logR, old, logR, logProx, logS, scale, adv: batch.adv[row] });
+      const adv = batch.adv[row];
+      tokens.push({ logp: old + logR, old, logR, logProx, logS, logW, future, scale, adv });
     });
     first += length;
   });
@@ -226,7 +290,8 @@ function boundsOf(tokens, knobs) {
   const rule = knobs['clip.rule'];
   if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
   if (rule === 'own' && DATA.own.bounds) return ownBounds(knobs);
-  const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : NO_BOUNDS;
+  const dual = rule === 'dcpo' ? knobs['clip.dcpo.dual'] : Infinity;
+  const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : { ...NO_BOUNDS, dual };
   return { ...bounds, start: bounds };
 }
 

@@ -113,6 +113,12 @@ def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
     assert int(np.asarray(keep_BT)[batch.loss_mask_BT].sum()) == (means < limit).sum()
 
 
+def test_an_infinite_cap_leaves_finite_weights():
+  rule = making.bound(loss.aspo, cap=math.inf)
+  value, weight_BT = applied((rule, clip.unclipped, masks.nothing), *recorded())
+  assert np.isfinite(value) and np.isfinite(weight_BT).all()
+
+
 def test_a_mask_reaches_the_search_of_the_bounds():
   """A masked token does not count towards the share that a search balances."""
   logp_BT, batch = recorded()

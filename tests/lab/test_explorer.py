@@ -14,8 +14,8 @@ import pytest
 
 from bapo_jax import knobs as knobs_lib
 from bapo_jax import own_code
-from bapo_jax.algorithms import bound_search, clip, knobs, loss
-from bapo_jax.algorithms.knobs import ClipConfig, LossConfig
+from bapo_jax.algorithms import bound_search, clip, knobs, loss, masks
+from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
 from bapo_jax.training import rules
 from lab import counterfactual, explorer, own_table, rule_curves
 
@@ -58,8 +58,8 @@ def _infinite(found):
 
 
 def sections(values):
-  """The validated sections (loss, clip) of flat knobs."""
-  nested = {'loss': {}, 'clip': {}}
+  """The validated sections (loss, clip, mask) of flat knobs."""
+  nested = {'loss': {}, 'clip': {}, 'mask': {}}
   for name, value in values.items():
     slot, *path = name.split('.')
     if slot not in nested:
@@ -71,6 +71,7 @@ def sections(values):
   return (
     knobs_lib.validate(LossConfig, nested['loss']),
     knobs_lib.validate(ClipConfig, nested['clip']),
+    knobs_lib.validate(MaskConfig, nested['mask']),
   )
 
 
@@ -86,24 +87,25 @@ def drawn_position(rng, knob):
   return sorted(x.tolist()) if many == 2 else float(x[0])
 
 
-def drawn_setting(rng, rule, bounds):
-  """Random positions of all sliders of a pair of rules that a run accepts."""
-  while True:
+def drawn_setting(rng, rule, bounds, mask):
+  """Random positions of all sliders of rules that a run accepts together."""
+  for _ in range(1000):
     values = {
       name: drawn_position(rng, knob)
       for name, knob in DESCRIBED.items()
-      if name.startswith((f'loss.{rule}.', f'clip.{bounds}.'))
+      if name.startswith((f'loss.{rule}.', f'clip.{bounds}.', f'mask.{mask}.'))
       or name in ('stale', 'moved', 'loss.aggregate')
     }
-    values |= {'loss.rule': rule, 'clip.rule': bounds}
+    values |= {'loss.rule': rule, 'clip.rule': bounds, 'mask.rule': mask}
     if rng.random() < 0.5 and bounds == 'balanced':  # near the share of the batch
       values['clip.balanced.target'] = rng.integers(440, 480) / 1000
     try:
-      objective, chosen = sections(values)
+      objective, chosen, _ = sections(values)
       knobs.check_clip(chosen, objective)
     except ValueError:
       continue
     return values
+  raise AssertionError(f'no slider positions fit {rule}, {bounds} and {mask}')
 
 
 def pairs_of(rule):
@@ -120,9 +122,10 @@ def pairs_of(rule):
 
 def expected(values, points):
   """Returns the results of the JAX rules for the recorded batch and single tokens."""
-  objective, chosen = sections(values)
+  objective, chosen, masking = sections(values)
   rule = rules.bind_rule(loss.RULES, objective)
   bound = rules.bind_rule(clip.RULES, chosen)
+  mask = rules.bind_rule(masks.RULES, masking)
   logp_BT, batch = (
     jax.tree.map(lambda x: x.astype(float) if x.dtype == jnp.float32 else x, tree)
     for tree in rule_curves.recorded(explorer.BATCH)
@@ -134,22 +137,27 @@ def expected(values, points):
   batch = batch._replace(prox_BT=old_BT + values['moved'] * (logp_BT - old_BT))
   scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, 64)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
-  _, bounds = rule(logp_BT, batch, functools.partial(bound, batch=batch, weigh=weigh))
+  find = loss.finder((rule, bound, mask), logp_BT, batch, scale_B)
+  _, bounds = rule(logp_BT, batch, find)
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   mask_BT = np.asarray(batch.loss_mask_BT)
   before_BT, after_BT = np.asarray(weigh(start)), np.asarray(weigh(bounds))
   ratio, probability, adv = np.asarray(points).T
   tokens = rule_curves.single(ratio, probability, adv, values['moved'])
+  alone = bounds._replace(keep_BT=mask(*tokens))
+  by_token = values['clip.rule'] == 'dcpo'
+  if by_token:
+    alone = bound(alone.dual, tokens[1], None)._replace(keep_BT=alone.keep_BT)
   return {
-    'low': float(bounds.low),
-    'high': float(bounds.high),
+    'low': 0.0 if by_token else float(bounds.low),
+    'high': math.inf if by_token else float(bounds.high),
     'dual': float(bounds.dual),
     'index': int(bounds.search_steps),
     'met': bool(bounds.target_met),
     'before': share(before_BT, batch.adv_B),
     'after': share(after_BT, batch.adv_B),
     'cut': (after_BT[mask_BT] == 0).astype(int).tolist(),
-    'points': np.stack(rule_curves.curve(rule, *tokens, bounds), 1),
+    'points': np.stack(rule_curves.curve(rule, *tokens, alone), 1),
   }
 
 
@@ -168,7 +176,8 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
     ratio_N = np.exp2(rng.uniform(-3, 3, POINTS))
     sign_N = rng.choice([-1.0, 1.0], POINTS)
     points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
-    setting = drawn_setting(rng, rule, bounds[i % len(bounds)])
+    mask = list(explorer.MASKS)[i % len(explorer.MASKS)]
+    setting = drawn_setting(rng, rule, bounds[i % len(bounds)], mask)
     cases.append({'knobs': setting, 'points': points.tolist()})
   for case, found in zip(cases, computed(drawn, cases), strict=True):
     with jax.enable_x64(True):
@@ -543,20 +552,20 @@ def test_a_recorded_step_is_read_as_elsewhere():
 def test_every_knob_and_every_rule_is_on_the_page():
   every = {
     name
-    for slot, section in (('loss', LossConfig()), ('clip', ClipConfig()))
-    for name, _, _ in knobs_lib.fields(section, slot)
+    for slot, section in explorer.SLOTS.items()
+    for name, _, _ in knobs_lib.fields(section(), slot)
   }
   assert set(explorer.knobs_of()) == every - explorer.LEFT_OUT
   assert set(explorer.SLIDERS) < every and every > explorer.LEFT_OUT
   formulas = (explorer.PARTS / 'formulas.html').read_text()
   for slot, of_slot in explorer.RULES.items():
-    for rule in of_slot:
+    for rule in set(of_slot) - {'none'}:
       assert f'id="formula-{slot}-{rule}"' in formulas
 
 
 @pytest.mark.parametrize('method', explorer.METHODS)
 def test_a_run_accepts_every_method(method):
-  objective, chosen = sections(explorer.METHODS[method])
+  objective, chosen, _ = sections(explorer.METHODS[method])
   knobs.check_clip(chosen, objective)
 
 
