@@ -33,6 +33,7 @@ SMALLEST = {
   'models.load_weights': '--gb=0.1',
   'models.tower': '--layers=4 --pictures=2 --side=112 --batches=1 --times=1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
+  'rollout.quantized': '--model=MODEL --data=PROBLEMS --prompts=2',
   'rollout.sampler': '--batch=8 --waves=1 --alone',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.first_step': 'TINY',

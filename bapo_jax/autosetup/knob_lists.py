@@ -19,7 +19,8 @@ def in_force(config: Config) -> dict[str, str]:
   """Returns slot -> its rule with the knobs that have an effect.
 
   For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer, which has no
-  rule of its own, is left out if the batch rule does not use it.
+  rule of its own, is left out if the batch rule does not use it, and so is the mask if
+  there is none.
   """
   inert, found = inert_knobs.inert(config), {}
   for slot in SLOTS:
@@ -30,7 +31,7 @@ def in_force(config: Config) -> dict[str, str]:
       if name != 'rule' and f'{slot}.{name}' not in inert:
         short = name.removeprefix(f'{rule}.').removeprefix('own.')
         used.append(f'{short} {value}')
-    if rule or used:
+    if (rule or used) and rule != 'none':
       found[slot] = ': '.join(filter(None, (rule, ', '.join(used))))
   return found
 

@@ -163,8 +163,7 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
   with sharding.current(mesh):
     traced = program.function.trace(*program.args, **program.static)
     text = traced.lower(lowering_platforms=('tpu',)).as_text()
-  # Decoding reads its cache by plain products, all others run the TPU's kernel.
-  assert ('tpu_custom_call' in text) == (name != 'decode')
+  assert 'tpu_custom_call' in text, 'no kernel of a TPU'
   assert program.cost.flops > 0
 
 
@@ -178,6 +177,7 @@ def test_an_unknown_topology_is_refused(name):
 
 
 def test_an_impossible_shape_is_refused(topology):
+  topology('v5e:2x2')  # skips without the compiler
   with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
     devices.attach('v5e:3x5')
 

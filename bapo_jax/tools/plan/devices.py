@@ -6,11 +6,12 @@
 3. `count` returns stand-ins, for counts that compile nothing and need no plugin.
 """
 
+import dataclasses
 import importlib.util
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.experimental import topologies
 
@@ -24,7 +25,8 @@ CUDA_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
 CUDNN = (9, 10)  # the version whose attention kernels the compiler may use
 
 
-class Device(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Device:
   """Stands in for a device of a mesh on which nothing is compiled."""
 
   id: int
