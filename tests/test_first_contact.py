@@ -42,6 +42,10 @@ def states(document):
   return {x['name']: x['state'] for x in document['sections']}
 
 
+def figures_of(document):
+  return {(x['name'], y['name']): y for x in document['sections'] for y in x['figures']}
+
+
 def beyond(found, spec, params, batch):
   checks = parity.compare(found, spec, params, batch)
   return {name for name, error, _, limit in checks if not error <= limit}
@@ -84,6 +88,19 @@ def test_a_wrong_text_step_or_number_fails_parity(computed):
   assert beyond(late, TINY, params, batch) == {'new weights'}
   nan = found._replace(logp_BT=found.logp_BT * np.nan)
   assert 'log-probabilities, learner' in beyond(nan, TINY, params, batch)
+
+
+@pytest.mark.parametrize(('factor', 'status'), [(1.0, 0), (1.01, 1)])
+def test_the_status_is_1_where_the_device_has_other_weights(
+  factor, status, one_device, monkeypatch
+):
+  monkeypatch.setattr(parity, 'SPEC', TINY)
+  params = parity.weights(TINY)
+  params['embed'][5] *= factor
+  checked = functools.partial(parity.run, params=params)
+  document = run({'parity': Section(checked, 0, decides=True)})
+  assert document['status'] == status
+  assert len(figures_of(document)) == 5
 
 
 @pytest.mark.nightly
@@ -154,10 +171,6 @@ def test_sections_end_alone_and_only_checks_change_the_status():
   for name, wrong in {'bad': bad, 'missing': missing, 'broken': broken}.items():
     decisive = {name: Section(wrong, 0, decides=True), 'good': sections['good']}
     assert run(decisive)['status'] == 1
-
-
-def figures_of(document):
-  return {(x['name'], y['name']): y for x in document['sections'] for y in x['figures']}
 
 
 def test_decoding_is_reported_beside_its_bound(one_device):

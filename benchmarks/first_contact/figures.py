@@ -28,13 +28,18 @@ class Figure(NamedTuple):
   @property
   def passed(self) -> bool:
     """Returns whether the value is within its limit; a missing value is not."""
-    return self.limit is None or (self.value is not None and self.value <= self.limit)
+    return self.limit is None or (
+      self.value is not None and bool(self.value <= self.limit)
+    )
 
   def record(self) -> dict[str, Any]:
     """Returns the figure for JSON, with None for numbers that are not finite."""
-    numbers = {k: getattr(self, k) for k in ('value', 'limit', 'reference')}
-    finite = {k: x for k, x in numbers.items() if x is not None and math.isfinite(x)}
-    return self._asdict() | dict.fromkeys(numbers) | finite | {'passed': self.passed}
+
+    def plain(x: float | None) -> float | None:  # NumPy's numbers are no JSON
+      return None if x is None or not math.isfinite(x) else float(x)
+
+    numbers = {k: plain(getattr(self, k)) for k in ('value', 'limit', 'reference')}
+    return self._asdict() | numbers | {'passed': self.passed}
 
 
 class Skip(Exception):
