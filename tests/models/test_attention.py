@@ -175,7 +175,7 @@ def test_a_fused_kernel_is_split_over_rows_and_heads(kernel, kv_heads):
 
 @pytest.mark.parametrize('kernel', attention.FUSED)
 def test_dots_saves_the_results_of_a_fused_kernel(kernel):
-  # The backward pass of `full` runs the kernel's forward pass once more. Splash is saved
+  # The backward pass of `full` runs the kernel once more. Splash is saved
   # by name: its call stays in the jaxpr, where nothing reads its result.
   args = example(B=1, T=128)
   used = {'splash': f'name={attention.ATTENDED}', 'flash': '= pallas_call['}[kernel]

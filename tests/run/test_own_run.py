@@ -152,8 +152,8 @@ def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
 
 def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, capsys):
   def close(sample, *, scale: float = 10.0):
-    if '9' in sample.response:
-      raise RuntimeError('no nines')
+    if sample.row['next'] % 3 == 0:  # some rows of either set
+      raise RuntimeError('no threes')
     digits = ''.join(c for c in sample.response if c.isdigit()) or '0'
     return max(0.0, 1 - abs(int(digits[:4]) - sample.row['next']) / scale)
 
@@ -169,7 +169,7 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
   assert 0 < row['rollout/undecided'] < 1
   decided = row['reward/close'] * (1 - row['rollout/undecided'])
   assert decided == pytest.approx(row['rollout/reward'])
-  reason = 'the most frequent reason: python:close raises RuntimeError: no nines'
+  reason = 'the most frequent reason: python:close raises RuntimeError: no threes'
   assert f'and count as wrong; {reason}' in capsys.readouterr().out
 
 
