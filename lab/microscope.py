@@ -240,22 +240,32 @@ def expected(rule: Rule, task: Task, tables: Tables) -> Array:
   """
   if rule.whole_batch:
     raise ValueError('the rule reads the whole minibatch: use sampled()')
-  seen_N, index_N = tables.seen(task), jnp.arange(len(task.right_N))
+  seen_N = tables.seen(task)
   rate_Q = jax.ops.segment_sum(
     jnp.where(task.right_N, seen_N, 0), task.prompt_N, PROMPTS
   )
   chance_QG = jnp.asarray(binomial(np.asarray(rate_Q)), seen_N.dtype)
   adv = jnp.asarray(np.stack(advantages(rule.advantage)))  # right, wrong
 
-  @jax.jit
-  def weigh(k: int) -> Array:
+  return _expected(rule, task, tables, chance_QG, adv)
+
+
+@functools.partial(jax.jit, static_argnames='rule')
+def _expected(
+  rule: Rule, task: Task, tables: Tables, chance_QG: Array, adv: Array
+) -> Array:
+  """Sums the weights over the number of right responses among the others."""
+  index_N = jnp.arange(len(task.right_N))
+
+  def add(k: Array, total_NT: Array) -> Array:
     adv_N = jnp.where(task.right_N, adv[0, k], adv[1, k])
     batch = batch_of(task, tables, index_N, adv_N)
     weight_NT = weights_of(rule, tables.logp_NT, batch)
-    return chance_QG[task.prompt_N, k][:, None] * weight_NT
+    return total_NT + chance_QG[task.prompt_N, k][:, None] * weight_NT
 
-  total_NT = sum(weigh(k) for k in range(GROUP))
-  return seen_N[:, None] * total_NT / PROMPTS
+  zero_NT = jnp.zeros(task.mask_NT.shape, adv.dtype)
+  total_NT = jax.lax.fori_loop(0, GROUP, add, zero_NT)
+  return tables.seen(task)[:, None] * total_NT / PROMPTS
 
 
 class Sampled(NamedTuple):
@@ -281,37 +291,59 @@ def sampled(
     slope_VNT: `slopes` along V directions; an update is linear in the token weights, so
       these give its component along each direction.
   """
-  groups = responses // GROUP
-  seen_QR = tables.seen(task).reshape(PROMPTS, -1)
-  log_QR = jnp.log(seen_QR)
-
-  def one(key: Array) -> tuple[Array, Array, Array]:
-    of_prompt, of_rows = jax.random.split(key)
-    prompt_P = jax.random.randint(of_prompt, (groups,), 0, PROMPTS)
-    row_PG = jax.random.categorical(
-      of_rows, log_QR[prompt_P][:, None], shape=(groups, GROUP)
-    )
-    index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
-    reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
-    adv_B = rule.advantage(reward_PG).reshape(-1)
-    batch = batch_of(task, tables, index_B, adv_B)
-    weight_BT = weights_of(rule, tables.logp_NT[index_B], batch) / responses
-    along_V = jnp.einsum('bt,vbt->v', weight_BT, slope_VNT[:, index_B])
-    return index_B, weight_BT, along_V
-
-  @jax.jit
-  def some(total_NT: Array, key: Array) -> tuple[Array, Array]:
-    index, weight, along = jax.vmap(one)(jax.random.split(key, block))
-    rows = weight.reshape(-1, weight.shape[-1])
-    return total_NT.at[index.reshape(-1)].add(rows), along
-
   block = max(1, min(minibatches, 65536 // responses))
   total_NT, found = jnp.zeros(task.mask_NT.shape), []
   for key in jax.random.split(jax.random.key(seed), -(-minibatches // block)):
-    total_NT, along = some(total_NT, key)
+    sizes = {'groups': responses // GROUP, 'block': block}
+    total_NT, along = _some(rule, task, tables, slope_VNT, total_NT, key, **sizes)
     found.append(np.asarray(along))
   along_MV = np.concatenate(found)
   return Sampled(total_NT / len(along_MV), along_MV)
+
+
+@functools.partial(jax.jit, static_argnames=('rule', 'groups', 'block'))
+def _some(
+  rule: Rule,
+  task: Task,
+  tables: Tables,
+  slope_VNT: Array,
+  total_NT: Array,
+  key: Array,
+  *,
+  groups: int,
+  block: int,
+) -> tuple[Array, Array]:
+  """Draws `block` minibatches; returns (sum of token weights, slopes of each)."""
+  log_QR = jnp.log(tables.seen(task).reshape(PROMPTS, -1))
+
+  def one(key: Array) -> tuple[Array, Array, Array]:
+    batch, index_B = drawn(task, tables, log_QR, rule.advantage, key, groups)
+    weight_BT = weights_of(rule, tables.logp_NT[index_B], batch) / len(index_B)
+    along_V = jnp.einsum('bt,vbt->v', weight_BT, slope_VNT[:, index_B])
+    return index_B, weight_BT, along_V
+
+  index, weight, along = jax.vmap(one)(jax.random.split(key, block))
+  rows = weight.reshape(-1, weight.shape[-1])
+  return total_NT.at[index.reshape(-1)].add(rows), along
+
+
+def drawn(
+  task: Task,
+  tables: Tables,
+  log_QR: Array,
+  rule: AdvantageRule,
+  key: Array,
+  groups: int,
+) -> tuple[Batch, Array]:
+  """Draws whole groups by log_QR = log mu(y); returns (minibatch, its rows [B])."""
+  of_prompt, of_rows = jax.random.split(key)
+  prompt_P = jax.random.randint(of_prompt, (groups,), 0, PROMPTS)
+  row_PG = jax.random.categorical(
+    of_rows, log_QR[prompt_P][:, None], shape=(groups, GROUP)
+  )
+  index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
+  reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
+  return batch_of(task, tables, index_B, rule(reward_PG).reshape(-1)), index_B
 
 
 def warm_start(task: Task, steps: int, seed: int = 0, wrong: float = 0.5) -> Tree:
@@ -372,15 +404,7 @@ def train(
     logp_NT = table(params, task)
     tables = Tables(logp_NT, logp_NT)
     log_QR = jnp.log(tables.seen(task)).reshape(PROMPTS, -1)
-    of_prompt, of_rows = jax.random.split(key)
-    prompt_P = jax.random.randint(of_prompt, (groups,), 0, PROMPTS)
-    row_PG = jax.random.categorical(
-      of_rows, log_QR[prompt_P][:, None], shape=(groups, GROUP)
-    )
-    index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
-    reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
-    adv_B = rule.advantage(reward_PG).reshape(-1)
-    batch = batch_of(task, tables, index_B, adv_B)
+    batch, _ = drawn(task, tables, log_QR, rule.advantage, key, groups)
     params, opt, _, _ = learn(params, opt, batch)
     kept.append(params)
   return kept
