@@ -250,7 +250,10 @@ def splash(
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
-  """Computes attention with the TPU kernel on one device, padded to multiples of LANES."""
+  """Computes attention with the TPU kernel, on one device.
+
+  Head width and row length are padded to multiples of LANES.
+  """
   # Imported late because it loads Pallas.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
