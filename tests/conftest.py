@@ -95,34 +95,6 @@ def topology() -> Callable:
   return attach
 
 
-H100 = """
-  gpu_device_info {
-    cuda_compute_capability { major: 9 }
-    core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-    threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-    registers_per_core_limit: 65536 registers_per_block_limit: 65536
-    shared_memory_per_core: 233472 shared_memory_per_block: 49152
-    shared_memory_per_block_optin: 232448 l2_cache_size: 52428800
-    memory_bandwidth: 3350000000000 device_memory_size: 85899345920
-    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  }
-  platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 }
-  device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-
-@pytest.fixture
-def h100() -> jax.sharding.Sharding:
-  """Places arrays on an H100 that is not attached, to compile for."""
-  pytest.importorskip('jax_plugins.xla_cuda12', reason='jax[cuda12] is not installed')
-  from jax.experimental import topologies
-
-  gpu = topologies.get_topology_desc(
-    topology_name='h100', platform='cuda', target_config=H100, topology='1x1x1'
-  )
-  return jax.sharding.SingleDeviceSharding(gpu.devices[0])
-
-
 MOST_MAPS = 20_000  # of the 65 530 that Linux gives a process
 LOOK = itertools.cycle(range(16))  # counting takes ms; a test adds 700 maps at most
 
