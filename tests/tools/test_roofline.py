@@ -23,13 +23,16 @@ def test_a_token_by_hand():
 def test_an_update_by_hand():
   once = roofline.forward(SPEC, 4)  # half of 8: attention is causal
   tokens = 3 * 8
-  for remat, grad_accum_steps, recomputed in (
-    ('none', 1, once.head),
-    ('dots', 1, once.head + once.attention),
-    ('full', 1, once.all),
-    ('full', 2, 2 * once.all),
+  for kernel, remat, grad_accum_steps, recomputed in (
+    ('plain', 'none', 1, once.head),
+    ('plain', 'dots', 1, once.head + once.attention),
+    ('flash', 'dots', 1, once.head),  # the kernel's results are saved
+    ('splash', 'dots', 1, once.head),
+    ('flash', 'full', 1, once.all),
+    ('plain', 'full', 2, 2 * once.all),
   ):
-    cost = roofline.train(SPEC, Schedule(remat), ALONE, 3, 8, grad_accum_steps)
+    spec = dataclasses.replace(SPEC, attention=kernel)
+    cost = roofline.train(spec, Schedule(remat), ALONE, 3, 8, grad_accum_steps)
     assert cost.model_flops == 3 * once.all * tokens
     assert cost.flops == (3 * once.all + recomputed) * tokens
 

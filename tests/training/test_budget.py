@@ -108,6 +108,19 @@ def test_a_quantised_actor_is_counted_in_memory_and_checkpoints():
   assert wide.checkpoint['actor'] - found.checkpoint['actor'] == saved
 
 
+def test_a_gpu_has_gradients_of_keys_and_values_per_query_head():
+  mesh, (config, spec) = fake_mesh('gpu', 2, 2, 2), parsed(compute='bfloat16')
+  auto, flash, splash = (
+    budget.count(config, dataclasses.replace(spec, attention=kind), Schedule(), mesh)
+    for kind in ('auto', 'flash', 'splash')
+  )
+  assert auto == flash
+  # Two arrays [tokens, H, C]; splash, with one block of keys, has one of the queries.
+  rows = max(config.micro_batch_rows, config.sft.batch) / 4
+  array = 2 * rows * config.row_length * spec.heads * spec.head_width / 2
+  assert config.row_length <= 512 and flash.saved - splash.saved == 2 * array - array
+
+
 def parsed(learner=(), **model):
   config = aime.tiny()
   config.model.update(**model)
