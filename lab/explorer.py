@@ -69,19 +69,17 @@ SLIDERS = {
   'mask.icepop.low': (0.0, 1.0, 0.05),
   'mask.icepop.high': (1.0, 10.0, 0.1),
   'mask.kpop.limit': (0.01, 1.0, 0.01),
+  'mask.m2po.limit': (0.002, 0.2, 0.002),
   'mask.opsm.limit': (0.01, 1.0, 0.01),
 }
-# The penalty is no part of a rule; the batch of the page has rows of one source; M2PO
-# masks a token by all others of a minibatch, so that a single token has no curve.
+# The penalty is no part of a rule; the batch of the page has rows of one source.
 LEFT_OUT = {
-  'mask.m2po.limit',
   'loss.kl',
   'loss.kl_direction',
   'clip.balanced.sources',
   'clip.balanced.reused_high',
 }
-MASKS = {name: rule for name, rule in masks.RULES.items() if name != 'm2po'}
-RULES = {'loss': loss.RULES, 'clip': clip.RULES, 'mask': MASKS}
+RULES = {'loss': loss.RULES, 'clip': clip.RULES, 'mask': masks.RULES}
 SLOTS = {'loss': LossConfig, 'clip': ClipConfig, 'mask': MaskConfig}
 # Settings of published methods; `range` is how far the axis of ratios goes.
 METHODS: dict[str, dict[str, Any]] = {
@@ -101,11 +99,17 @@ METHODS: dict[str, dict[str, Any]] = {
   },
   'CISPO': {'loss.rule': 'cispo', 'clip.rule': 'fixed', 'clip.fixed.low': 0.0},
   'TIS': {'loss.rule': 'tis', 'clip.rule': 'unclipped'},
-  'DPPO': {
+  'DPPO, binary TV': {
     'loss.rule': 'tis',
     'loss.tis.cap': 20.0,
     'clip.rule': 'unclipped',
     'mask.rule': 'dppo_tv',
+  },
+  'DPPO, binary KL': {
+    'loss.rule': 'tis',
+    'loss.tis.cap': 20.0,
+    'clip.rule': 'unclipped',
+    'mask.rule': 'dppo_kl',
   },
   'IcePop': {
     'loss.rule': 'tis',
@@ -113,6 +117,13 @@ METHODS: dict[str, dict[str, Any]] = {
     'clip.rule': 'unclipped',
     'mask.rule': 'icepop',
   },
+  'KPop': {
+    'loss.rule': 'tis',
+    'loss.tis.cap': math.inf,
+    'clip.rule': 'unclipped',
+    'mask.rule': 'kpop',
+  },
+  'M2PO': {'clip.rule': 'unclipped', 'mask.rule': 'm2po'},
   'DeepSeek-V3.2 (sequence masking)': {'clip.rule': 'fixed', 'mask.rule': 'opsm'},
   'DCPO': {'clip.rule': 'dcpo'},
   'VESPO': {'loss.rule': 'vespo', 'clip.rule': 'unclipped'},

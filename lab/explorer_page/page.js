@@ -75,7 +75,8 @@ function parsed(name, text) {
   const wanted = Array.isArray(knob.value) ? 2 : 1;
   if (values.length !== wanted) return null;
   const inside = values.map((x) => within(name, x));
-  return wanted === 2 ? inside.sort((a, b) => a - b) : inside[0];
+  if (knob.rising) inside.sort((a, b) => a - b);
+  return wanted === 2 ? inside : inside[0];
 }
 
 // The nearest value that the knob takes.
@@ -242,7 +243,8 @@ function controlOf(name, end) {
   box.className = 'knob';
   box.title = knob.meaning;
   box.dataset.knob = name;
-  const suffix = end === undefined ? '' : [', first', ', last'][end];
+  const ends = knob.rising ? [', first', ', last'] : [', a', ', b'];
+  const suffix = end === undefined ? '' : ends[end];
   const label = (LABELS[name] ?? name.split('.').pop()) + suffix;
   const head = document.createElement('div');
   head.className = 'head';
@@ -261,8 +263,8 @@ function controlOf(name, end) {
   const change = (value) => {
     if (Number.isNaN(value)) return show(box);
     const all = end === undefined ? within(name, value) : [...knobs[name]];
-    if (end !== undefined) {
-      all[end] = within(name, value);
+    if (end !== undefined) all[end] = within(name, value);
+    if (knob.rising) {
       all[1 - end] = end ? Math.min(all[0], all[1]) : Math.max(all[0], all[1]);
     }
     return set({ [name]: all });
@@ -513,7 +515,7 @@ function draw() {
   showFormulas();
   if (sentence) return;
   const applied = apply(DATA.batch, knobs);
-  const at = curveOf(knobs, applied.bounds);
+  const at = curveOf(knobs, applied);
   current = { applied, at };
   drawPlane(byId('plus'), 1, applied.bounds, at, applied);
   drawPlane(byId('minus'), -1, applied.bounds, at, applied);

@@ -34,7 +34,8 @@ function cutOff(logR, adv, bounds) {
 // A rule maps a token t and bounds to [ratio that the bounds clip, gain, weight], with
 // t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
 // t.logS = the mean of logR over the response, t.logW = its sum, t.future = the
-// discounted sum of logR over this and later tokens, and t.adv = the advantage.
+// discounted sum of logR over this and later tokens, t.adv = the advantage,
+// t.squares = those of the batch (squaresOf), and t.outside = 1 if it is not in the batch.
 const LOSSES = {
   clipped(t, bounds, k) {
     const logR = clamp(t.logR, -k.limit, k.limit);
@@ -114,8 +115,34 @@ const MASKS = {
     return r >= k.low && r <= k.high;
   },
   kpop: (t, p, q, k) => Math.max(binaryKl(p, q), binaryKl(q, p)) <= k.limit,
+  m2po(t, p, q, k) {
+    const square = Math.fround(t.logR ** 2);
+    const below = countUpTo(t.squares.sorted, square);
+    const total = t.squares.totals[below] + t.outside * square;
+    return t.adv === 0 || total < k.limit * (below + t.outside);
+  },
   opsm: (t, p, q, k) => t.adv >= 0 || -t.logS <= k.limit,
 };
+
+// The (log r)^2 of the tokens with an advantage, sorted, and the sum of the first n.
+function squaresOf(tokens) {
+  const sorted = Float32Array.from(
+    tokens.filter((t) => t.adv !== 0), (t) => t.logR ** 2).sort();
+  const totals = [0];
+  for (const square of sorted) totals.push(totals.at(-1) + square);
+  return { sorted, totals };
+}
+
+// How many of the sorted values are at most `limit`.
+function countUpTo(sorted, limit) {
+  let [start, stop] = [0, sorted.length];
+  while (start < stop) {
+    const middle = Math.floor((start + stop) / 2);
+    if (sorted[middle] <= limit) start = middle + 1;
+    else stop = middle;
+  }
+  return start;
+}
 
 // loss._reinforce: no gradient through the weight.
 function reinforce(weight, t) {
@@ -144,14 +171,15 @@ function lossOf(knobs) {
 }
 
 // (r, p, adv) -> [gain, weight] of a token with probability p = pi(token) and ratio
-// r = pi / mu, alone in its response.
-function curveOf(knobs, bounds) {
+// r = pi / mu, alone in its response, under the bounds of a batch; m2po adds the token
+// to this batch.
+function curveOf(knobs, { bounds, tokens: [{ squares }] }) {
   if (inTable(knobs)) return ownCurve(knobs);
   const rule = lossOf(knobs);
   return (r, p, adv) => {
     const logR = Math.log(r);
     const logProx = knobs.moved * logR;
-    const token = { logp: Math.log(p), logR, logProx, adv };
+    const token = { logp: Math.log(p), logR, logProx, adv, squares, outside: 1 };
     return rule({ ...token, logS: logR, logW: logR, future: logR }, bounds).slice(1);
   };
 }
@@ -182,7 +210,8 @@ function tokensOf(batch, knobs) {
     });
     first += length;
   });
-  return tokens;
+  const squares = squaresOf(tokens);
+  return tokens.map((t) => ({ ...t, squares, outside: 0 }));
 }
 
 // clip.points and clip.clamped: the values of a bound, as float32 like the rule's.

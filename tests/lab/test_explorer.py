@@ -29,8 +29,9 @@ DESCRIBED = explorer.knobs_of() | {
 COMPUTE = """
 (cases) => JSON.parse(cases, revive).map(({ knobs, points }) => {
   const k = { ...DEFAULTS, ...knobs };
-  const { bounds, before, after, weights } = apply(DATA.batch, k);
-  const at = curveOf(k, bounds);
+  const applied = apply(DATA.batch, k);
+  const { bounds, before, after, weights } = applied;
+  const at = curveOf(k, applied);
   const { low, high, dual, index = 0, met = true } = bounds;
   const found = { low, high, dual, index, met, before: before.share, after: after.share,
     cut: weights.map((w) => Number(w === 0)), weights,
@@ -84,7 +85,9 @@ def drawn_position(rng, knob):
   first, last, step = knob['slider']
   many = 2 if isinstance(knob['value'], tuple) else 1
   x = first + step * rng.integers(0, round((last - first) / step) + 1, many)
-  return sorted(x.tolist()) if many == 2 else float(x[0])
+  if knob.get('rising'):
+    x.sort()
+  return x.tolist() if many == 2 else float(x[0])
 
 
 def drawn_setting(rng, rule, bounds, mask):
@@ -144,7 +147,10 @@ def expected(values, points):
   before_BT, after_BT = np.asarray(weigh(start)), np.asarray(weigh(bounds))
   ratio, probability, adv = np.asarray(points).T
   tokens = rule_curves.single(ratio, probability, adv, values['moved'])
-  alone = bounds._replace(keep_BT=mask(*tokens))
+  keep_BT = mask(*tokens)
+  if masking.rule == 'm2po':
+    keep_BT = kept_beside(mask, (logp_BT, batch), tokens)
+  alone = bounds._replace(keep_BT=keep_BT)
   by_token = values['clip.rule'] == 'dcpo'
   if by_token:
     alone = bound(alone.dual, tokens[1], None)._replace(keep_BT=alone.keep_BT)
@@ -157,8 +163,27 @@ def expected(values, points):
     'before': share(before_BT, batch.adv_B),
     'after': share(after_BT, batch.adv_B),
     'cut': (after_BT[mask_BT] == 0).astype(int).tolist(),
+    'weights': np.asarray(loss.weights(rule, logp_BT, batch, bounds))[mask_BT],
     'points': np.stack(rule_curves.curve(rule, *tokens, alone), 1),
   }
+
+
+def kept_beside(mask, recorded, tokens):
+  """Whether a mask keeps each token [N, 1] as one more row of a recorded batch."""
+  (logp_BT, batch), (logp_N1, alone) = recorded, tokens
+  pad = [(0, 0), (0, logp_BT.shape[1] - 1)]
+
+  def keep(logp_T, here_T, old_T, adv):
+    more = batch._replace(
+      loss_mask_BT=jnp.vstack([batch.loss_mask_BT, here_T]),
+      behavior_logp_BT=jnp.vstack([batch.behavior_logp_BT, old_T]),
+      adv_B=jnp.append(batch.adv_B, adv),
+    )
+    return mask(jnp.vstack([logp_BT, logp_T]), more)[-1, 0]
+
+  rows = (logp_N1, alone.loss_mask_BT, alone.behavior_logp_BT)
+  keep_N = jax.vmap(keep)(*(jnp.pad(x, pad) for x in rows), alone.adv_B)
+  return keep_N[:, None]
 
 
 def share(weight_BT, adv_B):
@@ -176,7 +201,7 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
     ratio_N = np.exp2(rng.uniform(-3, 3, POINTS))
     sign_N = rng.choice([-1.0, 1.0], POINTS)
     points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
-    mask = list(explorer.MASKS)[i % len(explorer.MASKS)]
+    mask = list(masks.RULES)[i % len(masks.RULES)]
     setting = drawn_setting(rng, rule, bounds[i % len(bounds)], mask)
     cases.append({'knobs': setting, 'points': points.tolist()})
   for case, found in zip(cases, computed(drawn, cases), strict=True):
@@ -304,6 +329,18 @@ def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, fragment=address) as page:
     assert page.evaluate("knobs['loss.rule']") == 'tis'
     assert page.evaluate('knobs.stale') == 2
+
+
+def test_a_pair_that_need_not_rise_is_not_sorted(browser):
+  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.vespo.negative=4,2'
+  with browser.open(explorer.PAGE, fragment=fragment) as page:
+    for value in (None, 1, 5):  # of the first number
+      if value:
+        page.evaluate(f"({SLIDE})('loss.vespo.negative', {value})")
+      assert page.evaluate("knobs['loss.vespo.negative']") == [value or 4, 2]
+    page.evaluate("(set({ 'loss.rule': 'fipo', 'clip.rule': 'fixed' }), 0)")
+    page.evaluate(f"({SLIDE})('loss.fipo.limits', 2)")
+    assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
 
 
 def test_the_page_fits_a_phone(browser):
