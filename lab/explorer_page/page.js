@@ -61,6 +61,8 @@ function isOwnKnob(name) {
   return name.split('.')[1] === 'own';
 }
 
+const isMask = (name) => name.startsWith('mask.');
+
 const same = (a, b) => String(a) === String(b);
 const numeric = (text) => (text === 'inf' ? Infinity : text.trim() === '' ? NaN : Number(text));
 const written = (value) => (value === Infinity ? 'inf' : String(value));
@@ -205,7 +207,7 @@ function buildControls() {
     built = names.join();
     const box = byId('sliders');
     box.replaceChildren();
-    const isMore = (name) => MORE.includes(name.split('.')[2]) && !isOwnKnob(name);
+    const isMore = (name) => MORE.includes(name.split('.')[2]) && !isOwnKnob(name) && !isMask(name);
     const groups = [['Rules', names.filter((n) => n in DATA.knobs || isOwnKnob(n))],
       ['Batch and axes', names.filter((n) => n in PAGE_KNOBS)]];
     for (const [title, inside] of groups) {
@@ -245,7 +247,7 @@ function controlOf(name, end) {
   box.dataset.knob = name;
   const ends = knob.rising ? [', first', ', last'] : [', a', ', b'];
   const suffix = end === undefined ? '' : ends[end];
-  const label = (LABELS[name] ?? name.split('.').pop()) + suffix;
+  const label = (isMask(name) ? 'mask: ' : '') + (LABELS[name] ?? name.split('.').pop()) + suffix;
   const head = document.createElement('div');
   head.className = 'head';
   head.append(Object.assign(document.createElement('span'), { textContent: label }));

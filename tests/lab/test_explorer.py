@@ -343,6 +343,16 @@ def test_a_pair_that_need_not_rise_is_not_sorted(browser):
     assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
 
 
+def test_the_knobs_of_a_mask_are_in_sight_and_named(browser):
+  fragment = 'clip.rule=fixed&mask.rule=opsm'
+  labels = "[...document.querySelectorAll('.knob')].filter((x) => x.checkVisibility())"
+  labels += ".map((x) => x.querySelector('.head').innerText.trim())"
+  with browser.open(explorer.PAGE, fragment=fragment) as page:
+    assert page.evaluate(labels)[:3] == ['low', 'high', 'mask: limit']
+    page.evaluate("(set({ 'mask.rule': 'icepop' }), 0)")
+    assert page.evaluate(labels)[:4] == ['low', 'high', 'mask: low', 'mask: high']
+
+
 def test_the_page_fits_a_phone(browser):
   with browser.open(
     explorer.PAGE, width=390, height=844, touch=True, dark=True
