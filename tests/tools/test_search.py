@@ -10,7 +10,7 @@ from test_plan import small
 
 from bapo_jax import main, sharding
 from bapo_jax.models.layers import Schedule
-from bapo_jax.tools.plan import plan, programs, roofline, search
+from bapo_jax.tools.plan import devices, plan, programs, roofline, search
 from bapo_jax.training import budget
 
 CHIP = roofline.CHIPS['v5p']
@@ -93,6 +93,19 @@ def test_the_choice_is_the_fastest_that_fits(config):
   own = config.updates_per_step * min(times) + tokens * max(best.token.values())
   assert best.seconds == pytest.approx(own)
   assert f'--config.learner.grad_accum_steps={best.grad_accum_steps}' in best.flags
+
+
+def test_bytes_from_other_hosts_take_the_network(config):
+  # Of the other seven shards that a device gathers, its host of four receives four,
+  # which is one per device. The other six arrive over NVLink.
+  chip, found = devices.count('h100:2x4')
+  spec = programs.device_spec(config, 'gpu')
+  mesh = Mesh(np.asarray(found).reshape(1, 8, 1), sharding.AXES)
+  update = search.judge(config, spec, chip, mesh, 2.0**60).update
+  assert update['links'] * chip.links == pytest.approx(
+    6 * update['network'] * chip.network
+  )
+  assert update['network'] > update['links'] > 0
 
 
 def test_the_fastest_come_first_and_the_flags_run(config):
