@@ -83,7 +83,7 @@ def programs(directory, **texts):
 def test_shellcheck_has_nothing_to_say():
   found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
   assert found, 'requirements-dev.txt has it'
-  run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS)
+  run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS, *ROOT.glob('.ci/*'))
 
 
 LAUNCHERS = [script for script in SCRIPTS if script.name != 'common.sh']
@@ -97,6 +97,21 @@ def test_help_is_the_comment_at_the_top(script):
     assert lines[1].startswith('Usage: ') and f'launch/{script.name}' in lines[1]
     assert len(lines) > 4 and '#' not in text.replace('#SBATCH', '')
     assert all(f'\n# {line}'.rstrip() in script.read_text() for line in lines)
+
+
+@pytest.mark.parametrize('script', sorted(ROOT.glob('.ci/*')), ids=lambda p: p.name)
+@pytest.mark.parametrize(('argument', 'status'), [('--help', 0), ('--hlep', 2)])
+def test_ci_with_an_argument_prints_its_help_and_deletes_nothing(
+  script, argument, status, tmp_path
+):
+  copy = tmp_path / '.ci' / script.name
+  for folder in ('.ci', 'launch'):
+    shutil.copytree(ROOT / folder, tmp_path / folder)
+  (tmp_path / '.venv').mkdir()
+  path = programs(tmp_path, python3='#!/bin/sh\nexit 9\n')  # nothing is installed
+  text = run('bash', copy, argument, env={'PATH': path}, status=status)
+  assert 'Takes no arguments' in text
+  assert (tmp_path / '.venv').exists()
 
 
 @pytest.mark.parametrize('name', ['local.sh', 'processes.sh', 'slurm.sbatch'])
