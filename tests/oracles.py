@@ -285,7 +285,7 @@ def insert(
 
 
 def moves(lists: Lists, tried, reevaluated, G) -> collections.Counter:
-  """How many problems entered and left the hard list, by the way they went."""
+  """Counts the problems that entered and left the hard list, by the way they went."""
   hard_k, _ = lists.thresholds
   known = {problem for problem, _ in lists.hard}
   counts = collections.Counter()

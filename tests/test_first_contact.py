@@ -53,7 +53,7 @@ def beyond(found, spec, params, batch):
 
 @pytest.fixture(scope='module')
 def computed():
-  """What one device computed with the weights, in float32."""
+  """Computes on one device, in float32, what `parity.compare` reads."""
   params = parity.weights(TINY)
   batch = parity.example(TINY, params)
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Context(NamedTuple):
-  """What a section may read; it travels to the section's process as JSON."""
+  """Holds what a section may read; it travels to the section's process as JSON."""
 
   model: str = ''  # directory with the config.json of a model; '': none
   small: bool = False  # tiny sizes, to test the program and not the machine

@@ -49,7 +49,7 @@ STEP_ROUNDINGS = 8  # of float32: the weights and the square root of the moment
 
 
 class Found(NamedTuple):
-  """What one device or mesh computed, on the host."""
+  """Holds the results of one device or mesh, on the host."""
 
   greedy: Rows
   drawn: Rows
@@ -199,11 +199,11 @@ def compare(
 
 def places() -> dict[str, Mesh]:
   """Returns the meshes to compute on: the CPU, one device, and all devices."""
-  devices, n = jax.devices(), jax.device_count()
+  devices = jax.devices()
   found = {'cpu': sharding.make(1, 1, 1, jax.devices('cpu')[:1])}
   if devices[0].platform != 'cpu':
     found[devices[0].platform] = sharding.make(1, 1, 1, devices[:1])
-  if n > 1:
+  if (n := len(devices)) > 1:
     tensor = 2 if n % 4 == 0 else 1
     fsdp = 2 if n % 2 == 0 else 1
     found[f'{n} devices'] = sharding.make(-1, fsdp, tensor)
