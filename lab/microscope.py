@@ -314,10 +314,10 @@ def _some(
   block: int,
 ) -> tuple[Array, Array]:
   """Draws `block` minibatches; returns (sum of token weights, slopes of each)."""
-  log_QR = jnp.log(tables.seen(task).reshape(PROMPTS, -1))
+  up_to_QR = cumulative(task, tables)
 
   def one(key: Array) -> tuple[Array, Array, Array]:
-    batch, index_B = drawn(task, tables, log_QR, rule.advantage, key, groups)
+    batch, index_B = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
     weight_BT = weights_of(rule, tables.logp_NT[index_B], batch) / len(index_B)
     along_V = jnp.einsum('bt,vbt->v', weight_BT, slope_VNT[:, index_B])
     return index_B, weight_BT, along_V
@@ -327,19 +327,26 @@ def _some(
   return total_NT.at[index.reshape(-1)].add(rows), along
 
 
+def cumulative(task: Task, tables: Tables) -> Array:
+  """Returns the cumulative probabilities [Q, R] of each prompt's responses."""
+  return jnp.cumsum(tables.seen(task).reshape(PROMPTS, -1), 1)
+
+
 def drawn(
   task: Task,
   tables: Tables,
-  log_QR: Array,
+  up_to_QR: Array,
   rule: AdvantageRule,
   key: Array,
   groups: int,
 ) -> tuple[Batch, Array]:
-  """Draws whole groups by log_QR = log mu(y); returns (minibatch, its rows [B])."""
+  """Draws whole groups by `cumulative`; returns (minibatch, its rows [B])."""
   of_prompt, of_rows = jax.random.split(key)
   prompt_P = jax.random.randint(of_prompt, (groups,), 0, PROMPTS)
-  row_PG = jax.random.categorical(
-    of_rows, log_QR[prompt_P][:, None], shape=(groups, GROUP)
+  up_to_PR = up_to_QR[prompt_P]
+  point_PG = jax.random.uniform(of_rows, (groups, GROUP)) * up_to_PR[:, -1:]
+  row_PG = jax.vmap(functools.partial(jnp.searchsorted, side='right'))(
+    up_to_PR, point_PG
   )
   index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
   reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
@@ -403,8 +410,8 @@ def train(
   for key in jax.random.split(jax.random.key(seed), updates):
     logp_NT = table(params, task)
     tables = Tables(logp_NT, logp_NT)
-    log_QR = jnp.log(tables.seen(task)).reshape(PROMPTS, -1)
-    batch, _ = drawn(task, tables, log_QR, rule.advantage, key, groups)
+    up_to_QR = cumulative(task, tables)
+    batch, _ = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
     params, opt, _, _ = learn(params, opt, batch)
     kept.append(params)
   return kept
