@@ -149,13 +149,13 @@ def _shares(
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   up_BT, down_BT = _signs(batch)
-  teaches_BT = up_BT | down_BT
+  teaches_BT, others = up_BT | down_BT, loss.without_masked(batch, bounds.keep_BT)
   shares = {'advantage/positive': _mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
     weight_BT = weigh(b)
     positive = jnp.maximum(weight_BT, 0).sum()
     shares[f'clip/share{name}'] = positive / jnp.abs(weight_BT).sum()
-    surrogate = bound_search.share(ratio_BT, batch, b.low, b.high, _SURROGATE)
+    surrogate = bound_search.share(ratio_BT, others, b.low, b.high, _SURROGATE)
     # `share` returns 0 without tokens, which would bias a mean over updates.
     shares[f'clip/surrogate_share{name}'] = jnp.where(
       teaches_BT.any(), surrogate, jnp.nan

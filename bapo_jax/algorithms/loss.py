@@ -315,25 +315,18 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
   return jax.grad(total)(logp_BT)
 
 
-def weigher(
-  rule: LossRule,
-  logp_BT: Array,
-  batch: Batch,
-  scale_B: Array,
-  keep_BT: Array | None = None,
-) -> Weigh:
+def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
   """Returns a function that maps clip bounds to the tokens' weights in the gradient.
 
   Args:
     logp_BT: log pi of each token, nats.
     scale_B: see `row_scale`. The weights are relative to the largest scale, so that
       they equal `weights` to the last bit if all rows have the same scale.
-    keep_BT: the mask of a mask rule; None: no mask.
   """
   relative_B1 = (scale_B / scale_B.max())[:, None]
 
   def weigh(bounds: Bounds) -> Array:
-    return weights(rule, logp_BT, batch, masked(bounds, keep_BT)) * relative_B1
+    return weights(rule, logp_BT, batch, bounds) * relative_B1
 
   return weigh
 
@@ -344,6 +337,16 @@ def masked(bounds: Bounds, keep_BT: Array | None) -> Bounds:
     return bounds
   both_BT = keep_BT if bounds.keep_BT is None else bounds.keep_BT & keep_BT
   return bounds._replace(keep_BT=both_BT)
+
+
+def without_masked(batch: Batch, keep_BT: Array | None) -> Batch:
+  """Returns the batch without the masked tokens, for a search of bounds.
+
+  Not for a loss rule: the ratio of a response counts its masked tokens too.
+  """
+  if keep_BT is None:
+    return batch
+  return batch._replace(loss_mask_BT=batch.loss_mask_BT & keep_BT)
 
 
 def finder(
@@ -362,12 +365,13 @@ def finder(
   loss_rule, clip_rule, mask_rule = rules
   logp_BT = jax.lax.stop_gradient(logp_BT)
   keep_BT = mask_rule(logp_BT, batch)
-  weigh = weigher(loss_rule, logp_BT, batch, scale_B, keep_BT)
+  others = without_masked(batch, keep_BT)
+  weigh = weigher(loss_rule, logp_BT, batch, scale_B)
 
   def find(ratio_BT: Array) -> Bounds:
     # Without the barrier the compiler fuses the search into the loss, and the gradient
     # of unclipped tokens may differ between clip rules in the last bit.
-    bounds = clip_rule(jax.lax.stop_gradient(ratio_BT), batch, weigh)
+    bounds = clip_rule(jax.lax.stop_gradient(ratio_BT), others, weigh)
     return jax.lax.optimization_barrier(masked(bounds, keep_BT))
 
   return find

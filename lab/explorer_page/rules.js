@@ -156,17 +156,24 @@ function boundsOfToken(q, k) {
   return { low: root(1 - 4 * k.low / q), high, dual: k.dual };
 }
 
+// Whether a token takes part: the mask rule with its knobs.
+function keeperOf(knobs) {
+  const name = knobs['mask.rule'];
+  const k = section(knobs, `mask.${name}`);
+  return (t) => MASKS[name](t, Math.exp(t.logp), Math.exp(t.logp - t.logR), k);
+}
+
 // The rules with their knobs: (token, bounds) -> [ratio, gain, weight]; a masked token
 // has neither gain nor weight.
 function lossOf(knobs) {
-  const [name, masking] = [knobs['loss.rule'], knobs['mask.rule']];
+  const name = knobs['loss.rule'];
   const [rule, k] = [LOSSES[name], section(knobs, `loss.${name}`)];
-  const [keeps, limits] = [MASKS[masking], section(knobs, `mask.${masking}`)];
+  const keeps = keeperOf(knobs);
   const byToken = knobs['clip.rule'] === 'dcpo' && section(knobs, 'clip.dcpo');
   return (t, bounds) => {
     const q = Math.exp(t.logp - t.logR);
     const found = rule(t, byToken ? boundsOfToken(q, byToken) : bounds, k);
-    return keeps(t, Math.exp(t.logp), q, limits) ? found : [found[0], 0, 0];
+    return keeps(t) ? found : [found[0], 0, 0];
   };
 }
 
@@ -248,7 +255,7 @@ function contributions(tokens, knobs, k) {
   const rule = lossOf(knobs);
   const plus = [];
   const minus = [];
-  for (const t of tokens) {
+  for (const t of tokens.filter(keeperOf(knobs))) {
     const [ratio, , weight] = rule(t, { ...NO_BOUNDS, dual: k.dual });
     let size = k.contribution === 'surrogate' ? t.adv : weight * t.scale;
     size = Math.abs(size) * (k.weight === 'behaviour' ? Math.exp(t.old) : 1);

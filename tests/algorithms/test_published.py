@@ -119,14 +119,16 @@ def test_an_infinite_cap_leaves_finite_weights():
   assert np.isfinite(value) and np.isfinite(weight_BT).all()
 
 
-def test_a_mask_reaches_the_search_of_the_bounds():
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+def test_a_mask_reaches_the_search_of_the_bounds(contribution):
   """A masked token does not count towards the share that a search balances."""
   logp_BT, batch = recorded()
-  rules = loss.clipped, making.bound(clip.balanced, target=0.5), masks.nothing
+  k = {'target': 0.6, 'contribution': contribution}
+  rules = loss.clipped, making.bound(clip.balanced, **k)
   scale_B = jnp.ones(len(batch.adv_B))
 
   def bounds(mask_rule):
-    find = loss.finder((*rules[:2], mask_rule), logp_BT, batch, scale_B)
+    find = loss.finder((*rules, mask_rule), logp_BT, batch, scale_B)
     return find(loss.ratio(logp_BT, batch))
 
   def no_negatives(logp_BT, batch):
