@@ -9,8 +9,8 @@ response is enumerated, so no sampling stands between a rule and its effect.
 3. `Tables` holds log pi and log mu of every token of every response;
 4. `expected` gives the expected weight of each token under a rule, and `gradient` turns
    weights into an update; `true_gradient` is the gradient of the accuracy J;
-5. `sampled` draws minibatches instead, for rules whose bounds depend on the minibatch,
-   and for the noise of one minibatch.
+5. `sampled` draws minibatches and computes the update of each of them, for rules whose
+   bounds depend on the minibatch, and for the noise of one minibatch.
 """
 
 import functools
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from bapo_jax.algorithms import advantage, clip, loss, masks
@@ -104,10 +105,7 @@ def enumerate_task() -> Task:
 
 
 def logp_of(params: Tree, tokens_BT: Array) -> Array:
-  """Returns log pi of each token [B, T], nats; 0 for the prompt.
-
-  Not `logprobs.sequence_stats`, whose own backward pass has no forward derivative.
-  """
+  """Returns log pi of each token [B, T], nats; 0 for the prompt."""
   hidden_BTD = layers.forward(params, tokens_BT, SPEC)
   logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(params))
   logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
@@ -140,20 +138,6 @@ def gradient(params: Tree, task: Task, weight_NT: Array) -> Tree:
 
   zero = jax.tree.map(jnp.zeros_like, params)
   return jax.lax.scan(add, zero, (of_rows(task.tokens_NT), of_rows(weight_NT)))[0]
-
-
-@jax.jit
-def slopes(params: Tree, task: Task, direction: Tree) -> Array:
-  """Returns grad log pi(token) . direction for every token [N, T]."""
-
-  def along(tokens_BT: Array) -> Array:
-    def at(params: Tree) -> Array:
-      return logp_of(params, tokens_BT)
-
-    return jax.jvp(at, (params,), (direction,))[1]
-
-  parts = task.tokens_NT.reshape(-1, CHUNK, task.tokens_NT.shape[1])
-  return jax.lax.map(along, parts).reshape(task.tokens_NT.shape)
 
 
 def accuracy(logp_NT: Array, task: Task) -> Array:
@@ -269,36 +253,42 @@ def _expected(
 
 
 class Sampled(NamedTuple):
-  """Means over minibatches drawn from mu."""
+  """Updates from minibatches drawn from mu."""
 
   weight_NT: Array  # mean weight of each token, as in `expected`
-  along_MV: np.ndarray  # update . direction, per minibatch and direction
+  along_MV: np.ndarray  # update . direction, by minibatch and direction
+  square_M: np.ndarray  # |update|^2
 
 
 def sampled(
   rule: Rule,
   task: Task,
   tables: Tables,
+  params: Tree,
+  directions: Tree,
   responses: int,
   minibatches: int,
-  slope_VNT: Array,
   seed: int = 0,
 ) -> Sampled:
-  """Draws minibatches of whole groups and applies a rule to each of them.
+  """Draws minibatches of whole groups and computes the update of each of them.
 
   Args:
+    params: the weights of pi.
+    directions: V directions in the space of the weights: a tree like `params` with one
+      more axis in front.
     responses: responses per minibatch, a multiple of GROUP; prompts are drawn.
-    slope_VNT: `slopes` along V directions; an update is linear in the token weights, so
-      these give its component along each direction.
   """
-  block = max(1, min(minibatches, 65536 // responses))
-  total_NT, found = jnp.zeros(task.mask_NT.shape), []
+  block = max(1, min(minibatches, CHUNK // responses))
+  total_NT, along, square = jnp.zeros(task.mask_NT.shape), [], []
   for key in jax.random.split(jax.random.key(seed), -(-minibatches // block)):
     sizes = {'groups': responses // GROUP, 'block': block}
-    total_NT, along = _some(rule, task, tables, slope_VNT, total_NT, key, **sizes)
-    found.append(np.asarray(along))
-  along_MV = np.concatenate(found)
-  return Sampled(total_NT / len(along_MV), along_MV)
+    total_NT, *found = _some(
+      rule, task, tables, params, directions, total_NT, key, **sizes
+    )
+    along.append(np.asarray(found[0]))
+    square.append(np.asarray(found[1]))
+  along_MV = np.concatenate(along)
+  return Sampled(total_NT / len(along_MV), along_MV, np.concatenate(square))
 
 
 @functools.partial(jax.jit, static_argnames=('rule', 'groups', 'block'))
@@ -306,25 +296,31 @@ def _some(
   rule: Rule,
   task: Task,
   tables: Tables,
-  slope_VNT: Array,
+  params: Tree,
+  directions: Tree,
   total_NT: Array,
   key: Array,
   *,
   groups: int,
   block: int,
-) -> tuple[Array, Array]:
-  """Draws `block` minibatches; returns (sum of token weights, slopes of each)."""
+) -> tuple[Array, Array, Array]:
+  """Draws `block` minibatches; returns (sum of token weights, slopes, squares)."""
   up_to_QR = cumulative(task, tables)
 
-  def one(key: Array) -> tuple[Array, Array, Array]:
+  def one(key: Array) -> tuple[Array, Array, Array, Array]:
     batch, index_B = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
     weight_BT = weights_of(rule, tables.logp_NT[index_B], batch) / len(index_B)
-    along_V = jnp.einsum('bt,vbt->v', weight_BT, slope_VNT[:, index_B])
-    return index_B, weight_BT, along_V
 
-  index, weight, along = jax.vmap(one)(jax.random.split(key, block))
+    def weighted(params: Tree) -> Array:
+      return (weight_BT * logp_of(params, batch.tokens_BT)).sum()
+
+    update = jax.grad(weighted)(params)
+    along_V = jax.vmap(optax.tree.vdot, (None, 0))(update, directions)
+    return index_B, weight_BT, along_V, jnp.asarray(optax.tree.norm(update)) ** 2
+
+  index, weight, along, square = jax.vmap(one)(jax.random.split(key, block))
   rows = weight.reshape(-1, weight.shape[-1])
-  return total_NT.at[index.reshape(-1)].add(rows), along
+  return total_NT.at[index.reshape(-1)].add(rows), along, square
 
 
 def cumulative(task: Task, tables: Tables) -> Array:
@@ -419,8 +415,7 @@ def train(
 
 def dot(a: Tree, b: Tree) -> float:
   """Returns the inner product of two trees."""
-  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  return float(sum(jnp.vdot(x, y) for x, y in pairs))
+  return float(jnp.asarray(optax.tree.vdot(a, b)))
 
 
 def cosine(a: Tree, b: Tree) -> float:

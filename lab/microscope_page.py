@@ -9,7 +9,9 @@ update and how it relates to the true gradient of the accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
-  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both;
+  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. A
+  rule whose bounds do not depend on the minibatch has it exactly but for E |g|^2 of
+  one group, which GROUPS groups estimate; the others are sampled at each n;
 - size: the norm of the expected update over that of GRPO on fresh data;
 - entropy: the change of a response's entropy for a step of length 1, nats.
 """
@@ -24,21 +26,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from scipy import stats
 
 from bapo_jax.algorithms import clip, knobs, loss, masks
 from bapo_jax.runtime import markdown
+from bapo_jax.types import Tree
 from lab import microscope
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
 SEEDS = (0, 1, 2, 3)
 STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
-SIZES = (16, 64, 256, 1024)  # responses of a minibatch
-UPDATES, LR, WARM = 80, 1e-3, 300
-PROBES = 32  # random directions that estimate the length of an update
+UPDATES, LR, WARM = 64, 5e-4, 300
 GROUPS = 4096  # groups that estimate the noise of a group
-MINIBATCHES = 512  # for rules that read the whole minibatch
+# Minibatches of each size, for rules that read the whole minibatch.
+MINIBATCHES = {16: 2048, 64: 1024, 256: 512, 1024: 128}
 
 
 def fixed(low: float, high: float, dual: float = math.inf) -> Any:
@@ -100,9 +103,6 @@ def measure(seed: int, echo: Any = print) -> dict[str, Any]:
   logp_NT = microscope.table(params, task)
   truth = microscope.true_gradient(params, task)
   spread = microscope.entropy_gradient(params, task)
-  unit = _scaled(truth, 1 / math.sqrt(microscope.dot(truth, truth)))
-  probes = [unit, *_gaussian(params, PROBES, seed)]
-  slope_VNT = jnp.stack([microscope.slopes(params, task, v) for v in probes])
   fresh = Tables(logp_NT, logp_NT)
   on_policy = microscope.gradient(params, task, microscope.expected(GRPO, task, fresh))
   size = math.sqrt(microscope.dot(on_policy, on_policy))
@@ -111,8 +111,7 @@ def measure(seed: int, echo: Any = print) -> dict[str, Any]:
     tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
     rows: dict[str, Any] = {}
     for name, rule in (RULES | GRID).items():
-      weight_NT, alignment = _aligned(rule, task, tables, slope_VNT, seed)
-      update = microscope.gradient(params, task, weight_NT)
+      update, alignment = _aligned(rule, task, tables, params, truth, seed)
       length = math.sqrt(microscope.dot(update, update)) or math.nan
       rows[name] = {
         'cosine': microscope.cosine(update, truth),
@@ -130,32 +129,28 @@ def measure(seed: int, echo: Any = print) -> dict[str, Any]:
 
 
 def _aligned(
-  rule: Rule, task: Task, tables: Tables, slope_VNT: jax.Array, seed: int
-) -> tuple[jax.Array, dict[str, float]]:
-  """Returns (expected token weights, alignment by number of responses)."""
+  rule: Rule, task: Task, tables: Tables, params: Tree, truth: Tree, seed: int
+) -> tuple[Tree, dict[str, float]]:
+  """Returns (expected update, alignment by number of responses)."""
+  unit = jax.tree.map(lambda x: x[None] / optax.tree.norm(truth), truth)
+  draw = functools.partial(microscope.sampled, rule, task, tables, params, unit)
   if rule.whole_batch:
-    draws = {
-      n: microscope.sampled(rule, task, tables, n, MINIBATCHES, slope_VNT, seed)
-      for n in SIZES
+    draws = {n: draw(n, count, seed) for n, count in MINIBATCHES.items()}
+    update = microscope.gradient(params, task, draws[max(draws)].weight_NT)
+    return update, {
+      str(n): _ratio(d.along_MV.mean(), d.square_M.mean()) for n, d in draws.items()
     }
-    found = {str(n): _alignment(d.along_MV, 1) for n, d in draws.items()}
-    return draws[SIZES[-1]].weight_NT, found
-  weight_NT = microscope.expected(rule, task, tables)
-  drawn = microscope.sampled(rule, task, tables, GROUP, GROUPS, slope_VNT, seed)
-  return weight_NT, {str(n): _alignment(drawn.along_MV, n // GROUP) for n in SIZES}
+  update = microscope.gradient(params, task, microscope.expected(rule, task, tables))
+  signal = microscope.dot(update, update)
+  noise = max(0.0, float(draw(GROUP, GROUPS, seed).square_M.mean()) - signal)
+  along = microscope.dot(update, truth) / float(optax.tree.norm(truth))
+  return update, {
+    str(n): _ratio(along, signal + noise * GROUP / n) for n in MINIBATCHES
+  }
 
 
-def _alignment(along_MV: np.ndarray, groups: int) -> float:
-  """Returns the alignment of the mean of `groups` independent updates.
-
-  The first direction is grad J, of length 1; the others are Gaussian, so that the mean
-  square of an update along them estimates its squared length.
-  """
-  mean_V, square_V = along_MV.mean(0), (along_MV**2).mean(0)
-  signal, noise = mean_V**2, np.maximum(square_V - mean_V**2, 0)
-  # Along grad J the length is known; the rest is what the probes see beyond it.
-  length = (signal + noise / groups)[1:].mean()
-  return float(mean_V[0] / math.sqrt(length)) if length else math.nan
+def _ratio(along: float, square: float) -> float:
+  return float(along / math.sqrt(square)) if square else math.nan
 
 
 def _spread(tables: Tables, task: Task) -> float:
@@ -164,19 +159,6 @@ def _spread(tables: Tables, task: Task) -> float:
   gap_NT = tables.logp_NT - tables.logq_NT
   mean = (share_NT * gap_NT).sum() / share_NT.sum()
   return float(jnp.sqrt((share_NT * (gap_NT - mean) ** 2).sum() / share_NT.sum()))
-
-
-def _scaled(tree: Any, by: float) -> Any:
-  return jax.tree.map(lambda x: x * by, tree)
-
-
-def _gaussian(params: Any, count: int, seed: int) -> list[Any]:
-  """Returns trees of independent standard normal numbers."""
-  rng = np.random.default_rng((seed, 1))
-  return [
-    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
-    for _ in range(count)
-  ]
 
 
 def over_seeds(runs: list[dict[str, Any]], *path: str) -> tuple[float, float]:
@@ -233,7 +215,7 @@ def page(runs: list[dict[str, Any]]) -> str:
   )
   contests = []
   for k in STALENESS:
-    for n in SIZES:
+    for n in MINIBATCHES:
       cells = []
       for rule in ('balanced .42', 'balanced .50'):
         best, gap, half = contest(runs, k, n, rule)
