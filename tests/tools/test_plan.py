@@ -252,14 +252,32 @@ def test_the_compilers_refusal_is_read(config, mesh):
 
 
 def test_packing_is_an_assumption_that_is_printed(config, mesh):
-  program = programs.train_step(job_of(config, mesh))
+  job = job_of(config, mesh)
+  program = programs.train_step(job)
   rows, chip = {'train step': plan.Row(program, 0, 0, 0)}, roofline.CHIPS['v5p']
-  text = plan.roofline_table(rows, chip, config, 0.25, 4)
+  text = plan.roofline_table(rows, chip, job, 0.25, 4)
   # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
   columns = 2 * 32 * 16 * 2048 / 1e6
   assert f'{columns:.4g} M' in text and f'{columns / 4:.4g} M' in text
   padded, packed = re.findall(r'at least (\S+) h', text)
   assert float(packed) == pytest.approx(float(padded) / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ('platform', 'block'), [('tpu', 1024), ('gpu', 128), ('cpu', 0)]
+)
+def test_the_share_of_the_cache_that_is_read_is_printed(config, mesh, platform, block):
+  # Blocks of one head of 128 in rows of 2048; the plain kernel reads everything.
+  job = job_of(config, mesh, platform=platform)
+  program, chip = programs.decode(job), roofline.CHIPS['v5p']
+  rows = {'decode': plan.Row(program, 0, 0, 0)}
+  text = plan.roofline_table(rows, chip, job, 0.25, 4)
+  share = (2048 / 4 + (block - 1) / 2) / 2048 if block else 1.0
+  assert f'--mean_share=0.25 a step reads {share:.1%} of the cache' in text
+  full, live = map(int, re.findall(r'at most (\d+) tokens/s', text))
+  weights = program.cost.bytes - program.cache
+  read = weights + share * program.cache
+  assert live / full == pytest.approx(program.cost.bytes / read, rel=1e-3)
 
 
 # 8 prompts x 16 / 4 shards: 32 rows per shard, 16 micro-batches are 2 rows each.
