@@ -95,13 +95,26 @@ def test_columns_per_block():
     assert ragged.block_columns(heads, width, length, 2) == expected
 
 
-def test_a_quarter_of_the_cache_is_about_a_quarter_of_the_bytes():
-  # 7B: rows of 9216 columns in blocks of 512, of lengths with mean T / 4, geometric.
-  T, n = 9216, ragged.block_columns(4, 128, 9216, 2)
-  length_S = np.clip(np.random.default_rng(0).geometric(1 / (T / 4), 512), 1, T)
-  read = (ragged.blocks(length_S, n) * n).mean()
-  assert length_S.mean() <= read <= length_S.mean() + n
-  assert read / T <= 0.35
+@pytest.mark.parametrize('slots', [64, 63])
+def test_the_steps_of_the_grid_read_every_live_block_once(slots):
+  T, n, halves = 9216, 512, 2 - slots % 2
+  length_S = np.random.default_rng(0).geometric(4 / T, slots).clip(1, T)
+  length_S[:2] = 1, T
+  steps = slots // halves * (T // n)
+  slot_N, first_S, most = map(
+    np.asarray, ragged._visits(jnp.asarray(length_S), halves, steps, n)
+  )
+  read = []
+  for half in range(halves):
+    # A step reads its block unless the step before had the same.
+    slot_i = slot_N[half * steps :][:most]
+    block_i = np.arange(most) - first_S[slot_i]
+    block_i = np.minimum(block_i, (length_S[slot_i] - 1) // n)
+    visits = list(zip(slot_i, block_i, strict=True))
+    read += [visits[i] for i in range(most) if not i or visits[i] != visits[i - 1]]
+  assert sorted(read) == [
+    (s, b) for s in range(slots) for b in range(T // n) if b * n < length_S[s]
+  ]
 
 
 def test_a_cache_without_whole_tiles_is_refused():

@@ -5,6 +5,7 @@ where their compilers are installed (requirements-plan.txt).
 """
 
 import functools
+import json
 import math
 import re
 
@@ -18,7 +19,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import hlo, programs
 from bapo_jax.training import rules
 from bapo_jax.types import empty_groups
-from tests.tools.test_plan import small
+from tests.tools.test_plan import SEEING, small
 
 LARGE = 2**19  # bytes; smaller arrays may be replicated
 LOOP = re.compile(r' = \((.*?)\) while\(')
@@ -32,6 +33,13 @@ def config_of(path, **knobs):
     learner={'grad_accum_steps': 2},
   )
   return config.with_values(**knobs)
+
+
+def seeing(path):
+  """A config whose model has a vision tower."""
+  config = config_of(path, prompts={'max_prompt_tokens': 256 + programs.TEXT})
+  (path / 'config.json').write_text(json.dumps(SEEING))
+  return config
 
 
 def job_of(config, devices):
@@ -114,6 +122,8 @@ def check(function, args, static, mesh):
     if (x.shape, x.dtype) in shard:
       found = math.prod(layout.shard_shape(x.shape))
       assert found <= math.prod(shard[x.shape, x.dtype]), (x.shape, layout)
+    elif math.prod(x.shape) * x.dtype.itemsize > LARGE:
+      assert not layout.is_fully_replicated, (x.shape, layout)
   # Donated arguments are reused: no output beside them but small arrays.
   m, beside = compiled.memory_analysis(), 0
   for x, layout in zip(jax.tree.leaves(results), outputs, strict=True):
@@ -138,10 +148,12 @@ KINDS = {
   'harvest': harvest,
   'refresh': refresh,
   'insert': insert,
+  'tower': programs.tower,
 }
 
 
 def checked(name, config, devices):
+  """Checks a program of the config on a mesh of 1 x 4 x 2 of these devices."""
   job = job_of(config, devices)
   made = KINDS[name](job)
   if isinstance(made, programs.Program):
@@ -151,7 +163,8 @@ def checked(name, config, devices):
 
 @pytest.mark.parametrize('name', KINDS)
 def test_every_program_keeps_its_shards(name, tmp_path):
-  checked(name, config_of(tmp_path), jax.devices())
+  make = seeing if name == 'tower' else config_of
+  checked(name, make(tmp_path), jax.devices())
 
 
 @pytest.mark.nightly
@@ -160,7 +173,8 @@ def test_every_program_keeps_its_shards(name, tmp_path):
 def test_every_program_keeps_its_shards_on_accelerators(
   topology, where, name, tmp_path
 ):
-  checked(name, config_of(tmp_path), topology(where))
+  make = seeing if name == 'tower' else config_of
+  checked(name, make(tmp_path), topology(where))
 
 
 @pytest.mark.nightly

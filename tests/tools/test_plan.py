@@ -31,6 +31,15 @@ SMALL = {  # Qwen2.5-1.5B in all but depth
   'max_position_embeddings': 32768,
 }
 
+SEVEN = SMALL | {
+  'vocab_size': 152064,
+  'hidden_size': 3584,
+  'num_hidden_layers': 28,
+  'num_attention_heads': 28,
+  'num_key_value_heads': 4,
+  'intermediate_size': 18944,
+}
+
 
 def small(path):
   """The 7B config, its model's directory with a small config.json and nothing else."""
@@ -116,6 +125,37 @@ def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name, k
       # Two sums of [16, 1536] a layer and the embedding's, and two of the 1187 blocks
       # of the vocabulary in float32: no weight and no cache.
       assert max(c.bytes for c in row.loops) <= max(16 * 1536 * 2, 16 * 1187 * 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+  ('where', 'tensor', 'slots'),
+  [('v5e:2x2', 4, 32), ('v5p:2x2x1', 1, 256), ('v6e:2x2', 4, 64), ('h100:4', 1, 256)],
+)
+def test_decoding_of_the_7b_copies_no_layer(topology, tmp_path, where, tensor, slots):
+  found = topology(where)
+  (tmp_path / 'config.json').write_text(json.dumps(SEVEN))
+  config = aime.seven()
+  config.model.path = str(tmp_path)
+  config.mesh.tensor, config.sampler.max_num_seqs = tensor, slots
+  config = config_lib.parse(config.to_dict())
+  mesh = resolve.make_mesh(config, found)
+  program = programs.decode(job_of(config, mesh, platform=found[0].platform))
+  with sharding.current(mesh):
+    lowered = program.function.lower(*program.args, **program.static)
+  assert 'ragged_decode' in lowered.as_text(), 'attention reads the whole cache'
+  row = plan.compiled(program, mesh)
+  assert isinstance(row, plan.Row)
+  # Slots over 4 / tensor devices, heads over tensor; 28 layers of keys and values.
+  assert row.program.cache == slots / 4 * 9216 * 28 * 2 * 4 * 128 * 2
+  assert row.output < 2**20, 'the slots are not donated'
+  share = row.temporaries / row.program.cache
+  sizes = row.program.cache / plan.GIB, row.temporaries / 2**20
+  print(
+    f'{where}: cache {sizes[0]:.2f} GiB, temporaries {sizes[1]:.1f} MiB, {share:.2%}'
+  )
+  assert share < 0.1
+  assert share < 1 / (2 * 28), 'room for a copy of the keys of a layer'
 
 
 def test_the_programs_are_those_of_the_run(config, mesh):
@@ -212,14 +252,32 @@ def test_the_compilers_refusal_is_read(config, mesh):
 
 
 def test_packing_is_an_assumption_that_is_printed(config, mesh):
-  program = programs.train_step(job_of(config, mesh))
+  job = job_of(config, mesh)
+  program = programs.train_step(job)
   rows, chip = {'train step': plan.Row(program, 0, 0, 0)}, roofline.CHIPS['v5p']
-  text = plan.roofline_table(rows, chip, config, 0.25, 4)
+  text = plan.roofline_table(rows, chip, job, 0.25, 4)
   # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
   columns = 2 * 32 * 16 * 2048 / 1e6
   assert f'{columns:.4g} M' in text and f'{columns / 4:.4g} M' in text
   padded, packed = re.findall(r'at least (\S+) h', text)
   assert float(packed) == pytest.approx(float(padded) / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ('platform', 'block'), [('tpu', 1024), ('gpu', 128), ('cpu', 0)]
+)
+def test_the_share_of_the_cache_that_is_read_is_printed(config, mesh, platform, block):
+  # Blocks of one head of 128 in rows of 2048; the plain kernel reads everything.
+  job = job_of(config, mesh, platform=platform)
+  program, chip = programs.decode(job), roofline.CHIPS['v5p']
+  rows = {'decode': plan.Row(program, 0, 0, 0)}
+  text = plan.roofline_table(rows, chip, job, 0.25, 4)
+  share = (2048 / 4 + (block - 1) / 2) / 2048 if block else 1.0
+  assert f'--mean_share=0.25 a step reads {share:.1%} of the cache' in text
+  full, live = map(int, re.findall(r'at most (\d+) tokens/s', text))
+  weights = program.cost.bytes - program.cache
+  read = weights + share * program.cache
+  assert live / full == pytest.approx(program.cost.bytes / read, rel=1e-3)
 
 
 # 8 prompts x 16 / 4 shards: 32 rows per shard, 16 micro-batches are 2 rows each.

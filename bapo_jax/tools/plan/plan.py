@@ -14,7 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import hlo, hosts, programs, search
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.tools.plan.roofline import Chip
+from bapo_jax.tools.plan.roofline import Chip, Cost
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
@@ -171,7 +171,7 @@ def run(
   known = {name: row for name, row in rows.items() if isinstance(row, Row)}
   echo(f'\n{memory_table(rows, verdicts)}')
   echo(f'\n{loops_table(known)}')
-  echo(f'\n{roofline_table(known, chip, config, mean_share, mesh.size // n_hosts)}')
+  echo(f'\n{roofline_table(known, chip, job, mean_share, mesh.size // n_hosts)}')
   echo(f'\n{hosts.table(job, {name: row.between for name, row in known.items()})}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
@@ -220,7 +220,7 @@ def loops_table(rows: dict[str, Row]) -> str:
 
 
 def roofline_table(
-  rows: dict[str, Row], chip: Chip, config: Config, mean_share: float, per_host: int
+  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float, per_host: int
 ) -> str:
   """Formats lower bounds on the seconds of each program and of a step.
 
@@ -231,11 +231,15 @@ def roofline_table(
     f'{"network":>12}  of one'
   ]
   took = {}
-  for name, row in rows.items():
-    cost = row.program.cost
+
+  def bounds(row: Row, cost: Cost) -> list[float]:
     linked = sum(c.received for c in row.loops) / row.program.steps
     crossed = row.between / per_host / row.program.steps
-    seconds = cost.seconds(chip, linked, crossed).values()
+    return list(cost.seconds(chip, linked, crossed).values())
+
+  for name, row in rows.items():
+    cost = row.program.cost
+    seconds = bounds(row, cost)
     took[name] = max(seconds)
     cells = ''.join(f'{s:12.4g}' for s in seconds)
     share = cost.model_flops / chip.flops / took[name]
@@ -244,14 +248,18 @@ def roofline_table(
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  sampler = config.sampler
+  config, sampler = job.config, job.config.sampler
   if 'decode' in took:
-    tokens = sampler.max_num_seqs / took['decode']
     rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
     hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
+    cost, share = programs.decode_cost(job, mean_share)
+    live = max(bounds(rows['decode'], cost))
     lines.append(
-      f'decoding: at most {tokens:.0f} tokens/s; a rollout of responses of '
-      f'{sampler.max_new_tokens} tokens at least {hours:.2f} h'
+      f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
+      f'slots are full; a rollout of responses of {sampler.max_new_tokens} tokens at '
+      f'least {hours:.2f} h\n'
+      f'  by the assumption --mean_share={mean_share:g} a step reads {share:.1%} of '
+      f'the cache: at most {sampler.max_num_seqs / live:.0f} tokens/s'
     )
   if 'train step' in took:
     updates = config.updates_per_step

@@ -20,12 +20,13 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, decoder, lora, transformer
+from bapo_jax.models import attention, decoder, lora, ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.roofline import Cost
 from bapo_jax.training import budget, build, policy, resolve, rules
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
@@ -58,7 +59,7 @@ class Program(NamedTuple):
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  cost: roofline.Cost  # per step, see `steps`
+  cost: Cost  # per step, see `steps`
   resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
@@ -189,7 +190,7 @@ def prefill(job: Job) -> Program:
   cost = roofline.prefill(job.language, job.shape, R, width)
   for pictures in seen:
     more = roofline.tower(spec, job.shape, R, pictures.pixels_PZE.shape[1])
-    cost = roofline.Cost(*map(sum, zip(cost, more, strict=True)))
+    cost = Cost(*map(sum, zip(cost, more, strict=True)))
   return Program(
     decode_lib.admit,
     (actor(job), slots, tokens, *numbers, *seen),
@@ -200,17 +201,37 @@ def prefill(job: Job) -> Program:
   )
 
 
+def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
+  """Counts a token in every slot; returns (cost, share of the cache that is read).
+
+  `mean_share` is the mean live length of a slot divided by the longest row. With
+  geometric response lengths and refilled slots, it is the mean row length divided by
+  the longest; it is smaller if the response lengths vary less.
+  """
+  config, spec = job.config, job.spec
+  slots, cache = slots_of(job)
+  live, share = mean_share * config.row_length, 1.0
+  if decoder.is_ragged(spec):
+    ((k_SKCT, _),) = slots.cache[0]
+    _, heads, width, columns = k_SKCT.sharding.shard_shape(k_SKCT.shape)
+    block = ragged.LANES  # of the GPU's kernel
+    if spec.attention != 'flash':
+      block = ragged.block_columns(heads, width, columns, k_SKCT.dtype.itemsize)
+    share = roofline.columns_read(columns, block, live) / columns
+  S = config.sampler.max_num_seqs
+  return roofline.decode(job.language, job.shape, S, live, share * cache), share
+
+
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
-  sampler, T = job.config.sampler, job.config.row_length
-  S, n = sampler.max_num_seqs, sampler.tokens_per_dispatch
+  sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
   slots, cache = slots_of(job)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
     decode_lib.run,
     (actor(job), slots, key, sampler.temperature, n, 0),
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
-    roofline.decode(job.language, job.shape, S, T, cache),
+    decode_cost(job)[0],
     bytes_per_device((learner_state(job), buffer(job))),
     cache,
     n,

@@ -262,12 +262,26 @@ def tower(spec: ModelSpec, shape: MeshShape, rows: int, patches: int) -> Cost:
   return Cost(flops, flops, moved)
 
 
+def columns_read(columns: int, block: int, mean: float) -> float:
+  """Counts the mean columns per slot that a step of ragged decoding reads.
+
+  Whole blocks are read, which adds half a block if the lengths are spread evenly over
+  a block.
+
+  Args:
+    columns: columns of a slot's cache, a multiple of block.
+    block: columns that the kernel reads at once.
+    mean: mean live columns of a slot.
+  """
+  return min(columns, mean + (block - 1) / 2)
+
+
 def decode(
-  spec: ModelSpec, shape: MeshShape, slots: int, length: int, cache: float
+  spec: ModelSpec, shape: MeshShape, slots: int, length: float, cache: float
 ) -> Cost:
   """Counts the cost of decoding one token in each of `slots` slots.
 
-  Each token attends to `length` tokens. The weights and the cache, `cache` bytes per
+  Each token attends to `length` tokens. The weights and `cache` bytes of the cache, per
   device, are read once.
   """
   flops = forward(spec, length).all * slots / math.prod(shape.values())
