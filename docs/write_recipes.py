@@ -17,6 +17,7 @@ from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import plan, programs, search
 from bapo_jax.tools.plan.roofline import GIB
 from bapo_jax.tools.plan.search import Choice
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from configs import aime
@@ -69,37 +70,40 @@ HEADER = (
 INTRODUCTION = """\
 # Recipes per machine
 
-Written by `python -m docs.write_recipes` from the counts of `--mode=plan --search`
-([scaling.md](scaling.md#which-mesh)). **Nothing here was measured on these machines.**
+Written by `python -m docs.write_recipes > docs/recipes.md` from the counts of
+`--mode=plan --search` ([scaling.md](scaling.md#which-mesh)). **Nothing here was
+measured on these machines:** memory is counted by hand, and times are bounds by the
+roofline.
 
-How to read a row:
+- **model**: Qwen2.5. DeepSeek-R1-Distill-Qwen-7B, -14B and -32B have the same shapes.
+- **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
+  weights in bfloat16. Products are in bfloat16.
+- **longest response**: the longest of {lengths} tokens after a
+  prompt of 1k for which update and decoding fit into {share:.0%} of the usable memory.
+  The 0.5B has 32k positions, too few for a prompt and a response of 32k. Mesh,
+  micro-batches and slots are those with the lowest bound on the time of a step.
+- **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
+  are not counted; they have the remaining memory.
+- **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
+  reads its whole cache; in an update, every row has the full length.
+- **paper's run**: a lower bound for Balanced PO
+  ([2510.18927](https://arxiv.org/abs/2510.18927)) as in
+  `configs/aime.py:balanced_paper`: {steps} steps of {prompts} problems x {group}
+  responses, {updates} updates per step. The paper gives none of these numbers: the
+  number of steps is ours, the others are those of its public script. Every response is
+  assumed to have 8k tokens, the limit of its preliminary runs; if only shorter responses
+  fit, their length is in brackets. Prefill, evaluation and verification are assumed to
+  take no time. The setting is the fastest for this length and may differ from the row's.
+- **TPUs**: v5e-8, v5e-16 and v6e-8 count chips. v5p-16 and v5p-128 count cores, two per
+  chip, as Google does: they have 8 and 64 chips. JAX counts each chip as one device.
+- **too much**: the least excess over {share:.0%} of a device's memory among all meshes,
+  with the smallest batches. The smallest machine is the one with the least memory.
 
-- *Models* are Qwen2.5; DeepSeek-R1-Distill-Qwen-7B, -14B and -32B have the same shapes.
-  *Trained* are all weights in float32, or adapters of rank {rank} beside frozen weights
-  in bfloat16. Products are in bfloat16.
-- *Longest response* is the longest of {lengths} tokens, after a prompt of 1k, that fits
-  into 90 % of the usable memory. The 0.5B has 32k positions, too few for a prompt and a
-  response of 32k. Mesh, micro-batches and slots are the fastest that the search finds
-  for this length; GiB per device are counted by hand, replay buffer and prefill
-  excluded.
-- *Tokens per second* are upper limits by the roofline, of the whole machine: all slots
-  decode and read a full cache; all rows of an update have the full length of prompt and
-  response, padding does not exist.
-- *The paper's run* is that of Balanced PO ([2510.18927](https://arxiv.org/abs/2510.18927)):
-  400 steps of 256 problems x 16 responses, 8 updates per step (two epochs of four
-  minibatches). Sizes are those of its public script; the paper gives no number of
-  steps, and 400 is that of `configs/aime.py`. Responses end at 8k tokens, as in its
-  preliminary runs, or at the longest that fits, then given in brackets. Every response
-  is assumed to have this length. Prefill, evaluation and verification take no time. The
-  setting for 8k is that of a search of its own.
-- *TPUs*: the names v5e-8 and v6e-8 count chips, which are JAX's devices. v5p-16 counts
-  cores in Google's naming, two per chip: it has 8 chips, and v5p-128 has 64.
-
-A command plans its row: it compiles the programs for the absent machine and needs
-`requirements-plan.txt` and the model's config.json
-(`hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B`). With
-`--search`, it compares all meshes by counting instead. A run with adapters should also
-set a learning rate of its own ([lora.md](lora.md)).
+The command of a row compiles its programs for the absent machine. It needs
+`requirements-plan.txt` and the model's config.json:
+`hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B`. If nothing
+fits, the command is that of the search, which compiles nothing and gives a reason per
+mesh. A run with adapters also needs a higher learning rate ([lora.md](lora.md)).
 """
 
 
@@ -178,9 +182,7 @@ def thousands(tokens: int) -> str:
 
 def rounded(value: float) -> str:
   """Formats a number with three digits, without an exponent."""
-  return (
-    f'{float(f"{value:.3g}"):,g}' if value < 1e3 else f'{float(f"{value:.3g}"):,.0f}'
-  )
+  return f'{float(f"{value:.3g}"):,.7g}'
 
 
 def row(topology: str, model: str, lora: bool) -> list[str]:
@@ -244,11 +246,23 @@ def section(topology: str) -> str:
   )
 
 
+def introduction() -> str:
+  """Formats the explanation of the columns."""
+  config = config_of('h100:8', '7B', lora=False, length=PAPER)
+  return INTRODUCTION.format(
+    rank=RANK,
+    lengths=', '.join(map(thousands, LENGTHS)),
+    share=budget.DEVICE_SHARE,
+    steps=config.steps,
+    prompts=config.prompts.count,
+    group=config.sampler.group_size,
+    updates=config.updates_per_step,
+  )
+
+
 def document() -> str:
   """Returns the page: how to read a row, and a section per machine."""
-  lengths = ', '.join(map(thousands, LENGTHS))
-  page = INTRODUCTION.format(rank=RANK, lengths=lengths)
-  return page + ''.join(section(topology) for topology in MACHINES)
+  return introduction() + ''.join(section(topology) for topology in MACHINES)
 
 
 if __name__ == '__main__':
