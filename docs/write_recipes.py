@@ -91,9 +91,9 @@ roofline.
   `configs/aime.py:balanced_paper`: {steps} steps of {prompts} problems x {group}
   responses, {updates} updates per step. The paper gives none of these numbers: the
   number of steps is ours, the others are those of its public script. Every response is
-  assumed to have 8k tokens, the limit of its preliminary runs; if only shorter responses
-  fit, their length is in brackets. Prefill, evaluation and verification are assumed to
-  take no time. The setting is the fastest for this length and may differ from the row's.
+  assumed to have 8k tokens, the limit of its preliminary runs; if only fewer tokens
+  fit, their number is in brackets. Prefill, evaluation and verification are assumed to
+  take no time. The setting is the fastest for this length, not always the row's.
 - **TPUs**: v5e-8, v5e-16 and v6e-8 count chips. v5p-16 and v5p-128 count cores, two per
   chip, as Google does: they have 8 and 64 chips. JAX counts each chip as one device.
 - **too much**: the least excess over {share:.0%} of a device's memory among all meshes,
