@@ -5,6 +5,7 @@ gradient of a full weight is formed. `layer` and `merge` return plain weights, f
 decoding and for export.
 """
 
+import functools
 import math
 import re
 
@@ -59,6 +60,7 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
   return pairs
 
 
+@functools.cache
 def count(spec: ModelSpec, rank: int, targets: str) -> int:
   """Counts the parameters of the adapters."""
   pairs = shapes(spec, rank, targets).values()

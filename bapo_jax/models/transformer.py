@@ -125,6 +125,7 @@ def init(spec: ModelSpec, key: Array) -> Tree:
   return cast(unflatten(flat), spec.dtype)
 
 
+@functools.cache  # a search over meshes counts the same model 10^5 times
 def count(spec: ModelSpec, below: str = '') -> int:
   """Counts the parameters whose paths begin with `below`."""
   entries = describe(spec).items()

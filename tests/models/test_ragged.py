@@ -117,6 +117,19 @@ def test_the_steps_of_the_grid_read_every_live_block_once(slots):
   ]
 
 
+@pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])
+def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
+  # Four slots of a Qwen2.5-7B.
+  q, k, v = (
+    jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
+    for shape in ((7, 128), (128, 4096), (4096, 128))
+  )
+  length_S = jax.ShapeDtypeStruct((4,), jnp.int32)
+  device = jax.sharding.SingleDeviceSharding(topology(f'{gpu}:1')[0])
+  run = jax.jit(ragged._gpu, in_shardings=device, out_shardings=device)
+  assert run.lower(q, k, v, length_S).compile()
+
+
 def test_a_cache_without_whole_tiles_is_refused():
   q, k, v = example()
   with pytest.raises(ValueError, match='383 columns; give a multiple of 128'):

@@ -45,7 +45,7 @@ def test_a_program_compiles_for_every_gpu(topology):
 
 def test_the_peak_of_a_gpu_is_that_of_its_cores():
   # Dense bfloat16 products per core and clock, from the architectures' white papers.
-  for name, per_clock in {'a100-80': 2048, 'rtx6000': 1024}.items():
+  for name, per_clock in {'a100-80': 2048, 'rtx6000': 1024, 'rtx4090': 512}.items():
     chip = roofline.CHIPS[name]
     peak = per_clock * chip.gpu.cores * chip.gpu.clock * 1e9
     assert chip.flops == pytest.approx(peak, rel=0.005)

@@ -56,14 +56,17 @@ def _gpu(
 A100 = Gpu((8, 0), 108, 1.41, 40, 164, lanes=64)
 HOPPER = Gpu((9, 0), 132, 1.98, 50, 228)
 BLACKWELL = Gpu((10, 0), 148, 1.965, 126, 228)
+ADA = Gpu((8, 9), 128, 2.52, 72, 100, threads=1536)
 RTX_PRO = Gpu((12, 0), 188, 2.617, 128, 100, threads=1536)
 
 # TPUs: peaks of cloud.google.com/tpu/docs; a TPU7x chip is two devices.
 # GPUs: NVIDIA's data sheets of H100 SXM, H200 SXM, A100 SXM and HGX B200, and the white
-# paper "RTX Blackwell PRO" for the RTX PRO 6000 Blackwell Workstation or Server
-# Edition. Links are NVLink in one direction, for the RTX PRO 6000 PCIe 5.0 x16. The
+# papers "RTX Blackwell PRO" for the RTX PRO 6000 Blackwell Workstation or Server
+# Edition and "Ada GPU Architecture" for the RTX 4090. Links are NVLink in one
+# direction, for the RTX PRO 6000 PCIe 5.0 x16 and for the RTX 4090 PCIe 4.0 x16. The
 # network is one adapter per GPU: 400 Gb/s in DGX H100, H200 and B200, 200 Gb/s in
-# DGX A100 and in NVIDIA's reference architecture for eight RTX PRO 6000.
+# DGX A100 and in NVIDIA's reference architecture for eight RTX PRO 6000. An RTX 4090
+# has no such architecture; 10 Gb/s Ethernet is assumed.
 CHIPS = {
   'v4': Chip(30.75, 275e12, 1.228e12, 300e9, options={'chip_config_name': 'megacore'}),
   'v5e': Chip(15.75, 197e12, 0.819e12, 200e9),
@@ -77,6 +80,9 @@ CHIPS = {
   'b200': _gpu('NVIDIA B200', 178.35, 2250e12, 8e12, 900e9, 50e9, BLACKWELL),
   'rtx6000': _gpu(
     'NVIDIA RTX PRO 6000 Blackwell', 94.97, 503.8e12, 1.792e12, 63e9, 25e9, RTX_PRO
+  ),
+  'rtx4090': _gpu(
+    'NVIDIA GeForce RTX 4090', 23.64, 165.2e12, 1.008e12, 31.5e9, 1.25e9, ADA
   ),
 }
 

@@ -48,6 +48,18 @@ class Choice(NamedTuple):
     )
 
 
+class TooLarge(ValueError):
+  """Reports a part of a run that does not fit a mesh, even with its smallest batch."""
+
+  def __init__(self, part: str, least: str, needed: float, memory: float) -> None:
+    """Words the error; `needed` and `memory` are bytes per device."""
+    self.excess = needed - memory
+    super().__init__(
+      f'{part} needs {needed / GIB:.0f} GiB per device, even with {least}, but only '
+      f'{memory / GIB:.0f} GiB are available'
+    )
+
+
 def divisors(n: int) -> list[int]:
   """Returns the divisors of n, ascending."""
   return [k for k in range(1, n + 1) if n % k == 0]
@@ -67,15 +79,15 @@ def name(shape: roofline.MeshShape) -> str:
 
 def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
-) -> tuple[list[Choice], dict[str, str]]:
-  """Returns the choices that fit, fastest first, and a reason per rejected mesh."""
+) -> tuple[list[Choice], dict[str, ValueError]]:
+  """Returns the choices that fit, fastest first, and the error per rejected mesh."""
   found, refused = [], {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
       found.append(judge(config, spec, chip, mesh, memory))
     except ValueError as error:
-      refused[name(shape)] = str(error)
+      refused[name(shape)] = error
   # Among meshes with equal bounds, the mesh with the least traffic comes first.
   return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
 
@@ -85,7 +97,8 @@ def judge(
 ) -> Choice:
   """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
-  Raises ValueError if nothing fits, or model or rows do not divide over the mesh.
+  Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
+  ValueError if model or rows do not divide over the mesh.
   """
   sharding.shardings(transformer.abstract(spec), mesh)
   shards, rows = sharding.row_shards(mesh), config.minibatch_rows
@@ -105,15 +118,19 @@ def judge(
       traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
       updates.append((steps, schedule, needed, _bounds(cost, chip, mesh, traffic)))
+  lacking = []
   if not updates:
-    raise ValueError(
-      f'an update needs {least / GIB:.0f} GiB per device, even with one row per device '
-      f'in a micro-batch, but only {memory / GIB:.0f} GiB are available'
-    )
+    few = 'one row per device in a micro-batch'
+    lacking.append(TooLarge('an update', few, least, memory))
+  try:
+    slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory)
+  except TooLarge as error:
+    lacking.append(error)
+  if lacking:
+    raise max(lacking, key=lambda error: error.excess)
   steps, schedule, update_bytes, update = min(
     updates, key=lambda option: (max(option[3].values()), option[0])
   )
-  slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory)
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
   seconds = config.updates_per_step * max(update.values())
@@ -142,11 +159,11 @@ def _decoding(
       traffic = [roofline.hidden_sums(spec, slots / shards)]
       cost = roofline.decode(spec, shape, slots, T, cache)
       return slots, needed, _bounds(cost, chip, mesh, traffic)
+  if needed < math.inf:
+    few = f'the fewest slots that divide over {shards} shards'
+    raise TooLarge('decoding', few, needed, memory)
   raise ValueError(
-    f'decoding needs {needed / GIB:.0f} GiB per device, even with the fewest slots '
-    f'that divide over {shards} shards, but only {memory / GIB:.0f} GiB are available'
-    if needed < math.inf
-    else f'no number of slots divides over {shards} shards; change sampler.max_num_seqs'
+    f'no number of slots divides over {shards} shards; change sampler.max_num_seqs'
   )
 
 
@@ -160,7 +177,7 @@ def _bounds(
   return cost.seconds(chip, linked, hosts.into_device(traffic, shape, process_of))
 
 
-def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
+def table(found: Sequence[Choice], refused: dict[str, ValueError]) -> str:
   """Formats the best meshes, the flags for the fastest, and the rejected meshes."""
   lines = [
     f'{"data x fsdp x tensor":21}{"micro-batches":>14}{"remat":>14}{"GiB":>7}'
@@ -180,8 +197,8 @@ def table(found: Sequence[Choice], refused: dict[str, str]) -> str:
     )
   slower = [name(c.shape) for c in found[BEST:]]
   reasons: dict[str, list[str]] = {'it fits and is slower': slower} if slower else {}
-  for mesh, reason in refused.items():
-    reasons.setdefault(reason, []).append(mesh)
+  for mesh, error in refused.items():
+    reasons.setdefault(str(error), []).append(mesh)
   lines += [f'not {", ".join(meshes)}: {why}' for why, meshes in reasons.items()]
   return '\n'.join(lines)
 

@@ -1,0 +1,86 @@
+"""docs/recipes.md is what the search finds, and compiled programs confirm it."""
+
+import pathlib
+from collections import defaultdict
+
+import pytest
+
+from bapo_jax import main
+from bapo_jax.tools.plan import devices, plan, programs, search
+from bapo_jax.training import resolve
+from docs import write_recipes
+
+PAGE = (pathlib.Path(__file__).parents[1] / 'docs' / 'recipes.md').read_text()
+WRITE = 'python -m docs.write_recipes > docs/recipes.md'
+
+
+@pytest.mark.parametrize('topology', write_recipes.MACHINES)
+def test_the_section_of_a_machine_is_current(topology):
+  assert write_recipes.section(topology) in PAGE, WRITE
+
+
+def test_the_introduction_and_the_headings_are_current():
+  headings = [f'## {name}' for name in write_recipes.MACHINES.values()]
+  assert [line for line in PAGE.splitlines() if line.startswith('## ')] == headings
+  assert PAGE.startswith(write_recipes.introduction()), WRITE
+
+
+@pytest.mark.parametrize('lora', [False, True])
+def test_the_excess_is_the_memory_that_is_missing(tmp_path, lora):
+  # All weights of the 1.5B are too large to update, the 7B with its actor to decode.
+  model = '7B' if lora else '1.5B'
+  config, choice, excess = write_recipes.longest('rtx4090:1', model, lora)
+  assert choice is None and excess > 0
+  config = write_recipes.with_model(config, model, str(tmp_path))
+  chip, found = devices.count('rtx4090:1')
+  spec = programs.device_spec(config, 'gpu')
+  for memory, fits in ((-(2**20), False), (2**20, True)):
+    memory += plan.room(chip) + excess
+    assert bool(search.search(config, spec, chip, found, memory)[0]) == fits
+
+
+def compiled(topology, where, config, model, path):
+  """(chip, Row by program) of a config on an absent machine, with this model."""
+  config = write_recipes.with_model(config, model, str(path))
+  mesh, chip = resolve.make_mesh(config, topology(where)), devices.parse(where)[0]
+  job = plan.planned(config, mesh, chip)
+  makers = programs.programs_of(job.spec)
+  return chip, {name: plan.compiled(make(job), mesh) for name, make in makers.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+  ('where', 'model', 'lora'),
+  [('h100:8', '7B', False), ('rtx4090:1', '1.5B', True), ('v5e:2x4', '7B', True)],
+)
+def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where, model, lora):
+  config, choice, _ = write_recipes.longest(where, model, lora)
+  command = write_recipes.command(where, model, lora)
+  assert command in PAGE.splitlines()
+  changed = defaultdict(dict)
+  flags = [flag for flag in command.split() if flag.startswith('--config.')]
+  for knob, value in main.overrides(flags).items():
+    section, name = knob.split('.')
+    changed[section][name] = value
+  chip, rows = compiled(topology, where, config.with_values(**changed), model, tmp_path)
+  for name, row in rows.items():
+    assert plan.left(row, chip) >= 0, name
+  # The error that training/budget.py states for an update.
+  update, decoding = rows['train step'].total, rows['decode'].total
+  assert choice.update_bytes == pytest.approx(update, rel=0.17)
+  assert choice.decode_bytes == pytest.approx(decoding, rel=0.17)
+
+
+@pytest.mark.nightly
+def test_a_row_that_fits_nowhere_is_too_large_when_compiled(topology, tmp_path):
+  config, choice, excess = write_recipes.longest('rtx4090:1', '1.5B', lora=False)
+  assert choice is None
+  config = config.with_values(
+    mesh={'data': 1, 'fsdp': 1, 'tensor': 1},
+    learner={'grad_accum_steps': config.minibatch_rows},
+    sampler={'max_num_seqs': 8},
+  )
+  chip, rows = compiled(topology, 'rtx4090:1', config, '1.5B', tmp_path)
+  total = rows['train step'].total
+  assert total > chip.hbm * plan.GIB
+  assert plan.room(chip) + excess == pytest.approx(total, rel=0.17)
