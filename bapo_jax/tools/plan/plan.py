@@ -66,7 +66,8 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
 
 def bytes_needed(message: str, program: Program) -> float:
   """Reads from the compiler's error how many bytes a device needs; inf if not there."""
-  total = re.search(r'Used ([\d.]+)([KMGT]) of', message)
+  # Another memory may be full, such as the smem that holds a kernel's scalars.
+  total = re.search(r'Used ([\d.]+)([KMGT]) of \S+ hbm', message)
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
   if not found:
     return math.inf
