@@ -316,7 +316,8 @@ def _some(
 
     update = jax.grad(weighted)(params)
     along_V = jax.vmap(optax.tree.vdot, (None, 0))(update, directions)
-    return index_B, weight_BT, along_V, jnp.asarray(optax.tree.norm(update)) ** 2
+    square = jnp.asarray(optax.tree.vdot(update, update))
+    return index_B, weight_BT, jnp.asarray(along_V), square
 
   index, weight, along, square = jax.vmap(one)(jax.random.split(key, block))
   rows = weight.reshape(-1, weight.shape[-1])
