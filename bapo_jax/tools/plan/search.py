@@ -4,6 +4,7 @@ Memory comes from training/budget.py, time from the roofline. Bytes on links com
 formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -118,16 +119,16 @@ def judge(
       traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
       updates.append((steps, schedule, needed, _bounds(cost, chip, mesh, traffic)))
-  lacking = []
+  decoding = functools.partial(_decoding, config, spec, chip, mesh, memory)
   if not updates:
     few = 'one row per device in a micro-batch'
-    lacking.append(TooLarge('an update', few, least, memory))
-  try:
-    slots, decode_bytes, token = _decoding(config, spec, chip, mesh, memory)
-  except TooLarge as error:
-    lacking.append(error)
-  if lacking:
-    raise max(lacking, key=lambda error: error.excess)
+    error = TooLarge('an update', few, least, memory)
+    try:
+      decoding()
+    except TooLarge as other:
+      error = max(error, other, key=lambda error: error.excess)
+    raise error
+  slots, decode_bytes, token = decoding()
   steps, schedule, update_bytes, update = min(
     updates, key=lambda option: (max(option[3].values()), option[0])
   )
