@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from bapo_jax.runtime import markdown
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import plan, programs, search
-from bapo_jax.tools.plan.roofline import GIB
+from bapo_jax.tools.plan import programs, search
+from bapo_jax.tools.plan.roofline import GIB, Chip
 from bapo_jax.tools.plan.search import Choice
-from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from configs import aime
@@ -37,6 +36,7 @@ MACHINES = {
 LENGTHS = (2048, 4096, 8192, 16384, 32768)  # most tokens of a response
 PAPER = 8192  # of the paper's preliminary runs
 RANK = 32  # of adapters
+SHARE = 0.83  # of the usable memory; hand counts err by 17 %, see training/budget.py
 KEYS = (  # of config.json
   'hidden_size',
   'num_hidden_layers',
@@ -79,9 +79,10 @@ roofline.
 - **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
   weights in bfloat16. Products are in bfloat16.
 - **longest response**: the longest of {lengths} tokens after a
-  prompt of 1k for which update and decoding fit into {share:.0%} of the usable memory.
-  The 0.5B has 32k positions, too few for a prompt and a response of 32k. Mesh,
-  micro-batches and slots are those with the lowest bound on the time of a step.
+  prompt of 1k for which update and decoding need at most {share:.0%} of the usable
+  memory, by count. The other 17 % are the error of the count. The 0.5B has 32k
+  positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
+  are those with the lowest bound on the time of a step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
@@ -115,6 +116,11 @@ class Recipe(NamedTuple):
   excess: float = 0.0  # bytes per device too much on the best mesh, if nothing fits
 
 
+def room(chip: Chip) -> float:
+  """Returns the bytes of a device that a count may reach."""
+  return SHARE * chip.hbm * GIB
+
+
 @functools.cache
 def config_of(topology: str, model: str, lora: bool, length: int) -> Config:
   """Returns the paper's config for responses of `length` tokens of a model."""
@@ -142,7 +148,7 @@ def searched(topology: str, model: str, lora: bool, length: int) -> Recipe:
   chip, found = devices_lib.count(topology)
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.device_spec(with_model(config, model, directory), found[0].platform)
-  choices, refused = search.search(config, spec, chip, found, plan.room(chip))
+  choices, refused = search.search(config, spec, chip, found, room(chip))
   if choices:
     return Recipe(config, choices[0])
   excess = [e.excess for e in refused.values() if isinstance(e, search.TooLarge)]
@@ -215,13 +221,20 @@ def row(topology: str, model: str, lora: bool) -> list[str]:
 def command(topology: str, model: str, lora: bool) -> str:
   """Returns the command that plans a row, or that searches if nothing fits."""
   config, choice, _ = longest(topology, model, lora)
-  knobs = {
+  knobs: dict[str, object] = {
     'model.path': config.model.path,
     'sampler.max_new_tokens': config.sampler.max_new_tokens,
     'sampler.prefill_batch_size': config.sampler.prefill_batch_size,
   }
   if lora:
     knobs |= {'lora.rank': RANK, 'model.dtype': config.model.dtype}
+  if choice:  # a plan would fill more of the memory
+    knobs['model.remat'] = choice.schedule.remat
+    if choice.grad_accum_steps > 1:
+      knobs['learner.bounds_pass'] = choice.schedule.bounds_pass
+    if choice.shape['tensor'] > 1:
+      split = 'on' if choice.schedule.sequence_sharding else 'off'
+      knobs['model.sequence_sharding'] = split
   flags = ' '.join(f'--config.{name}={value}' for name, value in knobs.items())
   setting = choice.flags if choice else '--search'
   return (
@@ -238,7 +251,7 @@ def section(topology: str) -> str:
   commands = '\n'.join(command(topology, *kind) for kind in kinds)
   return (
     f'\n## {MACHINES[topology]}\n\n`--topology={topology}`, {len(found)} x '
-    f'{chip.hbm:.1f} GiB usable, of which a row may fill {plan.room(chip) / GIB:.1f}.'
+    f'{chip.hbm:.1f} GiB usable, of which a row may fill {room(chip) / GIB:.1f}.'
     '\n\n'
     f'{markdown.table(rows, HEADER, "ll" + "r" * (len(HEADER) - 2))}\n\n'
     f'<details><summary>Commands, one per row</summary>\n\n```bash\n{commands}\n```\n\n'
@@ -252,7 +265,7 @@ def introduction() -> str:
   return INTRODUCTION.format(
     rank=RANK,
     lengths=', '.join(map(thousands, LENGTHS)),
-    share=budget.DEVICE_SHARE,
+    share=SHARE,
     steps=config.steps,
     prompts=config.prompts.count,
     group=config.sampler.group_size,

@@ -4,6 +4,7 @@ Memory comes from training/budget.py, time from the roofline. Bytes on links com
 formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,6 @@ def judge(
   extra = budget.count(config, spec, Schedule(), mesh).buffer
   memory -= extra
   adapters, least, updates = budget.adapters(config, spec), math.inf, []
-  lacking, decoding = [], None
   for steps in divisors(rows // shards):
     changed = config.with_values(learner={'grad_accum_steps': steps})
     schedule = budget.choose_schedule(changed, spec, mesh, memory)
@@ -119,16 +119,16 @@ def judge(
       traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
       updates.append((steps, schedule, needed, _bounds(cost, chip, mesh, traffic)))
+  decoding = functools.partial(_decoding, config, spec, chip, mesh, memory)
   if not updates:
     few = 'one row per device in a micro-batch'
-    lacking.append(TooLarge('an update', few, least, memory))
-  try:
-    decoding = _decoding(config, spec, chip, mesh, memory)
-  except TooLarge as error:
-    lacking.append(error)
-  if lacking or decoding is None:
-    raise max(lacking, key=lambda error: error.excess)
-  slots, decode_bytes, token = decoding
+    error = TooLarge('an update', few, least, memory)
+    try:
+      decoding()
+    except TooLarge as other:
+      error = max(error, other, key=lambda error: error.excess)
+    raise error
+  slots, decode_bytes, token = decoding()
   steps, schedule, update_bytes, update = min(
     updates, key=lambda option: (max(option[3].values()), option[0])
   )
