@@ -1,8 +1,10 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
-TPU programs. Of a vision tower, only weights are counted. On a host, Python and
-compiled programs take about half a GiB more. --mode=plan compiles instead.
+TPU programs. It is too high, by up to 44 %, if activations are most of the memory, as
+for adapters with rows of 33k tokens (docs/scaling.md). Of a vision tower, only weights
+are counted. On a host, Python and compiled programs take about half a GiB more.
+--mode=plan compiles instead.
 """
 
 import dataclasses
