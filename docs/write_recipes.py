@@ -80,9 +80,10 @@ roofline.
   weights in bfloat16. Products are in bfloat16.
 - **longest response**: the longest of {lengths} tokens after a
   prompt of 1k for which update and decoding need at most {share:.0%} of the usable
-  memory, by count. The other 17 % are the error of the count. The 0.5B has 32k
-  positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
-  are those with the lowest bound on the time of a step.
+  memory, by count. The other 17 % are for the error of the count, which was larger for
+  some rows ([compiled rows](scaling.md#compiled-recipes)). The 0.5B has 32k positions,
+  too few for a prompt and a response of 32k. Mesh, micro-batches and slots are those
+  with the lowest bound on the time of a step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
