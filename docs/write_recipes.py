@@ -79,7 +79,7 @@ roofline.
 - **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
   weights in bfloat16. Products are in bfloat16.
 - **longest response**: the longest of {lengths} tokens after a
-  prompt of 1k for which update and decoding need at most {share:.0%} of the usable
+  prompt of 1k for which update and decoding need at most {share:.0f} % of the usable
   memory, by count. The other 17 % are for the error of the count, which was larger for
   some rows ([compiled rows](scaling.md#compiled-recipes)). The 0.5B has 32k positions,
   too few for a prompt and a response of 32k. Mesh, micro-batches and slots are those
@@ -98,7 +98,7 @@ roofline.
   take no time. The setting is the fastest for this length, not always the row's.
 - **TPUs**: v5e-8, v5e-16 and v6e-8 count chips. v5p-16 and v5p-128 count cores, two per
   chip, as Google does: they have 8 and 64 chips. JAX counts each chip as one device.
-- **too much**: the least excess over {share:.0%} of a device's memory among all meshes,
+- **too much**: the least excess over {share:.0f} % of a device's memory among all meshes,
   with the smallest batches. The smallest machine is the one with the least memory.
 
 The command of a row compiles its programs for the absent machine. It needs
@@ -266,7 +266,7 @@ def introduction() -> str:
   return INTRODUCTION.format(
     rank=RANK,
     lengths=', '.join(map(thousands, LENGTHS)),
-    share=SHARE,
+    share=100 * SHARE,
     steps=config.steps,
     prompts=config.prompts.count,
     group=config.sampler.group_size,
