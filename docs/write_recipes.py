@@ -98,8 +98,8 @@ roofline.
   take no time. The setting is the fastest for this length, not always the row's.
 - **TPUs**: v5e-8, v5e-16 and v6e-8 count chips. v5p-16 and v5p-128 count cores, two per
   chip, as Google does: they have 8 and 64 chips. JAX counts each chip as one device.
-- **too much**: the least excess over {share:.0f} % of a device's memory among all meshes,
-  with the smallest batches. The smallest machine is the one with the least memory.
+- **too much**: the least excess over {share:.0f} % of a device's memory among all
+  meshes, with the smallest batches. The smallest machine has the least memory.
 
 The command of a row compiles its programs for the absent machine. It needs
 `requirements-plan.txt` and the model's config.json:
