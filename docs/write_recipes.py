@@ -79,10 +79,11 @@ roofline.
 - **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
   weights in bfloat16. Products are in bfloat16.
 - **longest response**: the longest of {lengths} tokens after a
-  prompt of 1k for which update and decoding need at most {share:.0%} of the usable
-  memory, by count. The other 17 % are the error of the count. The 0.5B has 32k
-  positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
-  are those with the lowest bound on the time of a step.
+  prompt of 1k for which update and decoding need at most {share:.0f} % of the usable
+  memory, by count. The other 17 % are for the error of the count, which was larger for
+  some rows ([compiled rows](scaling.md#compiled-recipes)). The 0.5B has 32k positions,
+  too few for a prompt and a response of 32k. Mesh, micro-batches and slots are those
+  with the lowest bound on the time of a step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
@@ -97,8 +98,8 @@ roofline.
   take no time. The setting is the fastest for this length, not always the row's.
 - **TPUs**: v5e-8, v5e-16 and v6e-8 count chips. v5p-16 and v5p-128 count cores, two per
   chip, as Google does: they have 8 and 64 chips. JAX counts each chip as one device.
-- **too much**: the least excess over {share:.0%} of a device's memory among all meshes,
-  with the smallest batches. The smallest machine is the one with the least memory.
+- **too much**: the least excess over {share:.0f} % of a device's memory among all
+  meshes, with the smallest batches. The smallest machine has the least memory.
 
 The command of a row compiles its programs for the absent machine. It needs
 `requirements-plan.txt` and the model's config.json:
@@ -265,7 +266,7 @@ def introduction() -> str:
   return INTRODUCTION.format(
     rank=RANK,
     lengths=', '.join(map(thousands, LENGTHS)),
-    share=SHARE,
+    share=100 * SHARE,
     steps=config.steps,
     prompts=config.prompts.count,
     group=config.sampler.group_size,

@@ -49,20 +49,17 @@ def compiled(topology, where, config, model, path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-  ('where', 'model', 'lora'),
-  [('h100:8', '7B', False), ('v5e:4x4', '7B', False), ('v6e:2x4', '7B', False)],
-)
-def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where, model, lora):
-  config, choice, _ = write_recipes.longest(where, model, lora)
-  command = write_recipes.command(where, model, lora)
+@pytest.mark.parametrize('where', ['h100:8', 'v5e:4x4', 'v6e:2x4'])
+def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
+  config, choice, _ = write_recipes.longest(where, '7B', lora=False)
+  command = write_recipes.command(where, '7B', lora=False)
   assert command in PAGE.splitlines()
   changed = defaultdict(dict)
   flags = [flag for flag in command.split() if flag.startswith('--config.')]
   for knob, value in main.overrides(flags).items():
     section, name = knob.split('.')
     changed[section][name] = value
-  chip, rows = compiled(topology, where, config.with_values(**changed), model, tmp_path)
+  chip, rows = compiled(topology, where, config.with_values(**changed), '7B', tmp_path)
   for name, row in rows.items():
     assert plan.left(row, chip) >= 0, name
   # The error that training/budget.py states for an update.
@@ -73,7 +70,7 @@ def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where, model, 
 
 @pytest.mark.nightly
 def test_a_row_that_fits_nowhere_is_too_large_when_compiled(topology, tmp_path):
-  config, choice, excess = write_recipes.longest('rtx4090:1', '1.5B', lora=False)
+  config, choice, _ = write_recipes.longest('rtx4090:1', '1.5B', lora=False)
   assert choice is None
   config = config.with_values(
     mesh={'data': 1, 'fsdp': 1, 'tensor': 1},
@@ -81,6 +78,4 @@ def test_a_row_that_fits_nowhere_is_too_large_when_compiled(topology, tmp_path):
     sampler={'max_num_seqs': 8},
   )
   chip, rows = compiled(topology, 'rtx4090:1', config, '1.5B', tmp_path)
-  total = rows['train step'].total
-  assert total > chip.hbm * plan.GIB
-  assert write_recipes.room(chip) + excess == pytest.approx(total, rel=0.17)
+  assert plan.left(rows['train step'], chip) < 0
