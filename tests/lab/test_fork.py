@@ -1,0 +1,156 @@
+"""Forks of a run: the same steps again, paired differences, refused requests."""
+
+import json
+import math
+
+import pytest
+import runs
+
+from bapo_jax.runtime import metrics
+from bapo_jax.training import evaluate
+from lab import fork
+
+FIXED = 'clip.rule=fixed,clip.fixed.high=1.05,clip.fixed.low=0.95'
+
+
+@pytest.fixture(scope='module')
+def forked(whole_run, tmp_path_factory):
+  """The directory of two forks of a recorded run, from its first step to its fourth."""
+  to = tmp_path_factory.mktemp('forks')
+  given = ['--step=1', '--steps=3', '--arms=run', f'--arms={FIXED}', f'--to={to}']
+  with runs.one_device():
+    assert fork.main([str(whole_run.workdir), *given]) == 0
+    stored = (to / 'fork.json').read_bytes()
+    assert fork.main([str(whole_run.workdir), *given]) == 0  # trains nothing
+  assert (to / 'fork.json').read_bytes() == stored
+  return to
+
+
+def test_the_arm_of_the_run_repeats_its_steps_bit_for_bit(forked, whole_run):
+  ours, theirs = (runs.last_run(x) for x in (forked / 'run/seed0', whole_run.workdir))
+  assert ours.scalars == theirs.scalars and ours.rows == theirs.rows
+  assert runs.same(ours.arrays, theirs.arrays)
+  before, after = (
+    evaluate.read_recorded(str(x), 4) for x in (forked / 'run/seed0', whole_run.workdir)
+  )
+  assert before == after
+
+
+def test_another_rule_trains_on_the_same_prompts_and_noise(forked):
+  other, one = (
+    {row['step']: row for row in metrics.read(path)}
+    for path in sorted(forked.glob('*/seed0'))
+  )
+  assert set(one) == set(other) == set(range(5))
+  # The first step after the checkpoint samples the same responses.
+  for name in ('rollout/accuracy', 'rollout/length', 'rollout/tokens'):
+    assert one[2][name] == other[2][name]
+  assert (one[2]['clip/high'], other[2]['clip/high']) == pytest.approx((1.2, 1.05))
+
+
+def test_the_page_and_the_json_have_the_paired_differences(forked):
+  stored = json.loads((forked / 'fork.json').read_text())
+  assert stored['step'] == 1 and stored['steps'] == 3 and stored['seeds'] == [0]
+  means, found = stored['means'], stored['differences']
+  assert set(fork.TRAINING) | {'eval/accuracy', 'last/cut'} <= set(found)
+  # Over the 16 held-out problems, by hand from the recorded samples.
+  right = {
+    arm: [s['correct'] for s in evaluate.read_recorded(path, 4)['samples']]
+    for arm, path in zip((FIXED, 'run'), sorted(forked.glob('*/seed0')), strict=True)
+  }
+  change = [b - a for a, b in zip(right['run'], right[FIXED], strict=True)]
+  assert found['eval/accuracy'][FIXED]['mean'] == sum(change) / 16
+  assert found['eval/accuracy'][FIXED]['pairs'] == 16
+  one, other = means['clip/fraction']['run'][0], means['clip/fraction'][FIXED][0]
+  alone = {'mean': other - one, 'half': None, 'pairs': 1}
+  assert found['clip/fraction'][FIXED] == alone and other > one
+  table = (forked / 'fork.md').read_text()
+  assert f'| eval/accuracy | {sum(right["run"]) / 16:.4g} |' in table
+  html = (forked / 'fork.html').read_text()
+  assert 'Forks of ' in html and FIXED in html and html.count('<h1>') == 1
+
+
+def test_one_seed_pairs_prompts_and_several_seeds_pair_their_means():
+  one = {'x': {'a': 1.0, 'b': 2.0, 'c': 3.0}, 'y': {'': 5.0}}
+  other = {'x': {'a': 2.0, 'c': 6.0, 'd': 9.0}, 'y': {'': 4.0}}
+  x, y = fork.differences([[one], [other]])
+  # a: 1, c: 3; standard error 1; the t quantile of one degree of freedom is 12.71.
+  assert x.base == 2 and x.differences[0].mean == 2 and x.differences[0].pairs == 2
+  assert x.differences[0].half == pytest.approx(12.7062, abs=1e-4)
+  assert y.differences[0].mean == -1 and math.isnan(y.differences[0].half)
+  assert fork.cell(y.differences[0]) == '-1' and fork.cell(None) == ''
+  # The means of x are 2 and 17/3, and 2 and 3 with another seed.
+  third = {'x': {'a': 3.0}}
+  x, y = fork.differences([[one, one], [other, third]])
+  assert x.differences[0].mean == pytest.approx((11 / 3 + 1) / 2)
+  assert x.differences[0].pairs == 2 and y.differences[0].pairs == 1
+
+
+def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_run):
+  arm = 'clip.balanced.low=(0.5,0.9),clip.balanced.target=0.3'
+  made = fork.plan(str(whole_run.workdir), None, 3, ['run', arm], 2, '')
+  assert (made.first, made.last, made.seeds) == (4, 7, (0, 1))
+  assert [(x.arm, x.config.seed) for x in made.forks] == [
+    ('run', 0), ('run', 1), (arm, 0), (arm, 1)
+  ]  # fmt: skip
+  assert made.forks[2].config.clip.balanced.low == (0.5, 0.9)
+  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.balanced')
+  # Nothing else differs from the run, except for names, ends and what is kept.
+  same = made.forks[0].config.model_copy(
+    update={x: getattr(whole_run.config, x) for x in ('title', 'steps', 'checkpoint')}
+  )
+  assert same == whole_run.config
+
+
+@pytest.mark.parametrize(
+  ('given', 'message'),
+  [
+    (['--step=9', '--arms=run', '--arms=clip.rule=fixed'], 'give one of [1, 2, 3, 4]'),
+    (['--step=2'], '0 given; give 2 to 8, such as --arms=run --arms=clip.rule=fixed'),
+    (['--arms=run'], '1 given'),
+    (['--arms=run', '--arms=clip.rul=fixed'], 'no knob --config.clip.rul'),
+    (['--arms=run', '--arms=fixed'], 'no knob --config.fixed'),
+    (['--arms=run', '--arms=clip.rule=x'], 'clip.rule'),
+    (['--arms=run', '--arms=clip.fixed.high=1.3'], 'clip.rule'),  # has no effect
+    (['--arms=run', '--arms=sampler.temperature=2'], 'cannot differ between forks'),
+    (['--arms=run', '--arms=optimizer.warmup=2'], 'cannot differ between forks'),
+    (['--arms=run', '--arms=run'], 'two arms have the same name: run, run'),
+    (['--arms=run', '--arms=clip.rule=fixed', '--steps=0'], '--steps=0'),
+    (['--bisect=entropy < 1'], 'a metric, < or >, and a number'),
+    (['--bisect=loss/entropy < low'], 'a metric, < or >, and a number'),
+    (['--bisect=loss/entropy < -1'], 'no step of'),
+  ],
+)
+def test_a_wrong_request_is_one_sentence(given, message, whole_run, tmp_path):
+  before = sorted(whole_run.workdir.rglob('*'))
+  with pytest.raises(ValueError) as error:
+    fork.main([str(whole_run.workdir), *given, f'--to={tmp_path}'])
+  assert message in str(error.value) and '\n' not in str(error.value)
+  assert sorted(whole_run.workdir.rglob('*')) == before and not list(tmp_path.iterdir())
+
+
+def test_a_fork_with_more_steps_or_other_rules_is_not_overwritten(forked, whole_run):
+  given = [str(whole_run.workdir), '--step=1', f'--to={forked}', '--arms=run']
+  with pytest.raises(ValueError, match='has 3 steps already; give --steps=3 or more'):
+    fork.main([*given, f'--arms={FIXED}', '--steps=2'])
+  path = forked / 'run' / 'seed0' / 'config.json'
+  config = path.read_text()
+  try:
+    path.write_text(config.replace('"balanced"', '"recipe"'))
+    with pytest.raises(ValueError, match='a run with another config'):
+      fork.main([*given, f'--arms={FIXED}', '--steps=3'])
+  finally:
+    path.write_text(config)
+
+
+def test_bisect_names_the_first_step_beyond_a_bound_and_the_checkpoint_before(tmp_path):
+  with metrics.writing(tmp_path, -1) as write:
+    for step, entropy in enumerate([2.0, math.nan, 1.5, 0.09, 1.0]):
+      write(step, {'loss/entropy': entropy})
+  for step in (1, 2, 4):
+    (tmp_path / 'checkpoints' / str(step)).mkdir(parents=True)
+  found = fork.bisect(str(tmp_path), 'loss/entropy<0.1')
+  assert 'loss/entropy < 0.1 first at step 3 (0.09)' in found
+  assert '--step=2 --steps=1' in found
+  assert 'first at step 0 (2)' in fork.bisect(str(tmp_path), 'loss/entropy > 1.9')
+  assert 'no checkpoint before' in fork.bisect(str(tmp_path), 'loss/entropy > 1.9')
