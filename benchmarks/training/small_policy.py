@@ -5,9 +5,10 @@
 
 The setting is the bench's S1: 128 prompts x 8 responses, at most 60 tokens, 4
 minibatches x 4 epochs. `whole` computes a minibatch at once, as the experiments of both
-papers do; `split` adds SPLIT. Every run is a process on one core, and the variants take
-turns. Seconds are processor time of all threads, so other processes disturb them
-little; the first step and the warm start are not counted, and nothing is evaluated.
+papers do; `split` adds SPLIT. Every run is a process on one core, with its own warm
+start; the variants take turns. Seconds are processor time of all threads, so other
+processes disturb them less than wall time. The first step and the warm start are not
+counted, and nothing is evaluated.
 
 `difference` compares a seed's two runs after the first step, of 16 updates on the same
 responses: the largest difference of a weight beside the largest weight of its array.
