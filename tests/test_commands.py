@@ -45,6 +45,7 @@ SMALLEST = {
   'training.processes': '--devices=2 --rounds=1 --steps=2 --workdir=RUNS TINY',
   'training.rl_step': '--model=MODEL --data=PROBLEMS --pairs=1 --steps=1 '
   '--cases=SmolLM2-135M --workdir=RUNS',
+  'training.small_policy': '--seeds=0 --steps=1 TINY',
   'training.train_step': '--layers=1 --rows=2 --length=8 --steps=1 --vocab=64',
   'training.trl_step': '--model=MODEL --problems=PROBLEMS --out=RUNS --prompts=2 '
   '--group=2 --new=4 --updates=2 --steps=1 --lr=1e-6',
