@@ -66,7 +66,8 @@ RTX_PRO = Gpu((12, 0), 188, 2.617, 128, 100, threads=1536)
 # direction, for the RTX PRO 6000 PCIe 5.0 x16 and for the RTX 4090 PCIe 4.0 x16. The
 # network is one adapter per GPU: 400 Gb/s in DGX H100, H200 and B200, 200 Gb/s in
 # DGX A100 and in NVIDIA's reference architecture for eight RTX PRO 6000. An RTX 4090
-# has no such architecture; 10 Gb/s Ethernet is assumed.
+# has no such architecture: 10 Gb/s Ethernet is assumed; its usable memory is that of
+# errors that PyTorch's users report.
 CHIPS = {
   'v4': Chip(30.75, 275e12, 1.228e12, 300e9, options={'chip_config_name': 'megacore'}),
   'v5e': Chip(15.75, 197e12, 0.819e12, 200e9),
