@@ -11,7 +11,7 @@ from typing import Any
 from configs import base
 from lab.experiments import Experiment
 
-TUNING = (100, 101, 102, 103)  # seeds that choose values, with the problems of seed 0
+TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
 TEST = tuple(range(300, 316))
 NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised')
@@ -37,7 +37,7 @@ def free(**knobs: Any) -> dict[str, Any]:
   return {'clip.rule': 'unclipped'} | named
 
 
-OWN_MEAN = (0.764, 2.193)  # of the tuning seeds' runs of `balanced`
+OWN_MEAN = (0.85, 2.816)  # of the tuning seeds' runs of `balanced`
 
 CLIPPING: dict[str, dict[str, Any]] = {
   'grpo': fixed(0.8, 1.2),
@@ -168,5 +168,5 @@ def get_experiment(name: str) -> Experiment:
     's1': Experiment(s1(), CLIPPING, TEST),
     'rivals': Experiment(s1(), RIVALS, TEST),
     'control': Experiment(control(), CLIPPING, CONTROL, {'rate': rates}),
-    'quantised': Experiment(quantised(), PRECISION, TEST[:6]),
+    'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
   }[name]
