@@ -225,9 +225,30 @@ def _extend(
     columns = v_SKtC.shape[2]
     # A negative index would count from the end; an index past the end is dropped.
     at_S = jnp.where(position_S < start, columns, position_S - start)
-    new.append((put(k_SKCt, k_SKC, at_S, 3), put(v_SKtC, v_SKC, at_S, 2)))
+    new.append((put(k_SKCt, k_SKC, at_S, 3), _put_values(v_SKtC, v_SKC, at_S)))
     start += columns
   return new
+
+
+def _put_values(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
+  """Writes a column of values per slot; see `put`.
+
+  A TPU stores rows of fewer than LANES numbers with the columns last, because it would
+  pad them otherwise. A scatter along the columns would have all values transposed and
+  padded for it, at every token; a scatter of the transposed values leaves the order.
+  """
+
+  def turned(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
+    return put(v_SKtC.swapaxes(2, 3), v_SKC, at_S, 3).swapaxes(2, 3)
+
+  upright = functools.partial(put, axis=2)
+  return jax.lax.platform_dependent(
+    v_SKtC,
+    v_SKC,
+    at_S,
+    tpu=turned if v_SKC.shape[2] % attention.LANES else upright,
+    default=upright,
+  )
 
 
 def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:

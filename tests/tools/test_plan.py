@@ -31,6 +31,13 @@ SMALL = {  # Qwen2.5-1.5B in all but depth
   'max_position_embeddings': 32768,
 }
 
+HALF = SMALL | {  # Qwen2.5-0.5B, whose heads are 64 wide
+  'hidden_size': 896,
+  'num_hidden_layers': 24,
+  'num_attention_heads': 14,
+  'intermediate_size': 4864,
+}
+
 SEVEN = SMALL | {
   'vocab_size': 152064,
   'hidden_size': 3584,
@@ -128,12 +135,21 @@ def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name, k
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-  ('where', 'tensor', 'slots'),
-  [('v5e:2x2', 4, 32), ('v5p:2x2x1', 1, 256), ('v6e:2x2', 4, 64), ('h100:4', 1, 256)],
+  ('where', 'tensor', 'slots', 'model'),
+  [
+    ('v5e:2x2', 4, 32, SEVEN),
+    ('v5p:2x2x1', 1, 256, SEVEN),
+    ('v6e:2x2', 4, 64, SEVEN),
+    ('h100:4', 1, 256, SEVEN),
+    ('v5e:2x2', 1, 256, HALF),
+    ('v5p:2x2x1', 1, 256, HALF),
+    ('v6e:2x2', 1, 256, HALF),
+    ('h100:4', 1, 256, HALF),
+  ],
 )
-def test_decoding_of_the_7b_copies_no_layer(topology, tmp_path, where, tensor, slots):
+def test_decoding_copies_no_layer(topology, tmp_path, where, tensor, slots, model):
   found = topology(where)
-  (tmp_path / 'config.json').write_text(json.dumps(SEVEN))
+  (tmp_path / 'config.json').write_text(json.dumps(model))
   config = aime.seven()
   config.model.path = str(tmp_path)
   config.mesh.tensor, config.sampler.max_num_seqs = tensor, slots
@@ -145,8 +161,10 @@ def test_decoding_of_the_7b_copies_no_layer(topology, tmp_path, where, tensor, s
   assert 'ragged_decode' in lowered.as_text(), 'attention reads the whole cache'
   row = plan.compiled(program, mesh)
   assert isinstance(row, plan.Row)
-  # Slots over 4 / tensor devices, heads over tensor; 28 layers of keys and values.
-  assert row.program.cache == slots / 4 * 9216 * 28 * 2 * 4 * 128 * 2
+  layers, heads = model['num_hidden_layers'], model['num_key_value_heads']
+  width = model['hidden_size'] // model['num_attention_heads']
+  # Slots over 4 / tensor devices, heads over tensor; keys and values in two bytes.
+  assert row.program.cache == slots / 4 * 9216 * layers * 2 * heads * width * 2
   assert row.output < 2**20, 'the slots are not donated'
   share = row.temporaries / row.program.cache
   sizes = row.program.cache / plan.GIB, row.temporaries / 2**20
@@ -154,7 +172,7 @@ def test_decoding_of_the_7b_copies_no_layer(topology, tmp_path, where, tensor, s
     f'{where}: cache {sizes[0]:.2f} GiB, temporaries {sizes[1]:.1f} MiB, {share:.2%}'
   )
   assert share < 0.1
-  assert share < 1 / (2 * 28), 'room for a copy of the keys of a layer'
+  assert share < 1 / (2 * layers), 'room for a copy of the keys of a layer'
 
 
 def test_the_programs_are_those_of_the_run(config, mesh):
