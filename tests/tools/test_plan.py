@@ -124,9 +124,9 @@ def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name, k
     assert row.program.cache == 64 / 4 * 4096 * 2 * 2 * 128 * 2
     assert row.output < 2**20, 'the slots are not donated'
     if make is programs.decode:
-      # Six arrays of a device's logits, 16 rows of half the vocabulary. A v5p holds 5.6 of
-      # them at once. A copy of one layer's cache (32 MiB) or of its gate and up (26 MiB)
-      # would not fit beside them; quantised weights are cast within the product.
+      # Six arrays of a device's logits, 16 rows of half the vocabulary; a v5p holds
+      # 5.6 of them at once. A copy of one layer's cache (32 MiB) or of its gate and up
+      # (26 MiB) would not fit beside them: quantised weights are cast in the product.
       assert row.temporaries < 6 * 16 * 151936 / 2 * 4
       # Two sums of [16, 1536] a layer and the embedding's, and two of the 1187 blocks
       # of the vocabulary in float32: no weight and no cache.
