@@ -1,23 +1,25 @@
 """Describes a page of papers/, and renders its tables and verdicts from results.
 
-`means` has a row per cell, `difference_table` a row per pair of cells; only hypotheses
-of the protocol have p-values. A claim consists of parts with one number per seed: the
-outcome of some cells, minus the outcome of other cells, minus a constant. `judge` gives
-the verdict:
+`means` has a row per cell, `difference_table` a row per pair of cells. A claim consists
+of parts with one number per seed: the outcome of some cells, minus the outcome of other
+cells, minus a constant. `judge` gives the verdict:
 
-  seen       every part has the claimed sign, with p < .05 by Holm over the parts;
-  opposite   a part has the opposite sign, with p < .05;
-  not seen   all other outcomes;
-  not run    a run of these cells is missing, or the claim has no experiment here;
-  by design  the experiment was built to have this property; nothing is tested.
+  seen            every part has the claimed sign with p < .05; no correction is needed,
+                  since all parts must hold (intersection-union test);
+  opposite        a part has the opposite sign with p < .05;
+  not seen        all other outcomes;
+  suggested       every seed has the claimed sign, but there are fewer than six;
+  premise absent  a check of the claim fails, so that nothing could have been seen;
+  not measurable  the quantity cannot vary here, or too rarely;
+  by design       the experiment was built to have this property; nothing is tested;
+  not run         a run of these cells is missing, or the claim has no experiment here.
 
-With fewer than six seeds, p cannot be below .05. A sign then counts if all seeds share
-the sign, and the verdict mentions this; four seeds do so by chance in one of 8 cases.
+With fewer than six seeds, the exact p of the signs cannot be below .05.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +31,17 @@ from lab.outcomes import (
   FEWEST,
   OUTCOMES,
   Cell,
-  bootstrap_interval,
   cells,
   contrast,
+  friedman,
   holm,
   sign_flip,
-  smallest_effect,
+  t_interval,
 )
 
-SEEN, OPPOSITE, NOT_SEEN, NOT_RUN = 'seen', 'opposite', 'not seen', 'not run'
-BY_DESIGN = 'by design'
+SEEN, OPPOSITE, NOT_SEEN, SUGGESTED = 'seen', 'opposite', 'not seen', 'suggested'
+PREMISE_ABSENT, NOT_MEASURABLE = 'premise absent', 'not measurable'
+BY_DESIGN, NOT_RUN = 'by design', 'not run'
 SIGNIFICANT = 0.05
 
 
@@ -48,7 +51,7 @@ class Compared(NamedTuple):
   arm: str
   others: tuple[str, ...]
   outcome: str
-  tested: bool = False  # True: a hypothesis of the protocol with this outcome
+  tested: bool = False  # True: p-values, by Holm over the other arms
 
 
 class Drawn(NamedTuple):
@@ -76,6 +79,16 @@ class Part(NamedTuple):
   minus: tuple[Cell, ...] = ()
   less: float = 0.0
   sign: int = 1  # the sign that the paper claims
+  paper: str = ''  # the effect in the paper
+
+
+class Check(NamedTuple):
+  """A premise without which comparisons cannot show anything."""
+
+  text: str
+  experiment: str
+  # results of the experiment -> (whether it holds, the figure that decides)
+  passes: Callable[[Mapping[str, Result]], tuple[bool, str]]
 
 
 class Claim(NamedTuple):
@@ -87,6 +100,20 @@ class Claim(NamedTuple):
   experiment: str = ''
   parts: tuple[Part, ...] = ()
   by_design: bool = False  # True: a premise that the experiment was built to have
+  checks: tuple[str, ...] = ()  # keys of the page's CHECKS
+  measurable: bool = True
+
+
+def differ(
+  compared: Sequence[Cell], outcome: str
+) -> Callable[[Mapping[str, Result]], tuple[bool, str]]:
+  """Returns a check that an outcome differs between cells, by Friedman's test."""
+
+  def passes(results: Mapping[str, Result]) -> tuple[bool, str]:
+    p = friedman(results, compared, outcome)
+    return p < SIGNIFICANT, f'p = {p:.3f}'
+
+  return passes
 
 
 def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
@@ -110,19 +137,17 @@ def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
 def difference_table(
   pairs: Mapping[str, np.ndarray], outcome: str, tested: bool = False
 ) -> str:
-  """Returns a table of differences; '' without pairs.
-
-  Holm's method treats all rows as one family. Only hypotheses with enough seeds have
-  p-values and the smallest effect that would have been visible with these seeds.
+  """Returns a table of differences with 95 % t intervals; '' without pairs.
 
   Args:
     pairs: from `differences_of`.
-    tested: whether the rows are a hypothesis of the protocol.
+    tested: whether to add p-values, with Holm's correction over the rows; they need
+      FEWEST seeds.
   """
   tested &= all(len(difference_S) >= FEWEST for difference_S in pairs.values())
   rows = []
   for text, difference_S in pairs.items():
-    low, high = bootstrap_interval(difference_S)
+    low, high = t_interval(difference_S)
     above = f'{int((difference_S > 0).sum())} of {len(difference_S)}'
     mean = f'{difference_S.mean():+.3f}'
     rows.append([text, mean, f'{low:+.3f} to {high:+.3f}', above])
@@ -130,9 +155,9 @@ def difference_table(
   header.append('seeds above 0')
   if tested:
     adjusted = holm([sign_flip(difference_S) for difference_S in pairs.values()])
-    for row, difference_S, p in zip(rows, pairs.values(), adjusted, strict=True):
-      row += [f'{p:.3f}', f'{smallest_effect(difference_S):.3f}']
-    header += [f'p, Holm over {len(rows)}', 'visible from']
+    for row, p in zip(rows, adjusted, strict=True):
+      row.append(f'{p:.3f}')
+    header.append(f'p, Holm over {len(rows)}')
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
 
 
@@ -154,11 +179,16 @@ def differences_of(
 
 
 def judge(
-  claim: Claim, results: Mapping[str, Result], seeds: Sequence[int]
-) -> tuple[str, list[str]]:
-  """Returns the verdict on a claim, and the effect of each part as text.
+  claim: Claim,
+  results: Mapping[str, Result],
+  seeds: Sequence[int],
+  checked: Mapping[str, bool] | None = None,
+) -> tuple[str, list[list[str]]]:
+  """Returns the verdict on a claim, and (effect, p, seeds) of each part as text.
 
-  `seeds` are all seeds of the claim's experiment.
+  Args:
+    seeds: all seeds of the claim's experiment.
+    checked: check -> whether it holds.
   """
   differences = [
     contrast(results, part.plus, part.minus, part.outcome, seeds) - part.less
@@ -166,39 +196,73 @@ def judge(
   ]
   if not differences or min(map(len, differences)) < 2:
     return NOT_RUN, []
-  adjusted = holm([sign_flip(difference_S) for difference_S in differences])
-  tested = len(seeds) >= FEWEST and not claim.by_design
-  verdicts, effects = [], []
-  for part, difference_S, p in zip(claim.parts, differences, adjusted, strict=True):
-    one_sign = bool((difference_S > 0).all() or (difference_S < 0).all())
-    agrees = part.sign * difference_S.mean() > 0
-    counts = p < SIGNIFICANT if tested else one_sign
-    verdicts.append((SEEN if agrees else OPPOSITE) if counts else NOT_SEEN)
-    low, high = bootstrap_interval(difference_S)
-    effect = f'{part.text} {difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
+  p_values = [sign_flip(difference_S) for difference_S in differences]
+  tested = len(seeds) >= FEWEST
+  effects, found = [], []
+  for part, difference_S, p in zip(claim.parts, differences, p_values, strict=True):
+    low, high = t_interval(difference_S)
     agreeing = int((part.sign * difference_S > 0).sum())
-    evidence = f', {agreeing} of {len(difference_S)} seeds as claimed'
-    evidence = f', p = {p:.3f}' if tested else evidence
-    effects.append(effect + evidence * (not claim.by_design))
+    agrees = part.sign * difference_S.mean() > 0
+    if tested:
+      counts = p < SIGNIFICANT
+      found.append((SEEN if agrees else OPPOSITE) if counts else NOT_SEEN)
+    else:
+      found.append(SUGGESTED if agreeing == len(seeds) else NOT_SEEN)
+    effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
+    shown = f'{p:.3f}' if tested and not claim.by_design else ''
+    effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
+  return _verdict(claim, found, checked or {}), effects
+
+
+def _verdict(claim: Claim, found: Sequence[str], checked: Mapping[str, bool]) -> str:
+  """Joins the verdicts of the parts of a claim."""
   if claim.by_design:
-    return BY_DESIGN, effects
-  verdict = SEEN if set(verdicts) == {SEEN} else NOT_SEEN
-  verdict = OPPOSITE if OPPOSITE in verdicts else verdict
-  few_seeds = not tested and verdict != NOT_SEEN
-  return verdict + f' on all {len(seeds)} seeds' * few_seeds, effects
+    return BY_DESIGN
+  if not claim.measurable:
+    return NOT_MEASURABLE
+  if not all(checked[name] for name in claim.checks):
+    return PREMISE_ABSENT
+  if OPPOSITE in found:
+    return OPPOSITE
+  return found[0] if len(set(found)) == 1 else NOT_SEEN
+
+
+def checks(
+  module: Any, results: Mapping[str, Mapping[str, Result]]
+) -> tuple[dict[str, bool], str]:
+  """Returns check -> whether it holds, and the table of a page's checks."""
+  held, rows = {}, []
+  for name, check in getattr(module, 'CHECKS', {}).items():
+    stored = results.get(check.experiment, {})
+    held[name], figure = check.passes(stored) if stored else (False, NOT_RUN)
+    rows.append([check.text, check.experiment, figure, 'yes' if held[name] else 'no'])
+  header = ['check', 'experiment', 'found', 'holds']
+  return held, markdown.table(rows, header, 'llll') if rows else ''
 
 
 def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
-  """Returns the table of a paper's claims with verdicts; see `claims.page`."""
+  """Returns the tables of checks and claims of a page; see `claims.page`.
+
+  A claim has a row per part; its sentence and verdict are in the first.
+  """
+  held, table = checks(module, results)
   rows = []
   for claim in module.CLAIMS:
     name, verdict, effects, figure = claim.experiment, NOT_RUN, [], ''
     if claim.parts:
       seeds = module.get_experiment(name).seeds
-      verdict, effects = judge(claim, results.get(name, {}), seeds)
+      verdict, effects = judge(claim, results.get(name, {}), seeds, held)
       figure = next(iter(module.SHOWN[name].figures), '')
     link = f'[{name}](figures/{figure}.png)' if effects and figure else name
-    effect = '; '.join(effects)
-    rows.append([claim.text, claim.source, claim.scale, verdict, effect, link])
-  header = ['claim', 'in the paper', 'scale', 'verdict', 'effect here', 'experiment']
-  return markdown.table(rows, header, 'llllll')
+    source = f'{claim.text} ({claim.source}; {claim.scale})'
+    first = [source, f'**{verdict}**', link]
+    for part, effect in zip(
+      claim.parts, effects or [[''] * 3] * len(claim.parts), strict=True
+    ):
+      rows.append([*first[:2], part.text, part.paper, *effect, first[2]])
+      first = [''] * 3
+    if not claim.parts:
+      rows.append([*first[:2], '', '', '', '', '', link])
+  header = ['claim', 'verdict', 'comparison', 'in the paper', 'here', 'p']
+  header += ['seeds as claimed', 'experiment']
+  return '\n\n'.join(filter(None, [table, markdown.table(rows, header, 'lllllrrl')]))

@@ -12,7 +12,7 @@ import numpy as np
 from bapo_jax.run import report_plots
 from lab.evidence import Drawn, differences_of
 from lab.experiments import Result
-from lab.outcomes import OUTCOMES, bootstrap_interval, cells, contrast, finite_pairs
+from lab.outcomes import OUTCOMES, cells, contrast, finite_pairs, t_interval
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   ax = _axes(1, 1, (8, 1.2 + 0.4 * len(pairs))).flat[0]
   for row, difference_S in enumerate(pairs.values()):
     ax.plot(difference_S, np.full(len(difference_S), row), 'o', ms=4, alpha=0.4)
-    low, high = bootstrap_interval(difference_S)
+    low, high = t_interval(difference_S)
     ax.plot([low, high], [row, row], color='black', lw=1.5)
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
   ax.axvline(0, color='#777777', lw=0.8)

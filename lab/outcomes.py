@@ -5,19 +5,19 @@ accuracy is 0 up to the planned end. `contrast` pairs runs with equal seeds.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
 
 import numpy as np
+from scipy import stats
 
 from lab.experiments import Result
 
 Cell = tuple[str, ...]  # (arm, level, ...)
 COLLAPSE = 2 / 3  # share of the best accuracy of a run
 SPIKE = 5.0  # multiple of the median gradient norm of a run
-DRAWS, LEVEL, POWER = 10_000, 0.95, 0.8
+LEVEL = 0.95  # of intervals
+ROUNDING, DIGITS = 1e-12, 12  # smaller differences of outcomes are rounding
 FEWEST = 6  # seeds of a test; with five seeds the smallest two-sided p is 1/16
 
 
@@ -72,6 +72,16 @@ def mean_of(result: Result, metric: str) -> float:
 def mean_with_target(result: Result, metric: str) -> float:
   """Returns the mean of a metric of the bound search, or nan for other rules."""
   return mean_of(result, metric) if mean_of(result, 'clip/moved') > 0 else math.nan
+
+
+def stopped_between(result: Result) -> float:
+  """Returns the share of updates whose search stopped between its ends, or nan.
+
+  Such an update moved a bound and met the target. Assumes that every update moved a
+  bound or met the target: true if each has a token with an advantage.
+  """
+  moved, met = (mean_with_target(result, f'clip/{x}') for x in ('moved', 'target_met'))
+  return max(0.0, moved + met - 1) if not math.isnan(moved) else moved
 
 
 def last_of(result: Result, metric: str) -> float:
@@ -134,6 +144,7 @@ OUTCOMES: dict[str, tuple[str, Outcome]] = {
   'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
   'collapsed': ('collapsed', collapsed),
   'spikes': ('spikes', spikes),
+  'between': ('stopped between', stopped_between),
   'steps': ('steps', lambda result: float(len(result['steps']['learner/updates']))),
   'seconds': ('seconds', lambda result: result['seconds']),
 }
@@ -199,23 +210,41 @@ def contrast(
   return total_S[~np.isnan(total_S)]
 
 
-def bootstrap_interval(difference_S: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % percentile interval of the mean over bootstrap draws of seeds.
-
-  The generator has a fixed seed, so that equal differences give equal intervals.
-  """
-  rng = np.random.default_rng(0)
-  n = len(difference_S)
-  means = difference_S[rng.integers(n, size=(DRAWS, n))].mean(1)
-  low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-  return float(low), float(high)
+def t_interval(difference_S: np.ndarray) -> tuple[float, float]:
+  """Returns the 95 % t interval of the mean over seeds; the mean twice if all agree."""
+  mean = float(np.mean(difference_S))
+  if np.ptp(difference_S) < ROUNDING:
+    return mean, mean
+  found = stats.ttest_1samp(difference_S, 0.0).confidence_interval(LEVEL)
+  return float(found.low), float(found.high)
 
 
 def sign_flip(difference_S: np.ndarray) -> float:
   """Returns the exact two-sided p-value of the mean over all 2^n sign patterns."""
-  sign_FS = np.asarray(list(itertools.product((1, -1), repeat=len(difference_S))))
-  mean_F = np.abs(sign_FS @ difference_S)
-  return float((mean_F >= mean_F[0] - 1e-12).mean())
+
+  def size(signed: np.ndarray, axis: int) -> np.ndarray:
+    # Rounded, so that patterns with equal means are equal.
+    return np.round(np.abs(signed.mean(axis)), DIGITS)
+
+  found = stats.permutation_test(
+    (np.asarray(difference_S),),
+    size,
+    permutation_type='samples',
+    vectorized=True,
+    n_resamples=np.inf,
+    alternative='greater',
+  )
+  return float(found.pvalue)
+
+
+def friedman(
+  results: Mapping[str, Result], compared: Sequence[Cell], name: str
+) -> float:
+  """Returns the p-value of Friedman's test that an outcome is alike in all cells."""
+  grouped, compute = cells(results), OUTCOMES[name][1]
+  shared = set.intersection(*(set(grouped.get(cell, {})) for cell in compared))
+  values = [[compute(grouped[cell][seed]) for seed in shared] for cell in compared]
+  return float(stats.friedmanchisquare(*values).pvalue) if len(shared) > 1 else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -225,13 +254,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
     largest = max(largest, (len(p_values) - rank) * p_values[i])
     adjusted[i] = min(1.0, largest)
   return adjusted
-
-
-def smallest_effect(difference_S: np.ndarray) -> float:
-  """Returns the mean difference whose sign all seeds would share in 80 % of trials.
-
-  With eight seeds and five comparisons, the smallest adjusted p-value is below .05 only
-  if all seeds agree. Assumes normal differences with the spread of `difference_S`.
-  """
-  n = len(difference_S)
-  return float(difference_S.std(ddof=1)) * NormalDist().inv_cdf(POWER ** (1 / n))

@@ -1,9 +1,9 @@
 """What Balanced PO (arXiv:2510.18927) claims, and what of experiments.py speaks to it.
 
-H1 to H6 are the hypotheses of ../protocol.md.
+The hypotheses are those of ../protocol.md, one comparison or family a row.
 """
 
-from lab.evidence import Claim, Compared, Drawn, Part, Shown
+from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, differ
 
 FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
 OTHERS = ('recipe', 'gspo', 'cispo', 'decoupled', 'grpo_slow')
@@ -64,17 +64,38 @@ SHOWN = {
 # (experiment, arm of the runs, arms whose rules are applied to their last batch)
 RECORDED = ('main', 'balanced', (*FIXED, 'balanced', 'recipe', 'gspo', 'cispo'))
 MAIN = ('ratio2', 'k16')  # levels of the main comparison
+NAMES_OF = {  # arm -> its bounds in words
+  'grpo': 'GRPO [.8, 1.2]',
+  'clip_higher': 'clip-higher [.8, 1.28]',
+  'start': 'start of the search [.6, 1.2]',
+  'own_mean': 'its mean bounds [.76, 2.19]',
+  'widest': 'end of the search [.9, 3]',
+  'balanced': 'adaptive',
+}
+OUTCOME_OF = {
+  'area': 'mean accuracy',
+  'final': 'accuracy at the end',
+  'entropy': 'entropy',
+  'spikes': 'share of steps with a spike',
+}
+CHECKS = {
+  'bounds differ': Check(
+    'the five fixed bounds differ in mean accuracy (Friedman, p < .05)',
+    'main',
+    differ([(arm, *MAIN) for arm in FIXED], 'area'),
+  )
+}
 
 
-def versus(arm: str, other: str, outcome: str, sign: int = 1) -> Part:
+def versus(arm: str, other: str, outcome: str, sign: int = 1, paper: str = '') -> Part:
   """One arm less another, at the levels of the main comparison."""
   return Part(
-    f'{arm} less {other}, {outcome}',
+    f'{NAMES_OF[arm]} less {NAMES_OF[other]}, {OUTCOME_OF[outcome]}',
     outcome,
     ((arm, *MAIN),),
     ((other, *MAIN),),
-    0,
-    sign,
+    sign=sign,
+    paper=paper,
   )
 
 
@@ -83,112 +104,177 @@ def gain(level: str, updates: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   return ('balanced', level, updates), ('own_mean', level, updates)
 
 
-def partial_gain(budget: str, outcome: str) -> Part:
+def growth(text: str, far: tuple[str, str], near: tuple[str, str]) -> Part:
+  """The gain over the mean bounds at one pair of levels less that at another."""
+  return Part(
+    text, 'area', (gain(*far)[0], gain(*near)[1]), (gain(*far)[1], gain(*near)[0])
+  )
+
+
+def stale(outcome: str, sign: int, paper: str) -> Part:
+  """GRPO with 16 updates per batch less GRPO with one."""
+  return Part(
+    f'16 updates per batch less 1, {OUTCOME_OF[outcome]}',
+    outcome,
+    (('grpo', *MAIN),),
+    (('grpo', 'ratio2', 'k1'),),
+    sign=sign,
+    paper=paper,
+  )
+
+
+def bounds(text: str, arm: str, sign: int) -> Part:
+  """The entropy of an arm of `entropy` less that of GRPO."""
+  return Part(text, 'entropy', ((arm, 'k16'),), (('grpo', 'k16'),), sign=sign)
+
+
+def partial_gain(budget: str, outcome: str, paper: str = '') -> Part:
   """Balanced less GRPO at a token budget."""
   cell = tuple((arm, budget) for arm in ('balanced', 'grpo'))
-  return Part(f'{budget}, {outcome}', outcome, cell[:1], cell[1:])
+  text = f'{budget[6:]} tokens per slot, adaptive less GRPO, {OUTCOME_OF[outcome]}'
+  return Part(text, outcome, cell[:1], cell[1:], paper=paper)
 
 
 CLAIMS = (
   Claim(
-    'Staleness harms GRPO (reward collapses at 4 and 8 times, entropy falls at 2): '
-    'it ends less accurate, with less entropy (H2)',
+    'Staleness harms the accuracy of GRPO',
     'Fig. 2',
     '0.1 M',
     'staleness',
-    tuple(
-      Part(
-        f'k16 less k1, {o}', o, (('grpo', *MAIN),), (('grpo', 'ratio2', 'k1'),), 0, -1
-      )
-      for o in ('final', 'entropy')
-    ),
+    (stale('final', -1, 'reward collapses at 4 and 8 times'),),
   ),
   Claim(
-    'Tokens with A < 0 dominate: their part of the loss is .55 to .63',
+    'Staleness lowers the entropy of GRPO',
+    'Fig. 2',
+    '0.1 M',
+    'staleness',
+    (stale('entropy', -1, 'falls at 2 times'),),
+  ),
+  Claim(
+    'Tokens with A < 0 dominate the loss',
     'Fig. 4, Fig. 6',
     '0.1 M',
     'main',
-    (Part('share of A > 0 less 1/2', 'share_start', (('grpo', *MAIN),), (), 0.5, -1),),
+    (
+      Part(
+        'share of tokens with A > 0, less one half',
+        'share_start',
+        (('grpo', *MAIN),),
+        less=0.5,
+        sign=-1,
+        paper='-.05 to -.13',
+      ),
+    ),
     by_design=True,  # the limit of tokens was chosen for it
   ),
   Claim(
-    'A higher upper bound raises entropy, a lower lower bound lowers it (H3)',
+    'A higher upper bound raises the entropy',
     'Fig. 7',
     '0.1 M',
     'entropy',
-    (
-      Part(
-        '[.8, 1.5] less [.8, 1.2]', 'entropy', (('high', 'k16'),), (('grpo', 'k16'),)
-      ),
-      Part(
-        '[.5, 1.2] less [.8, 1.2]',
-        'entropy',
-        (('low', 'k16'),),
-        (('grpo', 'k16'),),
-        0,
-        -1,
-      ),
-    ),
+    (bounds('[.8, 1.5] less [.8, 1.2]', 'high', 1),),
   ),
   Claim(
-    'The bounds adapt (means .69 and 2.06)',
+    'A lower lower bound lowers the entropy',
+    'Fig. 7',
+    '0.1 M',
+    'entropy',
+    (bounds('[.5, 1.2] less [.8, 1.2]', 'low', -1),),
+  ),
+  Claim(
+    'The same, by two arms of the main comparison',
+    'Fig. 7',
+    '0.1 M',
+    'main',
+    (versus('start', 'grpo', 'entropy', -1),),
+  ),
+  Claim(
+    'The bounds adapt',
     'Fig. 8',
     '0.1 M',
     'main',
     (
       Part('share of updates that move them', 'moved', (('balanced', *MAIN),)),
       Part(
-        'there, lower less its end .9', 'low_moved', (('balanced', *MAIN),), (), 0.9
+        'lower bound where moved, less its end .9',
+        'low_moved',
+        (('balanced', *MAIN),),
+        less=0.9,
+        paper='mean .69',
       ),
-      Part('upper less its end 3', 'high_moved', (('balanced', *MAIN),), (), 3.0),
+      Part(
+        'upper bound where moved, less its end 3',
+        'high_moved',
+        (('balanced', *MAIN),),
+        less=3.0,
+        paper='mean 2.06',
+      ),
     ),
     by_design=True,  # they cannot fall below their start
   ),
   Claim(
-    'Higher entropy, no gradient spikes (H6)',
+    'Adaptation keeps a higher entropy than GRPO',
     'Fig. 9',
     '0.1 M',
     'main',
-    (
-      versus('balanced', 'grpo', 'entropy'),
-      versus('balanced', 'grpo', 'spikes', -1),
-    ),
+    (versus('balanced', 'grpo', 'entropy'),),
   ),
   Claim(
-    'Adaptation beats every fixed control (H1; the paper compares with two)',
+    'Adaptation has fewer gradient spikes than GRPO',
+    'Fig. 9',
+    '0.1 M',
+    'main',
+    (versus('balanced', 'grpo', 'spikes', -1),),
+    measurable=False,  # the norm of a step is the mean of 16 updates
+  ),
+  Claim(
+    'Adaptation beats every fixed control (the paper compares with two)',
     'Fig. 11',
     '0.1 M',
     'main',
     tuple(versus('balanced', other, 'area') for other in FIXED),
+    checks=('bounds differ',),
   ),
   Claim(
-    'The gain over fixed bounds, the mean ones of the main comparison, grows with '
-    'staleness and with imbalance (H4)',
+    'The gain over fixed bounds grows with staleness',
     'ours, after Fig. 11',
     '0.1 M',
     'plane',
-    tuple(
-      Part(
-        text,
-        'area',
-        (gain(*far)[0], gain(*near)[1]),
-        (gain(*far)[1], gain(*near)[0]),
-      )
-      for text, far, near in (
-        ('gain at k16 less at k4', ('ratio2', 'k16'), ('ratio2', 'k4')),
-        ('gain at ratio 3 less at 1', ('ratio3', 'k16'), ('even', 'k16')),
-      )
+    (
+      growth(
+        'gain over mean bounds at 16 updates less at 4',
+        ('ratio2', 'k16'),
+        ('ratio2', 'k4'),
+      ),
     ),
   ),
   Claim(
-    'Stable under partial rollouts at two token budgets, entropy .24 against .08 (H5)',
+    'The gain over fixed bounds grows with imbalance',
+    'ours, after Fig. 11',
+    '0.1 M',
+    'plane',
+    (
+      growth(
+        'gain over mean bounds at the longest wrong answers less at equal lengths',
+        ('ratio3', 'k16'),
+        ('even', 'k16'),
+      ),
+    ),
+  ),
+  Claim(
+    'With partial rollouts adaptation is more accurate than GRPO',
+    'Fig. 12',
+    '0.1 M',
+    'partial',
+    tuple(partial_gain(budget, 'area') for budget in ('tokens28', 'tokens56')),
+  ),
+  Claim(
+    'With partial rollouts adaptation keeps a higher entropy than GRPO',
     'Fig. 12',
     '0.1 M',
     'partial',
     tuple(
-      partial_gain(budget, outcome)
-      for budget in ('tokens28', 'tokens56')
-      for outcome in ('area', 'entropy')
+      partial_gain(budget, 'entropy', '+.16') for budget in ('tokens28', 'tokens56')
     ),
   ),
   Claim(

@@ -1,6 +1,5 @@
 """The numbers of a page: outcomes of a run, differences by seed, and their tests."""
 
-import itertools
 import math
 
 import making
@@ -12,7 +11,7 @@ from lab.evidence import Claim, Part
 from lab.outcomes import OUTCOMES
 
 CLAIMS = """
-from lab.evidence import Claim, Compared, Drawn, Part, Shown
+from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown
 SHOWN = {
   'main': Shown(
     (('area', 'final', 'newly_solved', 'collapsed'), ('moved',)),
@@ -20,10 +19,12 @@ SHOWN = {
     {'lines': Drawn('curves', ('b', 'a')), 'pairs': Drawn('differences', ('b', 'a'))},
   )
 }
-PART = Part('b less a', 'area', (('b',),), (('a',),))
+PART = Part('b less a', 'area', (('b',),), (('a',),), paper='twice')
+CHECKS = {'differ': Check('a and b differ', 'main', lambda results: (False, 'p = .9'))}
 CLAIMS = (
   Claim('b is better', 'Fig. 1', 'tiny', 'main', (PART,)),
   Claim('b is worse', 'Fig. 2', 'tiny', 'main', (PART._replace(sign=-1),)),
+  Claim('b beats a', 'Fig. 3', 'tiny', 'main', (PART,), checks=('differ',)),
   Claim('b is huge', 'Table 1', '7 B'),
 )
 """
@@ -44,6 +45,7 @@ LOST = {'right': {'0': [0, 2], '10': [4, 4]}, 'diverged': True}
 MOVED = {
   'steps': {'clip/moved': [0.25, 0.5, 0.0, None], 'clip/low': [0.675, 0.75, 0.6, 0.7]}
 }
+BETWEEN = {'steps': {'clip/moved': [1, 0.5], 'clip/target_met': [0.25, 0.75]}}
 STILL = {
   'steps': {'clip/moved': [0, 0], 'clip/low': [0.6, 0.6], 'clip/target_met': [1, 1]}
 }
@@ -78,6 +80,9 @@ STILL = {
     ('low_moved', math.nan, STILL),
     ('moved', math.nan, STILL),
     ('target_met', math.nan, STILL),
+    ('between', math.nan, STILL),
+    # Of all updates 3/4 moved and 1/2 met the target: a quarter did both.
+    ('between', 0.25, BETWEEN),
   ],
 )
 def test_outcomes_by_hand(name, expected, values):
@@ -100,21 +105,25 @@ def test_holm_multiplies_the_smallest_by_the_number_and_never_falls():
   assert outcomes.holm([0.6, 0.9]) == [1.0, 1.0] and outcomes.holm([]) == []
 
 
-def test_the_interval_is_that_of_all_draws_of_seeds():
-  difference_S = np.asarray([0.0, 0.1, 0.2, 0.5])
-  means = [np.mean(draw) for draw in itertools.product(difference_S, repeat=4)]
-  exact = np.quantile(means, [0.025, 0.975])
-  interval = outcomes.bootstrap_interval(difference_S)
-  assert interval == pytest.approx(exact, abs=0.026)  # means are .025 apart
-  assert interval == outcomes.bootstrap_interval(difference_S), 'a fixed seed'
+def test_the_t_interval_by_hand():
+  # Mean .2, standard deviation .2160, error .1080; t of 3 degrees of freedom 3.1824.
+  low, high = outcomes.t_interval(np.asarray([0.0, 0.1, 0.2, 0.5]))
+  assert (low, high) == pytest.approx((0.2 - 0.3438, 0.2 + 0.3438), abs=1e-3)
+  assert outcomes.t_interval(np.full(4, 0.3)) == pytest.approx((0.3, 0.3))
 
 
-def test_the_smallest_effect_is_seen_with_its_power():
-  rng = np.random.default_rng(0)
-  spread_S = np.asarray([-1.0, 1] * 4) * math.sqrt(7 / 8)  # standard deviation 1
-  effect = outcomes.smallest_effect(spread_S)
-  same_sign = (effect + rng.standard_normal((20_000, 8)) > 0).all(1).mean()
-  assert same_sign == pytest.approx(0.8, abs=0.0114)  # four standard errors
+def test_friedman_by_hand():
+  # Three arms ranked 1, 2, 3 by all four seeds: chi2 = 12 / (4 3 4) (16 + 64 + 144)
+  # - 3 4 4 = 8, and exp(-8 / 2) = .0183 with 2 degrees of freedom.
+  ranked = with_seeds(
+    a=dict.fromkeys(range(4), 0.1),
+    b=dict.fromkeys(range(4), 0.2),
+    c=dict.fromkeys(range(4), 0.3),
+  )
+  compared = [('a',), ('b',), ('c',)]
+  assert outcomes.friedman(ranked, compared, 'area') == pytest.approx(math.exp(-4))
+  holds, found = evidence.differ(compared, 'area')(ranked)
+  assert holds and found == 'p = 0.018'
 
 
 def folder(tmp_path, seeds=3):
@@ -139,16 +148,18 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
   assert claims.main([page, '--check']) == 1
   assert claims.main([page]) == 0 and claims.main([page, '--check']) == 0
   text = (tmp_path / 'README.md').read_text()
-  assert '6 of 6 runs, at commit `c0ffee`.' in text and 'old' not in text
+  assert '6 of 6 runs, at commit `c0ffee`.' in text and '\nold\n' not in text
   assert '| a | 3 | 0.200 | 0.200 | 1.000 | 0.000 |' in text
   assert '| a | 3 | - |' not in text, 'a row without a known value'
-  # .1, .2, .3 have the mean .2; three seeds are too few for a test.
-  assert '| b minus a | +0.200 | +0.100 to +0.300 | 3 of 3 |' in text
-  claim = '| b is better | Fig. 1 | tiny | seen on all 3 seeds | b less a +0.200 '
-  claim += '(+0.100 to +0.300), 3 of 3 seeds as claimed | [main](figures/lines.png) |'
+  # .1, .2, .3: mean .2, error .0577, t of 2 degrees of freedom 4.303.
+  assert '| b minus a | +0.200 | -0.048 to +0.448 | 3 of 3 |' in text
+  claim = '| b is better (Fig. 1; tiny) | **suggested** | b less a | twice | '
+  claim += '+0.200 (-0.048 to +0.448) |  | 3 of 3 | [main](figures/lines.png) |'
   assert claim in text
-  assert '| b is worse | Fig. 2 | tiny | opposite on all 3 seeds |' in text
-  assert '| b is huge | Table 1 | 7 B | not run |  |  |' in text
+  assert '| b is worse (Fig. 2; tiny) | **not seen** |' in text
+  assert '| b is huge (Table 1; 7 B) | **not run** |  |  |' in text
+  assert '| b beats a (Fig. 3; tiny) | **premise absent** | b less a |' in text
+  assert '| a and b differ | main | p = ' in text and '| no |' in text
   for figure in ('lines', 'pairs'):
     assert (tmp_path / 'figures' / f'{figure}.png').stat().st_size > 1000
   assert text.startswith('# Page') and text.endswith('Last.\n')
@@ -197,11 +208,12 @@ ALIKE = [0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2]
   [
     ([BETTER], ALIKE, 'seen'),
     ([WORSE], ALIKE, 'opposite'),
-    # The last seed alone, .4 off its neighbours: p = .15.
+    # The last seed alone has the other sign: p = .0625.
     ([BETTER, CONSTANT], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, -0.1], 'not seen'),
     ([BETTER, WORSE], ALIKE, 'opposite'),
     ([CONSTANT], [0.1] * 8, 'seen'),
-    ([BETTER], [0.1, 0.2, 0.1, 0.2], 'seen on all 4 seeds'),
+    ([BETTER], [0.1, 0.2, 0.1, 0.2], 'suggested'),
+    ([WORSE], [0.1, 0.2, 0.1, 0.2], 'not seen'),
     ([BETTER], [0.1, 0.2, -0.1, 0.2], 'not seen'),
     ([BETTER], [0.1], 'not run'),
     ([], ALIKE, 'not run'),
@@ -226,13 +238,20 @@ def test_seeds_without_a_value_do_not_make_a_sign_count():
   assert evidence.judge(claim, runs, range(8))[0] == 'not run'
 
 
-def test_a_claim_needs_every_seed_and_a_test_and_its_p_is_adjusted_for_its_parts():
+def test_a_claim_needs_every_seed_and_its_checks():
   claim = Claim('', '', '', 'main', (BETTER, CONSTANT))
   assert evidence.judge(claim, by_difference([0.1] * 7), range(8))[0] == 'not run'
   assert evidence.judge(claim, {}, range(8))[0] == 'not run'
-  # Of 256 signs 2 give a mean of .1, times two parts.
-  _, effects = evidence.judge(claim, by_difference([0.1] * 8), range(8))
-  assert effects[0].endswith('p = 0.016')
-  premise = Claim('', '', '', 'main', (BETTER,), by_design=True)
-  found = evidence.judge(premise, by_difference([0.1] * 8), range(8))
-  assert found == ('by design', ['b less a +0.100 (+0.100 to +0.100)'])
+  runs = by_difference([0.1] * 8)
+  # Of 256 signs 2 give a mean of .1; all parts must hold, so p is not corrected.
+  verdict, effects = evidence.judge(claim, runs, range(8))
+  assert verdict == 'seen'
+  assert effects[0] == ['+0.100 (+0.100 to +0.100)', '0.008', '8 of 8']
+  premise = claim._replace(by_design=True)
+  assert evidence.judge(premise, runs, range(8))[0] == 'by design'
+  checked = claim._replace(checks=('differ',))
+  for holds, verdict in ((True, 'seen'), (False, 'premise absent')):
+    found = evidence.judge(checked, runs, range(8), {'differ': holds})
+    assert found[0] == verdict
+  still = claim._replace(measurable=False)
+  assert evidence.judge(still, runs, range(8))[0] == 'not measurable'
