@@ -137,6 +137,11 @@ def quantised() -> dict[str, Any]:
 
 PRECISION: dict[str, dict[str, Any]] = {
   'bfloat16': {'model.compute': 'bfloat16'},
+  'bfloat16_tis': {
+    'model.compute': 'bfloat16',
+    'loss.rule': 'tis',
+    'clip.rule': 'unclipped',
+  },
   'int8': {'model.compute': 'bfloat16', 'sampler.actor_dtype': 'int8'},
   'int8_tis': {
     'model.compute': 'bfloat16',
