@@ -235,7 +235,8 @@ def checks(
   for name, check in getattr(module, 'CHECKS', {}).items():
     stored = results.get(check.experiment, {})
     held[name], figure = check.passes(stored) if stored else (False, NOT_RUN)
-    rows.append([check.text, check.experiment, figure, 'yes' if held[name] else 'no'])
+    answer = ('yes' if held[name] else 'no') if stored else ''
+    rows.append([check.text, check.experiment, figure, answer])
   header = ['check', 'experiment', 'found', 'holds']
   return held, markdown.table(rows, header, 'llll') if rows else ''
 

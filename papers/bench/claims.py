@@ -1,0 +1,177 @@
+"""What the second protocol asks, and what of experiments.py answers it.
+
+The checks M1 and M2 and the hypotheses A1 to A7 are those of ../protocol2.md.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, differ
+from lab.experiments import Result
+from lab.outcomes import stopped_between
+
+FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
+ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
+RATES = ('lr0.0006', 'lr0.0008')
+OTHERS = (
+  'grpo',
+  'unclipped',
+  'tis',
+  'cispo',
+  'gspo',
+  'sapo',
+  'vespo',
+  'dcpo',
+  'dppo_tv',
+  'm2po',
+  'icepop',
+)
+FEWEST_BETWEEN = 0.15  # share of the updates, M1
+LEARNING = ('area', 'final', 'collapsed', 'entropy', 'grad_norm')
+BOUNDS = ('share_start', 'share', 'clipped', 'low', 'high')
+SEARCH = ('target_met', 'moved', 'between')
+SHOWN = {
+  'tuning': Shown((('area', 'final', 'entropy', *BOUNDS), SEARCH)),
+  's1': Shown(
+    (LEARNING, BOUNDS, SEARCH),
+    (
+      Compared('balanced', (*FIXED, 'recipe'), 'area'),
+      Compared('balanced', (*FIXED, 'recipe'), 'final'),
+    ),
+    {
+      's1-differences': Drawn('differences', ADAPTIVE_FIRST),
+      's1': Drawn('curves', ADAPTIVE_FIRST),
+    },
+  ),
+  'rivals': Shown(
+    ((*LEARNING, 'share', 'clipped'),),
+    (
+      Compared('balanced', OTHERS, 'area', tested=True),
+      Compared('balanced', OTHERS, 'final'),
+    ),
+    {
+      'rivals-differences': Drawn('differences', ('balanced', *OTHERS)),
+      'rivals': Drawn('curves', ('balanced', *OTHERS)),
+    },
+  ),
+  'control': Shown(
+    (LEARNING, BOUNDS, SEARCH),
+    (Compared('balanced', (*FIXED, 'recipe'), 'area'),),
+    {'control-differences': Drawn('differences', ADAPTIVE_FIRST)},
+  ),
+  'quantised': Shown(
+    (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
+    (Compared('int8', ('bfloat16',), 'final'),),
+  ),
+}
+NAMES_OF = {  # arm -> its bounds in words
+  'grpo': 'GRPO [.8, 1.2]',
+  'clip_higher': 'clip-higher [.8, 1.28]',
+  'start': 'start of the search [.6, 1.2]',
+  'own_mean': 'its mean bounds [.85, 2.82]',
+  'widest': 'end of the search [.9, 3]',
+  'balanced': 'adaptive',
+}
+OUTCOME_OF = {
+  'area': 'mean accuracy',
+  'final': 'accuracy at the end',
+  'entropy': 'entropy',
+  'share': 'positive share after the search',
+}
+
+
+def between(results: Mapping[str, Result]) -> tuple[bool, str]:
+  """M1: whether the search of `balanced` stops between its ends often enough."""
+  found = [stopped_between(r) for r in results.values() if r['arm'] == 'balanced']
+  share = float(np.mean(found)) if found else 0.0
+  return share >= FEWEST_BETWEEN, f'{share:.1%} of the updates'
+
+
+def versus(arm: str, other: str, outcome: str, sign: int = 1, level: str = '') -> Part:
+  """One arm less another."""
+  at = tuple(filter(None, [level]))
+  return Part(
+    f'{NAMES_OF[arm]} less {NAMES_OF[other]}, {OUTCOME_OF[outcome]}',
+    outcome,
+    ((arm, *at),),
+    ((other, *at),),
+    sign=sign,
+  )
+
+
+CHECKS = {
+  'M1': Check('searches stop between their ends (15 % or more)', 's1', between),
+  'M2': Check(
+    'the five fixed bounds differ in mean accuracy (Friedman, p < .05)',
+    's1',
+    differ([(arm,) for arm in FIXED], 'area'),
+  ),
+} | {
+  rate: Check(
+    f'the same at a rate of {rate[2:]}',
+    'control',
+    differ([(arm, rate) for arm in FIXED], 'area'),
+  )
+  for rate in RATES
+}
+
+beats = functools.partial(versus, 'balanced')
+CLAIMS = (
+  Claim(
+    'Adaptation beats every fixed control, over the run',
+    'Fig. 11',
+    'S1',
+    's1',
+    tuple(beats(other, 'area') for other in FIXED),
+    checks=('M1', 'M2'),
+  ),
+  Claim(
+    'Adaptation beats every fixed control, at the end',
+    'Fig. 11',
+    'S1',
+    's1',
+    tuple(beats(other, 'final') for other in FIXED),
+    checks=('M1', 'M2'),
+  ),
+  Claim(
+    'Adaptation keeps a higher entropy than GRPO',
+    'Fig. 9',
+    'S1',
+    's1',
+    (beats('grpo', 'entropy'),),
+  ),
+  Claim(
+    'A lower lower bound lowers the entropy',
+    'Fig. 7',
+    'S1',
+    's1',
+    (versus('start', 'grpo', 'entropy', -1),),
+  ),
+  Claim(
+    'A higher upper bound raises the entropy',
+    'Fig. 7',
+    'S1',
+    's1',
+    (versus('clip_higher', 'grpo', 'entropy'),),
+  ),
+  *(
+    Claim(
+      f'Adaptation beats every fixed control at a rate of {rate[2:]}',
+      'Fig. 11',
+      'S2',
+      'control',
+      tuple(beats(other, 'area', level=rate) for other in FIXED),
+      checks=(rate,),
+    )
+    for rate in RATES
+  ),
+  Claim(
+    'Adaptation raises the share of positive tokens above that of GRPO',
+    'Fig. 6',
+    'S1',
+    's1',
+    (beats('grpo', 'share'),),
+  ),
+)
