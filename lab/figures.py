@@ -1,8 +1,10 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-The kinds of figures are `curves`, `differences`, `levels` and `plane`.
+The kinds of figures are `curves`, `panels`, `differences`, `levels` and `slopes`. An
+arm has the same colour in all of them; levels of a factor differ in the line style.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,15 @@ import numpy as np
 from bapo_jax.run import report_plots
 from lab.evidence import Drawn, differences_of
 from lab.experiments import Result
-from lab.outcomes import OUTCOMES, cells, contrast, finite_pairs, t_interval
+from lab.outcomes import (
+  FEWEST,
+  OUTCOMES,
+  Cell,
+  cells,
+  finite_pairs,
+  sign_flip,
+  t_interval,
+)
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -20,13 +30,34 @@ if TYPE_CHECKING:
 PANELS = (
   ('Accuracy on held-out problems', 'evaluations'),
   ('Entropy, nats per token', 'loss/entropy'),
+  ('Gradient norm: median and quartiles', 'learner/grad_norm'),
   ('Positive share before the search', 'clip/share_start'),
-  ('Gradient norm', 'learner/grad_norm'),
+  ('Positive share after the search', 'clip/share'),
+  ('Share of tokens cut', 'clip/fraction'),
 )
 DPI = 90
-COLOURS = 10  # in matplotlib's cycle
 POINTS = 41  # of a curve
 PROMISED = (0.40, 0.33, 0.25)  # positive shares of the levels of imbalance
+BLACK = '#000000'  # the method of a page
+COLOURS = {
+  'balanced': BLACK,
+  'adapted': BLACK,
+  'grpo': '#D55E00',
+  'clip_higher': '#E69F00',
+  'start': '#56B4E9',
+  'own_mean': '#009E73',
+  'widest': '#CC79A7',
+  'recipe': '#0072B2',
+  'both': '#0072B2',
+}
+OTHERS = ('#8C564B', '#7F7F7F', '#BCBD22', '#17BECF', '#9467BD', '#2CA02C', '#E377C2')
+STYLES = ('-', '--', ':', '-.')
+
+
+def colours(arms: Sequence[str]) -> dict[str, str]:
+  """Returns arm -> colour: that of COLOURS, or the next of OTHERS."""
+  new = itertools.cycle(OTHERS)
+  return {arm: COLOURS.get(arm) or next(new) for arm in arms}
 
 
 def write(
@@ -43,25 +74,14 @@ def write(
 
 
 def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
-  """Draws four metrics over the responses: mean and standard error of each cell."""
-  axes = _axes(2, 2, (11, 7))
-  grouped = {cell: by for cell, by in cells(results).items() if cell[0] in drawn.arms}
-  order = sorted(grouped, key=lambda cell: drawn.arms.index(cell[0]))
-  # The legend names the arm and the factors with more than one level.
-  parts = range(len(order[0])) if order else ()
-  parts = [i for i in parts if i == 0 or len({cell[i] for cell in order}) > 1]
+  """Draws six metrics over the responses: mean and standard error of each cell.
+
+  A curve that ends before the others, at equal responses, ends in a cross.
+  """
+  axes = _axes(2, 3, (14, 7))
+  order = _order(results, drawn)
   for (title, metric), ax in zip(PANELS, axes.flat, strict=True):
-    for i, cell in enumerate(order):
-      x_N, y_SN = _series(list(grouped[cell].values()), metric)
-      if not len(y_SN):
-        continue
-      mean_N = y_SN.mean(0)
-      error_N = y_SN.std(0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0
-      bold = cell[0] == drawn.arms[0]
-      style = {'lw': 2.5 if bold else 1.2, 'ls': '-' if i < COLOURS else '--'}
-      (line,) = ax.plot(x_N, mean_N, label=', '.join(cell[j] for j in parts), **style)
-      band = {'color': line.get_color(), 'alpha': 0.12, 'lw': 0}
-      ax.fill_between(x_N, mean_N - error_N, mean_N + error_N, **band)
+    _draw_cells(ax, results, order, drawn, metric)
     report_plots.dress(ax, title)
     ax.set(xlabel='responses sampled')
     if metric == 'learner/grad_norm' and ax.lines:  # empty axes have no log scale
@@ -70,21 +90,103 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   return axes.flat[0].figure
 
 
+def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
+  """Draws the accuracy over the responses: a panel per level, a line per arm."""
+  order = _order(results, drawn)
+  found = list(dict.fromkeys(cell[1] for cell in order))
+  axes = _axes(1, len(found), (5 * len(found), 4)).flat
+  for level, ax in zip(found, axes, strict=True):
+    here = [cell for cell in order if cell[1] == level]
+    _draw_cells(ax, results, here, drawn, 'evaluations')
+    report_plots.dress(ax, f'Accuracy on held-out problems, {level}')
+    ax.set(xlabel='responses sampled', ylim=(0, 1))
+    ax.legend(fontsize=7)
+  return axes[0].figure
+
+
+def _order(results: Mapping[str, Result], drawn: Drawn) -> list[Cell]:
+  """Returns the cells of the drawn arms, in the order of these arms."""
+  found = [cell for cell in cells(results) if cell[0] in drawn.arms]
+  return sorted(found, key=lambda cell: drawn.arms.index(cell[0]))
+
+
+def _draw_cells(
+  ax: Any,
+  results: Mapping[str, Result],
+  order: Sequence[Cell],
+  drawn: Drawn,
+  metric: str,
+) -> None:
+  """Draws a metric of cells over the responses, with its spread over the seeds."""
+  grouped, colour = cells(results), colours(drawn.arms)
+  # The legend names the arm and the factors with more than one level.
+  parts = range(len(order[0])) if order else ()
+  parts = [i for i in parts if i == 0 or len({cell[i] for cell in order}) > 1]
+  styles = dict(zip(dict.fromkeys(cell[1:] for cell in order), itertools.cycle(STYLES)))
+  ends = {cell: _series(list(grouped[cell].values()), metric) for cell in order}
+  last = max((x_N[-1] for x_N, y_SN in ends.values() if len(y_SN)), default=0.0)
+  for cell, (x_N, y_SN) in ends.items():
+    if not len(y_SN):
+      continue
+    low_N, middle_N, high_N = _spread(y_SN, metric)
+    style = {'color': colour[cell[0]], 'ls': styles[cell[1:]]}
+    label = ', '.join(cell[j] for j in parts)
+    width = 2.5 if cell[0] == drawn.arms[0] else 1.2
+    ax.plot(x_N, middle_N, label=label, lw=width, **style)
+    ax.fill_between(x_N, low_N, high_N, color=style['color'], alpha=0.12, lw=0)
+    if x_N[-1] < 0.95 * last:
+      ax.plot(x_N[-1:], middle_N[-1:], 'x', color=style['color'])
+
+
+def _spread(y_SN: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns (low, middle, high): mean and standard error, or quartiles of norms."""
+  if metric == 'learner/grad_norm':
+    low_N, middle_N, high_N = np.quantile(y_SN, (0.25, 0.5, 0.75), axis=0)
+    return low_N, middle_N, high_N
+  mean_N = y_SN.mean(0)
+  error_N = y_SN.std(0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0 * mean_N
+  return mean_N - error_N, mean_N, mean_N + error_N
+
+
 def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
-  """Draws the first arm minus each other arm: seeds, mean and interval."""
+  """Draws the first arm minus each other arm: seeds, mean, t interval, p and n."""
   arm, *others = drawn.arms
   pairs = differences_of(results, arm, others, drawn.outcome)
-  ax = _axes(1, 1, (8, 1.2 + 0.4 * len(pairs))).flat[0]
+  ax = _axes(1, 1, (9, 1.2 + 0.4 * len(pairs))).flat[0]
   for row, difference_S in enumerate(pairs.values()):
     ax.plot(difference_S, np.full(len(difference_S), row), 'o', ms=4, alpha=0.4)
     low, high = t_interval(difference_S)
     ax.plot([low, high], [row, row], color='black', lw=1.5)
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
+    text = f'n = {len(difference_S)}'
+    if len(difference_S) >= FEWEST:
+      text = f'p = {sign_flip(difference_S):.3f}, {text}'
+    at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
+    ax.text(1.02, row, text, **at)
   ax.axvline(0, color='#777777', lw=0.8)
   ax.set_yticks(range(len(pairs)), [name.removeprefix(f'{arm} ') for name in pairs])
   ax.invert_yaxis()
   report_plots.dress(ax, f'{arm} minus others, seed by seed')
-  ax.set(xlabel=f'difference in {OUTCOMES[drawn.outcome][0]}; line: 95 % interval')
+  ax.set(xlabel=f'difference in {OUTCOMES[drawn.outcome][0]}; line: 95 % t interval')
+  return ax.figure
+
+
+def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
+  """Draws an outcome against the level of a factor: seeds joined, the mean bold."""
+  grouped, colour = cells(results), colours(drawn.arms)
+  found = list(dict.fromkeys(cell[1] for cell in grouped))
+  ax = _axes(1, 1, (7, 4)).flat[0]
+  compute = OUTCOMES[drawn.outcome][1]
+  for arm in drawn.arms:
+    by_level = [grouped.get((arm, level), {}) for level in found]
+    shared = sorted(set.intersection(*map(set, by_level)))
+    y_SL = np.asarray([[compute(by[seed]) for by in by_level] for seed in shared])
+    for y_L in y_SL:
+      ax.plot(found, y_L, 'o-', color=colour[arm], lw=0.7, ms=3, alpha=0.4)
+    if len(shared):
+      ax.plot(found, y_SL.mean(0), color=colour[arm], lw=2.5, label=arm)
+  report_plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
+  ax.legend(fontsize=8)
   return ax.figure
 
 
@@ -101,36 +203,6 @@ def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   ax.set(xlabel='responses sampled', ylim=(0, 0.6))
   ax.legend(fontsize=7, ncols=2)
   return ax.figure
-
-
-def plane(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
-  """Draws the first arm minus each other arm in every cell of two factors."""
-  grouped, (arm, *others) = cells(results), drawn.arms
-  rows = list(dict.fromkeys(cell[1] for cell in grouped))
-  columns = list(dict.fromkeys(cell[2] for cell in grouped))
-  gain_ORC = np.full((len(others), len(rows), len(columns)), np.nan)
-  axes = _axes(1, len(others), (1.5 + 4.2 * len(others), 4.5)).flat
-  for o, r, c in np.ndindex(gain_ORC.shape):
-    plus, minus = ((name, rows[r], columns[c]) for name in (arm, others[o]))
-    difference_S = contrast(results, [plus], [minus], drawn.outcome)
-    if len(difference_S) < 2:
-      continue
-    gain_ORC[o, r, c] = difference_S.mean()
-    text = f'{difference_S.mean():+.3f}\n{int((difference_S > 0).sum())} of '
-    text += f'{len(difference_S)} seeds above 0'
-    axes[o].text(c, r, text, ha='center', va='center', fontsize=8)
-  # At twice the largest gain no cell is too dark for its numbers to be read.
-  largest = 2 * max(0.01, float(np.nanmax(np.abs(gain_ORC), initial=0.0)))
-  for ax, other, gain_RC in zip(axes, others, gain_ORC, strict=True):
-    image = ax.imshow(gain_RC, cmap='RdBu', vmin=-largest, vmax=largest, aspect='auto')
-    ax.set_xticks(range(len(columns)), columns)
-    ax.set_yticks(range(len(rows)), rows)
-    report_plots.dress(ax, f'{arm} less {other}')
-    ax.grid(visible=False)
-    ax.set(xlabel='updates per rollout batch', ylabel='wrong to right length')
-  figure = axes[0].figure
-  figure.colorbar(image, ax=list(axes), label=OUTCOMES[drawn.outcome][0])
-  return figure
 
 
 def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -165,5 +237,6 @@ DRAWN: dict[str, Draw] = {
   'curves': curves,
   'differences': differences,
   'levels': levels,
-  'plane': plane,
+  'panels': panels,
+  'slopes': slopes,
 }

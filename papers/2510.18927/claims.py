@@ -24,7 +24,7 @@ SHOWN = {
     ),
     {
       'main': Drawn('curves', ('balanced', *FIXED)),
-      'main-differences': Drawn('differences', ('balanced', *FIXED)),
+      'main-differences': Drawn('differences', ('balanced', *FIXED, *OTHERS)),
       'main-others': Drawn('curves', ('balanced', *OTHERS)),
     },
   ),
@@ -49,7 +49,7 @@ SHOWN = {
   'plane': Shown(
     (('area', 'final', 'entropy', 'share_start', 'share'), SEARCH),
     (Compared('balanced', ('grpo', 'own_mean'), 'area'),),
-    {'plane': Drawn('plane', ('balanced', 'grpo', 'own_mean'))},
+    {'plane-differences': Drawn('differences', ('balanced', 'grpo', 'own_mean'))},
   ),
   'epochs': Shown(
     (LEARNING, BOUNDS, SEARCH),

@@ -31,12 +31,12 @@ SHOWN = {
       Compared('adapted', ('grpo',), 'final'),
       Compared('adapted', ('grpo',), 'newly_solved'),
     ),
-    {'hardness': Drawn('curves', ('adapted', 'grpo'))},
+    {'hardness': Drawn('panels', ('adapted', 'grpo'))},
   ),
   'delay': Shown(
     (LEARNING, COST),
     (Compared('adapted', ('grpo',), 'final'),),
-    {'delay': Drawn('curves', ('adapted', 'grpo'))},
+    {'delay': Drawn('slopes', ('adapted', 'grpo'), 'final')},
   ),
   'tuning': Shown((LEARNING,)),
 }

@@ -17,6 +17,8 @@ from lab.outcomes import OUTCOMES
 PAPERS = pathlib.Path(__file__).parents[2] / 'papers'
 FOLDERS = sorted(path.parent.name for path in PAPERS.glob('*/README.md'))
 TUNED = ('imbalance', 'tuning')  # experiments that choose values, and are no evidence
+# Seeds that an experiment has at least, where not 4.
+FEWEST = {'main': 8, 's1': 16, 'rivals': 16, 'control': 16, 'quantised': 3}
 EVERY = pytest.mark.parametrize('folder', FOLDERS)
 
 
@@ -26,13 +28,25 @@ def test_every_number_of_a_page_comes_from_its_results(folder):
 
 
 @EVERY
-def test_tuning_and_test_seeds_are_disjoint_and_main_has_eight(folder):
+def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
   module = claims.load(str(PAPERS / folder))
-  assert not set(module.TUNING) & set(module.TEST) and len(module.TEST) == 8
+  assert not set(module.TUNING) & set(module.TEST) and len(module.TEST) >= 8
   for name in module.NAMES:
     seeds = module.get_experiment(name).seeds
-    assert set(seeds) <= set(module.TUNING if name in TUNED else module.TEST)
-    assert len(seeds) >= (2 if name in TUNED else 8 if name == 'main' else 4)
+    if name in TUNED:
+      assert set(seeds) <= set(module.TUNING) and len(seeds) >= 2
+    else:
+      assert not set(seeds) & set(module.TUNING)
+      assert len(seeds) >= FEWEST.get(name, 4)
+
+
+def test_protocol_2_keeps_its_seeds_and_problems_apart():
+  module = claims.load(str(PAPERS / 'bench'))
+  used = {name: module.get_experiment(name) for name in ('tuning', 's1', 'control')}
+  seeds = [set(made.seeds) for made in used.values()]
+  assert not (seeds[0] & seeds[1] or seeds[0] & seeds[2] or seeds[1] & seeds[2])
+  problems = {name: made.values['problems']['seed'] for name, made in used.items()}
+  assert problems == {'tuning': 0, 's1': 1, 'control': 1}
 
 
 @EVERY
@@ -67,14 +81,23 @@ def first_commit(*paths):
   return min(map(int, times), default=None)
 
 
-def test_the_protocol_is_older_than_any_result():
-  protocol, results = first_commit('protocol.md'), first_commit('*/results/*.json')
-  if protocol is None:
+@pytest.mark.parametrize(
+  ('protocol', 'governed'),
+  [
+    ('protocol.md', ['2*/results/*.json']),
+    ('protocol2.md', [f'bench/results/{x}/*' for x in ('s1', 'rivals', 'control')]),
+  ],
+)
+def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
+  stated, results = first_commit(protocol), first_commit(*governed)
+  if stated is None:
     pytest.skip('no history here')
-  assert results is None or protocol < results
+  assert results is None or stated < results
 
 
-@pytest.mark.parametrize('path', ['protocol.md', *(f'{f}/README.md' for f in FOLDERS)])
+@pytest.mark.parametrize(
+  'path', ['protocol.md', 'protocol2.md', *(f'{f}/README.md' for f in FOLDERS)]
+)
 def test_links_and_commands_are_those_of_the_repository(path):
   text = (PAPERS / path).read_text()
   for link in re.findall(r'\]\(([^)\s#]+)\)', text):
@@ -84,7 +107,7 @@ def test_links_and_commands_are_those_of_the_repository(path):
 
 
 # The smallest figure of each page: its experiment, and the runs of its first seed.
-SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay'}
+SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay', 'bench': 'tuning'}
 
 
 @pytest.mark.nightly
