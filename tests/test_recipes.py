@@ -3,6 +3,7 @@
 import pathlib
 from collections import defaultdict
 
+import jax
 import pytest
 
 from bapo_jax import main
@@ -39,6 +40,18 @@ def test_the_excess_is_the_memory_that_is_missing(tmp_path, lora):
     assert bool(search.search(config, spec, chip, found, memory)[0]) == fits
 
 
+@pytest.fixture
+def lowest_effort():
+  """Compiles as --mode=plan does; with more effort, XLA takes memory that is free."""
+  names = ('jax_exec_time_optimization_effort', 'jax_memory_fitting_effort')
+  before = {name: getattr(jax.config, name) for name in names}
+  for name in names:
+    jax.config.update(name, -1.0)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
 def compiled(topology, where, config, model, path):
   """(chip, Row by program) of a config on an absent machine, with this model."""
   config = write_recipes.with_model(config, model, str(path))
@@ -49,6 +62,7 @@ def compiled(topology, where, config, model, path):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures('lowest_effort')
 @pytest.mark.parametrize('where', ['h100:8', 'v5e:4x4', 'v6e:2x4'])
 def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
   config, choice, _ = write_recipes.longest(where, '7B', lora=False)
@@ -69,6 +83,7 @@ def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures('lowest_effort')
 def test_a_row_that_fits_nowhere_is_too_large_when_compiled(topology, tmp_path):
   config, choice, _ = write_recipes.longest('rtx4090:1', '1.5B', lora=False)
   assert choice is None
