@@ -1,18 +1,21 @@
 """The experiments on Batch Adaptation PO (arXiv:2602.20722) for a small policy.
 
-The protocol is ../protocol.md. "Settings" is the paper's table of settings, "section"
-and "Definition" are of the paper, "script" is its public code; the rest is ours, and is
-listed in README.md.
+The protocol is ../protocol.md, and ../protocol2.md for `countdown`. "Settings" is the
+paper's table of settings, "section" and "Definition" are of the paper, "script" is its
+public code; the rest is ours, and is listed in README.md.
 """
 
 from typing import Any
 
 from configs import base
+from configs import countdown as countdown_config
 from lab.experiments import Experiment
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
-NAMES = ('tuning', 'main', 'hardness', 'delay')
+NAMES = ('tuning', 'main', 'hardness', 'delay', 'countdown_tuning', 'countdown')
+COUNTDOWN_TEST = tuple(range(300, 316))  # protocol 2
+RATES = (1e-4, 3e-4, 1e-3)  # from which each arm of `countdown` gets its own
 
 NONE_REUSABLE = (0.0625, 0.0625)  # no pass rate of eight responses lies there
 
@@ -84,6 +87,60 @@ def shared() -> dict[str, Any]:
   return config.to_dict()
 
 
+# The ablation of the paper, on Countdown.
+ABLATION: dict[str, dict[str, Any]] = {
+  'grpo_fresh': {'batch.rule': 'fresh_only', 'rollout.weight_sync_interval': 1},
+  'grpo': ARMS['grpo'],
+  'grpo_epochs': {**ARMS['grpo'], 'learner.epochs': 2},
+  'dapo': {**ARMS['dapo'], 'evaluate.every': 2},
+  'dapo_more': {**ARMS['dapo'], 'evaluate.every': 2, 'responses': 2.6 * 10_240},
+  'replay': ARMS['replay'],
+  'without_x2': ARMS['without_x2'],
+  'without_x3': ARMS['without_x3'],
+  'adapted': ARMS['adapted'],
+}
+TUNED_RATE = dict.fromkeys(ABLATION, 3e-4)  # until `countdown_tuning` has chosen
+# The same weights evaluated twice: what `newly_solved` is without any training.
+STILL = {**ARMS['grpo'], 'optimizer.lr': 1e-12, 'responses': 256.0}
+
+
+def on_countdown() -> dict[str, Any]:
+  """Returns what all runs of the ablation have in common, as nested values."""
+  config = countdown_config.embedded()
+  config.steps = 200
+  config.responses = 10_240.0  # re-evaluations and extra rounds count
+  config.problems.seed = 1  # tuning: 0
+  config.prompts.count = 32
+  config.sampler.update(group_size=8, max_num_seqs=256, prefill_batch_size=256)
+  config.learner.minibatches = 4
+  config.rollout.weight_sync_interval = 5  # v, settings
+  config.buffer.update(capacity=256, reevaluate=16, reeval_interval=5)  # m, settings
+  config.buffer.update(hard_order='fifo', max_off_policy_steps=6)
+  config.buffer.thresholds.rule = 'fixed'
+  config.buffer.thresholds.fixed.update(hard=1 / 8, reusable=(1 / 8, 5 / 8))
+  config.advantage.rule = 'group_relative'
+  config.clip.rule = 'fixed'
+  config.clip.fixed.update(low=0.8, high=1.2)
+  config.loss.kl = 0.0
+  config.evaluate.update(every=4, group_size=16)
+  config.checkpoint.update(every=1000, keep=1, best=0)
+  config.mesh.data = 1
+  return config.to_dict()
+
+
+def ablation(tuning: bool) -> Experiment:
+  """Returns the ablation on Countdown, or the runs that choose its rates."""
+  values = on_countdown()
+  if not tuning:
+    arms = {
+      arm: {**knobs, 'optimizer.lr': TUNED_RATE[arm]} for arm, knobs in ABLATION.items()
+    }
+    return Experiment(values, arms | {'still': STILL}, COUNTDOWN_TEST)
+  values['problems']['seed'] = 0
+  rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in RATES}
+  return Experiment(values, ABLATION, TUNING[:2], {'rate': rates})
+
+
 def get_experiment(name: str) -> Experiment:
   """One of NAMES.
 
@@ -99,4 +156,6 @@ def get_experiment(name: str) -> Experiment:
     'main': Experiment(shared(), ARMS, TEST),
     'hardness': Experiment(shared(), two, TEST[:4], {'hardness': HARDNESS}),
     'delay': Experiment(shared(), two, TEST[:4], {'delay': DELAY}),
+    'countdown_tuning': ablation(tuning=True),
+    'countdown': ablation(tuning=False),
   }[name]

@@ -16,9 +16,20 @@ from lab.outcomes import OUTCOMES
 
 PAPERS = pathlib.Path(__file__).parents[2] / 'papers'
 FOLDERS = sorted(path.parent.name for path in PAPERS.glob('*/README.md'))
-TUNED = ('imbalance', 'tuning')  # experiments that choose values, and are no evidence
+TUNED = (
+  'imbalance',
+  'tuning',
+  'countdown_tuning',
+)  # experiments that choose values, and are no evidence
 # Seeds that an experiment has at least, where not 4.
-FEWEST = {'main': 8, 's1': 16, 'rivals': 16, 'control': 16, 'quantised': 3}
+FEWEST = {
+  'main': 8,
+  's1': 16,
+  'rivals': 16,
+  'control': 16,
+  'quantised': 3,
+  'countdown': 16,
+}
 EVERY = pytest.mark.parametrize('folder', FOLDERS)
 
 
