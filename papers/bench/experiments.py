@@ -75,7 +75,7 @@ RIVALS: dict[str, dict[str, Any]] = {
   'sapo': free(loss__rule='sapo', loss__aggregate='sequence'),
   'vespo': free(loss__rule='vespo'),
   'dcpo': {'clip.rule': 'dcpo'},
-  'dppo_tv': free(**TIS, mask__rule='dppo_tv'),
+  'dppo_tv': free(**TIS | {'loss__tis__cap': 20.0}, mask__rule='dppo_tv'),
   'm2po': free(mask__rule='m2po'),
   'icepop': free(**TIS, mask__rule='icepop'),
 }
