@@ -195,7 +195,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
     f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
     f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
-    f'  results    {workdir}; Ctrl-C saves once training has begun, the same command resumes'
+    f'  results    {workdir}; Ctrl-C saves once training has begun, '
+    'the same command resumes'
   )
 
 
