@@ -24,6 +24,7 @@ from lab.evidence import Shown
 from lab.experiments import Result
 
 EMPTY = 'Not run: there are no results yet.'
+WAITING = 'Not finished: the results are shown when all runs are done.'
 
 
 def load(folder: str) -> types.ModuleType:
@@ -39,11 +40,17 @@ def load(folder: str) -> types.ModuleType:
 
 
 def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
-  """Reads experiment -> run -> result; see `experiments.read`."""
-  return {
-    name: experiments.read(module.get_experiment(name), f'{folder}/results/{name}')
-    for name in module.NAMES
-  }
+  """Reads experiment -> run -> result; see `experiments.read`.
+
+  An unfinished experiment that is shown as a whole has no results.
+  """
+  found = {}
+  for name in module.NAMES:
+    made = module.get_experiment(name)
+    stored = experiments.read(made, f'{folder}/results/{name}')
+    partial = len(stored) < len(experiments.runs(made))
+    found[name] = {} if partial and module.SHOWN[name].whole else stored
+  return found
 
 
 def page(
@@ -59,7 +66,10 @@ def page(
   text = _between(text, 'claims', evidence.verdicts(module, results))
   for name, by_run in results.items():
     planned = len(experiments.runs(module.get_experiment(name)))
-    content = section(by_run, planned, module.SHOWN[name]) if by_run else EMPTY
+    shown = module.SHOWN[name]
+    content = WAITING if shown.whole else EMPTY
+    if by_run:
+      content = section(by_run, planned, shown)
     text = _between(text, f'results of {name}', content)
   if hasattr(module, 'RECORDED'):
     stored = counterfactual.read_summaries(folder)

@@ -68,6 +68,7 @@ class Shown(NamedTuple):
   tables: tuple[tuple[str, ...], ...]  # the outcomes of each table
   compared: tuple[Compared, ...] = ()
   figures: Mapping[str, Drawn] = {}  # file name without suffix -> figure
+  whole: bool = False  # True: nothing is shown before all runs are done
 
 
 class Part(NamedTuple):

@@ -68,6 +68,7 @@ SHOWN = {
         'differences', ('adapted', *ABLATED, 'dapo_more', 'still'), 'newly_solved'
       ),
     },
+    whole=True,
   ),
 }
 

@@ -44,6 +44,7 @@ SHOWN = {
       's1-differences': Drawn('differences', ADAPTIVE_FIRST),
       's1': Drawn('curves', ADAPTIVE_FIRST),
     },
+    whole=True,
   ),
   'rivals': Shown(
     ((*LEARNING, 'share', 'clipped'),),
@@ -55,11 +56,13 @@ SHOWN = {
       'rivals-differences': Drawn('differences', ('balanced', *OTHERS)),
       'rivals': Drawn('curves', ('balanced', *OTHERS)),
     },
+    whole=True,
   ),
   'control': Shown(
     (LEARNING, BOUNDS, SEARCH),
     (Compared('balanced', (*FIXED, 'recipe'), 'area'),),
     {'control-differences': Drawn('differences', ADAPTIVE_FIRST)},
+    whole=True,
   ),
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),

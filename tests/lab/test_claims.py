@@ -174,6 +174,18 @@ def test_a_page_without_results_says_so_and_one_without_markers_is_refused(tmp_p
     claims.main([page])
 
 
+def test_an_unfinished_experiment_that_is_shown_as_a_whole_shows_nothing(tmp_path):
+  page = folder(tmp_path, seeds=2)
+  described = (tmp_path / 'claims.py').read_text()
+  (tmp_path / 'claims.py').write_text(
+    described.replace("('b', 'a'))},", "('b', 'a'))}, True,")
+  )
+  assert claims.main([page]) == 0
+  text = (tmp_path / 'README.md').read_text()
+  assert claims.WAITING in text and '4 of 6 runs' not in text and '**not run**' in text
+  assert not (tmp_path / 'figures' / 'lines.png').exists()
+
+
 def with_seeds(**by_arm):
   """Results of arms with these accuracies throughout the run; seed -> accuracy."""
   return {
