@@ -47,8 +47,11 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
 
 def draw() -> 'Figure':
   """Returns the figure: two panels per rule, left for A > 0 and right for A < 0."""
+  from matplotlib.cm import ScalarMappable
+  from matplotlib.colors import Normalize
   from matplotlib.figure import Figure
 
+  norm = Normalize(-LIMIT, LIMIT)
   columns = 4  # rules per row
   rows = -(-len(DRAWN) // columns)
   figure = Figure(figsize=(15, 1.9 * rows), layout='constrained')
@@ -58,13 +61,8 @@ def draw() -> 'Figure':
   for i, name in enumerate(DRAWN):
     for j, sign in enumerate((1, -1)):
       ax = axes.flat[2 * i + j]
-      image = ax.pcolormesh(
-        PROBABILITY,
-        RATIO,
-        weights(RULES[name], sign),
-        cmap='RdBu',
-        vmin=-LIMIT,
-        vmax=LIMIT,
+      ax.pcolormesh(
+        PROBABILITY, RATIO, weights(RULES[name], sign), norm=norm, cmap='RdBu'
       )
       ax.set(xscale='log', yscale='log')
       ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
@@ -72,7 +70,8 @@ def draw() -> 'Figure':
       ax.set_title(f'{name}, A {"><"[j]} 0', fontsize=8)
   figure.supxlabel('probability of the token under the current policy')
   figure.supylabel('ratio')
-  figure.colorbar(image, ax=axes, label='weight of grad log pi', shrink=0.5)
+  scale = ScalarMappable(norm, 'RdBu')
+  figure.colorbar(scale, ax=axes, label='weight of grad log pi', shrink=0.5)
   return figure
 
 
