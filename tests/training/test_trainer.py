@@ -18,7 +18,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import rules, step_metrics, trainer
-from bapo_jax.training.state import StepRecord, Trainer, TrainState
+from bapo_jax.training.state import Sampled, StepRecord, Trainer, TrainState
 
 P, G, T, N = 2, 8, 3, 96
 MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
@@ -244,7 +244,8 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   tokenizer = python_types.SimpleNamespace(eos=(1,))
   t: Any = python_types.SimpleNamespace(tokenizer=tokenizer, timer=PhaseTimer())
   s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
-  found = step_metrics.describe(t, s, [Rollout(groups, [], [])], nothing, record)
+  fresh = Rollout(groups, [], [])
+  found = step_metrics.describe(t, s, [fresh], Sampled(fresh, nothing), record)
   assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
   of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
   assert of_updates and all(np.isnan(x) for x in of_updates.values())
