@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_jax.autosetup import knob_lists
-from bapo_jax.run.report_plots import draw_curves, mean, series
+from bapo_jax.run.report_plots import draw_curves, draw_timeline, mean, series, spans
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
@@ -177,6 +177,17 @@ def progress(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
       yield name, was, now, GLOSSARY[name]
 
 
+def overlap_sentence(rows: Sequence[Row]) -> str:
+  """Says which share of the steps each side waited for the other; '' without sides."""
+  sampler, learner = (mean(rows, f'overlap/{x}_idle') for x in ('sampler', 'learner'))
+  if math.isnan(sampler):
+    return ''
+  return (
+    f'Sampling and training ran beside each other: the mesh.rollout devices were idle '
+    f'for {sampler:.1%} of the steps, the learner waited for groups for {learner:.1%}.'
+  )
+
+
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
@@ -186,6 +197,8 @@ def write(
   steps: int,
 ) -> None:
   """Writes curves.png, report.md and report.json to a workdir with metrics.jsonl.
+
+  If mesh.rollout devices sampled beside the learner, writes timeline.png too.
 
   Strings from the config, the data and the model are escaped in report.md.
 
@@ -205,6 +218,8 @@ def write(
   phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
   draw_curves(workdir / 'curves.png', rows, target)
+  if drawn := spans(rows):
+    draw_timeline(workdir / 'timeline.png', drawn)
   blocks = [
     f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
@@ -212,6 +227,8 @@ def write(
     idle_sentence(rows),
     _rewards(*results),
     '![Curves over the training steps](curves.png)',
+    overlap_sentence(rows),
+    '![When the last steps were sampled and trained](timeline.png)' if drawn else '',
     *_tables(rows, phases, wall_s),
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),

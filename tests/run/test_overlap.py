@@ -8,7 +8,6 @@ import json
 
 import jax
 import pytest
-import runs
 from runs import PARTIAL, last_run, same, tiny
 
 from bapo_jax.run import experiment

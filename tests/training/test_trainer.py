@@ -242,7 +242,9 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   nothing = Rollout(types.empty_groups(0, G, T), [], [])
   record = StepRecord(3, groups, np.array([-1, -1]), [])
   tokenizer = python_types.SimpleNamespace(eos=(1,))
-  t: Any = python_types.SimpleNamespace(tokenizer=tokenizer, timer=PhaseTimer())
+  t: Any = python_types.SimpleNamespace(
+    tokenizer=tokenizer, timer=PhaseTimer(), beside=None
+  )
   s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
   fresh = Rollout(groups, [], [])
   found = step_metrics.describe(t, s, [fresh], Sampled(fresh, nothing), record)
