@@ -188,6 +188,15 @@ def overlap_sentence(rows: Sequence[Row]) -> str:
   )
 
 
+def _overlap(workdir: pathlib.Path, rows: Sequence[Row]) -> str:
+  """Writes timeline.png and returns its block; '' without mesh.rollout devices."""
+  if not (drawn := spans(rows)):
+    return ''
+  draw_timeline(workdir / 'timeline.png', drawn)
+  figure = '![When the last steps were sampled and trained](timeline.png)'
+  return f'{overlap_sentence(rows)}\n\n{figure}'
+
+
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
@@ -196,9 +205,7 @@ def write(
   spent: dict[str, Any],
   steps: int,
 ) -> None:
-  """Writes curves.png, report.md and report.json to a workdir with metrics.jsonl.
-
-  If mesh.rollout devices sampled beside the learner, writes timeline.png too.
+  """Writes report.md, its figures and report.json to a workdir with metrics.jsonl.
 
   Strings from the config, the data and the model are escaped in report.md.
 
@@ -212,14 +219,11 @@ def write(
   workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
   values, wall_s = config.model_dump(), spent['wall_s']
   results = before['result'], after['result']
-  balanced = config.clip.rule == 'balanced'
-  target = config.clip.balanced.target if balanced else None
+  target = config.clip.balanced.target if config.clip.rule == 'balanced' else None
   phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
   phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
   draw_curves(workdir / 'curves.png', rows, target)
-  if drawn := spans(rows):
-    draw_timeline(workdir / 'timeline.png', drawn)
   blocks = [
     f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
@@ -227,8 +231,7 @@ def write(
     idle_sentence(rows),
     _rewards(*results),
     '![Curves over the training steps](curves.png)',
-    overlap_sentence(rows),
-    '![When the last steps were sampled and trained](timeline.png)' if drawn else '',
+    _overlap(workdir, rows),
     *_tables(rows, phases, wall_s),
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),
