@@ -66,14 +66,20 @@ LAYOUTS['train'] = LAYOUTS['decode'] | {'width': 'fsdp'}
 
 
 def make(
-  data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[Any] | None = None,
+  rollout: int = 0,
 ) -> Mesh:
   """Makes a (data, fsdp, tensor) mesh of `devices`, by default of all processes.
 
-  At most one size is -1: that axis gets all remaining devices. Raises ValueError if the
-  product of the sizes is not the number of devices.
+  At most one size is -1: that axis gets all remaining devices. The last `rollout`
+  devices are left out, for sampling. Raises ValueError if the product of the sizes is
+  not the number of devices.
   """
-  grid, shape = np.asarray(devices or jax.devices()), (data, fsdp, tensor)
+  shape, (learners, _) = (data, fsdp, tensor), divide(rollout, devices)
+  grid = np.asarray(learners)
   try:
     if min(shape) < -1:
       raise ValueError
@@ -83,6 +89,22 @@ def make(
       f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {grid.size} '
       f'devices; give sizes with product {grid.size}, or set one size to -1'
     ) from None
+
+
+def divide(
+  rollout: int, devices: Sequence[Any] | None = None
+) -> tuple[list[Any], list[Any]]:
+  """Divides devices, by default all, into learners and the last `rollout`, samplers.
+
+  Raises ValueError if no device is left to train.
+  """
+  devices = list(devices or jax.devices())
+  if rollout >= len(devices):
+    raise ValueError(
+      f'mesh.rollout={rollout} of {len(devices)} devices leaves none to train; give '
+      f'{len(devices) - 1} or fewer'
+    )
+  return devices[: len(devices) - rollout], devices[len(devices) - rollout :]
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -71,7 +71,7 @@ TINY: dict[str, Any] = {
   'metrics.tensorboard': False,
   'mesh.data': 1,
 }
-TIMED = re.compile('time/|per_s')  # metrics that differ in every run
+TIMED = re.compile('time/|overlap/|per_s')  # metrics that differ in every run
 # A Llama of the hub, in miniature.
 SOURCE: dict[str, Any] = {
   'architectures': ['LlamaForCausalLM'],

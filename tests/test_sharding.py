@@ -158,3 +158,13 @@ def test_key_value_heads_that_do_not_divide_are_replicated():
 def test_other_axes_that_do_not_divide_are_named(name, shape, named):
   with pytest.raises(ValueError, match=named):
     sharding.spec_of(name, shape, sharding.make(1, 2, 4))
+
+
+def test_the_last_devices_sample_and_the_others_train():
+  devices = jax.devices()
+  assert sharding.divide(3, devices) == (devices[:5], devices[5:])
+  assert sharding.divide(0, devices) == (devices, [])
+  mesh = sharding.make(fsdp=-1, data=1, rollout=6)
+  assert mesh.devices.ravel().tolist() == devices[:2]
+  with pytest.raises(ValueError, match=r'mesh\.rollout=8 of 8 devices leaves none'):
+    sharding.divide(8, devices)

@@ -33,7 +33,7 @@ from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS, clustered_error
 from bapo_jax.training.resolve import Resolved
-from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.training.state import Submission, Trainer, TrainState
 from bapo_jax.types import take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
@@ -61,7 +61,7 @@ def check(config: Config, workdir: str) -> int:
   material = build.read(config, r.model)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
-  small = dataclasses.replace(r, config=shrunk(config))
+  small = dataclasses.replace(r, config=shrunk(config), rollout_mesh=None)
   with contextlib.closing(build.make_verifier(config)) as verifier:
     t, s = build.build(small, material, verifier, workdir, PhaseTimer())
     seconds, rollout = sample(t, s)
@@ -117,9 +117,10 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
-  trainer.sample_fresh(t, s, 0, key)
+  given = Submission(0, 0, trainer.actor_of(t, s))
+  trainer.sample_fresh(t, given, key)
   began = time.perf_counter()
-  found = trainer.sample_fresh(t, s, 0, key)
+  found = trainer.sample_fresh(t, given, key)
   return time.perf_counter() - began, found
 
 

@@ -27,6 +27,12 @@ class MeshConfig(Section):
   tensor: int = knob(
     1, 'Devices that split the heads and the vocabulary; -1: all remaining.', least=-1
   )
+  rollout: int = knob(
+    0,
+    'Devices that only sample, the last ones; the axes above divide the others. 0: all '
+    'devices sample and train in turn.',
+    least=0,
+  )
 
   @pydantic.model_validator(mode='after')
   def _fills(self) -> 'MeshConfig':

@@ -57,6 +57,13 @@ class SamplerConfig(Section):
 class RolloutConfig(Section):
   """Knobs of staleness: the age of weights and of responses."""
 
+  depth: int = knob(
+    0,
+    'Learner steps by which sampling runs ahead of training: step s trains on groups '
+    'that the weights of step s - depth sampled. With mesh.rollout, both run at once.',
+    least=0,
+    most=1024,
+  )
   weight_sync_interval: int = knob(
     1, 'Learner steps between two copies of the weights to the actor.', least=1
   )

@@ -31,7 +31,7 @@ from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
-from bapo_jax.training.trainer import finished, train_loop
+from bapo_jax.training.trainer import finished, sent, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -123,6 +123,8 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     t, s = build.build(r, material, verifier, workdir, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
+    if t.lane is not None:
+      stack.callback(t.lane.close)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
     run.start(s)
@@ -209,6 +211,7 @@ class Run:
   checkpoints: checkpoint.CheckpointManager
   identity: list[str]  # fingerprints of the training and the held-out problems
   spent: Spent  # cost before this start, from the newest checkpoint
+  busy: float = 0.0  # seconds for which the lane had sampled at the end of a step
 
   def __post_init__(self):
     self.base, seconds = policy.fingerprint(self.t.base), self.t.timer.seconds
@@ -302,8 +305,14 @@ class Run:
     seconds = self.t.timer.since()
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
-    sampling = max(seconds.get('sample', 0.0), 1e-9)
-    row['rollout/tokens_per_s'] = row['rollout/tokens'] / sampling
+    sampling = seconds.get('sample', 0.0)
+    if self.t.lane is not None:
+      busy, self.busy = self.busy, self.t.lane.busy()
+      row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
+      row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
+      row['overlap/ended'] = time.perf_counter() - self.t.timer.began
+      sampling = row['overlap/sampled'] - row['overlap/sampling']
+    row['rollout/tokens_per_s'] = row['rollout/tokens'] / max(sampling, 1e-9)
     write(s.step, row)
     log(metrics.line(s.step, config.steps, row))
     if message:
@@ -340,6 +349,9 @@ class Run:
     ranked = 'eval/accuracy' in row and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
       return
+    with self.t.timer('wait' if s.queue else 'save'):
+      for each in s.queue:  # a checkpoint has the groups in flight
+        each.ready.result()
     with self.t.timer('save'):
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
@@ -384,9 +396,9 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
   began = time.perf_counter()
   with t.timer('compile'):
     places = t.config.places if s.partial else t.config.prompts.count
-    key = jax.random.key(t.config.seed)
-    actor = t.actor(s.params) if s.actor is None else s.actor
-    t.engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
+    key, engine = jax.random.key(t.config.seed), (t.beside or t).engine
+    actor = sent(t, t.actor(s.params)) if s.actor is None else s.actor
+    engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
     del actor
     machine.trim()  # frees memory for the first updates
     train_step = build.compile_train_step(t, s)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_jax.autosetup import knob_lists
-from bapo_jax.run.report_plots import draw_curves, mean, series
+from bapo_jax.run.report_plots import draw_curves, draw_timeline, mean, series, spans
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
@@ -177,6 +177,26 @@ def progress(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
       yield name, was, now, GLOSSARY[name]
 
 
+def overlap_sentence(rows: Sequence[Row]) -> str:
+  """Says which share of the steps each side waited for the other; '' without sides."""
+  sampler, learner = (mean(rows, f'overlap/{x}_idle') for x in ('sampler', 'learner'))
+  if math.isnan(sampler):
+    return ''
+  return (
+    f'Sampling and training ran beside each other: the mesh.rollout devices were idle '
+    f'for {sampler:.1%} of the steps, the learner waited for groups for {learner:.1%}.'
+  )
+
+
+def _overlap(workdir: pathlib.Path, rows: Sequence[Row]) -> str:
+  """Writes timeline.png and returns its block; '' without mesh.rollout devices."""
+  if not (drawn := spans(rows)):
+    return ''
+  draw_timeline(workdir / 'timeline.png', drawn)
+  figure = '![When the last steps were sampled and trained](timeline.png)'
+  return f'{overlap_sentence(rows)}\n\n{figure}'
+
+
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
@@ -185,7 +205,7 @@ def write(
   spent: dict[str, Any],
   steps: int,
 ) -> None:
-  """Writes curves.png, report.md and report.json to a workdir with metrics.jsonl.
+  """Writes report.md, its figures and report.json to a workdir with metrics.jsonl.
 
   Strings from the config, the data and the model are escaped in report.md.
 
@@ -199,8 +219,7 @@ def write(
   workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
   values, wall_s = config.model_dump(), spent['wall_s']
   results = before['result'], after['result']
-  balanced = config.clip.rule == 'balanced'
-  target = config.clip.balanced.target if balanced else None
+  target = config.clip.balanced.target if config.clip.rule == 'balanced' else None
   phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
   phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
@@ -212,6 +231,7 @@ def write(
     idle_sentence(rows),
     _rewards(*results),
     '![Curves over the training steps](curves.png)',
+    _overlap(workdir, rows),
     *_tables(rows, phases, wall_s),
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),

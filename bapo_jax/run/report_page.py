@@ -27,11 +27,14 @@ from bapo_jax.run.charts import Curve
 from bapo_jax.run.report_plots import (
   ERRORS,
   FEW,
+  LANES,
   PANELS,
   Panel,
+  Span,
   errors,
   running_mean,
   series,
+  spans,
   spiky,
 )
 from bapo_jax.runtime import files, html, metrics
@@ -125,12 +128,31 @@ def build(run: RunFiles) -> Iterator[Element]:
     yield html.table(cells, report.REWARDS, 'lrrr')
   yield element('h2', 'Curves')
   yield from curves(rows, target)
+  if drawn := spans(rows):
+    yield element('h2', 'Sampling beside training')
+    yield element('p', report.overlap_sentence(rows))
+    yield timeline(drawn)
   if run.groups:
     yield from _groups(run)
   if run.after is not None:
     yield from _changes(run)
   yield from _tables(rows)
   yield from _settings(values)
+
+
+def timeline(drawn: Sequence[Span]) -> Element:
+  """Returns two lanes of bars: when the last steps were sampled and trained."""
+  total = max(span.end for span in drawn)
+  bars = [element('text', x, x=0, y=24 + 40 * i) for i, x in enumerate(LANES)]
+  for span in drawn:
+    x, width = (120 + 660 * s / total for s in (span.begin, span.end - span.begin))
+    box = {'x': x, 'y': 8 + 40 * span.lane, 'width': width - 120, 'height': 26}
+    seconds = f'step {span.step}: {span.begin:.2f} to {span.end:.2f} s'
+    tip = element('title', f'{LANES[span.lane]}, {seconds}')
+    bars.append(element('rect', tip, **box, fill=f'var(--c{span.step % 2})'))
+    bars.append(element('text', str(span.step), x=x + 4, y=box['y'] + 18, fill='white'))
+  bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
+  return element('svg', *bars, viewBox='0 0 800 104', font_size=14, fill='currentColor')
 
 
 def _target(values: dict[str, Any]) -> float | None:

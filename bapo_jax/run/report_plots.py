@@ -1,9 +1,11 @@
-"""Draws the figure of the report: curves over the steps.
+"""Draws the figures of the report: curves over the steps, and a timeline.
 
 1. `series` and `mean` read a metric from the rows, skipping gaps;
-2. `draw_curves` draws the panels: pale raw values under their running means.
+2. `draw_curves` draws the panels: pale raw values under their running means;
+3. `draw_timeline` draws when the last steps were sampled and trained.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -163,4 +165,53 @@ def draw_curves(
     _panel(ax, rows, target, panel)
     if ax.get_xlabel():  # all panels have the same range of steps
       ax.set_xlim(min(steps) - margin, max(steps) + margin)
+  figure.savefig(path)
+
+
+LANES = ('sampling', 'training')
+SHOWN = 6  # steps in a timeline
+
+
+class Span(NamedTuple):
+  """A time in which sampling or training was busy with the groups of a step."""
+
+  lane: int  # index into LANES
+  step: int  # that trains on the groups
+  begin: float  # seconds since the first span
+  end: float
+
+
+def spans(rows: Sequence[Row]) -> list[Span]:
+  """Returns when the last steps were sampled and trained; [] without mesh.rollout.
+
+  A step trains from the end of the step before, without its waiting, to its own end.
+  """
+  known = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
+  found = []
+  for before, row in itertools.pairwise(known):
+    if before['overlap/ended'] > row['overlap/ended']:
+      found = []  # the process was resumed between the steps
+      continue
+    waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
+    times = (row['overlap/sampling'], row['overlap/sampled'])
+    found += [
+      Span(0, int(row['step']), *times),
+      Span(1, int(row['step']), before['overlap/ended'] + waited, row['overlap/ended']),
+    ]
+  first = min((span.begin for span in found), default=0.0)
+  return [x._replace(begin=x.begin - first, end=x.end - first) for x in found]
+
+
+def draw_timeline(path: str | os.PathLike[str], drawn: Sequence[Span]) -> None:
+  """Draws the spans of both lanes into a PNG; a colour alternates with the step."""
+  figure = new_figure(11, 2.2)
+  ax = figure.subplots()
+  dress(ax, 'Sampling beside training, last steps')
+  for span in drawn:
+    size, y = span.end - span.begin, 1 - span.lane
+    ax.barh(y, size, 0.7, span.begin, color=(BLUE, ORANGE)[span.step % 2], alpha=0.8)
+    middle = span.begin + size / 2
+    ax.text(middle, y, str(span.step), ha='center', va='center', color='white')
+  ax.set_yticks((1, 0), LANES)
+  ax.set_xlabel('seconds', fontsize=9)
   figure.savefig(path)

@@ -2,11 +2,18 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
+from bapo_jax import sharding
 from bapo_jax.rollout import decode
+from bapo_jax.rollout.rollout import EMPTY_SEAT, Rollout
+from bapo_jax.runtime import exchange
+from bapo_jax.runtime.lane import at_once
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint, policy
-from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.training.trainer import finished
+from bapo_jax.training.state import InFlight, Sampled, Trainer, TrainState
+from bapo_jax.training.trainer import finished, hard_rows, sent
+from bapo_jax.types import Groups, LogpDiff, empty_groups
 
 Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
 
@@ -19,15 +26,64 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
 
   They include the actor if the next step decodes with its older weights. The actor is
   stored without frozen weights, in the layout of the parameters, which fits any mesh.
+  They include the groups in flight, for which this function waits: to sample them again
+  would need the weights of rollout.depth steps.
   """
   found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  if t.config.rollout.depth:
+    found['queue'] = in_flight(t, s)
   if s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = s.actor_adapters
     if s.actor_adapters is None:
-      actor = t.actor(s.params) if s.actor is None else s.actor  # None before restoring
-      weights = decode.params_of(actor, t.spec, t.mesh).items()
+      actor, mesh = s.actor, (t.beside or t).mesh
+      if actor is None:  # before restoring
+        actor, mesh = t.actor(s.params), t.mesh
+      weights = decode.params_of(actor, t.spec, mesh).items()
       found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   return found if s.partial is None else found | {'partial': s.partial.state()}
+
+
+def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
+  """Returns (fresh, re-evaluated) groups of the queue; empty groups without a queue."""
+  if s.queue:
+    queue = (each.ready.result() for each in s.queue)
+    return [(x.fresh.groups, x.reevaluated.groups) for x in queue]
+  G, T = t.engine.group_size, t.engine.length
+  empty = [
+    (
+      empty_groups(t.config.prompts.count, G, T),
+      empty_groups(hard_rows(t.config, s.step + i), G, T),
+    )
+    for i in range(t.config.rollout.depth)
+  ]
+  return sharding.split_rows(empty, t.mesh)
+
+
+def described(sampled: Sampled) -> list[dict[str, Any]]:
+  """Returns what metrics need of two rollouts beside their groups, as plain values."""
+  return [
+    {
+      'undecided': x.undecided,
+      'parts': dict(x.parts),
+      'logp_diff': x.logp_diff and [float(value) for value in x.logp_diff],
+    }
+    for x in (sampled.fresh, sampled.reevaluated)
+  ]
+
+
+def restored(groups: tuple[Groups, Groups], described: list[dict[str, Any]]) -> Sampled:
+  """Returns the rollouts whose groups and description a checkpoint has.
+
+  Their texts and verdicts, of which only the number is still needed, are empty.
+  """
+  rollouts = []
+  for of_kind, known in zip(groups, described, strict=True):
+    n = of_kind.correct_PG.size
+    diff = known['logp_diff'] and LogpDiff(*map(jnp.asarray, known['logp_diff']))
+    rollout = Rollout(of_kind, [''] * n, [EMPTY_SEAT] * n, parts=known['parts'])
+    rollouts.append(rollout._replace(undecided=known['undecided'], logp_diff=diff))
+  fresh, reevaluated = rollouts
+  return Sampled(fresh, reevaluated)
 
 
 def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,7 +98,8 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]
     master = getattr(s.opt, 'master', None)
     found['opt'] = {} if master is None else {'master': master}
   numbers = {name: getattr(s, name) for name in SCALARS}
-  return found, {'run': numbers, 'weights_only': bare}
+  queue = [described(each.ready.result()) for each in s.queue]
+  return found, {'run': numbers, 'weights_only': bare, 'queue': queue}
 
 
 def resume(
@@ -65,13 +122,21 @@ def resume(
   _check(t, s, meta)
   actor = found.pop('actor', None)
   if actor is not None:  # else the next step creates actor and version
-    s = s.replace(actor=t.actor(actor), actor_adapters=t.adapters(actor))
-  partial = found.pop('partial', None)
+    s = s.replace(actor=sent(t, t.actor(actor)), actor_adapters=t.adapters(actor))
+  partial, groups = found.pop('partial', None), found.pop('queue', [])
   if not same:
     found['buffer'] = s.buffer
-  elif partial and s.partial is not None:
+    return s.replace(**found), meta
+  if partial and s.partial is not None:
     s.partial.restore(partial)
-  return s.replace(**found), meta
+  pairs = zip(groups, meta.get('queue', []), strict=True)
+  queue = tuple(_waiting(restored(*pair)) for pair in pairs)
+  return s.replace(**found, queue=queue), meta
+
+
+def _waiting(sampled: Sampled) -> InFlight:
+  hard_P = exchange.whole(sampled.reevaluated.groups.id_P)
+  return InFlight(hard_P, at_once(lambda: sampled))
 
 
 def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:

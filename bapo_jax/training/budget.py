@@ -46,6 +46,7 @@ class Budget(NamedTuple):
   saved: float  # activations of an update, for its backward pass
   cache: float  # keys and values of all decode slots
   responses: float  # recorded tokens of the responses of a step or an evaluation
+  sampling: float  # all bytes of a device that only samples; 0 without such devices
   buffer: float  # recorded tokens of the replay buffer
   checkpoint: dict[str, float]  # by content; with the actor if it may be older
   disk: float  # all checkpoints at once, including the one being written
@@ -71,14 +72,22 @@ KNOBS = {
   'cache': 'the KV cache of the decode slots (sampler.max_num_seqs)',
   'responses': 'responses (prompts.count x sampler.group_size, evaluate.group_size)',
   'buffer': 'the replay buffer (buffer.capacity x sampler.group_size)',
+  'sampling': 'a device that only samples (sampler.max_num_seqs, rollout.depth)',
 }
 
 
-def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Budget:
+def count(
+  config: Config,
+  spec: ModelSpec,
+  schedule: Schedule,
+  mesh: Mesh,
+  rollout_mesh: Mesh | None = None,
+) -> Budget:
   """Counts the bytes that a run needs: memory per device, and disk for checkpoints.
 
   Weights, moments and gradients are divided over the mesh axes fsdp and tensor, the
   actor over tensor, rows over data and fsdp. Reads only the mesh's shape and platform.
+  `rollout_mesh` has the devices that only sample, if any.
   """
   c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
@@ -97,7 +106,17 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
     'actor': lags * saved_actor,
     'buffer': buffer,
   }
+  # Groups in flight are finished before a checkpoint is written.
+  checkpoint['groups in flight'] = RECORDED * c.rollout.depth * c.prompts.count * G * T
   checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
+  cache = c.sampler.max_num_seqs * cache_bytes(spec, T, tensor)
+  rows = RECORDED * c.places * G * T
+  sampling = 0.0
+  if rollout_mesh is not None:
+    # A queued submission keeps its weights; the learner's own actor only evaluates.
+    ahead = c.rollout.depth + 1
+    rows_each = (cache + ahead * rows) / sharding.row_shards(rollout_mesh)
+    sampling = ahead * actor / tensor + rows_each
   return Budget(
     weights=weights / split,
     moments=moments / split,
@@ -106,7 +125,8 @@ def count(config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Bu
     kept_actor=lags * actor / tensor,
     gathered=gathered,
     saved=saved,
-    cache=c.sampler.max_num_seqs / shards * cache_bytes(spec, T, tensor),
+    cache=cache / shards,
+    sampling=sampling,
     responses=RECORDED * max(c.places * G, c.seats * G, evaluated) * T / shards,
     buffer=buffer / (1 if c.buffer.capacity % shards else shards),
     checkpoint=checkpoint,
@@ -327,7 +347,8 @@ def check(budget: Budget, room: float) -> None:
   decoding = {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows
   update = {'weights': state + b.gradients, 'actor': b.kept_actor} | rows
   update |= {'gathered': b.gathered, 'saved': b.saved}
-  phase = max(decoding, update, key=lambda phase: sum(phase.values()))
+  sampling = {'sampling': b.sampling}
+  phase = max(decoding, update, sampling, key=lambda phase: sum(phase.values()))
   total = sum(phase.values())
   if total > SLACK * room:
     raise ValueError(

@@ -1,5 +1,6 @@
 """Builds the trainer of a run, with its rules and programs, and its state at step 0."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import policy, rules
 from bapo_jax.training.config import Config
@@ -147,16 +149,10 @@ def make_trainer(
     chunk=config.logprobs.chunk,
   )
   at_start = sharding.under(mesh, jax.jit(score))
-  recompute, when = None, config.learner.recompute_logprobs
-  weighs = config.loss.active.weighs_sampler or config.mask.active.weighs_sampler
-  narrow = config.model.compute != 'float32' and not weighs
-  # A quantised actor is another policy than the learner's, and a rounding error is not:
-  # its responses keep the log-probabilities of the policy that sampled them.
-  narrow &= config.sampler.actor_dtype == 'compute'
-  if when == 'on' or (when == 'auto' and narrow):
+  recompute = None
+  if recomputes(config):
     recompute = jax.jit(functools.partial(scoring.recompute, score=score))
-    recompute = sharding.under(mesh, recompute)
-  return Trainer(
+  t = Trainer(
     config=config,
     rules=bound,
     spec=spec,
@@ -171,12 +167,35 @@ def make_trainer(
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
     if config.loss.active.needs_proximal
     else None,
-    recompute=recompute,
+    recompute=recompute and sharding.under(mesh, recompute),
     timer=timer,
     base=base,
     pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
     held_out_gallery=held_out,
   )
+  if r.rollout_mesh is None:
+    return t
+  beside = dataclasses.replace(
+    t,
+    mesh=r.rollout_mesh,
+    engine=dataclasses.replace(t.engine, mesh=r.rollout_mesh),
+    recompute=recompute and sharding.under(r.rollout_mesh, recompute),
+    timer=PhaseTimer(),
+    base=None,  # an actor has all weights
+    pictures=pictured.embedder(gallery, spec, r.rollout_mesh, None, r.schedule),
+  )
+  return dataclasses.replace(t, beside=beside, lane=Lane())
+
+
+def recomputes(config: Config) -> bool:
+  """Returns whether the learner recomputes the sampler's log-probabilities."""
+  when = config.learner.recompute_logprobs
+  weighs = config.loss.active.weighs_sampler or config.mask.active.weighs_sampler
+  narrow = config.model.compute != 'float32' and not weighs
+  # A quantised actor is another policy than the learner's, and a rounding error is not:
+  # its responses keep the log-probabilities of the policy that sampled them.
+  narrow &= config.sampler.actor_dtype == 'compute'
+  return when == 'on' or (when == 'auto' and narrow)
 
 
 def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
@@ -204,14 +223,14 @@ def build(
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.rules)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
-  partial = t.config.rollout.max_off_policy_steps > 0
+  partial, sampler = t.config.rollout.max_off_policy_steps > 0, t.beside or t
   return t, TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
     actor=None,
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
-    partial=PartialRollouts(t.engine, t.config.places) if partial else None,
+    partial=PartialRollouts(sampler.engine, t.config.places) if partial else None,
   )
 
 

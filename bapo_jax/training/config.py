@@ -200,15 +200,28 @@ def _conflicts(config: Config) -> Iterator[str]:
   if (
     config.sampler.actor_dtype != 'compute'
     and config.learner.recompute_logprobs == 'on'
-    and config.rollout.weight_sync_interval > 1
-    and not config.lora.rank
+    and (lag := config.rollout.weight_sync_interval - 1 + config.rollout.depth)
+    and (config.rollout.depth or not config.lora.rank)
   ):
     yield (
       "learner.recompute_logprobs='on' needs the weights that a quantised actor "
       f'(sampler.actor_dtype={config.sampler.actor_dtype!r}) was made of, which the '
-      'learner replaces before the last of rollout.weight_sync_interval='
-      f"{config.rollout.weight_sync_interval} steps; set recompute_logprobs='off' to "
-      'use the log-probabilities of the actor, or weight_sync_interval=1'
+      f'learner replaces up to {lag} steps before it trains (rollout.'
+      f'weight_sync_interval={config.rollout.weight_sync_interval}, rollout.depth='
+      f"{config.rollout.depth}); set recompute_logprobs='off' to use the "
+      'log-probabilities of the actor, or weight_sync_interval=1 and depth=0'
+    )
+  if config.rollout.depth and config.batch.extra_rounds:
+    yield (
+      f'batch.rule={config.batch.rule!r} samples up to batch.max_extra_rounds='
+      f'{config.batch.extra_rounds} more rounds if a step has too few groups, but '
+      f'rollout.depth={config.rollout.depth} samples before that step; set '
+      'rollout.depth=0 or batch.max_extra_rounds=0'
+    )
+  if config.mesh.rollout and not config.rollout.depth:
+    yield (
+      f'mesh.rollout={config.mesh.rollout} devices and the others would wait for each '
+      'other with rollout.depth=0; set rollout.depth=1 or more, or mesh.rollout=0'
     )
   if seats % config.learner.minibatches:
     beside = f' and {replayed} replayed' if replayed else ''

@@ -52,6 +52,7 @@ class Resolved:
   mesh: Mesh
   schedule: Schedule  # of the learner
   budget: Budget  # bytes per device, and of the checkpoints
+  rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
 
   @property
   def spec(self) -> ModelSpec:
@@ -208,10 +209,33 @@ def resolve(
   if directory:
     config_lib.check_positions(config, spec.positions)
   rules.check(config)
-  mesh = make_mesh(config, devices)
+  mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   schedule = budget.choose_schedule(config, spec, mesh)
-  counted = budget.count(config, spec, schedule, mesh)
-  return Resolved(config, Model(directory, tokenizer, spec), mesh, schedule, counted)
+  counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
+  opened = Model(directory, tokenizer, spec)
+  return Resolved(config, opened, mesh, schedule, counted, rollout_mesh)
+
+
+def make_rollout_mesh(
+  config: Config, devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
+  """Makes the mesh of the mesh.rollout devices that only sample; None without any.
+
+  Rows are split over all of them that mesh.tensor does not take. Raises ValueError if
+  the devices or the decode slots do not divide.
+  """
+  if not config.mesh.rollout:
+    return None
+  _, samplers = sharding.divide(config.mesh.rollout, devices)
+  tensor = make_mesh(config, devices).shape['tensor']
+  if len(samplers) % tensor:
+    raise ValueError(
+      f'mesh.rollout={len(samplers)} devices do not divide over mesh.tensor={tensor}; '
+      f'give a multiple of {tensor}'
+    )
+  mesh = sharding.make(tensor=tensor, devices=samplers)
+  _check_slots(config, mesh, 'mesh.rollout / mesh.tensor')
+  return mesh
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -226,10 +250,19 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
       f'a minibatch has {config.minibatch_rows} responses, which {over}; change '
       'prompts.count or learner.minibatches'
     )
+  _check_slots(config, mesh, 'mesh.data x mesh.fsdp')
+  return mesh
+
+
+def _check_slots(config: Config, mesh: Mesh, axes: str) -> None:
+  """Raises ValueError if the decode slots do not divide over the mesh."""
+  shards = sharding.row_shards(mesh)
   for name in ('max_num_seqs', 'prefill_batch_size'):
     if (n := getattr(config.sampler, name)) % shards:
-      raise ValueError(f'sampler.{name}={n}: rows {over}; give a multiple of {shards}')
-  return mesh
+      raise ValueError(
+        f'sampler.{name}={n}: rows do not divide over {shards} device shards ({axes}); '
+        f'give a multiple of {shards}'
+      )
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
@@ -23,9 +25,11 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
+from bapo_jax.types import Groups, Prompts, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]
 Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
@@ -38,6 +42,40 @@ class StepRecord(NamedTuple):
   groups: Groups  # the batch
   source_P: Array  # index into types.SOURCES; -1 marks an empty seat
   updates: list[Updated]  # the optimiser updates, in order
+
+
+class Actor(NamedTuple):
+  """Weights that sample."""
+
+  weights: Tree  # laid out for decoding, on the devices that sample
+  version: int  # learner step that made them
+  learners: Tree = None  # the same weights in the learner's layout; None: not kept
+
+
+class Submission(NamedTuple):
+  """What sampling for one learner step needs."""
+
+  step: int  # learner step that trains on the groups
+  prompt_round: int
+  actor: Actor  # of the fresh groups
+  partial: PartialRollouts | None = None  # mutated; None: responses end in their step
+  hard: Prompts | None = None  # problems to re-evaluate; id -1 is an empty seat
+  newest: Actor | None = None  # of the hard problems; None: `actor`
+
+
+class Sampled(NamedTuple):
+  """The groups of one submission."""
+
+  fresh: Rollout
+  reevaluated: Rollout
+  span: tuple[float, float] = (0.0, 0.0)  # begin and end, of time.perf_counter
+
+
+class InFlight(NamedTuple):
+  """A submission whose groups no step has trained on."""
+
+  hard_P: np.ndarray  # ids of its hard problems, -1 for empty seats
+  ready: Future[Sampled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +99,12 @@ class Trainer:
   base: Tree = None  # frozen weights; None if all weights are trained
   pictures: OfProblems | None = None  # of training problems; None without
   held_out_gallery: Gallery | None = None  # of the held-out problems
+  beside: 'Trainer | None' = None  # on the devices that only sample; None: the same
+  lane: Lane | None = None  # the thread of `beside`
+
+  def submit(self, function: Callable[[], Sampled]) -> Future[Sampled]:
+    """Runs a function that samples: in the lane, or at once without a lane."""
+    return self.lane.submit(function) if self.lane else at_once(function)
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all are texts."""
@@ -95,6 +139,8 @@ class TrainState(struct.PyTreeNode):
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
   partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
+  # Submissions of the next rollout.depth steps, the next step first.
+  queue: tuple[InFlight, ...] = struct.field(pytree_node=False, default=())
 
 
 class StepKeys(NamedTuple):

@@ -14,7 +14,7 @@ from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import COUNT, Rollout
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
+from bapo_jax.training.state import Metrics, Sampled, StepRecord, Trainer, TrainState
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -43,18 +43,20 @@ def describe(
   t: Trainer,
   s: TrainState,
   fresh: Sequence[Rollout],
-  reevaluated: Rollout,
+  sampled: Sampled,
   record: StepRecord,
 ) -> Metrics:
   """Returns a step's metrics: means over its updates, or their maximum or sum.
 
-  `fresh` and `reevaluated` were sampled in the step; `s` is the state at its end.
+  `fresh` has all fresh groups of the step, those of extra rounds too; `s` is the state
+  at the end of the step.
   """
   with t.timer('log'):
     step, groups, source_P, updates = record
     new, learned = concat(*(each.groups for each in fresh)), live(updates)
     row = _of_updates(learned)
     row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
+    reevaluated = sampled.reevaluated
     masks = new.response_mask_PGT, reevaluated.groups.response_mask_PGT
     row['rollout/tokens'] = float(masks[0].sum() + masks[1].sum())
     eos = np.asarray(t.tokenizer.eos)
@@ -63,20 +65,40 @@ def describe(
     trained_P = trained_on(groups).any(1)
     spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
     row |= theory(row, learned, spread)
-    sampled = [*fresh, reevaluated]
-    verdicts = sum(len(each.verdicts) for each in sampled)
-    row['rollout/undecided'] = sum(x.undecided for x in sampled) / max(verdicts, 1)
+    rollouts = [*fresh, reevaluated]
+    verdicts = sum(len(each.verdicts) for each in rollouts)
+    row['rollout/undecided'] = sum(x.undecided for x in rollouts) / max(verdicts, 1)
     row |= _reward_parts(fresh)
-    diffs = [each.logp_diff for each in sampled if each.logp_diff is not None]
+    diffs = [each.logp_diff for each in rollouts if each.logp_diff is not None]
     tokens = sum(int(diff.tokens) for diff in diffs)
     if diffs:
       total = sum(float(diff.total) for diff in diffs)
       row['rollout/logp_diff'] = total / tokens if tokens else math.nan
       largest = max(float(diff.largest) for diff in diffs)
       row['rollout/logp_diff_max'] = largest if tokens else math.nan
+  if t.beside is not None:
+    row |= _overlap(t, s, sampled)
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
+
+
+def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
+  """Returns when the step's groups were sampled, what is ready, and bytes sent."""
+  rows = sampled.fresh.groups, sampled.reevaluated.groups
+  begin, end = (x - t.timer.began for x in sampled.span)
+  actor = jax.eval_shape(t.actor, s.params)
+  return {
+    'overlap/sampling': begin,
+    'overlap/sampled': end,
+    'overlap/ready': float(sum(each.ready.done() for each in s.queue)),
+    'overlap/weights_bytes': float(_bytes(actor)),
+    'overlap/groups_bytes': float(_bytes(rows)),
+  }
+
+
+def _bytes(tree: Any) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:

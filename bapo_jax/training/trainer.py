@@ -5,9 +5,12 @@ and evaluates.
 """
 
 import functools
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import jax
+import numpy as np
 from jax import Array
 
 from bapo_jax import sharding
@@ -20,9 +23,19 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
 from bapo_jax.runtime import exchange, machine
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
+from bapo_jax.training.state import (
+  Actor,
+  InFlight,
+  Metrics,
+  Sampled,
+  StepKeys,
+  StepRecord,
+  Submission,
+  Trainer,
+  TrainState,
+)
 from bapo_jax.training.step_metrics import describe, live
-from bapo_jax.types import SOURCES, Groups, Prompts, concat
+from bapo_jax.types import SOURCES, Groups, Prompts, Tree, concat
 
 
 def train_loop(
@@ -32,12 +45,12 @@ def train_loop(
   while not finished(t.config, s):
     keys = step_keys(t.config.seed, s.step)
     s = sync_actor_if_due(t, s)
-    reevaluated = reevaluate(t, s, hard_prompts(t, s), keys.reevaluate)
-    s, fresh, batch, source_P = fill_batch(t, s, reevaluated.groups, keys)
+    s, sampled = sample(t, s)
+    s, fresh, batch, source_P = fill_batch(t, s, sampled, keys)
     s = free_actor_if_due(t, s)
     s, record = update(t, s, batch, source_P, keys.update)
-    s, moves = insert(t, s, fresh, reevaluated, batch, source_P)
-    metrics = describe(t, s, fresh, reevaluated, record)
+    s, moves = insert(t, s, fresh, sampled.reevaluated, batch, source_P)
+    metrics = describe(t, s, fresh, sampled, record)
     s = s.replace(step=s.step + 1)
     yield s, metrics | moves, record
 
@@ -59,20 +72,23 @@ def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
   if s.step % t.config.rollout.weight_sync_interval:
     return s
-  s = free_actor(s)  # two actors at once would be the peak of a run's memory
-  adapters, actor = t.adapters(s.params), t.actor(s.params)
+  s = free_actor(t, s)  # two actors at once would be the peak of a run's memory
+  adapters, actor = t.adapters(s.params), sent(t, t.actor(s.params))
   return s.replace(actor=actor, actor_adapters=adapters, actor_version=s.step)
 
 
 def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
   """Frees the actor's memory for updates if the next step copies the actor again."""
   due = (s.step + 1) % t.config.rollout.weight_sync_interval == 0
-  return free_actor(s) if due else s
+  return free_actor(t, s) if due else s
 
 
-def free_actor(s: TrainState) -> TrainState:
-  """Deletes the arrays of the actor, even if another variable refers to them."""
-  if s.actor is not None:
+def free_actor(t: Trainer, s: TrainState) -> TrainState:
+  """Deletes the arrays of the actor, even if another variable refers to them.
+
+  On devices that only sample, a queued submission may still need them.
+  """
+  if s.actor is not None and t.beside is None:
     for x in jax.tree.leaves(s.actor):
       if isinstance(x, Array):
         x.delete()
@@ -80,77 +96,170 @@ def free_actor(s: TrainState) -> TrainState:
   return s.replace(actor=None)
 
 
-def hard_prompts(t: Trainer, s: TrainState) -> Prompts:
-  """Returns the hard problems that are due, starting with the least recently tried."""
-  due = (
-    s.step % t.config.buffer.reeval_interval == 0 and t.config.batch.active.reevaluates
+def sent(t: Trainer, actor: Tree) -> Tree:
+  """Copies an actor to the devices that only sample; without them, a no-op."""
+  if t.beside is None:
+    return actor
+  with t.timer('send'):
+    layout = sharding.shardings(actor, t.beside.mesh, 'decode')
+    return jax.block_until_ready(jax.device_put(actor, layout))
+
+
+def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
+  """Submits the prompts of step s.step + rollout.depth; returns this step's groups.
+
+  The first call of a run also submits the prompts of the steps before, so from then on
+  `rollout.depth` later steps are in flight. Which weights sample which prompts depends
+  on the step alone, never on time: if mesh.rollout devices sample beside the learner,
+  all numbers are those of sampling at the submission.
+  """
+  for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
+    given = submission(t, s, step)
+    ready = t.submit(functools.partial(run_submission, t.beside or t, given))
+    hard_P = np.empty(0, int) if given.hard is None else given.hard.id_P
+    queue = *s.queue, InFlight(hard_P, ready)
+    s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
+  (_, ready), *queue = s.queue
+  return s.replace(queue=tuple(queue)), received(t, ready)
+
+
+def received(t: Trainer, ready: Future[Sampled]) -> Sampled:
+  """Waits for groups, and copies them to the learner's devices if these are others."""
+  if t.beside is None:
+    return ready.result()
+  with t.timer('wait'):
+    sampled = ready.result()
+  with t.timer('receive'):
+    groups = sampled.fresh.groups, sampled.reevaluated.groups
+    layout = sharding.layout_of_rows(groups, t.mesh)
+    fresh, reevaluated = jax.block_until_ready(jax.device_put(groups, layout))
+  return sampled._replace(
+    fresh=sampled.fresh._replace(groups=fresh),
+    reevaluated=sampled.reevaluated._replace(groups=reevaluated),
   )
-  rows = t.config.buffer.reevaluate if due else 0
-  id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows).id_P)
+
+
+def submission(t: Trainer, s: TrainState, step: int) -> Submission:
+  """Returns what sampling for `step` needs: prompts, and the weights of this state."""
+  hard = hard_prompts(t, s, step)
+  given = Submission(step, s.prompt_round, actor_of(t, s), s.partial, hard)
+  stale = s.actor_version != s.step and len(hard.id_P)
+  return given._replace(newest=newest(t, s)) if stale else given
+
+
+def run_submission(t: Trainer, given: Submission) -> Sampled:
+  """Samples the groups of a submission, those of hard problems first."""
+  began, keys = time.perf_counter(), step_keys(t.config.seed, given.step)
+  reevaluated = reevaluate(t, given, keys.reevaluate)
+  fresh = sample_fresh(t, given, keys.fresh)
+  return Sampled(fresh, reevaluated, (began, time.perf_counter()))
+
+
+def actor_of(t: Trainer, s: TrainState) -> Actor:
+  """Returns the weights that sample fresh groups.
+
+  With a depth, `Actor.learners` is None: the learner changes its weights while the
+  groups are in flight, and recomputed log-probabilities are those of the actor.
+  """
+  learners = None
+  if t.recompute is not None and not t.config.rollout.depth:
+    if s.actor_version == s.step:
+      learners = t.weights(s.params)
+    elif s.actor_adapters is not None:
+      learners = t.weights(s.actor_adapters)
+  return Actor(s.actor, s.actor_version, learners)
+
+
+def newest(t: Trainer, s: TrainState) -> Actor:
+  """Returns the learner's weights as an actor, if the actor of the state is older."""
+  ahead = t.recompute is None or t.config.rollout.depth
+  learners = None if ahead else t.weights(s.params)
+  return Actor(sent(t, t.actor(s.params)), s.step, learners)
+
+
+def hard_prompts(t: Trainer, s: TrainState, step: int) -> Prompts:
+  """Returns the hard problems due at `step`, starting with the least recently tried.
+
+  A problem that is in flight is not drawn again.
+  """
+  rows = hard_rows(t.config, step)
+  in_flight = [i for each in s.queue for i in each.hard_P]
+  id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows + len(in_flight)).id_P)
+  id_P = id_P[(id_P < 0) | ~np.isin(id_P, in_flight)][:rows]
+  id_P = np.pad(id_P, (0, rows - len(id_P)), constant_values=-1)
   return prompts.prompts_by_id(t.problems, id_P)
 
 
-def reevaluate(t: Trainer, s: TrainState, hard: Prompts, key: Array) -> Rollout:
-  """Samples groups of the hard problems with the current weights."""
-  P = len(hard.id_P)
-  if not P:
+def hard_rows(config: Config, step: int) -> int:
+  """Returns the seats for hard problems at `step`; 0 if none are due."""
+  k = config.buffer
+  due = step % k.reeval_interval == 0 and config.batch.active.reevaluates
+  return min(k.reevaluate, k.capacity) if due else 0
+
+
+def reevaluate(t: Trainer, given: Submission, key: Array) -> Rollout:
+  """Samples groups of the hard problems with the newest weights of the submission."""
+  if given.hard is None or not len(given.hard.id_P):
     return empty(t.engine)
+  P, actor = len(given.hard.id_P), given.newest or given.actor
   found = rollout(
     PartialRollouts(t.engine, P),
-    s.actor if s.actor_version == s.step else t.actor(s.params),
-    hard,
+    actor.weights,
+    given.hard,
     key,
     verification=verification(t),
-    step=s.step,
-    policy_version=s.step,
-    first_uid=s.prompt_round * P * t.engine.group_size,
+    step=given.step,
+    policy_version=actor.version,
+    first_uid=given.prompt_round * P * t.engine.group_size,
   )
-  return recompute(t, s, found, s.step)
+  return recompute(t, found, actor)
 
 
-def sample_fresh(t: Trainer, s: TrainState, prompt_round: int, key: Array) -> Rollout:
+def sample_fresh(t: Trainer, given: Submission, key: Array) -> Rollout:
   """Samples groups of the next prompts with the actor, within the token budget."""
   P = t.config.prompts.count
-  now = prompts.next_prompts(t.problems, prompt_round, t.config.seed, P)
+  now = prompts.next_prompts(t.problems, given.prompt_round, t.config.seed, P)
   found = rollout(
-    s.partial or PartialRollouts(t.engine, P),
-    s.actor,
+    given.partial or PartialRollouts(t.engine, P),
+    given.actor.weights,
     now,
     key,
     verification=verification(t),
-    step=s.step,
-    policy_version=s.actor_version,
-    first_uid=prompt_round * P * t.engine.group_size,
+    step=given.step,
+    policy_version=given.actor.version,
+    first_uid=given.prompt_round * P * t.engine.group_size,
     k=t.config.rollout,
   )
-  return recompute(t, s, found, s.actor_version)
+  return recompute(t, found, given.actor)
 
 
-def recompute(t: Trainer, s: TrainState, found: Rollout, version: int) -> Rollout:
+def recompute(t: Trainer, found: Rollout, actor: Actor) -> Rollout:
   """Replaces the sampler's log-probabilities by the learner's, if so configured.
 
-  Must run in the step that sampled: one step later, the weights of learner step
-  `version`, which sampled the responses, may no longer exist.
+  Must run right after sampling: one step later, the learner's weights of step
+  `actor.version` may no longer exist.
   """
   if t.recompute is None:
     return found
-  if version == s.step:
-    weights = t.weights(s.params)
-  elif s.actor_adapters is not None:
-    weights = t.weights(s.actor_adapters)
-  else:
-    weights = decode.params_of(s.actor, t.spec, t.mesh)
+  weights = actor.learners
+  if weights is None:
+    weights = decode.params_of(actor.weights, t.spec, t.mesh)
   with t.timer('score'):
     groups, diff = jax.block_until_ready(
-      t.recompute(weights, found.groups, version, t.seen(found.groups))
+      t.recompute(weights, found.groups, actor.version, t.seen(found.groups))
     )
   return found._replace(groups=groups, logp_diff=diff)
 
 
 def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
-  """Returns the remaining groups that would be too old in the next step, or None."""
+  """Returns the remaining groups that would be too old in the next step, or None.
+
+  Only extra rounds leave such groups, and they need rollouts of the current step.
+  """
   oldest = t.config.rollout.max_off_policy_steps
-  if s.partial is None or not s.partial.due(s.step - oldest).any():
+  if s.partial is None or not t.config.batch.extra_rounds:
+    return None
+  if not s.partial.due(s.step - oldest).any():
     return None
   found = collect_due(
     s.partial,
@@ -159,7 +268,7 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
     verification=verification(t),
     step=s.step,
   )
-  return recompute(t, s, found, s.actor_version)
+  return recompute(t, found, actor_of(t, s))
 
 
 def verification(t: Trainer) -> Verification:
@@ -176,25 +285,26 @@ def verification(t: Trainer) -> Verification:
 
 
 def fill_batch(
-  t: Trainer, s: TrainState, reevaluated: Groups, keys: StepKeys
+  t: Trainer, s: TrainState, sampled: Sampled, keys: StepKeys
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
-  """Samples rounds of prompts until the batch is full or the rounds are spent.
+  """Samples more rounds of prompts until the batch is full or the rounds are spent.
 
   Returns due groups in this step even if no seat is left for them: one step later they
   would be older than rollout.max_off_policy_steps allows.
   Returns (state, fresh rollouts, groups of the batch, their source_P).
   """
-  rounds = [sample_fresh(t, s, s.prompt_round, keys.fresh)]
-  next_round = s.prompt_round + 1
-  last = s.prompt_round + t.config.batch.extra_rounds
+  rounds, next_round = [sampled.fresh], s.prompt_round
+  last = next_round + t.config.batch.extra_rounds - 1
   while True:
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
+      reevaluated = sampled.reevaluated.groups
       given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
       filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (source_P >= 0).all() and next_round <= last:
-      rounds.append(sample_fresh(t, s, next_round, keys.fresh))
+      more = Submission(s.step, next_round, actor_of(t, s), s.partial)
+      rounds.append(sample_fresh(t, more, keys.fresh))
       next_round += 1
     elif due := remaining_due(t, s):
       rounds.append(due)

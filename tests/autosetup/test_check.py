@@ -18,6 +18,7 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, resolve, trainer
 from bapo_jax.training.config import Config
+from bapo_jax.training.state import Submission
 
 FINETUNE = 'configs/finetune.py'
 PLENTY = 10**12  # bytes
@@ -182,7 +183,8 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
   r, material = many_groups
   t, s = built(r, material, tmp_path)
   s, key = trainer.sync_actor_if_due(t, s), trainer.step_keys(t.config.seed, 0).fresh
-  groups = trainer.sample_fresh(t, s, 0, key).groups
+  given = Submission(0, 0, trainer.actor_of(t, s))
+  groups = trainer.sample_fresh(t, given, key).groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))
   _, found = check.sample(*built(small, material, tmp_path))
   assert len(found.groups.id_P) == 8 < len(groups.id_P)

@@ -96,6 +96,15 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     QUANTISED,
     ["recompute_logprobs='on'", "actor_dtype='int8'", 'weight_sync_interval=2'],
   ),
+  (
+    QUANTISED | {'rollout.weight_sync_interval': 1, 'rollout.depth': 1},
+    ["recompute_logprobs='on'", 'depth=1'],
+  ),
+  (
+    {'batch.rule': 'learnable_only', 'rollout.depth': 1},
+    ["batch.rule='learnable_only'", 'batch.max_extra_rounds', 'rollout.depth=0'],
+  ),
+  ({'mesh.rollout': 2}, ['mesh.rollout=2', 'rollout.depth=1']),
 ]
 
 

@@ -18,7 +18,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import rules, step_metrics, trainer
-from bapo_jax.training.state import StepRecord, Trainer, TrainState
+from bapo_jax.training.state import Sampled, StepRecord, Trainer, TrainState
 
 P, G, T, N = 2, 8, 3, 96
 MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
@@ -58,6 +58,7 @@ class Script:
   ):
     self.script, self.updates = script, updates
     self.rollouts: list[tuple[float, Any, dict]] = []  # (updates, key, keywords)
+    self.asked: list[list[int]] = []  # hard problems of each re-evaluation
     self.scored: list[tuple[float, int]] = []  # (updates, version)
     self.freed: list[bool] = []  # before each update, whether the actor was deleted
     sizes = {'prompts.count': P, 'sampler.group_size': G}
@@ -84,7 +85,9 @@ class Script:
     ids = now.id_P
     prompt_round = keywords['first_uid'] // (P * G)
     correct = [0] * len(ids)
-    if self.is_fresh(key):
+    if not self.is_fresh(key):
+      self.asked.append(ids.tolist())
+    else:
       scripted = prompt_round < len(self.script)
       correct = self.script[prompt_round] if scripted else (4, 4)
     completed = np.where(ids < 0, -1, keywords['step'])
@@ -180,6 +183,28 @@ def test_responses_are_numbered_through_rounds_and_resumes(monkeypatch):
   assert s.responses == 7 + 2 * P * G
 
 
+@pytest.mark.parametrize('depth', [0, 1, 3])
+def test_groups_are_sampled_by_the_weights_of_depth_steps_before(monkeypatch, depth):
+  script = Script(monkeypatch, steps=5, **{'rollout.depth': depth})
+  steps = script.loop()
+  submitted = [(n, k['policy_version'], k['step']) for n, _, k in script.rollouts]
+  versions = [0] * depth + [0, 1, 2, 3, 4]  # one update a step
+  assert submitted == [(n, n, step) for step, n in enumerate(versions)]
+  trained = [np.asarray(record.groups.completed_step_P) for *_, record in steps]
+  assert [set(step_P.tolist()) for step_P in trained] == [{i} for i in range(5)]
+  assert [len(s.queue) for s, *_ in steps] == [depth] * 5
+  assert [s.prompt_round for s, *_ in steps] == [depth + i for i in range(1, 6)]
+
+
+def test_a_hard_problem_in_flight_is_not_asked_again(monkeypatch):
+  # 90 and 91 are hard; each is asked again once its answers are in the buffer.
+  script = Script(
+    monkeypatch, steps=3, **HARD, **{'buffer.reevaluate': 1, 'rollout.depth': 2}
+  )
+  script.loop()
+  assert script.asked == [[90], [91], [-1], [90], [91]]
+
+
 def test_a_run_ends_with_its_responses(monkeypatch):
   steps = Script(monkeypatch, steps=9, responses=2.5 * P * G).loop()
   assert [s.responses for s, *_ in steps] == [P * G, 2 * P * G, 3 * P * G]
@@ -242,9 +267,12 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   nothing = Rollout(types.empty_groups(0, G, T), [], [])
   record = StepRecord(3, groups, np.array([-1, -1]), [])
   tokenizer = python_types.SimpleNamespace(eos=(1,))
-  t: Any = python_types.SimpleNamespace(tokenizer=tokenizer, timer=PhaseTimer())
+  t: Any = python_types.SimpleNamespace(
+    tokenizer=tokenizer, timer=PhaseTimer(), beside=None
+  )
   s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
-  found = step_metrics.describe(t, s, [Rollout(groups, [], [])], nothing, record)
+  fresh = Rollout(groups, [], [])
+  found = step_metrics.describe(t, s, [fresh], Sampled(fresh, nothing), record)
   assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
   of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
   assert of_updates and all(np.isnan(x) for x in of_updates.values())

@@ -1,0 +1,66 @@
+"""Runs functions one after another, in a thread beside the caller or at once."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar('Result')
+
+
+def at_once(function: Callable[[], Result]) -> Future[Result]:
+  """Runs a function in the calling thread; returns a future that is done."""
+  ready = Future[Result]()
+  ready.set_result(function())
+  return ready
+
+
+class Lane:
+  """A thread that runs functions in the order of their submission.
+
+  `Future.result` raises what a function raised. The thread is a daemon: it does not
+  keep an interrupted process alive.
+  """
+
+  def __init__(self, now: Callable[[], float] = time.perf_counter):
+    self._now = now
+    self._tasks: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
+    self._lock = threading.Lock()  # guards the two below
+    self._busy = 0.0  # seconds of the functions that have ended
+    self._began: float | None = None  # when the running function began
+    self._thread = threading.Thread(target=self._run, daemon=True)
+    self._thread.start()
+
+  def submit(self, function: Callable[[], Result]) -> Future[Result]:
+    """Queues a function; returns a future of its result."""
+    ready = Future[Result]()
+    self._tasks.put((function, ready))
+    return ready
+
+  def busy(self) -> float:
+    """Returns for how many seconds functions have run until now."""
+    with self._lock:
+      running = 0.0 if self._began is None else self._now() - self._began
+      return self._busy + running
+
+  def close(self) -> None:
+    """Ends the thread after the functions in the queue."""
+    self._tasks.put(None)
+    self._thread.join()
+
+  def _run(self) -> None:
+    while task := self._tasks.get():
+      self._call(*task)
+
+  def _call(self, function: Callable[[], Any], ready: Future) -> None:
+    began = self._now()
+    with self._lock:
+      self._began = began
+    try:
+      ready.set_result(function())
+    except BaseException as error:
+      ready.set_exception(error)
+    with self._lock:
+      self._busy, self._began = self._busy + self._now() - began, None

@@ -1,0 +1,185 @@
+"""Sampling beside the learner equals sampling ahead of it, bit for bit.
+
+The reference has the same rollout.depth, and samples on the learner's devices when the
+prompts are submitted.
+"""
+
+import json
+import os
+import random
+import subprocess
+import time
+
+import jax
+import making
+import numpy as np
+import pytest
+import runs
+from runs import PARTIAL, last_run, same, tiny
+
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.run import experiment
+from bapo_jax.training import build
+
+ADAPTED = {'batch.rule': 'adapted', 'buffer.reevaluate': 4}
+CELLS = {
+  'grpo': {'clip.rule': 'fixed'},
+  'clip': {'clip.rule': 'balanced'},
+  'batch': {'clip.rule': 'fixed'} | ADAPTED,
+  'both': {'clip.rule': 'balanced'} | ADAPTED,
+}
+SAVED = (3, 6)
+KNOBS = {'steps': 6, 'evaluate.every': 3, 'checkpoint.every': 3, 'checkpoint.keep': 9}
+
+
+def trained(workdir, monkeypatch, devices, **knobs):
+  """Trains on the first devices; returns the run after each checkpoint."""
+  with monkeypatch.context() as patch:
+    some = jax.devices()[:devices]
+    patch.setattr(jax, 'devices', lambda *_: some)
+    patch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
+    assert experiment.train(tiny(**KNOBS | knobs), str(workdir)) == 0
+  return [last_run(workdir, step) for step in SAVED]
+
+
+def texts(workdir):
+  """The responses of all evaluations, with their verdicts."""
+  found = {}
+  for path in (workdir / 'eval').glob('*.json'):
+    samples = json.loads(path.read_text())['samples']
+    found[path.name] = [(x['response'], x['verdict']) for x in samples]
+  return found
+
+
+def check_equal(one, other, folders):
+  """Asserts that two runs have equal states, metrics and evaluated responses."""
+  for a, b in zip(one, other, strict=True):
+    assert a.scalars == b.scalars
+    assert a.rows == b.rows
+    assert same(a.arrays, b.arrays)
+  assert texts(folders[0]) == texts(folders[1])
+  assert len(texts(folders[0])) == 3
+
+
+def compared(warm, monkeypatch, cell, depth, partial, devices=1):
+  """Compares both schedules with as many devices each; returns the reference."""
+  knobs = CELLS[cell] | {'rollout.depth': depth, 'mesh.data': devices}
+  knobs |= PARTIAL if partial else {}
+  folders = warm('ahead'), warm('beside')
+  ahead = trained(folders[0], monkeypatch, devices, **knobs)
+  knobs['mesh.rollout'] = devices
+  beside = trained(folders[1], monkeypatch, 2 * devices, **knobs)
+  check_equal(ahead, beside, folders)
+  return ahead
+
+
+@pytest.mark.parametrize(('depth', 'partial'), [(2, False), (1, True)])
+def test_beside_equals_ahead(warm, monkeypatch, depth, partial):
+  rows = compared(warm, monkeypatch, 'both', depth, partial)[-1].rows
+  # Groups of the first weights are 0, 1, 2 ... steps old until the depth is reached.
+  ages = [float(rows[step]['rollout/age']) for step in range(1, 7)]
+  whole = [min(step, depth) for step in range(6)]
+  assert partial or ages == whole
+  assert np.all(np.asarray(ages) >= whole)
+  reevaluated = [float(rows[step]['batch/reevaluated']) for step in range(1, 7)]
+  assert max(reevaluated) > 0 and float(rows[6]['learner/updates']) > 6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize('depth', [1, 2, 4])
+@pytest.mark.parametrize('partial', [False, True])
+def test_beside_equals_ahead_in_every_cell(warm, monkeypatch, cell, depth, partial):
+  compared(warm, monkeypatch, cell, depth, partial)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('partial', [False, True])
+def test_four_devices_beside_four_equal_four(warm, monkeypatch, partial):
+  compared(warm, monkeypatch, 'both', 2, partial, devices=4)
+
+
+def test_a_depth_of_0_is_the_synchronous_run_and_1_another(warm, monkeypatch):
+  # One update per step, on groups of the weights before the last update: the ratios of
+  # the second step differ from 1. Without a depth they are 1.
+  knobs = CELLS['grpo'] | {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
+  for depth in (0, 1):
+    workdir = warm(f'depth{depth}')
+    config = tiny(**KNOBS | knobs | {'rollout.depth': depth})
+    assert runs.train(config, workdir, making.OddVerifier) == 0
+    rows = last_run(workdir).rows
+    ratios = [float(rows[step]['loss/ratio_max']) for step in (1, 2, 3)]
+    off = [abs(ratio - 1) > 1e-3 for ratio in ratios]
+    assert off == [False, depth > 0, depth > 0], ratios
+
+
+@pytest.mark.parametrize('partial', [False, True])
+def test_a_resumed_run_has_the_groups_in_flight(warm, monkeypatch, partial):
+  knobs = CELLS['both'] | {'rollout.depth': 2} | (PARTIAL if partial else {})
+  whole, parts = warm('whole'), warm('parts')
+  unbroken = trained(whole, monkeypatch, 2, **knobs, **{'mesh.rollout': 1})
+  config = tiny(**KNOBS | knobs | {'steps': 3})
+  # Ahead on one device, then beside on two.
+  assert runs.train(config, parts, making.OddVerifier) == 0
+  resumed = trained(parts, monkeypatch, 2, **knobs, **{'mesh.rollout': 1})
+  assert unbroken[1].scalars == resumed[1].scalars
+  assert unbroken[1].rows == resumed[1].rows
+  assert same(unbroken[1].arrays, resumed[1].arrays)
+
+
+class Failing(Verifier):
+  """Raises at the second submission of responses."""
+
+  count = 0
+
+  def submit(self, samples):
+    """Verifies once."""
+    self.count += 1
+    if self.count > 2:
+      raise OSError('the disk of the verifier is full')
+    return super().submit(samples)
+
+
+def test_a_failure_of_the_sampler_ends_the_run(warm, monkeypatch):
+  config = tiny(**KNOBS | {'rollout.depth': 1, 'mesh.rollout': 1})
+  two = jax.devices()[:2]
+  monkeypatch.setattr(jax, 'devices', lambda *_: two)
+  monkeypatch.setattr(build, 'make_verifier', lambda config: Failing(config.rewards))
+  with pytest.raises(OSError, match='the disk of the verifier is full'):
+    experiment.train(config, str(warm('failing')))
+
+
+@pytest.mark.nightly
+def test_ten_kills_change_nothing(warm):
+  knobs = CELLS['both'] | {'rollout.depth': 2, 'mesh.rollout': 1, 'steps': 12}
+  knobs |= PARTIAL | {'checkpoint.every': 1, 'evaluate.every': 4, 'checkpoint.keep': 2}
+  flags = f'{runs.FLAGS} --xla_force_host_platform_device_count=2'
+
+  def start(workdir):
+    given = runs.command(workdir, **knobs)
+    given['env'] |= {'XLA_FLAGS': flags}
+    return subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+  whole, broken = warm('whole'), warm('broken')
+  began = time.monotonic()
+  assert start(whole).wait() == 0
+  seconds, draw, kills = time.monotonic() - began, random.Random(0), 0
+  while kills < 10:
+    process = start(broken)
+    try:
+      process.wait(draw.uniform(0.2, 1.0) * seconds)
+      if process.returncode == 0:
+        break
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+      kills += 1
+  done = start(broken)
+  output = done.communicate()[0]
+  assert done.returncode == 0, output.decode()
+  print(f'{kills} kills; the unbroken run took {seconds:.0f} s')
+  one, other = last_run(whole), last_run(broken)
+  assert kills and one.scalars == other.scalars
+  assert same(one.arrays, other.arrays)
+  assert one.rows == other.rows and texts(whole) == texts(broken)
+  assert os.path.exists(broken / 'timeline.png')
