@@ -207,7 +207,11 @@ def test_slots_fill_the_memory_and_no_more(case):
   each = budget.cache_bytes(case.spec, case.config.row_length, 2)
   for room, slots in ((1.0, 2), (3.0, 6), (3.99, 6), (4.0, 8)):
     given = case._replace(memory=100 + room * each)
-    assert split.fastest_rollout(given, mesh, 100.0).slots == slots
+    found = split.fastest_rollout(given, mesh, 100.0)
+    assert found.slots == slots
+    # 32 tokens of a prompt, checks every 128 tokens, seen one dispatch late.
+    length_N = split.lengths(case.config.sampler.max_new_tokens, 0.25, 512)
+    assert found.load == split.fill(length_N, slots, 32, 128, 1)
   with pytest.raises(search.TooLarge, match=r'decoding needs .* one slot per shard'):
     split.fastest_rollout(case._replace(memory=99 + each), mesh, 100.0)
 
@@ -241,6 +245,30 @@ def test_the_splits_are_those_of_both_sides(case):
     rows = s.rollout.slots / (math.prod(s.rollout.shape.values()) / tensor)
     each = budget.cache_bytes(case.spec, case.config.row_length, tensor)
     assert s.rollout.bytes == pytest.approx(held + rows * each)
+
+
+def test_short_responses_and_one_update_gain_from_a_split(case):
+  # A rollout that reads the weights for its longest response takes hardly longer on
+  # half of the devices.
+  config = case.config.with_values(learner={'epochs': 1, 'minibatches': 1})
+  found, _ = split.compare(case._replace(config=config, mean_share=0.05), jax.devices())
+  order = [s.devices for s in found]
+  assert order[0] == (4, 4) and order.index((8, 8)) < order.index((1, 7))
+  assert [s.seconds for s in found] == sorted(s.seconds for s in found)
+
+
+def test_in_turn_takes_the_fastest_mesh(case):
+  seconds = []
+  for shape in ((8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2)):
+    mesh = mesh_of(*shape)
+    b = budget.count(case.config, case.spec, Schedule(), mesh)
+    rollout = split.fastest_rollout(case, mesh, b.decoding - b.cache)
+    update = search.fastest_update(case.config, case.spec, CHIP, mesh, 2.0**60)
+    weights = split.weights(case.spec, CHIP, mesh, mesh).seconds
+    seconds.append(2 * max(update.seconds.values()) + rollout.seconds + weights)
+  found = split.in_turn(case, jax.devices())
+  assert found.seconds < max(seconds)
+  assert found.seconds <= min(seconds) * (1 + 1e-9)
 
 
 def test_an_actor_must_fit_beside_the_learner_before_it_is_sent(case):

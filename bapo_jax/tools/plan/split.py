@@ -154,18 +154,16 @@ def fastest_rollout(case: Case, mesh: Mesh, held: float) -> Rollout:
 
   Tries PER_SHARD. `held` is the memory of all but the cache, in bytes per device.
   Raises TooLarge if no slot fits, and ValueError if the heads do not divide over the
-  mesh or if there are more shards than responses.
+  mesh.
   """
   config, spec, chip, memory, mean_share = case
   sharding.shardings(transformer.abstract(spec), mesh, 'decode')
   k, T, shards = config.sampler, config.row_length, sharding.row_shards(mesh)
   responses, shape = config.prompts.count * k.group_size, dict(mesh.shape)
-  if shards > responses:
-    raise ValueError(f'{shards} shards are more than the {responses} responses')
   length_N = lengths(k.max_new_tokens, mean_share, responses)
   prompt = mean_share * config.prompts.max_prompt_tokens
   each, found = budget.cache_bytes(spec, T, shape['tensor']), []
-  most = min(responses // shards, int(max(0.0, memory - held) / each))
+  most = int(max(0.0, memory - held) / each)
   for n in filter(lambda n: n <= most, PER_SHARD):
     slots = n * shards
     load = fill(length_N, slots, prompt, k.tokens_per_dispatch, k.done_check_lag)
