@@ -170,16 +170,16 @@ def test_changed_casts_by_hand():
   steps = [
     {'a': jnp.array([1.003, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # none of four
     {'a': jnp.array([1.005, 1.0, 2.0]), 'b': jnp.array([[0.51]])},  # two
-    {'a': jnp.array([1.005, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # not after 3
+    {'a': jnp.array([1.0, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # is not compared
     {'a': jnp.array([1.005, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # one went back
   ]
-  steps += steps[:1] * 5  # nothing has changed after 8, and the next is compared to it
+  steps += [*steps[:3], *steps[1:2] * 2]  # the ninth is compared to the eighth
   windows = []
   step = changed_weights.watch(lambda params: (params, None), params, windows)
   for made in steps:
     assert step(made) == (made, None)
   assert windows == [
-    {'before': 0, 'after 1': 0, 'after 2': 0.5, 'after 4': 0.25, 'after 8': 0},
+    {'before': 0, 'after 1': 0, 'after 2': 0.5, 'after 4': 0.25, 'after 8': 0.5},
     {'before': 8, 'after 1': 0},
   ]
 

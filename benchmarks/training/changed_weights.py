@@ -91,9 +91,9 @@ def changed(before: Tree, params: Tree) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16)
     return (bits != jax.lax.bitcast_convert_type(old, jnp.uint16)).sum()
 
-  counts = jax.tree.leaves(jax.tree.map(count, before, params))
+  counts = jnp.stack(jax.tree.leaves(jax.tree.map(count, before, params)))
   total = sum(x.size for x in jax.tree.leaves(params))
-  return sum(x.astype(jnp.float32) for x in counts) / total
+  return counts.astype(jnp.float32).sum() / total
 
 
 def watch(

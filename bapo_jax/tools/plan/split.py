@@ -35,7 +35,8 @@ from bapo_jax.training.config import Config
 
 PER_SHARD = sorted(m << e for m in (1, 3) for e in range(20))  # slots that are tried
 ORDER = 0  # seed of the order in which short and long responses start
-Option, Made = TypeVar('Option'), TypeVar('Made')
+Option = TypeVar('Option')
+Made = TypeVar('Made')
 
 
 class Case(NamedTuple):
