@@ -6,6 +6,7 @@ import json
 import math
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from making import QWEN2 as SPEC
@@ -15,7 +16,14 @@ from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.tools.plan import roofline
 from benchmarks.models import tower
 from benchmarks.rollout import shared_prompts
-from benchmarks.training import learner, our_step, rates, rl_step, trl_step
+from benchmarks.training import (
+  changed_weights,
+  learner,
+  our_step,
+  rates,
+  rl_step,
+  trl_step,
+)
 
 
 @pytest.mark.parametrize('name', rl_step.CASES)
@@ -154,3 +162,31 @@ def test_a_shared_prompt_is_read_once_per_group():
   weights = today.read - 32 * (1024 + 512.5 + 63.5) * column
   assert weights == pytest.approx(2 * 7.07e9 / 2**30, rel=0.01)  # without embedding
   assert shared.rate / today.rate == pytest.approx(today.read / shared.read)
+
+
+def test_changed_casts_by_hand():
+  # Above 1 bfloat16 steps by 1/128: 1.003 rounds to 1, 1.005 to the next number.
+  params = {'a': jnp.array([1.0, 1.0, 2.0]), 'b': jnp.array([[0.5]])}
+  steps = [
+    {'a': jnp.array([1.003, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # none of four
+    {'a': jnp.array([1.005, 1.0, 2.0]), 'b': jnp.array([[0.51]])},  # two
+    {'a': jnp.array([1.0, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # is not compared
+    {'a': jnp.array([1.005, 1.0, 2.0]), 'b': jnp.array([[0.5]])},  # one went back
+  ]
+  steps += [*steps[:3], *steps[1:2] * 2]  # the ninth is compared to the eighth
+  windows = []
+  step = changed_weights.watch(lambda params: (params, None), params, windows)
+  for made in steps:
+    assert step(made) == (made, None)
+  assert windows == [
+    {'before': 0, 'after 1': 0, 'after 2': 0.5, 'after 4': 0.25, 'after 8': 0.5},
+    {'before': 8, 'after 1': 0},
+  ]
+
+
+def test_a_sparse_sync_by_hand():
+  # Of 800 weights, 1600 bytes, 8 changed: 8 x 6, 8 x 4, and 100 bytes of mask + 8 x 2.
+  sizes = changed_weights.sizes(0.01)
+  assert sizes == pytest.approx({'index': 0.03, 'offset': 0.02, 'mask': 116 / 1600})
+  for name, share in changed_weights.break_even().items():
+    assert changed_weights.sizes(share)[name] == pytest.approx(1)

@@ -38,6 +38,7 @@ SMALLEST = {
   'rollout.shared_prompts': '',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.first_step': 'TINY',
+  'training.changed_weights': '--runs=embedded --steps=0 TINY',
   'training.learner': '--rows=8 --length=32 --rounds=1 --cases=1:1',
   'training.lora': '--model=MODEL --data=PROBLEMS --steps=1 --rank=2 --workdir=RUNS',
   'training.main_job': '--seeds=1 --workdir=RUNS TINY',

@@ -25,6 +25,7 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
+from bapo_jax.rollout import shapes
 from bapo_jax.tools.plan import roofline
 from bapo_jax.tools.plan.roofline import Cost
 from bapo_jax.training import budget, build, policy, resolve, rules
@@ -208,18 +209,21 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
   geometric response lengths and refilled slots, it is the mean row length divided by
   the longest; it is smaller if the response lengths vary less.
   """
-  config, spec = job.config, job.spec
-  slots, cache = slots_of(job)
-  live, share = mean_share * config.row_length, 1.0
+  config, spec, shape = job.config, job.spec, job.shape
+  # Of two key heads on three devices, every device has both.
+  heads = spec.kv_heads // (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
+  live, share, columns = mean_share * config.row_length, 1.0, config.row_length
   if decoder.is_ragged(spec):
-    ((k_SKCT, _),) = slots.cache[0]
-    _, heads, width, columns = k_SKCT.sharding.shard_shape(k_SKCT.shape)
+    (columns,) = shapes.cache_columns(spec, config.row_length, 1)
     block = ragged.LANES  # of the GPU's kernel
     if spec.attention != 'flash':
-      block = ragged.block_columns(heads, width, columns, k_SKCT.dtype.itemsize)
+      size = budget.itemsize(spec.compute)
+      block = ragged.block_columns(heads, spec.head_width, columns, size)
     share = roofline.columns_read(columns, block, live) / columns
   S = config.sampler.max_num_seqs
-  return roofline.decode(job.language, job.shape, S, live, share * cache), share
+  each = budget.cache_bytes(spec, columns, shape['tensor'])
+  cache = S / sharding.row_shards(job.mesh) * each
+  return roofline.decode(job.language, shape, S, live, share * cache), share
 
 
 def decode(job: Job) -> Program:

@@ -49,6 +49,21 @@ class Choice(NamedTuple):
     )
 
 
+class Update(NamedTuple):
+  """The fastest setting of an optimiser update that fits a mesh."""
+
+  shape: dict[str, int]
+  grad_accum_steps: int
+  schedule: Schedule
+  bytes: float  # per device, the replay buffer included
+  seconds: dict[str, float]  # resource -> lower bound
+
+  @property
+  def order(self) -> tuple[float, float]:
+    """The bound; among equal bounds, the mesh with the least traffic comes first."""
+    return max(self.seconds.values()), self.seconds['links']
+
+
 class TooLarge(ValueError):
   """Reports a part of a run that does not fit a mesh, even with its smallest batch."""
 
@@ -101,12 +116,47 @@ def judge(
   Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
   ValueError if model or rows do not divide over the mesh.
   """
+  extra = budget.count(config, spec, Schedule(), mesh).buffer
+  decoding = functools.partial(_decoding, config, spec, chip, mesh, memory - extra)
+  try:
+    learner = fastest_update(config, spec, chip, mesh, memory)
+  except TooLarge as error:
+    try:
+      decoding()
+    except TooLarge as other:
+      raise max(error, other, key=lambda error: error.excess) from None
+    raise
+  slots, decode_bytes, token = decoding()
+  responses = config.prompts.count * config.sampler.group_size
+  tokens = responses / slots * config.sampler.max_new_tokens
+  seconds = config.updates_per_step * max(learner.seconds.values())
+  seconds += tokens * max(token.values())
+  return Choice(
+    dict(mesh.shape),
+    learner.grad_accum_steps,
+    learner.schedule,
+    slots,
+    learner.bytes,
+    decode_bytes + extra,
+    learner.seconds,
+    token,
+    seconds,
+  )
+
+
+def fastest_update(
+  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
+) -> Update:
+  """Finds the number of micro-batches with which an update is fastest on this mesh.
+
+  Raises TooLarge if none fits, and ValueError if model or rows do not divide over the
+  mesh.
+  """
   sharding.shardings(transformer.abstract(spec), mesh)
   shards, rows = sharding.row_shards(mesh), config.minibatch_rows
   if rows % shards:
     raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
   T, shape = config.row_length, dict(mesh.shape)
-  config = config.with_values(mesh=shape)
   extra = budget.count(config, spec, Schedule(), mesh).buffer
   memory -= extra
   adapters, least, updates = budget.adapters(config, spec), math.inf, []
@@ -118,26 +168,11 @@ def judge(
     if needed <= memory:
       traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
       cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
-      updates.append((steps, schedule, needed, _bounds(cost, chip, mesh, traffic)))
-  decoding = functools.partial(_decoding, config, spec, chip, mesh, memory)
+      seconds = bounds(cost, chip, mesh, traffic)
+      updates.append(Update(shape, steps, schedule, needed + extra, seconds))
   if not updates:
-    few = 'one row per device in a micro-batch'
-    error = TooLarge('an update', few, least, memory)
-    try:
-      decoding()
-    except TooLarge as other:
-      error = max(error, other, key=lambda error: error.excess)
-    raise error
-  slots, decode_bytes, token = decoding()
-  steps, schedule, update_bytes, update = min(
-    updates, key=lambda option: (max(option[3].values()), option[0])
-  )
-  responses = config.prompts.count * config.sampler.group_size
-  tokens = responses / slots * config.sampler.max_new_tokens
-  seconds = config.updates_per_step * max(update.values())
-  seconds += tokens * max(token.values())
-  sizes = update_bytes + extra, decode_bytes + extra
-  return Choice(shape, steps, schedule, slots, *sizes, update, token, seconds)
+    raise TooLarge('an update', 'one row per device in a micro-batch', least, memory)
+  return min(updates, key=lambda u: (max(u.seconds.values()), u.grad_accum_steps))
 
 
 def _decoding(
@@ -159,7 +194,7 @@ def _decoding(
     if needed <= memory:
       traffic = [roofline.hidden_sums(spec, slots / shards)]
       cost = roofline.decode(spec, shape, slots, T, cache)
-      return slots, needed, _bounds(cost, chip, mesh, traffic)
+      return slots, needed, bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'
     raise TooLarge('decoding', few, needed, memory)
@@ -168,7 +203,7 @@ def _decoding(
   )
 
 
-def _bounds(
+def bounds(
   cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
 ) -> dict[str, float]:
   """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
