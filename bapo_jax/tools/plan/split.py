@@ -294,8 +294,9 @@ def divided(case: Case, devices: Sequence[Any], n: int, depth: int) -> Split:
     same = [mesh for mesh in meshes(learners) if mesh.shape['tensor'] == tensor]
     learner = fastest(train, same, lambda pair: pair[1].order)
     mesh = sharding.make(tensor=tensor, devices=samplers)
-    b = budget.count(case.config, case.spec, Schedule(), mesh)
-    held = (depth + 1) * (b.actor + b.responses)
+    config = case.config.with_values(rollout={'depth': depth})
+    b = budget.count(config, case.spec, Schedule(), mesh, rollout_mesh=mesh)
+    held = b.sampling - b.cache
     return _joined(case, learner, (mesh, fastest_rollout(case, mesh, held)), depth)
 
   both = reversed(search.divisors(math.gcd(len(learners), len(samplers))))
