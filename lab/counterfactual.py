@@ -19,6 +19,7 @@ several, with ratios of different policies. Rows without an advantage have no ra
 are left out.
 """
 
+import functools
 import itertools
 import os
 import pathlib
@@ -45,7 +46,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import policy, resolve, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
-from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Rules, Tree
+from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
 from lab import experiments, neutral_record
 from lab.experiments import Knobs
 
@@ -186,39 +187,61 @@ def staler(recorded: Recorded, times: float) -> Recorded:
 
 def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
-  bound, logp_BT, batch, scale_B = _bound(recorded, config)
-  find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
-  _, bounds = bound.loss(logp_BT, batch, find)
-  weight_BT = loss.weights(bound.loss, logp_BT, batch, bounds) * scale_B[:, None]
-  return Applied(
-    bounds,
-    np.asarray(loss.ratio(logp_BT, batch)),
-    np.asarray(batch.adv_B),
-    np.asarray(weight_BT),
-    np.asarray(diagnostics.why_cut(weight_BT, batch, bounds)),
-  )
+  bounds, ratio_BT, adv_B, _, weight_BT, cut_BT = _run(recorded, config)
+  return Applied(bounds, *map(np.asarray, (ratio_BT, adv_B, weight_BT, cut_BT)))
 
 
-def _bound(recorded: Recorded, config: Config) -> tuple[Rules, Array, Batch, Array]:
-  """Returns (rules, logp_BT, batch, scale_B) of the rows under a config."""
-  bound = rules.bind(config)
-  adv_PG = bound.advantage(jnp.asarray(recorded.reward_PG))
-  arrays = recorded.logp_BT, recorded.behavior_logp_BT, recorded.loss_mask_BT
-  logp_BT, old_BT, mask_BT = map(jnp.asarray, arrays)
-  source_B = jnp.asarray(recorded.source_B, jnp.int32)
+def _run(recorded: Recorded, config: Config) -> tuple[Any, ...]:
+  """Returns the fields of Applied, with the weights at the first bounds in between."""
   of_source = [getattr(config.batch.weights, source) for source in SOURCES]
-  weight_S = jnp.asarray(of_source, jnp.float32)  # of each source
-  batch = Batch(
-    tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
-    loss_mask_BT=mask_BT,
-    behavior_logp_BT=old_BT,
-    prox_BT=old_BT,
-    adv_B=adv_PG.reshape(-1)[recorded.row_B] * weight_S[source_B],
-    source_B=source_B,
-    on_policy_BT=mask_BT,
+  return _program(config)(
+    *map(jnp.asarray, (recorded.logp_BT, recorded.behavior_logp_BT)),
+    jnp.asarray(recorded.loss_mask_BT),
+    jnp.asarray(recorded.reward_PG),
+    jnp.asarray(recorded.row_B),
+    jnp.asarray(recorded.source_B, jnp.int32),
+    jnp.asarray(of_source, jnp.float32),
   )
+
+
+@functools.cache
+def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
+  """Returns the compiled rules of a config: a notebook applies them many times."""
+  bound = rules.bind(config)
   longest = config.sampler.max_new_tokens
-  return bound, logp_BT, batch, loss.row_scale(mask_BT, config.loss.aggregate, longest)
+
+  @jax.jit
+  def run(
+    logp_BT: Array,
+    old_BT: Array,
+    mask_BT: Array,
+    reward_PG: Array,
+    row_B: Array,
+    source_B: Array,
+    weight_S: Array,
+  ) -> tuple[Any, ...]:
+    batch = Batch(
+      tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
+      loss_mask_BT=mask_BT,
+      behavior_logp_BT=old_BT,
+      prox_BT=old_BT,
+      adv_B=bound.advantage(reward_PG).reshape(-1)[row_B] * weight_S[source_B],
+      source_B=source_B,
+      on_policy_BT=mask_BT,
+    )
+    scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
+    find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
+    _, bounds = bound.loss(logp_BT, batch, find)
+    start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+    start_BT, weight_BT = (
+      loss.weights(bound.loss, logp_BT, batch, b) * scale_B[:, None]
+      for b in (start, bounds)
+    )
+    cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
+    ratio_BT = loss.ratio(logp_BT, batch)
+    return bounds, ratio_BT, batch.adv_B, start_BT, weight_BT, cut_BT
+
+  return run
 
 
 def searches(recorded: Recorded, config: Config) -> list[Search]:
@@ -229,21 +252,15 @@ def searches(recorded: Recorded, config: Config) -> list[Search]:
   found = []
   for update in np.unique(recorded.update_B).tolist():
     rows = only(recorded, np.flatnonzero(recorded.update_B == update))
-    bound, logp_BT, batch, scale_B = _bound(rows, config)
-    bounds = apply(rows, config).bounds
-    start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
-    start_share, share = (
-      _share(np.asarray(loss.weights(bound.loss, logp_BT, batch, b) * scale_B[:, None]))
-      for b in (start, bounds)
-    )
+    bounds, _, _, start_BT, weight_BT, _ = _run(rows, config)
     low, high = float(bounds.low.mean()), float(bounds.high.mean())
     found.append(
       Search(
         update,
         len(rows.row_B),
         int(rows.loss_mask_BT.sum()),
-        start_share,
-        share,
+        _share(np.asarray(start_BT)),
+        _share(np.asarray(weight_BT)),
         low,
         high,
         _stopped(config.clip, (low, high)),
