@@ -13,6 +13,7 @@ from notebooks import save_trl_record
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '5_trl.jsonl'
+SMOLLM2 = ROOT / 'notebooks' / '5_smollm2.jsonl'
 GRPO = {'clip.rule': 'fixed'}
 LOG_HALF = -0.693147
 
@@ -32,14 +33,14 @@ def row(group, reward, ratios, **changed):
 def written(tmp_path, *rows):
   """The file of these lines, as a program without our code would write it."""
   path = tmp_path / 'batch.jsonl'
-  path.write_text(''.join(json.dumps(x) + '\n' for x in rows))
+  path.write_text(''.join(json.dumps(x, ensure_ascii=False) + '\n' for x in rows))
   return path
 
 
 def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   path = written(
     tmp_path,
-    row('a', 1.0, [1.0, 1.5], pieces=['x', 'y']),
+    row('a', 1.0, [1.0, 1.5], pieces=['x', '\u2028']),
     row(7, 0.0, [1.0]),
     row('a', 0.0, [0.7, 1.0, 1.8]),
     row(7, 0.0, [2.0]),
@@ -49,7 +50,7 @@ def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   assert found.reward_PG.tolist() == [[1, 0], [0, 0]]
   assert found.row_B.tolist() == [0, 1] and found.step == 0
   assert found.loss_mask_BT.tolist() == [[1, 1, 0], [1, 1, 1]]
-  assert found.pieces == [['x', 'y'], ['<0>', '<1>', '<2>']] and found.ids is None
+  assert found.pieces == [['x', '\u2028'], ['<0>', '<1>', '<2>']] and found.ids is None
   one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
   # Advantages +1 and -1, five tokens; above 1.2 and below .8 nothing is moved.
   expected = np.asarray([[1.0, 0, 0], [0, -1, -1.8]]) / 5
@@ -64,6 +65,7 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   assert found.reward_PG.tolist() == [[1, 0, 0]]  # the empty response has a reward
   assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
   assert found.pieces[0] == ['a', 'b', 'c']
+  assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
   grpo, wide = (
     counterfactual.apply(found, counterfactual.config_of(found, GRPO | more))
     for more in ({}, {'clip.fixed.high': 2.0})
@@ -157,6 +159,18 @@ def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
       assert same.all(), name
   assert found.pieces == workdir.pieces
   assert set(workdir.update_B.tolist()) == {3, 4, 6, 9, 11, 12, 16}
+
+
+def test_the_searches_of_a_published_model_are_those_that_its_run_made():
+  found = counterfactual.read(SMOLLM2)
+  config = counterfactual.config_of(found, {'clip.rule': 'balanced'})
+  searches = counterfactual.searches(found, config)
+  # The bounds of groups/1.jsonl, and the means over updates of metrics.jsonl.
+  bounds = [(round(x.low, 4), round(x.high, 4), x.stopped) for x in searches]
+  start, ends = (0.6, 1.2, 'start'), (0.9, 3.0, 'ends')
+  assert bounds == [start, start, ends, ends]
+  shares = np.asarray([(x.start_share, x.share) for x in searches]).mean(0)
+  assert shares == pytest.approx([0.4068732261657715, 0.42275015264749527], abs=3e-4)
 
 
 # ------------------------------------------------------------------ other trainers
