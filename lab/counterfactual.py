@@ -1,20 +1,25 @@
 """Applies other rules to the tokens of a recorded training step.
 
-1. `read` loads the newest recorded step of a workdir: rows of tokens with their
-   log-probabilities under the policy that sampled them and just before their update.
+1. `read` loads the newest recorded step of a workdir, or a file that another trainer
+   wrote (neutral_record.py): rows of tokens with their log-probabilities under the
+   policy that sampled them and just before their update.
 2. `apply` computes the bounds, and every token's weight in the gradient, under the
    advantage, clip and loss rules of any config; `staler` moves the policy further from
    the policy that sampled.
 3. `summary` gives the numbers of a table row, `moved_by` lists the tokens that one rule
-   moves and another cuts, and `entropy_changes` gives the change of entropy by a step
-   of each rule.
-4. For a page of papers/, `store_summaries` applies the rules of all arms to a recorded
+   moves and another cuts, and `searches` what a search of bounds finds in the rows of
+   each update;
+4. with the weights of the run, `cosines` compares the directions of the rules'
+   gradients, and `entropy_changes` gives the change of entropy by a step of each rule;
+5. For a page of papers/, `store_summaries` applies the rules of all arms to a recorded
    step of every run, and `recorded_table` renders the stored numbers.
 
-All recorded rows are treated as one minibatch, although the step had several, with
-ratios of different policies. Rows without an advantage have no ratios and are left out.
+All rows are treated as one minibatch, except by `searches`, although the step had
+several, with ratios of different policies. Rows without an advantage have no ratios and
+are left out.
 """
 
+import functools
 import itertools
 import os
 import pathlib
@@ -27,8 +32,11 @@ import numpy as np
 import optax
 from flax import traverse_util
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import diagnostics, loss
+from bapo_jax.algorithms.clip import Recipe
+from bapo_jax.algorithms.knobs import ClipConfig
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
@@ -39,7 +47,7 @@ from bapo_jax.training import policy, resolve, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
 from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
-from lab import experiments
+from lab import experiments, neutral_record
 from lab.experiments import Knobs
 
 COLUMNS = {  # key of `summary` -> heading
@@ -57,16 +65,18 @@ ENDS = ('start', 'between', 'ends')  # the points where a search can stop
 class Recorded(NamedTuple):
   """The computed rows of a recorded step; B rows of at most T response tokens."""
 
-  config: Config  # of the run
-  step: int
+  config: Config  # of the run; the defaults for a file of another trainer
+  step: int  # 0 for a file of another trainer
   reward_PG: np.ndarray  # f32, of every recorded group
   row_B: np.ndarray  # int, index of each row into reward_PG, flattened
   source_B: np.ndarray  # int, index into SOURCES
-  behavior_logp_BT: np.ndarray  # f32, nats; 0 after the end of a row
+  update_B: np.ndarray  # int, the update of the row's minibatch, from 1; 0: unknown
+  behavior_logp_BT: np.ndarray  # f32, nats; 0 outside the loss mask
   logp_BT: np.ndarray  # f32, nats, under the policy before the row's update
   loss_mask_BT: np.ndarray  # bool
   pieces: list[list[str]]  # the tokens of each row as text
-  # Tokens of prompt and response; None in old records, and for problems with pictures.
+  # Tokens of prompt and response; None in old records, for problems with pictures, and
+  # for files of other trainers.
   ids: list[tuple[list[int], list[int]]] | None
 
 
@@ -80,6 +90,19 @@ class Applied(NamedTuple):
   cut_BT: np.ndarray  # u8, index into CUTS: why tokens with an advantage were cut
 
 
+class Search(NamedTuple):
+  """A search of bounds in the recorded rows of an update."""
+
+  update: int  # from 1; 0: unknown
+  rows: int
+  tokens: int
+  start_share: float  # of the gradient, tokens with A > 0, at the first bounds
+  share: float  # at the last bounds
+  low: float
+  high: float
+  stopped: str  # one of ENDS; '' for rules that do not search
+
+
 class Token(NamedTuple):
   """A token in its context."""
 
@@ -90,17 +113,26 @@ class Token(NamedTuple):
   advantage: float
 
 
-def read(workdir: str) -> Recorded:
-  """Reads the newest recorded step.
+def read(path: str | os.PathLike[str]) -> Recorded:
+  """Reads the newest recorded step of a workdir, or a file of neutral_record.py.
 
   Raises:
-    ValueError: no step is recorded, or no recorded row was computed.
+    ValueError: no step is recorded, no recorded row was computed, or a line of the file
+      is wrong.
   """
-  config = config_lib.from_json(read_config(workdir))
-  step = step_record.newest(workdir)
-  if step is None:
-    raise ValueError(f'{workdir} has no recorded step; wait for its first checkpoint')
-  groups = step_record.read(workdir, step)
+  path = pathlib.Path(path)
+  if path.is_file():
+    groups, step, where = neutral_record.read(path), 0, str(path)
+    longest = max(len(r['ids']) for group in groups for r in group['responses'])
+    changed = {'sampler.max_new_tokens': max(longest, 1)}
+    config = config_lib.parse(config_lib.merged(Config().model_dump(), changed))
+  else:
+    config = config_lib.from_json(read_config(str(path)))
+    newest = step_record.newest(str(path))
+    if newest is None:
+      raise ValueError(f'{path} has no recorded step; wait for its first checkpoint')
+    step, where = newest, f'{path}, step {newest}'
+    groups = step_record.read(str(path), step)
   responses = [(group, response) for group in groups for response in group['responses']]
   # A row has log-probabilities of the learner only if it had an advantage.
   rows = [
@@ -109,14 +141,15 @@ def read(workdir: str) -> Recorded:
     if response['learner_logp'] and response['taught']
   ]
   if not rows:
-    raise ValueError(f'{workdir}, step {step}: no recorded response has an advantage')
+    raise ValueError(f'{where}: no recorded response has an advantage')
   length_B = np.asarray([len(response['sampler_logp']) for _, _, response in rows])
-  mask_BT = np.arange(length_B.max()) < length_B[:, None]
+  filled_BT = np.arange(length_B.max()) < length_B[:, None]
 
-  def padded(name: str) -> np.ndarray:
-    logp_BT = np.zeros(mask_BT.shape, np.float32)
-    logp_BT[mask_BT] = np.concatenate([response[name] for _, _, response in rows])
-    return logp_BT
+  def padded(name: str, otherwise: float = 0.0) -> np.ndarray:
+    full_BT = np.zeros(filled_BT.shape, np.float32)
+    values = [r.get(name, [otherwise] * len(r['pieces'])) for _, _, r in rows]
+    full_BT[filled_BT] = np.concatenate(values)
+    return full_BT
 
   recorded_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
   return Recorded(
@@ -125,9 +158,10 @@ def read(workdir: str) -> Recorded:
     np.asarray([[r['reward'] for r in g['responses']] for g in groups], np.float32),
     np.asarray([i for i, _, _ in rows]),
     np.asarray([SOURCES.index(group['source']) for _, group, _ in rows]),
+    np.asarray([r.get('update', g.get('update')) or 0 for _, g, r in rows]),
     padded('sampler_logp'),
     padded('learner_logp'),
-    mask_BT,
+    padded('mask', 1) > 0,
     [response['pieces'] for _, _, response in rows],
     [(g['prompt_ids'], r['ids']) for _, g, r in rows] if recorded_ids else None,
   )
@@ -153,34 +187,112 @@ def staler(recorded: Recorded, times: float) -> Recorded:
 
 def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
-  bound = rules.bind(config)
-  adv_PG = bound.advantage(jnp.asarray(recorded.reward_PG))
-  arrays = recorded.logp_BT, recorded.behavior_logp_BT, recorded.loss_mask_BT
-  logp_BT, old_BT, mask_BT = map(jnp.asarray, arrays)
-  source_B = jnp.asarray(recorded.source_B, jnp.int32)
+  bounds, ratio_BT, adv_B, _, weight_BT, cut_BT = _run(recorded, config)
+  return Applied(bounds, *map(np.asarray, (ratio_BT, adv_B, weight_BT, cut_BT)))
+
+
+def _run(recorded: Recorded, config: Config) -> tuple[Any, ...]:
+  """Returns the fields of Applied, with the weights at the first bounds in between."""
   of_source = [getattr(config.batch.weights, source) for source in SOURCES]
-  weight_S = jnp.asarray(of_source, jnp.float32)  # of each source
-  batch = Batch(
-    tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
-    loss_mask_BT=mask_BT,
-    behavior_logp_BT=old_BT,
-    prox_BT=old_BT,
-    adv_B=adv_PG.reshape(-1)[recorded.row_B] * weight_S[source_B],
-    source_B=source_B,
-    on_policy_BT=mask_BT,
+  return _program(config)(
+    *map(jnp.asarray, (recorded.logp_BT, recorded.behavior_logp_BT)),
+    jnp.asarray(recorded.loss_mask_BT),
+    jnp.asarray(recorded.reward_PG),
+    jnp.asarray(recorded.row_B),
+    jnp.asarray(recorded.source_B, jnp.int32),
+    jnp.asarray(of_source, jnp.float32),
   )
+
+
+@functools.cache
+def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
+  """Returns the compiled rules of a config: a notebook applies them many times."""
+  bound = rules.bind(config)
   longest = config.sampler.max_new_tokens
-  scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
-  find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
-  _, bounds = bound.loss(logp_BT, batch, find)
-  weight_BT = loss.weights(bound.loss, logp_BT, batch, bounds) * scale_B[:, None]
-  return Applied(
-    bounds,
-    np.asarray(loss.ratio(logp_BT, batch)),
-    np.asarray(batch.adv_B),
-    np.asarray(weight_BT),
-    np.asarray(diagnostics.why_cut(weight_BT, batch, bounds)),
-  )
+
+  @jax.jit
+  def run(
+    logp_BT: Array,
+    old_BT: Array,
+    mask_BT: Array,
+    reward_PG: Array,
+    row_B: Array,
+    source_B: Array,
+    weight_S: Array,
+  ) -> tuple[Any, ...]:
+    batch = Batch(
+      tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
+      loss_mask_BT=mask_BT,
+      behavior_logp_BT=old_BT,
+      prox_BT=old_BT,
+      adv_B=bound.advantage(reward_PG).reshape(-1)[row_B] * weight_S[source_B],
+      source_B=source_B,
+      on_policy_BT=mask_BT,
+    )
+    scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
+    find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
+    _, bounds = bound.loss(logp_BT, batch, find)
+    start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+    start_BT, weight_BT = (
+      loss.weights(bound.loss, logp_BT, batch, b) * scale_B[:, None]
+      for b in (start, bounds)
+    )
+    cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
+    ratio_BT = loss.ratio(logp_BT, batch)
+    return bounds, ratio_BT, batch.adv_B, start_BT, weight_BT, cut_BT
+
+  return run
+
+
+def searches(recorded: Recorded, config: Config) -> list[Search]:
+  """Returns the search of bounds in the recorded rows of each update, in their order.
+
+  The minibatch of an update had more rows if not all of its groups were recorded.
+  """
+  found = []
+  for update in np.unique(recorded.update_B).tolist():
+    rows = only(recorded, np.flatnonzero(recorded.update_B == update))
+    bounds, _, _, start_BT, weight_BT, _ = _run(rows, config)
+    low, high = float(bounds.low.mean()), float(bounds.high.mean())
+    found.append(
+      Search(
+        update,
+        len(rows.row_B),
+        int(rows.loss_mask_BT.sum()),
+        _share(np.asarray(start_BT)),
+        _share(np.asarray(weight_BT)),
+        low,
+        high,
+        _stopped(config.clip, (low, high)),
+      )
+    )
+  return found
+
+
+def only(recorded: Recorded, index_N: np.ndarray) -> Recorded:
+  """Returns some of the rows; rewards of their groups stay whole."""
+  of_rows = (name for name in Recorded._fields if name.endswith(('_B', '_BT')))
+  kept = {name: getattr(recorded, name)[index_N] for name in of_rows}
+  kept['pieces'] = [recorded.pieces[i] for i in index_N]
+  if recorded.ids is not None:
+    kept['ids'] = [recorded.ids[i] for i in index_N]
+  return recorded._replace(**kept)
+
+
+def _stopped(clip: ClipConfig, bounds: tuple[float, float]) -> str:
+  """Returns the point of ENDS where a search stopped; '' if the rule has no search."""
+  if clip.rule not in ('balanced', 'recipe'):
+    return ''
+  path = clip.balanced if clip.rule == 'balanced' else Recipe()
+  start, end = zip(path.low, path.high, strict=True)
+  at_end = 'ends' if np.allclose(bounds, end) else 'between'
+  return 'start' if np.allclose(bounds, start) else at_end
+
+
+def _share(weight_BT: np.ndarray) -> float:
+  """Returns the share of the positive weights; nan without weights."""
+  size = np.abs(weight_BT).sum()
+  return float(np.maximum(weight_BT, 0).sum() / size) if size else np.nan
 
 
 def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
@@ -191,11 +303,10 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
   ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])
   adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
-  size = np.abs(weight_BT).sum()
   return {
     'low': float(applied.bounds.low.mean()),
     'high': float(applied.bounds.high.mean()),
-    'share': float(np.maximum(weight_BT, 0).sum() / size) if size else np.nan,
+    'share': _share(weight_BT),
     'cut_positive': float((applied.cut_BT[adv_BT > 0] > 0).mean()),
     'cut_negative': float((applied.cut_BT[adv_BT < 0] > 0).mean()),
     'masked': float((applied.cut_BT[mask_BT] == CUTS.index('masked')).mean()),
@@ -257,6 +368,52 @@ def _stats_of(
   return stats
 
 
+def rescored(recorded: Recorded, model: tuple[ModelSpec, Tree]) -> Recorded:
+  """Returns the rows with log-probabilities under the weights of a model.
+
+  Raises:
+    ValueError: the record has no token ids, or its problems have pictures.
+  """
+  spec, params = model
+  logp_BT, _ = jax.jit(_stats_of(recorded, spec))(params)
+  mask_BT = recorded.loss_mask_BT
+  return recorded._replace(logp_BT=np.where(mask_BT, np.asarray(logp_BT), 0))
+
+
+def cosines(
+  recorded: Recorded, applied: Mapping[str, Applied], model: tuple[ModelSpec, Tree]
+) -> np.ndarray:
+  """Returns the cosine between the gradients of each pair of rules, [N, N].
+
+  The gradient is that of sum(weight * logp) with respect to the parameters, at the
+  weights of the model. It is the gradient of the rule's objective if the rules were
+  applied to `rescored` rows.
+
+  Raises:
+    ValueError: the record has no token ids, or its problems have pictures.
+  """
+  spec, params = model
+  direction = _direction(recorded, spec)
+  rows = [
+    ravel_pytree(direction(params, jnp.asarray(rule.weight_BT)))[0]
+    for rule in applied.values()
+  ]
+  gradient_NW = np.asarray(jnp.stack(rows), np.float64)
+  gradient_NW /= np.linalg.norm(gradient_NW, axis=1, keepdims=True)
+  return gradient_NW @ gradient_NW.T
+
+
+def _direction(recorded: Recorded, spec: ModelSpec) -> Callable[[Tree, Array], Tree]:
+  """Returns (weights of the model, weight_BT) -> gradient of sum(weight * logp)."""
+  stats = _stats_of(recorded, spec)
+
+  @jax.jit
+  def direction(params: Tree, weight_BT: Array) -> Tree:
+    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
+
+  return direction
+
+
 def entropy_changes(
   recorded: Recorded,
   applied: Mapping[str, Applied],
@@ -281,11 +438,7 @@ def entropy_changes(
     ValueError: the record has no token ids, or its problems have pictures.
   """
   spec, start = model
-  stats = _stats_of(recorded, spec)
-
-  @jax.jit
-  def direction(params: Tree, weight_BT: Array) -> Tree:
-    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
+  stats, direction = _stats_of(recorded, spec), _direction(recorded, spec)
 
   @jax.jit
   def entropy(params: Tree) -> tuple[Array, Tree]:
@@ -336,14 +489,11 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
 
 def _searches(workdir: str, recorded: Recorded) -> dict[str, int]:
   counts, clip = dict.fromkeys(ENDS, 0), recorded.config.clip
-  if clip.rule != 'balanced':
-    return counts
-  groups = step_record.read(workdir, recorded.step)
-  bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
-  start, end = zip(clip.balanced.low, clip.balanced.high, strict=True)
-  for pair in bounds.values():
-    at_end = 'ends' if np.allclose(pair, end) else 'between'
-    counts['start' if np.allclose(pair, start) else at_end] += 1
+  if clip.rule == 'balanced':
+    groups = step_record.read(workdir, recorded.step)
+    bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
+    for pair in bounds.values():
+      counts[_stopped(clip, pair)] += 1
   return counts
 
 

@@ -5,16 +5,27 @@
 A panel per rule and sign of the advantage: the weight of grad log pi of a token that
 is a response of its own, for pi from 0.001 to 1 and ratios pi / mu from 1/8 to 8. Where
 mu would be above 1 a panel is empty. Rules that read the whole minibatch have no map.
+
+`draw_recorded` draws what rules cut of a recorded batch: the region, and the tokens.
 """
 
+import functools
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from bapo_jax.algorithms import loss
+from bapo_jax.run.report_plots import BLUE, ORANGE
+from bapo_jax.training import rules as rules_lib
+from bapo_jax.training.config import Config
+from bapo_jax.types import Batch, Bounds, ClipRule, Weigh
 from lab import rule_curves
+from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
 
@@ -35,14 +46,98 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
   possible_RP = p_RP <= ratio_RP
   adv_B = np.full(possible_RP.sum(), float(sign), np.float32)
   tokens = ratio_RP[possible_RP], p_RP[possible_RP], adv_B
-  logp_B1, batch = rule_curves.single(*tokens)
-  slots = (rule.loss, rule.clip, rule.mask)
-  find = loss.finder(slots, logp_B1, batch, jnp.ones(len(adv_B)))
-  _, bounds = rule.loss(logp_B1, batch, find)
   found_RP = np.full(p_RP.shape, np.nan)
-  found = np.asarray(loss.weights(rule.loss, logp_B1, batch, bounds))[:, 0]
-  found_RP[possible_RP] = found
+  found_RP[possible_RP] = _weights(rule, *rule_curves.single(*tokens))[:, 0]
   return found_RP
+
+
+@functools.partial(jax.jit, static_argnames='rule')
+def _weights(rule: Rule, logp_B1: Array, batch: Batch) -> Array:
+  slots = (rule.loss, rule.clip, rule.mask)
+  find = loss.finder(slots, logp_B1, batch, jnp.ones(len(batch.adv_B)))
+  _, bounds = rule.loss(logp_B1, batch, find)
+  return loss.weights(rule.loss, logp_B1, batch, bounds)
+
+
+class Mass(NamedTuple):
+  """The part of a recorded batch that a rule cuts, for one sign of the advantage."""
+
+  tokens: float  # cut tokens over all tokens of the sign
+  gradient: float  # their |r A| over that of all tokens of the sign
+
+
+def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> Mass:
+  """Returns the shares of tokens and of their mass in the unclipped gradient."""
+  mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_B) == sign)[:, None]
+  mass_BT = np.where(mine_BT, applied.ratio_BT * np.abs(applied.adv_B)[:, None], 0)
+  cut_BT = mine_BT & (applied.cut_BT > 0)
+  if not mine_BT.any():
+    return Mass(0.0, 0.0)
+  return Mass(cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum())
+
+
+def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:
+  """Returns sign -> where such a token would be cut, bool [R, P].
+
+  Bounds that a search found in the batch stay the same for all tokens. Empty for rules
+  that decide by response or over the batch.
+  """
+  if config.loss.rule == 'sequence' or config.mask.rule in ('m2po', 'opsm'):
+    return {}
+  bound = rules_lib.bind(config)
+  bounds = applied.bounds._replace(keep_BT=None)
+
+  def searched(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    return bounds
+
+  clip: ClipRule = bound.clip if bounds.low.ndim else searched
+  rule = Rule(bound.loss, clip, bound.mask)
+  return {sign: weights(rule, sign) == 0 for sign in (1, -1)}
+
+
+def draw_recorded(
+  recorded: Recorded,
+  applied: Mapping[str, Applied],
+  configs: Mapping[str, Config],
+  columns: int = 5,
+) -> 'Figure':
+  """Returns a figure with a panel per rule: tokens by probability and ratio.
+
+  Blue is for tokens with A > 0 and orange for A < 0: shaded where the rule cuts such
+  tokens, dots for those that it cuts, grey for the others. The titles have the shares
+  of the tokens cut, and of their mass in the unclipped gradient.
+  """
+  from matplotlib.colors import ListedColormap
+  from matplotlib.figure import Figure
+
+  rows = -(-len(applied) // columns)
+  figure = Figure(figsize=(2.9 * columns, 2.6 * rows), layout='constrained')
+  axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+  p_BT, mask_BT = np.exp(recorded.logp_BT), recorded.loss_mask_BT
+  for ax, (name, one) in zip(axes.flat, applied.items(), strict=False):
+    kept_BT = mask_BT & (one.cut_BT == 0)
+    ax.plot(p_BT[kept_BT], one.ratio_BT[kept_BT], ',', color='#999999', alpha=0.6)
+    texts, regions = [], cut_regions(configs[name], one)
+    for sign, colour in ((1, BLUE), (-1, ORANGE)):
+      if sign in regions:
+        shade = np.ma.masked_where(~regions[sign], np.ones(regions[sign].shape))
+        ax.pcolormesh(
+          PROBABILITY, RATIO, shade, cmap=ListedColormap([colour]), alpha=0.18
+        )
+      cut_BT = mask_BT & (one.cut_BT > 0) & (np.sign(one.adv_B) == sign)[:, None]
+      ax.plot(p_BT[cut_BT], one.ratio_BT[cut_BT], '.', ms=2, color=colour)
+      tokens, mass = cut_mass(recorded, one, sign)
+      texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')
+    limits = (RATIO[0], RATIO[-1])
+    ax.set(xscale='log', yscale='log', xlim=(PROBABILITY[0], 1), ylim=limits)
+    ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
+    ax.minorticks_off()
+    ax.set_title(f'{name}\ncut {",  ".join(texts)}', fontsize=8)
+  for ax in axes.flat[len(applied) :]:
+    ax.set_axis_off()
+  figure.supxlabel('probability of the token under the current policy', fontsize=9)
+  figure.supylabel('ratio', fontsize=9)
+  return figure
 
 
 def draw() -> 'Figure':

@@ -95,6 +95,43 @@ def test_the_search_sees_all_rows_and_staleness_scales_log_ratios(tmp_path):
   assert twice.ratio_BT[0, 1] == pytest.approx(2.25)
 
 
+def test_every_update_has_a_search_of_its_own(tmp_path):
+  (tmp_path / 'groups').mkdir()
+  (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
+  pairs = {  # update -> ratios of the right and of the wrong response
+    4: ([1.0, 1.0], [1.0]),  # 2 of 3: the start is enough
+    2: ([1.0, 1.5], [1.0, 0.7, 1.0, 1.0]),  # 1 of 4.7, and 2.5 of 6.2 above 1.5
+    9: ([1.0], [1.0] * 4),  # 1 of 5 wherever the bounds are
+  }
+  lines = [
+    {
+      'source': 'fresh',
+      'update': update,
+      'responses': [response(1.0, a), response(0.0, b)],
+    }
+    for update, (a, b) in pairs.items()
+  ]
+  path = tmp_path / 'groups' / '7.jsonl'
+  path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  found = counterfactual.read(str(tmp_path))
+  two, four, nine = counterfactual.searches(
+    found, counterfactual.config_of(found, BALANCED)
+  )
+  assert [two.update, two.rows, two.tokens, two.stopped] == [2, 2, 6, 'between']
+  assert two.start_share == pytest.approx(1 / 4.7, abs=1e-4)
+  assert two.share == pytest.approx(2.5 / 6.2, abs=1e-4)
+  assert (two.low, two.high) == (pytest.approx(0.6), pytest.approx(1.55))
+  assert [four.update, four.tokens, four.stopped] == [4, 3, 'start']
+  assert four.start_share == four.share == pytest.approx(2 / 3, abs=1e-4)
+  assert [nine.update, nine.tokens, nine.stopped] == [9, 5, 'ends']
+  assert nine.share == pytest.approx(1 / 5, abs=1e-4)
+  # The advantages are those of whole groups, also where a row is looked at alone.
+  alone = counterfactual.only(found, np.asarray([3]))
+  assert by(alone, GRPO).adv_B == pytest.approx([-1], abs=1e-4)
+  fixed = counterfactual.searches(found, counterfactual.config_of(found, GRPO))
+  assert [search.stopped for search in fixed] == ['', '', '']
+
+
 def test_advantages_have_the_weights_of_their_sources(tmp_path):
   pair = response(1.0, [1.0, 1.0]), response(0.0, [1.0, 1.0])
   found = recorded(tmp_path, *pair, source='reused')
@@ -234,6 +271,38 @@ def test_what_is_measured_is_the_entropy_after_a_step_along_the_gradient():
   # The derivative is the limit of the difference, and half the weights give half.
   assert predicted == pytest.approx(expected, rel=0.03)
   assert half == pytest.approx(predicted / 2, rel=1e-4)
+
+
+def test_rescored_rows_have_the_log_probabilities_of_the_model():
+  params = transformer.init(SPEC, jax.random.key(2))
+  found = counterfactual.rescored(RECORD, (SPEC, params))
+  expected = np.asarray(logprobs(params))[np.arange(6), [4, 5, 6, 7, 10, 11]]
+  assert found.logp_BT[MASK_BT] == pytest.approx(expected, abs=1e-5)
+  assert (found.logp_BT[~MASK_BT] == 0).all()
+
+
+def test_the_cosine_is_that_of_gradients_with_respect_to_the_parameters():
+  params = transformer.init(SPEC, jax.random.key(3))
+  one_BT, other_BT = np.random.default_rng(4).normal(size=(2, *MASK_BT.shape))
+  rules = {'one': one_BT, 'other': other_BT, 'twice': 2 * one_BT, 'less': -other_BT}
+  found = counterfactual.cosines(
+    RECORD, {k: applied(x.astype(np.float32)) for k, x in rules.items()}, (SPEC, params)
+  )
+  a, b = (
+    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradient)])
+    for gradient in (
+      jax.grad(objective)(params, jnp.asarray(x[MASK_BT])) for x in (one_BT, other_BT)
+    )
+  )
+  cosine = a @ b / np.sqrt((a @ a) * (b @ b))
+  assert abs(cosine) < 0.9
+  expected = [
+    [1, cosine, 1, -cosine],
+    [cosine, 1, cosine, -1],
+    [1, cosine, 1, -cosine],
+    [-cosine, -1, -cosine, 1],
+  ]
+  assert found == pytest.approx(np.asarray(expected), abs=1e-4)
 
 
 # ------------------------------------------- recorded batches of a page of papers/

@@ -1,0 +1,298 @@
+"""Records of other trainers: what is read from a file, what is refused, and TRL's."""
+
+import json
+import pathlib
+import types
+
+import numpy as np
+import pytest
+
+from bapo_jax.run import step_record
+from lab import counterfactual, neutral_record
+from notebooks import save_trl_record
+
+ROOT = pathlib.Path(__file__).parents[2]
+RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '5_trl.jsonl'
+SMOLLM2 = ROOT / 'notebooks' / '5_smollm2.jsonl'
+GRPO = {'clip.rule': 'fixed'}
+LOG_HALF = -0.693147
+
+
+def row(group, reward, ratios, **changed):
+  """A line, whose tokens had the probability 1/2 when sampled."""
+  old = [LOG_HALF] * len(ratios)
+  return {
+    'group': group,
+    'reward': reward,
+    'tokens': [*range(len(ratios))],
+    'behavior_logp': old,
+    'logp': [float(o + np.log(r)) for o, r in zip(old, ratios, strict=True)],
+  } | changed
+
+
+def written(tmp_path, *rows):
+  """The file of these lines, as a program without our code would write it."""
+  path = tmp_path / 'batch.jsonl'
+  path.write_text(''.join(json.dumps(x, ensure_ascii=False) + '\n' for x in rows))
+  return path
+
+
+def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
+  path = written(
+    tmp_path,
+    row('a', 1.0, [1.0, 1.5], pieces=['x', '\u2028']),
+    row(7, 0.0, [1.0]),
+    row('a', 0.0, [0.7, 1.0, 1.8]),
+    row(7, 0.0, [2.0]),
+  )
+  found = counterfactual.read(path)
+  # The group 7 has equal rewards, so nothing of it is moved.
+  assert found.reward_PG.tolist() == [[1, 0], [0, 0]]
+  assert found.row_B.tolist() == [0, 1] and found.step == 0
+  assert found.loss_mask_BT.tolist() == [[1, 1, 0], [1, 1, 1]]
+  assert found.pieces == [['x', '\u2028'], ['<0>', '<1>', '<2>']] and found.ids is None
+  one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  # Advantages +1 and -1, five tokens; above 1.2 and below .8 nothing is moved.
+  expected = np.asarray([[1.0, 0, 0], [0, -1, -1.8]]) / 5
+  assert one.weight_BT == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
+  noisy = row('a', 1.0, [1.0, 1.0, 1.5, 1.0], mask=[1, 0, 1, 0], pieces=[*'abcd'])
+  noisy['logp'][1] = noisy['behavior_logp'][3] = None  # what a trainer has there
+  path = written(tmp_path, noisy, row('a', 0.0, [1.0]), row('a', 0.0, []))
+  found = counterfactual.read(path)
+  assert found.reward_PG.tolist() == [[1, 0, 0]]  # the empty response has a reward
+  assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
+  assert found.pieces[0] == ['a', 'b', 'c']
+  assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
+  grpo, wide = (
+    counterfactual.apply(found, counterfactual.config_of(found, GRPO | more))
+    for more in ({}, {'clip.fixed.high': 2.0})
+  )
+  # Advantages of 1, 0, 0: 2 and -1 over the root of 2; three tokens.
+  assert grpo.weight_BT[0] == pytest.approx([2**0.5 / 3, 0, 0], abs=1e-4)
+  (freed,) = counterfactual.moved_by(found, wide, grpo)
+  assert (freed.before, freed.text) == ('ab', 'c')
+
+
+@pytest.mark.parametrize(
+  ('changed', 'said'),
+  [
+    ({'reward': None}, r'line 2: reward is None; write a finite number'),
+    ({'reward': float('nan')}, r'line 2: reward is nan'),
+    ({'logp': [-1.0]}, r'line 2: logp has 1 values for 2 tokens; write a list'),
+    ({'logp': None}, r'line 2: logp has None for 2 tokens'),
+    ({'logp': [-1.0, float('-inf')]}, r'line 2: logp\[1\] is -inf; write the log-prob'),
+    ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
+    ({'tokens': ['a', 'b']}, r'line 2: tokens is not a list of token ids'),
+    ({'pieces': [1, 2]}, r'line 2: pieces contains a value that is not text'),
+    ({'mask': [0, 2]}, r'line 2: mask contains 2; write 1 for tokens in the loss'),
+    ({'update': 'last'}, r"line 2: update is 'last'; write the number"),
+    ({'masks': [1, 1]}, r'line 2: masks is no field; rename or remove it'),
+  ],
+)
+def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, said):
+  path = written(tmp_path, row('a', 1.0, [1.0]), row('a', 0.0, [1.0, 1.0]) | changed)
+  with pytest.raises(ValueError, match=said):
+    counterfactual.read(path)
+
+
+def test_a_file_that_is_no_batch_is_refused(tmp_path):
+  path = tmp_path / 'batch.jsonl'
+  for text, said in (
+    ('', 'has no lines'),
+    ('{"group": 1\n', 'line 1: not JSON'),
+    ('[1]\n', 'line 1: not a JSON object'),
+    ('{"group": 1}\n', 'line 1: reward is missing; a line needs group'),
+  ):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+      counterfactual.read(path)
+  rows = [row('a', 1.0, [1.0]), row('a', 0.0, [1.0]), row('b', 1.0, [1.0])]
+  with pytest.raises(ValueError, match="group 'b' has 1 responses and group 'a' has 2"):
+    counterfactual.read(written(tmp_path, *rows))
+  equal = [row('a', 1.0, [1.0]), row('a', 1.0, [1.0])]
+  with pytest.raises(ValueError, match='no recorded response has an advantage'):
+    counterfactual.read(written(tmp_path, *equal))
+
+
+def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
+  path = tmp_path / 'batch.jsonl'
+  logp = np.asarray([[-1.23456789, -2.0, np.nan], [-0.5, -0.5, -0.5]])
+  given = {
+    'group': np.asarray([[5, 6], [5, 6]]),
+    'reward': np.asarray([1.0, 0.0]),
+    'tokens': np.asarray([[3, 4, 0], [3, 4, 9]]),
+    'behavior_logp': [*logp],  # a list of arrays
+    'logp': logp,
+    'mask': np.asarray([[1, 1, 0], [1, 1, 1]], bool),
+  }
+  neutral_record.append(path, **given, update=2)
+  first, second = map(json.loads, path.read_text().splitlines())
+  assert first == {
+    'group': [5, 6],
+    'reward': 1.0,
+    'tokens': [3, 4],
+    'behavior_logp': [-1.234568, -2.0],
+    'logp': [-1.234568, -2.0],
+    'update': 2,
+  }
+  assert second['tokens'] == [3, 4, 9]
+  size = path.stat().st_size
+  with pytest.raises(ValueError, match=r'response 0: behavior_logp\[2\] is nan'):
+    neutral_record.append(path, **given | {'mask': None})
+  with pytest.raises(ValueError, match='same number of each'):
+    neutral_record.append(path, **given | {'reward': [1.0]})
+  assert path.stat().st_size == size
+
+
+def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
+  workdir = counterfactual.read(RUN)
+  path = tmp_path / 'batch.jsonl'
+  groups = step_record.read(str(RUN), workdir.step)
+  neutral_record.append(path, **neutral_record.columns(groups))
+  found = counterfactual.read(path)
+  for name in workdir._fields:
+    if name.endswith(('_B', '_BT', '_PG')):
+      same = getattr(found, name) == getattr(workdir, name)
+      assert same.all(), name
+  assert found.pieces == workdir.pieces
+  assert set(workdir.update_B.tolist()) == {3, 4, 6, 9, 11, 12, 16}
+
+
+def test_the_searches_of_a_published_model_are_those_that_its_run_made():
+  found = counterfactual.read(SMOLLM2)
+  config = counterfactual.config_of(found, {'clip.rule': 'balanced'})
+  searches = counterfactual.searches(found, config)
+  # The bounds of groups/1.jsonl, and the means over updates of metrics.jsonl.
+  bounds = [(round(x.low, 4), round(x.high, 4), x.stopped) for x in searches]
+  start, ends = (0.6, 1.2, 'start'), (0.9, 3.0, 'ends')
+  assert bounds == [start, start, ends, ends]
+  shares = np.asarray([(x.start_share, x.share) for x in searches]).mean(0)
+  assert shares == pytest.approx([0.4068732261657715, 0.42275015264749527], abs=3e-4)
+
+
+# ------------------------------------------------------------------ other trainers
+
+
+def test_what_trl_wrote_is_cut_as_trl_cut_it():
+  found = counterfactual.read(TRL)
+  assert found.reward_PG.shape == (4, 4) and len(found.row_B) == 16
+  # The first line: its first token has exp(-0.871958 + 1.169725).
+  first = json.loads(TRL.read_text().splitlines()[0])
+  ratio = np.exp(first['logp'][0] - first['behavior_logp'][0])
+  one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  assert one.ratio_BT[0, 0] == pytest.approx(ratio, rel=1e-5)
+  # One of four is right in the first group, so the advantages are 3 and -1 over the
+  # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
+  assert one.adv_B[:4] == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
+  # What save_trl_record.py printed: TRL's clip_ratio of the updates 3 and 4.
+  printed = {
+    3: (0.2075471729040146, 0.5094339847564697),
+    4: (0.1071428582072258, 0.3452380895614624),
+  }
+  for update, (low, high) in printed.items():
+    rows = np.flatnonzero(found.update_B == update)
+    tokens = found.loss_mask_BT[rows].sum()
+    negative = one.adv_B[rows][:, None] < 0
+    cut_BT = one.cut_BT[rows] > 0
+    assert (cut_BT & negative).sum() / tokens == pytest.approx(low)
+    assert (cut_BT & ~negative).sum() / tokens == pytest.approx(high)
+
+
+class Tensor(np.ndarray):
+  """An array with a method of tensors."""
+
+
+def tensor(values):
+  return np.asarray(values).view(Tensor)
+
+
+ROWS = {  # two responses to one prompt, of three and two tokens
+  'ids': tensor([[4, 5, 6], [7, 8, 0]]),
+  'mask': tensor([[1, 1, 1], [1, 1, 0]]),
+  'old': tensor([[-1.0, -1.0, -1.0], [-1.0, -2.0, 0.0]]),
+  'new': tensor([[-0.5, -1.5, -1.0], [-2.0, -1.0, 0.0]]),
+}
+PROMPT = tensor([[1, 2], [1, 2]])
+
+
+class Trainer:
+  """Stands for the trainers of TRL and verl, whose methods the lines call."""
+
+  _step, global_steps = 5, 5
+  args = types.SimpleNamespace(steps_per_generation=4)
+  state = types.SimpleNamespace(global_step=5)
+
+  def _compute_loss(self, model, inputs):
+    return 'loss'
+
+  def _get_per_token_logps_and_entropies(self, model, ids, mask, keep):
+    assert ids.shape == mask.shape == (2, 5) and keep == 3
+    return ROWS['new'], None, None
+
+  def _update_actor(self, batch):
+    return 'output'
+
+  def _compute_old_log_prob(self, batch):
+    return types.SimpleNamespace(batch={'old_log_probs': ROWS['new']}), 0.5
+
+
+def trl_writes(names):
+  names['trl'] = types.SimpleNamespace(GRPOTrainer=Trainer)
+  exec(save_trl_record.documented('TRL'), names)
+  inputs = {'prompt_ids': PROMPT, 'prompt_mask': PROMPT, 'advantages': tensor([1, -1])}
+  rows = {'completion_ids': ROWS['ids'], 'completion_mask': ROWS['mask']}
+  inputs |= rows | {'old_per_token_logps': ROWS['old']}
+  assert names['Recorded']()._compute_loss(None, inputs) == 'loss'
+  return 'batch-1.jsonl', 6
+
+
+def verl_writes(names):
+  names['RayPPOTrainer'] = Trainer
+  exec(save_trl_record.documented('verl'), names)
+  batch = {
+    'responses': ROWS['ids'],
+    'response_mask': ROWS['mask'],
+    'old_log_probs': tensor(np.zeros((2, 3)) - 9),
+    'rollout_log_probs': ROWS['old'],
+    'token_level_scores': tensor([[0, 0, 1.0], [0, -1.0, 0]]),
+  }
+  uid = {'uid': np.asarray(['u', 'u'], object)}
+  data = types.SimpleNamespace(batch=batch, non_tensor_batch=uid)
+  assert names['Recorded']()._update_actor(data) == 'output'
+  return 'batch-5.jsonl', 0
+
+
+def openrlhf_writes(names):
+  names['action_log_probs'] = ROWS['new']
+  names['experience'] = types.SimpleNamespace(
+    prompts=['p', 'p'],
+    rewards=tensor([1.0, -1.0]),
+    action_mask=np.concatenate([0 * PROMPT[:, 1:], ROWS['mask']], 1),
+    sequences=np.concatenate([PROMPT, ROWS['ids']], 1),
+    action_log_probs=None,
+    rollout_log_probs=np.pad(ROWS['old'], ((0, 0), (1, 0))),
+  )
+  names['action_log_probs'] = np.pad(ROWS['new'], ((0, 0), (1, 0)))
+  exec(save_trl_record.documented('OpenRLHF'), names)
+  return 'batch-3.jsonl', 0
+
+
+@pytest.mark.parametrize('write', [trl_writes, verl_writes, openrlhf_writes])
+def test_the_documented_lines_write_the_batch(write, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  torch = types.SimpleNamespace(
+    cat=np.concatenate,
+    distributed=types.SimpleNamespace(get_rank=lambda: 3),
+  )
+  name, update = write({'torch': torch, 'neutral_record': neutral_record})
+  found = counterfactual.read(tmp_path / name)
+  assert found.reward_PG.tolist() == [[1, -1]]
+  assert found.update_B.tolist() == [update] * 2
+  logp_BT, old_BT = (
+    x[found.loss_mask_BT] for x in (found.logp_BT, found.behavior_logp_BT)
+  )
+  assert logp_BT.tolist() == [-0.5, -1.5, -1.0, -2.0, -1.0]
+  assert old_BT.tolist() == [-1.0, -1.0, -1.0, -1.0, -2.0]
