@@ -1,6 +1,6 @@
 """Measures rules under the microscope and writes papers/bench/microscope.md.
 
-  python -m lab.microscope_page              measures, and writes results and page
+  python -m lab.microscope_page              measures what is not stored, writes both
   python -m lab.microscope_page --write      writes the page from stored results
 
 One run per seed: a warm start, then UPDATES real updates. pi is the last policy and mu
@@ -12,6 +12,8 @@ update and how it relates to the true gradient of the accuracy J:
   update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. A
   rule whose bounds do not depend on the minibatch has it exactly but for E |g|^2 of
   one group, which GROUPS groups estimate; the others are sampled at each n;
+- on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
+  is divided by the standard deviation of the group and so is not along grad J;
 - size: the norm of the expected update over that of GRPO on fresh data;
 - entropy: the change of a response's entropy for a step of length 1, nats.
 """
@@ -32,7 +34,7 @@ from scipy import stats
 from bapo_jax.algorithms import clip, knobs, loss, masks
 from bapo_jax.runtime import markdown
 from bapo_jax.types import Tree
-from lab import microscope
+from lab import microscope, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -88,13 +90,14 @@ RULES = {
 # The fixed bounds among which the best is taken, to compare with a search.
 GRID = {
   f'[{low:g}, {high:g}]': Rule(clip=fixed(low, high))
-  for low in (0.5, 0.6, 0.7, 0.8, 0.9)
+  for low in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
   for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
 }
 
 
-def measure(seed: int, echo: Any = print) -> dict[str, Any]:
-  """Returns staleness -> rule -> figures, and the accuracies, of one seed."""
+def measure(seed: int, path: pathlib.Path, commit: str, echo: Any = print) -> None:
+  """Writes staleness -> rule -> figures of a seed, and adds what `path` lacks."""
+  found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
   task = microscope.enumerate_task()
   kept = microscope.train(
     microscope.warm_start(task, WARM, seed), task, UPDATES, lr=LR, seed=seed
@@ -106,26 +109,27 @@ def measure(seed: int, echo: Any = print) -> dict[str, Any]:
   fresh = Tables(logp_NT, logp_NT)
   on_policy = microscope.gradient(params, task, microscope.expected(GRPO, task, fresh))
   size = math.sqrt(microscope.dot(on_policy, on_policy))
-  found: dict[str, Any] = {'accuracy': float(microscope.accuracy(logp_NT, task))}
+  found['accuracy'] = float(microscope.accuracy(logp_NT, task))
   for k in STALENESS:
     tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
-    rows: dict[str, Any] = {}
+    at = found.setdefault(str(k), {'rules': {}})
+    at.setdefault('commit', commit)
+    at['spread of log r'] = _spread(tables, task)
+    at['accuracy of mu'] = float(microscope.accuracy(tables.logq_NT, task))
     for name, rule in (RULES | GRID).items():
+      if name in at['rules']:
+        continue
       update, alignment = _aligned(rule, task, tables, params, truth, seed)
       length = math.sqrt(microscope.dot(update, update)) or math.nan
-      rows[name] = {
+      at['rules'][name] = {
         'cosine': microscope.cosine(update, truth),
+        'on policy': microscope.cosine(update, on_policy),
         'size': length / size,
         'entropy': microscope.dot(update, spread) / length,
         'alignment': alignment,
       }
-    found[str(k)] = {
-      'spread of log r': _spread(tables, task),
-      'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
-      'rules': rows,
-    }
-    echo(f'seed {seed}, {k} updates old: {len(rows)} rules')
-  return found
+    path.write_text(json.dumps(found, indent=1) + '\n')
+    echo(f'seed {seed}, {k} updates old: {len(at["rules"])} rules', flush=True)
 
 
 def _aligned(
@@ -282,9 +286,9 @@ def main(*flags: str) -> None:
   results.mkdir(parents=True, exist_ok=True)
   (FOLDER / 'figures').mkdir(exist_ok=True)
   if '--write' not in flags:
+    commit = sweep.commit()
     for seed in SEEDS:
-      text = json.dumps(measure(seed), indent=1)
-      (results / f'{seed}.json').write_text(text + '\n')
+      measure(seed, results / f'{seed}.json', commit)
   runs = [json.loads((results / f'{seed}.json').read_text()) for seed in SEEDS]
   (FOLDER / 'microscope.md').write_text(page(runs) + '\n')
   draw(runs).savefig(FOLDER / 'figures' / 'microscope.png', dpi=110)
