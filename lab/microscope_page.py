@@ -9,9 +9,9 @@ update and how it relates to the true gradient of the accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
-  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. A
-  rule whose bounds do not depend on the minibatch has it exactly but for E |g|^2 of
-  one group, which GROUPS groups estimate; the others are sampled at each n;
+  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. It is
+  exact, except for rules whose bounds depend on the minibatch: these are sampled at
+  each n, beside GRPO on the same minibatches, whose exact moments correct the means;
 - on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
   is divided by the standard deviation of the group and so is not along grad J;
 - size: the norm of the expected update over that of GRPO on fresh data;
@@ -25,15 +25,13 @@ import pathlib
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax import Array
 from scipy import stats
 
 from bapo_jax.algorithms import clip, knobs, loss, masks
-from bapo_jax.runtime import markdown
-from bapo_jax.types import Tree
+from bapo_jax.runtime import files, markdown
 from lab import microscope, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
@@ -41,9 +39,8 @@ FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
 SEEDS = (0, 1, 2, 3)
 STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
 UPDATES, LR, WARM = 64, 5e-4, 300
-GROUPS = 4096  # groups that estimate the noise of a group
 # Minibatches of each size, for rules that read the whole minibatch.
-MINIBATCHES = {16: 2048, 64: 1024, 256: 512, 1024: 128}
+MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
 
 
 def fixed(low: float, high: float, dual: float = math.inf) -> Any:
@@ -96,61 +93,92 @@ GRID = {
 
 
 def measure(seed: int, path: pathlib.Path, commit: str, echo: Any = print) -> None:
-  """Writes staleness -> rule -> figures of a seed, and adds what `path` lacks."""
+  """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
   found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+  if all(str(k) in found for k in STALENESS):
+    return
   task = microscope.enumerate_task()
   kept = microscope.train(
     microscope.warm_start(task, WARM, seed), task, UPDATES, lr=LR, seed=seed
   )
-  params = kept[-1]
-  logp_NT = microscope.table(params, task)
-  truth = microscope.true_gradient(params, task)
-  spread = microscope.entropy_gradient(params, task)
+  logp_NT = microscope.table(kept[-1], task)
+  slopes_KP = microscope.slopes(kept[-1], task)
+  truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
+  spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
+  inner_NTT = microscope.inner(task, slopes_KP)
   fresh = Tables(logp_NT, logp_NT)
-  on_policy = microscope.gradient(params, task, microscope.expected(GRPO, task, fresh))
-  size = math.sqrt(microscope.dot(on_policy, on_policy))
-  found['accuracy'] = float(microscope.accuracy(logp_NT, task))
+  on_policy = microscope.moments([GRPO], task, fresh, slopes_KP, inner_NTT)
+  on_policy_P = on_policy.mean_RP[0]
+  size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
+  found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in STALENESS:
+    if str(k) in found:
+      continue
     tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
-    at = found.setdefault(str(k), {'rules': {}})
-    at.setdefault('commit', commit)
-    at['spread of log r'] = _spread(tables, task)
-    at['accuracy of mu'] = float(microscope.accuracy(tables.logq_NT, task))
-    for name, rule in (RULES | GRID).items():
-      if name in at['rules']:
-        continue
-      update, alignment = _aligned(rule, task, tables, params, truth, seed)
-      length = math.sqrt(microscope.dot(update, update)) or math.nan
-      at['rules'][name] = {
-        'cosine': microscope.cosine(update, truth),
-        'on policy': microscope.cosine(update, on_policy),
+    rows: dict[str, Any] = {}
+    for name, (update_P, alignment) in updates(
+      task, tables, (slopes_KP, inner_NTT), truth_P, seed
+    ).items():
+      length = math.sqrt(microscope.dot(update_P, update_P)) or math.nan
+      rows[name] = {
+        'cosine': microscope.cosine(update_P, truth_P),
+        'on policy': microscope.cosine(update_P, on_policy_P),
         'size': length / size,
-        'entropy': microscope.dot(update, spread) / length,
+        'entropy': microscope.dot(update_P, spread_P) / length,
         'alignment': alignment,
       }
-    path.write_text(json.dumps(found, indent=1) + '\n')
-    echo(f'seed {seed}, {k} updates old: {len(at["rules"])} rules', flush=True)
-
-
-def _aligned(
-  rule: Rule, task: Task, tables: Tables, params: Tree, truth: Tree, seed: int
-) -> tuple[Tree, dict[str, float]]:
-  """Returns (expected update, alignment by number of responses)."""
-  unit = jax.tree.map(lambda x: x[None] / optax.tree.norm(truth), truth)
-  draw = functools.partial(microscope.sampled, rule, task, tables, params, unit)
-  if rule.whole_batch:
-    draws = {n: draw(n, count, seed) for n, count in MINIBATCHES.items()}
-    update = microscope.gradient(params, task, draws[max(draws)].weight_NT)
-    return update, {
-      str(n): _ratio(d.along_MV.mean(), d.square_M.mean()) for n, d in draws.items()
+    found[str(k)] = {
+      'spread of log r': _spread(tables, task),
+      'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
+      'rules': rows,
     }
-  update = microscope.gradient(params, task, microscope.expected(rule, task, tables))
-  signal = microscope.dot(update, update)
-  noise = max(0.0, float(draw(GROUP, GROUPS, seed).square_M.mean()) - signal)
-  along = microscope.dot(update, truth) / float(optax.tree.norm(truth))
-  return update, {
-    str(n): _ratio(along, signal + noise * GROUP / n) for n in MINIBATCHES
-  }
+    files.write(path, json.dumps(found, indent=1) + '\n')
+    echo(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+
+
+def updates(
+  task: Task, tables: Tables, slopes: tuple[Array, Array], truth_P: Array, seed: int
+) -> dict[str, tuple[Array, dict[str, float]]]:
+  """Returns rule -> (expected update, alignment by number of responses).
+
+  `slopes` are those of the policy and their inner products.
+  """
+  slopes_KP, _ = slopes
+  exact = {n: rule for n, rule in (RULES | GRID).items() if not rule.whole_batch}
+  read = {name: rule for name, rule in RULES.items() if rule.whole_batch}
+  unit_P = truth_P / jnp.linalg.norm(truth_P)
+  moments = microscope.moments(list(exact.values()), task, tables, *slopes)
+  found, squares = {}, {}
+  for name, update_P, square in zip(exact, *moments, strict=True):
+    signal = microscope.dot(update_P, update_P)
+    squares[name] = {
+      n: signal + max(0.0, square - signal) * GROUP / n for n in MINIBATCHES
+    }
+    along = microscope.dot(update_P, unit_P)
+    found[name] = update_P, {str(n): _ratio(along, x) for n, x in squares[name].items()}
+  known_P, aligned = found['GRPO'][0], {name: {} for name in read}
+  for n, count in MINIBATCHES.items():
+    # GRPO on the same minibatches has known moments and the same heavy tail: very large
+    # ratios of tokens with A < 0, which no bound of a search cuts.
+    rules, unit_VP = [GRPO, *read.values()], unit_P[None]
+    draw = functools.partial(microscope.sampled, rules, task, tables, slopes_KP)
+    first, *others = draw(unit_VP, n, count, seed)
+    known = microscope.dot(known_P, unit_P)
+    drawn_P = microscope.gradient(slopes_KP, task, first.weight_NT)
+    for name, each in zip(read, others, strict=True):
+      along, slope = controlled(each.along_MV[:, 0], first.along_MV[:, 0], known)
+      square, _ = controlled(each.square_M, first.square_M, squares['GRPO'][n])
+      aligned[name][str(n)] = _ratio(along, max(square, along**2))
+      update_P = microscope.gradient(slopes_KP, task, each.weight_NT)
+      found[name] = update_P - slope * (drawn_P - known_P), aligned[name]
+  return found
+
+
+def controlled(y_M: np.ndarray, x_M: np.ndarray, mean: float) -> tuple[float, float]:
+  """Returns (the mean of y, b): the mean of y - b (x - mean), b of least variance."""
+  spread = float(x_M.var())
+  slope = float(((x_M - x_M.mean()) * (y_M - y_M.mean())).mean()) / (spread or math.inf)
+  return float(y_M.mean()) - slope * (float(x_M.mean()) - mean), slope
 
 
 def _ratio(along: float, square: float) -> float:
