@@ -325,8 +325,9 @@ def moments(
     second_RG = size_RVG[:, w, 1 - v :][:, : GROUP - 1]
     both_RQ = np.einsum('qg,rg->rq', pairs_QG, first_RG * second_RG)
     total_R += GROUP * (GROUP - 1) * (both_RQ * inner_RQVW[:, :, v, w]).sum(1)
-  mean_RP = jnp.einsum('rvq,rvqp->rp', jnp.asarray(mean_RVQ), side_RVQP) / PROMPTS
-  return Moments(mean_RP.astype(slopes_KP.dtype), total_R / GROUP**2 / PROMPTS)
+  mean_RVQ = jnp.asarray(mean_RVQ / PROMPTS, slopes_KP.dtype)
+  mean_RP = jnp.einsum('rvq,rvqp->rp', mean_RVQ, side_RVQP)
+  return Moments(mean_RP, total_R / GROUP**2 / PROMPTS)
 
 
 @functools.partial(jax.jit, static_argnames='rule')
