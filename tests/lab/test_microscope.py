@@ -172,7 +172,7 @@ def test_the_update_of_a_minibatch_is_the_gradient_of_its_network():
       return (found.weight_NT * microscope.table(params, task())).sum()
 
     update_P, _ = ravel_pytree(jax.grad(weighted)(params))
-    assert found.square_M == pytest.approx(update_P @ update_P, rel=1e-4)
+    assert found.square_M == pytest.approx(float(update_P @ update_P), rel=1e-4)
     np.testing.assert_allclose(found.along_MV[0], chosen @ update_P, rtol=1e-3)
 
 
