@@ -63,18 +63,18 @@ def page(
   Raises:
     ValueError: the text lacks the markers of a table.
   """
-  text = _between(text, 'claims', evidence.verdicts(module, results))
+  text = between(text, 'claims', evidence.verdicts(module, results))
   for name, by_run in results.items():
     planned = len(experiments.runs(module.get_experiment(name)))
     shown = module.SHOWN[name]
     content = WAITING if shown.whole else EMPTY
     if by_run:
       content = section(by_run, planned, shown)
-    text = _between(text, f'results of {name}', content)
+    text = between(text, f'results of {name}', content)
   if hasattr(module, 'RECORDED'):
     stored = counterfactual.read_summaries(folder)
     content = counterfactual.recorded_table(stored) if stored else EMPTY
-    text = _between(text, 'results of recorded', content)
+    text = between(text, 'results of recorded', content)
   return text
 
 
@@ -91,11 +91,11 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   return '\n\n'.join(part for part in parts if part)
 
 
-def _between(text: str, what: str, content: str) -> str:
+def between(text: str, what: str, content: str) -> str:
   """Replaces the text between the markers of `what`."""
   begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
   if text.count(begin) != 1 or text.count(end) != 1:
-    raise ValueError(f'README.md must have {begin} and {end} exactly once')
+    raise ValueError(f'the page must have {begin} and {end} exactly once')
   block = f'{begin}\n\n{content}\n\n{end}'
   pattern = re.escape(begin) + '.*?' + re.escape(end)
   return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)

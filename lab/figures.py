@@ -49,6 +49,25 @@ COLOURS = {
   'widest': '#CC79A7',
   'recipe': '#0072B2',
   'both': '#0072B2',
+  # Rules of the bench and of the microscope.
+  'balanced_50': '#7F7F7F',
+  'dual_clip': '#0072B2',
+  'gspo': '#9467BD',
+  'dcpo': '#2CA02C',
+  'unclipped': '#17BECF',
+  'opsm': '#E377C2',
+  'm2po': '#BCBD22',
+  'icepop': '#1F77B4',
+  'kpop': '#8FB7DE',
+  'dppo_tv': '#8C564B',
+  'dppo_kl': '#C49C94',
+  'reinforce': '#6CC26C',
+  'tis': '#2F4B7C',
+  'cispo': '#FF7F7F',
+  'sapo': '#A05195',
+  'vespo': '#00A087',
+  'aspo': '#B15928',
+  'fipo': '#6A8F00',
 }
 OTHERS = ('#8C564B', '#7F7F7F', '#BCBD22', '#17BECF', '#9467BD', '#2CA02C', '#E377C2')
 STYLES = ('-', '--', ':', '-.')

@@ -6,23 +6,27 @@ response is enumerated, so no sampling stands between a rule and its effect.
 1. `Task` and `enumerate_task` list all responses with their verdicts;
 2. `train` runs real updates and keeps the weights, so that mu is a policy of k updates
    ago and pi the current one;
-3. `Tables` holds log pi and log mu of every token of every response;
-4. `expected` gives the expected weight of each token under a rule, and `gradient` turns
-   weights into an update; `true_gradient` is the gradient of the accuracy J;
+3. `Tables` holds log pi and log mu of every token of every response, and `slopes` the
+   gradient of log pi of every token after every prefix, so that `gradient` turns the
+   weights of tokens into an update by one product;
+4. `true_gradient` is the gradient of the accuracy J, `expected` the expected weight of
+   each token under a rule, and `moments` the exact mean and mean square of the update
+   of one group;
 5. `sampled` draws minibatches and computes the update of each of them, for rules whose
-   bounds depend on the minibatch, and for the noise of one minibatch.
+   bounds depend on the minibatch.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import advantage, clip, loss, masks
 from bapo_jax.learner import learner, optimizer
@@ -32,6 +36,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import AdvantageRule, Batch, ClipRule, LossRule, MaskRule, Tree
 
 SYMBOLS, POSITIONS, PROMPTS = 8, 4, 4
+PLACES = PROMPTS * sum(SYMBOLS**n for n in range(1, POSITIONS + 1))  # K
 GROUP = 8  # responses of a group
 SPEC = ModelSpec(
   vocab=SYMBOLS,  # prompt p is symbol p in the first column
@@ -52,6 +57,7 @@ class Task(NamedTuple):
   prompt_N: Array
   right_N: Array  # the verdicts
   mask_NT: Array  # False for the prompt
+  place_NT: Array  # number of the token after its prefix, below K; 0 for the prompt
 
   @property
   def responses(self) -> int:
@@ -96,11 +102,18 @@ def enumerate_task() -> Task:
   right_N = ((rise >= 1) & (rise <= prompt_N[:, None] + 1)).all(1)
   tokens_NT = np.concatenate([prompt_N[:, None], body], 1)
   mask_NT = np.broadcast_to(np.arange(POSITIONS + 1) > 0, tokens_NT.shape)
+  # The first n symbols of a response have a number below SYMBOLS^n. A prompt has its
+  # own range of places, in which those of shorter prefixes come first.
+  number_N = np.tile(np.arange(len(symbols)), PROMPTS)
+  sizes = SYMBOLS ** np.arange(1, POSITIONS + 1)
+  prefix_NT = number_N[:, None] // (len(symbols) // sizes)
+  place_NT = prompt_N[:, None] * sizes.sum() + np.cumsum(sizes) - sizes + prefix_NT
   return Task(
     jnp.asarray(tokens_NT, jnp.int32),
     jnp.asarray(prompt_N, jnp.int32),
     jnp.asarray(right_N),
     jnp.asarray(mask_NT),
+    jnp.asarray(np.pad(place_NT, ((0, 0), (1, 0))), jnp.int32),
   )
 
 
@@ -121,23 +134,35 @@ def table(params: Tree, task: Task) -> Array:
   return logp.reshape(task.tokens_NT.shape)
 
 
+def slopes(params: Tree, task: Task) -> Array:
+  """Returns grad log pi [K, P] of each token after each prefix; P weights, flat."""
+  flat_P, unflatten = ravel_pytree(params)
+  _, at_K = np.unique(np.asarray(task.place_NT)[:, 1:], return_index=True)
+  row_K, column_K = np.divmod(at_K, POSITIONS)
+
+  @jax.jit
+  def compute(flat_P: Array, tokens_KT: Array, column_K: Array) -> Array:
+    def one(token: tuple[Array, Array]) -> Array:
+      def logp(flat_P: Array) -> Array:
+        return logp_of(unflatten(flat_P), token[0][None])[0, token[1]]
+
+      return jax.grad(logp)(flat_P)
+
+    return jax.lax.map(one, (tokens_KT, column_K), batch_size=256)
+
+  return compute(flat_P, task.tokens_NT[row_K], jnp.asarray(column_K + 1))
+
+
 @jax.jit
-def gradient(params: Tree, task: Task, weight_NT: Array) -> Tree:
-  """Returns the sum over all tokens of weight x grad log pi(token)."""
+def gradient(slopes_KP: Array, task: Task, weight_NT: Array) -> Array:
+  """Returns the sum [P] over all tokens of weight x grad log pi(token)."""
+  return _by_place(task, weight_NT) @ slopes_KP
 
-  def add(total: Tree, part: tuple[Array, Array]) -> tuple[Tree, None]:
-    tokens_BT, weight_BT = part
 
-    def weighted(params: Tree) -> Array:
-      return (weight_BT * logp_of(params, tokens_BT)).sum()
-
-    return jax.tree.map(jnp.add, total, jax.grad(weighted)(params)), None
-
-  def of_rows(x_NT: Array) -> Array:
-    return x_NT.reshape(-1, CHUNK, x_NT.shape[1])
-
-  zero = jax.tree.map(jnp.zeros_like, params)
-  return jax.lax.scan(add, zero, (of_rows(task.tokens_NT), of_rows(weight_NT)))[0]
+def _by_place(task: Task, weight_NT: Array) -> Array:
+  """Sums the weights of equal tokens after equal prefixes: [K]."""
+  weight_NT = jnp.where(task.mask_NT, weight_NT, 0)
+  return jnp.zeros(PLACES, weight_NT.dtype).at[task.place_NT].add(weight_NT)
 
 
 def accuracy(logp_NT: Array, task: Task) -> Array:
@@ -152,16 +177,15 @@ def entropy(logp_NT: Array, task: Task) -> Array:
   return -(jnp.exp(total_N) * total_N).sum() / PROMPTS
 
 
-def true_gradient(params: Tree, task: Task) -> Tree:
+def true_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
   """Returns the exact gradient of J: the sum of pi(y) R(y) grad log pi(y)."""
-  return gradient(params, task, _score(table(params, task), task, task.right_N))
+  return gradient(slopes_KP, task, _score(logp_NT, task, task.right_N))
 
 
-def entropy_gradient(params: Tree, task: Task) -> Tree:
+def entropy_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
   """Returns the exact gradient of the entropy of a response."""
-  logp_NT = table(params, task)
   total_N = jnp.where(task.mask_NT, logp_NT, 0).sum(1)
-  return gradient(params, task, _score(logp_NT, task, -total_N))
+  return gradient(slopes_KP, task, _score(logp_NT, task, -total_N))
 
 
 def _score(logp_NT: Array, task: Task, value_N: Array) -> Array:
@@ -187,11 +211,10 @@ def advantages(rule: AdvantageRule) -> tuple[np.ndarray, np.ndarray]:
   return np.asarray(right), np.asarray(wrong)
 
 
-def binomial(rate_Q: np.ndarray) -> np.ndarray:
-  """Returns the probability [Q, G] of k right responses among G - 1 others."""
-  n = GROUP - 1
-  ways = np.asarray([math.comb(n, k) for k in range(GROUP)])
-  k, rate = np.arange(GROUP), np.asarray(rate_Q, np.float64)[:, None]
+def binomial(rate_Q: np.ndarray, n: int = GROUP - 1) -> np.ndarray:
+  """Returns the probability [Q, n + 1] of k right responses among n."""
+  ways = np.asarray([math.comb(n, k) for k in range(n + 1)])
+  k, rate = np.arange(n + 1), np.asarray(rate_Q, np.float64)[:, None]
   return ways * rate**k * (1 - rate) ** (n - k)
 
 
@@ -224,13 +247,8 @@ def expected(rule: Rule, task: Task, tables: Tables) -> Array:
   """
   if rule.whole_batch:
     raise ValueError('the rule reads the whole minibatch: use sampled()')
-  seen_N = tables.seen(task)
-  rate_Q = jax.ops.segment_sum(
-    jnp.where(task.right_N, seen_N, 0), task.prompt_N, PROMPTS
-  )
-  chance_QG = jnp.asarray(binomial(np.asarray(rate_Q)), seen_N.dtype)
+  chance_QG = jnp.asarray(binomial(rates(task, tables)), tables.logp_NT.dtype)
   adv = jnp.asarray(np.stack(advantages(rule.advantage)))  # right, wrong
-
   return _expected(rule, task, tables, chance_QG, adv)
 
 
@@ -252,8 +270,108 @@ def _expected(
   return tables.seen(task)[:, None] * total_NT / PROMPTS
 
 
+def rates(task: Task, tables: Tables) -> np.ndarray:
+  """Returns the probability [Q] of a right response to each prompt under mu."""
+  seen_N = np.asarray(tables.seen(task), np.float64)
+  return np.where(task.right_N, seen_N, 0).reshape(PROMPTS, -1).sum(1)
+
+
+class Moments(NamedTuple):
+  """The update of one group of GROUP responses to a random prompt, over rules R."""
+
+  mean_RP: Array  # of any number of groups
+  square_R: np.ndarray  # mean of |update|^2
+
+
+def moments(
+  rules: Sequence[Rule],
+  task: Task,
+  tables: Tables,
+  slopes_KP: Array,
+  inner_NTT: Array | None = None,
+) -> Moments:
+  """Returns the exact moments of the update of one group under each of the rules.
+
+  The weights of a token are those of an advantage of 1 or -1 times the size of the
+  advantage, as in every rule here. So an update is a sum over the right and the wrong
+  responses of a group, and of two responses only the verdicts matter beside the mean
+  update of a response with this verdict, `side`:
+
+    E |g|^2 = (G E[a_i^2 |d_i|^2] + G (G - 1) E[a_i a_j d_i . d_j]) / G^2, i != j.
+
+  Args:
+    inner_NTT: `inner(task, slopes_KP)`, if it is known.
+
+  Raises:
+    ValueError: the bounds depend on the minibatch: use `sampled`.
+  """
+  if any(rule.whole_batch for rule in rules):
+    raise ValueError('a rule reads the whole minibatch: use sampled()')
+  inner_NTT = inner(task, slopes_KP) if inner_NTT is None else inner_NTT
+  units = [_unit(rule, task, tables, inner_NTT) for rule in rules]
+  side_RVQP = _sides(jnp.stack([place_VK for place_VK, _ in units]), slopes_KP)
+  inner_RQVW = np.asarray(jnp.einsum('rvqp,rwqp->rqvw', side_RVQP, side_RVQP))
+  own_RVQ = np.asarray([own_VQ for _, own_VQ in units], np.float64)
+  rate_Q = rates(task, tables)
+  others_QG, pairs_QG = binomial(rate_Q), binomial(rate_Q, GROUP - 2)
+  size_RVG = np.asarray([advantages(rule.advantage) for rule in rules])
+  size_RVG *= np.asarray([1, -1])[:, None]  # right, wrong
+  mean_RVQ = np.einsum('qg,rvg->rvq', others_QG, size_RVG)
+  square_RVQ = np.einsum('qg,rvg->rvq', others_QG, size_RVG**2)
+  total_R = GROUP * (square_RVQ * own_RVQ).sum((1, 2))
+  for v, w in itertools.product((0, 1), (0, 1)):
+    # A right response (0) is one more among the others of its partner.
+    first_RG = size_RVG[:, v, 1 - w :][:, : GROUP - 1]
+    second_RG = size_RVG[:, w, 1 - v :][:, : GROUP - 1]
+    both_RQ = np.einsum('qg,rg->rq', pairs_QG, first_RG * second_RG)
+    total_R += GROUP * (GROUP - 1) * (both_RQ * inner_RQVW[:, :, v, w]).sum(1)
+  mean_RVQ = jnp.asarray(mean_RVQ / PROMPTS, slopes_KP.dtype)
+  mean_RP = jnp.einsum('rvq,rvqp->rp', mean_RVQ, side_RVQP)
+  return Moments(mean_RP, total_R / GROUP**2 / PROMPTS)
+
+
+@functools.partial(jax.jit, static_argnames='rule')
+def _unit(
+  rule: Rule, task: Task, tables: Tables, inner_NTT: Array
+) -> tuple[Array, Array]:
+  """Returns (mean weights by place [2, K], mean of |d|^2 [2, Q]): right, wrong.
+
+  d is the update of one response with an advantage of 1 if it is right, else -1; means
+  over mu, where a response with the other verdict counts 0.
+  """
+  seen_N, index_N = tables.seen(task), jnp.arange(len(task.right_N))
+  batch = batch_of(task, tables, index_N, jnp.where(task.right_N, 1.0, -1.0))
+  weight_NT = weights_of(rule, tables.logp_NT, batch)
+  verdict_VN = jnp.stack([task.right_N, ~task.right_N])
+  place_VK = jax.vmap(functools.partial(_by_place, task))(
+    (verdict_VN * seen_N)[..., None] * weight_NT
+  )
+  square_N = jnp.einsum('nt,nts,ns->n', weight_NT, inner_NTT, weight_NT)
+  own_VN = verdict_VN * seen_N * square_N
+  return place_VK, own_VN.reshape(2, PROMPTS, -1).sum(2)
+
+
+@jax.jit
+def inner(task: Task, slopes_KP: Array) -> Array:
+  """Returns the inner products [N, T, T] of the slopes of the tokens of a response."""
+
+  def one(row: tuple[Array, Array]) -> Array:
+    slopes_TP = jnp.where(row[1][:, None], slopes_KP[row[0]], 0)
+    return slopes_TP @ slopes_TP.T
+
+  return jax.lax.map(one, (task.place_NT, task.mask_NT), batch_size=256)
+
+
+@jax.jit
+def _sides(place_RVK: Array, slopes_KP: Array) -> Array:
+  """Returns the mean update [R, V, Q, P] of right and wrong responses by prompt."""
+  slopes_QKP = slopes_KP.reshape(PROMPTS, -1, slopes_KP.shape[1])
+  place_RVQK = place_RVK.reshape(*place_RVK.shape[:2], PROMPTS, -1)
+  return jnp.einsum('rvqk,qkp->rvqp', place_RVQK, slopes_QKP)
+
+
 class Sampled(NamedTuple):
-  """Updates from minibatches drawn from mu."""
+  """Updates under one rule from minibatches drawn from mu."""
 
   weight_NT: Array  # mean weight of each token, as in `expected`
   along_MV: np.ndarray  # update . direction, by minibatch and direction
@@ -261,67 +379,57 @@ class Sampled(NamedTuple):
 
 
 def sampled(
-  rule: Rule,
+  rules: Sequence[Rule],
   task: Task,
   tables: Tables,
-  params: Tree,
-  directions: Tree,
+  slopes_KP: Array,
+  directions_VP: Array,
   responses: int,
   minibatches: int,
   seed: int = 0,
-) -> Sampled:
-  """Draws minibatches of whole groups and computes the update of each of them.
+) -> list[Sampled]:
+  """Draws minibatches of whole groups; computes the update of each under each rule.
 
   Args:
-    params: the weights of pi.
-    directions: V directions in the space of the weights: a tree like `params` with one
-      more axis in front.
     responses: responses per minibatch, a multiple of GROUP; prompts are drawn.
   """
-  block = max(1, min(minibatches, CHUNK // responses))
-  total_NT, along, square = jnp.zeros(task.mask_NT.shape), [], []
-  for key in jax.random.split(jax.random.key(seed), -(-minibatches // block)):
-    sizes = {'groups': responses // GROUP, 'block': block}
-    total_NT, *found = _some(
-      rule, task, tables, params, directions, total_NT, key, **sizes
-    )
-    along.append(np.asarray(found[0]))
-    square.append(np.asarray(found[1]))
-  along_MV = np.concatenate(along)
-  return Sampled(total_NT / len(along_MV), along_MV, np.concatenate(square))
+  keys_M = jax.random.split(jax.random.key(seed), minibatches)
+  found = _some(
+    tuple(rules), task, tables, slopes_KP, directions_VP, keys_M, responses // GROUP
+  )
+  return [Sampled(*x) for x in zip(found[0], *map(np.asarray, found[1:]), strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames=('rule', 'groups', 'block'))
+@functools.partial(jax.jit, static_argnames=('rules', 'groups'))
 def _some(
-  rule: Rule,
+  rules: tuple[Rule, ...],
   task: Task,
   tables: Tables,
-  params: Tree,
-  directions: Tree,
-  total_NT: Array,
-  key: Array,
-  *,
+  slopes_KP: Array,
+  directions_VP: Array,
+  keys_M: Array,
   groups: int,
-  block: int,
 ) -> tuple[Array, Array, Array]:
-  """Draws `block` minibatches; returns (sum of token weights, slopes, squares)."""
+  """Returns (mean weights, products with directions, squares), rule by rule."""
   up_to_QR = cumulative(task, tables)
 
   def one(key: Array) -> tuple[Array, Array, Array, Array]:
-    batch, index_B = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
-    weight_BT = weights_of(rule, tables.logp_NT[index_B], batch) / len(index_B)
+    weights = []
+    for rule in rules:  # the same responses for every rule
+      batch, index_B = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
+      found_BT = weights_of(rule, tables.logp_NT[index_B], batch)
+      weights.append(found_BT / (groups * GROUP))
+    weight_RBT = jnp.stack(weights)
+    place_BT = task.place_NT[index_B][:, 1:]
+    flat = weight_RBT[..., 1:].reshape(len(rules), -1)
+    update_RP = flat @ slopes_KP[place_BT.reshape(-1)]
+    along_RV = update_RP @ directions_VP.T
+    return index_B, weight_RBT, along_RV, jnp.square(update_RP).sum(1)
 
-    def weighted(params: Tree) -> Array:
-      return (weight_BT * logp_of(params, batch.tokens_BT)).sum()
-
-    update = jax.grad(weighted)(params)
-    along_V = jax.vmap(optax.tree.vdot, (None, 0))(update, directions)
-    square = jnp.asarray(optax.tree.vdot(update, update))
-    return index_B, weight_BT, jnp.asarray(along_V), square
-
-  index, weight, along, square = jax.vmap(one)(jax.random.split(key, block))
-  rows = weight.reshape(-1, weight.shape[-1])
-  return total_NT.at[index.reshape(-1)].add(rows), along, square
+  index_MB, weight_MRBT, along_MRV, square_MR = jax.lax.map(one, keys_M)
+  zero_RNT = jnp.zeros((len(rules), *task.mask_NT.shape))
+  mean_RNT = zero_RNT.at[:, index_MB].add(jnp.moveaxis(weight_MRBT, 1, 0))
+  return mean_RNT / len(keys_M), jnp.moveaxis(along_MRV, 1, 0), square_MR.T
 
 
 def cumulative(task: Task, tables: Tables) -> Array:
@@ -414,12 +522,12 @@ def train(
   return kept
 
 
-def dot(a: Tree, b: Tree) -> float:
-  """Returns the inner product of two trees."""
-  return float(jnp.asarray(optax.tree.vdot(a, b)))
+def dot(a: Array, b: Array) -> float:
+  """Returns the inner product of two updates."""
+  return float(a @ b)
 
 
-def cosine(a: Tree, b: Tree) -> float:
-  """Returns the cosine of the angle between two trees; nan if one is 0."""
+def cosine(a: Array, b: Array) -> float:
+  """Returns the cosine of the angle between two updates; nan if one is 0."""
   size = math.sqrt(dot(a, a) * dot(b, b))
   return dot(a, b) / size if size else math.nan

@@ -1,6 +1,6 @@
 """Measures rules under the microscope and writes papers/bench/microscope.md.
 
-  python -m lab.microscope_page              measures, and writes results and page
+  python -m lab.microscope_page              measures what is not stored, writes both
   python -m lab.microscope_page --write      writes the page from stored results
 
 One run per seed: a warm start, then UPDATES real updates. pi is the last policy and mu
@@ -9,9 +9,11 @@ update and how it relates to the true gradient of the accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
-  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. A
-  rule whose bounds do not depend on the minibatch has it exactly but for E |g|^2 of
-  one group, which GROUPS groups estimate; the others are sampled at each n;
+  update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. It is
+  exact, except for rules whose bounds depend on the minibatch: these are sampled at
+  each n, beside GRPO on the same minibatches, whose exact moments correct the means;
+- on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
+  is divided by the standard deviation of the group and so is not along grad J;
 - size: the norm of the expected update over that of GRPO on fresh data;
 - entropy: the change of a response's entropy for a step of length 1, nats.
 """
@@ -20,28 +22,26 @@ import functools
 import json
 import math
 import pathlib
+import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from scipy import stats
+from jax import Array
 
 from bapo_jax.algorithms import clip, knobs, loss, masks
-from bapo_jax.runtime import markdown
-from bapo_jax.types import Tree
-from lab import microscope
+from bapo_jax.runtime import files, markdown
+from lab import figures, microscope, outcomes, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
 SEEDS = (0, 1, 2, 3)
 STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
 UPDATES, LR, WARM = 64, 5e-4, 300
-GROUPS = 4096  # groups that estimate the noise of a group
 # Minibatches of each size, for rules that read the whole minibatch.
-MINIBATCHES = {16: 2048, 64: 1024, 256: 512, 1024: 128}
+MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
 
 
 def fixed(low: float, high: float, dual: float = math.inf) -> Any:
@@ -88,35 +88,102 @@ RULES = {
 # The fixed bounds among which the best is taken, to compare with a search.
 GRID = {
   f'[{low:g}, {high:g}]': Rule(clip=fixed(low, high))
-  for low in (0.5, 0.6, 0.7, 0.8, 0.9)
+  for low in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
   for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
 }
 
+TITLE = '# The microscope: rules against the true gradient'
+FEWEST = 2  # seeds of a page: an interval needs two
+ROUNDED = 5e-4  # a difference below it is 0 on the page
+SMALL = FOLDER.parents[1] / 'docs' / 'microscope.png'
+CHOSEN = (
+  'GRPO',
+  'clip-higher',
+  'DCPO',
+  'M2PO',
+  'IcePop',
+  'SAPO',
+  'unclipped',
+  'balanced .42',
+  'balanced .50',
+)
+SEARCHES = ('balanced .42', 'balanced .50')
+CELLS = tuple((k, n) for k in STALENESS if k for n in MINIBATCHES)
+FAMILIES = {
+  'Bounds': (
+    'GRPO',
+    'clip-higher',
+    'dual clip',
+    'GSPO',
+    'DCPO',
+    'unclipped',
+    *SEARCHES,
+  ),
+  'Masks': (
+    'GRPO',
+    'OPSM',
+    'M2PO',
+    'IcePop',
+    'KPop',
+    'DPPO-TV',
+    'DPPO-KL',
+    'balanced .42',
+  ),
+  'Objectives': (
+    'GRPO',
+    'REINFORCE',
+    'TIS',
+    'CISPO',
+    'SAPO',
+    'VESPO',
+    'ASPO',
+    'FIPO',
+    'balanced .42',
+  ),
+}
+SHOWN = {
+  'cosine of the expected update': ('cosine',),
+  'alignment of 16 responses': ('alignment', '16'),
+  'alignment of 1024 responses': ('alignment', '1024'),
+}
+Run = dict[str, Any]  # of a seed: str(staleness) -> figures
+Cell = tuple[int, int]  # staleness, responses
+Contest = tuple[int, int, str]
 
-def measure(seed: int, echo: Any = print) -> dict[str, Any]:
-  """Returns staleness -> rule -> figures, and the accuracies, of one seed."""
+
+def measure(seed: int, path: pathlib.Path, commit: str, echo: Any = print) -> None:
+  """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
+  found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+  if all(str(k) in found for k in STALENESS):
+    return
   task = microscope.enumerate_task()
   kept = microscope.train(
     microscope.warm_start(task, WARM, seed), task, UPDATES, lr=LR, seed=seed
   )
-  params = kept[-1]
-  logp_NT = microscope.table(params, task)
-  truth = microscope.true_gradient(params, task)
-  spread = microscope.entropy_gradient(params, task)
+  logp_NT = microscope.table(kept[-1], task)
+  slopes_KP = microscope.slopes(kept[-1], task)
+  truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
+  spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
+  inner_NTT = microscope.inner(task, slopes_KP)
   fresh = Tables(logp_NT, logp_NT)
-  on_policy = microscope.gradient(params, task, microscope.expected(GRPO, task, fresh))
-  size = math.sqrt(microscope.dot(on_policy, on_policy))
-  found: dict[str, Any] = {'accuracy': float(microscope.accuracy(logp_NT, task))}
+  on_policy = microscope.moments([GRPO], task, fresh, slopes_KP, inner_NTT)
+  on_policy_P = on_policy.mean_RP[0]
+  size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
+  found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in STALENESS:
+    if str(k) in found:
+      continue
     tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
     rows: dict[str, Any] = {}
-    for name, rule in (RULES | GRID).items():
-      update, alignment = _aligned(rule, task, tables, params, truth, seed)
-      length = math.sqrt(microscope.dot(update, update)) or math.nan
+    for name, (update_P, alignment) in updates(
+      task, tables, (slopes_KP, inner_NTT), truth_P, seed
+    ).items():
+      length = math.sqrt(microscope.dot(update_P, update_P)) or math.nan
       rows[name] = {
-        'cosine': microscope.cosine(update, truth),
+        'cosine': microscope.cosine(update_P, truth_P),
+        'on policy': microscope.cosine(update_P, on_policy_P),
         'size': length / size,
-        'entropy': microscope.dot(update, spread) / length,
+        'entropy': microscope.dot(update_P, spread_P) / length,
         'alignment': alignment,
       }
     found[str(k)] = {
@@ -124,29 +191,53 @@ def measure(seed: int, echo: Any = print) -> dict[str, Any]:
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
       'rules': rows,
     }
-    echo(f'seed {seed}, {k} updates old: {len(rows)} rules')
+    files.write(path, json.dumps(found, indent=1) + '\n')
+    echo(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+
+
+def updates(
+  task: Task, tables: Tables, slopes: tuple[Array, Array], truth_P: Array, seed: int
+) -> dict[str, tuple[Array, dict[str, float]]]:
+  """Returns rule -> (expected update, alignment by number of responses).
+
+  `slopes` are those of the policy and their inner products.
+  """
+  slopes_KP, _ = slopes
+  exact = {n: rule for n, rule in (RULES | GRID).items() if not rule.whole_batch}
+  read = {name: rule for name, rule in RULES.items() if rule.whole_batch}
+  unit_P = truth_P / jnp.linalg.norm(truth_P)
+  moments = microscope.moments(list(exact.values()), task, tables, *slopes)
+  found, squares = {}, {}
+  for name, update_P, square in zip(exact, *moments, strict=True):
+    signal = microscope.dot(update_P, update_P)
+    squares[name] = {
+      n: signal + max(0.0, square - signal) * GROUP / n for n in MINIBATCHES
+    }
+    along = microscope.dot(update_P, unit_P)
+    found[name] = update_P, {str(n): _ratio(along, x) for n, x in squares[name].items()}
+  known_P, aligned = found['GRPO'][0], {name: {} for name in read}
+  for n, count in MINIBATCHES.items():
+    # GRPO on the same minibatches has known moments and the same heavy tail: very large
+    # ratios of tokens with A < 0, which no bound of a search cuts.
+    rules, unit_VP = [GRPO, *read.values()], unit_P[None]
+    draw = functools.partial(microscope.sampled, rules, task, tables, slopes_KP)
+    first, *others = draw(unit_VP, n, count, seed)
+    known = microscope.dot(known_P, unit_P)
+    drawn_P = microscope.gradient(slopes_KP, task, first.weight_NT)
+    for name, each in zip(read, others, strict=True):
+      along, slope = controlled(each.along_MV[:, 0], first.along_MV[:, 0], known)
+      square, _ = controlled(each.square_M, first.square_M, squares['GRPO'][n])
+      aligned[name][str(n)] = _ratio(along, max(square, along**2))
+      update_P = microscope.gradient(slopes_KP, task, each.weight_NT)
+      found[name] = update_P - slope * (drawn_P - known_P), aligned[name]
   return found
 
 
-def _aligned(
-  rule: Rule, task: Task, tables: Tables, params: Tree, truth: Tree, seed: int
-) -> tuple[Tree, dict[str, float]]:
-  """Returns (expected update, alignment by number of responses)."""
-  unit = jax.tree.map(lambda x: x[None] / optax.tree.norm(truth), truth)
-  draw = functools.partial(microscope.sampled, rule, task, tables, params, unit)
-  if rule.whole_batch:
-    draws = {n: draw(n, count, seed) for n, count in MINIBATCHES.items()}
-    update = microscope.gradient(params, task, draws[max(draws)].weight_NT)
-    return update, {
-      str(n): _ratio(d.along_MV.mean(), d.square_M.mean()) for n, d in draws.items()
-    }
-  update = microscope.gradient(params, task, microscope.expected(rule, task, tables))
-  signal = microscope.dot(update, update)
-  noise = max(0.0, float(draw(GROUP, GROUPS, seed).square_M.mean()) - signal)
-  along = microscope.dot(update, truth) / float(optax.tree.norm(truth))
-  return update, {
-    str(n): _ratio(along, signal + noise * GROUP / n) for n in MINIBATCHES
-  }
+def controlled(y_M: np.ndarray, x_M: np.ndarray, mean: float) -> tuple[float, float]:
+  """Returns (the mean of y, b): the mean of y - b (x - mean), b of least variance."""
+  spread = float(x_M.var())
+  slope = float(((x_M - x_M.mean()) * (y_M - y_M.mean())).mean()) / (spread or math.inf)
+  return float(y_M.mean()) - slope * (float(x_M.mean()) - mean), slope
 
 
 def _ratio(along: float, square: float) -> float:
@@ -161,133 +252,260 @@ def _spread(tables: Tables, task: Task) -> float:
   return float(jnp.sqrt((share_NT * (gap_NT - mean) ** 2).sum() / share_NT.sum()))
 
 
-def over_seeds(runs: list[dict[str, Any]], *path: str) -> tuple[float, float]:
-  """Returns (mean, half of the 95 % t interval) over seeds of a figure."""
-  values = []
+def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
+  """Returns a figure of a rule at a staleness, of every seed; 0 without an update."""
+  found = []
   for run in runs:
-    value: Any = run
+    value = run[str(k)]['rules'][name]
     for key in path:
       value = value[key]
-    values.append(value)
-  return interval(np.asarray(values, float))
+    found.append(value)
+  return np.nan_to_num(np.asarray(found, float))
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-  """Returns the mean and half of its 95 % t interval; 0 for a single value."""
-  if len(values) < 2:
-    return float(values.mean()), 0.0
-  found = stats.ttest_1samp(values, 0).confidence_interval()
-  return float(values.mean()), float(found.high - found.low) / 2
+  """Returns the mean and half of its 95 % t interval; 0 for equal values."""
+  low, high = outcomes.t_interval(values)
+  return float(values.mean()), (high - low) / 2
+
+
+def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:
+  """Returns the fixed bounds with the largest mean alignment over seeds and cells."""
+
+  def mean(name: str) -> float:
+    return float(
+      np.mean([values(runs, k, name, 'alignment', str(n)) for k, n in cells])
+    )
+
+  return max(GRID, key=mean)
 
 
 def contest(
-  runs: list[dict[str, Any]], k: int, n: int, rule: str
-) -> tuple[str, float, float]:
-  """Compares a rule with the best fixed bounds; returns (bounds, gap, half interval).
+  runs: Sequence[Run], cell: Cell, rule: str, cells: Sequence[Cell], hindsight: bool
+) -> tuple[list[str], np.ndarray]:
+  """Compares a rule with the best fixed bounds, in the alignment of a cell.
 
-  The best bounds have the largest mean alignment over the seeds, at this staleness and
-  batch size: chosen with hindsight, which favours them.
+  The bounds are the best of `cells`: in hindsight, which favours them, the best of all
+  seeds; else, for every seed, the best of the other seeds.
+
+  Returns:
+    The bounds and the gap, rule less bounds, of every seed.
+
+  Raises:
+    ValueError: there are no other seeds.
   """
+  if len(runs) < FEWEST:
+    raise ValueError(f'{len(runs)} complete seeds; measure at least {FEWEST}')
+  path = 'alignment', str(cell[1])
+  chosen = []
+  for i in range(len(runs)):
+    others = runs if hindsight else [*runs[:i], *runs[i + 1 :]]
+    chosen.append(best(others, cells))
+  fixed_S = [
+    values([run], cell[0], name, *path)[0]
+    for run, name in zip(runs, chosen, strict=True)
+  ]
+  return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
 
-  def values(name: str) -> np.ndarray:
-    return np.asarray([r[str(k)]['rules'][name]['alignment'][str(n)] for r in runs])
 
-  best = max(GRID, key=lambda name: values(name).mean())
-  return best, *interval(values(rule) - values(best))
+def contests(runs: Sequence[Run], hindsight: bool = False) -> dict[Contest, np.ndarray]:
+  """Returns (staleness, responses, search) -> gap of every seed, in the same cell."""
+  return {
+    (*cell, rule): contest(runs, cell, rule, [cell], hindsight)[1]
+    for cell in CELLS
+    for rule in SEARCHES
+  }
 
 
-def page(runs: list[dict[str, Any]]) -> str:
-  """Returns the page: a table of cosines, one of alignment, and the contest."""
-  rows = {}
-  for what, n in (('cosine', None), ('alignment', '16'), ('alignment', '1024')):
-    table = []
-    for name in RULES:
-      cells = []
-      for k in STALENESS:
-        tail = [what] if n is None else [what, n]
-        mean, half = over_seeds(runs, str(k), 'rules', name, *tail)
-        cells.append(f'{mean:.3f} ± {half:.3f}')
-      table.append((name, *cells))
-    head = ('rule', *(f'k = {k}' for k in STALENESS))
-    rows[what, n] = markdown.table(table, head, 'l' + 'r' * len(STALENESS))
+def conclusion(runs: Sequence[Run]) -> str:
+  """Returns the sentence that a reader can cite."""
+  gaps = {key: interval(gap_S) for key, gap_S in contests(runs).items()}
+  above = [key for key, (mean, half) in gaps.items() if mean - half > ROUNDED]
+  below = [key for key, (mean, half) in gaps.items() if mean + half < -ROUNDED]
+  most = max(above or gaps, key=lambda key: gaps[key][0])
+  k, n, rule = most
+  measure = (
+    'alignment with the true gradient (the cosine of the update of one minibatch, its '
+    f'noise counted; {len(runs)} seeds, 95 % t intervals, fixed bounds chosen on the '
+    'other seeds)'
+  )
+  where = f'{k} updates of staleness and {n} responses'
+  size = f'by {signed(*gaps[most])}'
+  if not above:
+    return (
+      'Adaptation of the bounds nowhere brings the update closer to the true gradient '
+      f'than the best fixed bounds: in none of {len(gaps)} comparisons (1 to 64 '
+      'updates of staleness, 16 to 1024 responses, two targets) is its gain in '
+      f'{measure} above 0, in {len(below)} it is below; it is largest, '
+      f'{signed(*gaps[most])}, at {where} ({rule}).'
+    )
+  return (
+    'Adaptation of the bounds brings the update closer to the true gradient than the '
+    f'best fixed bounds in {len(above)} of {len(gaps)} comparisons, most at {where} '
+    f'({rule}), {size} in {measure}; in {len(below)} it is farther away.'
+  )
+
+
+def signed(mean: float, half: float) -> str:
+  """Formats a difference and half its interval."""
+  return f'{mean:+.3f} ± {half:.3f}'
+
+
+def rule_table(runs: Sequence[Run], *path: str) -> str:
+  """Formats a figure of every rule at every staleness."""
+  rows = []
+  for name in RULES:
+    found = (interval(values(runs, k, name, *path)) for k in STALENESS)
+    rows.append((name, *(f'{mean:.3f} ± {half:.3f}' for mean, half in found)))
+  head = ('rule', *(f'k = {k}' for k in STALENESS))
+  return markdown.table(rows, head, 'l' + 'r' * len(STALENESS))
+
+
+def contest_table(runs: Sequence[Run]) -> str:
+  """Formats the gaps to the best fixed bounds, chosen in three ways."""
+  head = ['k', 'responses', 'best fixed bounds', 'alignment']
+  for rule in SEARCHES:
+    target = rule.removeprefix('balanced ')
+    head += [f'{target}: this cell', 'other seeds', 'one pair']
+  rows = []
+  for cell in CELLS:
+    k, n = cell
+    bounds = best(runs, [cell])
+    mean = values(runs, k, bounds, 'alignment', str(n)).mean()
+    row = [str(k), str(n), bounds, f'{mean:.3f}']
+    for rule in SEARCHES:
+      for cells, hindsight in (([cell], True), ([cell], False), (CELLS, False)):
+        row.append(signed(*interval(contest(runs, cell, rule, cells, hindsight)[1])))
+    rows.append(row)
+  return markdown.table(rows, head, 'rrlr' + 'r' * 3 * len(SEARCHES))
+
+
+def page(runs: Sequence[Run]) -> str:
+  """Returns the page: the conclusion, the figure, and the tables."""
+  if len(runs) < FEWEST:
+    return f'{TITLE}\n\nNot finished: {len(runs)} of {len(SEEDS)} seeds are measured.'
   spread = ', '.join(
-    f'{over_seeds(runs, str(k), "spread of log r")[0]:.3f}' for k in STALENESS
+    f'{np.mean([r[str(k)]["spread of log r"] for r in runs]):.3f}' for k in STALENESS
   )
-  contests = []
-  for k in STALENESS:
-    for n in MINIBATCHES:
-      cells = []
-      for rule in ('balanced .42', 'balanced .50'):
-        best, gap, half = contest(runs, k, n, rule)
-        cells.append(f'{gap:+.3f} ± {half:.3f}')
-      contests.append((str(k), str(n), best, *cells))
-  found = markdown.table(
-    contests,
-    ('k', 'responses', 'best fixed bounds', 'balanced .42 less best', '.50 less best'),
-    'rrlrr',
-  )
+  accuracy, half = interval(np.asarray([run['accuracy'] for run in runs]))
+  commits = ', '.join(dict.fromkeys(f'`{run["commit"][:12]}`' for run in runs))
+  one_pair = best(runs, CELLS)
   return '\n\n'.join(
     [
-      '# The microscope: rules against the true gradient',
-      f'Written by `python -m lab.microscope_page`; {len(runs)} seeds, means with 95 % '
-      't intervals over seeds. Definitions: [lab/microscope_page.py]'
-      '(../../lab/microscope_page.py). The policy has '
-      f'{microscope.transformer.count(microscope.SPEC):,} parameters, and every one of '
-      f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to '
-      f'{microscope.PROMPTS} prompts is enumerated. k is the number of updates between '
-      f'the policy that sampled and the policy that learns; the standard deviation of '
-      f'log r is {spread}.',
+      TITLE,
+      f'**Conclusion:** {conclusion(runs)}',
       '![cosine and alignment against staleness](figures/microscope.png)',
+      f'Written by `python -m lab.microscope_page`, which measures what is missing; '
+      f'{len(runs)} of {len(SEEDS)} seeds, at {commits}; means with 95 % t intervals '
+      'over the seeds. Raw results: [results/microscope](results/microscope). A seed '
+      'takes about four minutes of a core. The policy has '
+      f'{microscope.transformer.count(microscope.SPEC):,} parameters and an accuracy J '
+      f'of {accuracy:.3f} ± {half:.3f}, and every one of '
+      f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to each of '
+      f'{microscope.PROMPTS} prompts is enumerated: the gradient of J is exact, and so '
+      'is the expected update of every rule.',
+      '- **k**: updates between the policy that sampled and the policy that learns. '
+      f'The standard deviation of log r is {spread} at k = '
+      f'{", ".join(map(str, STALENESS))}.\n'
+      '- **cosine**: between the expected update and the true gradient: the bias of a '
+      'rule, without noise.\n'
+      '- **alignment** of n responses: the cosine of the update of one minibatch, its '
+      'noise counted: E[g . u] / sqrt(E |g|^2), u the direction of the true gradient.\n'
+      '- The update of GRPO on fresh data does not point along grad J, because its '
+      'advantage is divided by the standard deviation of the group.\n'
+      '- All is exact except the updates of rules that read the whole minibatch '
+      '(the searches and M2PO), which are sampled: means over '
+      f'{MINIBATCHES[1024]} minibatches of 1024 responses to {MINIBATCHES[16]} of 16.\n'
+      '- The bounds of GSPO, .9997 and 1.0004, are made for long responses; a ratio of '
+      'four tokens leaves them after one update.',
       '## Cosine of the expected update and the true gradient',
-      rows['cosine', None],
-      '## Alignment of one minibatch of 16 responses',
-      rows['alignment', '16'],
-      '## Alignment of one minibatch of 1024 responses',
-      rows['alignment', '1024'],
-      '## A search against the best fixed bounds',
-      'The best of 35 pairs of fixed bounds, chosen with hindsight at each staleness '
-      'and batch size.',
-      found,
+      rule_table(runs, 'cosine'),
+      '## Alignment of 16 responses',
+      rule_table(runs, 'alignment', '16'),
+      '## Alignment of 1024 responses',
+      rule_table(runs, 'alignment', '1024'),
+      '## Searched bounds against fixed bounds',
+      f'Alignment of the search (targets {" and ".join(SEARCHES)}) less that of the '
+      f'best of {len(GRID)} pairs of fixed bounds. Best in three ways: in *this cell*, '
+      'in hindsight; in this cell on the *other seeds*; and *one pair* for all cells, '
+      f'on the other seeds (on all seeds {one_pair}). At k = 0 all ratios are 1 and no '
+      'bound cuts.',
+      contest_table(runs),
     ]
   )
 
 
-def draw(runs: list[dict[str, Any]]) -> Any:
-  """Returns a figure: a panel per quantity, a line per rule over staleness."""
+def colour(name: str) -> str:
+  """Returns the colour of a rule: that of its arm in the figures of papers/."""
+  known = {'balanced .42': 'balanced'}
+  arm = known.get(name, re.sub(r'\W+', '_', name.lower()))
+  return figures.COLOURS[arm]
+
+
+def draw(
+  runs: Sequence[Run],
+  shown: Mapping[str, Sequence[str]] = SHOWN,
+  families: Mapping[str, Sequence[str]] = FAMILIES,
+) -> Any:
+  """Returns a figure: a column per family of rules, a row per quantity."""
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(13, 4.6), layout='constrained')
-  axes = figure.subplots(1, 3, sharey=False)
-  styles = ('-', '--', ':')
-  panels = (
-    ('cosine of the expected update with grad J', ['cosine']),
-    ('alignment of 16 responses', ['alignment', '16']),
-    ('alignment of 1024 responses', ['alignment', '1024']),
+  size = 4.4 * len(families), 3.2 * len(shown) + 1.4
+  figure = Figure(figsize=size, layout='constrained')
+  axes = figure.subplots(
+    len(shown), len(families), sharex=True, sharey='row', squeeze=False
   )
   x = np.arange(len(STALENESS))
-  for axis, (title, path) in zip(axes, panels, strict=True):
-    for i, name in enumerate(RULES):
-      y = [over_seeds(runs, str(k), 'rules', name, *path)[0] for k in STALENESS]
-      axis.plot(x, y, styles[i // 10], color=f'C{i % 10}', label=name, linewidth=1.4)
-    axis.set_title(title, fontsize=10)
-    axis.set_xticks(x, [str(k) for k in STALENESS])
-    axis.set_xlabel('updates between mu and pi')
-  axes[-1].legend(fontsize=7, loc='center left', bbox_to_anchor=(1.0, 0.5))
+  for (title, path), row in zip(shown.items(), axes, strict=True):
+    for (family, names), ax in zip(families.items(), row, strict=True):
+      for i, name in enumerate(names):
+        found = [interval(values(runs, k, name, *path)) for k in STALENESS]
+        mean, half = np.asarray(found).T
+        moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
+        style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
+        width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
+        ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
+      ax.axhline(0, color='#777777', lw=0.6)
+      ax.set_xticks(x, [str(k) for k in STALENESS])
+      ax.spines[['top', 'right']].set_visible(False)
+      if row is axes[0]:
+        ax.set_title(family, fontsize=12)
+      if row is axes[-1]:
+        ax.set_xlabel('updates between mu and pi')
+        place = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
+        ax.legend(fontsize=9, ncols=3, frameon=False, **place)
+    row[0].set_ylabel(title)
   return figure
 
 
 def main(*flags: str) -> None:
-  """Measures if asked to, then writes page and figure."""
+  """Measures if asked to, then writes page and figure of the complete seeds."""
   results = FOLDER / 'results' / 'microscope'
-  results.mkdir(parents=True, exist_ok=True)
-  (FOLDER / 'figures').mkdir(exist_ok=True)
   if '--write' not in flags:
+    commit = sweep.commit()
     for seed in SEEDS:
-      text = json.dumps(measure(seed), indent=1)
-      (results / f'{seed}.json').write_text(text + '\n')
-  runs = [json.loads((results / f'{seed}.json').read_text()) for seed in SEEDS]
-  (FOLDER / 'microscope.md').write_text(page(runs) + '\n')
-  draw(runs).savefig(FOLDER / 'figures' / 'microscope.png', dpi=110)
+      measure(seed, results / f'{seed}.json', commit)
+  runs = read()
+  files.write(FOLDER / 'microscope.md', page(runs) + '\n')
+  if len(runs) < FEWEST:
+    return
+  (FOLDER / 'figures').mkdir(exist_ok=True)
+  drawn = {FOLDER / 'figures' / 'microscope.png': draw(runs), SMALL: small(runs)}
+  for path, figure in drawn.items():
+    figure.savefig(path, dpi=100, metadata={'Software': None})
+
+
+def small(runs: Sequence[Run]) -> Any:
+  """Returns the figure of the README: the cosine under some of the rules."""
+  shown = {'cosine with the true gradient': ('cosine',)}
+  return draw(runs, shown, {'Expected update of a rule': CHOSEN})
+
+
+def read() -> list[Run]:
+  """Returns the stored results of the seeds that are complete."""
+  paths = sorted((FOLDER / 'results' / 'microscope').glob('*.json'))
+  found = [json.loads(path.read_text()) for path in paths]
+  return [run for run in found if all(str(k) in run for k in STALENESS)]
 
 
 if __name__ == '__main__':

@@ -18,6 +18,7 @@ NOTEBOOKS = {
   '3_batch_rule.ipynb': ('in the hard part, at every step: True', 6),
   '4_your_run.ipynb': ('clip.rule: fixed | balanced', 3),
   '5_counterfactual.ipynb': ('Freed: ', 4),
+  '6_microscope.ipynb': ('cosine with the true gradient', 1),
 }
 
 

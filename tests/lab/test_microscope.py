@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
+from lab.microscope_page import RULES as RULES_OF_PAGE
 from tests import making
 
 
@@ -25,10 +27,15 @@ def weights():
   return kept[8], kept[-1]
 
 
+@functools.cache
+def slopes():
+  return microscope.slopes(weights()[1], task())
+
+
 @pytest.fixture(scope='module', autouse=True)
 def trained():
   """Trains the weights before the first test, whose limit does not count them."""
-  weights()
+  slopes()
 
 
 def tables(stale=True):
@@ -38,16 +45,16 @@ def tables(stale=True):
 
 
 def moved(params, direction, by):
-  return jax.tree.map(lambda x, d: x + by * d, params, direction)
+  flat_P, unflatten = ravel_pytree(params)
+  return unflatten(flat_P + by * direction)
 
 
 def directions(count, seed=0):
   """Random directions of length 1."""
   rng = np.random.default_rng(seed)
   for _ in range(count):
-    v = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), weights()[1])
-    size = microscope.dot(v, v) ** 0.5
-    yield jax.tree.map(lambda x, size=size: (x / size).astype(jnp.float32), v)
+    v_P = rng.normal(size=slopes().shape[1])
+    yield jnp.asarray(v_P / np.linalg.norm(v_P), jnp.float32)
 
 
 def test_the_task_by_hand():
@@ -72,11 +79,10 @@ def test_gradients_agree_with_finite_differences(name):
     'accuracy': microscope.true_gradient,
     'entropy': microscope.entropy_gradient,
   }[name]
-  slope = make(params, task())
+  slope = make(slopes(), microscope.table(params, task()), task())
   # Along the gradient itself, where rounding of float32 matters least, and at random.
   size = microscope.dot(slope, slope) ** 0.5
-  own = jax.tree.map(lambda x: x / size, slope)
-  for direction in (own, *directions(2)):
+  for direction in (slope / size, *directions(2)):
     step = 0.02
     up, down = (
       value(microscope.table(moved(params, direction, by), task()), task())
@@ -90,7 +96,7 @@ def test_on_policy_grpo_follows_the_gradient_of_its_own_objective():
   """The update is sum over prompts of (a_right - a_wrong) grad J_q, exactly."""
   found = tables(stale=False)
   update = microscope.gradient(
-    weights()[1], task(), microscope.expected(GRPO, task(), found)
+    slopes(), task(), microscope.expected(GRPO, task(), found)
   )
   seen_N, right = found.seen(task()), np.asarray(task().right_N)
   rate_Q = np.where(right, np.asarray(seen_N), 0).reshape(PROMPTS, -1).sum(1)
@@ -110,8 +116,8 @@ def test_on_policy_grpo_follows_the_gradient_of_its_own_objective():
   weight_NT = jnp.asarray(
     np.asarray(seen_N)[:, None] * weight_N[:, None] * mask_NT / PROMPTS / 4, jnp.float32
   )
-  wanted = microscope.gradient(weights()[1], task(), weight_NT)
-  gap = jax.tree.map(jnp.subtract, update, wanted)
+  wanted = microscope.gradient(slopes(), task(), weight_NT)
+  gap = update - wanted
   size = microscope.dot(wanted, wanted) ** 0.5
   assert microscope.dot(gap, gap) ** 0.5 < 1e-5 * max(1, size) + 2e-5 * size
 
@@ -134,16 +140,15 @@ RULES = {
 )
 def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   """Means over minibatches lie within so many standard errors of it."""
-  rule, found, params = RULES[name], tables(), weights()[1]
-  chosen = list(directions(6))
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *chosen)
+  rule, found, chosen = RULES[name], tables(), jnp.stack([*directions(6)])
 
   def along(weight_NT):
-    update = microscope.gradient(params, task(), weight_NT)
-    return np.asarray([microscope.dot(update, v) for v in chosen])
+    return np.asarray(chosen @ microscope.gradient(slopes(), task(), weight_NT))
 
   exact_V = along(microscope.expected(rule, task(), found))
-  drawn = microscope.sampled(rule, task(), found, params, stacked, 16, minibatches)
+  (drawn,) = microscope.sampled(
+    [rule], task(), found, slopes(), chosen, 16, minibatches
+  )
   error_V = drawn.along_MV.std(0, ddof=1) / len(drawn.along_MV) ** 0.5
   gap_V = (drawn.along_MV.mean(0) - exact_V) / error_V
   assert np.abs(gap_V).max() < allowed, gap_V
@@ -153,16 +158,57 @@ def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   )
 
 
-def test_the_length_of_an_update_is_that_of_its_gradient():
-  """One minibatch: its token weights give the update whose square is reported."""
-  found, params = tables(), weights()[1]
-  direction = jax.tree.map(lambda x: x[None], next(directions(1)))
-  drawn = microscope.sampled(GRPO, task(), found, params, direction, 4096, 1, seed=3)
-  update = microscope.gradient(params, task(), drawn.weight_NT)
-  assert drawn.square_M == pytest.approx(microscope.dot(update, update), rel=1e-4)
+def test_the_update_of_a_minibatch_is_the_gradient_of_its_network():
+  """Its token weights, differentiated through the network, give the same update."""
+  rules, params, chosen = (
+    [GRPO, RULES['SAPO']],
+    weights()[1],
+    jnp.stack([*directions(2)]),
+  )
+  drawn = microscope.sampled(rules, task(), tables(), slopes(), chosen, 64, 1, seed=3)
+  for found in drawn:
+
+    def weighted(params, found=found):
+      return (found.weight_NT * microscope.table(params, task())).sum()
+
+    update_P, _ = ravel_pytree(jax.grad(weighted)(params))
+    assert found.square_M == pytest.approx(float(update_P @ update_P), rel=1e-4)
+    np.testing.assert_allclose(found.along_MV[0], chosen @ update_P, rtol=1e-3)
+
+
+def test_moments_agree_with_the_expected_update_and_with_sampling():
+  names, minibatches = ['GSPO', 'SAPO'], 4000
+  rules, found = [RULES[name] for name in names], tables()
+  exact = microscope.moments(rules, task(), found, slopes())
+  chosen = jnp.stack([*directions(1)])
+  drawn = microscope.sampled(rules, task(), found, slopes(), chosen, 8, minibatches)
+  for rule, update_P, square, each in zip(rules, *exact, drawn, strict=True):
+    wanted_P = microscope.gradient(
+      slopes(), task(), microscope.expected(rule, task(), found)
+    )
+    np.testing.assert_allclose(update_P, wanted_P, atol=1e-4 * np.abs(wanted_P).max())
+    error = each.square_M.std(ddof=1) / minibatches**0.5
+    assert error < 0.05 * square
+    assert abs(each.square_M.mean() - square) < 4 * error
+
+
+@pytest.mark.parametrize('name', [n for n, r in RULES_OF_PAGE.items() if not r[-1]])
+def test_weights_grow_with_the_size_of_the_advantage(name):
+  """As `moments` assumes of every rule of the page."""
+  rule, found = RULES_OF_PAGE[name], tables()
+  index_B = jnp.arange(0, 4 * 8**4, 97)
+  adv_B = jnp.where(task().right_N[index_B], 1.0, -1.0)
+
+  def weight_of(size):
+    batch = microscope.batch_of(task(), found, index_B, size * adv_B)
+    return microscope.weights_of(rule, found.logp_NT[index_B], batch)
+
+  np.testing.assert_allclose(weight_of(2.5), 2.5 * weight_of(1.0), rtol=1e-5, atol=1e-7)
 
 
 def test_bounds_of_the_minibatch_have_no_exact_update():
   rule = Rule(clip=clip.balanced, whole_batch=True)
   with pytest.raises(ValueError, match='use sampled'):
     microscope.expected(rule, task(), tables())
+  with pytest.raises(ValueError, match='use sampled'):
+    microscope.moments([rule], task(), tables(), slopes())
