@@ -456,8 +456,8 @@ def draw(
     len(shown), len(families), sharex=True, sharey='row', squeeze=False
   )
   x = np.arange(len(STALENESS))
-  for (title, path), row in zip(shown.items(), axes, strict=True):
-    for (family, names), ax in zip(families.items(), row, strict=True):
+  for r, (title, path) in enumerate(shown.items()):
+    for (family, names), ax in zip(families.items(), axes[r], strict=True):
       for i, name in enumerate(names):
         found = [interval(values(runs, k, name, *path)) for k in STALENESS]
         mean, half = np.asarray(found).T
@@ -468,13 +468,13 @@ def draw(
       ax.axhline(0, color='#777777', lw=0.6)
       ax.set_xticks(x, [str(k) for k in STALENESS])
       ax.spines[['top', 'right']].set_visible(False)
-      if row is axes[0]:
+      if r == 0:
         ax.set_title(family, fontsize=12)
-      if row is axes[-1]:
+      if r == len(shown) - 1:
         ax.set_xlabel('updates between mu and pi')
         place = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
         ax.legend(fontsize=9, ncols=3, frameon=False, **place)
-    row[0].set_ylabel(title)
+    axes[r, 0].set_ylabel(title)
   return figure
 
 

@@ -137,7 +137,8 @@ def write_results(folder, arms, accuracies):
 def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
   tmp_path, capsys
 ):
-  # Mean .5 and .65; differences .1 and .2, with the mean .15.
+  # Mean .5 and .65; differences .1 and .2, with the mean .15, its standard error .05, and
+  # 12.706 standard errors on either side: 95 % of a t distribution with one degree.
   accuracies = {'a': (0.4, 0.6), 'b': (0.5, 0.8)}
   description = write_results(tmp_path, 'ab', accuracies)
   assert sweep.main([description, f'--results={tmp_path}/results', '--table']) == 0
@@ -146,7 +147,7 @@ def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
   assert '| a | 2 | 0.250 | 0.500 ± 0.100 | 0.500 | 0.500 |' in text
   assert '| b | 2 | 0.250 | 0.650 ± 0.150 | 0.500 | 0.500 |' in text
   assert '| a | 2 | 3.000 | 2.000 | 3.000 | 9.000 |' in text
-  assert '| b minus a | +0.150 | +0.100 to +0.200 | 2 of 2 |' in text
+  assert '| b minus a | +0.150 | -0.485 to +0.785 | 2 of 2 |' in text
 
 
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
