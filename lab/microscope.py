@@ -342,12 +342,12 @@ def _unit(
   seen_N, index_N = tables.seen(task), jnp.arange(len(task.right_N))
   batch = batch_of(task, tables, index_N, jnp.where(task.right_N, 1.0, -1.0))
   weight_NT = weights_of(rule, tables.logp_NT, batch)
-  verdict_VN = jnp.stack([task.right_N, ~task.right_N])
+  seen_VN = jnp.stack([task.right_N, ~task.right_N]) * seen_N[None]
   place_VK = jax.vmap(functools.partial(_by_place, task))(
-    (verdict_VN * seen_N)[..., None] * weight_NT
+    seen_VN[..., None] * weight_NT[None]
   )
   square_N = jnp.einsum('nt,nts,ns->n', weight_NT, inner_NTT, weight_NT)
-  own_VN = verdict_VN * seen_N * square_N
+  own_VN = seen_VN * square_N[None]
   return place_VK, own_VN.reshape(2, PROMPTS, -1).sum(2)
 
 

@@ -137,8 +137,8 @@ def write_results(folder, arms, accuracies):
 def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
   tmp_path, capsys
 ):
-  # Mean .5 and .65; differences .1 and .2, with the mean .15, its standard error .05, and
-  # 12.706 standard errors on either side: 95 % of a t distribution with one degree.
+  # Mean .5 and .65; differences .1 and .2: mean .15, standard error .05. The t
+  # distribution with one degree of freedom has 95 % within 12.706 standard errors.
   accuracies = {'a': (0.4, 0.6), 'b': (0.5, 0.8)}
   description = write_results(tmp_path, 'ab', accuracies)
   assert sweep.main([description, f'--results={tmp_path}/results', '--table']) == 0

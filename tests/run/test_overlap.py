@@ -28,18 +28,19 @@ CELLS = {
   'batch': {'clip.rule': 'fixed'} | ADAPTED,
   'both': {'clip.rule': 'balanced'} | ADAPTED,
 }
+BESIDE = {'mesh.rollout': 1}
 SAVED = (3, 6)
 KNOBS = {'steps': 6, 'evaluate.every': 3, 'checkpoint.every': 3, 'checkpoint.keep': 9}
 
 
-def trained(workdir, monkeypatch, devices, **knobs):
-  """Trains on the first devices; returns the run after each checkpoint."""
+def trained(workdir, monkeypatch, devices, saved=SAVED, **knobs):
+  """Trains on the first devices; returns the run after each of these steps."""
   with monkeypatch.context() as patch:
     some = jax.devices()[:devices]
     patch.setattr(jax, 'devices', lambda *_: some)
     patch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
     assert experiment.train(tiny(**KNOBS | knobs), str(workdir)) == 0
-  return [last_run(workdir, step) for step in SAVED]
+  return [last_run(workdir, step) for step in saved]
 
 
 def texts(workdir):
@@ -73,16 +74,32 @@ def compared(warm, monkeypatch, cell, depth, partial, devices=1):
   return ahead
 
 
-@pytest.mark.parametrize(('depth', 'partial'), [(2, False), (1, True)])
-def test_beside_equals_ahead(warm, monkeypatch, depth, partial):
-  rows = compared(warm, monkeypatch, 'both', depth, partial)[-1].rows
-  # Groups of the first weights are 0, 1, 2 ... steps old until the depth is reached.
+def start(workdir, devices, **knobs):
+  """Starts a run in a process with this many devices of its CPU."""
+  given = runs.command(workdir, **KNOBS | knobs)
+  flags = f'{runs.FLAGS} --xla_force_host_platform_device_count={devices}'
+  given['env'] |= {'XLA_FLAGS': flags}
+  return subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_beside_equals_ahead(warm):
+  # Short responses earn more, so that every group teaches.
+  knobs = CELLS['both'] | PARTIAL | {'rollout.depth': 2}
+  reward = f'{runs.ROOT}/tests/my_functions.py:brief'
+  knobs |= {'rewards.rule': reward, 'rewards.right_from': 1 / 6}  # up to 5 tokens
+  folders = warm('ahead'), warm('beside')
+  started = start(folders[0], 1, **knobs), start(folders[1], 2, **knobs | BESIDE)
+  for process in started:
+    output = process.communicate()[0]
+    assert process.returncode == 0, output.decode()
+  ahead, beside = ([last_run(x, step) for step in SAVED] for x in folders)
+  check_equal(ahead, beside, folders)
+  rows = ahead[-1].rows
   ages = [float(rows[step]['rollout/age']) for step in range(1, 7)]
-  whole = [min(step, depth) for step in range(6)]
-  assert partial or ages == whole
-  assert np.all(np.asarray(ages) >= whole)
-  reevaluated = [float(rows[step]['batch/reevaluated']) for step in range(1, 7)]
-  assert max(reevaluated) > 0 and float(rows[6]['learner/updates']) > 6
+  assert np.all(np.asarray(ages) >= [0, 1, 2, 2, 2, 2])
+  assert float(rows[6]['learner/updates']) > 6
+  assert (folders[1] / 'timeline.png').exists()
+  assert 'ran beside each other' in (folders[1] / 'report.html').read_text()
 
 
 @pytest.mark.nightly
@@ -113,18 +130,18 @@ def test_a_depth_of_0_is_the_synchronous_run_and_1_another(warm, monkeypatch):
     assert off == [False, depth > 0, depth > 0], ratios
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize('partial', [False, True])
 def test_a_resumed_run_has_the_groups_in_flight(warm, monkeypatch, partial):
-  knobs = CELLS['both'] | {'rollout.depth': 2} | (PARTIAL if partial else {})
-  whole, parts = warm('whole'), warm('parts')
-  unbroken = trained(whole, monkeypatch, 2, **knobs, **{'mesh.rollout': 1})
-  config = tiny(**KNOBS | knobs | {'steps': 3})
-  # Ahead on one device, then beside on two.
-  assert runs.train(config, parts, making.OddVerifier) == 0
-  resumed = trained(parts, monkeypatch, 2, **knobs, **{'mesh.rollout': 1})
-  assert unbroken[1].scalars == resumed[1].scalars
-  assert unbroken[1].rows == resumed[1].rows
-  assert same(unbroken[1].arrays, resumed[1].arrays)
+  knobs = CELLS['both'] | {'rollout.depth': 2, 'mesh.rollout': 1}
+  knobs |= PARTIAL if partial else {}
+  (whole,) = trained(warm('whole'), monkeypatch, 2, (6,), **knobs)
+  parts = warm('parts')
+  trained(parts, monkeypatch, 2, (3,), **knobs | {'steps': 3})
+  (resumed,) = trained(parts, monkeypatch, 2, (6,), **knobs)
+  assert whole.scalars == resumed.scalars
+  assert whole.rows == resumed.rows
+  assert same(whole.arrays, resumed.arrays)
 
 
 class Failing(Verifier):
@@ -151,21 +168,14 @@ def test_a_failure_of_the_sampler_ends_the_run(warm, monkeypatch):
 
 @pytest.mark.nightly
 def test_ten_kills_change_nothing(warm):
-  knobs = CELLS['both'] | {'rollout.depth': 2, 'mesh.rollout': 1, 'steps': 12}
+  knobs = CELLS['both'] | BESIDE | {'rollout.depth': 2, 'steps': 12}
   knobs |= PARTIAL | {'checkpoint.every': 1, 'evaluate.every': 4, 'checkpoint.keep': 2}
-  flags = f'{runs.FLAGS} --xla_force_host_platform_device_count=2'
-
-  def start(workdir):
-    given = runs.command(workdir, **knobs)
-    given['env'] |= {'XLA_FLAGS': flags}
-    return subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
   whole, broken = warm('whole'), warm('broken')
   began = time.monotonic()
-  assert start(whole).wait() == 0
+  assert start(whole, 2, **knobs).wait() == 0
   seconds, draw, kills = time.monotonic() - began, random.Random(0), 0
   while kills < 10:
-    process = start(broken)
+    process = start(broken, 2, **knobs)
     try:
       process.wait(draw.uniform(0.2, 1.0) * seconds)
       if process.returncode == 0:
@@ -174,7 +184,7 @@ def test_ten_kills_change_nothing(warm):
       process.kill()
       process.wait()
       kills += 1
-  done = start(broken)
+  done = start(broken, 2, **knobs)
   output = done.communicate()[0]
   assert done.returncode == 0, output.decode()
   print(f'{kills} kills; the unbroken run took {seconds:.0f} s')
