@@ -30,8 +30,7 @@ class Lane:
     self._lock = threading.Lock()  # guards the two below
     self._busy = 0.0  # seconds of the functions that have ended
     self._began: float | None = None  # when the running function began
-    self._thread = threading.Thread(target=self._run, daemon=True)
-    self._thread.start()
+    threading.Thread(target=self._run, daemon=True).start()
 
   def submit(self, function: Callable[[], Result]) -> Future[Result]:
     """Queues a function; returns a future of its result."""
@@ -46,9 +45,11 @@ class Lane:
       return self._busy + running
 
   def close(self) -> None:
-    """Ends the thread after the functions in the queue."""
+    """Lets the thread end after the functions in the queue; does not wait for it.
+
+    Waiting would delay the exit of a process that is interrupted while it samples.
+    """
     self._tasks.put(None)
-    self._thread.join()
 
   def _run(self) -> None:
     while task := self._tasks.get():

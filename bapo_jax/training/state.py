@@ -53,7 +53,7 @@ class Actor(NamedTuple):
 
 
 class Submission(NamedTuple):
-  """What sampling for one learner step needs."""
+  """Holds the prompts of one learner step and the weights that sample them."""
 
   step: int  # learner step that trains on the groups
   prompt_round: int

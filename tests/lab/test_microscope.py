@@ -195,7 +195,7 @@ def test_moments_agree_with_the_expected_update_and_with_sampling():
 
 @pytest.mark.parametrize('name', [n for n, r in RULES_OF_PAGE.items() if not r[-1]])
 def test_weights_grow_with_the_size_of_the_advantage(name):
-  """As `moments` assumes of every rule of the page."""
+  """Checks an assumption of `moments` for every rule of the page."""
   rule, found = RULES_OF_PAGE[name], tables()
   index_B = jnp.arange(0, 4 * 8**4, 97)
   adv_B = jnp.where(task().right_N[index_B], 1.0, -1.0)

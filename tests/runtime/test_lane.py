@@ -55,5 +55,14 @@ def test_busy_seconds_include_those_of_the_running_function():
   lane.close()
 
 
+def test_closing_does_not_wait_for_a_running_function():
+  lane, go = Lane(), threading.Event()
+  running = lane.submit(lambda: go.wait(60))
+  lane.close()
+  assert not running.done()
+  go.set()
+  assert running.result(60)
+
+
 def test_without_a_lane_a_function_runs_at_once():
   assert at_once(threading.current_thread).result(0) is threading.current_thread()

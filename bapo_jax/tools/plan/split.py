@@ -40,7 +40,7 @@ Made = TypeVar('Made')
 
 
 class Case(NamedTuple):
-  """What is planned, without its devices."""
+  """Holds a planned run without its devices."""
 
   config: Config
   spec: ModelSpec
