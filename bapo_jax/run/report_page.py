@@ -150,7 +150,9 @@ def timeline(drawn: Sequence[Span]) -> Element:
     seconds = f'step {span.step}: {span.begin:.2f} to {span.end:.2f} s'
     tip = element('title', f'{LANES[span.lane]}, {seconds}')
     bars.append(element('rect', tip, **box, fill=f'var(--c{span.step % 2})'))
-    bars.append(element('text', str(span.step), x=x + 4, y=box['y'] + 18, fill='white'))
+    # A style, because the page's own style of texts replaces the attribute `fill`.
+    label = {'x': x + 4, 'y': box['y'] + 18, 'style': 'fill: white'}
+    bars.append(element('text', str(span.step), **label))
   bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
   return element('svg', *bars, viewBox='0 0 800 104', font_size=14, fill='currentColor')
 
