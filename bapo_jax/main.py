@@ -353,7 +353,7 @@ def main(argv: list[str]) -> None:
     hosts.leave(130)
     os._exit(130)  # sys.exit waits for a checkpoint that is being written
   except Exception as error:
-    if hosts.processes() == 1:
+    if hosts.alone():
       raise
     hosts.failed(error)
   hosts.finish(status)

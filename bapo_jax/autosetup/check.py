@@ -33,7 +33,8 @@ from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS, clustered_error
 from bapo_jax.training.resolve import Resolved
-from bapo_jax.training.state import Submission, Trainer, TrainState
+from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.training.submission import Submission
 from bapo_jax.types import take
 
 GROUPS = 8  # sampled at least, unless a step has fewer

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,9 +30,11 @@ from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.resolve import Resolved
+from bapo_jax.training.elsewhere import Elsewhere
+from bapo_jax.training.resolve import Resolved, processes_of
+from bapo_jax.training.serve import serve
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
-from bapo_jax.training.trainer import finished, sent, train_loop
+from bapo_jax.training.trainer import compile_sampler, finished, sent, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -110,9 +113,15 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
   log(first_screen(r, material, workdir))
+  hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     try_own_reward(verifier, material)
+    if r.rollout_only:
+      t = build.make_trainer(r, material, verifier, timer)
+      assert t.beside is not None
+      stop = stack.enter_context(stoppable())
+      return serve(t.beside, *build.links(r), stop)
     knobs = r.config.checkpoint
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
     stack.enter_context(checkpoint.closing(checkpoints))
@@ -125,17 +134,31 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       evaluate_again_if_lost(t, workdir, s)
     if t.lane is not None:
       stack.callback(t.lane.close)
+    if t.elsewhere is not None:
+      stack.enter_context(ending(t.elsewhere))
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
     run.start(s)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
+      if t.elsewhere is not None:
+        t.elsewhere.close(status)
       if status:
         log(f'Saved. Run the same command with --workdir={workdir} to resume.')
       elif hosts.is_first():
         stop.current = 'the report'
         run.report(s)
   return status
+
+
+@contextlib.contextmanager
+def ending(elsewhere: Elsewhere) -> Iterator[None]:
+  """Also ends the processes that sample if the body cannot go on."""
+  try:
+    yield
+  except ValueError:
+    elsewhere.close(2)
+    raise
 
 
 def saved_so_far(r: Resolved, workdir: str) -> str:
@@ -274,7 +297,8 @@ class Run:
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
-          stopped, diverged = exchange.agree([stop.signal, diverged])
+          signal = stop.signal or (self.t.elsewhere.signal if self.t.elsewhere else 0)
+          stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
           if diverged:
@@ -306,8 +330,8 @@ class Run:
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
-    if self.t.lane is not None:
-      busy, self.busy = self.busy, self.t.lane.busy()
+    if beside := self.t.lane or self.t.elsewhere:
+      busy, self.busy = self.busy, beside.busy()
       row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
       row['overlap/ended'] = time.perf_counter() - self.t.timer.began
@@ -395,14 +419,17 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
   log('Compiling the sampler and the train step.')
   began = time.perf_counter()
   with t.timer('compile'):
-    places = t.config.places if s.partial else t.config.prompts.count
-    key, engine = jax.random.key(t.config.seed), (t.beside or t).engine
     actor = sent(t, t.actor(s.params)) if s.actor is None else s.actor
-    engine.warm_up(actor, key, places=places, refreshed=s.partial is not None)
+    if t.elsewhere:
+      t.elsewhere.compile(actor)
+    else:
+      compile_sampler(t.beside or t, actor, s.partial is not None)
     del actor
     machine.trim()  # frees memory for the first updates
     train_step = build.compile_train_step(t, s)
     machine.trim()
+    if t.elsewhere:
+      t.elsewhere.compiled()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')
   return dataclasses.replace(t, train_step=train_step)
 

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from bapo_jax import sharding
 from bapo_jax.rollout import decode
-from bapo_jax.rollout.rollout import EMPTY_SEAT, Rollout
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.lane import at_once
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint, policy
-from bapo_jax.training.state import InFlight, Sampled, Trainer, TrainState
+from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.training.submission import InFlight, Sampled
 from bapo_jax.training.trainer import finished, hard_rows, sent
-from bapo_jax.types import Groups, LogpDiff, empty_groups
+from bapo_jax.types import Groups, empty_groups
 
 Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
 
@@ -35,7 +33,7 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   if s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = s.actor_adapters
     if s.actor_adapters is None:
-      actor, mesh = s.actor, (t.beside or t).mesh
+      actor, mesh = s.actor, t.actor_mesh
       if actor is None:  # before restoring
         actor, mesh = t.actor(s.params), t.mesh
       weights = decode.params_of(actor, t.spec, mesh).items()
@@ -59,33 +57,6 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   return sharding.split_rows(empty, t.mesh)
 
 
-def described(sampled: Sampled) -> list[dict[str, Any]]:
-  """Returns what metrics need of two rollouts beside their groups, as plain values."""
-  return [
-    {
-      'undecided': x.undecided,
-      'parts': dict(x.parts),
-      'logp_diff': x.logp_diff and [float(value) for value in x.logp_diff],
-    }
-    for x in (sampled.fresh, sampled.reevaluated)
-  ]
-
-
-def restored(groups: tuple[Groups, Groups], described: list[dict[str, Any]]) -> Sampled:
-  """Returns the rollouts whose groups and description a checkpoint has.
-
-  Their texts and verdicts, of which only the number is still needed, are empty.
-  """
-  rollouts = []
-  for of_kind, known in zip(groups, described, strict=True):
-    n = of_kind.correct_PG.size
-    diff = known['logp_diff'] and LogpDiff(*map(jnp.asarray, known['logp_diff']))
-    rollout = Rollout(of_kind, [''] * n, [EMPTY_SEAT] * n, parts=known['parts'])
-    rollouts.append(rollout._replace(undecided=known['undecided'], logp_diff=diff))
-  fresh, reevaluated = rollouts
-  return Sampled(fresh, reevaluated)
-
-
 def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns (arrays, meta) of a checkpoint of this state.
 
@@ -98,7 +69,7 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]
     master = getattr(s.opt, 'master', None)
     found['opt'] = {} if master is None else {'master': master}
   numbers = {name: getattr(s, name) for name in SCALARS}
-  queue = [described(each.ready.result()) for each in s.queue]
+  queue = [each.ready.result().described() for each in s.queue]
   return found, {'run': numbers, 'weights_only': bare, 'queue': queue}
 
 
@@ -130,7 +101,7 @@ def resume(
   if partial and s.partial is not None:
     s.partial.restore(partial)
   pairs = zip(groups, meta.get('queue', []), strict=True)
-  queue = tuple(_waiting(restored(*pair)) for pair in pairs)
+  queue = tuple(_waiting(Sampled.restored(*pair)) for pair in pairs)
   return s.replace(**found, queue=queue), meta
 
 

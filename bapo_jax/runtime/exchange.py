@@ -1,7 +1,7 @@
-"""Combines host values of all processes, and moves values between host and devices.
+"""Combines host values of processes, and moves values between host and devices.
 
-All processes call `total`, `agree`, `merged`, `whole` and `taken` in the same order. In
-a single process these calls are free.
+All processes that compute together (`hosts.members`) call `total`, `agree`, `merged`,
+`whole` and `taken` in the same order. In a single process these calls are free.
 """
 
 import json
@@ -12,20 +12,20 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from bapo_jax.runtime.hosts import everyones, process, processes
+from bapo_jax.runtime.hosts import everyones, gathered, process, processes
 
 
 def total(values: np.ndarray | Sequence) -> np.ndarray:
   """Returns the elementwise int32 sum of `values` over all processes."""
   own = np.asarray(values, np.int32)
-  return process_allgather(own).sum(0, dtype=np.int32) if processes() > 1 else own
+  return gathered(own).sum(0, dtype=np.int32) if processes() > 1 else own
 
 
 def agree(values: Sequence[int]) -> list[int]:
   """Returns the maximum over processes of each value, so that all processes agree."""
   if processes() == 1:
     return list(values)
-  return process_allgather(np.asarray(values, np.int32)).max(0).tolist()
+  return gathered(np.asarray(values, np.int32)).max(0).tolist()
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Joins the processes of one run, one per host, and ends them together.
 
 All processes run the same program with the same seed; process 0 writes the console and
-the files. An error in one process ends all processes: JAX aborts a process when another
-process sends no heartbeat, and a signal handler turns the abort into a message and an
-exit status. With a single process these functions cost nothing.
+the files. After `divide`, some processes train and the others only sample, and those of
+the same side compute together. An error in one process ends all processes: JAX aborts a
+process when another process sends no heartbeat, and a signal handler turns the abort
+into a message and an exit status. With a single process these functions cost nothing.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 START_S = 300.0  # hosts of one job start minutes apart
@@ -27,6 +28,7 @@ LOST = 4  # exit status: another process is gone
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 _here = {'process': 0, 'processes': 1}
+_side: list[int] = []  # processes that compute together; empty: all
 _handlers: list[Any] = []  # keeps callbacks alive, which C does not
 
 
@@ -36,8 +38,24 @@ def process() -> int:
 
 
 def processes() -> int:
-  """Returns the number of processes of this run."""
-  return _here['processes']
+  """Returns the number of processes that compute together with this one."""
+  return len(_side) or _here['processes']
+
+
+def members() -> list[int]:
+  """Returns the numbers of the processes that compute together with this one."""
+  return _side or list(range(_here['processes']))
+
+
+def alone() -> bool:
+  """Returns whether this is the only process of the run."""
+  return _here['processes'] == 1
+
+
+def divide(side: Iterable[int]) -> None:
+  """Makes the processes `side`, this one among them, compute without the others."""
+  side = sorted(side)
+  _side[:] = [] if len(side) == _here['processes'] else side
 
 
 def is_first() -> bool:
@@ -126,6 +144,9 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
 
   # runtime/signals.py handles SIGTERM; this service would swallow the signal.
   jax.config.update('jax_enable_preemption_service', False)
+  # For runtime/link.py, on backends that cannot send arrays to other hosts themselves.
+  jax.config.update('jax_cross_host_transfer_socket_address', _own_address(place))
+  jax.config.update('jax_cross_host_transfer_timeout_seconds', SHUTDOWN_S)
   # By default JAX gives each SLURM task one device. An empty list lifts this limit: a
   # task that is alone on its node gets all devices of the node.
   nodes, tasks = (os.environ.get(f'SLURM_{x}') for x in ('STEP_NUM_NODES', 'NTASKS'))
@@ -149,6 +170,20 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
       'give --coordinator, --process and --processes'
     ) from error
   return True
+
+
+def _own_address(place: tuple[str, int, int] | None) -> str:
+  """Returns host:port of this process, with a free port, as other processes see it."""
+  # An address for documentation stands for the rest of the network.
+  target = place[0].rpartition(':')[0] if place else '192.0.2.1'
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    try:
+      probe.connect((target, 9))  # sends nothing, but chooses the network
+      host = probe.getsockname()[0]
+    except OSError:  # `initialize` explains a name that cannot be resolved
+      host = '127.0.0.1'
+  with socket.create_server((host, 0)) as server:
+    return f'{host}:{server.getsockname()[1]}'
 
 
 def _explain_abort(sentence: str) -> None:
@@ -180,7 +215,7 @@ def leave(status: int) -> None:
 
   The others end with status LOST, unless they too call this within GRACE_S seconds.
   """
-  if processes() > 1:
+  if not alone():
     waiting = threading.Thread(target=_disconnect, daemon=True)
     waiting.start()
     waiting.join(GRACE_S)
@@ -189,7 +224,7 @@ def leave(status: int) -> None:
 
 def finish(status: int) -> None:
   """Ends this process when all have called this; returns if it is the only process."""
-  if processes() > 1:
+  if not alone():
     try:
       _disconnect()
     except Exception as error:  # another process was lost before this call
@@ -221,7 +256,9 @@ def failed(error: BaseException) -> NoReturn:
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
   traceback.print_exception(error)
-  _console(f'process {process()} of {processes()}: {type(error).__name__}: {error}')
+  _console(
+    f'process {process()} of {_here["processes"]}: {type(error).__name__}: {error}'
+  )
   _exit(1)
 
 
@@ -230,14 +267,40 @@ def everyones(text: str) -> list[str]:
   if processes() == 1:
     return [text]
   import numpy as np  # late: bad knobs fail before this import
-  from jax.experimental.multihost_utils import process_allgather
 
   data = np.frombuffer(text.encode(), np.uint8)
-  length_P = process_allgather(np.int32(len(data)))
+  length_P = gathered(np.int32(len(data)))
   # Lengths are rounded up to powers of two, so that few programs are compiled.
   size = 1 << int(length_P.max()).bit_length()
-  rows = process_allgather(np.pad(data, (0, size - len(data))))
+  rows = gathered(np.pad(data, (0, size - len(data))))
   return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
+
+
+def gathered(own: Any) -> Any:
+  """Returns the host arrays of all processes as one; all must call this.
+
+  Their equal shape gets a new leading axis, in the order of `members`.
+  """
+  import jax
+  import numpy as np
+  from jax.sharding import Mesh, NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  first: dict[int, Any] = {}
+  for device in jax.devices():
+    first.setdefault(device.process_index, device)
+  mesh = Mesh(np.asarray([first[i] for i in members()]), ('process',))
+  row = jax.device_put(np.asarray(own)[None], first[process()])
+  rows = jax.make_array_from_single_device_arrays(
+    (processes(), *row.shape[1:]), NamedSharding(mesh, P('process')), [row]
+  )
+  copy = jax.jit(_same, out_shardings=NamedSharding(mesh, P()))
+  return np.asarray(copy(rows))
+
+
+def _same(x: Any) -> Any:
+  """Returns its argument; a named function, so that its programs are compiled once."""
+  return x
 
 
 def _share(sentence: str) -> None:
@@ -248,10 +311,11 @@ def _share(sentence: str) -> None:
   sentences = everyones(sentence)
   if processes() == 1 or not any(sentences):
     return
-  _disconnect()  # from here on, processes end independently
+  if not _side:
+    _disconnect()  # from here on, processes end independently
   if not sentence:
     i = next(i for i, text in enumerate(sentences) if text)
-    raise ValueError(f'process {i} of {processes()}: {sentences[i]}')
+    raise ValueError(f'process {i} of {_here["processes"]}: {sentences[i]}')
 
 
 @contextlib.contextmanager

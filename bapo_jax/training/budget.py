@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -328,11 +329,11 @@ def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> 
 
   A device that reports no limit, such as a CPU, has an equal part of the host's memory.
   """
-  device = mesh.devices.flat[0]
-  stats = device.memory_stats() if device.platform != 'cpu' else None
+  local = mesh.local_devices or jax.local_devices()  # a process may only sample
+  stats = local[0].memory_stats() if local[0].platform != 'cpu' else None
   if stats and 'bytes_limit' in stats:
     return device_share * stats['bytes_limit']
-  return host_share * machine.host_memory() / len(mesh.local_devices)
+  return host_share * machine.host_memory() / len(local)
 
 
 def limit(mesh: Mesh) -> float:

@@ -26,9 +26,11 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.lane import Lane
+from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import policy, rules
 from bapo_jax.training.config import Config
+from bapo_jax.training.elsewhere import Elsewhere
 from bapo_jax.training.resolve import Model, Resolved, resolve
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
@@ -184,7 +186,15 @@ def make_trainer(
     base=None,  # an actor has all weights
     pictures=pictured.embedder(gallery, spec, r.rollout_mesh, None, r.schedule),
   )
+  if r.elsewhere:
+    return dataclasses.replace(t, beside=beside, elsewhere=Elsewhere(*links(r)))
   return dataclasses.replace(t, beside=beside, lane=Lane())
+
+
+def links(r: Resolved) -> tuple[Link, Link]:
+  """Returns the links from the processes that train to those that sample, and back."""
+  assert r.rollout_mesh is not None
+  return Link(r.mesh, r.rollout_mesh), Link(r.rollout_mesh, r.mesh)
 
 
 def recomputes(config: Config) -> bool:
@@ -223,14 +233,18 @@ def build(
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.rules)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
-  partial, sampler = t.config.rollout.max_off_policy_steps > 0, t.beside or t
+  partial, sampler = t.elsewhere, t.beside or t
+  if not t.config.rollout.max_off_policy_steps:
+    partial = None
+  elif partial is None:
+    partial = PartialRollouts(sampler.engine, t.config.places)
   return t, TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
     actor=None,
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
-    partial=PartialRollouts(sampler.engine, t.config.places) if partial else None,
+    partial=partial,
   )
 
 

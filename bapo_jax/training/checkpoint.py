@@ -50,6 +50,7 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   with hosts.together():
     if hosts.is_first():
       _set_damaged_aside(workdir)
+      os.makedirs(home(workdir), exist_ok=True)
   policies, accuracy = ocp.checkpoint_managers, operator.itemgetter('accuracy')
   ranked = policies.BestN(
     get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
@@ -58,10 +59,21 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
   options = ocp.CheckpointManagerOptions(
     preservation_policy=kept,
     best_fn=accuracy,  # or the accuracies are not written
+    create=False,
     cleanup_tmp_directories=True,
+    multiprocessing_options=_processes(),
     async_options=_recording(home(workdir)),
   )
   return CheckpointManager(home(workdir), options=options)
+
+
+def _processes() -> ocp.options.MultiprocessingOptions:
+  """Returns options with which the processes of this side save and restore together."""
+  return ocp.options.MultiprocessingOptions(
+    primary_host=hosts.members()[0],
+    active_processes=set(hosts.members()),
+    barrier_sync_key_prefix=f'side{hosts.members()[0]}',
+  )
 
 
 def _recording(directory: str) -> ocp.AsyncOptions:
@@ -97,7 +109,7 @@ def save(
   # The thread would serialize `meta` later, so `meta` is copied here.
   meta = json.loads(json.dumps(meta))
   content = ocp.args.Composite(
-    arrays=ocp.args.StandardSave(_solid(arrays)), meta=ocp.args.JsonSave(meta)
+    arrays=ocp.args.StandardSave(_saveable(arrays)), meta=ocp.args.JsonSave(meta)
   )
   metrics = None if accuracy is None else {'accuracy': accuracy}
   with _refusing(checkpoints, step):
@@ -165,7 +177,9 @@ def _read(
   `like` has an array or jax.ShapeDtypeStruct with the sharding to restore, or None for
   a NumPy array. Names with a prefix in `optional` may be missing.
   """
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+  together = {'multiprocessing_options': _processes()}
+  handler = ocp.PyTreeCheckpointHandler(**together)
+  with ocp.Checkpointer(handler, **together) as checkpointer:
     stored = set(checkpointer.metadata(path).item_metadata.tree)
     lacks = sorted(n for n in set(like) - stored if not n.startswith(optional))
     like = {name: x for name, x in like.items() if name in stored}
@@ -242,6 +256,15 @@ def _solid(tree: Tree) -> dict[str, Any]:
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
 
 
+def _saveable(tree: Tree) -> dict[str, Any]:
+  """Returns `_solid`, on the host if this process trains alone and others sample.
+
+  orbax saves no device array of a single one of several processes.
+  """
+  found = _solid(tree)
+  return found if hosts.alone() or hosts.processes() > 1 else jax.device_get(found)
+
+
 def _set_damaged_aside(workdir: str) -> None:
   """Renames damaged checkpoints, so that nothing uses or deletes them.
 
@@ -284,8 +307,11 @@ def save_params(path: str, params: Tree) -> None:
   """
   path = os.path.abspath(path)
   options = _recording(os.path.dirname(path))
-  with _as_oserror(path), ocp.StandardCheckpointer(async_options=options) as writer:
-    writer.save(path, _solid(params), force=True)
+  writer = ocp.StandardCheckpointer(
+    async_options=options, multiprocessing_options=_processes()
+  )
+  with _as_oserror(path), writer:
+    writer.save(path, _saveable(params), force=True)
 
 
 def restore_params(path: str, like: Tree) -> Tree:

@@ -26,6 +26,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
+from bapo_jax.runtime import hosts
 from bapo_jax.training import budget, rules
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.budget import Budget
@@ -55,6 +56,23 @@ class Resolved:
   rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
 
   @property
+  def elsewhere(self) -> bool:
+    """Whether other processes sample than those that train."""
+    mesh = self.rollout_mesh
+    return mesh is not None and processes_of(mesh) != processes_of(self.mesh)
+
+  @property
+  def rollout_only(self) -> bool:
+    """Whether this process only samples."""
+    return self.elsewhere and hosts.process() not in processes_of(self.mesh)
+
+  @property
+  def own_mesh(self) -> Mesh:
+    """The mesh of the processes that compute together with this one."""
+    mesh = self.rollout_mesh if self.rollout_only else None
+    return mesh or self.mesh
+
+  @property
   def spec(self) -> ModelSpec:
     """The sizes of the policy."""
     return self.model.spec
@@ -63,6 +81,11 @@ class Resolved:
   def tokenizer(self) -> Tokenizer:
     """The tokenizer with the template of the config."""
     return self.model.tokenizer
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+  """Returns the numbers of the processes that have devices of the mesh."""
+  return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def check_available(config: Config) -> Model:
@@ -227,13 +250,21 @@ def make_rollout_mesh(
   if not config.mesh.rollout:
     return None
   _, samplers = sharding.divide(config.mesh.rollout, devices)
-  tensor = make_mesh(config, devices).shape['tensor']
+  learners = make_mesh(config, devices)
+  tensor = learners.shape['tensor']
   if len(samplers) % tensor:
     raise ValueError(
       f'mesh.rollout={len(samplers)} devices do not divide over mesh.tensor={tensor}; '
       f'give a multiple of {tensor}'
     )
   mesh = sharding.make(tensor=tensor, devices=samplers)
+  trains, samples = processes_of(learners), processes_of(mesh)
+  if set(trains) & set(samples) and len({*trains, *samples}) > 1:
+    raise ValueError(
+      f'mesh.rollout={len(samplers)}: process {samples[0]} would train and sample; '
+      'with several processes, give a multiple of the devices per process, '
+      f'{len(learners.local_devices) or len(mesh.local_devices)}'
+    )
   _check_slots(config, mesh, 'mesh.rollout / mesh.tensor')
   return mesh
 

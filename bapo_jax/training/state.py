@@ -2,12 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
@@ -25,11 +23,12 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime.lane import Lane, at_once
+from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.types import Groups, Prompts, ReplayBuffer, Rules, Tree
+from bapo_jax.training.elsewhere import Elsewhere
+from bapo_jax.training.submission import InFlight
+from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
 Metrics = dict[str, float]
 Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
@@ -42,40 +41,6 @@ class StepRecord(NamedTuple):
   groups: Groups  # the batch
   source_P: Array  # index into types.SOURCES; -1 marks an empty seat
   updates: list[Updated]  # the optimiser updates, in order
-
-
-class Actor(NamedTuple):
-  """Weights that sample."""
-
-  weights: Tree  # laid out for decoding, on the devices that sample
-  version: int  # learner step that made them
-  learners: Tree = None  # the same weights in the learner's layout; None: not kept
-
-
-class Submission(NamedTuple):
-  """Holds the prompts of one learner step and the weights that sample them."""
-
-  step: int  # learner step that trains on the groups
-  prompt_round: int
-  actor: Actor  # of the fresh groups
-  partial: PartialRollouts | None = None  # mutated; None: responses end in their step
-  hard: Prompts | None = None  # problems to re-evaluate; id -1 is an empty seat
-  newest: Actor | None = None  # of the hard problems; None: `actor`
-
-
-class Sampled(NamedTuple):
-  """The groups of one submission."""
-
-  fresh: Rollout
-  reevaluated: Rollout
-  span: tuple[float, float] = (0.0, 0.0)  # begin and end, of time.perf_counter
-
-
-class InFlight(NamedTuple):
-  """A submission whose groups no step has trained on."""
-
-  hard_P: np.ndarray  # ids of its hard problems, -1 for empty seats
-  ready: Future[Sampled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +66,15 @@ class Trainer:
   held_out_gallery: Gallery | None = None  # of the held-out problems
   beside: 'Trainer | None' = None  # on the devices that only sample; None: the same
   lane: Lane | None = None  # the thread of `beside`
+  elsewhere: Elsewhere | None = None  # the processes of `beside`, if they are others
 
-  def submit(self, function: Callable[[], Sampled]) -> Future[Sampled]:
-    """Runs a function that samples: in the lane, or at once without a lane."""
-    return self.lane.submit(function) if self.lane else at_once(function)
+  @property
+  def actor_mesh(self) -> Mesh:
+    """Returns the mesh of the state's actor: that of the devices that sample.
+
+    Other processes receive copies, so the learners keep the actor on their devices.
+    """
+    return self.beside.mesh if self.beside and self.elsewhere is None else self.mesh
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all are texts."""
@@ -138,9 +108,17 @@ class TrainState(struct.PyTreeNode):
   updates: int = struct.field(pytree_node=False, default=0)  # applied
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
-  partial: PartialRollouts | None = struct.field(pytree_node=False, default=None)
+  # Those of this process, or of the processes that sample.
+  partial: PartialRollouts | Elsewhere | None = struct.field(
+    pytree_node=False, default=None
+  )
   # Submissions of the next rollout.depth steps, the next step first.
   queue: tuple[InFlight, ...] = struct.field(pytree_node=False, default=())
+
+  @property
+  def partial_here(self) -> PartialRollouts | None:
+    """Returns the partial rollouts of this process; None if others sample."""
+    return self.partial if isinstance(self.partial, PartialRollouts) else None
 
 
 class StepKeys(NamedTuple):

@@ -14,7 +14,8 @@ from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import COUNT, Rollout
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.training.state import Metrics, Sampled, StepRecord, Trainer, TrainState
+from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
+from bapo_jax.training.submission import Sampled
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -88,10 +89,13 @@ def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
   rows = sampled.fresh.groups, sampled.reevaluated.groups
   begin, end = (x - t.timer.began for x in sampled.span)
   actor = jax.eval_shape(t.actor, s.params)
+  ready = sum(each.ready.done() for each in s.queue)
+  if t.elsewhere is not None:
+    ready += t.elsewhere.ready
   return {
     'overlap/sampling': begin,
     'overlap/sampled': end,
-    'overlap/ready': float(sum(each.ready.done() for each in s.queue)),
+    'overlap/ready': float(ready),
     'overlap/weights_bytes': float(_bytes(actor)),
     'overlap/groups_bytes': float(_bytes(rows)),
   }

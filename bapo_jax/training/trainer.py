@@ -22,19 +22,11 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
 from bapo_jax.runtime import exchange, machine
+from bapo_jax.runtime.lane import at_once
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import (
-  Actor,
-  InFlight,
-  Metrics,
-  Sampled,
-  StepKeys,
-  StepRecord,
-  Submission,
-  Trainer,
-  TrainState,
-)
+from bapo_jax.training.state import Metrics, StepKeys, StepRecord, Trainer, TrainState
 from bapo_jax.training.step_metrics import describe, live
+from bapo_jax.training.submission import Actor, InFlight, Sampled, Submission
 from bapo_jax.types import SOURCES, Groups, Prompts, Tree, concat
 
 
@@ -97,11 +89,14 @@ def free_actor(t: Trainer, s: TrainState) -> TrainState:
 
 
 def sent(t: Trainer, actor: Tree) -> Tree:
-  """Copies an actor to the devices that only sample; without them, a no-op."""
-  if t.beside is None:
+  """Copies an actor to the devices of this process that only sample, if there are any.
+
+  Other processes receive it with the next submission.
+  """
+  if t.actor_mesh is t.mesh:
     return actor
   with t.timer('send'):
-    layout = sharding.shardings(actor, t.beside.mesh, 'decode')
+    layout = sharding.shardings(actor, t.actor_mesh, 'decode')
     return jax.block_until_ready(jax.device_put(actor, layout))
 
 
@@ -111,16 +106,25 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
   The first call of a run also submits the prompts of the steps before, so from then on
   `rollout.depth` later steps are in flight. Which weights sample which prompts depends
   on the step alone, never on time: if mesh.rollout devices sample beside the learner,
-  all numbers are those of sampling at the submission.
+  here or in other processes, all numbers are those of sampling at the submission.
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
     given = submission(t, s, step)
-    ready = t.submit(functools.partial(run_submission, t.beside or t, given))
+    ready = submit(t, given)
     hard_P = np.empty(0, int) if given.hard is None else given.hard.id_P
     queue = *s.queue, InFlight(hard_P, ready)
     s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
   (_, ready), *queue = s.queue
   return s.replace(queue=tuple(queue)), received(t, ready)
+
+
+def submit(t: Trainer, given: Submission) -> Future[Sampled]:
+  """Samples a submission: in other processes, in the lane, or at once."""
+  if t.elsewhere:
+    with t.timer('send'):
+      return t.elsewhere.submit(given)
+  work = functools.partial(run_submission, t.beside or t, given)
+  return t.lane.submit(work) if t.lane else at_once(work)
 
 
 def received(t: Trainer, ready: Future[Sampled]) -> Sampled:
@@ -142,7 +146,7 @@ def received(t: Trainer, ready: Future[Sampled]) -> Sampled:
 def submission(t: Trainer, s: TrainState, step: int) -> Submission:
   """Returns what sampling for `step` needs: prompts, and the weights of this state."""
   hard = hard_prompts(t, s, step)
-  given = Submission(step, s.prompt_round, actor_of(t, s), s.partial, hard)
+  given = Submission(step, s.prompt_round, actor_of(t, s), s.partial_here, hard)
   stale = s.actor_version != s.step and len(hard.id_P)
   return given._replace(newest=newest(t, s)) if stale else given
 
@@ -153,6 +157,13 @@ def run_submission(t: Trainer, given: Submission) -> Sampled:
   reevaluated = reevaluate(t, given, keys.reevaluate)
   fresh = sample_fresh(t, given, keys.fresh)
   return Sampled(fresh, reevaluated, (began, time.perf_counter()))
+
+
+def compile_sampler(t: Trainer, actor: Tree, partial: bool) -> None:
+  """Compiles the programs that sample; `partial`: also those of partial rollouts."""
+  key = jax.random.key(t.config.seed)
+  places = t.config.places if partial else t.config.prompts.count
+  t.engine.warm_up(actor, key, places=places, refreshed=partial)
 
 
 def actor_of(t: Trainer, s: TrainState) -> Actor:
@@ -257,12 +268,12 @@ def remaining_due(t: Trainer, s: TrainState) -> Rollout | None:
   Only extra rounds leave such groups, and they need rollouts of the current step.
   """
   oldest = t.config.rollout.max_off_policy_steps
-  if s.partial is None or not t.config.batch.extra_rounds:
+  if s.partial_here is None or not t.config.batch.extra_rounds:
     return None
-  if not s.partial.due(s.step - oldest).any():
+  if not s.partial_here.due(s.step - oldest).any():
     return None
   found = collect_due(
-    s.partial,
+    s.partial_here,
     t.config.prompts.count,
     max_off_policy_steps=oldest,
     verification=verification(t),
@@ -303,7 +314,7 @@ def fill_batch(
       filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (source_P >= 0).all() and next_round <= last:
-      more = Submission(s.step, next_round, actor_of(t, s), s.partial)
+      more = Submission(s.step, next_round, actor_of(t, s), s.partial_here)
       rounds.append(sample_fresh(t, more, keys.fresh))
       next_round += 1
     elif due := remaining_due(t, s):

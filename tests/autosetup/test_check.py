@@ -18,7 +18,7 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, resolve, trainer
 from bapo_jax.training.config import Config
-from bapo_jax.training.state import Submission
+from bapo_jax.training.submission import Submission
 
 FINETUNE = 'configs/finetune.py'
 PLENTY = 10**12  # bytes

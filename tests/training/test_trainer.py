@@ -18,7 +18,8 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import rules, step_metrics, trainer
-from bapo_jax.training.state import Sampled, StepRecord, Trainer, TrainState
+from bapo_jax.training.state import StepRecord, Trainer, TrainState
+from bapo_jax.training.submission import Sampled
 
 P, G, T, N = 2, 8, 3, 96
 MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)

@@ -1,0 +1,133 @@
+"""Sends values from the processes of one mesh to the processes of another.
+
+`jax.device_put` copies an array to devices of other processes, under two conditions:
+all processes call it in the same order, and both sides have as many devices and the
+same PartitionSpec. A `Link` meets them for meshes of different sizes: the devices of a
+mesh that differ only in `tensor` have one copy of the weights, and every such group of
+the target receives its copy from a group of the source.
+"""
+
+import dataclasses
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """Describes an array that is sent; not a pytree, so it can stand for the array."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  spec: P
+
+
+LENGTH = Leaf((1,), np.dtype(np.int32), P())  # of the bytes that follow
+
+
+def _bytes(n: int) -> Leaf:
+  return Leaf((n,), np.dtype(np.uint8), P())
+
+
+class Link:
+  """Sends values from all processes of `source` to all processes of `target`.
+
+  A process belongs to one of the two meshes. In the source it calls `send`, in the
+  target `receive`. All processes must use their links in the same order.
+
+  Args:
+    source, target: meshes of equal size in `tensor`, without a common process.
+  """
+
+  def __init__(self, source: Mesh, target: Mesh):
+    self._target = target
+    self._groups = _groups(source), _groups(target)
+
+  def send(self, value: Any) -> None:
+    """Sends a tree of JAX arrays and of values that can be pickled.
+
+    The value must be equal in all processes of the source. JAX arrays must be on the
+    source mesh, and split at most over `tensor`. Does not wait for the copies.
+    """
+    leaves, structure = jax.tree.flatten(value)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    marked = [_described(x) if isinstance(x, jax.Array) else x for x in leaves]
+    text = np.frombuffer(pickle.dumps(structure.unflatten(marked)), np.uint8)
+    self._copy([LENGTH], [np.asarray([len(text)], LENGTH.dtype)])
+    self._copy([_bytes(len(text))], [text])
+    self._copy([x for x in marked if isinstance(x, Leaf)], arrays)
+
+  def receive(self) -> Any:
+    """Waits for a value. Its JAX arrays are on the target mesh, split as they were."""
+    length = self._host(LENGTH)
+    value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
+    leaves, structure = jax.tree.flatten(value)
+    copies = self._copy([x for x in leaves if isinstance(x, Leaf)])
+    arrays = (self._joined(of_groups) for of_groups in zip(*copies, strict=True))
+    filled = (next(arrays) if isinstance(x, Leaf) else x for x in leaves)
+    return structure.unflatten(filled)
+
+  def _copy(
+    self, described: Sequence[Leaf], arrays: Sequence[Any] = ()
+  ) -> list[list[jax.Array]]:
+    """Copies arrays, of which a target has none; returns the copies of each group."""
+    if not described:
+      return []
+    copies, (sources, targets) = [], self._groups
+    shards = [_shards(array) for array in arrays] or [[]] * len(described)
+    for i, target in enumerate(targets):
+      source = sources[i % len(sources)]
+      given = [
+        _array(leaf, source, held) for leaf, held in zip(described, shards, strict=True)
+      ]
+      layout = [NamedSharding(target, leaf.spec) for leaf in described]
+      copies.append(jax.device_put(given, layout))
+    return copies
+
+  def _host(self, leaf: Leaf) -> np.ndarray:
+    """Receives one array to the host."""
+    copies = [of_group for (of_group,) in self._copy([leaf])]
+    return np.asarray(self._joined(copies).addressable_data(0))
+
+  def _joined(self, copies: Iterable[jax.Array]) -> jax.Array:
+    """Makes an array on the target mesh of the copies of its groups."""
+    copies = list(copies)
+    shards = [x for each in copies for x in _shards(each)]
+    return _array(_described(copies[0]), self._target, shards)
+
+
+def _described(array: jax.Array) -> Leaf:
+  assert isinstance(array.sharding, NamedSharding)
+  return Leaf(array.shape, array.dtype, array.sharding.spec)
+
+
+def _groups(mesh: Mesh) -> list[Mesh]:
+  """Returns the meshes of the devices that differ only in `tensor`."""
+  names, tensor = mesh.axis_names, mesh.shape['tensor']
+  rows = mesh.devices.reshape(-1, tensor)
+  return [Mesh(row.reshape(*[1] * (len(names) - 1), tensor), names) for row in rows]
+
+
+def _shards(array: jax.Array | np.ndarray) -> list[Any]:
+  """Returns the parts of an array on this process's devices; a host array whole."""
+  if isinstance(array, np.ndarray):
+    return [array]
+  return [x.data for x in array.addressable_shards]
+
+
+def _array(leaf: Leaf, mesh: Mesh, shards: Sequence[Any]) -> jax.Array:
+  """Makes an array of those parts that are on devices of the mesh."""
+  layout = NamedSharding(mesh, leaf.spec)
+  here = layout.addressable_devices
+  if shards and isinstance(shards[0], np.ndarray):
+    held = [jax.device_put(shards[0], device) for device in here]
+  else:
+    held = [x for x in shards if x.device in here]
+  return jax.make_array_from_single_device_arrays(
+    leaf.shape, layout, held, dtype=leaf.dtype
+  )

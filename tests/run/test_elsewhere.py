@@ -1,0 +1,135 @@
+"""Sampling in other processes equals sampling ahead in one process, bit for bit."""
+
+import signal
+import time
+
+import processes
+import pytest
+import runs
+from runs import PARTIAL, last_run, same
+from test_many_processes import FAR, differences
+from test_overlap import ADAPTED, CELLS, KNOBS, SAVED, check_equal, start, texts
+
+from bapo_jax.runtime import hosts, metrics
+
+BOTH = {'clip.rule': 'balanced', 'rollout.depth': 2} | ADAPTED
+REWARD = {  # every group teaches; see test_overlap
+  'rewards.rule': f'{runs.ROOT}/tests/my_functions.py:brief',
+  'rewards.right_from': 1 / 6,
+}
+
+
+def apart(workdir, *, devices=1, train=1, sample=1, **knobs):
+  """Starts a run in so many processes that train and that sample."""
+  count = train + sample
+  flags = f'{runs.FLAGS} --xla_force_host_platform_device_count={devices}'
+  mesh = {'mesh.data': train * devices, 'mesh.rollout': sample * devices}
+  env = processes.environment(1) | {'XLA_FLAGS': flags}
+  own = [{'env': env}] * count
+  return processes.trainings(
+    workdir, count, apart=own, **KNOBS | {'mesh.fsdp': 1} | mesh | knobs
+  )
+
+
+def finished(workdir, started, status=0):
+  """Waits for the processes; returns their outputs."""
+  folder = workdir.parent / f'{workdir.name}.output'
+  statuses, outputs = processes.ended(started, folder)
+  assert statuses == [status] * len(started), outputs
+  return outputs
+
+
+def compared(warm, *, devices=1, **knobs):
+  """Compares two processes with one that samples ahead on as many devices."""
+  folders = warm('ahead'), warm('elsewhere')
+  started = apart(folders[1], devices=devices, **knobs)
+  one = start(folders[0], devices, **{'mesh.data': devices} | knobs)
+  output = one.communicate()[0]
+  assert one.returncode == 0, output.decode()
+  outputs = finished(folders[1], started)
+  ahead, elsewhere = ([last_run(x, step) for step in SAVED] for x in folders)
+  check_equal(ahead, elsewhere, folders)
+  return folders[1], elsewhere[-1], outputs
+
+
+def test_another_process_samples_the_same(warm):
+  workdir, last, (first, second) = compared(warm, **BOTH | PARTIAL | REWARD)
+  assert float(last.rows[6]['learner/updates']) > 6
+  assert 'held-out accuracy at step 6' in first and 'step' not in second
+  assert (workdir / 'timeline.png').exists()
+  rows = metrics.read(str(workdir))[1:]
+  assert all(row['overlap/weights_bytes'] > 0 for row in rows)
+  assert all(row['overlap/sampling'] < row['overlap/sampled'] for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize('depth', [1, 2, 4])
+@pytest.mark.parametrize('partial', [False, True])
+def test_another_process_samples_the_same_in_every_cell(warm, cell, depth, partial):
+  knobs = CELLS[cell] | {'rollout.depth': depth} | (PARTIAL if partial else {})
+  compared(warm, **knobs)
+
+
+@pytest.mark.nightly
+def test_two_devices_in_each_process_and_an_older_actor(warm):
+  # Hard problems are sampled with newer weights than the actor's.
+  older = {'rollout.weight_sync_interval': 2}
+  workdir, *_ = compared(warm, devices=2, **BOTH | PARTIAL | older)
+  assert 'actor' in {name.split('/')[0] for name in last_run(workdir, 3).arrays}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('devices', [{'data': 2}, {'tensor': 2, 'data': 1}])
+def test_two_processes_train_and_two_sample(warm, devices):
+  knobs = BOTH | PARTIAL | {f'mesh.{name}': n for name, n in devices.items()}
+  folders = warm('ahead'), warm('elsewhere')
+  one = start(folders[0], 2, **knobs)
+  output = one.communicate()[0]
+  assert one.returncode == 0, output.decode()
+  finished(folders[1], apart(folders[1], train=2, sample=2, **knobs))
+  ahead, elsewhere = (last_run(x) for x in folders)
+  assert max(differences(ahead, elsewhere).values()) < FAR
+  assert texts(folders[0]) == texts(folders[1])
+
+
+@pytest.mark.nightly
+def test_a_killed_run_goes_on_as_if_unbroken(warm):
+  knobs = BOTH | PARTIAL | {'checkpoint.every': 1}
+  whole, broken = warm('whole'), warm('broken')
+  finished(whole, apart(whole, **knobs))
+  started = apart(broken, **knobs | {'steps': 6})
+  folder = broken.parent / 'broken.output'
+  while '3/6' not in (folder / '0.txt').read_text():
+    assert started[0].poll() is None
+    time.sleep(0.05)
+  started[1].kill()  # the process that samples
+  statuses, (output, _) = processes.ended(started, folder)
+  assert statuses == [hosts.LOST, -signal.SIGKILL]
+  assert 'another process is gone' in output
+  finished(broken, apart(broken, **knobs))
+  one, other = last_run(whole), last_run(broken)
+  assert one.scalars == other.scalars and one.rows == other.rows
+  assert same(one.arrays, other.arrays) and texts(whole) == texts(broken)
+
+
+def test_a_signal_to_the_process_that_samples_ends_the_run(warm):
+  workdir = warm('stopped')
+  knobs = (
+    BOTH | PARTIAL | {'steps': 400, 'evaluate.every': 400, 'checkpoint.every': 400}
+  )
+  started = apart(workdir, **knobs)
+  folder = workdir.parent / 'stopped.output'
+  while '2/400' not in (folder / '0.txt').read_text():
+    assert [process.poll() for process in started] == [None, None]
+    time.sleep(0.05)
+  started[1].send_signal(signal.SIGTERM)
+  outputs = finished(workdir, started, 128 + signal.SIGTERM)
+  assert 'Saved. Run the same command' in outputs[0]
+
+
+def test_a_process_cannot_do_both(warm):
+  workdir = warm('both')
+  started = apart(workdir, devices=2, **BOTH | {'mesh.data': 1, 'mesh.rollout': 3})
+  outputs = finished(workdir, started, 2)
+  assert 'mesh.rollout=3: process 0 would train and sample' in outputs[0]
