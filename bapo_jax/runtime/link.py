@@ -26,6 +26,11 @@ class Leaf:
   dtype: Any
   spec: P
 
+  @property
+  def empty(self) -> bool:
+    """Whether there are no numbers: JAX never completes the copy of an empty array."""
+    return 0 in self.shape
+
 
 LENGTH = Leaf((1,), np.dtype(np.int32), P())  # of the bytes that follow
 
@@ -55,21 +60,29 @@ class Link:
     source mesh, and split at most over `tensor`. Does not wait for the copies.
     """
     leaves, structure = jax.tree.flatten(value)
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    arrays = [x for x in leaves if isinstance(x, jax.Array) and x.size]
     marked = [_described(x) if isinstance(x, jax.Array) else x for x in leaves]
     text = np.frombuffer(pickle.dumps(structure.unflatten(marked)), np.uint8)
     self._copy([LENGTH], [np.asarray([len(text)], LENGTH.dtype)])
     self._copy([_bytes(len(text))], [text])
-    self._copy([x for x in marked if isinstance(x, Leaf)], arrays)
+    self._copy(_full(marked), arrays)
 
   def receive(self) -> Any:
     """Waits for a value. Its JAX arrays are on the target mesh, split as they were."""
     length = self._host(LENGTH)
     value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
     leaves, structure = jax.tree.flatten(value)
-    copies = self._copy([x for x in leaves if isinstance(x, Leaf)])
+    copies = self._copy(_full(leaves))
     arrays = (self._joined(of_groups) for of_groups in zip(*copies, strict=True))
-    filled = (next(arrays) if isinstance(x, Leaf) else x for x in leaves)
+    filled = list[Any]()
+    for leaf in leaves:
+      if not isinstance(leaf, Leaf):
+        filled.append(leaf)
+      elif leaf.empty:
+        nothing = np.zeros(leaf.shape, leaf.dtype)
+        filled.append(_array(leaf, self._target, [nothing]))
+      else:
+        filled.append(next(arrays))
     return structure.unflatten(filled)
 
   def _copy(
@@ -99,6 +112,11 @@ class Link:
     copies = list(copies)
     shards = [x for each in copies for x in _shards(each)]
     return _array(_described(copies[0]), self._target, shards)
+
+
+def _full(leaves: Iterable[Any]) -> list[Leaf]:
+  """Returns the descriptions of the arrays that are copied."""
+  return [x for x in leaves if isinstance(x, Leaf) and not x.empty]
 
 
 def _described(array: jax.Array) -> Leaf:
