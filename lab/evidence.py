@@ -35,6 +35,7 @@ from lab.outcomes import (
   contrast,
   friedman,
   holm,
+  kendall,
   sign_flip,
   t_interval,
 )
@@ -69,6 +70,7 @@ class Shown(NamedTuple):
   compared: tuple[Compared, ...] = ()
   figures: Mapping[str, Drawn] = {}  # file name without suffix -> figure
   whole: bool = False  # True: nothing is shown before all runs are done
+  ordered: str = ''  # outcome by which the arms are ranked at every level of a factor
 
 
 class Part(NamedTuple):
@@ -177,6 +179,38 @@ def differences_of(
       where = ', '.join(levels) if len(combinations) > 1 else ''
       pairs[' at '.join(filter(None, [f'{arm} minus {other}', where]))] = difference_S
   return pairs
+
+
+def order_table(results: Mapping[str, Result], outcome: str) -> str:
+  """Returns a table of the arms' order at every level of the only factor.
+
+  Kendall's tau compares an order with that of the first level. The last row compares
+  halves of the seeds at the first level, as the same order looks with so few.
+  """
+  levels: dict[str, dict[str, dict[int, float]]] = {}
+  for (arm, level), by_seed in cells(results).items():
+    outcomes = {seed: OUTCOMES[outcome][1](result) for seed, result in by_seed.items()}
+    levels.setdefault(level, {})[arm] = outcomes
+  means_of = {
+    level: {arm: mean_and_error([*x.values()])[0] for arm, x in by_arm.items()}
+    for level, by_arm in levels.items()
+  }
+  first = next(iter(levels))
+  rows = []
+  for level, by_arm in means_of.items():
+    order = sorted(by_arm, key=lambda arm: -by_arm[arm])
+    tau = kendall(means_of[first], by_arm)
+    rows.append([level, ', '.join(order), '' if level == first else f'{tau:.2f}'])
+  halves = [
+    {
+      arm: mean_and_error([x for seed, x in by_seed.items() if seed % 2 == half])[0]
+      for arm, by_seed in levels[first].items()
+    }
+    for half in (0, 1)
+  ]
+  rows.append([f'{first}, even and odd seeds', '', f'{kendall(*halves):.2f}'])
+  header = ['', f'order by {OUTCOMES[outcome][0]}', f"Kendall's tau with {first}"]
+  return markdown.table(rows, header, 'llr')
 
 
 def judge(

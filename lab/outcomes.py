@@ -247,6 +247,12 @@ def friedman(
   return float(stats.friedmanchisquare(*values).pvalue) if len(shared) > 1 else 1.0
 
 
+def kendall(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+  """Returns Kendall's rank correlation of two values by the same names."""
+  pairs = np.asarray([(one[name], other[name]) for name in one])
+  return float(stats.kendalltau(*pairs.T).statistic)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
   """Returns p-values adjusted for their number (Holm, 1979), in the given order."""
   adjusted, largest = [0.0] * len(p_values), 0.0

@@ -64,6 +64,18 @@ SHOWN = {
     {'control-differences': Drawn('differences', ADAPTIVE_FIRST)},
     whole=True,
   ),
+  'depths': Shown(
+    (('area', 'final', 'collapsed', 'entropy', 'clipped', 'share'),),
+    (
+      Compared(
+        'balanced',
+        ('grpo', 'unclipped', 'tis', 'cispo', 'm2po', 'icepop', 'decoupled'),
+        'area',
+      ),
+    ),
+    whole=True,
+    ordered='area',
+  ),
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
     (Compared('int8', ('bfloat16',), 'final'),),

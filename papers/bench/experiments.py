@@ -2,7 +2,9 @@
 
 The protocol is ../protocol2.md. `s1` has 256 responses per update, so that the search
 of Balanced PO stops between its ends; `control` is the setting of the first protocol at
-rates at which fixed bounds differ; `quantised` trains with actors of low precision.
+rates at which fixed bounds differ; `quantised` trains with actors of low precision;
+`depths` samples ahead of the learner, so that data are older than their batch makes
+them.
 """
 
 import math
@@ -14,7 +16,8 @@ from lab.experiments import Experiment
 TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
 TEST = tuple(range(300, 316))
-NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised')
+DEPTH_SEEDS = tuple(range(400, 404))
+NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised', 'depths')
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/performance.md.
@@ -124,6 +127,18 @@ def control() -> dict[str, Any]:
   return values
 
 
+def depths() -> dict[str, Any]:
+  """Returns the setting of `depths`: four disjoint updates of 64 responses."""
+  values = shared()
+  values['steps'] = 40
+  values['prompts']['count'] = 32
+  values['sampler']['max_new_tokens'] = 60
+  values['learner'] |= SPLIT | {'minibatches': 4, 'grad_accum_steps': 8}
+  values['optimizer']['lr'] = 6e-4
+  values['evaluate']['every'] = 8
+  return values
+
+
 def quantised() -> dict[str, Any]:
   """Returns the embedded default with the actor's precision left to the arms."""
   config = base.get_config()
@@ -135,6 +150,16 @@ def quantised() -> dict[str, Any]:
   return config.to_dict()
 
 
+DEPTHS = {f'depth{k}': {'rollout.depth': k} for k in (0, 1, 4, 16)}
+AHEAD = {  # the arms of `depths`
+  **{arm: RIVALS[arm] for arm in ('balanced', 'grpo', 'unclipped', 'tis', 'cispo')},
+  **{arm: RIVALS[arm] for arm in ('m2po', 'icepop')},
+  'decoupled': {
+    **fixed(0.8, 1.2),
+    'clip.fixed.dual': math.inf,
+    'loss.rule': 'decoupled',
+  },
+}
 PRECISION: dict[str, dict[str, Any]] = {
   'bfloat16': {'model.compute': 'bfloat16'},
   'bfloat16_tis': {
@@ -174,4 +199,5 @@ def get_experiment(name: str) -> Experiment:
     'rivals': Experiment(s1(), RIVALS, TEST),
     'control': Experiment(control(), CLIPPING, CONTROL, {'rate': rates}),
     'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
+    'depths': Experiment(depths(), AHEAD, DEPTH_SEEDS, {'depth': DEPTHS}),
   }[name]

@@ -215,6 +215,32 @@ CONSTANT = Part('a less .4', 'area', (('a',),), (), 0.4)
 ALIKE = [0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2]
 
 
+def test_the_order_of_arms_by_hand():
+  # Of three pairs, one is in another order at depth 4: (2 - 1) / 3.
+  finals = {
+    ('a', 'depth0'): (0.9, 0.7),
+    ('b', 'depth0'): (0.6, 0.8),
+    ('c', 'depth0'): (0.5, 0.1),
+    ('a', 'depth4'): (0.4, 0.4),
+    ('b', 'depth4'): (0.5, 0.5),
+    ('c', 'depth4'): (0.3, 0.3),
+  }
+  results = {
+    f'{arm}-{level}-seed{seed}': making.result(
+      arm=arm, levels={'depth': level}, seed=seed, evaluations=[(0, 0.0), (9, value)]
+    )
+    for (arm, level), values in finals.items()
+    for seed, value in enumerate(values)
+  }
+  rows = evidence.order_table(results, 'final').splitlines()[2:]
+  assert rows == [
+    '| depth0 | a, b, c |  |',
+    '| depth4 | b, a, c | 0.33 |',
+    # Seed 0 has a, b, c and seed 1 has b, a, c.
+    '| depth0, even and odd seeds |  | 0.33 |',
+  ]
+
+
 @pytest.mark.parametrize(
   ('parts', 'differences', 'verdict'),
   [
