@@ -30,7 +30,7 @@ from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.elsewhere import Elsewhere
+from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Resolved, processes_of
 from bapo_jax.training.serve import serve
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
@@ -115,6 +115,8 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   log(first_screen(r, material, workdir))
   hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:
+    if r.remote and not r.rollout_only:
+      stack.enter_context(ending(RemoteSampler(*build.links(r))))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     try_own_reward(verifier, material)
     if r.rollout_only:
@@ -134,15 +136,13 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       evaluate_again_if_lost(t, workdir, s)
     if t.lane is not None:
       stack.callback(t.lane.close)
-    if t.elsewhere is not None:
-      stack.enter_context(ending(t.elsewhere))
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
     run.start(s)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
-      if t.elsewhere is not None:
-        t.elsewhere.close(status)
+      if t.remote is not None:
+        t.remote.close(status)
       if status:
         log(f'Saved. Run the same command with --workdir={workdir} to resume.')
       elif hosts.is_first():
@@ -152,12 +152,12 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
 
 
 @contextlib.contextmanager
-def ending(elsewhere: Elsewhere) -> Iterator[None]:
-  """Also ends the processes that sample if the body cannot go on."""
+def ending(remote: RemoteSampler) -> Iterator[None]:
+  """Ends the processes that sample too, if the body raises ValueError."""
   try:
     yield
   except ValueError:
-    elsewhere.close(2)
+    remote.close(2)
     raise
 
 
@@ -298,7 +298,7 @@ class Run:
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
-          signal = stop.signal or (self.t.elsewhere.signal if self.t.elsewhere else 0)
+          signal = stop.signal or (self.t.remote.signal if self.t.remote else 0)
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
@@ -331,7 +331,7 @@ class Run:
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
-    if beside := self.t.lane or self.t.elsewhere:
+    if beside := self.t.lane or self.t.remote:
       busy, self.busy = self.busy, beside.busy()
       row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
@@ -421,16 +421,16 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
   began = time.perf_counter()
   with t.timer('compile'):
     actor = sent(t, t.actor(s.params)) if s.actor is None else s.actor
-    if t.elsewhere:
-      t.elsewhere.compile(actor)
+    if t.remote:
+      t.remote.compile(actor)
     else:
       compile_sampler(t.beside or t, actor, s.partial is not None)
     del actor
     machine.trim()  # frees memory for the first updates
     train_step = build.compile_train_step(t, s)
     machine.trim()
-    if t.elsewhere:
-      t.elsewhere.compiled()
+    if t.remote:
+      t.remote.wait_until_compiled()
   log(f'Compiled in {time.perf_counter() - began:.0f} s.')
   return dataclasses.replace(t, train_step=train_step)
 

@@ -9,6 +9,7 @@ into a message and an exit status. With a single process these functions cost no
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -283,24 +284,30 @@ def gathered(own: Any) -> Any:
   """
   import jax
   import numpy as np
+
+  device, rows, copy = _row_per_process(tuple(members()))
+  row = jax.device_put(np.asarray(own)[None], device)
+  shape = processes(), *row.shape[1:]
+  return np.asarray(copy(jax.make_array_from_single_device_arrays(shape, rows, [row])))
+
+
+@functools.cache
+def _row_per_process(members: tuple[int, ...]) -> tuple[Any, Any, Any]:
+  """Returns (a device of this process, a sharding with a row per process, a program).
+
+  The program copies all rows to every process.
+  """
+  import jax
+  import numpy as np
   from jax.sharding import Mesh, NamedSharding
   from jax.sharding import PartitionSpec as P
 
   first: dict[int, Any] = {}
   for device in jax.devices():
     first.setdefault(device.process_index, device)
-  mesh = Mesh(np.asarray([first[i] for i in members()]), ('process',))
-  row = jax.device_put(np.asarray(own)[None], first[process()])
-  rows = jax.make_array_from_single_device_arrays(
-    (processes(), *row.shape[1:]), NamedSharding(mesh, P('process')), [row]
-  )
-  copy = jax.jit(_same, out_shardings=NamedSharding(mesh, P()))
-  return np.asarray(copy(rows))
-
-
-def _same(x: Any) -> Any:
-  """Returns its argument; a named function, so that its programs are compiled once."""
-  return x
+  mesh = Mesh(np.asarray([first[i] for i in members]), ('process',))
+  copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+  return first[process()], NamedSharding(mesh, P('process')), copy
 
 
 def _share(sentence: str) -> None:

@@ -24,13 +24,12 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import policy, rules
 from bapo_jax.training.config import Config
-from bapo_jax.training.elsewhere import Elsewhere
+from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Model, Resolved, resolve
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
@@ -186,8 +185,8 @@ def make_trainer(
     base=None,  # an actor has all weights
     pictures=pictured.embedder(gallery, spec, r.rollout_mesh, None, r.schedule),
   )
-  if r.elsewhere:
-    return dataclasses.replace(t, beside=beside, elsewhere=Elsewhere(*links(r)))
+  if r.remote:
+    return dataclasses.replace(t, beside=beside, remote=RemoteSampler(*links(r)))
   return dataclasses.replace(t, beside=beside, lane=Lane())
 
 
@@ -233,18 +232,13 @@ def build(
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.rules)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
-  partial, sampler = t.elsewhere, t.beside or t
-  if not t.config.rollout.max_off_policy_steps:
-    partial = None
-  elif partial is None:
-    partial = PartialRollouts(sampler.engine, t.config.places)
   return t, TrainState(
     params=params,
     opt=jax.jit(tx.init, out_shardings=layout)(params),
     actor=None,
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
-    partial=partial,
+    partial=t.partial_rollouts(),
   )
 
 

@@ -56,7 +56,7 @@ class Resolved:
   rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
 
   @property
-  def elsewhere(self) -> bool:
+  def remote(self) -> bool:
     """Whether other processes sample than those that train."""
     mesh = self.rollout_mesh
     return mesh is not None and processes_of(mesh) != processes_of(self.mesh)
@@ -64,7 +64,7 @@ class Resolved:
   @property
   def rollout_only(self) -> bool:
     """Whether this process only samples."""
-    return self.elsewhere and hosts.process() not in processes_of(self.mesh)
+    return self.remote and hosts.process() not in processes_of(self.mesh)
 
   @property
   def own_mesh(self) -> Mesh:

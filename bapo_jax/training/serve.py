@@ -1,4 +1,4 @@
-"""Samples in processes that do not train, as those that train order; see elsewhere.py.
+"""Samples in processes that do not train, by the orders of remote_sampler.py.
 
 Groups are sampled in a thread, so that weights arrive and groups leave meanwhile.
 """
@@ -18,7 +18,7 @@ from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.signals import Stop
 from bapo_jax.training import trainer
-from bapo_jax.training.elsewhere import Collected, Due, Order
+from bapo_jax.training.remote_sampler import Collected, Due, Order, RemoteSampler
 from bapo_jax.training.state import Trainer
 from bapo_jax.training.submission import Actor, Sampled, Submission
 from bapo_jax.types import Tree
@@ -31,9 +31,8 @@ def serve(t: Trainer, there: Link, back: Link, stop: Stop) -> int:
   side, which decides when to end.
   """
   lane, queue, weights = Lane(), collections.deque[Future[Sampled]](), None
-  partial = None
-  if t.config.rollout.max_off_policy_steps:
-    partial = PartialRollouts(t.engine, t.config.places)
+  partial = t.partial_rollouts()
+  assert not isinstance(partial, RemoteSampler)  # `t` samples itself
   while True:
     order: Order = there.receive()
     weights = weights if order.weights is None else order.weights

@@ -26,7 +26,7 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.training.elsewhere import Elsewhere
+from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.submission import InFlight
 from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
 
@@ -66,7 +66,7 @@ class Trainer:
   held_out_gallery: Gallery | None = None  # of the held-out problems
   beside: 'Trainer | None' = None  # on the devices that only sample; None: the same
   lane: Lane | None = None  # the thread of `beside`
-  elsewhere: Elsewhere | None = None  # the processes of `beside`, if they are others
+  remote: RemoteSampler | None = None  # the processes of `beside`, if they are others
 
   @property
   def actor_mesh(self) -> Mesh:
@@ -74,7 +74,17 @@ class Trainer:
 
     Other processes receive copies, so the learners keep the actor on their devices.
     """
-    return self.beside.mesh if self.beside and self.elsewhere is None else self.mesh
+    return self.beside.mesh if self.beside and self.remote is None else self.mesh
+
+  def partial_rollouts(self) -> 'PartialRollouts | RemoteSampler | None':
+    """Returns empty partial rollouts, or the processes that have them.
+
+    None: every response ends in its step.
+    """
+    if not self.config.rollout.max_off_policy_steps:
+      return None
+    sampler = self.beside or self
+    return self.remote or PartialRollouts(sampler.engine, self.config.places)
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all are texts."""
@@ -109,7 +119,7 @@ class TrainState(struct.PyTreeNode):
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
   # Those of this process, or of the processes that sample.
-  partial: PartialRollouts | Elsewhere | None = struct.field(
+  partial: PartialRollouts | RemoteSampler | None = struct.field(
     pytree_node=False, default=None
   )
   # Submissions of the next rollout.depth steps, the next step first.

@@ -90,8 +90,8 @@ def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
   begin, end = (x - t.timer.began for x in sampled.span)
   actor = jax.eval_shape(t.actor, s.params)
   ready = sum(each.ready.done() for each in s.queue)
-  if t.elsewhere is not None:
-    ready += t.elsewhere.ready
+  if t.remote is not None:
+    ready += t.remote.ready
   return {
     'overlap/sampling': begin,
     'overlap/sampled': end,

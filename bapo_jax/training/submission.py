@@ -29,6 +29,11 @@ class Submission(NamedTuple):
   hard: Prompts | None = None  # problems to re-evaluate; id -1 is an empty seat
   newest: Actor | None = None  # of the hard problems; None: `actor`
 
+  @property
+  def hard_P(self) -> np.ndarray:
+    """Returns the ids of the hard problems, -1 for empty seats."""
+    return np.empty(0, int) if self.hard is None else self.hard.id_P
+
 
 class Sampled(NamedTuple):
   """The groups of one submission."""

@@ -110,9 +110,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
     given = submission(t, s, step)
-    ready = submit(t, given)
-    hard_P = np.empty(0, int) if given.hard is None else given.hard.id_P
-    queue = *s.queue, InFlight(hard_P, ready)
+    queue = *s.queue, InFlight(given.hard_P, submit(t, given))
     s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
   (_, ready), *queue = s.queue
   return s.replace(queue=tuple(queue)), received(t, ready)
@@ -120,9 +118,9 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
 
 def submit(t: Trainer, given: Submission) -> Future[Sampled]:
   """Samples a submission: in other processes, in the lane, or at once."""
-  if t.elsewhere:
+  if t.remote:
     with t.timer('send'):
-      return t.elsewhere.submit(given)
+      return t.remote.submit(given)
   work = functools.partial(run_submission, t.beside or t, given)
   return t.lane.submit(work) if t.lane else at_once(work)
 

@@ -5,7 +5,7 @@
 All runs have rollout.depth=1 and compute the same numbers. `in turn` samples and trains
 on one device, alone on one core: its seconds of sampling and of the rest are the cost
 of each side. `beside` has two devices of one process and both cores, and XLA computes
-every program with one thread, so that each side has about one core. `elsewhere` has two
+every program with one thread, so that each side has about one core. `remote` has two
 processes, each with one device and its own core. The first two steps are not counted:
 they compile.
 
@@ -41,7 +41,7 @@ def run(variant: str, folder: str, steps: int, given: list[str]) -> list[metrics
   """
   cores, workdir = sorted(os.sched_getaffinity(0))[:2], os.path.join(folder, variant)
   apart = [[core] for core in cores]
-  places = {'in_turn': apart[:1], 'beside': [cores], 'elsewhere': apart}[variant]
+  places = {'in_turn': apart[:1], 'beside': [cores], 'remote': apart}[variant]
   devices = 1 + (variant == 'beside')
   flags = f'--xla_force_host_platform_device_count={devices}'
   flags += ' --xla_cpu_multi_thread_eigen=false'
@@ -83,7 +83,7 @@ def measure(folder: str, steps: int, given: list[str]) -> dict[str, Any]:
   step, sampling = median(turn, 'time/step'), median(turn, *SAMPLING)
   sides = {'sampling': sampling, 'training': step - sampling}
   found: dict[str, Any] = {'in_turn': {'step': step} | sides}
-  for variant in ('beside', 'elsewhere'):
+  for variant in ('beside', 'remote'):
     rows = run(variant, folder, steps, given)
     together = median(rows, 'time/step')
     found[variant] = {
@@ -106,7 +106,7 @@ def main() -> None:
   args = parser.parse_args([arg for arg in sys.argv[1:] if arg not in given])
   with tempfile.TemporaryDirectory() as folder:
     found = measure(folder, args.steps, given)
-  for name in ('in_turn', 'beside', 'elsewhere'):
+  for name in ('in_turn', 'beside', 'remote'):
     figures = '  '.join(f'{key} {value:.3f}' for key, value in found[name].items())
     print(f'{name.replace("_", " "):10} {figures}')
   print(json.dumps(found))

@@ -39,17 +39,26 @@ def finished(workdir, started, status=0):
   return outputs
 
 
+def reached(workdir, started, words):
+  """Waits until process 0 has printed the words; returns the folder of outputs."""
+  folder = workdir.parent / f'{workdir.name}.output'
+  while words not in (folder / '0.txt').read_text():
+    assert [process.poll() for process in started] == [None] * len(started)
+    time.sleep(0.05)
+  return folder
+
+
 def compared(warm, *, devices=1, **knobs):
   """Compares two processes with one that samples ahead on as many devices."""
-  folders = warm('ahead'), warm('elsewhere')
+  folders = warm('ahead'), warm('remote')
   started = apart(folders[1], devices=devices, **knobs)
   one = start(folders[0], devices, **{'mesh.data': devices} | knobs)
   output = one.communicate()[0]
   assert one.returncode == 0, output.decode()
   outputs = finished(folders[1], started)
-  ahead, elsewhere = ([last_run(x, step) for step in SAVED] for x in folders)
-  check_equal(ahead, elsewhere, folders)
-  return folders[1], elsewhere[-1], outputs
+  ahead, remote = ([last_run(x, step) for step in SAVED] for x in folders)
+  check_equal(ahead, remote, folders)
+  return folders[1], remote[-1], outputs
 
 
 def test_another_process_samples_the_same(warm):
@@ -83,13 +92,13 @@ def test_two_devices_in_each_process_and_an_older_actor(warm):
 @pytest.mark.parametrize('devices', [{'data': 2}, {'tensor': 2, 'data': 1}])
 def test_two_processes_train_and_two_sample(warm, devices):
   knobs = BOTH | PARTIAL | {f'mesh.{name}': n for name, n in devices.items()}
-  folders = warm('ahead'), warm('elsewhere')
+  folders = warm('ahead'), warm('remote')
   one = start(folders[0], 2, **knobs)
   output = one.communicate()[0]
   assert one.returncode == 0, output.decode()
   finished(folders[1], apart(folders[1], train=2, sample=2, **knobs))
-  ahead, elsewhere = (last_run(x) for x in folders)
-  assert max(differences(ahead, elsewhere).values()) < FAR
+  ahead, remote = (last_run(x) for x in folders)
+  assert max(differences(ahead, remote).values()) < FAR
   assert texts(folders[0]) == texts(folders[1])
 
 
@@ -99,10 +108,7 @@ def test_a_killed_run_goes_on_as_if_unbroken(warm):
   whole, broken = warm('whole'), warm('broken')
   finished(whole, apart(whole, **knobs))
   started = apart(broken, **knobs | {'steps': 6})
-  folder = broken.parent / 'broken.output'
-  while '3/6' not in (folder / '0.txt').read_text():
-    assert started[0].poll() is None
-    time.sleep(0.05)
+  folder = reached(broken, started, '3/6')
   started[1].kill()  # the process that samples
   statuses, (output, _) = processes.ended(started, folder)
   assert statuses == [hosts.LOST, -signal.SIGKILL]
@@ -119,10 +125,7 @@ def test_a_signal_to_the_process_that_samples_ends_the_run(warm):
     BOTH | PARTIAL | {'steps': 400, 'evaluate.every': 400, 'checkpoint.every': 400}
   )
   started = apart(workdir, **knobs)
-  folder = workdir.parent / 'stopped.output'
-  while '2/400' not in (folder / '0.txt').read_text():
-    assert [process.poll() for process in started] == [None, None]
-    time.sleep(0.05)
+  reached(workdir, started, '2/400')
   started[1].send_signal(signal.SIGTERM)
   outputs = finished(workdir, started, 128 + signal.SIGTERM)
   assert 'Saved. Run the same command' in outputs[0]
@@ -133,3 +136,14 @@ def test_a_process_cannot_do_both(warm):
   started = apart(workdir, devices=2, **BOTH | {'mesh.data': 1, 'mesh.rollout': 3})
   outputs = finished(workdir, started, 2)
   assert 'mesh.rollout=3: process 0 would train and sample' in outputs[0]
+
+
+def test_a_run_that_cannot_go_on_ends_both_sides(warm):
+  workdir = warm('damaged')
+  knobs = BOTH | {'checkpoint.every': 1, 'evaluate.every': 9}
+  finished(workdir, apart(workdir, **knobs | {'steps': 1}))
+  for file in (workdir / 'checkpoints').glob('*/meta/*'):
+    file.write_text('{')
+  started = apart(workdir, **knobs | {'steps': 2})
+  outputs = finished(workdir, started, 2)
+  assert 'has no whole checkpoint' in outputs[0]

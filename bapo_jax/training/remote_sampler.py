@@ -1,7 +1,7 @@
 """Makes other processes sample, for the processes that train.
 
-The schedule is that of one process, in `trainer.sample`. Every call of `Elsewhere` that
-needs the other side sends it an `Order`; serve.py carries the orders out.
+The schedule is that of one process, in `trainer.sample`. A `RemoteSampler` sends orders
+to the other side, which serve.py carries out.
 """
 
 import collections
@@ -61,7 +61,7 @@ class Arriving(Future[Sampled]):
     return super().result(timeout)
 
 
-class Elsewhere:
+class RemoteSampler:
   """The processes that sample, as those that train see them.
 
   Every process that trains calls all methods, in the same order.
@@ -80,17 +80,16 @@ class Elsewhere:
     self.ready = 0  # submissions that are sampled but not fetched
 
   def compile(self, weights: Tree) -> None:
-    """Makes the other side compile its programs; `compiled` waits for the end."""
+    """Makes the other side compile its programs, and does not wait."""
     self._there.send(Order('compile', weights))
 
-  def compiled(self) -> None:
+  def wait_until_compiled(self) -> None:
     """Waits until the other side has compiled its programs."""
     self._back.receive()
 
   def submit(self, given: Submission) -> Future[Sampled]:
     """Makes the other side sample a submission; its partial rollouts are there."""
-    hard_P = np.empty(0, int) if given.hard is None else given.hard.id_P
-    due = Due(given.step, given.prompt_round, given.actor.version, hard_P)
+    due = Due(given.step, given.prompt_round, given.actor.version, given.hard_P)
     if given.newest is not None:
       newest, version = given.newest.weights, given.newest.version
       due = due._replace(newest=newest, newest_version=version)
