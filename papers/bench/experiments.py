@@ -128,13 +128,11 @@ def control() -> dict[str, Any]:
 
 
 def depths() -> dict[str, Any]:
-  """Returns the setting of `depths`: four disjoint updates of 64 responses."""
-  values = shared()
+  """Returns the setting of `depths`: S1 with four disjoint updates of 64 responses."""
+  values = s1()
   values['steps'] = 40
   values['prompts']['count'] = 32
-  values['sampler']['max_new_tokens'] = 60
-  values['learner'] |= SPLIT | {'minibatches': 4, 'grad_accum_steps': 8}
-  values['optimizer']['lr'] = 6e-4
+  values['learner'] |= {'epochs': 1, 'grad_accum_steps': 8}
   values['evaluate']['every'] = 8
   return values
 
