@@ -114,9 +114,14 @@ def differ(
 
   def passes(results: Mapping[str, Result]) -> tuple[bool, str]:
     p = friedman(results, compared, outcome)
-    return p < SIGNIFICANT, f'p = {p:.3f}'
+    return p < SIGNIFICANT, f'p {relation(p)}'
 
   return passes
+
+
+def relation(p: float) -> str:
+  """Returns what stands after `p`: '= 0.018', or '< 0.001' if it would round to 0."""
+  return f'= {p:.3f}' if p >= 0.0005 else '< 0.001'
 
 
 def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
@@ -159,7 +164,7 @@ def difference_table(
   if tested:
     adjusted = holm([sign_flip(difference_S) for difference_S in pairs.values()])
     for row, p in zip(rows, adjusted, strict=True):
-      row.append(f'{p:.3f}')
+      row.append(relation(p).removeprefix('= '))
     header.append(f'p, Holm over {len(rows)}')
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
 
@@ -244,7 +249,7 @@ def judge(
     else:
       found.append(SUGGESTED if agreeing == len(seeds) else NOT_SEEN)
     effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
-    shown = f'{p:.3f}' if tested and not claim.by_design else ''
+    shown = relation(p).removeprefix('= ') if tested and not claim.by_design else ''
     effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
   return _verdict(claim, found, checked or {}), effects
 

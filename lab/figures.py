@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bapo_jax.run import report_plots
-from lab.evidence import Drawn, differences_of
+from lab.evidence import Drawn, differences_of, relation
 from lab.experiments import Result
 from lab.outcomes import (
   FEWEST,
@@ -179,7 +179,7 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
     text = f'n = {len(difference_S)}'
     if len(difference_S) >= FEWEST:
-      text = f'p = {sign_flip(difference_S):.3f}, {text}'
+      text = f'p {relation(sign_flip(difference_S))}, {text}'
     at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
     ax.text(1.02, row, text, **at)
   ax.axvline(0, color='#777777', lw=0.8)
