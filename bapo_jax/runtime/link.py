@@ -8,6 +8,7 @@ the target receives its copy from a group of the source.
 """
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from bapo_jax.runtime.lane import Lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Link:
     self._target = target
     self._groups = _groups(source), _groups(target)
 
+  @functools.cached_property
+  def _lane(self) -> Lane:
+    return Lane()
+
   def send(self, value: Any) -> None:
     """Sends a tree of JAX arrays and of values that can be pickled.
 
@@ -68,8 +75,12 @@ class Link:
     self._copy(_full(marked), arrays)
 
   def receive(self) -> Any:
-    """Waits for a value. Its JAX arrays are on the target mesh, split as they were."""
-    length = self._host(LENGTH)
+    """Waits for a value. Its JAX arrays are on the target mesh, split as they were.
+
+    The first array is awaited in a thread: a signal interrupts a wait for a thread, but
+    not a wait for an array.
+    """
+    length = self._lane.submit(functools.partial(self._host, LENGTH)).result()
     value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
     leaves, structure = jax.tree.flatten(value)
     copies = self._copy(_full(leaves))

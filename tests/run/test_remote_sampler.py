@@ -131,6 +131,22 @@ def test_a_signal_to_the_process_that_samples_ends_the_run(warm):
   assert 'Saved. Run the same command' in outputs[0]
 
 
+@pytest.mark.parametrize('asked', [0, 1], ids=['trains', 'samples'])
+def test_a_second_signal_ends_a_process_that_waits_for_the_other(warm, asked):
+  workdir = warm('interrupted')
+  knobs = BOTH | dict.fromkeys(('steps', 'evaluate.every', 'checkpoint.every'), 400)
+  started = apart(workdir, **knobs)
+  reached(workdir, started, '2/400')
+  started[1 - asked].send_signal(signal.SIGSTOP)
+  time.sleep(1)  # until it waits for an answer or an order
+  started[asked].send_signal(signal.SIGINT)
+  time.sleep(0.5)
+  started[asked].send_signal(signal.SIGINT)
+  assert started[asked].wait(20) == 130
+  started[1 - asked].kill()
+  assert started[1 - asked].wait() == -signal.SIGKILL
+
+
 def test_a_process_cannot_do_both(warm):
   workdir = warm('both')
   started = apart(workdir, devices=2, **BOTH | {'mesh.data': 1, 'mesh.rollout': 3})
