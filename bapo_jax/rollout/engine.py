@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
@@ -113,21 +115,8 @@ class RolloutEngine:
 
   def empty(self, rows: int) -> tuple[Slots, Rows]:
     """Returns free slots and `rows` empty output rows, placed on the mesh."""
-
-    def make() -> tuple[Slots, Rows]:
-      slots, T = self.max_num_seqs, self.length
-      return decode.empty(self.spec, slots, T, self.cache_segments), Rows(
-        tokens_BT=jnp.zeros((rows, T), jnp.int32),
-        logp_BT=jnp.zeros((rows, T), jnp.float32),
-        policy_version_BT=jnp.zeros((rows, T), jnp.int32) - 1,
-      )
-
-    if self.mesh is None:
-      return make()
-    # Each device creates its own shard: the full cache may not fit on one device.
-    slots = decode.slot_shardings(jax.eval_shape(make)[0], self.mesh)
-    over_rows = sharding.over_rows(self.mesh, rows)
-    return jax.jit(make, out_shardings=(slots, over_rows))()
+    sizes = self.max_num_seqs, rows, self.length, self.cache_segments
+    return _empty(self.spec, *sizes, self.mesh)()
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
     """Returns the pictures of problems, none for id -1; None in runs on text only."""
@@ -204,6 +193,26 @@ class RolloutEngine:
         slots = self.refresh(params, slots, no_id, no_slot, live)
       slots, _ = self.run(params, slots, key, 0, 0, live)
     jax.block_until_ready(decode.harvest(slots, rows))
+
+
+@functools.cache
+def _empty(
+  spec: ModelSpec, slots: int, rows: int, length: int, parts: int, mesh: Mesh | None
+) -> Wrapped:
+  """Compiles `RolloutEngine.empty`, once per mesh and size."""
+
+  def make() -> tuple[Slots, Rows]:
+    return decode.empty(spec, slots, length, parts), Rows(
+      tokens_BT=jnp.zeros((rows, length), jnp.int32),
+      logp_BT=jnp.zeros((rows, length), jnp.float32),
+      policy_version_BT=jnp.full((rows, length), -1, jnp.int32),
+    )
+
+  if mesh is None:
+    return jax.jit(make)
+  # Each device creates its own shard: the full cache may not fit on one device.
+  layout = decode.slot_shardings(jax.eval_shape(make)[0], mesh)
+  return jax.jit(make, out_shardings=(layout, sharding.over_rows(mesh, rows)))
 
 
 def _check_layout(params: Tree) -> None:

@@ -1,5 +1,6 @@
 """Whole runs, tiny: exact resume, the report, signals, kills, a full disk."""
 
+import collections
 import functools
 import glob
 import json
@@ -12,10 +13,11 @@ import subprocess
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 import runs
-from runs import command, last_run, same, tiny
+from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
 from bapo_jax.run import experiment, report, resume
@@ -94,6 +96,35 @@ def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
     for saved in (run, last_run(workdir, 1)):
       found.append({k: x for k, x in saved.arrays.items() if k.startswith('params/')})
   assert same(found[0], found[2]) and not same(found[2], found[3])
+
+
+@pytest.mark.parametrize('partial', [False, True], ids=['whole', 'partial'])
+def test_no_step_after_the_second_compiles_a_program(warm, monkeypatch, partial):
+  compiled, step, steps_of = collections.defaultdict(list), 0, experiment.train_loop
+
+  def count(event, seconds, *, fun_name='', **_):
+    if event.endswith('backend_compile_duration'):
+      compiled[step].append(fun_name)
+
+  def counted(t, s):
+    nonlocal step
+    step = 1
+    for step_of in steps_of(t, s):
+      yield step_of
+      step += 1
+
+  monkeypatch.setattr(experiment, 'train_loop', counted)
+  jax.monitoring.register_event_duration_secs_listener(count)
+  knobs = {'steps': 6, 'evaluate.every': 99, 'batch.rule': 'adapted', 'mesh.data': 8}
+  knobs |= {'buffer.reevaluate': 4} | (PARTIAL if partial else {})
+  try:
+    assert experiment.train(tiny(**knobs), str(warm('compiled'))) == 0
+  finally:
+    jax.monitoring.unregister_event_duration_listener(count)
+  assert compiled[0]  # before the first step
+  # Rows are read by a program per device and power of two: exchange.rows_of.
+  later = {name for n in range(3, 7) for name in compiled[n]}
+  assert later <= {'jit(_take)'}
 
 
 def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
