@@ -1,6 +1,7 @@
 """A response depends on (key, uid, position) alone, and no decoded token is lost."""
 
 import dataclasses
+import functools
 
 import jax
 import making
@@ -286,6 +287,25 @@ def test_nothing_compiles_after_the_warm_up():
     rollouts.decode(ACTOR, KEY, max_tokens=9)
     rollouts.refresh(ACTOR)
   assert [function._cache_size() for function in jitted] == before
+
+
+def test_free_slots_on_a_mesh_are_compiled_once():
+  # Every step of a run without partial rollouts makes them.
+  compiled = []
+
+  def note(event, seconds, **_):
+    if event.endswith('backend_compile_duration'):
+      compiled.append(event)
+
+  make = functools.partial(partial_rollouts, 8, mesh=sharding.make(data=8), **WIDE)
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    make()
+    first = len(compiled)
+    make()
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
+  assert len(compiled) == first > 0
 
 
 @pytest.mark.parametrize(
