@@ -15,8 +15,7 @@ from lab.outcomes import stopped_between
 FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
 RATES = ('lr0.0006', 'lr0.0008')
-OTHERS = (
-  'grpo',
+OTHERS = (  # without bounds that are compared in S1
   'unclipped',
   'tis',
   'cispo',
@@ -53,8 +52,8 @@ SHOWN = {
       Compared('balanced', OTHERS, 'final'),
     ),
     {
-      'rivals-differences': Drawn('differences', ('balanced', *OTHERS)),
-      'rivals': Drawn('curves', ('balanced', *OTHERS)),
+      'rivals-differences': Drawn('differences', ('balanced', 'grpo', *OTHERS)),
+      'rivals': Drawn('curves', ('balanced', 'grpo', *OTHERS)),
     },
     whole=True,
   ),
