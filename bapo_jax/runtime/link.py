@@ -77,10 +77,13 @@ class Link:
   def receive(self) -> Any:
     """Waits for a value. Its JAX arrays are on the target mesh, split as they were.
 
-    The first array is awaited in a thread: a signal interrupts a wait for a thread, but
-    not a wait for an array.
+    Receives in a thread: a signal interrupts a wait for a thread, but not a wait for an
+    array.
     """
-    length = self._lane.submit(functools.partial(self._host, LENGTH)).result()
+    return self._lane.submit(self._receive).result()
+
+  def _receive(self) -> Any:
+    length = self._host(LENGTH)
     value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
     leaves, structure = jax.tree.flatten(value)
     copies = self._copy(_full(leaves))
