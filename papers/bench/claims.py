@@ -15,7 +15,7 @@ from lab.outcomes import stopped_between
 FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
 RATES = ('lr0.0006', 'lr0.0008')
-OTHERS = (  # without bounds that are compared in S1
+OTHERS = (  # the ten rules that are not arms of S1
   'unclipped',
   'tis',
   'cispo',
