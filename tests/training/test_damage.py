@@ -214,9 +214,10 @@ def content(run: pathlib.Path) -> dict[str, dict]:
   return {p.name: json.loads(p.read_text()) for p in (run / 'eval').glob('*.json')}
 
 
-def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, tmp_path, capsys):
-  config, unbroken = whole_run.config, whole_run.workdir
-  run = copied(unbroken, tmp_path / 'run')
+@pytest.fixture(scope='module')
+def damaged(whole_run, tmp_path_factory) -> pathlib.Path:
+  """A copy of a run with five kinds of damage, which the first test repairs."""
+  run = copied(whole_run.workdir, tmp_path_factory.mktemp('damaged') / 'run')
   flip(arrays(run, LAST))
   (warm,) = (run / 'warmstart').iterdir()
   flip(max(files(warm), key=lambda path: path.stat().st_size))
@@ -224,18 +225,27 @@ def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, tmp_path, caps
   (run / 'report.json').unlink()
   with open(run / 'metrics.jsonl', 'ab') as file:
     file.write(b'{"step": 9, "loss/kl": 1.0}\n{"step": 5, "loss/')
-  assert runs.train(config, run) == 0
+  return run
+
+
+def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, damaged, capsys):
+  assert runs.train(whole_run.config, damaged) == 0
   out = capsys.readouterr().out
   assert f'Resuming after step {LAST - 1}.' in out
   for words in (f'checkpoints/{LAST} is damaged', 'The warm start', 'eval/0.json'):
     assert out.count(words) == 1, words
-  found, expected = last_run(run), last_run(unbroken)
+  found, expected = last_run(damaged), last_run(whole_run.workdir)
   assert found.scalars == expected.scalars
   assert same(found.arrays, expected.arrays)
   assert found.rows == expected.rows
-  assert content(run) == content(unbroken)
-  assert (run / 'report.json').exists()
-  assert runs.train(config, run) == 0  # nothing is left to repair
+  assert content(damaged) == content(whole_run.workdir)
+  assert (damaged / 'report.json').exists()
+
+
+def test_a_repaired_run_has_nothing_left_to_repair(whole_run, damaged, capsys):
+  assert runs.train(whole_run.config, damaged) == 0
+  capsys.readouterr()
+  assert runs.train(whole_run.config, damaged) == 0
   assert not re.search('is damaged|Evaluating step', capsys.readouterr().out)
 
 
