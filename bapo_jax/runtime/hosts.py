@@ -12,6 +12,7 @@ import ctypes
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ START_S = 300.0  # hosts of one job start minutes apart
 HEARTBEAT_S = 10  # a process without a heartbeat for this long counts as gone
 GRACE_S = 3.0  # `leave` waits this long for the other processes
 SHUTDOWN_S = 24 * 3600  # processes wait this long for process 0 to write the report
+PORTS = (10_000, 32_000)  # below the outgoing ports of Linux, macOS and BSD
 LOST = 4  # exit status: another process is gone
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
@@ -183,8 +185,12 @@ def _own_address(place: tuple[str, int, int] | None) -> str:
       host = probe.getsockname()[0]
     except OSError:  # `initialize` explains a name that cannot be resolved
       host = '127.0.0.1'
-  with socket.create_server((host, 0)) as server:
-    return f'{host}:{server.getsockname()[1]}'
+  # JAX listens at the first transfer only. Until then a port from the range of outgoing
+  # connections, of which the system takes one for port 0, could be used for another.
+  for port in random.sample(range(*PORTS), 100):
+    with contextlib.suppress(OSError), socket.create_server((host, port)):
+      return f'{host}:{port}'
+  raise ValueError(f'{host} can listen at none of 100 ports in {PORTS}; free some')
 
 
 def _explain_abort(sentence: str) -> None:

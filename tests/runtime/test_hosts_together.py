@@ -1,5 +1,6 @@
 """Processes of one run: they join, agree, refuse what differs, and end together."""
 
+import pathlib
 import re
 import signal
 import socket
@@ -34,6 +35,18 @@ def test_a_port_that_is_taken_is_refused():
     address = f'127.0.0.1:{taken.getsockname()[1]}'
     with pytest.raises(ValueError, match=address):
       hosts.initialise(address, 0, 2, start_s=0.0)
+
+
+def test_the_port_of_transfers_is_none_that_the_system_gives_away():
+  # Otherwise it may be in use when the first array crosses.
+  range_ = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
+  if not range_.exists():
+    pytest.skip('the range of outgoing ports is read as on Linux')
+  least = int(range_.read_text().split()[0])
+  addresses = [hosts._own_address(('127.0.0.1:1', 0, 2)) for _ in range(200)]
+  assert all(x.startswith('127.0.0.1:') for x in addresses)
+  ports = {int(x.rpartition(':')[2]) for x in addresses}
+  assert min(ports) > 1023 and max(ports) < least and len(ports) > 100
 
 
 def test_one_process_needs_nothing():
