@@ -15,7 +15,7 @@ TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
 NAMES = ('tuning', 'main', 'hardness', 'delay', 'countdown_tuning', 'countdown')
 COUNTDOWN_TEST = tuple(range(300, 316))  # protocol 2
-RATES = (1e-4, 3e-4, 1e-3)  # from which each arm of `countdown` gets its own
+RATES = (3e-5, 1e-4, 3e-4, 1e-3)  # from which each arm of `countdown` gets its own
 
 NONE_REUSABLE = (0.0625, 0.0625)  # no pass rate of eight responses lies there
 
