@@ -5,7 +5,7 @@ r"""A model and problems of your own: three knobs, and the run decides the other
     --config.problems.test_source=test.jsonl
 
 A knob that is None here is derived from model, problems and machine when the run
-begins, printed with its reason, and stored in config.json (training/derive.py);
+begins, printed with its reason, and stored in config.json (autosetup/derive.py);
 --config.<knob>=... sets it instead. The clip rule is Balanced PO's, the batch rule
 takes fresh groups: see docs/algorithms.md for the others, and docs/your_model.md.
 """

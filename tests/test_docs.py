@@ -114,6 +114,16 @@ def test_every_relative_link_resolves():
         assert target.exists(), f'{name}: {link}'
 
 
+def test_every_module_that_a_source_file_names_exists():
+  package = ROOT / 'bapo_jax'
+  parts = '|'.join(path.name for path in package.iterdir() if path.is_dir())
+  module = rf'(?<![\w/])(?:{parts})/[a-z_0-9/]+\.py'
+  folders = ('bapo_jax', 'configs', 'lab', 'benchmarks', 'papers')
+  for path in (path for folder in folders for path in (ROOT / folder).rglob('*.py')):
+    for named in re.findall(module, path.read_text()):
+      assert (package / named).exists(), f'{path}: {named}'
+
+
 def test_every_rule_is_named():
   named = set(code(DOCS['docs/algorithms.md']))
   slots = (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES)
