@@ -31,11 +31,18 @@ def load(folder: str) -> types.ModuleType:
   """Returns experiments.py of a folder as a module, extended by claims.py.
 
   Raises:
-    ValueError: one of the files is missing.
+    ValueError: one of the files is missing, or both define a name.
   """
   module = experiments.run_file(os.path.join(folder, 'experiments.py'))
-  added = vars(experiments.run_file(os.path.join(folder, 'claims.py')))
-  vars(module).update({k: value for k, value in added.items() if k[:1] != '_'})
+  claims = vars(experiments.run_file(os.path.join(folder, 'claims.py')))
+  added = {name: value for name, value in claims.items() if name[:1] != '_'}
+  twice = [x for x, value in added.items() if vars(module).get(x, value) is not value]
+  if twice:
+    raise ValueError(
+      f'{folder}: experiments.py and claims.py both define {", ".join(twice)}; '
+      'rename those of claims.py'
+    )
+  vars(module).update(added)
   return module
 
 

@@ -54,6 +54,7 @@ COLOURS = {
   'dual_clip': '#0072B2',
   'gspo': '#9467BD',
   'dcpo': '#2CA02C',
+  'decoupled': '#556B2F',
   'unclipped': '#17BECF',
   'opsm': '#E377C2',
   'm2po': '#BCBD22',
@@ -205,7 +206,7 @@ def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     if len(shared):
       ax.plot(found, y_SL.mean(0), color=colour[arm], lw=2.5, label=arm)
   report_plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
-  ax.legend(fontsize=8)
+  ax.legend(fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
   return ax.figure
 
 

@@ -27,6 +27,7 @@ OTHERS = (  # the ten rules that are not arms of S1
   'm2po',
   'icepop',
 )
+ARMS_AHEAD = ('grpo', 'decoupled', 'unclipped', 'tis', 'cispo', 'm2po', 'icepop')
 FEWEST_BETWEEN = 0.15  # share of the updates, M1
 LEARNING = ('area', 'final', 'collapsed', 'entropy', 'grad_norm')
 BOUNDS = ('share_start', 'share', 'clipped', 'low', 'high')
@@ -65,13 +66,11 @@ SHOWN = {
   ),
   'depths': Shown(
     (('area', 'final', 'collapsed', 'entropy', 'clipped', 'share'),),
-    (
-      Compared(
-        'balanced',
-        ('grpo', 'unclipped', 'tis', 'cispo', 'm2po', 'icepop', 'decoupled'),
-        'area',
-      ),
-    ),
+    (Compared('balanced', ARMS_AHEAD, 'area'),),
+    {
+      'depths': Drawn('slopes', ('balanced', *ARMS_AHEAD), 'area'),
+      'depths-entropy': Drawn('slopes', ('balanced', *ARMS_AHEAD), 'entropy'),
+    },
     whole=True,
     ordered='area',
   ),
