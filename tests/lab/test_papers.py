@@ -164,3 +164,21 @@ def assert_alike(again, stored):
     assert after - before > 4 * math.hypot(error_before, error_after)
   schedules = ([row[::3] for row in x['evaluations']] for x in (again, stored))
   assert next(schedules) == next(schedules)  # steps and responses
+
+
+def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
+  """By accuracy at the end, mean over the seeds; of equal ones the smaller rate."""
+  folder = PAPERS / '2602.20722'
+  module = claims.load(str(folder))
+  ends: dict[str, dict[float, list[float]]] = {}
+  for path in (folder / 'results' / 'countdown_tuning').glob('*.json'):
+    result = json.loads(path.read_text())
+    rate = float(result['levels']['rate'].removeprefix('lr'))
+    at_end = result['evaluations'][-1][1]
+    ends.setdefault(result['arm'], {}).setdefault(rate, []).append(at_end)
+  assert {len(of_seeds) for arm in ends.values() for of_seeds in arm.values()} == {2}
+  chosen = {
+    arm: max(sorted(by_rate), key=lambda rate: sum(by_rate[rate]))
+    for arm, by_rate in ends.items()
+  }
+  assert chosen == module.TUNED_RATE
