@@ -1,5 +1,7 @@
 """A damaged checkpoint is set aside, and the run resumes from the one before."""
 
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -215,8 +217,8 @@ def content(run: pathlib.Path) -> dict[str, dict]:
 
 
 @pytest.fixture(scope='module')
-def damaged(whole_run, tmp_path_factory) -> pathlib.Path:
-  """A copy of a run with five kinds of damage, which the first test repairs."""
+def repaired(whole_run, tmp_path_factory) -> tuple[pathlib.Path, str]:
+  """A copy of a run that resumed with five kinds of damage, and what it printed."""
   run = copied(whole_run.workdir, tmp_path_factory.mktemp('damaged') / 'run')
   flip(arrays(run, LAST))
   (warm,) = (run / 'warmstart').iterdir()
@@ -225,27 +227,26 @@ def damaged(whole_run, tmp_path_factory) -> pathlib.Path:
   (run / 'report.json').unlink()
   with open(run / 'metrics.jsonl', 'ab') as file:
     file.write(b'{"step": 9, "loss/kl": 1.0}\n{"step": 5, "loss/')
-  return run
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    assert runs.train(whole_run.config, run) == 0
+  return run, out.getvalue()
 
 
-def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, damaged, capsys):
-  assert runs.train(whole_run.config, damaged) == 0
-  out = capsys.readouterr().out
+def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, repaired):
+  run, out = repaired
   assert f'Resuming after step {LAST - 1}.' in out
   for words in (f'checkpoints/{LAST} is damaged', 'The warm start', 'eval/0.json'):
     assert out.count(words) == 1, words
-  found, expected = last_run(damaged), last_run(whole_run.workdir)
+  found, expected = last_run(run), last_run(whole_run.workdir)
   assert found.scalars == expected.scalars
   assert same(found.arrays, expected.arrays)
   assert found.rows == expected.rows
-  assert content(damaged) == content(whole_run.workdir)
-  assert (damaged / 'report.json').exists()
+  assert content(run) == content(whole_run.workdir)
+  assert (run / 'report.json').exists()
 
 
-def test_a_repaired_run_has_nothing_left_to_repair(whole_run, damaged, capsys):
-  assert runs.train(whole_run.config, damaged) == 0
-  capsys.readouterr()
-  assert runs.train(whole_run.config, damaged) == 0
+def test_a_repaired_run_has_nothing_left_to_repair(whole_run, repaired, capsys):
+  assert runs.train(whole_run.config, repaired[0]) == 0
   assert not re.search('is damaged|Evaluating step', capsys.readouterr().out)
 
 
