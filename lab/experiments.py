@@ -35,8 +35,9 @@ STEP_METRICS = (
   'rollout/accuracy', 'rollout/length_right', 'rollout/length_wrong',
   'rollout/truncated', 'rollout/responses', 'batch/learnable', 'batch/filled',
   'batch/reevaluated', 'batch/reused', 'clip/share_start', 'clip/share', 'clip/low',
-  'clip/high', 'clip/moved', 'clip/target_met', 'clip/fraction', 'loss/entropy',
-  'loss/ratio_max', 'learner/grad_norm', 'learner/skipped', 'learner/updates',
+  'clip/high', 'clip/moved', 'clip/target_met', 'clip/no_evidence', 'clip/fraction',
+  'loss/entropy', 'loss/ratio_max', 'learner/grad_norm', 'learner/skipped',
+  'learner/updates',
 )  # fmt: skip
 WAY_OUT = 'remove the file and run the experiment again'
 

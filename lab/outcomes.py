@@ -77,11 +77,15 @@ def mean_with_target(result: Result, metric: str) -> float:
 def stopped_between(result: Result) -> float:
   """Returns the share of updates whose search stopped between its ends, or nan.
 
-  Such an update moved a bound and met the target. Assumes that every update moved a
-  bound or met the target: true if each has a token with an advantage.
+  Such an update moved a bound and met the target. An update without a token that counts
+  did neither; every other one did at least one of the two. Older results do not
+  have the share without evidence: there it is 0.
   """
   moved, met = (mean_with_target(result, f'clip/{x}') for x in ('moved', 'target_met'))
-  return max(0.0, moved + met - 1) if not math.isnan(moved) else moved
+  without = 0.0
+  if 'clip/no_evidence' in result['steps']:
+    without = mean_with_target(result, 'clip/no_evidence')
+  return max(0.0, moved + met + without - 1) if not math.isnan(moved) else moved
 
 
 def last_of(result: Result, metric: str) -> float:

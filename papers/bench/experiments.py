@@ -4,7 +4,7 @@ The protocol is ../protocol2.md. `s1` has 256 responses per update, so that the 
 of Balanced PO stops between its ends; `control` is the setting of the first protocol at
 rates at which fixed bounds differ; `quantised` trains with actors of low precision;
 `depths` samples ahead of the learner, so that data are older than their batch makes
-them.
+them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
 """
 
 import math
@@ -17,7 +17,8 @@ TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
 TEST = tuple(range(300, 316))
 DEPTH_SEEDS = tuple(range(400, 404))
-NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised', 'depths')
+S3_SEEDS = tuple(range(500, 504))
+NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised', 'depths', 's3')
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/performance.md.
@@ -84,24 +85,31 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 
 
-def shared() -> dict[str, Any]:
-  """Returns the policy and problems of all experiments, as nested values."""
+def common() -> dict[str, Any]:
+  """Returns what the experiments of every policy have in common, as nested values."""
   config = base.get_config()
-  config.problems.update(family='pair', level=3, train=1024, test=256)
-  config.problems.pair.hard = 0.3
-  config.problems.seed = 1  # tuning: 0
-  config.prompts.max_prompt_tokens = 21
-  config.sampler.update(group_size=8, max_num_seqs=256, prefill_batch_size=256)
+  config.sampler.group_size = 8
   config.model.remat = 'full'
-  config.sft.update(clean=700, noisy=80, batch=64, slip=0.5)
   config.batch.rule = 'fresh_only'
   config.advantage.rule = 'group_relative'
   config.loss.kl = 0.0
-  config.evaluate.group_size = 4
   config.checkpoint.update(every=1000, keep=1, best=0)
   config.metrics.tensorboard = False
   config.mesh.data = 1
   return config.to_dict()
+
+
+def shared() -> dict[str, Any]:
+  """Returns the policy of 0.1 M parameters and its problems, as nested values."""
+  values = common()
+  values['problems'] |= {'family': 'pair', 'level': 3, 'train': 1024, 'test': 256}
+  values['problems']['pair']['hard'] = 0.3
+  values['problems']['seed'] = 1  # tuning: 0
+  values['prompts']['max_prompt_tokens'] = 21
+  values['sampler'] |= {'max_num_seqs': 256, 'prefill_batch_size': 256}
+  values['sft'] |= {'clean': 700, 'noisy': 80, 'batch': 64, 'slip': 0.5}
+  values['evaluate']['group_size'] = 4
+  return values
 
 
 def s1() -> dict[str, Any]:
@@ -134,6 +142,26 @@ def depths() -> dict[str, Any]:
   values['prompts']['count'] = 32
   values['learner'] |= {'epochs': 1, 'grad_accum_steps': 8}
   values['evaluate']['every'] = 8
+  return values
+
+
+def s3() -> dict[str, Any]:
+  """Returns the setting S3: a published model whose weights are sent every 4 steps."""
+  values = common()
+  values['steps'] = 8
+  values['model'] |= {'path': 'models/SmolLM2-135M-Instruct', 'remat': 'none'}
+  values['tokenizer']['template'] = 'chat:{problem}'
+  values['problems']['source'] = 'papers/bench/sums_train.jsonl'
+  values['problems']['test_source'] = 'papers/bench/sums_test.jsonl'
+  values['rewards']['rule'] = 'gsm8k'
+  values['prompts'] |= {'count': 16, 'max_prompt_tokens': 40}
+  values['sampler'] |= {'max_new_tokens': 40, 'temperature': 0.6}
+  values['sampler'] |= {'max_num_seqs': 64, 'prefill_batch_size': 64}
+  values['rollout']['weight_sync_interval'] = 4
+  values['learner'] |= SPLIT | {'minibatches': 4, 'grad_accum_steps': 4}
+  values['optimizer'] |= {'lr': 1e-5, 'warmup': 0}
+  values['evaluate'] |= {'every': 8, 'group_size': 4}
+  values['evaluate']['sampling']['temperature'] = 0.6
   return values
 
 
@@ -187,15 +215,15 @@ def get_experiment(name: str) -> Experiment:
     KeyError: no such experiment.
   """
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in (6e-4, 8e-4)}
+  two = {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}
   tuning = s1()
   tuning['problems']['seed'] = 0
   return {
-    'tuning': Experiment(
-      tuning, {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}, TUNING
-    ),
+    'tuning': Experiment(tuning, two, TUNING),
     's1': Experiment(s1(), CLIPPING, TEST),
     'rivals': Experiment(s1(), RIVALS, TEST),
     'control': Experiment(control(), CLIPPING, CONTROL, {'rate': rates}),
     'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
+    's3': Experiment(s3(), two, S3_SEEDS),
     'depths': Experiment(depths(), AHEAD, DEPTH_SEEDS, {'depth': DEPTHS}),
   }[name]

@@ -46,6 +46,9 @@ MOVED = {
   'steps': {'clip/moved': [0.25, 0.5, 0.0, None], 'clip/low': [0.675, 0.75, 0.6, 0.7]}
 }
 BETWEEN = {'steps': {'clip/moved': [1, 0.5], 'clip/target_met': [0.25, 0.75]}}
+BLIND = {
+  'steps': {'clip/moved': [0.5], 'clip/target_met': [0.25], 'clip/no_evidence': [0.5]}
+}
 STILL = {
   'steps': {'clip/moved': [0, 0], 'clip/low': [0.6, 0.6], 'clip/target_met': [1, 1]}
 }
@@ -83,6 +86,8 @@ STILL = {
     ('between', math.nan, STILL),
     # Of all updates 3/4 moved and 1/2 met the target: a quarter did both.
     ('between', 0.25, BETWEEN),
+    # Half of the updates could do neither: a quarter did both, a quarter moved alone.
+    ('between', 0.25, BLIND),
   ],
 )
 def test_outcomes_by_hand(name, expected, values):
