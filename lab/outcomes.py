@@ -64,6 +64,22 @@ def accuracy_of_failed(result: Result) -> float:
   return _mean((end_P / result['group_size'])[start_P == 0])
 
 
+def solved_by_chance(result: Result) -> float:
+  """Returns what `newly_solved` would be for weights that do not change.
+
+  Divides the responses of the first evaluation into halves: of the problems failed in
+  one half, the share solved in the other, expected over all divisions. nan if no
+  half of the responses to a problem can be all wrong.
+  """
+  right_P, size = _right(result)[0], result['group_size']
+  half = size // 2
+  none_P = np.asarray(
+    [math.comb(size - k, half) / math.comb(size, half) for k in right_P]
+  )
+  failed = none_P.sum()
+  return float(none_P[right_P > 0].sum() / failed) if failed else math.nan
+
+
 def mean_of(result: Result, metric: str) -> float:
   """Returns the mean of a metric over the steps; nan without values."""
   return _mean(_finite(result, metric))
@@ -144,6 +160,7 @@ OUTCOMES: dict[str, tuple[str, Outcome]] = {
   'area': ('accuracy, mean over the run', area),
   'final': ('accuracy at the end', lambda result: float(_evaluations(result)[1][-1])),
   'newly_solved': ('solved of those failed before', newly_solved),
+  'by_chance': ('solved by chance of those failed', solved_by_chance),
   'newly_failed': ('failed of those solved before', newly_failed),
   'accuracy_of_failed': ('accuracy on those failed before', accuracy_of_failed),
   'collapsed': ('collapsed', collapsed),

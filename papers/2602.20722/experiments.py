@@ -13,7 +13,15 @@ from lab.experiments import Experiment
 
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
-NAMES = ('tuning', 'main', 'hardness', 'delay', 'countdown_tuning', 'countdown')
+NAMES = (
+  'tuning',
+  'main',
+  'hardness',
+  'delay',
+  'countdown_tuning',
+  'countdown',
+  'still',
+)
 COUNTDOWN_TEST = tuple(range(300, 316))  # protocol 2
 RATES = (3e-5, 1e-4, 3e-4, 1e-3)  # from which each arm of `countdown` gets its own
 
@@ -100,8 +108,13 @@ ABLATION: dict[str, dict[str, Any]] = {
   'adapted': ARMS['adapted'],
 }
 TUNED_RATE = dict.fromkeys(ABLATION, 1e-4) | {'grpo_epochs': 3e-5}  # by its tuning
-# The same weights evaluated twice: what `newly_solved` is without any training.
-STILL = {**ARMS['grpo'], 'optimizer.lr': 1e-12, 'responses': 256.0}
+# Twice as many responses by the same weights: what `newly_solved` is without training.
+STILL = {
+  **ARMS['grpo'],
+  'optimizer.lr': 1e-12,
+  'responses': 256.0,
+  'evaluate.group_size': 32,
+}
 
 
 def on_countdown() -> dict[str, Any]:
@@ -135,7 +148,7 @@ def ablation(tuning: bool) -> Experiment:
     arms = {
       arm: {**knobs, 'optimizer.lr': TUNED_RATE[arm]} for arm, knobs in ABLATION.items()
     }
-    return Experiment(values, arms | {'still': STILL}, COUNTDOWN_TEST)
+    return Experiment(values, arms, COUNTDOWN_TEST)
   values['problems']['seed'] = 0
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in RATES}
   return Experiment(values, ABLATION, TUNING[:2], {'rate': rates})
@@ -158,4 +171,5 @@ def get_experiment(name: str) -> Experiment:
     'delay': Experiment(shared(), two, TEST[:4], {'delay': DELAY}),
     'countdown_tuning': ablation(tuning=True),
     'countdown': ablation(tuning=False),
+    'still': Experiment(on_countdown(), {'still': STILL}, COUNTDOWN_TEST),
   }[name]
