@@ -75,7 +75,7 @@ STILL = {
     ('accuracy_of_failed', (1 / 4 + 2 / 4) / 2, CHANGED),
     ('newly_solved', 2 / 3, {'right': {'0': [0, 0, 3, 0], '10': [1, 0, 0, 16]}}),
     ('newly_solved', math.nan, {'right': {'0': [1], '10': [0]}}),
-    # In 6, 3 and 1 of 6 divisions the first half has none of 0, 1 and 2 right responses.
+    # Of 6 divisions 6, 3 and 1 have a first half without any of 0, 1 and 2 right ones.
     ('by_chance', (3 + 1) / (6 + 3 + 1), {'right': {'0': [0, 1, 2, 3]}}),
     ('by_chance', math.nan, {'right': {'0': [3, 4]}}),
     ('newly_solved', 0, LOST),
