@@ -69,6 +69,14 @@ COLOURS = {
   'vespo': '#00A087',
   'aspo': '#B15928',
   'fipo': '#6A8F00',
+  # Batch rules.
+  'dapo': '#8C564B',
+  'dapo_more': '#C49C94',
+  'replay': '#7F7F7F',
+  'without_x2': '#BCBD22',
+  'without_x3': '#17BECF',
+  'grpo_fresh': '#9467BD',
+  'grpo_epochs': '#2CA02C',
 }
 OTHERS = ('#8C564B', '#7F7F7F', '#BCBD22', '#17BECF', '#9467BD', '#2CA02C', '#E377C2')
 STYLES = ('-', '--', ':', '-.')
@@ -173,8 +181,11 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   arm, *others = drawn.arms
   pairs = differences_of(results, arm, others, drawn.outcome)
   ax = _axes(1, 1, (9, 1.2 + 0.4 * len(pairs))).flat[0]
-  for row, difference_S in enumerate(pairs.values()):
-    ax.plot(difference_S, np.full(len(difference_S), row), 'o', ms=4, alpha=0.4)
+  colour = colours(drawn.arms)
+  for row, (name, difference_S) in enumerate(pairs.items()):
+    other = name.removeprefix(f'{arm} minus ').split(' at ')[0]
+    row_S = np.full(len(difference_S), row)
+    ax.plot(difference_S, row_S, 'o', ms=4, alpha=0.5, color=colour[other])
     low, high = t_interval(difference_S)
     ax.plot([low, high], [row, row], color='black', lw=1.5)
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown
+from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, relation
 from lab.experiments import Result
 from lab.outcomes import FEWEST, OUTCOMES, sign_flip
 
@@ -116,7 +116,7 @@ def improves(results: Mapping[str, Result]) -> tuple[bool, str]:
   if len(gain_S) < FEWEST:
     return False, 'too few runs'
   p = sign_flip(gain_S)
-  return bool(gain_S.mean() > 0 and p < 0.05), f'{gain_S.mean():+.3f}, p = {p:.3f}'
+  return bool(gain_S.mean() > 0 and p < 0.05), f'{gain_S.mean():+.3f}, p {relation(p)}'
 
 
 CHECKS = {
