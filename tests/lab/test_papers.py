@@ -182,3 +182,19 @@ def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
     for arm, by_rate in ends.items()
   }
   assert chosen == module.TUNED_RATE
+
+
+def test_the_sums_of_s3_are_those_of_their_script():
+  sums = experiments.run_file(str(PAPERS / 'bench' / 'sums.py'))
+  rows = sums.rows()
+  for row in rows:
+    a, sign, b = re.fullmatch(r'What is (\d+) ([+-]) (\d+)\?', row['problem']).groups()
+    assert (
+      int(row['answer']) == (int(a) + int(b) if sign == '+' else int(a) - int(b)) >= 0
+    )
+  parts = [
+    (sums.FOLDER / f'sums_{part}.jsonl').read_text() for part in ('test', 'train')
+  ]
+  assert (
+    ''.join(parts) == sums.lines(rows) and len(set(sums.lines(rows).split('\n'))) == 897
+  )
