@@ -151,10 +151,16 @@ Cell = tuple[int, int]  # staleness, responses
 Contest = tuple[int, int, str]
 
 
-def measure(seed: int, path: pathlib.Path, commit: str, echo: Any = print) -> None:
+def measure(
+  seed: int,
+  path: pathlib.Path,
+  commit: str,
+  staleness: Sequence[int] = STALENESS,
+  echo: Any = print,
+) -> None:
   """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
   found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-  if all(str(k) in found for k in STALENESS):
+  if all(str(k) in found for k in staleness):
     return
   task = microscope.enumerate_task()
   kept = microscope.train(
@@ -170,7 +176,7 @@ def measure(seed: int, path: pathlib.Path, commit: str, echo: Any = print) -> No
   on_policy_P = on_policy.mean_RP[0]
   size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
   found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
-  for k in STALENESS:
+  for k in staleness:
     if str(k) in found:
       continue
     tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
