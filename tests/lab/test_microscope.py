@@ -35,7 +35,7 @@ def slopes():
 @pytest.fixture(scope='module', autouse=True)
 def trained():
   """Trains the weights before the first test, whose limit does not count them."""
-  slopes()
+  jax.block_until_ready(slopes())
 
 
 def tables(stale=True):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from lab import claims, experiments, sweep
@@ -150,15 +151,21 @@ def assert_alike(again, stored):
   """Asserts that two results have the same schedule, and that both runs learned.
 
   Accuracies differ: other code or another processor rounds differently, and then the
-  policy samples other responses.
+  policy samples other responses. So may the seats that an adapted batch fills, and with
+  them the updates of a step.
   """
   assert again.keys() == stored.keys() and not again['diverged']
   for what in ('arm', 'levels', 'seed', 'planned', 'group_size'):
     assert again[what] == stored[what]
   for name, values in stored['steps'].items():
     assert len(again['steps'][name]) == len(values), name
-  for name in ('rollout/responses', 'learner/updates'):
-    assert again['steps'][name] == stored['steps'][name]
+  assert again['steps']['rollout/responses'] == stored['steps']['rollout/responses']
+  most = max(np.diff(stored['steps']['learner/updates']))  # of a full batch
+  for result in (again, stored):
+    updates = np.diff(result['steps']['learner/updates'], prepend=0)
+    np.testing.assert_array_equal(
+      updates, np.ceil(most * np.asarray(result['steps']['batch/filled']))
+    )
   for result in (again, stored):
     (_, before, error_before, _), *_, (_, after, error_after, _) = result['evaluations']
     assert after - before > 4 * math.hypot(error_before, error_after)
