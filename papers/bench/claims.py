@@ -122,25 +122,22 @@ def versus(arm: str, other: str, outcome: str, sign: int = 1, level: str = '') -
   )
 
 
-CHECKS = (
-  {
-    'M1': Check('searches stop between their ends (15 % or more)', 's1', between),
-    'M2': Check(
-      'the five fixed bounds differ in mean accuracy (Friedman, p < .05)',
-      's1',
-      differ([(arm,) for arm in FIXED], 'area'),
-    ),
-  }
-  | {}
-  | {
+CHECKS = {
+  'M1': Check('searches stop between their ends (15 % or more)', 's1', between),
+  'M2': Check(
+    'the five fixed bounds differ in mean accuracy (Friedman, p < .05)',
+    's1',
+    differ([(arm,) for arm in FIXED], 'area'),
+  ),
+  **{
     rate: Check(
       f'the same at a rate of {rate[2:]}',
       'control',
       differ([(arm, rate) for arm in FIXED], 'area'),
     )
     for rate in RATES
-  }
-)
+  },
+}
 CHECKS['M1 of S3'] = Check(CHECKS['M1'].text, 's3', between)
 
 beats = functools.partial(versus, 'balanced')
