@@ -130,7 +130,9 @@ def control() -> dict[str, Any]:
   values['steps'] = 40
   values['prompts']['count'] = 32
   values['sampler']['max_new_tokens'] = 120
-  values['learner'] |= SPLIT | {'minibatches': 16, 'grad_accum_steps': 2}
+  # Few slots, since lengths differ much, and micro-batches of 4 rows: a quarter faster.
+  values['sampler'] |= {'max_num_seqs': 64, 'prefill_batch_size': 64}
+  values['learner'] |= SPLIT | {'minibatches': 16, 'grad_accum_steps': 4}
   values['evaluate']['every'] = 10
   return values
 
