@@ -114,8 +114,7 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     ax.set(xlabel='responses sampled')
     if metric == 'learner/grad_norm' and ax.lines:  # empty axes have no log scale
       ax.set(yscale='log')
-  axes.flat[0].legend(fontsize=7)
-  return axes.flat[0].figure
+  return _with_legend(axes.flat[0])
 
 
 def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
@@ -128,8 +127,16 @@ def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     _draw_cells(ax, results, here, drawn, 'evaluations')
     report_plots.dress(ax, f'Accuracy on held-out problems, {level}')
     ax.set(xlabel='responses sampled', ylim=(0, 1))
-    ax.legend(fontsize=7)
-  return axes[0].figure
+  return _with_legend(axes[0])
+
+
+def _with_legend(ax: Any) -> 'Figure':
+  """Returns the figure of the axes with their legend beside all panels."""
+  handles, labels = ax.get_legend_handles_labels()
+  if labels:
+    style = {'fontsize': 9, 'frameon': False, 'handlelength': 3}
+    ax.figure.legend(handles, labels, loc='outside right upper', **style)
+  return ax.figure
 
 
 def _order(results: Mapping[str, Result], drawn: Drawn) -> list[Cell]:

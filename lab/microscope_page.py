@@ -335,7 +335,7 @@ def conclusion(runs: Sequence[Run]) -> str:
     f'noise counted; {len(runs)} seeds, 95 % t intervals, fixed bounds chosen on the '
     'other seeds)'
   )
-  where = f'{k} updates of staleness and {n} responses'
+  where = f'a staleness of {k} and {n} responses'
   size = f'by {signed(*gaps[most])}'
   if not above:
     return (

@@ -131,7 +131,7 @@ CHECKS = {
   ),
   **{
     rate: Check(
-      f'the same at a rate of {rate[2:]}',
+      f'the five fixed bounds differ at a rate of {rate[2:]} (Friedman, p < .05)',
       'control',
       differ([(arm, rate) for arm in FIXED], 'area'),
     )

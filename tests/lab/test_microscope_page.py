@@ -94,7 +94,7 @@ def test_a_search_that_is_better_is_said_to_be_closer_and_where():
     run['4']['rules']['balanced .50']['alignment']['256'] = 0.4 + 0.01 * seed
   text = microscope_page.conclusion(runs)
   assert 'closer' in text and 'in 1 of 32' in text
-  assert '4 updates of staleness and 256 responses (balanced .50)' in text
+  assert 'a staleness of 4 and 256 responses (balanced .50)' in text
   assert '+0.310 ± 0.025' in text
 
 
