@@ -48,6 +48,7 @@ COLOURS = {
   'own_mean': '#009E73',
   'widest': '#CC79A7',
   'recipe': '#0072B2',
+  'recipe_mean': '#6CC26C',
   'both': '#0072B2',
   # Rules of the bench and of the microscope.
   'balanced_50': '#7F7F7F',

@@ -2,7 +2,8 @@
 
 The protocol is ../protocol2.md. `s1` has 256 responses per update, so that the search
 of Balanced PO stops between its ends; `control` is the setting of the first protocol at
-rates at which fixed bounds differ; `quantised` trains with actors of low precision;
+rates at which fixed bounds differ; `recipe_again` repeats its best arm on new seeds,
+beside fixed bounds with the same mean; `quantised` trains with actors of low precision;
 `depths` samples ahead of the learner, so that data are older than their batch makes
 them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
 """
@@ -16,9 +17,19 @@ from lab.experiments import Experiment
 TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
 TEST = tuple(range(300, 316))
+RECIPE_SEEDS = tuple(range(216, 228))
 DEPTH_SEEDS = tuple(range(400, 404))
 S3_SEEDS = tuple(range(500, 504))
-NAMES = ('tuning', 's1', 'rivals', 'control', 'quantised', 'depths', 's3')
+NAMES = (
+  'tuning',
+  's1',
+  'rivals',
+  'control',
+  'recipe_again',
+  'quantised',
+  'depths',
+  's3',
+)
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/performance.md.
@@ -42,6 +53,8 @@ def free(**knobs: Any) -> dict[str, Any]:
 
 
 OWN_MEAN = (0.85, 2.816)  # of the tuning seeds' runs of `balanced`
+RECIPE_MEAN = (0.868, 1.56)  # of the runs of `recipe` in `control`
+LIMIT = {'loss.clipped.limit': 20.0}  # of |log r|, as in the public code
 
 CLIPPING: dict[str, dict[str, Any]] = {
   'grpo': fixed(0.8, 1.2),
@@ -60,7 +73,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
   },
   'recipe': {  # the public code: its search, dual clip, and clamped log-ratio
     'clip.rule': 'recipe',
-    'loss.clipped.limit': 20.0,
+    **LIMIT,
   },
 }
 TIS = {'loss__rule': 'tis', 'loss__tis__cap': math.inf}  # r, without a gradient
@@ -218,6 +231,8 @@ def get_experiment(name: str) -> Experiment:
   """
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in (6e-4, 8e-4)}
   two = {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}
+  again = {arm: CLIPPING[arm] for arm in ('recipe', 'widest')}
+  again['recipe_mean'] = fixed(*RECIPE_MEAN) | LIMIT
   tuning = s1()
   tuning['problems']['seed'] = 0
   return {
@@ -225,6 +240,7 @@ def get_experiment(name: str) -> Experiment:
     's1': Experiment(s1(), CLIPPING, TEST),
     'rivals': Experiment(s1(), RIVALS, TEST),
     'control': Experiment(control(), CLIPPING, CONTROL, {'rate': rates}),
+    'recipe_again': Experiment(control(), again, RECIPE_SEEDS, {'rate': rates}),
     'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
     's3': Experiment(s3(), two, S3_SEEDS),
     'depths': Experiment(depths(), AHEAD, DEPTH_SEEDS, {'depth': DEPTHS}),

@@ -28,6 +28,7 @@ FEWEST = {
   's1': 16,
   'rivals': 16,
   'control': 16,
+  'recipe_again': 12,
   'quantised': 3,
   'countdown': 16,
 }
@@ -52,13 +53,16 @@ def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
       assert len(seeds) >= FEWEST.get(name, 4)
 
 
+APART = ('tuning', 's1', 'control', 'recipe_again', 'depths')
+
+
 def test_protocol_2_keeps_its_seeds_and_problems_apart():
   module = claims.load(str(PAPERS / 'bench'))
-  used = {name: module.get_experiment(name) for name in ('tuning', 's1', 'control')}
-  seeds = [set(made.seeds) for made in used.values()]
-  assert not (seeds[0] & seeds[1] or seeds[0] & seeds[2] or seeds[1] & seeds[2])
+  used = {name: module.get_experiment(name) for name in APART}
+  seeds = [seed for made in used.values() for seed in made.seeds]
+  assert len(seeds) == len(set(seeds))
   problems = {name: made.values['problems']['seed'] for name, made in used.items()}
-  assert problems == {'tuning': 0, 's1': 1, 'control': 1}
+  assert problems.pop('tuning') == 0 and set(problems.values()) == {1}
 
 
 @EVERY
@@ -97,7 +101,7 @@ def first_commit(*paths):
   ('protocol', 'governed'),
   [
     ('protocol.md', ['2*/results/*.json']),
-    ('protocol2.md', [f'bench/results/{x}/*' for x in ('s1', 'rivals', 'control')]),
+    ('protocol2.md', [f'bench/results/{x}/*' for x in APART if x != 'tuning']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
@@ -189,6 +193,18 @@ def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
     for arm, by_rate in ends.items()
   }
   assert chosen == module.TUNED_RATE
+
+
+@pytest.mark.parametrize(
+  ('name', 'experiment', 'arm'),
+  [('OWN_MEAN', 'tuning', 'balanced'), ('RECIPE_MEAN', 'control', 'recipe')],
+)
+def test_fixed_mean_bounds_are_those_of_an_earlier_experiment(name, experiment, arm):
+  module = claims.load(str(PAPERS / 'bench'))
+  paths = (PAPERS / 'bench' / 'results' / experiment).glob(f'{arm}-*.json')
+  stored = [json.loads(path.read_text())['steps'] for path in paths]
+  means = [np.mean([run[f'clip/{x}'] for run in stored]) for x in ('low', 'high')]
+  np.testing.assert_allclose(getattr(module, name), means, atol=1e-3)
 
 
 def test_the_sums_of_s3_are_those_of_their_script():
