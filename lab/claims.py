@@ -14,6 +14,7 @@ import argparse
 import os
 import pathlib
 import re
+import statistics
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,7 +90,11 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   """Returns the part of a page about one experiment: commits, figures, tables."""
   commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
   noun = 'commit' if len(commits) == 1 else 'commits'
-  parts = [f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}.']
+  seconds = statistics.median(result['seconds'] for result in results.values())
+  parts = [
+    f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}; training took '
+    f'{seconds:.0f} s a run on one core (median, warm start excluded).'
+  ]
   parts += [f'![{name}](figures/{name}.png)' for name in shown.figures]
   parts += [evidence.means(results, columns) for columns in shown.tables]
   for arm, others, outcome, tested in shown.compared:

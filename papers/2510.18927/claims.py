@@ -51,14 +51,6 @@ SHOWN = {
     (Compared('balanced', ('grpo', 'own_mean'), 'area'),),
     {'plane-differences': Drawn('differences', ('balanced', 'grpo', 'own_mean'))},
   ),
-  'epochs': Shown(
-    (LEARNING, BOUNDS, SEARCH),
-    (
-      Compared('balanced', ('grpo', 'own_mean'), 'area'),
-      Compared('balanced', ('grpo', 'own_mean'), 'final'),
-    ),
-    {'epochs': Drawn('curves', ('balanced', 'grpo', 'own_mean'))},
-  ),
   'tuning': Shown((('area', 'final', 'entropy', *BOUNDS), SEARCH)),
 }
 # (experiment, arm of the runs, arms whose rules are applied to their last batch)

@@ -21,7 +21,6 @@ NAMES = (
   'entropy',
   'partial',
   'plane',
-  'epochs',
 )
 
 # Wrong to right length -> limit of a response in tokens; the solutions of `even` try
@@ -143,8 +142,6 @@ def get_experiment(name: str) -> Experiment:
     'staleness': crossed(('grpo',), TEST, updates=UPDATES),
     # Without k1, where ratios are 1 and bounds do the same.
     'plane': crossed(PLANE, TEST[:4], ('even', 'ratio2', 'ratio3'), ('k4', 'k16')),
-    # Where `staleness` has shown it to do most harm; exploratory.
-    'epochs': crossed(PLANE, TEST[:4], updates=('k16epochs',)),
     # Fig. 7: the entropy rises with a higher upper bound, falls with a lower lower one.
     'entropy': Experiment(
       shared(),

@@ -167,7 +167,8 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
   assert claims.main([page, '--check']) == 1
   assert claims.main([page]) == 0 and claims.main([page, '--check']) == 0
   text = (tmp_path / 'README.md').read_text()
-  assert '6 of 6 runs, at commit `c0ffee`.' in text and '\nold\n' not in text
+  assert '6 of 6 runs, at commit `c0ffee`; training took 9 s a run' in text
+  assert '\nold\n' not in text
   assert '| a | 3 | 0.200 | 0.200 | 1.000 | 0.000 |' in text
   assert '| a | 3 | - |' not in text, 'a row without a known value'
   # .1, .2, .3: mean .2, error .0577, t of 2 degrees of freedom 4.303.
