@@ -3,9 +3,9 @@
   python -m lab.microscope_page              measures what is not stored, writes both
   python -m lab.microscope_page --write      writes the page from stored results
 
-One run per seed: a warm start, then UPDATES real updates. pi is the last policy and mu
-the one of k updates before. For every rule and k, `measure` computes the expected
-update and how it relates to the true gradient of the accuracy J:
+One run per seed: a warm start, then UPDATES real updates, whose weights are stored. pi
+is the last policy and mu the one of k updates before. For every rule and k, `measure`
+computes the expected update and how it relates to the true gradient of the accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
@@ -27,12 +27,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import clip, knobs, loss, masks
+from bapo_jax.models import transformer
 from bapo_jax.runtime import files, markdown
+from bapo_jax.types import Tree
 from lab import figures, microscope, outcomes, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
@@ -163,11 +167,9 @@ def measure(
   if all(str(k) in found for k in staleness):
     return
   task = microscope.enumerate_task()
-  kept = microscope.train(
-    microscope.warm_start(task, WARM, seed), task, UPDATES, lr=LR, seed=seed
-  )
-  logp_NT = microscope.table(kept[-1], task)
-  slopes_KP = microscope.slopes(kept[-1], task)
+  older = policies(task, seed, path.with_suffix('.npz'))
+  logp_NT = microscope.table(older[0], task)
+  slopes_KP = microscope.slopes(older[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
   spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
   inner_NTT = microscope.inner(task, slopes_KP)
@@ -179,7 +181,7 @@ def measure(
   for k in staleness:
     if str(k) in found:
       continue
-    tables = Tables(logp_NT, microscope.table(kept[-1 - k], task))
+    tables = Tables(logp_NT, microscope.table(older[k], task))
     rows: dict[str, Any] = {}
     for name, (update_P, alignment) in updates(
       task, tables, (slopes_KP, inner_NTT), truth_P, seed
@@ -199,6 +201,26 @@ def measure(
     }
     files.write(path, json.dumps(found, indent=1) + '\n')
     echo(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+
+
+def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
+  """Returns staleness -> weights of the policy of so many updates ago.
+
+  Trains them and stores them at `path`, if it does not exist. They are stored because
+  64 updates enlarge the differences of rounding between processors: another processor
+  trains another policy, and measures the same figures of this one.
+  """
+  shape = jax.eval_shape(lambda: transformer.init(microscope.SPEC, jax.random.key(0)))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+  _, unflatten = ravel_pytree(zeros)
+  if not path.exists():
+    first = microscope.warm_start(task, WARM, seed)
+    kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)
+    flat = {str(k): np.asarray(ravel_pytree(kept[-1 - k])[0]) for k in STALENESS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **flat)
+  with np.load(path) as stored:
+    return {k: unflatten(jnp.asarray(stored[str(k)])) for k in STALENESS}
 
 
 def updates(
@@ -403,9 +425,9 @@ def page(runs: Sequence[Run]) -> str:
       '![cosine and alignment against staleness](figures/microscope.png)',
       f'Written by `python -m lab.microscope_page`, which measures what is missing; '
       f'{len(runs)} of {len(SEEDS)} seeds, at {commits}; means with 95 % t intervals '
-      'over the seeds. Raw results: [results/microscope](results/microscope). A seed '
-      'takes about four minutes of a core. The policy has '
-      f'{microscope.transformer.count(microscope.SPEC):,} parameters and an accuracy J '
+      'over the seeds. Raw results and weights: [results/microscope]'
+      '(results/microscope). A seed takes about four minutes of a core. The policy has '
+      f'{transformer.count(microscope.SPEC):,} parameters and an accuracy J '
       f'of {accuracy:.3f} ± {half:.3f}, and every one of '
       f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to each of '
       f'{microscope.PROMPTS} prompts is enumerated: the gradient of J is exact, and so '

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
+import shutil
 
 import numpy as np
 import pytest
@@ -127,23 +125,14 @@ def test_the_page_is_current():
   assert page == microscope_page.page(microscope_page.read()) + '\n', command
 
 
-# One device, as the stored figures: eight of them round otherwise.
-MEASURE = """
-import pathlib, sys
-from lab import microscope_page
-microscope_page.measure(0, pathlib.Path(sys.argv[1]), 'a' * 40, staleness=(4,))
-"""
-
-
 @pytest.mark.nightly
 def test_a_seed_measured_again_has_the_stored_figures(tmp_path):
-  """Up to what another processor rounds otherwise in 64 updates."""
-  command = [sys.executable, '-c', MEASURE, str(tmp_path / '0.json')]
-  child = {'cwd': FOLDER.parents[1], 'env': os.environ | {'XLA_FLAGS': ''}}
-  subprocess.run(command, check=True, **child)
+  results = FOLDER / 'results' / 'microscope'
+  shutil.copy(results / '0.npz', tmp_path)  # other processors train other weights
+  microscope_page.measure(0, tmp_path / '0.json', 'a' * 40, staleness=(4,))
   found = json.loads((tmp_path / '0.json').read_text())['4']['rules']
   stored = microscope_page.read()[0]['4']['rules']
   for name, figures in stored.items():
-    assert found[name]['cosine'] == pytest.approx(figures['cosine'], abs=0.02), name
+    assert found[name]['cosine'] == pytest.approx(figures['cosine'], abs=2e-3), name
     for n, alignment in figures['alignment'].items():
-      assert found[name]['alignment'][n] == pytest.approx(alignment, abs=0.02), name
+      assert found[name]['alignment'][n] == pytest.approx(alignment, abs=2e-3), name
