@@ -167,7 +167,7 @@ def measure(
   if all(str(k) in found for k in staleness):
     return
   task = microscope.enumerate_task()
-  older = policies(task, seed, path.with_suffix('.npz'))
+  older = policies(task, seed, path.with_suffix('.npy'))
   logp_NT = microscope.table(older[0], task)
   slopes_KP = microscope.slopes(older[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
@@ -216,11 +216,11 @@ def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
   if not path.exists():
     first = microscope.warm_start(task, WARM, seed)
     kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)
-    flat = {str(k): np.asarray(ravel_pytree(kept[-1 - k])[0]) for k in STALENESS}
+    flat_SP = np.stack([ravel_pytree(kept[-1 - k])[0] for k in STALENESS])
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **flat)
-  with np.load(path) as stored:
-    return {k: unflatten(jnp.asarray(stored[str(k)])) for k in STALENESS}
+    np.save(path, flat_SP)
+  flat_SP = np.load(path)
+  return {k: unflatten(jnp.asarray(x)) for k, x in zip(STALENESS, flat_SP, strict=True)}
 
 
 def updates(

@@ -128,7 +128,7 @@ def test_the_page_is_current():
 @pytest.mark.nightly
 def test_a_seed_measured_again_has_the_stored_figures(tmp_path):
   results = FOLDER / 'results' / 'microscope'
-  shutil.copy(results / '0.npz', tmp_path)  # other processors train other weights
+  shutil.copy(results / '0.npy', tmp_path)  # other processors train other weights
   microscope_page.measure(0, tmp_path / '0.json', 'a' * 40, staleness=(4,))
   found = json.loads((tmp_path / '0.json').read_text())['4']['rules']
   stored = microscope_page.read()[0]['4']['rules']
