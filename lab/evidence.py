@@ -10,8 +10,7 @@ cells, minus a constant. `judge` gives the verdict:
   not seen        all other outcomes;
   suggested       every seed has the claimed sign, but there are fewer than six;
   premise absent  a check of the claim fails, so that nothing could have been seen;
-  not measurable  the quantity cannot vary here, or too rarely;
-  by design       the experiment was built to have this property; nothing is tested;
+  not measurable  the quantity cannot vary here, or too rarely; nothing is tested;
   not run         a run of these cells is missing, or the claim has no experiment here.
 
 With fewer than six seeds, the exact p of the signs cannot be below .05.
@@ -42,7 +41,7 @@ from lab.outcomes import (
 
 SEEN, OPPOSITE, NOT_SEEN, SUGGESTED = 'seen', 'opposite', 'not seen', 'suggested'
 PREMISE_ABSENT, NOT_MEASURABLE = 'premise absent', 'not measurable'
-BY_DESIGN, NOT_RUN = 'by design', 'not run'
+NOT_RUN = 'not run'
 SIGNIFICANT = 0.05
 
 
@@ -102,9 +101,8 @@ class Claim(NamedTuple):
   scale: str
   experiment: str = ''
   parts: tuple[Part, ...] = ()
-  by_design: bool = False  # True: a premise that the experiment was built to have
   checks: tuple[str, ...] = ()  # keys of the page's CHECKS
-  measurable: bool = True
+  measurable: bool = True  # False: `text` ends with the reason
 
 
 def differ(
@@ -249,15 +247,13 @@ def judge(
     else:
       found.append(SUGGESTED if agreeing == len(seeds) else NOT_SEEN)
     effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
-    shown = relation(p).removeprefix('= ') if tested and not claim.by_design else ''
+    shown = relation(p).removeprefix('= ') if tested and claim.measurable else ''
     effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
   return _verdict(claim, found, checked or {}), effects
 
 
 def _verdict(claim: Claim, found: Sequence[str], checked: Mapping[str, bool]) -> str:
   """Joins the verdicts of the parts of a claim."""
-  if claim.by_design:
-    return BY_DESIGN
   if not claim.measurable:
     return NOT_MEASURABLE
   if not all(checked[name] for name in claim.checks):
