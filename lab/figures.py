@@ -132,7 +132,7 @@ def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 
 def _with_legend(ax: Any) -> 'Figure':
-  """Returns the figure of the axes with their legend beside all panels."""
+  """Adds the legend of one panel beside all panels; returns their figure."""
   handles, labels = ax.get_legend_handles_labels()
   if labels:
     style = {'fontsize': 9, 'frameon': False, 'handlelength': 3}
@@ -225,8 +225,7 @@ def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     if len(shared):
       ax.plot(found, y_SL.mean(0), color=colour[arm], lw=2.5, label=arm)
   report_plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
-  ax.legend(fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
-  return ax.figure
+  return _with_legend(ax)
 
 
 def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
@@ -240,8 +239,7 @@ def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     ax.axhline(share, color='#777777', lw=0.8, ls=':')
   report_plots.dress(ax, 'Positive share before the search')
   ax.set(xlabel='responses sampled', ylim=(0, 0.6))
-  ax.legend(fontsize=7, ncols=2)
-  return ax.figure
+  return _with_legend(ax)
 
 
 def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndarray]:

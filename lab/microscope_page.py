@@ -3,8 +3,8 @@
   python -m lab.microscope_page              measures what is not stored, writes both
   python -m lab.microscope_page --write      writes the page from stored results
 
-One run per seed: a warm start, then UPDATES real updates, whose weights are stored. pi
-is the last policy and mu the one of k updates before. For every rule and k, `measure`
+One run per seed: a warm start, then UPDATES real updates; the weights are stored. pi is
+the last policy and mu the policy of k updates before. For every rule and k, `measure`
 computes the expected update and how it relates to the true gradient of the accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
@@ -167,9 +167,9 @@ def measure(
   if all(str(k) in found for k in staleness):
     return
   task = microscope.enumerate_task()
-  older = policies(task, seed, path.with_suffix('.npy'))
-  logp_NT = microscope.table(older[0], task)
-  slopes_KP = microscope.slopes(older[0], task)
+  weights = policies(task, seed, path.with_suffix('.npy'))
+  logp_NT = microscope.table(weights[0], task)
+  slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
   spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
   inner_NTT = microscope.inner(task, slopes_KP)
@@ -181,7 +181,7 @@ def measure(
   for k in staleness:
     if str(k) in found:
       continue
-    tables = Tables(logp_NT, microscope.table(older[k], task))
+    tables = Tables(logp_NT, microscope.table(weights[k], task))
     rows: dict[str, Any] = {}
     for name, (update_P, alignment) in updates(
       task, tables, (slopes_KP, inner_NTT), truth_P, seed
@@ -204,15 +204,13 @@ def measure(
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
-  """Returns staleness -> weights of the policy of so many updates ago.
+  """Returns staleness k -> the weights of k updates before the last.
 
-  Trains them and stores them at `path`, if it does not exist. They are stored because
-  64 updates enlarge the differences of rounding between processors: another processor
-  trains another policy, and measures the same figures of this one.
+  Trains the policy and stores these weights if `path` does not exist. Training is not
+  reproducible on another processor, because 64 updates enlarge rounding errors; the
+  figures of stored weights are.
   """
-  shape = jax.eval_shape(lambda: transformer.init(microscope.SPEC, jax.random.key(0)))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-  _, unflatten = ravel_pytree(zeros)
+  _, unflatten = ravel_pytree(transformer.init(microscope.SPEC, jax.random.key(0)))
   if not path.exists():
     first = microscope.warm_start(task, WARM, seed)
     kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)

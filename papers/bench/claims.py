@@ -125,9 +125,10 @@ def between(results: Mapping[str, Result]) -> tuple[bool, str]:
 
 def versus(arm: str, other: str, outcome: str, sign: int = 1, level: str = '') -> Part:
   """One arm less another."""
-  at = tuple(filter(None, [level]))
+  at = (level,) if level else ()
+  where = f' at a rate of {level[2:]}' if level else ''
   return Part(
-    f'{NAMES_OF[arm]} less {NAMES_OF[other]}, {OUTCOME_OF[outcome]}',
+    f'{NAMES_OF[arm]} less {NAMES_OF[other]}, {OUTCOME_OF[outcome]}{where}',
     outcome,
     ((arm, *at),),
     ((other, *at),),
@@ -205,17 +206,16 @@ CLAIMS = (
   ),
   *(
     Claim(
-      f'The search of the public code beats {what} at a rate of {rate[2:]}',
+      f'The search of the public code beats {what} at both rates',
       'public code',
       'S2, new seeds',
       'recipe_again',
-      (versus('recipe', other, 'area', level=rate),),
+      tuple(versus('recipe', other, 'area', level=rate) for rate in RATES),
     )
     for other, what in (
       ('recipe_mean', 'its mean bounds'),
       ('widest', 'the best fixed bounds of S2'),
     )
-    for rate in RATES
   ),
   Claim(
     'Adaptation raises the share of positive tokens above that of GRPO',

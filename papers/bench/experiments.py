@@ -231,8 +231,8 @@ def get_experiment(name: str) -> Experiment:
   """
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in (6e-4, 8e-4)}
   two = {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}
-  again = {arm: CLIPPING[arm] for arm in ('recipe', 'widest')}
-  again['recipe_mean'] = fixed(*RECIPE_MEAN) | LIMIT
+  repeated = {arm: CLIPPING[arm] for arm in ('recipe', 'widest')}
+  repeated['recipe_mean'] = fixed(*RECIPE_MEAN) | LIMIT
   tuning = s1()
   tuning['problems']['seed'] = 0
   return {
@@ -240,7 +240,7 @@ def get_experiment(name: str) -> Experiment:
     's1': Experiment(s1(), CLIPPING, TEST),
     'rivals': Experiment(s1(), RIVALS, TEST),
     'control': Experiment(control(), CLIPPING, CONTROL, {'rate': rates}),
-    'recipe_again': Experiment(control(), again, RECIPE_SEEDS, {'rate': rates}),
+    'recipe_again': Experiment(control(), repeated, RECIPE_SEEDS, {'rate': rates}),
     'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
     's3': Experiment(s3(), two, S3_SEEDS),
     'depths': Experiment(depths(), AHEAD, DEPTH_SEEDS, {'depth': DEPTHS}),

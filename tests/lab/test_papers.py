@@ -53,12 +53,12 @@ def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
       assert len(seeds) >= FEWEST.get(name, 4)
 
 
-APART = ('tuning', 's1', 'control', 'recipe_again', 'depths')
+PROTOCOL_2 = ('tuning', 's1', 'control', 'recipe_again', 'depths')
 
 
 def test_protocol_2_keeps_its_seeds_and_problems_apart():
   module = claims.load(str(PAPERS / 'bench'))
-  used = {name: module.get_experiment(name) for name in APART}
+  used = {name: module.get_experiment(name) for name in PROTOCOL_2}
   seeds = [seed for made in used.values() for seed in made.seeds]
   assert len(seeds) == len(set(seeds))
   problems = {name: made.values['problems']['seed'] for name, made in used.items()}
@@ -101,7 +101,7 @@ def first_commit(*paths):
   ('protocol', 'governed'),
   [
     ('protocol.md', ['2*/results/*.json']),
-    ('protocol2.md', [f'bench/results/{x}/*' for x in APART if x != 'tuning']),
+    ('protocol2.md', [f'bench/results/{x}/*' for x in PROTOCOL_2 if x != 'tuning']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):

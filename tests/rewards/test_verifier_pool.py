@@ -83,7 +83,7 @@ def alive(pid):
 
 @contextlib.contextmanager
 def throttled(pool, pause, run=0.02):
-  """The pool on a machine that stops its workers for `pause` after every `run`, s."""
+  """Stops the workers for `pause` seconds after every `run` seconds."""
   ended = threading.Event()
 
   def throttle():
