@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax.algorithms import clip, loss
+from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.run import step_record
 from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
-from bapo_jax.types import SOURCES, Batch, Bounds, LossRule
+from bapo_jax.types import SOURCES, Batch, Bounds, LossRule, MaskRule
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -69,17 +69,22 @@ def constant(low: float = 0.0, high: float = math.inf) -> Bounds:
 
 
 def draw(
-  axis: 'Axes', rule: LossRule, bounds: Bounds, probability: float = 0.15
+  axis: 'Axes',
+  rule: LossRule,
+  bounds: Bounds,
+  mask: MaskRule = masks.nothing,
+  probability: float = 0.15,
 ) -> None:
   """Plots the weight over the ratio for an advantage of 1 and of -1.
 
-  Dashed lines are the bounds; `probability` is pi(token).
+  Dashed lines are the bounds; `mask` leaves tokens out of the objective, whose weight
+  is then 0; `probability` is pi(token).
   """
   ratio_N = np.geomspace(0.25, 4, 641).astype(np.float32)
   probability_N = np.full_like(ratio_N, probability)
   for adv, colour in ((1.0, BLUE), (-1.0, ORANGE)):
     tokens = single(ratio_N, probability_N, np.full_like(ratio_N, adv))
-    _, weight_N = curve(rule, *tokens, bounds)
+    _, weight_N = curve(rule, *tokens, loss.masked(bounds, mask(*tokens)))
     axis.plot(ratio_N, weight_N, color=colour, lw=1.6, label=f'A = {adv:+.0f}')
   for bound in (bounds.low, bounds.high, bounds.dual):
     if 0.25 < bound < 4:

@@ -3,8 +3,10 @@
   python -m notebooks.execute [1_one_prompt.ipynb ...]
 
 Progress bars and warnings (stderr) are not saved: they differ from machine to machine.
+A digest of the code that ran is saved beside the outputs.
 """
 
+import hashlib
 import pathlib
 import sys
 
@@ -15,26 +17,43 @@ HERE = pathlib.Path(__file__).parent
 
 
 def read(path: pathlib.Path) -> nbformat.NotebookNode:
-  """The notebook as it is saved."""
+  """Reads a saved notebook."""
   notebook = nbformat.read(path, as_version=4)
   assert isinstance(notebook, nbformat.NotebookNode)
   return notebook
 
 
+def code(notebook: nbformat.NotebookNode) -> list[str]:
+  """Returns the source of every code cell."""
+  return [cell.source for cell in notebook.cells if cell.cell_type == 'code']
+
+
+def digest(notebook: nbformat.NotebookNode) -> str:
+  """Returns a digest of the code cells, 16 hexadecimal digits long."""
+  return hashlib.sha256('\0'.join(code(notebook)).encode()).hexdigest()[:16]
+
+
 def execute(path: pathlib.Path) -> nbformat.NotebookNode:
-  """The notebook, run from its first cell to its last in a fresh kernel.
+  """Runs a notebook from its first cell to its last in a fresh kernel.
 
   Raises:
     nbclient.exceptions.CellExecutionError: a cell fails.
   """
   notebook = read(path)
   folder = {'metadata': {'path': str(path.parent)}}
-  nbclient.NotebookClient(notebook, timeout=600, resources=folder).execute()
+  client = nbclient.NotebookClient(
+    notebook,
+    timeout=600,
+    resources=folder,
+    coalesce_streams=True,  # else the cuts between outputs depend on timing
+  )
+  client.execute()
   for cell in notebook.cells:
     cell.metadata.pop('execution', None)  # times of day
     if cell.cell_type == 'code':
       cell.outputs = [out for out in cell.outputs if out.get('name') != 'stderr']
   notebook.metadata.language_info = {'name': 'python'}
+  notebook.metadata.executed_code = digest(notebook)
   return notebook
 
 

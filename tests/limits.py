@@ -29,8 +29,8 @@ FAST = {
   'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate statistics',
-  '.': 'architecture config_docs docs finetune fuzz_config knobs limits main own_code '
-  'readme requirements sharding type_checker types',
+  '.': 'architecture config_docs docs finetune fuzz_config knobs limits main notebooks '
+  'own_code readme requirements sharding type_checker types',
 }
 
 

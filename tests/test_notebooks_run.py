@@ -1,0 +1,19 @@
+"""Every notebook runs from a clean checkout; the two shortest in every suite."""
+
+import pytest
+from notebook_runs import FOLDER, NOTEBOOKS, check_outputs
+
+from notebooks import execute
+
+SHORT = ('2_clip_rule.ipynb', '4_your_run.ipynb')
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.nightly)
+    for name in NOTEBOOKS
+  ],
+)
+def test_runs(name):
+  check_outputs(execute.execute(FOLDER / name), name)
