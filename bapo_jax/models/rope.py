@@ -6,7 +6,6 @@ range of training; yarn also multiplies sine and cosine by a factor. Rules and k
 named as in Hugging Face configs (`rope_type`).
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -96,7 +95,6 @@ def _temperature(factor: float, scale: float) -> float:
   return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-@functools.lru_cache
 def table(
   head_width: int, theta: float, rule: str, knobs: tuple[tuple[str, float], ...]
 ) -> Scaled:
@@ -105,14 +103,31 @@ def table(
   Computes in float64 and rounds once, so that every program has the same table.
 
   Raises:
-    ValueError: the rule or a knob is unknown, missing or of the wrong type.
+    ValueError: the rule or a knob is unknown, missing, of the wrong type or out of
+      range.
   """
-  if rule not in RULES:
-    raise ValueError(f'rope_type={rule!r} is not supported; use one of {sorted(RULES)}')
+  supported = sorted(RULES)
+  if rule not in supported:
+    raise ValueError(
+      f'rope_type={rule!r:.60} is not supported; choose a model with one of {supported}'
+    )
+  for name, value in knobs:
+    if not isinstance(value, int | float):
+      raise ValueError(
+        f'{name}={value!r:.60} of rope_type={rule!r} is not supported, only a number '
+        'is; choose another model'
+      )
   half = head_width // 2
   frequency = float(theta) ** (-np.arange(half) / half)
   try:
-    frequency, factor = RULES[rule](frequency, theta, **dict(knobs))
-  except TypeError as error:  # names the keyword
+    with np.errstate(all='ignore'):
+      frequency, factor = RULES[rule](frequency, theta, **dict(knobs))
+      radians = frequency.astype(np.float32)
+  except (ArithmeticError, TypeError, ValueError) as error:  # may name the keyword
     raise ValueError(f'rope_type={rule!r}: {error}; correct config.json') from None
-  return frequency.astype(np.float32), float(factor)
+  if not all(0 < x < math.inf for x in (*radians.tolist(), factor)):
+    raise ValueError(
+      f'rope_type={rule!r} with rope_theta={theta} and {dict(knobs)!r:.200} has a '
+      'frequency or factor that is not a positive float32; correct config.json'
+    )
+  return radians, float(factor)

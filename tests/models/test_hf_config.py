@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import time
 
 import making
 import pytest
@@ -286,6 +288,7 @@ def test_a_mistral_without_a_window_is_a_llama():
   assert transformers.MistralConfig().num_key_value_heads == 8
 
 
+LISTS = {'short_factor': [1.0, 1.0], 'long_factor': [2.0, 2.0]}
 WINDOW = {'use_sliding_window': True, 'sliding_window': 32}
 REFUSED = [
   ("model_type='gemma'", {'model_type': 'gemma'}),
@@ -304,6 +307,11 @@ REFUSED = [
   ('rms_norm_eps', {'rms_norm_eps': None}),
   ('num_key_value_heads=3', {'num_key_value_heads': 3}),
   ('head_dim=15', {'head_dim': 15}),
+  ('rms_norm_eps=True', {'rms_norm_eps': True}),
+  ("rope_type='longrope'", {'rope_scaling': {'type': 'longrope', **LISTS}}),
+  ("rope_type='longrope'", {'rope_parameters': {'rope_type': 'longrope', **LISTS}}),
+  ('factor=[1.0]', {'rope_scaling': {'type': 'linear', 'factor': [1.0]}}),
+  ("factor='4'", {'rope_parameters': {'rope_type': 'linear', 'factor': '4'}}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
   ('sliding_window=32', MISTRAL | {'sliding_window': 32}),
   ('sliding_window=32', MISTRAL | WINDOW | {'use_sliding_window': False}),
@@ -332,6 +340,55 @@ REFUSED_VISION = [
   ('rescale_factor=1', {'pixels': {'rescale_factor': 1}}),
   ('patch_size=16', {'pixels': {'patch_size': 16}}),
 ]
+
+
+THETAS = [0, -1.0, 0.5, 1e-300, 1e300, 10**400, math.nan, math.inf, '1e4', True, [1]]
+
+
+@pytest.mark.parametrize('theta', THETAS, ids=lambda theta: f'{theta!r:.9}')
+def test_a_rope_theta_that_no_model_has_is_refused(theta):
+  """In every place that a file may have it, also the tower's."""
+  for make, changes in (
+    (spec, {'rope_theta': theta}),
+    (spec, {'rope_theta': 1e4, 'rope_parameters': {'rope_theta': theta}}),
+    (spec, {'rope_scaling': {'type': 'linear', 'factor': 2.0, 'rope_theta': theta}}),
+    (vision, {'rope_theta': theta}),
+    (vision, {'tower': {'rope_parameters': {'rope_theta': theta}}}),
+  ):
+    with pytest.raises(ValueError, match='rope_theta=') as error:
+      make(**changes)
+    assert len(str(error.value)) < 200
+
+
+def test_sizes_beyond_any_model_are_refused_before_they_are_counted():
+  began = time.perf_counter()
+  for option in hf_config.FIELDS.values():
+    for size in (10**12, 10**400):
+      with pytest.raises(ValueError, match=f'{option}=10'):
+        spec(**{option: size})
+  for option in hf_config.SIZES.values():
+    with pytest.raises(ValueError, match=f'{option[0]}=10'):
+      vision(tower={option[0]: 10**12})
+  # A width without heads' widths, and layers that would be walked one by one.
+  for changes in ({'hidden_size': 1 << 15}, {'num_hidden_layers': 10**9}):
+    with pytest.raises(ValueError, match=r'1024'):
+      spec(num_attention_heads=1, num_key_value_heads=1, **changes)
+  assert time.perf_counter() - began < 5
+
+
+def test_the_largest_models_are_accepted():
+  llama = spec(  # Llama 3.1, 405 B parameters
+    vocab_size=128256,
+    hidden_size=16384,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+    num_key_value_heads=8,
+    intermediate_size=53248,
+    max_position_embeddings=131072,
+  )
+  assert round(transformer.count(llama) / 1e9) == 406
+  gemma_words = spec(vocab_size=262144, max_position_embeddings=10_485_760)
+  assert gemma_words.positions == 10_485_760
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,21 @@ FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'ffn': 'intermediate_size',
   'positions': 'max_position_embeddings',
 }
+# Option -> the largest value, by default 2^30. No model exceeds these limits, but a
+# damaged file may, and counting the tensors of 10^9 layers takes minutes.
+SMALL = ('num_hidden_layers', 'depth', 'head_dim', 'patch_size', 'window_size')
+HEADS = ('num_attention_heads', 'num_key_value_heads', 'num_heads')
+MOST = {
+  **dict.fromkeys(SMALL + HEADS, 1024),
+  **dict.fromkeys(('hidden_size', 'out_hidden_size'), 65536),
+  'intermediate_size': 1048576,
+}
 # Options that would change the computation -> the only supported value.
 ONLY = {
   'hidden_act': 'silu',
   'mlp_bias': False,
   'attention_dropout': 0.0,
   'partial_rotary_factor': 1.0,
-  'quantization_config': None,
 }
 ONLY_VISION = {'hidden_act': 'silu', 'in_channels': CHANNELS, 'in_chans': CHANNELS}
 ONLY_PIXELS = {  # of a preprocessor
@@ -135,6 +143,11 @@ def spec_of(
     raise ValueError(
       f'model_type={c.get("model_type")!r} is not supported; choose a model '
       f'with one of {sorted(ARCHITECTURES)}'
+    )
+  if (quantized := c.get('quantization_config')) is not None:
+    raise ValueError(
+      f'quantization_config={quantized!r:.60}: quantized weights are not supported; '
+      'choose the checkpoint that they were made from'
     )
   if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(
@@ -235,19 +248,18 @@ def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> Non
 def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   """Returns (theta, rope_type, knobs of the rule); see rope.RULES."""
   # transformers 5 writes rope_parameters, 4 rope_scaling and rope_theta.
-  knobs = dict(c.get('rope_scaling') or c.get('rope_parameters') or {})
-  for name, value in knobs.items():
-    if isinstance(value, dict):
-      raise ValueError(f'rope_parameters.{name} is not supported; choose another model')
-  kind = knobs.pop('type', None)
-  kind = knobs.pop('rope_type', None) or kind or 'default'
-  theta = knobs.pop('rope_theta', None) or c.get('rope_theta') or 10000.0
+  knobs = c.get('rope_scaling') or c.get('rope_parameters') or {}
+  knobs = {name: value for name, value in knobs.items() if value is not None}
+  kind = knobs.pop('type', 'default')
+  kind = knobs.pop('rope_type', kind)
+  theta = _number(c | knobs, 'rope_theta', 10000.0, least=1)
+  knobs.pop('rope_theta', None)
   if knobs.get('partial_rotary_factor') == 1:
     del knobs['partial_rotary_factor']
   if kind in ('llama3', 'yarn'):
     name = 'original_max_position_embeddings'
     knobs[name] = c.get(name) or knobs.get(name) or c['max_position_embeddings']
-  return float(theta), kind, tuple(sorted(knobs.items()))
+  return theta, kind, tuple(sorted(knobs.items()))
 
 
 def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -259,7 +271,7 @@ def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
   scaling = dict(text.get(name) or {})
   sections = tuple(scaling.pop('mrope_section', None) or ())
   text[name] = {k: 'default' if x == 'mrope' else x for k, x in scaling.items()}
-  if not (text.get('rope_theta') or scaling.get('rope_theta')):
+  if text.get('rope_theta') is None:
     text['rope_theta'] = VISION_THETA
   return text, sections
 
@@ -296,7 +308,7 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
     **fields,
     full_layers=tuple(full_layers),
     image_token=_integer(c, 'image_token_id', IMAGE_TOKEN),
-    rope_theta=_number(rope_options, 'rope_theta', 10_000.0),
+    rope_theta=_number(rope_options, 'rope_theta', 10_000.0, least=1),
   )
   vision_spec.check(v)
   return v
@@ -304,18 +316,23 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
 
 def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
   value = default if c.get(name) is None else c[name]
-  if type(value) is not int or value < 1:
+  most = MOST.get(name, 1 << 30)
+  if type(value) is not int or not 1 <= value <= most:
     raise ValueError(
-      f'{name}={value!r:.60} must be an integer >= 1; correct it in config.json, or '
-      f'in {PIXELS} if it describes pictures'
+      f'{name}={value!r:.60} must be an integer from 1 to {most}; correct it in '
+      f'config.json, or in {PIXELS} if it describes pictures'
     )
   return value
 
 
-def _number(c: dict[str, Any], name: str, default: float | None = None) -> float:
+def _number(
+  c: dict[str, Any], name: str, default: float | None = None, least: int = 0
+) -> float:
   value = default if c.get(name) is None else c[name]
-  if not isinstance(value, int | float) or not 0 <= value < math.inf:
-    raise ValueError(f'{name}={value!r:.60} must be a number >= 0; edit config.json')
+  if type(value) not in (int, float) or not least <= value <= 1e38:
+    raise ValueError(
+      f'{name}={value!r:.60} must be a number from {least} to 1e38; edit config.json'
+    )
   return float(value)
 
 
