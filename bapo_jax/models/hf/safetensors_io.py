@@ -9,6 +9,7 @@ a slice of 8 MiB with version 0.8.0), and needs all arrays at once to write a fi
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ DTYPES = {
 }
 NAMES = {dtype.name: code for code, dtype in DTYPES.items()}
 ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+ADAPTERS = 'adapter_model.safetensors'
+SHARD = re.compile(r'[^/\\\0]+\.safetensors')
 
 
 class Tensor(NamedTuple):
@@ -38,10 +41,12 @@ def files(path: str) -> list[str]:
   """Returns the names of the safetensors files of a model, present or missing.
 
   The index lists the files. Without an index, the model is model.safetensors or, if
-  missing, all safetensors files. Others (such as the original format) are ignored.
+  missing, all safetensors files but adapters. Others (such as the original format) are
+  ignored.
 
   Raises:
-    ValueError: the index is damaged.
+    ValueError: the index is damaged, names a file outside the directory, or is not of
+      the model.safetensors beside it.
   """
   names = sorted(os.listdir(path))
   if INDEX in names:
@@ -49,10 +54,24 @@ def files(path: str) -> list[str]:
     weight_map = read_object(index_file).get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise ValueError(f'{index_file} has no weight_map; download the file again')
-    return sorted(set(weight_map.values()))
+    for file in weight_map.values():
+      # A damaged or hostile index must not lead out of the directory.
+      if not isinstance(file, str) or not SHARD.fullmatch(file):
+        raise ValueError(
+          f'{index_file}: {file!r:.80} in weight_map must be the name of a safetensors '
+          'file in the same directory; download the file again'
+        )
+    listed = sorted(set(weight_map.values()))
+    if ONE_FILE in names and ONE_FILE not in listed:
+      # transformers would ignore the index.
+      raise ValueError(
+        f'{path} has two models: {ONE_FILE}, and {INDEX} with {listed[0]}; remove the '
+        'file that is out of date'
+      )
+    return listed
   if ONE_FILE in names:
     return [ONE_FILE]
-  return [name for name in names if name.endswith('.safetensors')]
+  return [x for x in names if x.endswith('.safetensors') and x != ADAPTERS]
 
 
 def index(path: str) -> dict[str, Tensor]:
