@@ -1,7 +1,12 @@
 """A model directory that cannot be used is refused in one sentence; no code is run."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
 import runs
@@ -12,6 +17,7 @@ from bapo_jax.data import tokenizer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.models.knobs import LoraConfig
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 NORM = 'model.norm.weight'
@@ -62,12 +68,133 @@ def indexed(file):
   return written(INDEX, json.dumps(listed).encode())
 
 
+def moved(file):
+  """An index that names the weights at another place, where they are."""
+
+  def damage(path):
+    (path / file).parent.mkdir()
+    (path / WEIGHTS).rename(path / file)
+    (path / INDEX).write_text(json.dumps({'weight_map': {NORM: file}}))
+
+  return damage
+
+
+def stale(path):
+  """An index and its shard, of another model than model.safetensors."""
+  (path / 'model-00001-of-00001.safetensors').write_bytes(b'')
+  listed = {'weight_map': {NORM: 'model-00001-of-00001.safetensors'}}
+  (path / INDEX).write_text(json.dumps(listed))
+
+
+def instead(*files):
+  """Only files of another program, without contents."""
+
+  def damage(path):
+    for file in path.iterdir():
+      file.unlink()
+    for file in files:
+      (path / file).parent.mkdir(parents=True, exist_ok=True)
+      (path / file).touch()
+
+  return damage
+
+
+def adapted(path):
+  """Adapters beside the config.json of their model."""
+  (path / WEIGHTS).rename(path / 'adapter_model.safetensors')
+  (path / 'adapter_config.json').write_text('{}')
+
+
+def repeats(change, **options):
+  """Files with an lm_head.weight: the embedding, changed."""
+
+  def add(held):
+    held['lm_head.weight'] = change(held['model.embed_tokens.weight'].copy())
+
+  def damage(path):
+    tensors(add)(path)
+    edited('config.json', tie_word_embeddings=True, **options)(path)
+
+  return damage
+
+
+def with_last(value):
+  def change(array):
+    array[-1, -1] = value
+    return array
+
+  return change
+
+
+def renamed(old, new):
+  def change(held):
+    for name in list(held):
+      held[name.replace(old, new)] = held.pop(name)
+
+  return tensors(change)
+
+
+def rope(**options):
+  return edited('config.json', rope_scaling=options, rope_theta=None)
+
+
+LISTS = {'short_factor': [1.0] * 4, 'long_factor': [2.0] * 4}
+CRITIC = {'v_head.summary.weight': np.ones((1, 16), np.float32)}
+STEP = '_CHECKPOINT_METADATA'
+
+
 DAMAGES = {  # name -> (the damage, what the sentence names)
   'config.json is cut': (truncated('config.json', 40), 'config.json'),
   'config.json is missing': (lambda p: (p / 'config.json').unlink(), 'config.json'),
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
   'more layers': (edited('config.json', num_hidden_layers=3), 'layers.2'),
   'rope is a list': (edited('config.json', rope_parameters=[1]), 'config.json'),
+  '10^9 layers': (edited('config.json', num_hidden_layers=10**9), 'num_hidden_layers'),
+  'a head of 10^9': (edited('config.json', head_dim=10**9), 'head_dim=1000000000'),
+  'a head of 2^20': (edited('config.json', hidden_size=1 << 20), 'hidden_size'),
+  'longrope': (rope(rope_type='longrope', **LISTS), "rope_type='longrope'"),
+  'longrope of transformers 5': (
+    edited('config.json', rope_parameters={'rope_type': 'longrope', **LISTS}),
+    "rope_type='longrope'",
+  ),
+  'a list in a scaling': (rope(type='yarn', factor=[2.0]), 'factor=[2.0]'),
+  'a list of scalings': (rope(type=['yarn'], factor=2.0), "rope_type=['yarn']"),
+  'a scaling by 0': (rope(type='linear', factor=0), "'factor': 0"),
+  'theta is 0': (
+    edited('config.json', rope_parameters=None, rope_theta=0),
+    'rope_theta=0',
+  ),
+  'another head': (repeats(with_last(7.0)), 'lm_head.weight'),
+  'a head of another size': (repeats(lambda array: array[1:]), 'lm_head.weight'),
+  'quantized by GPTQ': (
+    edited('config.json', quantization_config={'quant_method': 'gptq', 'bits': 4}),
+    'quantized weights',
+  ),
+  'a critic': (tensors(lambda held: held.update(CRITIC)), 'critic'),
+  'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
+  'no language-model head': (renamed('model.', ''), 'language-model head'),
+  'adapters of peft': (
+    instead('adapter_config.json', 'adapter_model.safetensors', 'tokenizer.json'),
+    'adapters',
+  ),
+  'adapters beside a config.json': (adapted, 'adapters'),
+  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), '--mode=export'),
+  'checkpoints of a run': (instead(f'4/{STEP}'), '--mode=export'),
+  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), '--mode=export'),
+  'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
+  'a checkpoint of DeepSpeed': (
+    instead('config.json', 'zero_to_fp32.py', 'global_step5/mp_rank_00.pt'),
+    'zero_to_fp32.py',
+  ),
+  'a checkpoint of FSDP': (
+    instead('config.json', 'pytorch_model_fsdp_0/__0_0.distcp'),
+    'pytorch_model_fsdp_0',
+  ),
+  'the directory above': (
+    instead('checkpoint-500/config.json', 'checkpoint-500/model.safetensors'),
+    'checkpoint-500/config.json',
+  ),
+  'the cache of the hub': (instead('snapshots/0f/config.json'), 'snapshots/0f'),
   'weights are missing': (lambda path: (path / WEIGHTS).unlink(), 'safetensors'),
   'weights are a pickle': (pickled, 'safetensors'),
   'weights are cut': (truncated(WEIGHTS, 9000), WEIGHTS),
@@ -81,6 +208,14 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   ),
   'the index is damaged': (written(INDEX, b'{"weight_map": {}}'), INDEX),
   'a file of the index is missing': (indexed('c.safetensors'), 'c.safetensors'),
+  'an index leads out': (moved(f'../other/{WEIGHTS}'), f'../other/{WEIGHTS}'),
+  'an index leads down': (moved(f'other/{WEIGHTS}'), f"'other/{WEIGHTS}'"),
+  'an index leads out with backslashes': (indexed('..\\a.safetensors'), INDEX),
+  'an index names /etc/passwd': (indexed('/etc/passwd'), "'/etc/passwd'"),
+  'an index names an absolute path': (indexed('/a.safetensors'), "'/a.safetensors'"),
+  'an index names the directory': (indexed('..'), INDEX),
+  'an index names a list': (indexed([WEIGHTS]), INDEX),
+  'an index of another model': (stale, INDEX),
   'tokenizer.json is missing': (
     lambda path: (path / 'tokenizer.json').unlink(),
     'tokenizer.json',
@@ -114,3 +249,97 @@ def test_code_in_a_model_directory_is_not_run(tmp_path):
   )
   assert entered(str(path)).backend.encode('2')
   assert not (tmp_path / 'ran').exists()
+
+
+def extra(*files):
+  return lambda path: [(path / file).touch() for file in files]
+
+
+ACCEPTED = {
+  'a checkpoint of the Trainer': extra(
+    'trainer_state.json', 'optimizer.pt', 'scheduler.pt', 'rng_state.pth'
+  ),
+  'a model into which adapters were merged': extra('adapter_config.json', STEP),
+  'a model above other models': lambda path: runs.source(path / 'checkpoint-500'),
+  'an index of one file': written(
+    INDEX, json.dumps({'weight_map': {NORM: WEIGHTS}}).encode()
+  ),
+  'a head that repeats the embedding': repeats(lambda array: array),
+  'a head that repeats it in float32': repeats(lambda array: array.astype(np.float32)),
+}
+
+
+@pytest.mark.parametrize('name', ACCEPTED)
+def test_a_directory_with_more_than_a_model_is_read(name, tmp_path):
+  path = runs.source(tmp_path / 'model')
+  ACCEPTED[name](tmp_path / 'model')
+  assert entered(path).backend.encode('2')
+
+
+def test_a_head_that_differs_is_read_if_the_weights_are_not_tied(tmp_path):
+  path, mesh = runs.source(tmp_path / 'model'), sharding.make(data=2, fsdp=2, tensor=2)
+  repeats(with_last(7.0))(tmp_path / 'model')
+  with pytest.raises(ValueError, match='differs from the embedding'):
+    hf_weights.load(path, hf_config.read_spec(path, 'float32'), mesh)
+  edited('config.json', tie_word_embeddings=False)(tmp_path / 'model')
+  params = hf_weights.load(path, hf_config.read_spec(path, 'float32'), mesh)
+  # The last number of the last row is 7; the others are those of the embedding.
+  expected = np.array(params['embed'])
+  expected[-1, -1] = 7
+  assert expected[-1, -1] != params['embed'][-1, -1]
+  np.testing.assert_array_equal(params['head'], expected)
+
+
+def test_a_model_that_was_partly_downloaded_is_not_a_directory_of_models(tmp_path):
+  for file in ('config.json', '1_Pooling/config.json'):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+  lacking = ['tokenizer.json', '*.safetensors']
+  assert hf_directory.missing(str(tmp_path)) == lacking
+
+
+def advised(error):
+  """Runs the Python command of a sentence."""
+  _, code = re.fullmatch(r'.*`python -c "(.*)"`.*', str(error.value)).group(0, 1)
+  environment = os.environ | {'HF_HUB_OFFLINE': '1'}
+  subprocess.run([sys.executable, '-c', code], check=True, env=environment)
+
+
+@pytest.mark.nightly  # torch, twice
+def test_the_command_for_a_critic_leaves_the_model(tmp_path):
+  pytest.importorskip('torch')
+  path = runs.source(tmp_path / 'model')
+  spec = hf_config.read_spec(path, 'float32')
+  before = hf_weights.load(path, spec, sharding.make())
+  tensors(lambda held: held.update(CRITIC))(tmp_path / 'model')
+  with pytest.raises(ValueError, match='critic') as error:
+    entered(path)
+  advised(error)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    hf_weights.load(path, spec, sharding.make()),
+    before,
+  )
+
+
+@pytest.mark.nightly  # torch, twice
+def test_the_command_for_adapters_merges_them(tmp_path):
+  pytest.importorskip('peft')
+  base, path = runs.source(tmp_path / 'base'), tmp_path / 'adapters'
+  path.mkdir()
+  spec = hf_config.read_spec(base, 'float32')
+  knobs = LoraConfig(rank=2, alpha=6.0, targets='layers/gate')
+  rng = np.random.default_rng(0)
+  a_LDr, b_LrF = rng.normal(size=(2, 16, 2)), rng.normal(size=(2, 2, 24))
+  get = {'layers/gate/a': a_LDr, 'layers/gate/b': b_LrF}.__getitem__
+  hf_weights.save_adapters(str(path), get, spec, knobs, base, 'float32')
+  with pytest.raises(ValueError, match='peft') as error:
+    hf_directory.find(str(path), 'model.path')
+  advised(error)
+  before, after = (
+    hf_weights.load(x, spec, sharding.make())['layers']['gate']
+    for x in (base, f'{path}-merged')
+  )
+  # alpha / rank = 3; the base model, and so the merged one, is in bfloat16.
+  expected = np.asarray(before) + 3 * a_LDr @ b_LrF
+  np.testing.assert_allclose(after, expected, rtol=2**-7, atol=2**-7)

@@ -154,7 +154,7 @@ def test_the_published_32b_checkpoint_is_covered_exactly():
 def test_extra_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path):
   params = oracles.noisy(SPEC, 0)
   extra = {
-    'lm_head.weight': np.zeros((20, 16), np.float32),
+    'lm_head.weight': np.asarray(params['embed']),
     'model.layers.0.self_attn.rotary_emb.inv_freq': np.zeros(2, np.float32),
   }
   save_file(by_hand(params) | extra, tmp_path / 'model.safetensors')

@@ -1,5 +1,6 @@
 """Finds model directories on this machine, or downloads them from the hub."""
 
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -21,6 +22,46 @@ CONVERT = (
   'python -c "from transformers import AutoModelForCausalLM as M; '
   "M.from_pretrained('{0}').save_pretrained('{0}')\""
 )
+# Merges adapters of peft into their base model.
+MERGE = (
+  'python -c "from peft import AutoPeftModelForCausalLM as M; '
+  "M.from_pretrained('{0}').merge_and_unload().save_pretrained('{0}-merged')\""
+)
+# Pattern of a file {1} in a directory {0} without safetensors -> what {0} is, and the
+# way out. The first pattern that matches counts.
+KINDS = {
+  'adapter_config.json': (
+    f'contains adapters of peft, without their model; merge both: `{MERGE}`, then copy '
+    'the tokenizer to {0}-merged and set model.path to it'
+  ),
+  **dict.fromkeys(
+    ('_CHECKPOINT_METADATA', '*/_CHECKPOINT_METADATA', '*/*/_CHECKPOINT_METADATA'),
+    'contains a checkpoint of a run ({1}), not a model; write the model with '
+    '--mode=export --workdir=<directory of the run> --export_to=<new directory>, then '
+    'set model.path to the new directory',
+  ),
+  '*.gguf': (
+    'has its weights only in {1}, quantized for llama.cpp; download the safetensors '
+    'files of the model that it was made from'
+  ),
+  'pytorch_model*.bin': (
+    'has its weights only in {1}, a pickle, which could run code and is never read; '
+    f'save them as safetensors, in an environment with PyTorch: `{CONVERT}`'
+  ),
+  'zero_to_fp32.py': (
+    'is a checkpoint of DeepSpeed; gather its weights, in an environment with '
+    'DeepSpeed: `python {0}/{1} {0} {0} --safe_serialization`'
+  ),
+  'pytorch_model_fsdp_*': (
+    'is a checkpoint of FSDP; gather its weights, in an environment with PyTorch: '
+    '`accelerate merge-weights {0}/{1} {0}`'
+  ),
+  **dict.fromkeys(
+    ('*/config.json', '*/*/config.json'),
+    'is not a model, but {1} belongs to one; set model.path to the directory of that '
+    'file',
+  ),
+}
 LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
 
 
@@ -89,26 +130,21 @@ def missing(path: str, needs: Sequence[str] = MODEL_FILES) -> list[str]:
   """Returns the files of `needs` that are missing from `path`, a result of `resolve`.
 
   Raises:
-    ValueError: the index of the weights is damaged, or the weights are pickles only.
+    ValueError: the index of the weights is damaged, or the directory is one of KINDS.
   """
   wanted = [file for file in needs if '*' not in file]
   if '*.safetensors' in needs:
     weights = safetensors_io.files(path) if os.path.isdir(path) else []
-    if not weights:
-      _refuse_pickles(path)
     wanted += weights or ['*.safetensors']
-  return [file for file in wanted if not os.path.isfile(os.path.join(path, file))]
-
-
-def _refuse_pickles(path: str) -> None:
-  names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-  pickles = [x for x in names if x.startswith('pytorch_model') and x.endswith('.bin')]
-  if pickles:
-    raise ValueError(
-      f'{path} has its weights only in {pickles[0]}, a pickle, which could run code '
-      'and is never read; save them as safetensors, in an environment with PyTorch: '
-      f'`{CONVERT.format(path)}`'
-    )
+  lacking = [x for x in wanted if not os.path.isfile(os.path.join(path, x))]
+  if '*.safetensors' in lacking:
+    for pattern, kind in KINDS.items():
+      # A partly downloaded model may contain the directories of other models.
+      if pattern.endswith('/config.json') and 'config.json' not in lacking:
+        continue
+      if files := sorted(glob.glob(pattern, root_dir=path)):
+        raise ValueError(f'{path} {kind.format(path, files[0])}')
+  return lacking
 
 
 def identity(path: str) -> dict[str, list[int | str]]:

@@ -7,7 +7,6 @@ writes parameter by parameter, in files of bounded size.
 
 import functools
 import itertools
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import directory, safetensors_io
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.runtime import files
 from bapo_jax.types import Tree
 
 # Bytes read at once. Blocks of 8 MiB would take 157 MiB beyond the parameters, not 56,
@@ -80,6 +80,22 @@ AXES = {
 }
 
 
+# First part of a tensor's name -> what the tensor belongs to, and the way out.
+FOREIGN = {
+  'v_head': (
+    "TRL's critic; save the model without it, in an environment with PyTorch: "
+    f'`{directory.CONVERT}`'
+  ),
+  'base_model': (
+    'a model with adapters of peft; merge them with merge_and_unload() and save again'
+  ),
+  'embed_tokens': (
+    'a model without its language-model head, such as those of sentence-transformers; '
+    'choose a causal language model'
+  ),
+}
+
+
 def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Loads the parameters onto the devices of a mesh, in spec.dtype.
 
@@ -88,13 +104,24 @@ def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
 
   Raises:
     ValueError: a file is damaged, or a tensor is missing, unknown, of the wrong shape,
-      or not finite.
+      or not finite, or the weights are tied and the files have another head.
   """
   index = check(path, spec)
+  # transformers 4 and vLLM drop a head that differs, transformers 5 uses it.
+  repeated = index.get(NAMES['head']) if spec.tied else None
   params = {}
   for parameter, like in transformer.flatten(transformer.abstract(spec)).items():
     layout = NamedSharding(mesh, sharding.spec_of(parameter, like.shape, mesh))
     params[parameter] = _load_parameter(parameter, like, layout, index)
+    if repeated and parameter == 'embed':
+      head = _load_parameter(parameter, like, layout, {NAMES['embed']: repeated})
+      if (head != params[parameter]).any():
+        raise ValueError(
+          f'{repeated.file}: {NAMES["head"]} differs from the embedding, but '
+          'config.json has tie_word_embeddings=true; set it to false to use this head, '
+          'or remove the tensor'
+        )
+      del head
   return transformer.unflatten(params)
 
 
@@ -115,16 +142,20 @@ def check(path: str, spec: ModelSpec) -> Index:
     ValueError: the tensors do not match `spec`, or a file is damaged.
   """
   index = safetensors_io.index(path)
-  if spec.tied:
-    index.pop(NAMES['head'], None)  # some files repeat the embedding
   # Old Llama files contain the rotary frequencies, which are computed here.
   index = {n: t for n, t in index.items() if not n.endswith('rotary_emb.inv_freq')}
   if spec.vision:  # some programs write the module names of transformers' class
     for old, new in (('model.language_model.', 'model.'), ('model.visual.', 'visual.')):
       index = {name.replace(old, new): t for name, t in index.items()}
   shapes = stored(spec)
+  if spec.tied and NAMES['head'] in index:  # some files repeat the embedding
+    shapes[NAMES['head']] = shapes[NAMES['embed']]
   if set(shapes) != set(index):
-    missing, extra = sorted(set(shapes) - set(index)), sorted(set(index) - set(shapes))
+    missing = sorted(shapes.keys() - index)
+    extra = sorted(index.keys() - shapes)
+    for name in extra:
+      if belongs := FOREIGN.get(name.partition('.')[0]):
+        raise ValueError(f'{path}: {name} belongs to {belongs.format(path)}')
     raise ValueError(
       f'{path}: tensors do not match config.json: {len(missing)} missing '
       f'{missing[:3]}, {len(extra)} unknown {extra[:3]}; download the model again'
@@ -295,9 +326,8 @@ def save(
     )
     file_of |= dict.fromkeys(names, file)
   if len(parts) > 1:
-    with open(os.path.join(path, safetensors_io.INDEX), 'w') as file:
-      total = {'total_size': sum(sizes.values())}
-      json.dump({'metadata': total, 'weight_map': file_of}, file, indent=2)
+    content = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': file_of}
+    files.write_json(os.path.join(path, safetensors_io.INDEX), content)
 
 
 def _as_stored(
@@ -384,8 +414,7 @@ def save_adapters(
     'fan_in_fan_out': False,
     'inference_mode': True,
   }
-  with open(os.path.join(path, 'adapter_config.json'), 'w') as file:
-    json.dump(config, file, indent=2)
-  file_name = os.path.join(path, 'adapter_model.safetensors')
+  files.write_json(os.path.join(path, 'adapter_config.json'), config)
+  file_name = os.path.join(path, safetensors_io.ADAPTERS)
   shapes = {name: array.shape for name, array in arrays.items()}
   safetensors_io.write(file_name, kind.name, shapes, arrays.values())
