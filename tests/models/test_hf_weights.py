@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,11 @@ for path, axis in MODELS.items():
       assert np.array_equal(shard.data, whole[name][shard.index]), name
     held += sum(shard.data.nbytes for shard in shards.values())
   print(f'{sum(sizes)} read, {held} held')
+# Only one process reads the number that differs.
+try:
+  weights.load(HEAD, config.read_spec(HEAD, 'float32'), sharding.make(data=1, fsdp=4))
+except ValueError as error:
+  print(error)
 hosts.finish(0)
 """
 
@@ -244,9 +250,16 @@ def test_two_processes_read_each_its_part_of_a_checkpoint(tmp_path):
       # Norms and biases, which every device holds, are read by both.
       ends = 'norm', 'bias'
       both = sum(x.nbytes for name, x in flat.items() if name.endswith(ends))
-  source = READ.replace('MODELS', repr(models))
+  other = tmp_path / 'another head'
+  shutil.copytree(tmp_path / 'text', other)
+  tensors = load_file(other / 'model.safetensors')
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
+  tensors['lm_head.weight'][-1, -1] += 1
+  save_file(tensors, other / 'model.safetensors')
+  source = READ.replace('MODELS', repr(models)).replace('HEAD', repr(str(other)))
   statuses, outputs = processes.ended(processes.scripts(source, 2, tmp_path), tmp_path)
   assert statuses == [0, 0], outputs
   half = (total - both) // 2 + both
   for text in outputs:
     assert f'{half} read, {half} held' in text
+    assert 'lm_head.weight differs' in text

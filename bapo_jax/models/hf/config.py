@@ -328,7 +328,7 @@ def _integer(c: dict[str, Any], name: str, default: int | None = None) -> int:
 def _number(
   c: dict[str, Any], name: str, default: float | None = None, least: int = 0
 ) -> float:
-  value = default if c.get(name) is None else c[name]
+  value: Any = default if c.get(name) is None else c[name]
   if type(value) not in (int, float) or not least <= value <= 1e38:
     raise ValueError(
       f'{name}={value!r:.60} must be a number from {least} to 1e38; edit config.json'

@@ -114,14 +114,14 @@ def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
     layout = NamedSharding(mesh, sharding.spec_of(parameter, like.shape, mesh))
     params[parameter] = _load_parameter(parameter, like, layout, index)
     if repeated and parameter == 'embed':
-      head = _load_parameter(parameter, like, layout, {NAMES['embed']: repeated})
-      if (head != params[parameter]).any():
+      head = {NAMES['embed']: repeated}
+      # No array stays: the rest of the model may need the memory.
+      if (params[parameter] != _load_parameter(parameter, like, layout, head)).any():
         raise ValueError(
           f'{repeated.file}: {NAMES["head"]} differs from the embedding, but '
           'config.json has tie_word_embeddings=true; set it to false to use this head, '
           'or remove the tensor'
         )
-      del head
   return transformer.unflatten(params)
 
 
