@@ -18,7 +18,6 @@ docs/running.md has the lines that call `append` in TRL, verl and OpenRLHF.
 """
 
 import json
-import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,9 @@ COLUMNS = {  # name here -> name in a recorded step
 }
 # A log-probability may be above 0 by the rounding of bfloat16.
 ROUNDING = 0.01
+# Of rewards and log-probabilities. Rules sum squares of rewards in float32, and in a
+# group with a reward of 1e20 all advantages become 0.
+LARGEST = 1e15
 
 
 def append(
@@ -46,7 +48,7 @@ def append(
   logp: Any,
   mask: Any = None,
   pieces: Any = None,
-  update: int | Sequence[int] = 0,
+  update: Any = 0,
 ) -> None:
   """Appends a line per response.
 
@@ -58,7 +60,7 @@ def append(
       rounded to six decimals.
     update: the number of the minibatch, or a number per response.
 
-  All may be arrays or tensors, on any device.
+  All may be arrays or tensors, on any device, or contain numbers of NumPy.
 
   Raises:
     ValueError: a value is wrong; see `read`. Nothing is written.
@@ -72,9 +74,11 @@ def append(
     'mask': mask,
     'pieces': pieces,
   }
-  listed = {k: _listed(values) for k, values in given.items() if values is not None}
-  count = len(listed['tokens'])
-  listed['update'] = [update] * count if isinstance(update, int) else _listed(update)
+  listed = {k: _plain(values) for k, values in given.items() if values is not None}
+  update = _plain(update)
+  if not isinstance(update, list):
+    update = [update] * len(listed['tokens'])
+  listed['update'] = update
   lengths = {name: len(values) for name, values in listed.items()}
   if len(set(lengths.values())) > 1:
     raise ValueError(f'{lengths} responses; give the same number of each')
@@ -94,10 +98,11 @@ def append(
     file.writelines(texts)
 
 
-def _listed(values: Any) -> list[Any]:
-  """Returns an array, a tensor, or a sequence of arrays or tensors as lists."""
-  rows = values if isinstance(values, list | tuple) else values.tolist()
-  return [x.tolist() if hasattr(x, 'tolist') else x for x in rows]
+def _plain(value: Any) -> Any:
+  """Returns arrays, tensors and sequences as lists, and their numbers as Python's."""
+  if hasattr(value, 'tolist'):
+    value = value.tolist()
+  return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def _trimmed(row: dict[str, Any]) -> dict[str, Any]:
@@ -163,15 +168,25 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
   if unknown := sorted(set(row) - set(REQUIRED) - set(OPTIONAL)):
     known = ', '.join((*REQUIRED, *OPTIONAL))
     raise ValueError(f'{unknown[0]} is no field; rename or remove it (fields: {known})')
+  if isinstance(row['reward'], bool):
+    row['reward'] = int(row['reward'])
   if not _finite(row['reward']):
-    raise ValueError(f'reward is {row["reward"]!r}; write a finite number')
+    raise ValueError(
+      f'reward is {row["reward"]!r:.40}; write a finite number, from {-LARGEST:g} to '
+      f'{LARGEST:g}'
+    )
   tokens = row['tokens']
-  if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-    raise ValueError('tokens is not a list of token ids; write whole numbers')
+  if not isinstance(tokens, list) or not all(map(_is_int32, tokens)):
+    raise ValueError(
+      'tokens is not a list of token ids; write whole numbers of 32 bits'
+    )
   row.setdefault('mask', [1] * len(tokens))
   row.setdefault('pieces', [f'<{token}>' for token in tokens])
-  if type(row.setdefault('update', 0)) is not int or row['update'] < 0:
-    raise ValueError(f'update is {row["update"]!r}; write the number of the minibatch')
+  if not _is_int32(row.setdefault('update', 0)) or row['update'] < 0:
+    raise ValueError(
+      f'update is {row["update"]!r:.40}; write the number of the minibatch, less than '
+      '2^31'
+    )
   for name in ('mask', 'pieces', 'behavior_logp', 'logp'):
     values = row[name]
     if not isinstance(values, list) or len(values) != len(tokens):
@@ -181,7 +196,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
       )
   if bad := [x for x in row['mask'] if x not in (0, 1)]:
     raise ValueError(
-      f'mask contains {bad[0]!r}; write 1 for tokens in the loss, else 0'
+      f'mask contains {bad[0]!r:.40}; write 1 for tokens in the loss, else 0'
     )
   if not all(isinstance(piece, str) for piece in row['pieces']):
     raise ValueError('pieces contains a value that is not text; decode each token')
@@ -189,14 +204,18 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     for t, value in enumerate(row[name]):
       if row['mask'][t] and not (_finite(value) and value <= ROUNDING):
         raise ValueError(
-          f'{name}[{t}] is {value!r}; write the log-probability of the token (natural '
-          'logarithm, at most 0), or set its mask to 0'
+          f'{name}[{t}] is {value!r:.40}; write the log-probability of the token '
+          f'(natural logarithm, {-LARGEST:g} to 0), or set its mask to 0'
         )
   return row
 
 
 def _finite(value: Any) -> bool:
-  return type(value) in (int, float) and math.isfinite(value)
+  return type(value) in (int, float) and abs(value) <= LARGEST
+
+
+def _is_int32(value: Any) -> bool:
+  return type(value) is int and -(1 << 31) <= value < 1 << 31
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

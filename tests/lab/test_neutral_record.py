@@ -81,6 +81,13 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   [
     ({'reward': None}, r'line 2: reward is None; write a finite number'),
     ({'reward': float('nan')}, r'line 2: reward is nan'),
+    ({'reward': int('9' * 400)}, r'line 2: reward is 9{40}; .* from -1e\+15 to 1e\+15'),
+    ({'reward': 1e308}, r'line 2: reward is 1e\+308; write .* from -1e\+15 to 1e\+15'),
+    ({'reward': -1e20}, r'line 2: reward is -1e\+20; write .* from -1e\+15 to 1e\+15'),
+    ({'logp': [-1.0, -(10**400)]}, r'line 2: logp\[1\] is -10{38}; .* -1e\+15 to 0'),
+    ({'behavior_logp': [-1e308, -1.0]}, r'behavior_logp\[0\] is -1e\+308; .* to 0'),
+    ({'tokens': [1, 2**31]}, r'line 2: tokens is not a list of token ids; .* 32 bits'),
+    ({'update': 10**400}, r'line 2: update is 10{39}; .*, less than 2\^31'),
     ({'logp': [-1.0]}, r'line 2: logp has 1 values for 2 tokens; write a list'),
     ({'logp': None}, r'line 2: logp has None for 2 tokens'),
     ({'logp': [-1.0, float('-inf')]}, r'line 2: logp\[1\] is -inf; write the log-prob'),
@@ -145,6 +152,41 @@ def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
   with pytest.raises(ValueError, match='same number of each'):
     neutral_record.append(path, **given | {'reward': [1.0]})
   assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize('update', [np.int64(2), np.asarray(2), [np.int32(2)] * 2])
+def test_numbers_of_numpy_are_written_as_json(tmp_path, update):
+  path, one = tmp_path / 'batch.jsonl', np.float32(-1)
+  neutral_record.append(
+    path,
+    group=[(np.int64(5), 'a')] * 2,
+    reward=[np.bool_(True), np.float32(0.5)],
+    tokens=([np.int64(3)], (np.int32(4),)),
+    behavior_logp=[[one], [one]],
+    logp=[[one], [np.float16(-2)]],
+    mask=[[np.bool_(True)], [np.True_]],
+    pieces=[[np.str_('a')], ['b']],
+    update=update,
+  )
+  first, second = map(json.loads, path.read_text().splitlines())
+  shared = {'group': [5, 'a'], 'behavior_logp': [-1.0], 'update': 2}
+  assert first == shared | {'reward': 1, 'tokens': [3], 'logp': [-1.0], 'pieces': ['a']}
+  assert second == shared | {
+    'reward': 0.5,
+    'tokens': [4],
+    'logp': [-2.0],
+    'pieces': ['b'],
+  }
+
+
+def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
+  # One of four is right: 3 and -1 over the root of 3, whatever the unit.
+  for unit in (1.0, neutral_record.LARGEST):
+    rewards = (unit, 0.0, 0.0, 0.0)
+    path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
+    found = counterfactual.read(path)
+    one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+    assert one.adv_B == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
