@@ -244,6 +244,8 @@ def run(config: Config) -> int:
   Each mode imports its own modules, so that a bad flag fails before JAX loads.
   """
   mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
+  if mode in ('check', 'plan') and not flags.FLAGS['workdir'].present:
+    workdir = ''  # runs/default may have a run of another model
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive

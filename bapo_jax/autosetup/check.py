@@ -46,6 +46,8 @@ KIND = operator.attrgetter('kind')
 def check(config: Config, workdir: str) -> int:
   """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
+  If a run has begun in the workdir, its derived knobs are checked; '': none is read.
+
   Raises:
     ValueError: a run with this config could not start.
   """
@@ -71,9 +73,8 @@ def check(config: Config, workdir: str) -> int:
     findings += check_rules.of_responses(config, sampled)
     log(measured(r, t, s, rollout, seconds))
   log(listed(findings))
-  log(
-    f'Checked in {time.perf_counter() - began:.0f} s. Nothing was written to {workdir}.'
-  )
+  seconds = time.perf_counter() - began
+  log(f'Checked in {seconds:.0f} s. Nothing was written to the workdir.')
   return int(any(each.kind == 'mistake' for each in findings))
 
 

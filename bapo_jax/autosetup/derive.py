@@ -86,11 +86,12 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
 def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   """Decides the knobs that a config leaves open, and returns the `Resolved` run.
 
-  If a run has begun in the workdir, its config.json gives the derived values. With
-  trains=False (an evaluation), held-out problems replace the training problems. Raises
-  ValueError if files are missing or knobs do not fit together.
+  If a run has begun in the workdir ('': none is read), its config.json gives the
+  derived values. With trains=False (an evaluation), held-out problems replace the
+  training problems. Raises ValueError if files are missing or knobs do not fit
+  together.
   """
-  undecided = bool(config.derived) and not workdir_lib.has_begun(workdir)
+  undecided = bool(config.derived) and not _has_begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
   if not undecided:
     config = config.with_values(problems=held_out)
@@ -114,9 +115,13 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 def decide(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs decided; raises the errors of `prepare`."""
-  if workdir_lib.has_begun(workdir):
+  if _has_begun(workdir):
     return _read(config, workdir)
   return prepare(config, workdir).config
+
+
+def _has_begun(workdir: str) -> bool:
+  return bool(workdir) and workdir_lib.has_begun(workdir)
 
 
 def screen(derived: list[Derived]) -> str:

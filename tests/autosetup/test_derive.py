@@ -1,10 +1,12 @@
 """What a run decides by itself: by which fact, with which reason, and only once."""
 
+import pathlib
 import types
 
 import foreign
 import jax
 import pytest
+from refusals import refused
 from runs import last_run
 
 from bapo_jax import main, sharding
@@ -17,6 +19,7 @@ from bapo_jax.run import experiment
 from bapo_jax.training import budget
 from bapo_jax.training.knobs import DERIVABLE
 
+ROOT = pathlib.Path(__file__).parents[2]
 FINETUNE = 'configs/finetune.py'
 THREE = ('model.path', 'problems.source', 'problems.test_source')
 SUMS = [Row(row['problem'], row['answer']) for row in foreign.problems(80)]
@@ -249,6 +252,28 @@ def test_a_run_that_has_begun_continues_with_its_derived_knobs(
   monkeypatch.setattr(facts, 'gather', lambda *args: pytest.fail('derived again'))
   assert derive.decide(asked_for, work) == config
   assert 'Derived when this run began' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('mode', ['check', 'plan'])
+def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
+  mode, begun, tmp_path, monkeypatch
+):
+  def derived(*args):
+    raise ValueError('derived from model, problems and machine')
+
+  asked_for, _ = begun
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(derive, 'derive', derived)
+  monkeypatch.setattr(main, 'PLANNING', {})
+  work = tmp_path / main.WORKDIR.default  # has a run, of which nothing can be read
+  work.mkdir(parents=True)
+  (work / 'metrics.jsonl').write_text('')
+  (work / 'config.json').write_text('no JSON')
+  paths = asked_for.model.path, *(f'{tmp_path}/{name}.jsonl' for name in 'ab')
+  flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
+  assert 'derived from model, problems and machine' in refused(flags)
+  named = refused([*flags, f'--workdir={main.WORKDIR.default}'])
+  assert 'runs/default/config.json' in named
 
 
 @pytest.mark.nightly
