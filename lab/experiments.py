@@ -94,6 +94,12 @@ def load(description: str) -> Experiment:
   """
   path, _, name = description.partition(':')
   module = run_file(path)
+  if not hasattr(module, 'get_experiment'):
+    raise ValueError(
+      f'{path} has no function get_experiment, so it describes no experiment; give a '
+      'file that has one, such as configs/countdown.py:cells, or train a single run: '
+      f'python -m bapo_jax train --config={description}'
+    )
   try:
     return module.get_experiment(name)
   except KeyError as error:

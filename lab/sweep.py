@@ -183,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   """
   argv = sys.argv[1:] if argv is None else list(argv)
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('experiment', help='path/experiments.py:name')
+  parser.add_argument(
+    'experiment', help='path:name, a file with get_experiment(name), not a config'
+  )
   parser.add_argument('--results', required=True, help='folder of the results')
   parser.add_argument('--runs', default='runs/lab', help='folder of the workdirs')
   parser.add_argument('--workers', type=int, default=os.cpu_count())
@@ -198,6 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
   inert_knobs.refuse(found, [spec.config for spec in specs.values()])
   folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
+  if args.workers < 1:
+    raise ValueError(f'--workers={args.workers}: give at least 1')
+  if args.only and args.only not in specs:
+    raise ValueError(f'--only={args.only}: no such run; give one of {", ".join(specs)}')
   if args.only:
     return train(specs[args.only], args.only, folder, results, args.core)
   if not args.table:

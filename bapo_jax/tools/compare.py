@@ -1,7 +1,7 @@
 """--mode=compare: writes one HTML page that compares runs.
 
-1. Runs whose configs differ only in NUISANCE, such as the seed, form a group, which has
-   one colour everywhere;
+1. Runs whose configs differ only in seeds and in NUISANCE form a group, which has one
+   colour everywhere;
 2. `paired` subtracts the final metrics of the first group from those of each other
    group, seed by seed: this removes the variation that a seed causes in both;
 3. `build` lays out the knobs that differ between groups, the final metrics and these
@@ -44,8 +44,8 @@ from bapo_jax.runtime.metrics import Row
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
 
-# Knobs that may differ within a group: they change no result but by chance.
-NUISANCE = ('seed', 'title', 'derived', 'metrics', 'checkpoint')
+# Knobs that may differ within a group, beside the seeds: they change no result.
+NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
 PANELS = (  # (title, unit, metric -> label: the first solid, the second dashed)
   ('Accuracy on held-out problems', 'accuracy', {'eval/accuracy': ''}),
   ('Reward', 'mean reward', REWARDS),
@@ -82,6 +82,11 @@ class Run(NamedTuple):
   values: dict[str, Any]  # dotted name of a knob -> value
   rows: list[Row]
 
+  @property
+  def seeds(self) -> tuple[Any, ...]:
+    """The values of all knobs that are a seed, such as seed and sft.seed."""
+    return tuple(self.values[name] for name in sorted(self.values) if is_seed(name))
+
 
 class Group(NamedTuple):
   """Runs of one config with different seeds."""
@@ -104,9 +109,12 @@ class Difference(NamedTuple):
 def write(runs: Sequence[str], path: str) -> int:
   """Writes a page on the runs, given by their workdirs; returns 0, prints its path.
 
+  Skips files and directories without metrics: `runs/lab/cells/*` also matches the logs
+  of an experiment.
+
   Raises:
-    ValueError: fewer than two workdirs, one of them twice or without a run, or more
-      configs than the page has colours.
+    ValueError: fewer than two runs, one of them twice, a path that does not exist, or
+      more configs than the page has colours.
     OSError: the page cannot be written.
   """
   groups = grouped(read(runs))
@@ -133,24 +141,34 @@ def read(paths: Sequence[str]) -> list[Run]:
       f'{", ".join(paths) or "none"}; give them after the flags: --mode=compare runs/a '
       'runs/b'
     )
+  for path in paths:
+    if not os.path.exists(path):
+      raise ValueError(f'{path} does not exist; give directories of runs')
   plain = json.loads(json.dumps(Config().model_dump()))
   default = traverse_util.flatten_dict(plain, sep='.')
-  common, runs = os.path.commonpath(real), []
+  common, runs, skipped = os.path.commonpath(real), [], []
   for path, whole in zip(paths, real, strict=True):
-    rows = metrics.read(path)
+    rows = metrics.read(path) if os.path.isdir(path) else []
     if not rows:
-      raise ValueError(f'{path} has no run with metrics; give directories of runs')
+      skipped.append(path)
+      continue
     values = default | traverse_util.flatten_dict(workdirs.read_config(path), sep='.')
     name = os.path.relpath(whole, common)
     runs.append(Run(path if name == '.' else name, path, values, rows))
+  if len(runs) < 2:
+    raise ValueError(
+      f'{", ".join(skipped)}: no run with metrics; give directories of two or more runs'
+    )
+  if skipped:
+    print(f'Skipped, without metrics of a run: {", ".join(skipped)}')
   return runs
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
   """Groups the runs of one config, in the order given.
 
-  A run with the seed of an earlier run of its config is a group of its own: the two are
-  not independent.
+  A run with the seeds of an earlier run of its config is a group of its own: the two
+  are not independent.
 
   Raises:
     ValueError: there are more groups than colours.
@@ -158,8 +176,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
   found: dict[tuple[str, int], list[Run]] = {}
   for run in runs:
     plain = {name: value for name, value in run.values.items() if not nuisance(name)}
-    key, seed, repeat = repr(sorted(plain.items())), run.values.get('seed'), 0
-    while any(x.values.get('seed') == seed for x in found.get((key, repeat), ())):
+    key, repeat = repr(sorted(plain.items())), 0
+    while any(x.seeds == run.seeds for x in found.get((key, repeat), ())):
       repeat += 1
     found.setdefault((key, repeat), []).append(run)
   if len(found) > charts.COLOURS:
@@ -175,7 +193,12 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 def nuisance(name: str) -> bool:
   """Returns whether runs of a group may differ in a knob."""
-  return name.split('.')[0] in NUISANCE
+  return is_seed(name) or name.split('.')[0] in NUISANCE
+
+
+def is_seed(name: str) -> bool:
+  """Returns whether a knob is a seed."""
+  return name.split('.')[-1] == 'seed'
 
 
 def label(names: Sequence[str]) -> str:
@@ -210,10 +233,9 @@ def paired(base: Group, other: Group, name: str) -> Difference | None:
   Returns None if fewer than two seeds have a value in both groups.
   """
   of_base, of_other = (
-    {run.values['seed']: final(run, name) for run in group.runs}
-    for group in (base, other)
+    {run.seeds: final(run, name) for run in group.runs} for group in (base, other)
   )
-  both = [of_other[seed] - of_base[seed] for seed in of_base if seed in of_other]
+  both = [of_other[seeds] - of_base[seeds] for seeds in of_base if seeds in of_other]
   both = [difference for difference in both if math.isfinite(difference)]
   return Difference(*interval(both), len(both)) if len(both) > 1 else None
 
@@ -276,7 +298,7 @@ def _differences(groups: Sequence[Group]) -> Iterator[Element]:
     if not nuisance(name) and any(value != values[0] for value in values):
       rows.append((element('code', name), *map(shown, values)))
   if not rows:
-    yield element('p', f'No knob differs, except for {", ".join(NUISANCE)}.')
+    yield element('p', f'No knob differs, except for seeds, {", ".join(NUISANCE)}.')
     return
   yield html.table(rows, ('knob', *_named(groups)), 'l' * (1 + len(groups)))
 

@@ -170,6 +170,25 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
     sweep.main([*call, '--config.steps=3'])
 
 
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['configs/aime.py:tiny'], 'configs/aime.py has no function get_experiment'),
+    (['configs/countdown.py:tiny'], "no experiment 'tiny'; choose one of"),
+    (
+      ['configs/countdown.py:cells', '--only=x'],
+      '--only=x: no such run; give one of grpo-seed0, clip-seed0',
+    ),
+    (['configs/countdown.py:cells', '--workers=0'], '--workers=0: give at least 1'),
+  ],
+)
+def test_wrong_arguments_are_one_sentence(arguments, message, tmp_path):
+  call = [*arguments, f'--results={tmp_path}/results', f'--runs={tmp_path}/runs']
+  with pytest.raises(ValueError) as error:
+    sweep.main(call)
+  assert message in str(error.value) and not list(tmp_path.iterdir())
+
+
 def test_the_cells_of_countdown_are_the_runs_of_its_variants():
   made = countdown.get_experiment('cells')
   runs = experiments.runs(made)

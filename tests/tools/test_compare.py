@@ -13,6 +13,8 @@ from scipy import stats
 from bapo_jax import main
 from bapo_jax.tools import compare
 from bapo_jax.training.config import parse
+from configs import countdown
+from lab import experiments
 
 
 def run(folder, name, rows, **knobs):
@@ -114,6 +116,42 @@ def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
   assert 'not recorded' in bounds
 
 
+def test_the_runs_of_an_experiment_are_grouped_by_arm(tmp_path, capsys):
+  # 'runs/lab/cells/*' matches the log of each run and the compiled programs too.
+  made, paths, runs = countdown.get_experiment('cells'), [], tmp_path / 'cells'
+  for name, spec in experiments.runs(made).items():
+    right = 0.1 * spec.seed + (0.05 * (1 + spec.seed) if spec.arm == 'both' else 0)
+    knobs = spec.config.model_dump()
+    paths.append(run(runs, name, accuracy(right), **knobs))
+    (runs / f'{name}.log').write_text('a log')
+  (runs / 'compiled').mkdir()
+  groups = compare.grouped(compare.read(paths))
+  assert {group.label: len(group.runs) for group in groups} == {
+    f'{cell}-seed': 3 for cell, *_ in countdown.CELLS
+  }
+  text = page_of(sorted(map(str, runs.iterdir())), tmp_path / 'c.html').text
+  # Differences of 0.05, 0.1 and 0.15: deviation 0.05, t of two degrees of freedom.
+  difference = f'+0.1 ± {4.302653 * 0.05 / math.sqrt(3):.2g} (n=3)'
+  assert difference in cells(text.split('paired by seed')[1], 'eval/accuracy')
+  skipped, *_ = capsys.readouterr().out.splitlines()
+  assert skipped.count('.log') == 12 and f'{runs}/compiled' in skipped
+
+
+def test_runs_are_paired_by_all_their_seeds(tmp_path):
+  def seeded(name, warm, right, rule):
+    knobs = {'seed': 1, 'sft': {'seed': warm}, 'clip': {'rule': rule}}
+    return run(tmp_path, name, accuracy(right), **knobs)
+
+  paths = [
+    *(seeded(f'a{warm}', warm, 0.1 * warm, 'fixed') for warm in (1, 2, 3)),
+    *(seeded(f'b{warm}', warm, 0.1 * warm + 0.2, 'balanced') for warm in (3, 2)),
+  ]
+  fixed, balanced = compare.grouped(compare.read(paths))
+  found = compare.paired(fixed, balanced, 'eval/accuracy')
+  assert found.pairs == 2 and found.mean == pytest.approx(0.2)
+  assert found.half == pytest.approx(0, abs=1e-9)
+
+
 def test_a_repeated_seed_is_not_a_sample_of_the_group(tmp_path):
   paths = [run(tmp_path, name, accuracy(0.5), seed=1) for name in 'ab']
   groups = compare.grouped(compare.read(paths))
@@ -127,7 +165,8 @@ def test_what_cannot_be_compared_is_refused(three, tmp_path):
   cases = [
     (three[:1], 'two or more different workdirs'),
     ([three[0], three[0] + '/'], 'two or more different workdirs'),
-    ([three[0], str(tmp_path / 'empty')], 'empty has no run with metrics'),
+    ([three[0], str(tmp_path / 'empty')], 'empty: no run with metrics'),
+    ([*three, str(tmp_path / 'balancd')], 'balancd does not exist'),
   ]
   for paths, words in cases:
     message = refused(['--mode=compare', *paths, f'--compare_to={tmp_path}/c.html'])
