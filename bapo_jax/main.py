@@ -194,7 +194,7 @@ def fail(error: object) -> NoReturn:
 
 NO_CONFIGS = (
   'no folder configs/ is here; run in the folder of the repository, or give a config '
-  'file of your own'
+  'file of your own, such as a copy of configs/aime.py'
 )
 
 # Settings for the compilers for TPUs and GPUs on a host that has none. On TPUs the two
@@ -365,7 +365,7 @@ def main(argv: list[str]) -> None:
 def cli() -> None:
   """Runs the program; the entry point of `bapo`, and of `python -m bapo_jax`."""
   if os.getcwd() not in map(os.path.abspath, sys.path):
-    sys.path.insert(0, os.getcwd())  # config files import each other: configs.base
+    sys.path.insert(0, os.getcwd())  # a user's file may import modules beside it
   app.run(main, flags_parser=parse)
 
 

@@ -33,7 +33,7 @@ on AIME 2024 / 2025. Responses end at 8192 tokens here; its longer runs are
 
 from ml_collections import ConfigDict
 
-from configs import base
+from bapo_jax.training.config import defaults
 
 
 def get_config(arg: str = 'tiny') -> ConfigDict:
@@ -42,7 +42,7 @@ def get_config(arg: str = 'tiny') -> ConfigDict:
 
 
 def tiny() -> ConfigDict:
-  return base.get_config()
+  return defaults()
 
 
 def recipe() -> ConfigDict:
@@ -57,7 +57,7 @@ def recipe() -> ConfigDict:
 
 def large(name: str) -> ConfigDict:
   """A run of this model on a pod; neither paper gives these values, all are ours."""
-  config = base.get_config()
+  config = defaults()
   config.title = f'AIME, {name}'
   config.model.path = f'models/{name}'
   config.model.compute = 'bfloat16'

@@ -15,7 +15,7 @@ minutes on two CPU cores without a depth.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from bapo_jax.training.config import defaults
 
 
 def get_config(arg: str = 'ahead') -> ConfigDict:
@@ -25,7 +25,7 @@ def get_config(arg: str = 'ahead') -> ConfigDict:
 
 def ahead() -> ConfigDict:
   """Samples one step ahead, on the devices that train."""
-  config = base.get_config()
+  config = defaults()
   config.title = 'trial, tiny, sampled one step ahead'
   config.rollout.depth = 1
   config.mesh.data = 1

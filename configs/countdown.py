@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
-from configs import base
+from bapo_jax.training.config import defaults
 
 if TYPE_CHECKING:
   from lab.experiments import Experiment
@@ -69,7 +69,7 @@ def get_experiment(name: str) -> 'Experiment':
 
 def embedded() -> ConfigDict:
   """Returns the knobs that all cells share."""
-  config = base.get_config()
+  config = defaults()
   config.title = 'countdown, tiny'
   config.steps = 60
   config.responses = 30_720.0

@@ -12,15 +12,15 @@ takes fresh groups: see docs/algorithms.md for the others, and docs/your_model.m
 
 from ml_collections import ConfigDict
 
+from bapo_jax.training.config import defaults
 from bapo_jax.training.knobs import DERIVABLE
-from configs import base
 
 YOURS = ('model.path', 'problems.source', 'problems.test_source')
 
 
 def get_config() -> ConfigDict:
   """All knobs; None where the run derives them, or you give them."""
-  config = base.get_config()
+  config = defaults()
   config.title = 'fine-tuning'
   # Balanced PO, section 5. At 1.0 small models ramble: of SmolLM2-135M's sums .025 are
   # right, at 0.6 .100 (LOG.md).

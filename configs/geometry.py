@@ -18,19 +18,19 @@ pictures it is .07 and .10 then.
 
 `:3b` and `:7b` are Qwen2.5-VL-3B-Instruct and -7B-Instruct on Geometry3K
 (hub:hiyouga/geometry3k), the paper's kind of run, with the settings of Batch Adaptation
-PO (arXiv:2602.20722), each with its place in the paper beside it in configs/aime.py,
-`batch_paper`. Ours are: prompts of up to 1280 tokens, pictures among them; responses of
-2048 tokens; the frozen tower; the mesh, 16 devices, for which --mode=plan compiles
-them, with 1024 tokens of a prompt for its picture. A longer training prompt is dropped,
-a longer held-out one ends the run before it begins; a smaller max_pixels in the model's
-preprocessor_config.json makes pictures smaller. They need an accelerator pod and
+PO (arXiv:2602.20722), each with its place in the paper beside it. Ours are: prompts of
+up to 1280 tokens, pictures among them; responses of 2048 tokens; the frozen tower; the
+mesh, 16 devices, for which --mode=plan compiles them, with 1024 tokens of a prompt for
+its picture. A longer training prompt is dropped, a longer held-out one ends the
+run before it begins; a smaller max_pixels in the model's preprocessor_config.json makes
+pictures smaller. They need an accelerator pod and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
 """
 
 from ml_collections import ConfigDict
 
-from configs import aime, base
+from bapo_jax.training.config import defaults
 
 
 def get_config(arg: str = 'tiny') -> ConfigDict:
@@ -40,7 +40,7 @@ def get_config(arg: str = 'tiny') -> ConfigDict:
 
 def tiny() -> ConfigDict:
   """Bars for the embedded policy."""
-  config = base.get_config()
+  config = defaults()
   config.title = 'drawn bars, tiny'
   config.steps = 40
   config.model.tower.layers = 2
@@ -55,9 +55,12 @@ def tiny() -> ConfigDict:
 
 def geometry3k(size: str) -> ConfigDict:
   """Qwen2.5-VL of this size on Geometry3K."""
-  config = aime.batch_paper()
+  config = defaults()
   config.title = f'Geometry3K, Qwen2.5-VL-{size}'
+  config.steps = 400
   config.model.path = f'models/Qwen2.5-VL-{size}-Instruct'
+  config.model.compute = 'bfloat16'
+  config.logprobs.chunk = 512
   config.tokenizer.template = (
     'chat:{problem}\nPlease reason step by step, and put your final answer within '
     '\\boxed{}.'
@@ -66,8 +69,39 @@ def geometry3k(size: str) -> ConfigDict:
   config.problems.test_source = 'hub:hiyouga/geometry3k:test'
   config.rewards.rule = 'math'  # answers such as 2\sqrt{221}
   config.prompts.max_prompt_tokens = 1280
-  config.sampler.update(max_new_tokens=2048, cache_segments=4)
+  config.sampler.update(
+    max_new_tokens=2048,
+    max_num_seqs=512,
+    prefill_batch_size=32,
+    tokens_per_dispatch=128,
+    cache_segments=4,
+    done_check_lag=1,
+  )
+  config.learner.grad_accum_steps = 16
+  config.optimizer.update(warmup=0, b2=0.999)
   config.evaluate.update(every=20, group_size=1)
+  config.evaluate.sampling.temperature = 0.6
+  config.mesh.update(data=1, fsdp=-1)
+  config.batch.rule = 'adapted'  # Definition 3.1
+  config.advantage.rule = 'group_relative'  # (r - mean) / sqrt(var + eps), section 3
+  config.sampler.group_size = 8  # G, settings
+  config.prompts.count = 256  # settings
+  config.learner.minibatches = 4  # settings: minibatches of 64 prompts
+  config.rollout.weight_sync_interval = 5  # v, settings
+  config.buffer.reeval_interval = 5  # m, settings
+  config.buffer.reevaluate = 128  # settings: at most 128 problems are re-evaluated
+  config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
+  config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
+  config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
+  config.buffer.thresholds.fixed.update(
+    hard=1 / 8,  # c1, settings
+    reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
+  )
+  config.optimizer.lr = 1e-6  # settings
+  config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
+  config.clip.fixed.update(low=0.8, high=1.2)
+  config.loss.kl = 0.001  # settings: .001 to .01, by task
+  config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
+from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import inert_knobs
 from bapo_jax.training.config import Config, decided, load, parse
@@ -81,6 +82,17 @@ def test_every_override_is_a_knob_and_its_config_is_valid(line):
     if '<' not in name:
       assert name.rstrip('.') in KNOBS | SECTIONS, name
   overridden(line)
+
+
+def test_the_config_file_of_running_is_valid(tmp_path):
+  ((text, command),) = re.findall(
+    r'```python\n# my.py\n([^`]*)```\n\n```bash\n([^`]*)```', DOCS['docs/running.md']
+  )
+  (tmp_path / 'my.py').write_text(text)
+  file = re.search(r'--config=(\S+)', command)[1]
+  config = read_config(str(tmp_path / file), re.findall(r'--config\.\S+', command))
+  assert (config.steps, config.seed, config.clip.fixed.high) == (400, 1, 1.28)
+  assert read_config(str(tmp_path / 'my.py'), []).steps == 20
 
 
 def test_a_wrong_override_is_found():

@@ -307,6 +307,11 @@ def check_positions(config: Config, positions: int) -> None:
     )
 
 
+def defaults() -> ConfigDict:
+  """Returns all knobs at their defaults, for the get_config of a config file."""
+  return ConfigDict(Config().model_dump())
+
+
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
