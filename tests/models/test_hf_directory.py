@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -113,7 +114,8 @@ def test_a_cached_hub_name_is_found_at_its_revision_without_the_network(
 def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):
   cached(tmp_path, 'Qwen/Qwen3-4B', config__json='{}', tokenizer__json='{}')
   os.makedirs(tmp_path / 'some' / 'model')
-  for name in ('some/model', './no/model', '/no/such', 'a/b/c', 'Qwen/Qwen3-4B'):
+  paths = 'some/model', './no/model', '/no/such', 'a/b/c', 'models/Qwen3-4B'
+  for name in (*paths, 'Qwen/Qwen3-4B'):
     assert hf_directory.resolve(name) == name
     with pytest.raises(ValueError) as error:
       hf_directory.find(name, 'tokenizer.path', needs=('tokenizer.json',))
@@ -121,3 +123,21 @@ def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):
     hinted = f'hub:{name}' in str(error.value)
     assert hinted == (name == 'Qwen/Qwen3-4B')
   assert not offline
+
+
+def test_only_what_is_needed_is_downloaded(monkeypatch, tmp_path):
+  (tmp_path / 'config.json').write_text('{}')
+  asked = []
+
+  def download(name, *, local_files_only, allow_patterns, **_):
+    asked.append((local_files_only, '*.safetensors' in allow_patterns))
+    if local_files_only:
+      raise OSError('not cached')
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+  found = hf_directory.find('hub:some/model', 'model.path', ('config.json',))
+  assert found == str(tmp_path) and asked == [(True, True), (False, False)]
+  with pytest.raises(ValueError, match=r'tokenizer\.json, \*\.safetensors'):
+    hf_directory.find('hub:some/model', 'model.path')
+  assert asked[-1] == (False, True)

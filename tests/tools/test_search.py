@@ -1,17 +1,21 @@
 """The search tries all meshes, refuses with a reason, and counts as the plan does."""
 
+import json
 import math
+import pathlib
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from test_plan import small
+from test_plan import SEVEN, small
 
 from bapo_jax import main, sharding
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import devices, plan, programs, roofline, search
 from bapo_jax.training import budget
+from bapo_jax.training import config as config_lib
+from configs import aime
 
 CHIP = roofline.CHIPS['v5p']
 
@@ -36,6 +40,21 @@ def test_every_layout_is_tried_once():
   # 2^6 in three factors: 8 choose 2 ways.
   assert len(found) == len(set(found)) == 28
   assert {math.prod(shape) for shape in found} == {64}
+
+
+def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
+  monkeypatch.chdir(tmp_path)
+  written = aime.seven()
+  config, path = config_lib.parse(written.to_dict()), pathlib.Path(written.model.path)
+  with pytest.raises(ValueError) as error:
+    plan.run_search(config, 'h100:8')
+  assert str(error.value).startswith(f'--config.model.path={path}: found no config.jso')
+  assert f'`hf download <name> config.json --local-dir {path}`' in str(error.value)
+  assert 'again' not in str(error.value) and 'hub:' not in str(error.value)
+  path.mkdir(parents=True)
+  (path / 'config.json').write_text(json.dumps(SEVEN))
+  assert plan.run_search(config, 'h100:8')
+  assert 'on h100:8: 8 devices of ' in capsys.readouterr().out
 
 
 def test_what_does_not_divide_is_refused_with_its_reason(config):

@@ -62,7 +62,10 @@ KINDS = {
     'file',
   ),
 }
-LOOKS_LIKE_A_NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?')
+# Not models/x: the configs and docs keep local models there.
+LOOKS_LIKE_A_NAME = re.compile(
+  r'(?!models/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?'
+)
 
 
 class HubName(NamedTuple):
@@ -93,13 +96,14 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   path, reason, hub = resolve(name), '', parse_hub_name(name)
   if hub and missing(path, needs):
     try:
-      path = _snapshot(hub, local=False)
+      path = _snapshot(hub, local=False, weights='*.safetensors' in needs)
     except (OSError, ValueError) as error:
       # The first line states the failure; the other lines suggest an import.
       reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
   if lacking := missing(path, needs):
     place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
     revision = f' --revision {hub.revision}' if hub and hub.revision else ''
+    only = ' config.json' if lacking == ['config.json'] else ''
     pickled = ''
     if hub and lacking == ['*.safetensors']:  # pickles are not downloaded
       convert = CONVERT.format('<directory>')
@@ -107,7 +111,7 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
     raise ValueError(
       f'--config.{knob}={name}: found no {", ".join(lacking)} {place}; on a machine '
       'with a network, run `hf download '
-      f'{hub.repository if hub else "<name>"}{revision} --local-dir '
+      f'{hub.repository if hub else "<name>"}{only}{revision} --local-dir '
       f'{"<directory>" if hub else name}`{pickled}, then set {knob} to that directory'
     )
   return path
@@ -168,14 +172,15 @@ def hint(name: str) -> str:
   return f' (to use a model of the hub, write hub:{name})'
 
 
-def _snapshot(hub: HubName, local: bool) -> str:
+def _snapshot(hub: HubName, local: bool, weights: bool = True) -> str:
   import huggingface_hub
 
+  patterns = ['*.json', '*.txt', '*.model', '*.jinja']
   # No pickles: a model without safetensors is reported as missing.
   return huggingface_hub.snapshot_download(
     hub.repository,
     revision=hub.revision,
-    allow_patterns=['*.json', '*.safetensors', '*.txt', '*.model', '*.jinja'],
+    allow_patterns=patterns + ['*.safetensors'] * weights,
     ignore_patterns=['original/*', 'consolidated*'],  # Llama's original format
     local_files_only=local,
   )

@@ -21,6 +21,7 @@ from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import attention, decoder, lora, ragged, transformer
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
@@ -69,9 +70,11 @@ class Program(NamedTuple):
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's attention kernel."""
-  path = config.model.path
-  spec = resolve.read_spec(config, path, None) if path else None
-  spec = spec or resolve.open_model(config).spec
+  if path := config.model.path:
+    directory = hf_directory.find(path, 'model.path', ('config.json',))
+    spec = resolve.read_spec(config, directory, None)
+  else:
+    spec = resolve.open_model(config).spec
   kind = attention.resolve(spec.attention, platform, spec.compute)
   return dataclasses.replace(spec, attention=kind)
 
