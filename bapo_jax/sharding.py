@@ -100,9 +100,15 @@ def divide(
   """
   devices = list(devices or jax.devices())
   if rollout >= len(devices):
+    way_out = f'give {len(devices) - 1} or fewer'
+    if len(devices) == 1:
+      way_out = (
+        'set mesh.rollout=0, or use more devices (on a CPU, '
+        'XLA_FLAGS=--xla_force_host_platform_device_count=2)'
+      )
     raise ValueError(
-      f'mesh.rollout={rollout} of {len(devices)} devices leaves none to train; give '
-      f'{len(devices) - 1} or fewer'
+      f'mesh.rollout={rollout} of {len(devices)} devices leaves none to train; '
+      f'{way_out}'
     )
   return devices[: len(devices) - rollout], devices[len(devices) - rollout :]
 

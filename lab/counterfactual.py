@@ -298,7 +298,7 @@ def _share(weight_BT: np.ndarray) -> float:
 def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
   """Returns bounds, positive share, shares cut by sign, norm, and share in INSIDE.
 
-  `masked` is the share of all tokens that were cut by the mask of a clip rule.
+  `masked` is the share of all tokens that were cut by a mask.
   """
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
   ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])

@@ -42,7 +42,7 @@ def test_train(warm, monkeypatch):
   idle = inert_knobs.inert(runs.tiny(), ())
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}
-  given = {"{'steps': 2}": repr(small), "'runs/sums'": repr(str(workdir))}
+  given = {"{'steps': 2}": repr(small), "'runs/python'": repr(str(workdir))}
   with runs.one_device():
     executed('train', **given)
   rows = [row for row in metrics.read(str(workdir)) if row['step']]

@@ -168,3 +168,7 @@ def test_the_last_devices_sample_and_the_others_train():
   assert mesh.devices.ravel().tolist() == devices[:2]
   with pytest.raises(ValueError, match=r'mesh\.rollout=8 of 8 devices leaves none'):
     sharding.divide(8, devices)
+  with pytest.raises(ValueError, match=r'set mesh\.rollout=0, or use more') as error:
+    sharding.divide(1, devices[:1])
+  assert 'fewer' not in str(error.value), 'no count below 0'
+  assert sharding.divide(0, devices[:1]) == (devices[:1], [])

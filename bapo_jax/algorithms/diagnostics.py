@@ -97,7 +97,7 @@ def diagnose(
 
 
 def _masked(batch: Batch, bounds: Bounds) -> Array:
-  """Returns the share of the computed tokens that a clip rule masks."""
+  """Returns the share of the computed tokens that a mask leaves out."""
   if bounds.keep_BT is None:
     return jnp.zeros(())
   return masked_mean(~bounds.keep_BT, batch.loss_mask_BT)

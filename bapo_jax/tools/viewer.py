@@ -180,7 +180,7 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
       number, low, high = group.update
       text = f'[] ratio of a token cut by the bounds of update {number} of step '
       text, style = f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim'
-      text += '; masked: left out by the mask of the clip rule'
+      text += '; masked: left out by the mask'
     parts.append(Text(text, style))
   for g, response in enumerate(group.responses, 1):
     parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
