@@ -236,6 +236,7 @@ class Run:
   identity: list[str]  # fingerprints of the training and the held-out problems
   spent: Spent  # cost before this start, from the newest checkpoint
   busy: float = 0.0  # seconds for which the lane had sampled at the end of a step
+  idled: bool = False  # whether a step of this start had nothing to learn
 
   def __post_init__(self):
     self.base, seconds = policy.fingerprint(self.t.base), self.t.timer.seconds
@@ -342,9 +343,11 @@ class Run:
     log(metrics.line(s.step, config.steps, row))
     if message:
       log(message)
-    # Once per series of idle steps; the first process has the metrics.
-    if s.idle_steps == report.IDLE and hosts.is_first():
-      log(report.idle_sentence(metrics.read(self.workdir)[-report.IDLE :]))
+    # The first idle step of this start, and every long series; process 0 has the rows.
+    if s.idle_steps == report.IDLE or (s.idle_steps and not self.idled):
+      self.idled = True
+      if hosts.is_first():
+        log(report.idle_sentence(metrics.read(self.workdir), latest=True))
 
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""

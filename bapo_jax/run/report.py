@@ -30,7 +30,7 @@ MAIN = """
 """
 SAMPLES = 6  # responses in the report; eval/ has all responses
 SHOWN = 1500  # characters of a problem or a response
-IDLE = 10  # steps in a row without anything to learn that trigger a warning
+IDLE = 10  # steps in a row without anything to learn that have a cause to look for
 
 
 def finite(tree: Any) -> Any:
@@ -99,15 +99,29 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   )
 
 
-def idle_sentence(rows: Sequence[Row]) -> str:
-  """Returns a warning if nothing was learned for IDLE steps or more; else ''."""
+def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
+  """Says in which steps nothing was learned, and why; '' if there is no such step.
+
+  Describes the longest series of such steps, or, if `latest`, that of the last row. A
+  series of IDLE steps or of the whole run has a cause to look for.
+  """
   steps, idle = series(rows, 'learner/idle_steps')
-  longest = int(max(idle, default=0))
-  if longest < IDLE:
+  count = int((idle > 0).sum())
+  if not count:
     return ''
-  last = int(steps[list(idle).index(longest)])
+  at = -1 if latest else int(idle.argmax())
+  last, longest = int(steps[at]), int(idle[at])
   among = [row for row in rows if last - longest < row['step'] <= last]
   accuracy = mean(among, 'rollout/accuracy')
+  why = 'no group had right and wrong responses'
+  if mean(among, 'batch/learnable') > 0:  # graded rewards
+    why = 'the rewards within every group of the batch were equal'
+  where = f'steps {last - longest + 1} to {last}' if longest > 1 else f'step {last}'
+  text = f'Nothing was learned in {where}: {why} (mean accuracy {accuracy:.3f}).'
+  if not latest:
+    text += f' In all, nothing was learned in {count} of {len(steps)} steps.'
+    if longest < IDLE and count < len(steps):
+      return text
   cause = (
     'Each problem is always solved or never solved: use problems of medium difficulty '
     'or raise sampler.group_size.'
@@ -120,10 +134,7 @@ def idle_sentence(rows: Sequence[Row]) -> str:
     )
   elif accuracy == 1:
     cause = 'Every response is right: the problems are too easy; use harder problems.'
-  return (
-    f'Nothing was learned in steps {last - longest + 1} to {last}: the rewards '
-    f'within every group were equal (mean accuracy {accuracy:.3f}). {cause}'
-  )
+  return f'{text} {cause}'
 
 
 def _sample_blocks(

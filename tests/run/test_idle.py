@@ -1,4 +1,4 @@
-"""A run that can learn nothing says so once, also where it was resumed meanwhile."""
+"""A run that can learn nothing says so at its first step, and in its report."""
 
 import re
 
@@ -18,17 +18,25 @@ class NothingIsRight(making.OddVerifier):
     return Verdict(False, 'wrong', None)
 
 
-def test_steps_without_anything_to_learn_are_reported_once(warm, capsys, monkeypatch):
+def test_steps_without_anything_to_learn_are_reported_at_once_and_not_at_each(
+  warm, capsys, monkeypatch
+):
   monkeypatch.setattr(report, 'IDLE', 2)
   knobs, workdir = {'evaluate.every': 50, 'checkpoint.every': 50}, warm()
   assert runs.train(tiny(steps=1, **knobs), workdir, NothingIsRight) == 0
-  assert 'Nothing was learned' not in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert out.count('Nothing was learned in step 1: no group had right and wrong') == 1
+  assert out.count('Nothing was learned') == 1
+  text = (workdir / 'report.md').read_text()
+  assert 'nothing was learned in 1 of 1 steps. No response is right' in text
   assert runs.train(tiny(steps=3, **knobs), workdir, NothingIsRight) == 0
   out = capsys.readouterr().out
   assert out.count('Nothing was learned in steps 1 to 2:') == 1
   assert out.count('Nothing was learned') == 1
   assert 'check the verifier (rewards.rule)' in out
   assert 'Nothing was learned in steps 1 to 3:' in (workdir / 'report.md').read_text()
+  page = (workdir / 'report.html').read_text()
+  assert 'nothing was learned in 3 of 3 steps.' in page
   run = last_run(workdir)
   assert run.scalars['idle_steps'] == 3
   assert run.rows[3]['learner/idle_steps'] == '3.0'
@@ -45,12 +53,20 @@ def rows(idle, accuracy):
 @pytest.mark.parametrize(
   ('idle', 'accuracy', 'words'),
   [
-    ([*range(1, 11)], 0.0, 'steps 1 to 10: .* verifier .* template'),
-    ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* too easy'),
+    ([*range(1, 11)], 0.0, 'steps 1 to 10: .* 10 of 10 steps.* verifier .* template'),
+    ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* 14 of 16 .* too easy'),
     ([*range(1, 11)], 0.5, 'always solved or never'),
-    ([*range(1, 10), 0, *range(1, 10)], 0.0, None),
+    ([1, 2], 0.0, 'steps 1 to 2: .* 2 of 2 steps. No response is right'),
+    ([0, 1, 0, 1, 2, 0], 0.0, r'steps 4 to 5: .* 3 of 6 steps\.$'),
+    ([0, 0], 0.0, '^$'),
   ],
 )
 def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
-  found = report.idle_sentence(rows(idle, accuracy))
-  assert found == '' if words is None else re.search(words, found)
+  assert re.search(words, report.idle_sentence(rows(idle, accuracy)))
+
+
+def test_the_console_names_the_series_that_goes_on():
+  text = report.idle_sentence(rows([1, 2, 3, 0, 1], 0.0), latest=True)
+  assert 'in step 5: no group had right and wrong responses (mean accuracy 0.0' in text
+  graded = [row | {'batch/learnable': 0.5} for row in rows([1], 0.5)]
+  assert 'rewards within every group' in report.idle_sentence(graded, latest=True)
