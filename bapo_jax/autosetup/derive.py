@@ -6,7 +6,6 @@
    begun, it reads the derived values from config.json.
 """
 
-import json
 import operator
 import textwrap
 from collections.abc import Callable
@@ -91,7 +90,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   training problems. Raises ValueError if files are missing or knobs do not fit
   together.
   """
-  undecided = bool(config.derived) and not _has_begun(workdir)
+  undecided = bool(config.derived) and not workdir_lib.has_begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
   if not undecided:
     config = config.with_values(problems=held_out)
@@ -115,13 +114,9 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 def decide(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs decided; raises the errors of `prepare`."""
-  if _has_begun(workdir):
+  if workdir_lib.has_begun(workdir):
     return _read(config, workdir)
   return prepare(config, workdir).config
-
-
-def _has_begun(workdir: str) -> bool:
-  return bool(workdir) and workdir_lib.has_begun(workdir)
 
 
 def screen(derived: list[Derived]) -> str:
@@ -146,7 +141,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 def _read(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs filled in from the workdir's config.json."""
   stored = workdir_lib.read_config(workdir)
-  values = json.loads(json.dumps(config.model_dump()))
+  values = config.model_dump(mode='json')
   for knob in config.derived:
     section, _, key = knob.rpartition('.')
     try:

@@ -82,6 +82,12 @@ def rewards(
     yield name, f'{old:.3f} ± {old_error:.3f}', f'{new:.3f} ± {new_error:.3f}', change
 
 
+def share_target(values: dict[str, Any]) -> float | None:
+  """Returns the target of the positive share; None if the clip rule has none."""
+  clip = values.get('clip', {})
+  return clip['balanced']['target'] if clip.get('rule') == 'balanced' else None
+
+
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   """Says how often the positive share met its target; '' if there is no target."""
   met = mean(rows, 'clip/target_met')
@@ -230,15 +236,15 @@ def write(
   workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
   values, wall_s = config.model_dump(), spent['wall_s']
   results = before['result'], after['result']
-  target = config.clip.balanced.target if config.clip.rule == 'balanced' else None
+  level = share_target(values)
   phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
   phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
-  draw_curves(workdir / 'curves.png', rows, target)
+  draw_curves(workdir / 'curves.png', rows, level)
   blocks = [
     f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
-    target_sentence(rows, target),
+    target_sentence(rows, level),
     idle_sentence(rows),
     _rewards(*results),
     '![Curves over the training steps](curves.png)',

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
@@ -43,6 +43,7 @@ from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
+from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
 from bapo_jax.types import CUTS
@@ -69,6 +70,7 @@ class RunFiles(NamedTuple):
   before: dict[str, Any] | None  # the evaluation of step 0
   after: dict[str, Any] | None  # the last evaluation
   groups: list[dict[str, Any]]  # of the newest recorded step
+  facts: Mapping[str, Any]  # of report.json, which a finished run has
 
 
 def write(workdir: str | os.PathLike[str]) -> str:
@@ -96,7 +98,9 @@ def read(workdir: str) -> RunFiles:
   after = _evaluation(workdir, int(last)) if last else None
   recorded = step_record.newest(workdir)
   groups = [] if recorded is None else step_record.read(workdir, recorded)
-  return RunFiles(workdir, values, rows, before, after, groups)
+  path = os.path.join(workdir, 'report.json')
+  facts = files.read_object(path, 'remove it') if os.path.exists(path) else {}
+  return RunFiles(workdir, values, rows, before, after, groups, facts)
 
 
 def _evaluation(workdir: str, step: int) -> dict[str, Any] | None:
@@ -117,7 +121,7 @@ def build(run: RunFiles) -> Iterator[Element]:
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
-  target = _target(values)
+  target = report.share_target(values)
   sentences = [
     report.change_sentence(before, after) if before and after and last else '',
     report.target_sentence(rows, target),
@@ -157,13 +161,6 @@ def timeline(drawn: Sequence[Span]) -> Element:
   return element('svg', *bars, viewBox='0 0 800 104', font_size=14, fill='currentColor')
 
 
-def _target(values: dict[str, Any]) -> float | None:
-  clip = values.get('clip', {})
-  if clip.get('rule') != 'balanced':
-    return None
-  return clip.get('balanced', {}).get('target')
-
-
 def _tiles(run: RunFiles) -> Iterator[Element]:
   """Yields the main numbers."""
   for when, evaluation in (('before', run.before), ('after', run.after)):
@@ -173,8 +170,10 @@ def _tiles(run: RunFiles) -> Iterator[Element]:
       yield _tile(text, f'held-out accuracy {when} (± standard error)')
   steps, seconds = series(run.rows, 'time/step')
   if len(steps):
-    took = datetime.timedelta(seconds=round(seconds.sum()))
-    yield _tile(str(took), f'wall time of {len(steps)} steps, h:mm:ss')
+    took, what = seconds.sum(), f'time of {len(steps)} steps so far'
+    if run.facts.get('steps') == steps[-1]:
+      took, what = run.facts['wall_s'], 'wall time of the run'
+    yield _tile(str(datetime.timedelta(seconds=round(took))), f'{what}, h:mm:ss')
   _, responses = series(run.rows, 'rollout/responses')
   if len(responses):
     yield _tile(f'{responses[-1]:,.0f}', 'responses sampled for training')
@@ -399,13 +398,14 @@ def _tables(rows: Sequence[Row]) -> Iterator[Element]:
 
 def _settings(values: dict[str, Any]) -> Iterator[Element]:
   """Yields the knobs that are not at their defaults."""
-  default = Config()
+  default, filled = Config(), config_lib.by_program(values)
   texts = {name: text for name, _, _, text in knobs.describe(default)}
-  plain = json.loads(json.dumps(default.model_dump()))
+  plain = default.model_dump(mode='json')
+  texts |= {name: f'Derived. {texts[name]}' for name in values.get('derived', ())}
   cells = [
     (element('code', name), shown(now), shown(was), texts.get(name, ''))
     for name, was, now in differences(plain, values)
-    if name != 'title'
+    if name not in ('title', *filled)
   ]
   yield element('h2', 'Knobs that are not at their defaults')
   yield html.table(cells, ('knob', 'value', 'default', 'meaning'), 'llll', 'meanings')

@@ -163,7 +163,9 @@ def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
 
 
 def has_begun(workdir: str) -> bool:
-  """Returns whether a run has measured or saved anything in the directory."""
+  """Returns whether a run has measured or saved anything; '' is no directory."""
+  if not workdir:
+    return False
   measured = os.path.lexists(os.path.join(workdir, 'metrics.jsonl'))
   return measured or bool(checkpoint_steps(workdir))
 

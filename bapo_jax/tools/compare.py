@@ -12,7 +12,6 @@ progress.
 """
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -144,7 +143,7 @@ def read(paths: Sequence[str]) -> list[Run]:
   for path in paths:
     if not os.path.exists(path):
       raise ValueError(f'{path} does not exist; give directories of runs')
-  plain = json.loads(json.dumps(Config().model_dump()))
+  plain = Config().model_dump(mode='json')
   default = traverse_util.flatten_dict(plain, sep='.')
   common, runs, skipped = os.path.commonpath(real), [], []
   for path, whole in zip(paths, real, strict=True):

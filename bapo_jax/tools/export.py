@@ -4,7 +4,6 @@ Tensors are read and written one parameter at a time, without a device or a seco
 of the model in memory. The directory gets its final name only once it is complete.
 """
 
-import json
 import os
 import shutil
 from typing import Any
@@ -72,8 +71,8 @@ def export(
 def check_config(config: Config, workdir: str) -> None:
   """Raises ValueError unless the workdir's run has the config's model and tokenizer."""
   before = read_config(workdir)
-  now = json.loads(json.dumps(config.model_dump()))
-  defaults = json.loads(json.dumps(Config().model_dump()))
+  now = config.model_dump(mode='json')
+  defaults = Config().model_dump(mode='json')
   for section in ('model', 'lora', 'tokenizer'):
     # A run that predates a knob used its default.
     was = defaults[section] | before.get(section, {})

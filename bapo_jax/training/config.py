@@ -22,7 +22,13 @@ from pydantic.fields import FieldInfo
 
 from bapo_jax import knobs, own_code
 from bapo_jax.algorithms import knobs as rules
-from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig, TokenizerConfig
+from bapo_jax.data.knobs import (
+  EMBEDDED,
+  MADE,
+  ProblemsConfig,
+  PromptsConfig,
+  TokenizerConfig,
+)
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.rewards.knobs import RewardsConfig
@@ -418,16 +424,20 @@ def _own_knobs(
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   """Returns the knobs that differ from their defaults: name -> (value, default).
 
-  Leaves out the title, and what the program itself adds to a config.
+  Leaves out the title, derived knobs, and what the program itself adds to a config.
   """
-  found = {}
+  found, skipped = {}, {'title', *config.derived, *by_program(config.model_dump())}
   for name, field, value in knobs.fields(config):
     default = field.get_default(call_default_factory=True)
-    if name == 'tokenizer.path' and value:  # filled in by `parse`
-      default = TokenizerConfig().beside(config.model.path).path
-    if value != default and name not in ('title', *BY_PROGRAM):
+    if value != default and name not in skipped:
       found[name] = value, default
   return found
+
+
+def by_program(values: Mapping[str, Any]) -> set[str]:
+  """Returns the knobs of nested values that the program fills in: no user set them."""
+  filled = values['tokenizer']['path'] in ('', values['model']['path'] or EMBEDDED)
+  return {*BY_PROGRAM, *['tokenizer.path'] * filled}
 
 
 def decided(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from pages import Page, cells
 
-from bapo_jax.run import charts, report_page
+from bapo_jax.autosetup import knob_lists
+from bapo_jax.run import charts, report, report_page
 from bapo_jax.runtime import metrics
 from bapo_jax.training.config import parse
 
@@ -86,6 +87,39 @@ def test_the_numbers_are_those_of_the_metrics(tmp_path):
   assert meaning.startswith('Mean reward')
   assert cells(page.text, 'steps')[:2] == ['9', '80']
   assert page.text.count('<code>seed</code>') == 0  # at its default
+
+
+def test_both_reports_have_the_wall_time_of_the_run(tmp_path):
+  run = workdir(tmp_path, [{'time/step': 600.0}, {'time/step': 900.0}])
+  assert '0:25:00' in made(run).texts['b']  # so far: no report is written
+  results = {'result': dict(accuracy=0.5, stderr=0.1, n=9), 'samples': []}
+  spent = {'wall_s': 3723.4, 'peak_rss_bytes': 1, 'phases': {}}
+  report.write(run, parse({}), results, results, spent, 2)
+  assert ' 1:02:03 h of wall time' in (run / 'report.md').read_text()
+  page = made(run)
+  assert '1:02:03' in page.texts['b'] and '0:25:00' not in page.texts['b']
+  with metrics.writing(run, 3) as write:  # the run goes on: the report is an old one
+    write(4, {'time/step': 60.0})
+  assert '0:26:00' in made(run).texts['b']
+
+
+def test_what_no_user_set_is_not_listed_as_set(tmp_path):
+  model = {'path': 'models/m'}
+  problems = {'source': 'a.jsonl', 'test_source': 'b.jsonl'}
+  config = parse(
+    {'model': model, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
+  )
+  run = workdir(tmp_path, [{}])
+  (run / 'config.json').write_text(json.dumps(config.model_dump()))
+  text = made(run).text
+  assert '<code>model.path</code>' in text
+  for name in ('tokenizer.path', 'derived', 'code', 'problems.whole'):
+    assert f'<code>{name}</code>' not in text, name
+  *_, meaning = cells(text, 'steps')
+  assert meaning.startswith('Derived. ')
+  table = knob_lists.table(config)
+  assert "| `model.path` | `'models/m'` | `''` |" in table
+  assert 'tokenizer.path' not in table and '| `steps` | `9` |  | derived |' in table
 
 
 def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):

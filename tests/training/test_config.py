@@ -181,3 +181,7 @@ def test_changed_knobs_are_those_that_a_user_changed():
     'clip.fixed.high': 1.28,
   }
   assert found['clip.fixed.high'] == (1.28, 1.2)
+  own = config_lib.changed(parse(plain(**given, **{'tokenizer.path': 'models/t'})))
+  assert own['tokenizer.path'] == ('models/t', '')
+  derived = parse(plain(**given, steps=9) | {'derived': ('steps',)})
+  assert config_lib.changed(derived).keys() == given.keys()
