@@ -33,11 +33,11 @@ MODES = {
   'export': 'writes a checkpoint as a directory that transformers and vLLM load',
   'show': 'shows the recorded groups of a run',
   'plan': 'computes memory and time on GPUs or TPUs that are not attached',
-  'report': 'writes the report of a run again, as a page and as Markdown',
+  'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
 }
 READERS = ('compare', 'report', 'show')  # read the files of workdirs; need no config
-CONFIG = flags.DEFINE_string('config', None, 'A file of configs/, or file:variant.')
+CONFIG = flags.DEFINE_string('config', None, 'A config file, or file:variant.')
 WORKDIR = flags.DEFINE_string('workdir', 'runs/default', 'Directory of all results.')
 MODE = flags.DEFINE_enum('mode', 'train', list(MODES), 'What to do.')
 CHECKPOINT = flags.DEFINE_string(

@@ -11,7 +11,7 @@ from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import inert_knobs
-from bapo_jax.training.config import Config, decided, load, parse
+from bapo_jax.training.config import Config, decided, load, merged, overrides, parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -129,6 +129,47 @@ def test_every_knob_in_prose_is_a_knob():
       found = re.fullmatch(rf'((?:{PARENTS})\.[a-z_.]+)(=.*)?', words)
       if found and not found[1].endswith(('.py', '.md', '.json', '.jsonl')):
         assert found[1] in KNOBS | SECTIONS, f'{name}: {words}'
+
+
+def test_every_value_in_prose_is_one_that_its_knob_takes():
+  checked = 0
+  for page, text in DOCS.items():
+    for words in code(text):
+      found = re.fullmatch(r'([a-z_.]+)=([^\s()]+)', words)
+      # `rollout.depth=k` is a formula; own functions are in test_library.py.
+      if found and found[1] in KNOBS and len(found[2]) > 1 and 'my.py' not in words:
+        given = overrides([f'--config.{words}'])
+        try:
+          Config.model_validate(merged({}, given))
+        except ValueError as error:
+          pytest.fail(f'{page}: {words}: {error}')
+        checked += 1
+  assert checked > 30
+
+
+def exists(name: str) -> bool:
+  """Whether a dotted name is a module of the repository, or is defined in one."""
+  parts = name.split('.')
+  for count in range(len(parts), 0, -1):
+    path = ROOT.joinpath(*parts[:count])
+    for file in (path.with_suffix('.py'), path / '__init__.py'):
+      if file.exists():
+        defined = rf'(?m)^\s*(?:def |class )?{"".join(parts[count:][:1])}\b'
+        return count == len(parts) or bool(re.search(defined, file.read_text()))
+  return ROOT.joinpath(*parts).is_dir()
+
+
+def test_every_module_and_file_in_prose_exists():
+  folders = 'bapo_jax|benchmarks|configs|docs|lab|launch|notebooks|papers|tests'
+  for page, text in DOCS.items():
+    for words in code(text):
+      for path in re.findall(rf'(?<![\w/.-])(?:{folders})/[\w./-]*\w', words):
+        assert (ROOT / path).exists(), f'{page}: {path}'
+      for name in re.findall(rf'(?<![\w/.-])(?:{folders})(?:\.[a-z_]\w*)+', words):
+        known = name == 'bapo_jax.train' or name.endswith(('.md', '.py'))
+        assert known or exists(name), f'{page}: {name}'
+  assert not exists('lab.nothing') and not exists('lab.sweep.nothing')
+  assert exists('lab.sweep.share') and exists('benchmarks.training.learner')
 
 
 def test_every_metric_in_prose_is_in_the_glossary():

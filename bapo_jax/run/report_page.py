@@ -401,7 +401,8 @@ def _settings(values: dict[str, Any]) -> Iterator[Element]:
   default, filled = Config(), config_lib.by_program(values)
   texts = {name: text for name, _, _, text in knobs.describe(default)}
   plain = default.model_dump(mode='json')
-  texts |= {name: f'Derived. {texts[name]}' for name in values.get('derived', ())}
+  for name in values.get('derived', ()):
+    texts[name] = f'Derived. {texts.get(name, "")}'
   cells = [
     (element('code', name), shown(now), shown(was), texts.get(name, ''))
     for name, was, now in differences(plain, values)
