@@ -12,13 +12,18 @@ from bapo_jax.data import pictures
 from bapo_jax.data.row import Row
 
 
-def keys(rows: Sequence[Row]) -> list[str]:
-  """Returns a key for each row; two keys are equal exactly if the problems are."""
+def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
+  """Returns a key for each row; two keys are equal exactly if the problems are.
+
+  `whole` keeps the instruction that all rows have.
+  """
   # Splits each distinct text once.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
   start = end = 0
-  if len(texts) > 1:  # a single problem has all lines in common with itself
+  if (
+    len(texts) > 1 and not whole
+  ):  # a single problem has all lines in common with itself
     longest = min(map(len, texts)) - 1
     start = _count_common(texts, range(longest))
     end = _count_common(texts, range(-1, start - longest - 1, -1))
@@ -60,7 +65,14 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
   """Returns the indices of training problems found in held_out, and a message or ''."""
   held_out_keys, training_keys = set(keys(held_out)), keys(training)
-  both = {i for i, key in enumerate(training_keys) if key in held_out_keys}
+  # A problem with an instruction that only one of the sets has in every row, as in a
+  # mixture of data sets, is equal as a whole.
+  whole_keys, texts = set(keys(held_out, whole=True)), keys(training, whole=True)
+  both = {
+    i
+    for i, key in enumerate(training_keys)
+    if key in held_out_keys or texts[i] in whole_keys
+  }
   if not both:
     return both, ''
   count = len({training_keys[i] for i in both})
