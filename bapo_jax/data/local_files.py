@@ -15,6 +15,7 @@ import functools
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
@@ -25,6 +26,9 @@ from bapo_jax.knobs import shown
 
 TEXT = ('.jsonl', '.json', '.csv')
 SUFFIXES = ('.parquet', *TEXT, *(f'{suffix}.gz' for suffix in TEXT))
+# Start of a .json file with one value, not a row per line: a list, or an object that is
+# indented or contains the list as `data`.
+WHOLE = re.compile(r'\s*(\[|\{\s*(\n|"data"\s*:\s*\[))')
 BATCH = 256  # rows of a parquet file that are converted at once
 
 Item = tuple[int, Any]  # (number of the line or row, from 1; the fields)
@@ -96,7 +100,7 @@ def _format(path: str) -> tuple[str, Callable[[list[str] | None], Iterator[Item]
   unit, parse = 'line', _csv if kind == 'csv' else _json_lines
   if kind == 'json':
     with _opened(path) as file:
-      if file.read(1024).lstrip().startswith('['):
+      if WHOLE.match(file.read(1024)):
         unit, parse = 'row', _json_list
 
   def items(columns: list[str] | None) -> Iterator[Item]:
@@ -170,8 +174,16 @@ def _json_lines(path: str, file: IO[str]) -> Iterator[Item]:
 
 
 def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
-  """Yields the objects of a JSON list."""
-  for item in enumerate(_loads(path, file.read(), 1), 1):
+  """Yields the objects of a JSON list, which may be the field `data` of an object."""
+  rows = _loads(path, file.read(), 1)
+  if isinstance(rows, dict):
+    rows = rows.get('data')
+  if not isinstance(rows, list):
+    raise ValueError(
+      f'{path} has no list of rows; write [row, ...], {{"data": [row, ...]}}, or each '
+      'row on a line of its own'
+    )
+  for item in enumerate(rows, 1):
     yield item[0], _at(path, 'row', item, _object)
 
 

@@ -76,11 +76,14 @@ def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
     file_with(tmp_path, *map(json.dumps, VERL)),
     file_with(tmp_path, ' ' + json.dumps(VERL, indent=1), name='list.json'),
     file_with(tmp_path, *map(json.dumps, VERL), name='lines.json'),
+    file_with(tmp_path, json.dumps({'data': VERL}, indent=2), name='data.json'),
+    file_with(tmp_path, json.dumps({'data': VERL}), name='line.json'),
+    file_with(tmp_path, json.dumps({'v': 1, 'data': VERL}, indent=2), name='v.json'),
     file_with(tmp_path, '\ufeff' + json.dumps(VERL[0]), *map(json.dumps, VERL[1:])),
     parquet(tmp_path, VERL),
   ]
   expected = [Row(f'{i}+1', str(i + 1), 'math') for i in range(3)]
-  assert [local_files.read(path) for path in paths] == [expected] * 5
+  assert [local_files.read(path) for path in paths] == [expected] * len(paths)
 
 
 def test_answers_of_a_jsonl_file_are_read_as_they_are_written(tmp_path):
@@ -199,6 +202,7 @@ BROKEN = {  # file -> its bytes, part of the sentence
   'blank.jsonl': (b' \n\n', 'no problem'),
   'numbers.json': (b'[1, 2]', 'row 1: 1 is not a JSON object'),
   'cut.json': (b'[{"problem": "1"},\n {"pro', 'line 2: not JSON (Unterminated string'),
+  'named.json': (b'{\n  "train": [{}]\n}', 'has no list of rows; write [row, ...]'),
   'latin.jsonl': (GOOD.encode() + b'\n\xe9', 'not UTF-8'),
   'utf16.jsonl': (GOOD.encode('utf-16'), 'not UTF-8'),
   'zipped.jsonl': (b'\x1f\x8b\x08\x00', 'not UTF-8'),
