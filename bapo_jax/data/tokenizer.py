@@ -3,7 +3,6 @@ r"""Loads tokenizers and renders prompts; the only module that imports transform
 Chat templates run in transformers' Jinja sandbox. No code of a model directory runs.
 """
 
-import functools
 import json
 import os
 import re
@@ -33,6 +32,15 @@ class Tokenizer(NamedTuple):
   backend: Any  # transformers.PreTrainedTokenizerFast
   eos: tuple[int, ...]  # every token that ends a response
   template: str  # prompt with {problem}, or 'chat:' and the user message to render
+
+  def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the text of each row of tokens, special tokens included, as written.
+
+    Some tokenizers would remove blanks: `3. 5` for `3 . 5`.
+    """
+    return self.backend.batch_decode(
+      rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 def characters() -> Any:
@@ -232,13 +240,14 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   backend = tokenizer.backend
   if not backend.chat_template:
     return None
-  texts = {'user': 'six times seven', 'assistant': (answer := 'forty-two')}
-  exchange = [{'role': role, 'content': text} for role, text in texts.items()]
+  answer = 'forty-two'
+  exchange = [
+    {'role': 'user', 'content': 'six times seven'},
+    {'role': 'assistant', 'content': answer},
+  ]
   (text,) = _render(backend, [exchange], answered=True)
-  text = text.rpartition(answer)[2] if answer in text else ''
-  special = {*backend.all_special_ids, *backend.added_tokens_decoder}
-  for i in _ids(backend, text):
-    if i in special:
+  for i in _ids(backend, text.partition(answer)[2]):
+    if i in backend.added_tokens_decoder:
       return backend.convert_ids_to_tokens(i), i in tokenizer.eos
   return None
 
@@ -292,12 +301,11 @@ def decode_prompts(
 
   A run of image_token, unless this is None, is written `(<|image_pad|> x 1024)`.
   """
-  rows = zip(np.asarray(tokens_NT).tolist(), np.asarray(length_N).tolist(), strict=True)
-  decode = functools.partial(tokenizer.backend.batch_decode, skip_special_tokens=False)
-  texts = decode([row[:length] for row, length in rows])
+  rows = zip(np.asarray(tokens_NT), np.asarray(length_N), strict=True)
+  texts = tokenizer.decode([row[:length].tolist() for row, length in rows])
   if image_token is None:
     return texts
-  (name,) = decode([[image_token]])
+  (name,) = tokenizer.decode([[image_token]])
   runs = re.compile(rf'(?:{re.escape(name)})+')
   return [
     runs.sub(lambda run: f'({name} x {len(run[0]) // len(name)})', text)
@@ -310,7 +318,31 @@ def decode_responses(
 ) -> list[str]:
   """Returns the text of each response, without end tokens."""
   tokens_BT = np.asarray(tokens_BT)
-  ends_BT = np.isin(tokens_BT, np.asarray(tokenizer.eos))
+  ends_BT = np.isin(tokens_BT, tokenizer.eos)
   written_BT = np.asarray(response_mask_BT) & ~ends_BT
   rows = [row[m].tolist() for row, m in zip(tokens_BT, written_BT, strict=True)]
-  return tokenizer.backend.batch_decode(rows, skip_special_tokens=False)
+  return tokenizer.decode(rows)
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+  """Returns the text of each token; together they are the text of all tokens.
+
+  A character that takes several tokens is the text of the last; the others have ''.
+  """
+  (text,) = tokenizer.decode([ids])
+  found, earlier, tokens = [], [], []
+  for token in ids:
+    tokens.append(token)
+    # Decodes after earlier tokens: some tokenizers drop a blank at the start of a text.
+    before, both = tokenizer.decode([earlier, earlier + tokens])
+    piece = both.removeprefix(before)
+    if piece and text.startswith(piece):
+      text = text.removeprefix(piece)
+      # Bytes that are no character are only read right together.
+      earlier = earlier + tokens if '\ufffd' in piece else tokens
+      tokens = []
+    else:
+      piece = ''
+    found.append(piece)
+  found[-1] += text
+  return found

@@ -128,8 +128,8 @@ def _responses(
     }
     response |= dict.fromkeys(OF_TOKENS)
     if left >= 0:
-      pieces = tokenizer.backend.batch_decode(tokens_N[:, None].tolist())
-      response |= {'ids': tokens_N.tolist(), 'pieces': pieces}
+      ids = tokens_N.tolist()
+      response |= {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
       response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)

@@ -4,8 +4,11 @@ import functools
 import json
 import socket
 
+import foreign
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
@@ -148,6 +151,65 @@ def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
     text = json.dumps({'eos_token_id': listed})
     (tmp_path / 'generation_config.json').write_text(text)
     assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
+
+
+def unigram(path, *tokens):
+  """A Unigram tokenizer of these words that removes blanks before punctuation."""
+  scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
+  backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  backend.decoder = tokenizers.decoders.Metaspace()
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    eos_token='</s>',
+    unk_token='<unk>',
+    clean_up_tokenization_spaces=True,
+  ).save_pretrained(path)
+  return tokenizer_lib.load(str(path), '{problem}')
+
+
+def test_the_text_of_tokens_is_what_the_policy_wrote(tmp_path):
+  loaded = unigram(tmp_path, '3', '.', '5', '?')
+  assert loaded.backend.decode([2, 3, 4]) == '3. 5', 'transformers would clean up'
+  tokens_BT = np.asarray([[2, 3, 4, 5, 1]])
+  written = tokenizer_lib.decode_responses(loaded, tokens_BT, tokens_BT > 0)
+  assert written == ['3 . 5 ?']
+  assert tokenizer_lib.decode_prompts(loaded, tokens_BT, [3]) == ['3 . 5']
+  found = tokenizer_lib.pieces(loaded, [2, 3, 4, 5, 1])
+  assert found == ['3', ' .', ' 5', ' ?', '</s>']
+
+
+def byte_fallback():
+  """A tokenizer with a token for each byte, and the decoder of Llama 2."""
+  scores = [('<unk>', 0.0), ('</s>', 0.0), *((x, -2.0) for x in ('▁', 'a', '▁1', '.'))]
+  scores += [(f'<0x{i:02X}>', -9.0) for i in range(256)]
+  backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0, True))
+  parts = tokenizers.decoders
+  steps = parts.Replace('▁', ' '), parts.ByteFallback(), parts.Fuse()
+  backend.decoder = parts.Sequence([*steps, parts.Strip(' ', 1, 0)])
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='</s>', unk_token='<unk>'
+  )
+
+
+@pytest.mark.parametrize('kind', ['qwen2', 'llama', 'bytes'])
+def test_pieces_are_the_text_whatever_the_tokens(kind):
+  backend = byte_fallback() if kind == 'bytes' else foreign.tokenizer(kind)
+  tokenizer = tokenizer_lib.Tokenizer(backend, (), '{problem}')
+  rng = np.random.default_rng(0)
+  for _ in range(200):  # mostly bytes that are no text
+    ids = rng.integers(len(backend), size=rng.integers(1, 20)).tolist()
+    whole = backend.decode(ids, clean_up_tokenization_spaces=False)
+    found = tokenizer_lib.pieces(tokenizer, ids)
+    assert ''.join(found) == whole and len(found) == len(ids)
+  if kind == 'llama':
+    return
+  # Text with characters of several tokens: each piece ends where its characters do.
+  text = 'a€ 1 é. 漢字 ? 😀 a'
+  ids = backend(text, add_special_tokens=False)['input_ids']
+  found = tokenizer_lib.pieces(tokenizer, ids)
+  assert ''.join(found) == backend.decode(ids) and len(found) == len(ids)
+  assert max(map(len, found)) <= 2
 
 
 # ChatML, with a system message of the model if none is given.
