@@ -143,24 +143,25 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 
 def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
+  """Returns the end tokens; asks config.json if no other file names one."""
   ends = [backend.eos_token_id]
-  file = os.path.join(path, 'generation_config.json')
-  if os.path.exists(file):
-    listed = files.read_object(file).get('eos_token_id')
-    listed = listed if isinstance(listed, list) else [listed]
-    if wrong := [i for i in listed if i is not None and (type(i) is not int or i < 0)]:
+  for name in ('generation_config.json', 'config.json'):
+    file = os.path.join(path, name)
+    if os.path.exists(file):
+      listed = files.read_object(file).get('eos_token_id')
+      ends += listed if isinstance(listed, list) else [listed]
+    ends = [i for i in ends if i is not None]
+    if wrong := [i for i in ends if type(i) is not int or i < 0]:
       raise ValueError(
         f'{file}: eos_token_id={wrong[0]!r:.40} is not a token id; give a non-negative '
         'integer or a list of non-negative integers'
       )
-    ends += listed
-  ends = tuple(dict.fromkeys(i for i in ends if i is not None))
-  if not ends:
-    raise ValueError(
-      f'tokenizer.path: {path!r} has no end token; add eos_token_id to its '
-      'generation_config.json'
-    )
-  return ends
+    if ends:
+      return tuple(dict.fromkeys(ends))
+  raise ValueError(
+    f'tokenizer.path: {path!r} has no end token; add eos_token_id to its '
+    'generation_config.json'
+  )
 
 
 def encode_prompts(

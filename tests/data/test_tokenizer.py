@@ -153,6 +153,20 @@ def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
     assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
 
 
+def test_the_config_of_the_model_names_the_end_if_no_other_file_does(tmp_path):
+  backend = tokenizer_lib.characters()
+  backend.eos_token = None
+  backend.save_pretrained(tmp_path)
+  (tmp_path / 'config.json').write_text('{"eos_token_id": [3, 1]}')
+  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (3, 1)
+  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": 4}')
+  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (4,)
+  (tmp_path / 'generation_config.json').write_text('{}')
+  (tmp_path / 'config.json').write_text('{"eos_token_id": -1}')
+  with pytest.raises(ValueError, match=r'/config\.json: eos_token_id=-1 is not'):
+    tokenizer_lib.load(str(tmp_path), '{problem}')
+
+
 def unigram(path, *tokens):
   """A Unigram tokenizer of these words that removes blanks before punctuation."""
   scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
