@@ -11,7 +11,6 @@ Every new run first shows `short`: one prompt, and the findings about the config
 import contextlib
 import dataclasses
 import math
-import operator
 import os
 import pathlib
 import shutil
@@ -40,7 +39,6 @@ from bapo_jax.types import take
 GROUPS = 8  # sampled at least, unless a step has fewer
 SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
-KIND = operator.attrgetter('kind')
 
 
 def check(config: Config, workdir: str) -> int:
@@ -249,5 +247,8 @@ def measured(
 
 def listed(findings: Sequence[Finding]) -> str:
   """Formats all findings, mistakes first."""
-  lines = (f'{x.kind.upper()} ({x.name}): {x.text}' for x in sorted(findings, key=KIND))
+  lines = (
+    f'{x.kind.upper()} ({x.name}): {x.text}'
+    for x in sorted(findings, key=lambda x: x.kind)
+  )
   return '\n'.join(derive.wrapped(x, '') for x in lines) or 'No problems found.'

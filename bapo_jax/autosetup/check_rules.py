@@ -59,7 +59,7 @@ def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
 
 
 def _template(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds an unused chat template, a token given twice, and a missing end token."""
+  """Finds an unused chat template, special tokens, and a missing end token."""
   template = config.tokenizer.template
   chat = template.startswith('chat:')
   if known.chat and not chat:
@@ -68,13 +68,21 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
       f'the model has a chat template, but tokenizer.template={template[:40]!r} does '
       "not use it; give --config.tokenizer.template='chat:{problem}'",
     )
-  added = map(str, known.tokenizer.backend.added_tokens_decoder.values())
-  written = [token for token in added if token in template]
+  special = tokenizer_lib.special_tokens(known.tokenizer.backend)
+  written = special.search(template)
   if chat and written:
     yield warning(
       'chat template',
       f'tokenizer.template contains {written[0]!r}, which the chat template adds '
       'itself; remove this token from --config.tokenizer.template',
+    )
+  found = [special.search(f'{row.problem}\n{row.system}') for row in known.rows]
+  if inner := list(filter(None, found)):
+    yield warning(
+      'special tokens',
+      f'{len(inner)} problems contain special tokens, such as {inner[0][0]!r} in '
+      f'{inner[0].string[:60]!r}; their prompts contain them as text. Remove them, or '
+      'write what belongs to every prompt in --config.tokenizer.template',
     )
   end = tokenizer_lib.turn_end(known.tokenizer) if chat else None
   if end and not end[1]:
@@ -187,8 +195,10 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   groups, accuracy = len(correct_PG), float(correct_PG.mean())
   way_out = 'use harder problems'
   if accuracy < 0.5:
-    way_out = 'use easier problems, raise --config.sampler.group_size, or change'
-    way_out += ' --config.tokenizer.template'
+    way_out = (
+      'use easier problems, raise --config.sampler.group_size, or change '
+      '--config.tokenizer.template'
+    )
   if 0 < sampled.mixed < FEW * groups:
     more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
     yield warning(

@@ -3,6 +3,8 @@ r"""Loads tokenizers and renders prompts; the only module that imports transform
 Chat templates run in transformers' Jinja sandbox. No code of a model directory runs.
 """
 
+import functools
+import itertools
 import json
 import os
 import re
@@ -169,24 +171,48 @@ def encode_prompts(
 ) -> list[list[int]]:
   """Returns the token ids of each problem's prompt, without a length limit.
 
-  `image` is the token that replaces each <image> of a problem; '' keeps <image>.
+  A plain template gets the special tokens that the tokenizer puts before a text; a chat
+  template writes its own. Special tokens in a problem or system message are encoded as
+  text. `image` is the token that replaces each <image> of a problem; '' keeps <image>.
 
   Raises:
     ValueError: the chat template fails, or the template cannot hold a system message.
   """
-  template, chat = tokenizer.template, tokenizer.template.startswith('chat:')
-  if chat:
+  template, start = tokenizer.template, []
+  # A special token in a row is text: a NUL character, which no row contains, divides
+  # the token, and both parts are encoded separately.
+  special = special_tokens(tokenizer.backend)
+  divide = functools.partial(special.sub, lambda x: f'{x[0][0]}\0{x[0][1:]}')
+  rows = [x._replace(problem=divide(x.problem), system=divide(x.system)) for x in rows]
+  if template.startswith('chat:'):
     prompts = _render_prompts(tokenizer, rows, pictured=bool(image))
   elif system := next((row.system for row in rows if row.system), ''):
     raise ValueError(
       f'tokenizer.template={template[:30]!r} has no place for the system message '
-      f"{system[:60]!r} of the problems; start the template with 'chat:', or remove "
-      'the system messages from the data'
+      f"{system[:60]!r} of the problems; start the template with 'chat:', which needs "
+      'a model with a chat template, or remove the system messages from the data'
     )
   else:
     texts = [row.problem.replace(PLACEHOLDER, image or PLACEHOLDER) for row in rows]
     prompts = [template.replace('{problem}', text) for text in texts]
-  return encode(tokenizer, prompts)
+    encoded = tokenizer.backend('1', return_special_tokens_mask=True)
+    start = encoded['input_ids'][: encoded['special_tokens_mask'].index(0)]
+  ids_N = []
+  for prompt in prompts:
+    ids = list(itertools.chain(*encode(tokenizer, prompt.split('\0'))))
+    # The template may begin with these tokens itself.
+    ids_N.append(ids if ids[: len(start)] == start else start + ids)
+  return ids_N
+
+
+def special_tokens(backend: Any) -> re.Pattern[str]:
+  """Returns a pattern of the special tokens, except for those around pictures."""
+  tokens = [
+    re.escape(str(token))
+    for token in backend.added_tokens_decoder.values()
+    if token.special and not re.search('image|vision', str(token))
+  ]
+  return re.compile('|'.join(tokens) or '(?!)')
 
 
 def _render_prompts(

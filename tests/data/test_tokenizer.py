@@ -167,6 +167,72 @@ def test_the_config_of_the_model_names_the_end_if_no_other_file_does(tmp_path):
     tokenizer_lib.load(str(tmp_path), '{problem}')
 
 
+def with_ends(path, start='<|user|>', end=' <|end|>'):
+  """A published tokenizer that writes BOS before and EOS after a text."""
+  backend = foreign.tokenizer('qwen2')
+  ids = [(token, backend.convert_tokens_to_ids(token)) for token in foreign.SPECIAL]
+  backend.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single=f'{start} $A{end}', special_tokens=ids
+  )
+  backend.save_pretrained(path)
+  return str(path), dict(ids)
+
+
+@pytest.mark.parametrize('end', ['', ' <|end|>'])
+def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(end, tmp_path):
+  path, ids = with_ends(tmp_path / 'a', end=end)
+  plain = tokenizer_lib.load(path, '{problem}\n')
+  (found,) = tokenizer_lib.encode_prompts(plain, rows_of('1 + 2'))
+  expected = plain.backend('1 + 2\n')['input_ids']  # with BOS, and EOS if it has one
+  assert found == (expected[:-1] if end else expected)
+  assert found.count(ids['<|user|>']) == 1 and ids['<|end|>'] not in found
+  # Templates that write BOS themselves.
+  for template in ('<|user|>{problem}\n', 'chat:{problem}'):
+    own = tokenizer_lib.load(path, template)
+    (found,) = tokenizer_lib.encode_prompts(own, rows_of('1 + 2'))
+    assert found[0] == ids['<|user|>'] and found.count(ids['<|user|>']) == 1
+  # A solution or a response is no prompt.
+  assert tokenizer_lib.encode(plain, ['1'])[0][0] != ids['<|user|>']
+  two, _ = with_ends(tmp_path / 'b', start='<|system|> <|user|>')
+  (found,) = tokenizer_lib.encode_prompts(
+    tokenizer_lib.load(two, '{problem}'), rows_of('1')
+  )
+  assert found[:2] == [ids['<|system|>'], ids['<|user|>']]
+
+
+@pytest.mark.parametrize('template', ['{problem}<|assistant|>', 'chat:{problem}'])
+def test_a_special_token_in_a_row_is_text(template, tmp_path):
+  foreign.tokenizer('qwen2').save_pretrained(tmp_path)
+  loaded = tokenizer_lib.load(str(tmp_path), template)
+  chat = template.startswith('chat:')
+  system = 'Mind <|system|>.' if chat else ''
+  rows = [
+    Row('3<|end|><|assistant|>7', '', '', system),
+    Row('1 + 2', '', '', system and 'Add.'),
+    Row('<|end|>', '', '', system),
+  ]
+  ids_N = tokenizer_lib.encode_prompts(loaded, rows)
+  special = set(loaded.backend.convert_tokens_to_ids(foreign.SPECIAL))
+  written = [[i for i in ids if i in special] for ids in ids_N]
+  # Those of the template alone, whatever the row.
+  assert written[0] == written[1] == written[2] and len(written[0]) == (
+    5 if chat else 1
+  )
+  whole = '<|system|>{1}<|end|><|user|>{0}<|end|><|assistant|>'
+  whole = whole if chat else '{0}<|assistant|>'
+  texts = [loaded.backend.decode(ids) for ids in ids_N]
+  assert texts == [whole.format(row.problem, row.system) for row in rows]
+  # A row without special tokens is encoded as a whole.
+  assert ids_N[1] == loaded.backend(whole.format('1 + 2', 'Add.'))['input_ids']
+  # So is one that a Unigram tokenizer would find in its vocabulary.
+  tokenizer = tokenizer_lib.Tokenizer(byte_fallback(), (1,), '{problem}')
+  (ids,) = tokenizer_lib.encode_prompts(tokenizer, rows_of('1</s>2'))
+  assert 1 not in ids and tokenizer.backend.decode(ids) == '1</s>2'
+  # A token without the characters of its name cannot be text.
+  with pytest.raises(ValueError, match="no token for '<' in '1<'"):
+    tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1<eos>'))
+
+
 def unigram(path, *tokens):
   """A Unigram tokenizer of these words that removes blanks before punctuation."""
   scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
