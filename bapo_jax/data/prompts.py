@@ -6,8 +6,8 @@ has a new order, and no problem occurs twice in a step.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -140,17 +140,14 @@ def tabulate(
         f'{rows[i].problem[:60]!r} has {len(tokens)} tokens; raise the limit'
       )
     tokens_NT[i, : len(tokens)] = tokens
+  _, *fields = Row._fields
   return Problems(
     id_N=np.arange(len(rows), dtype=np.int32),
     tokens_NT=tokens_NT,
     length_N=np.asarray([len(x.tokens) for x in encoded], np.int32),
     text=[row.problem for row in rows],
-    answer=[row.answer for row in rows],
-    verifier=[row.verifier for row in rows],
-    system=[row.system for row in rows],
-    fields=[row.fields for row in rows],
-    pictures=[row.pictures for row in rows],
     grids=[x.grids for x in encoded],
+    **{name: [getattr(row, name) for row in rows] for name in fields},
   )
 
 
@@ -198,16 +195,23 @@ def fingerprint(problems: Problems) -> str:
 
   System messages and pictures enter only if present, so older digests stay valid.
   """
-  digest = hashlib.sha256()
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
-  if any(problems.system):
-    columns.append(problems.system)
-  if any(problems.fields):  # own functions may read them
-    columns.append(problems.fields)
-  if any(problems.pictures):
-    columns.append([pictures.digests(files) for files in problems.pictures])
-  for row in zip(*columns, strict=True):
+  digests = [pictures.digests(files) for files in problems.pictures]
+  # Own functions may read the fields.
+  columns += filter(any, (problems.system, problems.fields, digests))
+  return _digest(zip(*columns, strict=True))
+
+
+def prompt_fingerprint(problems: Problems) -> str:
+  """Returns a digest of the tokens of all prompts, 16 hexadecimal digits long."""
+  rows = zip(problems.tokens_NT, problems.length_N, strict=True)
+  return _digest(tokens_T[:length].tolist() for tokens_T, length in rows)
+
+
+def _digest(rows: Iterable[Any]) -> str:
+  digest = hashlib.sha256()
+  for row in rows:
     digest.update(json.dumps(row).encode() + b'\n')
   return digest.hexdigest()[:16]
 

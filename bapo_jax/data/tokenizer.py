@@ -3,6 +3,7 @@ r"""Loads tokenizers and renders prompts; the only module that imports transform
 Chat templates run in transformers' Jinja sandbox. No code of a model directory runs.
 """
 
+import datetime
 import functools
 import itertools
 import json
@@ -28,6 +29,11 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 # tokens, not nine. `<image>` stands for a merged patch of a picture.
 BOX, IMAGE = r'\boxed{', '<image>'
 CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
+
+
+# The date for chat templates that ask for today's, so that prompts do not depend on the
+# day of a run. Llama 3's templates use it where they cannot ask.
+TODAY = datetime.datetime(2024, 7, 26)
 
 
 class Tokenizer(NamedTuple):
@@ -247,8 +253,16 @@ def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[s
   if not conversations:
     return []
   try:
+    template = re.sub(
+      r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+      lambda x: repr(TODAY.strftime(x[2])),
+      backend.get_chat_template(),
+    )
     return backend.apply_chat_template(
-      conversations, tokenize=False, add_generation_prompt=not answered
+      conversations,
+      tokenize=False,
+      add_generation_prompt=not answered,
+      chat_template=template,
     )
   except Exception as error:  # a template may raise any exception
     reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]

@@ -109,7 +109,8 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.read(r.config, r.model)
-  identity = [prompts.fingerprint(p) for p in material]
+  digests = prompts.fingerprint, prompts.prompt_fingerprint
+  identity = [digest(problems) for digest in digests for problems in material]
   model = hf_directory.identity(r.model.directory)
   hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
   log(first_screen(r, material, workdir))
@@ -233,7 +234,7 @@ class Run:
   t: Trainer
   workdir: str
   checkpoints: checkpoint.CheckpointManager
-  identity: list[str]  # fingerprints of the training and the held-out problems
+  identity: list[str]  # fingerprints of problems and of prompts, see same_problems
   spent: Spent  # cost before this start, from the newest checkpoint
   busy: float = 0.0  # seconds for which the lane had sampled at the end of a step
   idled: bool = False  # whether a step of this start had nothing to learn

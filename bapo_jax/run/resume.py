@@ -132,22 +132,24 @@ def same_problems(
 ) -> bool:
   """Returns whether the problems match the latest checkpoint; True without checkpoints.
 
-  `identity` contains the fingerprints of the training and the held-out problems.
+  `identity` contains the fingerprints of the training and the held-out problems, and
+  those of their prompts, which change with the tokenizer and its chat template too.
   Raises ValueError if the problems differ and `changed`, the knob, is 'refuse'.
   """
   step = checkpoints.latest_step()
   if step is None:
     return True
   before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
-  if before == identity:
+  if before == identity[: len(before)]:  # older checkpoints lack those of prompts
     return True
-  others = zip(('training', 'held-out'), before, identity, strict=True)
+  names = 'training', 'held-out', 'training prompts', 'held-out prompts'
+  others = zip(names, before, identity, strict=False)
   message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':
     raise ValueError(
-      f'the problems have changed since step {step} (fingerprints: {message}); restore '
-      'the old problems, start in another --workdir, or continue with '
-      '--config.problems.changed=accept'
+      f'the problems or their prompts have changed since step {step} (fingerprints: '
+      f'{message}); restore the old problems, tokenizer and chat template, start in '
+      'another --workdir, or continue with --config.problems.changed=accept'
     )
   log(f'New problems since step {step} ({message}): the replay buffer starts empty.')
   return False

@@ -86,6 +86,26 @@ def test_the_fingerprint_changes_with_any_value(problems):
     assert prompts.fingerprint(problems._replace(**empty)) == found[0]
 
 
+def test_the_fingerprint_of_prompts_is_that_of_their_tokens(problems):
+  tokens_NT = problems.tokens_NT.copy()
+  tokens_NT[3, 3] += 1  # the last token of a prompt
+  padded_NT = np.pad(problems.tokens_NT, ((0, 0), (0, 2)), constant_values=9)
+  padded_NT[4, 1:] = 7  # prompt 4 has one token
+  changes = [
+    {},
+    {'tokens_NT': tokens_NT},
+    {'length_N': problems.length_N[::-1]},
+    {'tokens_NT': padded_NT},
+    {'text': problems.text[::-1]},
+  ]
+  found = [problems._replace(**change) for change in changes]
+  first, other, shorter, padded, renamed = map(prompts.prompt_fingerprint, found)
+  assert len({first, other, shorter}) == 3 and len(first) == 16
+  assert first == padded == renamed
+  # The tokens of a problem are no part of the problem's own fingerprint.
+  assert prompts.fingerprint(found[0]) == prompts.fingerprint(found[1])
+
+
 TOKENIZER = tokenizer.load('characters', '{problem}\n')
 TRAIN = [('1+1', 2), ('2+2', 4), ('1+1', 2), ('3+3', 6), ('10+100+1000', 1110)]
 TEST = [('2+2', 4), ('5+5', 10), ('5+5', 11)]

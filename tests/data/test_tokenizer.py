@@ -233,6 +233,16 @@ def test_a_special_token_in_a_row_is_text(template, tmp_path):
     tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1<eos>'))
 
 
+def test_a_prompt_does_not_depend_on_the_day():
+  dated = chat("{{ strftime_now('%d*%m*%Y') }}={{ messages[0].content }}")
+  assert texts(dated, rows_of('1')) == ['26*07*2024=1']
+  asking = (  # as in Llama 3.2
+    '{%- if not date is defined %}{%- if strftime_now is defined %}'
+    '{%- set date = strftime_now( "%d-%H" ) %}{%- endif %}{%- endif %}{{- date }}'
+  )
+  assert texts(chat(asking), rows_of('1')) == ['26-00']
+
+
 def unigram(path, *tokens):
   """A Unigram tokenizer of these words that removes blanks before punctuation."""
   scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
