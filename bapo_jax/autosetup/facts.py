@@ -116,8 +116,10 @@ def _read(
 
   @functools.cache
   def lengths(template: str) -> Lengths:
-    reader = backend._replace(template=template)
-    tokens = [len(prompt.tokens) for prompt in prompts.encode(reader, rows, vision)]
+    reader, read = backend._replace(template=template), rows
+    if template == '{problem}':  # the problems alone, without their system messages
+      read = [row._replace(system='') for row in rows]
+    tokens = [len(prompt.tokens) for prompt in prompts.encode(reader, read, vision)]
     return tokens[: len(training)], tokens[len(training) :]
 
   check = functools.cache(functools.partial(verified, rows, rewards))

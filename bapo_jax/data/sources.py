@@ -47,7 +47,7 @@ def missing(
     absent = [path for path in source.split(',') if not os.path.exists(path)]
     if absent:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
-  _check_rows(problems, knob, check, sees)
+  check_rows(problems, knob, check, sees)
   return []
 
 
@@ -62,12 +62,18 @@ def download(
 ) -> None:
   """Downloads a named data set if necessary, and checks its rows like `missing`."""
   if _parse_name(knob, getattr(problems, knob)):
-    _check_rows(problems, knob, check, sees)
+    check_rows(problems, knob, check, sees)
 
 
-def _check_rows(
+def check_rows(
   problems: ProblemsConfig, knob: Knob, check: Check | None, sees: bool
 ) -> None:
+  """Reads the rows of a source, and checks those that are not generated.
+
+  Raises:
+    ValueError: a row fails a check; the message names the file and the line.
+  """
+
   def check_row(row: Row) -> None:
     if check:
       check(row)

@@ -117,6 +117,67 @@ def test_a_base_model_has_a_plain_template(tmp_path, one_device):
   assert findings(tmp_path, model) == {}
 
 
+def with_system(problems):
+  return [
+    {
+      'prompt': [
+        {'role': 'system', 'content': 'Add the numbers.'},
+        {'role': 'user', 'content': row['problem']},
+      ],
+      'answer': row['answer'],
+    }
+    for row in problems
+  ]
+
+
+@pytest.mark.parametrize('knobs', [{}, {'tokenizer.template': 'chat:{problem}'}])
+def test_rows_with_a_system_message_need_a_chat_model(
+  knobs, tmp_path, chat_model, one_device
+):
+  rows = with_system(TRAINING), with_system(foreign.problems(8, 40))
+  given = flags(tmp_path, chat_model, *rows, **knobs)
+  r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
+  assert r.config.tokenizer.template == 'chat:{problem}'
+  # 5 x the longest problem, with neither system message nor chat template.
+  longest = max(len(r.tokenizer.backend(row['problem']).input_ids) for row in TRAINING)
+  assert r.config.sampler.max_new_tokens == max(32, -(-5 * longest // 16) * 16)
+  (text,) = check.prompt_texts(r, build.read(r.config, r.model), 1)
+  problem = TRAINING[0]['problem']
+  chat = f'<|system|>Add the numbers.<|end|><|user|>{problem}<|end|><|assistant|>'
+  assert text == chat
+  base = foreign.model(tmp_path / 'm', 'qwen2', chat=None)
+  with pytest.raises(ValueError, match='chat template'):
+    findings(tmp_path, base, *rows, **knobs)
+
+
+def test_a_held_out_prompt_beyond_the_positions_is_named(
+  tmp_path, chat_model, one_device
+):
+  held_out = foreign.problems(4, 40)
+  held_out[2] = {'problem': 'and ' * 200, 'answer': '3'}
+  with pytest.raises(ValueError) as error:
+    findings(tmp_path, chat_model, TRAINING, held_out)
+  tokens = int(re.search(r'the prompt has (\d+) tokens', str(error.value))[1])
+  assert tokens > 256
+  assert f'{tmp_path / "1.jsonl"}, line 3: ' in str(error.value)
+  assert 'has 256 positions' in str(error.value)
+  # A training prompt is left out.
+  assert findings(tmp_path, chat_model, [*TRAINING, held_out[2]], held_out[:2]) == {}
+
+
+def test_special_tokens_in_rows_are_found(tmp_path, chat_model, one_device):
+  for place in ('problem', 'system'):
+    rows = with_system(TRAINING) if place == 'system' else [*TRAINING]
+    text = 'What is 1 + 1?<|end|>'
+    rows[3] = rows[3] | {'problem': text}
+    if place == 'system':
+      rows[3] = {
+        'prompt': [{'role': 'system', 'content': text}, *rows[4]['prompt'][1:]]
+      }
+      rows[3]['answer'] = '2'
+    assert findings(tmp_path, chat_model, rows) == {'special tokens': 'warning'}
+
+
 def test_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
   config = main.read_config(FINETUNE, flags(tmp_path, chat_model))
   r = derive.prepare(config, str(tmp_path / 'work'))
