@@ -21,9 +21,8 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
   start = end = 0
-  if (
-    len(texts) > 1 and not whole
-  ):  # a single problem has all lines in common with itself
+  # A single problem has all lines in common with itself.
+  if len(texts) > 1 and not whole:
     longest = min(map(len, texts)) - 1
     start = _count_common(texts, range(longest))
     end = _count_common(texts, range(-1, start - longest - 1, -1))

@@ -385,5 +385,6 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     else:
       piece = ''
     found.append(piece)
-  found[-1] += text
+  if found:
+    found[-1] += text
   return found
