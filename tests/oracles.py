@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import math
+import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -333,9 +334,10 @@ def with_reusable(lists: Lists, stored, tried, reevaluated, seated, G) -> list:
 def boxed(text):
   r"""The content of the \boxed{} that closes last, character by character.
 
-  A box of nothing but blanks counts only if all are.
+  A box of nothing but blanks counts only if all are. A box of nothing but a box and
+  blanks is that box.
   """
-  boxes, i, stack = [], 0, []
+  boxes, closed, i, stack = [], [], 0, []
   while i < len(text):
     after = text[i:].removeprefix(r'\boxed')
     if len(after) < len(text) - i and after.lstrip().startswith('{'):
@@ -351,7 +353,12 @@ def boxed(text):
     elif text[i] == '}' and stack:
       start = stack.pop()
       if start is not None:
-        boxes.append(text[start:i])
+        content = text[start:i]
+        wrapped = re.fullmatch(r'[ \n$]*\\boxed *\{(.*)\}[ \n$]*', content, re.S)
+        if not (wrapped and closed and wrapped[1] == closed[-1]):
+          boxes.append(content)
+        if content.replace('\\ ', '').strip():
+          closed.append(content)
     i += 1
   return next(
     reversed([box for box in boxes if box.replace('\\ ', '').strip()] or boxes), None

@@ -64,13 +64,14 @@ BRACES = re.compile(r'\\boxed\s*\{|(?<!\\)\\[{}]|[{}]')  # \{ and \} do not grou
 def boxed(text: str) -> str | None:
   r"""Returns the content of the \boxed{...} that closes last, or None.
 
-  A blank box counts only if there is no other. Matches braces with a stack in one pass,
-  so nested boxes cost linear time.
+  A blank box counts only if there is no other, and a box around nothing but a box is
+  that box. Matches braces with a stack in one pass, so nested boxes cost linear time.
   """
   start = text.find(r'\boxed')
   if start < 0:
     return None
   content = blank = None
+  last = slice(0, 0)  # the box that closed last, with its command
   stack: list[int] = []  # start of the content of each open box; -1 for a plain brace
   for brace in BRACES.finditer(text, start):
     if brace[0] == '{':
@@ -81,8 +82,12 @@ def boxed(text: str) -> str | None:
       part = slice(begin, brace.start())  # copying every box would be quadratic
       if part.stop - begin <= LONGEST_BLANK and is_blank(text[part]):
         blank = part
-      else:
+        continue
+      # A box that contains only a box. No two margins overlap, so they are linear.
+      margins = text[begin : last.start] + text[last.stop : part.stop]
+      if last.start < begin or margins.strip(' \n$'):
         content = part
+      last = slice(text.rfind('\\', 0, begin), brace.end())
   part = content or blank
   return None if part is None else text[part]
 
@@ -92,28 +97,47 @@ CONNECTIVES = (
   'this means|we conclude|it follows'
 )
 HEAD = re.compile(
-  # `Answer:` at the start of a line ...
-  r'^[ \t>#*-]*(?:(?:so|thus|hence|therefore),? +)?(?:the +)?(?:final +)?'
-  r'answer(?: +is)?[ \t*]*:|'
+  # `Answer:` at the start of a line, after signs or the number of a list, or alone ...
+  r'^[^a-z0-9\n"\'`~(){}\[\]<$\\❌✗✘🚫≠]*(?:(?:[0-9]{1,2}|[a-z])[.)] +\**)?'
+  r'(?:\$?\\text(?:bf)? *\{ *)?'
+  r'(?:(?:so|thus|hence|therefore),? +)?(?:the +)?(?:final +)?'
+  r'answer(?: +is)?[ \t\r*_]*(?:[:\uff1a→—]|=>?|->|(?=\n))(?: *\})?|'
   # ... or `The answer is` at the start of a sentence or a clause.
   r'(?:^[ \t>#*-]*|(?<=[.!?:;,])[ *]+)'
-  rf'(?:(?:{CONNECTIVES})(?: that)?[,:]? +){{0,2}}'
-  r'(?:the|our|my) +(?:(?:final|correct|right) +)?answer(?: +to +th(?:e|is) +\w+)?'
-  r' +is +(?P<sentence>(?:(?:therefore|thus|then|hence|simply|exactly|equal +to) +)?)'
+  rf'(?:(?:{CONNECTIVES})(?: that)?[,:]? +){{0,2}}(?:(?:the|our|my) +)?'
+  r'(?:(?:final|correct|right|required|desired|exact|numerical) +)?'
+  r'answer(?: +to +th(?:e|is) +\w+)? +(?:is|equals|(?:must|should) +be):?'
+  r'(?:[ \t\r*]*(?=\n)| +'
+  r'(?P<sentence>(?:(?:therefore|thus|then|hence|simply|exactly|equal +to) +)?)'
   # A word in lower case is an answer only if the sentence ends with it.
   r'(?=(?-i:[^a-z\s]|[a-z](?! *[a-z])|'
   r'(?!(?:in)?correct|right|wrong|(?:un)?reasonable|(?:in)?valid|clear|obvious)'
-  r'[a-z]+[*.! ]*$))',
+  r'[a-z]+[*.! ]*$)))',
   re.I | re.M,
 )
 WORD = re.compile('answer', re.I)
+# A blank line, unless a number follows: a second answer.
+PARAGRAPH_END = re.compile(r'\n[ \t\r]*\n(?!\W{0,9}\d)')
 SENTENCE_END = re.compile(r'[.!](?=[\s*]|$)')
+# Comments, which are not displayed, and tags that leave a number unchanged. A tag in
+# the middle of a number or word, as in 1<b>8</b>, does not match.
+TAG = (
+  r'/?(?:(?:final[_-]?)?(?:answer|result|solution|output)|[biup]|strong|em|mark|span|'
+  r'code|div|li|td|br ?/?)>'
+)
+MARKUP = re.compile(
+  r'<(?:!--.*?(?:-->|\Z)|/\w+>(?=\s)|'
+  rf'(?<![\w>]<){TAG}(?:<{TAG})*|{TAG}(?:<{TAG})*+(?!\w))',
+  re.I | re.S,
+)
+DECORATION = ' \t\r*$_"`✅✔✓🎉\ufe0f∎■□'
 
 
 def line(text: str) -> str | None:
   """Returns the answer of the last line `Answer: ...` or sentence `The answer is ...`.
 
-  Markdown, dollar signs and the full stop around the answer are removed.
+  If nothing follows on the line, the answer is the next paragraph. Markdown, dollar
+  signs and the full stop around the answer are removed.
   """
   word = WORD.search(text)
   if word is None:
@@ -124,10 +148,12 @@ def line(text: str) -> str | None:
     pass
   if head is None:
     return None
-  content = text[head.end() :].partition('\n')[0]
+  content, _, below = text[head.end() :].partition('\n')
+  if not content.strip(DECORATION + r'\['):
+    content = PARAGRAPH_END.split(below.lstrip(), maxsplit=1)[0]
   if head['sentence'] is not None:
     content = SENTENCE_END.split(content, maxsplit=1)[0]
-  return content.strip(' \t\r*$').rstrip('.').strip(' *$')
+  return content.strip(DECORATION).rstrip('.').strip(DECORATION)
 
 
 def _after_hashes(text: str) -> str | None:
@@ -136,18 +162,14 @@ def _after_hashes(text: str) -> str | None:
   return text.rpartition('####')[2].strip().partition('\n')[0]
 
 
+TAGGED = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.S)
+
+
 def _in_tag(text: str) -> str | None:
   """Returns the content of the last <answer> tag; a blank tag only if all are blank."""
-  blank, end = None, len(text)
-  while (end := text.rfind('</answer>', 0, end)) >= 0:
-    start = text.rfind('<answer>', 0, end)
-    if start < 0:
-      break
-    content = text[start + len('<answer>') : end]
-    if not is_blank(content):
-      return content
-    blank, end = content, start
-  return blank
+  contents = TAGGED.findall(text)
+  filled = [content for content in contents if not is_blank(content)]
+  return (filled or contents or [None])[-1]
 
 
 def _first(text: str, *readers: Callable[[str], str | None]) -> str | None:
@@ -163,7 +185,7 @@ def _first(text: str, *readers: Callable[[str], str | None]) -> str | None:
 
 def box_or_line(text: str) -> str | None:
   """Returns the last balanced box, else the last answer line or sentence, or None."""
-  return _first(text, boxed, line)
+  return _first(MARKUP.sub(' ', text), boxed, line)
 
 
 def hashes_or_box(text: str) -> str | None:

@@ -61,6 +61,9 @@ def _equal(answer: str, given: str) -> bool:
   (letter, gold_value), (given_letter, value) = map(
     spelling.split_choice, (gold_text, given_text)
   )
+  if given_letter == gold_text:  # a bare letter is a choice beside another choice
+    letter = gold_text
+    gold_value = ''
   if letter and given_letter and letter != given_letter:
     return False
   if gold_value and value:
@@ -292,7 +295,7 @@ def _same_trees(gold: str, given: str, gold_tree: Tree, given_tree: Tree) -> boo
     return False
   if variables:
     return _same_symbols(gold, given, given.replace('*', ' '))
-  return trees.equal(gold_tree, given_tree, 50 + 4 * (len(gold) + len(given)))
+  return trees.equal(gold_tree, given_tree)
 
 
 WORD = re.compile(r"[A-Za-z][A-Za-z' -]+")
@@ -309,11 +312,19 @@ def _words(text: str) -> str | None:
   return bare.lower() if WORD.fullmatch(bare) else None
 
 
+# Not the start of a repeating decimal.
+DECIMAL = re.compile(r'([0-9]*)\.([0-9]+)(?![0-9]| *\\overline)')
+
+
 def _same_symbols(gold: str, given: str, parts: str | None = None) -> bool:
   """Compares two texts by math-verify, if `parts`, else `given`, has no new parts."""
-  # Back to LaTeX: math-verify does not know the normal spelling.
+  # Back to LaTeX: math-verify does not know the normal spelling, and rounds decimals.
   gold, given, parts = (
-    text.translate(LATEX_OF) for text in (gold, given, parts or given)
+    DECIMAL.sub(
+      lambda m: rf'\frac{{{m[1]}{m[2]}}}{{1{"0" * len(m[2])}}}',
+      text.translate(LATEX_OF),
+    )
+    for text in (gold, given, parts or given)
   )
   return symbolic.no_new_parts(gold, parts) and symbolic.equivalent(gold, given)
 

@@ -124,15 +124,14 @@ def _without_nouns(text: str) -> str:
     return text
   tail = TEXT.sub(r' \1 ', text[start.start() :])
   words = WORD.findall(tail.lower())
-  if set(tail) - NOUN_CHARACTERS or len(words) > 5:
-    return text
-  if words != ['times'] and not CHANGING.isdisjoint(words):
+  changes = words != ['times'] and not CHANGING.isdisjoint(words)
+  if set(tail) - NOUN_CHARACTERS or len(words) > 5 or changes:
     return text
   return text[: start.start()]
 
 
 # What may precede a number: `Total:`, `The answer is`, or the name of a currency.
-LABEL = re.compile(r'\**([A-Za-z][A-Za-z ]{0,40})(?::\**| is )')
+LABEL = re.compile(r'\**([A-Za-z][A-Za-z ]{0,40})(?::\**| is | *[-=]+> *)')
 MONEY = re.compile(
   r'(?<![A-Za-z])(?:(?:USD|EUR|GBP|INR|CAD|AUD|Rs\.?) *(?=[0-9])|'
   r'(?:US|CA|AU|HK|NZ|[ACS])(?=\\?\$))'
@@ -168,17 +167,22 @@ def number(text: str) -> Fraction | None:
 JOINED = re.compile(rf'(?<=\d)(?:{GROUP_MARK})(?=\d{{3}}(?!\d))', re.ASCII)
 NEAR = 40  # characters of context before and after a number
 PART = re.compile(  # text before a number that is denied or part of an expression
-  r'[A-Za-z0-9_^.]$|[\^_<>≤≥≠±√] *$|[0-9A-Za-z)\]}] *[+/] *$|[0-9)\]}] *[-*] *$|'
+  r'[A-Za-z0-9^.]_*$|(?:^|[^_])_ *$|[\^<≤≥≠±√] *$|[<>!]= *$|'
+  r'[0-9A-Za-z)\]}] *[+/] *$|[0-9)\]}] *[-*] *$|'
+  # A comparison, or an arrow from one number to another, but no other arrow.
+  r'[^-=]> *$|(?:^|[^-+*/0-9., ]) *[0-9.,]+[)\]% ]*(?:[-=]+>|[→⇒]) *$|'
   r'[A-Za-z]-$|\\[a-zA-Z]+ *$|(?<!\\boxed)\{ *$|'
-  r"\b(?:not|never|isn't|wasn't|than|least|most) *$"
+  r"\b(?:not|never|isn't|wasn't|than|least|most|or) *$"
 )
 CONTINUED = re.compile(  # text after a number that changes or denies it
   rf'(?!(?:{"|".join(name for name in UNITS if len(name) > 1)})(?![A-Za-z]))[A-Za-z]|'
-  r'[_^({]|\\[a-zA-Z]|\*(?!\*) *[0-9A-Za-z(\\]|[/√]| *[π^]|'
+  r'[\^({]|_(?!_(?!\w))|(?:</?[A-Za-z]+>)+\w|\\[a-zA-Z]|\*(?!\*) *[0-9A-Za-z(\\]|'
+  r'√| *[π^]|'
+  r'/(?!(?:day|week|month|year|hour|minute|person|kg|lb)\b)|'
   r' *\\(?:pi|cdot|times|sqrt|frac)(?![a-zA-Z])|'
   r'[*_ ]*[ -]\(?(?:(?:is|was|and|then) ){0,2}'
   rf'(?:{"|".join(sorted(SCALING))})(?![A-Za-z])|'
-  r" (?:is|was) (?:not|wrong|incorrect|false)\b| (?:isn't|wasn't)\b"
+  r" +(?:(?:is|was) +(?:not|wrong|incorrect|false)|isn't|wasn't)\b"
 )
 
 
@@ -216,14 +220,14 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   right = number(answer.rpartition('####')[2])
   if right is None:
     return answers.unusable(answer, 'one number')
+  text = answers.MARKUP.sub(' ', text)
   content = answers.hashes_or_box(text)
   if content is None or answers.is_blank(content):
     given = _last_number(text)
   else:
     given = number(content)
     if given is None and not strict:
-      spelled = _unify(content).replace('{,}', ',').replace('\\!', '')
-      numbers = SIGNED.findall(spelled.replace(',\\,', ','))
+      numbers = SIGNED.findall(_unify(JOINED.sub(',', content)))
       if len(numbers) == 1 and len(numbers[0]) <= DIGITS:
         given = Fraction(numbers[0].replace(',', ''))
   if given is None:
@@ -233,11 +237,5 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
 
 def _spelled(value: Fraction) -> str:
   """Spells a number for counting votes: a finite decimal if exact, else a fraction."""
-  denominator = value.denominator
-  for prime in (2, 5):
-    while denominator % prime == 0:
-      denominator //= prime
-  digits = len(str(value.numerator)) + len(str(value.denominator))
-  if denominator > 1 or digits > DIGITS:
-    return str(value)
-  return f'{(Decimal(value.numerator) / Decimal(value.denominator)).normalize():f}'
+  decimal = Decimal(value.numerator) / value.denominator
+  return f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)

@@ -11,8 +11,10 @@ import functools
 import itertools
 import json
 import logging
+import math
 import pathlib
 import time
+from fractions import Fraction
 
 import hypothesis
 import oracles
@@ -79,7 +81,11 @@ def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected
 
 
 @pytest.mark.parametrize(
-  'unit', [r'\boxed{', r'\boxed {}', '}', '-', '1,', '1~', '\n', '. The answer is 1']
+  'unit',
+  [
+    *[r'\boxed{', r'\boxed {}', '}', '-', '1,', '1~', '\n', '. The answer is 1'],
+    *['Answer:\n', 'answer\n\n', '✅ ', '<b>', '</b', '<!--', '1 -> ', '<answer>'],
+  ],
 )
 @pytest.mark.parametrize('rule', FAST)
 def test_fast_rules_take_linear_time(rule, unit):
@@ -134,6 +140,94 @@ def test_math_verify_receives_the_box_that_was_read(monkeypatch):
   assert seen == [('x', r'\left\{x\right.'), ('x+1', '1+x')]
 
 
+@hypothesis.given(
+  st.integers(2, 12),
+  st.integers(20, 3000),
+  st.sampled_from([-1, 0, 1]),
+  st.sampled_from([0, 1]),
+)
+def test_powers_are_compared_like_integers(base, exponent, gold_rest, given_rest):
+  gold = f'{base}^{{{exponent}}}{gold_rest:+d}'
+  given = f'{base}^{{{exponent}}}' + given_rest * '+1'
+  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (gold_rest == given_rest)
+  # The same numbers behind 1/ differ by less than any float can show.
+  gold, given = (rf'2-\frac{{1}}{{{text}}}' for text in (gold, given))
+  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (gold_rest == given_rest)
+
+
+@hypothesis.given(
+  st.integers(2, 10**30), st.integers(2, 10**30), st.sampled_from([-1, 0, 1])
+)
+def test_sums_of_roots_are_compared_by_squaring(a, b, shift):
+  # sqrt(a) + sqrt(b) = sqrt(c) if and only if (c - a - b)^2 = 4ab.
+  c = a + b + math.isqrt(4 * a * b) + shift
+  equal = (c - a - b) ** 2 == 4 * a * b
+  gold, given = rf'\sqrt{{{a}}}+\sqrt{{{b}}}', rf'\sqrt{{{c}}}'
+  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is equal
+  # With a square in the place of b / a, one of three shifts gives equality.
+  c = 4 * a + shift
+  gold, given = rf'\sqrt{{{a}}}+\sqrt{{{a}}}', rf'\sqrt{{{c}}}'
+  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (shift == 0)
+
+
+@pytest.mark.parametrize('strict', [True, False])
+def test_factorials_are_compared_like_fractions(verify, strict):
+  quotients = [
+    (25, 23),
+    (25, 22),
+    (24, 22),
+    (1, 19),
+    (2, 19),
+    (6, 4),
+    (30, 29),
+    (1, 20),
+  ]
+  for (m, n), (p, q) in itertools.product(quotients, repeat=2):
+    gold, given = rf'\frac{{{m}!}}{{{n}!}}', rf'\frac{{{p}!}}{{{q}!}}'
+    value, given_value = (
+      Fraction(math.factorial(x), math.factorial(y)) for x, y in ((m, n), (p, q))
+    )
+    right = verify('math', gold, rf'\boxed{{{given}}}', strict=strict).right
+    assert right is (value == given_value), (gold, given)
+
+
+# Pairs of different values: at 15 digits, or where smaller numbers count as 0, they are
+# equal.
+DIFFERENT = [
+  ('2^{2024}-1', '2^{2024}'),
+  ('10^{92}+1', '10^{92}'),
+  (r'1-\frac{1}{2^{350}}', '1'),
+  ('2^{2024}+0.5', '2^{2024}'),
+  ('2^{2024}-0.5', '2^{2024}+0.5'),
+  (r'(2^{2024}-1)\pi', r'2^{2024}\pi'),
+  ('(2^{2024}-1)x', '2^{2024}x'),
+  ('y=(2^{2024}-1)x', 'y=2^{2024}x'),
+  ('x^2+2^{-60}', 'x^2'),
+  (r'\frac{1}{19!}', r'\frac{2}{19!}'),
+  (r'\frac{\ln 2}{30!}', r'\frac{\ln 3}{30!}'),
+  (r'\exp(-1000)', r'\exp(-1001)'),
+  (r'\sin(10^{-20})', r'\sin(2\cdot 10^{-20})'),
+  (r'\frac{x}{3}', '0.3333333333333333x'),
+  (
+    r'\begin{pmatrix} \frac{1}{19!} & 1\end{pmatrix}',
+    r'\begin{pmatrix} \frac{2}{19!} & 1\end{pmatrix}',
+  ),
+]
+
+
+@pytest.mark.parametrize('strict', [True, False])
+@pytest.mark.parametrize('pair', DIFFERENT)
+def test_different_values_are_not_equal(verify, pair, strict):
+  for gold, given in (pair, pair[::-1]):
+    assert verify('math', gold, rf'\boxed{{{given}}}', strict=strict).right is False
+
+
+@pytest.mark.parametrize('decimal', ['0.693147', '0.6931471805599453'])
+def test_a_rounded_value_is_right_only_if_lenient(verify, decimal):
+  assert verify('math', r'\ln 2', rf'\boxed{{{decimal}}}').right is False
+  assert verify('math', r'\ln 2', rf'\boxed{{{decimal}}}', strict=False).right
+
+
 COMMANDS = r'\frac,\sqrt,\pi,\pm,\cup,\infty,\left,\{,\},\\,^\circ,\text{or},\text{cm}'
 LATEX_PIECES = [
   *r'0123456789.,+-*/^_(){}[]%!|=<>& xei',
@@ -154,6 +248,9 @@ def test_a_number_is_decided_without_math_verify(text, gold):
     assert verifiers.verify('math', gold, r'\boxed{' + text + '}') == verdict
 
 
+@hypothesis.example([r'\boxed{', r'\boxed{', '1', '}', '}'])
+@hypothesis.example([r'\boxed{', r'\boxed{', r'\boxed{', '1', '}', ' ', '}', '}'])
+@hypothesis.example([r'\boxed{', r'\boxed{', '1', '}', 'x', '}'])
 @hypothesis.given(
   st.lists(st.sampled_from([r'\boxed{', r'\boxed', ' ', '{', '}', '1', '\\', 'x']))
 )

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from bapo_jax.rewards.latex.spelling import LETTERS
@@ -27,14 +28,53 @@ def _numeral(s: str, *_: Any, **__: Any):
 
 @functools.cache
 def _math_verify():
-  """Imports math-verify and disables its use of Python's eval."""
+  """Imports math-verify, without Python's eval and with comparisons made exact."""
   import math_verify
   import sympy.physics.units  # noqa: F401 (names its units by parse_expr)
+  from math_verify import grader
   from sympy.parsing import sympy_parser
 
   # latex2sympy passes numerals as strings to parse_expr, which evaluates any string.
   sympy_parser.parse_expr = _numeral
+  for name in ('sympy_numeric_eq', 'sympy_symbolic_eq'):
+    setattr(grader, name, functools.partial(_exactly, getattr(grader, name)))
   return math_verify
+
+
+def _exactly(equal: Callable[..., bool], a: Any, b: Any, *digits: int) -> bool:
+  """Compares by a function of math-verify, and confirms numbers that it finds equal.
+
+  math-verify alone takes 2^100 + 0.5 for 2^100, because decimals are floats, and 1/19!
+  for 2/19!, because numbers below 10^-15 are 0 in its expressions. A decimal that is a
+  whole answer is still rounded. `digits` are the arguments of the numeric comparison.
+  """
+  import sympy
+  from math_verify.grader import is_atomic_or_pct_atomic as is_atomic
+
+  a, b = (
+    x if is_atomic(x, sympy.Float) else sympy.nsimplify(x, rational=True)
+    for x in (a, b)
+  )
+  if not equal(a, b, *digits):
+    return False
+  # The symbolic comparison is exact, and so is that of a single number. The entries of
+  # a matrix were compared by this function.
+  if (
+    not digits
+    or a.is_Matrix
+    or is_atomic(a, sympy.Number)
+    or is_atomic(b, sympy.Number)
+  ):
+    return True
+  difference = (a - b).doit()
+  places = 50  # more than the digits of all parts of the difference together
+  for part in sympy.preorder_traversal(difference):
+    if part.is_number:
+      size = abs(sympy.N(part.p * part.q if part.is_Rational else part))
+      places += abs(int(sympy.log(size or 1, 10)))
+  value = difference.evalf(2 * places)
+  floats = value.atoms(sympy.Float)
+  return value.xreplace({x: 0 for x in floats if abs(x) * 10**places < 1}) == 0
 
 
 def _read(latex: str) -> tuple[Any, str]:
