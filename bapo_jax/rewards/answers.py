@@ -101,7 +101,7 @@ HEAD = re.compile(
   r'^[^a-z0-9\n"\'`~(){}\[\]<$\\❌✗✘🚫≠]*(?:(?:[0-9]{1,2}|[a-z])[.)] +\**)?'
   r'(?:\$?\\text(?:bf)? *\{ *)?'
   r'(?:(?:so|thus|hence|therefore),? +)?(?:the +)?(?:final +)?'
-  r'answer(?: +is)?[ \t\r*_]*(?:[:\uff1a→—]|=>?|->|(?=\n))(?: *\})?|'
+  r'ans(?:wer|\.)?(?: +is)?[ \t\r*_]*(?:[:\uff1a→—]|=>?|->|(?=\n))(?: *\})?|'
   # ... or `The answer is` at the start of a sentence or a clause.
   r'(?:^[ \t>#*-]*|(?<=[.!?:;,])[ *]+)'
   rf'(?:(?:{CONNECTIVES})(?: that)?[,:]? +){{0,2}}(?:(?:the|our|my) +)?'
@@ -115,14 +115,14 @@ HEAD = re.compile(
   r'[a-z]+[*.! ]*$)))',
   re.I | re.M,
 )
-WORD = re.compile('answer', re.I)
+WORD = re.compile('ans', re.I)
 # A blank line, unless a number follows: a second answer.
 PARAGRAPH_END = re.compile(r'\n[ \t\r]*\n(?!\W{0,9}\d)')
 SENTENCE_END = re.compile(r'[.!](?=[\s*]|$)')
 # Comments, which are not displayed, and tags that leave a number unchanged. A tag in
 # the middle of a number or word, as in 1<b>8</b>, does not match.
 TAG = (
-  r'/?(?:(?:final[_-]?)?(?:answer|result|solution|output)|[biup]|strong|em|mark|span|'
+  r'/?(?:(?:final[_-]?)?(?:answer|result|solution|output)|final|[biup]|strong|em|mark|span|'
   r'code|div|li|td|br ?/?)>'
 )
 MARKUP = re.compile(

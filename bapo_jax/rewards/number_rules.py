@@ -131,7 +131,7 @@ def _without_nouns(text: str) -> str:
 
 
 # What may precede a number: `Total:`, `The answer is`, or the name of a currency.
-LABEL = re.compile(r'\**([A-Za-z][A-Za-z ]{0,40})(?::\**| is | *[-=]+> *)')
+LABEL = re.compile(r'\**((?:[A-Za-z][A-Za-z ]{0,40})?)(?::\**| is | *[-=]+> *)')
 MONEY = re.compile(
   r'(?<![A-Za-z])(?:(?:USD|EUR|GBP|INR|CAD|AUD|Rs\.?) *(?=[0-9])|'
   r'(?:US|CA|AU|HK|NZ|[ACS])(?=\\?\$))'

@@ -193,19 +193,21 @@ def is_label(text: str) -> bool:
 
 CHOICE = re.compile(
   r'(?:\\text *\{ *\(?([A-J])(?:[).:]+ *\}|\} *[).:]+)|'
-  r'\(([A-J])\) +(?=[0-9]|\\(?:frac|sqrt))|\(([A-J])\)$) *'
+  r'\(([A-J])\) +(?=[0-9]|\\(?:frac|sqrt))|\(([A-J])\)$|'
+  r'(?i:(?:\\text *\{ *)?(?:the +)?(?:final +)?answer(?: +is *:?|:) *\}?)) *'
 )
 
 
 def split_choice(text: str) -> tuple[str, str]:
   r"""Splits the letter of a choice from an answer: `\text{(B) } 42` is ('B', '42').
 
-  Either part may be ''. A bare letter without parentheses is not a choice.
+  Either part may be ''. A bare letter without parentheses is not a choice. Removes
+  `Answer:`, too.
   """
   match = CHOICE.match(text)
   if not match:
     return '', text
-  return match[1] or match[2] or match[3], text[match.end() :]
+  return match[1] or match[2] or match[3] or '', text[match.end() :]
 
 
 UNIT_NAMES = """

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import mpmath
+
 from bapo_jax.rewards.latex.spelling import LETTERS
 
 NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
@@ -71,7 +73,7 @@ def _exactly(equal: Callable[..., bool], a: Any, b: Any, *digits: int) -> bool:
   for part in sympy.preorder_traversal(difference):
     if part.is_number:
       size = abs(sympy.N(part.p * part.q if part.is_Rational else part))
-      places += abs(int(sympy.log(size or 1, 10)))
+      places += abs(int(mpmath.log10(size or 1)))
   value = difference.evalf(2 * places)
   floats = value.atoms(sympy.Float)
   return value.xreplace({x: 0 for x in floats if abs(x) * 10**places < 1}) == 0
