@@ -1,7 +1,8 @@
 """Computes attention: queries, keys and values in, mixed values out.
 
-Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed) and
-`splash` on a TPU. Only `blockwise` stores scores, [T, T]; if causal, half of them.
+Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed and
+it takes the heads) and `splash` on a TPU. Only `blockwise` stores scores, [T, T]; if
+causal, half of them.
 Decoding has one query per slot: `cached` reads the cache of every slot up to the
 longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
@@ -18,32 +19,40 @@ from jax.sharding import PartitionSpec as P
 from bapo_jax import sharding
 
 # Kernels that store no scores, and what they need; remat 'dots' saves their results.
-FUSED = {'splash': 'a tpu', 'flash': 'a gpu and model.compute=bfloat16'}
+WIDEST = 256  # head of `flash`; wider heads exceed the shared memory of every GPU
+FUSED = {
+  'splash': 'a tpu',
+  'flash': f'a gpu, model.compute=bfloat16 and heads of at most {WIDEST}',
+}
 ATTENDED = 'attended'  # the name under which remat policies save splash's results
 BLOCK, MOST_BLOCKS = 64, 8  # of `blockwise`: minimum queries per block, maximum blocks
 LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
 # Of `flash`: queries and keys per block of the forward pass, both in the backward pass.
 # Blocks of 32 are too small for an H100's warpgroup products, of 128 spill registers.
 FLASH_Q, FLASH_K, FLASH_BACK, FLASH_WARPS = 128, 64, 64, 8
+CUDNN_STEP, CUDNN_WIDEST = 8, 128  # heads that cuDNN takes on every GPU
 
 
-def resolve(kind: str, platform: str, compute: jax.typing.DTypeLike) -> str:
+def resolve(
+  kind: str, platform: str, compute: jax.typing.DTypeLike, head_width: int
+) -> str:
   """Returns the kernel that `model.attention=kind` selects on this platform.
 
   The platform is 'cpu', 'gpu', 'cuda' or 'tpu'; `compute` is the dtype of queries, keys
   and values.
 
   Raises:
-    ValueError: the platform or the dtype does not support the kernel.
+    ValueError: the platform, the dtype or the heads do not fit the kernel.
   """
-  half = jnp.dtype(compute).itemsize == 2
-  fits = {'splash': platform == 'tpu', 'flash': platform in ('gpu', 'cuda') and half}
+  small = jnp.dtype(compute).itemsize == 2 and head_width <= WIDEST
+  fits = {'splash': platform == 'tpu', 'flash': platform in ('gpu', 'cuda') and small}
   if kind == 'auto':
     return next((name for name, does_fit in fits.items() if does_fit), 'plain')
   if not fits.get(kind, True):
     raise ValueError(
       f'model.attention={kind} needs {FUSED[kind]}, but this is a {platform} with '
-      f'model.compute={jnp.dtype(compute)}; set model.attention to auto or plain'
+      f'model.compute={jnp.dtype(compute)} and heads of {head_width}; set '
+      'model.attention to auto or plain'
     )
   return kind
 
@@ -69,10 +78,12 @@ def attend(
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
   if kind == 'auto':
-    kind = resolve(kind, jax.default_backend(), q_BTHC.dtype)
+    kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
   if kind == 'plain':
     return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
-  if kind == 'flash' and segment_BT is None:
+  C = q_BTHC.shape[-1]
+  in_cudnn = C % CUDNN_STEP == 0 and C <= CUDNN_WIDEST
+  if kind == 'flash' and segment_BT is None and in_cudnn:
     # cuDNN is faster, but on packed rows it needs a mask of [T, T].
     return jax.nn.dot_product_attention(
       q_BTHC, k_BTKC, v_BTKC, is_causal=is_causal, implementation='cudnn'
@@ -208,16 +219,18 @@ def flash(
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
-  segment_BT: Array,
+  segment_BT: Array | None = None,
   *,
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
-  """Computes attention of packed rows with the GPU kernel, on one device."""
+  """Runs the GPU kernel on one device, padded to multiples of FLASH_Q."""
   # Imported late because it loads Pallas.
   from jax.experimental.pallas.ops.gpu import attention as lib
 
   B, T, H, C = q_BTHC.shape
+  if segment_BT is None:
+    segment_BT = jnp.zeros((B, T), jnp.int32)
   # Padded columns come last, in segment -2, so that no real query attends to them.
   pad = -T % FLASH_Q
   q, k, v = (

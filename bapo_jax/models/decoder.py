@@ -110,7 +110,7 @@ def is_ragged(spec: ModelSpec) -> bool:
   """
   kind, C = spec.attention, spec.head_width
   if kind == 'auto':
-    kind = attention.resolve(kind, jax.default_backend(), spec.compute)
+    kind = attention.resolve(kind, jax.default_backend(), spec.compute, C)
   return kind != 'plain' and C >= 16 and C.bit_count() == 1
 
 

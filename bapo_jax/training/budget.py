@@ -179,7 +179,7 @@ def _passes(
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
-    kernel = attention.resolve('auto', platform, spec.compute)
+    kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
     spec = dataclasses.replace(spec, attention=kernel)
   tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
   rows, shards = config.micro_batch_rows, sharding.row_shards(mesh)

@@ -233,6 +233,8 @@ def resolve(
     config_lib.check_positions(config, spec.positions)
   rules.check(config)
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
+  platform = mesh.devices.flat[0].platform
+  attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
   opened = Model(directory, tokenizer, spec)
@@ -270,10 +272,8 @@ def make_rollout_mesh(
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Makes the mesh; raises ValueError if devices, attention or rows do not fit it."""
+  """Makes the mesh; raises ValueError if devices or rows do not fit it."""
   mesh = sharding.make(**config.mesh.model_dump(), devices=devices)
-  platform = mesh.devices.flat[0].platform
-  attention.resolve(config.model.attention, platform, config.model.compute)
   shards = sharding.row_shards(mesh)
   over = f'do not divide over {shards} device shards (mesh.data x mesh.fsdp)'
   if config.minibatch_rows % shards:

@@ -150,7 +150,7 @@ def test_rows_and_kernels_fit_the_mesh():
   sound = parse(plain(**{'learner.grad_accum_steps': 2}))
   assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
   with pytest.raises(ValueError, match='splash'):  # a kernel that a CPU lacks
-    resolve.make_mesh(parse(plain(**{'model.attention': 'splash'})))
+    resolve.resolve(parse(plain(**{'model.attention': 'splash'})))
 
 
 @pytest.mark.parametrize('variant', ['tiny', 'recipe'])

@@ -75,7 +75,7 @@ def device_spec(config: Config, platform: str) -> ModelSpec:
     spec = resolve.read_spec(config, directory, None)
   else:
     spec = resolve.open_model(config).spec
-  kind = attention.resolve(spec.attention, platform, spec.compute)
+  kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
   return dataclasses.replace(spec, attention=kind)
 
 
