@@ -174,8 +174,9 @@ def _passes(
 
   Gathered are the weights and gradients of one layer and the head, divided over tensor.
   Activations are the saved values of all layers and the hidden states with gradients
-  (of one micro-batch, or of all with bounds_pass='stored'); the backward pass of one
-  layer, with the queries' gradients by block of keys; and three blocks of logits.
+  (of one micro-batch, or with bounds_pass='stored' of all and one more); the backward
+  pass of one layer, with the queries' gradients by block of keys; and three blocks of
+  logits.
   """
   if spec.attention == 'auto':
     platform = mesh.devices.flat[0].platform
@@ -190,7 +191,9 @@ def _passes(
   layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers
   gradient = 0 if config.lora.rank else 4  # bytes per gathered weight
   gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
-  at_once = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  pieces = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  # One micro-batch is computed before its activations are copied to those of all.
+  at_once = pieces + (pieces > 1)
   if schedule.remat == 'none' and spec.compute != spec.dtype:
     # Nothing is recomputed, so the casts of all layers stay for the backward pass.
     gathered += at_once * c * layer * spec.layers / tensor

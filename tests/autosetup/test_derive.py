@@ -175,7 +175,7 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
     found = values(long, spec=BIG, memory=gib * 2**30)
     return found['sampler.max_num_seqs'], found['learner.grad_accum_steps']
 
-  (most, fewest), (less, more) = sizes(400), sizes(48)
+  (most, fewest), (less, more) = sizes(600), sizes(48)
   assert less < most and more > fewest
   assert most == 64, 'all responses of a step'
 

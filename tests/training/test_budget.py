@@ -17,6 +17,7 @@ from bapo_jax.models import decoder, layers, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
+from bapo_jax.tools.plan import plan, programs
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
 from configs import aime
@@ -119,6 +120,54 @@ def test_a_gpu_has_gradients_of_keys_and_values_per_query_head():
   rows = max(config.micro_batch_rows, config.sft.batch) / 4
   array = 2 * rows * config.row_length * spec.heads * spec.head_width / 2
   assert config.row_length <= 512 and flash.saved - splash.saved == 2 * array - array
+
+
+def update_bytes(remat, bounds_pass, pieces):
+  """Returns (counted, compiled) bytes of an update in `pieces` micro-batches."""
+  config = config_lib.parse(aime.tiny().to_dict()).with_values(
+    prompts={'count': 2 * pieces, 'max_prompt_tokens': 64},
+    sampler={'group_size': 4, 'max_new_tokens': 192},
+    learner={'minibatches': 1, 'grad_accum_steps': pieces},
+    sft={'batch': 1},
+  )
+  spec = dataclasses.replace(SPEC, width=128, attention='plain')
+  mesh = sharding.make(1, 1, 1, jax.devices()[:1])
+  schedule = Schedule(remat, bounds_pass=bounds_pass)
+  program = programs.train_step(programs.Job(config, spec, schedule, mesh))
+  row = plan.compiled(program, mesh)
+  return budget.count(config, spec, schedule, mesh).update, row.total
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(('remat', 'pieces'), [('none', 2), ('dots', 3), ('full', 4)])
+def test_stored_activations_are_the_compilers(remat, pieces):
+  # A difference of two programs leaves out what both have: one micro-batch.
+  stored, again = (update_bytes(remat, how, pieces) for how in ('stored', 'again'))
+  counted, compiled = (a - b for a, b in zip(stored, again, strict=True))
+  # What the head saves for its backward pass is not in the count.
+  assert compiled == pytest.approx(counted, rel=0.05)
+
+
+def test_stored_activations_by_hand():
+  mesh, (config, spec) = fake_mesh('tpu', 1, 1, 1), parsed({'grad_accum_steps': 4})
+  config = config.with_values(sft={'batch': 1})
+  found = {
+    (how, n): budget.count(
+      config.with_values(
+        learner={'grad_accum_steps': n},
+        prompts={'count': config.prompts.count * n // 4},
+      ),
+      spec,
+      Schedule('dots', bounds_pass=how),
+      mesh,
+    ).saved
+    for how in ('stored', 'again')
+    for n in (1, 2, 4)
+  }
+  # Micro-batches have the same rows: again keeps one, stored all n and one more.
+  two, four = (found['stored', n] - found['again', n] for n in (2, 4))
+  assert four == 2 * two > 0
+  assert found['stored', 1] == found['again', 1] == found['again', 4]
 
 
 def parsed(learner=(), **model):
