@@ -106,6 +106,16 @@ def test_the_plan_of_a_small_config(topology, tmp_path, where, slots, knobs):
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
 
 
+@pytest.mark.nightly
+def test_the_kernels_of_one_gpu_are_planned(topology):
+  topology('h100:1')  # skips without its compiler
+  config = config_lib.parse(aime.tiny().to_dict())
+  lines = []
+  config = config.with_values(model={'compute': 'bfloat16', 'layers': 1})
+  assert plan.run(config, 'h100:1', echo=lines.append)
+  assert lines[0].endswith('attention flash')
+
+
 def job_of(config, mesh, *schedule, platform='tpu'):
   spec = programs.device_spec(config, platform)
   return programs.Job(config, spec, Schedule(*schedule), mesh)
@@ -173,6 +183,21 @@ def test_decoding_copies_no_layer(topology, tmp_path, where, tensor, slots, mode
   )
   assert share < 0.1
   assert share < 1 / (2 * layers), 'room for a copy of the keys of a layer'
+
+
+def test_the_compiler_is_told_a_single_device_too():
+  # Since jax 0.11, kernels are lowered for the kind of device of the ambient mesh.
+  seen = []
+
+  def function(x):
+    seen.append(jax.sharding.get_abstract_mesh())
+    return x
+
+  mesh = sharding.make(1, 1, 1, jax.devices()[:1])
+  args = (jax.ShapeDtypeStruct((2,), 'float32'),)
+  cost = roofline.Cost(0, 0, 0)
+  plan.compiled(programs.Program(jax.jit(function), args, {}, cost, 0), mesh)
+  assert seen == [mesh.abstract_mesh]
 
 
 def test_the_programs_are_those_of_the_run(config, mesh):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
@@ -42,7 +43,9 @@ class Row(NamedTuple):
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
   """Compiles a program; returns its Row, or the bytes that it needs if too many."""
-  with sharding.current(mesh):
+  # Also with one device, unlike `sharding.current`: since jax 0.11 the kernels of an
+  # absent GPU are lowered for the kind of device that the ambient mesh has.
+  with jax.set_mesh(mesh):
     lowered = program.function.lower(*program.args, **program.static)
     try:
       executable = lowered.compile()
