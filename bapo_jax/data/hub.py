@@ -15,11 +15,13 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable
-
-import tensorflow_datasets as tfds
+from typing import TYPE_CHECKING
 
 from bapo_jax.data import layouts, local_files
 from bapo_jax.data.row import Row
+
+if TYPE_CHECKING:
+  import tensorflow_datasets as tfds
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ def read_tfds(
   passed to `check`, which raises a ValueError if the answer cannot be verified.
 
   Raises:
-    ValueError: no such data set, split or network, or a row cannot be read.
+    ValueError: no such data set, split, network or library, or a row cannot be read.
   """
   rows: list[Row] = []
   layout = None
@@ -116,7 +118,7 @@ def read_tfds(
   return rows
 
 
-def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
+def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
   """Returns the builder of a data set after writing the data to disk."""
   builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
@@ -126,8 +128,7 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
       'download it; copy this directory from another machine, or give a file'
     )
   try:
-    # The library reports a download even if there is none, and draws progress bars.
-    tfds.disable_progress_bar()
+    # The library reports a download even if there is none.
     with contextlib.redirect_stdout(io.StringIO()):
       builder.download_and_prepare()
   except Exception as error:  # of the library, requests or the data set
@@ -143,7 +144,16 @@ def _prepared(name: str, split: str, knob: str) -> tfds.core.DatasetBuilder:
   return builder
 
 
-def _builder(name: str, knob: str) -> tfds.core.DatasetBuilder:
+def _builder(name: str, knob: str) -> 'tfds.core.DatasetBuilder':
+  # Imported late because only this kind of source needs it.
+  try:
+    import tensorflow_datasets as tfds
+  except ImportError as error:
+    raise ValueError(
+      f'--config.{knob}=tfds:{name} needs tensorflow-datasets ({error}); run `pip '
+      'install -r requirements.txt`, or give a file or a hub name'
+    ) from error
+  tfds.disable_progress_bar()
   package = pathlib.Path(tfds.__file__).parent
   for path in package.glob(f'*/{name}/{name}.py') if name.isidentifier() else ():
     # Registers the data set, which the library imports only with TensorFlow.

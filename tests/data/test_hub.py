@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 
 import huggingface_hub
@@ -187,6 +188,15 @@ def test_a_data_set_is_downloaded_once_and_read_without_a_network(network):
   first = sources.load(name, 'source')
   network(False)
   assert sources.load(name, 'source') == first
+
+
+def test_only_a_tfds_source_needs_the_library(monkeypatch):
+  code = 'import sys; sys.modules["tensorflow_datasets"] = None; import {}'
+  for module in ('bapo_jax.run.experiment', 'bapo_jax.data.hub'):
+    subprocess.run([sys.executable, '-c', code.format(module)], check=True)
+  monkeypatch.setitem(sys.modules, 'tensorflow_datasets', None)
+  with pytest.raises(ValueError, match='tfds:sums needs tensorflow-datasets'):
+    sources.download(problems('tfds:sums'), 'source')
 
 
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
