@@ -11,15 +11,23 @@ import resource
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-# The share of a GPU's memory that XLA's allocator takes unless the user has set
-# XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's default of 0.75 is for shared GPUs; the other
-# 8 % are for the CUDA context, the buffers of NCCL and other libraries.
+# The share of a GPU's memory that XLA's allocator takes. JAX's default of 0.75 is for
+# shared GPUs; the other 8 % are for the CUDA context, the buffers of NCCL and other
+# libraries.
 GPU_SHARE = 0.92
+# Two names of the variable that sets it; JAX refuses both at once.
+GPU_SHARES = 'XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION'
 # Packages whose version can change the results of a run.
 PACKAGES = (
   'jax jaxlib libtpu flax optax orbax-checkpoint numpy transformers tokenizers '
   'math-verify sympy'
 )
+
+
+def set_gpu_share() -> None:
+  """Makes JAX take GPU_SHARE, unless the user has set a share by either name."""
+  if not os.environ.keys() & set(GPU_SHARES):
+    os.environ[GPU_SHARES[0]] = str(GPU_SHARE)
 
 
 def versions(*parts: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps."""
+"""Memory that the C library keeps, and the share of a GPU that JAX takes."""
 
 import os
 import platform
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from bapo_jax.runtime import machine
 
 HOLDS = """
 import resource, sys
@@ -40,3 +42,15 @@ def test_freed_memory_is_held_until_it_is_trimmed():
   held, trimmed = faults('hold')
   assert held < anew / 20
   assert trimmed > 10 * max(held, 1), 'trim gives the pages back once'
+
+
+@pytest.mark.parametrize('given', ['', *machine.GPU_SHARES])
+def test_the_share_of_a_gpu_that_the_user_set_is_kept(given, monkeypatch):
+  for name in machine.GPU_SHARES:
+    monkeypatch.delenv(name, raising=False)
+  if given:
+    monkeypatch.setenv(given, '0.5')
+  machine.set_gpu_share()
+  found = {x: os.environ[x] for x in machine.GPU_SHARES if x in os.environ}
+  # JAX refuses both names at once.
+  assert found == ({given: '0.5'} if given else {machine.GPU_SHARES[0]: '0.92'})
