@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import attention
+from bapo_jax.models import attention, decoder
 from bapo_jax.tools.plan import roofline
 from benchmarks.first_contact import kernels, parity, rates, report, section, speed
 from benchmarks.first_contact.__main__ import contact
@@ -128,9 +128,33 @@ def test_every_kernel_is_checked_and_a_wrong_one_fails(monkeypatch):
   failed = {x.name.split(', float32')[0] for x in figures if not x.passed}
   wrong = {'wrong', 'wrong, gradient', 'decoding, late'}
   assert failed == {*wrong, 'decoding, late, bfloat16'}
-  good = {'plain', 'splash', 'splash, gradient', 'decoding, cached'}
+  good = {'plain', 'splash', 'splash, gradient', 'decoding, cached', 'decoding, ragged'}
   checked = {x.name.split(', float32')[0] for x in figures if x.limit}
   assert good <= checked
+
+
+@pytest.mark.parametrize(
+  ('platform', 'dtype', 'names'),
+  [
+    ('gpu', 'bfloat16', {'cached', 'ragged'}),
+    ('gpu', 'float32', {'cached'}),
+    ('tpu', 'float32', {'cached', 'ragged'}),
+  ],
+)
+def test_the_kernels_of_decoding_are_those_of_a_run(platform, dtype, names):
+  assert {*kernels.decoding(platform, dtype, 64)} == names
+  spec = dataclasses.replace(parity.SPEC, compute=dtype, head_width=64)
+  kind = attention.resolve('auto', platform, dtype, 64)
+  spec = dataclasses.replace(spec, attention=kind)
+  assert decoder.is_ragged(spec) == ('ragged' in names)
+
+
+def test_rates_need_no_git(monkeypatch, one_device):
+  monkeypatch.setenv('PATH', '')
+  assert rates.describe()['commit'] == 'unknown'
+  document = run({'rates': section.SECTIONS['rates']})
+  assert states(document) == {'rates': 'passed'}
+  assert 'commit unknown' in report.table(document)
 
 
 def test_sections_end_alone_and_only_checks_change_the_status():

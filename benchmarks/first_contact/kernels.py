@@ -1,17 +1,18 @@
 """Compares the attention kernels of this platform with attention in float64.
 
 `whole_rows` are forward pass and gradient of packed rows, `decoding` one query per slot
-at positions from the first column to the last.
+at positions from the first column to the last. Every kernel is checked in the dtypes in
+which a run on this platform uses it; a CPU emulates those of others.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import attention
+from bapo_jax.models import attention, ragged
 from benchmarks import machine
 from benchmarks.first_contact import oracle
 from benchmarks.first_contact.figures import Context, Figure
@@ -19,18 +20,36 @@ from benchmarks.first_contact.parity import EPS
 
 # Kernels that a CPU emulates, in addition to its own: one line each.
 EMULATED = {'splash': functools.partial(attention.splash, interpret=True)}
-# Kernels of decoding: (query, segments, positions) -> mixed values; one line each.
-DECODING: dict[str, Callable] = {'cached': attention.cached}
 # Roundings that (a forward pass, a gradient) may be off by, relative to the largest
 # number. As in parity.py, float32 gets more for its exponentials; a CPU needs two.
 ROUNDINGS = {'float32': (16, 64), 'bfloat16': (4, 16)}
 
 
-def whole_rows(platform: str, dtype: str) -> dict[str, Callable]:
+def live_columns(
+  q_SHC: jax.Array, segments: Sequence[tuple], position_S: jax.Array
+) -> jax.Array:
+  """Runs the kernel of ragged.py on segments joined to one cache."""
+  k_SKCT = jnp.concatenate([k for k, _ in segments], 3)
+  v_SKTC = jnp.concatenate([v for _, v in segments], 2)
+  return ragged.attend(q_SHC, k_SKCT, v_SKTC, position_S + 1)
+
+
+# Kernels of decoding: (query, segments, positions) -> mixed values; one line each.
+DECODING: dict[str, Callable] = {'cached': attention.cached, 'ragged': live_columns}
+
+
+def whole_rows(platform: str, dtype: str, width: int) -> dict[str, Callable]:
   """Returns the kernels of whole rows by name: plain, the platform's, emulated ones."""
-  kinds = {'plain', attention.resolve('auto', platform, dtype)}
+  kinds = {'plain', attention.resolve('auto', platform, dtype, width)}
   found = {k: functools.partial(attention.attend, kind=k) for k in sorted(kinds)}
   return found | (EMULATED if platform == 'cpu' and dtype == 'float32' else {})
+
+
+def decoding(platform: str, dtype: str, width: int) -> dict[str, Callable]:
+  """Returns the kernels of decoding by name; see `decoder.is_ragged`."""
+  plain = attention.resolve('auto', platform, dtype, width) == 'plain'
+  unused = {'ragged'} if plain and platform != 'cpu' else set()
+  return {name: kernel for name, kernel in DECODING.items() if name not in unused}
 
 
 def sizes(platform: str, *, small: bool) -> tuple[int, int, int, int, int]:
@@ -83,6 +102,8 @@ def rows_figures(name: str, kernel: Callable, dtype: str, shape: tuple) -> Itera
 def decoding_figure(name: str, kernel: Callable, dtype: str, shape: tuple) -> Figure:
   """Returns the error of a kernel of decoding, slots at their first to last column."""
   _, T, H, K, C = shape
+  T += -T % attention.LANES  # `ragged` needs whole tiles, and heads of 16 or more
+  C = max(C, 16)
   position_S = np.array([0, 1, T // 2 - 1, T // 2, T - 2, T - 1], np.int32)
   S, half = len(position_S), T // 2
   rng = np.random.default_rng(1)
@@ -109,7 +130,7 @@ def run(context: Context) -> Iterator[Figure]:
   shape = sizes(platform, small=context.small)
   for dtype in EPS:
     with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
-      for name, kernel in whole_rows(platform, dtype).items():
+      for name, kernel in whole_rows(platform, dtype, shape[-1]).items():
         yield from rows_figures(name, kernel, dtype, shape)
-      for name, kernel in DECODING.items():
+      for name, kernel in decoding(platform, dtype, shape[-1]).items():
         yield decoding_figure(name, kernel, dtype, shape)

@@ -1,5 +1,6 @@
 """Describes the devices and measures what bounds every program: products and bytes."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -38,9 +39,11 @@ def describe() -> dict[str, Any]:
   """Returns the facts about devices, host and versions that a report needs."""
   device = jax.devices()[0]
   stats = (device.memory_stats() if device.platform != 'cpu' else None) or {}
-  commit = subprocess.run(
-    ['git', 'describe', '--always', '--dirty'], capture_output=True, text=True
-  )
+  command = ['git', 'describe', '--always', '--dirty']
+  commit = ''
+  with contextlib.suppress(FileNotFoundError):  # git is not installed
+    done = subprocess.run(command, capture_output=True, text=True)
+    commit = done.stdout.strip()
   return {
     'platform': device.platform,
     'kind': device.device_kind,
@@ -50,7 +53,7 @@ def describe() -> dict[str, Any]:
     'host': f'{platform.system()} {platform.machine()}',
     'host_cores': os.cpu_count() or 1,
     'host_memory_gib': host.host_memory() / GIB,
-    'commit': commit.stdout.strip(),
+    'commit': commit or 'unknown',  # outside a repository
     'versions': host.versions(),
   }
 
