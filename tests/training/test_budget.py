@@ -49,16 +49,17 @@ def temporaries(spec, kind, rank=0):
   ('qk_norm', 'rank', 'kinds'), [(True, 0, budget.REMATS), (False, 4, ['dots'])]
 )
 def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
-  # A difference of two depths leaves out what does not depend on the depth.
+  # A difference of two depths leaves out what does not depend on the depth. Over eight
+  # layers, the gaps between the compiler's buffers (5 % of one in jax 0.11) are few.
   spec = dataclasses.replace(SPEC, attention='plain', qk_norm=qk_norm)
   for kind in kinds:
     deep, shallow = (
-      temporaries(dataclasses.replace(spec, layers=n), kind, rank) for n in (4, 2)
+      temporaries(dataclasses.replace(spec, layers=n), kind, rank) for n in (12, 4)
     )
     counted = budget.saved_bytes(spec, Schedule(kind), T)
     if kind == 'dots':
       counted += 4 * 7 * rank  # x A of seven projections, too few to be in the count
-    assert (deep - shallow) / 2 / (B * T) == pytest.approx(counted, rel=0.02), kind
+    assert (deep - shallow) / 8 / (B * T) == pytest.approx(counted, rel=0.02), kind
 
 
 def test_saved_bytes_by_hand():
