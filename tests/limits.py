@@ -30,7 +30,7 @@ FAST = {
   'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate statistics',
   '.': 'architecture config_docs docs finetune fuzz_config knobs limits main notebooks '
-  'own_code readme requirements sharding type_checker types',
+  'on_gpu own_code readme requirements sharding type_checker types',
 }
 
 
