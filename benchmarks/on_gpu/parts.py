@@ -72,6 +72,8 @@ UPDATES = [  # tile, remat, bounds_pass, micro-batches
   (TILES[1], 'none', 'again', 4),
 ]
 TRACED = [UPDATES[0], UPDATES[3]]
+if IS_SMALL:  # compiling takes minutes on a CPU
+  MORE_TILES, UPDATES = [], TRACED
 
 
 def say(what: str, **figures: Any) -> None:
