@@ -97,7 +97,10 @@ def check_available(config: Config) -> Model:
   path, decided = config.model.path, not config.derived
   check = gold.check(config.rewards.rule) if decided else None
   directory = hf_directory.resolve(path)
-  lacks = hf_directory.missing(directory) if path else []
+  needs = list(hf_directory.MODEL_FILES)
+  if config.tokenizer.path not in ('', path):  # the tokenizer is somewhere else
+    needs.remove('tokenizer.json')
+  lacks = hf_directory.missing(directory, needs) if path else []
   model = None if lacks else open_model(config, directory)
   # A model that is not downloaded yet may have a vision tower.
   sees = model is None or model.spec.vision is not None
@@ -116,7 +119,7 @@ def check_available(config: Config) -> Model:
   for knob in sources.SPLITS:
     sources.download(config.problems, knob, check, sees)
   if model is None:  # downloaded only when nothing else is missing
-    model = open_model(config, hf_directory.find(path, 'model.path'))
+    model = open_model(config, hf_directory.find(path, 'model.path', needs))
   if model.directory:
     hf_weights.check(model.directory, model.spec)
   return model

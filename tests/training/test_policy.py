@@ -20,6 +20,20 @@ def test_the_tokenizer_is_the_models_unless_another_is_named():
   assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
 
 
+def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
+  path = source(tmp_path / 'checkpoint-500')
+  other = tmp_path / 'base'
+  other.mkdir()
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    (tmp_path / 'checkpoint-500' / name).rename(other / name)
+  knobs = {'model.path': path, 'problems.source': 'synthetic'}
+  with pytest.raises(ValueError, match=r'no tokenizer\.json'):
+    resolve.check_available(tiny(**knobs))
+  found = resolve.check_available(tiny(**knobs, **{'tokenizer.path': str(other)}))
+  assert found.directory == path
+  assert found.tokenizer.backend.name_or_path == str(other)
+
+
 @pytest.mark.parametrize('variant', ['7b', '32b'])
 def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
   file = f'configs/aime.py:{variant}'
