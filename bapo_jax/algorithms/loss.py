@@ -87,6 +87,9 @@ def decoupled(
   bounds = find(jnp.exp(log_r_BT))
   above = k.cap if k.beyond_cap == 'truncate' else 0.0
   factor_BT = jnp.where(stale_BT > k.cap, above, stale_BT)
+  factor_BT = _finite_without_advantage(factor_BT, batch)
+  if k.beyond_cap == 'mask':  # before exp: 0 times a ratio that overflows is nan
+    log_r_BT = jnp.where(stale_BT > k.cap, 0, log_r_BT)
   return factor_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
 
@@ -196,10 +199,12 @@ def aspo(
   fixed_BT = jax.lax.stop_gradient(jnp.where(cut_BT, 0, log_r_BT))
   # The value of a weight, with the gradient of logp: 1 at ahead_BT.
   ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
-  weight_BT = jnp.exp(sign_B1 * fixed_BT)
-  # Not k.cap itself: an infinite cap would give 0 * inf in the gradient.
-  capped_BT = jnp.where(batch.loss_mask_BT, jnp.minimum(weight_BT, k.cap) * logp_BT, 0)
-  live_BT = jnp.where(weight_BT > k.cap, capped_BT, weight_BT * ahead_BT)
+  full_BT = jnp.exp(sign_B1 * fixed_BT)
+  # The gradient of the branch not taken is 0 times its weight, which must be finite:
+  # neither an infinite cap nor a ratio that overflows.
+  weight_BT = jnp.minimum(full_BT, k.cap)
+  capped_BT = jnp.where(batch.loss_mask_BT, weight_BT * logp_BT, 0)
+  live_BT = jnp.where(full_BT > k.cap, capped_BT, weight_BT * ahead_BT)
   gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
   return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
 
@@ -267,22 +272,34 @@ def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
 def _crossed(log_r_BT: Array, batch: Batch, bounds: Bounds) -> tuple[Array, Array]:
   """Returns (cut_BT, edge_BT): the tokens that are cut, and the bound they crossed.
 
-  A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual.
+  A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A token
+  with A = 0 is cut if r overflows: its gain is 0, and 0 * inf would be nan.
   """
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
-  ratio_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
+  # No ratio reaches a bound of inf, also if it overflows.
+  largest = jnp.finfo(log_r_BT.dtype).max
+  ratio_BT = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_r_BT)), largest)
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
   edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
-  cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT & (adv_BT < 0))
+  idle_BT = (adv_BT == 0) & (ratio_BT == largest)
+  below_BT = (below_BT & (adv_BT < 0)) | idle_BT
+  cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT)
   return cut_BT, edge_BT
 
 
 def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
   """Returns sg(weight) A log pi; 0 outside the loss mask."""
-  gain_BT = jax.lax.stop_gradient(weight_BT) * batch.adv_B[:, None] * logp_BT
+  weight_BT = jax.lax.stop_gradient(_finite_without_advantage(weight_BT, batch))
+  gain_BT = weight_BT * batch.adv_B[:, None] * logp_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
+
+
+def _finite_without_advantage(weight_BT: Array, batch: Batch) -> Array:
+  """Replaces infinite weights of tokens with A = 0 by 1, because 0 * inf is nan."""
+  idle_BT = (batch.adv_B[:, None] == 0) & jnp.isinf(weight_BT)
+  return jnp.where(idle_BT, 1, weight_BT)
 
 
 def _high(batch: Batch, bounds: Bounds) -> Array:
