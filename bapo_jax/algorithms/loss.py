@@ -273,18 +273,16 @@ def _crossed(log_r_BT: Array, batch: Batch, bounds: Bounds) -> tuple[Array, Arra
   """Returns (cut_BT, edge_BT): the tokens that are cut, and the bound they crossed.
 
   A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A token
-  with A = 0 is cut if r overflows: its gain is 0, and 0 * inf would be nan.
+  with A = 0 is always cut: it has no gain, and 0 times a ratio that overflows is nan.
   """
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
-  # No ratio reaches a bound of inf, also if it overflows.
-  largest = jnp.finfo(log_r_BT.dtype).max
-  ratio_BT = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_r_BT)), largest)
+  # The largest float for one that overflows, which no bound of inf cuts.
+  ratio_BT = jnp.nan_to_num(jnp.exp(jax.lax.stop_gradient(log_r_BT)), nan=jnp.nan)
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
   edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
-  idle_BT = (adv_BT == 0) & (ratio_BT == largest)
-  below_BT = (below_BT & (adv_BT < 0)) | idle_BT
+  below_BT |= adv_BT == 0
   cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT)
   return cut_BT, edge_BT
 
@@ -297,9 +295,8 @@ def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
 
 
 def _finite_without_advantage(weight_BT: Array, batch: Batch) -> Array:
-  """Replaces infinite weights of tokens with A = 0 by 1, because 0 * inf is nan."""
-  idle_BT = (batch.adv_B[:, None] == 0) & jnp.isinf(weight_BT)
-  return jnp.where(idle_BT, 1, weight_BT)
+  """Replaces weights of tokens with A = 0 by 1, because 0 times an overflow is nan."""
+  return jnp.where(batch.adv_B[:, None] == 0, 1, weight_BT)
 
 
 def _high(batch: Batch, bounds: Bounds) -> Array:
